@@ -27,7 +27,7 @@ class Problem:
     """The properties that decide the choice of a backend. All are known before any data.
 
     variants: features of a layer beyond the plain layer of its family, for example peepholes; vector: the width of the hidden state, or
-    None if it is `hidden`.
+    None if it is `hidden`; tf32: as `allows_tf32`, for float32 layers on a GPU.
     """
 
     device: torch.device
@@ -35,6 +35,7 @@ class Problem:
     hidden: int
     variants: tuple[str, ...] = ()
     vector: int | None = None
+    tf32: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,14 +104,23 @@ def choose(backends: Sequence[Backend], problem: Problem, requested: str = AUTO)
     raise ContractError(f"no backend accepts {problem}: {'; '.join(why)}")
 
 
+def allows_tf32(device: torch.device, storage: torch.dtype) -> bool:
+    """Return whether the products of a layer may have 11 significant bits: of float32 on a GPU, if `torch.set_float32_matmul_precision`
+    has been called with "high" or "medium", which also holds for the products of torch's libraries."""
+    return storage == torch.float32 and device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
+
+
 def cached_choice(backends: Callable[[], Sequence[Backend]]) -> Callable[..., Choice]:
-    """Return `choose` as a cached function of device, storage, hidden, requested, variants and vector. A backend's answer for a problem
-    never changes.
+    """Return `choose` as a cached function of device, storage, hidden, requested, variants and vector. Whether TF32 is allowed is asked in
+    every call. A backend's answer for a problem never changes.
 
     backends: called when a choice is made, not before.
     """
 
     @cache
+    def cached(problem: Problem, requested: str) -> Choice:
+        return choose(backends(), problem, requested)
+
     def chosen(
         device: torch.device,
         storage: torch.dtype,
@@ -119,7 +129,7 @@ def cached_choice(backends: Callable[[], Sequence[Backend]]) -> Callable[..., Ch
         variants: tuple[str, ...] = (),
         vector: int | None = None,
     ) -> Choice:
-        return choose(backends(), Problem(device, storage, hidden, variants, vector), requested)
+        return cached(Problem(device, storage, hidden, variants, vector, allows_tf32(device, storage)), requested)
 
     return chosen
 
@@ -131,9 +141,10 @@ def explain(family: str, *, device: str, dtype: str, hidden: int) -> str:
     if dtype not in STORAGE:
         raise ContractError(f"unknown dtype {dtype!r}, expected one of {', '.join(STORAGE)}")
     try:
-        problem = Problem(torch.device(device), STORAGE[dtype], hidden)
+        place = torch.device(device)
     except RuntimeError:
         raise ContractError(f"unknown device {device!r}, expected cpu or cuda:N") from None
+    problem = Problem(place, STORAGE[dtype], hidden, tf32=allows_tf32(place, STORAGE[dtype]))
     return "\n".join(choose(import_module(f"kernels.{family}").BACKENDS, problem).why)
 
 

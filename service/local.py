@@ -12,6 +12,7 @@ import torch
 from kernels.folder import set_cache_folder
 from service.cores import compute_threads, usable_cores
 from service.engine import build
+from service.engine.execution.device import allow_tf32
 from service.engine.execution.device_engine import DeviceEngine
 from service.engine.internal_errors import InternalErrors
 from service.errors import ServiceError
@@ -75,6 +76,7 @@ def infer_arrays(settings: Settings, model: str, npz: Path, out: Path) -> dict[s
     set_cache_folder(settings.cache)
     torch.set_num_threads(_compute_threads(settings))
     arrays, device = read_arrays(folder, description), build.named_device(settings.devices[0])
+    allow_tf32(device, settings.tf32)
     encoder = Encoder(description, arrays, device, settings.fold_limit_bytes, fold=settings.fold)
     tokenizer = Tokenizer.read(folder, description) if description.input.kind == "text" else None
     inputs = read_npz(npz)

@@ -185,6 +185,8 @@ class Settings(BaseModel):
     fold: Literal["auto", "always", "never"] = AUTO
     """Whether an embedding is folded into the first layer, for models that do not say it themselves: auto folds it where that is faster,
     which the first start on a machine measures; always folds it where the layer can and the table fits; never is the same everywhere."""
+    tf32: bool = False
+    """Whether products of float32 models on a GPU may be computed in TF32, which is faster and has 11 significant bits instead of 24."""
     max_model_bytes: Annotated[int, Field(ge=0)] = 0
     """Largest size of weights and tables on one device, including versions that are being unloaded; 0 means no limit but the memory."""
     alias: str = ""

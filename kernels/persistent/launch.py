@@ -3,9 +3,10 @@
 cluster or in a grid.
 
 The kernels hold their recurrent weights in registers and shared memory for all steps, in float16 or bfloat16; sums and cells are
-float32. `cluster` and `grid` sum in the same order wherever the number of rows chooses between them, `wide` in another: a row of
-`adaptive` may differ in its last bits with the number of rows in its batch. Nothing waits for the device. A call may be captured in a
-CUDA graph: offsets, slots and values are read when the graph runs.
+float32. A float32 weight is two float16 numbers or, where TF32 is allowed, one, which has the 11 significant bits of TF32. `cluster` and
+`grid` sum in the same order wherever the number of rows chooses between them, `wide` in another: a row of `adaptive` may differ in its
+last bits with the number of rows in its batch. Nothing waits for the device. A call may be captured in a CUDA graph: offsets, slots and
+values are read when the graph runs.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.backend import Backend, Problem
+from kernels.backend import Backend, Problem, allows_tf32
 from kernels.embedding import embed
 from kernels.gated import PEEPHOLES, PROJECTION, RESET_BEFORE
 from kernels.launching import (
@@ -85,8 +86,8 @@ class Family:
         two_products = RESET_BEFORE in problem.variants or PROJECTION in problem.variants
         return Variant(
             device_index(problem.device),
-            problem.storage,
-            gates_float32,
+            torch.float16 if problem.tf32 else problem.storage,
+            gates_float32 or problem.tf32,
             problem.hidden,
             self.gru,
             peepholes=PEEPHOLES in problem.variants,
@@ -177,10 +178,13 @@ def _encode(
     )
     if not rows:
         return encoded
-    problem = Problem(like.device, weights[0].recurrent.dtype, weights[0].hidden, weights[0].variants, vector)
+    storage = weights[0].recurrent.dtype
+    problem = Problem(
+        like.device, storage, weights[0].hidden, weights[0].variants, vector, tf32=allows_tf32(like.device, storage)
+    )
     variant = family.variant(problem, gates_float32=like.dtype == torch.float32)
     plan = _plan(family.name, find_shape, variant, directions, rows)
-    products = [_products(layer, plan.packing) for layer in weights]
+    products = [_products(layer, plan.packing, variant.storage) for layer in weights]
     offsets = x.offsets.contiguous()
     before = [state.by_row() if state is not None and plan.copies_state else state for state in states]
     outputs = (encoded.steps, None if shares_last else encoded.last, encoded.mean, encoded.max)
@@ -262,10 +266,10 @@ def _refusal(
 ) -> str | None:
     """Return why a kernel cannot run a problem, or None. The other arguments are as in `device_refusal`."""
     variant = family.variant(problem)
-    needed = CLUSTERS if problem.storage == torch.float32 else needed
-    refusal = device_refusal(problem, needed, until=until, halves=halves or variant.vector > 0)
+    needed = CLUSTERS if variant.terms > 1 else needed
+    refusal = device_refusal(problem, needed, until=until, halves=(halves or variant.vector > 0) and not problem.tf32)
     if refusal is None and find_shape(variant, 1, 1) is None:
-        units = "hidden units in float32" if problem.storage == torch.float32 else "hidden units"
+        units = "hidden units in float32" if variant.terms > 1 else "hidden units"
         largest = _most_units(variant, find_shape)
         refusal = f"{no_room} for {problem.hidden} {units}" + (f", at most for {largest}" if largest else "")
     return refusal
@@ -273,7 +277,7 @@ def _refusal(
 
 def _adaptive_refusal(family: Family, problem: Problem) -> str | None:
     """Return why the wide kernel should not be chosen for many rows, or None."""
-    refusal = device_refusal(problem, (9, 0), until=(10, 0), halves=True)
+    refusal = device_refusal(problem, (9, 0), until=(10, 0), halves=not problem.tf32)
     if refusal is None and not isinstance(adaptive_shape(family.variant(problem), MANY, 1), WideShape):
         refusal = f"no other kernel runs many rows of {problem.hidden} hidden units faster"
     return refusal
@@ -383,24 +387,30 @@ def _aligned(gates: Tensor) -> Tensor:
     return gates.new_empty(gates.numel() + 1)[:-1].view_as(gates).copy_(gates)
 
 
-def _products(layer: Any, packing: Packing | WidePacking | TwoProductsPacking) -> Sequence[_Product]:
-    """Return the recurrent products of a step in their order."""
+def _products(layer: Any, packing: Packing | WidePacking | TwoProductsPacking, storage: torch.dtype) -> Sequence[_Product]:
+    """Return the recurrent products of a step in their order. storage: the dtype in which the kernel holds the weights."""
     if isinstance(packing, TwoProductsPacking):
-        first, second = (
-            pack_once(layer.packed, (packing, number), partial(packing.pack, layer, number)) for number in range(2)
-        )
+        first, second = (_held(layer, (packing, number), storage, partial(packing.pack, layer, number)) for number in range(2))
         return _Product(first, None, layer.hidden), _Product(second, None, layer.vector)
-    return (_Product(*_packed(layer, packing), layer.hidden),)
+    return (_Product(*_packed(layer, packing, storage), layer.hidden),)
 
 
-def _packed(layer: Any, packing: Packing | WidePacking) -> tuple[Tensor, Tensor | None]:
-    """Return the recurrent weights as the kernels read them, and the scale of float32 weights."""
+def _packed(layer: Any, packing: Packing | WidePacking, storage: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """Return the recurrent weights as the kernels read them, and the scale of float32 weights, which have two terms."""
     recurrent = layer.recurrent
-    if recurrent.dtype != torch.float32:
-        return pack_once(layer.packed, packing, lambda: packing.pack(recurrent)), None
+    if storage != torch.float32:
+        return _held(layer, packing, storage, lambda: packing.pack(recurrent)), None
     assert isinstance(packing, Packing), "no other shape runs weights of two terms"
     scale = pack_once(layer.packed, "scale", lambda: scale_of(recurrent))
     return pack_once(layer.packed, packing, lambda: packing.pack_terms(recurrent, scale)), scale
+
+
+def _held(layer: Any, name: Any, storage: torch.dtype, pack: Callable[[], Tensor]) -> Tensor:
+    """Return packed weights in another dtype than the layer's where TF32 is allowed. Weights beyond its numbers saturate."""
+    if storage == layer.recurrent.dtype:
+        return pack_once(layer.packed, name, pack)
+    largest = torch.finfo(storage).max
+    return pack_once(layer.packed, (name, storage), lambda: pack().clamp(-largest, largest).to(storage))
 
 
 def _own(family: Family, layer: Any) -> Tensor | None:

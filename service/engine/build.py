@@ -16,7 +16,7 @@ from service.engine.batching.batcher import Batcher
 from service.engine.batching.moves import Moves
 from service.engine.batching.session_table import SessionTable
 from service.engine.batching.transfers import Transfers
-from service.engine.execution.device import available_bytes, use_device
+from service.engine.execution.device import allow_tf32, available_bytes, use_device
 from service.engine.execution.device_engine import DeviceEngine, PreparedModel
 from service.engine.execution.graph_capture import RunBetweenBatches
 from service.engine.internal_errors import InternalErrors
@@ -59,6 +59,7 @@ def build_engine(
     set_cache_folder(settings.cache)
     device = named_device(settings.devices[place])
     use_device(device)
+    allow_tf32(device, settings.tf32)
     encoders: dict[ModelKey, Encoder] = {}
     for version in model_versions:
         try:

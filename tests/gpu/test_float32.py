@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -103,6 +104,30 @@ def test_cuda_graph_serves_other_lengths_and_values(form: Form) -> None:
     graph.replay()
     expected = run(form, second.x, first.weights, None)
     assert all(torch.equal(encoded[name], getattr(expected, name)) for name in OUTPUTS)
+
+
+@pytest.fixture
+def tf32() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.usefixtures("tf32")
+@pytest.mark.parametrize("form", [*FORMS, Form("gru", reset="before"), Form("lstm", projection=True)], ids=str)
+@pytest.mark.parametrize("backend", ["adaptive", "persistent", "cluster", "grid"])
+@pytest.mark.parametrize("hidden", [40, 512, 768])
+def test_tf32_matches_the_reference_with_eleven_bits(form: Form, backend: str, hidden: int) -> None:
+    for lengths in (RAGGED, [3, 0, 8, *[5] * 90]):
+        problem = made(form, lengths, hidden, storage=FLOAT32)
+        agree(form.run(*problem, backend=backend), form.exact(problem), TOLERANCE[torch.float16])
+
+
+@pytest.mark.usefixtures("tf32")
+def test_tf32_has_kernels_for_large_layers() -> None:
+    chosen = explain("lstm", device="cuda:0", dtype="float32", hidden=1024).splitlines()[-1]
+    assert chosen.startswith("adaptive: chosen")
 
 
 def test_explain_names_the_kernel_and_the_reasons() -> None:

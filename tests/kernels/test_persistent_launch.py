@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -290,6 +291,27 @@ def test_gru_passes_its_bias_and_no_cell(fake_kernel: FakeKernel) -> None:
     assert (call["hidden_before"], call["hidden_after"]) == (state.hidden.data_ptr(), encoded.state.hidden.data_ptr())
     assert call["cell_before"] == call["cell_after"] == 0
     assert isinstance(encoded.state, GRUState) and encoded.last is encoded.state.hidden
+
+
+def test_tf32_runs_float32_layers_with_float16_weights(fake_kernel: FakeKernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "allows_tf32", lambda *_: True)
+    x, weights, state = Form("lstm").arguments([3, 0, 4], 40, 8)
+    weights = replace(weights, recurrent=weights.recurrent.float() * 1e6)
+    encoded = run_cluster(x, weights, state, want=Outputs(last=True))
+    (call,) = fake_kernel.calls
+    held = weights.packed[(8, 2), torch.float16]
+    assert call["packed"] == held.data_ptr() and call["scale"] == 0
+    assert torch.equal(held, pack(weights.recurrent.clamp(-65504, 65504).half(), 8, 2))
+    assert held.isfinite().all()
+    assert encoded.last.dtype == torch.float32
+
+
+def test_tf32_runs_sizes_that_two_terms_have_no_room_for() -> None:
+    problem = Problem(torch.device("cuda:0"), torch.float32, 1024)
+    exact, tf32 = (lstm.FUSED.variant(one) for one in (problem, replace(problem, tf32=True)))
+    assert (exact.terms, tf32.terms) == (2, 1)
+    assert launch.fastest_shape(exact, 8, 1) is None
+    assert isinstance(launch.fastest_shape(tf32, 8, 1), GridShape)
 
 
 def test_gate_inputs_end_with_a_whole_word(fake_kernel: FakeKernel) -> None:

@@ -34,6 +34,13 @@ def use_device(device: torch.device) -> None:
         torch.cuda.set_stream(_stream(device))
 
 
+def allow_tf32(device: torch.device, allowed: bool) -> None:
+    """Let the float32 products and convolutions of this process on a GPU use TF32, or keep them true float32."""
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high" if allowed else "highest")
+        torch.backends.cudnn.allow_tf32 = allowed
+
+
 def raise_if_lost(device: torch.device, error: BaseException) -> None:
     """Raise DeviceLost if the device does not work any more after `error`. Waits for the batches in flight."""
     if device.type != "cuda":
