@@ -13,7 +13,7 @@ from importlib import import_module
 
 import torch
 
-from kernels.directions import compose_directions
+from kernels.directions import compose_directions, compose_levels
 from kernels.ragged import STORAGE, ContractError, RunKernel
 
 AUTO, PINNED = "auto", "pinned"
@@ -27,7 +27,8 @@ class Problem:
     """The properties that decide the choice of a backend. All are known before any data.
 
     variants: features of a layer beyond the plain layer of its family, for example peepholes; vector: the width of the hidden state, or
-    None if it is `hidden`; tf32: as `allows_tf32`, for float32 layers on a GPU.
+    None if it is `hidden`; tf32: as `allows_tf32`, for float32 layers on a GPU; levels: how many layers of this size read the steps of each
+    other, in one direction.
     """
 
     device: torch.device
@@ -36,6 +37,7 @@ class Problem:
     variants: tuple[str, ...] = ()
     vector: int | None = None
     tf32: bool = False
+    levels: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +45,9 @@ class Backend:
     """One implementation of a kernel family.
 
     refuses: returns why it cannot or should not run a problem, or None; describe: returns details of how it runs a problem;
-    bidirectional: runs both directions at once, for backends where that is faster than two runs. runs: the variants that it runs, or None
-    for all. pinned: whether every batch runs by the same sums, so that a row has the same bits in any batch.
+    bidirectional: runs both directions at once, for backends where that is faster than two runs; levels: the same for several levels.
+    runs: the variants that it runs, or None for all. pinned: whether every batch runs by the same sums, so that a row has the same bits
+    in any batch.
     """
 
     name: str
@@ -52,6 +55,7 @@ class Backend:
     refuses: Callable[[Problem], str | None]
     describe: Callable[[Problem], str] | None = None
     bidirectional: RunKernel | None = None
+    levels: RunKernel | None = None
     runs: tuple[str, ...] | None = ()
     pinned: bool = True
 
@@ -68,6 +72,11 @@ class Backend:
     def run_bidirectional(self) -> RunKernel:
         """Run both directions, with the signature that `kernels.directions.compose_directions` describes."""
         return self.bidirectional or compose_directions(self.run)
+
+    @property
+    def run_levels(self) -> RunKernel:
+        """Run several levels, with the signature that `kernels.directions.compose_levels` describes."""
+        return self.levels or compose_levels(self.run)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +120,8 @@ def allows_tf32(device: torch.device, storage: torch.dtype) -> bool:
 
 
 def cached_choice(backends: Callable[[], Sequence[Backend]]) -> Callable[..., Choice]:
-    """Return `choose` as a cached function of device, storage, hidden, requested, variants and vector. Whether TF32 is allowed is asked in
-    every call. A backend's answer for a problem never changes.
+    """Return `choose` as a cached function of device, storage, hidden, requested, variants, vector and levels. Whether TF32 is allowed is
+    asked in every call. A backend's answer for a problem never changes.
 
     backends: called when a choice is made, not before.
     """
@@ -128,8 +137,9 @@ def cached_choice(backends: Callable[[], Sequence[Backend]]) -> Callable[..., Ch
         requested: str,
         variants: tuple[str, ...] = (),
         vector: int | None = None,
+        levels: int = 1,
     ) -> Choice:
-        return cached(Problem(device, storage, hidden, variants, vector, allows_tf32(device, storage)), requested)
+        return cached(Problem(device, storage, hidden, variants, vector, allows_tf32(device, storage), levels), requested)
 
     return chosen
 

@@ -1,4 +1,5 @@
-"""Bidirectional layers: two directions over the same rows, with outputs joined as [forward | backward] along the width."""
+"""Compositions of one layer in one direction: two directions over the same rows, with outputs joined as [forward | backward] along the
+width, and levels, of which each reads the steps of the level below."""
 
 from __future__ import annotations
 
@@ -29,6 +30,25 @@ def compose_directions(run: RunKernel) -> RunKernel:
         return replace(join_outputs((forward, backward)), state=(forward.state, backward.state))
 
     return run_both
+
+
+def compose_levels(run: RunKernel) -> RunKernel:
+    """Return a function that runs one level after the other with `run`.
+
+    The function takes the weights of each level, from the first. It takes and returns a state for each level; states may be None. The
+    outputs are those of the last level.
+    """
+
+    def run_levels(x: Ragged, weights: Sequence[Any], states: Sequence[Any] | None, *, want: Outputs) -> Encoded:
+        after: list[Any] = []
+        for layer, state in zip(weights, states or [None] * len(weights), strict=True):
+            encoded = run(x, layer, state, want=want if layer is weights[-1] else Outputs(steps=True))
+            after.append(encoded.state)
+            if encoded.steps is not None:
+                x = Ragged(encoded.steps, x.offsets)
+        return replace(encoded, state=tuple(after))
+
+    return run_levels
 
 
 def join_outputs(parts: Sequence[Encoded]) -> Encoded:

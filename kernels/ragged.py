@@ -203,6 +203,21 @@ def check_both_directions(
         raise ContractError(f"weights.{name} is {forward[name]} forward and {backward[name]} backward, expected the same")
 
 
+def check_levels(
+    check: Callable[[Ragged, Any, Any], None], x: Ragged, weights: Sequence[Any], states: Sequence[Any] | None
+) -> None:
+    """Raises ContractError unless `check` accepts each level with its state, and each level above the first takes the outputs of the level
+    below."""
+    below = x
+    for number, (layer, state) in enumerate(zip(weights, states or [None] * len(weights), strict=True)):
+        if number and layer.input is None:
+            raise ContractError(
+                f"weights[{number}].input is None, expected a matrix: only the first level takes ids or gate inputs"
+            )
+        check(below, layer, state)
+        below = Ragged(x.data.new_empty(1).expand(x.data.shape[0], layer.vector), x.offsets)
+
+
 def form_of(weights: Any) -> dict[str, Any]:
     """Return the shape and dtype of every array of the weights, and the value of every other field."""
     values = {field.name: getattr(weights, field.name) for field in fields(weights)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from itertools import accumulate
 from typing import Any
@@ -13,7 +14,8 @@ from torch import Tensor
 
 from kernels.bench.weights import STORED, Normal, weights
 from kernels.bench.workload import BASELINES_ONLY, ENCODER, IDS, STACKS, TEXT_CNNS, VOCABULARY, WANT, Workload
-from kernels.ragged import Encoded, Outputs, Ragged, RunKernel
+from kernels.directions import compose_levels
+from kernels.ragged import Outputs, Ragged
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,22 +61,12 @@ class BenchCase:
 
     def _run_levels(self, family: Any, want: Outputs, backend: str) -> Tensor:
         """Run each level over the outputs of the level before, as the service does."""
-        x, one_direction = self.x, getattr(family, self.workload.family)
-        for level in self.levels[:-1]:
-            encoded = _run_level(family, one_direction, x, level, Outputs(steps=True), backend)
-            assert encoded.steps is not None
-            x = Ragged(encoded.steps, x.offsets)
-        answer: Tensor = getattr(_run_level(family, one_direction, x, self.levels[-1], want, backend), self.want)
+        if self.workload.directions == 1:
+            encoded = family.levels(self.x, [layer for (layer,) in self.levels], want=want, backend=backend)
+        else:
+            encoded = compose_levels(partial(family.bidirectional, backend=backend))(self.x, self.levels, None, want=want)
+        answer: Tensor = getattr(encoded, self.want)
         return answer
-
-
-def _run_level(
-    family: Any, one_direction: RunKernel, x: Ragged, level: tuple[Any, ...], want: Outputs, backend: str
-) -> Encoded:
-    if len(level) == 1:
-        return one_direction(x, level[0], want=want, backend=backend)
-    encoded: Encoded = family.bidirectional(x, level, want=want, backend=backend)
-    return encoded
 
 
 def random_case(workload: Workload, device: torch.device, seed: int = 0) -> BenchCase:

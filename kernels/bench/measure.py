@@ -64,7 +64,8 @@ class Bench:
 
     def _contenders(self, workload: Workload, findings: Findings) -> Iterator[Baseline]:
         """Yield our backends, each as a baseline, then the baselines of the workload."""
-        problem = Problem(self.device, STORED[workload.dtype], workload.outputs)
+        levels = workload.depth if workload.directions == 1 else 1
+        problem = Problem(self.device, STORED[workload.dtype], workload.outputs, levels=levels)
         backends: tuple[Backend, ...] = import_module(f"kernels.{workload.family}").BACKENDS
         for backend in () if workload.kind in BASELINES_ONLY else backends:
             reason = _refuses(backend, workload, problem)

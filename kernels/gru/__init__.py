@@ -6,6 +6,8 @@
 Cho et al. 2014; the reset after the product as cuDNN and torch.nn.GRU compute it.
 """
 
+from collections.abc import Sequence
+
 from kernels.backend import AUTO, Backend, Choice, accepts_everything, cached_choice, only_by_name
 from kernels.cpu import cache
 from kernels.gated import RESET_BEFORE, with_table
@@ -13,7 +15,7 @@ from kernels.gru import cpu, framework, reference
 from kernels.gru.types import GRUState, GRUWeights, check_gru
 from kernels.persistent import launch
 from kernels.persistent.launch import Family
-from kernels.ragged import Encoded, Outputs, Ragged, check_both_directions, with_state_slots
+from kernels.ragged import Encoded, Outputs, Ragged, check_both_directions, check_levels, with_state_slots
 
 FUSED = Family("gru", gru=True, state=GRUState, arrays=("hidden",), own=lambda weights: weights.recurrent_bias)
 BACKENDS = (
@@ -25,9 +27,10 @@ BACKENDS = (
 _chosen = cached_choice(lambda: BACKENDS)
 
 
-def choice(weights: GRUWeights, backend: str = AUTO) -> Choice:
-    """Return the backend that `gru` chooses for these weights."""
-    return _chosen(weights.recurrent.device, weights.recurrent.dtype, weights.hidden, backend, weights.variants)
+def choice(weights: GRUWeights, backend: str = AUTO, levels: int = 1) -> Choice:
+    """Return the backend that `gru` chooses for these weights, or `levels` for as many levels of them."""
+    recurrent = weights.recurrent
+    return _chosen(recurrent.device, recurrent.dtype, weights.hidden, backend, weights.variants, levels=levels)
 
 
 def gru(x: Ragged, weights: GRUWeights, state: GRUState | None = None, *, want: Outputs, backend: str = AUTO) -> Encoded:
@@ -55,4 +58,21 @@ def bidirectional(
     """
     check_both_directions(check_gru, x, weights, states)
     encoded: Encoded = choice(weights[0], backend).backend.run_bidirectional(x, weights, states, want=want)
+    return encoded
+
+
+def levels(
+    x: Ragged,
+    weights: Sequence[GRUWeights],
+    states: Sequence[GRUState] | None = None,
+    *,
+    want: Outputs,
+    backend: str = AUTO,
+) -> Encoded:
+    """Encode every row of `x` by several levels, of which each reads the steps of the level below.
+
+    weights, states: of each level, from the first. The outputs are those of the last level; the state is a tuple of the levels' states.
+    """
+    check_levels(check_gru, x, weights, states)
+    encoded: Encoded = choice(weights[0], backend, len(weights)).backend.run_levels(x, weights, states, want=want)
     return encoded

@@ -7,6 +7,8 @@ Hochreiter and Schmidhuber 1997, with the forget gate of Gers et al. 2000, as to
 projections, clips, layer norms and other activations.
 """
 
+from collections.abc import Sequence
+
 from kernels.backend import AUTO, Backend, Choice, accepts_everything, cached_choice, only_by_name
 from kernels.cpu import cache
 from kernels.gated import with_table
@@ -14,7 +16,7 @@ from kernels.lstm import cpu, framework, reference
 from kernels.lstm.types import LSTMState, LSTMWeights, check_lstm
 from kernels.persistent import launch
 from kernels.persistent.launch import Family
-from kernels.ragged import Encoded, Outputs, Ragged, check_both_directions, with_state_slots
+from kernels.ragged import Encoded, Outputs, Ragged, check_both_directions, check_levels, with_state_slots
 
 FUSED = Family("lstm", gru=False, state=LSTMState, arrays=("hidden", "cell"), own=lambda weights: weights.peephole)
 BACKENDS = (
@@ -26,10 +28,10 @@ BACKENDS = (
 _chosen = cached_choice(lambda: BACKENDS)
 
 
-def choice(weights: LSTMWeights, backend: str = AUTO) -> Choice:
-    """Return the backend that `lstm` chooses for these weights."""
+def choice(weights: LSTMWeights, backend: str = AUTO, levels: int = 1) -> Choice:
+    """Return the backend that `lstm` chooses for these weights, or `levels` for as many levels of them."""
     recurrent = weights.recurrent
-    return _chosen(recurrent.device, recurrent.dtype, weights.hidden, backend, weights.variants, weights.vector)
+    return _chosen(recurrent.device, recurrent.dtype, weights.hidden, backend, weights.variants, weights.vector, levels)
 
 
 def lstm(x: Ragged, weights: LSTMWeights, state: LSTMState | None = None, *, want: Outputs, backend: str = AUTO) -> Encoded:
@@ -57,4 +59,21 @@ def bidirectional(
     """
     check_both_directions(check_lstm, x, weights, states)
     encoded: Encoded = choice(weights[0], backend).backend.run_bidirectional(x, weights, states, want=want)
+    return encoded
+
+
+def levels(
+    x: Ragged,
+    weights: Sequence[LSTMWeights],
+    states: Sequence[LSTMState] | None = None,
+    *,
+    want: Outputs,
+    backend: str = AUTO,
+) -> Encoded:
+    """Encode every row of `x` by several levels, of which each reads the steps of the level below.
+
+    weights, states: of each level, from the first. The outputs are those of the last level; the state is a tuple of the levels' states.
+    """
+    check_levels(check_lstm, x, weights, states)
+    encoded: Encoded = choice(weights[0], backend, len(weights)).backend.run_levels(x, weights, states, want=want)
     return encoded

@@ -1,6 +1,6 @@
 """The launches of a layer: `cluster` (cluster.cu), `grid` (grid.cu) and `wide` (wide.cu); `persistent`, the faster of the first two; and
-`adaptive`, the fastest of all three for a number of rows. Layers with two dependent products in each step run in two_products.cu, in a
-cluster or in a grid.
+`adaptive`, the fastest of all three for a number of rows, which also runs several levels at once in wide.cu. Layers with two dependent
+products in each step run in two_products.cu, in a cluster or in a grid.
 
 The kernels hold their recurrent weights in registers and shared memory for all steps, in float16 or bfloat16; sums and cells are
 float32. A float32 weight is two float16 numbers or, where TF32 is allowed, one, which has the 11 significant bits of TF32. `cluster` and
@@ -47,6 +47,8 @@ PersistentShape = ClusterShape | GridShape | WideShape | TwoProductsCluster | Tw
 FindShape = Callable[[Variant, int, int], PersistentShape | None]
 """Returns the shape for a variant, the rows of all directions, and the number of directions. Whether there is one depends on the variant
 alone."""
+Launches = Sequence[tuple[tuple[int, ...], int, int, Launch]]
+"""Launches with the numbers of their directions or levels, their first row and the row after their last."""
 Kinds = Mapping[str, Callable[[Variant, int], PersistentShape]]
 """Classes of shapes, by the name of their size in the files of `tuned`."""
 Refuses = Callable[["Family", Problem], str | None]
@@ -59,6 +61,8 @@ GRID: Kinds = {"units": GridShape}
 WIDE: Kinds = {"tile": WideShape}
 PERSISTENT: Kinds = {**CLUSTER, **GRID}
 ADAPTIVE: Kinds = {**PERSISTENT, **WIDE}
+APART = "apart"
+"""The kind of levels that run one after the other."""
 TWO_PRODUCTS: Kinds = {"blocks": TwoProductsCluster, "units": TwoProductsGrid}
 
 
@@ -97,12 +101,11 @@ class Family:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How a call runs. packing: the layout of the weights; launches: each with its directions, its first row and the row after its
-    last."""
+    """How a call runs. packing: the layout of the weights."""
 
     packing: Packing | WidePacking | TwoProductsPacking
     copies_state: bool
-    launches: tuple[tuple[tuple[int, ...], int, int, Launch], ...]
+    launches: Launches
 
 
 class _Product(NamedTuple):
@@ -111,6 +114,17 @@ class _Product(NamedTuple):
     packed: Tensor
     scale: Tensor | None
     width: int
+
+
+class _Side(NamedTuple):
+    """What a launch reads and writes for one direction or level. gates_apart: from one token's gate inputs to the next; arrays: as in
+    `Call` of cell.cuh."""
+
+    gates: Tensor
+    gates_apart: int
+    products: Sequence[_Product]
+    arrays: Sequence[Tensor | None]
+    forward: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +156,7 @@ def backends(family: Family) -> tuple[Backend, ...]:
             partial(refuses, family),
             partial(_describe, family, find_shape) if name in ("adaptive", "persistent") else None,
             partial(encode_both, family, find_shape),
+            partial(encode_levels, family) if name == "adaptive" else None,
             runs=family.runs,
             pinned=name != "adaptive",
         )
@@ -160,6 +175,24 @@ def encode_both(family: Family, find_shape: FindShape, x: Ragged, weights: Any, 
     return _encode(family, find_shape, x, weights, states or (None, None), want)
 
 
+def encode_levels(family: Family, x: Ragged, weights: Sequence[Any], states: Sequence[Any] | None, *, want: Outputs) -> Encoded:
+    """Encode every row by levels in one direction, as `kernels.directions.compose_levels` describes. As many levels run at once as are
+    faster that way."""
+    before = [None] * len(weights) if states is None else states
+    after: list[Any] = []
+    while len(after) < len(weights):
+        first = len(after)
+        together = _levels_together(family, x, weights[first:])
+        until = first + together
+        level_want = want if until == len(weights) else Outputs(steps=True)
+        run = partial(_encode_together, family) if together > 1 else partial(_encode, family, adaptive_shape)
+        encoded = run(x, weights[first:until], before[first:until], level_want)
+        after += encoded.state
+        if encoded.steps is not None:
+            x = Ragged(encoded.steps, x.offsets)
+    return replace(encoded, state=tuple(after))
+
+
 def _encode(
     family: Family, find_shape: FindShape, x: Ragged, weights: Sequence[Any], states: Sequence[Any], want: Outputs
 ) -> Encoded:
@@ -167,51 +200,124 @@ def _encode(
     gates = _gate_inputs(x, weights)
     like, rows, vector, directions = gates[0], x.rows, weights[0].vector, len(weights)
     after = tuple(_state_after(family, state, like, rows, weights[0]) for state in states)
-    shares_last = directions == 1 and after[0].slots is None
-    width = directions * vector
-    encoded = Encoded(
-        state=after,
-        steps=_new(like, len(like), width) if want.steps else None,
-        last=(after[0].hidden if shares_last else _new(like, rows, width)) if want.last else None,
-        mean=_new(like, rows, width) if want.mean else None,
-        max=_new(like, rows, width) if want.max else None,
-    )
+    encoded = _outputs(like, rows, directions * vector, want, after, after[0] if directions == 1 else None)
     if not rows:
         return encoded
-    storage = weights[0].recurrent.dtype
-    problem = Problem(
-        like.device, storage, weights[0].hidden, weights[0].variants, vector, tf32=allows_tf32(like.device, storage)
-    )
-    variant = family.variant(problem, gates_float32=like.dtype == torch.float32)
+    variant = _variant(family, like, weights[0])
     plan = _plan(family.name, find_shape, variant, directions, rows)
-    products = [_products(layer, plan.packing, variant.storage) for layer in weights]
-    offsets = x.offsets.contiguous()
     before = [state.by_row() if state is not None and plan.copies_state else state for state in states]
-    outputs = (encoded.steps, None if shares_last else encoded.last, encoded.mean, encoded.max)
-    arrays = [
-        (
-            _own(family, weights[side]),
-            offsets,
-            *_slots(before[side], after[side]),
-            *_arrays(family, before[side]),
-            *_arrays(family, after[side]),
-            *(None if output is None else output[:, side * vector :] for output in outputs),
+    outputs = _written(encoded)
+    sides = [
+        _Side(
+            gates[side],
+            gates[side].stride(0),
+            _products(weights[side], plan.packing, variant.storage),
+            _read_and_written(
+                family,
+                weights[side],
+                before[side],
+                after[side],
+                [None if output is None else output[:, side * vector :] for output in outputs],
+            ),
+            forward=side == 0,
         )
         for side in range(directions)
     ]
+    _run(plan.launches, sides, x.offsets.contiguous(), like, directions * vector)
+    return encoded
+
+
+def _encode_together(family: Family, x: Ragged, weights: Sequence[Any], states: Sequence[Any], want: Outputs) -> Encoded:
+    """Run the input product of the first level and then all levels in one kernel."""
+    (gates,) = _gate_inputs(x, weights[:1])
+    rows, hidden, levels = x.rows, weights[0].hidden, len(weights)
+    after = tuple(_state_after(family, state, gates, rows, weights[0]) for state in states)
+    encoded = _outputs(gates, rows, hidden, want, after, after[-1])
+    variant = _variant(family, gates, weights[0])
+    shape = levels_shape(variant, rows, levels)
+    assert shape is not None, "a shape for these levels has been found before"
+    nothing: list[Tensor | None] = [None] * len(_written(encoded))
+    sides = []
+    for level, layer in enumerate(weights):
+        bias = None if level == 0 else _bias(layer, gates.dtype)
+        sides.append(
+            _Side(
+                gates if bias is None else bias,
+                gates.stride(0) if bias is None else 0,
+                _products(layer, shape.packing, variant.storage)
+                if bias is None
+                else (_with_inputs(layer, shape.packing, variant.storage),),
+                _read_and_written(
+                    family, layer, states[level], after[level], _written(encoded) if layer is weights[-1] else nothing
+                ),
+                forward=True,
+            )
+        )
+    most = shape.max_rows()
+    bounds = [(first, min(rows, first + most)) for first in range(0, rows, most)]
+    launches = [(tuple(range(levels)), first, until, shape.launch(until - first)) for first, until in bounds]
+    _run(launches, sides, x.offsets.contiguous(), gates, hidden)
+    return encoded
+
+
+def _run(launches: Launches, sides: Sequence[_Side], offsets: Tensor, like: Tensor, width: int) -> None:
+    """Run the launches. width: from one row's outputs to the next."""
     wide = offsets.dtype == torch.int64
     with on_device(like.device):
-        for sides, first, until, launch in plan.launches:
-            exchange = like.new_zeros((len(sides), launch.exchange_words), dtype=torch.int32) if launch.exchange_words else None
+        for numbers, first, until, launch in launches:
+            exchange = (
+                like.new_zeros((len(numbers), launch.exchange_words), dtype=torch.int32) if launch.exchange_words else None
+            )
             members: list[int] = []
-            for place, side in enumerate(sides):
-                for product in products[side]:
+            for place, number in enumerate(numbers):
+                side = sides[number]
+                for product in side.products:
                     exchanged = None if exchange is None else exchange[place]
-                    members += map(address, (gates[side], product.packed, product.scale, *arrays[side], exchanged))
-                    members += (wide, first, until, product.width, launch.octets, launch.width, side == 0)
-                    members += (gates[side].stride(0), width)
-            launch.kernel.launch((launch.blocks * len(sides), 1, 1), launch.shared, (*members, launch.blocks))
-    return encoded
+                    own, *others = side.arrays
+                    members += map(address, (side.gates, product.packed, product.scale, own, offsets, *others, exchanged))
+                    members += (wide, first, until, product.width, launch.octets, launch.width, side.forward)
+                    members += (side.gates_apart, width)
+            launch.kernel.launch((launch.blocks * len(numbers), 1, 1), launch.shared, (*members, launch.blocks))
+
+
+def _outputs(like: Tensor, rows: int, width: int, want: Outputs, after: tuple[Any, ...], only: Any) -> Encoded:
+    """Return new arrays for the wanted outputs. only: the new state whose hidden values are the last output, if there is one such state;
+    without slots, both share their memory."""
+    shared = None if only is None or only.slots is not None else only.hidden
+    return Encoded(
+        state=after,
+        steps=_new(like, len(like), width) if want.steps else None,
+        last=(_new(like, rows, width) if shared is None else shared) if want.last else None,
+        mean=_new(like, rows, width) if want.mean else None,
+        max=_new(like, rows, width) if want.max else None,
+    )
+
+
+def _written(encoded: Encoded) -> tuple[Tensor | None, ...]:
+    """Return the outputs that a kernel writes besides states: an output that is a new hidden state is none of them."""
+    is_state = any(encoded.last is state.hidden for state in encoded.state)
+    return encoded.steps, None if is_state else encoded.last, encoded.mean, encoded.max
+
+
+def _read_and_written(
+    family: Family, layer: Any, before: Any, after: Any, outputs: Sequence[Tensor | None]
+) -> tuple[Tensor | None, ...]:
+    """Return the arrays of `_Side`."""
+    return (
+        _own(family, layer),
+        *_slots(before, after),
+        *_arrays(family, before),
+        *_arrays(family, after),
+        *outputs,
+    )
+
+
+def _variant(family: Family, gates: Tensor, layer: Any) -> Variant:
+    """Return the variant of the kernels that runs a layer from these gate inputs."""
+    storage = layer.recurrent.dtype
+    tf32 = allows_tf32(gates.device, storage)
+    problem = Problem(gates.device, storage, layer.hidden, layer.variants, layer.vector, tf32=tf32)
+    return family.variant(problem, gates_float32=gates.dtype == torch.float32)
 
 
 @cache
@@ -242,6 +348,17 @@ def grid_shape(variant: Variant, rows: int, directions: int) -> PersistentShape 
 def wide_shape(variant: Variant, rows: int, directions: int) -> PersistentShape | None:
     """Return the fastest shape of the wide kernel that runs on the device."""
     return _first_shape(variant, rows, directions, WIDE)
+
+
+@cache
+def levels_shape(variant: Variant, rows: int, levels: int) -> WideShape | None:
+    """Return the shape in which this many levels run at once, or None if they run faster one after the other or the device has no room."""
+    sizes = matching_shapes(_tuned(variant)["levels"], (APART, *WIDE), hidden=variant.hidden, rows=rows, levels=levels)
+    kind, size = next(sizes, (APART, 0))
+    if kind == APART or variant.vector:
+        return None
+    shape = WideShape(variant, size, levels)
+    return shape if shape.runs() else None
 
 
 KINDS: Mapping[FindShape, Kinds] = {
@@ -276,9 +393,11 @@ def _refusal(
 
 
 def _adaptive_refusal(family: Family, problem: Problem) -> str | None:
-    """Return why the wide kernel should not be chosen for many rows, or None."""
+    """Return why the wide kernel should be chosen neither for many rows nor for several levels, or None."""
     refusal = device_refusal(problem, (9, 0), until=(10, 0), halves=not problem.tf32)
-    if refusal is None and not isinstance(adaptive_shape(family.variant(problem), MANY, 1), WideShape):
+    variant = family.variant(problem)
+    together = any(levels_shape(variant, MANY, levels) for levels in range(2, problem.levels + 1)) if refusal is None else False
+    if refusal is None and not together and not isinstance(adaptive_shape(variant, MANY, 1), WideShape):
         refusal = f"no other kernel runs many rows of {problem.hidden} hidden units faster"
     return refusal
 
@@ -311,6 +430,17 @@ def _candidates(variant: Variant, rows: int, directions: int, kinds: Kinds) -> l
         kinds = {kind: TWO_PRODUCTS[kind] for kind in kinds if kind in TWO_PRODUCTS}
     sizes = matching_shapes(_tuned_shapes(variant), tuple(kinds), hidden=variant.hidden, rows=rows, directions=directions)
     return [kinds[kind](variant, size) for kind, size in sizes]
+
+
+def _levels_together(family: Family, x: Ragged, weights: Sequence[Any]) -> int:
+    """Return how many of these levels, from the first, run at once."""
+    first = weights[0]
+    if not x.rows or any(layer.hidden != first.hidden or layer.variants != first.variants for layer in weights[1:]):
+        return 1
+    float32 = first.input is None and first.table is None and x.data.dtype == torch.float32
+    like = x.data.new_empty(0, dtype=torch.float32 if float32 else first.recurrent.dtype)
+    variant = _variant(family, like, first)
+    return next((levels for levels in range(len(weights), 1, -1) if levels_shape(variant, x.rows, levels)), 1)
 
 
 def _launches(shape: PersistentShape, rows: int, directions: int) -> int:
@@ -393,6 +523,17 @@ def _products(layer: Any, packing: Packing | WidePacking | TwoProductsPacking, s
         first, second = (_held(layer, (packing, number), storage, partial(packing.pack, layer, number)) for number in range(2))
         return _Product(first, None, layer.hidden), _Product(second, None, layer.vector)
     return (_Product(*_packed(layer, packing, storage), layer.hidden),)
+
+
+def _with_inputs(layer: Any, packing: WidePacking, storage: torch.dtype) -> _Product:
+    """Return the product of the inputs and the hidden vector of a level above the first."""
+    packed = _held(layer, (packing, "inputs"), storage, lambda: packing.pack_with_inputs(layer.input, layer.recurrent))
+    return _Product(packed, None, layer.hidden)
+
+
+def _bias(layer: Any, dtype: torch.dtype) -> Tensor:
+    """Return the gate inputs of every token in a level above the first."""
+    return pack_once(layer.packed, ("bias", dtype), lambda: _aligned(layer.bias.to(dtype)[None]))
 
 
 def _packed(layer: Any, packing: Packing | WidePacking, storage: torch.dtype) -> tuple[Tensor, Tensor | None]:

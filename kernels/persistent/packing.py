@@ -101,6 +101,18 @@ class WidePacking(NamedTuple):
     def pack(self, recurrent: Tensor) -> Tensor:
         return pack_wide(recurrent)
 
+    def pack_with_inputs(self, inputs: Tensor, recurrent: Tensor) -> Tensor:
+        """Return the weights of a level above the first: the chunks of its inputs, then those of its hidden vector.
+
+        inputs: (hidden, 4 or 3 x hidden). The input of a GRU's new gate is its fourth sum.
+        """
+        hidden, columns = inputs.shape
+        if columns == 3 * hidden:
+            inputs = torch.cat(
+                (inputs[:, : 2 * hidden], torch.zeros_like(recurrent[:, :hidden]), inputs[:, 2 * hidden :]), dim=1
+            )
+        return torch.cat((pack_wide(inputs), pack_wide(recurrent)), dim=1)
+
 
 def scale_of(recurrent: Tensor) -> Tensor:
     """Return the power of two, (1,) float32, that makes the largest float32 weight a number from 2^13 to 2^14."""

@@ -12,21 +12,39 @@
 // resident, so the launch is cooperative. Each tile has two buffers. A member writes step t + 1 over step t - 1 when all of step t has
 // arrived, and every member sends step t after reading step t - 1.
 //
-// Order of sums: along the hidden vector, in the order of the tensor cores. It is not the order of the other kernels.
+// One launch may run several levels, each in teams of its own: at any time, each level is at another step. A level above the first also
+// multiplies its inputs, the hidden values of the level below. Their chunks come before those of its own hidden vector, so they are
+// multiplied while its new hidden values are under way. The levels below the last have more buffers. A level overwrites a step when the
+// level above has announced the values that it computed from it.
+//
+// Order of sums: along the inputs and then the hidden vector, in the order of the tensor cores. It is not the order of the other kernels.
 #include "cell.cuh"
 #include "../wgmma.cuh"
 
 constexpr int UNITS = 16, DEPTH = 64, GATE_ROWS = 4 * UNITS;            // units of a block, units of a chunk, rows of the left operand
 constexpr int LEFT_BYTES = GATE_ROWS * DEPTH * 2, RIGHT_BYTES = ROWS * DEPTH * 2;
-constexpr int RESIDENT = CHUNKS - STREAMED, EARLY = STREAMED < STAGES ? STREAMED : STAGES;
+constexpr int LEVELS = SIDES, MOST = LEVELS > 1 ? 2 * CHUNKS : CHUNKS;  // the most chunks of a level
 constexpr int COLUMNS = ROWS / 8;                                       // rows of a tile that a lane owns
 constexpr int COUNTERS = 32;                                            // counters of a tile
 constexpr int GROUP = 128;                                              // threads of a warp group
 static_assert(THREADS == TILES * GROUP + 32 && TILES <= 2 && CHUNKS <= COUNTERS && ROWS % 16 == 0 && STAGES >= 2, "launch shape");
+static_assert(RESIDENT <= MOST && BUFFERS >= 2, "launch shape");
+
+// A level whose inputs have this many chunks: CHUNKS, or none for the first level, whose gate inputs are given.
+template <int INPUTS> struct Level {
+    static constexpr int TOTAL = INPUTS + CHUNKS, STREAMED = TOTAL > RESIDENT ? TOTAL - RESIDENT : 0;
+    static constexpr int EARLY = STREAMED < STAGES ? STREAMED : STAGES;
+
+    // Every turn begins with the first stage. Returns the parity of a stage when it has a chunk of this turn.
+    static __device__ __forceinline__ int phase_of(int turn, int chunk) {
+        const int uses = (TOTAL - chunk % STAGES + STAGES - 1) / STAGES;
+        return (turn * uses + chunk / STAGES) & 1;
+    }
+};
 
 struct Memory {
     alignas(1024) unsigned char right[STAGES][RIGHT_BYTES];
-    alignas(1024) unsigned char left[RESIDENT + (STREAMED ? STAGES : 0)][LEFT_BYTES];
+    alignas(1024) unsigned char left[RESIDENT + (RESIDENT < MOST ? STAGES : 0)][LEFT_BYTES];
     alignas(16) Gate inputs[TILES][BLOCKS][ROWS][UNITS];
     alignas(16) Half outgoing[TILES][ROWS][UNITS];
     Row rows[TILES * ROWS];
@@ -39,26 +57,28 @@ extern __shared__ __align__(1024) unsigned char dynamic[];
 // less time than the computation of its operands.
 __device__ __forceinline__ Memory& memory() { return *(Memory*)dynamic; }
 
-// Every turn begins with the first stage. Returns the parity of a stage when it has a chunk of this turn.
-__device__ __forceinline__ int phase_of(int turn, int chunk) {
-    const int uses = (CHUNKS - chunk % STAGES + STAGES - 1) / STAGES;
-    return (turn * uses + chunk / STAGES) & 1;
-}
+// Where a team exchanges the hidden values of a level.
+struct Exchange {
+    static constexpr long long BYTES = TILES * (COUNTERS * 4 + (long long)BUFFERS * CHUNKS * RIGHT_BYTES);
+    unsigned char* at;
+
+    // Returns the counters of a tile.
+    __device__ __forceinline__ unsigned* counters(int tile) const { return (unsigned*)at + tile * COUNTERS; }
+    // Returns the hidden values that enter step `t` of a tile: (CHUNKS, ROWS, DEPTH) of 16 bits.
+    __device__ __forceinline__ unsigned char* values(int tile, int t) const {
+        return at + TILES * COUNTERS * 4 + (long long)(tile * BUFFERS + t % BUFFERS) * CHUNKS * RIGHT_BYTES;
+    }
+};
 
 // Shared by all warps of a block.
 struct Team {
     const Call& call;
-    unsigned* counters;                 // of the tiles
-    unsigned char* buffers;             // (TILES, 2, CHUNKS, ROWS, DEPTH) of 16 bits
+    Exchange own, below, above;         // of this level, and of the levels below and above it as far as there are any
     int member, longest, shorter;       // steps of the first tile, which has the longest rows, and of the second
 
-    // Returns the weights of this member in a chunk.
-    __device__ __forceinline__ const unsigned char* weights(int chunk) const {
-        return (const unsigned char*)call.packed + ((long long)member * CHUNKS + chunk) * LEFT_BYTES;
-    }
-    // Returns the hidden values that enter step `t` of a tile.
-    __device__ __forceinline__ unsigned char* buffer(int tile, int t) const {
-        return buffers + (long long)(tile * 2 + t % 2) * CHUNKS * RIGHT_BYTES;
+    // Returns the weights of this member in a chunk, out of `total`.
+    __device__ __forceinline__ const unsigned char* weights(int chunk, int total) const {
+        return (const unsigned char*)call.packed + ((long long)member * total + chunk) * LEFT_BYTES;
     }
     // Returns the number of turns before a turn. Tiles take turns while both have steps.
     __device__ __forceinline__ int turns_before(int tile, int t) const { return t + min(t + tile, shorter); }
@@ -86,9 +106,17 @@ __device__ __forceinline__ void await_step(const unsigned* counters, int t) {
     __syncwarp();
 }
 
+// Returns the bits of a hidden value that other units and the level above read. A GRU's value that is not finite is sent as NaN: `kept` would
+// make it finite, and the level above would answer as if nothing had happened.
+__device__ __forceinline__ Half sent(Kept hidden, float cell) {
+    constexpr Half NOT_A_NUMBER = 0x7fff;
+    return GRU && !(fabsf(cell) <= 3.4028235e38f) ? NOT_A_NUMBER : term_of(hidden, 0);
+}
+
 // The fetching warp. One of its threads fetches, and every operand that does not depend on the turn is a constant: fetching a chunk must not take
 // longer than multiplying it.
-__device__ __forceinline__ void fetch_turn(const Team& team, int tile, int t) {
+template <int INPUTS> __device__ __forceinline__ void fetch_turn(const Team& team, int tile, int t) {
+    using L = Level<INPUTS>;
     Memory& shared = memory();
     const int turn = team.turns_before(tile, t), half = cluster_rank() * (RIGHT_BYTES / 2);
     const bool leads = threadIdx.x % 32 == 0;
@@ -97,40 +125,51 @@ __device__ __forceinline__ void fetch_turn(const Team& team, int tile, int t) {
     auto open = [&](int chunk) {
         const int stage = chunk % STAGES;
         const unsigned full = shared_address(&shared.full[stage]);
-        await(shared_address(&shared.empty[stage]), phase_of(turn, chunk) ^ 1);
-        expect(full, RIGHT_BYTES + (chunk < STREAMED ? LEFT_BYTES : 0));
-        if (chunk < STREAMED) copy_in_bulk(shared_address(shared.left[RESIDENT + stage]), team.weights(chunk), LEFT_BYTES, full);
+        await(shared_address(&shared.empty[stage]), L::phase_of(turn, chunk) ^ 1);
+        expect(full, RIGHT_BYTES + (chunk < L::STREAMED ? LEFT_BYTES : 0));
+        if (chunk < L::STREAMED) copy_in_bulk(shared_address(shared.left[RESIDENT + stage]), team.weights(chunk, L::TOTAL), LEFT_BYTES, full);
+    };
+    // Fetches the chunks from `first` to `until`, whose values begin at `from`.
+    auto fetch = [&](int first, int until, const unsigned char* from) {
+        if (leads)
+#pragma unroll
+            for (int chunk = first; chunk < until; ++chunk) {
+                const int stage = chunk % STAGES;
+                if (chunk >= L::EARLY) open(chunk);
+                fetch_for_both(shared.right[stage] + half, from + (chunk - first) * RIGHT_BYTES + half, RIGHT_BYTES / 2, shared_address(&shared.full[stage]));
+            }
+        __syncwarp();
     };
     if (leads)
 #pragma unroll
-        for (int chunk = 0; chunk < EARLY; ++chunk) open(chunk);
+        for (int chunk = 0; chunk < L::EARLY; ++chunk) open(chunk);
     __syncwarp();
-    await_step(team.counters + tile * COUNTERS, t);
-    const unsigned char* const from = team.buffer(tile, t) + half;
-    if (leads)
-#pragma unroll
-        for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-            const int stage = chunk % STAGES;
-            if (chunk >= EARLY) open(chunk);
-            fetch_for_both(shared.right[stage] + half, from + chunk * RIGHT_BYTES, RIGHT_BYTES / 2, shared_address(&shared.full[stage]));
-        }
-    __syncwarp();
+    if (INPUTS) {
+        await_step(team.below.counters(tile), t + 1);
+        fetch(0, INPUTS, team.below.values(tile, t + 1));
+    }
+    // This step's values overwrite those that the level above reads in step t - BUFFERS.
+    if (team.above.at && t >= BUFFERS) await_step(team.above.counters(tile), t - BUFFERS + 1);
+    await_step(team.own.counters(tile), t);
+    fetch(INPUTS, L::TOTAL, team.own.values(tile, t));
 }
-__device__ __forceinline__ void fetch_turns(const Team& team) {
+template <int INPUTS> __device__ __forceinline__ void fetch_turns(const Team& team) {
+    using L = Level<INPUTS>;
     Memory& shared = memory();
     if (threadIdx.x % 32 == 0) {
-        expect(shared_address(&shared.loaded), RESIDENT * LEFT_BYTES);
-        for (int chunk = 0; chunk < RESIDENT; ++chunk)
-            copy_in_bulk(shared_address(shared.left[chunk]), team.weights(STREAMED + chunk), LEFT_BYTES, shared_address(&shared.loaded));
+        expect(shared_address(&shared.loaded), (L::TOTAL - L::STREAMED) * LEFT_BYTES);
+        for (int chunk = L::STREAMED; chunk < L::TOTAL; ++chunk)
+            copy_in_bulk(shared_address(shared.left[chunk - L::STREAMED]), team.weights(chunk, L::TOTAL), LEFT_BYTES, shared_address(&shared.loaded));
     }
 #pragma unroll 1
     for (int t = 0; t < team.longest; ++t)
 #pragma unroll 1
-        for (int tile = 0; tile <= (t < team.shorter); ++tile) fetch_turn(team, tile, t);
+        for (int tile = 0; tile <= (t < team.shorter); ++tile) fetch_turn<INPUTS>(team, tile, t);
 }
 
-// sums = weights (64 gate rows x hidden) @ hidden vectors (hidden x ROWS).
-__device__ __forceinline__ void multiply_turn(float (&sums)[ROWS / 2], int turn) {
+// sums = weights (64 gate rows x inputs and hidden) @ inputs and hidden vectors (inputs and hidden x ROWS).
+template <int INPUTS> __device__ __forceinline__ void multiply_turn(float (&sums)[ROWS / 2], int turn) {
+    using L = Level<INPUTS>;
     Memory& shared = memory();
     const int lane = threadIdx.x % 32;
     const unsigned left = piece_at(shared_address(shared.left)), right = piece_at(shared_address(shared.right));
@@ -140,11 +179,11 @@ __device__ __forceinline__ void multiply_turn(float (&sums)[ROWS / 2], int turn)
         if (lane == 1) arrive_at(others + stage * 8);
     };
 #pragma unroll
-    for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+    for (int chunk = 0; chunk < L::TOTAL; ++chunk) {
         const int stage = chunk % STAGES;
-        await(full + stage * 8, phase_of(turn, chunk));
+        await(full + stage * 8, L::phase_of(turn, chunk));
         asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-        const unsigned weights = left + (chunk < STREAMED ? RESIDENT + stage : chunk - STREAMED) * (LEFT_BYTES / 16);
+        const unsigned weights = left + (chunk < L::STREAMED ? RESIDENT + stage : chunk - L::STREAMED) * (LEFT_BYTES / 16);
         const unsigned hidden = right + stage * (RIGHT_BYTES / 16);
 #pragma unroll
         for (int part = 0; part < DEPTH / 16; ++part) multiply(sums, weights + part * 2, hidden + part * 2, chunk + part);
@@ -153,11 +192,11 @@ __device__ __forceinline__ void multiply_turn(float (&sums)[ROWS / 2], int turn)
         if (chunk > 0) release((chunk - 1) % STAGES);
     }
     asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-    release((CHUNKS - 1) % STAGES);
+    release((L::TOTAL - 1) % STAGES);
 }
 
 // A warp group with its tile.
-__device__ __forceinline__ void run_tile(const Team& team, int tile) {
+template <int INPUTS> __device__ __forceinline__ void run_tile(const Team& team, int tile) {
     const Call& call = team.call;
     Memory& shared = memory();
     const int thread = threadIdx.x % GROUP, lane = thread % 32, g = lane / 4, q = lane % 4, odd = g % 2;
@@ -188,7 +227,7 @@ __device__ __forceinline__ void run_tile(const Team& team, int tile) {
     auto send = [&](int t) {
         meet_group();
         const int chunk = team.member / 4;
-        unsigned char* const to = team.buffer(tile, t) + chunk * RIGHT_BYTES;
+        unsigned char* const to = team.own.values(tile, t) + chunk * RIGHT_BYTES;
 #pragma unroll
         for (int index = thread; index < ROWS * 2; index += GROUP) {
             const int row = index / 2, piece = team.member % 4 * 2 + index % 2;
@@ -196,7 +235,7 @@ __device__ __forceinline__ void run_tile(const Team& team, int tile) {
         }
         meet_group();
         if (thread == 0)
-            asm volatile("fence.acq_rel.gpu; red.relaxed.gpu.global.add.u32 [%0], 1;" ::"l"(team.counters + tile * COUNTERS + chunk) : "memory");
+            asm volatile("fence.acq_rel.gpu; red.relaxed.gpu.global.add.u32 [%0], 1;" ::"l"(team.own.counters(tile) + chunk) : "memory");
     };
 
     float cells[COLUMNS], pooled[COLUMNS][3];
@@ -216,7 +255,7 @@ __device__ __forceinline__ void run_tile(const Team& team, int tile) {
         // Warp groups multiply one after the other.
         if (tile || (t > 0 && t <= team.shorter)) meet(1 + tile, 2 * GROUP);
         float sums[ROWS / 2];
-        multiply_turn(sums, team.turns_before(tile, t));
+        multiply_turn<INPUTS>(sums, team.turns_before(tile, t));
         if (tile ? t + 1 < team.longest : t < team.shorter) asm volatile("bar.arrive %0, %1;" ::"r"(2 - tile), "n"(2 * GROUP) : "memory");
 
         asm volatile("cp.async.wait_all;" ::: "memory");
@@ -230,8 +269,10 @@ __device__ __forceinline__ void run_tile(const Team& team, int tile) {
             const float b = __shfl_xor_sync(~0u, odd ? sums[4 * j + 2] : sums[4 * j + 3], 4);
             const Gates product = odd ? Gates{a, b, sums[4 * j + 1], sums[4 * j + 3]} : Gates{sums[4 * j], sums[4 * j + 2], a, b};
             auto input = [&](int block) { return value_of(shared.inputs[tile][block][column][own_unit]); };
-            values[j] = advance(cells[j], product, by, Gates{input(0), input(1), GRU ? 0.0f : input(2), input(BLOCKS - 1)}, own);
-            shared.outgoing[tile][column][own_unit] = term_of(values[j], 0);
+            Gates inputs{input(0), input(1), GRU ? 0.0f : input(2), input(BLOCKS - 1)};
+            if (GRU && INPUTS) inputs.o = fmaf(product.o, by, inputs.o);
+            values[j] = advance(cells[j], product, by, inputs, own);
+            shared.outgoing[tile][column][own_unit] = sent(values[j], cells[j]);
         }
         send(t + 1);
 #pragma unroll
@@ -242,10 +283,16 @@ __device__ __forceinline__ void run_tile(const Team& team, int tile) {
     }
 }
 
+template <int INPUTS> __device__ __forceinline__ void run(const Team& team) {
+    if (threadIdx.x < TILES * GROUP) run_tile<INPUTS>(team, threadIdx.x / GROUP);
+    else fetch_turns<INPUTS>(team);
+}
+
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 1) persistent(const __grid_constant__ Calls calls) {
     Memory& shared = memory();
-    const Call& call = calls.sides[0];
-    const int members = (int)call.hidden / UNITS, number = blockIdx.x / members;
+    const int level = LEVELS > 1 ? blockIdx.x / (int)calls.blocks : 0, block = blockIdx.x - level * (int)calls.blocks;
+    const Call& call = calls.sides[level];
+    const int members = (int)call.hidden / UNITS, number = block / members;
     if (threadIdx.x == 0) {
         make_barrier(shared_address(&shared.loaded), 1);
         for (int stage = 0; stage < STAGES; ++stage) {
@@ -256,11 +303,13 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
     }
     choose_rows(call, TILES * ROWS / 8, number, shared.lengths, shared.rows);
     meet_cluster();
-    const long long team_bytes = TILES * (COUNTERS * 4 + 2 * CHUNKS * RIGHT_BYTES);
-    unsigned char* const exchange = (unsigned char*)call.exchange + number * team_bytes;
-    const Team team{call, (unsigned*)exchange, exchange + TILES * COUNTERS * 4, (int)blockIdx.x % members, shared.rows[0].steps,
+    auto exchange_of = [&](int other) {
+        const bool exists = other >= 0 && other < LEVELS;
+        return Exchange{exists ? (unsigned char*)calls.sides[other].exchange + number * Exchange::BYTES : nullptr};
+    };
+    const Team team{call, exchange_of(level), exchange_of(level - 1), exchange_of(level + 1), block % members, shared.rows[0].steps,
                     TILES > 1 ? shared.rows[(TILES - 1) * ROWS].steps : 0};
-    if (threadIdx.x < TILES * GROUP) run_tile(team, threadIdx.x / GROUP);
-    else fetch_turns(team);
+    if (level == 0) run<0>(team);
+    else if (LEVELS > 1) run<MOST - CHUNKS>(team);
     meet_cluster(); // no block ends while another sends to it
 }

@@ -1,4 +1,5 @@
-"""Launch shapes of wide.cu, which runs large layers over many rows in teams of blocks with products of whole warp groups."""
+"""Launch shapes of wide.cu, which runs large layers over many rows in teams of blocks with products of whole warp groups, and several
+levels of such layers at once."""
 
 from __future__ import annotations
 
@@ -22,13 +23,15 @@ TILES = 2
 STAGES = range(8, 3, -1)
 """Chunks that may arrive at once, the fastest number first."""
 COUNTERS = 32
-"""Counters of a tile, and the maximum number of chunks."""
+"""Counters of a tile, and the maximum number of chunks of the hidden vector."""
+BUFFERS = 4
+"""Steps that a level keeps for the level above it."""
 ALIGNED = 1024
 
 
 @dataclass(frozen=True)
 class WideShape:
-    """Teams of blocks with tiles of `tile` rows."""
+    """Teams of blocks with tiles of `tile` rows. Each of `levels` levels has as many teams as the others."""
 
     runs_both: ClassVar[bool] = False
     """All blocks of a launch run at once, and most layers leave no room for a second direction."""
@@ -37,13 +40,14 @@ class WideShape:
     packing: ClassVar[WidePacking] = WidePacking()
     variant: Variant
     tile: int
+    levels: int = 1
 
     def __str__(self) -> str:
         return f"wide tiles of {self.tile} rows"
 
     @property
     def members(self) -> int:
-        """Blocks of a team, which runs the whole layer."""
+        """Blocks of a team, which runs a whole level."""
         return self.variant.hidden // UNITS
 
     @property
@@ -52,9 +56,14 @@ class WideShape:
         return self.variant.hidden // DEPTH
 
     @property
+    def most_chunks(self) -> int:
+        """The most chunks that a level multiplies: a level above the first has those of its inputs too."""
+        return self.chunks * min(self.levels, 2)
+
+    @property
     def teams(self) -> int:
-        """Teams that run at once."""
-        return PAIR * resident_clusters(self._kernel(TILES), self.shared(TILES)) // self.members
+        """Teams of each level that run at once."""
+        return PAIR * resident_clusters(self._kernel(TILES), self.shared(TILES)) // (self.members * self.levels)
 
     def max_rows(self, directions: int = 1) -> int:
         """Return the maximum number of rows in one launch, over all teams."""
@@ -66,7 +75,7 @@ class WideShape:
         if torch.cuda.get_device_capability(variant.device) != (9, 0) or variant.terms > 1:
             return False
         whole = variant.hidden % DEPTH == 0 and self.chunks <= COUNTERS
-        return whole and self.members <= multiprocessors(variant.device) and self.resident(TILES) > 0
+        return whole and self.levels * self.members <= multiprocessors(variant.device) and self.resident(TILES) > 0
 
     def runs(self) -> bool:
         """Return whether the device has room for one team, as its driver counts."""
@@ -79,19 +88,19 @@ class WideShape:
         octets = tiles * self.tile // OCTET
         width = ceil_div(rows_each, octets)
         teams = ceil_div(rows, octets * width)
-        words = teams * tiles * (COUNTERS + 2 * self.variant.hidden * self.tile // 2)
+        words = teams * tiles * (COUNTERS + self._buffers * self.variant.hidden * self.tile // 2)
         return Launch(self._kernel(tiles), teams * self.members, self.shared(tiles), octets, width, words)
 
     def stages(self, tiles: int) -> int:
         """Return how many chunks may arrive at once."""
         limit = shared_limit(self.variant.device)
-        whole = (stages for stages in STAGES if self._bytes(tiles, self.chunks, stages) <= limit)
+        whole = (stages for stages in STAGES if self._bytes(tiles, self.most_chunks, stages) <= limit)
         return next(whole, STAGES[-1])
 
     def resident(self, tiles: int) -> int:
         """Return how many chunks' weights stay in shared memory: all of them, or as many as fit."""
         limit, stages = shared_limit(self.variant.device), self.stages(tiles)
-        return next((chunks for chunks in range(self.chunks, 0, -1) if self._bytes(tiles, chunks, stages) <= limit), 0)
+        return next((chunks for chunks in range(self.most_chunks, 0, -1) if self._bytes(tiles, chunks, stages) <= limit), 0)
 
     def shared(self, tiles: int) -> int:
         """Return the bytes of shared memory of a block: sizeof(Memory)."""
@@ -99,24 +108,29 @@ class WideShape:
 
     def _bytes(self, tiles: int, resident: int, stages: int) -> int:
         left, right = 4 * UNITS * DEPTH * 2, self.tile * DEPTH * 2
-        weights = left * (resident if resident == self.chunks else resident + stages)
+        weights = left * (resident if resident == self.most_chunks else resident + stages)
         gate_bytes = 4 if self.variant.gates_float32 else 2
         gates = 3 if self.variant.gru else 4
         rows = tiles * self.tile * (UNITS * (gates * gate_bytes + 2) + ROW_BYTES)
         return round_up(stages * right + weights + rows + 4 * SORTED + 16 * stages + 8, ALIGNED)
 
+    @property
+    def _buffers(self) -> int:
+        """Steps of hidden values that a level keeps."""
+        return BUFFERS if self.levels > 1 else 2
+
     def _kernel(self, tiles: int) -> Kernel:
-        resident = self.resident(tiles)
         return self.variant.load(
             "wide.cu",
             threads=tiles * GROUP + 32,
             cluster=PAIR,
             cooperative=True,
-            SIDES=1,
+            SIDES=self.levels,
             ROWS=self.tile,
             TILES=tiles,
             CHUNKS=self.chunks,
-            STREAMED=self.chunks - resident,
+            RESIDENT=self.resident(tiles),
+            BUFFERS=self._buffers,
             STAGES=self.stages(tiles),
             SHARED=self.shared(tiles),
         )

@@ -38,7 +38,7 @@ class RecurrentFamily:
 
     run: runs one direction; run_both: runs both; choice: picks the backend; fold: returns one direction's weights with the
     embedding folded in, so that they take ids; folded_bytes: returns the bytes of its tables; allocate: returns zeroed state
-    slabs for a number of slots.
+    slabs for a number of slots; run_levels: runs several levels in one direction, where kernels run them at once.
     """
 
     run: Callable[..., Encoded]
@@ -47,6 +47,7 @@ class RecurrentFamily:
     fold: Callable[[Any, Tensor], Any]
     folded_bytes: Callable[[Any, Tensor], int]
     allocate: Callable[[Any, int], Any]
+    run_levels: Callable[..., Encoded] | None = None
 
 
 MERGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -71,6 +72,11 @@ class RecurrentLevel:
     merge: str | None = None
     starts: tuple[Mapping[str, Tensor], ...] = ()
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether the level reads rows from their beginning, and its output is that of the kernel."""
+        return len(self.directions) == 1 and not self.backward and self.norm is None and self.merge is None
+
     def tensors(self) -> list[Tensor]:
         tensors = [tensor for weights in self.directions for tensor in weight_tensors(weights)]
         tensors += [tensor for start in self.starts for tensor in start.values()]
@@ -85,6 +91,8 @@ class RecurrentStack(RunnableLayer):
         self._family = family
         self._levels = levels
         self._requested = requested
+        self._runs_levels = family.run_levels is not None and len(levels) > 1 and all(level.is_plain for level in levels)
+        """Whether one call runs all levels."""
         self._embedding: Tensor | None = None
         self._folded: RecurrentLevel | None = None
         """The first level with the embedding folded in, if it takes ids that way."""
@@ -99,6 +107,8 @@ class RecurrentStack(RunnableLayer):
         if self._embedding is not None:
             x = embed_ids(x, self._embedding)
         levels = [self._folded or self._levels[0], *self._levels[1:]]
+        if self._runs_levels:
+            return self._run_levels(levels, x, want, states)
         for level in levels:
             level_want = want if level is levels[-1] else Outputs(steps=True)
             encoded = self._run_level(level, x, level_want, tuple(islice(states_before, len(level.directions))))
@@ -140,13 +150,26 @@ class RecurrentStack(RunnableLayer):
         return sum(self._family.folded_bytes(weights, table) for weights in self._levels[0].directions)
 
     def backend(self) -> str:
-        name: str = self._family.choice(self._levels[0].directions[0], self._requested).backend.name
+        levels = {"levels": len(self._levels)} if self._runs_levels else {}
+        name: str = self._family.choice(self._levels[0].directions[0], self._requested, **levels).backend.name
         return name
 
     def tensors(self) -> list[Tensor]:
         levels = self._levels if self._folded is None else [*self._levels, self._folded]
         tensors = [tensor for level in levels for tensor in level.tensors()]
         return unique_tensors(tensors if self._embedding is None else [*tensors, self._embedding])
+
+    def _run_levels(
+        self, levels: Sequence[RecurrentLevel], x: Ragged, want: Outputs, states: Sequence[Any] | None
+    ) -> tuple[Encoded, list[Any]]:
+        """Run plain levels in one call."""
+        assert self._family.run_levels is not None
+        before = states
+        if states is None and any(level.starts for level in levels):
+            before = [state for level in levels for state in self._start(level, x.rows)]
+        weights = [level.directions[0] for level in levels]
+        encoded = self._family.run_levels(x, weights, before, want=want, backend=self._requested)
+        return encoded, list(encoded.state)
 
     def _run_level(self, level: RecurrentLevel, x: Ragged, want: Outputs, states: tuple[Any, ...]) -> Encoded:
         """Run one level. The state is a tuple with one entry per direction."""
@@ -353,10 +376,16 @@ FAMILIES: dict[type[RecurrentLayer], RecurrentFamily] = {
         rnn_kernel.rnn, rnn_kernel.bidirectional, rnn_kernel.choice, _fold_gates, _gate_bytes, _rnn_states
     ),
     LSTMLayer: RecurrentFamily(
-        lstm_kernel.lstm, lstm_kernel.bidirectional, lstm_kernel.choice, _fold_gates, _gate_bytes, _lstm_states
+        lstm_kernel.lstm,
+        lstm_kernel.bidirectional,
+        lstm_kernel.choice,
+        _fold_gates,
+        _gate_bytes,
+        _lstm_states,
+        lstm_kernel.levels,
     ),
     GRULayer: RecurrentFamily(
-        gru_kernel.gru, gru_kernel.bidirectional, gru_kernel.choice, _fold_gates, _gate_bytes, _gru_states
+        gru_kernel.gru, gru_kernel.bidirectional, gru_kernel.choice, _fold_gates, _gate_bytes, _gru_states, gru_kernel.levels
     ),
     SRULayer: RecurrentFamily(sru_kernel.sru, sru_kernel.bidirectional, sru_kernel.choice, _fold_sru, _sru_bytes, _sru_states),
     QRNNLayer: RecurrentFamily(

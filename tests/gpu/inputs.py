@@ -82,6 +82,17 @@ def joined(rows: Sequence[Tensor]) -> Ragged:
 
 
 @contextmanager
+def tf32_products() -> Iterator[None]:
+    """Allow TF32 in the products of float32 layers."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@contextmanager
 def in_shape(shape: ScanShape | TileShape) -> Iterator[None]:
     """Launch every layer of an SRU or a QRNN in this shape."""
     with patch.object(launch, "shape_for", lambda *_: shape):
@@ -89,12 +100,12 @@ def in_shape(shape: ScanShape | TileShape) -> Iterator[None]:
 
 
 def outputs(encoded: Encoded) -> dict[str, Tensor]:
-    """Return the outputs and the arrays of the state, or of the pair of states, by name."""
+    """Return the outputs and the arrays of the state, or of several states, by name."""
     requested = {name: array for name in OUTPUTS if (array := getattr(encoded, name)) is not None}
     if not isinstance(encoded.state, tuple):
         return requested | arrays(encoded.state)
-    ways = zip(("forward", "backward"), encoded.state, strict=True)
-    return requested | {f"{name} {way}": array for way, state in ways for name, array in arrays(state).items()}
+    states = enumerate(encoded.state)
+    return requested | {f"{name} {number}": array for number, state in states for name, array in arrays(state).items()}
 
 
 def agree(actual: Encoded, expected: Encoded, tolerance: float) -> None:

@@ -23,6 +23,7 @@ from tests.gpu.inputs import (
     made,
     outputs,
     same,
+    tf32_products,
 )
 from tests.kernels.families import Form
 from tests.kernels.inputs import (
@@ -108,10 +109,8 @@ def test_cuda_graph_serves_other_lengths_and_values(form: Form) -> None:
 
 @pytest.fixture
 def tf32() -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    yield
-    torch.set_float32_matmul_precision(before)
+    with tf32_products():
+        yield
 
 
 @pytest.mark.usefixtures("tf32")

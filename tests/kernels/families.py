@@ -81,6 +81,18 @@ class Form:
         encoded: Encoded = self.module.bidirectional(x, weights, states, want=want, backend=backend)
         return encoded
 
+    def levels(
+        self,
+        x: Ragged,
+        weights: Sequence[Any],
+        states: Sequence[Any] | None = None,
+        *,
+        want: Outputs = EVERYTHING,
+        backend: str = AUTO,
+    ) -> Encoded:
+        encoded: Encoded = self.module.levels(x, weights, states, want=want, backend=backend)
+        return encoded
+
     def exact(self, arguments: Arguments) -> Encoded:
         """Return the reference's encoding of these values in float64."""
         return self.run(*as_float64(arguments), backend="reference")

@@ -26,6 +26,7 @@ def _clear() -> None:
         launch.cluster_shape,
         launch.grid_shape,
         launch.wide_shape,
+        launch.levels_shape,
         launch._plan,
         launching.multiprocessors,
     ):

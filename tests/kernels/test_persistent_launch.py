@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,9 +24,9 @@ from kernels.lstm.types import LSTMState
 from kernels.persistent import cluster, grid, launch, wide
 from kernels.persistent.cluster import OCTETS, ClusterShape
 from kernels.persistent.grid import OWNERS_REGISTERS, GridShape
-from kernels.persistent.packing import HERE, OCTET, SAME_SUMS, SORTED, Variant, pack, pack_wide
+from kernels.persistent.packing import HERE, OCTET, SAME_SUMS, SORTED, Variant, WidePacking, pack, pack_wide
 from kernels.persistent.wide import TILES, WideShape
-from kernels.ragged import ContractError, Outputs, Ragged
+from kernels.ragged import ContractError, Encoded, Outputs, Ragged
 from kernels.tuning import load_tuned, matching_shapes
 from service.modeling.runnable_layer import weight_tensors
 from tests.kernels.families import Form
@@ -303,7 +304,7 @@ def test_tf32_runs_float32_layers_with_float16_weights(fake_kernel: FakeKernel, 
     assert call["packed"] == held.data_ptr() and call["scale"] == 0
     assert torch.equal(held, pack(weights.recurrent.clamp(-65504, 65504).half(), 8, 2))
     assert held.isfinite().all()
-    assert encoded.last.dtype == torch.float32
+    assert encoded.last is not None and encoded.last.dtype == torch.float32
 
 
 def test_tf32_runs_sizes_that_two_terms_have_no_room_for() -> None:
@@ -376,6 +377,112 @@ def test_products_of_both_directions_are_joined_once(fake_kernel: FakeKernel) ->
         [joined] = kept.arrays
         assert torch.equal(joined, torch.cat((first.weights.input, other.weights.input), dim=1))
         assert any(tensor is joined for tensor in weight_tensors(first.weights)), "its bytes are counted"
+
+
+def levels_of(form: Form, hidden: int, levels: int) -> tuple[Ragged, list[Any], list[Any]]:
+    """Return the data, and the weights and states of each level."""
+    first, *above = (
+        form.arguments([3, 0, 4], hidden, width, storage=torch.float16, seed=level)
+        for level, width in enumerate([8, *[hidden] * (levels - 1)])
+    )
+    x = Ragged(first.x.data.half(), first.x.offsets)
+    return x, [level.weights for level in (first, *above)], [level.state for level in (first, *above)]
+
+
+@pytest.fixture
+def together(fake_kernel: FakeKernel, monkeypatch: pytest.MonkeyPatch) -> FakeKernel:
+    """Run as many levels at once as there is room for."""
+    monkeypatch.setattr(WideShape, "_kernel", lambda *_: fake_kernel)
+    monkeypatch.setattr(launch, "_tuned", lambda _: {**load_tuned(HERE / "tuned", "NVIDIA H200"), "levels": [{"tile": 32}]})
+    return fake_kernel
+
+
+@pytest.mark.parametrize("form", [Form("lstm"), Form("gru", reset="after")], ids=str)
+def test_levels_share_a_launch(together: FakeKernel, form: Form) -> None:
+    x, weights, states = levels_of(form, 64, 3)
+    family = lstm.FUSED if form.family == "lstm" else gru.FUSED
+    encoded = launch.encode_levels(family, x, weights, states, want=Outputs(steps=True, last=True))
+    calls = together.calls
+    assert len(calls) == 3 and together.grids == [(3 * calls[0]["blocks"], 1, 1)]
+    columns = weights[0].bias.numel()
+    assert [call["gates_apart"] for call in calls] == [columns, 0, 0], (
+        "every token of a level above has the bias as its gate inputs"
+    )
+    assert [call["gates"] for call in calls[1:]] == [layer.packed["bias", torch.float16].data_ptr() for layer in weights[1:]]
+    assert [bool(call["steps"]) for call in calls] == [False, False, True], (
+        "only the outputs of the last level leave the kernel"
+    )
+    assert len({call["exchange"] for call in calls}) == 3 and all(call["forward"] == 1 for call in calls)
+    for call, before, after in zip(calls, states, encoded.state, strict=True):
+        assert (call["hidden_before"], call["hidden_after"]) == (before.hidden.data_ptr(), after.hidden.data_ptr())
+    assert encoded.last is encoded.state[-1].hidden
+
+
+@pytest.mark.parametrize("gates", [3, 4])
+def test_level_above_the_first_multiplies_its_inputs_first(gates: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    inputs, recurrent = torch.randn(2, 128, gates * 128, generator=generator)
+    vectors = torch.randn(5, 256, generator=generator)
+    below, own = vectors[:, :128], vectors[:, 128:]
+    products = products_of_warp_groups(WidePacking().pack_with_inputs(inputs, recurrent), vectors)
+    from_inputs, from_hidden = ((left @ right).view(5, gates, 128) for left, right in ((below, inputs), (own, recurrent)))
+    sums = [from_inputs[:, gate] + from_hidden[:, gate] for gate in range(gates)]
+    if gates == 3:  # the product of a GRU's new gate and its input are separate sums
+        sums = [*sums[:2], from_hidden[:, 2], from_inputs[:, 2]]
+    torch.testing.assert_close(products, torch.stack(sums, dim=1), rtol=1e-5, atol=1e-4)
+
+
+def test_levels_beyond_the_room_of_the_device_run_in_another_launch(together: FakeKernel) -> None:
+    x, weights, states = levels_of(Form("lstm"), 512, 7)
+    launch.encode_levels(lstm.FUSED, x, weights, states, want=Outputs(last=True))
+    assert together.grids == [(128, 1, 1), (96, 1, 1)]
+    assert [call["gates_apart"] > 0 for call in together.calls] == [True, False, False, False, True, False, False]
+    assert together.calls[3]["steps"], "the next launch reads the steps of this one"
+
+
+@pytest.mark.parametrize("different", [{"hidden": 128}, {"storage": torch.float32}, {"projection": True}])
+def test_levels_that_the_kernel_does_not_run_at_once(
+    different: dict[str, Any], together: FakeKernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted: list[int] = []
+
+    def encode(_: Any, __: Any, x: Ragged, weights: Sequence[Any], *___: Any) -> Encoded:
+        counted.append(len(weights))
+        return Encoded((None,), steps=torch.zeros(7, 8))
+
+    monkeypatch.setattr(launch, "_encode", encode)
+    hidden, storage = different.get("hidden", 64), different.get("storage", torch.float16)
+    form = Form("lstm", projection=True) if "projection" in different else Form("lstm")
+    below = form.arguments([3, 0, 4], 64, 8, storage=storage)
+    above = form.arguments([3, 0, 4], hidden, 64, storage=storage).weights
+    x = Ragged(below.x.data.to(storage), below.x.offsets)
+    launch.encode_levels(lstm.FUSED, x, [below.weights, above], None, want=Outputs(last=True))
+    assert counted == [1, 1] and not together.calls
+
+
+def test_backend_for_several_levels_is_adaptive(fake_kernel: FakeKernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launching, "cupy_installed", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
+    for hidden, levels, expected in (
+        (512, 1, "persistent"),
+        (512, 2, "adaptive"),
+        (512, 7, "adaptive"),
+        (128, 2, "persistent"),
+    ):
+        problem = Problem(torch.device("cuda:0"), torch.float16, hidden, levels=levels)
+        assert choose(lstm.BACKENDS, problem).backend.name == expected
+        assert choose(lstm.BACKENDS, problem, PINNED).backend.name == "persistent"
+
+
+@pytest.mark.parametrize("levels", [1, 2, 4])
+@pytest.mark.parametrize("hidden, tile", [(64, 16), (256, 64), (512, 32)])
+def test_all_levels_of_a_launch_are_resident(hidden: int, tile: int, levels: int) -> None:
+    shape = WideShape(Variant(0, torch.float16, False, hidden), tile, levels)
+    assert shape.runs()
+    plan = shape.launch(shape.max_rows())
+    assert levels * plan.blocks <= 132 and plan.shared <= H200_SHARED_BYTES
+    assert not WideShape(Variant(0, torch.float16, False, hidden), tile, 132 * 16 // hidden + 1).has_room()
 
 
 def test_state_in_slots_is_updated_in_place(fake_kernel: FakeKernel) -> None:
