@@ -24,6 +24,15 @@ NGINX_PATHS = """
     scgi_temp_path {scratch}/scgi;
 """
 """Folders of nginx that a package would make."""
+REPLICA_HEADER = "x-replica"
+NAMING = {
+    "haproxy": (r"^backend .*$", rf"\g<0>\n    http-response set-header {REPLICA_HEADER} %s"),
+    "envoy": (
+        r'^( *)domains: \["\*"\]$',
+        rf"\g<0>\n\1response_headers_to_add: [{{header: {{key: {REPLICA_HEADER}, value: '%UPSTREAM_REMOTE_ADDRESS_WITHOUT_PORT%'}}}}]",
+    ),
+}
+"""By proxy, how a line of its file is replaced to let each reply name its replica. The shipped files do not: clients need not know."""
 
 
 class Front(NamedTuple):
@@ -34,8 +43,11 @@ class Front(NamedTuple):
 
 
 @contextmanager
-def shipped(name: str, cluster: Cluster, scratch: Path) -> Iterator[Front]:
-    """Run a proxy with its shipped file. seqserve-1 is at the first address of the cluster, and so on."""
+def shipped(name: str, cluster: Cluster, scratch: Path, *, naming: bool = False) -> Iterator[Front]:
+    """Run a proxy with its shipped file. seqserve-1 is at the first address of the cluster, and so on.
+
+    naming: each reply has the header x-replica, which tells one replica from another.
+    """
     http_port, grpc_port = free_ports(2)
     text = (FOLDER / FILES[name]).read_text()
     for number, host in enumerate(cluster.hosts[:REPLICAS], 1):
@@ -49,6 +61,9 @@ def shipped(name: str, cluster: Cluster, scratch: Path) -> Iterator[Front]:
     if name == "nginx":
         text = re.sub("pid .*;", f"pid {scratch}/nginx.pid; daemon off; user root; error_log {scratch}/nginx-errors.log;", text)
         text = text.replace("http {", "http {" + NGINX_PATHS.format(scratch=scratch), 1)
+    if naming:
+        text, lines = re.subn(*NAMING[name], text, flags=re.MULTILINE)
+        assert lines, "a header is added"
     settings = "\n".join(line.partition("#")[0] for line in text.splitlines())
     assert not re.search(r"\b(8000|8001|0\.0\.0\.0)\b|seqserve-\d:", settings), "every address is replaced"
     file = scratch / FILES[name]

@@ -1,7 +1,6 @@
-"""Clients that stream sessions to several replicas, over HTTP and WebSocket, and know the exact answer of every chunk.
+"""Clients that stream sessions to several replicas, over HTTP, WebSockets and gRPC, and know the exact answer of every chunk.
 
-A client chooses the replica of a session as a proxy with consistent hashing does: by rendezvous hashing over the replicas that are ready.
-When the replicas change, so do the places of some sessions.
+A balancer says where the next chunk of a session goes: to a replica, or to a proxy that chooses one.
 """
 
 from __future__ import annotations
@@ -15,19 +14,28 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from typing import Any, NamedTuple, Protocol
 
+import grpc
+from tritonclient.grpc import service_pb2
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake
 
-from loadtest.callers import Caller, Target
+from loadtest.callers import JSON, Caller, Target
 from tests.accumulator import NEW, Account
+from tests.cluster.shipped import REPLICA_HEADER, Front
 
+SESSION_HEADER = "x-session-id"
 READY_SECONDS = 0.1
 """Interval of the checks whether replicas are ready."""
 STEPS = 3
 """Of each chunk."""
 PATIENCE_SECONDS = 20.0
 RETRY_SECONDS = 0.02
+STREAM_INFER = "/inference.GRPCInferenceService/ModelStreamInfer"
+CALL_METADATA = ("triton_grpc_error", "true")
+"""The first error ends a call, and its status has the code."""
+OWN_CONNECTION = (("grpc.use_local_subchannel_pool", 1),)
 
 
 @dataclass
@@ -35,39 +43,70 @@ class Report:
     """What the clients have seen. pauses: seconds until a chunk was answered by another replica than the one before, by client's clock.
     others: the same for all other chunks."""
 
-    answered: int = 0
+    answered: Counter[str] = field(default_factory=Counter)
+    """Chunks by kind of stream."""
     wrong: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     refused: Counter[str] = field(default_factory=Counter)
     """Answers after which the client has sent the chunk again, as they say."""
     pauses: list[tuple[float, float]] = field(default_factory=list)
     others: list[float] = field(default_factory=list)
-    reconnected: int = 0
-    """WebSockets that the service closed with the code that tells the client to come back."""
+    moved: Counter[str] = field(default_factory=Counter)
+    """Chunks that another replica answered, by kind of stream."""
+    reconnected: Counter[str] = field(default_factory=Counter)
+    """Streams that the service ended with the code that tells the client to come back, by kind."""
+
+    def __str__(self) -> str:
+        return (
+            f"{dict(self.answered)} chunks, {dict(self.moved)} of them answered by another replica than the chunk before: "
+            f"{milliseconds([pause for _, pause in self.pauses])}; other chunks: {milliseconds(self.others)}; "
+            f"reconnected: {dict(self.reconnected)}; sent again: {dict(self.refused)}"
+        )
 
 
-class Places:
-    """Which replicas are ready."""
+class Place(NamedTuple):
+    """HOST:PORT of a replica or of a proxy, for HTTP and for gRPC."""
 
-    def __init__(self, addresses: Sequence[str]) -> None:
-        """addresses: HOST:PORT of all replicas that may be started."""
-        self._addresses = addresses
-        self.ready: list[str] = []
+    http: str
+    grpc: str
 
-    async def watch(self) -> None:
-        """Follow the readiness of all replicas."""
-        while True:
-            answers = await asyncio.gather(*map(self._is_ready, self._addresses))
-            self.ready = [address for address, ready in zip(self._addresses, answers, strict=True) if ready]
-            await asyncio.sleep(READY_SECONDS)
 
-    def of(self, session: str) -> str:
-        """Return the address for the next chunk of a session."""
-        return max(self.ready, key=lambda address: blake2b(f"{address} {session}".encode(), digest_size=8).digest(), default="")
+class Balancer(Protocol):
+    """Says where the next chunk of a session goes."""
+
+    def of(self, session: str) -> Place | None:
+        """Return the place, None while no replica is ready."""
 
     def drop(self, address: str) -> None:
-        """A connection to a replica has failed: it is not ready, until the next check."""
-        self.ready = [ready for ready in self.ready if ready != address]
+        """A connection to an HTTP address has failed."""
+
+    async def watch(self) -> None:
+        """Follow the replicas."""
+
+
+class Rendezvous:
+    """Chooses a replica as a proxy with consistent hashing does: by rendezvous hashing over the replicas that are ready.
+
+    When the replicas change, so do the places of some sessions.
+    """
+
+    def __init__(self, places: Sequence[Place]) -> None:
+        """places: of all replicas that may be started."""
+        self._places = places
+        self._ready: list[Place] = []
+
+    async def watch(self) -> None:
+        while True:
+            answers = await asyncio.gather(*(self._is_ready(place.http) for place in self._places))
+            self._ready = [place for place, ready in zip(self._places, answers, strict=True) if ready]
+            await asyncio.sleep(READY_SECONDS)
+
+    def of(self, session: str) -> Place | None:
+        return max(self._ready, key=lambda place: blake2b(f"{place.http} {session}".encode()).digest(), default=None)
+
+    def drop(self, address: str) -> None:
+        """The replica is not ready, until the next check."""
+        self._ready = [place for place in self._ready if place.http != address]
 
     @staticmethod
     async def _is_ready(address: str) -> bool:
@@ -83,18 +122,51 @@ class Places:
         return reply.status == 200
 
 
+class ThroughProxy:
+    """Sends everything to a proxy."""
+
+    def __init__(self, front: Front) -> None:
+        self._place = Place(front.address.removeprefix("http://"), front.grpc)
+
+    async def watch(self) -> None:
+        pass
+
+    def of(self, session: str) -> Place | None:
+        return self._place
+
+    def drop(self, address: str) -> None:
+        pass
+
+
+class Answer(NamedTuple):
+    """The account that an answer reports, and the replica that gave it."""
+
+    told: Account
+    replica: str
+
+
+class Refusal(NamedTuple):
+    """A chunk that was not answered, with the code of the service's error or another reason. steps: that the session has, if it says so."""
+
+    code: str
+    steps: int | None = None
+    message: str = ""
+
+
 class Stream:
     """A session and its client."""
 
-    def __init__(self, name: str, places: Places, report: Report, interval: float) -> None:
+    kind = ""
+
+    def __init__(self, name: str, balancer: Balancer, report: Report, interval: float) -> None:
         self.name = name
         self.account = NEW
-        self._places = places
+        self._balancer = balancer
         self._report = report
         self._interval = interval
         self._chance = random.Random(name)
         self._last = ""
-        """The address that answered last."""
+        """The replica that answered last."""
         self._connected_to = ""
         """The address of a connection that stays with its replica, even if the session's place changes."""
 
@@ -109,69 +181,95 @@ class Stream:
         """Send a chunk until it is answered."""
         began, reason = time.monotonic(), "not sent"
         while time.monotonic() - began < PATIENCE_SECONDS:
-            address = self._places.of(self.name)
-            body = {"input": [value + 1 for value in values], "steps": self.account.steps}
-            reply: dict[str, object] = {"code": "no replica is ready"}
+            place = self._balancer.of(self.name)
+            reply: Answer | Refusal = Refusal("no replica is ready")
             try:
-                if address:
-                    reply = await self._ask(address, body)
+                if place is not None:
+                    reply = await self._ask(place, [value + 1 for value in values])
             except (OSError, EOFError, ConnectionClosed, InvalidHandshake, TimeoutError) as error:
-                self._places.drop(self._connected_to or address)
-                reply = {"code": type(error).__name__}
-            if "code" not in reply:
-                self._answered(values, reply, address, began)
+                self._balancer.drop(self._connected_to or (place.http if place else ""))
+                reply = Refusal(type(error).__name__)
+            if isinstance(reply, Answer):
+                self._answered(values, reply, began)
                 return
-            reason = f"{address}: {reply}"
-            if reply["code"] == "session_conflict" and reply.get("steps") == self.account.steps + STEPS:
+            code, reason = reply.code, f"{place}: {reply}"
+            if code == "session_conflict" and reply.steps == self.account.steps + STEPS:
                 # The chunk was applied, and its answer was lost with the connection.
                 self.account = self.account.plus(values)
                 self._report.refused["applied already"] += 1
                 return
-            self._report.refused[str(reply["code"])] += 1
-            if str(reply["code"]).startswith("session_") and reply["code"] != "session_unreachable":
+            self._report.refused[code] += 1
+            if code == "unknown_session" or (code.startswith("session_") and code != "session_unreachable"):
                 break
             await asyncio.sleep(RETRY_SECONDS)
         self._report.failed.append(f"{self.name} at {self.account.steps} steps: {reason}")
         self.account = NEW
 
-    def _answered(self, values: Sequence[int], reply: dict[str, object], address: str, began: float) -> None:
+    def _answered(self, values: Sequence[int], answer: Answer, began: float) -> None:
         now, report = time.monotonic(), self._report
-        told = Account.told(reply["outputs"][0]["value"])  # type: ignore[index]
+        told, replica = answer
         expected = self.account.plus(values)
         if told != expected:
             report.wrong.append(f"{self.name}: {told}, not {expected}")
-        report.answered += 1
-        if self._last and self._last != address:
+        report.answered[self.kind] += 1
+        if self._last and self._last != replica:
             report.pauses.append((began, now - began))
+            report.moved[self.kind] += 1
         else:
             report.others.append(now - began)
-        self.account, self._last = told, address
+        self.account, self._last = told, replica
 
-    async def _ask(self, address: str, body: dict[str, object]) -> dict[str, object]:
-        """Return the reply to a chunk, or its error."""
+    async def _ask(self, place: Place, ids: Sequence[int]) -> Answer | Refusal:
+        """Send a chunk, and return the reply."""
         raise NotImplementedError
 
     async def close(self) -> None:
         """Hang up."""
 
 
+def read(body: bytes | str, replica: str) -> Answer | Refusal:
+    """Return the reply in a JSON body. Raises ValueError for another body."""
+    fields = json.loads(body)
+    if "code" in fields:
+        return Refusal(fields["code"], fields.get("steps"), fields["error"])
+    return Answer(Account.told(fields["outputs"][0]["value"]), replica)
+
+
+class NamedCaller(Caller):
+    """Notes which replica has replied, if the proxy says so."""
+
+    replica = ""
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Read a header. Called by the parser."""
+        if name.lower() == REPLICA_HEADER.encode():
+            self.replica = value.decode()
+
+
 class HttpStream(Stream):
-    """Sends chunks to POST /infer, over one connection for each replica."""
+    """Sends chunks to POST /infer, over one connection for each place."""
 
-    def __init__(self, name: str, places: Places, report: Report, interval: float) -> None:
-        super().__init__(name, places, report, interval)
-        self._caller: tuple[str, Caller] | None = None
+    kind = "HTTP"
 
-    async def _ask(self, address: str, body: dict[str, object]) -> dict[str, object]:
-        target = Target.of(f"http://{address}", "/infer")
-        if self._caller is None or self._caller[0] != address or not self._caller[1].connected:
+    def __init__(self, name: str, balancer: Balancer, report: Report, interval: float) -> None:
+        super().__init__(name, balancer, report, interval)
+        self._caller: tuple[str, NamedCaller] | None = None
+
+    async def _ask(self, place: Place, ids: Sequence[int]) -> Answer | Refusal:
+        target = Target.of(f"http://{place.http}", "/infer")
+        if self._caller is None or self._caller[0] != place.http or not self._caller[1].connected:
             await self.close()
-            self._caller = address, await Caller.connect(target)
-        fields = {"model": "accumulator", "inputs": [body["input"]], "session": self.name, "steps": body["steps"]}
+            caller = await NamedCaller.connect(target)
+            assert isinstance(caller, NamedCaller)
+            self._caller = place.http, caller
+        body = {"model": "accumulator", "inputs": [ids], "session": self.name, "steps": self.account.steps}
+        caller = self._caller[1]
         async with asyncio.timeout(PATIENCE_SECONDS):
-            reply = await self._caller[1].ask(target.request(json.dumps(fields).encode()))
-        answer: dict[str, object] = json.loads(reply.body)
-        return answer
+            reply = await caller.ask(target.request(json.dumps(body).encode(), JSON, f"{SESSION_HEADER}: {self.name}"))
+        try:
+            return read(reply.body, caller.replica or place.http)
+        except ValueError:
+            return Refusal(f"{reply.status} of the proxy")
 
     async def close(self) -> None:
         if self._caller is not None:
@@ -182,49 +280,120 @@ class HttpStream(Stream):
 class SocketStream(Stream):
     """Sends chunks over a WebSocket, which stays with its replica until that closes it."""
 
-    def __init__(self, name: str, places: Places, report: Report, interval: float) -> None:
-        super().__init__(name, places, report, interval)
-        self._socket: ClientConnection | None = None
+    kind = "WebSocket"
 
-    async def _ask(self, address: str, body: dict[str, object]) -> dict[str, object]:
+    def __init__(self, name: str, balancer: Balancer, report: Report, interval: float) -> None:
+        super().__init__(name, balancer, report, interval)
+        self._socket: ClientConnection | None = None
+        self._replica = ""
+
+    async def _ask(self, place: Place, ids: Sequence[int]) -> Answer | Refusal:
         if self._socket is None:
-            self._connected_to = address
-            self._socket = await connect(f"ws://{address}/stream?model=accumulator&session={self.name}", proxy=None)
+            self._connected_to = place.http
+            address = f"ws://{place.http}/stream?model=accumulator&session={self.name}"
+            self._socket = await connect(address, proxy=None, open_timeout=PATIENCE_SECONDS)
+            assert self._socket.response is not None
+            self._replica = self._socket.response.headers.get(REPLICA_HEADER, place.http)
         try:
             async with asyncio.timeout(PATIENCE_SECONDS):
-                await self._socket.send(json.dumps(body))
-                answer: dict[str, object] = json.loads(await self._socket.recv())
+                await self._socket.send(json.dumps({"input": ids, "steps": self.account.steps}))
+                return read(await self._socket.recv(), self._replica)
         except ConnectionClosed as closed:
             self._socket = None
             if closed.rcvd is not None and closed.rcvd.code == 1012:
-                self._report.reconnected += 1
+                self._report.reconnected[self.kind] += 1
             raise
-        return answer
 
     async def close(self) -> None:
         if self._socket is not None:
             await self._socket.close()
 
-    def _answered(self, values: Sequence[int], reply: dict[str, object], address: str, began: float) -> None:
-        super()._answered(values, reply, self._connected_to, began)
+
+class CallStream(Stream):
+    """Sends chunks on a gRPC call, ModelStreamInfer, which stays with its replica until that ends it."""
+
+    kind = "gRPC"
+
+    def __init__(self, name: str, balancer: Balancer, report: Report, interval: float) -> None:
+        super().__init__(name, balancer, report, interval)
+        self._channel: Any = None
+        self._call: Any = None
+
+    async def _ask(self, place: Place, ids: Sequence[int]) -> Answer | Refusal:
+        if self._call is None:
+            self._open(place)
+        try:
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                if not self._call.done():
+                    await self._call.write(self._message(ids))
+                answer = await self._call.read()
+                replica = dict(await self._call.initial_metadata()).get(REPLICA_HEADER, self._connected_to)
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            refusal = await self._ended()
+            await self.close()
+            return refusal
+        response = answer.infer_response
+        [values] = [
+            contents
+            for output, contents in zip(response.outputs, response.raw_output_contents, strict=True)
+            if output.name == "value"
+        ]
+        return Answer(Account.told(memoryview(values).cast("f").tolist()), replica)
+
+    def _open(self, place: Place) -> None:
+        self._connected_to = place.http
+        self._channel = grpc.aio.insecure_channel(place.grpc, options=OWN_CONNECTION)
+        method = self._channel.stream_stream(
+            STREAM_INFER,
+            service_pb2.ModelInferRequest.SerializeToString,
+            service_pb2.ModelStreamInferResponse.FromString,
+        )
+        self._call = method(metadata=((SESSION_HEADER, self.name), CALL_METADATA))
+
+    def _message(self, ids: Sequence[int]) -> Any:
+        data = b"".join(id.to_bytes(4, "little") for id in ids)
+        request = service_pb2.ModelInferRequest(model_name="accumulator", raw_input_contents=[data])
+        request.inputs.add(name="ids", datatype="INT32", shape=[1, len(ids)])
+        if self.account == NEW:
+            request.parameters["sequence_start"].bool_param = True
+        else:
+            request.parameters["sequence_steps"].int64_param = self.account.steps
+        return request
+
+    async def _ended(self) -> Refusal:
+        """Return why the call has ended."""
+        trailing = dict(await self._call.trailing_metadata() or ())
+        status, details = await self._call.code(), str(await self._call.details())
+        code = trailing.get("seqserve-code")
+        if code is None:
+            self._balancer.drop(self._connected_to)
+            return Refusal(str(status), message=details)
+        if status is grpc.StatusCode.UNAVAILABLE:
+            self._report.reconnected[self.kind] += 1
+        return Refusal(str(code), message=details)
+
+    async def close(self) -> None:
+        if self._channel is not None:
+            await self._channel.close()
+            self._channel = self._call = None
 
 
 class Streams:
     """All clients of a test, while they run."""
 
-    def __init__(self, addresses: Sequence[str], *, http: int, sockets: int, interval: float) -> None:
-        """http, sockets: how many sessions of each kind. interval: mean seconds between two chunks of a session."""
+    def __init__(self, balancer: Balancer, *, http: int, sockets: int, calls: int, interval: float) -> None:
+        """http, sockets, calls: how many sessions of each kind. interval: mean seconds between two chunks of a session."""
         self.report = Report()
-        self._places = Places(addresses)
-        self._streams: list[Stream] = [
-            *(HttpStream(f"http-{number}", self._places, self.report, interval) for number in range(http)),
-            *(SocketStream(f"socket-{number}", self._places, self.report, interval) for number in range(sockets)),
+        self._balancer = balancer
+        kinds: list[tuple[type[Stream], int]] = [(HttpStream, http), (SocketStream, sockets), (CallStream, calls)]
+        self._streams = [
+            kind(f"{kind.kind}-{number}", balancer, self.report, interval) for kind, count in kinds for number in range(count)
         ]
         self._until = asyncio.Event()
 
     async def __aenter__(self) -> Streams:
-        self._watching = asyncio.ensure_future(self._places.watch())
-        while not self._places.ready:
+        self._watching = asyncio.ensure_future(self._balancer.watch())
+        while self._balancer.of("") is None:
             await asyncio.sleep(READY_SECONDS)
         self._running = [asyncio.ensure_future(stream.run(self._until)) for stream in self._streams]
         return self
@@ -242,3 +411,8 @@ class Streams:
 def quantile(values: Sequence[float], share: float) -> float:
     """Return the value below which this share of the values lies."""
     return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+
+
+def milliseconds(seconds: Sequence[float]) -> str:
+    """Return the median and the 99th percentile for a report."""
+    return f"p50 {1000 * quantile(seconds, 0.5):.1f} ms, p99 {1000 * quantile(seconds, 0.99):.1f} ms" if seconds else "none"

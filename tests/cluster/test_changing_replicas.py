@@ -1,0 +1,135 @@
+"""Sessions stream over HTTP, WebSockets and gRPC while replicas are replaced, added and removed. `make cluster-test` runs this folder."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests import models
+from tests.cluster.replicas import HOSTS, Cluster, Replica, clustered, knows, peer_settings
+from tests.cluster.shipped import shipped
+from tests.cluster.streams import Balancer, Place, Rendezvous, Report, Streams, ThroughProxy, milliseconds, quantile
+from tests.serving import eventually
+
+REPLICAS = 3
+HTTP, SOCKETS, CALLS, INTERVAL = 400, 50, 50, 1.0
+SESSIONS = HTTP + SOCKETS + CALLS
+PAUSE_SECONDS = 0.2
+"""Longest pause of 99 of 100 moved sessions, beyond that of chunks that move nothing: all replicas and clients share the cores of a
+machine."""
+CHECKED_SECONDS = 3.0
+"""Longer than a proxy needs to notice a replica that is ready or not."""
+CHECKING = ("envoy", "haproxy")
+"""Proxies with health checks. nginx sends chunks to a replica that starts, which refuses them until it is ready."""
+Change = Callable[[Cluster], Awaitable[None]]
+
+
+@contextmanager
+def meeting(folder: Path, most: int) -> Iterator[Cluster]:
+    """Run three replicas that know each other, with addresses for up to `most`."""
+    models.accumulator(folder / "models")
+    with clustered(folder / "models", folder, REPLICAS, replicated="1", **peer_settings(folder, most)) as cluster:
+        eventually(lambda: all(knows(replica, REPLICAS - 1) for replica in cluster.replicas))
+        yield cluster
+
+
+def everywhere(cluster: Cluster, most: int) -> Rendezvous:
+    """Return a balancer over the first `most` addresses."""
+    return Rendezvous([Place(f"{host}:{cluster.port}", f"{host}:{cluster.grpc_port}") for host in HOSTS[:most]])
+
+
+async def knowing(replica: Replica, others: int) -> None:
+    """Wait until a replica knows so many others."""
+    await asyncio.to_thread(eventually, partial(knows, replica, others))
+
+
+async def end(replica: Replica) -> None:
+    """Drain a replica."""
+    replica.drain()
+    assert await asyncio.to_thread(replica.await_end) == 0
+
+
+def stream(cluster: Cluster, balancer: Balancer, change: Change) -> Report:
+    """Stream all sessions during a change of the replicas. At the end the replicas have every session, and each once."""
+
+    async def streaming() -> Report:
+        counts = {"http": HTTP, "sockets": SOCKETS, "calls": CALLS}
+        async with Streams(balancer, **counts, interval=INTERVAL) as streams:
+            await asyncio.sleep(3 * INTERVAL)
+            await change(cluster)
+            await asyncio.sleep(2 * INTERVAL)
+        return streams.report
+
+    report = asyncio.run(streaming())
+    print(report)
+    assert not report.failed and not report.wrong, (report.failed[:5], report.wrong[:5])
+    assert sum(replica.metric("seqserve_sessions") for replica in cluster.running) == SESSIONS
+    handed_over = [event for replica in cluster.replicas for event in replica.events("sessions handed over")]
+    assert all(event["left"] == 0 for event in handed_over)
+    return report
+
+
+def check_pauses(pauses: Sequence[float], report: Report) -> None:
+    assert quantile(pauses, 0.99) < PAUSE_SECONDS + quantile(report.others, 0.99)
+
+
+def check_every_stream_was_ended(report: Report) -> None:
+    """A replica that ends tells its clients to come back, and each stream was at one that has ended."""
+    assert report.reconnected["WebSocket"] >= SOCKETS and report.reconnected["gRPC"] >= CALLS
+
+
+def test_rolling_update_moves_every_session(tmp_path: Path) -> None:
+    """Three replicas are replaced one after the other, each by one at a new address."""
+    replaced: list[tuple[float, float]] = []
+
+    async def update(cluster: Cluster) -> None:
+        for old in list(cluster.running):
+            await knowing(await asyncio.to_thread(cluster.add), REPLICAS)
+            ready = time.monotonic()
+            await end(old)
+            replaced.append((ready, time.monotonic()))
+            await asyncio.sleep(2 * INTERVAL)
+
+    with meeting(tmp_path, 2 * REPLICAS) as cluster:
+        report = stream(cluster, everywhere(cluster, 2 * REPLICAS), update)
+    draining = [pause for began, pause in report.pauses if any(begin <= began <= end for begin, end in replaced)]
+    print(f"{len(draining)} moves during a drain: {milliseconds(draining)}")
+    check_every_stream_was_ended(report)
+    assert len(draining) > HTTP
+    check_pauses(draining, report)
+
+
+@pytest.mark.parametrize("proxy", CHECKING)
+def test_rolling_update_behind_a_proxy_moves_every_session(proxy: str, tmp_path: Path) -> None:
+    """Three replicas behind a proxy are replaced one after the other, each by one at the same address."""
+
+    async def update(cluster: Cluster) -> None:
+        for old in list(cluster.running):
+            await end(old)
+            await knowing(await asyncio.to_thread(cluster.again, old), REPLICAS - 1)
+            await asyncio.sleep(CHECKED_SECONDS)
+
+    with meeting(tmp_path, REPLICAS) as cluster, shipped(proxy, cluster, tmp_path, naming=True) as front:
+        report = stream(cluster, ThroughProxy(front), update)
+    check_every_stream_was_ended(report)
+    assert len(report.pauses) > HTTP
+    check_pauses([pause for _, pause in report.pauses], report)
+
+
+def test_sessions_follow_three_then_five_then_two_replicas(tmp_path: Path) -> None:
+    async def grow_and_shrink(cluster: Cluster) -> None:
+        for added in await asyncio.to_thread(cluster.start, 2):
+            await knowing(added, REPLICAS + 1)
+        await asyncio.sleep(3 * INTERVAL)
+        for old in cluster.running[:3]:
+            await end(old)
+
+    with meeting(tmp_path, REPLICAS + 2) as cluster:
+        report = stream(cluster, everywhere(cluster, REPLICAS + 2), grow_and_shrink)
+    check_pauses([pause for _, pause in report.pauses], report)
