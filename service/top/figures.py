@@ -66,7 +66,7 @@ class KeyTraffic(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Levels:
-    """What one scrape shows."""
+    """What one scrape shows. peers: other replicas, 0 for a service that is to know none; reachable_peers: those that answer."""
 
     ready: bool
     in_flight: float
@@ -75,6 +75,8 @@ class Levels:
     backlog_seconds: float
     max_batch_sequences: float
     sessions: float
+    peers: float
+    reachable_peers: float
     slots_used: float
     slots: float
     engines: float
@@ -93,6 +95,8 @@ class Levels:
             backlog_seconds=max(scrape.values(SERIES.backlog_seconds).values(), default=0.0),
             max_batch_sequences=scrape.total(SERIES.max_batch_sequences),
             sessions=scrape.total(SERIES.sessions),
+            peers=scrape.total(SERIES.peers),
+            reachable_peers=scrape.total(SERIES.peers, state="reachable"),
             slots_used=scrape.total(SERIES.state_slots_used),
             slots=scrape.total(SERIES.state_slots),
             engines=processes.get(("engine",), 0.0),
@@ -104,7 +108,11 @@ class Levels:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What two scrapes show, per second. padded: share of the computed time steps that no sequence needed. by_graph: share of batches."""
+    """What two scrapes show, per second.
+
+    padded: share of the computed time steps that no sequence needed; by_graph: share of batches; session_moves: between device and host;
+    sessions_in, sessions_out: sessions that came from other replicas, and that other replicas took.
+    """
 
     requests: float
     failed: float
@@ -114,6 +122,8 @@ class Rates:
     by_graph: float
     sessions_ended: float
     session_moves: float
+    sessions_in: float
+    sessions_out: float
     stages: dict[str, Quantiles]
     batch_sequences: Quantiles
     batch_tokens: Quantiles
@@ -137,6 +147,8 @@ class Rates:
             by_graph=_share(change.rate(SERIES.batches, by="graph"), batches),
             sessions_ended=change.rate(SERIES.sessions_ended),
             session_moves=change.rate(SERIES.session_moves),
+            sessions_in=change.rate(SERIES.moved_in),
+            sessions_out=change.rate(SERIES.moved_out),
             stages={stage: Quantiles.of(stages.get((stage,), Distribution()), seconds) for stage in STAGES},
             batch_sequences=Quantiles.of(_all(change.observed(SERIES.batch_sequences)), seconds),
             batch_tokens=Quantiles.of(_all(change.observed(SERIES.batch_tokens)), seconds),

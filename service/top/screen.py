@@ -128,6 +128,10 @@ def _described(levels: Levels, rates: Rates | None) -> Iterator[tuple[str, str]]
     yield "sessions", f"{count(levels.sessions)} open{ended}"
     moved = "" if rates is None else f", {per_second(rates.session_moves)} moved"
     yield "slots", f"{count(levels.slots_used)} of {count(levels.slots)}{moved}"
+    if levels.peers:
+        yield "peers", f"{count(levels.reachable_peers)} of {count(levels.peers)} answer"
+        if rates is not None:
+            yield "moved", f"{per_second(rates.sessions_in)} in, {per_second(rates.sessions_out)} out"
     yield "processes", f"{_number(levels.engines, 'engine')}, {_number(levels.frontends, 'frontend')}"
     yield "restarts", count(levels.restarts)
     if levels.device_bytes:

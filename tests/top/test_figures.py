@@ -70,6 +70,17 @@ def test_traffic_is_listed_by_model_and_by_key() -> None:
     assert keys["till"].refused > 0 == keys["shop"].refused
 
 
+def test_sessions_that_move_between_replicas_are_counted() -> None:
+    before, now = Metrics(), Metrics()
+    now.moved_in.add(by=12)
+    now.moved_out.add(by=4)
+    now.session_moves.add("host", by=100)
+    now.peers.set(2, "reachable")
+    now.peers.set(1, "unreachable")
+    rates, levels = Rates.of(Change(scraped(before, 0.0), scraped(now, 2.0))), Levels.of(scraped(now, 2.0))
+    assert (rates.sessions_in, rates.sessions_out, levels.reachable_peers, levels.peers) == (6.0, 2.0, 2, 3)
+
+
 def test_rates_after_a_restart_count_from_0() -> None:
     """The new process has counted less than the old one, and its scrape has fewer series."""
     began, later = Metrics(), Metrics()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -71,6 +72,17 @@ def test_rows_are_allocated_in_turn(rows: list[int], room: int, shown: list[int]
 def test_frame_without_rates_shows_the_levels() -> None:
     text = "\n".join(drawn(frame(rates=None)))
     assert "11 open" in text and "rates follow" in text
+
+
+def test_moved_sessions_are_shown_beside_peers() -> None:
+    alone, shown = "\n".join(drawn(frame())), frame()
+    assert "peers" not in alone and "/s in" not in alone
+    assert shown.levels is not None and shown.rates is not None
+    levels = replace(shown.levels, peers=3.0, reachable_peers=2.0)
+    rates = replace(shown.rates, sessions_in=12_345.0, sessions_out=23_456.0)
+    lines = drawn(frame(levels=levels, rates=rates))
+    assert any("2 of 3 answer" in line for line in lines)
+    assert any("12.3 k/s in, 23.5 k/s out" in line for line in lines)
 
 
 def test_service_that_does_not_answer_is_named() -> None:
