@@ -12,6 +12,7 @@ import os
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 from typing import Any
@@ -27,12 +28,15 @@ from starlette.responses import Response, StreamingResponse
 from yarl import URL
 
 from deploy.ray.directory import directory
-from deploy.ray.endpoints import Replica, move_into_place, peers
-from deploy.ray.server import ServerProcess, free_port
+from deploy.ray.endpoints import FORGOTTEN_SECONDS, Replica, View, move_into_place, peers
+from deploy.ray.server import ServerFailed, ServerProcess, free_port
 
 ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 POLICY = "deploy.ray.scaling:FiguresPolicy"
 DIRECTORY_SECONDS = 3.0
+MEETING_SECONDS = FORGOTTEN_SECONDS
+"""How long a replica waits until its server is connected to every other. After this time the directory lists only those that report."""
+MEETING_POLL_SECONDS = 0.2
 SERVER_ENDED = 70
 """Exit status of a replica whose server ended by itself."""
 MARGIN_SECONDS = 10.0
@@ -99,12 +103,14 @@ class SeqserveReplica:
         self._id = serve.get_replica_context().replica_id.unique_id
         host = ray.util.get_node_ip_address() if options.direct else "127.0.0.1"
         self._known: dict[str, Replica] = {}
+        self._url = self._grpc = ""
+        """The ports of the server from the moment it may take traffic."""
         self._peer, self._peers_file = "", Path(tempfile.mkdtemp(prefix="seqserve-"), "peers")
         variables = options.variables
         if options.direct and options.peers:
             self._peer = f"{host}:{free_port(host)}"
-            self._peers_file.write_text(f"{self._peer}\n")
             variables |= {"SEQSERVE_PEERS": f"file:{self._peers_file}", "SEQSERVE_PEER_PORT": self._peer.rpartition(":")[2]}
+            await self._join()
         self._server = await ServerProcess.start(options.command, variables, host, options.start_seconds)
         # No limit of connections: Serve and the server limit requests. The client's headers and deadlines hold.
         self._client = aiohttp.ClientSession(
@@ -114,6 +120,9 @@ class SeqserveReplica:
             skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
         )
         self._watching = asyncio.ensure_future(self._end_with_server())
+        if self._peer:
+            await self._meet()
+        self._url, self._grpc = self._server.url, self._server.grpc
         await self._report()
 
     async def _end_with_server(self) -> None:
@@ -162,12 +171,31 @@ class SeqserveReplica:
         await self._client.close()
         shutil.rmtree(self._peers_file.parent, ignore_errors=True)
 
-    async def _report(self) -> None:
-        """Tell the directory where this server is, and the server where the others are."""
-        view = await self._tell("report", self._server.url, self._server.grpc, self._peer)
+    async def _join(self) -> None:
+        """Write the peers file before the server starts. Raises ServerFailed without an answer of the directory.
+
+        A server that knew only itself would begin sessions anew that live elsewhere.
+        """
+        if await self._report() is None:
+            raise ServerFailed("the directory gave no answer: the other replicas are not known")
+
+    async def _meet(self) -> None:
+        """Wait until the server is connected to every other replica that may have sessions."""
+        until = time.monotonic() + MEETING_SECONDS
+        while time.monotonic() < until:
+            view = await self._report()
+            if view is not None and view.settled and await self._server.peers() >= view.serving_besides(self._id):
+                return
+            await asyncio.sleep(MEETING_POLL_SECONDS)
+        print("not every other replica answers: sessions that may be there are refused", file=sys.stderr, flush=True)
+
+    async def _report(self) -> View | None:
+        """Tell the directory where this server is, and the server where the others are. Returns what the directory knows."""
+        view: View | None = await self._tell("report", self._url, self._grpc, self._peer)
         if self._peer and view is not None:
             self._known = view.merged(self._known)
             move_into_place(self._peers_file, peers(self._known.values()))
+        return view
 
     async def _tell(self, method: str, *arguments: str) -> Any:
         """Call the directory and return its answer, or None without one: traffic goes on while it restarts."""

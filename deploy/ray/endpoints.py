@@ -28,7 +28,9 @@ FORGOTTEN_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """url: of its HTTP port; grpc, peer: host and port of its ports for gRPC and for other replicas; seen: when it last reported."""
+    """url: of its HTTP port, empty while it takes no traffic yet; grpc, peer: host and port of its ports for gRPC and for other replicas;
+    seen: when it last reported.
+    """
 
     url: str
     grpc: str
@@ -47,6 +49,10 @@ class View:
     def merged(self, known: Mapping[str, Replica]) -> dict[str, Replica]:
         """Return the replicas, and before the registry is settled also those that were known: a new registry has lost them."""
         return self.replicas if self.settled else {**known, **self.replicas}
+
+    def serving_besides(self, id: str) -> int:
+        """Return how many other replicas take or took traffic, and so may have sessions."""
+        return sum(bool(replica.url) for other, replica in self.replicas.items() if other != id)
 
 
 @dataclass(slots=True)
@@ -81,7 +87,7 @@ def eds(replicas: Mapping[str, Replica], cluster: str, port: str) -> str:
 
     The hash key of a replica is its id, so that a session has the same replica over HTTP and over gRPC.
     """
-    endpoints = [_endpoint(id, replica, port) for id, replica in replicas.items() if not replica.draining]
+    endpoints = [_endpoint(id, replica, port) for id, replica in replicas.items() if replica.url and not replica.draining]
     resource = {"@type": ASSIGNMENT, "cluster_name": cluster, "endpoints": [{"lb_endpoints": endpoints}]}
     return json.dumps({"resources": [resource]}, indent=1)
 
@@ -104,7 +110,10 @@ def _endpoint(id: str, replica: Replica, port: str) -> dict[str, Any]:
 
 
 def peers(replicas: Iterable[Replica]) -> str:
-    """Return the file that SEQSERVE_PEERS=file:PATH names: HOST:PORT of each replica on a line, draining ones included."""
+    """Return the file that SEQSERVE_PEERS=file:PATH names: HOST:PORT of each replica on a line.
+
+    Those that drain still have sessions. Those that start could begin one as soon as they take traffic.
+    """
     return "".join(f"{replica.peer}\n" for replica in replicas if replica.peer)
 
 

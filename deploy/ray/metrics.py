@@ -1,4 +1,4 @@
-"""Reads the two figures that scale the service from the text of its /metrics. Knows no Ray."""
+"""Reads the two figures that scale the service, and its peers, from the text of its /metrics. Knows no Ray."""
 
 from __future__ import annotations
 
@@ -10,6 +10,12 @@ from deploy.ray.scaling import BACKLOG, BUSY
 
 BACKLOG_LINE = re.compile(r"^seqserve_backlog_seconds\{[^}]*\} (\S+)$", re.MULTILINE)
 BUSY_LINE = re.compile(r"^seqserve_device_busy_seconds_total\{[^}]*\} (\S+)$", re.MULTILINE)
+PEERS_LINE = re.compile(r'^seqserve_peers\{state="reachable"\} (\S+)$', re.MULTILINE)
+
+
+def reachable_peers(metrics: str) -> int:
+    """Return how many other replicas the server is connected to."""
+    return sum(int(float(value)) for value in PEERS_LINE.findall(metrics))
 
 
 @dataclass(slots=True)

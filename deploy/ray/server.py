@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 
 import aiohttp
 
-from deploy.ray.metrics import Figures
+from deploy.ray.metrics import Figures, reachable_peers
 
 READY = re.compile(r"ready on (?P<http>https?://\S+)(?: and for gRPC on (?P<grpc>\S+))?")
 PR_SET_PDEATHSIG = 1
@@ -78,8 +78,15 @@ class ServerProcess:
 
     async def figures(self) -> dict[str, float]:
         """Return the figures that scale the service."""
+        return self._figures.read(await self._metrics(), time.monotonic())
+
+    async def peers(self) -> int:
+        """Return how many other replicas the server is connected to."""
+        return reachable_peers(await self._metrics())
+
+    async def _metrics(self) -> str:
         async with self._client.get(f"{self.url}/metrics") as answer:
-            return self._figures.read(await answer.text(), time.monotonic())
+            return await answer.text()
 
     async def ended(self) -> int:
         """Wait until the server ends by itself. Returns its exit status. Never returns once `stop` was called."""

@@ -28,6 +28,33 @@ def send_chunks(url: str, sessions: list[AccumulatorSession], chunks: int, seed:
     return [fault for faults in wrong for fault in faults]
 
 
+@dataclass
+class Rounds:
+    """Chunks of all sessions, one after the other. faults: as `send_chunks` returns them."""
+
+    count: int = 0
+    faults: list[str] = field(default_factory=list)
+
+
+@contextmanager
+def rounds_of_chunks(url: str, sessions: list[AccumulatorSession]) -> Iterator[Rounds]:
+    """Send a chunk of each session in each round, until the end of the block."""
+    rounds, ended = Rounds(), threading.Event()
+
+    def send() -> None:
+        while not ended.is_set():
+            rounds.faults += send_chunks(url, sessions, 1, seed=rounds.count)
+            rounds.count += 1
+
+    with ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(send)
+        try:
+            yield rounds
+        finally:
+            ended.set()
+    sending.result()
+
+
 def _send(url: str, sessions: list[AccumulatorSession], chunks: int, chance: random.Random) -> list[str]:
     faults = []
     with httpx.Client(base_url=url, timeout=60, trust_env=False) as client:

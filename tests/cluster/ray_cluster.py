@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -77,13 +77,15 @@ def environment(scratch: Path) -> dict[str, str]:
 
 
 @contextmanager
-def ray_cluster(models: Path, log: Path, **options: Any) -> Iterator[RayCluster]:
-    """Run a cluster over a models folder until the end of the block. Then print its log, which pytest shows for a failed test."""
+def ray_cluster(models: Path, log: Path, settings: Mapping[str, str] = SETTINGS, **options: Any) -> Iterator[RayCluster]:
+    """Run a cluster over a models folder until the end of the block. Then print its log, which pytest shows for a failed test.
+
+    settings: of the servers; options: of the application.
+    """
     if not PYTHON.exists():
         pytest.skip("Ray is missing: `make cluster-test` installs it into .venv-ray")
     port = free_port()
-    settings = SETTINGS | {"SEQSERVE_MODELS": str(models)}
-    arguments = json.dumps([port, QUICK | {"settings": settings} | options])
+    arguments = json.dumps([port, QUICK | {"settings": {**settings, "SEQSERVE_MODELS": str(models)}} | options])
     # Ray's sockets have long names below this folder, and a socket's name has at most 107 characters.
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as scratch, log.open("w") as errors:
         process = subprocess.Popen(

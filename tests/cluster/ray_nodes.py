@@ -48,7 +48,7 @@ class Nodes:
 
     def urls(self) -> list[str]:
         """Return the servers that take traffic themselves."""
-        return [replica.url for replica in ray.get(directory().view.remote()).replicas.values()]
+        return [replica.url for replica in ray.get(directory().view.remote()).replicas.values() if replica.url]
 
     def add_node(self) -> None:
         self._cluster.add_node(**self._node())

@@ -64,6 +64,18 @@ def test_draining_replica_takes_no_traffic_but_stays_a_peer() -> None:
     assert list(made.view(100.0).replicas) == ["b"]
 
 
+def test_starting_replica_is_a_peer_before_it_takes_traffic() -> None:
+    """Otherwise replicas could begin the same session, because they do not know each other yet."""
+    made = registry()
+    made.report("c", Replica("", "", "10.0.0.3:4002", seen=100.0))
+    view = made.view(100.0)
+    assert ports(view.replicas, "http") == [("10.0.0.1", 4000), ("10.0.0.2", 4000)]
+    assert peers(view.replicas.values()).splitlines() == ["10.0.0.1:4002", "10.0.0.2:4002", "10.0.0.3:4002"]
+    made.drain("a")
+    view = made.view(100.0)
+    assert (view.serving_besides("c"), view.serving_besides("a"), view.serving_besides("b")) == (2, 1, 1)
+
+
 def test_silent_replica_is_forgotten() -> None:
     made = registry()
     made.report("a", Replica("http://10.0.0.1:4000", "", seen=125.0))

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from deploy.ray.metrics import Figures
+from deploy.ray.metrics import Figures, reachable_peers
 from deploy.ray.scaling import BACKLOG, BUSY, FiguresPolicy, wanted
-from service.metrics import Metrics
+from service.metrics import Metrics, render
 
 TARGETS = {BACKLOG: 0.02, BUSY: 0.6}
 
@@ -38,6 +38,14 @@ def test_policy_reads_the_figures_of_each_replica() -> None:
     assert FiguresPolicy(backlog_seconds=1.0, busy_share=0.6)(
         SimpleNamespace(target_num_replicas=2, aggregated_metrics=None)
     ) == (2, {})
+
+
+def test_reachable_peers_come_from_the_text_of_the_metrics() -> None:
+    metrics = Metrics()
+    assert reachable_peers(render(metrics.snapshot()).decode()) == 0
+    metrics.peers.set(2, "reachable")
+    metrics.peers.set(1, "unreachable")
+    assert reachable_peers(render(metrics.snapshot()).decode()) == 2
 
 
 def test_figures_come_from_the_text_of_the_metrics() -> None:
