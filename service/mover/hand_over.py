@@ -27,13 +27,15 @@ async def hand_over(
     offer: Callable[[str, OfferSessions], None],
     replica: str,
 ) -> tuple[int, int]:
-    """Offer all sessions until they are taken, for up to `seconds`. Returns how many there were, and how many are left.
+    """Offer all sessions until they are taken, for up to `seconds`. Returns how many were taken, and how many are left.
+
+    Until all replicas that end at the same time know it of each other, sessions may still come: they are offered too.
 
     sessions: returns the names of the open sessions. ready: returns the replicas that take sessions. reachable: whether there is any other
     replica. replica: the id of this one.
     """
     loop = asyncio.get_running_loop()
-    began, until, offer_at = len(remaining := await sessions()), loop.time() + seconds, 0.0
+    held, until, offer_at = set(remaining := await sessions()), loop.time() + seconds, 0.0
     give_up_at = loop.time() + NO_TAKER_SECONDS
     while remaining and reachable() and loop.time() < min(until, give_up_at):
         takers = ready()
@@ -46,7 +48,8 @@ async def hand_over(
                     offer(taker, OfferSessions(names[begin : begin + MAX_OFFER], replica))
         await asyncio.sleep(POLL_SECONDS)
         remaining = await sessions()
-    return began, len(remaining)
+        held.update(remaining)
+    return len(held) - len(remaining), len(remaining)
 
 
 def shares(sessions: Sequence[str], replicas: Sequence[str]) -> dict[str, list[str]]:
@@ -58,8 +61,8 @@ def shares(sessions: Sequence[str], replicas: Sequence[str]) -> dict[str, list[s
     return by_replica
 
 
-def report(began: int, left: int, metrics: Metrics, log: Log) -> None:
+def report(taken: int, left: int, metrics: Metrics, log: Log) -> None:
     """Count and log the outcome."""
     metrics.sessions_not_handed_over.add(by=left)
     write = log.warning if left else log.info
-    write("sessions handed over", sessions=began - left, left=left)
+    write("sessions handed over", sessions=taken, left=left)

@@ -111,10 +111,10 @@ class Mover:
 
     async def hand_over(self, seconds: float) -> None:
         """Give all sessions to other replicas, and save the checkpoints that wait."""
-        began = left = 0
+        taken = left = 0
         if self._peers is not None:
             peers = self._peers
-            began, left = await hand_over.hand_over(
+            taken, left = await hand_over.hand_over(
                 seconds,
                 self._sessions,
                 peers.ready,
@@ -129,8 +129,8 @@ class Mover:
         if self._writer is not None:
             await self._sessions(save=True)
             await self._writer.flush()
-        if began or left:
-            hand_over.report(began, left, self._metrics, self._log)
+        if taken or left:
+            hand_over.report(taken, left, self._metrics, self._log)
 
     def close(self) -> None:
         """Close all connections."""
