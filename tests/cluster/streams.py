@@ -368,7 +368,8 @@ class CallStream(Stream):
         if code is None:
             self._balancer.drop(self._connected_to)
             return Refusal(str(status), message=details)
-        if status is grpc.StatusCode.UNAVAILABLE:
+        # The status is UNAVAILABLE. HAProxy resets the stream after it, and some clients then report CANCELLED with the same metadata.
+        if code == "unavailable":
             self._report.reconnected[self.kind] += 1
         return Refusal(str(code), message=details)
 

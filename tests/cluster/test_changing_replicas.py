@@ -21,8 +21,9 @@ REPLICAS = 3
 HTTP, SOCKETS, CALLS, INTERVAL = 400, 50, 50, 1.0
 SESSIONS = HTTP + SOCKETS + CALLS
 PAUSE_SECONDS = 0.2
-"""Longest pause of 99 of 100 moved sessions, beyond that of chunks that move nothing: all replicas and clients share the cores of a
-machine."""
+"""Longest pause of 99 of 100 moved sessions, beyond the time for which its steps wait for the cores of the machine."""
+MOVE_STEPS = 5
+"""Each waits as a chunk that moves nothing does: the end of the stream, the connection, its handshake, the chunk, and the state."""
 CHECKED_SECONDS = 3.0
 """Longer than a proxy needs to notice a replica that is ready or not."""
 CHECKING = ("envoy", "haproxy")
@@ -67,7 +68,6 @@ def stream(cluster: Cluster, balancer: Balancer, change: Change) -> Report:
         return streams.report
 
     report = asyncio.run(streaming())
-    print(report)
     assert not report.failed and not report.wrong, (report.failed[:5], report.wrong[:5])
     assert sum(replica.metric("seqserve_sessions") for replica in cluster.running) == SESSIONS
     handed_over = [event for replica in cluster.replicas for event in replica.events("sessions handed over")]
@@ -76,7 +76,7 @@ def stream(cluster: Cluster, balancer: Balancer, change: Change) -> Report:
 
 
 def check_pauses(pauses: Sequence[float], report: Report) -> None:
-    assert quantile(pauses, 0.99) < PAUSE_SECONDS + quantile(report.others, 0.99)
+    assert quantile(pauses, 0.99) < PAUSE_SECONDS + MOVE_STEPS * quantile(report.others, 0.99)
 
 
 def check_every_stream_was_ended(report: Report) -> None:
@@ -84,7 +84,7 @@ def check_every_stream_was_ended(report: Report) -> None:
     assert report.reconnected["WebSocket"] >= SOCKETS and report.reconnected["gRPC"] >= CALLS
 
 
-def test_rolling_update_moves_every_session(tmp_path: Path) -> None:
+def test_rolling_update_moves_every_session(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Three replicas are replaced one after the other, each by one at a new address."""
     replaced: list[tuple[float, float]] = []
 
@@ -99,14 +99,17 @@ def test_rolling_update_moves_every_session(tmp_path: Path) -> None:
     with meeting(tmp_path, 2 * REPLICAS) as cluster:
         report = stream(cluster, everywhere(cluster, 2 * REPLICAS), update)
     draining = [pause for began, pause in report.pauses if any(begin <= began <= end for begin, end in replaced)]
-    print(f"{len(draining)} moves during a drain: {milliseconds(draining)}")
+    with capsys.disabled():
+        print(f"\nwithout a proxy: {report}\n{len(draining)} moves during a drain: {milliseconds(draining)}")
     check_every_stream_was_ended(report)
     assert len(draining) > HTTP
     check_pauses(draining, report)
 
 
 @pytest.mark.parametrize("proxy", CHECKING)
-def test_rolling_update_behind_a_proxy_moves_every_session(proxy: str, tmp_path: Path) -> None:
+def test_rolling_update_behind_a_proxy_moves_every_session(
+    proxy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Three replicas behind a proxy are replaced one after the other, each by one at the same address."""
 
     async def update(cluster: Cluster) -> None:
@@ -117,12 +120,14 @@ def test_rolling_update_behind_a_proxy_moves_every_session(proxy: str, tmp_path:
 
     with meeting(tmp_path, REPLICAS) as cluster, shipped(proxy, cluster, tmp_path, naming=True) as front:
         report = stream(cluster, ThroughProxy(front), update)
+    with capsys.disabled():
+        print(f"\n{proxy}: {report}")
     check_every_stream_was_ended(report)
     assert len(report.pauses) > HTTP
     check_pauses([pause for _, pause in report.pauses], report)
 
 
-def test_sessions_follow_three_then_five_then_two_replicas(tmp_path: Path) -> None:
+def test_sessions_follow_three_then_five_then_two_replicas(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     async def grow_and_shrink(cluster: Cluster) -> None:
         for added in await asyncio.to_thread(cluster.start, 2):
             await knowing(added, REPLICAS + 1)
@@ -132,4 +137,6 @@ def test_sessions_follow_three_then_five_then_two_replicas(tmp_path: Path) -> No
 
     with meeting(tmp_path, REPLICAS + 2) as cluster:
         report = stream(cluster, everywhere(cluster, REPLICAS + 2), grow_and_shrink)
+    with capsys.disabled():
+        print(f"\nfrom 3 to 5 to 2 replicas: {report}")
     check_pauses([pause for _, pause in report.pauses], report)
