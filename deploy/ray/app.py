@@ -57,14 +57,16 @@ class Options(BaseModel):
     """Arguments of the application, under `args` in serve.yaml.
 
     command: starts the server; settings: SEQSERVE_ variables, lame duck and drain excepted; direct: traffic goes straight to the
-    servers; peers: with `direct`, sessions move between the servers, which needs SEQSERVE_PEER_KEYS in the settings;
-    max_ongoing_requests: of a replica; backlog_seconds, busy_share: targets of the autoscaler.
+    servers; peers: with `direct`, sessions move between the servers, which needs SEQSERVE_PEER_KEYS in the settings; key_file: has a key
+    with the scope metrics, which the figures need if the settings name keys; max_ongoing_requests: of a replica; backlog_seconds,
+    busy_share: targets of the autoscaler.
     """
 
     command: list[str] = ["seqserve", "serve"]
     settings: dict[str, str] = {}
     direct: bool = False
     peers: bool = False
+    key_file: str = ""
     start_seconds: float = 300.0
     lame_duck_seconds: float = 5.0
     drain_seconds: float = 30.0
@@ -111,7 +113,7 @@ class SeqserveReplica:
             self._peer = f"{host}:{free_port(host)}"
             variables |= {"SEQSERVE_PEERS": f"file:{self._peers_file}", "SEQSERVE_PEER_PORT": self._peer.rpartition(":")[2]}
             await self._join()
-        self._server = await ServerProcess.start(options.command, variables, host, options.start_seconds)
+        self._server = await ServerProcess.start(options.command, variables, host, options.start_seconds, options.key_file)
         # No limit of connections: Serve and the server limit requests. The client's headers and deadlines hold.
         self._client = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS),

@@ -13,6 +13,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import aiohttp
 
@@ -31,21 +32,24 @@ class ServerFailed(Exception):
 class ServerProcess:
     """A running server. url: of its HTTP port; grpc: host and port of its gRPC port."""
 
-    def __init__(self, process: asyncio.subprocess.Process, url: str, grpc: str, log: deque[str]) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, url: str, grpc: str, log: deque[str], key_file: str) -> None:
         self._process = process
         self.url = url
         self.grpc = grpc
         self._log = log
+        self._key_file = key_file
         self._figures = Figures()
         self._stopping = False
         self._client = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(REQUEST_SECONDS))
         self._reading = asyncio.ensure_future(_forward(process, log))
 
     @classmethod
-    async def start(cls, command: Sequence[str], settings: Mapping[str, str], host: str, seconds: float) -> ServerProcess:
+    async def start(
+        cls, command: Sequence[str], settings: Mapping[str, str], host: str, seconds: float, key_file: str = ""
+    ) -> ServerProcess:
         """Start the server on free ports of `host` and wait until it is ready. Raises ServerFailed after `seconds`.
 
-        command: `seqserve serve` with its flags; settings: SEQSERVE_ variables by name.
+        command: `seqserve serve` with its flags; settings: SEQSERVE_ variables by name; key_file: has a key for /metrics, empty for none.
         """
         process = await asyncio.create_subprocess_exec(
             *command,
@@ -63,7 +67,7 @@ class ServerProcess:
         if ready is None:
             _kill(process)
             raise ServerFailed(f"{' '.join(command)} was not ready in {seconds:g} s: read its log on this node")
-        return cls(process, ready["http"], ready["grpc"] or "", log)
+        return cls(process, ready["http"], ready["grpc"] or "", log, key_file)
 
     async def check(self) -> None:
         """Raise ServerFailed unless the server runs and /readyz returns 200."""
@@ -85,8 +89,13 @@ class ServerProcess:
         return reachable_peers(await self._metrics())
 
     async def _metrics(self) -> str:
-        async with self._client.get(f"{self.url}/metrics") as answer:
-            return await answer.text()
+        """Return the text of /metrics. Raises ServerFailed if the server refuses it: without figures nothing would be scaled."""
+        headers = {"Authorization": f"Bearer {Path(self._key_file).read_text().strip()}"} if self._key_file else {}
+        async with self._client.get(f"{self.url}/metrics", headers=headers) as answer:
+            text = await answer.text()
+        if answer.status != 200:
+            raise ServerFailed(f"/metrics returned {answer.status} to the key in {self._key_file or 'no key_file'}: {text}")
+        return text
 
     async def ended(self) -> int:
         """Wait until the server ends by itself. Returns its exit status. Never returns once `stop` was called."""

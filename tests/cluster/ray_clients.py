@@ -20,11 +20,16 @@ CLIENTS = 4
 SESSION_HEADER = "x-session-id"
 
 
-def send_chunks(url: str, sessions: list[AccumulatorSession], chunks: int, seed: int = 0) -> list[str]:
+def bearer(key: str) -> dict[str, str]:
+    """Return the header with a key, none without one."""
+    return {"authorization": f"Bearer {key}"} if key else {}
+
+
+def send_chunks(url: str, sessions: list[AccumulatorSession], chunks: int, seed: int = 0, key: str = "") -> list[str]:
     """Send `chunks` chunks of each session, from several clients at once. Returns the wrong sums, and the replies with another status."""
     with ThreadPoolExecutor(CLIENTS) as clients:
         shares = [sessions[number::CLIENTS] for number in range(CLIENTS)]
-        wrong = clients.map(lambda share: _send(url, share, chunks, random.Random(seed)), shares)
+        wrong = clients.map(lambda share: _send(url, share, chunks, random.Random(seed), key), shares)
     return [fault for faults in wrong for fault in faults]
 
 
@@ -37,13 +42,13 @@ class Rounds:
 
 
 @contextmanager
-def rounds_of_chunks(url: str, sessions: list[AccumulatorSession]) -> Iterator[Rounds]:
+def rounds_of_chunks(url: str, sessions: list[AccumulatorSession], key: str = "") -> Iterator[Rounds]:
     """Send a chunk of each session in each round, until the end of the block."""
     rounds, ended = Rounds(), threading.Event()
 
     def send() -> None:
         while not ended.is_set():
-            rounds.faults += send_chunks(url, sessions, 1, seed=rounds.count)
+            rounds.faults += send_chunks(url, sessions, 1, rounds.count, key)
             rounds.count += 1
 
     with ThreadPoolExecutor(1) as pool:
@@ -55,9 +60,9 @@ def rounds_of_chunks(url: str, sessions: list[AccumulatorSession]) -> Iterator[R
     sending.result()
 
 
-def _send(url: str, sessions: list[AccumulatorSession], chunks: int, chance: random.Random) -> list[str]:
+def _send(url: str, sessions: list[AccumulatorSession], chunks: int, chance: random.Random, key: str) -> list[str]:
     faults = []
-    with httpx.Client(base_url=url, timeout=60, trust_env=False) as client:
+    with httpx.Client(base_url=url, timeout=60, trust_env=False, headers=bearer(key)) as client:
         for _ in range(chunks):
             for session in chance.sample(sessions, len(sessions)):
                 chunk = Chunk(chance.choices((1, -1, 0), k=chance.randint(1, 8)))
@@ -88,13 +93,13 @@ class Outcomes:
 
 
 @contextmanager
-def stateless_load(url: str, clients: int = CLIENTS, steps: int = 8) -> Iterator[Outcomes]:
+def stateless_load(url: str, clients: int = CLIENTS, steps: int = 8, key: str = "") -> Iterator[Outcomes]:
     """Send requests without a session, one after the other from each client, until the end of the block."""
     outcomes, ended = Outcomes(), threading.Event()
     request = body(Chunk([1] * steps))
 
     def send() -> None:
-        with httpx.Client(base_url=url, timeout=60, trust_env=False) as client:
+        with httpx.Client(base_url=url, timeout=60, trust_env=False, headers=bearer(key)) as client:
             while not ended.is_set():
                 sent = time.monotonic()
                 try:

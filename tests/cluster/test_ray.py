@@ -17,10 +17,11 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from loadtest.servers import free_ports
-from service.access import peer_keys
+from service.access import keys, peer_keys
+from service.access.scopes import Scope
 from tests import models
 from tests.accumulator import AccumulatorSession
-from tests.cluster.ray_clients import CLIENTS, Outcomes, rounds_of_chunks, send_chunks, stateless_load
+from tests.cluster.ray_clients import CLIENTS, Outcomes, bearer, rounds_of_chunks, send_chunks, stateless_load
 from tests.cluster.ray_cluster import ROOT, SETTINGS, RayCluster, ray_cluster, traffic
 from tests.proxies import arguments, running
 from tests.serving import eventually
@@ -81,49 +82,54 @@ def test_backlog_starts_replicas_and_their_absence_ends_them(direct: bool, accum
 
 def test_sessions_move_when_replicas_are_added_and_removed(accumulator: Path, tmp_path: Path) -> None:
     """One replica becomes three by their backlog, and then one again, while the clients of all sessions send chunks through Envoy."""
-    peer_keys.create(tmp_path / "peer-keys")
-    settings = SETTINGS | {"SEQSERVE_PEER_KEYS": str(tmp_path / "peer-keys")}
-    with ray_cluster(accumulator, tmp_path / "ray.log", settings, direct=True, peers=True, **BACKLOG) as cluster:
+    files = {name: str(tmp_path / name) for name in ("peer-keys", "keys.toml", "key")}
+    peer_keys.create(Path(files["peer-keys"]))
+    key = keys.create(Path(files["keys.toml"]), "everything", [Scope.INFER, Scope.SESSION, Scope.METRICS], "tenant")
+    Path(files["key"]).write_text(f"{key}\n")
+    secured = {"SEQSERVE_INSECURE": "false", "SEQSERVE_KEYS": files["keys.toml"], "SEQSERVE_PEER_KEYS": files["peer-keys"]}
+    options = BACKLOG | {"direct": True, "peers": True, "key_file": files["key"]}
+    with ray_cluster(accumulator, tmp_path / "ray.log", SETTINGS | secured, **options) as cluster:
         cluster.await_running(1)
         sessions = [AccumulatorSession(f"moving {number}") for number in range(SESSIONS)]
-        with through_envoy(cluster, tmp_path) as url, rounds_of_chunks(url, sessions) as rounds:
+        with through_envoy(cluster, tmp_path) as url, rounds_of_chunks(url, sessions, key) as rounds:
             eventually(lambda: rounds.count > 2)
-            with stateless_load(url, clients=8, steps=8000) as outcomes:
-                eventually(lambda: traffic_meets_all(cluster, 3), 120)
+            with stateless_load(url, clients=8, steps=8000, key=key) as outcomes:
+                eventually(lambda: traffic_meets_all(cluster, 3, key), 120)
                 cluster.await_running(3)
-                eventually(lambda: counts_of(cluster, "seqserve_sessions", 3))
-            spread = counts_of(cluster, "seqserve_sessions", 3)
+                spread = eventually(lambda: counts_of(cluster, "seqserve_sessions", 3, key))
             cluster.await_running(1)
-            eventually(lambda: counts_of(cluster, "seqserve_sessions", 1) == [SESSIONS])
+            eventually(lambda: counts_of(cluster, "seqserve_sessions", 1, key) == [SESSIONS])
             before = rounds.count
             eventually(lambda: rounds.count > before + 2)
-            [taken] = counts_of(cluster, "seqserve_sessions_moved_in_total", 1)
+            [taken] = counts_of(cluster, "seqserve_sessions_moved_in_total", 1, key)
     print(f"{rounds.count} rounds, at last {spread} sessions on three replicas; the last one took {taken}; {outcomes.counts}")
     assert rounds.faults == []
     assert outcomes.counts.keys() == {"200"}
     assert taken >= SESSIONS - max(spread) > 0
 
 
-def traffic_meets_all(cluster: RayCluster, replicas: int) -> bool:
+def traffic_meets_all(cluster: RayCluster, replicas: int, key: str) -> bool:
     """Return whether so many replicas take traffic. Each of them knows all others: otherwise it would begin sessions of theirs anew."""
     urls = cluster.call("urls")
-    known = [metric_of(url, "seqserve_peers", state="reachable") for url in urls]
+    known = [metric_of(url, key, "seqserve_peers", state="reachable") for url in urls]
     assert all(count >= len(urls) - 1 for count in known), known
     return len(urls) == replicas
 
 
-def counts_of(cluster: RayCluster, metric: str, replicas: int) -> list[int]:
+def counts_of(cluster: RayCluster, metric: str, replicas: int, key: str) -> list[int]:
     """Return a metric of each replica that takes traffic, all above 0. Empty if there are not so many, or a replica has just ended."""
     try:
-        counts = [metric_of(url, metric) for url in cluster.call("urls")]
+        counts = [metric_of(url, key, metric) for url in cluster.call("urls")]
     except httpx.TransportError:
         return []
     return counts if len(counts) == replicas and all(counts) else []
 
 
-def metric_of(url: str, name: str, **labels: str) -> int:
+def metric_of(url: str, key: str, name: str, **labels: str) -> int:
     """Return a metric of a replica, 0 without a value."""
-    families = text_string_to_metric_families(httpx.get(f"{url}/metrics", timeout=30, trust_env=False).text)
+    answer = httpx.get(f"{url}/metrics", headers=bearer(key), timeout=30, trust_env=False)
+    answer.raise_for_status()
+    families = text_string_to_metric_families(answer.text)
     samples = (sample for family in families for sample in family.samples if sample.name == name)
     return sum(int(sample.value) for sample in samples if labels.items() <= sample.labels.items())
 
