@@ -237,7 +237,8 @@ def repeating(*clients: Callable[[], object]) -> Iterator[tuple[list[float], lis
             try:
                 client()
             except Exception as error:
-                failures.append(f"{time.monotonic()}: {error!r}")
+                # The repr of an error of the gRPC client says nothing.
+                failures.append(f"{time.monotonic()}: {type(error).__name__}: {error}")
             else:
                 successes.append(time.monotonic())
 
