@@ -27,7 +27,7 @@ class Classifier(nn.Module):
         self.embedding = nn.Embedding(vocabulary, width)
         nn.init.uniform_(self.embedding.weight, -0.25, 0.25)
         self.encoder = ENCODERS[encoder](width, hidden)
-        self.head = nn.Linear(self.encoder.layer.outputs, len(labels))
+        self.head = nn.Linear(self.encoder.outputs, len(labels))
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, tokens: Tensor, lengths: Tensor) -> Tensor:
@@ -53,9 +53,8 @@ class Classifier(nn.Module):
 
     def tensors(self) -> dict[str, Tensor]:
         """Return views of the parameters, in the names and layouts of the model folder."""
-        encoder = {f"layers.1.{name}": view for name, view in self.encoder.tensors().items()}
         head = {"head.weight": self.head.weight.T, "head.bias": self.head.bias}
-        return {"layers.0.weight": self.embedding.weight, **encoder, **head}
+        return {"layers.0.weight": self.embedding.weight, **self.encoder.tensors(1), **head}
 
     def spec(self, name: str, description: str, max_steps: int) -> ModelSpec:
         vocabulary, width = self.embedding.weight.shape
@@ -64,7 +63,7 @@ class Classifier(nn.Module):
             description=description,
             precision="float16",
             input=SequenceInput(kind="text", vocabulary=vocabulary, max_steps=max_steps),
-            layers=(EmbeddingLayer(kind="embedding", width=width), self.encoder.layer),
+            layers=(EmbeddingLayer(kind="embedding", width=width), *self.encoder.layers),
             head=ClassifyHead(kind="classify", pool=("max",), labels=self.labels),
         )
 

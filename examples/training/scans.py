@@ -1,4 +1,5 @@
-"""Levels of SRU and QRNN in plain PyTorch. Both directions run at once: the direction is the first axis of every shape."""
+"""Levels of SRU and QRNN in plain PyTorch. The directions run at once: the direction, forward or backward, is the first axis of every
+shape."""
 
 from __future__ import annotations
 
@@ -13,38 +14,43 @@ from training.steps import reverse_rows
 
 
 class Level(nn.Module, ABC):
-    """Both directions of a level; the backward direction runs on reversed rows."""
+    """One or both directions of a level; the backward direction runs on reversed rows."""
 
     names: tuple[str, ...]
     """Its parameters, with the names of the tensors of a level in the model folder."""
 
+    bias: nn.Parameter
+    """(directions, gates·hidden)"""
+
     def forward(self, rows: Tensor, lengths: Tensor) -> Tensor:
-        """Return (rows, steps, [forward | backward]) of (rows, steps, inputs)."""
-        both = torch.stack([rows, reverse_rows(rows, lengths)]).transpose(1, 2)
-        forward, backward = self.scan(both)
+        """Return (rows, steps, [forward | backward]), or only forward, of (rows, steps, inputs)."""
+        if len(self.bias) == 1:
+            return self.scan(rows.transpose(0, 1)[None])[0]
+        forward, backward = self.scan(torch.stack([rows, reverse_rows(rows, lengths)]).transpose(1, 2))
         return torch.cat([forward, reverse_rows(backward, lengths)], dim=-1)
 
     @abstractmethod
-    def scan(self, both: Tensor) -> Tensor:
-        """Return (2, rows, steps, hidden) of (2, steps, rows, inputs)."""
+    def scan(self, inputs: Tensor) -> Tensor:
+        """Return (directions, rows, steps, hidden) of (directions, steps, rows, inputs)."""
 
 
 class SRULevel(Level):
     names = ("input", "bias", "cell")
 
-    def __init__(self, inputs: int, hidden: int, blocks: int) -> None:
+    def __init__(self, inputs: int, hidden: int, blocks: int, directions: int) -> None:
         super().__init__()
         bound = math.sqrt(3 / inputs)
-        self.input = nn.Parameter(torch.empty(2, inputs, blocks * hidden).uniform_(-bound, bound))
-        self.bias = nn.Parameter(torch.zeros(2, 2 * hidden))
-        self.cell = nn.Parameter(torch.empty(2, 2 * hidden).uniform_(-math.sqrt(3), math.sqrt(3)))
+        self.input = nn.Parameter(torch.empty(directions, inputs, blocks * hidden).uniform_(-bound, bound))
+        self.bias = nn.Parameter(torch.zeros(directions, 2 * hidden))
+        self.cell = nn.Parameter(torch.empty(directions, 2 * hidden).uniform_(-math.sqrt(3), math.sqrt(3)))
 
-    def scan(self, both: Tensor) -> Tensor:
+    def scan(self, inputs: Tensor) -> Tensor:
         hidden = self.bias.shape[1] // 2
-        product = torch.bmm(both.flatten(1, 2), self.input).view(*both.shape[:3], -1)
+        product = torch.bmm(inputs.flatten(1, 2), self.input).view(*inputs.shape[:3], -1)
         parts = product.chunk(product.shape[-1] // hidden, dim=-1)  # candidate, forget, reset, and skip if there is one
-        if len(parts) == 3:  # the skip is the input itself, one half for each direction
-            parts = (*parts, torch.stack([both[0, ..., :hidden], both[1, ..., hidden:]]))
+        if len(parts) == 3:  # the skip is the input itself, an equal part for each direction
+            skips = [rows[..., index * hidden :][..., :hidden] for index, rows in enumerate(inputs)]
+            parts = (*parts, torch.stack(skips))
         forget_bias, reset_bias = self.bias[:, None].chunk(2, dim=-1)
         forget_cell, reset_cell = self.cell[:, None].chunk(2, dim=-1)
         cell = torch.zeros_like(parts[0][:, 0])
@@ -62,17 +68,17 @@ class QRNNLevel(Level):
 
     names = ("input", "bias")
 
-    def __init__(self, inputs: int, hidden: int, window: int) -> None:
+    def __init__(self, inputs: int, hidden: int, window: int, directions: int) -> None:
         super().__init__()
         bound = 1 / math.sqrt(window * inputs)
-        self.input = nn.Parameter(torch.empty(2, window, inputs, 3 * hidden).uniform_(-bound, bound))
-        self.bias = nn.Parameter(torch.zeros(2, 3 * hidden))
+        self.input = nn.Parameter(torch.empty(directions, window, inputs, 3 * hidden).uniform_(-bound, bound))
+        self.bias = nn.Parameter(torch.zeros(directions, 3 * hidden))
 
-    def scan(self, both: Tensor) -> Tensor:
-        steps, window = both.shape[1], self.input.shape[1]
-        seen = pad(both, (0, 0, 0, 0, window - 1, 0))  # zeros before the sequence
+    def scan(self, inputs: Tensor) -> Tensor:
+        steps, window = inputs.shape[1], self.input.shape[1]
+        seen = pad(inputs, (0, 0, 0, 0, window - 1, 0))  # zeros before the sequence
         taps = torch.cat([seen[:, window - 1 - back :][:, :steps] for back in range(window)], dim=-1)
-        product = torch.baddbmm(self.bias[:, None], taps.flatten(1, 2), self.input.flatten(1, 2)).view(*both.shape[:3], -1)
+        product = torch.baddbmm(self.bias[:, None], taps.flatten(1, 2), self.input.flatten(1, 2)).view(*inputs.shape[:3], -1)
         candidate, forget, output = product.chunk(3, dim=-1)
         candidate, f, o = candidate.tanh(), forget.sigmoid(), output.sigmoid()
         cell = torch.zeros_like(candidate[:, 0])

@@ -1,0 +1,172 @@
+"""Encoders of the recipes with a vector per step: padding, causality, and the same answers by the service."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from service.modeling import spec, store
+from service.modeling.spec import ModelSpec, SequenceInput, TagHead
+from tests.serving import Server, serving
+
+ROOT = Path(__file__).resolve().parent.parent
+FAMILIES = ("sru", "qrnn", "lstm", "gru", "cnn", "tcn")
+VOCABULARY, WIDTH, HIDDEN, LABELS, STEPS = 11, 5, 3, ("a", "b", "c", "d"), 40
+ROUNDING = 2e-4
+"""Answers have rounded scores."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _examples() -> Iterator[None]:
+    """Let the tests import the modules of `examples`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "examples"))
+        yield
+
+
+def made(family: str, *, causal: bool, ids: bool = True) -> Any:
+    torch.manual_seed(len(family) + causal)
+    vocabulary = VOCABULARY if ids else None
+    model = importlib.import_module("training.step_model").StepModel(
+        family, vocabulary, WIDTH, HIDDEN, len(LABELS), causal=causal
+    )
+    return model.eval()
+
+
+def rows(ids: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    lengths = torch.tensor([1, STEPS, 17])
+    return (torch.randint(VOCABULARY, (3, STEPS)) if ids else torch.randn(3, STEPS, WIDTH)), lengths
+
+
+def written(models: Path, name: str, model: Any, ids: bool) -> Path:
+    """Write a model with a label per step."""
+    described = ModelSpec(
+        name=name,
+        precision="float32",
+        input=SequenceInput(
+            kind="ids" if ids else "features",
+            vocabulary=VOCABULARY if ids else None,
+            features=None if ids else WIDTH,
+            max_steps=STEPS,
+        ),
+        layers=model.layers,
+        head=TagHead(kind="tag", labels=LABELS),
+    )
+    store.write(models / name / "1", described, model.tensors(), card="made up")
+    return models / name / "1"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server of models of all families, causal and not, over token ids and over vectors."""
+    models = tmp_path_factory.mktemp("models")
+    for family, causal, ids in product(FAMILIES, (False, True), (False, True)):
+        written(models, name_of(family, causal, ids), made(family, causal=causal, ids=ids), ids)
+    with serving(models, tmp_path_factory.mktemp("log")) as running:
+        yield running
+
+
+def name_of(family: str, causal: bool, ids: bool) -> str:
+    return f"{family}-{'causal' if causal else 'whole'}-{'ids' if ids else 'vectors'}"
+
+
+def answers(server: Server, body: dict[str, Any]) -> Any:
+    reply = server.client.post("/infer", json=body)
+    assert reply.status_code == 200, reply.text
+    return reply.json()["outputs"]
+
+
+@pytest.mark.parametrize("ids", [True, False], ids=["ids", "vectors"])
+@pytest.mark.parametrize("causal", [False, True], ids=["whole", "causal"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_service_answers_each_step_as_the_model(server: Server, family: str, causal: bool, ids: bool) -> None:
+    """The best label and its probability at every step are those of PyTorch with the padding of a batch."""
+    model, (inputs, lengths) = made(family, causal=causal, ids=ids), rows(ids)
+    with torch.no_grad():
+        expected = model(inputs, lengths).softmax(-1)
+    sequences = [row[:length].tolist() for row, length in zip(inputs, lengths, strict=True)]
+    outputs = answers(server, {"model": name_of(family, causal, ids), "inputs": sequences})
+    for output, row, length in zip(outputs, expected, lengths, strict=True):
+        best = row[:length].max(-1)
+        np.testing.assert_allclose(output["scores"], best.values, atol=ROUNDING)
+        margins = row[:length].sort(-1).values.diff(dim=-1)[:, -1]
+        labels = zip(output["labels"], best.indices, margins, strict=True)
+        assert all(label == LABELS[index] for label, index, margin in labels if margin > ROUNDING)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_causal_models_answer_in_chunks(server: Server, family: str) -> None:
+    """A session that receives the steps in chunks gets the answers of the whole sequence."""
+    name, tokens = name_of(family, True, True), torch.randint(VOCABULARY, (STEPS,)).tolist()
+    [whole] = answers(server, {"model": name, "inputs": [tokens]})
+    scores: list[float] = []
+    for first, last in ((0, 1), (1, 2), (2, 19), (19, STEPS)):
+        [output] = answers(server, {"model": name, "session": name, "inputs": [tokens[first:last]], "end": last == STEPS})
+        scores += output["scores"]
+    np.testing.assert_allclose(scores, whole["scores"], atol=ROUNDING)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_only_causal_encoders_ignore_later_steps(family: str) -> None:
+    inputs, lengths = torch.randn(1, STEPS, WIDTH), torch.tensor([STEPS])
+    changed = inputs.clone()
+    changed[:, STEPS // 2 + 3] += 1.0
+    for causal in (True, False):
+        model = made(family, causal=causal, ids=False)
+        with torch.no_grad():
+            before, after = (model(each, lengths)[0, : STEPS // 2] for each in (inputs, changed))
+        assert torch.equal(before, after) == causal
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["whole", "causal"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_padding_changes_no_step(family: str, causal: bool) -> None:
+    model, (inputs, lengths) = made(family, causal=causal), rows(ids=True)
+    with torch.no_grad():
+        together = model(inputs, lengths)
+        for row, length in enumerate(lengths):
+            alone = model(inputs[row : row + 1, :length], lengths[row : row + 1])
+            torch.testing.assert_close(together[row : row + 1, :length], alone)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["whole", "causal"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_are_read_back(family: str, causal: bool, tmp_path: Path) -> None:
+    model, (inputs, lengths) = made(family, causal=causal), rows(ids=True)
+    folder = written(tmp_path, "model", model, ids=True)
+    other = made(family, causal=causal)
+    with torch.no_grad():
+        for view in other.tensors().values():
+            view.add_(1.0)
+        other.load(folder)
+        torch.testing.assert_close(other(inputs, lengths), model(inputs, lengths))
+    assert spec.read(folder).layers == model.layers
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_training_keeps_the_biases_that_the_folder_lacks(family: str, tmp_path: Path) -> None:
+    """After steps of an optimizer the folder still has all that the model computes with."""
+    model, (inputs, lengths) = made(family, causal=True), rows(ids=True)
+    optimizer = torch.optim.Adam((value for value in model.parameters() if value.requires_grad), 0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        torch.autograd.backward(model.train()(inputs, lengths)[:, 0].square().sum())
+        optimizer.step()
+    folder = written(tmp_path, "model", model.eval(), ids=True)
+    other = made(family, causal=True)
+    other.load(folder)
+    with torch.no_grad():
+        torch.testing.assert_close(other(inputs, lengths), model(inputs, lengths))
+
+
+def test_text_cnn_has_no_vector_per_step() -> None:
+    encoder = importlib.import_module("training.encoders").ENCODERS["cnn"](WIDTH, HIDDEN)
+    with pytest.raises(TypeError, match="ConvolutionEncoder"):
+        encoder.steps(*rows(ids=False))
