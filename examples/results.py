@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
-import tempfile
 import tomllib
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
@@ -22,13 +20,12 @@ import torch
 import train_text
 from training import records, table
 from training.fitting import Settings
+from training.loads import measure
 from training.records import Record
 from training.service import Service, running
 from training.text_sets import FOLDS, KNOWN, MissingSet, has_folds, read_set, read_test
 
 HERE = Path(__file__).parent
-CALLERS = (1, 64)
-"""Of the two loads: one caller measures the latency, many measure the throughput."""
 
 
 @dataclass(frozen=True)
@@ -118,21 +115,6 @@ def evaluate(plan: Plan, service: Service, run: Run, device: str) -> Record:
     return {"kind": "served", "device": device, "served_percent": accuracy}
 
 
-def measure(service: Service, models: Path, run: Run, device: str, seconds: float) -> list[Record]:
-    """Return the latency and the throughput of a model under each load, by `seqserve bench`."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "levels.jsonl"
-        command = [sys.executable, "-m", "service", "bench", "--url", service.url, "--models", str(models), "--model", run.name]
-        levels = ["--callers", ",".join(map(str, CALLERS)), "--seconds", str(seconds), "--json", str(file)]
-        subprocess.run([*command, *levels], check=True, stdout=subprocess.DEVNULL)
-        loads = records.read(file)
-    gpu = {} if device == "cpu" else {"gpu": torch.cuda.get_device_name(device)}
-    figures = {"callers": "callers", "p50_ms": "p50_ms", "p99_ms": "p99_ms", "texts_per_second": "answers_per_second"}
-    return [
-        {"kind": "speed", "device": device, **gpu, **{name: load[source] for name, source in figures.items()}} for load in loads
-    ]
-
-
 def serve(plan: Plan, group: list[Run], device: str, seconds: float) -> None:
     """Serve the models of a set and family, and append the accuracy of each and the speed of the first."""
     if all(plan.has(run, "served", device) for run in group) and plan.has(group[0], "speed", device):
@@ -141,7 +123,7 @@ def serve(plan: Plan, group: list[Run], device: str, seconds: float) -> None:
     with running(models, device) as service:
         for run in group:
             plan.append(run, evaluate(plan, service, run, device))
-        for record in measure(service, models, group[0], device, seconds):
+        for record in measure(service, models, group[0].name, device, seconds):
             plan.append(group[0], record)
     print(f"{group[0].set} {group[0].encoder} is measured on {device}", flush=True)
 

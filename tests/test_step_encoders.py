@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FAMILIES = ("sru", "qrnn", "lstm", "gru", "cnn", "tcn")
 VOCABULARY, WIDTH, HIDDEN, LABELS, STEPS = 11, 5, 3, ("a", "b", "c", "d"), 40
 ROUNDING = 2e-4
-"""Answers have rounded scores."""
+"""Of probabilities by two implementations in float32."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -87,7 +87,7 @@ def answers(server: Server, body: dict[str, Any]) -> Any:
 @pytest.mark.parametrize("causal", [False, True], ids=["whole", "causal"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_service_answers_each_step_as_the_model(server: Server, family: str, causal: bool, ids: bool) -> None:
-    """The best label and its probability at every step are those of PyTorch with the padding of a batch."""
+    """PyTorch runs the sequences as a padded batch: the best label and its probability are the same at every step."""
     model, (inputs, lengths) = made(family, causal=causal, ids=ids), rows(ids)
     with torch.no_grad():
         expected = model(inputs, lengths).softmax(-1)

@@ -43,7 +43,7 @@ class TextCNNEncoder(Encoder):
 
 
 class ConvolutionEncoder(Encoder):
-    """Convolutions with ReLU whose dilation doubles from layer to layer, each over as many steps before as after, or only before."""
+    """Convolutions with ReLU. The dilation doubles from layer to layer. They read as many steps before as after, or only steps before."""
 
     depth, taps = 4, 5
 

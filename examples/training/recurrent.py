@@ -1,4 +1,4 @@
-"""Recurrent encoders: LSTM and GRU by PyTorch's modules, SRU and QRNN by the levels of `scans.py`. Causal ones run forward only."""
+"""Recurrent encoders: LSTM and GRU by PyTorch's modules, SRU and QRNN by the levels of `scans.py`. Causal encoders run forward only."""
 
 from __future__ import annotations
 

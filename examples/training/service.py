@@ -36,8 +36,14 @@ class Service:
         self._tls = ssl.create_default_context(cafile=ca)
 
     def fetch_json(self, path: str, body: Any = None) -> Any:
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(f"{self.url}{path}", data, {"Content-Type": "application/json"})
+        return self._fetch(path, None if body is None else json.dumps(body).encode(), None)
+
+    def delete(self, path: str) -> None:
+        self._fetch(path, None, "DELETE")
+
+    def _fetch(self, path: str, data: bytes | None, method: str | None) -> Any:
+        """Return the decoded answer. Without a method, a request with data is a POST and any other a GET."""
+        request = urllib.request.Request(f"{self.url}{path}", data, {"Content-Type": "application/json"}, method=method)
         if self._key:
             request.add_unredirected_header("Authorization", f"Bearer {self._key}")
         with urllib.request.urlopen(request, timeout=60, context=self._tls) as answer:
