@@ -353,6 +353,8 @@ def test_sets_are_read_as_written(step_sets: Any, tmp_path: Path) -> None:
         step_sets.write(tmp_path, "set", kind, [part, part[:1], []])
         assert step_sets.read(tmp_path, "set", kind) == [part, part[:1], []]
     assert step_sets.optimum(tmp_path, "set", "tags") == {}
+    (tmp_path / "set.test.tags").write_text("1 000\tNUM\n1\u00a0001\tNUM", "utf-8")
+    assert step_sets.read_part(tmp_path, "set", "tags", "test") == [step_sets.TaggedWords(["1_000", "1_001"], ["NUM", "NUM"])]
 
 
 def test_input_of_spans_marks_the_words_of_the_question(step_sets: Any) -> None:

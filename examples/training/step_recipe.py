@@ -96,11 +96,11 @@ def train(recipe: Recipe, prepared: Prepared, settings: Settings, device: torch.
 @torch.no_grad()
 def quality(recipe: Recipe, model: StepModel, prepared: Prepared, test: list[Any]) -> dict[str, float]:
     """Return the figures of quality on the test part in PyTorch alone."""
-    scores = [
+    scores = (
         each[:length]
         for batch in batches(prepared.parts[2], ROWS)
         for each, length in zip(model(batch.inputs, batch.lengths), batch.lengths, strict=True)
-    ]
+    )
     answers = [recipe.answer(each, example, prepared) for each, example in zip(scores, test, strict=True)]
     return recipe.task.quality(test, answers)
 

@@ -2,7 +2,7 @@
 
 A set NAME is the files `NAME.train.KIND`, `NAME.dev.KIND` and `NAME.test.KIND` in UTF-8. KIND is
 
-- `tags`: a line is a word, a tab and the label of the word; an empty line ends a sequence;
+- `tags`: a line is a word, a tab and the label of the word; an empty line ends a sequence; a space within a word becomes `_`;
 - `text`: a line is a sequence for a language model;
 - `spans`: a line is a JSON object with a `question` and a `passage`, words with spaces between them, and the first and the last word of
   the answer, `start` and `end`, counted from 0 in the passage.
@@ -64,7 +64,8 @@ def read_part(folder: Path | None, name: str, kind: str, part: str) -> list[Any]
             f"examples/make_sets.py makes such files, and {Path(__file__).name} describes them. Pass their folder with --data or in "
             "the environment variable DATA."
         )
-    lines = file.read_text("utf-8").split("\n")[:-1]
+    text = file.read_text("utf-8")
+    lines = text.removesuffix("\n").split("\n") if text else []
     if kind == "tags":
         return list(_tagged(lines))
     return [Question(**json.loads(line)) for line in lines] if kind == "spans" else lines
@@ -91,7 +92,7 @@ def _tagged(lines: list[str]) -> Iterator[TaggedWords]:
     for line in [*lines, ""]:
         if line:
             word, label = line.split("\t")
-            words.append(word)
+            words.append("_".join(word.split()))
             labels.append(label)
         elif words:
             yield TaggedWords(words, labels)
