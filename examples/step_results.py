@@ -95,9 +95,8 @@ def train_all(plan: Plan, sets: list[tuple[str, str]], encoders: list[str], devi
 
 def serve(plan: Plan, name: str, kind: str, encoders: list[str], device: str, seconds: float) -> None:
     """Serve the models of a set, and append the quality and the speed of each."""
-    missing = [
-        each for each in encoders if not plan.has(kind="speed", set=name, task=kind, encoder=each, device=device, callers=64)
-    ]
+    last = {"kind": "speed", "callers": 64} if seconds else {"kind": "served"}
+    missing = [each for each in encoders if not plan.has(**last, set=name, task=kind, encoder=each, device=device)]
     if not missing:
         return
     test = step_sets.read_part(plan.data, name, kind, "test")
@@ -115,9 +114,10 @@ def serve(plan: Plan, name: str, kind: str, encoders: list[str], device: str, se
 def measured(
     service: Service, models: Path, model: str, kind: str, test: list[Any], device: str, seconds: float
 ) -> list[Record]:
-    """Return the quality of a model by HTTP, and its speed."""
+    """Return the quality of a model by HTTP, and its speed unless `seconds` is 0."""
     quality = TASKS[kind].quality(test, TASKS[kind].ask(service, model, test))
-    return [{"kind": "served", "device": device, "served": quality}, *measure(service, models, model, device, seconds)]
+    loads = measure(service, models, model, device, seconds) if seconds else []
+    return [{"kind": "served", "device": device, "served": quality}, *loads]
 
 
 def arguments(line: list[str] | None) -> argparse.Namespace:
@@ -129,7 +129,9 @@ def arguments(line: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--devices", default="cpu", help="devices to serve on, as in cpu,cuda:0 (default: %(default)s)")
     parser.add_argument("--train-device", default="cpu", help="device to train on (default: %(default)s)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="trainings at once (default: the number of cores)")
-    parser.add_argument("--seconds", type=float, default=5.0, help="duration of each load (default: %(default)s)")
+    parser.add_argument(
+        "--seconds", type=float, default=5.0, help="duration of each load; 0 measures the quality only (default: %(default)s)"
+    )
     parser.add_argument(
         "--models", type=Path, default=Path("build/recipes"), help="folder for the models (default: %(default)s)"
     )

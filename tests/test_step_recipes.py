@@ -392,7 +392,8 @@ def test_results_runs_everything_once(
     assert measured[3]["served"] == pytest.approx(measured[2]["stored"], abs=1)
     assert page.read_text() == f"before\n{marks}after\n".replace("old", importlib.import_module("training.step_table").EMPTY)
     capsys.readouterr()
-    assert results.main(line) == 0
+    for seconds in ("0.2", "0"):
+        assert results.main([*line, "--seconds", seconds]) == 0
     assert records.read(tmp_path / "results.jsonl") == measured and capsys.readouterr().out == ""
 
 

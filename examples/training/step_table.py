@@ -40,7 +40,7 @@ def lines(task: str, records: list[Record]) -> Iterator[str]:
         columns += [*(f"{device} {each}" for each in figures), f"{device} ms", f"{device} sequences/s"]
     yield f"| {' | '.join(columns)} |"
     yield f"|{'---|' * len(columns)}"
-    for name in sorted({each["set"] for each in newest}):
+    for name in sorted({each["set"] for each in trainings}):
         here = [each for each in newest if each["set"] == name]
         for training in _of(here, "training"):
             group = [each for each in here if each["encoder"] == training["encoder"]]
