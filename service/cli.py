@@ -137,13 +137,14 @@ def models(settings: Settings) -> int:
     return 0
 
 
-def quantize(
-    settings: Settings, model: str, precision: str, data: Path | None, model_version: int | None, name: str | None
+def compress(
+    settings: Settings, model: str, data: Path | None, model_version: int | None, name: str | None, **changes: Any
 ) -> int:
-    """Write a model in another precision as a new version and print what that changes."""
-    from service import quantize  # imports torch
+    """Write a smaller version of a model and print what that changes. changes: as in `service.compress.Changes`."""
+    from service import compress  # imports torch
 
-    folder, section = quantize.quantize(settings, model, precision, version=model_version, name=name, data=data)
+    wanted = compress.Changes(**changes)
+    folder, section = compress.compress(settings, model, wanted, version=model_version, name=name, data=data)
     print(f"{folder} is complete. Its card says:\n\n{section}", end="")
     return 0
 
@@ -233,7 +234,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="seqserve", description="A server for sequence models.")
     parser.add_argument("--version", action="version", version=f"seqserve {__version__}")
     commands = parser.add_subparsers(
-        required=True, metavar="serve | infer | import | export | models | quantize | key | state-key | peer-key | bench | top"
+        required=True, metavar="serve | infer | import | export | models | compress | key | state-key | peer-key | bench | top"
     )
     shared = argparse.ArgumentParser(add_help=False)
     _setting(shared, "--models", metavar="DIR", help="folder of models")
@@ -305,12 +306,17 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("models", parents=[shared], help="list the models folder")
     command.set_defaults(run=models)
     command = commands.add_parser(
-        "quantize", parents=[shared], help="store a model in another precision, as a new version, and measure what that changes"
+        "compress",
+        parents=[shared],
+        help="make a model smaller without training, as a new version, and measure what that changes",
     )
     command.add_argument("model", metavar="MODEL", help="name of a model in the models folder")
+    command.add_argument("--precision", choices=("int8", "bfloat16", "float16"), help="precision of the new version")
+    command.add_argument("--rank", type=_above_zero(int), metavar="R", help="columns of the new embedding, fewer than now")
     command.add_argument(
-        "--precision", required=True, choices=("int8", "bfloat16", "float16"), help="precision of the new version"
+        "--vocabulary", type=_above_zero(int), metavar="N", help="keep the N most frequent words of --texts, and special tokens"
     )
+    command.add_argument("--texts", type=Path, metavar="FILE", help="one text a line, in which words are counted")
     command.add_argument(
         "--data",
         type=Path,
@@ -322,7 +328,7 @@ def _parser() -> argparse.ArgumentParser:
         "--version", dest="model_version", type=_above_zero(int), metavar="N", help="version to read (default: the newest)"
     )
     command.add_argument("--name", metavar="NEW", help="write version 1 of a new model (default: the next version of MODEL)")
-    command.set_defaults(run=quantize)
+    command.set_defaults(run=compress)
     key_commands = commands.add_parser("key", help="create keys").add_subparsers(required=True, metavar="new")
     command = key_commands.add_parser("new", parents=[shared], help="add a key to the key file and print it once")
     command.add_argument("name", metavar="NAME", help="name of the key, for the log")

@@ -37,7 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {  # the rule with the longest matching name h
     },
     "service.importers": {"kernels", "service.modeling", "service.cores", "service.errors", "service.settings"},
     "service.exporters": {"kernels", "service.modeling", "service.importers.draft", "service.errors", "service.settings"},
-    "service.quantize": {"kernels", "service.modeling", "service.cores", "service.errors", "service.settings"},
+    "service.compress": {"kernels", "service.modeling", "service.cores", "service.errors", "service.settings"},
     "service.access": {"service.errors", "service.ipc.messages", "service.settings"},
     "service.frontend": {"service.access", "service.modeling.spec", "service.modeling.tokenizer", *SHARED},
     "service.tracer": SHARED,

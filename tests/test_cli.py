@@ -55,21 +55,21 @@ def test_commands_read_the_folder_of_one_model(
         assert main(["infer", "--models", root, "--device", "cpu", "--model", name, *QUESTIONS]) == 0
         answers.append(capsys.readouterr().out)
     assert answers[0] == answers[1] == answers[2]
-    assert main(["quantize", "words", "--precision", "int8", "--models", folder]) == 1
+    assert main(["compress", "words", "--precision", "int8", "--models", folder]) == 1
     assert "is the folder of one model, to which none can be added" in capsys.readouterr().err
 
 
-def test_quantize_command_writes_a_version_and_prints_its_card(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compress_command_writes_a_version_and_prints_its_card(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     models.words(tmp_path / "models")
     data = tmp_path / "texts.txt"
     data.write_text("near how far is the sea ?\nfar who was first\n")
-    command = ["quantize", "words", "--precision", "int8", "--models", str(tmp_path / "models"), "--version", "1"]
+    command = ["compress", "words", "--precision", "int8", "--models", str(tmp_path / "models"), "--version", "1"]
     assert main([*command, "--name", "small", "--data", str(data)]) == 0
     folder = tmp_path / "models" / "small" / "1"
     first, _, section = capsys.readouterr().out.partition("\n\n")
     assert first == f"{folder} is complete. Its card says:"
     assert (folder / "card.md").read_text() == f"made up\n\n{section}"
-    assert "| | float32 | int8 |" in section and "on 2 texts of texts.txt" in section
+    assert "| precision | float32 | int8 |" in section and "answered 2 texts of texts.txt" in section
     assert main(["models", "--models", str(tmp_path / "models")]) == 0
     assert "small  version 1  text > embedding > lstm > classify  int8" in capsys.readouterr().out
     assert main([*command, "--name", "small"]) == 1

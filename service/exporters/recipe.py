@@ -16,7 +16,7 @@ def recipe(spec: ModelSpec) -> dict[str, Any]:
 
 
 def common(spec: ModelSpec) -> dict[str, Any]:
-    """Return the keys of the top level. A model that is imported has no int8 weights: `seqserve quantize` makes them."""
+    """Return the keys of the top level. A model that is imported has no int8 weights: `seqserve compress` makes them."""
     tables = spec.model_dump(exclude_defaults=True, exclude={"name", "sha256", "input", "layers", "head"})
     return tables | ({"precision": "float32"} if spec.precision == "int8" else {})
 

@@ -31,7 +31,7 @@ def model_spec(draft: Draft, name: str, overrides: Mapping[str, Any]) -> spec.Mo
 def tensors(draft: Draft, model: spec.ModelSpec) -> dict[str, Tensor]:
     """Return the weights in the precision of the model; raises ImportRefused if they do not fit the model or are not finite."""
     if model.precision not in STORAGE:
-        raise ImportRefused(f"precision is {model.precision!r} in the recipe: import in float32, then run seqserve quantize")
+        raise ImportRefused(f"precision is {model.precision!r} in the recipe: import in float32, then run seqserve compress")
     dtype, shapes, arrays = STORAGE[model.precision], model.tensors(), draft.arrays()
     for name in shapes | arrays:
         if name not in shapes or name not in arrays or arrays[name].shape != shapes[name]:

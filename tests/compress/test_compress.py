@@ -1,4 +1,4 @@
-"""`seqserve quantize`: the new version, its card, and every error."""
+"""`seqserve compress`: the new version, its card, and every error."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from service import local, quantize
+from service import compress, local
+from service.compress import Changes
+from service.compress.comparison import compare
+from service.compress.inputs import random_inputs
 from service.errors import ModelError
 from service.modeling import spec, store
 from service.modeling.spec import CARD, WEIGHTS, ModelSpec
-from service.quantize.comparison import compare
-from service.quantize.inputs import random_inputs
 from service.settings import load
 from tests import models
 
@@ -27,7 +28,7 @@ def settings(root: Path) -> Any:
 
 
 def convert(root: Path, model: str, precision: str, **options: Any) -> tuple[Path, str]:
-    return quantize.quantize(settings(root), model, precision, **options)
+    return compress.compress(settings(root), model, Changes(precision), **options)
 
 
 def error(root: Path, model: str, precision: str, **options: Any) -> str:
@@ -71,7 +72,7 @@ def test_texts_measure_the_accuracy(root: Path, data: Path) -> None:
     labels = ["near", "far", "unknown", "near"]
     accuracy = sum(map(str.__eq__, right, labels)) / len(labels)
     _, section = convert(root, "words", "int8", data=data)
-    assert "on 4 texts of texts.txt." in section
+    assert "answered 4 texts of texts.txt," in section
     assert f"| accuracy | {100 * accuracy:.1f} % |" in section
     assert "random" not in section
 
@@ -201,7 +202,7 @@ def test_data_needs_a_classifier_of_texts(tmp_path: Path, data: Path) -> None:
 
 def test_file_that_is_not_utf8_is_read_as_latin1(root: Path, data: Path) -> None:
     data.write_bytes("near où est the sea".encode("latin-1"))
-    assert "on 1 text of texts.txt" in convert(root, "words", "int8", data=data)[1]
+    assert "answered 1 text of texts.txt," in convert(root, "words", "int8", data=data)[1]
 
 
 def test_interrupted_conversion_leaves_nothing(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,7 +213,7 @@ def test_interrupted_conversion_leaves_nothing(root: Path, monkeypatch: pytest.M
         assert list(spec.find_models(root)["words"]) == ["1"], "and is no version yet"
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("service.quantize.compare", interrupt)
+    monkeypatch.setattr("service.compress.compare", interrupt)
     with pytest.raises(KeyboardInterrupt):
         convert(root, "words", "int8")
     assert [path.name for path in root.iterdir()] == ["words"]
@@ -225,7 +226,7 @@ def test_version_that_appears_meanwhile_is_kept(root: Path, monkeypatch: pytest.
         models.words(root, name or "words", version=1 if name else 2, seed=9)
         return compare(*arguments)
 
-    monkeypatch.setattr("service.quantize.compare", slow)
+    monkeypatch.setattr("service.compress.compare", slow)
     with pytest.raises(ModelError, match="cannot be written"):
         convert(root, "words", "int8", name=name)
     folder = root / (name or "words") / ("1" if name else "2")

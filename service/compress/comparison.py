@@ -1,8 +1,10 @@
-"""Runs two versions of a model on the same inputs and compares their answers."""
+"""Runs two versions of a model on the same inputs, and compares their answers and their times."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import statistics
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -10,10 +12,12 @@ import torch
 from torch import Tensor
 
 from kernels.ragged import Ragged
+from service.compress.inputs import Inputs
 from service.modeling.encoder import Encoder, Encoding
-from service.quantize.inputs import Inputs
 
 BATCH_SEQUENCES = 32
+TIMED, ROUNDS = 64, 5
+"""How many inputs are timed, one after the other, and how often each."""
 
 
 class Answer(NamedTuple):
@@ -26,9 +30,10 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """How the answers of two versions differ. precisions, accuracies: before and after; accuracies is None without labels.
+    """How two versions differ. precisions, accuracies: before and after; accuracies is None without labels.
 
-    same_best: the share of inputs with the same best answer, or None for a head that chooses nothing.
+    origin: the inputs; same_best: the share of them with the same best answer, or None for a head that chooses nothing; times: the median
+    seconds of one input before and after, by the name of the device.
     """
 
     origin: str
@@ -37,22 +42,51 @@ class Comparison:
     largest: float
     mean: float
     accuracies: tuple[float, float] | None
+    times: Mapping[str, tuple[float, float]]
 
 
-def compare(before: Encoder, after: Encoder, inputs: Inputs) -> Comparison:
-    """Return how the answers of two versions of a model to the same inputs differ."""
-    first, second = (_answers(encoder, inputs.sequences) for encoder in (before, after))
+def compare(encoders: Sequence[Encoder], inputs: Sequence[Inputs], times: Mapping[str, tuple[float, float]]) -> Comparison:
+    """Return how the answers of two versions of a model differ.
+
+    inputs: the same inputs as each version takes them, whose tokens may have different numbers; times: as in `Comparison`.
+    """
+    first, second = (_answers(encoder, given.sequences) for encoder, given in zip(encoders, inputs, strict=True))
+    before, after = encoders
     differences = torch.cat([(one.values - other.values).abs().flatten() for one, other in zip(first, second, strict=True)])
     same = sum(one.best == other.best for one, other in zip(first, second, strict=True))
-    labels = inputs.labels
+    labels = inputs[0].labels
     return Comparison(
-        origin=inputs.origin,
+        origin=inputs[0].origin,
         precisions=(before.spec.precision, after.spec.precision),
         same_best=same / len(first) if first[0].best else None,
         largest=differences.max().item(),
         mean=differences.double().mean().item(),
         accuracies=None if labels is None else (_accuracy(first, labels), _accuracy(second, labels)),
+        times=times,
     )
+
+
+def median_seconds(encoders: Sequence[Encoder], inputs: Sequence[Inputs]) -> tuple[float, float]:
+    """Return the median time of one input in each version. The versions take turns, so that a change of the machine affects both."""
+    times: tuple[list[float], list[float]] = ([], [])
+    for sequences in zip(*(given.sequences[:TIMED] for given in inputs), strict=True):
+        for _ in range(ROUNDS):
+            for encoder, sequence, seconds in zip(encoders, sequences, times, strict=True):
+                seconds.append(_seconds(encoder, sequence))
+    first, second = map(statistics.median, times)
+    return first, second
+
+
+def _seconds(encoder: Encoder, sequence: Tensor) -> float:
+    offsets = torch.tensor([0, len(sequence)], dtype=torch.int32, device=encoder.device)
+    x = Ragged(sequence.to(encoder.device), offsets)
+    if encoder.device.type == "cuda":
+        torch.cuda.synchronize(encoder.device)
+    start = time.perf_counter()
+    encoder(x)
+    if encoder.device.type == "cuda":
+        torch.cuda.synchronize(encoder.device)
+    return time.perf_counter() - start
 
 
 def _accuracy(answers: Sequence[Answer], labels: Sequence[int]) -> float:
