@@ -82,8 +82,8 @@ class QRNNLevel(Level):
         candidate, forget, output = product.chunk(3, dim=-1)
         candidate, f, o = candidate.tanh(), forget.sigmoid(), output.sigmoid()
         cell = torch.zeros_like(candidate[:, 0])
-        hidden = []
-        for step in range(steps):
-            cell = f[:, step] * cell + (1 - f[:, step]) * candidate[:, step]
-            hidden.append(o[:, step] * cell)
-        return torch.stack(hidden, dim=2)
+        cells = []
+        for kept, new in zip(f.unbind(1), ((1 - f) * candidate).unbind(1), strict=True):
+            cell = torch.addcmul(new, kept, cell)
+            cells.append(cell)
+        return (o * torch.stack(cells, dim=1)).transpose(1, 2)
