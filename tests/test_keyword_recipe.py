@@ -1,0 +1,195 @@
+"""The recipe for keywords: events and their comparison with the speech, frames, the streams of espeak-ng, and the whole recipe."""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from service.modeling import spec
+from tests.serving import serving
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(autouse=True)
+def _examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+
+
+def module(name: str) -> Any:
+    return importlib.import_module(name)
+
+
+@pytest.fixture
+def speech() -> Any:
+    """The module that speaks, where its program is installed."""
+    if shutil.which("espeak-ng") is None:
+        pytest.skip("espeak-ng is missing: make speech")
+    return module("training.speech")
+
+
+def test_event_needs_frames_in_a_row_and_then_rests() -> None:
+    detector = module("training.spotting").Detector(threshold=0.5, in_a_row=3, rest=5)
+    assert detector.add([0.9, 0.9, 0.4, 0.5, 0.9, 0.9]) == [5], "two frames are too few, and the threshold itself is enough"
+    assert detector.add([0.9, 0.9, 0.9, 0.9]) == [], "the event before is four frames ago"
+    assert detector.add([0.9, 0.9, 0.1, 0.9, 0.9, 0.9]) == [10, 15]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 7])
+def test_events_do_not_depend_on_the_chunks(size: int) -> None:
+    spotting = module("training.spotting")
+    probabilities = np.random.default_rng(0).random(400).tolist()
+    whole = spotting.Detector(0.3, 3, 10).add(probabilities)
+    detector = spotting.Detector(0.3, 3, 10)
+    parts = [frame for first in range(0, 400, size) for frame in detector.add(probabilities[first : first + size])]
+    assert parts == whole and len(whole) > 5
+
+
+def test_latency_is_from_the_end_of_the_word_to_the_event() -> None:
+    compare = module("training.spotting").compare
+    score = compare([1.0, 5.0, 9.0], [1.12, 4.95, 7.0, 9.6], 36.0)
+    assert score.latencies == pytest.approx((0.12, -0.05)) and score.misses == 1
+    assert score.false_alarms == 2 and score.false_alarms_an_hour == pytest.approx(200.0)
+
+
+def test_second_event_of_a_word_is_a_false_alarm() -> None:
+    score = module("training.spotting").compare([1.0], [1.1, 1.3], 10.0)
+    assert len(score.latencies) == 1 and score.false_alarms == 1 and score.misses == 0
+
+
+def test_scores_of_streams_add_up() -> None:
+    spotting = module("training.spotting")
+    total = spotting.compare([1.0], [1.25], 1800.0) + spotting.compare([2.0], [30.0], 1800.0)
+    assert (total.keywords, total.misses, total.latencies, total.false_alarms_an_hour) == (2, 1, (0.25,), 1.0)
+
+
+def test_frames_after_the_keyword_are_positive() -> None:
+    data = module("training.keyword_data")
+    labels, weights = data.marks((1.0,), 200)
+    [positive] = np.nonzero(labels.numpy())
+    known = positive * 0.01 + 0.025
+    assert known.min() == pytest.approx(1.005, abs=0.006) and known.max() == pytest.approx(1.195, abs=0.006)
+    assert weights[100].item() == data.WEIGHT and weights[90].item() == 0.0 and weights[130].item() == 0.0
+    assert weights[70].item() == weights[160].item() == 1.0
+
+
+def test_windows_leave_out_keywords_that_they_may_cut() -> None:
+    data = module("training.keyword_data")
+    frames = np.zeros((2, 400, 40), np.float16)
+    windows = data.Windows(data.Corpus(frames, [(1.0,), (3.0,)]), 100)
+    batches = list(windows.epoch(3))
+    assert sum(len(frames) for frames, _, _ in batches) == 8
+    for _, labels, weights in batches:
+        assert labels.shape == weights.shape and not weights[:, : data.CUT_FRAMES][labels[:, : data.CUT_FRAMES] == 1].any()
+
+
+def test_frames_do_not_depend_on_the_chunks() -> None:
+    frames = module("training.frames")
+    samples = np.random.default_rng(0).normal(scale=0.1, size=16_000).astype(np.float32)
+    stream = frames.FrameStream()
+    parts = [stream.add(samples[first : first + 640]) for first in range(0, len(samples), 640)]
+    assert [len(part) for part in parts[:3]] == [2, 4, 4]
+    assert np.array_equal(np.concatenate(parts), frames.frames(samples))
+    assert frames.known_at(len(frames.frames(samples)) - 1) <= 1.0 < frames.known_at(len(frames.frames(samples)))
+
+
+def test_resampled_tone_keeps_its_frequency() -> None:
+    speech = module("training.speech")
+    tone = np.sin(2 * np.pi * 1000 * np.arange(speech.SPOKEN_RATE) / speech.SPOKEN_RATE).astype(np.float32)
+    resampled = speech.resample(tone)[: speech.RATE]
+    expected = np.sin(2 * np.pi * 1000 * np.arange(speech.RATE) / speech.RATE)
+    assert np.abs(resampled - expected)[1000:-1000].max() < 0.01
+
+
+def test_babble_has_no_keyword_and_no_two_near_misses_in_a_row() -> None:
+    speech = module("training.speech")
+    words = speech.phrase(np.random.default_rng(0), "computer", 0.05, 20_000, 20_001).split()
+    near = set(speech.near_misses("computer"))
+    assert "computer" not in words and len(near & set(words)) == len(near)
+    assert not any(word in near and following in near for word, following in pairwise(words))
+
+
+def test_speakers_of_the_test_are_not_those_of_the_training() -> None:
+    speech = module("training.speech")
+    assert not set(speech.TRAINING_SPEAKERS) & set(speech.TEST_SPEAKERS)
+
+
+def test_missing_program_is_explained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert module("train_keyword").main(["--quick", "--models", str(tmp_path)]) == 2
+    assert "make speech" in capsys.readouterr().err and list(tmp_path.iterdir()) == []
+
+
+def test_keyword_ends_where_the_stream_says(speech: Any) -> None:
+    """A stream of keywords alone is silent from an end to the end of the pause, but for its noise."""
+    stream = speech.speech(np.random.default_rng(1), speech.TEST_SPEAKERS, 12.0, "computer", 1.0, 0.0)
+    assert len(stream.samples) == 12 * speech.RATE and len(stream.ends) >= 4
+    for end in stream.ends:
+        last = int(end * speech.RATE)
+        assert np.abs(stream.samples[last - 200 : last]).max() > 0.01
+        assert not stream.samples[last : last + 800].any()
+
+
+def test_corpus_comes_back_from_its_folder(speech: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = module("training.keyword_data")
+    made = data.corpus(tmp_path, "computer", data.TEST, 2, 8.0)
+    monkeypatch.setattr(data.speech, "stream", None)
+    stored = data.corpus(tmp_path, "computer", data.TEST, 2, 8.0)
+    assert np.array_equal(made.frames, stored.frames) and stored.ends == [tuple(ends) for ends in made.ends]
+    assert sum(map(len, made.ends)) > 0
+
+
+@pytest.fixture
+def trained(speech: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Path]:
+    """A models folder with a small model."""
+    models = tmp_path / "models"
+    line = ["--quick", "--encoder", "qrnn", "--models", str(models), "--data", str(tmp_path / "data")]
+    assert module("train_keyword").main(line) == 0
+    assert "keywords missed" in capsys.readouterr().out
+    yield models
+
+
+@pytest.mark.slow
+def test_recipe_trains_and_evaluates_through_the_service(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The small model hears little, so only the counts are checked, and that the service says what PyTorch says."""
+    folder = trained / "computer-qrnn" / "1"
+    card = (folder / spec.CARD).read_text()
+    assert "--keyword computer --quick" in card and "$" not in card
+    recipe, live, evaluation, results = (
+        module("train_keyword"),
+        module("training.live"),
+        module("evaluate_keyword"),
+        tmp_path / "r.jsonl",
+    )
+    with serving(trained, tmp_path) as server:
+        line = ["--model", "computer-qrnn", "--url", server.address, "--hours", "0.005", "--keyword-hours", "0.03"]
+        line += ["--streams", "3", "--seconds", "2", "--threshold", "0.01", "--results", str(results)]
+        assert evaluation.main(line) == 0
+        assert evaluation.main(["--model", "other", "--url", server.address]) == 1
+        rows = np.random.default_rng(0).normal(16, 2, (60, 40)).astype(np.float32)
+        asyncio = importlib.import_module("asyncio")
+        outputs = asyncio.run(live.outputs(server.address, "computer-qrnn", [rows[:7], rows[7:]]))
+    [record] = module("training.records").read(results)
+    assert record["chunks"] == 3 * 50 and 0 <= record["late_chunks"] <= 150 and record["keywords"] > 0
+    assert record["chunk_ms_max"] >= record["chunk_ms_p99"] >= record["chunk_ms_p50"] > 0
+    assert record["misses"] <= record["keywords"] and record["false_alarms_an_hour"] >= 0
+    printed = capsys.readouterr()
+    assert f"misses: {record['misses']}" in printed.out and "has no model 'other'" in printed.err
+    torch = importlib.import_module("torch")
+    model = recipe.SignalModel("qrnn", torch.zeros(2, 40), 16, 2, causal=True, front=5).eval()
+    model.load(folder)
+    with torch.no_grad():
+        expected = model(torch.from_numpy(rows)[None], torch.tensor([60])).softmax(-1)[0, :, 1]
+    served = [value for output in outputs for value in evaluation.probabilities(output, "computer")]
+    assert served == pytest.approx(expected.tolist(), abs=1e-4)
