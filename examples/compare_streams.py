@@ -1,0 +1,146 @@
+"""Train every family for a recipe with streams, evaluate each model through the running service, and draw the table in README.md.
+
+    python examples/compare_streams.py forecast
+    python examples/compare_streams.py keyword --encoders qrnn,gru --evaluate="--hours 1"
+
+A model whose folder is there is not trained again. With `--encoders none` the command only draws the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from training import pages, records
+from training.encoders import STEP_ENCODERS
+from training.records import Record
+from training.service import running
+
+HERE = Path(__file__).parent
+
+
+def figure(name: str, form: str = "{}") -> Callable[[Record], str]:
+    """Return what writes a figure of a record, or a dash without it."""
+    return lambda record: form.format(record[name]) if record.get(name) is not None else pages.MISSING
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """train, evaluate: names of modules. columns: what writes each column, of a record with all figures of a family."""
+
+    train: str
+    evaluate: str
+    columns: dict[str, Callable[[Record], str]]
+
+
+BOTH = {"training, s": figure("training_seconds", "{:.0f}"), "bytes": figure("bytes", "{:,}")}
+RECIPES = {
+    "forecast": Recipe(
+        "train_forecast",
+        "evaluate_forecast",
+        {
+            **BOTH,
+            "pinball loss": figure("loss"),
+            "inside 80 % interval, %": figure("coverage_percent"),
+            "width": figure("width"),
+            "spikes found, %": figure("found_spike_percent"),
+            "frozen, %": figure("found_frozen_percent"),
+            "shifts, %": figure("found_shift_percent"),
+            "false alarms in 1,000": figure("false_alarms_of_1000"),
+            "ms": figure("p50_ms"),
+            "p99 ms": figure("p99_ms"),
+        },
+    ),
+    "keyword": Recipe(
+        "train_keyword",
+        "evaluate_keyword",
+        {
+            **BOTH,
+            "threshold": figure("threshold"),
+            "missed": lambda record: f"{record['misses']} of {record['keywords']}",
+            "false alarms an hour": lambda record: f"{record['false_alarms_an_hour']:.1f} in {record['babble_hours']:g} h",
+            "audio to event, ms": figure("audio_ms_p50", "{:.0f}"),
+            "p99": figure("audio_ms_p99", "{:.0f}"),
+            "live event, ms": figure("event_ms_p50", "{:.0f}"),
+            "live p99": figure("event_ms_p99", "{:.0f}"),
+            "chunk, ms": figure("chunk_ms_p50"),
+            "chunk p99": figure("chunk_ms_p99"),
+            "late chunks": lambda record: (
+                f"{record['late_chunks']} of {record['chunks']:,}" if "chunks" in record else pages.MISSING
+            ),
+        },
+    ),
+}
+
+
+def run(recipe: Recipe, encoder: str, flags: argparse.Namespace) -> None:
+    """Train a family unless its model is there, evaluate it through a new service, and append what was measured."""
+    models = flags.models / flags.recipe / encoder
+    train, evaluate = importlib.import_module(recipe.train), importlib.import_module(recipe.evaluate)
+    quick = ["--quick"] if flags.quick else []
+    if not (models / encoder / "1").is_dir():
+        line = ["--encoder", encoder, "--name", encoder, "--models", str(models), "--results", str(flags.results), *quick]
+        if train.main([*line, *shlex.split(flags.train)]):
+            raise SystemExit(2)
+    trained = [
+        record for record in records.read(flags.results) if record["kind"] == "training" and record["encoder"] == encoder
+    ]
+    threshold = ["--threshold", str(trained[-1]["threshold"])] if "threshold" in trained[-1] else []
+    part = flags.results.with_suffix(f".{encoder}.tmp")
+    part.unlink(missing_ok=True)
+    with running(models, "cpu") as service:
+        line = ["--model", encoder, "--url", service.url, "--results", str(part), *threshold]
+        if evaluate.main([*line, *shlex.split(flags.evaluate)]):
+            raise SystemExit(1)
+    records.append(flags.results, records.read(part)[-1] | {"encoder": encoder, "quick": flags.quick})
+    part.unlink()
+
+
+def lines(recipe: Recipe, measured: list[Record]) -> list[str]:
+    """Return the table of a results file, without quick trials. A later record of a family replaces an earlier one."""
+    full = [record for record in measured if not record["quick"]]
+    families: dict[str, Record] = {}
+    for kind in ("training", "served"):
+        for record in full:
+            if record["kind"] == kind:
+                families[record["encoder"]] = families.get(record["encoder"], {}) | record
+    rows = [[encoder, *(write(record) for write in recipe.columns.values())] for encoder, record in families.items()]
+    if not rows:
+        return ["No measurements are recorded yet."]
+    return [*pages.table(("family", *recipe.columns), rows), "", pages.places(full)]
+
+
+def arguments(line: list[str] | None) -> argparse.Namespace:
+    def words(text: str) -> list[str]:
+        return [] if text == "none" else text.split(",")
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", choices=RECIPES)
+    parser.add_argument("--encoders", type=words, default=list(STEP_ENCODERS), help="families (default: all)")
+    parser.add_argument("--train", default="", metavar="FLAGS", help="more flags of the training")
+    parser.add_argument("--evaluate", default="", metavar="FLAGS", help="more flags of the evaluation")
+    parser.add_argument("--models", type=Path, default=Path("build/streams"), help="folder for models (default: %(default)s)")
+    parser.add_argument("--results", type=Path, help="results file (default: results-RECIPE.jsonl beside this script)")
+    parser.add_argument("--page", type=Path, default=HERE / "README.md", help="page with the table (default: %(default)s)")
+    parser.add_argument("--quick", action="store_true", help="small models, whose figures stay out of the table")
+    flags = parser.parse_args(line)
+    flags.results = flags.results or HERE / f"results-{flags.recipe}.jsonl"
+    return flags
+
+
+def main(line: list[str] | None = None) -> int:
+    flags = arguments(line)
+    recipe = RECIPES[flags.recipe]
+    for encoder in flags.encoders:
+        run(recipe, encoder, flags)
+    pages.put(flags.page, flags.recipe, lines(recipe, records.read(flags.results)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
