@@ -1,7 +1,7 @@
 """Send simulated streams to a running service, row by row, and print how good the intervals of a forecast and its anomaly scores are.
 
 Each stream is a session. The answer to a row has the quantiles of the next one, and a reading is unexpected when it is far from them. The
-threshold is the score that one of 1,000 readings of ordinary streams exceeds. Then streams with faults of a sensor follow.
+threshold is the score that one of 100 steps of ordinary streams exceeds. Then streams with faults of a sensor follow.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ async def times(url: str, model: str, stream: Streams) -> list[float]:
 def evaluate(url: str, model: str, flags: argparse.Namespace) -> records.Record:
     ordinary = streams((TEST, flags.seed, 0), flags.streams, flags.steps + 1)
     forecast, following = asyncio.run(forecasts(url, model, ordinary))[:, FIRST:], ordinary[:, 1 + FIRST :].astype(np.float64)
-    limit = threshold(surprise(forecast, following), 0.001)
+    limit = threshold(surprise(forecast, following), flags.false_alarms)
     faulty, faults = plant(
         np.random.default_rng((TEST, flags.seed)), streams((TEST, flags.seed, 1), flags.streams, flags.steps + 1)
     )
@@ -82,6 +82,7 @@ def arguments(line: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", required=True, help="name of a model by train_forecast.py")
     parser.add_argument("--streams", type=int, default=32, help="of each kind (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=1000, help="forecasts of each stream (default: %(default)s)")
+    parser.add_argument("--false-alarms", type=float, default=0.01, help="share of ordinary steps (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="of the streams (default: %(default)s)")
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="address of the service (default: %(default)s)")
     parser.add_argument("--results", type=Path, help="results file to which the figures are appended (default: none)")

@@ -72,7 +72,7 @@ def train(settings: Settings) -> tuple[SignalModel, float]:
 def forecast(model: SignalModel, readings: Tensor) -> Tensor:
     """Return (streams, steps, channels, quantiles) of (streams, steps, channels)."""
     values: Tensor = model(readings, torch.full((len(readings),), readings.shape[1]))
-    return values.unflatten(-1, (len(CHANNELS), len(QUANTILES)))
+    return values.view(*readings.shape[:2], len(CHANNELS), len(QUANTILES))
 
 
 def loss(forecasts: Tensor, following: Tensor) -> Tensor:

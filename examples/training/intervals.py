@@ -37,7 +37,8 @@ def surprise(forecasts: Forecasts, following: Array) -> Array:
     """Return (streams, steps), the anomaly score of each next reading: its distance from the median, in halves of the interval, of the
     channel where that is largest."""
     halves = np.maximum((forecasts[..., -1] - forecasts[..., 0]) / 2, 1e-6)
-    return (np.abs(following - forecasts[..., 1]) / halves).max(axis=-1)
+    scores: Array = (np.abs(following - forecasts[..., 1]) / halves).max(axis=-1)
+    return scores
 
 
 def threshold(scores: Array, false_alarms: float) -> float:

@@ -90,7 +90,7 @@ class Windows:
         """Yield batches of frames, labels and weights that have as many frames as the part, in random order."""
         streams, count = self.frames.shape[:2]
         places = [(stream, start) for stream in range(streams) for start in range(0, count - self.length + 1, self.length)]
-        for batch in torch.randperm(len(places)).split(size):
+        for batch in torch.split(torch.randperm(len(places)), size):
             shift = torch.randint(self.length, (len(batch),)).tolist()
             cuts = [
                 (places[index][0], min(places[index][1] + by, count - self.length))

@@ -83,7 +83,7 @@ def fit(series: list[Series], labels: tuple[str, ...], settings: Settings) -> tu
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, steps)
     start = time.monotonic()
     for _ in range(settings.epochs):
-        for rows in torch.randperm(len(series)).split(settings.batch):
+        for rows in torch.split(torch.randperm(len(series)), settings.batch):
             batch = Batch.of([series[index] for index in rows.tolist()], labels)
             scores = model(batch.rows + deviations * torch.randn(batch.rows.shape), batch.lengths)
             optimizer.zero_grad()

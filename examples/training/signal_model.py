@@ -47,7 +47,7 @@ class SignalModel(StepModel):
     def below_encoder(self, inputs: Tensor, lengths: Tensor) -> Tensor:
         """Return the inputs of the encoder."""
         gain, offset, mean, variance = self.norm
-        scaled = gain * (inputs - mean) / (variance + EPSILON).sqrt() + offset
+        scaled: Tensor = gain * (inputs - mean) / (variance + EPSILON).sqrt() + offset
         if self.front is None:
             return scaled
         before = (self.front.kernel_size[0] - 1, 0)

@@ -89,7 +89,8 @@ def say(text: str, voice: Voice) -> Samples:
     samples = resample(np.frombuffer(spoken[HEADER_BYTES:], "<i2").astype(np.float32))
     peak = np.abs(samples).max(initial=1e-9)
     loud = np.flatnonzero(np.abs(samples) > LOUD * peak)
-    return samples[: loud[-1] + 1 if len(loud) else 0] / peak
+    utterance: Samples = samples[: loud[-1] + 1 if len(loud) else 0] / peak
+    return utterance
 
 
 def resample(samples: Samples) -> Samples:
@@ -108,7 +109,7 @@ def near_misses(keyword: str) -> tuple[str, ...]:
 
 
 def pick(random: Generator, choices: Sequence[str]) -> str:
-    return choices[random.integers(len(choices))]
+    return choices[int(random.integers(len(choices)))]
 
 
 def word(random: Generator, keyword: str, near: float) -> str:
@@ -169,7 +170,8 @@ def noise(random: Generator, count: int) -> Samples:
     """Return noise of standard deviation 1 whose spectrum falls by 0 to 6 dB an octave."""
     spectrum = np.fft.rfft(random.normal(size=count)) / np.maximum(1, np.arange(count // 2 + 1)) ** random.uniform(0, 1)
     samples = np.fft.irfft(spectrum, count)
-    return (samples / samples.std()).astype(np.float32)
+    scaled: Samples = (samples / samples.std()).astype(np.float32)
+    return scaled
 
 
 def decibels(level: float) -> float:
