@@ -60,3 +60,10 @@ def _windows(readings: Readings, steps: int) -> NDArray[np.float64]:
     windows = sliding_window_view(readings, steps, axis=1)
     flat = windows.reshape(*windows.shape[:2], -1).astype(np.float64)
     return np.concatenate([flat, np.ones((*flat.shape[:2], 1))], axis=-1)
+
+
+def line(name: str, errors: NDArray[np.float64]) -> str:
+    """Return the line of a table: medians of `errors_by_seed`, and of all channels also the lowest and highest seed."""
+    medians = " | ".join(f"{median:.3f}" for median in np.median(errors, axis=0))
+    all_channels = errors[:, -1]
+    return f"| {name} | {medians} ({all_channels.min():.3f} to {all_channels.max():.3f}) |"

@@ -11,14 +11,14 @@ import string
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-import numpy as np
 import torch
-from forecasts import Forecast, Regression, errors_by_seed, repeat_last_reading
+from forecasts import Forecast, Regression, errors_by_seed, line, repeat_last_reading
 from signals import CHANNELS, JUMP_EVERY, JUMP_SPREAD, NOISE, Readings, streams
 from torch import Tensor, nn
+from training import flags as setting_flags
 
 from service.modeling import spec, store
 from service.modeling.spec import LSTMLayer, ModelSpec, RegressHead, SequenceInput
@@ -31,8 +31,6 @@ TRAINING, SETTINGS, TEST = range(3)
 """The first number of every seed, by the purpose of its streams."""
 SEEDS, STREAMS_PER_SEED = 5, 32
 """Seeds of an evaluation, and streams of each seed."""
-
-State = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,7 @@ class Forecaster(nn.Module):
         nn.init.zeros_(self.lstm.get_parameter("bias_hh_l0")).requires_grad_(False)
         self.head = nn.Linear(hidden, len(CHANNELS))
 
-    def forward(self, readings: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+    def forward(self, readings: Tensor, state: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Return the forecasts after each step and the state after the last step. readings: (streams, steps, channels)."""
         steps, state = self.lstm(readings, state)
         return self.head(steps), state
@@ -109,7 +107,7 @@ def train(settings: Settings) -> Forecaster:
 
 def learn(model: Forecaster, batch: Tensor, optimizer: torch.optim.Optimizer, chunk: int) -> None:
     """Train on one batch, chunk by chunk. The state carries over to the next chunk, the gradient does not."""
-    state: State | None = None
+    state: tuple[Tensor, Tensor] | None = None
     chunks = zip(torch.split(batch[:, :-1], chunk, dim=1), torch.split(batch[:, 1:], chunk, dim=1), strict=True)
     for readings, following in chunks:
         forecasts, (hidden, cell) = model(readings, state)
@@ -154,12 +152,6 @@ def table(model: Forecaster, purpose: int) -> Iterator[str]:
     yield line(f"{NAME}, steps {late + 1:,} to {MAX_STEPS:,} of longer streams", long)
 
 
-def line(name: str, errors: np.ndarray[tuple[int, ...], np.dtype[np.float64]]) -> str:
-    medians = " | ".join(f"{median:.3f}" for median in np.median(errors, axis=0))
-    all_channels = errors[:, -1]
-    return f"| {name} | {medians} ({all_channels.min():.3f} to {all_channels.max():.3f}) |"
-
-
 def train_and_write(settings: Settings, models: Path) -> None:
     start = time.monotonic()
     model = train(settings)
@@ -173,9 +165,8 @@ def train_and_write(settings: Settings, models: Path) -> None:
 
 
 def card(settings: Settings, measured: str) -> str:
-    flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in asdict(settings).items())
-    steps = settings.rounds * settings.streams * STEPS
-    values = asdict(settings) | {"name": NAME, "flags": flags, "measured": measured, "steps": f"{steps / 1e6:.0f} million"}
+    steps = f"{settings.rounds * settings.streams * STEPS / 1e6:.0f} million"
+    values = asdict(settings) | {"name": NAME, "flags": setting_flags.words(settings), "measured": measured, "steps": steps}
     values |= {"noise": NOISE, "jump_every": JUMP_EVERY, "jump_spread": JUMP_SPREAD, "max_steps": f"{MAX_STEPS:,}"}
     return string.Template(CARD_TEMPLATE.read_text()).substitute(values)
 
@@ -184,15 +175,16 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", type=Path, default="models", help="models folder to write to (default: %(default)s)")
     parser.add_argument("--holdout", action="store_true", help="evaluate on held-out streams, write nothing")
-    for field in fields(Settings):
-        parser.add_argument(f"--{field.name}", type=type(field.default), default=field.default, help="default: %(default)s")
+    parser.add_argument("--quick", action="store_true", help="a small model and one short round")
+    setting_flags.add(parser, {"lstm": Settings()})
     return parser.parse_args(words)
 
 
 def main(words: list[str] | None = None) -> int:
     flags = arguments(words)
     torch.set_num_threads(1)  # the model is small, and one thread sums in a fixed order
-    settings = Settings(**{field.name: getattr(flags, field.name) for field in fields(Settings)})
+    settings = Settings(hidden=8, rounds=1, streams=16, batch=8) if flags.quick else Settings()
+    settings = replace(settings, **setting_flags.given(flags, settings))
     if flags.holdout:
         print("\n".join(table(train(settings), SETTINGS)))
     else:

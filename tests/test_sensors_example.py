@@ -109,6 +109,12 @@ def test_training_writes_a_servable_folder(
     assert [type(value) for value in output["value"]] == [float] * 3
 
 
+def test_quick_training_writes_a_small_model(example: Any, tmp_path: Path) -> None:
+    assert example.main(["--quick", "--models", str(tmp_path), "--seed", "3"]) == 0
+    card = (tmp_path / "sensor-forecast" / "1" / spec.CARD).read_text()
+    assert "--hidden 8 --rounds 1 --streams 16" in card and "--seed 3" in card
+
+
 def test_training_is_reproducible(example: Any) -> None:
     settings = example.Settings(hidden=4, rounds=1, streams=4, batch=2)
     weights, repeated = (example.train(settings).tensors() for _ in range(2))
