@@ -140,8 +140,7 @@ def test_table_has_means_and_deviations() -> None:
     assert "Measured on P, from 2026-01-02 to 2026-01-02." in lines and "trial" not in lines
 
 
-@pytest.mark.parametrize(("script", "file"), [("compare_series", "results-series.jsonl")])
-def test_readme_has_the_table_of_the_results_file(script: str, file: str) -> None:
-    recipe, pages, records = module(script), module("training.pages"), module("training.records")
-    lines = [line for line in recipe.lines(records.read(ROOT / "examples" / file)) if line]
-    assert [line for line in pages.drawn(ROOT / "examples" / "README.md", recipe.MARK) if line] == lines
+def test_readme_has_the_table_of_the_results_file() -> None:
+    compare, pages, records = module("compare_series"), module("training.pages"), module("training.records")
+    lines = compare.lines(records.read(ROOT / "examples" / "results-series.jsonl"))
+    assert pages.drawn(ROOT / "examples" / "README.md", compare.MARK) == lines
