@@ -162,7 +162,7 @@ def trained(speech: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 def test_recipe_trains_and_evaluates_through_the_service(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The small model hears little, so only the counts are checked, and that the service says what PyTorch says."""
+    """The small model hears little, so only the counts are checked. The service must have the probabilities of PyTorch."""
     folder = trained / "computer-qrnn" / "1"
     card = (folder / spec.CARD).read_text()
     assert "--keyword computer --quick" in card and "$" not in card

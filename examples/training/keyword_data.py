@@ -21,7 +21,7 @@ TRAINING, DEVELOPMENT, TEST = range(3)
 SPEAKING = 2 * (os.cpu_count() or 1)
 """Threads that wait for espeak-ng."""
 SHARE, NEAR = 0.6, 0.05
-"""Share of what is between two pauses that ends with the keyword, and share of the words that are near misses."""
+"""Share of utterances that end with the keyword, and share of near misses among the words. An utterance is between two pauses."""
 AFTER, UNDECIDED = 0.2, 0.1
 """Seconds after the end of a keyword in which frames are positive, and seconds around these in which frames do not count."""
 CUT_FRAMES = 80

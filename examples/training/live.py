@@ -37,7 +37,7 @@ async def answer(socket: ClientConnection, rows: Rows) -> Any:
 
 
 async def outputs(url: str, model: str, chunks: Iterable[Rows]) -> list[Any]:
-    """Return the outputs of the chunks of one session, each sent when the one before it is answered."""
+    """Return the outputs of the chunks of one session, each sent when the previous chunk is answered."""
     async with session(url, model) as socket:
         return [await answer(socket, chunk) for chunk in chunks]
 
@@ -62,7 +62,7 @@ async def in_real_time(
     """Return the replies of one session whose chunks are complete at regular times.
 
     rows: makes the model's input of a chunk, when the chunk is complete. delay: seconds until the stream starts. A chunk that is due before
-    the reply to the one before it is sent right after this reply, and its time counts from when it was due.
+    the reply to the previous chunk is sent right after this reply, and its time counts from the moment at which it was due.
     """
     replies = []
     async with session(url, model) as socket:

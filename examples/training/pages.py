@@ -1,4 +1,4 @@
-"""Puts tables of a results file into a page, each between two marks of its own. Requires the standard library only."""
+"""Puts tables of a results file into a page, between marks with the name of the table. Requires the standard library only."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ def sentences(random: Generator, keyword: str, near: float) -> str:
 
 
 def speech(random: Generator, speakers: tuple[str, ...], seconds: float, keyword: str, share: float, near: float) -> Stream:
-    """Return speech with pauses. `share` of what is between two pauses ends with the keyword, the rest are sentences without it."""
+    """Return speech with pauses. `share` of the utterances end with the keyword, the others are sentences without it."""
     parts, ends, length = [], [], 0
     voice = Voice.random(random, speakers)
     while length < seconds * RATE:
