@@ -83,8 +83,9 @@ EXPOSE 8000 8001 8002
 STOPSIGNAL SIGTERM
 HEALTHCHECK --interval=5s --timeout=3s --start-period=120s --retries=3 CMD ["python", "-Ic", "\
 import http.client, os, ssl; \
-place = '127.0.0.1', int(os.environ.get('SEQSERVE_PORT', '8000')); \
-tls = {'context': ssl._create_unverified_context()} if os.environ.get('SEQSERVE_TLS_CERT') else None; \
+health = os.environ.get('SEQSERVE_HEALTH_PORT', 'off'); \
+place = '127.0.0.1', int(os.environ.get('SEQSERVE_PORT', '8000') if health == 'off' else health); \
+tls = {'context': ssl._create_unverified_context()} if health == 'off' and os.environ.get('SEQSERVE_TLS_CERT') else None; \
 service = http.client.HTTPSConnection(*place, timeout=2, **tls) if tls else http.client.HTTPConnection(*place, timeout=2); \
 service.request('GET', '/readyz'); \
 raise SystemExit(service.getresponse().status != 200)"]

@@ -62,6 +62,7 @@ def serve(settings: Settings) -> int:
         address = f"{scheme}://{addresses.http}"
         others = f" and for gRPC on {addresses.grpc}" if addresses.grpc else ""
         others += f" and for administration on {scheme}://{addresses.admin}" if addresses.admin else ""
+        others += f" and for health on http://{addresses.health}" if addresses.health else ""
         body = json.dumps(_example(supervisor.manifest))
         print(f"seqserve is ready on {address}{others} after {time.monotonic() - started:.1f} s. Try it:\n")
         print(f"curl -s {address}/infer -H 'Content-Type: application/json' -d '{body}'\n", flush=True)
@@ -247,6 +248,9 @@ def _parser() -> argparse.ArgumentParser:
         command, "--admin-port", metavar="off|PORT", help="separate port for administration and metrics; 0 takes a free port"
     )
     _setting(command, "--admin-host", metavar="HOST", help="address to listen on for administration and metrics")
+    _setting(
+        command, "--health-port", metavar="off|PORT", help="separate port for health checks and metrics; 0 takes a free port"
+    )
     _setting(command, "--device", metavar="auto|cpu|cuda:N,...", help="devices to run on, one engine for each")
     _setting(command, "--frontends", metavar="auto|N", help="number of processes that parse requests")
     _setting(command, "--keys", metavar="FILE", help="TOML file of keys, which requests then need")

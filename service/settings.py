@@ -127,6 +127,9 @@ class Settings(BaseModel):
     which the ready line names."""
     admin_host: str = "127.0.0.1"
     """Address on which the service listens for admin_port."""
+    health_port: Annotated[Literal["off"] | int, BeforeValidator(_off_or_port)] = OFF
+    """Separate HTTP port, on the same address, that answers /healthz, /readyz and, without TLS, /metrics however busy the other ports
+    are; 0 takes a free port, which the ready line names."""
     grpc_reflection: bool = True
     """Whether gRPC clients may ask which methods and messages there are."""
     tls_cert: str = ""
@@ -318,6 +321,7 @@ class Settings(BaseModel):
     def _limits_fit_together(self) -> Settings:
         named = {"port": self.port, "grpc_port": self.grpc_port if self.grpc else 0}
         named["admin_port"] = 0 if self.admin_port == OFF else self.admin_port
+        named["health_port"] = 0 if self.health_port == OFF else self.health_port
         named["peer_port"] = self.peer_port if self.peers else 0
         if self.peers and not self.peer_keys:
             raise ValueError(

@@ -47,7 +47,7 @@ class Server:
                 env=os.environ | {f"SEQSERVE_{name.upper()}": value for name, value in (DEFAULTS | variables).items()},
             )
         started = time.monotonic()
-        self.address, self.grpc, self.admin = self._await_addresses()
+        self.address, self.grpc, self.admin, self.health = self._await_addresses()
         self.start_seconds = time.monotonic() - started
         self.client = httpx.Client(base_url=self.address, timeout=30, trust_env=False)
 
@@ -91,14 +91,16 @@ class Server:
             if self.process.stdout is not None:
                 self.process.stdout.close()
 
-    def _await_addresses(self) -> tuple[str, str, str]:
-        """Return the addresses of HTTP, of gRPC and of administration; empty without these ports."""
+    def _await_addresses(self) -> tuple[str, str, str, str]:
+        """Return the addresses of HTTP, of gRPC, of administration and of health checks; empty without these ports."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if found := re.search(
-                r"ready on (https?://\S+)(?: and for gRPC on (\S+))?(?: and for administration on (\S+))?", line
+                r"ready on (https?://\S+)(?: and for gRPC on (\S+))?(?: and for administration on (\S+))?"
+                r"(?: and for health on (\S+))?",
+                line,
             ):
-                return found[1], found[2] or "", found[3] or ""
+                return found[1], found[2] or "", found[3] or "", found[4] or ""
         self.process.stdout.close()
         raise AssertionError(f"the server ended with {self.process.wait()}:\n{self.log_file.read_text()}")
 

@@ -10,6 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = {"service.ipc", "service.cores", "service.errors", "service.log", "service.metrics", "service.settings"}
+EXPOSITION = {"service.exposition", "service.triton_statistics"}
 EVERYTHING = {"service", "loadtest"}
 SCHEDULING = {
     *("service.engine.batching.scheduler", "service.engine.batching.batch_builder", "service.engine.batching.model_queue"),
@@ -24,6 +25,8 @@ MAY_IMPORT: dict[str, set[str]] = {  # the rule with the longest matching name h
     **{f"service.{name}": EVERYTHING for name in ("__main__", "cli")},
     "service.local": {*EVERYTHING, "kernels"},
     **{f"service.{name}": {"service.errors"} for name in ("errors", "log", "settings", "metrics")},
+    "service.triton_statistics": {"service.errors", "service.metrics"},
+    "service.exposition": {"service.metrics", "service.triton_statistics"},
     "service.cores": {"service.settings"},
     "service.client_access": {"service.errors", "service.settings"},
     "service.top": {"service.client_access", "service.errors", "service.metrics", "service.settings"},
@@ -39,10 +42,10 @@ MAY_IMPORT: dict[str, set[str]] = {  # the rule with the longest matching name h
     "service.exporters": {"kernels", "service.modeling", "service.importers.draft", "service.errors", "service.settings"},
     "service.compress": {"kernels", "service.modeling", "service.cores", "service.errors", "service.settings"},
     "service.access": {"service.errors", "service.ipc.messages", "service.settings"},
-    "service.frontend": {"service.access", "service.modeling.spec", "service.modeling.tokenizer", *SHARED},
+    "service.frontend": {"service.access", "service.modeling.spec", "service.modeling.tokenizer", *EXPOSITION, *SHARED},
     "service.tracer": SHARED,
     "service.mover": {"service.access", *SHARED},
-    "service.supervisor": {"service.modeling.spec", *SHARED},
+    "service.supervisor": {"service.access", "service.modeling.spec", *EXPOSITION, *SHARED},
 }
 WEB = {"fastapi", "starlette", "uvicorn", "httptools", "websockets", "grpc", "aiohttp"}
 TENSORS = {"torch", "cupy", "safetensors"}

@@ -22,9 +22,9 @@ class MetricsAggregator:
         self._supervisor_metrics = supervisor_metrics
         self._ended: Snapshot = {}
 
-    async def collect(self, children: Collection[Child]) -> Snapshot:
+    async def collect(self, children: Collection[Child], timeout: float) -> Snapshot:
         """Return the metrics of all processes. A child that does not reply in time counts with its last known values."""
-        await asyncio.gather(*map(self._update, children))
+        await asyncio.gather(*(self._update(child, timeout) for child in children))
         return merged([self._supervisor_metrics.snapshot(), self._ended, *(child.metrics for child in children)])
 
     def keep_totals(self, child: Child) -> None:
@@ -37,6 +37,6 @@ class MetricsAggregator:
         self._ended = without(self._ended, name, version)
 
     @staticmethod
-    async def _update(child: Child) -> None:
+    async def _update(child: Child, timeout: float) -> None:
         with contextlib.suppress(ServiceError):
-            child.metrics = (await child.call(CollectMetrics(), MetricsCollected, timeout=COLLECT_SECONDS)).snapshot
+            child.metrics = (await child.call(CollectMetrics(), MetricsCollected, timeout=timeout)).snapshot

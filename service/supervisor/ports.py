@@ -14,25 +14,30 @@ BACKLOG = 2048
 
 
 class ListeningSockets(NamedTuple):
-    """The sockets of the service. grpc, admin, peers: None without these ports. All but `peers`, which is the mover's, are for clients."""
+    """The sockets of the service. grpc, admin, peers, health: None without these ports. `peers` is the mover's and `health` the
+    supervisor's; the others are the frontends'.
+    """
 
     http: socket.socket
     grpc: socket.socket | None
     admin: socket.socket | None
     peers: socket.socket | None = None
+    health: socket.socket | None = None
 
     def close(self) -> None:
-        for listening in self:
+        """Close all but the health port, which answers until the service has ended."""
+        for listening in self[:-1]:
             if listening is not None:
                 listening.close()
 
 
 class Addresses(NamedTuple):
-    """Host and port of each listening socket for clients. grpc, admin: None without these ports."""
+    """Host and port of each listening socket for clients. grpc, admin, health: None without these ports."""
 
     http: str
     grpc: str | None
     admin: str | None
+    health: str | None = None
 
 
 def open_sockets(settings: Settings) -> ListeningSockets:
@@ -47,18 +52,24 @@ def open_sockets(settings: Settings) -> ListeningSockets:
             )
         peers = None
         if settings.peers:
-            peers = _open_http(settings.host, settings.peer_port, "choose another with SEQSERVE_PEER_PORT")
+            peers = on_error.enter_context(
+                _open_http(settings.host, settings.peer_port, "choose another with SEQSERVE_PEER_PORT")
+            )
+        health = None
+        if settings.health_port != OFF:
+            health = _open_http(settings.host, settings.health_port, "choose another with --health-port")
         on_error.pop_all()
-    return ListeningSockets(http, grpc, admin, peers)
+    return ListeningSockets(http, grpc, admin, peers, health)
 
 
 def addresses(sockets: ListeningSockets, settings: Settings) -> Addresses:
     """Return where clients find the service."""
-    http, grpc, admin, _ = sockets
+    http, grpc, admin, _, health = sockets
     return Addresses(
         _address(http, settings.host),
         None if grpc is None else _address(grpc, settings.host),
         None if admin is None else _address(admin, settings.admin_host),
+        None if health is None else _address(health, settings.host),
     )
 
 

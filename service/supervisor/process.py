@@ -230,8 +230,9 @@ def _descriptors(sockets: ListeningSockets, role: str) -> dict[str, int]:
     """Return the descriptors of the open sockets that a process of this role has, by field of ProcessConfig."""
     if role not in (FRONTEND, MOVER):
         return {}
-    named = {name: listening.fileno() for name, listening in sockets._asdict().items() if listening is not None}
-    return {name: descriptor for name, descriptor in named.items() if (name == "peers") == (role == MOVER)}
+    names = ("peers",) if role == MOVER else ("http", "grpc", "admin")
+    named = {name: getattr(sockets, name) for name in names}
+    return {name: listening.fileno() for name, listening in named.items() if listening is not None}
 
 
 def connect(other: Child, engine: Child) -> None:

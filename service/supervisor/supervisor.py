@@ -36,10 +36,11 @@ from service.ipc.quota_counts import QuotaCounts
 from service.ipc.session_journal import SessionJournal, journal_records
 from service.ipc.trace_socket import TraceSockets
 from service.log import Log
-from service.metrics import Metrics
+from service.metrics import Metrics, Snapshot
 from service.settings import Settings
 from service.supervisor import numa, ports
-from service.supervisor.metrics_aggregator import MetricsAggregator
+from service.supervisor.health import HealthPort
+from service.supervisor.metrics_aggregator import COLLECT_SECONDS, MetricsAggregator
 from service.supervisor.placement import place_processes
 from service.supervisor.ports import Addresses
 from service.supervisor.process import ENGINE, FRONTEND, MOVER, TRACER, Child, connect, start
@@ -68,6 +69,7 @@ class Supervisor:
         self._announced = False
         self._metrics = Metrics()
         self._metrics.ready.set(0.0)
+        self._is_ready = False
         self._metrics_aggregator = MetricsAggregator(self._metrics)
         self._children: dict[str, Child] = {}
         self._exits: dict[str, list[float]] = {}
@@ -111,6 +113,8 @@ class Supervisor:
         self._connection_counts = ConnectionCounts.create(self._placement.frontends)
         self._quota_counts = QuotaCounts.create(self._placement.frontends)
         self._sockets = ports.open_sockets(settings)
+        health = self._sockets.health
+        self._health = None if health is None else HealthPort(health, settings, lambda: self._is_ready, self._collect, log)
 
     @property
     def manifest(self) -> Manifest:
@@ -141,6 +145,8 @@ class Supervisor:
         loop.add_signal_handler(signal.SIGTERM, self._stop_requested.set)
         loop.add_signal_handler(signal.SIGINT, self._interrupt)
         try:
+            if self._health is not None:
+                await self._health.open()
             async with asyncio.TaskGroup() as tasks:
                 running = {name: tasks.create_task(self._keep_running(name)) for name in self._names}
                 watching = [tasks.create_task(self._watch_heartbeats())]
@@ -166,6 +172,8 @@ class Supervisor:
             child.close_channel()
         await asyncio.gather(*(child.reap(PATIENCE_SECONDS) for child in children))
         await asyncio.gather(*self._calls.values(), return_exceptions=True)
+        if self._health is not None:
+            self._health.close()
         for journal in self._journals.values():
             journal.close()
         if self._traces is not None:
@@ -278,7 +286,8 @@ class Supervisor:
     def _update_ready(self) -> None:
         """The service is ready while an engine and a frontend are. It is announced once all processes are."""
         ready = [child for child in self._children.values() if child.ready]
-        self._metrics.ready.set(float({child.role for child in ready} >= {ENGINE, FRONTEND} and not self._draining))
+        self._is_ready = {child.role for child in ready} >= {ENGINE, FRONTEND} and not self._draining
+        self._metrics.ready.set(float(self._is_ready))
         if not self._announced and len(ready) == len(self._names) and not self._leaving_out:
             self._announced = True
             try:
@@ -333,10 +342,13 @@ class Supervisor:
         if call is not None:
             call.cancel()
 
+    async def _collect(self, timeout: float) -> Snapshot:
+        return await self._metrics_aggregator.collect(list(self._children.values()), timeout)
+
     # Calls of the children.
 
     async def _handle_scrape(self, message: messages.ScrapeMetrics) -> Reply:
-        return MetricsCollected(await self._metrics_aggregator.collect(list(self._children.values())))
+        return MetricsCollected(await self._collect(COLLECT_SECONDS))
 
     async def _handle_list_models(self, message: messages.ListModels) -> Reply:
         return ModelsListed(await self._model_reloader.index())

@@ -68,10 +68,10 @@ def answering(status: int) -> Iterator[str]:
         server.shutdown()
 
 
-def health(port: str) -> int:
+def health(port: str, **variables: str) -> int:
     """Return the exit status of the image's health check."""
     _, *command = json.loads(instructions("HEALTHCHECK")[0].partition("CMD ")[2])
-    environment = {**os.environ, "SEQSERVE_PORT": port}
+    environment = {**os.environ, "SEQSERVE_PORT": port, **variables}
     return subprocess.run([sys.executable, *command], env=environment, capture_output=True, timeout=30).returncode
 
 
@@ -111,6 +111,13 @@ def test_variables_of_the_image_are_settings() -> None:
 def test_health_check_passes_only_when_ready(status: int, healthy: bool) -> None:
     with answering(status) as port:
         assert (health(port) == 0) is healthy
+
+
+def test_health_check_asks_the_health_port() -> None:
+    """It speaks plain HTTP, also where the main port has TLS."""
+    with answering(200) as port:
+        assert health("1", SEQSERVE_HEALTH_PORT=port, SEQSERVE_TLS_CERT="certificate.pem") == 0
+        assert health(port, SEQSERVE_HEALTH_PORT="off") == 0
 
 
 def test_health_check_fails_on_a_closed_port() -> None:

@@ -1,18 +1,30 @@
-"""/metrics always answers soon, whichever other process stands still. Runs only when the folder is named: `make test-long`."""
+"""Health checks and /metrics answer soon, whichever other process stands still and however many requests arrive.
+
+Runs only when the folder is named: `make test-long`.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import statistics
+import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
 
+from loadtest.callers import Target
+from loadtest.generator.job import Job
+from loadtest.generator.process import run_in_process
+from tests import planted
 from tests.serving import Server, eventually, serving
 
 LIMIT_SECONDS = 0.3
@@ -76,3 +88,116 @@ def test_metrics_answer_within_300_ms_while_the_supervisor_is_stopped(models_fol
         with stopped(server.process.pid):
             seconds = [scrape(server.client) for _ in range(SCRAPES)]
         assert statistics.median(seconds) < LIMIT_SECONDS, seconds
+
+
+# Overload.
+
+LIMITS_SECONDS = {"/healthz": 0.1, "/readyz": 0.1, "/metrics": 0.3}
+CALLERS = 1000
+OVERLOAD = 20
+OVERLOAD_SECONDS = 20.0
+WARM_UP_SECONDS = 2.0
+CHECK_PAUSE_SECONDS = 0.05
+LAG_SECONDS, LAGS = 0.01, 10
+"""How long a thread of the client sleeps between two measurements of its lag, and how many times its worst lag is added to each limit: each
+process on the way of a check waits for a core as the client does."""
+
+
+class Checks:
+    """The seconds that health checks took, by path, and the worst lag of this process meanwhile."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, list[float]] = defaultdict(list)
+        self.lag = 0.0
+        self._ended = threading.Event()
+
+    def run(self, address: str) -> None:
+        """Send each check on a new connection, as probes do, until `end`."""
+        threading.Thread(target=self._measure_lag, daemon=True).start()
+        with httpx.Client(base_url=address, timeout=30, trust_env=False, headers={"Connection": "close"}) as client:
+            while not self._ended.is_set():
+                for path in LIMITS_SECONDS:
+                    before = time.monotonic()
+                    answer = client.get(path)
+                    self.seconds[path].append(time.monotonic() - before)
+                    assert answer.status_code == 200, answer.text
+                time.sleep(CHECK_PAUSE_SECONDS)
+
+    def end(self) -> None:
+        self._ended.set()
+
+    def late(self) -> dict[str, float]:
+        """Return the longest check of each path that took too long."""
+        allowance = LAGS * self.lag
+        return {
+            path: max(self.seconds[path])
+            for path, limit in LIMITS_SECONDS.items()
+            if max(self.seconds[path]) > limit + allowance
+        }
+
+    def __str__(self) -> str:
+        paths = (
+            f"{path} {1000 * statistics.median(seconds):.1f} ms, at most {1000 * max(seconds):.1f} ms of {len(seconds)}"
+            for path, seconds in self.seconds.items()
+        )
+        return "; ".join([*paths, f"the client's worst lag was {1000 * self.lag:.1f} ms"])
+
+    def _measure_lag(self) -> None:
+        while not self._ended.is_set():
+            due = time.monotonic() + LAG_SECONDS
+            time.sleep(LAG_SECONDS)
+            self.lag = max(self.lag, time.monotonic() - due)
+
+
+def checks_during_overload(server: Server) -> Checks:
+    """Send OVERLOAD times as many requests as the service answers, over CALLERS connections, and checks to the health port."""
+    parts = urlsplit(server.address)
+    body = json.dumps({"model": "words", "inputs": ["how far is the sea ?"]}).encode()
+    requests = [Target.of(server.address, "/infer").request(body)]
+    job = Job("http", str(parts.hostname), int(parts.port or 0), "", requests, "answer", [[]], callers=64, seconds=2, warm_up=1)
+    answered = run_in_process(job).answers / job.seconds
+    job.callers, job.warm_up, job.seconds = CALLERS, WARM_UP_SECONDS, OVERLOAD_SECONDS
+    offered = 0.0
+    # A busy machine may have hidden what the service can do.
+    while offered < OVERLOAD * answered:
+        job.rate = offered = OVERLOAD * answered
+        checks, answered = checked(server, job)
+    return checks
+
+
+def checked(server: Server, job: Job) -> tuple[Checks, float]:
+    """Run a load. Returns the checks meanwhile, and the answers per second."""
+    checks = Checks()
+    with ThreadPoolExecutor(1) as pool:
+        overload = pool.submit(run_in_process, job)
+        checking = threading.Timer(WARM_UP_SECONDS, checks.run, [server.health])
+        checking.start()
+        try:
+            result = overload.result()
+        finally:
+            checks.end()
+            checking.join()
+    answered = result.answers / result.seconds
+    print(f"\n{job.rate:.0f} requests/s are due and {answered:.0f} answered; {checks}")
+    return checks, answered
+
+
+def test_health_port_answers_in_time_during_overload(
+    models_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with serving(models_folder, tmp_path, "--health-port", "0", frontends="2") as server, capsys.disabled():
+        checks = checks_during_overload(server)
+    assert set(checks.seconds) == set(LIMITS_SECONDS) and not checks.late()
+
+
+def test_checks_that_wait_are_detected(models_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The supervisor's event loop stands still for a second, again and again."""
+    planted.plant("busy-supervisor", monkeypatch)
+    with serving(models_folder, tmp_path, "--health-port", "0") as server:
+        checks = Checks()
+        checking = threading.Thread(target=checks.run, args=[server.health])
+        checking.start()
+        time.sleep(5 * planted.BUSY_SECONDS)
+        checks.end()
+        checking.join()
+    assert checks.late()

@@ -10,6 +10,7 @@ PLANTED names one fault of a server:
 - stalled-read: reading a model.toml does not return while a file STALL is next to it; a file STALLED shows that it has begun;
 - timed-callbacks: frontends append each callback of their event loop that takes longer than TIMED_SECONDS to the file CALLBACKS;
 - recorded-network: processes append each use of the network to the file NETWORK: connections, datagrams and look-ups of names;
+- busy-supervisor: the supervisor's event loop stands still for BUSY_SECONDS, again and again, once it watches other processes;
 - portable: a system without memfd_create, eventfd, sched_getaffinity and /proc, whose prctl fails.
 
 MONOTONIC_SHIFT is added to time.monotonic(): the machine seems to have booted at another time. See tests/anywhere.py.
@@ -32,6 +33,7 @@ from typing import Any
 STEPS = 13
 LEAKED_BYTES = 100
 COLD_SECONDS = 0.02
+BUSY_SECONDS = 1.0
 STALL, STALLED = "stall", "stalled"
 TIMED_SECONDS = 0.001
 KERNELS = {
@@ -240,6 +242,22 @@ def into_event_loops(uvicorn_config: Any, fault: str) -> None:
     asyncio.Handle._run = planted  # type: ignore[method-assign]
 
 
+def into_supervisor(supervisor: Any, fault: str) -> None:
+    watch = supervisor.Supervisor._watch_heartbeats
+
+    async def planted(self: Any) -> None:
+        import asyncio
+
+        def stand_still() -> None:
+            time.sleep(BUSY_SECONDS)
+            asyncio.get_running_loop().call_later(BUSY_SECONDS / 10, stand_still)
+
+        stand_still()
+        await watch(self)
+
+    supervisor.Supervisor._watch_heartbeats = planted
+
+
 class Planting(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Plants a fault once its module has been imported. A frontend never imports torch, so nothing is imported early."""
 
@@ -286,6 +304,8 @@ def main() -> None:
     elif fault == "ends":
         sys.meta_path.insert(0, Planting(fault, "service.engine.execution.device_engine", into_launches))
         sys.meta_path.insert(0, Planting(fault, "service.engine.worker", into_workers))
+    elif fault == "busy-supervisor":
+        sys.meta_path.insert(0, Planting(fault, "service.supervisor.supervisor", into_supervisor))
     elif fault == "cold":
         sys.meta_path.insert(0, Planting(fault, "service.engine.worker", into_first_launches))
     elif fault == "unverified":

@@ -45,6 +45,9 @@
 - {name: SEQSERVE_ADMIN_HOST, value: "0.0.0.0"}
 - {name: SEQSERVE_ADMIN_PORT, value: {{ .Values.adminPort | quote }}}
 {{- end }}
+{{- if .Values.healthPort }}
+- {name: SEQSERVE_HEALTH_PORT, value: {{ .Values.healthPort | quote }}}
+{{- end }}
 {{- range $name, $value := .Values.settings }}
 - {name: SEQSERVE_{{ upper $name }}, value: {{ include "seqserve.text" $value | quote }}}
 {{- end }}
@@ -61,4 +64,14 @@
 {{- $resources = merge $resources $gpus }}
 {{- end }}
 {{- toYaml $resources }}
+{{- end }}
+
+{{/* The name of the port that has the metrics. The health port has none where the others have TLS. */}}
+{{- define "seqserve.metricsPort" -}}
+{{- if and .Values.healthPort (not .Values.tls.secret) }}health{{ else }}{{ ternary "admin" "http" (ne (int .Values.adminPort) 0) }}{{ end }}
+{{- end }}
+
+{{/* The port and the scheme of the probes. */}}
+{{- define "seqserve.probed" -}}
+{{- if .Values.healthPort }}port: health{{ else }}port: http, scheme: {{ ternary "HTTPS" "HTTP" (ne .Values.tls.secret "") }}{{ end }}
 {{- end }}

@@ -11,11 +11,10 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from service import __version__
+from service import __version__, triton_statistics
 from service.errors import InvalidInput, Unsupported
 from service.frontend.catalog import ServedModel
 from service.frontend.inference import Frontend
-from service.frontend.oip import statistics
 from service.frontend.oip.tensors import BYTES
 from service.frontend.quoting import quote
 from service.ipc.messages import MAX_POLICY_CHARACTERS
@@ -171,7 +170,7 @@ async def model_statistics(frontend: Frontend, name: str = "", version: str = ""
             else frontend.catalog.served
         )
     snapshot = await frontend.supervisor.scrape()
-    return {"model_stats": statistics.statistics(snapshot, [model.key.labels for model in served])}
+    return {"model_stats": triton_statistics.statistics(snapshot, [model.key.labels for model in served])}
 
 
 async def repository_index(frontend: Frontend, *, ready: bool) -> list[dict[str, Any]]:

@@ -83,7 +83,10 @@ def autoscalers(objects: list[Object]) -> list[Object]:
 
 def metrics_port(objects: list[Object]) -> str:
     """Return the name of the port that has the metrics."""
-    return "http" if settings(objects).admin_port == "off" else "admin"
+    read = settings(objects)
+    if read.health_port != "off" and not read.tls_cert:
+        return "health"
+    return "http" if read.admin_port == "off" else "admin"
 
 
 def names(objects: list[Object]) -> Iterator[str]:
@@ -123,7 +126,9 @@ def selectors_match_the_pods(objects: list[Object]) -> list[str]:
 def ports_exist(objects: list[Object]) -> list[str]:
     ports = {port["name"]: port["containerPort"] for port in container(objects)["ports"]}
     read = settings(objects)
-    listening = {"http": read.port, "grpc": read.grpc_port} | ({} if read.admin_port == "off" else {"admin": read.admin_port})
+    listening: dict[str, int | str] = {"http": read.port, "grpc": read.grpc_port}
+    listening |= {"admin": read.admin_port, "health": read.health_port}
+    listening = {name: port for name, port in listening.items() if port != "off"}
     if read.peers:
         listening["peers"] = read.peer_port
     faults = [] if ports == listening else [f"the container has the ports {ports}, and the service listens on {listening}"]
@@ -146,8 +151,11 @@ def probes_ask_the_right_questions(objects: list[Object]) -> list[str]:
         request = has[name]["httpGet"]
         if request["path"] != path:
             faults.append(f"{name} asks {request['path']} and not {path}")
-        if request["scheme"] != ("HTTPS" if read.tls_cert else "HTTP"):
-            faults.append(f"{name} speaks {request['scheme']}, and the service does not")
+        scheme = request.get("scheme", "HTTP")
+        if scheme != ("HTTPS" if read.tls_cert and request["port"] != "health" else "HTTP"):
+            faults.append(f"{name} speaks {scheme}, and the service does not")
+        if read.health_port != "off" and request["port"] != "health":
+            faults.append(f"{name} waits behind the requests of clients")
     budget = has["startupProbe"]["periodSeconds"] * has["startupProbe"]["failureThreshold"]
     if budget <= read.start_seconds:
         faults.append(f"the startup probe gives up after {budget} s, and a start may take {read.start_seconds:g} s")
@@ -374,8 +382,8 @@ def the_network_policy_lets_through_what_is_needed(objects: list[Object]) -> lis
         scraping = [rule for rule in ingress if _opens(rule, metrics_port(objects))]
         if not any("namespaceSelector" in peer for rule in scraping for peer in rule.get("from", ())):
             faults.append("Prometheus does not reach the metrics")
-        if metrics_port(objects) == "admin" and any("from" not in rule for rule in scraping):
-            faults.append("everybody reaches the admin port")
+        if metrics_port(objects) != "http" and any("from" not in rule for rule in scraping):
+            faults.append(f"everybody reaches the {metrics_port(objects)} port")
         for direction, rules_, side in (("from", ingress, "accept"), ("to", egress, "reach")):
             peers = [peer for rule in rules_ if _opens(rule, "peers") for peer in rule.get(direction, ())]
             if peer_services(objects) and not any(matches(peer.get("podSelector", {}), labels) for peer in peers):

@@ -13,7 +13,7 @@ from service.settings import Settings
 
 SCHEMA = Path(__file__).resolve().parent.parent.parent.parent / "deploy" / "chart" / "values.schema.json"
 OWNED = {
-    *("host", "port", "grpc", "grpc_port", "admin_host", "admin_port", "allowed_hosts"),
+    *("host", "port", "grpc", "grpc_port", "admin_host", "admin_port", "health_port", "allowed_hosts"),
     *("models", "cache", "device", "start_seconds", "lame_duck_seconds", "drain_seconds"),
     *("replicated", "peers", "peer_keys", "peer_port", "checkpoints"),
     *("insecure", "keys", "state_keys", "tls_cert", "tls_key", "tls_client_ca"),

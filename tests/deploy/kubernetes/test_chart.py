@@ -138,7 +138,11 @@ FAULTS: dict[str, tuple[str, Plant]] = {
         "cpu",
         lambda objects: container(objects)["readinessProbe"]["httpGet"].update(path="/healthz"),
     ),
-    "speaks HTTP,": ("sessions", lambda objects: container(objects)["startupProbe"]["httpGet"].update(scheme="HTTP")),
+    "speaks HTTPS,": ("sessions", lambda objects: container(objects)["startupProbe"]["httpGet"].update(scheme="HTTPS")),
+    "waits behind the requests of clients": (
+        "sessions",
+        lambda objects: container(objects)["startupProbe"]["httpGet"].update(port="http", scheme="HTTPS"),
+    ),
     "the startup probe gives up after": ("gpu", lambda objects: container(objects)["startupProbe"].update(failureThreshold=30)),
     "progressDeadlineSeconds is shorter": (
         "gpu",
@@ -266,6 +270,10 @@ FAULTS: dict[str, tuple[str, Plant]] = {
         "sessions",
         lambda objects: one(objects, "NetworkPolicy")["spec"]["ingress"][1].pop("from"),
     ),
+    "everybody reaches the health port": (
+        "cpu",
+        lambda objects: one(objects, "NetworkPolicy")["spec"]["ingress"][1].pop("from"),
+    ),
     "replicas do not accept each other": ("sessions", lambda objects: without(objects, "NetworkPolicy", "ingress", 2)),
     "replicas do not reach each other": ("sessions", lambda objects: without(objects, "NetworkPolicy", "egress", 1)),
     "one of several replicas": ("cpu", lambda objects: variable(objects, "SEQSERVE_REPLICATED", "false")),
@@ -335,6 +343,7 @@ REFUSED: dict[str, Any] = {
     "max_waiting": {**KEYS, "settings": {"max_waiting": "many"}},
     "autoscaling/by|autoscaling.by": {**KEYS, "autoscaling": {"by": "both"}},
     "adminPort": {**KEYS, "adminPort": 8001},
+    "healthPort": {**KEYS, "healthPort": 8002},
     "count": {**KEYS, "gpu": {"count": 1.5}},
     "digest": {**KEYS, "image": {"digest": "latest"}},
 }
@@ -358,6 +367,15 @@ def test_settings_of_every_type_arrive_unchanged() -> None:
     rendered = render({"given": {**MINIMAL, "settings": given}})["given"]
     read = checks.settings(rendered["objects"])
     assert {name: getattr(read, name) for name in given} == given
+
+
+@pytest.mark.parametrize(("tls", "scheme"), [("", "HTTP"), ("certificate", "HTTPS")])
+def test_probes_use_the_main_port_without_a_health_port(tls: str, scheme: str) -> None:
+    objects = render({"main": {**MINIMAL, "healthPort": 0, "tls": {"secret": tls}}})["main"]["objects"]
+    probe = container(objects)["livenessProbe"]["httpGet"]
+    assert (probe["port"], probe["scheme"]) == ("http", scheme)
+    assert checks.settings(objects).health_port == "off" and checks.metrics_port(objects) == "http"
+    assert not checks.faults(objects)
 
 
 def test_default_values_are_those_of_the_service() -> None:

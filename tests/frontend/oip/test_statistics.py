@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from service.frontend.oip.statistics import families, statistics
 from service.metrics import Metrics, render
+from service.triton_statistics import families, statistics
 from tests import models
 from tests.serving import Server, serving
 

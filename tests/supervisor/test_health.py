@@ -1,0 +1,204 @@
+"""The health port: what it answers, to whom, and what it refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import socket
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from service.access.keys import create
+from service.access.refused_keys import FREE_REFUSALS
+from service.access.scopes import Scope
+from service.log import Log
+from service.metrics import Metrics, Snapshot
+from service.settings import Settings
+from service.supervisor import health
+from service.supervisor.health import MAX_CONNECTIONS, HealthPort
+from service.supervisor.ports import open_sockets
+from tests.serving import Server, eventually, serving
+
+Scenario = Callable[[int], Awaitable[None]]
+
+
+async def snapshot(timeout: float) -> Snapshot:
+    return Metrics().snapshot()
+
+
+def run(scenario: Scenario, ready: bool = True, **settings: str) -> None:
+    """Run a scenario, which gets the port number of a health port."""
+    given = Settings(port=0, grpc=False, health_port=0, **settings)  # type: ignore[arg-type]
+    with_sockets = open_sockets(given)
+    with_sockets.close()
+    assert with_sockets.health is not None
+    port = HealthPort(with_sockets.health, given, lambda: ready, snapshot, Log("test"))
+
+    async def within() -> None:
+        await port.open()
+        try:
+            await scenario(with_sockets.health.getsockname()[1])  # type: ignore[union-attr]
+        finally:
+            port.close()
+
+    asyncio.run(within())
+
+
+async def exchange(port: int, request: bytes) -> tuple[int, str, bytes]:
+    """Return the status, the head and the body of the answer, after which the server closes the connection."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(request)
+        answer = await reader.read()
+    finally:
+        writer.close()
+    head, _, body = answer.partition(b"\r\n\r\n")
+    return int(answer.split()[1]), head.decode().lower(), body
+
+
+async def get(port: int, path: str, *lines: str) -> tuple[int, str, bytes]:
+    return await exchange(port, "\r\n".join([f"GET {path} HTTP/1.1", "Host: localhost", *lines, "", ""]).encode())
+
+
+@pytest.mark.parametrize("ready", [True, False])
+def test_checks_tell_live_from_ready(ready: bool) -> None:
+    async def scenario(port: int) -> None:
+        assert await get(port, "/healthz?verbose") == (200, (await get(port, "/healthz"))[1], b'{"live":true}')
+        status, head, body = await get(port, "/readyz")
+        assert (status, json.loads(body).get("ready"), "retry-after: 1" in head) == (
+            (200, True, False) if ready else (503, None, True)
+        )
+
+    run(scenario, ready)
+
+
+def test_metrics_come_in_both_formats() -> None:
+    async def scenario(port: int) -> None:
+        status, head, body = await get(port, "/metrics")
+        assert status == 200 and "text/plain" in head and b"seqserve_ready" in body
+        status, head, body = await get(port, "/metrics", "Accept: application/openmetrics-text")
+        assert status == 200 and "application/openmetrics-text" in head and body.endswith(b"# EOF\n")
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    "request_line, status, code",
+    [
+        ("GET /infer HTTP/1.1", 404, "unknown_route"),
+        ("GET //healthz HTTP/1.1", 404, "unknown_route"),
+        ("POST /healthz HTTP/1.1", 405, "method_not_allowed"),
+        ("DELETE /metrics HTTP/1.1", 405, "method_not_allowed"),
+        ("\x00 nonsense", 400, "invalid_request"),
+        (f"GET /{'a' * 20_000} HTTP/1.1", 400, "invalid_request"),
+    ],
+    ids=["path", "spelling", "method", "method of metrics", "no HTTP", "too long"],
+)
+def test_other_requests_are_refused(request_line: str, status: int, code: str) -> None:
+    async def scenario(port: int) -> None:
+        found, _, body = await exchange(port, f"{request_line}\r\nHost: localhost\r\n\r\n".encode())
+        assert found == status, body
+        assert set(json.loads(body)) == {"error", "code"} and json.loads(body)["code"] == code
+
+    run(scenario)
+
+
+def test_metrics_need_the_same_rights_as_elsewhere(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    scraper = create(keys, "prometheus", [Scope.METRICS], "operators")
+    infers = create(keys, "app", [Scope.INFER], "operators")
+
+    async def scenario(port: int) -> None:
+        assert [(await get(port, path))[0] for path in ("/healthz", "/readyz", "/metrics")] == [200, 200, 401]
+        assert (await get(port, "/metrics", f"Authorization: Bearer {infers}"))[0] == 403
+        assert (await get(port, "/metrics", f"Authorization: Bearer {scraper}"))[0] == 200
+        assert (await get(port, "/metrics", f"Authorization: Bearer {scraper}", "Origin: http://example.com"))[0] == 403
+        added = create(keys, "later", [Scope.METRICS], "operators")
+        assert (await get(port, "/metrics", f"Authorization: Bearer {added}"))[0] == 200
+        keys.write_text("damaged")
+        assert (await get(port, "/metrics", f"Authorization: Bearer {added}"))[0] == 200
+
+    run(scenario, keys=str(keys))
+
+
+def test_wrong_keys_wait(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    create(keys, "prometheus", [Scope.METRICS], "operators")
+
+    async def scenario(port: int) -> None:
+        for _ in range(FREE_REFUSALS):
+            assert (await get(port, "/metrics", "Authorization: Bearer wrong"))[0] == 401
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await get(port, "/metrics", "Authorization: Bearer wrong")
+        assert (await get(port, "/healthz"))[0] == 200
+
+    run(scenario, keys=str(keys), refused_key_seconds="10")
+
+
+def test_foreign_hosts_get_no_metrics() -> None:
+    """A web page may point its own name at this machine."""
+
+    async def scenario(port: int) -> None:
+        request = b"GET /metrics HTTP/1.1\r\nHost: example.com\r\n\r\n"
+        assert (await exchange(port, request))[0] == 403
+
+    run(scenario)
+
+
+def test_with_tls_there_are_no_metrics() -> None:
+    async def scenario(port: int) -> None:
+        assert [(await get(port, path))[0] for path in ("/healthz", "/metrics")] == [200, 404]
+
+    run(scenario, tls_cert="certificate.pem")
+
+
+def test_connections_are_few_and_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health, "REQUEST_SECONDS", 0.5)
+
+    async def scenario(port: int) -> None:
+        silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(MAX_CONNECTIONS)]
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        with pytest.raises(ConnectionError):
+            writer.write(b"GET /healthz HTTP/1.1\r\n")
+            assert await reader.read() == b""
+            raise ConnectionResetError
+        for reader, writer in silent:
+            with pytest.raises((ConnectionError, EOFError)):
+                await reader.readexactly(1)
+            writer.close()
+        assert (await get(port, "/healthz"))[0] == 200
+
+    run(scenario)
+
+
+@pytest.fixture(scope="module")
+def running(models_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(models_folder, tmp_path_factory.mktemp("log"), "--health-port", "0", lame_duck_seconds="2") as server:
+        yield server
+
+
+def names(text: str) -> set[str]:
+    return set(re.findall(r"^# TYPE (\S+)", text, re.MULTILINE))
+
+
+def test_health_port_has_the_metrics_of_all_processes(running: Server) -> None:
+    running.infer("words", ["how far"])
+    there, here = httpx.get(f"{running.health}/metrics").text, running.client.get("/metrics").text
+    assert names(there) == names(here) and 'seqserve_requests_total{model="words"' in there
+
+
+def test_service_that_drains_is_live_and_not_ready(running: Server) -> None:
+    """The last test with this server."""
+    assert httpx.get(f"{running.health}/readyz").status_code == 200
+    running.process.terminate()
+    eventually(lambda: httpx.get(f"{running.health}/readyz").status_code == 503)
+    assert httpx.get(f"{running.health}/healthz").status_code == 200
+    assert running.process.wait(60) == 0
+    port = int(running.health.rpartition(":")[2])
+    with pytest.raises(OSError):
+        socket.create_connection(("127.0.0.1", port), 5).close()
