@@ -15,12 +15,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 
+from loadtest import oip_requests
 from service.ipc.session_placement import engine_of_session
 from tests import models
 from tests.serving import Server, eventually, serving
@@ -270,6 +272,29 @@ def test_concurrent_chunks_run_in_sequence(two_fronts: Server, ones: list[Any]) 
     for answer in answers:
         assert close(answer["outputs"][0], ones[answer["session"]["steps"] - 1])
     assert delete(two_fronts, "crowded").status_code == 200
+
+
+def test_concurrent_chunks_over_http_and_grpc_run_in_sequence(two_fronts: Server, ones: list[Any]) -> None:
+    """Each chunk gets the result of one number of steps, over whichever API it came."""
+    method = oip_requests.METHOD
+    message = method.request_type(model_name="speller", raw_input_contents=[struct.pack("<i", 1)])
+    message.inputs.add(name="ids", datatype="INT32", shape=[1])
+    message.parameters["sequence_id"].string_param = "both"
+
+    def over_grpc(number: int) -> int:
+        with grpc.insecure_channel(two_fronts.grpc, [("grpc.use_local_subchannel_pool", 1)]) as channel:
+            reply = method.response_type.FromString(channel.unary_unary(oip_requests.PATH)(message.SerializeToString()))
+        return int(reply.parameters["sequence_steps"].int64_param)
+
+    def over_http(number: int) -> int:
+        answer = ask(two_fronts, "speller", [1], "both").json()
+        assert close(answer["outputs"][0], ones[answer["session"]["steps"] - 1])
+        return int(answer["session"]["steps"])
+
+    with ThreadPoolExecutor(16) as pool:
+        steps = pool.map(lambda number: (over_grpc if number % 2 else over_http)(number), range(64))
+        assert sorted(steps) == list(range(1, 65))
+    assert delete(two_fronts, "both").status_code == 200
 
 
 def test_chunks_sent_ahead_on_a_socket_keep_their_order(two_fronts: Server, ones: list[Any]) -> None:

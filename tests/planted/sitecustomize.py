@@ -6,6 +6,8 @@ PLANTED names one fault of a server:
 - ends: an engine kills itself when a sequence of exactly STEPS time steps reaches the point that the first line of the file ENDS names,
   one of POINTS; then the line is gone;
 - cold: the first batch of each model after the warm-up computes COLD_SECONDS more;
+- slow-device: each batch waits DEVICE_SECONDS, in which a device would compute: it takes no processor time;
+- admits-all: the same, and the engine refuses no request that will miss its deadline;
 - unverified: an engine does not compare weights with their digest;
 - stalled-read: reading a model.toml does not return while a file STALL is next to it; a file STALLED shows that it has begun;
 - timed-callbacks: frontends append each callback of their event loop that takes longer than TIMED_SECONDS to the file CALLBACKS;
@@ -34,6 +36,7 @@ STEPS = 13
 LEAKED_BYTES = 100
 COLD_SECONDS = 0.02
 BUSY_SECONDS = 1.0
+DEVICE_SECONDS = 0.04
 STALL, STALLED = "stall", "stalled"
 TIMED_SECONDS = 0.001
 KERNELS = {
@@ -123,6 +126,20 @@ def into_first_launches(worker: Any, fault: str) -> None:
                 pass
 
     worker.Worker._before_launch = planted
+
+
+def into_encoders(encoder: Any, fault: str) -> None:
+    run = encoder.Encoder.__call__
+
+    def planted(self: Any, *arguments: Any, **options: Any) -> Any:
+        time.sleep(DEVICE_SECONDS)
+        return run(self, *arguments, **options)
+
+    encoder.Encoder.__call__ = planted
+
+
+def into_schedulers(scheduler: Any, fault: str) -> None:
+    scheduler.Scheduler._surely_in_time = lambda *_: True
 
 
 def into_digests(store: Any, fault: str) -> None:
@@ -308,6 +325,10 @@ def main() -> None:
         sys.meta_path.insert(0, Planting(fault, "service.supervisor.supervisor", into_supervisor))
     elif fault == "cold":
         sys.meta_path.insert(0, Planting(fault, "service.engine.worker", into_first_launches))
+    elif fault in ("slow-device", "admits-all"):
+        sys.meta_path.insert(0, Planting(fault, "service.modeling.encoder", into_encoders))
+        if fault == "admits-all":
+            sys.meta_path.insert(0, Planting(fault, "service.engine.batching.scheduler", into_schedulers))
     elif fault == "unverified":
         sys.meta_path.insert(0, Planting(fault, "service.modeling.store", into_digests))
     elif fault == "stalled-read":

@@ -9,7 +9,8 @@ from typing import NamedTuple
 NEWEST = 0.1
 """Weight of the newest batch in the running mean of the correction."""
 FARTHEST = 4.0
-"""Limit of the factor that one batch contributes: the batch may have waited for something else."""
+"""Limit of the change of the factor that one batch contributes: the batch may have waited for something else. A device that stays slower,
+or whose cores others use, is followed however slow it is: otherwise every admitted request would miss its deadline."""
 
 
 class Cost(NamedTuple):
@@ -47,5 +48,5 @@ class Correction:
     def observe(self, predicted: float, seconds: float) -> None:
         """Include a batch that took `seconds`. predicted: by warm-up, without correction."""
         if predicted > 0:
-            observed = min(FARTHEST, max(1 / FARTHEST, seconds / predicted))
+            observed = min(FARTHEST * self.factor, max(self.factor / FARTHEST, seconds / predicted))
             self.factor += NEWEST * (observed - self.factor)

@@ -63,6 +63,14 @@ def test_correction_converges_to_the_observed_times() -> None:
     assert correction.factor == pytest.approx(2.0, rel=0.01)
 
 
+@pytest.mark.parametrize("seconds", [0.05, 30.0])
+def test_correction_follows_a_device_that_stays_far_from_its_warm_up(seconds: float) -> None:
+    correction = Correction()
+    for _ in range(100):
+        correction.observe(predicted=1.0, seconds=seconds)
+    assert correction.factor == pytest.approx(seconds, rel=0.05)
+
+
 def test_outlier_changes_the_correction_little() -> None:
     correction = Correction()
     correction.observe(predicted=1.0, seconds=1000.0)
