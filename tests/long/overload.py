@@ -1,0 +1,175 @@
+"""Load a server with multiples of its capacity, and judge how it answers.
+
+A step offers a rate of requests with one deadline, whatever the server answers (an open loop). The figures of a step are those that goals
+of overload name: answers in time, requests that were accepted and came too late, refusals and their cost, and memory.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from loadtest import oip_requests
+from loadtest.callers import Target
+from loadtest.generator.job import Job, Result
+from loadtest.generator.process import run_in_process
+from tests.serving import Server
+from tests.steady import processes, resident_bytes
+
+DEADLINE_SECONDS = 1.0
+CALLERS = 64
+MOST_CALLERS = 512
+"""Connections of a closed loop, and of an open loop."""
+LAG_SECONDS, LAGS = 0.01, 10
+"""How long this process sleeps between two measurements of its lag, and how many times its worst lag an answer may be late."""
+LATE_SECONDS = 0.1
+STATUSES = {"http": ("503", "504"), "grpc": ("14", "4")}
+"""The statuses of refused requests, and of those whose deadline passed, by transport."""
+
+
+def http_request(server: Server, model: str, rows: Sequence[Sequence[float]]) -> bytes:
+    body = {"model": model, "inputs": [rows], "deadline_ms": 1000 * DEADLINE_SECONDS}
+    return Target.of(server.address, "/infer").request(json.dumps(body).encode())
+
+
+def grpc_request(server: Server, model: str, rows: Sequence[Sequence[float]]) -> bytes:
+    message = oip_requests.METHOD.request_type.FromString(oip_requests.message(model, np.asarray(rows, np.float32)))
+    message.parameters["timeout"].int64_param = round(1e6 * DEADLINE_SECONDS)
+    serialised: bytes = message.SerializeToString()
+    return serialised
+
+
+REQUESTS: dict[str, Callable[[Server, str, Sequence[Sequence[float]]], bytes]] = {"http": http_request, "grpc": grpc_request}
+
+
+class Step(NamedTuple):
+    """The requests of one step. answered: in time or late. expired: accepted, and ended by their deadline. other: neither of these.
+
+    cpu_seconds: of all processes of the server. grown_bytes: their memory after the step without that before. lag: of this process.
+    """
+
+    seconds: float
+    due: int
+    answered: int
+    late: int
+    expired: int
+    refused: int
+    other: dict[str, int]
+    cpu_seconds: float
+    grown_bytes: int
+    lag: float
+
+    @property
+    def goodput(self) -> float:
+        """Requests per second that are due and answered in time."""
+        return (self.answered - self.late) / self.seconds
+
+    @property
+    def kept(self) -> float:
+        """Share of the accepted requests that were answered in time."""
+        accepted = self.answered + self.expired
+        return (self.answered - self.late) / accepted if accepted else 1.0
+
+    def __str__(self) -> str:
+        return (
+            f"{self.due / self.seconds:.0f} requests/s due, {self.goodput:.0f} answered in time, {self.late} late, {self.expired} "
+            f"expired, {self.refused} refused, {self.other or 'nothing'} else, {self.cpu_seconds / self.seconds:.2f} cores, "
+            f"{self.grown_bytes / 2**20:+.1f} MiB, lag {1000 * self.lag:.0f} ms"
+        )
+
+
+@dataclass
+class Overload:
+    """A server under a load of one kind of request over one transport."""
+
+    server: Server
+    transport: str
+    request: bytes
+
+    @classmethod
+    def of(cls, server: Server, transport: str, model: str, rows: Sequence[Sequence[float]]) -> Overload:
+        return cls(server, transport, REQUESTS[transport](server, model, rows))
+
+    def capacity(self, seconds: float, callers: int = CALLERS) -> float:
+        """Return the answers per second to callers that wait for each answer, and retry a refused request at once."""
+        result = run_in_process(self._job(callers, seconds))
+        return result.answers / result.seconds
+
+    def step(self, rate: float, seconds: float) -> Step:
+        """Offer a rate of requests."""
+        memory, lag = self._memory(), Lag()
+        with lag:
+            result = run_in_process(self._job(MOST_CALLERS, seconds, rate))
+        return self._judged(result, self._memory() - memory, lag.worst)
+
+    def _job(self, callers: int, seconds: float, rate: float = 0.0) -> Job:
+        address = urlsplit(self.server.address if self.transport == "http" else f"//{self.server.grpc}")
+        return Job(
+            self.transport,
+            str(address.hostname),
+            int(address.port or 0),
+            oip_requests.PATH if self.transport == "grpc" else "",
+            [self.request],
+            "answer" if self.transport == "http" else "last floats",
+            [[]],
+            callers=callers,
+            seconds=seconds,
+            warm_up=1.0,
+            grace=2 * DEADLINE_SECONDS,
+            rate=rate,
+            pids=list(processes(self.server).values()),
+        )
+
+    def _memory(self) -> int:
+        return sum(map(resident_bytes, processes(self.server).values()))
+
+    def _judged(self, result: Result, grown_bytes: int, lag: float) -> Step:
+        failures = {reason.removeprefix("status ").partition(" ")[0]: 0 for reason in result.failures}
+        for reason, count in result.failures.items():
+            failures[reason.removeprefix("status ").partition(" ")[0]] += count
+        refused, expired = (failures.pop(status, 0) for status in STATUSES[self.transport])
+        latest = DEADLINE_SECONDS + LATE_SECONDS + LAGS * lag
+        latencies = result.ordered_latencies()
+        late = sum(seconds > latest for seconds in latencies)
+        return Step(
+            result.seconds,
+            result.due,
+            len(latencies),
+            late,
+            expired,
+            refused,
+            failures,
+            sum(result.server_cpu_seconds),
+            grown_bytes,
+            lag,
+        )
+
+
+class Lag:
+    """The longest time by which this process woke up late within the context."""
+
+    def __init__(self) -> None:
+        self.worst = 0.0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._measure)
+
+    def __enter__(self) -> Lag:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _measure(self) -> None:
+        while not self._ended.is_set():
+            due = time.monotonic() + LAG_SECONDS
+            time.sleep(LAG_SECONDS)
+            self.worst = max(self.worst, time.monotonic() - due)

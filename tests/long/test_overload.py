@@ -1,0 +1,149 @@
+"""Overload up to 20 times the capacity, bound by the device and by the frontends. `make test-long` runs it.
+
+All figures are ratios within one run. The device is planted: a batch takes a fixed time and no processor time, so that the load generator,
+which shares the cores with the server, takes nothing from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests import models, planted
+from tests.accumulator import at_rest
+from tests.long.overload import DEADLINE_SECONDS, MOST_CALLERS, Overload, Step
+from tests.serving import Server, serving
+
+STEPS = (0.5, 1, 2, 5, 10, 20)
+LEAST_GOODPUT = {1: 0.9, 2: 0.92, 5: 0.92, 10: 0.92, 20: 0.85}
+"""Share of the capacity that is answered in time, by how many times the capacity is offered."""
+LEAST_KEPT = 0.999
+"""Share of the accepted requests that are answered by their deadline, on a machine that never lets a process wait for a core."""
+MOST_GROWTH_BYTES = 64 << 20
+SECONDS = 8.0
+ATTEMPTS = 3
+"""A step in which other processes took the cores is run again."""
+ROWS = [[0.1, 0.2, 0.3]] * 4
+BURST_SECONDS, BURSTS, BURST, BETWEEN = 0.2, 5, 50, 0.3
+TIMES = 10
+"""How many times as many callers overload the frontends as keep them busy."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("models")
+    models.sensors(root, hidden=8)
+    return root
+
+
+@contextmanager
+def device_bound(folder: Path, scratch: Path, fault: str = "slow-device") -> Iterator[Server]:
+    with pytest.MonkeyPatch.context() as patch:
+        planted.plant(fault, patch)
+        with serving(folder, scratch, max_batch_sequences="4", idle_seconds="600") as server:
+            yield server
+
+
+@pytest.fixture(scope="module")
+def device(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with device_bound(folder, tmp_path_factory.mktemp("log")) as server:
+        yield server
+
+
+@pytest.fixture
+def show(capsys: pytest.CaptureFixture[str]) -> Callable[[object], None]:
+    def show(figures: object) -> None:
+        with capsys.disabled():
+            print(f"\n{figures}", end="")
+
+    return show
+
+
+def faults(times: float, step: Step, capacity: float) -> list[str]:
+    """Return what is wrong with a step of so many times the capacity."""
+    found = []
+    waits = step.lag / DEADLINE_SECONDS
+    if step.goodput < LEAST_GOODPUT.get(int(times), 0.0) * capacity * (1 - waits):
+        found.append(f"{step.goodput:.0f} answers in time per second, of a capacity of {capacity:.0f}")
+    if step.kept < LEAST_KEPT - waits:
+        found.append(f"{step.late} answers late and {step.expired} requests expired after they were accepted")
+    if step.other:
+        found.append(f"failures {step.other}")
+    if step.grown_bytes > MOST_GROWTH_BYTES:
+        found.append(f"{step.grown_bytes >> 20} MiB more memory")
+    return [f"{times} times: {fault}" for fault in found]
+
+
+def staircase(overload: Overload, show: Callable[[object], None]) -> list[str]:
+    """Offer one multiple of the capacity after the other. Returns what is wrong."""
+    capacity = overload.capacity(SECONDS)
+    show(f"{overload.transport}: {capacity:.0f} requests/s")
+    found = []
+    for times in STEPS:
+        for _ in range(ATTEMPTS):
+            step = overload.step(times * capacity, SECONDS)
+            show(f"{times} times: {step}")
+            wrong = faults(times, step, capacity)
+            if not wrong:
+                break
+            # Other processes may have taken the cores, and so from the capacity.
+            capacity = min(capacity, overload.capacity(SECONDS))
+        found += wrong
+    return found
+
+
+@pytest.mark.parametrize("transport", ["http", "grpc"])
+def test_goodput_holds_up_to_20_times_the_capacity_of_the_device(
+    transport: str, device: Server, show: Callable[[object], None]
+) -> None:
+    before = at_rest(device)
+    assert staircase(Overload.of(device, transport, "sensors", ROWS), show) == []
+    at_rest(device).since(before).check()
+
+
+def test_engine_that_admits_everything_is_detected(folder: Path, tmp_path: Path) -> None:
+    with device_bound(folder, tmp_path, "admits-all") as server:
+        overload = Overload.of(server, "http", "sensors", ROWS)
+        capacity = overload.capacity(SECONDS / 4)
+        assert faults(10, overload.step(10 * capacity, SECONDS / 2), capacity)
+
+
+def test_frontends_answer_ten_times_the_callers(folder: Path, tmp_path: Path, show: Callable[[object], None]) -> None:
+    """The model is tiny: the callers wait for the frontend."""
+    with serving(folder, tmp_path) as server:
+        overload = Overload.of(server, "http", "sensors", ROWS)
+        before = at_rest(server)
+        rates = [(overload.capacity(SECONDS), overload.capacity(SECONDS, TIMES * 64)) for _ in range(3)]
+        show(f"64 callers and {TIMES} times as many: {', '.join(f'{one:.0f} and {many:.0f}' for one, many in rates)} answers/s")
+        assert max(many / one for one, many in rates) >= 0.8
+        outcomes = at_rest(server).since(before).outcomes
+    assert outcomes.keys() <= {"ok", "overloaded"}, outcomes
+
+
+def test_bursts_keep_the_deadlines_of_accepted_requests(device: Server, show: Callable[[object], None]) -> None:
+    overload = Overload.of(device, "http", "sensors", ROWS)
+    capacity = overload.capacity(SECONDS / 2)
+    with ThreadPoolExecutor(1) as pool:
+        base = pool.submit(overload.step, BETWEEN * capacity, SECONDS + 2 * BURSTS)
+        bursts = [overload.step(BURST * capacity, BURST_SECONDS) for _ in range(BURSTS)]
+        steady = base.result()
+    show(f"{BETWEEN} times the capacity: {steady}")
+    for burst in bursts:
+        show(f"a burst of {BURST} times: {burst}")
+    assert sum(burst.refused for burst in bursts) > 0
+    assert not [fault for burst in [*bursts, steady] for fault in faults(BETWEEN, burst, capacity)]
+
+
+def test_clients_that_retry_at_once_do_not_stop_the_service(device: Server, show: Callable[[object], None]) -> None:
+    """The load is that of MOST_CALLERS callers without a pause. After it, requests at half of the capacity are all answered."""
+    overload = Overload.of(device, "http", "sensors", ROWS)
+    capacity = overload.capacity(SECONDS)
+    storm = overload.capacity(SECONDS, MOST_CALLERS)
+    after = overload.step(capacity / 2, SECONDS)
+    show(f"{capacity:.0f} answers/s, {storm:.0f} while {MOST_CALLERS} callers retry at once; afterwards {after}")
+    assert storm > 0.85 * capacity
+    assert after.refused == after.expired == after.late == 0 and not after.other
