@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kernels import conv
 from kernels.backend import AUTO, PINNED
-from kernels.lstm import lstm
+from kernels.lstm import levels
 from kernels.ragged import STORAGE, Encoded, Outputs, Ragged
 from service.modeling import recurrent
 from service.modeling.encoder import Encoder, Encoding
@@ -66,10 +66,10 @@ def test_pinned_model_requests_a_pinned_backend(pinned: bool, monkeypatch: pytes
 
     def run(*arguments: Any, backend: str, **options: Any) -> Encoded:
         requested.append(backend)
-        return lstm(*arguments, backend=backend, **options)
+        return levels(*arguments, backend=backend, **options)
 
     kind: type[RecurrentLayer] = LSTMLayer
-    monkeypatch.setitem(recurrent.FAMILIES, kind, replace(recurrent.FAMILIES[kind], run=run))
+    monkeypatch.setitem(recurrent.FAMILIES, kind, replace(recurrent.FAMILIES[kind], run_levels=run))
     model = reference_model(Form("lstm", depth=2))
     spec = model.spec().model_copy(update={"pin_backend": pinned})
     Encoder(spec, model.arrays(), CPU, AMPLE)(batch(model))
