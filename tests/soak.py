@@ -319,9 +319,10 @@ class FaultInjector:
             self._hang_up()
 
     def _signal(self, name: str, number: int) -> None:
-        ended = len(self._server.events("child ended"))
-        os.kill(self._server.pid(name), number)
-        eventually(lambda: len(self._server.events("child ended")) > ended)
+        """Send a signal to a process, and wait until another has replaced it."""
+        before = self._server.pid(name)
+        os.kill(before, number)
+        eventually(lambda: self._server.pid(name) != before)
 
     def _reload(self) -> None:
         """Replace the version by an equal one. Sessions keep theirs."""
