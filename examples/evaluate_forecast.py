@@ -101,10 +101,7 @@ def main(line: list[str] | None = None) -> int:
         print(f"{flags.url} has no model {flags.model!r} over {len(CHANNELS)} channels", file=sys.stderr)
         return 1
     record = evaluate(flags.url, flags.model, flags)
-    for name, value in record.items():
-        print(f"{name.replace('_', ' ')}: {value}")
-    if flags.results:
-        records.append(flags.results, record)
+    records.report(flags.results, record)
     return 0
 
 

@@ -181,10 +181,7 @@ def main(line: list[str] | None = None) -> int:
     except speech.MissingProgram as error:
         print(error, file=sys.stderr)
         return 2
-    for name, value in record.items():
-        print(f"{name.replace('_', ' ')}: {value}")
-    if flags.results:
-        records.append(flags.results, record)
+    records.report(flags.results, record)
     return 0
 
 

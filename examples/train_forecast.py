@@ -119,7 +119,7 @@ def write(folder: Path, model: SignalModel, settings: Settings, seconds: float, 
         "quick": is_quick,
         **measured,
         "training_seconds": round(seconds, 1),
-        "bytes": sum(file.stat().st_size for file in folder.iterdir()),
+        "bytes": records.folder_bytes(folder),
     }
 
 
@@ -143,8 +143,7 @@ def main(line: list[str] | None = None) -> int:
     model, seconds = train(settings)
     folder = flags.models / (flags.name or f"forecast-{settings.encoder}") / "1"
     record = write(folder, model, settings, seconds, flags.quick)
-    if flags.results:
-        records.append(flags.results, record)
+    records.append(flags.results, record)
     print(
         f"pinball loss {record['loss']:.4f}, {100 * record['coverage']:.1f} % of readings inside intervals of width {record['width']:.3f}, "
         f"trained in {seconds:.0f} s, {folder} has {record['bytes']:,} bytes"

@@ -146,7 +146,7 @@ def write(folder: Path, trained: Trained, settings: Settings, keyword: str, sour
         "settings": asdict(settings),
         "threshold": threshold,
         "training_seconds": round(trained.seconds, 1),
-        "bytes": sum(file.stat().st_size for file in folder.iterdir()),
+        "bytes": records.folder_bytes(folder),
     }
 
 
@@ -181,8 +181,7 @@ def main(line: list[str] | None = None) -> int:
     folder = flags.models / (flags.name or f"{flags.keyword}-{settings.encoder}") / "1"
     source = f"--keyword {flags.keyword} " + ("--quick " if flags.quick else "")
     record = write(folder, trained, settings, flags.keyword, source) | {"quick": flags.quick}
-    if flags.results:
-        records.append(flags.results, record)
+    records.append(flags.results, record)
     score = trained.development[record["threshold"]]
     print(
         f"threshold {record['threshold']}: {score.misses} of {score.keywords} keywords missed and {score.false_alarms} false alarms in "

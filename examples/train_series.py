@@ -84,7 +84,7 @@ def write(folder: Path, trained: Trained, series_set: SeriesSet, source: str) ->
         "stored_percent": stored,
         "test_examples": len(series_set.test),
         "training_seconds": round(trained.seconds, 1),
-        "bytes": sum(file.stat().st_size for file in folder.iterdir()),
+        "bytes": records.folder_bytes(folder),
     }
 
 
@@ -135,8 +135,7 @@ def main(line: list[str] | None = None) -> int:
     folder = flags.models / (flags.name or f"{flags.set}-{settings.encoder}") / "1"
     source = f"--set {flags.set}" + (" --quick" if flags.quick else "")
     record = write(folder, train(series_set, settings), series_set, source) | {"quick": flags.quick}
-    if flags.results:
-        records.append(flags.results, record)
+    records.append(flags.results, record)
     print(
         f"{record['stored_percent']:.1f} % of the {record['test_examples']} test series, "
         f"trained in {record['training_seconds']:.0f} s, {folder} has {record['bytes']:,} bytes"

@@ -104,7 +104,7 @@ def write(folder: Path, trained: Trained, text_set: TextSet, template: Path, sou
         "training_seconds": round(trained.fitted.seconds, 1),
     }
     (folder / spec.CARD).write_text(card(template, text_set, settings, record | {"source": source}))
-    return record | {"bytes": sum(file.stat().st_size for file in folder.iterdir())}
+    return record | {"bytes": records.folder_bytes(folder)}
 
 
 def card(template: Path, text_set: TextSet, settings: Settings, record: records.Record) -> str:
@@ -184,8 +184,7 @@ def main(line: list[str] | None = None) -> int:
     folder = flags.models / (flags.name or f"{text_set.model}-{settings.encoder}") / "1"
     trained = train(text_set, settings, flags.vectors, flags.device)
     record = write(folder, trained, text_set, flags.card, source(text_set, flags.vectors, flags.quick))
-    if flags.results:
-        records.append(flags.results, record | {"quick": flags.quick})
+    records.append(flags.results, record | {"quick": flags.quick})
     print(
         f"{record['stored_percent']:.1f} % of the {record['test_examples']} test examples, "
         f"trained in {record['training_seconds']:.0f} s, {folder} has {record['bytes']:,} bytes"

@@ -127,6 +127,14 @@ def _fail_skipped(report: pytest.TestReport | pytest.CollectReport, config: pyte
         report.longrepr = f"SEQSERVE_TEST_ALL is 1, and this test was skipped. {reason}"
 
 
+@pytest.fixture(scope="module")
+def examples() -> Iterator[None]:
+    """Let tests import the modules of `examples`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(Path(__file__).resolve().parent.parent / "examples"))
+        yield
+
+
 @pytest.fixture(scope="session")
 def models_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A models folder with two versions of words, over text, and with sensors, over float features."""

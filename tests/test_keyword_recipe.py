@@ -15,12 +15,7 @@ import pytest
 from service.modeling import spec
 from tests.serving import serving
 
-ROOT = Path(__file__).resolve().parent.parent
-
-
-@pytest.fixture(autouse=True)
-def _examples(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+pytestmark = pytest.mark.usefixtures("examples")
 
 
 def module(name: str) -> Any:

@@ -16,19 +16,12 @@ from service.modeling import spec, store
 from service.modeling.spec import ModelSpec, SequenceInput, TagHead
 from tests.serving import Server, serving
 
-ROOT = Path(__file__).resolve().parent.parent
+pytestmark = pytest.mark.usefixtures("examples")
+
 FAMILIES = ("sru", "qrnn", "lstm", "gru", "cnn", "tcn")
 VOCABULARY, WIDTH, HIDDEN, LABELS, STEPS = 11, 5, 3, ("a", "b", "c", "d"), 40
 ROUNDING = 2e-4
 """Of probabilities by two implementations in float32."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _examples() -> Iterator[None]:
-    """Let the tests import the modules of `examples`."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "examples"))
-        yield
 
 
 def made(family: str, *, causal: bool, ids: bool = True) -> Any:

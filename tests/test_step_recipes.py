@@ -18,20 +18,14 @@ import torch
 from service.modeling import spec
 from tests.serving import Server, serving
 
+pytestmark = pytest.mark.usefixtures("examples")
+
 ROOT = Path(__file__).resolve().parent.parent
 FAMILIES = ("sru", "qrnn", "lstm", "gru", "cnn", "tcn")
 SETS = {"tags": "hidden", "text": "hidden", "spans": "facts"}
 SCRIPTS = {"tags": "train_tags", "text": "train_language", "spans": "train_spans"}
 SMALL = ("--width", "8", "--hidden", "6", "--epochs", "2")
 ROUNDING = 1e-3
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _examples() -> Iterator[None]:
-    """Let the tests import the modules of `examples`."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "examples"))
-        yield
 
 
 @pytest.fixture(scope="module")

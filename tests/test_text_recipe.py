@@ -18,20 +18,14 @@ import torch
 from service.modeling import spec
 from tests.serving import serving
 
+pytestmark = pytest.mark.usefixtures("examples")
+
 ROOT = Path(__file__).resolve().parent.parent
 FAMILIES = ("sru", "qrnn", "lstm", "gru", "cnn", "tcn")
 SMALL = ("--width", "12", "--hidden", "6", "--epochs", "3", "--batch", "10", "--patience", "2")
 ROUNDING = 1e-4
 COLOURS = {"warm": ("red", "orange", "yellow"), "cold": ("blue", "green", "violet")}
 FILLERS = ("the", "a", "is", "of", "sea", "2", "sun", ".")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _examples() -> Iterator[None]:
-    """Let the tests import the modules of `examples`."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "examples"))
-        yield
 
 
 @pytest.fixture(scope="module")

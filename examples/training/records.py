@@ -11,11 +11,25 @@ from typing import Any
 Record = dict[str, Any]
 
 
-def append(file: Path, record: Record) -> None:
-    """Append a record, with the date and the processor."""
+def append(file: Path | None, record: Record) -> None:
+    """Append a record, with the date and the processor. Without a file, nothing is written."""
+    if file is None:
+        return
     line = json.dumps(record | {"date": datetime.datetime.now(datetime.UTC).date().isoformat(), "processor": processor()})
     with file.open("a") as lines:
         lines.write(f"{line}\n")
+
+
+def report(file: Path | None, record: Record) -> None:
+    """Print every figure of a record, and append it."""
+    for name, value in record.items():
+        print(f"{name.replace('_', ' ')}: {value}")
+    append(file, record)
+
+
+def folder_bytes(folder: Path) -> int:
+    """Return the bytes of the files of a version folder."""
+    return sum(file.stat().st_size for file in folder.iterdir())
 
 
 def read(file: Path) -> list[Record]:

@@ -134,7 +134,7 @@ def run(
         "training_seconds": round(fitted.seconds, 1),
     }
     (folder / spec.CARD).write_text(card(recipe, folder.parent.name, model, prepared, settings, record))
-    return record | {"bytes": sum(file.stat().st_size for file in folder.iterdir())}
+    return record | {"bytes": records.folder_bytes(folder)}
 
 
 def card(recipe: Recipe, name: str, model: StepModel, prepared: Prepared, settings: Settings, record: records.Record) -> str:
@@ -189,8 +189,7 @@ def main(recipe: Recipe, name: str, line: list[str] | None = None) -> int:
     except step_sets.MissingSet as error:
         print(error, file=sys.stderr)
         return 2
-    if flags.results:
-        records.append(flags.results, record)
+    records.append(flags.results, record)
     figure = record["stored"][recipe.task.figure]
     print(
         f"{figure:.2f} {recipe.task.unit} on {record['test_examples']} test examples, trained in {record['training_seconds']:.0f} s, "
