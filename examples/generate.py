@@ -113,7 +113,7 @@ def _continuations(beams: list[Beam], width: int) -> Iterator[tuple[float, int, 
 
 
 def _extended(writer: Writer, beams: list[Beam], choices: list[tuple[int, int]]) -> list[Beam]:
-    """Return the chosen continuations. The last one of a beam takes its session, every other one a fork of it."""
+    """Return the chosen continuations. The last continuation of a beam takes its session, and the others take forks of the session."""
     extended = []
     for number, (index, byte) in enumerate(choices):
         session = beams[index].session

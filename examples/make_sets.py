@@ -22,7 +22,7 @@ from training.step_tasks import Language, Tags
 SIZES = (4000, 400, 400)
 """Generated examples of the training, development and test part."""
 VERSES = 12_000
-"""Verses to train a language model on: it has five times as many steps in a verse as a tagger, and is asked for every one."""
+"""Training verses of a language model. A verse has five times as many steps as for a tagger, and every step needs an answer."""
 
 
 def make_hidden(folder: Path, sizes: tuple[int, ...]) -> None:

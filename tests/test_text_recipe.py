@@ -178,7 +178,7 @@ def test_best_epoch_is_kept_and_patience_ends_the_training(
 
 
 def test_vocabulary_has_no_word_of_the_parts_that_are_held_out(recipe: Any, text_sets: Any, tmp_path: Path) -> None:
-    """Every text has a word of its own. The vocabulary has those of the training part without its development part."""
+    """Every text has a different word. The vocabulary has the words of the training part without its development part."""
     words = (f"word{first}{second}" for first in string.ascii_lowercase for second in string.ascii_lowercase)
     (tmp_path / "own.txt").write_text(
         "".join(f"{number % 2} {word}\n" for number, word in zip(range(100), words, strict=False))

@@ -24,7 +24,7 @@ def prune_vocabulary(
     """Return a model with the `words` most frequent words of some texts, its arrays, and its tokenizer.json.
 
     texts: a file with one text a line. Special tokens and the token for unknown words stay in addition; every other word becomes an
-    unknown word. Raises ModelError for a model whose tokens are no whole words, or whose answers are tokens.
+    unknown word. Raises ModelError for a model with tokens other than whole words, and for a model that answers with tokens.
     """
     if tokenizer is None:
         raise ModelError(

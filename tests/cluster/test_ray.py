@@ -109,7 +109,7 @@ def test_sessions_move_when_replicas_are_added_and_removed(accumulator: Path, tm
 
 
 def traffic_meets_all(cluster: RayCluster, replicas: int, key: str) -> bool:
-    """Return whether so many replicas take traffic. Each of them knows all others: otherwise it would begin sessions of theirs anew."""
+    """Return whether this number of replicas takes traffic. Each replica knows all others: otherwise it would restart their sessions."""
     urls = cluster.call("urls")
     known = [metric_of(url, key, "seqserve_peers", state="reachable") for url in urls]
     assert all(count >= len(urls) - 1 for count in known), known

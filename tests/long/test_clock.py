@@ -41,7 +41,7 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def jumping(shim: Path, scratch: Path, *variables: str, **settings: str) -> Iterator[tuple[Server, Path]]:
-    """Run a server whose wall clock is ahead by what the yielded file says."""
+    """Run a server whose wall clock is ahead by the time in the yielded file."""
     jump = scratch / "jump"
     jump.write_text("0")
     models.accumulator(scratch / "models")

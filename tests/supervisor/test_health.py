@@ -1,4 +1,4 @@
-"""The health port: what it answers, to whom, and what it refuses."""
+"""The health port: its answers, its access rules and its refusals."""
 
 from __future__ import annotations
 
