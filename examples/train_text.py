@@ -102,6 +102,7 @@ def write(folder: Path, trained: Trained, text_set: TextSet, template: Path, sou
         "test_examples": len(text_set.test),
         "vectors": int((~trained.vocabulary.vectors[:, 0].isnan()).sum()),
         "training_seconds": round(trained.fitted.seconds, 1),
+        "curve": [asdict(epoch) | {"seconds": round(epoch.seconds, 2)} for epoch in trained.fitted.curve],
     }
     (folder / spec.CARD).write_text(card(template, text_set, settings, record | {"source": source}))
     return record | {"bytes": records.folder_bytes(folder)}

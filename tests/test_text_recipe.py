@@ -107,6 +107,9 @@ def test_record_and_card_have_what_was_measured(family: str, trained: Path, serv
     assert f"{record['stored_percent']:.1f} % with the stored float16 weights" in card
     assert record["bytes"] == sum(file.stat().st_size for file in folder.iterdir())
     assert record["test_examples"] == 20 and 1 <= record["epoch"] <= 3
+    curve = record["curve"]
+    assert record["epoch"] <= len(curve) <= 3 and 0 < curve[-1]["seconds"] <= record["training_seconds"] + 0.1
+    assert curve[record["epoch"] - 1]["development_percent"] == record["development_percent"]
     assert service.accuracy(f"parts-{family}", text_sets.read_set(data, "parts").test) == pytest.approx(
         record["stored_percent"]
     )
@@ -174,6 +177,8 @@ def test_best_epoch_is_kept_and_patience_ends_the_training(
     settings = replace(recipe.DEFAULTS["cnn"], width=4, hidden=2, epochs=9, patience=2)
     fitted = fitting.fit(rows, rows[:4], ("a", "b"), torch.full((3, 4), math.nan), settings)
     assert (fitted.epoch, fitted.development, len(heads)) == (2, 70.0, 4)
+    assert [epoch.development_percent for epoch in fitted.curve] == [50.0, 70.0, 60.0, 70.0]
+    assert 0 < fitted.curve[0].seconds < fitted.curve[3].seconds <= fitted.seconds
     assert torch.equal(fitted.model.head.weight, heads[1]) and not torch.equal(heads[1], heads[3])
 
 

@@ -43,13 +43,22 @@ class Settings:
 
 
 @dataclass(frozen=True)
+class Epoch:
+    """What an epoch reached. seconds: since the start of the training. development_percent: None without a development part."""
+
+    seconds: float
+    development_percent: float | None
+
+
+@dataclass(frozen=True)
 class Fitted:
-    """A trained model. development: the percentage on the development part after epoch `epoch`, None without one."""
+    """A trained model. development: the percentage on the development part after epoch `epoch`, None without one. curve: all epochs."""
 
     model: Classifier
     epoch: int
     development: float | None
     seconds: float
+    curve: tuple[Epoch, ...] = ()
 
 
 def fit(
@@ -71,19 +80,21 @@ def fit(
     steps = settings.epochs * math.ceil(len(train) / settings.batch)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, steps)
     best: Fitted | None = None
+    curve: list[Epoch] = []
     start = time.monotonic()
     for epoch in range(1, settings.epochs + 1):
         for batch in shuffled_batches(train, settings.batch, shuffler):
             step(model, with_word_dropout(batch, settings.word_dropout).to(model.device), optimizer, settings)
             schedule.step()
         reached = model.eval().accuracy(development) if development else None
+        curve.append(Epoch(time.monotonic() - start, reached))
         model.train()
         if best is None or reached is None or best.development is None or reached > best.development:
             best = Fitted(copy.deepcopy(model) if development else model, epoch, reached, 0.0)
         elif epoch - best.epoch >= settings.patience:
             break
     assert best is not None
-    return replace(best, model=best.model.cpu().eval(), seconds=time.monotonic() - start)
+    return replace(best, model=best.model.cpu().eval(), seconds=time.monotonic() - start, curve=tuple(curve))
 
 
 @torch.no_grad()
