@@ -89,16 +89,23 @@ def train(plan: Plan, run: Run) -> Record:
     return train_text.write(plan.folder(run) / run.name / "1", trained, text_set, train_text.CARD_TEMPLATE, source)
 
 
-def train_all(plan: Plan, groups: list[list[Run]], jobs: int) -> None:
-    """Train the models that have no record or no folder."""
-    missing = [
-        run for group in groups for run in group if not (plan.has(run, "training") and (plan.folder(run) / run.name).is_dir())
-    ]
+def train_all(plan: Plan, groups: list[list[Run]], devices: list[str], jobs: int) -> None:
+    """Train the models that have no record, and again those that something is still to be measured of and whose folder is not here."""
+    missing = [run for group in groups for run in group if needs_training(plan, run, group, devices)]
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
         trainings = {pool.submit(train, plan, run): run for run in missing}
         for number, training in enumerate(as_completed(trainings), 1):
             plan.append(trainings[training], training.result())
             print(f"{trainings[training].name} is trained, {number} of {len(missing)}", flush=True)
+
+
+def needs_training(plan: Plan, run: Run, group: list[Run], devices: list[str]) -> bool:
+    if not plan.has(run, "training"):
+        return True
+    unmeasured = any(
+        not plan.has(run, "served", device) or (run == group[0] and not plan.has(run, "speed", device)) for device in devices
+    )
+    return unmeasured and not (plan.folder(run) / run.name).is_dir()
 
 
 def runs(data: Path, name: str, encoder: str, seeds: int, folds: int) -> list[Run]:
@@ -116,14 +123,16 @@ def evaluate(plan: Plan, service: Service, run: Run, device: str) -> Record:
 
 
 def serve(plan: Plan, group: list[Run], device: str, seconds: float) -> None:
-    """Serve the models of a set and family, and append the accuracy of each and the speed of the first."""
-    if all(plan.has(run, "served", device) for run in group) and plan.has(group[0], "speed", device):
+    """Serve the models of a set and family, and append what is missing: the accuracy of each and the speed of the first."""
+    unserved = [run for run in group if not plan.has(run, "served", device)]
+    has_speed = plan.has(group[0], "speed", device)
+    if not unserved and has_speed:
         return
     models = plan.folder(group[0])
     with running(models, device) as service:
-        for run in group:
+        for run in unserved:
             plan.append(run, evaluate(plan, service, run, device))
-        for record in measure(service, models, group[0].name, device, seconds):
+        for record in [] if has_speed else measure(service, models, group[0].name, device, seconds):
             plan.append(group[0], record)
     print(f"{group[0].set} {group[0].encoder} is measured on {device}", flush=True)
 
@@ -166,8 +175,9 @@ def main(line: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     groups = [runs(plan.data, name, encoder, flags.seeds, flags.folds) for name in sets for encoder in encoders]
-    train_all(plan, groups, flags.jobs)
-    for device in flags.devices.split(","):
+    devices = flags.devices.split(",")
+    train_all(plan, groups, devices, flags.jobs)
+    for device in devices:
         for group in groups:
             serve(plan, group, device, flags.seconds)
     table.write(flags.page, records.read(plan.results))

@@ -17,7 +17,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 from training import flags as setting_flags
-from training import records
+from training import loads, records
 from training.classifier import read_back
 from training.encoders import ENCODERS
 from training.fitting import Fitted, Settings, fit
@@ -62,6 +62,7 @@ class Trained:
     vocabulary: Vocabulary
     max_steps: int
     accuracy: float
+    device: torch.device
 
 
 def train(text_set: TextSet, settings: Settings, vectors: Path | None, device: torch.device) -> Trained:
@@ -78,7 +79,7 @@ def train(text_set: TextSet, settings: Settings, vectors: Path | None, device: t
     )
     fitted = fit(rows, development_rows, text_set.labels, vocabulary.vectors, settings, device)
     longest = max(len(row.tokens) for row in rows)
-    return Trained(settings, fitted, vocabulary, max(MAX_STEPS, 2 * longest), fitted.model.accuracy(test))
+    return Trained(settings, fitted, vocabulary, max(MAX_STEPS, 2 * longest), fitted.model.accuracy(test), device)
 
 
 def write(folder: Path, trained: Trained, text_set: TextSet, template: Path, source: str) -> records.Record:
@@ -102,6 +103,7 @@ def write(folder: Path, trained: Trained, text_set: TextSet, template: Path, sou
         "test_examples": len(text_set.test),
         "vectors": int((~trained.vocabulary.vectors[:, 0].isnan()).sum()),
         "training_seconds": round(trained.fitted.seconds, 1),
+        **loads.gpu(trained.device),
         "curve": [asdict(epoch) | {"seconds": round(epoch.seconds, 2)} for epoch in trained.fitted.curve],
     }
     (folder / spec.CARD).write_text(card(template, text_set, settings, record | {"source": source}))

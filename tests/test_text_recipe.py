@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import json
 import math
 import re
+import shutil
 import string
 from collections.abc import Iterator
 from dataclasses import replace
@@ -280,11 +282,18 @@ def test_shipped_cards_are_generated_by_the_script(recipe: Any, text_sets: Any, 
     assert {**vars(settings)}.items() <= vars(flags).items() | {"static": False}.items() and flags.set == "trec"
 
 
+def write_records(file: Path, written: list[dict[str, Any]]) -> None:
+    file.write_text("".join(json.dumps(record) + "\n" for record in written))
+
+
 @pytest.mark.slow
 def test_results_runs_everything_once(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Two folds are trained, served and measured; a second run has nothing to do. Figures of quick trials are not in the table."""
+    """Two folds are trained, served and measured; a second run has nothing to do. Figures of quick trials are not in the table.
+
+    Without the models and the speed, only the model whose speed is measured is trained again.
+    """
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     results, table, records = (importlib.import_module(name) for name in ("results", "training.table", "training.records"))
     page = tmp_path / "page.md"
@@ -317,6 +326,11 @@ def test_results_runs_everything_once(
     capsys.readouterr()
     assert results.main(line) == 0
     assert records.read(tmp_path / "results.jsonl") == measured and capsys.readouterr().out == ""
+    write_records(tmp_path / "results.jsonl", measured[:4])
+    shutil.rmtree(tmp_path / "models")
+    assert results.main(line) == 0
+    again = records.read(tmp_path / "results.jsonl")
+    assert [(record["kind"], record["fold"]) for record in again[4:]] == [("training", 0), ("speed", 0), ("speed", 0)]
 
 
 def test_settings_of_a_file_replace_the_defaults_of_a_set_and_family(tmp_path: Path) -> None:

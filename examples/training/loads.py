@@ -25,8 +25,13 @@ def measure(service: Service, models: Path, model: str, device: str, seconds: fl
         levels = ["--callers", ",".join(map(str, CALLERS)), "--seconds", str(seconds), "--json", str(file)]
         subprocess.run([*command, *levels], check=True, stdout=subprocess.DEVNULL)
         loads = records.read(file)
-    gpu = {} if device == "cpu" else {"gpu": torch.cuda.get_device_name(device)}
     figures = {"callers": "callers", "p50_ms": "p50_ms", "p99_ms": "p99_ms", "texts_per_second": "answers_per_second"}
     return [
-        {"kind": "speed", "device": device, **gpu, **{name: load[source] for name, source in figures.items()}} for load in loads
+        {"kind": "speed", "device": device, **gpu(device), **{name: load[source] for name, source in figures.items()}}
+        for load in loads
     ]
+
+
+def gpu(device: str | torch.device) -> Record:
+    """Return the name of a GPU as part of a record: nothing for the CPU."""
+    return {} if torch.device(device).type == "cpu" else {"gpu": torch.cuda.get_device_name(device)}

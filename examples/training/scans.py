@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from training.cells import before, forget_cells, pool
 from training.steps import reverse_rows
 
 
@@ -51,16 +52,12 @@ class SRULevel(Level):
         if len(parts) == 3:  # the skip is the input itself, an equal part for each direction
             skips = [rows[..., index * hidden :][..., :hidden] for index, rows in enumerate(inputs)]
             parts = (*parts, torch.stack(skips))
-        forget_bias, reset_bias = self.bias[:, None].chunk(2, dim=-1)
-        forget_cell, reset_cell = self.cell[:, None].chunk(2, dim=-1)
-        cell = torch.zeros_like(parts[0][:, 0])
-        steps = []
-        for candidate, forget, reset, skipped in zip(*(part.unbind(1) for part in parts), strict=True):
-            f = torch.sigmoid(forget + forget_cell * cell + forget_bias)
-            r = torch.sigmoid(reset + reset_cell * cell + reset_bias)
-            cell = f * cell + (1 - f) * candidate
-            steps.append(r * cell + (1 - r) * skipped)
-        return torch.stack(steps, dim=2)
+        candidate, forget, reset, skipped = parts
+        forget_bias, reset_bias = self.bias[:, None, None].chunk(2, dim=-1)
+        forget_cell, reset_cell = self.cell[:, None, None].chunk(2, dim=-1)
+        cells = forget_cells(candidate, forget + forget_bias, forget_cell)
+        r = torch.sigmoid(reset + reset_cell * before(cells) + reset_bias)
+        return torch.lerp(skipped, cells, r).transpose(1, 2)
 
 
 class QRNNLevel(Level):
@@ -81,9 +78,4 @@ class QRNNLevel(Level):
         product = torch.baddbmm(self.bias[:, None], taps.flatten(1, 2), self.input.flatten(1, 2)).view(*inputs.shape[:3], -1)
         candidate, forget, output = product.chunk(3, dim=-1)
         candidate, f, o = candidate.tanh(), forget.sigmoid(), output.sigmoid()
-        cell = torch.zeros_like(candidate[:, 0])
-        cells = []
-        for kept, new in zip(f.unbind(1), ((1 - f) * candidate).unbind(1), strict=True):
-            cell = torch.addcmul(new, kept, cell)
-            cells.append(cell)
-        return (o * torch.stack(cells, dim=1)).transpose(1, 2)
+        return (o * pool(f, (1 - f) * candidate)).transpose(1, 2)

@@ -84,7 +84,7 @@ def _means(groups: dict[tuple[str, str], list[Record]]) -> Iterator[str]:
         if pairs:
             alone, service = (mean(column) for column in zip(*pairs, strict=True))
             device = "GPU" if on_gpu else "CPU"
-            yield f"| {family} | {device} | {len(pairs)} | {alone:.2f} | {service:.2f} | {service - alone:+.2f} |"
+            yield f"| {family} | {device} | {len(pairs)} | {alone:.2f} | {service:.2f} | {service - alone:+z.2f} |"
 
 
 def _machines(records: list[Record]) -> Iterator[str]:
