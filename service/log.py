@@ -8,6 +8,7 @@ import math
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,11 +62,13 @@ class Log:
     def error(self, event: str, **values: Any) -> None:
         self._write("error", event, values)
 
-    def capped(self, level: str, event: str, *, kind: str = "", **values: Any) -> None:
+    def capped(
+        self, level: str, event: str, *, kind: str = "", values_of: Callable[[], dict[str, Any]] | None = None, **values: Any
+    ) -> None:
         """Write an event that clients cause, at most MAX_CAPPED_LINES lines of it in CAP_SECONDS.
 
         The first line after that has `left_out`, the number of lines that are missing before it. kind: events of each kind are counted
-        separately. There must be few of them.
+        separately. There must be few of them. values_of: returns more values of a line that is written.
         """
         cap = self._caps.setdefault(event + kind, _Cap())
         now = time.monotonic()
@@ -76,7 +79,8 @@ class Log:
             cap.left_out += 1
             return
         left_out, cap.left_out = cap.left_out, 0
-        self._write(level, event, values | ({"left_out": left_out} if left_out else {}))
+        more = values_of() if values_of is not None else {}
+        self._write(level, event, values | more | ({"left_out": left_out} if left_out else {}))
 
     def _write(self, level: str, event: str, values: dict[str, Any]) -> None:
         line = self._format(level, event, values)

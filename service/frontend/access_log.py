@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from service.access.caller import ANYBODY, Caller
 from service.access.scopes import AUDITED, Scope
@@ -48,7 +49,12 @@ def record(frontend: Frontend, caller: Caller, scope: Scope, action: str, peer: 
     if refused:
         frontend.metrics.denied.add(outcome)
     if refused or scope in AUDITED:
-        values = {"caller": caller.name, "peer": peer, "action": action[:MAX_ACTION_CHARACTERS], "outcome": outcome}
+        values: dict[str, Any] = {
+            "caller": caller.name,
+            "peer": peer,
+            "action": action[:MAX_ACTION_CHARACTERS],
+            "outcome": outcome,
+        }
         if refused:
             frontend.log.capped("info", "audit", **values)
         else:

@@ -24,6 +24,8 @@ from service.frontend.origin import NO_ORIGIN, Header, Identity
 from service.frontend.request_heads import RequestHead, RequestHeads
 from service.metrics import CLOSED_FOR
 
+STATUS_LINES = {kind: f"{status.http} {HTTPStatus(status.http).phrase}".encode() for kind, status in STATUS.items()}
+"""What follows the version of HTTP in the reply to an error."""
 MAX_WAITING_BYTES = 1 << 16
 """Bytes of pipelined requests that are read before the running one is answered."""
 MAX_PARSE_BYTES = 1 << 12
@@ -490,8 +492,7 @@ class HttpProtocol(HttpToolsProtocol):
 
 def _error_head(error: ServiceError) -> tuple[bytes, bytes]:
     """Return the status and the header lines of an error."""
-    status = HTTPStatus(STATUS[type(error)].http)
     headers = b"content-type: " + JSON.encode() + b"\r\n"
     if error.retry_after is not None:
         headers += b"retry-after: %d\r\n" % error.retry_after
-    return b"%d %b" % (status, status.phrase.encode()), headers
+    return STATUS_LINES[type(error)], headers

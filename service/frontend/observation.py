@@ -217,6 +217,19 @@ class Observer:
 
     def _write(self, request: EndedRequest, trace: str, *, slow: bool) -> None:
         """Write the log line of a request. Lines that are not of a sample are limited."""
+
+        def values() -> dict[str, Any]:
+            return self._values(request, trace)
+
+        if request.failed:
+            self._log.capped("warning", FAILED, kind=request.outcome, values_of=values)
+        elif slow:
+            self._log.capped("warning", SLOW, values_of=values)
+        else:
+            self._log.info(ACCESS, **values())
+
+    def _values(self, request: EndedRequest, trace: str) -> dict[str, Any]:
+        """Return the values of a log line."""
         model, version = request.labels
         values: dict[str, Any] = {
             "request_id": request.identity.request_id.decode(),
@@ -233,12 +246,7 @@ class Observer:
         }
         if self.keeps_bodies:
             values["input"] = request.body.decode("utf-8", "backslashreplace")
-        if request.failed:
-            self._log.capped("warning", FAILED, kind=request.outcome, **values)
-        elif slow:
-            self._log.capped("warning", SLOW, **values)
-        else:
-            self._log.info(ACCESS, **values)
+        return values
 
 
 def _traced(parent: Parent | None, *, logged: bool) -> Observation:
