@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
-from statistics import mean, median, stdev
+from statistics import median
 
 import evaluate_series
 import torch
@@ -96,19 +96,13 @@ def row(group: list[Record]) -> list[str]:
         group[0]["set"],
         group[0]["encoder"],
         str(len(trainings)),
-        spread([record["trained_percent"] for record in trainings]),
-        spread(served),
+        pages.spread([record["trained_percent"] for record in trainings]),
+        pages.spread(served),
         f"{median(record['training_seconds'] for record in trainings):.0f}" if trainings else pages.MISSING,
         f"{median(record['bytes'] for record in trainings):,.0f}" if trainings else pages.MISSING,
         f"{speeds[-1]['p50_ms']:.2f}" if speeds else pages.MISSING,
         f"{speeds[-1]['series_per_second']:,.0f}" if speeds else pages.MISSING,
     ]
-
-
-def spread(values: list[float]) -> str:
-    if not values:
-        return pages.MISSING
-    return f"{mean(values):.1f}" + (f" ± {stdev(values):.1f}" if len(values) > 1 else "")
 
 
 def arguments(line: list[str] | None) -> argparse.Namespace:

@@ -6,7 +6,7 @@ import copy
 import math
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -61,6 +61,14 @@ class Fitted:
     curve: tuple[Epoch, ...] = ()
 
 
+def cross_entropy(model: Classifier, batch: PaddedBatch, smoothing: float) -> Tensor:
+    return nn.functional.cross_entropy(model(batch.tokens, batch.lengths), batch.labels, label_smoothing=smoothing)
+
+
+Loss = Callable[[Classifier, PaddedBatch, float], Tensor]
+"""Returns the mean loss of a model on a batch. The number is the label smoothing."""
+
+
 def fit(
     train: list[TokenisedText],
     development: list[TokenisedText],
@@ -69,11 +77,23 @@ def fit(
     settings: Settings,
     device: torch.device | None = None,
 ) -> Fitted:
-    """Train a model. vectors: (vocabulary, width), with NaN in the rows that start from random values."""
+    """Train a new model. vectors: (vocabulary, width), with NaN in the rows that start from random values."""
     torch.manual_seed(settings.seed)
-    shuffler = random.Random(settings.seed)
     model = Classifier(settings.encoder, len(vectors), settings.width, settings.hidden, labels, settings.dropout)
     start_from(model.embedding.weight, vectors)
+    return improve(model, train, development, settings, device)
+
+
+def improve(
+    model: Classifier,
+    train: list[TokenisedText],
+    development: list[TokenisedText],
+    settings: Settings,
+    device: torch.device | None = None,
+    loss: Loss = cross_entropy,
+) -> Fitted:
+    """Train a model from the weights that it has. loss: what becomes lower."""
+    shuffler = random.Random(settings.seed)
     model.embedding.weight.requires_grad_(not settings.static)
     model.to(device or torch.device("cpu")).train()
     optimizer = torch.optim.Adam([value for value in model.parameters() if value.requires_grad], settings.rate, fused=True)
@@ -84,7 +104,7 @@ def fit(
     start = time.monotonic()
     for epoch in range(1, settings.epochs + 1):
         for batch in shuffled_batches(train, settings.batch, shuffler):
-            step(model, with_word_dropout(batch, settings.word_dropout).to(model.device), optimizer, settings)
+            step(model, with_word_dropout(batch, settings.word_dropout).to(model.device), optimizer, settings, loss)
             schedule.step()
         reached = model.eval().accuracy(development) if development else None
         curve.append(Epoch(time.monotonic() - start, reached))
@@ -103,7 +123,7 @@ def start_from(weight: Tensor, vectors: Tensor) -> None:
     weight.copy_(torch.where(vectors.isnan(), weight, vectors))
 
 
-def step(model: Classifier, batch: PaddedBatch, optimizer: torch.optim.Optimizer, settings: Settings) -> None:
+def step(model: Classifier, batch: PaddedBatch, optimizer: torch.optim.Optimizer, settings: Settings, loss: Loss) -> None:
     """Train on the batch, and on the same batch with embeddings that are moved towards a higher loss unless they are static."""
     optimizer.zero_grad()
     torch.autograd.backward(loss(model, batch, settings.smoothing))
@@ -112,10 +132,6 @@ def step(model: Classifier, batch: PaddedBatch, optimizer: torch.optim.Optimizer
             torch.autograd.backward(loss(model, batch, settings.smoothing))
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
-
-
-def loss(model: Classifier, batch: PaddedBatch, smoothing: float) -> Tensor:
-    return nn.functional.cross_entropy(model(batch.tokens, batch.lengths), batch.labels, label_smoothing=smoothing)
 
 
 @contextmanager

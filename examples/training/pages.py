@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from statistics import mean, stdev
 
 from training.records import Record
 
@@ -38,3 +39,21 @@ def places(records: Iterable[Record]) -> str:
     processors = "; ".join(sorted({record["processor"] for record in some}))
     dates = sorted(record["date"] for record in some)
     return f"Measured on {processors}, from {dates[0]} to {dates[-1]}."
+
+
+def machines(records: Iterable[Record]) -> Iterator[str]:
+    """Yield a sentence with the processors, GPUs and dates of the trainings, and one of the speeds."""
+    some = list(records)
+    for kind, text in (("training", "Trained"), ("speed", "Served")):
+        places = {(record["processor"], record.get("gpu", "")) for record in some if record["kind"] == kind}
+        dates = sorted(record["date"] for record in some if record["kind"] == kind)
+        if dates:
+            names = "; ".join(sorted(", ".join(filter(None, place)) for place in places))
+            yield f"{text} on {names}, from {dates[0]} to {dates[-1]}."
+
+
+def spread(values: Sequence[float]) -> str:
+    """Return the mean, and the standard deviation over several runs."""
+    if not values:
+        return MISSING
+    return f"{mean(values):.1f}" + (f" ± {stdev(values):.1f}" if len(values) > 1 else "")

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
-from statistics import mean, median, stdev
+from statistics import mean, median
 
+from training import pages
 from training.records import Record
 
 BEGIN, END = "<!-- results -->", "<!-- end of results -->"
@@ -19,7 +20,6 @@ COLUMNS = (
     *("set", "family", "runs", "framework alone, %", "training, s", "bytes"),
     *(f"{device} {figure}" for device in ("CPU", "GPU") for figure in ("%", "ms", "texts/s")),
 )
-MISSING = "–"
 
 
 def write(page: Path, records: list[Record]) -> None:
@@ -31,20 +31,25 @@ def write(page: Path, records: list[Record]) -> None:
 
 def lines(records: list[Record]) -> Iterator[str]:
     """Yield the lines of the tables: one row for each set and family, and the means over the sets."""
-    newest = list({_run(record): record for record in records if not record["quick"]}.values())
-    pairs = sorted({_pair(record) for record in newest})
+    current = newest(records)
+    pairs = sorted({_pair(record) for record in current})
     if not pairs:
         yield EMPTY
         return
     yield f"| {' | '.join(COLUMNS)} |"
     yield f"|{'---|' * len(COLUMNS)}"
-    groups = {pair: [record for record in newest if _pair(record) == pair] for pair in pairs}
+    groups = {pair: [record for record in current if _pair(record) == pair] for pair in pairs}
     for (name, encoder), group in groups.items():
         yield f"| {name} | {encoder} | {' | '.join(_cells(group))} |"
     yield ""
     yield from _means(groups)
     yield ""
-    yield from _machines(newest)
+    yield from pages.machines(current)
+
+
+def newest(records: list[Record]) -> list[Record]:
+    """Return the newest record of each run, without quick trials."""
+    return list({_run(record): record for record in records if not record["quick"]}.values())
 
 
 def _pair(record: Record) -> tuple[str, str]:
@@ -61,14 +66,14 @@ def _run(record: Record) -> tuple[object, ...]:
 def _cells(group: list[Record]) -> Iterator[str]:
     trainings = _of(group, "training")
     yield str(len(trainings))
-    yield _spread([record["trained_percent"] for record in trainings])
-    yield f"{median(record['training_seconds'] for record in trainings):.0f}" if trainings else MISSING
-    yield f"{median(record['bytes'] for record in trainings):,.0f}" if trainings else MISSING
+    yield pages.spread([record["trained_percent"] for record in trainings])
+    yield f"{median(record['training_seconds'] for record in trainings):.0f}" if trainings else pages.MISSING
+    yield f"{median(record['bytes'] for record in trainings):,.0f}" if trainings else pages.MISSING
     for on_gpu in (False, True):
-        yield _spread(_served(group, on_gpu))
+        yield pages.spread(_served(group, on_gpu))
         loads = [record for record in _of(group, "speed") if _on_gpu(record) == on_gpu]
-        yield f"{min(loads, key=lambda record: record['callers'])['p50_ms']:.2f}" if loads else MISSING
-        yield f"{max(record['texts_per_second'] for record in loads):,.0f}" if loads else MISSING
+        yield f"{min(loads, key=lambda record: record['callers'])['p50_ms']:.2f}" if loads else pages.MISSING
+        yield f"{max(record['texts_per_second'] for record in loads):,.0f}" if loads else pages.MISSING
 
 
 def _means(groups: dict[tuple[str, str], list[Record]]) -> Iterator[str]:
@@ -87,16 +92,6 @@ def _means(groups: dict[tuple[str, str], list[Record]]) -> Iterator[str]:
             yield f"| {family} | {device} | {len(pairs)} | {alone:.2f} | {service:.2f} | {service - alone:+z.2f} |"
 
 
-def _machines(records: list[Record]) -> Iterator[str]:
-    """Yield what the records were measured on, and when."""
-    for kind, text in (("training", "Trained"), ("speed", "Served")):
-        places = {(record["processor"], record.get("gpu", "")) for record in records if record["kind"] == kind}
-        dates = sorted(record["date"] for record in records if record["kind"] == kind)
-        if dates:
-            names = "; ".join(sorted(", ".join(filter(None, place)) for place in places))
-            yield f"{text} on {names}, from {dates[0]} to {dates[-1]}."
-
-
 def _served(group: list[Record], on_gpu: bool) -> list[float]:
     """Return the percentages by HTTP on one kind of device."""
     return [record["served_percent"] for record in _of(group, "served") if _on_gpu(record) == on_gpu]
@@ -108,10 +103,3 @@ def _on_gpu(record: Record) -> bool:
 
 def _of(group: list[Record], kind: str) -> list[Record]:
     return [record for record in group if record["kind"] == kind]
-
-
-def _spread(values: list[float]) -> str:
-    """Return the mean, and the standard deviation over several runs."""
-    if not values:
-        return MISSING
-    return f"{mean(values):.1f}" + (f" ± {stdev(values):.1f}" if len(values) > 1 else "")
