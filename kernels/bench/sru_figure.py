@@ -58,7 +58,7 @@ def draw(records: Records, path: Path) -> None:
     axes = figure.subplots()
     groups = [f"{steps} steps, width {size}" for steps, size in GROUPS]
     bars = [
-        Bars(label, colour, [_microseconds(records, *group, form, names) for group in GROUPS])
+        Bars(label, colour, [microseconds(records, *group, form, names) for group in GROUPS])
         for label, form, names, colour in BARS
     ]
     draw_groups(axes, groups, bars)
@@ -68,9 +68,11 @@ def draw(records: Records, path: Path) -> None:
     write_svg(figure, path)
 
 
-def _microseconds(records: Records, steps: int, size: int, form: str, names: Sequence[str]) -> float:
-    """Return the median of the fastest layout, or of the backend that users get."""
-    labels = {"workload": "every-step", "form": form, "rows": ROWS, "steps": steps, "hidden": size, "timing": "kernel"}
+def microseconds(
+    records: Records, steps: int, size: int, form: str, names: Sequence[str], workload: str = "every-step"
+) -> float:
+    """Return the median of the fastest layout, or of the backend that users get. Raises LookupError without one."""
+    labels = {"workload": workload, "form": form, "rows": ROWS, "steps": steps, "hidden": size, "timing": "kernel"}
     times: dict[str, float] = {
         record["backend"]: record["median_us"]
         for record in records
