@@ -388,6 +388,24 @@ class Teller:
             return None
 
 
+def start_sessions(url: str, names: Sequence[str], callers: int = 32) -> Counter[str]:
+    """Send one step per session and no more."""
+    return uvloop.run(_start_sessions(Target.of(url, "/infer"), iter(names), callers))
+
+
+async def _start_sessions(target: Target, names: Iterator[str], callers: int) -> Counter[str]:
+    ledger = Ledger()
+
+    async def start_some() -> None:
+        caller = await Caller.connect(target)
+        for name in names:
+            ledger.heard(await caller.ask(Chunk([1]).request(target, name)))
+        caller.hang_up()
+
+    await asyncio.gather(*[start_some() for _ in range(callers)])
+    return ledger.told
+
+
 def faults_of(told: Iterable[str]) -> str:
     """Return some of the errors for a message."""
     return "\n".join(list(told)[:5])

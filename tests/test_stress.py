@@ -49,6 +49,7 @@ from tests.accumulator import (
     faults_of,
     held,
     rests,
+    start_sessions,
     tell,
     watch,
 )
@@ -522,27 +523,9 @@ def test_late_replies_are_detected(late: list[Heard]) -> None:
 # Abandoned sessions.
 
 
-def begin(url: str, names: Sequence[str], callers: int = 32) -> Counter[str]:
-    """Send one step per session and no more."""
-    return uvloop.run(_begin(Target.of(url, "/infer"), iter(names), callers))
-
-
-async def _begin(target: Target, names: Iterator[str], callers: int) -> Counter[str]:
-    ledger = Ledger()
-
-    async def begin_some() -> None:
-        caller = await Caller.connect(target)
-        for name in names:
-            ledger.heard(await caller.ask(accumulator.Chunk([1]).request(target, name)))
-        caller.hang_up()
-
-    await asyncio.gather(*[begin_some() for _ in range(callers)])
-    return ledger.told
-
-
 def test_abandoned_sessions_expire(folder: Path, tmp_path: Path) -> None:
     with serving(folder, tmp_path, session_idle_seconds=str(IDLE_SECONDS)) as own:
-        assert begin(own.address, [f"left {number}" for number in range(ABANDONED)]) == {"ok": ABANDONED}
+        assert start_sessions(own.address, [f"left {number}" for number in range(ABANDONED)]) == {"ok": ABANDONED}
         left = time.monotonic()
         most = own.metric("seqserve_sessions")
         eventually(lambda: rests(own))
@@ -554,7 +537,7 @@ def test_sessions_over_the_limit_are_refused_and_others_continue(small: Server) 
     limit = int(SMALL["max_sessions"])
     at_rest(small)
     names = [f"limited {number}" for number in range(limit + 100)]
-    assert begin(small.address, names) == {"ok": limit, "too_many_sessions": 100}
+    assert start_sessions(small.address, names) == {"ok": limit, "too_many_sessions": 100}
     assert small.metric("seqserve_sessions") == limit
     goes_on = Counter(_goes_on(small, name) for name in names)
     assert goes_on == {(200, Account(3, 3)): limit, (404, None): 100}

@@ -7,15 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from tests import models
-from tests.accumulator import CALLERS, REST_SECONDS, SMALL, counts, faults_of, rests, tell
+from tests import models, planted
+from tests.accumulator import CALLERS, REST_SECONDS, SMALL, counts, faults_of, rests, start_sessions, tell
 from tests.engine.batching.story import Story, any_event, free_every_slot_twice
 from tests.serving import eventually, serving
+from tests.steady import WARM_UP, Memory, growing
 
 EVENTS = 1_000_000
 EVENTS_OF_A_STORY = 200
 SEQUENCES = 200
 """Sequences per client."""
+WAVE, ABANDONED = 4000, 100_000
+"""Sessions that are abandoned at once, nearly as many as may be open, and in all."""
+ABANDONED_BESIDE_A_LEAK = 2 * WARM_UP
 
 
 def tell_story(seed: int) -> None:
@@ -55,3 +59,32 @@ def test_51_200_sequences_have_exact_sums(tmp_path: Path, capsys: pytest.Capture
         assert not told.faults, faults_of(told.faults)
         eventually(lambda: rests(server), REST_SECONDS)
         told.ledger.check(counts(server).since(before))
+
+
+def abandon(count: int, scratch: Path) -> dict[str, float]:
+    """Abandon sessions in waves until `count` have followed the warm-up. Return the growth of each process in MiB per 100,000 sessions.
+
+    The engine remembers the names of sessions that have expired until twice as many as may be open are remembered. The warm-up has more.
+    """
+    models.accumulator(scratch / "models")
+    waves = (WARM_UP + count) // WAVE
+    with serving(scratch / "models", scratch, session_idle_seconds="1") as server:
+        memory = Memory(server)
+        for wave in range(waves):
+            assert start_sessions(server.address, [f"{wave} {number}" for number in range(WAVE)]) == {"ok": WAVE}
+            eventually(lambda: rests(server))
+            memory.sample((wave + 1) * WAVE)
+        assert server.metric("seqserve_sessions_ended_total", reason="expired") == waves * WAVE
+        return memory.slopes()
+
+
+def test_100_000_abandoned_sessions_leave_nothing_behind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    slopes = abandon(ABANDONED, tmp_path)
+    with capsys.disabled():
+        print("\nMiB in 100,000 sessions:", ", ".join(f"{name} {slope:.2f}" for name, slope in slopes.items()))
+    assert not growing(slopes)
+
+
+def test_expired_sessions_that_are_kept_are_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    planted.plant("keeps-expired", monkeypatch)
+    assert growing(abandon(ABANDONED_BESIDE_A_LEAK, tmp_path)).keys() == {"engine-0"}

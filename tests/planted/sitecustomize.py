@@ -9,6 +9,7 @@ PLANTED names one fault of a server:
 - slow-device: each batch waits DEVICE_SECONDS, in which a device would compute: it takes no processor time;
 - admits-all: the same, and the engine refuses no request that will miss its deadline;
 - unverified: an engine does not compare weights with their digest;
+- keeps-expired: an engine keeps every session that has ended without the knowledge of its client;
 - stalled-read: reading a model.toml does not return while a file STALL is next to it; a file STALLED shows that it has begun;
 - timed-callbacks: frontends append each callback of their event loop that takes longer than TIMED_SECONDS to the file CALLBACKS;
 - recorded-network: processes append each use of the network to the file NETWORK: connections, datagrams and look-ups of names;
@@ -61,7 +62,7 @@ NETWORK_EVENTS = {
 POINTS = ("received", "launching", "launched", "answering", "answered")
 """Points on the way of a request through an engine: its frame was read, its batch starts, its batch was started, its answer is about to be
 written, its answer was written."""
-kept: list[bytes] = []
+kept: list[Any] = []
 
 
 def raise_device_error(fault: str) -> None:
@@ -144,6 +145,16 @@ def into_schedulers(scheduler: Any, fault: str) -> None:
 
 def into_digests(store: Any, fault: str) -> None:
     store.read_verified = lambda file, _: file.read_bytes()
+
+
+def into_session_tables(session_table: Any, fault: str) -> None:
+    end = session_table.SessionTable._end_unreported
+
+    def planted(self: Any, session: Any, reason: str) -> None:
+        kept.append(session)
+        end(self, session, reason)
+
+    session_table.SessionTable._end_unreported = planted
 
 
 def into_workers(worker: Any, fault: str) -> None:
@@ -331,6 +342,8 @@ def main() -> None:
             sys.meta_path.insert(0, Planting(fault, "service.engine.batching.scheduler", into_schedulers))
     elif fault == "unverified":
         sys.meta_path.insert(0, Planting(fault, "service.modeling.store", into_digests))
+    elif fault == "keeps-expired":
+        sys.meta_path.insert(0, Planting(fault, "service.engine.batching.session_table", into_session_tables))
     elif fault == "stalled-read":
         sys.meta_path.insert(0, Planting(fault, "service.modeling.spec", into_reads))
     elif fault:

@@ -1,0 +1,183 @@
+"""10,000 sequences of each layer: the results of a session do not depend on the batches in which its chunks run, nor on its chunks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kernels.cpu import cache
+from kernels.ragged import Encoded, Outputs, Ragged
+from service.engine.batch import Batch, Chunk
+from service.engine.batching.state_slots import DISCARD_SLOT, FIRST_SLOT, ZERO_SLOT
+from service.engine.execution.device_engine import DeviceEngine
+from service.engine.execution.in_flight import ChunkResult
+from service.ipc.messages import FEATURES, ModelKey, Returns
+from service.metrics import Metrics
+from service.modeling import store
+from service.modeling.encoder import Encoder
+from tests import models
+from tests.engine.execution.test_chunks import FLOATS, HEADS, LAYERS
+from tests.kernels.families import FORMS, Form
+from tests.kernels.inputs import arrays, map_arrays
+
+SEQUENCES, SEQUENCES_BESIDE_A_FAULT = 10_000, 100
+MOST_STEPS, MOST_TOGETHER = 24, 16
+POISONED = 0.3
+"""Share of the batches that have a row of NaN beside the others."""
+ROUNDING = 1e-5
+"""Largest difference, relative to values of at least 1. The products in front of the recurrence are those of a library."""
+KEY = ModelKey("streamed", "1")
+Rows = np.ndarray[Any, np.dtype[np.float32]]
+
+
+def make_engine(root: Path, layer: str, head: str) -> DeviceEngine:
+    spec = models.made_up(root, "streamed", FLOATS, LAYERS[layer], head=HEADS[head])
+    spec = spec.model_copy(update={"pin_backend": True})
+    encoder = Encoder(spec, store.read_arrays(root / "streamed" / "1", spec), torch.device("cpu"), 1 << 20)
+    return DeviceEngine({KEY: encoder}, Metrics(), max_batch_sequences=MOST_TOGETHER + 1, max_batch_tokens=1024)
+
+
+class Stream:
+    """A sequence that runs in chunks, in the state slot with this number."""
+
+    def __init__(self, number: int, slot: int) -> None:
+        self.number = number
+        self.data = data_of(number)
+        self.slot = slot
+        self.steps = 0
+        self.results: list[ChunkResult] = []
+
+    @property
+    def ended(self) -> bool:
+        return self.steps == len(self.data)
+
+    def next_chunk(self, steps: int, read_slot: int | None = None) -> Chunk:
+        """Return a chunk of up to so many steps. read_slot: another slot than its own to continue from."""
+        begin, self.steps = self.steps, min(self.steps + steps, len(self.data))
+        source = (self.slot if read_slot is None else read_slot) if begin else ZERO_SLOT
+        return chunk(self.data[begin : self.steps], self, source, DISCARD_SLOT if self.ended else self.slot)
+
+
+def data_of(number: int) -> Rows:
+    chance = np.random.default_rng(number)
+    return chance.normal(size=(chance.integers(1, MOST_STEPS, endpoint=True), 3)).astype(FEATURES)
+
+
+def chunk(data: Rows, owner: Stream | None, read_slot: int = ZERO_SLOT, write_slot: int = DISCARD_SLOT) -> Chunk:
+    return Chunk(data.tobytes(), len(data), Returns(embedding=True, sequence=True), owner, read_slot, write_slot)
+
+
+def run(engine: DeviceEngine, chunks: list[Chunk]) -> None:
+    """Run a batch, and give each stream its result. Results that are not finite, which only NaN has, come as errors."""
+    engine.launch(Batch(KEY, chunks))
+    for done, result in engine.finished():
+        if done.owner is not None:
+            assert isinstance(result, ChunkResult), result
+            done.owner.results.append(result)
+
+
+def run_together(engine: DeviceEngine, count: int, seed: int, mixed_up: int = -1) -> Iterator[Stream]:
+    """Run sequences in random chunks and random batches. Yield each at its end.
+
+    mixed_up: the number of a sequence that once continues from the state of another.
+    """
+    chance, numbers = random.Random(seed), iter(range(count))
+    free = list(range(FIRST_SLOT, FIRST_SLOT + 2 * MOST_TOGETHER))
+    running = [Stream(number, free.pop()) for number in islice(numbers, len(free))]
+    while running:
+        batch = chance.sample(running, chance.randint(1, min(MOST_TOGETHER, len(running))))
+        chunks = []
+        for stream in batch:
+            other = next((each.slot for each in running if each.steps and each is not stream), None)
+            wrong = other if stream.number == mixed_up and stream.steps else None
+            chunks.append(stream.next_chunk(chance.randint(1, MOST_STEPS), wrong))
+        if chance.random() < POISONED:
+            nothing = np.full((chance.randint(1, MOST_STEPS), 3), np.nan, FEATURES)
+            chunks.insert(chance.randint(0, len(chunks)), chunk(nothing, None))
+        run(engine, chunks)
+        for stream in [stream for stream in batch if stream.ended]:
+            yield stream
+            running.remove(stream)
+            running += [Stream(number, stream.slot) for number in islice(numbers, 1)]
+
+
+def outputs(results: Sequence[ChunkResult]) -> list[Rows]:
+    """Return the vectors of all steps, and what the head says after the last."""
+    sequence = np.concatenate([result.sequence for result in results if result.sequence is not None])
+    last = results[-1]
+    return [sequence, *(array for array in (last.scores, last.embedding) if array is not None)]
+
+
+def differences(engine: DeviceEngine, streams: Iterator[Stream]) -> Iterator[tuple[int, float]]:
+    """Yield the number of each sequence, and how far its results are from those of the whole sequence alone."""
+    for stream in streams:
+        alone = Stream(stream.number, stream.slot)
+        run(engine, [alone.next_chunk(MOST_STEPS)])
+        pairs = zip(outputs(stream.results), outputs(alone.results), strict=True)
+        yield stream.number, max(float((np.abs(one - other) / np.maximum(np.abs(other), 1)).max()) for one, other in pairs)
+
+
+@pytest.mark.parametrize("head", ["last", "mean"])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_10_000_sequences_have_the_same_results_in_any_batch(
+    layer: str, head: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = make_engine(tmp_path, layer, head)
+    found = [difference for _, difference in differences(engine, run_together(engine, SEQUENCES, seed=1))]
+    with capsys.disabled():
+        same = sum(difference == 0 for difference in found)
+        print(f"\n{layer} {head}: {same} of {len(found)} with the same bits, the largest difference is {max(found):.1e}")
+    assert len(found) == SEQUENCES
+    assert max(found) <= ROUNDING
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_state_of_another_sequence_is_detected(layer: str, tmp_path: Path) -> None:
+    engine, mixed_up = make_engine(tmp_path, layer, "last"), 33
+    assert len(data_of(mixed_up)) > 8, "it has several chunks"
+    streams = run_together(engine, SEQUENCES_BESIDE_A_FAULT, seed=1, mixed_up=mixed_up)
+    assert [number for number, difference in differences(engine, streams) if difference > ROUNDING] == [mixed_up]
+
+
+# The recurrence of each layer, given its gate inputs.
+
+ROWS_AT_ONCE = 20
+HIDDEN, INPUTS = 33, 7
+PLAIN = [form for form in FORMS if form.takes_gates and not form.options and not form.int8 and form.family != "rnn"]
+"""The layers that have a CPU kernel with a recurrence of its own."""
+
+
+def rows_alone(x: Ragged, state: Any) -> Iterator[tuple[Ragged, Any]]:
+    """Yield each row as a batch of its own, with its state."""
+    for row, (begin, end) in enumerate(zip(x.offsets.tolist(), x.offsets[1:].tolist(), strict=False)):
+        own = None if state is None else map_arrays(state, itemgetter(slice(row, row + 1)))
+        yield Ragged(x.data[begin:end], torch.tensor([0, end - begin])), own
+
+
+def same_bits(batch: Encoded, row: int, begin: int, end: int, alone: Encoded) -> bool:
+    assert batch.steps is not None and alone.steps is not None
+    states = zip(arrays(batch.state).values(), arrays(alone.state).values(), strict=True)
+    return torch.equal(batch.steps[begin:end], alone.steps) and all(torch.equal(one[row], other[0]) for one, other in states)
+
+
+@pytest.mark.skipif(cache.missing() is not None, reason=f"the CPU kernels are not used: {cache.missing()}")
+@pytest.mark.parametrize("form", PLAIN, ids=str)
+def test_recurrence_of_10_000_rows_has_the_same_bits_in_any_batch(form: Form) -> None:
+    chance, differing = random.Random(3), 0
+    for batch in range(SEQUENCES // ROWS_AT_ONCE):
+        lengths = [chance.randint(0, MOST_STEPS) for _ in range(ROWS_AT_ONCE)]
+        x, weights, state = form.gated(form.arguments(lengths, HIDDEN, INPUTS, seed=batch))
+        encoded = form.run(x, weights, state, want=Outputs(steps=True), backend="cpu")
+        offsets = x.offsets.tolist()
+        for row, (one, own) in enumerate(rows_alone(x, state)):
+            alone = form.run(one, weights, own, want=Outputs(steps=True), backend="cpu")
+            differing += not same_bits(encoded, row, offsets[row], offsets[row + 1], alone)
+    assert differing == 0
