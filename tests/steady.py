@@ -64,8 +64,9 @@ def processes(server: Server) -> dict[str, int]:
     return {"supervisor": server.process.pid} | {event["child"]: event["pid"] for event in server.events("started")}
 
 
-def resident_bytes(pid: int) -> int:
-    """Return the resident bytes, counted page by page: statm may be wrong by some MiB, and by more on more cores."""
+def resident_bytes(pid: int | str) -> int:
+    """Return the resident bytes of a process, or of "self". They are counted page by page: statm may be wrong by some MiB, and by more on
+    more cores."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Rss:"))
 

@@ -19,12 +19,14 @@ from service.ipc.process_config import DEVICE_LOST, ProcessConfig, freeze_heap
 from service.ipc.session_journal import SessionJournal, journal_records
 from service.log import Log
 from service.metrics import Metrics
+from service.modeling import spec
 
 
 def main() -> None:
     """Load the models, then run batches until the supervisor closes the control channel."""
     config = ProcessConfig.read()
     settings, metrics = config.read_settings(), Metrics()
+    spec.confine(settings.models)
     control, heartbeat = config.open_control(), Heartbeat(config.heartbeat)
     log = Log(f"engine-{config.place}")
     try:

@@ -19,12 +19,14 @@ from service.ipc.quota_counts import QuotaCounts
 from service.ipc.trace_socket import TraceWriter
 from service.log import Log
 from service.metrics import Metrics
+from service.modeling import spec
 
 
 def main() -> None:
     """Serve clients until SIGTERM, then drain."""
     config = ProcessConfig.read()
     settings, metrics = config.read_settings(), Metrics()
+    spec.confine(settings.models)
     control = Control(config.open_control(), Heartbeat(config.heartbeat), on_change=freeze_heap)
     log = Log("frontend")
     try:

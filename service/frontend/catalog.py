@@ -15,7 +15,7 @@ from service.frontend.head_outputs import OutputWriter
 from service.frontend.quoting import quote
 from service.ipc.messages import IndexEntry, Manifest, ModelKey, ModelVersion, NotLoaded
 from service.log import Log
-from service.modeling.spec import CARD, ModelSpec
+from service.modeling.spec import CARD, ModelSpec, read_file
 from service.modeling.tokenizer import Tokenizer
 
 MAX_LISTED = 8
@@ -68,8 +68,7 @@ def read_served_model(model_version: ModelVersion) -> ServedModel:
 def _read_card(file: Path) -> bytes:
     """Return the beginning of a model card, empty if it cannot be read: a model is served without its card."""
     try:
-        with file.open("rb") as card:
-            return card.read(MAX_CARD_BYTES)
+        return read_file(file, MAX_CARD_BYTES)
     except OSError:
         return b""
 

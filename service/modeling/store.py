@@ -21,12 +21,16 @@ def read_arrays(folder: Path, spec: ModelSpec) -> dict[str, Tensor]:
 
     The matrices of an int8 model are float32, each a number times its scale.
     """
-    data = read_verified(folder / WEIGHTS, spec)
+    return parse_arrays(folder / WEIGHTS, read_verified(folder / WEIGHTS, spec), spec)
+
+
+def parse_arrays(file: Path, data: bytes, spec: ModelSpec) -> dict[str, Tensor]:
+    """Return the arrays in the content of a weights file, as `read_arrays` does. file: what the error names."""
     try:
         stored = load(data)
     except SafetensorError as error:
-        raise ModelError(f"{folder / WEIGHTS} is not a complete safetensors file: {error}") from error
-    _check(folder / WEIGHTS, stored, spec)
+        raise ModelError(f"{file} is not a complete safetensors file: {error}") from error
+    _check(file, stored, spec)
     return from_stored(stored, spec)
 
 

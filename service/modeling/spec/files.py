@@ -7,15 +7,35 @@ import os
 import stat
 from pathlib import Path
 
+_confined_to: list[Path] = []
+"""The models folder, if this process reads no files outside of it."""
 
-def read_file(file: Path) -> bytes:
-    """Return the content of a regular file; raises OSError. A FIFO or a device is refused: reading it could block for ever."""
+
+def confine(root: Path) -> None:
+    """Refuse to read files outside of a folder from now on. Links within it are followed as long as they do not leave it."""
+    _confined_to[:] = [root]
+
+
+def read_file(file: Path, size: int = -1) -> bytes:
+    """Return the content of a regular file, or its first `size` bytes; raises OSError. A FIFO or a device is refused: reading it could
+    block for ever."""
     # Opening a FIFO without O_NONBLOCK waits for a writer.
     descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(errno.EINVAL, "it is not a regular file")
+        # After opening, so that nobody can put another file there in between.
+        if any(not _real_path(descriptor, file).is_relative_to(os.path.realpath(root)) for root in _confined_to):
+            raise OSError(errno.EACCES, "it is a link out of the models folder: put the file itself there")
         with open(descriptor, "rb", closefd=False) as opened:
-            return opened.read()
+            return opened.read(size)
     finally:
         os.close(descriptor)
+
+
+def _real_path(descriptor: int, file: Path) -> Path:
+    """Return the path of an open file, without links. Only Linux tells it; elsewhere it is that of the file which is there now."""
+    try:
+        return Path(f"/proc/self/fd/{descriptor}").readlink()
+    except OSError:
+        return Path(os.path.realpath(file))

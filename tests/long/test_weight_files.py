@@ -1,0 +1,87 @@
+"""A million mutated weight files: each is refused, or loaded bit by bit. `python -m tests.weight_files` tries others with another seed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load
+
+from service.errors import ModelError
+from service.modeling import store
+from service.modeling.spec import WEIGHTS, ModelSpec
+from tests import models
+from tests.steady import resident_bytes
+from tests.weight_files import MAX_SECONDS, SIZE, joined, run
+
+FEW = 5_000
+LIMIT_BYTES = 64 << 20
+ENTRIES = 100_000
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> ModelSpec:
+    return models.words(tmp_path)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, spec: ModelSpec) -> Path:
+    return tmp_path / spec.name / "1"
+
+
+def test_million_mutated_files_are_refused_or_loaded_bit_by_bit(
+    folder: Path, spec: ModelSpec, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(folder, spec, FEW, seed=1)
+    before = resident_bytes("self")
+    report = run(folder, spec, SIZE)
+    grown = resident_bytes("self") - before
+    with capsys.disabled():
+        print(f"\n{report.loaded} loaded, {report.refused.total()} refused, the slowest took {report.slowest:.3f} s")
+    assert report.wrong == []
+    assert report.loaded + report.refused.total() == SIZE
+    assert min(report.loaded, report.refused.total()) > SIZE // 20
+    assert grown <= LIMIT_BYTES
+
+
+def test_file_of_a_hundred_thousand_tensors_is_refused_soon(folder: Path, spec: ModelSpec) -> None:
+    entry = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+    content = joined({f"tensor-{number}": entry for number in range(ENTRIES)}, b"")
+    began = time.thread_time()
+    with pytest.raises(ModelError):
+        store.parse_arrays(folder / WEIGHTS, content, spec)
+    assert time.thread_time() - began < MAX_SECONDS
+
+
+def mixed_up(tensors: Tensors) -> Tensors:
+    """Give each tensor the values of another of its shape, if there is one."""
+    others = {
+        name: [other for other in tensors if other != name and tensors[other].shape == tensors[name].shape] for name in tensors
+    }
+    return {name: tensors[(found or [name])[0]] for name, found in others.items()}
+
+
+def without_last_bit(tensors: Tensors) -> Tensors:
+    return {name: array.half().to(array.dtype) for name, array in tensors.items()}
+
+
+@pytest.mark.parametrize("spoil", [mixed_up, without_last_bit])
+def test_loader_that_reads_other_bytes_is_detected(
+    spoil: Callable[[Tensors], Tensors], folder: Path, spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "load", lambda data: spoil(load(data)))
+    assert run(folder, spec, FEW).wrong
+
+
+def test_loader_that_takes_any_values_is_detected(folder: Path, spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "wrong_values", lambda *_: None)
+    assert run(folder, spec, FEW).wrong
+
+
+def test_loader_that_raises_another_error_is_detected(folder: Path, spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "SafetensorError", KeyError)
+    assert run(folder, spec, FEW).wrong

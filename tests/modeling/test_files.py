@@ -1,0 +1,144 @@
+"""A confined process reads no file outside of the models folder, whatever links lead there, and whatever is swapped while it reads."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from service.modeling.spec import files
+
+SWAPS = 1_000
+OWN, SECRET, REFUSED = b"own", b"secret", b"refused"
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The models folder of a confined process, with a version of a model; a secret is next to it."""
+    folder = tmp_path / "models" / "words" / "1"
+    folder.mkdir(parents=True)
+    (folder / "weights").write_bytes(OWN)
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "weights").write_bytes(SECRET)
+    monkeypatch.setattr(files, "_confined_to", [])
+    files.confine(tmp_path / "models")
+    return tmp_path / "models"
+
+
+@pytest.fixture
+def outside(tmp_path: Path) -> Path:
+    return tmp_path / "outside"
+
+
+def refused(file: Path) -> bool:
+    with pytest.raises(OSError, match="out of the models folder"):
+        files.read_file(file)
+    return True
+
+
+def test_link_to_a_file_outside_is_refused(root: Path, outside: Path) -> None:
+    for target in (outside / "weights", Path("../../../outside/weights"), Path("/proc/self/environ")):
+        link = root / "words" / "1" / "link"
+        link.symlink_to(target)
+        assert refused(link)
+        link.unlink()
+
+
+def test_file_behind_a_linked_folder_is_refused(root: Path, outside: Path) -> None:
+    (root / "words" / "2").symlink_to(outside)
+    (root / "other").symlink_to(outside.parent)
+    assert refused(root / "words" / "2" / "weights")
+    assert refused(root / "other" / "outside" / "weights")
+    assert refused(root / "words" / ".." / ".." / "outside" / "weights")
+
+
+def test_links_within_the_folder_are_followed(root: Path) -> None:
+    """As in the volumes of Kubernetes, where a version is a link to a folder next to it."""
+    (root / "words" / "2").symlink_to("1")
+    (root / "words" / "1" / "again").symlink_to(root / "words" / "1" / "weights")
+    assert files.read_file(root / "words" / "2" / "again") == OWN
+
+
+def test_models_folder_may_be_a_link_that_changes(root: Path, outside: Path) -> None:
+    current = root.parent / "current"
+    current.symlink_to(root)
+    files.confine(current)
+    assert files.read_file(current / "words" / "1" / "weights") == OWN
+    current.unlink()
+    current.symlink_to(outside)
+    assert files.read_file(current / "weights") == SECRET
+    assert refused(root / "words" / "1" / "weights")
+
+
+def test_system_without_proc_refuses_links_too(root: Path, outside: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    readlink = os.readlink
+
+    def without_proc(path: str) -> str:
+        if str(path).startswith("/proc"):
+            raise FileNotFoundError(path)
+        return readlink(path)
+
+    monkeypatch.setattr(os, "readlink", without_proc)
+    link = root / "words" / "1" / "link"
+    link.symlink_to(outside / "weights")
+    assert refused(link)
+    assert files.read_file(root / "words" / "1" / "weights") == OWN
+
+
+@contextmanager
+def swapping(place: Path, own: Path, other: Path) -> Iterator[None]:
+    """Rename two links over a place, one after the other, until the block ends."""
+    ended = threading.Event()
+
+    def swap() -> None:
+        while not ended.is_set():
+            for target in (other, own):
+                link = place.with_name("next")
+                link.symlink_to(target)
+                link.rename(place)
+
+    thread = threading.Thread(target=swap)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def contents(root: Path, outside: Path, *expected: bytes) -> Counter[bytes]:
+    """Return what SWAPS reads of each of two places found: of a link that is swapped for one out of the folder, and of a file behind such a
+    link. More reads follow until all that is expected was found: when the threads run is chance."""
+    found: Counter[bytes] = Counter()
+    kept = root / "words" / "1"
+    for place, own, other in ((kept / "swapped", kept / "weights", outside / "weights"), (root / "words" / "3", kept, outside)):
+        place.symlink_to(own)
+        file = place if own.is_file() else place / "weights"
+        with swapping(place, own, other):
+            reads = 0
+            while reads < SWAPS or not found.keys() >= {*expected}:
+                try:
+                    found[files.read_file(file)] += 1
+                except PermissionError:
+                    found[REFUSED] += 1
+                reads += 1
+        place.unlink()
+    return found
+
+
+def test_swapped_files_are_never_those_outside(root: Path, outside: Path) -> None:
+    found = contents(root, outside, OWN, REFUSED)
+    assert found.keys() == {OWN, REFUSED}, found
+
+
+def test_check_of_a_name_instead_of_the_open_file_is_detected(
+    root: Path, outside: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The race is real: the name that is checked may stand for another file than the one that was opened."""
+    monkeypatch.setattr(files, "_real_path", lambda _, file: Path(os.path.realpath(file)))
+    assert contents(root, outside, SECRET)[SECRET]
