@@ -9,6 +9,8 @@ TORCH_INDEX ?=
 DEVICE      ?= cpu
 ARGS        ?=
 HOURS       ?= 8
+KIND        ?= sessions
+SIZE        ?= 10000000
 USERS       ?= 32
 SECONDS     ?= 30
 OUT         ?= build/loadtest
@@ -24,7 +26,7 @@ PROJECT     := pyproject.toml setup.py constraints.txt Makefile
 # Containers often set it. The tests start hundreds of Python processes, and each would compile the sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: soak help install gpu compiled serve test test-fast test-anywhere lint eval bench loadtest bench-serve bench-engine bench-capacity bench-fairness bench-devices browser screenshots toolchains speech series java perf-analyzer libb64 lock audit sbom simulate test-long test-gpu docker-test cluster-test proxies redis proto check-python
+.PHONY: soak endurance help install gpu compiled serve test test-fast test-anywhere lint eval bench loadtest bench-serve bench-engine bench-capacity bench-fairness bench-devices browser screenshots toolchains speech series java perf-analyzer libb64 lock audit sbom simulate test-long test-gpu docker-test cluster-test proxies redis proto check-python
 
 help:
 	@echo "make serve          install, then serve the embedded models on 127.0.0.1:8000"
@@ -32,6 +34,7 @@ help:
 	@echo "make test-fast      run the short tests that start no server"
 	@echo "make test-long      run the tests under long load and other slow tests: minutes"
 	@echo "make soak           mixed load for HOURS=8 with one fault a minute, and an account of every request"
+	@echo "make endurance      SIZE=10000000 chunks of KIND=sessions, or single KIND=requests, with known answers while engines are killed"
 	@echo "make test-gpu       run the tests that need a GPU, and record the result in tests/gpu/passed.json"
 	@echo "make docker-test    build the image, start the compose files on a container engine, test and remove them"
 	@echo "make cluster-test   run the tests of several replicas behind real proxies: minutes"
@@ -300,6 +303,10 @@ test-long: .venv/tools compiled proxies .venv-perf/installed libb64
 # answered twice or wrongly, refused or cut off without a reason, and on memory, descriptors or threads that surely grow.
 soak: .venv/tools compiled
 	@$(BIN)/python -m tests.soak --hours $(HOURS) $(ARGS)
+
+# Before a release, for both kinds. Fails on a wrong sum, on an answer to another request, and on a lost session that is not reported once.
+endurance: .venv/tools compiled
+	@$(BIN)/python -m tests.endurance $(KIND) --size $(SIZE) $(ARGS)
 
 # Ray's requirements are not those of the service, which runs as its child process.
 .venv-ray/installed: deploy/ray/requirements.txt tests/cluster/ray.txt | check-python

@@ -9,7 +9,11 @@ PLANTED names one fault of a server:
 - slow-device: each batch waits DEVICE_SECONDS, in which a device would compute: it takes no processor time;
 - admits-all: the same, and the engine refuses no request that will miss its deadline;
 - unverified: an engine does not compare weights with their digest;
+- keeps-errors: every process keeps the errors for its clients, with their tracebacks;
 - keeps-expired: an engine keeps every session that has ended without the knowledge of its client;
+- forgets-lost: an engine does not learn which sessions its predecessor had;
+- reports-twice: an engine reports the end of a session again and again;
+- swapped-answers: an engine swaps the answers to the first two requests of each block;
 - stalled-read: reading a model.toml does not return while a file STALL is next to it; a file STALLED shows that it has begun;
 - timed-callbacks: frontends append each callback of their event loop that takes longer than TIMED_SECONDS to the file CALLBACKS;
 - recorded-network: processes append each use of the network to the file NETWORK: connections, datagrams and look-ups of names;
@@ -148,13 +152,51 @@ def into_digests(store: Any, fault: str) -> None:
 
 
 def into_session_tables(session_table: Any, fault: str) -> None:
-    end = session_table.SessionTable._end_unreported
+    table = session_table.SessionTable
+    end = table._end_unreported
 
-    def planted(self: Any, session: Any, reason: str) -> None:
+    def keeping(self: Any, session: Any, reason: str) -> None:
         kept.append(session)
         end(self, session, reason)
 
-    session_table.SessionTable._end_unreported = planted
+    def forgetting(self: Any) -> None:
+        self._free_records.extend(range(self._journal.records))
+
+    def repeating(self: Any, id: str) -> Any:
+        ended = self._ended.get(session_table._digest(id))
+        return ended and self._end_error(ended.reason, id)
+
+    name, planted = {
+        "keeps-expired": ("_end_unreported", keeping),
+        "forgets-lost": ("_read_journal", forgetting),
+        "reports-twice": ("_unreported_end", repeating),
+    }[fault]
+    setattr(table, name, planted)
+
+
+def into_errors(errors: Any, fault: str) -> None:
+    create = errors.ServiceError.__init__
+
+    def planted(self: Any, *arguments: Any, **options: Any) -> None:
+        kept.append(self)
+        create(self, *arguments, **options)
+
+    errors.ServiceError.__init__ = planted
+
+
+def into_blocks(worker: Any, fault: str) -> None:
+    send_block = worker.Worker.send_block
+
+    def planted(self: Any, channel: Any, block: Any, *arguments: Any) -> None:
+        if block.requests == block.sequences > 1:
+            size = len(block.columns.ids) // block.requests
+            first, second, others = (
+                block.columns.ids[begin:end] for begin, end in ((0, size), (size, 2 * size), (2 * size, None))
+            )
+            block.columns = block.columns._replace(ids=bytes(second) + bytes(first) + bytes(others))
+        send_block(self, channel, block, *arguments)
+
+    worker.Worker.send_block = planted
 
 
 def into_workers(worker: Any, fault: str) -> None:
@@ -342,8 +384,12 @@ def main() -> None:
             sys.meta_path.insert(0, Planting(fault, "service.engine.batching.scheduler", into_schedulers))
     elif fault == "unverified":
         sys.meta_path.insert(0, Planting(fault, "service.modeling.store", into_digests))
-    elif fault == "keeps-expired":
+    elif fault == "keeps-errors":
+        sys.meta_path.insert(0, Planting(fault, "service.errors", into_errors))
+    elif fault in ("keeps-expired", "forgets-lost", "reports-twice"):
         sys.meta_path.insert(0, Planting(fault, "service.engine.batching.session_table", into_session_tables))
+    elif fault == "swapped-answers":
+        sys.meta_path.insert(0, Planting(fault, "service.engine.worker", into_blocks))
     elif fault == "stalled-read":
         sys.meta_path.insert(0, Planting(fault, "service.modeling.spec", into_reads))
     elif fault:

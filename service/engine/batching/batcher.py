@@ -207,9 +207,9 @@ class Batcher:
 
     def _check(self, request: Request, key: ModelKey, again: bool) -> None:
         if not self._engine.serves(key):
-            if again and request.session is not None:
-                # The version ended with its engine: for the client, the loss of the session matters more than the missing version.
-                self.sessions.check_resubmitted(request)
+            if request.session is not None:
+                # The session ended with its version: for the client, that matters more than the missing version.
+                self.sessions.check_ended(request, again)
             raise UnknownModel(f"the engine does not serve {request.model} version {request.version}", field="model")
         if not request.lengths or min(request.lengths) < 1:
             raise InvalidInput("a request needs at least one sequence, and every sequence at least one step", field="inputs")

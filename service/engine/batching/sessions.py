@@ -123,9 +123,11 @@ class Sessions:
                 field="session",
             )
 
-    def check_resubmitted(self, request: Request) -> None:
-        """Raise SessionLost if a chunk continues a session that ended with its engine."""
-        self._table.resume(request, again=True)
+    def check_ended(self, request: Request, again: bool) -> None:
+        """Raise, once, the error for a chunk that continues a session which ended. again: another engine ended while it had the chunk."""
+        assert request.session is not None
+        if again or self._table.end_reason(request.session):
+            self._table.resume(request, again)
 
     def session_of(self, request: Request, again: bool) -> Session:
         """Return the session that a chunk starts or continues; raises ServiceError. again: another engine ended while it had the chunk."""

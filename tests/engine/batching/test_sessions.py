@@ -269,6 +269,17 @@ def test_resubmitted_chunk_of_an_unserved_version_is_lost() -> None:
     assert refused(harness.call([1], model=unserved, session="a")) is UnknownModel
 
 
+def test_chunk_on_its_way_while_its_version_is_unloaded_is_lost() -> None:
+    """The frontend had chosen the version of the session before the engine unloaded it."""
+    harness, gone = harness_of_versions(), ModelKey(MODEL.name, "3", 9)
+    send(harness, 1)
+    harness.batcher.sessions.unload(MODEL)
+    assert refused(harness.call([2], model=gone, session="a", starts=True)) is UnknownModel
+    assert refused(harness.call([2], model=gone, session="a")) is SessionLost
+    assert refused(harness.call([2], model=gone, session="a")) is UnknownModel
+    assert send(harness, 3).sums == [3.0]
+
+
 def test_no_chunk_is_accepted_after_the_last() -> None:
     harness = BatcherHarness()
     last, late = harness.call([1], session="a", ends=True), harness.call([1], session="a")
