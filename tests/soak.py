@@ -40,6 +40,7 @@ from loadtest.grpc_callers import GrpcCaller, Method
 from service.ipc.messages import IDS
 from tests import models
 from tests.accumulator import Account, Counts
+from tests.full_disk import full_disk
 from tests.reloading import load
 from tests.serving import Server, eventually, serving
 from tests.steady import processes, resident_bytes
@@ -53,6 +54,7 @@ PATIENCE_SECONDS = 60.0
 """How long a client waits. An answer that takes longer is lost."""
 STOPPED_SECONDS = 3.0
 """Longer than the supervisor waits for a heartbeat of a stopped process."""
+FULL_SECONDS = 2.0
 HANG_UPS = 20
 CYCLE_SECONDS = 60.0
 LOST_SESSION = {"engine_lost", "session_lost", "unknown_session", "session_conflict", "session_unreachable", "UNAVAILABLE"}
@@ -61,6 +63,7 @@ EXCUSED: dict[str, dict[str, set[str]]] = {
     "nothing": {},
     "reload": {},
     "hang up": {},
+    "full disk": {},
     "kill engine": {"session": LOST_SESSION, "stream": LOST_SESSION | {CUT}},
     "stop engine": {"session": LOST_SESSION, "stream": LOST_SESSION | {CUT}},
     "kill frontend": {kind: {CUT, "UNAVAILABLE"} for kind in KINDS},
@@ -317,6 +320,8 @@ class FaultInjector:
             self._reload()
         elif fault == "hang up":
             self._hang_up()
+        elif fault == "full disk":
+            self._fill_disk()
 
     def _signal(self, name: str, number: int) -> None:
         """Send a signal to a process, and wait until another has replaced it."""
@@ -332,6 +337,12 @@ class FaultInjector:
         load(self._server, "accumulator", policy={"specific": {"versions": [self._version]}})
         if before > 1:
             shutil.rmtree(folder / str(before))
+
+    def _fill_disk(self) -> None:
+        """Let no process write to a file for a while, in which a version is replaced."""
+        with full_disk(processes(self._server).values()):
+            self._reload()
+            time.sleep(FULL_SECONDS)
 
     def _hang_up(self) -> None:
         """Let clients disconnect while their requests run."""

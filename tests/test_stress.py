@@ -58,7 +58,7 @@ from tests.serving import Server, eventually, serving
 from tests.steady import open_files
 
 SEQUENCES = 5
-"""Sequences per client. tests/long has 200."""
+"""Sequences per client. tests/long has 2,000."""
 IDLE_SECONDS, ABANDONED = 0.5, 500
 WAVE = 400
 RELOAD_SECONDS = 0.02

@@ -1,21 +1,27 @@
-"""Memory and descriptors of a server's processes after 100,000 requests of many kinds. `make test-long` runs this folder."""
+"""Memory, descriptors and threads of a server's processes during a million requests of many kinds. `make test-long` runs this folder."""
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from tests import models, planted
+from tests import models, planted, soak
 from tests.mixed import ROUND, mixed, send
 from tests.serving import eventually, serving
-from tests.steady import WARM_UP, Memory, growing, open_files, settled_open_files
+from tests.soak import Sample, Slope
+from tests.steady import WARM_UP, open_files, settled_open_files
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-ROUNDS = 100_000 // ROUND
-ROUNDS_OF_A_LEAK = 2 * WARM_UP // ROUND
+REQUESTS = 1_000_000
+REQUESTS_OF_A_LEAK = 3 * WARM_UP
+SAMPLES = 100
 CALLERS = 16
+LIMIT_BYTES = 10.0
+"""Bytes per request: 1 MiB in 100,000 requests. The whole interval of confidence of a process that does not grow lies below it."""
+Samples = Sequence[dict[str, Sample]]
 
 
 @pytest.fixture(scope="module")
@@ -29,24 +35,51 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def slopes(folder: Path, tmp_path: Path, rounds: int, capsys: pytest.CaptureFixture[str]) -> dict[str, float]:
-    """Return the growth of each process of a server under load, and print it. Fails if a descriptor stays open."""
+def samples(folder: Path, tmp_path: Path, requests: int) -> Samples:
+    """Samples of each process of a server under load, from the second half of the requests. Fails if a descriptor stays open."""
+    found, rounds = list[dict[str, Sample]](), requests // ROUND
     with serving(folder, tmp_path, "--device", "cpu") as server:
         # With its first connection the event loop opens one descriptor, which it keeps.
         server.infer("words", ["how far"])
         server.client.close()
-        files, memory = settled_open_files(server), Memory(server)
-        send(server.address, mixed(folder), rounds=rounds, callers=CALLERS, after_round=memory.sample)
+        files = settled_open_files(server)
+
+        def sample(sent: int) -> None:
+            if sent >= requests / 2 and sent // ROUND % max(1, rounds // SAMPLES) == 0:
+                found.append(soak.sample(server, sent))
+
+        send(server.address, mixed(folder), rounds=rounds, callers=CALLERS, after_round=sample)
         eventually(lambda: open_files(server) == files)
-        slopes = memory.slopes()
+    assert len({one.pid for each in found for one in each.values()}) == len(found[0]), "a process was replaced"
+    return found
+
+
+def surely_below(slopes: dict[str, Slope]) -> set[str]:
+    """Return the processes whose memory grows by less than the limit, surely."""
+    return {role(name) for name, slope in slopes.items() if name.endswith(" bytes") and slope.high <= LIMIT_BYTES}
+
+
+def surely_above(slopes: dict[str, Slope]) -> set[str]:
+    return {role(name) for name, slope in slopes.items() if name.endswith(" bytes") and slope.low > LIMIT_BYTES}
+
+
+def role(name: str) -> str:
+    return name.partition(" ")[0]
+
+
+ROLES = {"supervisor", "engine", "frontend"}
+
+
+@pytest.mark.parametrize("requests", [REQUESTS])
+def test_no_process_grows_in_a_million_requests(samples: Samples, capsys: pytest.CaptureFixture[str]) -> None:
+    slopes = soak.growth(samples)
     with capsys.disabled():
-        print("\nMiB in 100,000 requests:", ", ".join(f"{name} {slope:.2f}" for name, slope in slopes.items()))
-    return slopes
-
-
-@pytest.mark.parametrize("rounds", [ROUNDS])
-def test_no_process_grows_under_load(slopes: dict[str, float]) -> None:
-    assert not growing(slopes)
+        print()
+        for name, slope in slopes.items():
+            print(f"{name} per request: {slope.middle:.2g}, from {slope.low:.2g} to {slope.high:.2g}")
+    assert surely_below(slopes) == ROLES
+    first, last = samples[0], samples[-1]
+    assert {name: one.threads for name, one in last.items()} == {name: one.threads for name, one in first.items()}
 
 
 @pytest.fixture(params=["engine", "frontend"])
@@ -57,6 +90,6 @@ def leaky(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     return process
 
 
-@pytest.mark.parametrize("rounds", [ROUNDS_OF_A_LEAK])
-def test_leak_of_100_bytes_a_request_is_detected(leaky: str, slopes: dict[str, float]) -> None:
-    assert {name.partition("-")[0] for name in growing(slopes)} == {leaky}
+@pytest.mark.parametrize("requests", [REQUESTS_OF_A_LEAK])
+def test_leak_of_100_bytes_a_request_is_detected(leaky: str, samples: Samples) -> None:
+    assert surely_above(soak.growth(samples)) == {leaky}

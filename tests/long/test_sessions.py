@@ -1,4 +1,4 @@
-"""Sessions under long load: a million events in an engine, 51,200 sequences on a server. `make test-long` runs this folder."""
+"""Sessions under long load: a million events in an engine, 512,000 sequences on a server. `make test-long` runs this folder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.steady import WARM_UP, Memory, growing
 
 EVENTS = 1_000_000
 EVENTS_OF_A_STORY = 200
-SEQUENCES = 200
+SEQUENCES = 2000
 """Sequences per client."""
 WAVE, ABANDONED = 4000, 100_000
 """Sessions that are abandoned at once, nearly as many as may be open, and in all."""
@@ -49,7 +49,7 @@ def test_double_release_of_a_slot_is_detected(monkeypatch: pytest.MonkeyPatch) -
     assert found.value.__notes__ == ["in the story of seed 7"]
 
 
-def test_51_200_sequences_have_exact_sums(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_512_000_sequences_have_exact_sums(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     models.accumulator(tmp_path / "models")
     with serving(tmp_path / "models", tmp_path, **SMALL) as server:
         before = counts(server)

@@ -13,6 +13,7 @@ PLANTED names one fault of a server:
 - keeps-expired: an engine keeps every session that has ended without the knowledge of its client;
 - forgets-lost: an engine does not learn which sessions its predecessor had;
 - reports-twice: an engine reports the end of a session again and again;
+- log-raises: a log raises the error of a line that it cannot write;
 - swapped-answers: an engine swaps the answers to the first two requests of each block;
 - stalled-read: reading a model.toml does not return while a file STALL is next to it; a file STALLED shows that it has begun;
 - timed-callbacks: frontends append each callback of their event loop that takes longer than TIMED_SECONDS to the file CALLBACKS;
@@ -172,6 +173,13 @@ def into_session_tables(session_table: Any, fault: str) -> None:
         "reports-twice": ("_unreported_end", repeating),
     }[fault]
     setattr(table, name, planted)
+
+
+def into_logs(log: Any, fault: str) -> None:
+    def planted(self: Any, level: str, event: str, values: Any) -> None:
+        self._write_all(self._format(level, event, values))
+
+    log.Log._write = planted
 
 
 def into_errors(errors: Any, fault: str) -> None:
@@ -384,6 +392,8 @@ def main() -> None:
             sys.meta_path.insert(0, Planting(fault, "service.engine.batching.scheduler", into_schedulers))
     elif fault == "unverified":
         sys.meta_path.insert(0, Planting(fault, "service.modeling.store", into_digests))
+    elif fault == "log-raises":
+        sys.meta_path.insert(0, Planting(fault, "service.log", into_logs))
     elif fault == "keeps-errors":
         sys.meta_path.insert(0, Planting(fault, "service.errors", into_errors))
     elif fault in ("keeps-expired", "forgets-lost", "reports-twice"):
