@@ -33,6 +33,7 @@ from service.errors import (
     DeadlineExceeded,
     InferenceFailed,
     InvalidInput,
+    OutOfMemory,
     ServiceError,
     SessionConflict,
     UnknownModel,
@@ -263,6 +264,8 @@ class Batcher:
     def _launch_next(self, before_launch: Callable[[Batch], None]) -> bool:
         """Launch the next batch. Returns False if no sequence can run now."""
         self._drop_late(self._clock())
+        if self._scheduler.memory:
+            self._scheduler.memory.relax(self._clock())
         scheduled = self._scheduler.next_batch()
         if scheduled is None:
             return False
@@ -334,6 +337,8 @@ class Batcher:
         except Exception as error:
             chunks = [*self._divide(batch.blocks), *batch.chunks]
             if batch.rows > 1:
+                if isinstance(error, OutOfMemory):
+                    self._scheduler.memory.shrink(batch.model, batch.tokens, self._clock())
                 for chunk in chunks:
                     if not chunk.owner.ticket.ended:
                         self._run(Batch(batch.model, [chunk]), before_launch)

@@ -39,6 +39,7 @@ from service.engine.batching.batch_builder import (
 )
 from service.engine.batching.due import STRETCH, allowance
 from service.engine.batching.fair_shares import FairShares
+from service.engine.batching.memory_limits import MemoryLimits
 from service.engine.batching.model_queue import LEAST_STEPS, ModelQueue, Rejection, S, WorkByDue
 from service.engine.batching.request_block import RequestBlock
 from service.engine.execution.cost_model import Cost
@@ -112,6 +113,7 @@ class Scheduler(Generic[S]):
         unpack: Callable[[RequestBlock], list[S]] = _without_blocks,
     ) -> None:
         self._limits = limits
+        self.memory = MemoryLimits(limits)
         self._cost = cost
         self._room = room
         self._unpack = unpack
@@ -285,10 +287,11 @@ class Scheduler(Generic[S]):
 
     def _take(self, model: ModelKey, queue: ModelQueue[S]) -> Taken[S]:
         max_seconds = self._limits.batch_seconds if self._shares.contested and self._limits.continuous else math.inf
-        taken = take_all(queue, self._limits, max_seconds)
+        limits = self.memory.of(model)
+        taken = take_all(queue, limits, max_seconds)
         if taken is None:
             in_order = self._shares.in_turn(queue) if len(queue.tenants) > 1 else queue.in_order()
-            taken = BatchBuilder(queue, in_order, self._limits, partial(self._room, model), self._unpack, max_seconds).take()
+            taken = BatchBuilder(queue, in_order, limits, partial(self._room, model), self._unpack, max_seconds).take()
         return taken
 
     def _advance(self, model: ModelKey, queue: ModelQueue[S], taken: Taken[S]) -> list[RequestBlock]:

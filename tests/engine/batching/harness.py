@@ -202,8 +202,11 @@ def _every_second(row: np.ndarray[tuple[int], np.dtype[np.int32]]) -> ChunkResul
 class EngineOfSmallMemory(FakeEngine):
     """Has memory for batches of up to ROOM steps."""
 
+    failures = 0
+
     def launch(self, batch: Batch) -> None:
         if batch.tokens > ROOM:
+            self.failures += 1
             raise OutOfMemory(f"no memory for {batch.tokens} steps", retry_after=1)
         super().launch(batch)
 

@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 
 from service.engine.batch import Batch
+from service.engine.batching.memory_limits import PERIOD_SECONDS, MemoryLimits
 from service.engine.execution.device import DeviceLost
 from service.errors import DeadlineExceeded, InferenceFailed, InvalidInput, OutOfMemory, Overloaded, ServiceError, UnknownModel
 from service.ipc.messages import FEATURES, IDS, Answer, ModelKey, Returns
 from tests.engine.batching.fakes import MODEL, OTHER
 from tests.engine.batching.harness import (
     POISON,
+    ROOM,
     AsynchronousEngine,
     BatcherHarness,
     EngineOfSmallMemory,
@@ -161,6 +163,36 @@ def test_batch_without_memory_runs_sequence_by_sequence() -> None:
     assert isinstance(error, OutOfMemory) and error.retry_after == 1
     assert counted(harness.metrics.refused) == {"out_of_memory": 1}
     assert total(harness.metrics.failed) == 0
+
+
+def failed_batches(harness: BatcherHarness) -> int:
+    """Return how many batches fail while twice as many requests are answered as the device has memory for."""
+    assert isinstance(harness.engine, EngineOfSmallMemory)
+    before, clients = harness.engine.failures, [harness.call([1]) for _ in range(2 * ROOM)]
+    harness.run()
+    assert all(client.sums == [1.0] for client in clients)
+    return harness.engine.failures - before
+
+
+def test_batches_are_smaller_for_a_while_after_one_without_memory() -> None:
+    harness = BatcherHarness(engine=EngineOfSmallMemory(), max_batch_tokens=2 * ROOM)
+    assert [failed_batches(harness) for _ in range(3)] == [1, 0, 0]
+    harness.now += PERIOD_SECONDS
+    assert [failed_batches(harness) for _ in range(2)] == [1, 0], "the device still has too little memory for the usual batches"
+
+
+def test_request_that_fails_alone_makes_no_batch_smaller() -> None:
+    harness = BatcherHarness(engine=EngineOfSmallMemory(), max_batch_tokens=2 * ROOM)
+    large = harness.call([1] * 2 * ROOM)
+    harness.run()
+    assert len(large.errors) == 1
+    assert failed_batches(harness) == 1
+
+
+def test_batches_that_stay_too_large_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MemoryLimits, "shrink", lambda *_: None)
+    harness = BatcherHarness(engine=EngineOfSmallMemory(), max_batch_tokens=2 * ROOM)
+    assert [failed_batches(harness) for _ in range(3)] == [1, 1, 1]
 
 
 def test_lost_device_answers_nothing_and_retries_nothing() -> None:
