@@ -1,6 +1,6 @@
 """Mutated weight files, each either refused or loaded bit by bit: `python -m tests.weight_files --size 1000000`.
 
-What a file holds is read here without the library that the service uses: its header is JSON, and the bytes of a tensor lie behind it.
+This module reads the files without the library that the service uses: the header is JSON, and the bytes of the tensors follow it.
 """
 
 from __future__ import annotations

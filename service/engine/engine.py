@@ -8,7 +8,7 @@ from service.engine.batch import Batch
 from service.engine.batching.session_state import State
 from service.engine.execution.cost_model import Cost
 from service.engine.execution.device_engine import PreparedModel
-from service.engine.execution.in_flight import EndObserver, FinishedPart
+from service.engine.execution.in_flight import Array, EndObserver, FinishedPart
 from service.ipc.messages import LoadedModel, ModelKey
 from service.modeling.spec import ModelSpec
 
@@ -59,6 +59,9 @@ class Engine(Protocol):
         initial state."""
 
     # Batches.
+
+    def known_answer(self, key: ModelKey) -> list[Array]:
+        """Return the arrays of a model's answer to a fixed input. The metrics do not count it. No batch may be in flight."""
 
     @property
     def device(self) -> object: ...

@@ -19,6 +19,7 @@ from service.engine.batching.transfers import Waiting
 from service.engine.engine import Engine
 from service.engine.execution.in_flight import BlockResult
 from service.engine.internal_errors import InternalErrors
+from service.engine.known_answers import KnownAnswers
 from service.engine.loading import ModelLoader
 from service.engine.profiling.session import ProfilingSession
 from service.errors import InferenceFailed, ServiceError
@@ -72,6 +73,7 @@ class Worker:
         self._place = place
         self._metrics = metrics
         self._errors = errors
+        self._known_answers = KnownAnswers(engine)
         self._profiling = ProfilingSession(engine, batcher, self._status(), heartbeat)
         self._frontends: dict[Channel, _Frontend] = {}
         self._mover: Channel | None = None
@@ -104,7 +106,8 @@ class Worker:
         while self._control.open:
             self._beat()
             # The loop does not sleep while the device works: it would wake too late for the end of the batch.
-            self._read_channels(IDLE_SECONDS if self._batcher.idle and not self._engine.running else 0.0)
+            idle = self._batcher.idle and not self._engine.running
+            self._read_channels(IDLE_SECONDS if idle else 0.0)
             self._batcher.step(self._before_launch)
             self._models.settle()
             for channel in [channel for channel in self._frontends if channel.outgoing]:
@@ -113,6 +116,8 @@ class Worker:
                 self._flush(self._mover)
             if self._profiling.on:
                 self._profiling.step()
+            elif idle:
+                self._check_known_answer()
 
     def _beat(self) -> None:
         """Beat the heartbeat. While a batch runs, the next beat is due when the batch counts as hung, even if this loop still runs."""
@@ -122,6 +127,15 @@ class Worker:
         else:
             since, predicted = running
             self._heartbeat.beat_by(max(since, self._profiling.resumed) + _patience(predicted))
+
+    def _check_known_answer(self) -> None:
+        """Check a model that is due, unless a request has come."""
+        if not self._batcher.idle or self._engine.running:
+            return
+        key = self._known_answers.next_model()
+        if key is not None:
+            self._heartbeat.beat(_patience(self._engine.cost(key).fixed))
+            self._known_answers.check(key)
 
     def _before_launch(self, batch: Batch) -> None:
         self._heartbeat.beat(_patience(self._engine.predicted_seconds(batch)))

@@ -25,7 +25,7 @@ def read_arrays(folder: Path, spec: ModelSpec) -> dict[str, Tensor]:
 
 
 def parse_arrays(file: Path, data: bytes, spec: ModelSpec) -> dict[str, Tensor]:
-    """Return the arrays in the content of a weights file, as `read_arrays` does. file: what the error names."""
+    """Return the arrays in the content of a weights file, as `read_arrays` does. file: the path for error messages."""
     try:
         stored = load(data)
     except SafetensorError as error:

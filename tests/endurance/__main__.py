@@ -19,7 +19,7 @@ import uvloop
 from loadtest.callers import Target
 from tests import models
 from tests.accumulator import Counts, rests
-from tests.endurance.faults import ENGINES, Explained, Faults
+from tests.endurance.faults import ENGINES, START_SECONDS, Explained, Faults
 from tests.endurance.load import Client, Load, Tally
 from tests.endurance.requests import RequestClient, echo
 from tests.endurance.sessions import IDLE_SECONDS, SessionClient
@@ -33,14 +33,15 @@ SETTINGS = {
     "max_sessions": str(2 * SESSIONS),
     "session_idle_seconds": str(IDLE_SECONDS),
     "unload_seconds": str(UNLOAD_SECONDS),
+    "start_seconds": str(START_SECONDS),
 }
-"""One engine has room for all sessions."""
+"""One engine has room for all sessions. An engine may start slowly on a busy machine."""
 Show = Callable[[str], object]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run sends. It ends after `size` answers, or after so many seconds.
+    """The requests of a run. It ends after `size` answers, or after `seconds`.
 
     sessions: of all clients. fault_seconds: time between two faults. wrong: clients that once send another step than they count.
     """
@@ -113,7 +114,7 @@ async def _show(load: Load, tally: Tally, show: Show) -> None:
 
 def main() -> int:
     """Return 0 if nothing was wrong."""
-    parser = argparse.ArgumentParser(description="Requests with known answers to a service whose engines are killed.")
+    parser = argparse.ArgumentParser(description="Send requests with known answers to a service, and kill its engines.")
     parser.add_argument("kind", choices=["sessions", "requests"])
     parser.add_argument("--size", type=int, default=SIZE, help="answers")
     parser.add_argument("--sessions", type=int, default=SESSIONS)

@@ -17,6 +17,8 @@ from tests.reloading import load
 from tests.serving import Server, eventually
 
 ENGINES = 2
+START_SECONDS = 600.0
+"""Longest start of an engine, on a machine that is busy with the load."""
 
 
 @dataclass
@@ -68,7 +70,7 @@ class Faults:
         self._on_kill = on_kill
 
     async def run(self, every_seconds: float) -> None:
-        """Inject a fault every so many seconds, until this is cancelled."""
+        """Inject a fault every `every_seconds` until the task is cancelled."""
         number = 0
         while True:
             await asyncio.sleep(every_seconds)
@@ -86,7 +88,7 @@ class Faults:
         self._explained.kills.append(kill)
         self._on_kill(place)
         self._tally.counts["kills"] += 1
-        await asyncio.to_thread(eventually, lambda: self._server.pid(name) != pid and self._whole(), 120)
+        await asyncio.to_thread(eventually, lambda: self._server.pid(name) != pid and self._whole(), START_SECONDS)
         kill.noticed = min(kill.noticed, time.monotonic())
 
     def _whole(self) -> bool:

@@ -1,4 +1,4 @@
-"""Connections that are never idle. What they send, and what the answers must be, is for their clients to know."""
+"""Keeps many connections busy. It does not know the requests and their answers: the clients do."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Tally:
 
 
 class Client(Protocol):
-    """Sends one request after the other on a connection of its own.
+    """Sends requests in sequence on its connection.
 
     pause: seconds before its next request. leaves: seconds after which it hangs up unless its request is answered, 0 for never.
     """
@@ -67,7 +67,7 @@ class Line(HttpConnection):
 
 
 class Load:
-    """Clients that send requests until `size` of them are answered, or until so many seconds have passed."""
+    """Clients that send requests until `size` of them are answered, or until `seconds` have passed."""
 
     def __init__(self, address: str, clients: Sequence[Client], size: int, seconds: float, tally: Tally) -> None:
         self._target = Target.of(address, "/")

@@ -1,4 +1,4 @@
-"""Clients of single requests: each answer has the numbers of its own request. Some clients hang up instead of waiting."""
+"""Clients of requests without a session: each answer must repeat the numbers of its request. Some clients hang up instead of waiting."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ class Session:
 
 
 class SessionClient:
-    """One client with sessions of its own. wrong: it sends one chunk with another step than it counts."""
+    """A client and its sessions. wrong: it sends one chunk with a wrong step."""
 
     def __init__(
         self,
@@ -177,7 +177,7 @@ class SessionClient:
     # Requests.
 
     def _next(self) -> Session:
-        """Return a session: one that was abandoned long enough, or any other."""
+        """Return a random session, or an abandoned session that must have expired."""
         if self._abandoned and self._abandoned[0][0] <= time.monotonic():
             _, session = self._abandoned.popleft()
             self._sessions.append(session)
@@ -201,7 +201,7 @@ class SessionClient:
         return self._sessions[-1] if self._sessions else None
 
     def _chunk(self, session: Session, *, ends: bool) -> bytes:
-        """Return a chunk. A new session may say so. After a report the client does not, so that a second report would be seen."""
+        """Return a chunk. The first of a session may have start = true, but not after a report, to notice a second report."""
         values, sum, steps = CHUNKS[int(self._chance.random() * len(CHUNKS))]
         starts: bool | None = None
         if self._chance.random() < 0.5:
@@ -258,7 +258,7 @@ class SessionClient:
             session.maybe = False
 
     def _reported(self, session: Session, reply: Reply, starts: bool | None, sent: float) -> None:
-        """Take note of the end of a session, of which the service reports once."""
+        """Record the end of a session, which the service reports once."""
         kind = REPORTS[reply.code]
         on_its_way = session.maybe or self._explained.may_be_in_a_killed_engine(session.place, sent)
         if starts:

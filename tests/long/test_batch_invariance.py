@@ -31,9 +31,9 @@ from tests.kernels.inputs import arrays, map_arrays
 SEQUENCES, SEQUENCES_BESIDE_A_FAULT = 10_000, 100
 MOST_STEPS, MOST_TOGETHER = 24, 16
 POISONED = 0.3
-"""Share of the batches that have a row of NaN beside the others."""
+"""Share of the batches that also have a row of NaN."""
 ROUNDING = 1e-5
-"""Largest difference, relative to values of at least 1. The products in front of the recurrence are those of a library."""
+"""Largest difference, relative to values of at least 1. A library computes the products in front of the recurrence."""
 KEY = ModelKey("streamed", "1")
 Rows = np.ndarray[Any, np.dtype[np.float32]]
 
@@ -60,7 +60,7 @@ class Stream:
         return self.steps == len(self.data)
 
     def next_chunk(self, steps: int, read_slot: int | None = None) -> Chunk:
-        """Return a chunk of up to so many steps. read_slot: another slot than its own to continue from."""
+        """Return the next chunk, of up to `steps` steps. read_slot: a wrong slot to continue from."""
         begin, self.steps = self.steps, min(self.steps + steps, len(self.data))
         source = (self.slot if read_slot is None else read_slot) if begin else ZERO_SLOT
         return chunk(self.data[begin : self.steps], self, source, DISCARD_SLOT if self.ended else self.slot)
@@ -110,14 +110,14 @@ def run_together(engine: DeviceEngine, count: int, seed: int, mixed_up: int = -1
 
 
 def outputs(results: Sequence[ChunkResult]) -> list[Rows]:
-    """Return the vectors of all steps, and what the head says after the last."""
+    """Return the vectors of all steps, and the output of the head after the last step."""
     sequence = np.concatenate([result.sequence for result in results if result.sequence is not None])
     last = results[-1]
     return [sequence, *(array for array in (last.scores, last.embedding) if array is not None)]
 
 
 def differences(engine: DeviceEngine, streams: Iterator[Stream]) -> Iterator[tuple[int, float]]:
-    """Yield the number of each sequence, and how far its results are from those of the whole sequence alone."""
+    """Yield the number of each sequence, and the largest difference to the results of the whole sequence alone."""
     for stream in streams:
         alone = Stream(stream.number, stream.slot)
         run(engine, [alone.next_chunk(MOST_STEPS)])
@@ -152,11 +152,11 @@ def test_state_of_another_sequence_is_detected(layer: str, tmp_path: Path) -> No
 ROWS_AT_ONCE = 20
 HIDDEN, INPUTS = 33, 7
 PLAIN = [form for form in FORMS if form.takes_gates and not form.options and not form.int8 and form.family != "rnn"]
-"""The layers that have a CPU kernel with a recurrence of its own."""
+"""The layers with a CPU kernel for the recurrence."""
 
 
 def rows_alone(x: Ragged, state: Any) -> Iterator[tuple[Ragged, Any]]:
-    """Yield each row as a batch of its own, with its state."""
+    """Yield each row as a separate batch, with its state."""
     for row, (begin, end) in enumerate(zip(x.offsets.tolist(), x.offsets[1:].tolist(), strict=False)):
         own = None if state is None else map_arrays(state, itemgetter(slice(row, row + 1)))
         yield Ragged(x.data[begin:end], torch.tensor([0, end - begin])), own

@@ -23,7 +23,7 @@ from tests.steady import processes, resident_bytes
 REQUESTS, WARM_UP = 10_000, 2_000
 CALLERS = 16
 LIMIT_BYTES = 4 << 20
-SETTINGS = {"max_body_bytes": "100000", "max_header_bytes": "8192"}
+SETTINGS = {"max_body_bytes": "100000", "max_header_bytes": "8192", "session_idle_seconds": "3600"}
 Build = Callable[[Target, int], bytes]
 
 

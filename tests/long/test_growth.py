@@ -55,7 +55,7 @@ def samples(folder: Path, tmp_path: Path, requests: int) -> Samples:
 
 
 def surely_below(slopes: dict[str, Slope]) -> set[str]:
-    """Return the processes whose memory grows by less than the limit, surely."""
+    """Return the processes that surely grow by less than the limit."""
     return {role(name) for name, slope in slopes.items() if name.endswith(" bytes") and slope.high <= LIMIT_BYTES}
 
 

@@ -92,7 +92,7 @@ def test_system_without_proc_refuses_links_too(root: Path, outside: Path, monkey
 
 @contextmanager
 def swapping(place: Path, own: Path, other: Path) -> Iterator[None]:
-    """Rename two links over a place, one after the other, until the block ends."""
+    """Rename two links to the same path in turn until the block ends."""
     ended = threading.Event()
 
     def swap() -> None:
@@ -112,7 +112,7 @@ def swapping(place: Path, own: Path, other: Path) -> Iterator[None]:
 
 
 def contents(root: Path, outside: Path, *expected: bytes) -> Counter[bytes]:
-    """Return what SWAPS reads of each of two places found: of a link that is swapped for one out of the folder, and of a file behind such a
+    """Return the contents that SWAPS reads found, of a link that is swapped for a link out of the folder, and of a file behind such a
     link. More reads follow until all that is expected was found: when the threads run is chance."""
     found: Counter[bytes] = Counter()
     kept = root / "words" / "1"
@@ -139,6 +139,6 @@ def test_swapped_files_are_never_those_outside(root: Path, outside: Path) -> Non
 def test_check_of_a_name_instead_of_the_open_file_is_detected(
     root: Path, outside: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The race is real: the name that is checked may stand for another file than the one that was opened."""
+    """The race is real: the checked name may belong to a different file than the open descriptor."""
     monkeypatch.setattr(files, "_real_path", lambda _, file: Path(os.path.realpath(file)))
     assert contents(root, outside, SECRET)[SECRET]

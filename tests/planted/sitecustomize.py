@@ -7,6 +7,8 @@ PLANTED names one fault of a server:
   one of POINTS; then the line is gone;
 - cold: the first batch of each model after the warm-up computes COLD_SECONDS more;
 - slow-device: each batch waits DEVICE_SECONDS, in which a device would compute: it takes no processor time;
+- damaged: once the file DAMAGED exists, every model computes wrong scores;
+- stepped-device: each batch waits STEP_SECONDS for each time step of its longest row;
 - admits-all: the same, and the engine refuses no request that will miss its deadline;
 - unverified: an engine does not compare weights with their digest;
 - keeps-errors: every process keeps the errors for its clients, with their tracebacks;
@@ -42,7 +44,7 @@ STEPS = 13
 LEAKED_BYTES = 100
 COLD_SECONDS = 0.02
 BUSY_SECONDS = 1.0
-DEVICE_SECONDS = 0.04
+DEVICE_SECONDS, STEP_SECONDS = 0.04, 0.002
 STALL, STALLED = "stall", "stalled"
 TIMED_SECONDS = 0.001
 KERNELS = {
@@ -137,9 +139,24 @@ def into_first_launches(worker: Any, fault: str) -> None:
 def into_encoders(encoder: Any, fault: str) -> None:
     run = encoder.Encoder.__call__
 
+    def planted(self: Any, x: Any, *arguments: Any, **options: Any) -> Any:
+        time.sleep(STEP_SECONDS * int(x.offsets.diff().max()) if fault == "stepped-device" else DEVICE_SECONDS)
+        return run(self, x, *arguments, **options)
+
+    encoder.Encoder.__call__ = planted
+
+
+def into_models(encoder: Any, fault: str) -> None:
+    import torch
+
+    run, damaged = encoder.Encoder.__call__, Path(os.environ["DAMAGED"])
+
     def planted(self: Any, *arguments: Any, **options: Any) -> Any:
-        time.sleep(DEVICE_SECONDS)
-        return run(self, *arguments, **options)
+        encoding = run(self, *arguments, **options)
+        if damaged.exists() and encoding.head_output.scores is not None:
+            with torch.inference_mode():
+                encoding.head_output.scores.mul_(0.5)
+        return encoding
 
     encoder.Encoder.__call__ = planted
 
@@ -386,10 +403,12 @@ def main() -> None:
         sys.meta_path.insert(0, Planting(fault, "service.supervisor.supervisor", into_supervisor))
     elif fault == "cold":
         sys.meta_path.insert(0, Planting(fault, "service.engine.worker", into_first_launches))
-    elif fault in ("slow-device", "admits-all"):
+    elif fault in ("slow-device", "stepped-device", "admits-all"):
         sys.meta_path.insert(0, Planting(fault, "service.modeling.encoder", into_encoders))
         if fault == "admits-all":
             sys.meta_path.insert(0, Planting(fault, "service.engine.batching.scheduler", into_schedulers))
+    elif fault == "damaged":
+        sys.meta_path.insert(0, Planting(fault, "service.modeling.encoder", into_models))
     elif fault == "unverified":
         sys.meta_path.insert(0, Planting(fault, "service.modeling.store", into_digests))
     elif fault == "log-raises":

@@ -81,7 +81,7 @@ def test_trace_that_cannot_be_written_fails_alone(served: tuple[Server, Path]) -
 
 
 def test_service_without_a_cache_folder_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The folder would lie below a file, so it can be neither read nor made. Models run without compiled code, and the log says so."""
+    """A file is in the path of the folder, so it cannot be created. Models run without compiled code, and the log has a warning."""
     models.words(tmp_path / "models")
     with serving(tmp_path / "models", tmp_path, "--device", "cpu") as usual:
         expected = answered(usual)[1]
@@ -106,7 +106,7 @@ def test_kernels_that_are_compiled_in_part_are_not_used(tmp_path: Path, monkeypa
         check=False,
     )
     assert compiling.returncode != 0
-    assert os.strerror(errno.EFBIG) in compiling.stderr, "the last line says why"
+    assert os.strerror(errno.EFBIG) in compiling.stderr, "the last line has the reason"
     assert not list(tmp_path.rglob(cache.COMPLETE))
     assert cache.missing() == cache.NOT_COMPILED
 

@@ -1,4 +1,4 @@
-"""Smaller batches of a model for a while after the device had too little memory for one of its batches. Pure: the time is an argument."""
+"""Reduces the batches of a model for a while after the device had too little memory for a batch. Pure: the time is an argument."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class _Limit:
 
 
 class MemoryLimits:
-    """The limits of a batch of each model. Without a recent lack of memory they are the usual ones."""
+    """The batch limits of each model: the settings, or lower limits after a lack of memory."""
 
     def __init__(self, usual: SchedulerLimits) -> None:
         self._usual = usual
@@ -30,11 +30,11 @@ class MemoryLimits:
         return replace(self._usual, max_batch_tokens=self._limits[model].tokens)
 
     def shrink(self, model: ModelKey, tokens: int, now: float) -> None:
-        """Halve the batches of a model: the device had no memory for one of so many time steps."""
+        """Halve the batches of a model, because the device had no memory for a batch with this number of tokens."""
         self._limits[model] = _Limit(max(1, min(tokens, self.of(model).max_batch_tokens) // 2), now + PERIOD_SECONDS)
 
     def relax(self, now: float) -> None:
-        """Double the limits whose period has passed, up to the usual limit."""
+        """Double each limit when its period has passed, up to the limit in the settings."""
         for model, limit in list(self._limits.items()):
             if now < limit.until:
                 continue

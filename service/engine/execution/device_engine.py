@@ -7,9 +7,10 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
-from service.engine.batch import Batch
+from service.engine.batch import Batch, Chunk
 from service.engine.batching.session_state import State
 from service.engine.batching.state_slots import ZERO_SLOT
 from service.engine.execution.cost_model import NEWEST, Correction, Cost
@@ -23,10 +24,10 @@ from service.engine.execution.device import (
     reserve_memory,
 )
 from service.engine.execution.graph_capture import GraphPool, RunBetweenBatches, run_now
-from service.engine.execution.in_flight import EndObserver, FinishedPart, InFlightBatch
+from service.engine.execution.in_flight import Array, ChunkResult, EndObserver, FinishedPart, InFlightBatch
 from service.engine.execution.model_runner import ModelRunner
 from service.errors import OutOfMemory
-from service.ipc.messages import BatchRun, LoadedModel, ModelKey
+from service.ipc.messages import FEATURES, IDS, BatchRun, LoadedModel, ModelKey, Returns
 from service.log import Log
 from service.metrics import Metrics
 from service.modeling.encoder import Encoder
@@ -40,6 +41,9 @@ ARENA_FACTOR = 1.5
 """Reserved memory for batches without a graph, as a multiple of the need of the largest batch: blocks of many sizes leave gaps."""
 LEAD_FACTOR = 1.5
 """The next batch is launched this multiple of the host's launch time before the running batch should end."""
+
+KNOWN_STEPS, KNOWN_STRIDE = 16, 7919
+"""Length of the fixed input of a model, and the distance of its token ids, which are taken modulo the vocabulary."""
 
 
 class PreparedModel(NamedTuple):
@@ -253,6 +257,20 @@ class DeviceEngine:
             self._accepted_at = time.monotonic()
         return accepts
 
+    def known_answer(self, key: ModelKey) -> list[Array]:
+        assert not self._in_flight, "its collector may be in use"
+        runner = self._runners[key]
+        try:
+            batch = Batch(key, [_known_question(runner.encoder.spec)])
+            in_flight = runner.launch(batch, self._collectors[0] if self._collectors else None)
+            in_flight.wait()
+            [(_, result)] = in_flight.results()
+            assert isinstance(result, ChunkResult)
+        except RuntimeError as error:
+            raise_if_lost(self.device, error)
+            raise
+        return [array.copy() for array in (result.scores, result.embedding, result.sequence) if array is not None]
+
     def launch(self, batch: Batch) -> None:
         """Launch a batch. Waits first for the oldest batch if too many are in flight.
 
@@ -380,3 +398,16 @@ class DeviceEngine:
                 graphs=runner.graphs,
                 reason=runner.fallback_reason,
             )
+
+
+def _known_question(spec: ModelSpec) -> Chunk:
+    """Return a fixed input of a model, as a whole sequence."""
+    steps = max(spec.min_steps, min(KNOWN_STEPS, spec.input.max_steps))
+    if spec.input.kind == "features":
+        assert spec.input.features is not None
+        data = np.sin(np.arange(steps * spec.input.features)).astype(FEATURES)
+    else:
+        assert spec.input.vocabulary is not None
+        data = (np.arange(1, steps + 1) * KNOWN_STRIDE % spec.input.vocabulary).astype(IDS)
+    returns = Returns(embedding=spec.head.kind == "embed", sequence=spec.head.kind == "sequence")
+    return Chunk(data.tobytes(), steps, returns, None)

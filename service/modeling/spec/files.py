@@ -24,7 +24,7 @@ def read_file(file: Path, size: int = -1) -> bytes:
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(errno.EINVAL, "it is not a regular file")
-        # After opening, so that nobody can put another file there in between.
+        # After opening: a check before it would race with a change of the path.
         if any(not _real_path(descriptor, file).is_relative_to(os.path.realpath(root)) for root in _confined_to):
             raise OSError(errno.EACCES, "it is a link out of the models folder: put the file itself there")
         with open(descriptor, "rb", closefd=False) as opened:
