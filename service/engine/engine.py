@@ -61,7 +61,10 @@ class Engine(Protocol):
     # Batches.
 
     def known_answer(self, key: ModelKey) -> list[Array]:
-        """Return the arrays of a model's answer to a fixed input. The metrics do not count it. No batch may be in flight."""
+        """Return the arrays of a model's answer to a fixed input. The metrics do not count it. No batch may be in flight.
+
+        Raises OutOfMemory, and DeviceLost if the device does not work any more.
+        """
 
     @property
     def device(self) -> object: ...

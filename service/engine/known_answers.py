@@ -13,6 +13,7 @@ import numpy as np
 from service.engine.engine import Engine
 from service.engine.execution.device import DeviceLost
 from service.engine.execution.in_flight import Array
+from service.errors import OutOfMemory
 from service.ipc.messages import ModelKey
 
 CHECK_SECONDS = 30.0
@@ -46,7 +47,10 @@ class KnownAnswers:
 
     def check(self, key: ModelKey) -> None:
         """Compare the answer of a model with its first answer; raises DeviceLost if they differ. No batch may be in flight."""
-        answer = self._engine.known_answer(key)
+        try:
+            answer = self._engine.known_answer(key)
+        except OutOfMemory:
+            return  # it says nothing about the weights
         first = self._known.setdefault(key, answer)
         if len(first) != len(answer) or not all(map(_equal, first, answer)):
             raise DeviceLost(

@@ -12,6 +12,7 @@ from service.engine.execution.device import DeviceLost
 from service.engine.execution.device_engine import DeviceEngine
 from service.engine.execution.in_flight import Array
 from service.engine.known_answers import CHECK_SECONDS, KnownAnswers
+from service.errors import OutOfMemory
 from service.ipc.messages import FEATURES, ModelKey
 from service.metrics import Metrics
 from service.modeling import store
@@ -50,6 +51,20 @@ def test_another_answer_ends_the_engine(answers: tuple[list[float], list[float]]
     known.check(MODEL)
     with pytest.raises(DeviceLost, match="another answer"):
         known.check(MODEL)
+
+
+def test_lack_of_memory_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Answering([0.5])
+    known = KnownAnswers(engine)
+    known.check(MODEL)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "known_answer", _without_memory)
+        known.check(MODEL)
+    known.check(MODEL)
+
+
+def _without_memory(_: ModelKey) -> list[Array]:
+    raise OutOfMemory("the device has no memory for one sequence")
 
 
 def test_each_model_is_due_once_in_a_while() -> None:

@@ -266,6 +266,8 @@ class DeviceEngine:
             in_flight.wait()
             [(_, result)] = in_flight.results()
             assert isinstance(result, ChunkResult)
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemory(f"{self.device} has no memory for one sequence") from error
         except RuntimeError as error:
             raise_if_lost(self.device, error)
             raise
