@@ -11,6 +11,7 @@ ARGS        ?=
 HOURS       ?= 8
 KIND        ?= sessions
 SIZE        ?= 10000000
+REQUESTS    ?= 2000000
 USERS       ?= 32
 SECONDS     ?= 30
 OUT         ?= build/loadtest
@@ -26,7 +27,7 @@ PROJECT     := pyproject.toml setup.py constraints.txt Makefile
 # Containers often set it. The tests start hundreds of Python processes, and each would compile the sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: soak endurance help install gpu compiled serve test test-fast test-anywhere lint eval bench loadtest bench-serve bench-engine bench-capacity bench-fairness bench-devices browser screenshots toolchains speech series java perf-analyzer libb64 lock audit sbom simulate test-long test-gpu docker-test cluster-test proxies redis proto check-python
+.PHONY: fuzz soak endurance help install gpu compiled serve test test-fast test-anywhere lint eval bench loadtest bench-serve bench-engine bench-capacity bench-fairness bench-devices browser screenshots toolchains speech series java perf-analyzer libb64 lock audit sbom simulate test-long test-gpu docker-test cluster-test proxies redis proto check-python
 
 help:
 	@echo "make serve          install, then serve the embedded models on 127.0.0.1:8000"
@@ -35,6 +36,7 @@ help:
 	@echo "make test-long      run the tests under long load and other slow tests: minutes"
 	@echo "make soak           mixed load for HOURS=8 with one fault a minute, and an account of every request"
 	@echo "make endurance      SIZE=10000000 chunks of KIND=sessions, or single KIND=requests, with known answers while engines are killed"
+	@echo "make fuzz           mutated requests over HTTP, WebSockets and gRPC, REQUESTS=2000000, with a check of every reply"
 	@echo "make test-gpu       run the tests that need a GPU, and record the result in tests/gpu/passed.json"
 	@echo "make docker-test    build the image, start the compose files on a container engine, test and remove them"
 	@echo "make cluster-test   run the tests of several replicas behind real proxies: minutes"
@@ -318,6 +320,11 @@ endurance: .venv/tools compiled
 # Several replicas on addresses of loopback, behind real proxies with the files in deploy/proxies, and on a Ray cluster.
 cluster-test: .venv/tools compiled proxies redis .venv-ray/installed
 	PATH="$(CURDIR)/.venv-redis/bin:$(CURDIR)/.venv-proxies/bin:$$PATH:/usr/sbin" $(BIN)/python -m tests.tiers cluster
+
+# Before a release. Its first 100,000 requests are in `make test-long`. Fails on any failure of the service, reply that is not valid, hanging
+# connection, busy event loop, growth, unknown label, and path or key in a reply.
+fuzz: .venv/tools compiled
+	@$(BIN)/python -m tests.fuzz.wire --requests $(REQUESTS) $(ARGS)
 
 # Records the tested kernels in tests/gpu/passed.json; `make test` warns when the kernels have changed since.
 test-gpu: .venv/tools gpu

@@ -7,13 +7,14 @@ general path. Both paths share validation, dispatch and the writing of answers, 
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from functools import partial
 from http import HTTPStatus
 from typing import Any, NoReturn, Protocol
 
 import uvicorn
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from service.errors import STATUS, HeadersTooLarge, InvalidRequest, Overloaded, RequestTimeout, ServiceError, TooLarge
@@ -128,6 +129,12 @@ class HttpProtocol(HttpToolsProtocol):
         self._unparsed = b""
         """Bytes that the general path leaves until the requests before them are answered."""
         self._refusal: ServiceError | None = None
+        self._late_refusal: ServiceError | None = None
+        """A refusal that waits for the replies to the requests before it."""
+        self._current: RequestResponseCycle | None = None
+        """The request that the general path's parser reads, once its head is complete."""
+        self._running: RequestResponseCycle | None = None
+        """The request that the general path answers, or has answered last."""
         self._call: Call | None = None
         self._incomplete: Endpoint | None = None
         """The endpoint of a request whose body has not arrived yet."""
@@ -182,7 +189,12 @@ class HttpProtocol(HttpToolsProtocol):
             self._call = None
         self._abandon_incomplete()
         self._count_received(0)
+        if self._running is not None:
+            _disconnect(self._running)  # uvicorn tells only the request that arrived last
         super().connection_lost(exc)
+        if not self._answers_a_request():
+            # They refer to each other. Without this, connections would pile up until a garbage collection, which takes 50 ms then.
+            self.cycle = self._running = self._current = None  # type: ignore[assignment]
 
     def shutdown(self) -> None:
         """Close the connection after the running request, or soon if none runs and none arrives."""
@@ -203,10 +215,15 @@ class HttpProtocol(HttpToolsProtocol):
             self.flow.resume_reading()
         self._start_waiting()
 
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        """Let the application answer a request. uvicorn calls this."""
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
+
     # Callbacks of the general path's parser.
 
     def on_message_begin(self) -> None:
-        self._message_begun, self._head_complete, self._head_bytes = True, False, 0
+        self._message_begun, self._head_complete, self._head_bytes, self._current = True, False, 0, None
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
@@ -235,18 +252,25 @@ class HttpProtocol(HttpToolsProtocol):
             self._refuse_head(
                 InvalidRequest("a request with a body cannot upgrade its connection: leave out the Upgrade header")
             )
+        before = self.cycle
         super().on_headers_complete()
+        self._current = self.cycle if self.cycle is not before else None
         if ignored_upgrade or (self.loop.time() > self._retires and not self.pipeline):
             self.cycle.keep_alive = False
 
     def on_message_complete(self) -> None:
-        self._message_begun = False
+        self._message_begun, self._current = False, None
         self._count_received(0)
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
+        last = not self.pipeline
         super().on_response_complete()
-        if self._unparsed:
+        if self.parser is None:  # the connection is lost
+            self.cycle = self._running = self._current = None
+        elif last and self._late_refusal is not None and not self.transport.is_closing():
+            self._send_refusal(self._late_refusal)
+        elif self._unparsed:
             self.phase_began = self.loop.time()
             self.flow.pause_reading()
             self.loop.call_soon(self._continue_general)
@@ -263,6 +287,11 @@ class HttpProtocol(HttpToolsProtocol):
     def handle_websocket_upgrade(self) -> None:
         """Hand the connection to the WebSocket protocol, unless too many sockets are open. uvicorn calls this."""
         hot_path = self._hot_path
+        if self._answers_a_request():
+            self._refuse(
+                InvalidRequest("the handshake of a WebSocket came before the reply to an earlier request: wait for that reply")
+            )
+            return
         if hot_path.open_sockets >= hot_path.max_sockets:
             problem = f"{hot_path.open_sockets} WebSockets are open, which is the limit of SEQSERVE_MAX_SOCKETS"
             self._refuse(
@@ -466,28 +495,51 @@ class HttpProtocol(HttpToolsProtocol):
         raise error
 
     def _refuse(self, error: ServiceError) -> None:
-        """Send an error for a request that cannot be read to its end, and close the connection.
-
-        It closes a little later, because a client that still sends would lose the error with the connection.
-        """
+        """Send an error for a request that cannot be read to its end, behind the replies to those before it, and close the connection."""
         if self._last_request:
             return
         if error.code in CLOSED_FOR:
             self._hot_path.frontend.metrics.connections_closed.add(error.code)
         self._last_request = True
         self._abandon_incomplete()
-        if self.cycle is not None:
-            self.cycle.disconnected = True
-            self.cycle.message_event.set()
-        status, headers = _error_head(error)
-        headers += b"connection: close\r\n"
-        content, request_id = error_body(error), self._request_ids.take()
-        head = self._hot_path.reply_head(status, self.server_state.default_headers, len(content), request_id, headers)
-        self.transport.write(head + content)
+        refused = self._current
+        if refused is not None and refused is self._running:
+            _disconnect(refused)
+            self._send_refusal(None if refused.response_started else error)
+            return
+        if self.pipeline and self.pipeline[0][0] is refused:
+            self.pipeline.popleft()
+        if self._answers_a_request():
+            self._late_refusal = error
+        else:
+            self._send_refusal(error)
+
+    def _answers_a_request(self) -> bool:
+        """Return whether a request of the general path is not answered yet."""
+        return self._running is not None and not self._running.response_complete
+
+    def _send_refusal(self, error: ServiceError | None) -> None:
+        """Send an error, and close the connection a little later: a client that still sends would lose the error with the connection.
+
+        error: None for a request that has a reply already.
+        """
+        if error is not None:
+            status, headers = _error_head(error)
+            headers += b"connection: close\r\n"
+            content, request_id = error_body(error), self._request_ids.take()
+            head = self._hot_path.reply_head(status, self.server_state.default_headers, len(content), request_id, headers)
+            self.transport.write(head + content)
         if self.transport.can_write_eof():  # TLS has no half-closed connections
-            self.transport.write_eof()
+            with suppress(OSError):  # the client has broken the connection off
+                self.transport.write_eof()
         self.flow.resume_reading()
         self.loop.call_later(LINGER_SECONDS, self.transport.close)
+
+
+def _disconnect(cycle: RequestResponseCycle) -> None:
+    """Tell a request of the general path that its client is gone."""
+    cycle.disconnected = True
+    cycle.message_event.set()
 
 
 def _error_head(error: ServiceError) -> tuple[bytes, bytes]:

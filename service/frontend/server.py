@@ -219,6 +219,7 @@ def serve(
 
 
 def _config(frontend: Frontend, app: FastAPI) -> uvicorn.Config:
+    app.openapi()  # keeps the document: making it for the first client would occupy the event loop for 40 ms
     return uvicorn.Config(
         app,
         http=HttpProtocol,

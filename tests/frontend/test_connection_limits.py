@@ -103,6 +103,35 @@ def test_ambiguous_head_gets_400_and_nothing_after_it_is_read(server: Server, he
 HIDDEN = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
 
 
+UNREADABLE = (
+    b"GET / HTTP/9.9\r\nHost: localhost\r\n\r\n",
+    b"POST /tokens HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nnot a size\r\n",
+    b"GET /stream?model=words HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+    b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n",
+    b"\0",
+)
+
+
+@pytest.mark.parametrize("unreadable", UNREADABLE)
+@pytest.mark.parametrize("before", [b"GET /models HTTP/1.1\r\n", b"POST /infer?general HTTP/1.1\r\n" + LENGTH])
+def test_unreadable_request_is_refused_behind_the_replies_before_it(server: Server, before: bytes, unreadable: bytes) -> None:
+    since = server.log_bytes
+    body = BODY if before.startswith(b"POST") else b""
+    reply = reply_to(server, 3 * (before + b"Host: localhost\r\n\r\n" + body) + unreadable)
+    assert re.findall(rb"HTTP/1.1 (\d+) ", reply) == [b"200", b"200", b"200", b"400"]
+    assert not server.events("bug", since=since) and not server.events("library warning", since=since)
+
+
+def test_request_that_was_answered_gets_no_second_reply(server: Server) -> None:
+    """The route answers before the body, in which an error follows."""
+    with connection(server) as client:
+        client.sendall(b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n")
+        reply = client.recv(1 << 16)
+        client.sendall(b"not a size\r\n")
+        reply += read_to_end(client)
+    assert re.findall(rb"HTTP/1.1 (\d+) ", reply) == [b"404"]
+
+
 @pytest.mark.parametrize("upgrade", [b"h2c", b"websocket", b"anything"])
 def test_body_of_a_request_that_offers_an_upgrade_is_its_body(server: Server, upgrade: bytes) -> None:
     offer = b"Host: localhost\r\nConnection: Upgrade\r\nUpgrade: %b\r\n" % upgrade

@@ -1,8 +1,9 @@
 """Plants faults into every Python process that has this folder on its PYTHONPATH. The service itself contains nothing of this.
 
-PLANTED names one fault of a server:
+PLANTED names faults of a server, separated by commas:
 - sticky, endless, memory: a device error in a batch on a GPU that has a sequence of exactly STEPS time steps;
 - engine-leak, frontend-leak: a process that keeps LEAKED_BYTES of every request;
+- refusal-leak: a frontend that keeps REFUSAL_BYTES of every request that it refuses;
 - ends: an engine kills itself when a sequence of exactly STEPS time steps reaches the point that the first line of the file ENDS names,
   one of POINTS; then the line is gone;
 - cold: the first batch of each model after the warm-up computes COLD_SECONDS more;
@@ -10,6 +11,8 @@ PLANTED names one fault of a server:
 - damaged: once the file DAMAGED exists, every model computes wrong scores;
 - stepped-device: each batch waits STEP_SECONDS for each time step of its longest row;
 - admits-all: the same, and the engine refuses no request that will miss its deadline;
+- trusting-names: the service loads a model of any name that a client sends;
+- unchecked-ids: a frontend takes every id of a raw tensor;
 - unverified: an engine does not compare weights with their digest;
 - keeps-errors: every process keeps the errors for its clients, with their tracebacks;
 - keeps-expired: an engine keeps every session that has ended without the knowledge of its client;
@@ -19,6 +22,8 @@ PLANTED names one fault of a server:
 - swapped-answers: an engine swaps the answers to the first two requests of each block;
 - stalled-read: reading a model.toml does not return while a file STALL is next to it; a file STALLED shows that it has begun;
 - timed-callbacks: frontends append each callback of their event loop that takes longer than TIMED_SECONDS to the file CALLBACKS;
+- careless: what a client calls a model that is not served may end its request with an exception, keep the event loop busy for
+  CARELESS_SECONDS, be told the folder of the service, become a label, and be remembered with CARELESS_BYTES; see `into_catalog`;
 - recorded-network: processes append each use of the network to the file NETWORK: connections, datagrams and look-ups of names;
 - busy-supervisor: the supervisor's event loop stands still for BUSY_SECONDS, again and again, once it watches other processes;
 - portable: a system without memfd_create, eventfd, sched_getaffinity and /proc, whose prctl fails.
@@ -28,10 +33,12 @@ MONOTONIC_SHIFT is added to time.monotonic(): the machine seems to have booted a
 
 from __future__ import annotations
 
+import gc
 import importlib.abc
 import importlib.machinery
 import importlib.util
 import os
+import re
 import signal
 import sys
 import time
@@ -47,6 +54,9 @@ BUSY_SECONDS = 1.0
 DEVICE_SECONDS, STEP_SECONDS = 0.04, 0.002
 STALL, STALLED = "stall", "stalled"
 TIMED_SECONDS = 0.001
+REFUSAL_BYTES = 20_000
+CARELESS_SECONDS = 0.03
+CARELESS_BYTES = 100_000
 KERNELS = {
     "sticky": "*(volatile int*)0x10 = 1;",
     "endless": "while (true) { __nanosleep(1000); }",
@@ -66,10 +76,19 @@ NETWORK_EVENTS = {
     "urllib.Request",
 }
 """Audit events of Python."""
+CHECKING_NAMES = (
+    "service.modeling.spec",
+    "service.frontend.control",
+    "service.supervisor.repository",
+    "service.supervisor.reload",
+)
+"""The modules that check the name of a model."""
 POINTS = ("received", "launching", "launched", "answering", "answered")
 """Points on the way of a request through an engine: its frame was read, its batch starts, its batch was started, its answer is about to be
 written, its answer was written."""
 kept: list[Any] = []
+careless_names: list[str] = []
+"""Names of models that clients have sent since the last snapshot of the metrics."""
 
 
 def raise_device_error(fault: str) -> None:
@@ -203,7 +222,7 @@ def into_errors(errors: Any, fault: str) -> None:
     create = errors.ServiceError.__init__
 
     def planted(self: Any, *arguments: Any, **options: Any) -> None:
-        kept.append(self)
+        kept.append(self if fault == "keeps-errors" else os.urandom(REFUSAL_BYTES))
         create(self, *arguments, **options)
 
     errors.ServiceError.__init__ = planted
@@ -325,16 +344,75 @@ def into_event_loops(uvicorn_config: Any, fault: str) -> None:
 
     uvicorn_config.LOOP_FACTORIES["uvloop"] = uvicorn_config.LOOP_FACTORIES["asyncio"]
     run, record = asyncio.Handle._run, Path(os.environ["CALLBACKS"])
+    collecting = [0.0, 0.0]
+
+    def collect(phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            collecting[0] = time.thread_time()
+        else:
+            collecting[1] += time.thread_time() - collecting[0]
+
+    gc.callbacks.append(collect)
 
     def planted(self: Any) -> None:
+        callback = self._callback
+        collecting[1] = 0.0
         began = time.thread_time()
         run(self)
         seconds = time.thread_time() - began
         if seconds > TIMED_SECONDS:
+            # The step of a task does not name its task, which it refers to.
+            names = f"of which {collecting[1]:.6f} in collections: {callback!r} {gc.get_referents(callback)!r}"[:600].replace(
+                "\n", " "
+            )
             with record.open("a") as file:
-                file.write(f"{seconds:.6f} {self!r:.300}\n")
+                file.write(f"{seconds:.6f} {names}\n")
 
     asyncio.Handle._run = planted  # type: ignore[method-assign]
+
+
+def into_catalog(catalog: Any, fault: str) -> None:
+    """Let the length of the name that is not served select what goes wrong."""
+    find = catalog.Catalog.find
+
+    def planted(self: Any, name: str, version: Any) -> Any:
+        if name in self.index:
+            return find(self, name, version)
+        careless_names.append(name)
+        kept.append(os.urandom(CARELESS_BYTES))
+        wrong = len(name) % 4
+        if wrong == 0:
+            raise KeyError(name)
+        if wrong == 1:
+            raise catalog.UnknownModel(f"{Path(__file__).parent} knows no model {catalog.quote(name)}")
+        until = time.thread_time() + CARELESS_SECONDS * (wrong == 2)
+        while time.thread_time() < until:
+            pass
+        return find(self, name, version)
+
+    catalog.Catalog.find = planted
+
+
+def into_reloads(module: Any, fault: str) -> None:
+    if hasattr(module, "Repository"):
+        module.Repository.has = lambda *_: True
+    module.NAME = re.compile("(?s).*")
+
+
+def into_validation(validation: Any, fault: str) -> None:
+    validation.engine_ids = lambda values, *_: values.astype(validation.IDS, copy=False)
+
+
+def into_metrics(metrics: Any, fault: str) -> None:
+    snapshot = metrics.Metrics.snapshot
+
+    def planted(self: Any) -> Any:
+        for name in careless_names:
+            self.refused.add(name)
+        careless_names.clear()
+        return snapshot(self)
+
+    metrics.Metrics.snapshot = planted
 
 
 def into_supervisor(supervisor: Any, fault: str) -> None:
@@ -385,7 +463,12 @@ def main() -> None:
     """Plant what the environment names."""
     if shift := os.environ.get("MONOTONIC_SHIFT"):
         shift_monotonic(float(shift))
-    fault = os.environ.get("PLANTED")
+    for fault in filter(None, os.environ.get("PLANTED", "").split(",")):
+        plant(fault)
+
+
+def plant(fault: str) -> None:
+    """Plant one fault."""
     if fault == "portable":
         remove_linux()
     elif fault == "recorded-network":
@@ -409,6 +492,16 @@ def main() -> None:
             sys.meta_path.insert(0, Planting(fault, "service.engine.batching.scheduler", into_schedulers))
     elif fault == "damaged":
         sys.meta_path.insert(0, Planting(fault, "service.modeling.encoder", into_models))
+    elif fault == "careless":
+        sys.meta_path.insert(0, Planting(fault, "service.frontend.catalog", into_catalog))
+        sys.meta_path.insert(0, Planting(fault, "service.metrics", into_metrics))
+    elif fault == "refusal-leak" and "service.frontend" in sys.orig_argv:
+        sys.meta_path.insert(0, Planting(fault, "service.errors", into_errors))
+    elif fault == "trusting-names":
+        for name in CHECKING_NAMES:
+            sys.meta_path.insert(0, Planting(fault, name, into_reloads))
+    elif fault == "unchecked-ids":
+        sys.meta_path.insert(0, Planting(fault, "service.frontend.validation", into_validation))
     elif fault == "unverified":
         sys.meta_path.insert(0, Planting(fault, "service.modeling.store", into_digests))
     elif fault == "log-raises":
@@ -421,7 +514,7 @@ def main() -> None:
         sys.meta_path.insert(0, Planting(fault, "service.engine.worker", into_blocks))
     elif fault == "stalled-read":
         sys.meta_path.insert(0, Planting(fault, "service.modeling.spec", into_reads))
-    elif fault:
+    elif fault in (*KERNELS, "memory"):
         sys.meta_path.insert(0, Planting(fault, "service.engine.execution.cuda_graph_runner", into_batches))
 
 

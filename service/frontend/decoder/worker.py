@@ -55,11 +55,12 @@ class Decoder:
         try:
             return self._handle(frame.id, frame.message, bytes(frame.tail))
         except ServiceError as error:
-            refusal = error
+            # A variable that outlives this block would refer to the frames that refer to it. Such a cycle would keep the body: nothing
+            # collects garbage here.
+            return encode(Refusal.of(error), frame.id)
         except Exception as error:
             self._log.error("bug", error=f"{type(error).__name__}: {error}")
-            refusal = InferenceFailed(SERVICE_FAILED)
-        return encode(Refusal.of(refusal), frame.id)
+            return encode(Refusal.of(InferenceFailed(SERVICE_FAILED)), frame.id)
 
     def _handle(self, id: int, message: Message, data: bytes) -> bytes | None:
         match message:

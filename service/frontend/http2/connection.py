@@ -11,6 +11,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol, cast
 
@@ -538,7 +539,8 @@ class Http2Connection(asyncio.Protocol):
         if self._transport.is_closing():
             return
         if self._transport.can_write_eof():  # TLS has no half-closed connections
-            self._transport.write_eof()
+            with suppress(OSError):  # the client has broken the connection off
+                self._transport.write_eof()
         self._transport.resume_reading()
         self._loop.call_later(LINGER_SECONDS, self._transport.close)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Any
 
 import grpc
@@ -20,7 +21,7 @@ from service.frontend.listener import Listener, SharedPort
 from service.frontend.oip.grpc_application import GrpcApplication
 from service.frontend.oip.grpc_calls import GrpcContext, GrpcShutdown
 from service.frontend.oip.grpc_methods import rpc_handlers
-from service.frontend.oip.protobuf import POOL, SERVICE
+from service.frontend.oip.protobuf import POOL, SERVICE, parse_message
 from service.settings import Settings
 
 HEALTH = "grpc.health.v1.Health"
@@ -130,7 +131,7 @@ class GrpcServer:
 
     def _health_handlers(self) -> grpc.GenericRpcHandler:
         coding = {
-            "request_deserializer": health_pb2.HealthCheckRequest.FromString,
+            "request_deserializer": partial(parse_message, health_pb2.HealthCheckRequest),
             "response_serializer": health_pb2.HealthCheckResponse.SerializeToString,
         }
         methods = {
@@ -162,7 +163,7 @@ def _reflection_handlers() -> grpc.GenericRpcHandler:
     servicer = reflection.aio.ReflectionServicer((SERVICE, HEALTH, reflection.SERVICE_NAME), POOL)
     method = grpc.stream_stream_rpc_method_handler(
         servicer.ServerReflectionInfo,
-        request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
+        request_deserializer=partial(parse_message, reflection_pb2.ServerReflectionRequest),
         response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
     )
     return grpc.method_handlers_generic_handler(reflection.SERVICE_NAME, {"ServerReflectionInfo": method})

@@ -46,6 +46,15 @@ class MethodMessages(NamedTuple):
         return InvalidRequest(f"the request is not a valid {name}: encode it as inference.proto defines it")
 
 
+def parse_message(kind: type[ProtoMessage], data: bytes) -> ProtoMessage:
+    """Return a message of another service; raises InvalidRequest for bytes that are not such a message."""
+    try:
+        return kind.FromString(data)
+    except DecodeError:
+        name = kind.DESCRIPTOR.full_name
+        raise InvalidRequest(f"the request is not a valid {name}: encode it as its .proto file defines it") from None
+
+
 def _pool() -> DescriptorPool:
     pool = DescriptorPool()
     for file in FileDescriptorSet.FromString(Path(__file__).with_name("inference.binpb").read_bytes()).file:

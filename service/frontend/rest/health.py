@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from fastapi import APIRouter, Request, Response
 from starlette.responses import PlainTextResponse
 
@@ -28,5 +30,7 @@ def add_routes(router: APIRouter, frontend: Frontend) -> None:
     @router.get("/metrics", response_class=PlainTextResponse, responses=ERRORS)
     async def metrics(request: Request) -> Response:
         """The metrics of all processes in Prometheus' text format, or in that of OpenMetrics if the client accepts it."""
-        exposition = expose(await frontend.supervisor.scrape(), request.headers.get("accept", ""))
+        snapshot = await frontend.supervisor.scrape()
+        # In a thread: the text of ten models takes longer than a callback of the event loop may.
+        exposition = await asyncio.to_thread(expose, snapshot, request.headers.get("accept", ""))
         return Response(exposition.text, media_type=exposition.media_type, headers={"vary": "accept"})

@@ -48,12 +48,14 @@ HEADS: dict[str, dict[str, Any]] = {
 EVERYTHING = Returns(embedding=True, sequence=True)
 
 
-def make_engine(root: Path, layer: str, head: str, scale: float = 1.0) -> tuple[ModelSpec, DeviceEngine]:
-    """Return an engine with a model of random weights, multiplied by `scale`."""
+def make_engine(root: Path, layer: str, head: str, scale: float = 1.0, most: int = 4) -> tuple[ModelSpec, DeviceEngine]:
+    """Return an engine with a model of random weights, multiplied by `scale`. most: sequences of a batch."""
     spec = models.made_up(root, "streamed", FLOATS, LAYERS[layer], head=HEADS[head])
     arrays = {name: scale * array for name, array in store.read_arrays(root / "streamed" / "1", spec).items()}
     encoder = Encoder(spec, arrays, torch.device("cpu"), 1 << 20)
-    return spec, DeviceEngine({ModelKey("streamed", "1"): encoder}, Metrics(), max_batch_sequences=4, max_batch_tokens=64)
+    return spec, DeviceEngine(
+        {ModelKey("streamed", "1"): encoder}, Metrics(), max_batch_sequences=most, max_batch_tokens=16 * most
+    )
 
 
 def rows(seed: int) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
@@ -148,6 +150,47 @@ def test_chunk_with_a_bad_state_or_output_is_marked(layer: str, head: str, tmp_p
     assert good.finite and last.finite and new.finite
     [after] = run(engine, chunk(rows(1)[5:], FIRST_SLOT, FIRST_SLOT))
     assert after.finite
+
+
+MATES = 31
+BAD_VALUES = [np.nan, np.inf, -np.inf, 3e38, -3e38, 1e-45, -0.0]
+"""The last two are usual numbers, of which the first is too small for the normal form."""
+
+
+def bits(result: ChunkResult) -> list[bytes | None]:
+    """Return the arrays of a result as bytes."""
+    return [None if array is None else array.tobytes() for array in result[:4]]
+
+
+def changed_mates(engine: DeviceEngine, value: float, place: int) -> list[int]:
+    """Return the mates whose results a row with this value changes by a bit, in a batch that it is in at a place."""
+    data = [rows(seed) for seed in range(MATES + 1)]
+    expected = run(engine, *map(chunk, data))
+    data[place] = data[place].copy()
+    data[place][STEPS // 2, 1] = value
+    results = zip(expected, run(engine, *map(chunk, data)), strict=True)
+    return [row for row, (one, other) in enumerate(results) if row != place and bits(one) != bits(other)]
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("layer", LAYERS)
+def test_31_mates_of_a_bad_row_keep_every_bit(layer: str, head: str, tmp_path: Path) -> None:
+    _, engine = make_engine(tmp_path, layer, head, most=MATES + 1)
+    for number, value in enumerate(BAD_VALUES):
+        assert changed_mates(engine, value, 5 * number) == []
+
+
+def test_row_that_reaches_its_mates_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here a product with zero adds the rows of a batch up, which is nothing as long as all are finite."""
+    _, engine = make_engine(tmp_path, "lstm", "last", most=MATES + 1)
+    call = Encoder.__call__
+
+    def leaking(self: Encoder, x: Any, **options: Any) -> Any:
+        x.data.add_(0 * x.data.sum())
+        return call(self, x, **options)
+
+    monkeypatch.setattr(Encoder, "__call__", leaking)
+    assert changed_mates(engine, np.nan, 7) == [row for row in range(MATES + 1) if row != 7]
 
 
 def test_state_that_is_not_finite_marks_its_chunk(tmp_path: Path) -> None:

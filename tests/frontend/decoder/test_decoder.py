@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import random
 import signal
 import struct
+import tracemalloc
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -20,6 +22,7 @@ from service.errors import InvalidInput, Overloaded, ServiceError, Unavailable
 from service.frontend.catalog import Catalog, ServedModel
 from service.frontend.decoder import client
 from service.frontend.decoder.client import MAX_LOOP_BODY_BYTES
+from service.frontend.decoder.worker import Decoder
 from service.frontend.dispatch.dispatcher import Dispatcher
 from service.frontend.inference import Frontend, SupervisorClient, TrackedRequest
 from service.frontend.oip import rest
@@ -27,7 +30,8 @@ from service.frontend.oip.grpc_calls import infer_message, read_request
 from service.frontend.oip.json import encode_response
 from service.frontend.oip.protobuf import METHODS
 from service.frontend.rest import infer
-from service.ipc.messages import DecodeBody
+from service.ipc.channel import Frame
+from service.ipc.messages import Api, DecodeBody
 from service.log import Log
 from service.metrics import Metrics
 from service.modeling.tokenizer import Tokenizer
@@ -290,3 +294,25 @@ def test_decoder_refuses_a_bug_without_ending(bench: Bench) -> None:
     (_, message, *_), _ = bench.result(unknown_api)
     assert "see its log" in message
     assert bench.pid
+
+
+def test_refused_body_is_freed_without_the_garbage_collector() -> None:
+    """A decoder collects no garbage while bodies come in."""
+    decoder = Decoder(Settings(), Log("decoder"))
+    message = DecodeBody(Api.INFER)
+
+    def refuse(count: int) -> None:
+        for id in range(count):
+            assert decoder.handle(Frame(message, id, memoryview(b"[" * 100_000)))
+
+    gc.collect()
+    gc.disable()
+    try:
+        refuse(5)
+        tracemalloc.start()
+        refuse(20)
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+        gc.enable()
+    assert held < 100_000

@@ -286,3 +286,15 @@ def test_long_burst_is_handled_in_turns(loop: ClockLoop) -> None:
     assert other.send()[0].kind == HEADERS
     peer.send()
     assert len(peer.application.requests) == 6000 and not peer.transport.reading_paused
+
+
+def test_fault_of_a_broken_connection_ends_only_that_connection(peer: Peer) -> None:
+    """The transport of asyncio raises when the client has broken its connection off, which the server may not have read yet."""
+
+    def fail() -> None:
+        raise OSError(107, "Transport endpoint is not connected")
+
+    peer.transport.write_eof = fail  # type: ignore[method-assign]
+    peer.connection.refuse_slow_request()
+    peer.sweep(10)
+    assert peer.transport.closing

@@ -98,6 +98,15 @@ def test_health_of_server_and_service(channel: grpc.Channel) -> None:
     watch.cancel()
 
 
+@pytest.mark.parametrize("method", ["/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"])
+def test_message_that_is_no_health_check_is_refused(server: Server, channel: grpc.Channel, method: str) -> None:
+    since = server.log_bytes
+    with pytest.raises(grpc.RpcError) as refused:
+        next(channel.unary_stream(method)(b"\xff\xff", timeout=60))
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert not server.events("bug", since=since)
+
+
 def test_health_follows_the_engine(own_server: Server) -> None:
     with grpc.insecure_channel(own_server.grpc) as channel:
         watch = HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=SERVICE), timeout=60)
