@@ -21,6 +21,7 @@ from service.engine.execution.device_engine import DeviceEngine, PreparedModel
 from service.engine.execution.in_flight import InFlightBatch
 from service.engine.internal_errors import InternalErrors
 from service.engine.loading import ModelLoader
+from service.engine.trials import Trials
 from service.engine.worker import Worker
 from service.ipc.blocks import BlockKey, Buffer, encode_block
 from service.ipc.channel import Channel, encode, pair
@@ -90,9 +91,8 @@ def _started(engine: DeviceEngine) -> tuple[Channel, Channel, Worker]:
     metrics, log = Metrics(), Log("engine")
     errors = InternalErrors(log, metrics)
     batcher = build_batcher(Settings(), engine, metrics, errors)
-    worker = Worker(
-        Channel(far), Heartbeat(), batcher, engine, ModelLoader(engine, batcher, _no_model, log), 0, metrics, errors
-    )
+    models, control = ModelLoader(engine, batcher, _no_model, log), Channel(far)
+    worker = Worker(control, Heartbeat(), batcher, engine, models, Trials(control), 0, metrics, errors)
     supervisor = Channel(near)
     supervisor.send(encode(Attach()), attached)
     supervisor.flush()

@@ -10,6 +10,7 @@ from service.engine.execution.device import DeviceLost
 from service.engine.internal_errors import InternalErrors
 from service.engine.kernel_compiler import compile_in_background
 from service.engine.loading import ModelLoader
+from service.engine.trials import Trials
 from service.engine.worker import Worker
 from service.errors import StartError
 from service.ipc.channel import send_now
@@ -28,6 +29,7 @@ def main() -> None:
     settings, metrics = config.read_settings(), Metrics()
     spec.confine(settings.models)
     control, heartbeat = config.open_control(), Heartbeat(config.heartbeat)
+    trials = Trials(control)
     log = Log(f"engine-{config.place}")
     try:
         engine = build_engine(
@@ -39,6 +41,7 @@ def main() -> None:
             threads=config.compute_threads,
             strict=config.strict,
             report=partial(send_now, control),
+            trial=trials.load,
         )
     except StartError as error:
         send_now(control, Failed(str(error)))
@@ -51,7 +54,7 @@ def main() -> None:
     errors = InternalErrors(log, metrics)
     batcher = build_batcher(settings, engine, metrics, errors, journal, config.replica)
     models = ModelLoader(engine, batcher, partial(prepare_model, settings, engine, log), log, on_open=freeze_heap)
-    worker = Worker(control, heartbeat, batcher, engine, models, config.place, metrics, errors)
+    worker = Worker(control, heartbeat, batcher, engine, models, trials, config.place, metrics, errors)
     freeze_heap()
     metrics.observe_collections("engine")
     try:

@@ -6,6 +6,7 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -49,11 +50,12 @@ def build_engine(
     threads: int,
     strict: bool = True,
     report: Callable[[NotLoaded], None] = lambda _: None,
+    trial: Callable[[ModelKey], AbstractContextManager[None]] = lambda _: nullcontext(),
 ) -> DeviceEngine:
     """Build the engine of device number `place` with these versions loaded and warmed up.
 
     threads: for the computation on a CPU. A version that cannot be loaded raises its error, or is logged, reported and left out unless
-    `strict`.
+    `strict`. trial: the context in which a version is loaded, and then warmed up.
     """
     torch.set_num_threads(threads)
     set_cache_folder(settings.cache)
@@ -63,7 +65,8 @@ def build_engine(
     encoders: dict[ModelKey, Encoder] = {}
     for version in model_versions:
         try:
-            encoders[version.key] = _encoder(version, device, settings, log)
+            with trial(version.key):
+                encoders[version.key] = _encoder(version, device, settings, log)
         except Exception as error:
             if strict:
                 raise
@@ -77,6 +80,7 @@ def build_engine(
         max_batch_tokens=settings.max_batch_tokens,
         slots=settings.state_slots,
         place=place,
+        trial=trial,
     )
 
 

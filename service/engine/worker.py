@@ -22,6 +22,7 @@ from service.engine.internal_errors import InternalErrors
 from service.engine.known_answers import KnownAnswers
 from service.engine.loading import ModelLoader
 from service.engine.profiling.session import ProfilingSession
+from service.engine.trials import Trials
 from service.errors import InferenceFailed, ServiceError
 from service.ipc import messages
 from service.ipc.blocks import ID, Columns
@@ -60,6 +61,7 @@ class Worker:
         batcher: Batcher,
         engine: Engine,
         models: ModelLoader,
+        trials: Trials,
         place: int,
         metrics: Metrics,
         errors: InternalErrors,
@@ -70,6 +72,7 @@ class Worker:
         self._engine = engine
         self._models = models
         self._models.changed = self._send_status
+        self._trials = trials
         self._place = place
         self._metrics = metrics
         self._errors = errors
@@ -110,6 +113,7 @@ class Worker:
             self._read_channels(IDLE_SECONDS if idle else 0.0)
             self._batcher.step(self._before_launch)
             self._models.settle()
+            self._trials.end_batches(self._engine.runs)
             for channel in [channel for channel in self._frontends if channel.outgoing]:
                 self._flush(channel)
             if self._mover is not None and self._mover.outgoing:
@@ -138,6 +142,7 @@ class Worker:
             self._known_answers.check(key)
 
     def _before_launch(self, batch: Batch) -> None:
+        self._trials.begin_batch(batch.model)
         self._heartbeat.beat(_patience(self._engine.predicted_seconds(batch)))
 
     def _read_channels(self, timeout: float) -> None:
@@ -174,6 +179,7 @@ class Worker:
             self._batcher.sessions.transfers.attach(lambda message, tail: channel.send(encode(message, tail=(tail,))))
         else:
             self._frontends[channel] = _Frontend(self, channel)
+            self._trials.attach(channel)
 
     def _handle_collect_metrics(self, frame: Frame, message: messages.CollectMetrics) -> None:
         self._engine.count_memory()
@@ -183,13 +189,21 @@ class Worker:
         send_now(self._control, MetricsCollected(self._metrics.snapshot()), frame.id)
 
     def _handle_prepare_model(self, frame: Frame, message: messages.PrepareModel) -> None:
+        key = message.model_version.key
+
         def reply(error: ServiceError | None) -> None:
+            self._trials.end_load(key)
             send_now(self._control, Done() if error is None else Refusal.of(error), frame.id)
 
+        self._trials.begin_load(key)
         self._models.prepare(message.model_version, reply)
 
     def _handle_close_model(self, frame: Frame, message: messages.CloseModel) -> None:
-        self._models.close(message, set(self._frontends), partial(send_now, self._control, Done(), frame.id))
+        def closed() -> None:
+            self._trials.forget(message.key)
+            send_now(self._control, Done(), frame.id)
+
+        self._models.close(message, set(self._frontends), closed)
 
     def _status(self) -> EngineStatus:
         return EngineStatus(self._engine.loaded(), self._place, str(self._engine.device))
@@ -396,6 +410,7 @@ class Worker:
         self._answered.discard(channel)
         self._profiling.forget(channel)
         self._models.forget(channel)
+        self._trials.detach(channel)
         if frontend is not None:
             self._batcher.cancel_owner(frontend)
             for ticket in frontend.tickets.values():

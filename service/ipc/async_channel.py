@@ -81,7 +81,7 @@ class AsyncChannel:
         if self._on_written is not None:
             self._on_written(channel.bytes_sent - bytes_before, channel.writes - writes_before)
         if not channel.open:
-            self._lose()
+            self._receive()  # what the other end sent before it closed
         elif done:
             self._loop.remove_writer(channel.fileno())
         else:

@@ -385,6 +385,23 @@ class Backlog(Message, frozen=True):
     frames: int
 
 
+# Engine to the supervisor and to the frontends.
+
+
+class TrialBegan(Message, frozen=True):
+    """The engine loads a version, or starts its first batch of a version. If the engine ends before TrialEnded, the version may be the
+    cause."""
+
+    key: ModelKey
+
+
+class TrialEnded(Message, frozen=True):
+    """The engine has survived a trial. ran: it was a batch, not the load."""
+
+    key: ModelKey
+    ran: bool
+
+
 # Between an engine and the mover of its replica, and between the movers of two replicas. A session and a ticket identify what a message
 # is about. `taker` and `giver` are the ids of replicas.
 

@@ -47,7 +47,8 @@ class Child:
     """A running child process. `name` is its role and number (engine-0, frontend-1), which its successor takes over.
 
     `ended` is set when the process is gone or has to go; `exit_reason` tells why. `metrics` are the last that it sent. `failure` is its own
-    account of why it cannot start. `not_loaded` has the model versions that it started without.
+    account of why it cannot start. `not_loaded` has the model versions that it started without. `on_trial` has the versions that an engine
+    loads or runs for the first time, `survived` the versions that it has loaded, and `ran` the versions that have completed a batch.
     """
 
     def __init__(
@@ -66,6 +67,9 @@ class Child:
         self.exit_reason = "ended"
         self.failure: str | None = None
         self.not_loaded: set[ModelKey] = set()
+        self.on_trial: set[ModelKey] = set()
+        self.survived: set[ModelKey] = set()
+        self.ran: set[ModelKey] = set()
         self.ended = asyncio.Event()
         self._heartbeat = heartbeat
         self._handle_message = handle_message

@@ -51,6 +51,7 @@ from service.modeling.spec import NAME
 from service.settings import Settings
 from service.supervisor.process import ENGINE, FRONTEND, Child
 from service.supervisor.repository import Fingerprint, FolderReader, Repository, keep_unchanged, read_in_thread
+from service.supervisor.trials import Trials
 
 T = TypeVar("T")
 READ_SECONDS = 10.0
@@ -69,6 +70,7 @@ class ModelReloader:
         settings: Settings,
         children: Callable[[], Iterable[Child]],
         on_unloaded: Callable[[ModelKey], None],
+        trials: Trials,
         metrics: Metrics,
         log: Log,
     ) -> None:
@@ -77,6 +79,7 @@ class ModelReloader:
         self._settings = settings
         self._children = children
         self._on_unloaded = on_unloaded
+        self._trials = trials
         self._metrics = metrics
         self._log = log
         self._reasons: dict[tuple[str, str], str] = {}
@@ -96,8 +99,12 @@ class ModelReloader:
         self._background: set[asyncio.Task[None]] = set()
 
     def engine_manifest(self) -> Manifest:
-        """Return the versions that a starting engine has to load: those in service and those in preparation."""
-        return Manifest([*self.manifest.model_versions, *self._preparing], self.manifest.aliases)
+        """Return the versions that a starting engine has to load: those in service and those in preparation.
+
+        A version in preparation with which an engine ended is not loaded: its load is about to fail.
+        """
+        preparing = [version for version in self._preparing if not self._trials.has_ended_engines(version.key)]
+        return Manifest(self._trials.to_load([*self.manifest.model_versions, *preparing]), self.manifest.aliases)
 
     async def load(self, name: str, policy: str | None = None) -> None:
         """Serve what the folder of a model holds now; raises a ServiceError. policy: from now on, instead of the model's own."""
@@ -122,7 +129,8 @@ class ModelReloader:
             await self._switch(rest, self.manifest.aliases)
 
     async def leave_out(self, key: ModelKey, error: ServiceError, *, everywhere: bool) -> None:
-        """Note that a process started without a version. everywhere: stop serving the version, which no process of its role has."""
+        """Note that a process started without a version. everywhere: stop serving the version, which no process of its role has, or with
+        which every engine ended."""
         async with self._lock:
             if key not in {version.key for version in self.manifest.model_versions}:
                 return
@@ -273,10 +281,17 @@ class ModelReloader:
         self._preparing = model_versions
         try:
             for model_version in model_versions:
-                serving = [*self._children_with(FRONTEND), *self._children_with(ENGINE)]
-                errors = await self._call_all(serving, PrepareModel(model_version))
+                engines = self._children_with(ENGINE)
+                errors = await self._call_all([*self._children_with(FRONTEND), *engines], PrepareModel(model_version))
                 for error in errors.values():
                     raise error
+                for engine in engines:
+                    if engine.ended.is_set() and model_version.key in engine.on_trial:
+                        raise Unavailable(
+                            f"{engine.name} ended while it loaded {model_version.name} version {model_version.version}: retry, and "
+                            "if engines end again, repair the model",
+                            retry_after=1,
+                        )
         except BaseException:
             # Also after a cancellation: engines unload what they have prepared, or are still preparing.
             self._unload([version.key for version in model_versions], session_seconds=0.0)
@@ -293,6 +308,7 @@ class ModelReloader:
         replaced = [version.key for version in self.manifest.model_versions if version.key not in keys]
         self.manifest = manifest
         self._not_loaded &= keys
+        self._trials.keep(keys | {version.key for version in self._preparing})
         errors = await self._call_all(self._children_with(FRONTEND), ServeModels(manifest))
         for frontend, error in errors.items():
             # It would send requests to versions that are about to be unloaded; its successor starts with this manifest.

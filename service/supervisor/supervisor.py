@@ -47,6 +47,7 @@ from service.supervisor.ports import Addresses
 from service.supervisor.process import ENGINE, FRONTEND, MOVER, TRACER, Child, connect, start
 from service.supervisor.reload import ModelReloader
 from service.supervisor.repository import Repository
+from service.supervisor.trials import Trials
 
 LONGEST_DELAY_SECONDS = 5.0
 FORGIVEN_SECONDS = 60.0
@@ -86,6 +87,8 @@ class Supervisor:
             messages.Ready: self._handle_ready,
             messages.Failed: self._handle_failed,
             messages.NotLoaded: self._handle_not_loaded,
+            messages.TrialBegan: self._handle_trial_began,
+            messages.TrialEnded: self._handle_trial_ended,
             messages.MetricsCollected: self._handle_late_metrics,
             messages.Cancel: self._handle_cancel,
         }
@@ -97,8 +100,9 @@ class Supervisor:
         }
         spec.confine(settings.models)
         repository = Repository(settings.models, settings.versions, settings.alias)
+        self._trials = Trials()
         self._model_reloader = ModelReloader(
-            repository, settings, self._children.values, self._forget_model, self._metrics, log
+            repository, settings, self._children.values, self._forget_model, self._trials, self._metrics, log
         )
         self._engine_names = [f"{ENGINE}-{place}" for place in range(len(settings.devices))]
         self._placement = place_processes(settings)
@@ -196,7 +200,7 @@ class Supervisor:
                 await self._reap(child)
                 if self._is_closed(name):
                     return
-                delay = self._restart_delay(name)
+                delay = self._restart_delay(name, child)
             await asyncio.sleep(delay)
 
     def _is_closed(self, name: str) -> bool:
@@ -254,19 +258,38 @@ class Supervisor:
             raise StartError(child.failure)
         if self._is_closed(child.name):
             return
-        self._log.warning("child ended", child=child.name, status=status, reason=child.exit_reason)
+        tried = {"on_trial": [f"{key.name}/{key.version}" for key in sorted(child.on_trial)]} if child.on_trial else {}
+        self._log.warning("child ended", child=child.name, status=status, reason=child.exit_reason, **tried)
         self._metrics.restarts.add(child.role, child.exit_reason)
+        self._count_against_trials(child)
         self._update_ready()
 
-    def _restart_delay(self, name: str) -> float:
-        """Return the seconds until the next start: none after a first exit, then doubling with jitter."""
+    def _count_against_trials(self, engine: Child) -> None:
+        """Count the end of an engine against the versions that it tried, and serve a version with which all engines end no longer."""
+        for key in engine.on_trial:
+            ran_elsewhere = any(key in other.ran for other in self._children.values())
+            error = self._trials.count_end(key, survived=engine.survived, ran_elsewhere=ran_elsewhere)
+            if error is not None:
+                self._begin_leaving_out(engine, messages.NotLoaded(key, error.code, error.message), everywhere=True)
+
+    def _restart_delay(self, name: str, ended: Child | None = None) -> float:
+        """Return the seconds until the next start: none after a first exit, then doubling with jitter.
+
+        ended: the last process of this name, None if it could not be started.
+        """
         now = time.monotonic()
         exits = self._exits[name] = [exit for exit in self._exits.get(name, []) if now - exit < FORGIVEN_SECONDS] + [now]
-        if not self._announced and len(exits) >= STARTS_ALLOWED:
-            raise StartError(f"the {name} process ended {len(exits)} times before it was ready: see its log lines")
+        if not self._announced and len(exits) >= STARTS_ALLOWED and not self._starts_without_tried(ended):
+            tried = sorted(ended.on_trial) if ended is not None else []
+            last = "".join(f", the last time while it tried {key.name} version {key.version}" for key in tried[:1])
+            raise StartError(f"the {name} process ended {len(exits)} times before it was ready{last}: see its log lines")
         if len(exits) == 1:
             return 0.0
         return min(LONGEST_DELAY_SECONDS, 0.1 * 2.0 ** len(exits)) * random.uniform(0.5, 1.0)
+
+    def _starts_without_tried(self, ended: Child | None) -> bool:
+        """Return whether the versions that an engine tried at its end can be left out: it has loaded another version."""
+        return ended is not None and bool(ended.on_trial and ended.survived - ended.on_trial) and not self._settings.strict
 
     async def _watch_heartbeats(self) -> None:
         """Kill children with late heartbeats, and notice an exit even when another process holds the channel open."""
@@ -321,6 +344,20 @@ class Supervisor:
         child.not_loaded.add(message.key)
         same_role = [other for other in self._children.values() if other.role == child.role]
         everywhere = not self._announced or all(message.key in other.not_loaded for other in same_role)
+        self._begin_leaving_out(child, message, everywhere=everywhere)
+
+    def _handle_trial_began(self, child: Child, id: int, message: messages.TrialBegan) -> None:
+        child.on_trial.add(message.key)
+
+    def _handle_trial_ended(self, child: Child, id: int, message: messages.TrialEnded) -> None:
+        child.on_trial.discard(message.key)
+        if message.ran:
+            child.ran.add(message.key)
+            self._trials.count_pass(message.key)
+        else:
+            child.survived.add(message.key)
+
+    def _begin_leaving_out(self, child: Child, message: messages.NotLoaded, *, everywhere: bool) -> None:
         task = asyncio.get_running_loop().create_task(self._leave_out(child, message, everywhere))
         self._leaving_out.add(task)
         task.add_done_callback(self._handle_left_out)

@@ -16,6 +16,7 @@ from service.engine.execution.device_engine import PreparedModel
 from service.engine.execution.graph_capture import RunBetweenBatches
 from service.engine.internal_errors import InternalErrors
 from service.engine.loading import ModelLoader
+from service.engine.trials import Trials
 from service.engine.worker import FRAMES_PER_BATCH, Worker
 from service.errors import SERVICE_FAILED, ServiceError
 from service.ipc import messages
@@ -135,7 +136,10 @@ class WorkerHarness:
         self.batcher = OneRequestPerBatch(self._after)
         models = ModelLoader(self.engine, self.batcher, self._prepared, Log("worker"))
         errors = InternalErrors(Log("worker"), self.metrics)
-        self.worker = Worker(self._control, self.heartbeat, self.batcher, self.engine, models, PLACE, self.metrics, errors)
+        trials = Trials(self._control)
+        self.worker = Worker(
+            self._control, self.heartbeat, self.batcher, self.engine, models, trials, PLACE, self.metrics, errors
+        )
 
     def run(self) -> None:
         self.supervisor.flush()

@@ -7,9 +7,29 @@ from pathlib import Path
 
 import pytest
 
-from tests.planted.sitecustomize import BUSY_SECONDS, DEVICE_SECONDS, LEAKED_BYTES, POINTS, STALL, STALLED, STEPS
+from tests.planted.sitecustomize import (
+    BUSY_SECONDS,
+    DEADLY_MODEL,
+    DEVICE_SECONDS,
+    LEAKED_BYTES,
+    POINTS,
+    STALL,
+    STALLED,
+    STEPS,
+)
 
-__all__ = ["BUSY_SECONDS", "DEVICE_SECONDS", "LEAKED_BYTES", "PLANTED_PATH", "POINTS", "STALL", "STALLED", "STEPS", "plant"]
+__all__ = [
+    "BUSY_SECONDS",
+    "DEADLY_MODEL",
+    "DEVICE_SECONDS",
+    "LEAKED_BYTES",
+    "PLANTED_PATH",
+    "POINTS",
+    "STALL",
+    "STALLED",
+    "STEPS",
+    "plant",
+]
 
 PLANTED_PATH = str(Path(__file__).parent)
 """What PYTHONPATH names, so that a process runs sitecustomize.py at its start."""

@@ -6,6 +6,8 @@ PLANTED names faults of a server, separated by commas:
 - refusal-leak: a frontend that keeps REFUSAL_BYTES of every request that it refuses;
 - ends: an engine kills itself when a sequence of exactly STEPS time steps reaches the point that the first line of the file ENDS names,
   one of POINTS; then the line is gone;
+- deadly: an engine kills itself when it loads the model DEADLY_MODEL, or starts a batch of it, as the file DEADLY says: `load` or `batch`;
+- deadly-uncounted: the same, and the supervisor does not count which versions end engines;
 - cold: the first batch of each model after the warm-up computes COLD_SECONDS more;
 - slow-device: each batch waits DEVICE_SECONDS, in which a device would compute: it takes no processor time;
 - damaged: once the file DAMAGED exists, every model computes wrong scores;
@@ -51,6 +53,7 @@ STEPS = 13
 LEAKED_BYTES = 100
 COLD_SECONDS = 0.02
 BUSY_SECONDS = 1.0
+DEADLY_MODEL = "deadly"
 DEVICE_SECONDS, STEP_SECONDS = 0.04, 0.002
 STALL, STALLED = "stall", "stalled"
 TIMED_SECONDS = 0.001
@@ -139,6 +142,36 @@ def into_launches(device_engine: Any, fault: str) -> None:
             end_at("launched")
 
     device_engine.DeviceEngine.launch = planted
+
+
+def end_with(model: str, work: str) -> None:
+    """End this process without a word if it begins the work that the model does not survive."""
+    if model == DEADLY_MODEL and Path(os.environ["DEADLY"]).read_text() == work:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def into_loads(encoder: Any, fault: str) -> None:
+    make = encoder.Encoder.__init__
+
+    def planted(self: Any, spec: Any, *arguments: Any, **options: Any) -> None:
+        end_with(spec.name, "load")
+        make(self, spec, *arguments, **options)
+
+    encoder.Encoder.__init__ = planted
+
+
+def into_batches_of_a_model(device_engine: Any, fault: str) -> None:
+    launch = device_engine.DeviceEngine.launch
+
+    def planted(self: Any, batch: Any) -> None:
+        end_with(batch.model.name, "batch")
+        launch(self, batch)
+
+    device_engine.DeviceEngine.launch = planted
+
+
+def into_trials(trials: Any, fault: str) -> None:
+    trials.Trials.count_end = lambda *_, **__: None
 
 
 def into_first_launches(worker: Any, fault: str) -> None:
@@ -482,6 +515,11 @@ def plant(fault: str) -> None:
     elif fault == "ends":
         sys.meta_path.insert(0, Planting(fault, "service.engine.execution.device_engine", into_launches))
         sys.meta_path.insert(0, Planting(fault, "service.engine.worker", into_workers))
+    elif fault in ("deadly", "deadly-uncounted"):
+        sys.meta_path.insert(0, Planting(fault, "service.modeling.encoder", into_loads))
+        sys.meta_path.insert(0, Planting(fault, "service.engine.execution.device_engine", into_batches_of_a_model))
+        if fault == "deadly-uncounted":
+            sys.meta_path.insert(0, Planting(fault, "service.supervisor.trials", into_trials))
     elif fault == "busy-supervisor":
         sys.meta_path.insert(0, Planting(fault, "service.supervisor.supervisor", into_supervisor))
     elif fault == "cold":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -70,8 +71,9 @@ class DeviceEngine:
         slots: int = 256,
         device: torch.device | None = None,
         place: int = 0,
+        trial: Callable[[ModelKey], AbstractContextManager[None]] = lambda _: nullcontext(),
     ) -> None:
-        """Warm up a model per encoder. All encoders are on one device; `device` names it if there are none.
+        """Warm up a model per encoder, in the context `trial`. All encoders are on one device; `device` names it if there are none.
 
         On a GPU every batch runs on the current stream of this thread (`device.use_device`).
         slots: state slots per model that sequences hold between batches. A launch may use max_batch_sequences more.
@@ -111,7 +113,10 @@ class DeviceEngine:
         self._memory = DeviceMemory()
         self._observer: EndObserver | None = None
         metrics.max_batch_sequences.set(max_batch_sequences)
-        runners = {key: self._warm_up(encoder) for key, encoder in encoders.items()}
+        runners: dict[ModelKey, ModelRunner] = {}
+        for key, encoder in encoders.items():
+            with trial(key):
+                runners[key] = self._warm_up(encoder)
         largest_bytes = max((runner.largest_bytes() for runner in runners.values()), default=0)
         torch.cuda.empty_cache()  # of the blocks that only warm-up used, so that there is room for the reserved memory
         for key, runner in runners.items():

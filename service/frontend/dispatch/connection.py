@@ -189,6 +189,7 @@ class EngineConnection:
 
     `on_met` is called with the engine's first status, `on_lost` once, when the engine has ended; its unanswered requests are then still in
     `pending`. `suspect` is the request that runs here because another engine ended while it had it; `on_cleared` is called at its end.
+    `on_trial` has the versions that the engine loads or runs for the first time; `on_passed` is called when such a version has run.
     """
 
     def __init__(
@@ -200,18 +201,22 @@ class EngineConnection:
         on_met: Callable[[EngineConnection], None],
         on_lost: Callable[[EngineConnection], None],
         on_cleared: Callable[[], None],
+        on_passed: Callable[[ModelKey], None],
     ) -> None:
         self._metrics = metrics
         self._clock = clock
         self._on_met = on_met
         self._on_lost = on_lost
         self._on_cleared = on_cleared
+        self._on_passed = on_passed
         self._wait = PredictedWait()
         self._handlers: dict[type[Message], Callable[[Frame, Any], None]] = {
             messages.AnswerBlock: self._handle_answers,
             messages.Backlog: self._handle_backlog,
             messages.EngineStatus: self._handle_status,
             messages.Refusal: self._handle_refusal,
+            messages.TrialBegan: self._handle_trial_began,
+            messages.TrialEnded: self._handle_trial_ended,
         }
         self._channel = AsyncChannel(channel, self._handle_frame, self._lose, self._count_written, self._send_blocks)
         self.rpc = Rpc(self._channel.send, "an engine", next_id)
@@ -220,6 +225,7 @@ class EngineConnection:
         self.place = 0
         self.pending: dict[int, PendingRequest] = {}
         self.suspect: PendingRequest | None = None
+        self.on_trial: set[ModelKey] = set()
         self._pending_bytes = 0
         self._blocks: dict[BlockKey, dict[int, PendingRequest]] = {}
         """Requests that leave at the end of the tick."""
@@ -306,6 +312,14 @@ class EngineConnection:
             pending = self.pending.get(id)
             if pending is not None:
                 pending.answer(answer, data)
+
+    def _handle_trial_began(self, frame: Frame, message: messages.TrialBegan) -> None:
+        self.on_trial.add(message.key)
+
+    def _handle_trial_ended(self, frame: Frame, message: messages.TrialEnded) -> None:
+        self.on_trial.discard(message.key)
+        if message.ran:
+            self._on_passed(message.key)
 
     def _handle_refusal(self, frame: Frame, refusal: messages.Refusal) -> None:
         pending = self.pending.get(frame.id)

@@ -6,6 +6,9 @@ dispatcher has no queue and no session: it refuses requests that it cannot send.
 One of the requests of an engine that ended may be the cause. They run again one at a time in each engine, the shortest first, beside
 requests that run for the first time. So a request that ends a second engine is known, and those that were in the first engine with it
 are answered.
+
+A version that no engine has run yet may end every engine. Its requests go to one engine at a time, so the others keep serving, and an
+engine that ends while it tries a version counts only against the requests of that version.
 """
 
 from __future__ import annotations
@@ -31,6 +34,8 @@ TRACE_GRACE_SECONDS = 60.0
 """Extra time for a trace: the profiler of a GPU takes long to start and to write its events."""
 MAX_ATTEMPTS = 2
 """A request is not sent to a third engine: it may be the cause of the failures."""
+HOLD_SECONDS = 30.0
+"""How long a version with which an engine ended waits for that engine's successor. Other engines serve other models meanwhile."""
 
 
 class Dispatcher:
@@ -59,6 +64,10 @@ class Dispatcher:
         """Chunks of sessions whose engine ended, until its successor is ready."""
         self._suspects: dict[int, PendingRequest] = {}
         """Requests of engines that ended, until an engine has no other one of them."""
+        self._passed: set[ModelKey] = set()
+        """Versions that an engine has run."""
+        self._deadly: dict[ModelKey, float] = {}
+        """Other versions, with which an engine ended, and how long they wait for its successor."""
         self._deadlines = Deadlines(self._expire, clock)
         self._last_id = 0
         self._met = asyncio.Event()
@@ -83,7 +92,14 @@ class Dispatcher:
     def attach(self, channel: Channel) -> None:
         """Add an engine. It is ready when its first status arrives."""
         connection = EngineConnection(
-            channel, self._metrics, self._clock, self._next_id, self._handle_met, self._handle_lost, self._run_suspects
+            channel,
+            self._metrics,
+            self._clock,
+            self._next_id,
+            self._handle_met,
+            self._handle_lost,
+            self._run_suspects,
+            self._handle_passed,
         )
         self._connections.append(connection)
 
@@ -100,6 +116,10 @@ class Dispatcher:
         if 0 in request.lengths:
             return self._send_without_empty(request, data, receiver, on_end)
         id, key = self._next_id(), request.key
+        if self._endangers_last(key):
+            raise EngineLost(
+                f"an engine ended with {key.name} version {key.version}: retry later", field="model", retry_after=1
+            )
         pending = PendingRequest(id, request, data, receiver, self._deadlines, key, on_end=on_end)
         engines = self._serving(key) if request.session is None else [self._engine_of(request.session)]
         engine = self._choose(_with_room(engines, pending.size, self._channel_bytes))
@@ -181,6 +201,12 @@ class Dispatcher:
         """Tell every engine that this frontend sends no further requests for a model version."""
         for engine in self._connections:
             engine.release(key)
+        self._passed.discard(key)
+        if key in self._deadly:
+            del self._deadly[key]
+            for pending in [pending for pending in self._suspects.values() if pending.key == key]:
+                del self._suspects[pending.id]
+                pending.fail(EngineLost(f"engines ended with {key.name} version {key.version}: it is not served any more"))
 
     def close(self) -> None:
         """Close the channels; pending requests are lost."""
@@ -193,10 +219,19 @@ class Dispatcher:
         return self._last_id
 
     def _serving(self, key: ModelKey) -> list[EngineConnection]:
-        """Return the ready engines that serve a version, or all ready ones: the status of an engine may still be on its way."""
+        """Return the ready engines to which requests of a version may go: all that serve it, or a single one until it has run there.
+
+        If none serves it, all may: the status of an engine may still be on its way.
+        """
         if len(self._ready) == 1:
             return self._ready
-        return [engine for engine in self._ready if key in engine.models] or self._ready
+        serving = [engine for engine in self._ready if key in engine.models] or self._ready
+        # All frontends choose the same engine.
+        return serving if key in self._passed or not serving else [min(serving, key=lambda engine: engine.place)]
+
+    def _endangers_last(self, key: ModelKey) -> bool:
+        """Return whether a version may end an engine while another is missing: the remaining engines serve the other models."""
+        return key in self._deadly and len(self._ready) < self._engine_count and self._clock() < self._deadly[key]
 
     def _engine_of(self, session: str) -> EngineConnection:
         """Return the engine that holds a session, or will hold it; raises EngineLost while that engine restarts."""
@@ -256,6 +291,13 @@ class Dispatcher:
                 self._orphans[pending.id] = pending
         self._run_suspects()
 
+    def _handle_passed(self, key: ModelKey) -> None:
+        """An engine has run this version."""
+        self._passed.add(key)
+        if key in self._deadly:
+            del self._deadly[key]
+            self._run_suspects()
+
     def _handle_lost(self, engine: EngineConnection) -> None:
         """Keep the requests of an engine that has ended, to run them again.
 
@@ -265,17 +307,22 @@ class Dispatcher:
         self._connections.remove(engine)
         if engine in self._ready:
             self._ready.remove(engine)
+        on_trial = engine.on_trial - self._passed
+        if on_trial:
+            self._deadly |= dict.fromkeys(on_trial, self._clock() + HOLD_SECONDS)
+            asyncio.get_running_loop().call_later(HOLD_SECONDS, self._run_suspects)
         for pending in sorted(engine.pending.values(), key=_steps):
             pending.at, pending.orphaned = None, True
             if pending.request.session is None:
-                self._suspect(pending)
+                self._suspect(pending, counts=not on_trial or pending.key in on_trial)
             else:
                 pending.request = msgspec.structs.replace(pending.request, resubmitted=True)
                 self._orphans[pending.id] = pending
         self._run_suspects()
 
-    def _suspect(self, pending: PendingRequest) -> None:
-        pending.attempts += 1
+    def _suspect(self, pending: PendingRequest, *, counts: bool) -> None:
+        """Keep a request to run it again, unless it has used its attempts. counts: whether the last attempt does."""
+        pending.attempts += counts
         if pending.attempts > MAX_ATTEMPTS:
             message = "two engines ended while they had this request: it is not sent to a third"
             pending.fail(EngineLost(message, retry_after=1))
@@ -285,6 +332,8 @@ class Dispatcher:
     def _run_suspects(self) -> None:
         """Send a suspect to each ready engine that has none. The channel limit does not apply: the request was accepted once."""
         for pending in list(self._suspects.values()):
+            if self._endangers_last(pending.key):
+                continue
             free = [engine for engine in self._serving(pending.key) if engine.suspect is None]
             if free:
                 del self._suspects[pending.id]

@@ -24,6 +24,7 @@ from service.ipc.messages import (
     Refusal,
     Request,
     RequestBlock,
+    TrialEnded,
 )
 from service.metrics import Metrics
 from tests.frontend.callbacks import MAX_CALLBACK_SECONDS, measured_callbacks
@@ -52,7 +53,7 @@ class EngineProcess:
         dispatcher.attach(Channel(far))
         backends = ["lstm: framework", f"head: of {place}"]
         model = LoadedModel("words", "1", f"cuda:{place}", backends, 7, per_step=0.0, per_token=SECONDS_PER_TOKEN)
-        self.send(encode(EngineStatus([model], place)))
+        self.send(encode(EngineStatus([model], place)) + encode(TrialEnded(model.key, ran=True)))
 
     def send(self, frame: bytes) -> None:
         self.channel.send(frame)

@@ -1,0 +1,74 @@
+"""Which model versions may be the cause if this engine ended now: those that it loads, and those whose first batch runs.
+
+The supervisor and the frontends learn of each trial before it begins, because an engine that ends has no time to tell them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from service.ipc.channel import Channel, send_now
+from service.ipc.messages import Message, ModelKey, TrialBegan, TrialEnded
+
+
+class Trials:
+    """Tells the supervisor, and the frontends that are attached, about the trials of this engine."""
+
+    def __init__(self, control: Channel) -> None:
+        self._channels = [control]
+        self._loading: set[ModelKey] = set()
+        self._running: set[ModelKey] = set()
+        self._passed: set[ModelKey] = set()
+        """The versions that have completed a batch."""
+
+    def attach(self, channel: Channel) -> None:
+        """Tell a frontend what the others know, and from now on what they learn."""
+        for key in (*self._loading, *self._running):
+            send_now(channel, TrialBegan(key))
+        for key in self._passed:
+            send_now(channel, TrialEnded(key, ran=True))
+        self._channels.append(channel)
+
+    def detach(self, channel: Channel) -> None:
+        """Tell a frontend nothing more. The supervisor stays."""
+        if channel in self._channels[1:]:
+            self._channels.remove(channel)
+
+    @contextmanager
+    def load(self, key: ModelKey) -> Iterator[None]:
+        """The version is loaded, or warmed up, within the context."""
+        self.begin_load(key)
+        try:
+            yield
+        finally:
+            self.end_load(key)
+
+    def begin_load(self, key: ModelKey) -> None:
+        self._loading.add(key)
+        self._tell(TrialBegan(key))
+
+    def end_load(self, key: ModelKey) -> None:
+        self._loading.discard(key)
+        self._tell(TrialEnded(key, ran=False))
+
+    def begin_batch(self, key: ModelKey) -> None:
+        """A batch of a version is about to start. Only the first one is a trial."""
+        if key not in self._passed and key not in self._running:
+            self._running.add(key)
+            self._tell(TrialBegan(key))
+
+    def end_batches(self, runs: Callable[[ModelKey], bool]) -> None:
+        """End the trials of the versions of which no batch runs any more."""
+        for key in [key for key in self._running if not runs(key)]:
+            self._running.discard(key)
+            self._passed.add(key)
+            self._tell(TrialEnded(key, ran=True))
+
+    def forget(self, key: ModelKey) -> None:
+        """A version is unloaded."""
+        self._passed.discard(key)
+
+    def _tell(self, message: Message) -> None:
+        for channel in self._channels:
+            send_now(channel, message)

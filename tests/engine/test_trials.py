@@ -1,0 +1,88 @@
+"""What an engine tells about the versions that it tries. The test plays the supervisor and a frontend."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from service.engine.trials import Trials
+from service.ipc.channel import Channel, pair
+from service.ipc.messages import Message, ModelKey, TrialBegan, TrialEnded
+
+WORDS, OTHER = ModelKey("words", "1"), ModelKey("other", "1")
+
+
+class Listener:
+    """A process that the engine tells, and what it hears."""
+
+    def __init__(self) -> None:
+        near, far = pair()
+        self.channel, self._end = Channel(near), Channel(far)
+
+    def heard(self) -> list[Message]:
+        return [frame.message for frame in self._end.receive()]
+
+    def close(self) -> None:
+        self.channel.close()
+        self._end.close()
+
+
+@pytest.fixture
+def supervisor() -> Iterator[Listener]:
+    listener = Listener()
+    yield listener
+    listener.close()
+
+
+@pytest.fixture
+def frontend() -> Iterator[Listener]:
+    listener = Listener()
+    yield listener
+    listener.close()
+
+
+def test_load_and_first_batch_are_told_before_they_begin(supervisor: Listener) -> None:
+    trials = Trials(supervisor.channel)
+    with trials.load(WORDS):
+        assert supervisor.heard() == [TrialBegan(WORDS)]
+    assert supervisor.heard() == [TrialEnded(WORDS, ran=False)]
+    trials.begin_batch(WORDS)
+    trials.begin_batch(WORDS)
+    assert supervisor.heard() == [TrialBegan(WORDS)]
+    trials.end_batches(lambda _: True)
+    assert not supervisor.heard(), "its batch still runs"
+    trials.end_batches(lambda _: False)
+    assert supervisor.heard() == [TrialEnded(WORDS, ran=True)]
+    trials.begin_batch(WORDS)
+    assert not supervisor.heard(), "only the first batch is a trial"
+
+
+def test_load_that_raises_is_survived(supervisor: Listener) -> None:
+    with pytest.raises(ValueError, match="broken"), Trials(supervisor.channel).load(WORDS):
+        raise ValueError("broken")
+    assert supervisor.heard() == [TrialBegan(WORDS), TrialEnded(WORDS, ran=False)]
+
+
+def test_new_frontend_learns_what_the_others_know(supervisor: Listener, frontend: Listener) -> None:
+    trials = Trials(supervisor.channel)
+    trials.begin_batch(WORDS)
+    trials.end_batches(lambda _: False)
+    trials.begin_batch(OTHER)
+    trials.attach(frontend.channel)
+    assert frontend.heard() == [TrialBegan(OTHER), TrialEnded(WORDS, ran=True)]
+    trials.end_batches(lambda _: False)
+    assert frontend.heard() == [TrialEnded(OTHER, ran=True)]
+    trials.detach(frontend.channel)
+    trials.begin_load(WORDS)
+    assert not frontend.heard()
+
+
+def test_version_that_is_loaded_again_is_tried_again(supervisor: Listener) -> None:
+    trials = Trials(supervisor.channel)
+    trials.begin_batch(WORDS)
+    trials.end_batches(lambda _: False)
+    trials.forget(WORDS)
+    supervisor.heard()
+    trials.begin_batch(WORDS)
+    assert supervisor.heard() == [TrialBegan(WORDS)]
