@@ -77,6 +77,7 @@ class Caller(asyncio.Protocol):
         self._reply: asyncio.Future[Response] | None = None
         self._parser = httptools.HttpResponseParser(self)
         self._body = b""
+        self._port = 0
 
     @classmethod
     async def connect(cls, target: Target) -> Caller:
@@ -86,6 +87,11 @@ class Caller(asyncio.Protocol):
     @property
     def connected(self) -> bool:
         return self._transport is not None
+
+    @property
+    def port(self) -> int:
+        """The port of this end of the connection, which stays known after its end; 0 before."""
+        return self._port
 
     async def ask(self, request: bytes) -> Response:
         """Send a request and return the reply. Raises ConnectionError when the server closes the connection first."""
@@ -102,6 +108,7 @@ class Caller(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)  # uvloop's transport is no subclass
+        self._port = int(transport.get_extra_info("sockname")[1])
 
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None

@@ -39,12 +39,14 @@ class GrpcCaller:
         self._method = self._channel.unary_unary(method.path)
 
     async def ask(self, request: bytes) -> Response:
-        """Return the reply to a request. For an error, the status is gRPC's number and the body has its name as `code`."""
+        """Return the reply to a request. For an error, the status is gRPC's number, and the body has its name as `code` and the code of
+        the service as `reason`, empty for an error of the connection."""
         try:
             return Response(ANSWERED, await self._method(request))
         except grpc.aio.AioRpcError as error:
             number, _ = error.code().value
-            return Response(number, json.dumps({"code": error.code().name}).encode())
+            reason = dict(error.trailing_metadata() or ()).get("seqserve-code", "")
+            return Response(number, json.dumps({"code": error.code().name, "reason": reason}).encode())
 
     def hang_up(self) -> None:
         self._closing = asyncio.ensure_future(self._channel.close())

@@ -220,6 +220,12 @@ def alive(pid: int) -> bool:
     return state != "Z"
 
 
+def worked_seconds(pid: int) -> float:
+    """Return the processor time that a process has used."""
+    user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
 def check_unharmed(server: Server) -> None:
     """Check that the server holds no requests and no sessions, and that it logged no bug."""
     eventually(lambda: server.metric("seqserve_sessions") + server.metric("seqserve_requests_in_flight") == 0, 5)

@@ -260,7 +260,8 @@ class GrpcClient(Client):
             self._caller = await Method(self._server.grpc, oip_requests.PATH).connect()
         reply = await self._caller.ask(message.SerializeToString())
         if reply.status != 200:
-            return json.loads(reply.body)["code"], None
+            said = json.loads(reply.body)
+            return said["reason"] or said["code"], None
         return "ok", Account.told(struct.unpack("<2f", method.response_type.FromString(reply.body).raw_output_contents[0]))
 
 

@@ -55,7 +55,7 @@ NEVER_LOADS = {
     "kernels.conv": {*WEB, "pydantic", "msgspec", "prometheus_client"},
     "service.modeling.encoder": WEB,
     "service.engine.batching.scheduler": {*WEB, *TENSORS},
-    "service.engine.__main__": WEB,
+    "service.engine.start": WEB,
     "service.frontend.__main__": TENSORS,
     "service.tracer.__main__": TENSORS,
     "service.mover.__main__": {*WEB, *TENSORS},

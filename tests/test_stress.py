@@ -421,10 +421,11 @@ def quantile(rising: Sequence[float], share: float) -> float:
 class Crowd:
     """Clients on as many connections as they need."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: Target, model: str = "slow", steps: int = STEPS) -> None:
         self._target = target
         self._idle: list[Caller] = []
-        self._body = json.dumps([1] * STEPS)
+        self._model = model
+        self._body = json.dumps([1] * steps)
         self.heard: list[Heard] = []
         self.lag = 0.0
 
@@ -436,7 +437,7 @@ class Crowd:
             self.lag = max(self.lag, time.monotonic() - due)
 
     async def ask(self, deadline_ms: float) -> None:
-        body = f'{{"model": "slow", "inputs": [{self._body}], "deadline_ms": {deadline_ms}}}'
+        body = f'{{"model": "{self._model}", "inputs": [{self._body}], "deadline_ms": {deadline_ms}}}'
         caller = self._idle.pop() if self._idle else await Caller.connect(self._target)
         start = time.monotonic()
         reply = await caller.ask(self._target.request(body.encode()))
@@ -472,21 +473,22 @@ class Crowd:
             caller.hang_up()
 
 
-async def _overloaded(target: Target) -> tuple[float, Crowd]:
-    crowd = Crowd(target)
+async def overloaded(crowd: Crowd, seconds: float) -> float:
+    """Send LOAD times as many requests as are answered, and return the capacity."""
     try:
         capacity = await crowd.capacity(128)
         measuring = asyncio.ensure_future(crowd.measure_lag())
-        await crowd.come(LOAD * capacity, LOAD_SECONDS, random.Random(0))
+        await crowd.come(LOAD * capacity, seconds, random.Random(0))
         measuring.cancel()
-        return capacity, crowd
+        return capacity
     finally:
         crowd.close()
 
 
 def test_overload_answers_by_the_deadline_and_refuses_at_once(busy: Server) -> None:
     before = at_rest(busy)
-    capacity, crowd = uvloop.run(_overloaded(Target.of(busy.address, "/infer")))
+    crowd = Crowd(Target.of(busy.address, "/infer"))
+    capacity = uvloop.run(overloaded(crowd, LOAD_SECONDS))
     heard = crowd.heard
     codes = Counter(one.code for one in heard)
     print(f"{capacity:.0f} requests/s, {len(heard)} sent: {dict(codes)}; the client's worst lag was {crowd.lag * 1000:.1f} ms")

@@ -1,4 +1,4 @@
-"""Which model versions may be the cause if this engine ended now: those that it loads, and those whose first batch runs.
+"""Which model versions may be the cause if this engine ended now: each version that it loads, or whose first batch runs.
 
 The supervisor and the frontends learn of each trial before it begins, because an engine that ends has no time to tell them.
 """
@@ -53,13 +53,13 @@ class Trials:
         self._tell(TrialEnded(key, ran=False))
 
     def begin_batch(self, key: ModelKey) -> None:
-        """A batch of a version is about to start. Only the first one is a trial."""
+        """A batch of a version is about to start. Only the first batch is a trial."""
         if key not in self._passed and key not in self._running:
             self._running.add(key)
             self._tell(TrialBegan(key))
 
     def end_batches(self, runs: Callable[[ModelKey], bool]) -> None:
-        """End the trials of the versions of which no batch runs any more."""
+        """End the trial of each version whose batches have ended."""
         for key in [key for key in self._running if not runs(key)]:
             self._running.discard(key)
             self._passed.add(key)

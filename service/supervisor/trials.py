@@ -26,8 +26,8 @@ class Trials:
     def count_end(self, key: ModelKey, *, survived: Collection[ModelKey], ran_elsewhere: bool) -> InvalidModel | None:
         """Count the end of an engine against a version. Returns the error with which the version is refused from now on, if it is.
 
-        survived: the versions that this engine had loaded. Without another one among them the device itself may be the cause, and refusing
-        one version after the other would not help. ran_elsewhere: whether another engine has run the version.
+        survived: the versions that this engine had loaded. Without another version among them the device itself may be the cause, and
+        refusing one version after the other would not help. ran_elsewhere: whether another engine has run the version.
         """
         if ran_elsewhere or key in self._refused:
             return None

@@ -14,13 +14,13 @@ WORDS, OTHER = ModelKey("words", "1"), ModelKey("other", "1")
 
 
 class Listener:
-    """A process that the engine tells, and what it hears."""
+    """A process that receives the messages of the engine."""
 
     def __init__(self) -> None:
         near, far = pair()
         self.channel, self._end = Channel(near), Channel(far)
 
-    def heard(self) -> list[Message]:
+    def received(self) -> list[Message]:
         return [frame.message for frame in self._end.receive()]
 
     def close(self) -> None:
@@ -42,26 +42,26 @@ def frontend() -> Iterator[Listener]:
     listener.close()
 
 
-def test_load_and_first_batch_are_told_before_they_begin(supervisor: Listener) -> None:
+def test_load_and_first_batch_are_announced(supervisor: Listener) -> None:
     trials = Trials(supervisor.channel)
     with trials.load(WORDS):
-        assert supervisor.heard() == [TrialBegan(WORDS)]
-    assert supervisor.heard() == [TrialEnded(WORDS, ran=False)]
+        assert supervisor.received() == [TrialBegan(WORDS)]
+    assert supervisor.received() == [TrialEnded(WORDS, ran=False)]
     trials.begin_batch(WORDS)
     trials.begin_batch(WORDS)
-    assert supervisor.heard() == [TrialBegan(WORDS)]
+    assert supervisor.received() == [TrialBegan(WORDS)]
     trials.end_batches(lambda _: True)
-    assert not supervisor.heard(), "its batch still runs"
+    assert not supervisor.received(), "its batch still runs"
     trials.end_batches(lambda _: False)
-    assert supervisor.heard() == [TrialEnded(WORDS, ran=True)]
+    assert supervisor.received() == [TrialEnded(WORDS, ran=True)]
     trials.begin_batch(WORDS)
-    assert not supervisor.heard(), "only the first batch is a trial"
+    assert not supervisor.received(), "only the first batch is a trial"
 
 
 def test_load_that_raises_is_survived(supervisor: Listener) -> None:
     with pytest.raises(ValueError, match="broken"), Trials(supervisor.channel).load(WORDS):
         raise ValueError("broken")
-    assert supervisor.heard() == [TrialBegan(WORDS), TrialEnded(WORDS, ran=False)]
+    assert supervisor.received() == [TrialBegan(WORDS), TrialEnded(WORDS, ran=False)]
 
 
 def test_new_frontend_learns_what_the_others_know(supervisor: Listener, frontend: Listener) -> None:
@@ -70,12 +70,12 @@ def test_new_frontend_learns_what_the_others_know(supervisor: Listener, frontend
     trials.end_batches(lambda _: False)
     trials.begin_batch(OTHER)
     trials.attach(frontend.channel)
-    assert frontend.heard() == [TrialBegan(OTHER), TrialEnded(WORDS, ran=True)]
+    assert frontend.received() == [TrialBegan(OTHER), TrialEnded(WORDS, ran=True)]
     trials.end_batches(lambda _: False)
-    assert frontend.heard() == [TrialEnded(OTHER, ran=True)]
+    assert frontend.received() == [TrialEnded(OTHER, ran=True)]
     trials.detach(frontend.channel)
     trials.begin_load(WORDS)
-    assert not frontend.heard()
+    assert not frontend.received()
 
 
 def test_version_that_is_loaded_again_is_tried_again(supervisor: Listener) -> None:
@@ -83,6 +83,6 @@ def test_version_that_is_loaded_again_is_tried_again(supervisor: Listener) -> No
     trials.begin_batch(WORDS)
     trials.end_batches(lambda _: False)
     trials.forget(WORDS)
-    supervisor.heard()
+    supervisor.received()
     trials.begin_batch(WORDS)
-    assert supervisor.heard() == [TrialBegan(WORDS)]
+    assert supervisor.received() == [TrialBegan(WORDS)]

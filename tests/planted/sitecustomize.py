@@ -6,6 +6,9 @@ PLANTED names faults of a server, separated by commas:
 - refusal-leak: a frontend that keeps REFUSAL_BYTES of every request that it refuses;
 - ends: an engine kills itself when a sequence of exactly STEPS time steps reaches the point that the first line of the file ENDS names,
   one of POINTS; then the line is gone;
+- ends-anywhere: a process kills itself when any request reaches the point that the file ENDS/<its process id> names. POINTS are
+  the points of an engine, and FRONTEND_POINTS the points of a frontend;
+- ends-unrepeated: the same, and frontends do not run the requests of an engine that ended again;
 - deadly: an engine kills itself when it loads the model DEADLY_MODEL, or starts a batch of it, as the file DEADLY says: `load` or `batch`;
 - deadly-uncounted: the same, and the supervisor does not count which versions end engines;
 - cold: the first batch of each model after the warm-up computes COLD_SECONDS more;
@@ -15,6 +18,9 @@ PLANTED names faults of a server, separated by commas:
 - admits-all: the same, and the engine refuses no request that will miss its deadline;
 - trusting-names: the service loads a model of any name that a client sends;
 - unchecked-ids: a frontend takes every id of a raw tensor;
+- dated-device: as slow-device, and the engine appends a line to the file ROWS for each batch: its rows, and how many of their deadlines had
+  passed when the batch was formed;
+- late-device: as dated-device, and nothing is refused or dropped for its deadline, neither by the engine nor by the frontend;
 - unverified: an engine does not compare weights with their digest;
 - keeps-errors: every process keeps the errors for its clients, with their tracebacks;
 - keeps-expired: an engine keeps every session that has ended without the knowledge of its client;
@@ -27,6 +33,7 @@ PLANTED names faults of a server, separated by commas:
 - careless: what a client calls a model that is not served may end its request with an exception, keep the event loop busy for
   CARELESS_SECONDS, be told the folder of the service, become a label, and be remembered with CARELESS_BYTES; see `into_catalog`;
 - recorded-network: processes append each use of the network to the file NETWORK: connections, datagrams and look-ups of names;
+- orphans: processes do not end with their supervisor, unless they notice the end of its channel, and a batch takes ORPHAN_SECONDS;
 - busy-supervisor: the supervisor's event loop stands still for BUSY_SECONDS, again and again, once it watches other processes;
 - portable: a system without memfd_create, eventfd, sched_getaffinity and /proc, whose prctl fails.
 
@@ -55,6 +62,7 @@ COLD_SECONDS = 0.02
 BUSY_SECONDS = 1.0
 DEADLY_MODEL = "deadly"
 DEVICE_SECONDS, STEP_SECONDS = 0.04, 0.002
+ORPHAN_SECONDS = 60.0
 STALL, STALLED = "stall", "stalled"
 TIMED_SECONDS = 0.001
 REFUSAL_BYTES = 20_000
@@ -89,6 +97,9 @@ CHECKING_NAMES = (
 POINTS = ("received", "launching", "launched", "answering", "answered")
 """Points on the way of a request through an engine: its frame was read, its batch starts, its batch was started, its answer is about to be
 written, its answer was written."""
+FRONTEND_POINTS = ("parsed", "sent", "returned", "replying", "replied")
+"""Points on the way of a request through a frontend: it is about to be sent to an engine, it was written to the engine's channel, its
+answer has arrived, its reply is about to be written, its reply was written."""
 kept: list[Any] = []
 careless_names: list[str] = []
 """Names of models that clients have sent since the last snapshot of the metrics."""
@@ -121,25 +132,34 @@ def into_batches(graphs: Any, fault: str) -> None:
     graphs.CudaGraphRunner.launch = planted
 
 
-def end_at(point: str) -> None:
-    """End this process without a word if it is its turn to end at this point."""
+def end_once(point: str, *, marked: bool) -> None:
+    """End this process without a word if a marked request has reached the point that is next."""
     file = Path(os.environ["ENDS"])
-    first, _, rest = file.read_text().partition("\n")
+    first, _, rest = file.read_text().partition("\n") if marked else ("", "", "")
     if first == point:
         file.write_text(rest)
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def end_anywhere(point: str, *, marked: bool) -> None:
+    """End this process without a word if it is to end at this point."""
+    file = Path(os.environ["ENDS"], str(os.getpid()))
+    if file.exists() and file.read_text() == point:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+ENDINGS = {"ends": end_once, "ends-anywhere": end_anywhere, "ends-unrepeated": end_anywhere}
+"""What happens when a request reaches a point. A request is marked if it has exactly STEPS time steps."""
+
+
 def into_launches(device_engine: Any, fault: str) -> None:
-    launch = device_engine.DeviceEngine.launch
+    launch, end_at = device_engine.DeviceEngine.launch, ENDINGS[fault]
 
     def planted(self: Any, batch: Any) -> None:
         marked = any(STEPS in block.lengths for block in batch.blocks)
-        if marked:
-            end_at("launching")
+        end_at("launching", marked=marked)
         launch(self, batch)
-        if marked:
-            end_at("launched")
+        end_at("launched", marked=marked)
 
     device_engine.DeviceEngine.launch = planted
 
@@ -217,6 +237,30 @@ def into_schedulers(scheduler: Any, fault: str) -> None:
     scheduler.Scheduler._surely_in_time = lambda *_: True
 
 
+def into_batchers(batcher: Any, fault: str) -> None:
+    """Record the rows that are computed after their deadline."""
+    drop_late, run = batcher.Batcher._drop_late, batcher.Batcher._run
+
+    def dropping(self: Any, now: float) -> None:
+        self.dropped_at = now
+        if fault == "dated-device":
+            drop_late(self, now)
+
+    def running(self: Any, batch: Any, before_launch: Any) -> None:
+        deadlines = [deadline for block in batch.blocks for deadline in block.deadlines]
+        deadlines += [chunk.owner.ticket.request.deadline for chunk in batch.chunks]
+        late = sum(deadline <= self.dropped_at for deadline in deadlines)
+        with Path(os.environ["ROWS"]).open("a") as file:
+            file.write(f"{batch.rows} {late}\n")
+        run(self, batch, before_launch)
+
+    batcher.Batcher._drop_late, batcher.Batcher._run = dropping, running
+
+
+def into_deadlines(connection: Any, fault: str) -> None:
+    connection.Deadlines.add = lambda *_: None
+
+
 def into_digests(store: Any, fault: str) -> None:
     store.read_verified = lambda file, _: file.read_bytes()
 
@@ -278,26 +322,78 @@ def into_blocks(worker: Any, fault: str) -> None:
 
 def into_workers(worker: Any, fault: str) -> None:
     handle_block, send_block, flush = worker.Worker._handle_block, worker.Worker.send_block, worker.Worker._flush
-    answered: set[Any] = set()
+    handle_request, answer, end_at = worker.Worker._handle_request, worker.Worker._answer, ENDINGS[fault]
+    answered: dict[Any, bool] = {}
 
     def handling(self: Any, channel: Any, frame: Any, message: Any) -> None:
-        if message.longest == STEPS:
-            end_at("received")
+        end_at("received", marked=message.longest == STEPS)
         handle_block(self, channel, frame, message)
 
+    def handling_request(self: Any, channel: Any, frame: Any, message: Any) -> None:
+        end_at("received", marked=False)
+        handle_request(self, channel, frame, message)
+
     def sending(self: Any, channel: Any, block: Any, *arguments: Any) -> None:
-        if block.longest == STEPS:
-            end_at("answering")
-            answered.add(channel)
+        marked = block.longest == STEPS
+        end_at("answering", marked=marked)
+        answered[channel] = answered.get(channel, False) or marked
         send_block(self, channel, block, *arguments)
+
+    def answering(self: Any, channel: Any, *arguments: Any) -> None:
+        end_at("answering", marked=False)
+        answered.setdefault(channel, False)
+        answer(self, channel, *arguments)
 
     def flushing(self: Any, channel: Any) -> None:
         flush(self, channel)
         if channel in answered:
-            answered.discard(channel)
-            end_at("answered")
+            end_at("answered", marked=answered.pop(channel))
 
     worker.Worker._handle_block, worker.Worker.send_block, worker.Worker._flush = handling, sending, flushing
+    worker.Worker._handle_request, worker.Worker._answer = handling_request, answering
+
+
+def into_dispatchers(dispatcher: Any, fault: str) -> None:
+    send, end_at = dispatcher.Dispatcher.send, ENDINGS[fault]
+
+    def sending(self: Any, *arguments: Any, **options: Any) -> Any:
+        end_at("parsed", marked=False)
+        return send(self, *arguments, **options)
+
+    def giving_up(self: Any, pending: Any, **options: Any) -> None:
+        pending.fail(dispatcher.EngineLost("planted"))
+
+    dispatcher.Dispatcher.send = sending
+    if fault == "ends-unrepeated":
+        dispatcher.Dispatcher._suspect = giving_up
+
+
+def into_connections(connection: Any, fault: str) -> None:
+    handle_frame, count_written = connection.EngineConnection._handle_frame, connection.EngineConnection._count_written
+    end_at = ENDINGS[fault]
+
+    def returning(self: Any, frame: Any) -> None:
+        if type(frame.message).__name__ in ("Answer", "AnswerBlock", "Refusal"):
+            end_at("returned", marked=False)
+        handle_frame(self, frame)
+
+    def written(self: Any, size: int, writes: int) -> None:
+        count_written(self, size, writes)
+        if size:
+            end_at("sent", marked=False)
+
+    connection.EngineConnection._handle_frame, connection.EngineConnection._count_written = returning, written
+
+
+def into_replies(http_protocol: Any, fault: str) -> None:
+    reply, end_at = http_protocol.HttpProtocol._reply, ENDINGS[fault]
+
+    def planted(self: Any, *arguments: Any) -> None:
+        end_at("replying", marked=False)
+        reply(self, *arguments)
+        end_at("replied", marked=False)
+
+    http_protocol.HttpProtocol._reply = planted
 
 
 def into_frames(channel: Any, fault: str) -> None:
@@ -448,6 +544,14 @@ def into_metrics(metrics: Any, fault: str) -> None:
     metrics.Metrics.snapshot = planted
 
 
+def into_process_configs(process_config: Any, fault: str) -> None:
+    process_config._die_with = lambda *_: None
+
+
+def into_endless_batches(device_engine: Any, fault: str) -> None:
+    device_engine.DeviceEngine.launch = lambda *_: time.sleep(ORPHAN_SECONDS)
+
+
 def into_supervisor(supervisor: Any, fault: str) -> None:
     watch = supervisor.Supervisor._watch_heartbeats
 
@@ -512,7 +616,11 @@ def plant(fault: str) -> None:
         fault == "timed-callbacks" and "service.frontend" in sys.orig_argv
     ):  # not in a frontend's decoder, whose callbacks take long
         sys.meta_path.insert(0, Planting(fault, "uvicorn.config", into_event_loops))
-    elif fault == "ends":
+    elif fault in ENDINGS:
+        if fault != "ends":
+            sys.meta_path.insert(0, Planting(fault, "service.frontend.dispatch.dispatcher", into_dispatchers))
+            sys.meta_path.insert(0, Planting(fault, "service.frontend.dispatch.connection", into_connections))
+            sys.meta_path.insert(0, Planting(fault, "service.frontend.http_protocol", into_replies))
         sys.meta_path.insert(0, Planting(fault, "service.engine.execution.device_engine", into_launches))
         sys.meta_path.insert(0, Planting(fault, "service.engine.worker", into_workers))
     elif fault in ("deadly", "deadly-uncounted"):
@@ -520,13 +628,20 @@ def plant(fault: str) -> None:
         sys.meta_path.insert(0, Planting(fault, "service.engine.execution.device_engine", into_batches_of_a_model))
         if fault == "deadly-uncounted":
             sys.meta_path.insert(0, Planting(fault, "service.supervisor.trials", into_trials))
+    elif fault == "orphans":
+        sys.meta_path.insert(0, Planting(fault, "service.ipc.process_config", into_process_configs))
+        sys.meta_path.insert(0, Planting(fault, "service.engine.execution.device_engine", into_endless_batches))
     elif fault == "busy-supervisor":
         sys.meta_path.insert(0, Planting(fault, "service.supervisor.supervisor", into_supervisor))
     elif fault == "cold":
         sys.meta_path.insert(0, Planting(fault, "service.engine.worker", into_first_launches))
-    elif fault in ("slow-device", "stepped-device", "admits-all"):
+    elif fault in ("slow-device", "stepped-device", "admits-all", "dated-device", "late-device"):
         sys.meta_path.insert(0, Planting(fault, "service.modeling.encoder", into_encoders))
-        if fault == "admits-all":
+        if fault in ("dated-device", "late-device"):
+            sys.meta_path.insert(0, Planting(fault, "service.engine.batching.batcher", into_batchers))
+        if fault == "late-device":
+            sys.meta_path.insert(0, Planting(fault, "service.frontend.dispatch.connection", into_deadlines))
+        if fault in ("admits-all", "late-device"):
             sys.meta_path.insert(0, Planting(fault, "service.engine.batching.scheduler", into_schedulers))
     elif fault == "damaged":
         sys.meta_path.insert(0, Planting(fault, "service.modeling.encoder", into_models))

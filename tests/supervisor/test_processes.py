@@ -20,7 +20,7 @@ import pytest
 from service.ipc.heartbeat import PATIENCE_SECONDS
 from service.settings import Settings
 from tests import models
-from tests.serving import Server, SharedServer, alive, asking, eventually, serving
+from tests.serving import Server, SharedServer, alive, asking, eventually, serving, worked_seconds
 from tests.steady import open_files
 
 QUICK = [[[0.1, 0.2, 0.3]] * 5]
@@ -90,12 +90,6 @@ def in_flight_together(server: Server, inputs: list[Any], pool: ThreadPoolExecut
 
 def restarts(server: Server, process: str, **reason: str) -> float:
     return server.metric("seqserve_process_restarts_total", process=process, **reason)
-
-
-def worked_seconds(pid: int) -> float:
-    """Return the processor time that a process has used."""
-    user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
-    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
 def test_request_that_ended_two_engines_is_not_run_again(own: Server) -> None:

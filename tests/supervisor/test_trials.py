@@ -40,7 +40,7 @@ def test_end_does_not_count_while_another_engine_has_run_the_version() -> None:
 
 
 def test_version_is_kept_while_the_device_may_be_the_cause() -> None:
-    """It is refused once an engine has loaded another version and still ends with this one."""
+    """It is refused once an engine ends with it after loading another version."""
     trials = Trials()
     assert not any(end(trials, WORDS.key, survived=frozenset({WORDS.key})) for _ in range(2 * MAX_ENDS))
     assert end(trials, WORDS.key)

@@ -1,0 +1,64 @@
+"""The engine process, from its ProcessConfig to its end."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+
+from service.engine.build import build_batcher, build_engine, prepare_model
+from service.engine.execution.device import DeviceLost
+from service.engine.internal_errors import InternalErrors
+from service.engine.kernel_compiler import compile_in_background
+from service.engine.loading import ModelLoader
+from service.engine.trials import Trials
+from service.engine.worker import Worker
+from service.errors import StartError
+from service.ipc.channel import send_now
+from service.ipc.heartbeat import Heartbeat
+from service.ipc.messages import Failed
+from service.ipc.process_config import DEVICE_LOST, ProcessConfig, freeze_heap
+from service.ipc.session_journal import SessionJournal, journal_records
+from service.log import Log
+from service.metrics import Metrics
+from service.modeling import spec
+
+
+def run(config: ProcessConfig) -> None:
+    """Load the models, then run batches until the supervisor closes the control channel."""
+    settings, metrics = config.read_settings(), Metrics()
+    spec.confine(settings.models)
+    control, heartbeat = config.open_control(), Heartbeat(config.heartbeat)
+    trials = Trials(control)
+    log = Log(f"engine-{config.place}")
+    try:
+        engine = build_engine(
+            config.manifest.model_versions,
+            settings,
+            metrics,
+            log,
+            place=config.place,
+            threads=config.compute_threads,
+            strict=config.strict,
+            report=partial(send_now, control),
+            trial=trials.load,
+        )
+    except StartError as error:
+        send_now(control, Failed(str(error)))
+        return
+    if engine.device.type == "cpu" and config.place == 0:
+        compile_in_background(log)
+    for model in engine.loaded():
+        log.info("loaded", model=model.name, version=model.version, device=model.device, backends=model.backends)
+    journal = SessionJournal(journal_records(settings), config.journal)
+    errors = InternalErrors(log, metrics)
+    batcher = build_batcher(settings, engine, metrics, errors, journal, config.replica)
+    models = ModelLoader(engine, batcher, partial(prepare_model, settings, engine, log), log, on_open=freeze_heap)
+    worker = Worker(control, heartbeat, batcher, engine, models, trials, config.place, metrics, errors)
+    freeze_heap()
+    metrics.observe_collections("engine")
+    try:
+        worker.run()
+    except DeviceLost as error:
+        log.error("device lost", error=str(error))
+        # Exit at once: no result computed on this device may leave the process, and torch cannot release its memory.
+        os._exit(DEVICE_LOST)

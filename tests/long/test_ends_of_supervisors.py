@@ -1,0 +1,97 @@
+"""The supervisor is killed, and no process stays behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests import models, planted
+from tests.long.overload import LAGS, Lag
+from tests.reloading import TEXT
+from tests.serving import Server, alive, asking, eventually, serving
+
+END_SECONDS = 2.0
+REQUEST = {"model": "words", "inputs": [TEXT]}
+FLAGS = ("--device", "cpu,cpu", "--frontends", "2")
+NO_RECEIVER = "http://127.0.0.1:9"
+"""The address for traces, so that there is a tracer. Nothing listens there."""
+
+
+@contextmanager
+def started(tmp_path: Path) -> Iterator[Server]:
+    """A server with processes of every role. All of them are killed at the end of the test if the test has killed the supervisor."""
+    models.words(tmp_path / "models")
+    (tmp_path / "checkpoints").mkdir()
+    variables = {"trace_endpoint": NO_RECEIVER, "checkpoints": str(tmp_path / "checkpoints")}
+    with serving(tmp_path / "models", tmp_path, *FLAGS, **variables) as server:
+        # A large body starts a decoder, also if it is not valid.
+        server.client.post("/infer", content=json.dumps(REQUEST | {"inputs": [5]}) + " " * (64 << 10))
+        eventually(lambda: server.events("decoder started"))
+        pids = descendants(server.process.pid)
+        try:
+            yield server
+        finally:
+            if server.process.poll() is not None:
+                for pid in pids:
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+
+
+def descendants(pid: int) -> list[int]:
+    """Return all processes below a process."""
+    children = [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
+    return [*children, *(below for child in children for below in descendants(child))]
+
+
+def check_all_end(server: Server, stopped: str = "") -> None:
+    """Kill the supervisor under load while a process is stopped, and check that all processes end in time."""
+    pids = descendants(server.process.pid)
+    roles = {event["child"] for event in server.events("started")}
+    assert roles == {"engine-0", "engine-1", "frontend-0", "frontend-1", "tracer-0", "mover-0"}
+    assert len(pids) == len(roles) + len(server.events("decoder started"))
+    with Lag() as lag:
+        if stopped:
+            os.kill(server.pid(stopped), signal.SIGSTOP)
+        os.kill(server.process.pid, signal.SIGKILL)
+        began = time.monotonic()
+        server.process.wait()
+        while (left := [pid for pid in pids if alive(pid)]) and time.monotonic() - began < END_SECONDS + LAGS * lag.worst:
+            time.sleep(0.01)
+        seconds = time.monotonic() - began
+    print(f"{seconds:.3f} s, lag {lag.worst:.3f} s")
+    assert not left, f"{len(left)} processes are left after {seconds:.1f} s"
+
+
+@pytest.mark.parametrize("stopped", ["", "engine-1", "frontend-0"])
+def test_all_processes_end_within_two_seconds(stopped: str, tmp_path: Path) -> None:
+    with started(tmp_path) as server, suppress(httpx.TransportError), asking(server, REQUEST, REQUEST):
+        check_all_end(server, stopped)
+
+
+def test_engine_that_is_starting_ends_too(tmp_path: Path) -> None:
+    with started(tmp_path) as server:
+        os.kill(server.pid("engine-0"), signal.SIGKILL)
+        eventually(lambda: len([event for event in server.events("started") if event["child"] == "engine-0"]) == 2)
+        eventually(lambda: imports_torch(server.pid("engine-0")))
+        check_all_end(server)
+
+
+def imports_torch(pid: int) -> bool:
+    return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
+
+
+def test_processes_that_are_not_bound_are_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that runs a long batch does not notice the end of its supervisor by itself."""
+    planted.plant("orphans", monkeypatch)
+    with started(tmp_path) as server, suppress(httpx.TransportError), asking(server, REQUEST):
+        eventually(lambda: server.metric("seqserve_requests_in_flight"))
+        with pytest.raises(AssertionError, match="1 processes are left"):
+            check_all_end(server)
