@@ -163,3 +163,32 @@ def test_text_cnn_has_no_vector_per_step() -> None:
     encoder = importlib.import_module("training.encoders").ENCODERS["cnn"](WIDTH, HIDDEN)
     with pytest.raises(TypeError, match="ConvolutionEncoder"):
         encoder.steps(*rows(ids=False))
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["whole", "causal"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_without_padding_have_the_same_outputs(family: str, causal: bool) -> None:
+    """Rows of one length take another path through PyTorch's layers than rows with padding."""
+    model = made(family, causal=causal, ids=False)
+    inputs = torch.randn(2, STEPS, WIDTH)
+    with torch.no_grad():
+        together = model(inputs, torch.tensor([STEPS, STEPS]))
+        beside_a_short_row = model(torch.cat([inputs, inputs[:1]]), torch.tensor([STEPS, STEPS, 3]))[:2]
+    assert torch.allclose(together, beside_a_short_row, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", ["qrnn", "lstm", "gru"])
+def test_gates_of_the_start_keep_cells_for_many_steps(family: str) -> None:
+    """The output remembers a first step much longer than with gates that are half open. The gates of an SRU read the cell as well."""
+
+    def left_after(steps: float) -> float:
+        torch.manual_seed(3)
+        encoder = importlib.import_module("training.encoders").STEP_ENCODERS[family](WIDTH, 64, True)
+        encoder.remember(steps)
+        inputs = torch.zeros(2, 30, WIDTH)
+        inputs[0, 0] = 5.0
+        with torch.no_grad():
+            outputs = encoder.steps(inputs, torch.tensor([30, 30]))
+        return float((outputs[0, -1] - outputs[1, -1]).abs().mean())
+
+    assert left_after(200.0) > 10 * left_after(1.0)

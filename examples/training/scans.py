@@ -23,6 +23,9 @@ class Level(nn.Module, ABC):
     bias: nn.Parameter
     """(directions, gates·hidden)"""
 
+    forget: int
+    """The place of the forget gate among the gates of `bias`."""
+
     def forward(self, rows: Tensor, lengths: Tensor) -> Tensor:
         """Return (rows, steps, [forward | backward]), or only forward, of (rows, steps, inputs)."""
         if len(self.bias) == 1:
@@ -37,6 +40,7 @@ class Level(nn.Module, ABC):
 
 class SRULevel(Level):
     names = ("input", "bias", "cell")
+    forget = 0
 
     def __init__(self, inputs: int, hidden: int, blocks: int, directions: int) -> None:
         super().__init__()
@@ -47,7 +51,7 @@ class SRULevel(Level):
 
     def scan(self, inputs: Tensor) -> Tensor:
         hidden = self.bias.shape[1] // 2
-        product = torch.bmm(inputs.flatten(1, 2), self.input).view(*inputs.shape[:3], -1)
+        product = torch.bmm(inputs.flatten(1, 2), self.input).float().view(*inputs.shape[:3], -1)  # if it was bfloat16
         parts = product.chunk(product.shape[-1] // hidden, dim=-1)  # candidate, forget, reset, and skip if there is one
         if len(parts) == 3:  # the skip is the input itself, an equal part for each direction
             skips = [rows[..., index * hidden :][..., :hidden] for index, rows in enumerate(inputs)]
@@ -64,6 +68,7 @@ class QRNNLevel(Level):
     """fo-pooling over windows of the current and the previous steps; matrix 0 of `input` is for the current step."""
 
     names = ("input", "bias")
+    forget = 1
 
     def __init__(self, inputs: int, hidden: int, window: int, directions: int) -> None:
         super().__init__()
@@ -75,7 +80,7 @@ class QRNNLevel(Level):
         steps, window = inputs.shape[1], self.input.shape[1]
         seen = pad(inputs, (0, 0, 0, 0, window - 1, 0))  # zeros before the sequence
         taps = torch.cat([seen[:, window - 1 - back :][:, :steps] for back in range(window)], dim=-1)
-        product = torch.baddbmm(self.bias[:, None], taps.flatten(1, 2), self.input.flatten(1, 2)).view(*inputs.shape[:3], -1)
-        candidate, forget, output = product.chunk(3, dim=-1)
+        product = torch.baddbmm(self.bias[:, None], taps.flatten(1, 2), self.input.flatten(1, 2))
+        candidate, forget, output = product.float().view(*inputs.shape[:3], -1).chunk(3, dim=-1)
         candidate, f, o = candidate.tanh(), forget.sigmoid(), output.sigmoid()
         return (o * pool(f, (1 - f) * candidate)).transpose(1, 2)
