@@ -3,7 +3,8 @@
     python examples/compare_streams.py forecast
     python examples/compare_streams.py keyword --encoders qrnn,gru --evaluate="--hours 1"
 
-A model whose folder is there is not trained again. With `--encoders none` the command only draws the table.
+A model with a folder is not trained again. With `--encoders none` the command only draws the table. With `--url` it asks a running service
+that has the models. The figures of an evaluation join the earlier figures of the family, so streams in real time can be measured later.
 """
 
 from __future__ import annotations
@@ -11,15 +12,17 @@ from __future__ import annotations
 import argparse
 import importlib
 import shlex
+import string
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 from training import pages, records
 from training.encoders import STEP_ENCODERS
 from training.records import Record
-from training.service import running
+from training.service import Service, running
 
 HERE = Path(__file__).parent
 
@@ -27,6 +30,12 @@ HERE = Path(__file__).parent
 def figure(name: str, form: str = "{}") -> Callable[[Record], str]:
     """Return what writes a figure of a record, or a dash without it."""
     return lambda record: form.format(record[name]) if record.get(name) is not None else pages.MISSING
+
+
+def figures(form: str) -> Callable[[Record], str]:
+    """Return what writes several figures of a record, or a dash when one is missing."""
+    names = [name for _, name, _, _ in string.Formatter().parse(form) if name]
+    return lambda record: form.format(**record) if record.keys() >= set(names) else pages.MISSING
 
 
 @dataclass(frozen=True)
@@ -61,25 +70,27 @@ RECIPES = {
         "evaluate_keyword",
         {
             **BOTH,
+            "CPU, s": figure("cpu_seconds", "{:.0f}"),
             "threshold": figure("threshold"),
-            "missed": lambda record: f"{record['misses']} of {record['keywords']}",
-            "false alarms an hour": lambda record: f"{record['false_alarms_an_hour']:.1f} in {record['babble_hours']:g} h",
+            "missed": figures("{misses} of {keywords}"),
+            "false alarms an hour": figures("{false_alarms_an_hour:.1f} in {babble_hours:g} h"),
+            "near misses taken for it": figures("{near_false_alarms} in {keyword_hours:g} h"),
             "audio to event, ms": figure("audio_ms_p50", "{:.0f}"),
             "p99": figure("audio_ms_p99", "{:.0f}"),
             "live event, ms": figure("event_ms_p50", "{:.0f}"),
             "live p99": figure("event_ms_p99", "{:.0f}"),
             "chunk, ms": figure("chunk_ms_p50"),
             "chunk p99": figure("chunk_ms_p99"),
-            "late chunks": lambda record: (
-                f"{record['late_chunks']} of {record['chunks']:,}" if "chunks" in record else pages.MISSING
-            ),
+            "late chunks": figures("{late_chunks} of {chunks:,}"),
+            "streams behind": figures("{streams_behind_at_end} of {streams}"),
+            "service, % of a core": figure("service_core_percent"),
         },
     ),
 }
 
 
 def run(recipe: Recipe, encoder: str, flags: argparse.Namespace) -> None:
-    """Train a family unless its model is there, evaluate it through a new service, and append what was measured."""
+    """Train a family unless its model is there, evaluate it through the service, and append what was measured."""
     models = flags.models / flags.recipe / encoder
     train, evaluate = importlib.import_module(recipe.train), importlib.import_module(recipe.evaluate)
     quick = ["--quick"] if flags.quick else []
@@ -93,7 +104,7 @@ def run(recipe: Recipe, encoder: str, flags: argparse.Namespace) -> None:
     threshold = ["--threshold", str(trained[-1]["threshold"])] if "threshold" in trained[-1] else []
     part = flags.results.with_suffix(f".{encoder}.tmp")
     part.unlink(missing_ok=True)
-    with running(models, "cpu") as service:
+    with nullcontext(Service(flags.url)) if flags.url else running(models, "cpu") as service:
         line = ["--model", encoder, "--url", service.url, "--results", str(part), *threshold]
         if evaluate.main([*line, *shlex.split(flags.evaluate)]):
             raise SystemExit(1)
@@ -125,6 +136,7 @@ def arguments(line: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--train", default="", metavar="FLAGS", help="more flags of the training")
     parser.add_argument("--evaluate", default="", metavar="FLAGS", help="more flags of the evaluation")
     parser.add_argument("--models", type=Path, default=Path("build/streams"), help="folder for models (default: %(default)s)")
+    parser.add_argument("--url", help="address of a service that has the models (default: starts one for each family)")
     parser.add_argument("--results", type=Path, help="results file (default: results-RECIPE.jsonl beside this script)")
     parser.add_argument("--page", type=Path, default=HERE / "README.md", help="page with the table (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="small models, whose figures stay out of the table")

@@ -9,18 +9,18 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
+import time
 import urllib.error
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from training import live, records, speech
-from training.frames import FRAME_SECONDS, Frames, FrameStream, frames, known_at
-from training.keyword_data import SPEAKING, TEST
-from training.service import Service
+from training.frames import FRAME_SECONDS, FrameStream, known_at
+from training.keyword_data import SPEAKING, TEST, TEST_BABBLE, TEST_NEAR, Part, Spoken, spoken
+from training.service import Service, cpu_seconds
 from training.spotting import NOTHING, Detector, Score, compare
 
 CHUNK_SECONDS = 0.04
@@ -28,19 +28,8 @@ SESSION_SECONDS = 300.0
 """Of one session that runs faster than real time."""
 AT_ONCE = 100
 """Frames of a chunk that runs faster than real time: the model says the same for any chunks."""
-
-
-@dataclass(frozen=True)
-class Part:
-    """hours: the flag with its length. share: of the keyword between two pauses. near: of near misses among the words."""
-
-    hours: str
-    share: float
-    near: float
-
-
-PARTS = (Part("keyword_hours", 0.3, 0.0), Part("keyword_hours", 0.0, 0.05), Part("hours", 0.0, 0.0))
-"""The keyword among other words, near misses, and babble."""
+LIVE = 3
+"""Marks the seeds of streams in real time."""
 
 
 def probabilities(output: Any, keyword: str) -> list[float]:
@@ -49,35 +38,23 @@ def probabilities(output: Any, keyword: str) -> list[float]:
     return [score if label == keyword else 1 - score for label, score in pairs]
 
 
-@dataclass(frozen=True)
-class Spoken:
-    """A stream as frames. ends: the seconds at which the keyword ends."""
-
-    frames: Frames
-    ends: tuple[float, ...]
-
-
-def speak(keyword: str, seconds: float, part: Part, seed: tuple[int, ...]) -> Spoken:
-    """Return the stream of a seed, by the test speakers."""
-    stream = speech.stream(np.random.default_rng(seed), speech.TEST_SPEAKERS, seconds, keyword, part.share, part.near)
-    return Spoken(frames(stream.samples), stream.ends)
-
-
 async def fast(url: str, model: str, keyword: str, streams: list[Spoken], threshold: float) -> Score:
     """Return the score of streams that run as fast as the service answers. Latencies are those of the audio alone."""
 
-    async def one(spoken: Spoken) -> Score:
-        rows = spoken.frames
+    async def one(stream: Spoken) -> Score:
+        rows = stream.frames.astype(np.float32)
         answers = await live.outputs(url, model, [rows[first : first + AT_ONCE] for first in range(0, len(rows), AT_ONCE)])
         detector = Detector(threshold)
         events = [known_at(frame) for output in answers for frame in detector.add(probabilities(output, keyword))]
-        return compare(spoken.ends, events, len(rows) * FRAME_SECONDS)
+        return compare(stream.ends, events, len(rows) * FRAME_SECONDS)
 
     return sum(await asyncio.gather(*map(one, streams)), NOTHING)
 
 
-async def real_time(url: str, model: str, keyword: str, streams: list[speech.Stream], threshold: float) -> Any:
-    """Return the score of streams that run at once in real time, with latencies to the reply, and the time of each chunk."""
+async def real_time(
+    url: str, model: str, keyword: str, streams: list[speech.Stream], threshold: float
+) -> tuple[Score, list[list[live.Reply]]]:
+    """Return the score of streams that run at once in real time, with latencies to the reply, and the replies of each stream."""
     size = int(CHUNK_SECONDS * speech.RATE)
     sessions = [
         live.in_real_time(url, model, np.split(stream.samples, range(size, len(stream.samples), size)), CHUNK_SECONDS,
@@ -90,54 +67,76 @@ async def real_time(url: str, model: str, keyword: str, streams: list[speech.Str
         detector = Detector(threshold)
         events = [reply.done for reply in received for _ in detector.add(probabilities(reply.output, keyword))]
         score += compare(stream.ends, events, len(stream.samples) / speech.RATE)
-    return score, [reply.seconds for received in replies for reply in received]
+    return score, replies
 
 
-def evaluate(url: str, model: str, keyword: str, flags: argparse.Namespace) -> records.Record:
-    spoken, near, babble = (total(url, model, keyword, flags, number) for number in range(len(PARTS)))
-    record = {
-        "kind": "served",
-        "model": model,
-        "threshold": flags.threshold,
-        "keywords": spoken.keywords,
-        "misses": spoken.misses,
-        "keyword_hours": flags.keyword_hours,
-        "keyword_false_alarms": spoken.false_alarms,
-        "near_false_alarms": near.false_alarms,
-        "babble_hours": flags.hours,
-        "false_alarms_an_hour": babble.false_alarms_an_hour,
-        **percentiles("audio_ms", spoken.latencies),
-    }
+def evaluate(keyword: str, flags: argparse.Namespace) -> records.Record:
+    record: records.Record = {"kind": "served", "model": flags.model, "threshold": flags.threshold}
+    if flags.hours:
+        record |= faster(keyword, flags)
     if flags.streams:
-        randoms = [np.random.default_rng((TEST, flags.seed, len(PARTS), number)) for number in range(flags.streams)]
-        streams = [speech.stream(random, speech.TEST_SPEAKERS, flags.seconds, keyword, PARTS[0].share) for random in randoms]
-        score, times = asyncio.run(real_time(url, model, keyword, streams, flags.threshold))
-        record |= {
-            "streams": flags.streams,
-            "seconds": flags.seconds,
-            "live_keywords": score.keywords,
-            "live_misses": score.misses,
-            **percentiles("event_ms", score.latencies),
-            **percentiles("chunk_ms", times),
-            "chunks": len(times),
-            "late_chunks": sum(seconds > CHUNK_SECONDS for seconds in times),
-        }
+        record |= at_once(keyword, flags)
     return record
 
 
-def total(url: str, model: str, keyword: str, flags: argparse.Namespace, number: int) -> Score:
-    """Return the score of one of `PARTS`."""
-    part = PARTS[number]
-    seconds = 3600 * getattr(flags, part.hours)
-    sessions = max(1, round(seconds / SESSION_SECONDS))
+def faster(keyword: str, flags: argparse.Namespace) -> records.Record:
+    """Return what was measured with streams faster than real time."""
+    parts = ((TEST, flags.keyword_hours), (TEST_NEAR, flags.keyword_hours), (TEST_BABBLE, flags.hours))
+    with_keyword, near, babble = (total(keyword, part, 3600 * hours, flags) for part, hours in parts)
+    return {
+        "keywords": with_keyword.keywords,
+        "misses": with_keyword.misses,
+        "keyword_hours": flags.keyword_hours,
+        "keyword_false_alarms": with_keyword.false_alarms,
+        "near_false_alarms": near.false_alarms,
+        "babble_hours": flags.hours,
+        "false_alarms": babble.false_alarms,
+        "false_alarms_an_hour": babble.false_alarms_an_hour,
+        **percentiles("audio_ms", with_keyword.latencies),
+    }
+
+
+def total(keyword: str, part: Part, seconds: float, flags: argparse.Namespace) -> Score:
+    """Return the score of a part."""
+    sessions, length = max(1, round(seconds / SESSION_SECONDS)), min(SESSION_SECONDS, seconds)
     score = NOTHING
     with ThreadPoolExecutor(SPEAKING) as pool:
         for first in range(0, sessions, SPEAKING):
-            seeds = [(TEST, flags.seed, number, session) for session in range(first, min(first + SPEAKING, sessions))]
-            length = min(SESSION_SECONDS, seconds)
-            streams = list(pool.map(partial(speak, keyword, length, part), seeds))
-            score += asyncio.run(fast(url, model, keyword, streams, flags.threshold))
+            seeds = [(flags.seed, session) for session in range(first, min(first + SPEAKING, sessions))]
+            streams = list(pool.map(lambda seed: spoken(flags.data, keyword, part, seed, length), seeds))
+            score += asyncio.run(fast(flags.url, flags.model, keyword, streams, flags.threshold))
     return score
+
+
+def at_once(keyword: str, flags: argparse.Namespace) -> records.Record:
+    """Return what was measured with streams in real time. A chunk is late when its reply takes longer than the next chunk."""
+    randoms = [np.random.default_rng((TEST.number, flags.seed, LIVE, number)) for number in range(flags.streams)]
+    streams = [speech.stream(random, TEST.names, flags.seconds, keyword, TEST.share) for random in randoms]
+    shares = {"generator": core_share(time.process_time)}
+    if flags.service_pid:
+        shares["service"] = core_share(lambda: cpu_seconds(flags.service_pid))
+    score, replies = asyncio.run(real_time(flags.url, flags.model, keyword, streams, flags.threshold))
+    times = [[reply.seconds for reply in received] for received in replies]
+    late = [[seconds > CHUNK_SECONDS for seconds in received] for received in times]
+    return {
+        "streams": flags.streams,
+        "seconds": flags.seconds,
+        "live_keywords": score.keywords,
+        "live_misses": score.misses,
+        **percentiles("event_ms", score.latencies),
+        **percentiles("chunk_ms", [seconds for received in times for seconds in received]),
+        "chunks": sum(map(len, times)),
+        "late_chunks": sum(map(sum, late)),
+        "late_streams": sum(map(any, late)),
+        "streams_behind_at_end": sum(received[-1] for received in late),
+        **{f"{name}_core_percent": share() for name, share in shares.items()},
+    }
+
+
+def core_share(cpu_time: Callable[[], float]) -> Callable[[], float]:
+    """Return what returns the share of a core that was used since this call, in percent."""
+    used, start = cpu_time(), time.monotonic()
+    return lambda: round(100 * (cpu_time() - used) / (time.monotonic() - start), 1)
 
 
 def percentiles(name: str, seconds: Any) -> records.Record:
@@ -150,7 +149,7 @@ def arguments(line: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True, help="name of a model by train_keyword.py")
     parser.add_argument("--threshold", type=float, default=0.9, help="of an event (default: %(default)s)")
-    parser.add_argument("--hours", type=float, default=10.0, help="of babble without the keyword (default: %(default)s)")
+    parser.add_argument("--hours", type=float, default=10.0, help="of babble; 0 runs only in real time (default: %(default)s)")
     parser.add_argument(
         "--keyword-hours",
         type=float,
@@ -159,6 +158,10 @@ def arguments(line: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--streams", type=int, default=100, help="that run at once in real time (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=60.0, help="of each of these (default: %(default)s)")
+    parser.add_argument(
+        "--service-pid", type=int, help="process of the service on this machine, to measure its share of a core"
+    )
+    parser.add_argument("--data", type=Path, help="folder that keeps the frames for the next evaluation (default: none)")
     parser.add_argument("--seed", type=int, default=1, help="of the speech (default: %(default)s)")
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="address of the service (default: %(default)s)")
     parser.add_argument("--results", type=Path, help="results file to which the figures are appended (default: none)")
@@ -171,7 +174,7 @@ def main(line: list[str] | None = None) -> int:
     try:
         models = {model["name"]: model for model in Service(flags.url).models()}
         keyword = models[flags.model]["head"]["labels"][1]
-        record = evaluate(flags.url, flags.model, keyword, flags)
+        record = evaluate(keyword, flags)
     except KeyError:
         print(f"{flags.url} has no model {flags.model!r}: it has {', '.join(sorted(models))}", file=sys.stderr)
         return 1

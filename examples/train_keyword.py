@@ -10,19 +10,21 @@ import argparse
 import string
 import sys
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
-import torch
-from torch import Tensor, nn
 from training import flags as setting_flags
 from training import records
 from training.encoders import STEP_ENCODERS
-from training.frames import known_at
-from training.keyword_data import DEVELOPMENT, TRAINING, Corpus, Windows, corpus, warped
-from training.signal_model import SignalModel
+from training.keyword_data import (
+    DEVELOPMENT,
+    DEVELOPMENT_BABBLE,
+    TRAINING,
+    TRAINING_BABBLE,
+    corpus,
+)
+from training.keyword_fitting import Settings, Trained, best, train
 from training.speech import MissingProgram
-from training.spotting import NOTHING, Detector, Score, compare
 
 from service.modeling import spec, store
 from service.modeling.spec import TagHead
@@ -33,87 +35,10 @@ OTHER = "other"
 MAX_STEPS = 6000
 """Frames of the longest request: a minute."""
 STREAM_SECONDS = 60.0
-THRESHOLDS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The settings of a training; every field is a flag. The training part has `streams` of a minute, which are cut into windows of
-    `window` frames. For convolutions, `hidden` is the number of filters."""
-
-    encoder: str = "sru"
-    hidden: int = 96
-    epochs: int = 14
-    batch: int = 32
-    rate: float = 0.005
-    loudness: float = 2.0
-    warp: float = 0.1
-    front: int = 5
-    streams: int = 300
-    window: int = 400
-    seed: int = 1
-
+DEVELOPMENT_MINUTES = (60, 240)
+"""Of streams with the keyword, and of babble."""
 
 DEFAULTS = {encoder: Settings(encoder) for encoder in STEP_ENCODERS}
-
-
-@dataclass(frozen=True)
-class Trained:
-    """development: the scores on the development streams, by threshold."""
-
-    model: SignalModel
-    seconds: float
-    development: dict[float, Score]
-
-
-def train(settings: Settings, training: Corpus, development: Corpus) -> Trained:
-    """Return the model after the last epoch: the rate falls to zero, so no epoch has to be chosen."""
-    torch.manual_seed(settings.seed)
-    windows = Windows(training, settings.window)
-    sample = windows.frames[:, ::100].flatten(0, 1).float()
-    model = SignalModel(settings.encoder, sample, settings.hidden, 2, causal=True, front=settings.front).train()
-    optimizer = torch.optim.Adam([value for value in model.parameters() if value.requires_grad], settings.rate, fused=True)
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, settings.epochs)
-    start = time.monotonic()
-    for _ in range(settings.epochs):
-        for frames, labels, weights in windows.epoch(settings.batch):
-            # In log energies, another loudness is another constant.
-            louder = settings.loudness * torch.randn(len(frames), 1, 1)
-            learn(model, warped(frames, settings.warp) + louder, labels, weights, optimizer)
-        schedule.step()
-    seconds = time.monotonic() - start
-    return Trained(model.eval(), seconds, scores(model, development))
-
-
-def learn(model: SignalModel, rows: Tensor, labels: Tensor, weights: Tensor, optimizer: torch.optim.Optimizer) -> None:
-    outputs = model(rows, torch.full((len(rows),), rows.shape[1]))
-    losses = nn.functional.cross_entropy(outputs.transpose(1, 2), labels, reduction="none")
-    optimizer.zero_grad()
-    torch.autograd.backward((losses * weights).sum() / weights.sum())
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-
-
-@torch.no_grad()
-def scores(model: SignalModel, part: Corpus) -> dict[float, Score]:
-    """Return the scores of a part by threshold, as the model in PyTorch alone has them."""
-    totals = dict.fromkeys(THRESHOLDS, NOTHING)
-    for rows, ends in zip(torch.from_numpy(part.frames), part.ends, strict=True):
-        outputs = model(rows[None].float(), torch.tensor([len(rows)]))
-        probabilities = outputs.softmax(-1)[0, :, 1].tolist()
-        for threshold in THRESHOLDS:
-            events = [known_at(frame) for frame in Detector(threshold).add(probabilities)]
-            totals[threshold] += compare(ends, events, len(rows) * 0.01)
-    return totals
-
-
-def best(development: dict[float, Score]) -> float:
-    """Return the threshold with the fewest errors, misses and false alarms; of equals, the highest."""
-    return max(development, key=lambda threshold: (-errors(development[threshold]), threshold))
-
-
-def errors(score: Score) -> int:
-    return score.misses + score.false_alarms
 
 
 def write(folder: Path, trained: Trained, settings: Settings, keyword: str, source: str) -> records.Record:
@@ -125,19 +50,19 @@ def write(folder: Path, trained: Trained, settings: Settings, keyword: str, sour
         TagHead(kind="tag", labels=(OTHER, keyword)),
     )
     store.write(folder, described, trained.model.tensors(), card="")
-    threshold = best(trained.development)
-    score = trained.development[threshold]
+    threshold = best(*trained.development)
+    spoken, babble = (scores[threshold] for scores in trained.development)
     values = asdict(settings) | {
         "name": folder.parent.name,
         "keyword": keyword,
         "encoder_description": trained.model.encoder.description,
         "flags": f"{source}{setting_flags.words(settings)}",
-        "hours": f"{settings.streams * STREAM_SECONDS / 3600:.1f}",
+        "hours": f"{(settings.streams + settings.babble) * STREAM_SECONDS / 3600:.1f}",
         "threshold": threshold,
-        "keywords": score.keywords,
-        "misses": score.misses,
-        "false_alarms": score.false_alarms,
-        "minutes": f"{score.seconds / 60:.0f}",
+        "keywords": spoken.keywords,
+        "misses": spoken.misses,
+        "false_alarms": babble.false_alarms,
+        "minutes": f"{babble.seconds / 60:.0f}",
     }
     (folder / spec.CARD).write_text(string.Template(CARD_TEMPLATE.read_text()).substitute(values))
     return {
@@ -165,27 +90,36 @@ def arguments(line: list[str] | None) -> argparse.Namespace:
 def main(line: list[str] | None = None) -> int:
     """Return 0 if the model was written, 2 if espeak-ng is missing."""
     flags = arguments(line)
-    torch.set_num_threads(1)
     settings = DEFAULTS[getattr(flags, "encoder", "sru")]
     if flags.quick:
-        settings = replace(settings, hidden=16, epochs=2, streams=2)
+        settings = replace(settings, hidden=16, epochs=2, streams=2, babble=1)
     settings = replace(settings, **setting_flags.given(flags, settings))
-    minutes = 1 if flags.quick else 40
+    spoken_minutes, babble_minutes = (1, 1) if flags.quick else DEVELOPMENT_MINUTES
+    parts = (
+        (TRAINING, settings.streams),
+        (TRAINING_BABBLE, settings.babble),
+        (DEVELOPMENT, spoken_minutes),
+        (DEVELOPMENT_BABBLE, babble_minutes),
+    )
     try:
-        training = corpus(flags.data, flags.keyword, TRAINING, settings.streams, STREAM_SECONDS)
-        development = corpus(flags.data, flags.keyword, DEVELOPMENT, minutes, STREAM_SECONDS)
+        *training, spoken, babble = (
+            corpus(flags.data, flags.keyword, part, streams, STREAM_SECONDS) for part, streams in parts
+        )
     except MissingProgram as error:
         print(error, file=sys.stderr)
         return 2
-    trained = train(settings, training, development)
+    used = time.process_time()
+    trained = train(settings, training, [spoken, babble])
     folder = flags.models / (flags.name or f"{flags.keyword}-{settings.encoder}") / "1"
     source = f"--keyword {flags.keyword} " + ("--quick " if flags.quick else "")
-    record = write(folder, trained, settings, flags.keyword, source) | {"quick": flags.quick}
+    record = write(folder, trained, settings, flags.keyword, source)
+    record |= {"quick": flags.quick, "cpu_seconds": round(time.process_time() - used, 1)}
     records.append(flags.results, record)
-    score = trained.development[record["threshold"]]
+    on_speech, on_babble = (scores[record["threshold"]] for scores in trained.development)
     print(
-        f"threshold {record['threshold']}: {score.misses} of {score.keywords} keywords missed and {score.false_alarms} false alarms in "
-        f"{score.seconds / 60:.0f} min, trained in {record['training_seconds']:.0f} s, {folder} has {record['bytes']:,} bytes"
+        f"threshold {record['threshold']}: {on_speech.misses} of {on_speech.keywords} keywords missed, {on_babble.false_alarms} false "
+        f"alarms in {on_babble.seconds / 60:.0f} min of babble, trained in {record['training_seconds']:.0f} s "
+        f"({record['cpu_seconds']:.0f} s of processors), {folder} has {record['bytes']:,} bytes"
     )
     return 0
 

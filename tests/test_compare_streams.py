@@ -27,6 +27,7 @@ def test_row_of_a_family_has_its_latest_figures() -> None:
     common = {"encoder": "sru", "quick": False, "processor": "P", "date": "2026-01-02"}
     training = {**common, "kind": "training", "training_seconds": 12.4, "bytes": 31335, "threshold": 0.9}
     served = {**common, "kind": "served", "keywords": 50, "misses": 2, "false_alarms_an_hour": 0.25, "babble_hours": 10.0}
+    served |= {"near_false_alarms": 7, "keyword_hours": 1.0}
     live = {
         "audio_ms_p50": 41.6,
         "audio_ms_p99": 99.0,
@@ -34,12 +35,19 @@ def test_row_of_a_family_has_its_latest_figures() -> None:
         "chunk_ms_p99": 9.25,
         "chunks": 2500,
         "late_chunks": 3,
+        "streams": 100,
+        "streams_behind_at_end": 1,
+        "service_core_percent": 71.5,
     }
     old, trial = {**served, "misses": 40}, {**training, "quick": True, "encoder": "trial"}
     lines = compare.lines(compare.RECIPES["keyword"], [training, old, {**served, **live}, trial])
-    assert "| sru | 12 | 31,335 | 0.9 | 2 of 50 | 0.2 in 10 h | 42 | 99 | – | – | 3.5 | 9.25 | 3 of 2,500 |" in lines
+    assert (
+        "| sru | 12 | 31,335 | – | 0.9 | 2 of 50 | 0.2 in 10 h | 7 in 1 h | 42 | 99 | – | – | 3.5 | 9.25 | 3 of 2,500 | 1 of 100 | 71.5 |"
+        in lines
+    )
     assert len(lines) == 5 and "P, from 2026-01-02" in lines[-1]
     assert "| – |" in compare.lines(compare.RECIPES["keyword"], [training, served])[2], "without streams in real time"
+    assert "| sru | 12 | 31,335 | – | 0.9 | – | – |" in compare.lines(compare.RECIPES["keyword"], [training])[2], "only trained"
 
 
 @pytest.mark.slow

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -70,19 +73,57 @@ def test_frames_after_the_keyword_are_positive() -> None:
     labels, weights = data.marks((1.0,), 200)
     [positive] = np.nonzero(labels.numpy())
     known = positive * 0.01 + 0.025
-    assert known.min() == pytest.approx(1.005, abs=0.006) and known.max() == pytest.approx(1.195, abs=0.006)
-    assert weights[100].item() == data.WEIGHT and weights[90].item() == 0.0 and weights[130].item() == 0.0
-    assert weights[70].item() == weights[160].item() == 1.0
+    assert known.min() == pytest.approx(1.035, abs=0.006) and known.max() == pytest.approx(1.145, abs=0.006)
+    assert weights[105].item() == data.WEIGHT and weights[90].item() == 0.0 and weights[115].item() == 0.0
+    assert weights[70].item() == weights[120].item() == 1.0
 
 
 def test_windows_leave_out_keywords_that_they_may_cut() -> None:
     data = module("training.keyword_data")
     frames = np.zeros((2, 400, 40), np.float16)
-    windows = data.Windows(data.Corpus(frames, [(1.0,), (3.0,)]), 100)
-    batches = list(windows.epoch(3))
-    assert sum(len(frames) for frames, _, _ in batches) == 8
-    for _, labels, weights in batches:
-        assert labels.shape == weights.shape and not weights[:, : data.CUT_FRAMES][labels[:, : data.CUT_FRAMES] == 1].any()
+    windows = data.Windows([data.Corpus(frames[:1], [(1.0,)]), data.Corpus(frames[1:], [(3.0,)])], 100)
+    batches = list(windows.epoch(3, 1.0))
+    assert sorted(int(number) for batch in batches for number in batch.numbers) == list(range(8))
+    for batch in batches:
+        assert batch.labels.shape == batch.weights.shape
+        assert not batch.weights[:, : data.CUT_FRAMES][batch.labels[:, : data.CUT_FRAMES] == 1].any()
+
+
+def test_part_of_the_windows_has_those_with_large_losses() -> None:
+    data, torch = module("training.keyword_data"), importlib.import_module("torch")
+    windows = data.Windows([data.Corpus(np.zeros((50, 400, 40), np.float16), [()] * 50)], 100)
+    windows.losses[:] = torch.where(torch.arange(200) % 10 == 3, 100.0, 1e-6)
+    numbers = torch.cat([batch.numbers for batch in windows.epoch(8, 0.2)])
+    assert len(numbers) == len(numbers.unique()) == 40
+    assert (numbers % 10 == 3).sum() >= 15, "20 of the 40 would be all of them, and four a sample without preference"
+
+
+def test_threshold_has_few_misses_among_those_with_few_false_alarms() -> None:
+    fitting, spotting = module("training.keyword_fitting"), module("training.spotting")
+
+    def development(misses: dict[float, int], alarms: dict[float, int]) -> Any:
+        spoken = {
+            threshold: spotting.Score(10, (0.1,) * (10 - misses.get(threshold, 9)), 0, 60.0) for threshold in fitting.THRESHOLDS
+        }
+        babble = {threshold: spotting.Score(0, (), alarms.get(threshold, 50), 8 * 3600.0) for threshold in fitting.THRESHOLDS}
+        return spoken, babble
+
+    few = {0.9: 4, 0.95: 3, 0.98: 0}
+    assert fitting.best(*development({0.5: 0, 0.9: 1, 0.95: 2, 0.98: 3}, few)) == 0.9
+    assert fitting.best(*development({0.5: 0, 0.9: 1, 0.95: 1, 0.98: 3}, few)) == 0.95, "the highest of equals"
+    assert fitting.best(*development({0.5: 0, 0.98: 8}, {0.98: 20})) == 0.98, (
+        "the fewest false alarms when there are always too many"
+    )
+
+
+def test_processor_time_of_a_process_has_that_of_its_children() -> None:
+    """The child process ends when its standard input does."""
+    busy = "import time\nwhile time.process_time() < 0.3: pass\nprint(flush=True)\ninput()"
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {busy!r}])"
+    with subprocess.Popen([sys.executable, "-c", parent], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "\n"
+        assert module("training.service").cpu_seconds(process.pid) >= 0.25
+        process.communicate("\n")
 
 
 def test_frames_do_not_depend_on_the_chunks() -> None:
@@ -111,9 +152,19 @@ def test_babble_has_no_keyword_and_no_two_near_misses_in_a_row() -> None:
     assert not any(word in near and following in near for word, following in pairwise(words))
 
 
-def test_speakers_of_the_test_are_not_those_of_the_training() -> None:
-    speech = module("training.speech")
-    assert not set(speech.TRAINING_SPEAKERS) & set(speech.TEST_SPEAKERS)
+def test_speakers_of_the_test_are_heard_nowhere_else() -> None:
+    speakers = module("training.speakers")
+    assert not set(speakers.TEST) & {*speakers.TRAINING, *speakers.DEVELOPMENT}
+    assert not set(speakers.DEVELOPMENT) & set(speakers.TRAINING)
+
+
+def test_every_speaker_sounds_different(speech: Any) -> None:
+    """espeak-ng speaks with an ordinary voice, without an error, when it lacks a speaker."""
+    speakers = module("training.speakers")
+    names = [*speakers.NAMED, *speakers.DEVELOPMENT, *speakers.TEST, *speakers.INVENTED[::20], speakers.INVENTED[-1], "missing"]
+    with ThreadPoolExecutor(4) as pool:
+        spoken = list(pool.map(lambda name: speech.say("oh", speech.Voice(f"en-us+{name}", 170, 50)).tobytes(), names))
+    assert len(set(spoken)) == len(names)
 
 
 def test_missing_program_is_explained(
@@ -126,7 +177,7 @@ def test_missing_program_is_explained(
 
 def test_keyword_ends_where_the_stream_says(speech: Any) -> None:
     """A stream of keywords alone is silent from an end to the end of the pause, but for its noise."""
-    stream = speech.speech(np.random.default_rng(1), speech.TEST_SPEAKERS, 12.0, "computer", 1.0, 0.0)
+    stream = speech.speech(np.random.default_rng(1), module("training.speakers").TEST, 12.0, "computer", 1.0, 0.0)
     assert len(stream.samples) == 12 * speech.RATE and len(stream.ends) >= 4
     for end in stream.ends:
         last = int(end * speech.RATE)
@@ -161,15 +212,11 @@ def test_recipe_trains_and_evaluates_through_the_service(
     folder = trained / "computer-qrnn" / "1"
     card = (folder / spec.CARD).read_text()
     assert "--keyword computer --quick" in card and "$" not in card
-    recipe, live, evaluation, results = (
-        module("train_keyword"),
-        module("training.live"),
-        module("evaluate_keyword"),
-        tmp_path / "r.jsonl",
-    )
+    live, evaluation, results = module("training.live"), module("evaluate_keyword"), tmp_path / "r.jsonl"
     with serving(trained, tmp_path) as server:
         line = ["--model", "computer-qrnn", "--url", server.address, "--hours", "0.005", "--keyword-hours", "0.03"]
         line += ["--streams", "3", "--seconds", "2", "--threshold", "0.01", "--results", str(results)]
+        line += ["--service-pid", str(server.process.pid), "--data", str(tmp_path / "data")]
         assert evaluation.main(line) == 0
         assert evaluation.main(["--model", "other", "--url", server.address]) == 1
         rows = np.random.default_rng(0).normal(16, 2, (60, 40)).astype(np.float32)
@@ -177,12 +224,14 @@ def test_recipe_trains_and_evaluates_through_the_service(
         outputs = asyncio.run(live.outputs(server.address, "computer-qrnn", [rows[:7], rows[7:]]))
     [record] = module("training.records").read(results)
     assert record["chunks"] == 3 * 50 and 0 <= record["late_chunks"] <= 150 and record["keywords"] > 0
+    assert 0 <= record["streams_behind_at_end"] <= record["late_streams"] <= min(3, record["late_chunks"])
+    assert record["service_core_percent"] > 0 and record["generator_core_percent"] > 0
     assert record["chunk_ms_max"] >= record["chunk_ms_p99"] >= record["chunk_ms_p50"] > 0
     assert record["misses"] <= record["keywords"] and record["false_alarms_an_hour"] >= 0
     printed = capsys.readouterr()
     assert f"misses: {record['misses']}" in printed.out and "has no model 'other'" in printed.err
     torch = importlib.import_module("torch")
-    model = recipe.SignalModel("qrnn", torch.zeros(2, 40), 16, 2, causal=True, front=5).eval()
+    model = module("training.signal_model").SignalModel("qrnn", torch.zeros(2, 40), 16, 2, causal=True, front=5).eval()
     model.load(folder)
     with torch.no_grad():
         expected = model(torch.from_numpy(rows)[None], torch.tensor([60])).softmax(-1)[0, :, 1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,23 +11,64 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
-from training import speech
+from training import speakers, speech
 from training.frames import BANDS, FRAME_SECONDS, WINDOW_SECONDS, frames
 
-TRAINING, DEVELOPMENT, TEST = range(3)
-"""The first number of every seed, by the purpose of its streams."""
 SPEAKING = 2 * (os.cpu_count() or 1)
 """Threads that wait for espeak-ng."""
-SHARE, NEAR = 0.6, 0.05
-"""Share of utterances that end with the keyword, and share of near misses among the words. An utterance is between two pauses."""
-AFTER, UNDECIDED = 0.2, 0.1
-"""Seconds after the end of a keyword in which frames are positive, and seconds around these in which frames do not count."""
+START, STOP = 0.03, 0.15
+"""Seconds after the end of a keyword between which frames are positive: the model hears what follows, and may not answer later."""
+BEFORE, BEHIND = 0.1, 0.05
+"""Seconds before the end of a keyword, and after its positive frames, in which frames do not count."""
 CUT_FRAMES = 80
 """Frames at the beginning of a window in which a keyword may be incomplete."""
 WEIGHT = 2.0
 """Weight of a positive frame: there are few of them."""
+TILTS = 6
+"""Points of a random curve along the bands."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Streams of one purpose. number: the first number of every seed. share: of the utterances that end with the keyword, where an
+    utterance is between two pauses. near: share of near misses among the words."""
+
+    number: int
+    names: tuple[str, ...]
+    share: float = 0.0
+    near: float = 0.0
+
+
+TRAINING, TRAINING_BABBLE = Part(0, speakers.TRAINING, 0.6, 0.08), Part(3, speakers.TRAINING, 0.0, 0.03)
+DEVELOPMENT, DEVELOPMENT_BABBLE = Part(1, speakers.DEVELOPMENT, 0.6, 0.05), Part(4, speakers.DEVELOPMENT)
+TEST, TEST_NEAR, TEST_BABBLE = Part(2, speakers.TEST, 0.3), Part(5, speakers.TEST, 0.0, 0.05), Part(6, speakers.TEST)
+
+
+@dataclass(frozen=True)
+class Spoken:
+    """A stream as frames. ends: the seconds at which the keyword ends."""
+
+    frames: NDArray[np.float16]
+    ends: tuple[float, ...]
+
+
+def spoken(folder: Path | None, keyword: str, part: Part, seed: tuple[int, ...], seconds: float) -> Spoken:
+    """Return the stream of a seed, from the folder if it has it."""
+    name = "-".join(map(str, (keyword, part.number, *seed)))
+    file = folder / f"{name}-{seconds:g}.npz" if folder else None
+    if file and file.is_file():
+        stored = np.load(file)
+        return Spoken(stored["frames"], tuple(stored["ends"].tolist()))
+    stream = speech.stream(np.random.default_rng((part.number, *seed)), part.names, seconds, keyword, part.share, part.near)
+    made = Spoken(frames(stream.samples).astype(np.float16), stream.ends)
+    if file:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = file.with_suffix(".tmp.npz")
+        np.savez(unfinished, frames=made.frames, ends=np.array(made.ends))
+        unfinished.rename(file)
+    return made
 
 
 @dataclass(frozen=True)
@@ -38,70 +79,77 @@ class Corpus:
     ends: list[tuple[float, ...]]
 
 
-def corpus(folder: Path | None, keyword: str, purpose: int, streams: int, seconds: float) -> Corpus:
-    """Return the streams of a seed, from the folder if it has them."""
-    file = folder / f"{keyword}-{purpose}-{streams}-{seconds:g}.npz" if folder else None
-    if file and file.is_file():
-        stored = np.load(file)
-        return Corpus(stored["frames"], [tuple(row[row >= 0].tolist()) for row in stored["ends"]])
-    speakers = speech.TEST_SPEAKERS if purpose == TEST else speech.TRAINING_SPEAKERS
-
-    def spoken(number: int) -> tuple[NDArray[np.float16], tuple[float, ...]]:
-        stream = speech.stream(np.random.default_rng((purpose, number)), speakers, seconds, keyword, SHARE, NEAR)
-        return frames(stream.samples).astype(np.float16), stream.ends
-
+def corpus(folder: Path | None, keyword: str, part: Part, streams: int, seconds: float) -> Corpus:
+    """Return the first streams of a part."""
     with ThreadPoolExecutor(SPEAKING) as pool:
-        rows, ends = zip(*pool.map(spoken, range(streams)), strict=True)
-    made = Corpus(np.stack(rows), list(ends))
-    if file:
-        padded = np.full((streams, max(map(len, made.ends), default=0)), -1.0)
-        for row, places in zip(padded, made.ends, strict=True):
-            row[: len(places)] = places
-        file.parent.mkdir(parents=True, exist_ok=True)
-        np.savez(file, frames=made.frames, ends=padded)
-    return made
+        made = list(pool.map(lambda number: spoken(folder, keyword, part, (number,), seconds), range(streams)))
+    return Corpus(np.stack([stream.frames for stream in made]), [stream.ends for stream in made])
 
 
 def marks(ends: tuple[float, ...], count: int) -> tuple[Tensor, Tensor]:
     """Return the label and the weight of each of `count` frames.
 
-    A frame is positive (1) when it is complete within `AFTER` seconds after the end of a keyword. Frames shortly before and after these
-    have no weight: it does not matter what the model says there.
+    A frame is positive (1) when it is complete between `START` and `STOP` seconds after the end of a keyword. Frames shortly before and
+    after these have no weight: it does not matter what the model says there.
     """
     complete = torch.arange(count) * FRAME_SECONDS + WINDOW_SECONDS
     labels, weights = torch.zeros(count, dtype=torch.long), torch.ones(count)
     for end in ends:
-        weights[(complete >= end - UNDECIDED) & (complete < end + AFTER + 2 * UNDECIDED)] = 0.0
+        weights[(complete >= end - BEFORE) & (complete < end + STOP + BEHIND)] = 0.0
     for end in ends:
-        positive = (complete >= end) & (complete < end + AFTER)
+        positive = (complete >= end + START) & (complete < end + STOP)
         labels[positive], weights[positive] = 1, WEIGHT
     return labels, weights
 
 
+@dataclass(frozen=True)
+class Batch:
+    """Windows of streams. numbers: of the windows. frames: (windows, frames, BANDS). labels, weights: (windows, frames)."""
+
+    numbers: Tensor
+    frames: Tensor
+    labels: Tensor
+    weights: Tensor
+
+
 class Windows:
-    """The training part as windows at random places of its streams. A window has no weight where it may have cut off a keyword."""
+    """Streams as windows at random places. A window has no weight where it may have cut off a keyword."""
 
-    def __init__(self, part: Corpus, length: int) -> None:
-        self.frames, self.length = torch.from_numpy(part.frames), min(length, part.frames.shape[1])
-        marked = [marks(ends, self.frames.shape[1]) for ends in part.ends]
-        self.labels, self.weights = (torch.stack(column) for column in zip(*marked, strict=True))
-
-    def epoch(self, size: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield batches of frames, labels and weights that have as many frames as the part, in random order."""
+    def __init__(self, parts: Sequence[Corpus], length: int) -> None:
+        self.frames = torch.from_numpy(np.concatenate([part.frames for part in parts]))
         streams, count = self.frames.shape[:2]
-        places = [(stream, start) for stream in range(streams) for start in range(0, count - self.length + 1, self.length)]
-        for batch in torch.split(torch.randperm(len(places)), size):
-            shift = torch.randint(self.length, (len(batch),)).tolist()
-            cuts = [
-                (places[index][0], min(places[index][1] + by, count - self.length))
-                for index, by in zip(batch, shift, strict=True)
-            ]
+        self.length = min(length, count)
+        marked = [marks(ends, count) for part in parts for ends in part.ends]
+        self.labels, self.weights = (torch.stack(column) for column in zip(*marked, strict=True))
+        self.places = [(stream, start) for stream in range(streams) for start in range(0, count - self.length + 1, self.length)]
+        self.losses = torch.ones(len(self.places))
+        """Of each window in its latest batch: the caller sets them."""
+
+    def epoch(self, size: int, share: float) -> Iterator[Batch]:
+        """Yield batches that have `share` of the windows, in random order: all of them, or mostly those with large losses."""
+        some = torch.multinomial(self.losses.clamp(min=1e-4).sqrt(), max(1, int(share * len(self.places))))
+        last = self.frames.shape[1] - self.length
+        for numbers in torch.split(some[torch.randperm(len(some))], size):
+            shifts = torch.randint(self.length, (len(numbers),)).tolist()
+            cuts = [(self.places[number], shift) for number, shift in zip(numbers, shifts, strict=True)]
+            starts = [(stream, min(start + shift, last)) for (stream, start), shift in cuts]
             frames, labels, weights = (
-                torch.stack([rows[stream, start : start + self.length] for stream, start in cuts])
+                torch.stack([rows[stream, start : start + self.length] for stream, start in starts])
                 for rows in (self.frames, self.labels, self.weights)
             )
             whole = (torch.arange(self.length) >= CUT_FRAMES) | (labels == 0)
-            yield frames.float(), labels, weights * whole
+            yield Batch(numbers, frames.float(), labels, weights * whole)
+
+
+def varied(frames: Tensor, loudness: float, warp: float, tilt: float) -> Tensor:
+    """Return frames (windows, frames, BANDS) as other throats, microphones and distances would have them.
+
+    loudness, tilt: standard deviations in log energies, of a constant of the window, and of `TILTS` points along its bands. warp: the
+    largest relative change of the frequencies.
+    """
+    windows = len(frames)
+    points = loudness * torch.randn(windows, 1, 1) + tilt * torch.randn(windows, 1, TILTS)
+    return warped(frames, warp) + nn.functional.interpolate(points, size=BANDS, mode="linear", align_corners=True)
 
 
 def warped(frames: Tensor, spread: float) -> Tensor:

@@ -70,6 +70,14 @@ class Service:
         return 100 * sum(label == example.label for label, example in zip(labels, examples, strict=True)) / len(examples)
 
 
+def cpu_seconds(pid: int) -> float:
+    """Return the processor time of a process on this machine and of its children, in seconds."""
+    folder = Path(f"/proc/{pid}")
+    user, system = (folder / "stat").read_text().rpartition(")")[2].split()[11:13]
+    children = [int(child) for task in (folder / "task").iterdir() for child in (task / "children").read_text().split()]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK") + sum(map(cpu_seconds, children))
+
+
 @contextmanager
 def running(models: Path, device: str) -> Iterator[Service]:
     """Run the service with a models folder until the end of the block. Its log goes to the standard error."""

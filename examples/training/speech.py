@@ -17,6 +17,8 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
+from training.speakers import data_folder
+
 RATE = 16_000
 """Samples per second of every stream."""
 SPOKEN_RATE = 22_050
@@ -25,17 +27,6 @@ HEADER_BYTES = 44
 LOUD = 0.02
 """Share of the peak below which the end of an utterance is silence."""
 ACCENTS = ("en-us", "en-gb", "en-gb-scotland", "en-gb-x-rp", "en-gb-x-gbclan", "en-gb-x-gbcwmd", "en-029", "en-us-nyc")
-# fmt: off
-TRAINING_SPEAKERS = (
-    "m1", "m3", "m4", "m6", "m7", "f1", "f2", "f4", "klatt2", "klatt4", "croak", "adam", "Alex", "Andrea", "Annie", "belinda",
-    "benjamin", "boris", "caleb", "david", "Denis", "Diogo", "ed", "gustave", "Hugo", "iven", "Jacky", "john", "linda",
-    "marcelo", "max", "michel", "pablo", "paul", "quincy", "rob", "sandro", "shelby", "steph", "travis", "victor", "zac",
-)
-TEST_SPEAKERS = (
-    "m2", "m5", "m8", "f3", "f5", "klatt3", "Alicia", "Andy", "anika", "antonio", "edward", "Gene", "Henrique", "iven3",
-    "Lee", "Marco", "Mario", "Michael", "miguel", "Mike", "norbert", "pedro", "robert", "steph2",
-)
-# fmt: on
 WORDS = Path(__file__).with_name("words.txt").read_text().split()
 # fmt: off
 ONSETS = (
@@ -66,8 +57,8 @@ class Voice:
     pitch: int
 
     @classmethod
-    def random(cls, random: Generator, speakers: tuple[str, ...]) -> Voice:
-        name = f"{pick(random, ACCENTS)}+{pick(random, speakers)}"
+    def random(cls, random: Generator, names: tuple[str, ...]) -> Voice:
+        name = f"{pick(random, ACCENTS)}+{pick(random, names)}"
         return cls(name, int(random.integers(120, 221)), int(random.integers(20, 81)))
 
 
@@ -84,7 +75,7 @@ def say(text: str, voice: Voice) -> Samples:
     program = shutil.which("espeak-ng")
     if program is None:
         raise MissingProgram("espeak-ng is missing: install it with make speech (Debian: apt-get install espeak-ng)")
-    settings = ["-v", voice.name, "-s", str(voice.speed), "-p", str(voice.pitch)]
+    settings = [f"--path={data_folder(program)}", "-v", voice.name, "-s", str(voice.speed), "-p", str(voice.pitch)]
     spoken = subprocess.run([program, *settings, "--stdout", text], check=True, capture_output=True).stdout
     samples = resample(np.frombuffer(spoken[HEADER_BYTES:], "<i2").astype(np.float32))
     peak = np.abs(samples).max(initial=1e-9)
@@ -136,13 +127,13 @@ def sentences(random: Generator, keyword: str, near: float) -> str:
     return ". ".join(phrase(random, keyword, near, 2, 12) for _ in range(random.integers(1, 5)))
 
 
-def speech(random: Generator, speakers: tuple[str, ...], seconds: float, keyword: str, share: float, near: float) -> Stream:
+def speech(random: Generator, names: tuple[str, ...], seconds: float, keyword: str, share: float, near: float) -> Stream:
     """Return speech with pauses. `share` of the utterances end with the keyword, the others are sentences without it."""
     parts, ends, length = [], [], 0
-    voice = Voice.random(random, speakers)
+    voice = Voice.random(random, names)
     while length < seconds * RATE:
         if random.random() < 0.3:
-            voice = Voice.random(random, speakers)
+            voice = Voice.random(random, names)
         has_keyword = random.random() < share
         samples = say(phrase(random, keyword, near, 0, 4) + keyword if has_keyword else sentences(random, keyword, near), voice)
         pause = np.zeros(int(RATE * random.uniform(0.05, 1.0)), np.float32)
@@ -153,14 +144,12 @@ def speech(random: Generator, speakers: tuple[str, ...], seconds: float, keyword
     return Stream(np.concatenate(parts)[: int(seconds * RATE)], tuple(ends))
 
 
-def stream(
-    random: Generator, speakers: tuple[str, ...], seconds: float, keyword: str, share: float, near: float = 0.0
-) -> Stream:
+def stream(random: Generator, names: tuple[str, ...], seconds: float, keyword: str, share: float, near: float = 0.0) -> Stream:
     """Return speech with noise, in half of the streams over another voice, and at a random loudness. near: the share of near misses."""
-    front = speech(random, speakers, seconds, keyword, share, near)
+    front = speech(random, names, seconds, keyword, share, near)
     samples = front.samples
     if random.random() < 0.5:
-        behind = speech(random, speakers, seconds, keyword, 0.0, 0.0).samples
+        behind = speech(random, names, seconds, keyword, 0.0, 0.0).samples
         samples = samples + decibels(random.uniform(-25, -12)) * behind
     samples = samples + decibels(random.uniform(-45, -20)) * noise(random, len(samples))
     return Stream((samples * decibels(random.uniform(-26, -6))).astype(np.float32), front.ends)
