@@ -117,9 +117,20 @@ class SessionClient(WatchedHttpClient):
             if self.outcomes[-1] != "session_lost" or self.watched.engine_ends[place] == ends:
                 self.watched.wrong(f"session {name} on engine {place} ended with {self.outcomes[first:][-5:]}")
             self.watched.losses += 1
-            await self._chunk(name)
-            if await self._patient_end(name) not in ("unknown_session", CUT):
-                self.watched.wrong(f"session {name} was not forgotten: {self.outcomes[first:][-5:]}")
+            await self._check_forgotten(name, place)
+
+    async def _check_forgotten(self, name: str, place: int) -> None:
+        """Check that a session whose loss was reported is unknown.
+
+        A chunk that its engine had when it ended reports a loss again: the next engine cannot know that the client has been told.
+        """
+        reported = self.watched.engine_ends[place]
+        await self._chunk(name)
+        end = await self._patient_end(name)
+        if end == "session_lost" and self.watched.engine_ends[place] > reported:
+            await self._check_forgotten(name, place)
+        elif end not in ("unknown_session", CUT):
+            self.watched.wrong(f"session {name} was not forgotten: {self.outcomes[-5:]}")
 
     async def _patient_end(self, name: str) -> str:
         """Return the last outcome, once the engine of the session has restarted."""
