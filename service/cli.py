@@ -71,8 +71,9 @@ def serve(settings: Settings) -> int:
     state_keys.StateKeys(settings)
     peer_keys.PeerKeys(settings)
     build_context(settings)
-    supervisor = Supervisor(settings, Log("supervisor"), announce)
-    supervisor.serve()
+    with spec.confined(settings.models):
+        supervisor = Supervisor(settings, Log("supervisor"), announce)
+        supervisor.serve()
     return 0
 
 

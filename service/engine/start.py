@@ -21,12 +21,18 @@ from service.ipc.session_journal import SessionJournal, journal_records
 from service.log import Log
 from service.metrics import Metrics
 from service.modeling import spec
+from service.settings import Settings
 
 
 def run(config: ProcessConfig) -> None:
     """Load the models, then run batches until the supervisor closes the control channel."""
-    settings, metrics = config.read_settings(), Metrics()
-    spec.confine(settings.models)
+    settings = config.read_settings()
+    with spec.confined(settings.models):
+        _run(config, settings)
+
+
+def _run(config: ProcessConfig, settings: Settings) -> None:
+    metrics = Metrics()
     control, heartbeat = config.open_control(), Heartbeat(config.heartbeat)
     trials = Trials(control)
     log = Log(f"engine-{config.place}")

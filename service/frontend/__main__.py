@@ -20,13 +20,19 @@ from service.ipc.trace_socket import TraceWriter
 from service.log import Log
 from service.metrics import Metrics
 from service.modeling import spec
+from service.settings import Settings
 
 
 def main() -> None:
     """Serve clients until SIGTERM, then drain."""
     config = ProcessConfig.read()
-    settings, metrics = config.read_settings(), Metrics()
-    spec.confine(settings.models)
+    settings = config.read_settings()
+    with spec.confined(settings.models):
+        _run(config, settings)
+
+
+def _run(config: ProcessConfig, settings: Settings) -> None:
+    metrics = Metrics()
     control = Control(config.open_control(), Heartbeat(config.heartbeat), on_change=freeze_heap)
     log = Log("frontend")
     try:

@@ -37,7 +37,6 @@ from service.ipc.session_journal import SessionJournal, journal_records
 from service.ipc.trace_socket import TraceSockets
 from service.log import Log
 from service.metrics import Metrics, Snapshot
-from service.modeling import spec
 from service.settings import Settings
 from service.supervisor import numa, ports
 from service.supervisor.health import HealthPort
@@ -98,7 +97,6 @@ class Supervisor:
             messages.LoadModel: self._handle_load,
             messages.UnloadModel: self._handle_unload,
         }
-        spec.confine(settings.models)
         repository = Repository(settings.models, settings.versions, settings.alias)
         self._trials = Trials()
         self._model_reloader = ModelReloader(

@@ -18,16 +18,15 @@ OWN, SECRET, REFUSED = b"own", b"secret", b"refused"
 
 
 @pytest.fixture
-def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def root(tmp_path: Path) -> Iterator[Path]:
     """The models folder of a confined process, with a version of a model; a secret is next to it."""
     folder = tmp_path / "models" / "words" / "1"
     folder.mkdir(parents=True)
     (folder / "weights").write_bytes(OWN)
     (tmp_path / "outside").mkdir()
     (tmp_path / "outside" / "weights").write_bytes(SECRET)
-    monkeypatch.setattr(files, "_confined_to", [])
-    files.confine(tmp_path / "models")
-    return tmp_path / "models"
+    with files.confined(tmp_path / "models"):
+        yield tmp_path / "models"
 
 
 @pytest.fixture
@@ -67,12 +66,13 @@ def test_links_within_the_folder_are_followed(root: Path) -> None:
 def test_models_folder_may_be_a_link_that_changes(root: Path, outside: Path) -> None:
     current = root.parent / "current"
     current.symlink_to(root)
-    files.confine(current)
-    assert files.read_file(current / "words" / "1" / "weights") == OWN
-    current.unlink()
-    current.symlink_to(outside)
-    assert files.read_file(current / "weights") == SECRET
-    assert refused(root / "words" / "1" / "weights")
+    with files.confined(current):
+        assert files.read_file(current / "words" / "1" / "weights") == OWN
+        current.unlink()
+        current.symlink_to(outside)
+        assert files.read_file(current / "weights") == SECRET
+        assert refused(root / "words" / "1" / "weights")
+    assert files.read_file(root / "words" / "1" / "weights") == OWN, "the confinement ends"
 
 
 def test_system_without_proc_refuses_links_too(root: Path, outside: Path, monkeypatch: pytest.MonkeyPatch) -> None:

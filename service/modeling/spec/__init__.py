@@ -25,7 +25,7 @@ from pydantic import Field, StrictBool, ValidationError, model_validator
 from service.errors import ModelError
 from service.modeling.spec.activations import Activation
 from service.modeling.spec.error_messages import error_messages
-from service.modeling.spec.files import confine, read_file
+from service.modeling.spec.files import confined, read_file
 from service.modeling.spec.heads import (
     ClassifyHead,
     EmbedHead,
@@ -90,7 +90,7 @@ __all__ = [
     "TCNLayer",
     "TagHead",
     "TextCNNLayer",
-    "confine",
+    "confined",
     "digest",
     "find_models",
     "model_folders",

@@ -5,15 +5,22 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 _confined_to: list[Path] = []
 """The models folder, if this process reads no files outside of it."""
 
 
-def confine(root: Path) -> None:
-    """Refuse to read files outside of a folder from now on. Links within it are followed as long as they do not leave it."""
-    _confined_to[:] = [root]
+@contextmanager
+def confined(root: Path) -> Iterator[None]:
+    """Within the context, no thread reads a file outside of a folder. Links within it are followed as long as they do not leave it."""
+    before, _confined_to[:] = _confined_to[:], [root]
+    try:
+        yield
+    finally:
+        _confined_to[:] = before
 
 
 def read_file(file: Path, size: int = -1) -> bytes:
