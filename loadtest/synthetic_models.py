@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -36,10 +37,15 @@ def write(
 
 
 def with_sensors(models: Path, root: Path) -> Path:
-    """Fill `root` with links to everything in `models` and with the model `sensors`, a GRU over 16 features. Returns `root`."""
+    """Fill `root` with copies of everything in `models` and with the model `sensors`, a GRU over 16 features. Returns `root`.
+
+    A service reads nothing behind a link out of its models folder.
+    """
     for path in models.iterdir():
-        if path.is_dir() or path.name == ALIASES:
-            (root / path.name).symlink_to(path.resolve())
+        if path.is_dir():
+            shutil.copytree(path, root / path.name)
+        elif path.name == ALIASES:
+            shutil.copy(path, root)
     features = SequenceInput(kind="features", features=16, max_steps=1024)
     write(root, "sensors", features, GRULayer(kind="gru", hidden=64), precision="float32", scale=SENSOR_SCALE)
     return root

@@ -30,7 +30,7 @@ class KnownAnswers:
         self._clock = clock
         self._known: dict[ModelKey, list[Array]] = {}
         self._unchecked: list[ModelKey] = []
-        self._next_pass = 0.0
+        self._next_pass = clock() + CHECK_SECONDS  # not at once: the first requests should not wait for it
 
     def next_model(self) -> ModelKey | None:
         """Return a model that is due to be checked."""

@@ -70,6 +70,8 @@ def _without_memory(_: ModelKey) -> list[Array]:
 def test_each_model_is_due_once_in_a_while() -> None:
     now, engine = [0.0], FakeEngine()
     known = KnownAnswers(engine, lambda: now[0])
+    assert known.next_model() is None, "the first requests do not wait for a check"
+    now[0] += CHECK_SECONDS
     assert {known.next_model(), known.next_model()} == {MODEL, OTHER} and known.next_model() is None
     now[0] += CHECK_SECONDS - 1
     assert known.next_model() is None
@@ -83,6 +85,7 @@ def test_version_that_is_loaded_again_has_a_new_answer() -> None:
     known = KnownAnswers(engine, lambda: now[0])
     known.check(MODEL)
     engine.served = [again := MODEL._replace(generation=MODEL.generation + 1)]
+    now[0] += CHECK_SECONDS
     assert known.next_model() == again
     known.check(again)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ def test_engine_that_computes_other_numbers_is_replaced(tmp_path: Path, monkeypa
     with serving(tmp_path / "models", tmp_path, "--device", "cpu") as server:
         before, right = server.pid("engine-0"), answered(server)[1]
         assert server.metric("seqserve_batch_sequences_count") == 1, "known answers are not counted"
+        time.sleep(1.5 * CHECK_SECONDS)  # until the engine has noted its first answer
         damaged.touch()
         assert answered(server)[1] != right
         eventually(lambda: server.events("device lost"), 3 * CHECK_SECONDS)
