@@ -41,14 +41,14 @@ def lines(measured: list[Record], variants: Collection[str] = tuple(VARIANTS)) -
     newest = list({(_model(record), *_place(record)): record for record in measured}.values())
     choices = {_model(record): record["choices"] for record in newest if record["kind"] == "training"}
     current = [record for record in newest if record["choices"] == choices.get(_model(record))]
-    families = sorted({(record["set"], record["encoder"]) for record in current})
+    families = sorted({_family(record) for record in current})
     if not families:
         return [EMPTY]
     rows = [row for family in families for row in _rows([record for record in current if _family(record) == family], variants)]
     return [*pages.table(COLUMNS, rows), "", *pages.machines(current)]
 
 
-def _family(record: Record) -> tuple[object, ...]:
+def _family(record: Record) -> tuple[str, str]:
     return record["set"], record["encoder"]
 
 

@@ -37,7 +37,7 @@ class KnownAnswers:
         now = self._clock()
         if now >= self._next_pass:
             self._next_pass = now + CHECK_SECONDS
-            self._unchecked = [ModelKey(model.name, model.version, model.generation) for model in self._engine.loaded()]
+            self._unchecked = [model.key for model in self._engine.loaded()]
             self._known = {key: answer for key, answer in self._known.items() if key in self._unchecked}
         while self._unchecked:
             key = self._unchecked.pop()
