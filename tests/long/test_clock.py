@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +13,7 @@ import pytest
 
 from tests import models
 from tests.accumulator import Account
+from tests.long.preloaded import compiled
 from tests.serving import Server, answering, eventually, serving
 from tests.steady import processes
 
@@ -30,13 +29,7 @@ MONOTONIC_TOO = "CLOCK_MONOTONIC_TOO"
 
 @pytest.fixture(scope="module")
 def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    compiler = shutil.which("cc")
-    if compiler is None:
-        pytest.skip("a C compiler is missing")
-    library = tmp_path_factory.mktemp("shim") / "wall_clock.so"
-    source = Path(__file__).parent / "wall_clock.c"
-    subprocess.run([compiler, "-shared", "-fPIC", "-O2", "-o", str(library), str(source), "-ldl"], check=True)
-    return library
+    return compiled("wall_clock.c", tmp_path_factory.mktemp("shim"))
 
 
 @contextmanager

@@ -7,8 +7,6 @@ of /proc: those it may.
 from __future__ import annotations
 
 import json
-import shutil
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -22,6 +20,7 @@ import uvloop
 from service.frontend.oip.protobuf import METHODS, SERVICE
 from tests import models
 from tests.fuzz.wire.line import send
+from tests.long.preloaded import compiled
 from tests.planted import plant
 from tests.serving import Server, serving
 
@@ -66,13 +65,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    compiler = shutil.which("cc")
-    if compiler is None:
-        pytest.skip("a C compiler is missing")
-    made = tmp_path_factory.mktemp("library") / "opened_files.so"
-    source = Path(__file__).with_name("opened_files.c")
-    subprocess.run([compiler, "-shared", "-fPIC", "-O2", "-o", str(made), str(source), "-ldl"], check=True)
-    return made
+    return compiled("opened_files.c", tmp_path_factory.mktemp("library"))
 
 
 @contextmanager
