@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
@@ -22,15 +20,20 @@ import evaluate_series
 import torch
 import train_series
 from training import pages, records
+from training.loads import measure
 from training.records import Record
 from training.series_sets import MissingSet, read, read_set
-from training.service import Service, running
+from training.service import running
 
 HERE = Path(__file__).parent
 MARK = "series"
 SETS = ("JapaneseVowels", "BasicMotions")
-CALLERS = (1, 64)
-COLUMNS = ("set", "family", "runs", "framework alone, %", "service, %", "training, s", "bytes", "ms", "series/s")
+IDENTITY = ("kind", "set", "encoder", "seed", "device", "callers")
+"""What tells records apart: a later one with the same values replaces an earlier one."""
+COLUMNS = (
+    *("set", "family", "runs", "framework alone, %", "training, s", "bytes"),
+    *(f"{device} {figure}" for device in ("CPU", "GPU") for figure in ("%", "ms", "series/s")),
+)
 
 
 @dataclass(frozen=True)
@@ -54,55 +57,48 @@ def train(run: Run, data: Path, models: Path, is_quick: bool) -> Record:
     return train_series.write(models / run.name / "1", trained, series_set, f"--set {run.set}") | {"quick": is_quick}
 
 
-def serve(runs: list[Run], data: Path, models: Path, seconds: float, is_quick: bool) -> Iterator[Record]:
-    """Yield the accuracy of each model by HTTP, and the speed of the first of each set and family, one CPU engine serving all."""
-    with running(models, "cpu") as service:
+def serve(runs: list[Run], data: Path, models: Path, device: str, seconds: float, is_quick: bool) -> Iterator[Record]:
+    """Yield the accuracy of each model by HTTP, and the speed of the first of each set and family, one engine serving all."""
+    with running(models, device) as service:
         for run in runs:
             test = read(data, run.set, "TEST")
             percent = evaluate_series.accuracy(service, run.name, test[: train_series.QUICK_SERIES] if is_quick else test)
-            yield {"kind": "served", "set": run.set, "encoder": run.encoder, "seed": run.seed, "served_percent": percent}
+            yield {"kind": "served", "device": device, "served_percent": percent, **asdict(run)}
         for run in {(run.set, run.encoder): run for run in reversed(runs)}.values():
-            yield {"kind": "speed", "set": run.set, "encoder": run.encoder, **speed(service, models, run.name, seconds)}
-
-
-def speed(service: Service, models: Path, name: str, seconds: float) -> Record:
-    """Return the median latency of one caller, and the throughput of many, by `seqserve bench` with random series."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "levels.jsonl"
-        command = [sys.executable, "-m", "service", "bench", "--url", service.url, "--models", str(models), "--model", name]
-        levels = ["--callers", ",".join(map(str, CALLERS)), "--seconds", str(seconds), "--json", str(file)]
-        subprocess.run([*command, *levels], check=True, stdout=subprocess.DEVNULL)
-        one, many = records.read(file)
-    return {"p50_ms": one["p50_ms"], "series_per_second": many["answers_per_second"]}
+            for load in measure(service, models, run.name, device, seconds):
+                yield load | asdict(run)
 
 
 def lines(measured: list[Record]) -> list[str]:
     """Return the table of a results file, without quick trials."""
     full = [record for record in measured if not record["quick"]]
-    newest = {(record["kind"], record["set"], record["encoder"], record.get("seed")): record for record in full}.values()
+    newest = {tuple(map(record.get, IDENTITY)): record for record in full}.values()
     pairs = sorted({(record["set"], record["encoder"]) for record in newest})
     if not pairs:
-        return ["No measurements are recorded yet."]
+        return [pages.EMPTY]
     groups = [[record for record in newest if (record["set"], record["encoder"]) == pair] for pair in pairs]
-    return [*pages.table(COLUMNS, map(row, groups)), "", pages.places(newest)]
+    return [*pages.table(COLUMNS, map(row, groups)), "", *pages.machines(newest)]
 
 
 def row(group: list[Record]) -> list[str]:
     """Return the row of a set and family: means and deviations of accuracies, and medians of times and sizes."""
     trainings = [record for record in group if record["kind"] == "training"]
-    served = [record["served_percent"] for record in group if record["kind"] == "served"]
-    speeds = [record for record in group if record["kind"] == "speed"]
     return [
         group[0]["set"],
         group[0]["encoder"],
         str(len(trainings)),
         pages.spread([record["trained_percent"] for record in trainings]),
-        pages.spread(served),
         f"{median(record['training_seconds'] for record in trainings):.0f}" if trainings else pages.MISSING,
         f"{median(record['bytes'] for record in trainings):,.0f}" if trainings else pages.MISSING,
-        f"{speeds[-1]['p50_ms']:.2f}" if speeds else pages.MISSING,
-        f"{speeds[-1]['series_per_second']:,.0f}" if speeds else pages.MISSING,
+        *(cell for on_gpu in (False, True) for cell in on_device(group, on_gpu)),
     ]
+
+
+def on_device(group: list[Record], on_gpu: bool) -> tuple[str, str, str]:
+    """Return the accuracy by HTTP and the speed of a set and family on one kind of device."""
+    here = [record for record in group if "device" in record and pages.on_gpu(record) == on_gpu]
+    served = [record["served_percent"] for record in here if record["kind"] == "served"]
+    return pages.spread(served), *pages.speed([record for record in here if record["kind"] == "speed"])
 
 
 def arguments(line: list[str] | None) -> argparse.Namespace:
@@ -115,6 +111,7 @@ def arguments(line: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--encoders", type=words, default=list(train_series.DEFAULTS), help="families (default: all)")
     parser.add_argument("--seeds", type=int, default=3, help="trainings of each family on a set (default: %(default)s)")
     parser.add_argument("--jobs", type=int, default=1, help="trainings at once (default: %(default)s)")
+    parser.add_argument("--devices", default="cpu", help="devices to serve on, as in cpu,cuda:0 (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=5.0, help="duration of each load (default: %(default)s)")
     parser.add_argument("--models", type=Path, default=Path("build/series"), help="folder for models (default: %(default)s)")
     parser.add_argument("--results", type=Path, default=HERE / "results-series.jsonl", help="(default: %(default)s)")
@@ -141,8 +138,8 @@ def main(line: list[str] | None = None) -> int:
         for run, training in zip(missing, trainings, strict=True):
             records.append(flags.results, training.result())
             print(f"{run.name} is trained", flush=True)
-    if runs:
-        for record in serve(runs, flags.data, flags.models, flags.seconds, flags.quick):
+    for device in flags.devices.split(",") if runs else []:
+        for record in serve(runs, flags.data, flags.models, device, flags.seconds, flags.quick):
             records.append(flags.results, record | mark)
     pages.put(flags.page, MARK, lines(records.read(flags.results)))
     return 0

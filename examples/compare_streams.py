@@ -5,6 +5,7 @@
 
 A model with a folder is not trained again. With `--encoders none` the command only draws the table. With `--url` it asks a running service
 that has the models. The figures of an evaluation join the earlier figures of the family, so streams in real time can be measured later.
+The first of `--devices` evaluates the model, and all of them measure the speed of single requests unless `--seconds` is 0.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ import importlib
 import shlex
 import string
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 from training import pages, records
 from training.encoders import STEP_ENCODERS
+from training.loads import measure
 from training.records import Record
 from training.service import Service, running
 
@@ -47,6 +49,7 @@ class Recipe:
     columns: dict[str, Callable[[Record], str]]
 
 
+SPEEDS = tuple(f"{device} {figure}" for device in ("CPU", "GPU") for figure in ("ms", "sequences/s"))
 BOTH = {"training, s": figure("training_seconds", "{:.0f}"), "bytes": figure("bytes", "{:,}")}
 RECIPES = {
     "forecast": Recipe(
@@ -104,26 +107,42 @@ def run(recipe: Recipe, encoder: str, flags: argparse.Namespace) -> None:
     threshold = ["--threshold", str(trained[-1]["threshold"])] if "threshold" in trained[-1] else []
     part = flags.results.with_suffix(f".{encoder}.tmp")
     part.unlink(missing_ok=True)
-    with nullcontext(Service(flags.url)) if flags.url else running(models, "cpu") as service:
+    first, *others = flags.devices.split(",")
+    with nullcontext(Service(flags.url)) if flags.url else running(models, first) as service:
         line = ["--model", encoder, "--url", service.url, "--results", str(part), *threshold]
         if evaluate.main([*line, *shlex.split(flags.evaluate)]):
             raise SystemExit(1)
-    records.append(flags.results, records.read(part)[-1] | {"encoder": encoder, "quick": flags.quick})
+        loads = measure(service, models, encoder, first, flags.seconds) if flags.seconds else []
+    for device in others if flags.seconds else []:
+        with running(models, device) as service:
+            loads += measure(service, models, encoder, device, flags.seconds)
+    for record in (records.read(part)[-1], *loads):
+        records.append(flags.results, record | {"encoder": encoder, "quick": flags.quick})
     part.unlink()
 
 
 def lines(recipe: Recipe, measured: list[Record]) -> list[str]:
     """Return the table of a results file, without quick trials. A later record of a family replaces an earlier one."""
     full = [record for record in measured if not record["quick"]]
+    loads = {(each["encoder"], each["device"], each["callers"]): each for each in full if each["kind"] == "speed"}.values()
     families: dict[str, Record] = {}
     for kind in ("training", "served"):
         for record in full:
             if record["kind"] == kind:
                 families[record["encoder"]] = families.get(record["encoder"], {}) | record
-    rows = [[encoder, *(write(record) for write in recipe.columns.values())] for encoder, record in families.items()]
+    rows = [
+        [encoder, *(write(record) for write in recipe.columns.values()), *speeds(loads, encoder)]
+        for encoder, record in families.items()
+    ]
     if not rows:
-        return ["No measurements are recorded yet."]
-    return [*pages.table(("family", *recipe.columns), rows), "", pages.places(full)]
+        return [pages.EMPTY]
+    return [*pages.table(("family", *recipe.columns, *SPEEDS), rows), "", pages.places(full)]
+
+
+def speeds(loads: Iterable[Record], encoder: str) -> list[str]:
+    """Return the speed of single requests to the model of a family on both kinds of device."""
+    here = [load for load in loads if load["encoder"] == encoder]
+    return [cell for on_gpu in (False, True) for cell in pages.speed([load for load in here if pages.on_gpu(load) == on_gpu])]
 
 
 def arguments(line: list[str] | None) -> argparse.Namespace:
@@ -136,6 +155,10 @@ def arguments(line: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--train", default="", metavar="FLAGS", help="more flags of the training")
     parser.add_argument("--evaluate", default="", metavar="FLAGS", help="more flags of the evaluation")
     parser.add_argument("--models", type=Path, default=Path("build/streams"), help="folder for models (default: %(default)s)")
+    parser.add_argument("--devices", default="cpu", help="devices to serve on, as in cpu,cuda:0 (default: %(default)s)")
+    parser.add_argument(
+        "--seconds", type=float, default=5.0, help="duration of each load; 0 measures no speed (default: %(default)s)"
+    )
     parser.add_argument("--url", help="address of a service that has the models (default: starts one for each family)")
     parser.add_argument("--results", type=Path, help="results file (default: results-RECIPE.jsonl beside this script)")
     parser.add_argument("--page", type=Path, default=HERE / "README.md", help="page with the table (default: %(default)s)")

@@ -39,7 +39,6 @@ LAYERS = {
 COLOURS = ("#e69f00", "#f0e442", "#0072b2", "#56b4e9", "#003f5c", "#d55e00", "#cc79a7")
 FAMILIES = {"lstm": "#999999", "cnn": "#e69f00", "qrnn": "#d55e00", "sru": "#0072b2"}
 SETS = {"cr": "CR", "subj": "Subj", "mr": "MR", "trec": "TREC"}
-EMPTY = ["No measurements are recorded yet."]
 
 
 def draw_speed(bench: dict[str, list[Record]], image: Path, link: str) -> list[str]:
@@ -81,7 +80,7 @@ def draw_curves(trainings: list[Record], image: Path, link: str) -> list[str]:
     shown = [record for record in trainings if record["encoder"] in FAMILIES and _curve(record)]
     sets = [name for name in SETS if any(record["set"] == name for record in shown)]
     if not sets:
-        return EMPTY
+        return [pages.EMPTY]
     figure = Figure(figsize=(4.5 * len(sets), 4), layout="constrained")
     for axes, name in zip(figure.subplots(1, len(sets), squeeze=False)[0], sets, strict=True):
         for family, colour in FAMILIES.items():
@@ -129,7 +128,7 @@ def classification(trainings: list[Record]) -> list[str]:
     """Return the table of test accuracies and times of training of all families."""
     sets = [name for name in SETS if any(record["set"] == name for record in trainings)]
     if not sets:
-        return EMPTY
+        return [pages.EMPTY]
     families = sorted({record["encoder"] for record in trainings})
     rows = []
     for family in families:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-EMPTY = ["No measurements are recorded yet."]
 
 
 @pytest.fixture(autouse=True)
@@ -39,11 +38,15 @@ def test_row_of_a_family_has_its_latest_figures() -> None:
         "streams_behind_at_end": 1,
         "service_core_percent": 71.5,
     }
+    loads = [
+        {**common, "kind": "speed", "device": "cpu", "callers": 1, "p50_ms": 0.31, "texts_per_second": 3000.0},
+        {**common, "kind": "speed", "device": "cpu", "callers": 64, "p50_ms": 3.1, "texts_per_second": 21000.0},
+    ]
     old, trial = {**served, "misses": 40}, {**training, "quick": True, "encoder": "trial"}
-    lines = compare.lines(compare.RECIPES["keyword"], [training, old, {**served, **live}, trial])
+    lines = compare.lines(compare.RECIPES["keyword"], [training, old, {**served, **live}, *loads, trial])
     assert (
-        "| sru | 12 | 31,335 | – | 0.9 | 2 of 50 | 0.2 in 10 h | 7 in 1 h | 42 | 99 | – | – | 3.5 | 9.25 | 3 of 2,500 | 1 of 100 | 71.5 |"
-        in lines
+        "| sru | 12 | 31,335 | – | 0.9 | 2 of 50 | 0.2 in 10 h | 7 in 1 h | 42 | 99 | – | – | 3.5 | 9.25 | 3 of 2,500 | 1 of 100 | 71.5 "
+        "| 0.31 | 21,000 | – | – |" in lines
     )
     assert len(lines) == 5 and "P, from 2026-01-02" in lines[-1]
     assert "| – |" in compare.lines(compare.RECIPES["keyword"], [training, served])[2], "without streams in real time"
@@ -55,13 +58,13 @@ def test_family_is_trained_once_and_evaluated_each_time(tmp_path: Path, capsys: 
     compare, records, pages = module("compare_streams"), module("training.records"), module("training.pages")
     page, results = tmp_path / "page.md", tmp_path / "results.jsonl"
     page.write_text("<!-- forecast -->\nold\n<!-- end of forecast -->\n")
-    line = ["forecast", "--encoders", "gru", "--quick", "--evaluate=--streams 2 --steps 150", "--page", str(page)]
-    line += ["--models", str(tmp_path / "models"), "--results", str(results)]
+    line = ["forecast", "--encoders", "gru", "--quick", "--evaluate=--streams 2 --steps 150", "--seconds", "0.2"]
+    line += ["--models", str(tmp_path / "models"), "--results", str(results), "--page", str(page)]
     assert compare.main(line) == 0 and compare.main(line) == 0
     measured = records.read(results)
-    assert [record["kind"] for record in measured] == ["training", "served", "served"]
-    assert measured[1]["loss"] == measured[2]["loss"] and measured[1]["encoder"] == "gru"
-    assert pages.drawn(page, "forecast") == EMPTY, "quick figures stay out of the table"
+    assert [record["kind"] for record in measured] == ["training", *(["served", "speed", "speed"] * 2)]
+    assert measured[1]["loss"] == measured[4]["loss"] and measured[1]["encoder"] == "gru"
+    assert pages.drawn(page, "forecast") == [pages.EMPTY], "quick figures stay out of the table"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["models", "page.md", "results.jsonl"]
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from service.modeling import spec
 from tests.serving import serving
@@ -114,6 +115,21 @@ def test_threshold_has_few_misses_among_those_with_few_false_alarms() -> None:
     assert fitting.best(*development({0.5: 0, 0.98: 8}, {0.98: 20})) == 0.98, (
         "the fewest false alarms when there are always too many"
     )
+
+
+@pytest.mark.parametrize("family", ["sru", "qrnn", "lstm", "gru", "cnn", "tcn"])
+def test_every_family_learns_with_matrices_of_bfloat16(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on processors that multiply them fast."""
+    fitting, data, model = module("training.keyword_fitting"), module("training.keyword_data"), module("training.signal_model")
+    monkeypatch.setattr(fitting, "MIXED", True)
+    torch.manual_seed(0)
+    frames = torch.randn(4, 30, 6)
+    labels = (frames[..., 0] > 0).long()
+    batch = data.Batch(torch.arange(4), frames, labels, torch.ones(4, 30))
+    learner = model.SignalModel(family, frames.flatten(0, 1), 8, 2, causal=True, front=5)
+    optimizer = torch.optim.Adam([value for value in learner.parameters() if value.requires_grad], 0.01)
+    first, *_, last = (float(fitting.learn(learner, batch, optimizer).sum()) for _ in range(30))
+    assert last < 0.9 * first
 
 
 def test_processor_time_of_a_process_has_that_of_its_children() -> None:

@@ -115,10 +115,10 @@ def test_all_families_are_compared_once(data: Path, tmp_path: Path, capsys: pyte
     line += ["--models", str(tmp_path / "models"), "--results", str(tmp_path / "r.jsonl"), "--page", str(page)]
     assert compare.main(line) == 0
     measured = records.read(tmp_path / "r.jsonl")
-    assert [record["kind"] for record in measured] == ["training"] * 4 + ["served"] * 4 + ["speed"] * 2
+    assert [record["kind"] for record in measured] == ["training"] * 4 + ["served"] * 4 + ["speed"] * 4
     for trained, served in zip(measured[:4], measured[4:8], strict=True):
         assert served["served_percent"] == pytest.approx(trained["stored_percent"])
-    assert pages.drawn(page, "series") == ["No measurements are recorded yet."] and page.read_text().endswith("after\n")
+    assert pages.drawn(page, "series") == [pages.EMPTY] and page.read_text().endswith("after\n")
     assert capsys.readouterr().out.count("is trained") == 4
     assert compare.main([*line, "--encoders", "cnn"]) == 0 and "is trained" not in capsys.readouterr().out
 
@@ -131,13 +131,22 @@ def test_table_has_means_and_deviations() -> None:
             {**place, "kind": "training", "seed": seed, "trained_percent": percent, "training_seconds": 10.0, "bytes": 2000}
             for seed, percent in ((1, 80.0), (2, 82.0))
         ),
-        *({**place, "kind": "served", "seed": seed, "served_percent": percent} for seed, percent in ((1, 80.5), (2, 81.5))),
-        {**place, "kind": "speed", "p50_ms": 0.5, "series_per_second": 9000.0},
+        *(
+            {**place, "kind": "served", "device": "cpu", "seed": seed, "served_percent": percent}
+            for seed, percent in ((1, 80.5), (2, 81.5))
+        ),
+        *(
+            {**place, "kind": "speed", "seed": 1, "device": "cuda:0", "gpu": "G", "callers": callers, **load}
+            for callers, load in (
+                (1, {"p50_ms": 0.5, "texts_per_second": 2000.0}),
+                (64, {"p50_ms": 5.0, "texts_per_second": 9000.0}),
+            )
+        ),
         {**place, "kind": "training", "seed": 1, "quick": True, "set": "trial"},
     ]
     lines = "\n".join(module("compare_series").lines(measured))
-    assert "| waves | sru | 2 | 81.0 ± 1.4 | 81.0 ± 0.7 | 10 | 2,000 | 0.50 | 9,000 |" in lines
-    assert "Measured on P, from 2026-01-02 to 2026-01-02." in lines and "trial" not in lines
+    assert "| waves | sru | 2 | 81.0 ± 1.4 | 10 | 2,000 | 81.0 ± 0.7 | – | – | – | 0.50 | 9,000 |" in lines
+    assert "Trained on P, from 2026-01-02" in lines and "Served on P, G, from 2026-01-02" in lines and "trial" not in lines
 
 
 def test_readme_has_the_table_of_the_results_file() -> None:

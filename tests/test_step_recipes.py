@@ -384,7 +384,7 @@ def test_results_runs_everything_once(
     measured = records.read(tmp_path / "results.jsonl")
     assert [record["kind"] for record in measured] == ["reference", "reference", "training", "served", "speed", "speed"]
     assert measured[3]["served"] == pytest.approx(measured[2]["stored"], abs=1)
-    assert page.read_text() == f"before\n{marks}after\n".replace("old", importlib.import_module("training.step_table").EMPTY)
+    assert page.read_text() == f"before\n{marks}after\n".replace("old", importlib.import_module("training.pages").EMPTY)
     capsys.readouterr()
     for seconds in ("0.2", "0"):
         assert results.main([*line, "--seconds", seconds]) == 0

@@ -295,9 +295,9 @@ def test_results_runs_everything_once(
     Without the models and the speed, only the model whose speed is measured is trained again.
     """
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    results, table, records = (importlib.import_module(name) for name in ("results", "training.table", "training.records"))
+    results, pages, records = (importlib.import_module(name) for name in ("results", "training.pages", "training.records"))
     page = tmp_path / "page.md"
-    page.write_text(f"before\n\n{table.BEGIN}\nold\n{table.END}\nafter\n")
+    page.write_text("before\n\n<!-- results -->\nold\n<!-- end of results -->\nafter\n")
     line = [
         "--data",
         str(data),
@@ -322,7 +322,7 @@ def test_results_runs_everything_once(
         trained, served, *_ = (record for record in measured if record["fold"] == fold)
         assert served["served_percent"] == pytest.approx(trained["stored_percent"])
     assert all(record["p50_ms"] > 0 and record["texts_per_second"] > 0 for record in measured[4:])
-    assert page.read_text() == f"before\n\n{table.BEGIN}\n{table.EMPTY}\n{table.END}\nafter\n"
+    assert page.read_text() == f"before\n\n<!-- results -->\n{pages.EMPTY}\n<!-- end of results -->\nafter\n"
     capsys.readouterr()
     assert results.main(line) == 0
     assert records.read(tmp_path / "results.jsonl") == measured and capsys.readouterr().out == ""
@@ -404,7 +404,6 @@ def test_table_has_means_spreads_and_devices() -> None:
 
 
 def test_readme_has_the_table_of_the_results_file() -> None:
-    table, records = importlib.import_module("training.table"), importlib.import_module("training.records")
-    page = (ROOT / "examples" / "README.md").read_text()
-    drawn = page.partition(table.BEGIN)[2].partition(table.END)[0].strip()
-    assert drawn == "\n".join(table.lines(records.read(ROOT / "examples" / "results.jsonl")))
+    table, pages, records = (importlib.import_module(f"training.{name}") for name in ("table", "pages", "records"))
+    drawn = pages.drawn(ROOT / "examples" / "README.md", table.MARK)
+    assert drawn == list(table.lines(records.read(ROOT / "examples" / "results.jsonl")))

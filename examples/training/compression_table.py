@@ -13,7 +13,6 @@ from training.variants import VARIANTS
 
 MARK = "compression"
 HEADING = "## Price"
-EMPTY = "No measurements are recorded yet."
 COLUMNS = (
     *("set", "family", "variant", "runs", "training, s", "bytes", "of the original"),
     *(f"{device} {figure}" for device in ("CPU", "GPU") for figure in ("%", "points", "ms")),
@@ -43,7 +42,7 @@ def lines(measured: list[Record], variants: Collection[str] = tuple(VARIANTS)) -
     current = [record for record in newest if record["choices"] == choices.get(_model(record))]
     families = sorted({_family(record) for record in current})
     if not families:
-        return [EMPTY]
+        return [pages.EMPTY]
     rows = [row for family in families for row in _rows([record for record in current if _family(record) == family], variants)]
     return [*pages.table(COLUMNS, rows), "", *pages.machines(current)]
 
@@ -63,11 +62,7 @@ def _model(record: Record) -> tuple[object, ...]:
 def _place(record: Record) -> tuple[object, ...]:
     """Return what tells apart the records of one model. Those of a GPU replace those of another GPU."""
     device = record.get("device")
-    return record["kind"], device and _on_gpu(record), record.get("callers")
-
-
-def _on_gpu(record: Record) -> bool:
-    return bool(record["device"] != "cpu")
+    return record["kind"], device and pages.on_gpu(record), record.get("callers")
 
 
 def _rows(family: list[Record], variants: Collection[str]) -> Iterator[list[str]]:
@@ -95,7 +90,7 @@ def _rows(family: list[Record], variants: Collection[str]) -> Iterator[list[str]
 def _on_device(group: list[Record], originals: list[Record], on_gpu: bool) -> list[str]:
     """Return accuracy, its difference to the originals of the same runs, and the latency of one caller, on one kind of device."""
     here, base = (
-        [record for record in some if "device" in record and _on_gpu(record) == on_gpu] for some in (group, originals)
+        [record for record in some if "device" in record and pages.on_gpu(record) == on_gpu] for some in (group, originals)
     )
     percents, before = (
         {_run(record): record["served_percent"] for record in some if record["kind"] == "served"} for some in (here, base)
@@ -105,5 +100,5 @@ def _on_device(group: list[Record], originals: list[Record], on_gpu: bool) -> li
     return [
         pages.spread(list(percents.values())),
         f"{mean(differences):+z.1f}" if differences else pages.MISSING,
-        f"{min(loads, key=lambda record: record['callers'])['p50_ms']:.2f}" if loads else pages.MISSING,
+        pages.speed(loads)[0],
     ]

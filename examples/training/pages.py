@@ -9,6 +9,7 @@ from statistics import mean, stdev
 from training.records import Record
 
 MISSING = "–"
+EMPTY = "No measurements are recorded yet."
 
 
 def marks(name: str) -> tuple[str, str]:
@@ -34,22 +35,41 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def places(records: Iterable[Record]) -> str:
-    """Return a sentence with the processors and the dates of records."""
+    """Return a sentence with the processors, GPUs and dates of records."""
     some = list(records)
-    processors = "; ".join(sorted({record["processor"] for record in some}))
-    dates = sorted(record["date"] for record in some)
-    return f"Measured on {processors}, from {dates[0]} to {dates[-1]}."
+    return f"Measured on {_machines(some)}, {_dates(some)}."
 
 
 def machines(records: Iterable[Record]) -> Iterator[str]:
     """Yield a sentence with the processors, GPUs and dates of the trainings, and one of the speeds."""
     some = list(records)
     for kind, text in (("training", "Trained"), ("speed", "Served")):
-        places = {(record["processor"], record.get("gpu", "")) for record in some if record["kind"] == kind}
-        dates = sorted(record["date"] for record in some if record["kind"] == kind)
-        if dates:
-            names = "; ".join(sorted(", ".join(filter(None, place)) for place in places))
-            yield f"{text} on {names}, from {dates[0]} to {dates[-1]}."
+        of_kind = [record for record in some if record["kind"] == kind]
+        if of_kind:
+            yield f"{text} on {_machines(of_kind)}, {_dates(of_kind)}."
+
+
+def _machines(records: Sequence[Record]) -> str:
+    places = {(record["processor"], record.get("gpu", "")) for record in records}
+    return "; ".join(sorted(", ".join(filter(None, place)) for place in places))
+
+
+def _dates(records: Sequence[Record]) -> str:
+    dates = sorted(record["date"] for record in records)
+    return f"from {dates[0]} to {dates[-1]}"
+
+
+def on_gpu(record: Record) -> bool:
+    """Return whether a record of a served model was measured on a GPU."""
+    return bool(record["device"] != "cpu")
+
+
+def speed(loads: Sequence[Record]) -> tuple[str, str]:
+    """Return the milliseconds of one caller, and the sequences per second of many, from the loads of one model on one device."""
+    if not loads:
+        return MISSING, MISSING
+    one = min(loads, key=lambda record: record["callers"])
+    return f"{one['p50_ms']:.2f}", f"{max(record['texts_per_second'] for record in loads):,.0f}"
 
 
 def spread(values: Sequence[float]) -> str:

@@ -55,7 +55,7 @@ class SRULevel(Level):
         parts = product.chunk(product.shape[-1] // hidden, dim=-1)  # candidate, forget, reset, and skip if there is one
         if len(parts) == 3:  # the skip is the input itself, an equal part for each direction
             skips = [rows[..., index * hidden :][..., :hidden] for index, rows in enumerate(inputs)]
-            parts = (*parts, torch.stack(skips))
+            parts = (*parts, torch.stack(skips).float())
         candidate, forget, reset, skipped = parts
         forget_bias, reset_bias = self.bias[:, None, None].chunk(2, dim=-1)
         forget_cell, reset_cell = self.cell[:, None, None].chunk(2, dim=-1)

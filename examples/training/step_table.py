@@ -10,21 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from training import pages
 from training.records import Record
 from training.step_tasks import TASKS
 
-EMPTY = "No measurements are recorded yet."
-MISSING = "–"
-
 
 def write(page: Path, records: list[Record]) -> None:
-    """Replace the table of each task in a page, between its two marks."""
-    text = page.read_text()
+    """Replace the table of each task in a page."""
     for task in TASKS:
-        begin, end = f"<!-- {task} results -->", f"<!-- end of {task} results -->"
-        before, _, rest = text.partition(begin)
-        text = "\n".join([f"{before}{begin}", *lines(task, records), f"{end}{rest.partition(end)[2]}"])
-    page.write_text(text)
+        pages.put(page, f"{task} results", lines(task, records))
 
 
 def lines(task: str, records: list[Record]) -> Iterator[str]:
@@ -32,7 +26,7 @@ def lines(task: str, records: list[Record]) -> Iterator[str]:
     newest = list({_identity(each): each for each in records if each["task"] == task and not each["quick"]}.values())
     trainings = [record for record in newest if record["kind"] == "training"]
     if not trainings:
-        yield EMPTY
+        yield pages.EMPTY
         return
     figures = list(trainings[0]["trained"])
     columns = ["set", "family", *(f"framework alone, {each}" for each in figures), "training, s", "bytes"]
@@ -42,16 +36,14 @@ def lines(task: str, records: list[Record]) -> Iterator[str]:
     yield f"|{'---|' * len(columns)}"
     for name in sorted({each["set"] for each in trainings}):
         here = [each for each in newest if each["set"] == name]
-        for training in _of(here, "training"):
+        for training in sorted(_of(here, "training"), key=lambda record: str(record["encoder"])):
             group = [each for each in here if each["encoder"] == training["encoder"]]
             yield f"| {' | '.join([name, training['encoder'], *_cells(training, group, figures)])} |"
         for reference in _of(here, "reference"):
             cells = [f"{reference['trained'][figure]:.2f}" for figure in figures]
             yield f"| {' | '.join([name, reference['encoder'], *cells])} |{' |' * (len(columns) - len(cells) - 2)}"
     yield ""
-    yield from (
-        _place(newest, kind, text) for kind, text in (("training", "Trained"), ("speed", "Served")) if _of(newest, kind)
-    )
+    yield from pages.machines(newest)
 
 
 def _identity(record: Record) -> tuple[object, ...]:
@@ -67,15 +59,7 @@ def _cells(training: Record, group: list[Record], figures: list[str]) -> Iterato
     yield f"{training['training_seconds']:.0f}"
     yield f"{training['bytes']:,}"
     for on_gpu in (False, True):
-        here = [record for record in group if record["kind"] != "training" and (record["device"] != "cpu") == on_gpu]
+        here = [record for record in group if record["kind"] != "training" and pages.on_gpu(record) == on_gpu]
         served, loads = _of(here, "served"), _of(here, "speed")
-        yield from (f"{served[-1]['served'][figure]:.2f}" if served else MISSING for figure in figures)
-        yield f"{min(loads, key=lambda record: record['callers'])['p50_ms']:.2f}" if loads else MISSING
-        yield f"{max(record['texts_per_second'] for record in loads):,.0f}" if loads else MISSING
-
-
-def _place(records: list[Record], kind: str, text: str) -> str:
-    """Return what the records of a kind were measured on, and when."""
-    places = {(record["processor"], record.get("gpu", "")) for record in _of(records, kind)}
-    dates = sorted(record["date"] for record in _of(records, kind))
-    return f"{text} on {'; '.join(sorted(', '.join(filter(None, place)) for place in places))}, from {dates[0]} to {dates[-1]}."
+        yield from (f"{served[-1]['served'][figure]:.2f}" if served else pages.MISSING for figure in figures)
+        yield from pages.speed(loads)

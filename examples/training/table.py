@@ -14,8 +14,7 @@ from statistics import mean, median
 from training import pages
 from training.records import Record
 
-BEGIN, END = "<!-- results -->", "<!-- end of results -->"
-EMPTY = "No measurements are recorded yet."
+MARK = "results"
 COLUMNS = (
     *("set", "family", "runs", "framework alone, %", "training, s", "bytes"),
     *(f"{device} {figure}" for device in ("CPU", "GPU") for figure in ("%", "ms", "texts/s")),
@@ -23,10 +22,8 @@ COLUMNS = (
 
 
 def write(page: Path, records: list[Record]) -> None:
-    """Replace the table of a page, between its two marks."""
-    before, _, rest = page.read_text().partition(BEGIN)
-    _, _, after = rest.partition(END)
-    page.write_text("\n".join([f"{before}{BEGIN}", *lines(records), f"{END}{after}"]))
+    """Replace the tables of a page."""
+    pages.put(page, MARK, lines(records))
 
 
 def lines(records: list[Record]) -> Iterator[str]:
@@ -34,7 +31,7 @@ def lines(records: list[Record]) -> Iterator[str]:
     current = newest(records)
     pairs = sorted({_pair(record) for record in current})
     if not pairs:
-        yield EMPTY
+        yield pages.EMPTY
         return
     yield f"| {' | '.join(COLUMNS)} |"
     yield f"|{'---|' * len(COLUMNS)}"
@@ -71,9 +68,7 @@ def _cells(group: list[Record]) -> Iterator[str]:
     yield f"{median(record['bytes'] for record in trainings):,.0f}" if trainings else pages.MISSING
     for on_gpu in (False, True):
         yield pages.spread(_served(group, on_gpu))
-        loads = [record for record in _of(group, "speed") if _on_gpu(record) == on_gpu]
-        yield f"{min(loads, key=lambda record: record['callers'])['p50_ms']:.2f}" if loads else pages.MISSING
-        yield f"{max(record['texts_per_second'] for record in loads):,.0f}" if loads else pages.MISSING
+        yield from pages.speed([record for record in _of(group, "speed") if pages.on_gpu(record) == on_gpu])
 
 
 def _means(groups: dict[tuple[str, str], list[Record]]) -> Iterator[str]:
@@ -94,11 +89,7 @@ def _means(groups: dict[tuple[str, str], list[Record]]) -> Iterator[str]:
 
 def _served(group: list[Record], on_gpu: bool) -> list[float]:
     """Return the percentages by HTTP on one kind of device."""
-    return [record["served_percent"] for record in _of(group, "served") if _on_gpu(record) == on_gpu]
-
-
-def _on_gpu(record: Record) -> bool:
-    return bool(record["device"] != "cpu")
+    return [record["served_percent"] for record in _of(group, "served") if pages.on_gpu(record) == on_gpu]
 
 
 def _of(group: list[Record], kind: str) -> list[Record]:
