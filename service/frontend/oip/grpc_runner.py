@@ -87,8 +87,10 @@ class GrpcCall:
         self._arrived, self._drained = asyncio.Event(), asyncio.Event()
         self.ending = asyncio.Event()
         """Set when the connection is too old: a stream then ends."""
+        self._runs = False
+        self._cancelled = False
         self._cancel_status: Status | None = None
-        """The status that the client gets when the task is cancelled; None if the client has gone."""
+        """The status that the client gets when the call is cancelled; None if the client has gone."""
 
     def start(self, frontend: Frontend, shutdown: GrpcShutdown) -> asyncio.Task[None]:
         """Run the handler."""
@@ -102,8 +104,9 @@ class GrpcCall:
 
     def cancel(self, status: Status | None) -> None:
         """Cancel the handler, and end the call with a status if the client still waits for one."""
-        self._cancel_status = status
-        self._task.cancel()
+        self._cancelled, self._cancel_status = True, status
+        if self._runs:  # the cancelled task would otherwise not even begin: neither free the request nor send the status
+            self._task.cancel()
 
     def revoke(self, error: ServiceError) -> None:
         self.cancel(error_status(error))
@@ -157,7 +160,10 @@ class GrpcCall:
     # The task.
 
     async def _run(self, frontend: Frontend, shutdown: GrpcShutdown) -> None:
+        self._runs = True
         try:
+            if self._cancelled:
+                raise asyncio.CancelledError
             await self._call_method()
             status = OK
         except CallEnded as ended:

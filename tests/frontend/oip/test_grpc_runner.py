@@ -311,6 +311,18 @@ def test_reset_cancels_the_handler(client: Client) -> None:
     assert client.application.open_calls == 0
 
 
+def test_call_that_is_reset_before_it_runs_drops_its_request(client: Client) -> None:
+    client.peer.send(head(ECHO), frame(DATA, END_STREAM, 1, message(b"abc")), reset(1))
+    assert client.application.open_calls == 0 and client.application.held_bytes == 0
+
+
+def test_call_that_is_refused_before_it_runs_gets_a_status(loop: ClockLoop, harness: InferHarness) -> None:
+    client = Client(loop, harness, max_receiving_bytes=1000)
+    code, details = client.status(client.call(SINK, bytes(1001), ended=False))
+    assert code is grpc.StatusCode.UNAVAILABLE and "SEQSERVE_MAX_RECEIVING_BYTES" in details
+    assert client.application.open_calls == 0 and client.application.held_bytes == 0
+
+
 def test_lost_connection_cancels_every_call(client: Client) -> None:
     client.call(WAIT, message(b""))
     client.call(SINK, message(b"a"), stream=3, ended=False)
