@@ -6,6 +6,7 @@ import heapq
 import math
 import resource
 from collections.abc import Callable
+from contextlib import suppress
 from enum import Enum
 from operator import itemgetter
 from random import uniform
@@ -82,27 +83,29 @@ class GuardedConnection(Protocol):
 class ConnectionGuard:
     """Applies the limits to the connections of one frontend."""
 
-    def __init__(self, settings: Settings, metrics: Metrics, connections: Callable[[], list[GuardedConnection]]) -> None:
-        """connections: returns the open connections."""
+    def __init__(
+        self,
+        settings: Settings,
+        metrics: Metrics,
+        connections: Callable[[], list[GuardedConnection]],
+        report: Callable[[Exception], object],
+    ) -> None:
+        """connections: returns the open connections. report: called with an unexpected exception, which ends one connection."""
         self._settings = settings
         self._metrics = metrics
         self._connections = connections
+        self._report = report
         self.limit = connection_limit(settings)
 
     def sweep(self, now: float) -> None:
         """Close every connection that exceeds a limit of time."""
-        settings = self._settings
         for connection in self._connections():
-            seconds = now - connection.phase_began
-            unread_since = connection.unread_since(now)
-            if unread_since is not None and now - unread_since > settings.send_seconds:
-                self._close(connection.abort, "slow_reader")
-            elif connection.phase is Phase.IDLE and seconds > settings.idle_seconds:
-                self._close(connection.close_idle, "idle")
-            elif connection.phase is Phase.RECEIVING:
-                allowed = settings.receive_seconds + connection.received_bytes / settings.min_receive_rate
-                if seconds > allowed:
-                    self._close(connection.refuse_slow_request, "slow_request")
+            try:
+                self._limit_time(connection, now)
+            except Exception as error:
+                self._report(error)
+                with suppress(Exception):  # whatever is wrong with it: the other connections still have limits
+                    connection.abort()
         self._limit_unread_bytes()
 
     def make_room(self, open_connections: int, connecting: int) -> bool:
@@ -127,6 +130,18 @@ class ConnectionGuard:
             if oldest:
                 break
         return False
+
+    def _limit_time(self, connection: GuardedConnection, now: float) -> None:
+        settings, seconds = self._settings, now - connection.phase_began
+        unread_since = connection.unread_since(now)
+        if unread_since is not None and now - unread_since > settings.send_seconds:
+            self._close(connection.abort, "slow_reader")
+        elif connection.phase is Phase.IDLE and seconds > settings.idle_seconds:
+            self._close(connection.close_idle, "idle")
+        elif connection.phase is Phase.RECEIVING:
+            allowed = settings.receive_seconds + connection.received_bytes / settings.min_receive_rate
+            if seconds > allowed:
+                self._close(connection.refuse_slow_request, "slow_request")
 
     def _limit_unread_bytes(self) -> None:
         """Close the connections with the most unread bytes, until the rest is within the limit."""

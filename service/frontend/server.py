@@ -77,7 +77,7 @@ class FrontendServer(uvicorn.Server):
             admin_path = HotPath(frontend)
             self._listeners.append(self._listen(admin.port, admin.config, admin_path, self._make_admin_room))
             self._paths.append(admin_path)
-        self._guard = ConnectionGuard(frontend.settings, frontend.metrics, self._connections)
+        self._guard = ConnectionGuard(frontend.settings, frontend.metrics, self._connections, frontend.internal_error)
         self._control = control
         self._frontend = frontend
         self._grpc = GrpcServer(frontend, grpc, self._make_room) if grpc is not None else None
@@ -112,6 +112,14 @@ class FrontendServer(uvicorn.Server):
         await super().shutdown()
 
     async def on_tick(self, counter: int) -> bool:
+        """Do what is due now. An unexpected exception is reported: passed on to uvicorn, it would end the frontend."""
+        try:
+            self._run_periodic_work(counter)
+        except Exception as error:
+            self._frontend.internal_error(error)
+        return await super().on_tick(counter)
+
+    def _run_periodic_work(self, counter: int) -> None:
         """Apply the connections' limits of time once a second: timers of each connection would cost more than its requests."""
         for listener in self._listeners:
             listener.publish()
@@ -127,7 +135,6 @@ class FrontendServer(uvicorn.Server):
             self._reload("state keys", self._frontend.state_keys.reload)
             if self._grpc is not None:
                 self._grpc.sweep(now)
-        return await super().on_tick(counter)
 
     def _reload_keys(self) -> None:
         """Take over a changed key file. If it cannot be read, the keys stay as they are."""

@@ -42,7 +42,11 @@ class Connection:
 
 def guard_of(*connections: Connection) -> tuple[ConnectionGuard, Metrics]:
     metrics = Metrics()
-    return ConnectionGuard(SETTINGS, metrics, lambda: [*connections]), metrics
+    return ConnectionGuard(SETTINGS, metrics, lambda: [*connections], fail), metrics
+
+
+def fail(error: Exception) -> None:
+    raise error
 
 
 @pytest.mark.parametrize(
@@ -62,6 +66,25 @@ def test_connection_is_closed_after_its_limit(connection: Connection, last_momen
     guard.sweep(last_moment + 0.1)
     assert connection.closed == [end]
     assert metrics.connections_closed.values == {(reason,): [1.0]}
+
+
+class FaultyConnection(Connection):
+    """A connection whose state is not what its code expects."""
+
+    def unread_since(self, now: float) -> float | None:
+        raise AttributeError("no transport")
+
+
+@pytest.mark.parametrize("aborts", [True, False])
+def test_faulty_connection_ends_alone(monkeypatch: pytest.MonkeyPatch, aborts: bool) -> None:
+    """The error is reported, and the other connections keep their limits."""
+    faulty, idle, reported = FaultyConnection(), Connection(Phase.IDLE), list[str]()
+    if not aborts:
+        monkeypatch.setattr(faulty, "abort", lambda: faulty.unread_since(0))
+    guard = ConnectionGuard(SETTINGS, Metrics(), lambda: [faulty, idle], lambda error: reported.append(str(error)))
+    guard.sweep(16)
+    assert reported == ["no transport"]
+    assert idle.closed == ["closed"] and faulty.closed == ["aborted"] * aborts
 
 
 def test_running_request_may_take_long() -> None:
@@ -114,7 +137,7 @@ def test_running_connections_make_no_room() -> None:
 def test_default_limit_leaves_open_files_for_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     for soft, expected in ((200, 136), (1024, 896), (1 << 20, 1 << 16), (20, 1)):
         monkeypatch.setattr("resource.getrlimit", lambda _, soft=soft: (soft, soft))
-        assert ConnectionGuard(Settings(), Metrics(), list).limit == expected
+        assert ConnectionGuard(Settings(), Metrics(), list, fail).limit == expected
 
 
 def test_connections_that_began_together_end_apart() -> None:

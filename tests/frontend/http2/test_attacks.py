@@ -188,7 +188,7 @@ def test_client_that_reads_nothing_is_not_read_from(peer: Peer) -> None:
 
 def guard_of(peer: Peer, **settings: Any) -> tuple[ConnectionGuard, Metrics]:
     metrics = Metrics()
-    return ConnectionGuard(Settings(**settings), metrics, lambda: list(peer.connections)), metrics
+    return ConnectionGuard(Settings(**settings), metrics, lambda: list(peer.connections), peer.application.report), metrics
 
 
 def closed_for(metrics: Metrics) -> dict[str, float]:
