@@ -42,6 +42,10 @@ LINGER_SECONDS = 1.0
 _HEAD_END = b"\r\n\r\n"
 
 
+class _HeadRefused(Exception):
+    """Ends the work of the general path's parser."""
+
+
 class Exchange(Identity, Protocol):
     """Where the reply to one request goes, with the identity of the request."""
 
@@ -189,12 +193,13 @@ class HttpProtocol(HttpToolsProtocol):
             self._call = None
         self._abandon_incomplete()
         self._count_received(0)
+        self._unparsed, self._late_refusal = b"", None
+        self.pipeline.clear()
         if self._running is not None:
             _disconnect(self._running)  # uvicorn tells only the request that arrived last
         super().connection_lost(exc)
-        if not self._answers_a_request():
-            # They refer to each other. Without this, connections would pile up until a garbage collection, which takes 50 ms then.
-            self.cycle = self._running = self._current = None  # type: ignore[assignment]
+        # They refer to each other. Without this, connections would pile up until a garbage collection, which takes 50 ms then.
+        self.cycle = self._running = self._current = None  # type: ignore[assignment]
 
     def shutdown(self) -> None:
         """Close the connection after the running request, or soon if none runs and none arrives."""
@@ -266,9 +271,7 @@ class HttpProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         last = not self.pipeline
         super().on_response_complete()
-        if self.parser is None:  # the connection is lost
-            self.cycle = self._running = self._current = None
-        elif last and self._late_refusal is not None and not self.transport.is_closing():
+        if last and self._late_refusal is not None and not self.transport.is_closing():
             self._send_refusal(self._late_refusal)
         elif self._unparsed:
             self.phase_began = self.loop.time()
@@ -301,6 +304,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._last_request = True
         self.ws_protocol_class = partial(self.ws_protocol_class, hot_path=hot_path)  # type: ignore[arg-type, assignment, call-arg, misc]
         super().handle_websocket_upgrade()
+        self.parser = self.cycle = self._running = self._current = None  # type: ignore[assignment] # as at the end of a connection
 
     def _unsupported_upgrade_warning(self) -> None:
         """Read nothing more: uvicorn calls this for an upgrade that is ignored."""
@@ -490,9 +494,12 @@ class HttpProtocol(HttpToolsProtocol):
         )
 
     def _refuse_head(self, error: ServiceError) -> NoReturn:
-        """End the parser's work on a request; uvicorn then calls `send_400_response`."""
+        """End the parser's work on a request; uvicorn then calls `send_400_response`.
+
+        The error itself is not raised: its traceback would keep this object, and all that has arrived, until a garbage collection.
+        """
         self._refusal = error
-        raise error
+        raise _HeadRefused
 
     def _refuse(self, error: ServiceError) -> None:
         """Send an error for a request that cannot be read to its end, behind the replies to those before it, and close the connection."""

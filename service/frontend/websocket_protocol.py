@@ -78,6 +78,13 @@ class _FrameParser(ServerProtocol):
         self.receive_data(b"")
         return bool(self.events)
 
+    def release(self) -> None:
+        """Free the parser of a lost connection: its generator refers to this object, and so do the tracebacks of its errors."""
+        self.parser.close()
+        for error in (self.parser_exc, self.handshake_exc):
+            if error is not None:
+                error.__traceback__ = error.__context__ = error.__cause__ = None
+
 
 class WebSocketProtocol(WebSocketsSansIOProtocol):
     """One WebSocket, which drains on shutdown and closes with the right code."""
@@ -115,7 +122,9 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         self._count_received(0)
         if self._continuation is not None:
             self._continuation.cancel()
+            self._continuation = None
         super().connection_lost(exc)
+        self.conn.release()
 
     def data_received(self, data: bytes) -> None:
         """Parse what arrived. A handshake that cannot be parsed closes the connection; uvicorn would keep it open without a reply."""
@@ -177,6 +186,12 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
     async def receive(self) -> Any:
         """Return the next ASGI event: the handshake, or the end of the socket."""
         return await self.queue.get()
+
+    def on_task_complete(self, task: asyncio.Task[None]) -> None:
+        """Let go of the application, which refers to this object: a closed socket would stay in memory until a garbage collection."""
+        super().on_task_complete(task)
+        cast(dict[str, Any], self.scope["extensions"]).pop(SOCKET, None)
+        self._receiver = None
 
     async def send(self, message: Any) -> None:
         """Send an ASGI event. A refused handshake counts as complete: uvicorn would log an error for it."""

@@ -498,6 +498,15 @@ def into_event_loops(uvicorn_config: Any, fault: str) -> None:
                 file.write(f"{seconds:.6f} {names}\n")
 
     asyncio.Handle._run = planted  # type: ignore[method-assign]
+    transport: Any = asyncio.selector_events._SelectorSocketTransport  # type: ignore[attr-defined]
+    lose = transport._call_connection_lost
+
+    def lose_and_release(self: Any, error: Exception | None) -> None:
+        # Transports of asyncio refer to themselves, unlike transports of uvloop. Their garbage is not the service's.
+        lose(self, error)
+        self._read_ready_cb = None
+
+    transport._call_connection_lost = lose_and_release
 
 
 def into_catalog(catalog: Any, fault: str) -> None:

@@ -163,18 +163,6 @@ class Http2Connection(asyncio.Protocol):
         self._retires = retirement(self._heard, limits.max_age_seconds)
         self._progress = (0, math.inf)
         """Bytes that the client's side has taken, and since when they wait without progress."""
-        self._handlers: dict[int, Callable[[int, int, bytes], None]] = {
-            DATA: self._handle_data,
-            HEADERS: self._handle_headers,
-            PRIORITY: self._handle_priority,
-            RST_STREAM: self._handle_reset,
-            SETTINGS: self._handle_settings,
-            PUSH_PROMISE: self._handle_push,
-            PING: self._handle_ping,
-            GOAWAY: self._handle_goaway,
-            WINDOW_UPDATE: self._handle_window_update,
-            CONTINUATION: self._handle_continuation,
-        }
 
     # The transport.
 
@@ -276,12 +264,12 @@ class Http2Connection(asyncio.Protocol):
             raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, "the first frame is not SETTINGS")
         if self._block is not None and kind != CONTINUATION:
             raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, "a header block is interrupted")
-        handle = self._handlers.get(kind)
+        handle = _HANDLERS.get(kind)
         if handle is None:
             self._spend_control()  # frames of unknown types are ignored
             return
         try:
-            handle(flags, stream, payload)
+            handle(self, flags, stream, payload)
         except StreamFault as fault:
             self._reset(stream, fault.code)
 
@@ -645,6 +633,21 @@ class Http2Connection(asyncio.Protocol):
     def abort(self) -> None:
         self._closing = True
         self._transport.abort()
+
+
+# Of the class, not of each connection: a dictionary of bound methods would keep a closed connection until a garbage collection.
+_HANDLERS: dict[int, Callable[[Http2Connection, int, int, bytes], None]] = {
+    DATA: Http2Connection._handle_data,
+    HEADERS: Http2Connection._handle_headers,
+    PRIORITY: Http2Connection._handle_priority,
+    RST_STREAM: Http2Connection._handle_reset,
+    SETTINGS: Http2Connection._handle_settings,
+    PUSH_PROMISE: Http2Connection._handle_push,
+    PING: Http2Connection._handle_ping,
+    GOAWAY: Http2Connection._handle_goaway,
+    WINDOW_UPDATE: Http2Connection._handle_window_update,
+    CONTINUATION: Http2Connection._handle_continuation,
+}
 
 
 def _without_padding(payload: bytes) -> bytes:

@@ -134,8 +134,9 @@ class Sender:
         stream.progressed = self._loop.time()
         if not stream.pending:
             stream.pending = memoryview(b"")  # releases the data
-            if stream.trailers:
-                self.write(header_frames(stream.trailers, END_STREAM, stream.id))
-                stream.finish()
+            trailers = stream.trailers
             stream.sent()
+            if trailers:
+                self.write(header_frames(trailers, END_STREAM, stream.id))
+                stream.finish()
         return size

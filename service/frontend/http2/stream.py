@@ -64,6 +64,7 @@ class Stream:
         self._sender = sender
         self._end = end
         self.handler: StreamHandler | None = None
+        """None again once the stream has ended: they refer to each other, and would stay in memory until a garbage collection."""
         self.send_window = send_window
         self.receive_window = RECEIVE_WINDOW
         self.client_ended = False
@@ -116,14 +117,16 @@ class Stream:
     def lost(self) -> None:
         """Tell the application that the stream ended early."""
         self._stop()
-        if self.handler is not None:
-            self.handler.lost()
+        handler, self.handler = self.handler, None
+        if handler is not None:
+            handler.lost()
 
     def abandon(self, code: ErrorCode) -> None:
         """Reset the stream because of its client."""
+        handler = self.handler
         self.reset(code)
-        if self.handler is not None:
-            self.handler.lost()
+        if handler is not None:
+            handler.lost()
 
     # Called by the sender.
 
@@ -133,6 +136,7 @@ class Stream:
         if not self.client_ended:
             # RFC 9113, section 8.1: it asks the client not to send the rest of a request that is already answered.
             self._sender.write(reset_frame(self.id, ErrorCode.NO_ERROR))
+        self.handler = None
         self._end(self, self.client_ended)
 
     def sent(self) -> None:
@@ -190,6 +194,7 @@ class Stream:
         """End the stream early."""
         if not self.server_ended:
             self._stop()
+            self.handler = None
             self._sender.write(reset_frame(self.id, code))
             self._end(self, False)
 

@@ -71,6 +71,10 @@ class InferStream:
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
+            # The errors of these tasks refer to this frame and this object. Both would stay in memory until a garbage collection.
+            del reading, stopping, tasks, task
+            while not self._replies.empty():
+                self._replies.get_nowait()
 
     async def _read(self, requests: AsyncIterator[bytes]) -> None:
         """Start a task for each request. Tasks start in this order, so the chunks of a session reach the engine in order."""

@@ -415,10 +415,16 @@ class _PendingReply:
 
     def cancel(self, *, cut_off: bool) -> None:
         """Cancel the request."""
-        if self.call is not None:
-            (self.call.cut_off if cut_off else self.call.disconnect)()
+        call = self._take_call()
+        if call is not None:
+            (call.cut_off if cut_off else call.disconnect)()
+
+    def _take_call(self) -> HotCall | None:
+        """Forget the call, which refers to this object: a cycle would stay in memory until the next full garbage collection."""
+        call, self.call = self.call, None
+        return call
 
     def _end(self, content: bytes) -> None:
-        self.call = None  # it refers to this object: a cycle would stay in memory until the next full garbage collection
+        self._take_call()
         self.content = content
         self._stream.send_replies()
