@@ -8,7 +8,8 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from ipaddress import IPv6Address, IPv6Network, ip_address
+
+from service.access.address_group import address_group
 
 WINDOW_SECONDS = 60.0
 FREE_REFUSALS = 10
@@ -17,8 +18,6 @@ MAX_ADDRESSES = 4096
 """Addresses that are remembered. The address with the oldest window is forgotten first."""
 MAX_WAITING = 1024
 """Answers that wait at a time. Further answers are sent at once: a wrong key must not cost the service much memory."""
-PREFIX_BITS = 64
-"""IPv6 addresses with this common prefix count as one: one client may use all of them."""
 
 
 class RefusedKeys:
@@ -38,7 +37,7 @@ class RefusedKeys:
         now = self._clock()
         while self._waiting and self._waiting[0] <= now:
             self._waiting.popleft()
-        if self._count(_group(peer), now) <= FREE_REFUSALS or len(self._waiting) >= MAX_WAITING:
+        if self._count(address_group(peer), now) <= FREE_REFUSALS or len(self._waiting) >= MAX_WAITING:
             return 0.0
         self._waiting.append(now + self._delay)
         return self._delay
@@ -53,14 +52,3 @@ class RefusedKeys:
             del self._windows[next(iter(self._windows))]
         self._windows[group] = began, count + 1
         return count + 1
-
-
-def _group(peer: str) -> str:
-    """Return what stands for an address: its network for IPv6, otherwise the address."""
-    try:
-        address = ip_address(peer)
-    except ValueError:
-        return peer
-    if not isinstance(address, IPv6Address):
-        return peer
-    return str(address.ipv4_mapped or IPv6Network((int(address), PREFIX_BITS), strict=False))

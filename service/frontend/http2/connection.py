@@ -17,6 +17,7 @@ from typing import Protocol, cast
 
 from service.frontend.connection_guard import Phase, retirement
 from service.frontend.http2.budget import Budget
+from service.frontend.http2.floods import Floods
 from service.frontend.http2.frames import (
     ACK,
     CONTINUATION,
@@ -42,6 +43,7 @@ from service.frontend.http2.frames import (
     WORD,
     ConnectionFault,
     ErrorCode,
+    Flood,
     Setting,
     StreamFault,
     frame,
@@ -128,11 +130,12 @@ class _Budgets:
 class Http2Connection(asyncio.Protocol):
     """A connection of a client."""
 
-    def __init__(self, application: Application, limits: Limits, connections: set[Http2Connection]) -> None:
-        """connections: all open connections; this one adds and removes itself."""
+    def __init__(self, application: Application, limits: Limits, connections: set[Http2Connection], floods: Floods) -> None:
+        """connections: all open connections; this one adds and removes itself. floods: of all connections."""
         self._application = application
         self._limits = limits
         self._connections = connections
+        self._floods = floods
         self._loop = asyncio.get_running_loop()
         self._sender = Sender(self._loop)
         self._headers = HeaderReader(limits.max_header_bytes)
@@ -157,7 +160,7 @@ class Http2Connection(asyncio.Protocol):
         """Later streams are ignored, as a GOAWAY frame has announced."""
         self._drain_pinged = math.inf
         self._last_ping, self._ping_strikes = -math.inf, 0
-        self._heard = self._pinged = self._loop.time()
+        self._heard = self._pinged = self._held_until = self._loop.time()
         self._ping_sent = False
         self.phase_began = self._heard
         self._retires = retirement(self._heard, limits.max_age_seconds)
@@ -170,6 +173,9 @@ class Http2Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)  # uvloop's transports are of no class of asyncio
         self._sender.connect(self._transport)
         self._connections.add(self)
+        flooder = self._floods.find(self._sender.peer, self._heard)
+        if flooder is not None:
+            self._held_until, self._budgets.resets = flooder.held_until, flooder.resets
         settings = {
             Setting.MAX_CONCURRENT_STREAMS: self._limits.max_streams,
             Setting.INITIAL_WINDOW_SIZE: RECEIVE_WINDOW,
@@ -201,9 +207,12 @@ class Http2Connection(asyncio.Protocol):
         if self._buffer:
             data = self._buffer + data
         else:
-            self.phase_began = self._heard
+            self._begin_phase()
         if self._continuing:
             self._buffer = data
+        elif self._held_until > self._heard:
+            self._buffer = data
+            self._hold(self._held_until - self._heard)
         else:
             self._read(data)
 
@@ -222,6 +231,8 @@ class Http2Connection(asyncio.Protocol):
                 self._read_frames(data)
         except ConnectionFault as fault:
             self._application.count_fault()
+            if isinstance(fault, Flood):
+                self._floods.record(self._sender.peer, self._heard)
             self._fail(fault)
         except Exception as error:
             self._application.report(error)
@@ -257,6 +268,11 @@ class Http2Connection(asyncio.Protocol):
                 break
         if at:
             self._buffer = data[at:]
+            self._begin_phase()
+
+    def _begin_phase(self) -> None:
+        """Start the time in which the next frames must arrive. All frames of a header block share one time."""
+        if self._block is None:
             self.phase_began = self._heard
 
     def _handle_frame(self, kind: int, flags: int, stream: int, payload: bytes) -> None:
@@ -278,6 +294,18 @@ class Http2Connection(asyncio.Protocol):
         self._continuing = True
         self._transport.pause_reading()
         self._loop.call_soon(self._continue_turn)
+
+    def _hold(self, seconds: float) -> None:
+        """Handle the first frames later."""
+        self._continuing = True
+        self._transport.pause_reading()
+        self._loop.call_later(seconds, self._end_hold)
+
+    def _end_hold(self) -> None:
+        """Handle the first frames as if they had just arrived: budgets and later floods count from now on."""
+        self._heard = self._loop.time()
+        self._begin_phase()
+        self._continue_turn()
 
     def _continue_turn(self) -> None:
         self._continuing = False
@@ -317,6 +345,7 @@ class Http2Connection(asyncio.Protocol):
         if flags & END_HEADERS:
             self._handle_block(flags, id, payload)
         else:
+            self.phase_began = self._heard
             self._block = _OpenBlock(id, flags, [payload], len(payload))
 
     def _handle_continuation(self, flags: int, id: int, payload: bytes) -> None:
@@ -386,7 +415,7 @@ class Http2Connection(asyncio.Protocol):
         if len(payload) != 4:
             raise ConnectionFault(ErrorCode.FRAME_SIZE_ERROR, "an RST_STREAM frame does not have 4 bytes")
         if not self._budgets.resets.spend(self._heard):
-            raise ConnectionFault(ErrorCode.ENHANCE_YOUR_CALM, "too many streams are reset")
+            raise Flood("too many streams are reset")
         stream = self._streams.pop(id, None)
         if stream is not None:
             self._abandoned.append(id)
@@ -488,7 +517,7 @@ class Http2Connection(asyncio.Protocol):
 
     def _spend_control(self) -> None:
         if not self._budgets.control.spend(self._heard):
-            raise ConnectionFault(ErrorCode.ENHANCE_YOUR_CALM, "too many frames that carry nothing")
+            raise Flood("too many frames that carry nothing")
 
     # The ends of streams and of the connection.
 
@@ -503,7 +532,7 @@ class Http2Connection(asyncio.Protocol):
     def _reset(self, id: int, code: ErrorCode) -> None:
         """Reset a stream on which the client violated the protocol."""
         if code is not ErrorCode.REFUSED_STREAM and not self._budgets.resets.spend(self._heard):
-            raise ConnectionFault(ErrorCode.ENHANCE_YOUR_CALM, "too many streams violate the protocol")
+            raise Flood("too many streams violate the protocol")
         stream = self._streams.get(id)
         if stream is None:
             stream = Stream(id, self._sender, 0, self._end_stream)
@@ -596,7 +625,7 @@ class Http2Connection(asyncio.Protocol):
     @property
     def has_unread_frames(self) -> bool:
         """Whether frames wait for the connection's next turn."""
-        return self._continuing
+        return self._continuing and self._held_until <= self._loop.time()
 
     # The connection guard.
 

@@ -58,6 +58,13 @@ class ConnectionFault(Exception):
         self.text = text
 
 
+class Flood(ConnectionFault):
+    """The peer sends too many frames that are cheap to send and not to handle."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(ErrorCode.ENHANCE_YOUR_CALM, text)
+
+
 class StreamFault(Exception):
     """The peer violated the protocol on one stream, which ends."""
 

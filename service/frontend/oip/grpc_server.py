@@ -16,6 +16,7 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from service.frontend.http2.connection import Http2Connection, Limits
+from service.frontend.http2.floods import Floods
 from service.frontend.inference import Frontend
 from service.frontend.listener import Listener, SharedPort
 from service.frontend.oip.grpc_application import GrpcApplication
@@ -66,10 +67,10 @@ class GrpcServer:
         if self._frontend.settings.grpc_reflection:
             handlers.append(_reflection_handlers())
         self._application = GrpcApplication(self._frontend, handlers, self._shutdown)
-        limits = _limits(self._frontend.settings)
+        limits, floods = _limits(self._frontend.settings), Floods()
         self._listener = Listener(
             self._port,
-            lambda: Http2Connection(self._application, limits, self.connections),
+            lambda: Http2Connection(self._application, limits, self.connections, floods),
             self._make_room,
             lambda: len(self.connections),
             lambda: self._frontend.tls.grpc,

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, cast
 import hpack
 
 from service.frontend.http2.connection import Application, Http2Connection, Limits
+from service.frontend.http2.floods import Floods
 from service.frontend.http2.header_blocks import RequestFields, encode_fields
 from service.frontend.http2.stream import Stream, StreamHandler
 
@@ -196,19 +197,28 @@ class EchoApplication(Application):
 class Peer:
     """A connected client."""
 
-    def __init__(self, loop: ClockLoop, application: Any = None, limits: Limits = LIMITS, *, greet: bool = True) -> None:
+    def __init__(
+        self,
+        loop: ClockLoop,
+        application: Any = None,
+        limits: Limits = LIMITS,
+        *,
+        greet: bool = True,
+        floods: Floods | None = None,
+    ) -> None:
+        """floods: that the service remembers of earlier connections."""
         self.loop = loop
         self.application: Any = application or EchoApplication()
         self.connections: set[Http2Connection] = set()
         self.transport = FakeTransport(loop)
         self._buffer = b""
         self._headers = hpack.Decoder()
-        loop.run_until_complete(self._connect(limits))
+        loop.run_until_complete(self._connect(limits, floods or Floods()))
         if greet:
             self.greeting = self.send(PREFACE + settings())
 
-    async def _connect(self, limits: Limits) -> None:
-        self.connection = Http2Connection(self.application, limits, self.connections)
+    async def _connect(self, limits: Limits, floods: Floods) -> None:
+        self.connection = Http2Connection(self.application, limits, self.connections, floods)
         self.transport.connection = self.connection
         self.connection.connection_made(cast(asyncio.BaseTransport, self.transport))
 

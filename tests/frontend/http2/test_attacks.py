@@ -253,6 +253,18 @@ def test_slow_header_block_ends_the_connection(peer: Peer, rest: bytes) -> None:
     assert peer.closed and closed_for(metrics) == {"slow_request": 1}
 
 
+def test_frames_of_a_header_block_share_its_time(peer: Peer) -> None:
+    """A frame every 4 seconds would otherwise give the block 4 seconds more."""
+    guard, metrics = guard_of(peer)
+    peer.send(frame(HEADERS, END_STREAM, 1, block()))
+    for _ in range(3):
+        assert not peer.closed
+        peer.loop.now += 4
+        peer.send(frame(CONTINUATION, 0, 1, b"")[:5], frame(CONTINUATION, 0, 1, b"")[5:])
+        guard.sweep(peer.loop.now)
+    assert peer.closed and closed_for(metrics) == {"slow_request": 1}
+
+
 def test_idle_connection_stays_while_there_is_room(peer: Peer) -> None:
     guard, metrics = guard_of(peer, max_connections=1)
     peer.loop.now += 3600

@@ -15,6 +15,7 @@ import pytest
 
 from service.frontend.dispatch.dispatcher import Dispatcher
 from service.frontend.http2.connection import Http2Connection
+from service.frontend.http2.floods import Floods
 from service.frontend.inference import Frontend
 from service.frontend.oip import protobuf
 from service.frontend.oip.binary_forms import BinaryForm
@@ -229,7 +230,7 @@ async def both_servers(frontend: Frontend) -> AsyncIterator[list[grpc.aio.Channe
     handlers, connections = (rpc_handlers(frontend, GrpcShutdown()),), set[Http2Connection]()
     application = GrpcApplication(frontend, handlers, GrpcShutdown())
     own = await asyncio.get_running_loop().create_server(
-        lambda: Http2Connection(application, _limits(frontend.settings), connections), "127.0.0.1"
+        lambda: Http2Connection(application, _limits(frontend.settings), connections, Floods()), "127.0.0.1"
     )
     limit = LIMIT * RECEIVE_LIMIT_FACTOR
     library = grpc.aio.server(options=[("grpc.max_receive_message_length", limit), ("grpc.so_reuseport", 0)])
