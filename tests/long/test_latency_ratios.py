@@ -6,9 +6,8 @@ All figures are ratios within one run. The device is planted: a batch takes a fi
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -21,14 +20,11 @@ from loadtest.generator.process import run_in_process
 from loadtest.load import nearest_rank
 from service.access.keys import create
 from service.access.scopes import Scope
-from tests import models, planted
+from tests.long.others import CAPACITY, ROWS_AT_ONCE, on_planted_device
 from tests.long.overload import Lag
 from tests.planted import DEVICE_SECONDS
-from tests.serving import Server, serving
+from tests.serving import Server
 
-ROWS_AT_ONCE = 4
-CAPACITY = ROWS_AT_ONCE / DEVICE_SECONDS
-"""Requests per second of the device with a fixed time for each batch."""
 SECONDS, ATTEMPTS, LAGS = 8.0, 3, 2
 """Length of a measurement, how often it is repeated because other processes took the cores, and how many times the worst lag of this
 process an answer may be late."""
@@ -92,15 +88,6 @@ def met(alone: Load, beside: Sequence[Load], server: Server, goal: Callable[[Tim
         if goal(one, both):
             return True
     return False
-
-
-@contextmanager
-def on_planted_device(fault: str, root: Path, *flags: str, **settings: str) -> Iterator[Server]:
-    models.sensors(root / "models", hidden=8)
-    with pytest.MonkeyPatch.context() as patch:
-        planted.plant(fault, patch)
-        with serving(root / "models", root, *flags, **settings) as server:
-            yield server
 
 
 def request(steps: int, **options: Any) -> dict[str, Any]:

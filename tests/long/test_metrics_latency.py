@@ -11,7 +11,6 @@ import signal
 import statistics
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -25,6 +24,7 @@ from loadtest.callers import Target
 from loadtest.generator.job import Job
 from loadtest.generator.process import run_in_process
 from tests import planted
+from tests.long.health_checks import LIMITS_SECONDS, Checks
 from tests.serving import Server, eventually, serving
 
 LIMIT_SECONDS = 0.3
@@ -92,61 +92,10 @@ def test_metrics_answer_within_300_ms_while_the_supervisor_is_stopped(models_fol
 
 # Overload.
 
-LIMITS_SECONDS = {"/healthz": 0.1, "/readyz": 0.1, "/metrics": 0.3}
 CALLERS = 1000
 OVERLOAD = 20
 OVERLOAD_SECONDS = 20.0
 WARM_UP_SECONDS = 2.0
-CHECK_PAUSE_SECONDS = 0.05
-LAG_SECONDS, LAGS = 0.01, 10
-"""How long a thread of the client sleeps between two measurements of its lag, and how many times its worst lag is added to each limit: each
-process on the way of a check waits for a core as the client does."""
-
-
-class Checks:
-    """The seconds that health checks took, by path, and the worst lag of this process meanwhile."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, list[float]] = defaultdict(list)
-        self.lag = 0.0
-        self._ended = threading.Event()
-
-    def run(self, address: str) -> None:
-        """Send each check on a new connection, as probes do, until `end`."""
-        threading.Thread(target=self._measure_lag, daemon=True).start()
-        with httpx.Client(base_url=address, timeout=30, trust_env=False, headers={"Connection": "close"}) as client:
-            while not self._ended.is_set():
-                for path in LIMITS_SECONDS:
-                    before = time.monotonic()
-                    answer = client.get(path)
-                    self.seconds[path].append(time.monotonic() - before)
-                    assert answer.status_code == 200, answer.text
-                time.sleep(CHECK_PAUSE_SECONDS)
-
-    def end(self) -> None:
-        self._ended.set()
-
-    def late(self) -> dict[str, float]:
-        """Return the longest check of each path that took too long."""
-        allowance = LAGS * self.lag
-        return {
-            path: max(self.seconds[path])
-            for path, limit in LIMITS_SECONDS.items()
-            if max(self.seconds[path]) > limit + allowance
-        }
-
-    def __str__(self) -> str:
-        paths = (
-            f"{path} {1000 * statistics.median(seconds):.1f} ms, at most {1000 * max(seconds):.1f} ms of {len(seconds)}"
-            for path, seconds in self.seconds.items()
-        )
-        return "; ".join([*paths, f"the client's worst lag was {1000 * self.lag:.1f} ms"])
-
-    def _measure_lag(self) -> None:
-        while not self._ended.is_set():
-            due = time.monotonic() + LAG_SECONDS
-            time.sleep(LAG_SECONDS)
-            self.lag = max(self.lag, time.monotonic() - due)
 
 
 def checks_during_overload(server: Server) -> Checks:

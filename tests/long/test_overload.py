@@ -15,8 +15,10 @@ import pytest
 
 from tests import models, planted
 from tests.accumulator import at_rest
+from tests.long.flood import flooded
 from tests.long.overload import DEADLINE_SECONDS, MOST_CALLERS, Overload, Step
-from tests.serving import Server, serving
+from tests.serving import Server, eventually, serving
+from tests.steady import open_files
 
 STEPS = (0.5, 1, 2, 5, 10, 20)
 LEAST_GOODPUT = {1: 0.9, 2: 0.92, 5: 0.92, 10: 0.92, 20: 0.85}
@@ -29,6 +31,7 @@ ATTEMPTS = 3
 """A step in which other processes took the cores is run again."""
 ROWS = [[0.1, 0.2, 0.3]] * 4
 BURST_SECONDS, BURSTS, BURST, BETWEEN = 0.2, 5, 50, 0.3
+IDLE = 1000
 TIMES = 10
 """How many times as many callers overload the frontends as keep them busy."""
 
@@ -52,15 +55,6 @@ def device_bound(folder: Path, scratch: Path, fault: str = "slow-device") -> Ite
 def device(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with device_bound(folder, tmp_path_factory.mktemp("log")) as server:
         yield server
-
-
-@pytest.fixture
-def show(capsys: pytest.CaptureFixture[str]) -> Callable[[object], None]:
-    def show(figures: object) -> None:
-        with capsys.disabled():
-            print(f"\n{figures}", end="")
-
-    return show
 
 
 def faults(times: float, step: Step, capacity: float) -> list[str]:
@@ -136,6 +130,20 @@ def test_bursts_keep_the_deadlines_of_accepted_requests(device: Server, show: Ca
         show(f"a burst of {BURST} times: {burst}")
     assert sum(burst.refused for burst in bursts) > 0
     assert not [fault for burst in [*bursts, steady] for fault in faults(BETWEEN, burst, capacity)]
+
+
+def test_goodput_holds_beside_a_thousand_idle_connections(device: Server, show: Callable[[object], None]) -> None:
+    overload = Overload.of(device, "http", "sensors", ROWS)
+    with flooded(device, IDLE, lambda: None):
+        eventually(lambda: open_files(device)["frontend-0"] > IDLE)
+        for _ in range(ATTEMPTS):
+            capacity = overload.capacity(SECONDS)
+            step = overload.step(TIMES * capacity, SECONDS)
+            show(f"{IDLE} idle connections, {TIMES} times {capacity:.0f} requests/s: {step}")
+            wrong = faults(TIMES, step, capacity)
+            if not wrong:
+                break
+    assert not wrong
 
 
 def test_clients_that_retry_at_once_do_not_stop_the_service(device: Server, show: Callable[[object], None]) -> None:

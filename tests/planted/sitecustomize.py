@@ -35,6 +35,11 @@ PLANTED names faults of a server, separated by commas:
 - recorded-network: processes append each use of the network to the file NETWORK: connections, datagrams and look-ups of names;
 - orphans: processes do not end with their supervisor, unless they notice the end of its channel, and a batch takes ORPHAN_SECONDS;
 - busy-supervisor: the supervisor's event loop stands still for BUSY_SECONDS, again and again, once it watches other processes;
+- patient: a frontend closes no connection for its slowness;
+- unlimited: a frontend accepts connections until it has no open files left;
+- forgives-floods: a frontend remembers no address that flooded a connection;
+- answers-guesses: no answer to a wrong key waits;
+- ignores-steps: an engine runs a chunk that does not continue its session at the steps that it names;
 - portable: a system without memfd_create, eventfd, sched_getaffinity and /proc, whose prctl fails.
 
 MONOTONIC_SHIFT is added to time.monotonic(): the machine seems to have booted at another time. See tests/anywhere.py.
@@ -275,6 +280,13 @@ def into_session_tables(session_table: Any, fault: str) -> None:
 
     def forgetting(self: Any) -> None:
         self._free_records.extend(range(self._journal.records))
+
+    def unchecked(session: Any, request: Any) -> None:
+        pass
+
+    if fault == "ignores-steps":
+        session_table._check_steps = unchecked
+        return
 
     def repeating(self: Any, id: str) -> Any:
         ended = self._ended.get(session_table._digest(id))
@@ -553,6 +565,21 @@ def into_metrics(metrics: Any, fault: str) -> None:
     metrics.Metrics.snapshot = planted
 
 
+def into_guards(connection_guard: Any, fault: str) -> None:
+    if fault == "patient":
+        connection_guard.ConnectionGuard.sweep = lambda *_: None
+    else:
+        connection_guard.connection_limit = lambda _: 1 << 30
+
+
+def into_floods(floods: Any, fault: str) -> None:
+    floods.Floods.record = lambda *_: None
+
+
+def into_refused_keys(refused_keys: Any, fault: str) -> None:
+    refused_keys.RefusedKeys.delay = lambda *_: 0.0
+
+
 def into_process_configs(process_config: Any, fault: str) -> None:
     process_config._die_with = lambda *_: None
 
@@ -640,6 +667,12 @@ def plant(fault: str) -> None:
     elif fault == "orphans":
         sys.meta_path.insert(0, Planting(fault, "service.ipc.process_config", into_process_configs))
         sys.meta_path.insert(0, Planting(fault, "service.engine.execution.device_engine", into_endless_batches))
+    elif fault == "answers-guesses":
+        sys.meta_path.insert(0, Planting(fault, "service.access.refused_keys", into_refused_keys))
+    elif fault == "forgives-floods":
+        sys.meta_path.insert(0, Planting(fault, "service.frontend.http2.floods", into_floods))
+    elif fault in ("patient", "unlimited"):
+        sys.meta_path.insert(0, Planting(fault, "service.frontend.connection_guard", into_guards))
     elif fault == "busy-supervisor":
         sys.meta_path.insert(0, Planting(fault, "service.supervisor.supervisor", into_supervisor))
     elif fault == "cold":
@@ -670,7 +703,7 @@ def plant(fault: str) -> None:
         sys.meta_path.insert(0, Planting(fault, "service.log", into_logs))
     elif fault == "keeps-errors":
         sys.meta_path.insert(0, Planting(fault, "service.errors", into_errors))
-    elif fault in ("keeps-expired", "forgets-lost", "reports-twice"):
+    elif fault in ("keeps-expired", "forgets-lost", "reports-twice", "ignores-steps"):
         sys.meta_path.insert(0, Planting(fault, "service.engine.batching.session_table", into_session_tables))
     elif fault == "swapped-answers":
         sys.meta_path.insert(0, Planting(fault, "service.engine.worker", into_blocks))
