@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -544,6 +544,25 @@ def test_disconnected_stream_frees_its_session_and_requests(two_fronts: Server) 
     eventually(lambda: requests() == ended + 5)
     assert requests(outcome="client_gone") > gone
     assert two_fronts.metric("seqserve_state_slots_used") == 0
+
+
+def test_disconnect_during_the_first_chunk_ends_its_request(two_fronts: Server) -> None:
+    """The service takes no further message before the first is answered, and notices the end of the socket nevertheless."""
+
+    def requests(**labels: str) -> float:
+        return two_fronts.metric("seqserve_requests_total", **labels)
+
+    accepted, ended, gone = two_fronts.metric("seqserve_requests_accepted_total"), requests(), requests(outcome="client_gone")
+    with ExitStack() as stack:
+        streams = [stack.enter_context(streamed(two_fronts, "model=sensors")) for _ in range(5)]
+        for stream in streams:
+            stream.send(struct.pack("<3f", *ROW) * 80_000)
+        eventually(lambda: two_fronts.metric("seqserve_requests_accepted_total") == accepted + 5)
+        for stream in streams:
+            stream.socket.shutdown(socket.SHUT_RDWR)
+        eventually(lambda: requests() == ended + 5)
+    assert requests(outcome="client_gone") > gone
+    eventually(lambda: two_fronts.metric("seqserve_sessions") == 0)
 
 
 def test_accepted_requests_are_in_flight_or_have_an_outcome(two_fronts: Server) -> None:

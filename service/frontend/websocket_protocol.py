@@ -5,8 +5,9 @@ implementation and of websockets' parser, and use their undocumented attributes;
 a new protocol: it would repeat uvicorn's handshake and keepalive, and the parser.
 
 Messages bypass ASGI: a MessageReceiver takes them in callbacks. Frames are parsed one at a time, for at most SLICE_SECONDS in one
-callback, and a message that consists of one frame without websockets' parser. Reading stops while the receiver takes no message, and
-while the client does not read its replies.
+callback, and a message that consists of one frame without websockets' parser. Reading stops while the client does not read its replies,
+and soon after the receiver takes no message: a few bytes are read ahead, because a socket that is not read does not tell that its client
+has gone.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ RATE_SECONDS = 1.0
 """Interval over which the limits per second count."""
 SOCKET = "seqserve.socket"
 """The extension in the ASGI scope of a handshake that holds the WebSocketProtocol."""
+READ_AHEAD_BYTES = 1 << 16
+"""So many bytes may wait for the receiver before reading stops."""
 MAX_JOINED_BYTES = 1 << 16
 """A larger message is not copied behind its head."""
 _TEXT_FRAME, _BINARY_FRAME = 0x81, 0x82
@@ -98,7 +101,8 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         # Without the extension for compressed messages: chunks are small, and a small message may decompress to a large one.
         self.conn: _FrameParser = _FrameParser(max_size=self._settings.max_message_bytes, logger=self.logger)
         self._draining = False
-        self._reading = True
+        self._reading = self._taking = True
+        """Whether the socket is read, and whether frames may be handled."""
         self._continuation: asyncio.Handle | None = None
         """The callback that parses further frames."""
         self._receiver: MessageReceiver | None = None
@@ -230,7 +234,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         """A WebSocket is never idle: a stream may be silent, and pings find clients that have gone."""
         if self.close_sent or self.transport.is_closing():
             return Phase.CLOSING
-        return Phase.RECEIVING if self._reading and (self.frames or self.received_bytes) else Phase.RUNNING
+        return Phase.RECEIVING if self._taking and (self.frames or self.received_bytes) else Phase.RUNNING
 
     @property
     def unread_bytes(self) -> int:
@@ -363,16 +367,24 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         return self.close_sent or self._receiver.ready
 
     def _set_reading(self) -> None:
-        """Read from the socket exactly when frames may be handled. While the service drains, no further messages are read."""
-        reading = self._may_parse() and (self.close_sent or not self._draining)
+        """Read from the socket when frames may be handled, and ahead. While the service drains, no further messages are read."""
+        taking = self._may_parse() and (self.close_sent or not self._draining)
+        if taking and not self._taking:
+            self.phase_began = self.loop.time()
+        self._taking = taking
+        reading = taking or self._may_read_ahead()
         if reading == self._reading or self.transport.is_closing():
             return
         self._reading = reading
         if reading:
-            self.phase_began = self.loop.time()
             self.transport.resume_reading()
         else:
             self.transport.pause_reading()
+
+    def _may_read_ahead(self) -> bool:
+        """Return whether bytes may be read that wait for the receiver."""
+        waits = self._receiver is not None and self.writable.is_set() and not self._draining
+        return waits and len(self.conn.reader.buffer) < READ_AHEAD_BYTES
 
     def _count_ping(self) -> None:
         """Count a ping or a pong, which costs a client nothing."""
