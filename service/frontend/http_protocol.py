@@ -198,6 +198,7 @@ class HttpProtocol(HttpToolsProtocol):
         if self._running is not None:
             _disconnect(self._running)  # uvicorn tells only the request that arrived last
         super().connection_lost(exc)
+        self._unset_keepalive_if_required()  # after an error, uvicorn would keep this object until the connection would have been idle
         # They refer to each other. Without this, connections would pile up until a garbage collection, which takes 50 ms then.
         self.cycle = self._running = self._current = None  # type: ignore[assignment]
 

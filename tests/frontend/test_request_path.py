@@ -98,6 +98,22 @@ def test_infer_passes_few_modules(tmp_path: Path) -> None:
     run(test)
 
 
+def test_connection_that_was_reset_leaves_no_timer() -> None:
+    """A reply was written in full, and the client resets the connection before it has read the reply."""
+
+    async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
+        frontend = Frontend(Settings(), Catalog([], {}), dispatcher, metrics, Log("frontend"), cast(SupervisorClient, None))
+        protocol = connection(frontend)
+        cast(Mock, protocol.transport).is_closing.return_value = False
+        protocol.on_response_complete()
+        timer = protocol.timeout_keep_alive_task
+        assert timer is not None
+        protocol.connection_lost(ConnectionResetError())
+        assert timer.cancelled()
+
+    run(test)
+
+
 def connection(frontend: Frontend) -> HttpProtocol:
     """Return the protocol of a connection whose transport is a mock."""
     config = uvicorn.Config(build_app(frontend), http=HttpProtocol, log_config=None)
