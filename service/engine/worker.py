@@ -107,21 +107,25 @@ class Worker:
         """Loop until the supervisor closes its end of the control channel."""
         send_now(self._control, Ready())
         while self._control.open:
-            self._beat()
-            # The loop does not sleep while the device works: it would wake too late for the end of the batch.
-            idle = self._batcher.idle and not self._engine.running
-            self._read_channels(IDLE_SECONDS if idle else 0.0)
-            self._batcher.step(self._before_launch)
-            self._models.settle()
-            self._trials.end_batches(self._engine.runs)
-            for channel in [channel for channel in self._frontends if channel.outgoing]:
-                self._flush(channel)
-            if self._mover is not None and self._mover.outgoing:
-                self._flush(self._mover)
-            if self._profiling.on:
-                self._profiling.step()
-            elif idle:
-                self._check_known_answer()
+            self.run_once()
+
+    def run_once(self) -> None:
+        """Read the channels, run a batch, and send the answers."""
+        self._beat()
+        # The loop does not sleep while the device works: it would wake too late for the end of the batch.
+        idle = self._batcher.idle and not self._engine.running
+        self._read_channels(IDLE_SECONDS if idle else 0.0)
+        self._batcher.step(self._before_launch)
+        self._models.settle()
+        self._trials.end_batches(self._engine.runs)
+        for channel in [channel for channel in self._frontends if channel.outgoing]:
+            self._flush(channel)
+        if self._mover is not None and self._mover.outgoing:
+            self._flush(self._mover)
+        if self._profiling.on:
+            self._profiling.step()
+        elif idle:
+            self._check_known_answer()
 
     def _beat(self) -> None:
         """Beat the heartbeat. While a batch runs, the next beat is due when the batch counts as hung, even if this loop still runs."""

@@ -1,4 +1,4 @@
-"""How much requests delay each other on a running server: long and short requests, and tenants.
+"""How much requests delay each other on a running server: long and short requests, tenants, and priorities.
 
 All figures are ratios within one run. The device is planted: a batch takes a fixed time, or a time for each step, and no processor time.
 """
@@ -22,7 +22,7 @@ from service.access.keys import create
 from service.access.scopes import Scope
 from tests.long.others import CAPACITY, ROWS_AT_ONCE, on_planted_device
 from tests.long.overload import Lag
-from tests.planted import DEVICE_SECONDS
+from tests.planted import DEVICE_SECONDS, STEP_SECONDS
 from tests.serving import Server
 
 SECONDS, ATTEMPTS, LAGS = 8.0, 3, 2
@@ -32,6 +32,11 @@ SHORT, LONG = 25, 2000
 MOST_RATIO_OF_SHORT = 1.5
 BATCHES_OF_OTHERS = 1.5
 """How many batches of another tenant a request may wait for, beyond its time without that tenant."""
+URGENT, OTHERS, HIGHEST = 0.6, 1.4, 10
+"""Load of urgent requests and of others, in multiples of the capacity: 30 % and 70 % of twice the capacity. The priority of the first."""
+MEDIUM, OTHERS_MS = 100, 5_000
+MOST_RATIO_OF_URGENT, LEAST_OF_OTHERS = 1.3, 0.05
+"""How many times as long as alone an urgent request may take, and the least share of the others that is answered."""
 PATIENT_MS, IMPATIENT_MS = 60_000, 1_000
 """Deadlines of the measured requests, and of the other requests, which are refused above the capacity."""
 
@@ -46,18 +51,24 @@ class Load(NamedTuple):
 
 
 class Times(NamedTuple):
-    """p99 in seconds and refusals of the measured requests, and the lag of this process."""
+    """p99 in seconds and refusals of the measured requests, the share of the others that was answered, and the lag of this process."""
 
     p99: float
     refused: int
+    advanced: float
     lag: float
 
 
 def measure(server: Server, measured: Load, *others: Load) -> Times:
     """Send all loads at the same time."""
     with Lag() as lag, ThreadPoolExecutor(1 + len(others)) as pool:
-        first, *_ = pool.map(lambda load: run_in_process(_job(server, load)), (measured, *others))
-    return Times(nearest_rank(first.ordered_latencies(), 0.99), sum(first.failures.values()), lag.worst)
+        first, *rest = pool.map(lambda load: run_in_process(_job(server, load)), (measured, *others))
+    answered, ended = (
+        sum(result.answers for result in rest),
+        sum(result.answers + sum(result.failures.values()) for result in rest),
+    )
+    p99 = nearest_rank(first.ordered_latencies(), 0.99)
+    return Times(p99, sum(first.failures.values()), answered / ended if ended else 1.0, lag.worst)
 
 
 def _job(server: Server, load: Load) -> Job:
@@ -127,3 +138,24 @@ def test_noisy_tenant_delays_a_quiet_one_by_one_batch(noisy: str, holds: bool, t
             return not beside.refused and beside.p99 <= bound
 
         assert met(quiet, [noise], server, goal) == holds
+
+
+# Priorities.
+
+
+@pytest.mark.parametrize("fault, holds", [("stepped-device", True), ("stepped-device,ignores-priorities", False)])
+def test_urgent_requests_take_no_longer_at_twice_the_capacity(fault: str, holds: bool, tmp_path: Path) -> None:
+    """30 % of the requests are urgent. None of them is refused, and the others advance. A service that ignores priorities misses the goal.
+
+    The requests are long and few, and run whole: the processors are idle while the device is overloaded.
+    """
+    capacity = ROWS_AT_ONCE / (MEDIUM * STEP_SECONDS)
+    with on_planted_device(fault, tmp_path, max_batch_sequences=str(ROWS_AT_ONCE), batch_budget_ms="1000") as server:
+        urgent = Load(request(MEDIUM, priority=HIGHEST), rate=URGENT * capacity)
+        others = Load(request(MEDIUM, deadline_ms=OTHERS_MS), rate=OTHERS * capacity)
+
+        def goal(alone: Times, beside: Times) -> bool:
+            in_time = beside.p99 <= MOST_RATIO_OF_URGENT * alone.p99 + LAGS * beside.lag
+            return in_time and not beside.refused and beside.advanced >= LEAST_OF_OTHERS
+
+        assert met(urgent, [others], server, goal) == holds

@@ -16,6 +16,7 @@ from tests.planted.sitecustomize import (
     POINTS,
     STALL,
     STALLED,
+    STEP_SECONDS,
     STEPS,
 )
 
@@ -30,6 +31,7 @@ __all__ = [
     "STALL",
     "STALLED",
     "STEPS",
+    "STEP_SECONDS",
     "plant",
 ]
 

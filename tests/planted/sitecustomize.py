@@ -15,7 +15,13 @@ PLANTED names faults of a server, separated by commas:
 - slow-device: each batch waits DEVICE_SECONDS, in which a device would compute: it takes no processor time;
 - damaged: once the file DAMAGED exists, every model computes wrong scores;
 - stepped-device: each batch waits STEP_SECONDS for each time step of its longest row;
+- gated-device: a batch stays in flight until the file GATE lets it end. It contains `open`, or a number of batches;
+- uncancelled: with gated-device, frontends do not tell the engine that nothing waits for a request any longer;
+- unread-sockets: a frontend does not read from a WebSocket while it takes no message from it, and so does not notice that its client goes;
+- keeps-clients: with gated-device, a frontend keeps a task and a descriptor of each request that it cancels;
+- census: once the file CENSUS/wanted exists, processes write what they hold to the file CENSUS/<process id>, with their metrics;
 - admits-all: the same, and the engine refuses no request that will miss its deadline;
+- ignores-priorities: an engine runs requests of all priorities in the order of their arrival;
 - trusting-names: the service loads a model of any name that a client sends;
 - unchecked-ids: a frontend takes every id of a raw tensor;
 - dated-device: as slow-device, and the engine appends a line to the file ROWS for each batch: its rows, and how many of their deadlines had
@@ -51,6 +57,7 @@ import gc
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import json
 import os
 import re
 import signal
@@ -67,6 +74,7 @@ COLD_SECONDS = 0.02
 BUSY_SECONDS = 1.0
 DEADLY_MODEL = "deadly"
 DEVICE_SECONDS, STEP_SECONDS = 0.04, 0.002
+GATE_SECONDS = 0.002
 ORPHAN_SECONDS = 60.0
 STALL, STALLED = "stall", "stalled"
 TIMED_SECONDS = 0.001
@@ -223,6 +231,75 @@ def into_encoders(encoder: Any, fault: str) -> None:
     encoder.Encoder.__call__ = planted
 
 
+def into_gates(device_engine: Any, fault: str) -> None:
+    """Let batches be in flight as on a GPU, and end them as the gate says. A number counts from the last change of the file."""
+    engine, gate = device_engine.DeviceEngine, Path(os.environ["GATE"])
+    collect, running = engine._collect, engine.running.fget
+    passed: list[Any] = ["", 0]
+
+    def lets_pass() -> bool:
+        text = gate.read_text()
+        if text != passed[0]:
+            passed[:] = text, 0
+        passed[1] += 1
+        if text == "open" or passed[1] <= int(text.split()[-1]):
+            return True
+        passed[1] -= 1
+        return False
+
+    def collecting(self: Any) -> None:
+        if self._in_flight and lets_pass():
+            collect(self)
+        elif self._in_flight:
+            time.sleep(GATE_SECONDS)
+
+    engine._collect = collecting
+    engine.accepts_batch = property(lambda self: not self._in_flight)
+    # A batch is never hung, however long it waits at the gate.
+    engine.running = property(lambda self: (time.monotonic(), running(self)[1]) if self._in_flight else None)
+
+
+def into_cancellations(connection: Any, fault: str) -> None:
+    import asyncio
+
+    cancel = connection.EngineConnection.cancel
+
+    def keeping(self: Any, pending: Any) -> None:
+        cancel(self, pending)
+        kept.append((asyncio.get_running_loop().create_task(asyncio.sleep(ORPHAN_SECONDS)), os.dup(0)))
+
+    connection.EngineConnection.cancel = keeping if fault == "keeps-clients" else lambda *_: None
+
+
+def into_sockets(websocket_protocol: Any, fault: str) -> None:
+    websocket_protocol.WebSocketProtocol._may_read_ahead = lambda _: False
+
+
+def into_censuses(metrics: Any, fault: str) -> None:
+    snapshot, folder = metrics.Metrics.snapshot, Path(os.environ["CENSUS"])
+
+    def planted(self: Any) -> Any:
+        if (folder / "wanted").exists():
+            (folder / f"{os.getpid()}.new").write_text(json.dumps(census()))
+            (folder / f"{os.getpid()}.new").rename(folder / str(os.getpid()))
+        return snapshot(self)
+
+    metrics.Metrics.snapshot = planted
+
+
+def census() -> dict[str, int]:
+    """Return how many tasks, connections and objects of the service this process holds, by type, and the bytes of bodies."""
+    gc.collect()
+    counts: dict[str, int] = {}
+    for held in gc.get_objects():
+        kind = type(held)
+        if str(kind.__module__).startswith("service.") or kind.__name__ in ("Task", "TCPTransport"):
+            counts[kind.__name__] = counts.get(kind.__name__, 0) + 1
+        if kind.__name__ == "BodyBudget":
+            counts["bytes of bodies"] = counts.get("bytes of bodies", 0) + held.held_bytes
+    return counts
+
+
 def into_models(encoder: Any, fault: str) -> None:
     import torch
 
@@ -240,6 +317,10 @@ def into_models(encoder: Any, fault: str) -> None:
 
 def into_schedulers(scheduler: Any, fault: str) -> None:
     scheduler.Scheduler._surely_in_time = lambda *_: True
+
+
+def into_queues(module: Any, fault: str) -> None:
+    module.HEAD_START_SECONDS = 0.0
 
 
 def into_batchers(batcher: Any, fault: str) -> None:
@@ -685,6 +766,18 @@ def plant(fault: str) -> None:
             sys.meta_path.insert(0, Planting(fault, "service.frontend.dispatch.connection", into_deadlines))
         if fault in ("admits-all", "late-device"):
             sys.meta_path.insert(0, Planting(fault, "service.engine.batching.scheduler", into_schedulers))
+    elif fault == "ignores-priorities":
+        sys.meta_path.insert(0, Planting(fault, "service.engine.batching.model_queue", into_queues))
+        sys.meta_path.insert(0, Planting(fault, "service.engine.batching.request_block", into_queues))
+    elif fault == "gated-device":
+        sys.meta_path.insert(0, Planting(fault, "service.engine.execution.device_engine", into_gates))
+        sys.meta_path.insert(0, Planting(fault, "service.engine.batching.scheduler", into_schedulers))
+    elif fault in ("uncancelled", "keeps-clients"):
+        sys.meta_path.insert(0, Planting(fault, "service.frontend.dispatch.connection", into_cancellations))
+    elif fault == "unread-sockets":
+        sys.meta_path.insert(0, Planting(fault, "service.frontend.websocket_protocol", into_sockets))
+    elif fault == "census":
+        sys.meta_path.insert(0, Planting(fault, "service.metrics", into_censuses))
     elif fault == "damaged":
         sys.meta_path.insert(0, Planting(fault, "service.modeling.encoder", into_models))
     elif fault == "careless":
