@@ -23,6 +23,7 @@ from service.frontend.app import build_app
 from service.frontend.catalog import Catalog, ServedModel
 from service.frontend.dispatch.dispatcher import Dispatcher
 from service.frontend.http2.connection import Http2Connection
+from service.frontend.http2.floods import Floods
 from service.frontend.http_protocol import HttpProtocol
 from service.frontend.inference import Frontend, SupervisorClient
 from service.frontend.oip.grpc_application import GrpcApplication
@@ -177,14 +178,14 @@ class Ports:
         self._state, self._hot_path = ServerState(), build_hot_path(frontend)
         shutdown = GrpcShutdown()
         self._application = GrpcApplication(frontend, [rpc_handlers(frontend, shutdown)], shutdown)
-        self._grpc: set[Http2Connection] = set()
+        self._grpc, self._floods = set[Http2Connection](), Floods()
         self._late = asyncio.Event()
 
     def http(self) -> asyncio.Protocol:
         return HttpProtocol(self._config, self._state, {}, hot_path=self._hot_path)
 
     def grpc(self) -> asyncio.Protocol:
-        return Http2Connection(self._application, _limits(self._frontend.settings), self._grpc)
+        return Http2Connection(self._application, _limits(self._frontend.settings), self._grpc, self._floods)
 
     async def answer(self) -> None:
         """Answer the requests to the engine but those with LATE_STEPS."""
