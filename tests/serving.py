@@ -220,6 +220,12 @@ def alive(pid: int) -> bool:
     return state != "Z"
 
 
+def descendants(pid: int) -> list[int]:
+    """Return all processes below a process."""
+    children = [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
+    return [*children, *(below for child in children for below in descendants(child))]
+
+
 def worked_seconds(pid: int) -> float:
     """Return the processor time that a process has used."""
     user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]

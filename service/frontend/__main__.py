@@ -16,6 +16,7 @@ from service.ipc.connection_counts import ConnectionCounts, Port
 from service.ipc.heartbeat import Heartbeat
 from service.ipc.process_config import ProcessConfig, freeze_heap
 from service.ipc.quota_counts import QuotaCounts
+from service.ipc.suspect_turns import SuspectTurns
 from service.ipc.trace_socket import TraceWriter
 from service.log import Log
 from service.metrics import Metrics
@@ -40,7 +41,8 @@ def _run(config: ProcessConfig, settings: Settings) -> None:
     except StartError as error:
         control.failed(str(error))
         return
-    dispatcher = Dispatcher(metrics, settings.channel_bytes, control.ready, len(settings.devices))
+    turns = SuspectTurns(config.suspects)
+    dispatcher = Dispatcher(metrics, settings.channel_bytes, control.ready, len(settings.devices), turns=turns)
     quotas = QuotaCounts.open(config.quotas, config.place)
     traces = TraceWriter(config.traces) if config.traces >= 0 else None
     frontend = Frontend(settings, catalog, dispatcher, metrics, log, control, quotas, traces)

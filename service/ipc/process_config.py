@@ -30,10 +30,11 @@ class ProcessConfig(msgspec.Struct, frozen=True):
     """What a child reads from its standard input: settings as JSON, its parent's process id, and inherited descriptors.
 
     `place` is the child's number, counted from 0 in each role: an engine runs on the device with this number in the settings. `http`,
-    `grpc` and `admin` are the listening sockets of a frontend, and `connections` and `quotas` are the files of its ConnectionCounts and
-    QuotaCounts. `traces` is a frontend's or the tracer's end of the TraceSockets. `peers` is the listening socket of the mover, and
-    `replica` the id of this replica, a new one at each start of the service. `manifest` names the models to serve; with `strict`, a
-    model that cannot be loaded fails the start. `is_restart` tells whether the service has been ready before.
+    `grpc` and `admin` are the listening sockets of a frontend, and `connections`, `quotas` and `suspects` are the files of its
+    ConnectionCounts, QuotaCounts and SuspectTurns. `traces` is a frontend's or the tracer's end of the TraceSockets. `peers` is the
+    listening socket of the mover, and `replica` the id of this replica, a new one at each start of the service. `manifest` names the
+    models to serve; with `strict`, a model that cannot be loaded fails the start. `is_restart` tells whether the service has been ready
+    before.
     """
 
     parent: int
@@ -46,6 +47,7 @@ class ProcessConfig(msgspec.Struct, frozen=True):
     admin: int = -1
     connections: int = -1
     quotas: int = -1
+    suspects: int = -1
     heartbeat: int = -1
     journal: int = -1
     traces: int = -1
@@ -88,6 +90,7 @@ class ProcessConfig(msgspec.Struct, frozen=True):
             self.admin,
             self.connections,
             self.quotas,
+            self.suspects,
             self.heartbeat,
             self.journal,
             self.traces,

@@ -171,6 +171,7 @@ def start(
     sockets: ListeningSockets,
     connections: int,
     quotas: int,
+    suspects: int,
     compute_threads: int,
     cores: Set[int] | None,
     journal: SessionJournal | None,
@@ -182,11 +183,10 @@ def start(
 ) -> Child:
     """Start a process; raises OSError, with nothing left behind, when the system lacks the resources.
 
-    Its first heartbeat is due when its models must be loaded. sockets: of frontends; connections, quotas: descriptors of their
-    ConnectionCounts and QuotaCounts; cores: to which the process is pinned, None for all; journal: session ids of the previous
-    engine; traces: of frontends and the tracer; replica: the id of this replica; strict: a model that cannot be loaded fails the
-    start; is_restart: whether the service
-    has been ready before.
+    Its first heartbeat is due when its models must be loaded. sockets: of frontends; connections, quotas, suspects: descriptors of
+    their ConnectionCounts, QuotaCounts and SuspectTurns; cores: to which the process is pinned, None for all; journal: session ids
+    of the previous engine; traces: of frontends and the tracer; replica: the id of this replica; strict: a model that cannot be loaded
+    fails the start; is_restart: whether the service has been ready before.
     """
     role, _, place = name.partition("-")
     with ExitStack() as inherited, ExitStack() as on_error:
@@ -204,6 +204,7 @@ def start(
             **_descriptors(sockets, role),
             connections=connections if role == FRONTEND else -1,
             quotas=quotas if role == FRONTEND else -1,
+            suspects=suspects if role == FRONTEND else -1,
             compute_threads=compute_threads,
             heartbeat=heartbeat.descriptor,
             journal=journal.descriptor if journal else -1,

@@ -301,7 +301,9 @@ class ModelReloader:
 
     async def _switch(self, model_versions: list[ModelVersion], aliases: dict[str, str]) -> None:
         """Switch all frontends to these versions and unload the others. A cancellation comes too late for this step."""
-        await _run_to_the_end(self._switch_frontends(Manifest(model_versions, aliases, self._unavailable(model_versions))))
+        manifest = Manifest(model_versions, aliases, self._unavailable(model_versions))
+        if manifest != self.manifest:
+            await _run_to_the_end(self._switch_frontends(manifest))
 
     async def _switch_frontends(self, manifest: Manifest) -> None:
         keys = {version.key for version in manifest.model_versions}

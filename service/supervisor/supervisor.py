@@ -34,6 +34,7 @@ from service.ipc.messages import (
 )
 from service.ipc.quota_counts import QuotaCounts
 from service.ipc.session_journal import SessionJournal, journal_records
+from service.ipc.suspect_turns import SuspectTurns
 from service.ipc.trace_socket import TraceSockets
 from service.log import Log
 from service.metrics import Metrics, Snapshot
@@ -116,6 +117,7 @@ class Supervisor:
         self._journals = {name: SessionJournal(journal_records(settings)) for name in self._engine_names}
         self._connection_counts = ConnectionCounts.create(self._placement.frontends)
         self._quota_counts = QuotaCounts.create(self._placement.frontends)
+        self._suspect_turns = SuspectTurns.create()
         self._sockets = ports.open_sockets(settings)
         health = self._sockets.health
         self._health = None if health is None else HealthPort(health, settings, lambda: self._is_ready, self._collect, log)
@@ -163,6 +165,7 @@ class Supervisor:
                     task.cancel()
         finally:
             await self._end()
+            _ignore_signals(loop)
 
     async def _end(self) -> None:
         """End all processes and free what the supervisor holds."""
@@ -216,6 +219,7 @@ class Supervisor:
             sockets=self._sockets,
             connections=self._connection_counts.descriptor,
             quotas=self._quota_counts.descriptor,
+            suspects=self._suspect_turns.descriptor,
             compute_threads=self._placement.compute_threads,
             cores=cores,
             journal=self._journals.get(name),
@@ -457,3 +461,10 @@ class Supervisor:
     def _log_bug(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """An exception in a callback fails what it served, and nothing else."""
         self._log.error("bug", error=repr(context.get("exception") or context["message"]))
+
+
+def _ignore_signals(loop: asyncio.AbstractEventLoop) -> None:
+    """Ignore further requests to stop. The closed event loop would reset them, and a late one would change the exit status."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.remove_signal_handler(number)
+        signal.signal(number, signal.SIG_IGN)

@@ -136,6 +136,19 @@ def peer_settings(folder: Path, count: int) -> dict[str, str]:
     return {"peers": peers, "peer_keys": str(folder / "peer-keys"), "peer_port": str(port)}
 
 
+@contextmanager
+def stopped(replica: Replica) -> Iterator[None]:
+    """Stop all processes of a replica within the context."""
+    pids = [replica.process.pid, *{event["pid"] for event in replica.events("started")}]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in reversed(pids):
+            os.kill(pid, signal.SIGCONT)
+
+
 def knows(replica: Replica, count: int) -> bool:
     """Return whether a replica has connections to so many others, and knows of no other."""
     states = [replica.metric("seqserve_peers", state=state) for state in ("reachable", "unreachable")]

@@ -6,7 +6,7 @@ import os
 import signal
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -17,7 +17,7 @@ from service.access.scopes import Scope
 from tests import models
 from tests.accumulator import Account
 from tests.certificates import Authority
-from tests.cluster.replicas import Cluster, Replica, clustered, knows, peer_settings
+from tests.cluster.replicas import Cluster, Replica, clustered, knows, peer_settings, stopped
 from tests.mover.redis_server import running_redis
 from tests.serving import eventually
 
@@ -167,16 +167,3 @@ def test_session_continues_from_its_checkpoint_after_a_crash(
         third = started.again(second)
         eventually(lambda: knows(third, 0))
         assert steps(chunk(third, "a", steps=8)) == 10
-
-
-@contextmanager
-def stopped(replica: Replica) -> Iterator[None]:
-    """Stop all processes of a replica within the context."""
-    pids = [replica.process.pid, *{event["pid"] for event in replica.events("started")}]
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        for pid in reversed(pids):
-            os.kill(pid, signal.SIGCONT)

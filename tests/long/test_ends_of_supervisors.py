@@ -16,7 +16,7 @@ import pytest
 from tests import models, planted
 from tests.long.overload import LAGS, Lag
 from tests.reloading import TEXT
-from tests.serving import Server, alive, asking, eventually, serving
+from tests.serving import Server, alive, asking, descendants, eventually, serving
 
 END_SECONDS = 2.0
 REQUEST = {"model": "words", "inputs": [TEXT]}
@@ -43,12 +43,6 @@ def started(tmp_path: Path) -> Iterator[Server]:
                 for pid in pids:
                     with suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
-
-
-def descendants(pid: int) -> list[int]:
-    """Return all processes below a process."""
-    children = [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
-    return [*children, *(below for child in children for below in descendants(child))]
 
 
 def check_all_end(server: Server, stopped: str = "") -> None:

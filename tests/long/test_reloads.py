@@ -6,19 +6,22 @@ import asyncio
 import json
 import shutil
 import threading
+import time
 from collections import Counter
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import cycle, islice
 from pathlib import Path
 
-import httpx
 import pytest
+import uvloop
 
+from loadtest.callers import Caller, Target
 from service.modeling import spec
 from tests import models, planted
 from tests.reloading import TEXT, Load, answered, load
 from tests.serving import Server, eventually, serving
+from tests.soak import Sample, sample
 from tests.steady import open_files, processes, resident_bytes, settled_open_files
 
 WARM_UP, RELOADS = 40, 200
@@ -124,39 +127,87 @@ def test_broken_version_that_is_served_is_detected(tmp_path: Path, monkeypatch: 
 
 # Many callers.
 
-STORM_CALLERS, STORM_CHANGES = 32, 32
+STORM_CALLERS, STORM_CHANGES = 32, 1024
+WARM_UP_CHANGES = 128
+"""Changes of each caller after which the memory pools of all processes have their final size."""
+LEAKY_CHANGES = 48
+STORM_MODELS = [f"accumulator{number}" for number in range(4)]
 DOCUMENTED = {200, 400, 404, 409, 503}
 
 
-def test_32_callers_load_and_unload(tmp_path: Path) -> None:
-    """Each call gets a documented status, and at the end the service is as at the start."""
-    root = tmp_path / "models"
-    names = [f"words{number}" for number in range(4)]
-    for name in (*names, "words"):
-        models.words(root, name)
+@contextmanager
+def storming(root: Path, scratch: Path) -> Iterator[Server]:
+    """Run a server with STORM_MODELS, which are loaded and unloaded, and with words, which is served throughout."""
+    models.words(root)
+    for name in STORM_MODELS:
+        models.accumulator(root, name)
+    with serving(root, scratch) as server:
+        yield server
 
-    def change(caller: int) -> Counter[int]:
-        statuses = Counter[int]()
-        with httpx.Client(base_url=server.address, timeout=600, trust_env=False) as client:
-            for number in range(STORM_CHANGES):
-                verb = "unload" if (caller + number) % 2 else "load"
-                reply = client.post(f"/v2/repository/models/{names[(caller + number // 2) % len(names)]}/{verb}", json={})
-                statuses[reply.status_code] += 1
-                assert reply.status_code in DOCUMENTED, reply.text
-                reply = client.post("/infer", json={"model": "words", "inputs": [TEXT]})
-                assert reply.status_code == 200, reply.text
-        return statuses
 
-    with serving(root, tmp_path) as server:
-        for name in names:
-            server.client.post(f"/v2/repository/models/{name}/unload")
-            load(server, name)
-        before, files = processes(server), settled_open_files(server)
-        with ThreadPoolExecutor(STORM_CALLERS) as pool:
-            statuses = sum(pool.map(change, range(STORM_CALLERS)), Counter[int]())
-        print(dict(statuses))
-        for name in names:
-            load(server, name)
-            answered(server, name)
-        assert processes(server) == before
-        eventually(lambda: settled_open_files(server) == files)
+async def storm(server: Server, changes: int) -> Counter[int]:
+    """Let 32 callers load and unload this many times each, with a request to words after each change. Returns the statuses."""
+    statuses = Counter[int]()
+    async with asyncio.TaskGroup() as callers:
+        for caller in range(STORM_CALLERS):
+            callers.create_task(change_often(server, caller, changes, statuses))
+    return statuses
+
+
+async def change_often(server: Server, number: int, changes: int, statuses: Counter[int]) -> None:
+    infer = Target.of(server.address, "/infer")
+    request = infer.request(json.dumps({"model": "words", "inputs": [TEXT]}).encode())
+    caller = await Caller.connect(infer)
+    for change in range(changes):
+        name = STORM_MODELS[(number + change // 2) % len(STORM_MODELS)]
+        verb = "unload" if (number + change) % 2 else "load"
+        reply = await caller.ask(infer._replace(path=f"/v2/repository/models/{name}/{verb}").request(b"{}"))
+        statuses[reply.status] += 1
+        assert reply.status in DOCUMENTED, reply.body
+        reply = await caller.ask(request)
+        assert reply.status == 200, reply.body
+    caller.hang_up()
+
+
+def rest(server: Server) -> dict[str, Sample]:
+    """Return what each process holds while each model is served."""
+    for name in STORM_MODELS:
+        load(server, name)
+        assert server.infer(name, [[2]]).status_code == 200
+    settled_open_files(server)
+    return sample(server, 0)
+
+
+def growth(before: dict[str, Sample], after: dict[str, Sample]) -> list[str]:
+    """Return what the processes hold in addition, and which processes are others."""
+    grown = []
+    for name, one in after.items():
+        old = before[name]
+        if (one.pid, one.threads, one.descriptors) != (old.pid, old.threads, old.descriptors):
+            grown.append(f"{name}: {one}, before {old}")
+        if one.bytes - old.bytes >= LIMIT:
+            grown.append(f"{name}: {(one.bytes - old.bytes) / 2**20:.1f} MiB more")
+    return grown
+
+
+def test_32_callers_load_and_unload_1024_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each call gets a documented status, no request to another model fails, and the service holds as much as after the warm-up."""
+    with storming(tmp_path / "models", tmp_path) as server:
+        uvloop.run(storm(server, WARM_UP_CHANGES))
+        before, began = rest(server), time.monotonic()
+        statuses = uvloop.run(storm(server, STORM_CHANGES))
+        seconds, after = time.monotonic() - began, rest(server)
+        with capsys.disabled():
+            grown = ", ".join(f"{name} {(after[name].bytes - one.bytes) / 2**20:.2f}" for name, one in before.items())
+            print(f"\n{statuses.total()} changes in {seconds:.0f} s: {dict(statuses)}; MiB more: {grown}")
+        assert statuses.total() == STORM_CALLERS * STORM_CHANGES
+        assert growth(before, after) == []
+
+
+def test_unloaded_models_that_are_kept_are_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    planted.plant("keeps-models", monkeypatch)
+    with storming(tmp_path / "models", tmp_path) as server:
+        uvloop.run(storm(server, LEAKY_CHANGES))
+        before = rest(server)
+        uvloop.run(storm(server, LEAKY_CHANGES))
+        assert any(fault.startswith("engine-0: ") for fault in growth(before, rest(server)))

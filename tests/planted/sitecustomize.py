@@ -3,6 +3,7 @@
 PLANTED names faults of a server, separated by commas:
 - sticky, endless, memory: a device error in a batch on a GPU that has a sequence of exactly STEPS time steps;
 - engine-leak, frontend-leak: a process that keeps LEAKED_BYTES of every request;
+- client-leak: Triton's client libraries keep LEAKED_BYTES of every answer;
 - refusal-leak: a frontend that keeps REFUSAL_BYTES of every request that it refuses;
 - ends: an engine kills itself when a sequence of exactly STEPS time steps reaches the point that the first line of the file ENDS names,
   one of POINTS; then the line is gone;
@@ -30,6 +31,7 @@ PLANTED names faults of a server, separated by commas:
 - unverified: an engine does not compare weights with their digest;
 - keeps-errors: every process keeps the errors for its clients, with their tracebacks;
 - keeps-expired: an engine keeps every session that has ended without the knowledge of its client;
+- keeps-models: an engine keeps every version that it has unloaded;
 - forgets-lost: an engine does not learn which sessions its predecessor had;
 - reports-twice: an engine reports the end of a session again and again;
 - log-raises: a log raises the error of a line that it cannot write;
@@ -39,6 +41,7 @@ PLANTED names faults of a server, separated by commas:
 - careless: what a client calls a model that is not served may end its request with an exception, keep the event loop busy for
   CARELESS_SECONDS, be told the folder of the service, become a label, and be remembered with CARELESS_BYTES; see `into_catalog`;
 - recorded-network: processes append each use of the network to the file NETWORK: connections, datagrams and look-ups of names;
+- skewed-engine: the clock of an engine is ahead of those of the frontends by SKEW_SECONDS;
 - orphans: processes do not end with their supervisor, unless they notice the end of its channel, and a batch takes ORPHAN_SECONDS;
 - busy-supervisor: the supervisor's event loop stands still for BUSY_SECONDS, again and again, once it watches other processes;
 - patient: a frontend closes no connection for its slowness;
@@ -46,6 +49,8 @@ PLANTED names faults of a server, separated by commas:
 - forgives-floods: a frontend remembers no address that flooded a connection;
 - answers-guesses: no answer to a wrong key waits;
 - ignores-steps: an engine runs a chunk that does not continue its session at the steps that it names;
+- cut-short: the supervisor kills the frontends when it should ask them to end;
+- restarted-countdown: the lame-duck time begins again at each SIGTERM;
 - portable: a system without memfd_create, eventfd, sched_getaffinity and /proc, whose prctl fails.
 
 MONOTONIC_SHIFT is added to time.monotonic(): the machine seems to have booted at another time. See tests/anywhere.py.
@@ -76,6 +81,7 @@ DEADLY_MODEL = "deadly"
 DEVICE_SECONDS, STEP_SECONDS = 0.04, 0.002
 GATE_SECONDS = 0.002
 ORPHAN_SECONDS = 60.0
+SKEW_SECONDS = 3600.0
 STALL, STALLED = "stall", "stalled"
 TIMED_SECONDS = 0.001
 REFUSAL_BYTES = 20_000
@@ -201,6 +207,16 @@ def into_batches_of_a_model(device_engine: Any, fault: str) -> None:
         launch(self, batch)
 
     device_engine.DeviceEngine.launch = planted
+
+
+def into_closed_models(device_engine: Any, fault: str) -> None:
+    close = device_engine.DeviceEngine.close
+
+    def planted(self: Any, key: Any) -> None:
+        kept.append(self._runners[key])
+        close(self, key)
+
+    device_engine.DeviceEngine.close = planted
 
 
 def into_trials(trials: Any, fault: str) -> None:
@@ -500,6 +516,16 @@ def into_frames(channel: Any, fault: str) -> None:
     channel.encode = planted
 
 
+def into_results(infer_result: Any, fault: str) -> None:
+    create = infer_result.InferResult.__init__
+
+    def planted(self: Any, *arguments: Any, **options: Any) -> None:
+        kept.append(bytes(LEAKED_BYTES))
+        create(self, *arguments, **options)
+
+    infer_result.InferResult.__init__ = planted
+
+
 def remove_linux() -> None:
     """Hide what only Linux has. Processes and descriptors stay readable under /proc for the tests, which do not run here."""
     import builtins
@@ -685,6 +711,41 @@ def into_supervisor(supervisor: Any, fault: str) -> None:
     supervisor.Supervisor._watch_heartbeats = planted
 
 
+def into_stops(supervisor: Any, fault: str) -> None:
+    start = supervisor.start
+
+    def planted(*arguments: Any, **options: Any) -> Any:
+        child = start(*arguments, **options)
+        child.process.terminate = child.process.kill
+        return child
+
+    supervisor.start = planted
+
+
+def into_countdowns(supervisor: Any, fault: str) -> None:
+    drain = supervisor.Supervisor._drain
+
+    async def planted(self: Any, *arguments: Any) -> None:
+        import asyncio
+
+        signalled = asyncio.Event()
+
+        async def wait() -> None:
+            """Wait until the supervisor cancels the wait, and on while there are signals."""
+            try:
+                await asyncio.Event().wait()
+            finally:
+                while signalled.is_set():
+                    signalled.clear()
+                    await asyncio.sleep(self._settings.lame_duck_seconds)
+
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, signalled.set)
+        self._interrupted.wait = wait
+        await drain(self, *arguments)
+
+    supervisor.Supervisor._drain = planted
+
+
 class Planting(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Plants a fault once its module has been imported. A frontend never imports torch, so nothing is imported early."""
 
@@ -723,7 +784,10 @@ def main() -> None:
 
 def plant(fault: str) -> None:
     """Plant one fault."""
-    if fault == "portable":
+    if fault == "skewed-engine":
+        if "service.engine" in sys.orig_argv:
+            shift_monotonic(SKEW_SECONDS)
+    elif fault == "portable":
         remove_linux()
     elif fault == "recorded-network":
         record_network()
@@ -756,6 +820,15 @@ def plant(fault: str) -> None:
         sys.meta_path.insert(0, Planting(fault, "service.frontend.connection_guard", into_guards))
     elif fault == "busy-supervisor":
         sys.meta_path.insert(0, Planting(fault, "service.supervisor.supervisor", into_supervisor))
+    elif fault == "client-leak":
+        for transport in ("http", "grpc"):
+            sys.meta_path.insert(0, Planting(fault, f"tritonclient.{transport}._infer_result", into_results))
+    elif fault == "keeps-models":
+        sys.meta_path.insert(0, Planting(fault, "service.engine.execution.device_engine", into_closed_models))
+    elif fault == "cut-short":
+        sys.meta_path.insert(0, Planting(fault, "service.supervisor.supervisor", into_stops))
+    elif fault == "restarted-countdown":
+        sys.meta_path.insert(0, Planting(fault, "service.supervisor.supervisor", into_countdowns))
     elif fault == "cold":
         sys.meta_path.insert(0, Planting(fault, "service.engine.worker", into_first_launches))
     elif fault in ("slow-device", "stepped-device", "admits-all", "dated-device", "late-device"):

@@ -188,7 +188,7 @@ class EngineConnection:
     """The channel to one engine, from its attachment to its end. `models` holds the models that the engine serves.
 
     `on_met` is called with the engine's first status, `on_lost` once, when the engine has ended; its unanswered requests are then still in
-    `pending`. `suspect` is the request that runs here because another engine ended while it had it; `on_cleared` is called at its end.
+    `pending`. `suspect` is the request that runs here because another engine ended while it had it; `on_cleared` is called after its end.
     `on_trial` has the versions that the engine loads or runs for the first time; `on_passed` is called when such a version has run.
     """
 
@@ -200,7 +200,7 @@ class EngineConnection:
         next_id: Callable[[], int],
         on_met: Callable[[EngineConnection], None],
         on_lost: Callable[[EngineConnection], None],
-        on_cleared: Callable[[], None],
+        on_cleared: Callable[[EngineConnection], None],
         on_passed: Callable[[ModelKey], None],
     ) -> None:
         self._metrics = metrics
@@ -280,7 +280,7 @@ class EngineConnection:
             self._wait.drop(pending.id)
         if pending is self.suspect:
             self.suspect = None
-            self._on_cleared()
+            self._on_cleared(self)
 
     def close(self) -> None:
         """Close the channel; pending requests are lost."""

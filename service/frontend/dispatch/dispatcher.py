@@ -3,9 +3,9 @@
 A stateless request goes to the engine with the smallest predicted wait, a session's chunk to the engine that holds the session. The
 dispatcher has no queue and no session: it refuses requests that it cannot send.
 
-One of the requests of an engine that ended may be the cause. They run again one at a time in each engine, the shortest first, beside
-requests that run for the first time. So a request that ends a second engine is known, and those that were in the first engine with it
-are answered.
+One of the requests of an engine that ended may be the cause. They run again one at a time in each engine, also if several frontends
+have some. Each frontend runs its shortest first. Requests that run for the first time run beside them. So a request that ends a second
+engine is known, and those that were in the first engine with it are answered.
 
 A version that no engine has run yet may end every engine. Its requests go to one engine at a time, so the others keep serving, and an
 engine that ends while it tries a version counts only against the requests of that version.
@@ -28,12 +28,15 @@ from service.ipc.channel import Channel
 from service.ipc.messages import Answer, LoadedModel, ModelKey, Request
 from service.ipc.session_file import SessionFile
 from service.ipc.session_placement import engine_of_session
+from service.ipc.suspect_turns import SuspectTurns
 from service.metrics import Metrics
 
 TRACE_GRACE_SECONDS = 60.0
 """Extra time for a trace: the profiler of a GPU takes long to start and to write its events."""
 MAX_ATTEMPTS = 2
 """A request is not sent to a third engine: it may be the cause of the failures."""
+TURN_SECONDS = 0.005
+"""How soon a frontend asks again for its turn to run a suspect, while another frontend runs one."""
 HOLD_SECONDS = 30.0
 """How long a version with which an engine ended waits for that engine's successor. Other engines serve other models meanwhile."""
 
@@ -51,7 +54,9 @@ class Dispatcher:
         on_ready: Callable[[], None],
         engine_count: int = 1,
         clock: Callable[[], float] = time.monotonic,
+        turns: SuspectTurns | None = None,
     ) -> None:
+        """turns: of all frontends, None if there is no other."""
         self._on_ready = on_ready
         self._engine_count = engine_count
         self._metrics = metrics
@@ -64,6 +69,9 @@ class Dispatcher:
         """Chunks of sessions whose engine ended, until its successor is ready."""
         self._suspects: dict[int, PendingRequest] = {}
         """Requests of engines that ended, until an engine has no other one of them."""
+        self._turns = turns or SuspectTurns(-1)
+        self._asking: asyncio.TimerHandle | None = None
+        """Set while another frontend runs a suspect in an engine that this frontend needs."""
         self._passed: set[ModelKey] = set()
         """Versions that an engine has run."""
         self._deadly: dict[ModelKey, float] = {}
@@ -98,7 +106,7 @@ class Dispatcher:
             self._next_id,
             self._handle_met,
             self._handle_lost,
-            self._run_suspects,
+            self._handle_cleared,
             self._handle_passed,
         )
         self._connections.append(connection)
@@ -211,6 +219,8 @@ class Dispatcher:
     def close(self) -> None:
         """Close the channels; pending requests are lost."""
         self._deadlines.close()
+        if self._asking is not None:
+            self._asking.cancel()
         while self._connections:
             self._connections.pop().close()
 
@@ -279,6 +289,8 @@ class Dispatcher:
 
     def _handle_met(self, engine: EngineConnection) -> None:
         """Send the chunks of its sessions, and a suspect, to an engine that is ready now."""
+        # Not before: another frontend that did not know the end of the last engine here yet would have sent a suspect to it.
+        self._turns.give_back(engine.place)
         self._ready.append(engine)
         self._met.set()
         self._on_ready()
@@ -289,6 +301,11 @@ class Dispatcher:
                 engine.submit(pending)
             else:
                 self._orphans[pending.id] = pending
+        self._run_suspects()
+
+    def _handle_cleared(self, engine: EngineConnection) -> None:
+        """The suspect of this engine has ended."""
+        self._turns.give_back(engine.place)
         self._run_suspects()
 
     def _handle_passed(self, key: ModelKey) -> None:
@@ -331,18 +348,37 @@ class Dispatcher:
 
     def _run_suspects(self) -> None:
         """Send a suspect to each ready engine that has none. The channel limit does not apply: the request was accepted once."""
+        taken = set[int]()  # by suspects of other frontends
         for pending in list(self._suspects.values()):
             if self._endangers_last(pending.key):
                 continue
-            free = [engine for engine in self._serving(pending.key) if engine.suspect is None]
-            if free:
-                del self._suspects[pending.id]
+            free = [engine for engine in self._serving(pending.key) if engine.suspect is None and engine.place not in taken]
+            while free:
                 engine = self._choose(free)
-                engine.suspect = pending
-                engine.submit(pending)
-                self._metrics.rerun.add()
-            elif all(engine.suspect is not None for engine in self._ready):
-                return
+                if self._turns.take(engine.place):
+                    self._run_suspect(pending, engine)
+                    break
+                taken.add(engine.place)
+                free.remove(engine)
+            if all(engine.suspect is not None or engine.place in taken for engine in self._ready):
+                break
+        self._ask_again(taken)
+
+    def _run_suspect(self, pending: PendingRequest, engine: EngineConnection) -> None:
+        del self._suspects[pending.id]
+        engine.suspect = pending
+        engine.submit(pending)
+        self._metrics.rerun.add()
+
+    def _ask_again(self, taken: set[int]) -> None:
+        """Ask soon for the engines that are taken, unless no suspect is left. Give back the turns at all others."""
+        if self._asking is not None:
+            self._asking.cancel()
+        wanted = taken if self._suspects else set()
+        self._asking = asyncio.get_running_loop().call_later(TURN_SECONDS, self._run_suspects) if wanted else None
+        for engine in self._ready:
+            if engine.suspect is None and engine.place not in wanted:
+                self._turns.give_back(engine.place)
 
 
 def _steps(pending: PendingRequest) -> int:

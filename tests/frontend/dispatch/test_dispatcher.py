@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 import numpy as np
 import pytest
 
 from service.errors import DeadlineExceeded, EngineLost, Overloaded, Unavailable, UnknownModel
 from service.frontend.dispatch.connection import Answered, EngineConnection
-from service.frontend.dispatch.dispatcher import Dispatcher
+from service.frontend.dispatch.dispatcher import TURN_SECONDS, Dispatcher
 from service.ipc.blocks import COUNT, DEADLINE, ID, Columns
 from service.ipc.channel import Channel, Frame, encode, pair
 from service.ipc.messages import (
@@ -26,6 +26,7 @@ from service.ipc.messages import (
     RequestBlock,
     TrialEnded,
 )
+from service.ipc.suspect_turns import SuspectTurns
 from service.metrics import Metrics
 from tests.frontend.callbacks import MAX_CALLBACK_SECONDS, measured_callbacks
 
@@ -417,6 +418,65 @@ def test_suspects_that_run_together_are_detected(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(EngineConnection, "suspect", property(lambda _: None, lambda *_: None), raising=False)
     with pytest.raises(EngineLost, match="not sent to a third"):
         check_requests_beside_a_deadly_one()
+
+
+class Turns(SuspectTurns):
+    """The turns of one of several frontends in this process. `holders` has the frontend that holds each lock."""
+
+    def __init__(self, holders: dict[int, Turns]) -> None:
+        super().__init__(-1)
+        self._holders = holders
+
+    def _lock(self, byte: int) -> bool:
+        return self._holders.setdefault(byte, self) is self
+
+    def _unlock(self, byte: int) -> None:
+        if self._holders.get(byte) is self:
+            del self._holders[byte]
+
+
+async def lose(frontends: Sequence[Dispatcher], engine: Sequence[EngineProcess]) -> list[EngineProcess]:
+    """End an engine to which several frontends are connected. Returns its successor, as each frontend sees it."""
+    for process in engine:
+        process.channel.close()
+    while any(frontend.ready for frontend in frontends):
+        await asyncio.sleep(0)
+    return [await meet(frontend) for frontend in frontends]
+
+
+def check_suspects_of_two_frontends(turns: Callable[[dict[int, Turns]], SuspectTurns]) -> None:
+    """Check that only DEADLY is refused. Each of two frontends has a request in an engine that ends as soon as it runs DEADLY."""
+
+    async def test(_: Dispatcher, metrics: Metrics) -> None:
+        holders = dict[int, Turns]()
+        frontends = [Dispatcher(metrics, 10_000, lambda: None, turns=turns(holders)) for _ in range(2)]
+        engine = [await meet(frontend) for frontend in frontends]
+        deadly, other = [await send(frontend, tail=tail) for frontend, tail in zip(frontends, (DEADLY, b"1"), strict=True)]
+        engine = await lose(frontends, engine)
+        assert [frame.tail for frame in await engine[0].frames(1)] == [DEADLY]
+        await asyncio.sleep(2 * TURN_SECONDS)
+        engine = await lose(frontends, engine)
+        with pytest.raises(EngineLost, match="not sent to a third"):
+            await deadly
+        async with asyncio.timeout(60):
+            while not other.done():
+                await asyncio.sleep(0.001)
+                engine[1].answer(*[part for frame in engine[1].channel.receive() for part in requests_of(frame)], backlog=0.0)
+            await other
+        assert not holders, "no frontend waits for its turn any more"
+        for frontend in frontends:
+            frontend.close()
+
+    run(test)
+
+
+def test_suspects_of_two_frontends_run_one_after_the_other() -> None:
+    check_suspects_of_two_frontends(Turns)
+
+
+def test_suspects_of_two_frontends_that_run_together_are_detected() -> None:
+    with pytest.raises(EngineLost, match="not sent to a third"):
+        check_suspects_of_two_frontends(lambda _: SuspectTurns(-1))
 
 
 def test_end_of_a_suspect_makes_room_for_the_next() -> None:
