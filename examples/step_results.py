@@ -22,7 +22,7 @@ import train_tags
 from training import records, step_recipe, step_sets, step_table
 from training.baselines import baseline
 from training.encoders import STEP_ENCODERS
-from training.loads import measure
+from training.loads import CALLERS, measure
 from training.records import Record
 from training.service import Service, running
 from training.step_recipe import Recipe, model_name
@@ -35,15 +35,19 @@ RECIPES: dict[str, Recipe] = {
 EPOCHS = {("hidden", "tags"): 8, ("hidden", "text"): 8, ("kjv", "tags"): 1, ("kjv", "text"): 1, ("facts", "spans"): 6}
 """Epochs by set and kind: a minute or two on one thread."""
 
+Model = tuple[str, str, str]
+"""The name of a set, its kind, and the family."""
+
 
 @dataclass(frozen=True)
 class Plan:
-    """What all runs share."""
+    """What all runs share. with_speed: whether the speed is measured, not the quality alone."""
 
     data: Path | None
     models: Path
     results: Path
     quick: bool
+    with_speed: bool = True
 
     def folder(self, name: str, kind: str) -> Path:
         """Return the models folder of a set, which one service serves."""
@@ -53,6 +57,12 @@ class Plan:
         """Return whether the results file has such a record."""
         wanted |= {"quick": self.quick}
         return any(wanted.items() <= record.items() for record in records.read(self.results))
+
+    def is_measured(self, model: Model, device: str) -> bool:
+        """Return whether the results file has all figures of a served model."""
+        name, kind, encoder = model
+        last = {"kind": "speed", "callers": CALLERS[-1]} if self.with_speed else {"kind": "served"}
+        return self.has(**last, set=name, task=kind, encoder=encoder, device=device)
 
 
 def train(plan: Plan, name: str, kind: str, encoder: str, device: str) -> Record:
@@ -77,26 +87,27 @@ def compare(plan: Plan, name: str, kind: str) -> None:
         records.append(plan.results, shared | {"encoder": reference, "trained": figures})
 
 
-def train_all(plan: Plan, sets: list[tuple[str, str]], encoders: list[str], device: str, jobs: int) -> None:
-    """Train the models that have no record or no folder."""
-    missing = [
-        (name, kind, encoder)
-        for name, kind in sets
-        for encoder in encoders
-        if not plan.has(kind="training", set=name, task=kind, encoder=encoder)
-        or not (plan.folder(name, kind) / model_name(name, kind, encoder)).is_dir()
-    ]
+def train_all(plan: Plan, models: list[Model], device: str, jobs: int, devices: list[str]) -> None:
+    """Train the models that have no record, and again those that something is still to be measured of and whose folder is not here."""
+    missing = [model for model in models if needs_training(plan, model, devices)]
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
-        trainings = {pool.submit(train, plan, *each, device): each for each in missing}
+        trainings = {pool.submit(train, plan, *model, device): model for model in missing}
         for number, training in enumerate(as_completed(trainings), 1):
             records.append(plan.results, training.result())
             print(f"{model_name(*trainings[training])} is trained, {number} of {len(missing)}", flush=True)
 
 
+def needs_training(plan: Plan, model: Model, devices: list[str]) -> bool:
+    name, kind, encoder = model
+    if not plan.has(kind="training", set=name, task=kind, encoder=encoder):
+        return True
+    unmeasured = any(not plan.is_measured(model, device) for device in devices)
+    return unmeasured and not (plan.folder(name, kind) / model_name(*model)).is_dir()
+
+
 def serve(plan: Plan, name: str, kind: str, encoders: list[str], device: str, seconds: float) -> None:
     """Serve the models of a set, and append the quality and the speed of each."""
-    last = {"kind": "speed", "callers": 64} if seconds else {"kind": "served"}
-    missing = [each for each in encoders if not plan.has(**last, set=name, task=kind, encoder=each, device=device)]
+    missing = [encoder for encoder in encoders if not plan.is_measured((name, kind, encoder), device)]
     if not missing:
         return
     test = step_sets.read_part(plan.data, name, kind, "test")
@@ -143,7 +154,7 @@ def arguments(line: list[str] | None) -> argparse.Namespace:
 
 def main(line: list[str] | None = None) -> int:
     flags = arguments(line)
-    plan = Plan(flags.data, flags.models, flags.results, flags.quick)
+    plan = Plan(flags.data, flags.models, flags.results, flags.quick, flags.seconds > 0)
     chosen = flags.sets or (["/".join(pair) for pair in EPOCHS] if flags.all else [])
     sets = [(name, kind) for name, _, kind in (word.partition("/") for word in chosen)]
     encoders = flags.encoders or list(STEP_ENCODERS)
@@ -155,8 +166,9 @@ def main(line: list[str] | None = None) -> int:
         return 2
     for name, kind in sets:
         compare(plan, name, kind)
-    train_all(plan, sets, encoders, flags.train_device, flags.jobs)
-    for device in flags.devices.split(","):
+    devices = flags.devices.split(",")
+    train_all(plan, [(*each, encoder) for each in sets for encoder in encoders], flags.train_device, flags.jobs, devices)
+    for device in devices:
         for name, kind in sets:
             serve(plan, name, kind, encoders, device, flags.seconds)
     step_table.write(flags.page, records.read(plan.results))

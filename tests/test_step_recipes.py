@@ -6,6 +6,7 @@ import importlib
 import json
 import math
 import random
+import shutil
 from collections.abc import Iterator
 from itertools import pairwise, product
 from pathlib import Path
@@ -372,7 +373,10 @@ def test_figures_of_quality(tasks: Any, step_sets: Any) -> None:
 def test_results_runs_everything_once(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A model is trained, served and measured; a second run has nothing to do. Figures of quick trials are not in the tables."""
+    """A model is trained, served and measured; a second run has nothing to do. Figures of quick trials are not in the tables.
+
+    Without the model, it is trained again only for a figure that is missing.
+    """
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     results, records = importlib.import_module("step_results"), importlib.import_module("training.records")
     page = tmp_path / "page.md"
@@ -389,6 +393,13 @@ def test_results_runs_everything_once(
     for seconds in ("0.2", "0"):
         assert results.main([*line, "--seconds", seconds]) == 0
     assert records.read(tmp_path / "results.jsonl") == measured and capsys.readouterr().out == ""
+    shutil.rmtree(tmp_path / "models")
+    assert results.main(line) == 0
+    assert records.read(tmp_path / "results.jsonl") == measured, "nothing is missing, so nothing is trained again"
+    (tmp_path / "results.jsonl").write_text("".join(json.dumps(record) + "\n" for record in measured[:4]))
+    assert results.main(line) == 0
+    kinds = [record["kind"] for record in records.read(tmp_path / "results.jsonl")[4:]]
+    assert kinds == ["training", "served", "speed", "speed"], "the speed is missing, and so is the model"
 
 
 def test_table_has_figures_devices_and_references() -> None:
