@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
+from service.control_groups import control_groups
 from service.settings import Settings
 
 CORES_PER_CPU_FRONTEND = 4
@@ -24,19 +25,7 @@ def usable_cores(root: Path = Path("/")) -> int:
 
 def cpu_limit(root: Path) -> float:
     """Return the CPU time per second that this process's control groups allow; infinity without a limit."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return math.inf
-    limits = [math.inf]
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "" or "cpu" in controllers.split(","):
-            mount = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
-            group = PurePosixPath(path.lstrip("/"))
-            # A limit holds for all groups below it. In a container the path may be that of the host, and only the root exists.
-            limits.extend(_quota(mount / ancestor) for ancestor in (group, *group.parents))
-    return min(limits)
+    return min([math.inf, *map(_quota, control_groups("cpu", root))])
 
 
 def frontend_count(settings: Settings, cores: int, *, gpus: bool) -> int:

@@ -57,6 +57,8 @@ REFUSALS = tuple(
         *(UnknownSession, SessionExpired, SessionLost, SessionConflict, SessionUnreachable, TooManySessions),
     )
 )
+MEMORY = "memory"
+"""Reason of a refusal by a frontend: the memory limit of the container is nearly used up."""
 DENIALS = (Unauthorized.code, Forbidden.code)
 CLOSED_FOR = (
     *("idle", "slow_request", "slow_reader", "too_many", "invalid_request", "headers_too_large", "overloaded"),
@@ -270,7 +272,11 @@ class Metrics:
         self.quota_exceeded = Counter(
             "seqserve_quota_exceeded", "Requests that exceeded a quota of their key.", (*key, "quota")
         )
-        self.refused = Counter("seqserve_refused", "Requests that an engine refused before they ran.", ("reason",))
+        self.refused = Counter(
+            "seqserve_refused",
+            "Requests that an engine, or a frontend for want of memory, refused before they ran.",
+            ("reason",),
+        )
         self.failed = Counter("seqserve_failed", "Requests for which the model raised an exception.", model)
         self.engine_errors = Counter(
             "seqserve_engine_errors",
@@ -295,6 +301,11 @@ class Metrics:
             "Time of Python's garbage collections, in which a process does nothing else.",
             ("process",),
             SECONDS,
+        )
+        self.memory_limit_used = Gauge(
+            "seqserve_memory_limit_used_ratio",
+            "Share of the container's memory limit that is in use, without inactive file pages; 0 without a limit.",
+            alike=True,
         )
         self.processes = Gauge("seqserve_processes", "Frontends and engines that the service keeps running.", ("process",))
         self.restarts = Counter("seqserve_process_restarts", "Processes restarted, by reason.", ("process", "reason"))
@@ -339,7 +350,7 @@ class Metrics:
             self.failed.start(*model)
             for outcome in (OK, *FAULTS):
                 self.requests.start(*model, outcome)
-        for reason in REFUSALS:
+        for reason in (*REFUSALS, MEMORY):
             self.refused.start(reason)
         for reason in DENIALS:
             self.denied.start(reason)

@@ -28,13 +28,14 @@ MAY_IMPORT: dict[str, set[str]] = {  # the rule with the longest matching name h
     **{f"service.{name}": {"service.errors"} for name in ("errors", "log", "settings", "metrics")},
     "service.triton_statistics": {"service.errors", "service.metrics"},
     "service.exposition": {"service.metrics", "service.triton_statistics"},
-    "service.cores": {"service.settings"},
+    "service.cores": {"service.control_groups", "service.settings"},
+    "service.memory_limit": {"service.control_groups"},
     "service.client_access": {"service.errors", "service.settings"},
     "service.top": {"service.client_access", "service.errors", "service.metrics", "service.settings"},
     "service.ipc": {"service.errors", "service.metrics", "service.settings"},
     "service.modeling": {"kernels", "service.errors", "service.ipc.messages"},
     "service.modeling.spec": {"service.errors"},
-    "service.engine": {"kernels", "service.modeling", *SHARED},
+    "service.engine": {"kernels", "service.memory_limit", "service.modeling", *SHARED},
     **{
         f"service.engine.batching.{name}": SCHEDULING
         for name in ("scheduler", "batch_builder", "fair_shares", "memory_limits", "model_queue", "request_block")
@@ -43,7 +44,13 @@ MAY_IMPORT: dict[str, set[str]] = {  # the rule with the longest matching name h
     "service.exporters": {"kernels", "service.modeling", "service.importers.draft", "service.errors", "service.settings"},
     "service.compress": {"kernels", "service.modeling", "service.cores", "service.errors", "service.settings"},
     "service.access": {"service.errors", "service.ipc.messages", "service.settings"},
-    "service.frontend": {"service.access", "service.modeling.spec", "service.modeling.tokenizer", *EXPOSITION, *SHARED},
+    "service.frontend": {
+        "service.access",
+        "service.memory_limit",
+        *("service.modeling.spec", "service.modeling.tokenizer"),
+        *EXPOSITION,
+        *SHARED,
+    },
     "service.tracer": SHARED,
     "service.mover": {"service.access", *SHARED},
     "service.supervisor": {"service.access", "service.modeling.spec", *EXPOSITION, *SHARED},

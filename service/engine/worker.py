@@ -29,6 +29,7 @@ from service.ipc.blocks import ID, Columns
 from service.ipc.channel import Channel, Frame, encode, send_now
 from service.ipc.heartbeat import IDLE_SECONDS, PATIENCE_SECONDS, Heartbeat
 from service.ipc.messages import Answer, Backlog, Done, EngineStatus, Message, MetricsCollected, ModelKey, Ready, Refusal
+from service.memory_limit import MemoryLimit, return_freed_memory
 from service.metrics import Metrics
 
 HANG_FACTOR = 10.0
@@ -36,6 +37,8 @@ HANG_FACTOR = 10.0
 FRAMES_PER_BATCH = 64
 """The loop launches a batch, if the device accepts one, after this many frames. Otherwise, under overload, refusing requests would keep
 the device idle."""
+MEMORY_SECONDS, SCARCE_SHARE = 1.0, 0.75
+"""How often an idle engine looks at the memory limit, and the share of it in use from which it returns freed memory."""
 WORK: dict[type[Message], str] = {
     messages.RequestBlock: "requests",
     messages.Request: "requests",
@@ -99,6 +102,7 @@ class Worker:
             messages.EndSession: self._handle_session_call,
             messages.FindSession: self._handle_session_call,
         }
+        self._memory_limit, self._memory_due = MemoryLimit(), 0.0
         self._selector = selectors.DefaultSelector()
         self._selector.register(control, selectors.EVENT_READ)
         self._selector.register(models, selectors.EVENT_READ)
@@ -126,6 +130,7 @@ class Worker:
             self._profiling.step()
         elif idle:
             self._check_known_answer()
+            self._return_memory()
 
     def _beat(self) -> None:
         """Beat the heartbeat. While a batch runs, the next beat is due when the batch counts as hung, even if this loop still runs."""
@@ -144,6 +149,13 @@ class Worker:
         if key is not None:
             self._heartbeat.beat(_patience(self._engine.cost(key).fixed))
             self._known_answers.check(key)
+
+    def _return_memory(self) -> None:
+        """Return freed memory to the system while it is scarce: the frontends would refuse requests for want of it."""
+        if time.monotonic() > self._memory_due:
+            self._memory_due = time.monotonic() + MEMORY_SECONDS
+            if self._memory_limit.read().share > SCARCE_SHARE:
+                return_freed_memory()
 
     def _before_launch(self, batch: Batch) -> None:
         self._trials.begin_batch(batch.model)

@@ -6,18 +6,27 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from service.errors import Overloaded
+from service.frontend.memory_guard import MemoryGuard
 
 
 class BodyBudget:
     """Counts the bytes of bodies on all connections."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, memory: MemoryGuard) -> None:
         """limit: SEQSERVE_MAX_RECEIVING_BYTES."""
         self._limit = limit
+        self._memory = memory
         self.held_bytes = 0
 
+    def add(self, size: int) -> None:
+        """Count a part of a body that has arrived, or that is held no more if `size` is negative."""
+        self.held_bytes += size
+        if size > 0:
+            self._memory.arrive(size)
+
     def check(self) -> None:
-        """Raise Overloaded when all bodies together are larger than the limit."""
+        """Raise Overloaded for a large body when all bodies together are larger than the limit, or memory is short."""
+        self._memory.check_large()
         if self.held_bytes > self._limit:
             raise Overloaded(
                 f"requests that are not decoded yet hold {self.held_bytes} bytes and SEQSERVE_MAX_RECEIVING_BYTES is {self._limit}: "

@@ -45,6 +45,17 @@ class ServedModel:
     step_bytes: int = field(init=False, compare=False, repr=False)
     identity: bytes = field(init=False, compare=False, repr=False)
 
+    def answer_numbers(self, steps: int, *, sequence: bool) -> int:
+        """Return how many numbers the answer for these steps has at most, as far as they grow with the steps.
+
+        sequence: whether the request asks for the vector of every step.
+        """
+        head = self.spec.head
+        numbers = len(head.labels) if head.kind == "tag" else 0
+        if sequence or head.kind == "sequence":
+            numbers += self.spec.output_width
+        return steps * numbers
+
     def __post_init__(self) -> None:
         identity = b'"model":%b,"version":%b' % (orjson.dumps(self.spec.name), orjson.dumps(self.version))
         object.__setattr__(self, "key", ModelKey(self.spec.name, self.version, self.generation))

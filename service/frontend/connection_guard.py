@@ -17,6 +17,8 @@ from service.settings import Settings
 
 RESERVED_FILES = 64
 """Open files that a frontend needs besides its connections, at least."""
+FEW_BYTES = 1 << 16
+"""Unread bytes for which no connection is closed when memory is short."""
 MOST_CONNECTIONS = 1 << 16
 AGE_JITTER = 0.1
 """Share by which the longest ages of connections differ: connections that began together do not end together."""
@@ -108,6 +110,17 @@ class ConnectionGuard:
                     connection.abort()
         self._limit_unread_bytes()
 
+    def free_unread(self, size: float) -> None:
+        """Close the connections with the most unread bytes until they had `size` bytes. size: negative or 0 for none.
+
+        Connections with few unread bytes stay: closing them would free little, and their clients read.
+        """
+        for unread, connection in reversed(self._by_unread_bytes()) if size > 0 else ():
+            if size <= 0 or unread <= FEW_BYTES:
+                break
+            self._close(connection.abort, "slow_reader")
+            size -= unread
+
     def make_room(self, open_connections: int, connecting: int) -> bool:
         """Return whether another connection may be accepted now. Otherwise close some, so that it may be soon.
 
@@ -145,12 +158,15 @@ class ConnectionGuard:
 
     def _limit_unread_bytes(self) -> None:
         """Close the connections with the most unread bytes, until the rest is within the limit."""
-        by_size = sorted(((connection.unread_bytes, connection) for connection in self._connections()), key=itemgetter(0))
+        by_size = self._by_unread_bytes()
         total = sum(size for size, _ in by_size)
         while total > self._settings.max_unread_bytes:
             size, connection = by_size.pop()
             self._close(connection.abort, "slow_reader")
             total -= size
+
+    def _by_unread_bytes(self) -> list[tuple[int, GuardedConnection]]:
+        return sorted(((connection.unread_bytes, connection) for connection in self._connections()), key=itemgetter(0))
 
     def _close(self, close: Callable[[], None], reason: str) -> None:
         self._metrics.connections_closed.add(reason)

@@ -475,7 +475,7 @@ class HttpProtocol(HttpToolsProtocol):
     def _count_received(self, size: int) -> None:
         """Record how much of an incomplete request has arrived. A large one is refused when all connections together hold too much."""
         bodies = self._hot_path.frontend.bodies
-        bodies.held_bytes += size - self.received_bytes
+        bodies.add(size - self.received_bytes)
         self.received_bytes = size
         if size > MAX_WAITING_BYTES:
             try:

@@ -32,6 +32,7 @@ from service.frontend.decoder.client import BodyDecoder
 from service.frontend.dispatch.connection import Answered, PendingRequest, Receiver
 from service.frontend.dispatch.dispatcher import Dispatcher
 from service.frontend.large_answers import LargeAnswers
+from service.frontend.memory_guard import MemoryGuard, trim_heap
 from service.frontend.observation import EndedRequest, Observation, Observer, stage_seconds
 from service.frontend.open_streams import OpenStreams
 from service.frontend.origin import Identity, RequestIds
@@ -41,6 +42,7 @@ from service.ipc.messages import Answer, Api, IndexEntry, Manifest, ModelKey, Re
 from service.ipc.quota_counts import QuotaCounts
 from service.ipc.trace_socket import TraceWriter
 from service.log import Log
+from service.memory_limit import MemoryLimit
 from service.metrics import CUT_OFF, GONE, OK, Metrics, Snapshot
 from service.settings import Settings
 
@@ -92,6 +94,7 @@ class Frontend:
     refused_keys: RefusedKeys = field(init=False)
     state_keys: StateKeys = field(init=False)
     tls: TlsContexts = field(init=False)
+    memory: MemoryGuard = field(init=False)
     bodies: BodyBudget = field(init=False)
     decoder: BodyDecoder = field(init=False)
     large_answers: LargeAnswers = field(init=False)
@@ -105,9 +108,10 @@ class Frontend:
         self.refused_keys = RefusedKeys(self.settings.refused_key_seconds)
         self.state_keys = StateKeys(self.settings)
         self.tls = TlsContexts(self.settings)
-        self.bodies = BodyBudget(self.settings.max_receiving_bytes)
+        self.memory = MemoryGuard(MemoryLimit().read, self.metrics, self.log, trim_heap)
+        self.bodies = BodyBudget(self.settings.max_receiving_bytes, self.memory)
         self.large_answers = LargeAnswers()
-        self.decoder = BodyDecoder(self.settings, self.bodies, self.log)
+        self.decoder = BodyDecoder(self.settings, self.bodies, self.memory, self.log)
         self.request_ids = RequestIds()
         self.observer = Observer(self.settings, self.log, self.metrics, self.traces)
 
@@ -130,11 +134,10 @@ class Frontend:
             self.dispatcher.release(key)
 
     def send(self, caller: Caller, request: Request, data: bytes | memoryview, receiver: Receiver) -> PendingRequest:
-        """Send a request that the caller may send, as `Dispatcher.send` does; raises QuotaExceeded."""
-        self._count_key(caller, request)
-        if not any(caller.quotas):
+        """Send a request that the caller may send, as `Dispatcher.send` does; raises QuotaExceeded, and Overloaded for want of memory."""
+        request, end = self._begin(caller, request, len(data))
+        if end is None:
             return self.dispatcher.send(request, data, receiver)
-        end = self.quotas.begin(caller, len(request.lengths), len(data))
         try:
             return self.dispatcher.send(request, data, receiver, on_end=end)
         except ServiceError:
@@ -143,19 +146,33 @@ class Frontend:
 
     async def submit(self, caller: Caller, request: Request, data: bytes | memoryview) -> Answered:
         """Return the answer to a request that the caller may send; raises a ServiceError."""
-        self._count_key(caller, request)
-        if not any(caller.quotas):
+        request, end = self._begin(caller, request, len(data))
+        if end is None:
             return await self.dispatcher.submit(request, data)
-        end = self.quotas.begin(caller, len(request.lengths), len(data))
         try:
             return await self.dispatcher.submit(request, data)
         finally:
             end()
 
-    def _count_key(self, caller: Caller, request: Request) -> None:
+    def _begin(self, caller: Caller, request: Request, size: int) -> tuple[Request, Callable[[], None] | None]:
+        """Count a request with `size` bytes of values. Return it as the engine may run it, and what must be called once at its end."""
         if caller.key:
             self.metrics.key_requests.add(caller.share.tenant, caller.name)
             self.metrics.key_tokens.add(caller.share.tenant, caller.name, by=sum(request.lengths))
+        end = self.quotas.begin(caller, len(request.lengths), size) if any(caller.quotas) else None
+        if not self.memory.limited:
+            return request, end
+        numbers = 0
+        if request.key in self.catalog:  # a version that was forgotten while a body was parsed is refused later
+            steps = sum(request.lengths)
+            numbers = self.catalog[request.key].answer_numbers(steps, sequence=request.returns.sequence)
+        try:
+            request, release = self.memory.admit(request, size, numbers)
+        except ServiceError:
+            if end is not None:
+                end()
+            raise
+        return request, release if end is None else _both(end, release)
 
     def forget(self, key: ModelKey) -> None:
         """Drop a version that no engine and no session uses any more, with its metric labels."""
@@ -325,6 +342,15 @@ async def _model_of_session(
     if not key or key == model.key or key.name != model.spec.name or key not in frontend.catalog:
         return None
     return frontend.catalog[key]
+
+
+def _both(first: Callable[[], None], second: Callable[[], None] | None) -> Callable[[], None]:
+    def call() -> None:
+        first()
+        if second is not None:
+            second()
+
+    return call
 
 
 def _continue_only(request: Request, unknown: ServiceError) -> Request:

@@ -121,6 +121,8 @@ class FrontendServer(uvicorn.Server):
 
     def _run_periodic_work(self, counter: int) -> None:
         """Apply the connections' limits of time once a second: timers of each connection would cost more than its requests."""
+        self._frontend.memory.update()
+        self._guard.free_unread(self._frontend.memory.excess_bytes)
         for listener in self._listeners:
             listener.publish()
         if self._grpc is not None:

@@ -399,12 +399,15 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         """Record how much of an incomplete message has arrived. A large one is refused when all connections together hold too much."""
         if not (self.frames or self.received_bytes):
             self.phase_began = self.loop.time()
-        bodies, limit = self._hot_path.frontend.bodies, self._settings.max_receiving_bytes
-        bodies.held_bytes += size - self.received_bytes
+        bodies = self._hot_path.frontend.bodies
+        bodies.add(size - self.received_bytes)
         self.received_bytes = size
-        if size > MAX_WAITING_BYTES and bodies.held_bytes > limit and not self.close_sent:
-            reason = f"incomplete messages hold more than SEQSERVE_MAX_RECEIVING_BYTES, which is {limit}: retry later"
-            self._close_for(Overloaded.code, CloseCode.TRY_AGAIN_LATER, reason)
+        if size > MAX_WAITING_BYTES and not self.close_sent:
+            try:
+                bodies.check()
+            except Overloaded as error:
+                reason = "memory is short, or incomplete messages hold more than SEQSERVE_MAX_RECEIVING_BYTES: retry later"
+                self._close_for(error.code, CloseCode.TRY_AGAIN_LATER, reason)
 
     def revoke(self, error: ServiceError) -> None:
         """Close the socket of a caller that has lost its right."""

@@ -246,7 +246,7 @@ class Request(Message, frozen=True):
     With `initial`, the values are followed by the state from which each sequence starts, (sequences, numbers) float32, joined in the
     order of the model's states. NaN stands for the number from which a sequence starts otherwise.
 
-    With `timed`, the answer tells how its batches ran.
+    With `timed`, the answer tells how its batches ran. Without `opens_session`, the chunk of a session that is not open is refused.
     """
 
     model: str
@@ -267,6 +267,7 @@ class Request(Message, frozen=True):
     initial: bool = False
     timed: bool = False
     session_at: int | None = None
+    opens_session: bool = True
 
     @property
     def key(self) -> ModelKey:

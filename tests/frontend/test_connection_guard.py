@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from service.frontend.connection_guard import ConnectionGuard, Phase, retirement
+from service.frontend.connection_guard import FEW_BYTES, ConnectionGuard, Phase, retirement
 from service.metrics import Metrics
 from service.settings import Settings
 
@@ -100,6 +100,18 @@ def test_connections_with_the_most_unread_bytes_are_closed() -> None:
     guard.sweep(0)
     assert [small.closed, large.closed, larger.closed] == [[], [], ["aborted"]]
     assert metrics.connections_closed.values == {("slow_reader",): [1.0]}
+
+
+def test_unread_bytes_are_freed_when_memory_is_short() -> None:
+    sizes = (FEW_BYTES, FEW_BYTES + 1, 2 * FEW_BYTES, 4 * FEW_BYTES)
+    few, more, many, most = (Connection(Phase.RUNNING, unread_bytes=size) for size in sizes)
+    guard, metrics = guard_of(many, few, most, more)
+    guard.free_unread(-1)
+    assert not metrics.connections_closed.values
+    guard.free_unread(5 * FEW_BYTES)
+    assert [few.closed, more.closed, many.closed, most.closed] == [[], [], ["aborted"], ["aborted"]]
+    guard.free_unread(1 << 40)
+    assert [few.closed, more.closed] == [[], ["aborted"]]
 
 
 def test_longest_idle_connection_makes_room_first() -> None:

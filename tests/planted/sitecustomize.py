@@ -46,6 +46,7 @@ PLANTED names faults of a server, separated by commas:
 - busy-supervisor: the supervisor's event loop stands still for BUSY_SECONDS, again and again, once it watches other processes;
 - patient: a frontend closes no connection for its slowness;
 - unlimited: a frontend accepts connections until it has no open files left;
+- unguarded: a frontend does not look at the memory limit of its container;
 - forgives-floods: a frontend remembers no address that flooded a connection;
 - answers-guesses: no answer to a wrong key waits;
 - ignores-steps: an engine runs a chunk that does not continue its session at the steps that it names;
@@ -357,6 +358,10 @@ def into_batchers(batcher: Any, fault: str) -> None:
         run(self, batch, before_launch)
 
     batcher.Batcher._drop_late, batcher.Batcher._run = dropping, running
+
+
+def into_memory_limits(memory_limit: Any, fault: str) -> None:
+    memory_limit.MemoryLimit.read = lambda _: memory_limit.NO_LIMIT
 
 
 def into_deadlines(connection: Any, fault: str) -> None:
@@ -816,6 +821,8 @@ def plant(fault: str) -> None:
         sys.meta_path.insert(0, Planting(fault, "service.access.refused_keys", into_refused_keys))
     elif fault == "forgives-floods":
         sys.meta_path.insert(0, Planting(fault, "service.frontend.http2.floods", into_floods))
+    elif fault == "unguarded":
+        sys.meta_path.insert(0, Planting(fault, "service.memory_limit", into_memory_limits))
     elif fault in ("patient", "unlimited"):
         sys.meta_path.insert(0, Planting(fault, "service.frontend.connection_guard", into_guards))
     elif fault == "busy-supervisor":

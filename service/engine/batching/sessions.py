@@ -15,7 +15,7 @@ from service.engine.batching.state_slots import ZERO_SLOT
 from service.engine.batching.ticket import RequestSequence, Session, Ticket
 from service.engine.batching.transfers import Transfers, now_ms
 from service.engine.engine import Engine
-from service.errors import InvalidInput, ServiceError, SessionConflict, SessionLost
+from service.errors import InvalidInput, Overloaded, ServiceError, SessionConflict, SessionLost
 from service.ipc.messages import ModelKey, Request, session_id
 from service.ipc.session_file import Origin, SessionFile, StoredTensor
 from service.metrics import Metrics
@@ -134,6 +134,14 @@ class Sessions:
         id = request.session
         assert id is not None
         old = self._table.find(id)
+        if old is None and not request.opens_session:
+            self._table.resume(request, again)  # how the session ended says more
+            raise Overloaded(
+                "no session is opened while the memory limit of the service is nearly used up: retry later, "
+                "or give the service more memory",
+                field="session",
+                retry_after=1,
+            )
         if old is not None and request.session_starts and (old.ending or old.key != request.key):
             self._end(old, "restarted")
         elif old is not None and old.uncertain and not old.chunks and request.session_starts is not True:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import TypeVar
 
 from service.errors import Unavailable
 from service.frontend.body_budget import BodyBudget
 from service.frontend.catalog import ServedModel
+from service.frontend.memory_guard import MemoryGuard
 from service.frontend.validation import PackedInputs
 from service.ipc.async_channel import AsyncChannel
 from service.ipc.channel import Channel, Frame, encode, pair
@@ -36,6 +37,10 @@ from service.settings import Settings
 R = TypeVar("R", bound=Reply)
 MAX_LOOP_BODY_BYTES = 1 << 16
 """Larger bodies of JSON, or of protobuf without raw tensors, are decoded by the decoder."""
+PARSED_FACTOR = 45
+"""The objects of a parsed body take at most this many times its memory."""
+START_BYTES = 70 << 20
+"""What the process takes from its start."""
 CALL_SECONDS = 60.0
 """Longest time that the decoder may take for a body."""
 ENVIRONMENT = dict.fromkeys(("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"), str(128 << 10))
@@ -47,9 +52,10 @@ IDLE_SECONDS = 60.0
 class BodyDecoder:
     """Decodes large bodies in a separate process, which starts with the first large body."""
 
-    def __init__(self, settings: Settings, bodies: BodyBudget, log: Log) -> None:
+    def __init__(self, settings: Settings, bodies: BodyBudget, memory: MemoryGuard, log: Log) -> None:
         self._settings = settings
         self._bodies = bodies
+        self._memory = memory
         self._log = log
         self._turn = asyncio.Lock()
         """Held until the inputs of a body are packed: the objects of a parsed body take many times its memory."""
@@ -64,6 +70,7 @@ class BodyDecoder:
             await self._turn.acquire()
             body = DecodedBody(self._turn)
             try:
+                body.release = self._memory.reserve(len(data) * PARSED_FACTOR + (0 if self._runs else START_BYTES))
                 await body.parse(self._running(), call, data)
                 yield body
             finally:
@@ -88,6 +95,10 @@ class BodyDecoder:
             if self._users == 0:
                 self._idle = asyncio.get_running_loop().call_later(IDLE_SECONDS, self.close)
 
+    @property
+    def _runs(self) -> bool:
+        return self._process is not None and self._process.open
+
     def _running(self) -> _DecoderProcess:
         """Return the running process. Starts a process if there is none, or if the last process has ended."""
         if self._process is None or not self._process.open:
@@ -101,6 +112,8 @@ class DecodedBody:
     def __init__(self, turn: asyncio.Lock) -> None:
         """turn: held for this body, and released when its inputs are packed."""
         self.options = b""
+        self.release: Callable[[], None] | None = None
+        """Gives back the memory that is reserved for its objects, which are gone when its inputs are packed."""
         self._turn: asyncio.Lock | None = turn
         self._process: _DecoderProcess | None = None
         self._id = 0
@@ -129,6 +142,9 @@ class DecodedBody:
         if self._turn is not None:
             self._turn.release()
             self._turn = None
+        if self.release is not None:
+            self.release()
+            self.release = None
 
 
 class _DecoderProcess:

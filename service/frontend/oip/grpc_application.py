@@ -88,7 +88,7 @@ class GrpcApplication:
         self._shutdown = shutdown
         self._infer = HotGrpcInfer(frontend, RequestTally(frontend.metrics))
         self._max_message_bytes = min(settings.max_body_bytes * RECEIVE_LIMIT_FACTOR, 2**31 - 1)
-        self._account = ReceivingAccount(settings.max_receiving_bytes)
+        self._account = ReceivingAccount(settings.max_receiving_bytes, frontend.memory)
         self._incomplete: set[_UnaryRequest] = set()
         self._hot_calls: set[InferCall] = set()
         self._calls: dict[asyncio.Task[None], GrpcCall] = {}

@@ -14,6 +14,7 @@ import grpc
 
 from service.errors import STATUS, Overloaded, ServiceError
 from service.frontend.http2.header_blocks import RequestFields, encode_fields, string_literal
+from service.frontend.memory_guard import LARGE_BYTES, MemoryGuard
 from service.frontend.origin import REQUEST_ID
 
 PREFIX = struct.Struct(">BI")
@@ -110,13 +111,21 @@ def metadata(request: RequestFields) -> Metadata:
 class ReceivingAccount:
     """Counts the bytes of incomplete and unhandled messages of all calls."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, memory: MemoryGuard) -> None:
+        """limit: SEQSERVE_MAX_RECEIVING_BYTES."""
         self._limit = limit
+        self._memory = memory
         self.bytes = 0
 
-    def add(self, size: int) -> None:
-        """Count bytes that arrived; raises Overloaded if all calls together hold too much. A request that arrives whole is not counted."""
+    def add(self, size: int, held: int) -> None:
+        """Count bytes that arrived; raises Overloaded if all calls together hold too much, or for a large call if memory is short.
+
+        held: bytes of this call. A request that arrives whole is not counted.
+        """
         self.bytes += size
+        self._memory.arrive(size)
+        if held > LARGE_BYTES:
+            self._memory.check_large()
         if self.bytes > self._limit:
             problem = f"incomplete requests hold {self.bytes} bytes and SEQSERVE_MAX_RECEIVING_BYTES is {self._limit}"
             raise Overloaded(f"{problem}: retry later, or raise SEQSERVE_MAX_RECEIVING_BYTES", retry_after=1)
@@ -137,7 +146,7 @@ class MessageReader:
     def feed(self, data: bytes) -> None:
         """Add a part of the body; raises Overloaded."""
         self._buffer += data
-        self._account.add(len(data))
+        self._account.add(len(data), len(self._buffer))
 
     @property
     def refused(self) -> bool:

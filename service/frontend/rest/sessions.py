@@ -98,6 +98,7 @@ async def _export(frontend: Frontend, caller: Caller, id: str) -> bytes | memory
 
 async def _import(frontend: Frontend, caller: Caller, id: str, state: bytes) -> None:
     """Open a session from a state. Its signature is checked before anything else of it is read."""
+    frontend.memory.check_new_session()
     await check_signature(frontend.state_keys, caller.share.tenant, state)
     await frontend.dispatcher.import_session(caller.session(id), session_file.read(state), caller.max_sessions)
 
@@ -105,6 +106,7 @@ async def _import(frontend: Frontend, caller: Caller, id: str, state: bytes) -> 
 async def _fork(frontend: Frontend, caller: Caller, id: str, copy: str) -> None:
     """Copy a session. The two ids may belong to two engines, so the state passes through the frontend, where it needs no
     signature."""
+    frontend.memory.check_new_session()
     file = session_file.read(await frontend.dispatcher.export_session(caller.session(id)))
     await frontend.dispatcher.import_session(caller.session(copy), file, caller.max_sessions)
 

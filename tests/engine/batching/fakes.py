@@ -55,6 +55,7 @@ def request(
     exactly: bool = True,
     initial: bool = False,
     at: int | None = None,
+    opens: bool = True,
 ) -> Request:
     return Request(
         model.name,
@@ -71,6 +72,7 @@ def request(
         generation=model.generation,
         exactly=exactly,
         session_at=at,
+        opens_session=opens,
     )
 
 

@@ -362,6 +362,7 @@ class BatcherHarness:
         exactly: bool = True,
         again: bool = False,
         at: int | None = None,
+        opens: bool = True,
     ) -> FakeClient:
         """Submit a request with these sequences. lengths: the lengths that it claims, by default the real ones."""
         client = FakeClient(sequences)
@@ -383,6 +384,7 @@ class BatcherHarness:
             ends=ends,
             exactly=exactly,
             at=at,
+            opens=opens,
         )
         client.ticket = self.batcher.submit(sent, ids(sequences), client.receive_answer, client.errors.append, again=again)
         return client

@@ -378,6 +378,18 @@ def test_chunk_whose_answer_raises_changes_nothing(monkeypatch: pytest.MonkeyPat
     assert used_slots(harness) == 1
 
 
+def test_request_that_opens_no_session_only_continues_one() -> None:
+    harness = BatcherHarness()
+    assert refused(send(harness, 1, opens=False)) is Overloaded
+    send(harness, 1)
+    assert progress(send(harness, 2, opens=False)) == (3, 2)
+    assert progress(send(harness, 5, starts=True, opens=False)) == (5, 1), "it takes the place of the open session"
+    harness.now += IDLE_SECONDS
+    harness.run()
+    assert refused(send(harness, 1, opens=False)) is SessionExpired
+    assert refused(send(harness, 1, opens=False)) is Overloaded
+
+
 def test_chunk_that_raises_in_the_queue_opens_no_session(monkeypatch: pytest.MonkeyPatch) -> None:
     harness = BatcherHarness()
     with monkeypatch.context() as patched:

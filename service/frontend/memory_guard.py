@@ -1,0 +1,130 @@
+"""Refuses requests while the memory limit of the container is nearly used up, so that the kernel kills no process.
+
+From SHED_SHARE of the limit, large requests and new sessions are refused, and from REFUSE_SHARE all inference requests. Each tick of
+the frontend reads the share. What arrives before the next reading is added to it, as a fast network fills the rest within a tick. What
+admitted requests will need for large answers, or while their bodies are parsed, is reserved.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Callable
+from functools import partial
+
+import msgspec
+
+from service.errors import Overloaded
+from service.ipc.messages import Request
+from service.log import Log
+from service.memory_limit import NO_LIMIT, MemoryUse, return_freed_memory
+from service.metrics import MEMORY, Metrics
+
+SHED_SHARE = 0.85
+REFUSE_SHARE = 0.95
+LARGE_BYTES = 1 << 16
+"""A larger body is refused from SHED_SHARE. Smaller ones are decoded on the event loop and take little more than their size."""
+ANSWER_BYTES = 17
+"""What a number of a large answer takes at most, in all processes together: as parts, joined, on its way, and as JSON. Measured: 16 to 17
+for 8 and 32 requests at once, each for 2,000 vectors of 256 numbers (2026-11-26, two cores)."""
+TRIM_TICKS = 10
+"""Ticks between two attempts to return freed memory, while any is wanted."""
+
+
+class MemoryGuard:
+    """What one frontend knows of the memory of its container."""
+
+    def __init__(self, read: Callable[[], MemoryUse], metrics: Metrics, log: Log, trim: Callable[[], object]) -> None:
+        """trim: returns freed memory of this process to the system."""
+        self._read = read
+        self._metrics = metrics
+        self._log = log
+        self._trim = trim
+        self._use = NO_LIMIT
+        self._arrived = 0
+        """Bytes of incomplete bodies since the last reading."""
+        self._reserved = 0
+        """Bytes that admitted requests may still need."""
+        self._short = False
+        self._refused = False
+        """Whether a request was refused since freed memory was returned."""
+        self._ticks_to_trim = 0
+
+    def update(self) -> None:
+        """Read how much memory is in use. Called on each tick."""
+        self._use, self._arrived = self._read(), 0
+        share, was_short = self._use.share, self._short
+        self._short = share >= SHED_SHARE
+        self._metrics.memory_limit_used.set(share)
+        if self._short != was_short:
+            level, event = ("warning", "memory short") if self._short else ("info", "memory free")
+            self._log.capped(level, event, share=round(share, 3))
+        self._ticks_to_trim -= 1
+        if (self._short or self._refused) and self._ticks_to_trim <= 0:
+            # Memory that this process has freed and keeps counts as used: it would be refused to the next requests.
+            self._refused, self._ticks_to_trim = False, TRIM_TICKS
+            self._trim()
+
+    @property
+    def limited(self) -> bool:
+        """Whether the memory has a limit."""
+        return self._use is not NO_LIMIT
+
+    @property
+    def excess_bytes(self) -> float:
+        """How many bytes are in use beyond REFUSE_SHARE; negative if there is room."""
+        return self._use.beyond(REFUSE_SHARE)
+
+    def arrive(self, size: int) -> None:
+        """Count a part of a body that is not complete yet."""
+        self._arrived += size
+
+    def check_large(self) -> None:
+        """Raise Overloaded if no large body is taken."""
+        if self._use.beyond(SHED_SHARE) + self._arrived >= 0 or self.excess_bytes + self._arrived + self._reserved >= 0:
+            raise self._refusal()
+
+    def check_new_session(self) -> None:
+        """Raise Overloaded if no session may be opened."""
+        if self._short:
+            raise self._refusal()
+
+    def reserve(self, size: int) -> Callable[[], None]:
+        """Count bytes that a request may need. Returns what must be called once when it needs them no more. Raises Overloaded."""
+        if self.excess_bytes + self._arrived + self._reserved + size >= 0:
+            raise self._refusal()
+        self._reserved += size
+        return partial(self._release, size)
+
+    def admit(self, request: Request, size: int, answer_numbers: int) -> tuple[Request, Callable[[], None] | None]:
+        """Return an inference request as the engine may run it, and what must be called at its end, if anything; raises Overloaded.
+
+        size: bytes of its values. answer_numbers: numbers in its answer.
+        """
+        if self.excess_bytes >= 0:
+            raise self._refusal()
+        if self._short:
+            if size > LARGE_BYTES:
+                raise self._refusal()
+            if request.session is not None:
+                request = msgspec.structs.replace(request, opens_session=False)
+        answer = answer_numbers * ANSWER_BYTES
+        return request, self.reserve(answer) if answer > LARGE_BYTES else None
+
+    def _release(self, size: int) -> None:
+        self._reserved -= size
+
+    def _refusal(self) -> Overloaded:
+        self._refused = True
+        self._metrics.refused.add(MEMORY)
+        return Overloaded(
+            f"{self._use.share:.0%} of the memory limit of the service is in use: retry later, send less at once, "
+            "or give the service more memory",
+            retry_after=1,
+        )
+
+
+def trim_heap() -> None:
+    """Return freed memory of this process to the system."""
+    gc.collect()  # a connection that closed with unread bytes keeps them in a cycle of references
+    asyncio.get_running_loop().run_in_executor(None, return_freed_memory)

@@ -1,0 +1,209 @@
+"""Clients fill the memory that a control group of the kernel allows the service. It refuses them, and the kernel kills nothing.
+
+`make test-long` runs it. The memory that is in use without clients is BASE_SHARE of the limit, on every machine.
+"""
+
+from __future__ import annotations
+
+import json
+import select
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import grpc
+import httpx
+import numpy as np
+import pytest
+
+from loadtest import oip_requests
+from tests import models
+from tests.long.memory_group import MemoryGroup, memory_group
+from tests.planted import plant
+from tests.serving import LIMIT_SECONDS, Server, eventually, serving
+
+BASE_SHARE, SHED_SHARE, REFUSE_SHARE = 0.6, 0.85, 0.95
+MOST = str(1 << 30)
+"""The other limits of memory do not matter here."""
+STATE_NUMBERS = 1 << 17
+BODIES, BODY_BYTES = 60, 8 << 20
+READERS = 100
+SMALL = [[1.0, 2.0, 3.0]]
+LARGE = [[0.5, 1.5, 2.5]] * 10_000
+HEAD = b"POST /infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
+VECTORS = json.dumps({"model": "sensors", "inputs": [[[0, 1, 0]] * 2_000], "return": ["sequence"]}).encode()
+"""A small request with an answer of 6 MB."""
+
+
+@contextmanager
+def limited(folder: Path, scratch: Path, name: str) -> Iterator[tuple[Server, MemoryGroup]]:
+    """Run a server whose control group has a limit."""
+    variables = {"max_receiving_bytes": MOST, "max_unread_bytes": MOST, "session_idle_seconds": "600", "state_slots": "64"}
+    with (
+        memory_group(f"seqserve-{name}") as group,
+        serving(folder, scratch, program=group.program, drain_seconds="1", **variables) as server,
+    ):
+        assert server.infer("sensors", [LARGE]).status_code == 200  # its decoder belongs to the base
+        group.limit_to(BASE_SHARE)
+        yield server, group
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("models")
+    models.sensors(root)
+    qrnn = {"kind": "qrnn", "hidden": STATE_NUMBERS}
+    head = {"kind": "classify", "pool": ["last"], "labels": ["low", "high"]}
+    models.made_up(root, "wide", {"kind": "features", "features": 1, "max_steps": 64}, qrnn, head=head)
+    return root
+
+
+@pytest.fixture(scope="module")
+def shared(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, MemoryGroup]]:
+    with limited(folder, tmp_path_factory.mktemp("log"), "limited") as running:
+        yield running
+
+
+@pytest.fixture
+def crowded(shared: tuple[Server, MemoryGroup]) -> Iterator[tuple[Server, MemoryGroup]]:
+    """The server and its group. After the test, nothing was killed, no allocation met the limit, and everything is served again."""
+    server, group = shared
+    yield server, group
+    assert (group.kills(), group.failures(), server.events("child ended")) == (0, 0, [])
+    eventually(lambda: server.infer("sensors", [LARGE]).status_code == 200)
+    eventually(lambda: server.infer("sensors", [SMALL], session="after", end=True).status_code == 200)
+    assert call(server, LARGE) is None
+    assert server.metric("seqserve_memory_limit_used_ratio") < SHED_SHARE
+
+
+def call(server: Server, rows: list[list[float]]) -> grpc.StatusCode | None:
+    """Return the status of a call of ModelInfer, None for success."""
+    with grpc.insecure_channel(server.grpc) as channel:
+        infer = channel.unary_unary(oip_requests.PATH)
+        try:
+            infer(oip_requests.message("sensors", np.asarray(rows, np.float32)), timeout=LIMIT_SECONDS)
+        except grpc.RpcError as error:
+            return error.code()
+    return None
+
+
+def connect(server: Server, held: ExitStack, *, receive_bytes: int = 0) -> socket.socket:
+    address = urlsplit(server.address)
+    client = held.enter_context(closing(socket.socket()))
+    if receive_bytes:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+    client.settimeout(LIMIT_SECONDS)
+    client.connect((address.hostname, address.port))
+    return client
+
+
+def replies(clients: list[socket.socket]) -> list[bytes]:
+    """Return what the service has sent to those clients that it has answered."""
+    received = []
+    for client in select.select(clients, [], [], 0)[0]:
+        with suppress(OSError):
+            received.append(client.recv(1 << 16))
+    return received
+
+
+def send_bodies(server: Server, held: ExitStack) -> list[socket.socket]:
+    """Send BODIES large bodies, each without its last byte. The service may end a connection meanwhile."""
+    clients = []
+    for _ in range(BODIES):
+        client = connect(server, held)
+        clients.append(client)
+        with suppress(OSError):
+            client.sendall(HEAD % BODY_BYTES + bytes(BODY_BYTES - 1))
+    return clients
+
+
+def check_shed(server: Server) -> None:
+    """Check that the service sheds, and answers everything else."""
+    refused = server.infer("sensors", [LARGE])
+    assert is_refusal(refused), refused.text
+    assert is_refusal(server.infer("sensors", [SMALL], session="new"))
+    assert call(server, LARGE) is grpc.StatusCode.UNAVAILABLE
+    assert server.infer("sensors", [SMALL]).status_code == 200
+    assert call(server, SMALL) is None
+    check_observed(server)
+
+
+def check_observed(server: Server) -> None:
+    """Check that what does not infer is answered."""
+    for path in ("/healthz", "/readyz", "/metrics", "/models", "/v2/health/ready"):
+        assert server.client.get(path).status_code == 200
+    assert server.client.post("/v2/repository/index", json={}).status_code == 200
+    assert server.metric("seqserve_refused_total", reason="memory") > 0
+
+
+def is_refusal(reply: httpx.Response) -> bool:
+    return (reply.status_code, reply.json()["code"], reply.headers.get("retry-after")) == (503, "overloaded", "1")
+
+
+def test_large_bodies_are_refused_before_the_limit(crowded: tuple[Server, MemoryGroup]) -> None:
+    """Sessions that are open go on meanwhile."""
+    server, group = crowded
+    assert server.infer("sensors", [SMALL], session="open", start=True).status_code == 200
+    with ExitStack() as held:
+        clients = send_bodies(server, held)
+        eventually(lambda: server.metric("seqserve_memory_limit_used_ratio") > SHED_SHARE - 0.03)
+        refusals = replies(clients)
+        assert 10 < len(refusals) < BODIES
+        assert all(reply.startswith(b"HTTP/1.1 503 ") and b"retry-after: 1\r\n" in reply for reply in refusals if reply)
+        assert any(b'"code":"overloaded"' in reply for reply in refusals)
+        with group.ballast(SHED_SHARE + 0.03):
+            eventually(lambda: server.metric("seqserve_memory_limit_used_ratio") >= SHED_SHARE)
+            check_shed(server)
+            assert server.infer("sensors", [SMALL], session="open", start=False).status_code == 200
+    assert server.infer("sensors", [SMALL], session="open", start=False, end=True).status_code == 200
+
+
+def test_slow_readers_do_not_fill_the_memory(crowded: tuple[Server, MemoryGroup]) -> None:
+    server, _ = crowded
+    with ExitStack() as held:
+        clients = [connect(server, held, receive_bytes=4096) for _ in range(READERS)]
+        for client in clients:
+            client.sendall(HEAD % len(VECTORS) + VECTORS)
+        eventually(lambda: len(select.select(clients, [], [], 0)[0]) == READERS)
+        received = replies(clients)
+        assert any(reply.startswith(b"HTTP/1.1 200 ") for reply in received)
+        assert sum(b'"code":"overloaded"' in reply for reply in received) > READERS / 4
+
+
+def test_sessions_do_not_fill_the_memory(crowded: tuple[Server, MemoryGroup]) -> None:
+    server, _ = crowded
+    opened = 0
+    while (reply := server.infer("wide", [[[1.0]]], session=f"s{opened}")).status_code == 200:
+        opened += 1
+    assert is_refusal(reply), reply.text
+    assert server.infer("wide", [[[1.0]]], session="s0", start=False).status_code == 200
+    for number in range(opened):
+        assert server.infer("wide", [[[1.0]]], session=f"s{number}", start=False, end=True).status_code == 200
+
+
+def test_everything_is_refused_when_others_take_the_memory(crowded: tuple[Server, MemoryGroup]) -> None:
+    server, group = crowded
+    assert server.infer("sensors", [SMALL], session="open", start=True).status_code == 200
+    with group.ballast(REFUSE_SHARE + 0.02):
+        eventually(lambda: server.metric("seqserve_memory_limit_used_ratio") >= REFUSE_SHARE)
+        for options in ({}, {"session": "open", "start": False}):
+            assert is_refusal(server.infer("sensors", [SMALL], **options))
+        assert call(server, SMALL) is grpc.StatusCode.UNAVAILABLE
+        check_observed(server)
+    eventually(lambda: server.infer("sensors", [SMALL], session="open", start=False, end=True).status_code == 200)
+
+
+def test_service_that_does_not_look_at_its_limit_is_killed(folder: Path, tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        plant("unguarded", patch)
+        with limited(folder, tmp_path, "unguarded") as (server, group):
+            began = time.monotonic()
+            with ExitStack() as held:
+                send_bodies(server, held)
+                while group.kills() == 0 and time.monotonic() < began + LIMIT_SECONDS:
+                    time.sleep(0.1)
+                assert group.kills() > 0
+                eventually(lambda: any(event["status"] == -9 for event in server.events("child ended")))
