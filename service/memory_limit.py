@@ -51,32 +51,33 @@ def return_freed_memory() -> None:
 
 
 class _Group(NamedTuple):
-    """The files of one group. reclaimable: the name of the line of `stat` that has the bytes of inactive file pages."""
+    """The files of one group. prefix: of the lines of `stat` that count the groups below too."""
 
     limit: Path
     used: Path
     stat: Path
-    reclaimable: str
+    prefix: str
 
     @classmethod
     def find(cls, folder: Path) -> _Group | None:
         """Return the group of a folder; None if it has no files of either version."""
-        for limit, used, reclaimable in (
-            ("memory.max", "memory.current", "inactive_file"),
-            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        for limit, used, prefix in (
+            ("memory.max", "memory.current", ""),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
         ):
             if (folder / limit).is_file():
-                return cls(folder / limit, folder / used, folder / "memory.stat", reclaimable)
+                return cls(folder / limit, folder / used, folder / "memory.stat", prefix)
         return None
 
     def read(self) -> MemoryUse:
-        """Return what is in use besides file pages that the kernel takes back first. Files that cannot be read mean no limit."""
+        """Return what is in use besides file pages, which the kernel takes back before it kills. Unreadable files mean no limit."""
         try:
             limit = self.limit.read_text().strip()
             if limit == "max" or not 0 < int(limit) < UNLIMITED_BYTES:
                 return NO_LIMIT
             used = int(self.used.read_text())
             stat = dict(line.split(" ", 1) for line in self.stat.read_text().splitlines())
-            return MemoryUse(max(0, used - int(stat.get(self.reclaimable, 0))), int(limit))
+            pages = sum(int(stat.get(f"{self.prefix}{name}", 0)) for name in ("inactive_file", "active_file"))
+            return MemoryUse(max(0, used - pages), int(limit))
         except (OSError, ValueError):
             return NO_LIMIT

@@ -304,7 +304,7 @@ class Metrics:
         )
         self.memory_limit_used = Gauge(
             "seqserve_memory_limit_used_ratio",
-            "Share of the container's memory limit that is in use, without inactive file pages; 0 without a limit.",
+            "Share of the container's memory limit that is in use, without file pages; 0 without a limit.",
             alike=True,
         )
         self.processes = Gauge("seqserve_processes", "Frontends and engines that the service keeps running.", ("process",))

@@ -19,7 +19,7 @@ def version_2(limit: str, used: str = "900\n", stat: str = STAT) -> dict[str, st
 
 
 def version_1(limit: str) -> dict[str, str]:
-    stat = "inactive_file 1\ntotal_inactive_file 300\n"
+    stat = "inactive_file 1\ntotal_inactive_file 300\ntotal_active_file 200\n"
     used, groups = {f"{V1}.usage_in_bytes": "900\n", f"{V1}.stat": stat}, {V2: "5:cpu:/\n4:memory:/box\n0::/\n"}
     return groups | used | {f"{V1}.limit_in_bytes": limit}
 
@@ -30,13 +30,13 @@ def version_1(limit: str) -> dict[str, str]:
         ({}, NO_LIMIT),
         ({V2: "0::/\n"}, NO_LIMIT),
         (version_2("max\n"), NO_LIMIT),
-        (version_2("1000\n"), MemoryUse(600, 1000)),
+        (version_2("1000\n"), MemoryUse(400, 1000)),
         (version_2("1000\n", stat="anon 900\n"), MemoryUse(900, 1000)),
         (version_2("1000\n", used="200\n"), MemoryUse(0, 1000)),
         (version_2("nonsense\n"), NO_LIMIT),
         (version_2("1000\n", used="nonsense\n"), NO_LIMIT),
         (version_2("0\n"), NO_LIMIT),
-        (version_1("1000\n"), MemoryUse(600, 1000)),
+        (version_1("1000\n"), MemoryUse(400, 1000)),
         (version_1("9223372036854771712\n"), NO_LIMIT),
         (
             version_2("1000\n")
@@ -54,6 +54,6 @@ def test_limit_may_change(tmp_path: Path) -> None:
     write(tmp_path, version_2("max\n"))
     limit = MemoryLimit(tmp_path)
     assert limit.read().share == 0
-    for text, share in (("1000\n", 0.6), ("2000\n", 0.3)):
+    for text, share in (("1000\n", 0.4), ("2000\n", 0.2)):
         write(tmp_path, {f"{BOX}.max": text})
         assert limit.read().share == share
