@@ -282,7 +282,7 @@ class StreamClient(Client):
                     nonlocal stream
                     if stream is None:
                         address = self._server.address.replace("http", "ws", 1)
-                        stream = await connect(f"{address}/stream?model=accumulator", proxy=None)
+                        stream = await connect(f"{address}/stream?model=accumulator", proxy=None, open_timeout=None)
                     await stream.send(as_ids(values))
                     said = json.loads(await stream.recv())
                     return ("ok", Account.told(said["outputs"][0]["value"])) if "outputs" in said else (said["code"], None)
