@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import heapq
 import math
 import resource
@@ -12,6 +13,7 @@ from operator import itemgetter
 from random import uniform
 from typing import Protocol
 
+from service.frontend.delivery import delivery
 from service.metrics import Metrics
 from service.settings import Settings
 
@@ -36,17 +38,25 @@ class Phase(Enum):
 
 
 class UnreadBytes:
-    """The bytes of replies that wait for one client, and since when their number does not shrink."""
+    """The bytes of replies that wait for one client, and since when it reads nothing of them."""
 
     def __init__(self) -> None:
         self.size = 0
+        self._taken: float = 0
         self._since = math.inf
 
-    def since(self, waiting: int, now: float) -> float | None:
-        """Record how many bytes wait now. Return since when the client reads nothing of them, or None if none wait."""
-        if waiting == 0 or waiting < self.size or math.isinf(self._since):
+    def since(self, transport: asyncio.Transport, now: float, written_bytes: int = 0) -> float | None:
+        """Record how many bytes wait now. Return since when the client reads nothing of them, or None if none wait.
+
+        written_bytes: to the transport so far, if known. Without it, and where the kernel does not tell what has arrived, a client that
+        reads no more than is written seems to read nothing.
+        """
+        waiting = transport.get_write_buffer_size()
+        delivered = delivery(transport) if waiting else None
+        taken = written_bytes - waiting if delivered is None else delivered.acknowledged_bytes
+        if waiting == 0 or self.size == 0 or taken > self._taken:
             self._since = now
-        self.size = waiting
+        self.size, self._taken = waiting, taken
         return self._since if waiting else None
 
 

@@ -322,7 +322,7 @@ class HttpProtocol(HttpToolsProtocol):
         return self._unread.size
 
     def unread_since(self, now: float) -> float | None:
-        return self._unread.since(self.transport.get_write_buffer_size(), now)
+        return self._unread.since(self.transport, now)
 
     def close_idle(self) -> None:
         self.timeout_keep_alive_handler()

@@ -30,6 +30,7 @@ from websockets.streams import StreamReader
 
 from service.errors import InvalidRequest, Overloaded, ServiceError, TooLarge
 from service.frontend.connection_guard import Phase, UnreadBytes
+from service.frontend.delivery import delivery
 from service.frontend.http_protocol import MAX_WAITING_BYTES, HotPath
 
 CLOSE_SECONDS = 1.0
@@ -116,6 +117,8 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         self.phase_began = self.loop.time()
         self.received_bytes = 0
         self._unread = UnreadBytes()
+        self._acknowledged_bytes = 0
+        """Bytes that had reached the client's system when the last pong was due."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -145,6 +148,21 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
     def resume_writing(self) -> None:
         super().resume_writing()
         self._parse_later(0.0)
+
+    def keepalive_timeout(self) -> None:
+        """Close the socket of a client that answers no pings, unless replies wait in front of the ping and the client reads them.
+
+        Then the client has the time for a pong again. The guard closes it if it stops reading.
+        """
+        delivered = delivery(self.transport)
+        waits = self.transport.get_write_buffer_size() > 0 or (delivered is not None and delivered.unsent_bytes > 0)
+        before = self._acknowledged_bytes
+        if delivered is not None:
+            self._acknowledged_bytes = delivered.acknowledged_bytes
+        if waits and self._acknowledged_bytes > before and self.ping_timeout is not None:
+            self.pong_timer = self.loop.call_later(self.ping_timeout, self.keepalive_timeout)
+        else:
+            super().keepalive_timeout()
 
     def shutdown(self) -> None:
         """Queue the disconnect behind the messages that have arrived: the application answers them and then closes the socket.
@@ -241,7 +259,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         return self._unread.size
 
     def unread_since(self, now: float) -> float | None:
-        return self._unread.since(self.transport.get_write_buffer_size(), now)
+        return self._unread.since(self.transport, now)
 
     def close_idle(self) -> None:
         self.shutdown()

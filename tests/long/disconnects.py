@@ -119,7 +119,7 @@ def gated(folder: Path, *flags: str, fault: str = "", token: str = "", **setting
         patch.setenv("CENSUS", str(folder / "censuses"))
         planted.plant(f"gated-device,census,{fault}", patch)
         gate = Gate(folder / "gate")
-        with serving(folder / "models", folder, *flags, **SETTINGS, **settings) as server:
+        with serving(folder / "models", folder, *flags, **(SETTINGS | settings)) as server:
             server.client.headers.update({"authorization": f"Bearer {token}"} if token else {})
             yield Service(server, gate, folder / "censuses")
 

@@ -19,6 +19,7 @@ PLANTED names faults of a server, separated by commas:
 - gated-device: a batch stays in flight until the file GATE lets it end. It contains `open`, or a number of batches;
 - uncancelled: with gated-device, frontends do not tell the engine that nothing waits for a request any longer;
 - unread-sockets: a frontend does not read from a WebSocket while it takes no message from it, and so does not notice that its client goes;
+- waits-for-readers: a frontend sends no reply on a WebSocket while another WebSocket has a full write buffer;
 - keeps-clients: with gated-device, a frontend keeps a task and a descriptor of each request that it cancels;
 - census: once the file CENSUS/wanted exists, processes write what they hold to the file CENSUS/<process id>, with their metrics;
 - admits-all: the same, and the engine refuses no request that will miss its deadline;
@@ -289,7 +290,27 @@ def into_cancellations(connection: Any, fault: str) -> None:
 
 
 def into_sockets(websocket_protocol: Any, fault: str) -> None:
-    websocket_protocol.WebSocketProtocol._may_read_ahead = lambda _: False
+    protocol = websocket_protocol.WebSocketProtocol
+    if fault == "unread-sockets":
+        protocol._may_read_ahead = lambda _: False
+        return
+    pause, resume, send, full = protocol.pause_writing, protocol.resume_writing, protocol.send_text, set[Any]()
+
+    def pausing(self: Any) -> None:
+        full.add(self)
+        pause(self)
+
+    def resuming(self: Any) -> None:
+        full.discard(self)
+        resume(self)
+
+    def sending(self: Any, content: bytes) -> None:
+        if full - {self}:
+            self.loop.call_later(GATE_SECONDS, sending, self, content)
+        else:
+            send(self, content)
+
+    protocol.pause_writing, protocol.resume_writing, protocol.send_text = pausing, resuming, sending
 
 
 def into_censuses(metrics: Any, fault: str) -> None:
@@ -854,7 +875,7 @@ def plant(fault: str) -> None:
         sys.meta_path.insert(0, Planting(fault, "service.engine.batching.scheduler", into_schedulers))
     elif fault in ("uncancelled", "keeps-clients"):
         sys.meta_path.insert(0, Planting(fault, "service.frontend.dispatch.connection", into_cancellations))
-    elif fault == "unread-sockets":
+    elif fault in ("unread-sockets", "waits-for-readers"):
         sys.meta_path.insert(0, Planting(fault, "service.frontend.websocket_protocol", into_sockets))
     elif fault == "census":
         sys.meta_path.insert(0, Planting(fault, "service.metrics", into_censuses))

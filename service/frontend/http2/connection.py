@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol, cast
 
-from service.frontend.connection_guard import Phase, retirement
+from service.frontend.connection_guard import Phase, UnreadBytes, retirement
 from service.frontend.http2.budget import Budget
 from service.frontend.http2.floods import Floods
 from service.frontend.http2.frames import (
@@ -164,8 +164,7 @@ class Http2Connection(asyncio.Protocol):
         self._ping_sent = False
         self.phase_began = self._heard
         self._retires = retirement(self._heard, limits.max_age_seconds)
-        self._progress = (0, math.inf)
-        """Bytes that the client's side has taken, and since when they wait without progress."""
+        self._unread = UnreadBytes()
 
     # The transport.
 
@@ -646,12 +645,7 @@ class Http2Connection(asyncio.Protocol):
         return self._sender.unread_bytes
 
     def unread_since(self, now: float) -> float | None:
-        waiting = self._transport.get_write_buffer_size()
-        taken, since = self._sender.written_bytes - waiting, self._progress[1]
-        if waiting == 0 or taken > self._progress[0] or math.isinf(since):
-            since = now
-        self._progress = (taken, since)
-        return since if waiting else None
+        return self._unread.since(self._transport, now, self._sender.written_bytes)
 
     def close_idle(self) -> None:
         self.drain()
