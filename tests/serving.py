@@ -226,6 +226,18 @@ def descendants(pid: int) -> list[int]:
     return [*children, *(below for child in children for below in descendants(child))]
 
 
+def client_ports(pid: int) -> set[int]:
+    """Return the clients' ports of the connections that a process serves."""
+    inodes = set()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            inodes.add(str(link.readlink()).removeprefix("socket:[").removesuffix("]"))
+        except OSError:
+            continue
+    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return {int(line[2].partition(":")[2], 16) for line in lines if line[9] in inodes}
+
+
 def worked_seconds(pid: int) -> float:
     """Return the processor time that a process has used."""
     user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]

@@ -23,7 +23,7 @@ import uvloop
 from service.ipc.session_placement import engine_of_session
 from tests import models, planted
 from tests.accumulator import NEW, Account
-from tests.serving import Server, alive, eventually, idle, serving
+from tests.serving import Server, alive, client_ports, eventually, idle, serving
 from tests.soak import CUT, FLAGS, Client, GrpcClient, HttpClient, Ledger
 from tests.steady import open_files
 
@@ -190,18 +190,6 @@ class Ends:
         except httpx.TransportError:
             return False
         return bool(listed) and listed[0]["device"] == "cpu, cpu"
-
-
-def client_ports(pid: int) -> set[int]:
-    """Return the clients' ports of the connections that a process serves."""
-    inodes = set()
-    for link in Path(f"/proc/{pid}/fd").iterdir():
-        try:
-            inodes.add(str(link.readlink()).removeprefix("socket:[").removesuffix("]"))
-        except OSError:
-            continue
-    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    return {int(line[2].partition(":")[2], 16) for line in lines if line[9] in inodes}
 
 
 async def load(server: Server, ledger: Watched, ends: Ends, rounds: int, roles: Iterable[str], chance: random.Random) -> None:

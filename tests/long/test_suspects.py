@@ -1,0 +1,73 @@
+"""A request that ends engines, and requests of two frontends of a running service beside it. `make test-long` runs it."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests import models, planted
+from tests.long.disconnects import Gate
+from tests.serving import Server, client_ports, eventually, serving
+from tests.supervisor.test_ends_of_engines import MARKED, SLOW, ended
+
+PATIENT_SECONDS = 600
+PATIENT = {"deadline_ms": 1000 * PATIENT_SECONDS}
+"""A deadline later than two restarts of an engine on a busy machine."""
+BESIDE = 3
+"""Requests of each frontend besides the one that ends engines."""
+
+
+def clients_of(server: Server, frontend: str, count: int, stack: ExitStack) -> list[httpx.Client]:
+    """Return clients whose connections one frontend serves, closed with the stack."""
+    clients: list[httpx.Client] = []
+    while len(clients) < count:
+        client = stack.enter_context(httpx.Client(base_url=server.address, timeout=PATIENT_SECONDS, trust_env=False))
+        port = client.get("/healthz").extensions["network_stream"].get_extra_info("client_addr")[1]
+        if port in client_ports(server.pid(frontend)):
+            eventually(lambda client=client: client.get("/readyz").status_code == 200)  # type: ignore[misc]
+            clients.append(client)
+    return clients
+
+
+def arrived(server: Server) -> float:
+    """Return how many requests have arrived at an engine."""
+    return server.metric("seqserve_stage_seconds_count", model="sensors", stage="channel")
+
+
+def test_request_that_ends_engines_harms_no_request_of_another_frontend(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All requests of both frontends are suspects after the first end: no batch ends before the engine has them."""
+    models.sensors(tmp_path / "models")
+    ends = tmp_path / "ends"
+    ends.touch()
+    monkeypatch.setenv("ENDS", str(ends))
+    monkeypatch.setenv("GATE", str(tmp_path / "gate"))
+    planted.plant("ends,gated-device", monkeypatch)
+    gate = Gate(tmp_path / "gate")
+    with (
+        serving(tmp_path / "models", tmp_path, frontends="2", idle_seconds="3600", max_deadline_ms="600000") as server,
+        ExitStack() as stack,
+    ):
+        deadly, *own = clients_of(server, "frontend-0", BESIDE + 1, stack)
+        beside = [*own, *clients_of(server, "frontend-1", BESIDE, stack)]
+        callers = stack.enter_context(ThreadPoolExecutor(len(beside) + 1))
+        before = arrived(server)
+        gate.let(0)
+        calls = [callers.submit(client.post, "/infer", json=SLOW | PATIENT) for client in beside]
+        eventually(lambda: arrived(server) == before + len(beside))
+        ends.write_text("launching\n" * 3)
+        call = callers.submit(deadly.post, "/infer", json=MARKED | PATIENT)
+        eventually(lambda: arrived(server) == before + len(beside) + 1)
+        gate.open()
+        refused = call.result()
+        assert (refused.status_code, refused.json()["code"]) == (503, "engine_lost")
+        replies = [call.result() for call in calls]
+        assert [reply.status_code for reply in replies] == [200] * len(beside), [reply.text[:200] for reply in replies]
+        assert ended(server) == 2
+        assert ends.read_text() == "launching\n", "a third engine would have ended"
+        assert server.metric("seqserve_rerun_total") == len(beside) + 1
