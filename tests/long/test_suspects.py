@@ -12,11 +12,8 @@ import pytest
 from tests import models, planted
 from tests.long.disconnects import Gate
 from tests.serving import Server, client_ports, eventually, serving
-from tests.supervisor.test_ends_of_engines import MARKED, SLOW, ended
+from tests.supervisor.test_ends_of_engines import MARKED, PATIENT, PATIENT_SECONDS, SLOW, ended
 
-PATIENT_SECONDS = 600
-PATIENT = {"deadline_ms": 1000 * PATIENT_SECONDS}
-"""A deadline later than two restarts of an engine on a busy machine."""
 BESIDE = 3
 """Requests of each frontend besides the one that ends engines."""
 
@@ -50,7 +47,7 @@ def test_request_that_ends_engines_harms_no_request_of_another_frontend(
     planted.plant("ends,gated-device", monkeypatch)
     gate = Gate(tmp_path / "gate")
     with (
-        serving(tmp_path / "models", tmp_path, frontends="2", idle_seconds="3600", max_deadline_ms="600000") as server,
+        serving(tmp_path / "models", tmp_path, frontends="2", idle_seconds="3600", **PATIENT) as server,
         ExitStack() as stack,
     ):
         deadly, *own = clients_of(server, "frontend-0", BESIDE + 1, stack)
@@ -58,10 +55,10 @@ def test_request_that_ends_engines_harms_no_request_of_another_frontend(
         callers = stack.enter_context(ThreadPoolExecutor(len(beside) + 1))
         before = arrived(server)
         gate.let(0)
-        calls = [callers.submit(client.post, "/infer", json=SLOW | PATIENT) for client in beside]
+        calls = [callers.submit(client.post, "/infer", json=SLOW) for client in beside]
         eventually(lambda: arrived(server) == before + len(beside))
         ends.write_text("launching\n" * 3)
-        call = callers.submit(deadly.post, "/infer", json=MARKED | PATIENT)
+        call = callers.submit(deadly.post, "/infer", json=MARKED)
         eventually(lambda: arrived(server) == before + len(beside) + 1)
         gate.open()
         refused = call.result()
