@@ -38,6 +38,8 @@ LAYERS = {
 }
 COLOURS = ("#e69f00", "#f0e442", "#0072b2", "#56b4e9", "#003f5c", "#d55e00", "#cc79a7")
 FAMILIES = {"lstm": "#999999", "cnn": "#e69f00", "qrnn": "#d55e00", "sru": "#0072b2"}
+MOST_POINTS = 50
+"""Of a curve: the image stays small."""
 SETS = {"cr": "CR", "subj": "Subj", "mr": "MR", "trec": "TREC"}
 
 
@@ -116,6 +118,7 @@ def mean_curve(runs: list[list[tuple[float, float]]]) -> tuple[list[float], list
     """
     begin = max(run[0][0] for run in runs)
     times = sorted({begin, *(seconds for run in runs for seconds, _ in run if seconds > begin)})
+    times = times[:: 1 + len(times) // MOST_POINTS]
     columns = [[_best(run, time) for run in runs] for time in times]
     return times, list(map(mean, columns)), list(map(pstdev, columns))
 

@@ -41,6 +41,8 @@ class MemoryGuard:
         self._log = log
         self._trim = trim
         self._use = NO_LIMIT
+        self.limited = False
+        """Whether the memory has a limit. An attribute, because every request reads it."""
         self._arrived = 0
         """Bytes of incomplete bodies since the last reading."""
         self._reserved = 0
@@ -53,6 +55,7 @@ class MemoryGuard:
     def update(self) -> None:
         """Read how much memory is in use. Called on each tick."""
         self._use, self._arrived = self._read(), 0
+        self.limited = self._use is not NO_LIMIT
         share, was_short = self._use.share, self._short
         self._short = share >= SHED_SHARE
         self._metrics.memory_limit_used.set(share)
@@ -64,11 +67,6 @@ class MemoryGuard:
             # Memory that this process has freed and keeps counts as used: it would be refused to the next requests.
             self._refused, self._ticks_to_trim = False, TRIM_TICKS
             self._trim()
-
-    @property
-    def limited(self) -> bool:
-        """Whether the memory has a limit."""
-        return self._use is not NO_LIMIT
 
     @property
     def excess_bytes(self) -> float:
