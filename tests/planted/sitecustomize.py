@@ -817,94 +817,78 @@ def plant(fault: str) -> None:
         remove_linux()
     elif fault == "recorded-network":
         record_network()
-    elif fault in LEAKS:
-        sys.meta_path.insert(0, Planting(fault, "service.ipc.channel", into_frames))
-    elif (
-        fault == "timed-callbacks" and "service.frontend" in sys.orig_argv
-    ):  # not in a frontend's decoder, whose callbacks take long
-        sys.meta_path.insert(0, Planting(fault, "uvicorn.config", into_event_loops))
-    elif fault in ENDINGS:
-        if fault != "ends":
-            sys.meta_path.insert(0, Planting(fault, "service.frontend.dispatch.dispatcher", into_dispatchers))
-            sys.meta_path.insert(0, Planting(fault, "service.frontend.dispatch.connection", into_connections))
-            sys.meta_path.insert(0, Planting(fault, "service.frontend.http_protocol", into_replies))
-        sys.meta_path.insert(0, Planting(fault, "service.engine.execution.device_engine", into_launches))
-        sys.meta_path.insert(0, Planting(fault, "service.engine.worker", into_workers))
-    elif fault in ("deadly", "deadly-uncounted"):
-        sys.meta_path.insert(0, Planting(fault, "service.modeling.encoder", into_loads))
-        sys.meta_path.insert(0, Planting(fault, "service.engine.execution.device_engine", into_batches_of_a_model))
-        if fault == "deadly-uncounted":
-            sys.meta_path.insert(0, Planting(fault, "service.supervisor.trials", into_trials))
-    elif fault == "orphans":
-        sys.meta_path.insert(0, Planting(fault, "service.ipc.process_config", into_process_configs))
-        sys.meta_path.insert(0, Planting(fault, "service.engine.execution.device_engine", into_endless_batches))
-    elif fault == "answers-guesses":
-        sys.meta_path.insert(0, Planting(fault, "service.access.refused_keys", into_refused_keys))
-    elif fault == "forgives-floods":
-        sys.meta_path.insert(0, Planting(fault, "service.frontend.http2.floods", into_floods))
-    elif fault == "unguarded":
-        sys.meta_path.insert(0, Planting(fault, "service.memory_limit", into_memory_limits))
-    elif fault in ("patient", "unlimited"):
-        sys.meta_path.insert(0, Planting(fault, "service.frontend.connection_guard", into_guards))
-    elif fault == "busy-supervisor":
-        sys.meta_path.insert(0, Planting(fault, "service.supervisor.supervisor", into_supervisor))
-    elif fault == "client-leak":
-        for transport in ("http", "grpc"):
-            sys.meta_path.insert(0, Planting(fault, f"tritonclient.{transport}._infer_result", into_results))
-    elif fault == "keeps-models":
-        sys.meta_path.insert(0, Planting(fault, "service.engine.execution.device_engine", into_closed_models))
-    elif fault == "cut-short":
-        sys.meta_path.insert(0, Planting(fault, "service.supervisor.supervisor", into_stops))
-    elif fault == "restarted-countdown":
-        sys.meta_path.insert(0, Planting(fault, "service.supervisor.supervisor", into_countdowns))
-    elif fault == "cold":
-        sys.meta_path.insert(0, Planting(fault, "service.engine.worker", into_first_launches))
-    elif fault in ("slow-device", "stepped-device", "admits-all", "dated-device", "late-device"):
-        sys.meta_path.insert(0, Planting(fault, "service.modeling.encoder", into_encoders))
-        if fault in ("dated-device", "late-device"):
-            sys.meta_path.insert(0, Planting(fault, "service.engine.batching.batcher", into_batchers))
-        if fault == "late-device":
-            sys.meta_path.insert(0, Planting(fault, "service.frontend.dispatch.connection", into_deadlines))
-        if fault in ("admits-all", "late-device"):
-            sys.meta_path.insert(0, Planting(fault, "service.engine.batching.scheduler", into_schedulers))
-    elif fault == "ignores-priorities":
-        sys.meta_path.insert(0, Planting(fault, "service.engine.batching.model_queue", into_queues))
-        sys.meta_path.insert(0, Planting(fault, "service.engine.batching.request_block", into_queues))
-    elif fault == "gated-device":
-        sys.meta_path.insert(0, Planting(fault, "service.engine.execution.device_engine", into_gates))
-        sys.meta_path.insert(0, Planting(fault, "service.engine.batching.scheduler", into_schedulers))
-    elif fault in ("uncancelled", "keeps-clients"):
-        sys.meta_path.insert(0, Planting(fault, "service.frontend.dispatch.connection", into_cancellations))
-    elif fault in ("unread-sockets", "waits-for-readers"):
-        sys.meta_path.insert(0, Planting(fault, "service.frontend.websocket_protocol", into_sockets))
-    elif fault == "census":
-        sys.meta_path.insert(0, Planting(fault, "service.metrics", into_censuses))
-    elif fault == "damaged":
-        sys.meta_path.insert(0, Planting(fault, "service.modeling.encoder", into_models))
-    elif fault == "careless":
-        sys.meta_path.insert(0, Planting(fault, "service.frontend.catalog", into_catalog))
-        sys.meta_path.insert(0, Planting(fault, "service.metrics", into_metrics))
-    elif fault == "refusal-leak" and "service.frontend" in sys.orig_argv:
-        sys.meta_path.insert(0, Planting(fault, "service.errors", into_errors))
-    elif fault == "trusting-names":
-        for name in CHECKING_NAMES:
-            sys.meta_path.insert(0, Planting(fault, name, into_reloads))
-    elif fault == "unchecked-ids":
-        sys.meta_path.insert(0, Planting(fault, "service.frontend.validation", into_validation))
-    elif fault == "unverified":
-        sys.meta_path.insert(0, Planting(fault, "service.modeling.store", into_digests))
-    elif fault == "log-raises":
-        sys.meta_path.insert(0, Planting(fault, "service.log", into_logs))
-    elif fault == "keeps-errors":
-        sys.meta_path.insert(0, Planting(fault, "service.errors", into_errors))
-    elif fault in ("keeps-expired", "forgets-lost", "reports-twice", "ignores-steps"):
-        sys.meta_path.insert(0, Planting(fault, "service.engine.batching.session_table", into_session_tables))
-    elif fault == "swapped-answers":
-        sys.meta_path.insert(0, Planting(fault, "service.engine.worker", into_blocks))
-    elif fault == "stalled-read":
-        sys.meta_path.insert(0, Planting(fault, "service.modeling.spec", into_reads))
-    elif fault in (*KERNELS, "memory"):
-        sys.meta_path.insert(0, Planting(fault, "service.engine.execution.cuda_graph_runner", into_batches))
+    elif fault not in OF_FRONTENDS or "service.frontend" in sys.orig_argv:
+        for name, into in PLANTS.get(fault, ()):
+            sys.meta_path.insert(0, Planting(fault, name, into))
+
+
+OF_FRONTENDS = ("timed-callbacks", "refusal-leak")
+"""Faults of frontends only: the callbacks of a frontend's decoder take long."""
+BATCHER, SCHEDULER = "service.engine.batching.batcher", "service.engine.batching.scheduler"
+CONNECTION, DISPATCHER = "service.frontend.dispatch.connection", "service.frontend.dispatch.dispatcher"
+DEVICE_ENGINE, WORKER = "service.engine.execution.device_engine", "service.engine.worker"
+ENCODER, ERRORS, SUPERVISOR = "service.modeling.encoder", "service.errors", "service.supervisor.supervisor"
+GUARD = ("service.frontend.connection_guard", into_guards)
+SOCKETS = ("service.frontend.websocket_protocol", into_sockets)
+CANCELLATIONS = (CONNECTION, into_cancellations)
+SESSION_TABLE = ("service.engine.batching.session_table", into_session_tables)
+ENDS_OF_ENGINES = ((DEVICE_ENGINE, into_launches), (WORKER, into_workers))
+ENDS_OF_PROCESSES = (
+    (DISPATCHER, into_dispatchers),
+    (CONNECTION, into_connections),
+    ("service.frontend.http_protocol", into_replies),
+    *ENDS_OF_ENGINES,
+)
+DEADLY = ((ENCODER, into_loads), (DEVICE_ENGINE, into_batches_of_a_model))
+DEVICE = (ENCODER, into_encoders)
+Plants = tuple[tuple[str, Callable[[Any, str], None]], ...]
+PLANTS: dict[str, Plants] = {
+    **dict.fromkeys(LEAKS, (("service.ipc.channel", into_frames),)),
+    **dict.fromkeys(ENDINGS, ENDS_OF_PROCESSES),
+    **dict.fromkeys((*KERNELS, "memory"), (("service.engine.execution.cuda_graph_runner", into_batches),)),
+    "ends": ENDS_OF_ENGINES,
+    "timed-callbacks": (("uvicorn.config", into_event_loops),),
+    "deadly": DEADLY,
+    "deadly-uncounted": (*DEADLY, ("service.supervisor.trials", into_trials)),
+    "orphans": (("service.ipc.process_config", into_process_configs), (DEVICE_ENGINE, into_endless_batches)),
+    "answers-guesses": (("service.access.refused_keys", into_refused_keys),),
+    "forgives-floods": (("service.frontend.http2.floods", into_floods),),
+    "unguarded": (("service.memory_limit", into_memory_limits),),
+    "patient": (GUARD,),
+    "unlimited": (GUARD,),
+    "busy-supervisor": ((SUPERVISOR, into_supervisor),),
+    "client-leak": tuple((f"tritonclient.{transport}._infer_result", into_results) for transport in ("http", "grpc")),
+    "keeps-models": ((DEVICE_ENGINE, into_closed_models),),
+    "cut-short": ((SUPERVISOR, into_stops),),
+    "restarted-countdown": ((SUPERVISOR, into_countdowns),),
+    "cold": ((WORKER, into_first_launches),),
+    "slow-device": (DEVICE,),
+    "stepped-device": (DEVICE,),
+    "admits-all": (DEVICE, (SCHEDULER, into_schedulers)),
+    "dated-device": (DEVICE, (BATCHER, into_batchers)),
+    "late-device": (DEVICE, (BATCHER, into_batchers), (CONNECTION, into_deadlines), (SCHEDULER, into_schedulers)),
+    "ignores-priorities": tuple(
+        (f"service.engine.batching.{module}", into_queues) for module in ("model_queue", "request_block")
+    ),
+    "gated-device": ((DEVICE_ENGINE, into_gates), (SCHEDULER, into_schedulers)),
+    "uncancelled": (CANCELLATIONS,),
+    "keeps-clients": (CANCELLATIONS,),
+    "unread-sockets": (SOCKETS,),
+    "waits-for-readers": (SOCKETS,),
+    "census": (("service.metrics", into_censuses),),
+    "damaged": ((ENCODER, into_models),),
+    "careless": (("service.frontend.catalog", into_catalog), ("service.metrics", into_metrics)),
+    "refusal-leak": ((ERRORS, into_errors),),
+    "trusting-names": tuple((name, into_reloads) for name in CHECKING_NAMES),
+    "unchecked-ids": (("service.frontend.validation", into_validation),),
+    "unverified": (("service.modeling.store", into_digests),),
+    "log-raises": (("service.log", into_logs),),
+    "keeps-errors": ((ERRORS, into_errors),),
+    **dict.fromkeys(("keeps-expired", "forgets-lost", "reports-twice", "ignores-steps"), (SESSION_TABLE,)),
+    "swapped-answers": ((WORKER, into_blocks),),
+    "stalled-read": (("service.modeling.spec", into_reads),),
+}
+"""By fault: the modules in which it is planted, and what plants it there."""
 
 
 # The tests import this file as tests.planted.sitecustomize, for its constants.
