@@ -90,7 +90,7 @@ def train(plan: Plan, run: Run) -> Record:
 
 
 def train_all(plan: Plan, groups: list[list[Run]], devices: list[str], jobs: int) -> None:
-    """Train the models that have no record, and again those that something is still to be measured of and whose folder is not here."""
+    """Train the models that have no record. Train a model again if its folder is missing and a figure of it is still to be measured."""
     missing = [run for group in groups for run in group if needs_training(plan, run, group, devices)]
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
         trainings = {pool.submit(train, plan, run): run for run in missing}

@@ -88,7 +88,7 @@ def compare(plan: Plan, name: str, kind: str) -> None:
 
 
 def train_all(plan: Plan, models: list[Model], device: str, jobs: int, devices: list[str]) -> None:
-    """Train the models that have no record, and again those that something is still to be measured of and whose folder is not here."""
+    """Train the models that have no record. Train a model again if its folder is missing and a figure of it is still to be measured."""
     missing = [model for model in models if needs_training(plan, model, devices)]
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
         trainings = {pool.submit(train, plan, *model, device): model for model in missing}

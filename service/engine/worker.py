@@ -151,7 +151,7 @@ class Worker:
             self._known_answers.check(key)
 
     def _return_memory(self) -> None:
-        """Return freed memory to the system while it is scarce: the frontends would refuse requests for want of it."""
+        """Return freed memory to the system while it is scarce: the frontends would refuse requests for it."""
         if time.monotonic() > self._memory_due:
             self._memory_due = time.monotonic() + MEMORY_SECONDS
             if self._memory_limit.read().share > SCARCE_SHARE:

@@ -121,7 +121,7 @@ class ConnectionGuard:
         self._limit_unread_bytes()
 
     def free_unread(self, size: float) -> None:
-        """Close the connections with the most unread bytes until they had `size` bytes. size: negative or 0 for none.
+        """Close the connections with the most unread bytes until `size` bytes are free. Nothing is closed if `size` is not positive.
 
         Connections with few unread bytes stay: closing them would free little, and their clients read.
         """

@@ -134,7 +134,7 @@ class Frontend:
             self.dispatcher.release(key)
 
     def send(self, caller: Caller, request: Request, data: bytes | memoryview, receiver: Receiver) -> PendingRequest:
-        """Send a request that the caller may send, as `Dispatcher.send` does; raises QuotaExceeded, and Overloaded for want of memory."""
+        """Send a request that the caller may send, as `Dispatcher.send` does; raises QuotaExceeded, and Overloaded if memory is short."""
         request, end = self._begin(caller, request, len(data))
         if end is None:
             return self.dispatcher.send(request, data, receiver)

@@ -10,7 +10,7 @@ import pytest
 
 
 def compiled(source: str, folder: Path) -> Path:
-    """Return the library that is compiled from a file beside this one. Skips the test without a C compiler."""
+    """Return the library that is compiled from a file in this folder. Skips the test without a C compiler."""
     compiler = shutil.which("cc")
     if compiler is None:
         pytest.skip("a C compiler is missing")

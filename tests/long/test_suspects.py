@@ -1,4 +1,4 @@
-"""A request that ends engines, and requests of two frontends of a running service beside it. `make test-long` runs it."""
+"""A request that ends engines while two frontends of a running service have other requests. `make test-long` runs it."""
 
 from __future__ import annotations
 

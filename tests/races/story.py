@@ -149,7 +149,7 @@ class Story:
             self._happen(event)
 
     def _finish_plan(self) -> None:
-        """Let the events happen whose point was never reached, and all batches end."""
+        """Let all batches end, and the events happen whose point was never reached."""
         self._in_engine = False
         while self.plan:
             self._happen(self.plan.pop(0)[1])
