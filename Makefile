@@ -8,6 +8,7 @@ PYTHON      ?= python3
 TORCH_INDEX ?=
 DEVICE      ?= cpu
 ARGS        ?=
+FILES       ?=
 HOURS       ?= 8
 KIND        ?= sessions
 SIZE        ?= 10000000
@@ -299,7 +300,7 @@ redis:
 
 # Prints how much each process grew. A busy machine only takes longer.
 test-long: .venv/tools compiled proxies .venv-perf/installed libb64
-	$(WITH_PROXIES) $(BIN)/python -m tests.tiers long
+	$(WITH_PROXIES) $(BIN)/python -m tests.tiers long $(FILES)
 
 # Before a release. Its first five minutes are in `make test-long`, with faults that follow sooner. Fails on any request that is lost,
 # answered twice or wrongly, refused or cut off without a reason, and on memory, descriptors or threads that surely grow.
@@ -319,7 +320,7 @@ endurance: .venv/tools compiled
 
 # Several replicas on addresses of loopback, behind real proxies with the files in deploy/proxies, and on a Ray cluster.
 cluster-test: .venv/tools compiled proxies redis .venv-ray/installed
-	PATH="$(CURDIR)/.venv-redis/bin:$(CURDIR)/.venv-proxies/bin:$$PATH:/usr/sbin" $(BIN)/python -m tests.tiers cluster
+	PATH="$(CURDIR)/.venv-redis/bin:$(CURDIR)/.venv-proxies/bin:$$PATH:/usr/sbin" $(BIN)/python -m tests.tiers cluster $(FILES)
 
 # Before a release. Its first 100,000 requests are in `make test-long`. Fails on any failure of the service, reply that is not valid, hanging
 # connection, busy event loop, growth, unknown label, and path or key in a reply.
@@ -341,4 +342,4 @@ chart-schema: .venv/tools
 
 # On the container engine of DOCKER_HOST or docker's context. COMPOSE_FILE may name more compose files.
 docker-test: .venv/tools .venv-kubernetes/installed proxies
-	$(WITH_PROXIES) $(BIN)/python -m tests.tiers docker
+	$(WITH_PROXIES) $(BIN)/python -m tests.tiers docker $(FILES)

@@ -72,13 +72,19 @@ class Server:
 
     def events(self, name: str, *, since: int = 0) -> list[dict[str, Any]]:
         """Return the events with this name in the log, without its first `since` bytes."""
-        lines = self.log_file.read_bytes()[since:].splitlines()
-        return [event for line in lines if (event := json.loads(line))["event"] == name]
+        return [event for event in self.log(since=since) if event["event"] == name]
+
+    def log(self, *, since: int = 0) -> list[dict[str, Any]]:
+        """Return all events in the log, without its first `since` bytes. Each line must be a JSON object.
+
+        A line without an end is left out: a read may see a part of what a process writes in one call.
+        """
+        return [json.loads(line) for line in self.log_file.read_bytes()[since:].split(b"\n")[:-1]]
 
     @property
     def log_bytes(self) -> int:
-        """The size of the log: the tests of a shared server look only at later events."""
-        return self.log_file.stat().st_size
+        """The size of the whole lines of the log: the tests of a shared server look only at later events."""
+        return self.log_file.read_bytes().rfind(b"\n") + 1
 
     def stop(self, number: int = signal.SIGINT) -> int:
         """Send a signal and return the exit status."""

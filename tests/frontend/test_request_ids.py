@@ -45,8 +45,7 @@ def server(models_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 def lines_of(server: Server, request_id: str) -> list[dict[str, Any]]:
     """Return the log lines of a request. Every line of the log is a JSON object, or this fails."""
-    lines = [json.loads(line) for line in server.log_file.read_bytes().splitlines()]
-    return [line for line in lines if line.get("request_id") == request_id]
+    return [line for line in server.log() if line.get("request_id") == request_id]
 
 
 REQUESTS: list[tuple[str, str, Any]] = [
