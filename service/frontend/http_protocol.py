@@ -23,6 +23,7 @@ from service.frontend.http_exchange import JSON, error_body
 from service.frontend.inference import Frontend
 from service.frontend.origin import NO_ORIGIN, Header, Identity
 from service.frontend.request_heads import RequestHead, RequestHeads
+from service.frontend.websocket_handshake import check_handshake
 from service.metrics import CLOSED_FOR
 
 STATUS_LINES = {kind: f"{status.http} {HTTPStatus(status.http).phrase}".encode() for kind, status in STATUS.items()}
@@ -301,6 +302,11 @@ class HttpProtocol(HttpToolsProtocol):
             self._refuse(
                 Overloaded(f"{problem} or half of SEQSERVE_MAX_CONNECTIONS: retry later, or raise both", retry_after=1)
             )
+            return
+        try:
+            check_handshake(self.url, self.headers)
+        except InvalidRequest as error:
+            self._refuse(error)
             return
         self._last_request = True
         self.ws_protocol_class = partial(self.ws_protocol_class, hot_path=hot_path)  # type: ignore[arg-type, assignment, call-arg, misc]

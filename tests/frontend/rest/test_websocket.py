@@ -16,6 +16,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
 from tests.models import SENSORS_HIDDEN
+from tests.raw_websocket import connection
 from tests.serving import Server, check_unharmed, eventually, serving
 
 ROW = [0.1, -2.0, 30.0]
@@ -205,22 +206,22 @@ def test_named_session_outlives_the_socket(server: Server) -> None:
 
 
 @pytest.mark.parametrize(
-    "request_lines",
+    ("request_lines", "problem"),
     [
-        b"GET /stream HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n",
-        b"POST /stream HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\nContent-Length: 0\r\n\r\n",
-        b"GET /stream HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
-        + b"".join(b"Name-%d: value\r\n" % number for number in range(300))
-        + b"\r\n",
+        (b"GET /stream HTTP/1.1\r\n", "missing Sec-WebSocket-Key header"),
+        (b"GET /stream HTTP/1.1\r\nSec-WebSocket-Key: short\r\n", "invalid Sec-WebSocket-Key header"),
+        (b"GET /stream HTTP/1.1\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n", "missing Sec-WebSocket-Version header"),
+        (b"POST /stream HTTP/1.1\r\nContent-Length: 0\r\n", "allows only GET"),
+        (b"GET /stream HTTP/1.1\r\nName: " + b"x" * 9000 + b"\r\n", "no more than 8192 bytes"),
     ],
-    ids=["no key", "POST", "headers"],
+    ids=["no key", "key", "no version", "POST", "long header"],
 )
-def test_malformed_handshake_closes_the_connection(server: Server, request_lines: bytes) -> None:
-    host, port = server.address.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=5) as connection:
-        connection.sendall(request_lines)
-        answer = connection.recv(1000)
-        assert answer == b"" or answer.startswith(b"HTTP/1.1 4")
+def test_malformed_handshake_is_refused_with_an_error_body(server: Server, request_lines: bytes, problem: str) -> None:
+    with connection(server) as client, client.makefile("rb") as reader:
+        client.sendall(request_lines + b"Host: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n")
+        head, _, body = reader.read().partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 4") and b"x-request-id: " in head
+    assert problem in json.loads(body)["error"]
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
