@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 
 from tests.planted.sitecustomize import (
+    AT_ONCE,
     BUSY_SECONDS,
     DEADLY_MODEL,
     DEVICE_SECONDS,
     FRONTEND_POINTS,
     LEAKED_BYTES,
+    PLANTS,
     POINTS,
     STALL,
     STALLED,
@@ -39,7 +41,9 @@ PLANTED_PATH = str(Path(__file__).parent)
 """What PYTHONPATH names, so that a process runs sitecustomize.py at its start."""
 
 
-def plant(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plant a fault into the processes that the test starts from now on."""
-    monkeypatch.setenv("PLANTED", fault)
+def plant(faults: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plant faults into the processes that the test starts from now on. faults: their names, with commas between them."""
+    for fault in faults.split(","):
+        assert fault in PLANTS or fault in AT_ONCE, f"there is no fault {fault!r}"
+    monkeypatch.setenv("PLANTED", faults)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [PLANTED_PATH, os.environ.get("PYTHONPATH")])))

@@ -600,6 +600,11 @@ def shift_monotonic(seconds: float) -> None:
     time.monotonic_ns = lambda: monotonic_ns() + int(seconds * 1e9)
 
 
+def skew_engine() -> None:
+    if "service.engine" in sys.orig_argv:
+        shift_monotonic(SKEW_SECONDS)
+
+
 def into_reads(spec: Any, fault: str) -> None:
     read = spec.read
 
@@ -810,15 +815,10 @@ def main() -> None:
 
 def plant(fault: str) -> None:
     """Plant one fault."""
-    if fault == "skewed-engine":
-        if "service.engine" in sys.orig_argv:
-            shift_monotonic(SKEW_SECONDS)
-    elif fault == "portable":
-        remove_linux()
-    elif fault == "recorded-network":
-        record_network()
+    if fault in AT_ONCE:
+        AT_ONCE[fault]()
     elif fault not in OF_FRONTENDS or "service.frontend" in sys.orig_argv:
-        for name, into in PLANTS.get(fault, ()):
+        for name, into in PLANTS[fault]:
             sys.meta_path.insert(0, Planting(fault, name, into))
 
 
@@ -889,6 +889,12 @@ PLANTS: dict[str, Plants] = {
     "stalled-read": (("service.modeling.spec", into_reads),),
 }
 """By fault: the modules in which it is planted, and what plants it there."""
+AT_ONCE: dict[str, Callable[[], None]] = {
+    "skewed-engine": skew_engine,
+    "portable": remove_linux,
+    "recorded-network": record_network,
+}
+"""By fault: what plants it when the process starts."""
 
 
 # The tests import this file as tests.planted.sitecustomize, for its constants.
