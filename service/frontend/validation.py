@@ -26,6 +26,8 @@ from service.settings import Settings
 
 FieldOf = Callable[[int], str]
 """Returns the name of an array's step, or of an input, for an error message."""
+MAX_SESSION_STEPS = 2**63 - 1
+"""Most steps of a session that a request can name: more fit into no message to an engine."""
 _SESSION_ID = re.compile(rf"(?!{RESERVED_SESSION_PREFIX})[!-~]([ -~]{{0,126}}[!-~])?", re.ASCII)
 SESSION_ID_SCHEMA = {"type": "string", "minLength": 1, "maxLength": 128, "pattern": f"^{_SESSION_ID.pattern}$"}
 

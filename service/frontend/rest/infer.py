@@ -25,7 +25,7 @@ from service.frontend.large_answers import LARGE_ANSWER_BYTES
 from service.frontend.request_heads import RequestHead
 from service.frontend.rest.schemas import ERRORS, JsonBody, SessionId, describe_body
 from service.frontend.session_header import DESCRIPTION, resolve_session
-from service.frontend.validation import PackedInputs
+from service.frontend.validation import MAX_SESSION_STEPS, PackedInputs
 from service.ipc import messages
 from service.ipc.messages import Api
 from service.modeling.spec import ModelSpec
@@ -67,7 +67,7 @@ class InferBody(JsonBody):
     continues an open session or starts a new one."""
     end: StrictBool = False
     """Requires session. true closes the session after this chunk."""
-    steps: Annotated[int, Field(ge=0, strict=True)] | None = None
+    steps: Annotated[int, Field(ge=0, le=MAX_SESSION_STEPS, strict=True)] | None = None
     """Requires session. How many steps the session has before this chunk. A chunk that finds another number is refused."""
     deadline_ms: Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)] | None = None
     """Milliseconds from arrival after which the reply is useless to the client."""
@@ -88,7 +88,7 @@ class InferFields(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     session: str | None = None
     start: bool | None = None
     end: bool | msgspec.UnsetType = msgspec.UNSET
-    steps: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    steps: Annotated[int, msgspec.Meta(ge=0, le=MAX_SESSION_STEPS)] | None = None
     returns: Annotated[list[Literal["embedding", "sequence"]], msgspec.Meta(max_length=MAX_RETURNS)] = msgspec.field(
         default=[], name="return"
     )

@@ -34,7 +34,7 @@ from service.frontend.origin import Header, Origin
 from service.frontend.rest.infer import HotInfer, InferBody, InferFields, answer, check_returns
 from service.frontend.rest.schemas import ERRORS, JsonBody, QueryParameters, SessionId, describe_query
 from service.frontend.session_header import DESCRIPTION, resolve_session
-from service.frontend.validation import resolve_deadline_ms
+from service.frontend.validation import MAX_SESSION_STEPS, resolve_deadline_ms
 from service.frontend.websocket_protocol import SOCKET, WebSocketProtocol
 from service.ipc.messages import RESERVED_SESSION_PREFIX, Api, DecodeBody
 from service.modeling.spec import ModelSpec
@@ -109,7 +109,7 @@ class StreamMessage(JsonBody):
     """true restarts the session with this chunk; false only continues an open session."""
     end: StrictBool = False
     """true closes the session after this chunk; the next chunk starts it again."""
-    steps: Annotated[int, Field(ge=0, strict=True)] | None = None
+    steps: Annotated[int, Field(ge=0, le=MAX_SESSION_STEPS, strict=True)] | None = None
     """How many steps the session has before this chunk. A chunk that finds another number is refused."""
 
 
@@ -119,7 +119,7 @@ class Chunk(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     input: Any
     start: bool | None = None
     end: bool = False
-    steps: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    steps: Annotated[int, msgspec.Meta(ge=0, le=MAX_SESSION_STEPS)] | None = None
 
     @classmethod
     def read(cls, data: bytes, is_text: bool) -> Chunk:

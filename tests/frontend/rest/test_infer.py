@@ -226,6 +226,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({**GOOD, "return": "embedding"}, "return", "array"),
     ({**GOOD, "steps": 2}, "steps", "requires session"),
     ({**GOOD, "session": "a", "steps": -1}, "steps", "greater than or equal to 0"),
+    ({**GOOD, "session": "a", "steps": 2**64}, "steps", "less than or equal to 9223372036854775807"),
     ({**GOOD, "deadline_ms": 0}, "deadline_ms", "greater than 0"),
     ({**GOOD, "deadline_ms": -1}, "deadline_ms", "greater than 0"),
     ({**GOOD, "deadline_ms": "5"}, "deadline_ms", "number"),

@@ -75,6 +75,7 @@ def test_query_options_apply_to_every_chunk(server: Server) -> None:
 
 def test_refused_chunk_leaves_socket_and_session_unchanged(server: Server) -> None:
     wrong = ["{", "[]", "{}", {"input": []}, {"input": "text"}, {"input": [ROW], "x": 1}, {"input": [[1, 2]]}, b"1234", b""]
+    wrong.append({"input": [ROW], "steps": 2**64})
     with open_stream(server) as stream:
         assert send(stream, {"input": [ROW]})["session"]["steps"] == 1
         for message in wrong:
