@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from ipaddress import IPv6Address, IPv6Network, ip_address
 
 PREFIX_BITS = 64
 """IPv6 addresses with this common prefix count as one: one client may use all of them."""
 
 
+@lru_cache(maxsize=1024)
 def address_group(peer: str) -> str:
     """Return what stands for an address: its network for IPv6, otherwise the address."""
     try:

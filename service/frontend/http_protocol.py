@@ -17,7 +17,16 @@ from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from service.errors import STATUS, HeadersTooLarge, InvalidRequest, Overloaded, RequestTimeout, ServiceError, TooLarge
+from service.errors import (
+    STATUS,
+    HeadersTooLarge,
+    InvalidRequest,
+    Overloaded,
+    RequestTimeout,
+    ServiceError,
+    TooLarge,
+    Unauthorized,
+)
 from service.frontend.connection_guard import Phase, UnreadBytes, connection_limit, retirement
 from service.frontend.http_exchange import JSON, error_body
 from service.frontend.inference import Frontend
@@ -57,8 +66,16 @@ class Exchange(Identity, Protocol):
         """Send an error."""
 
 
+class HttpExchange(Exchange, Protocol):
+    """An exchange on a connection of HTTP."""
+
+    @property
+    def peer(self) -> str:
+        """The address of the client, empty if it is not known."""
+
+
 class Call(Protocol):
-    """A request that was sent to an engine and is not answered yet."""
+    """A request that is not answered yet: an engine has it, or its refusal waits."""
 
     def disconnect(self) -> None:
         """The client closed the connection: cancel the request. The exchange is not used any more."""
@@ -70,7 +87,7 @@ class Endpoint(Protocol):
     def accepts(self, head: RequestHead) -> bool:
         """Return whether this endpoint may answer the request. The body of any other goes to the general path as it arrives."""
 
-    def start(self, head: RequestHead, body: bytes, exchange: Exchange) -> Call | None:
+    def start(self, head: RequestHead, body: bytes, exchange: HttpExchange) -> Call | None:
         """Start a request, or return None if the general path must answer it. The reply comes after the return.
 
         Raises the ServiceError of a request that is refused.
@@ -83,20 +100,32 @@ class Endpoint(Protocol):
 class HotPath:
     """What the connections of a frontend share: the endpoints, the known heads of requests and the headers of replies."""
 
-    def __init__(self, frontend: Frontend, infer: Endpoint | None = None, oip_infer: Endpoint | None = None) -> None:
-        """infer: POST /infer. oip_infer: inference of the Open Inference Protocol. None where the port has no such endpoint."""
+    def __init__(
+        self,
+        frontend: Frontend,
+        infer: Endpoint | None = None,
+        oip_infer: Endpoint | None = None,
+        key_refusals: Endpoint | None = None,
+    ) -> None:
+        """infer: POST /infer. oip_infer: inference of the Open Inference Protocol. key_refusals: answers requests to both that have no
+        valid key. None where the port has no such endpoint.
+        """
         self.frontend = frontend
         self.heads = RequestHeads(frontend.settings.max_headers, frontend.access)
         self._infer = infer
         self._oip_infer = oip_infer
+        self._key_refusals = key_refusals
         self.open_sockets = 0
         """Number of open WebSockets."""
         self.max_sockets = max(1, min(frontend.settings.max_sockets, connection_limit(frontend.settings) // 2))
         self._headers: list[tuple[bytes, bytes]] = []
         self._header_lines = b""
 
-    def find_endpoint(self, path: str) -> Endpoint | None:
-        """Return the endpoint that answers requests to a path, if there is one on the hot path."""
+    def find_endpoint(self, head: RequestHead) -> Endpoint | None:
+        """Return the endpoint that answers a request, if there is one on the hot path."""
+        if head.refusal is not None:
+            return self._key_refusals
+        path = head.path
         if path == "/infer":
             return self._infer
         return self._oip_infer if path.startswith("/v2/models/") and path.endswith("/infer") else None
@@ -167,6 +196,10 @@ class HttpProtocol(HttpToolsProtocol):
         if self._call is not None or self.flow.write_paused or (self._general and not self._general_path_idle()):
             return Phase.RUNNING
         return Phase.IDLE
+
+    @property
+    def peer(self) -> str:
+        return "" if self.client is None else self.client[0]
 
     def data_received(self, data: bytes) -> None:
         """Answer hot requests, and pass the bytes of all others to the general path."""
@@ -402,7 +435,7 @@ class HttpProtocol(HttpToolsProtocol):
         end = data.find(_HEAD_END) + len(_HEAD_END)
         in_limits = len(_HEAD_END) <= end <= self._settings.max_header_bytes
         head = self._hot_path.heads.find(data[:end]) if in_limits else None
-        endpoint = self._hot_path.find_endpoint(head.path) if head is not None else None
+        endpoint = self._hot_path.find_endpoint(head) if head is not None else None
         if head is None or endpoint is None or not endpoint.accepts(head):
             self._pass_on(data)
             return
@@ -561,4 +594,6 @@ def _error_head(error: ServiceError) -> tuple[bytes, bytes]:
     headers = b"content-type: " + JSON.encode() + b"\r\n"
     if error.retry_after is not None:
         headers += b"retry-after: %d\r\n" % error.retry_after
+    if isinstance(error, Unauthorized):
+        headers += b"www-authenticate: Bearer\r\n"
     return STATUS_LINES[type(error)], headers

@@ -11,13 +11,14 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import httptools
 
-from service.access.caller import Caller
+from service.access.caller import ANYBODY, Caller
 from service.access.policy import AccessPolicy
 from service.access.scopes import Scope
-from service.errors import ServiceError
+from service.errors import ServiceError, Unauthorized
 from service.frontend.origin import NO_ORIGIN, REQUEST_ID, TRACEPARENT, TRACESTATE, Header, Origin
 from service.frontend.session_header import SESSION_HEADER
 
@@ -33,6 +34,15 @@ _VALUE = re.compile(rb"[ \t]*([!-~](?:[ -~]{0,510}[!-~])?)")
 _UNUSUAL = frozenset((b"transfer-encoding", b"content-encoding", b"expect", b"te", b"trailer", b"origin", b"prefer"))
 _CONNECTION_OPTIONS = frozenset((b"keep-alive", b"upgrade", b"http2-settings"))
 """Options of a connection that stays open. An upgrade is ignored, as HTTP allows: some clients offer one with every request."""
+_FORWARDED = frozenset((b"x-forwarded-for", b"x-forwarded-proto"))
+"""Headers of proxies, which name the client. uvicorn reads them on the general path."""
+
+
+class Refusal(NamedTuple):
+    """Why a request is refused for its key: the message of an Unauthorized, and whether the request has a key."""
+
+    message: str
+    has_key: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +50,7 @@ class RequestHead:
     """A head that the hot path may answer. `length` is the size of the body in bytes, `caller` the sender of the request.
 
     `headers` has the headers of the request that are in READ_HEADERS, with lower-case names: a remembered head should be small.
-    `session` is the value of x-session-id, unchecked.
+    `session` is the value of x-session-id, unchecked. `refusal` is None for a caller that may use inference.
     """
 
     path: str
@@ -49,6 +59,7 @@ class RequestHead:
     caller: Caller
     origin: Origin = NO_ORIGIN
     session: str | None = None
+    refusal: Refusal | None = None
 
 
 class RequestHeads:
@@ -86,7 +97,8 @@ class RequestHeads:
             return None
         name, value = identifying[-1]
         session = value.decode("latin-1") if name is _SESSION else None
-        return RequestHead(known.path, known.length, known.headers, known.caller, Origin.read(identifying), session)
+        origin = Origin.read(identifying)
+        return RequestHead(known.path, known.length, known.headers, known.caller, origin, session, known.refusal)
 
     def forget(self) -> None:
         """Parse all heads again when they come again: the keys have changed."""
@@ -98,15 +110,22 @@ class RequestHeads:
         if parsed is None:
             return None
         path, headers = parsed
+        length, origin, key = (
+            int(headers[b"content-length"]),
+            Origin.read(headers.items()),
+            _text(headers.get(b"authorization")),
+        )
         try:
-            caller = self._access.identify(headers[b"host"].decode("latin-1"), None, _text(headers.get(b"authorization")))
+            caller = self._access.identify(headers[b"host"].decode("latin-1"), None, key)
             caller.require(Scope.INFER)
+        except Unauthorized as error:
+            if _FORWARDED & headers.keys():
+                return None
+            return RequestHead(path, length, {}, ANYBODY, origin, refusal=Refusal(error.message, key is not None))
         except ServiceError:
             return None  # the general path raises it again
         kept = {name: headers[name] for name in READ_HEADERS if name in headers}
-        session = _text(headers.get(_SESSION)) or None
-        length = int(headers[b"content-length"])
-        return RequestHead(sys.intern(path), length, kept, caller, Origin.read(headers.items()), session)
+        return RequestHead(sys.intern(path), length, kept, caller, origin, _text(headers.get(_SESSION)) or None)
 
 
 def _cut(head: bytes) -> tuple[bytes, list[Header]] | None:
@@ -131,7 +150,9 @@ def _cut(head: bytes) -> tuple[bytes, list[Header]] | None:
 
 
 def _remember(heads: dict[bytes, RequestHead | None], head: bytes, parsed: RequestHead | None) -> None:
-    if len(head) <= MAX_HEAD_BYTES:
+    """Remember a head, unless it is refused: guesses of keys would take the place of the heads of valid clients."""
+    refused = parsed is not None and parsed.refusal is not None
+    if len(head) <= MAX_HEAD_BYTES and not refused:
         if len(heads) >= MAX_HEADS:
             heads.clear()
         heads[head] = parsed

@@ -20,6 +20,7 @@ from service.frontend.control import Control
 from service.frontend.hot_calls import RequestTally
 from service.frontend.http_protocol import ACCEPT_SECONDS, HotPath, HttpProtocol
 from service.frontend.inference import Frontend
+from service.frontend.key_refusals import KeyRefusals
 from service.frontend.listener import Listener, SharedPort
 from service.frontend.oip.grpc_server import GrpcServer
 from service.frontend.oip.hot_infer import HotOipInfer
@@ -191,7 +192,7 @@ class FrontendServer(uvicorn.Server):
 def build_hot_path(frontend: Frontend) -> HotPath:
     """Return the hot path that all connections of a frontend share."""
     tally = RequestTally(frontend.metrics)
-    return HotPath(frontend, HotInfer(frontend, tally), HotOipInfer(frontend, tally))
+    return HotPath(frontend, HotInfer(frontend, tally), HotOipInfer(frontend, tally), KeyRefusals(frontend))
 
 
 class _LibraryLogHandler(LogHandler):

@@ -31,6 +31,7 @@ from service.log import Log
 from service.metrics import Metrics
 from service.settings import Settings
 from tests import raw_websocket
+from tests.frontend.test_hot_path import exchange, request, through_the_general_path
 from tests.serving import Server, eventually, serving
 
 REFUSES_WRONG_KEYS = {"/access"}
@@ -311,6 +312,39 @@ def test_refusals_of_the_protocol_have_the_headers_of_all_answers(request_bytes:
         client.sendall(request_bytes)
         head = client.recv(1 << 16).partition(b"\r\n\r\n")[0].lower()
     assert head.startswith(b"http/1.1 4") and head.count(b"x-content-type-options: nosniff") == 1
+
+
+def total(guarded: Guarded, name: str) -> float:
+    """Return the sum of a series over all its labels."""
+    text = guarded.send("GET", "/metrics", guarded.scoped[Scope.METRICS]).text
+    return sum(float(value) for value in re.findall(rf"^{name}(?:{{.*}})? (\S+)$", text, re.MULTILINE))
+
+
+REFUSED_PATHS = {
+    "/infer": 401,
+    "/v2/models/words/infer": 401,
+    "/v2/models/words/versions/7/infer": 401,
+    "/v2/models/a/b/infer": 404,
+}
+
+
+@pytest.mark.parametrize("path", REFUSED_PATHS)
+@pytest.mark.parametrize("key", ["", "Authorization: Bearer wrong\r\n", "Authorization: Basic eDp5\r\n"])
+def test_both_paths_refuse_a_key_with_the_same_bytes(path: str, key: str, guarded: Guarded) -> None:
+    """The counters grow alike too, and the next request on the connection is answered."""
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    message = request(b"{}", head=f"{head}{key}".encode())
+    outcomes = []
+    for each in (message, through_the_general_path(message)):
+        names = ("seqserve_denied_total", "seqserve_requests_accepted_total")
+        before = [total(guarded, name) for name in names]
+        reply = exchange(guarded.server, each)
+        outcomes.append((reply, [total(guarded, name) - count for name, count in zip(names, before, strict=True)]))
+    status = REFUSED_PATHS[path]
+    assert outcomes[0] == outcomes[1]
+    assert outcomes[0][0].startswith(b"HTTP/1.1 %d " % status) and outcomes[0][1] == [status == 401, 0]
+    valid = request(b"{}", head=f"{head}Authorization: Bearer {guarded.scoped[Scope.INFER]}\r\n".encode())
+    assert exchange(guarded.server, message + valid, replies=2) == outcomes[0][0] + exchange(guarded.server, valid)
 
 
 def test_administration_and_refusals_are_logged(guarded: Guarded) -> None:

@@ -33,6 +33,12 @@ class Guessed(NamedTuple):
         headers = {} if token is None else {"authorization": f"Bearer {token}"}
         return httpx.get(f"{self.server.address}/models", headers=headers, timeout=60, trust_env=False).status_code
 
+    def infer(self, token: str) -> int:
+        headers = {"authorization": f"Bearer {token}"}
+        return httpx.post(
+            f"{self.server.address}/infer", content=b"{}", headers=headers, timeout=60, trust_env=False
+        ).status_code
+
     def handshake(self, token: str) -> int:
         url = self.server.address.replace("http", "ws") + "/stream?model=sensors"
         try:
@@ -77,6 +83,7 @@ def test_answers_to_wrong_keys_wait_on_every_transport(guessed: Guessed) -> None
     exhaust(guessed)
     for send, refusal in (
         (guessed.get, 401),
+        (guessed.infer, 401),
         (guessed.handshake, 401),
         (guessed.call, grpc.StatusCode.UNAUTHENTICATED),
     ):
@@ -90,7 +97,8 @@ def test_valid_key_of_the_same_address_does_not_wait(guessed: Guessed) -> None:
     exhaust(guessed)
 
     def valid_keys_overtake() -> bool:
-        refusals = [threading.Thread(target=send, args=("wrong",)) for send in (guessed.get, guessed.handshake, guessed.call)]
+        sends = (guessed.get, guessed.infer, guessed.handshake, guessed.call)
+        refusals = [threading.Thread(target=send, args=("wrong",)) for send in sends]
         for refusal in refusals:
             refusal.start()
         assert guessed.get(guessed.token) == 200

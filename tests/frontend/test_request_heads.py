@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from random import Random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from service.access.keys import create
 from service.access.policy import AccessPolicy
+from service.access.scopes import Scope
 from service.frontend import request_heads
 from service.frontend.request_heads import RequestHeads
 from service.settings import Settings
@@ -162,3 +165,33 @@ def test_forgotten_heads_are_parsed_again() -> None:
     known.find(HEAD.replace(b"\r\n\r\n", b"\r\nX-Request-Id: a\r\n\r\n"))
     known.forget()
     assert not known._known and not known._rests
+
+
+def with_key(key: str, *lines: str) -> bytes:
+    return HEAD.replace(b"\r\n\r\n", "\r\n".join(["", f"Authorization: Bearer {key}", *lines, "", ""]).encode())
+
+
+@pytest.mark.parametrize("line", ["Accept: */*", "X-Request-Id: a"])
+def test_refused_heads_do_not_replace_remembered_heads(line: str, tmp_path: Path) -> None:
+    key = create(tmp_path / "keys.toml", "valid", [Scope.INFER], "valid")
+    known = RequestHeads(MAX_HEADERS, AccessPolicy(Settings(keys=str(tmp_path / "keys.toml"))))
+    first = known.find(with_key(key, "Accept: */*"))
+    assert first is not None and first.refusal is None
+    for number in range(3 * request_heads.MAX_HEADS):
+        refused = known.find(with_key(f"wrong-{number}", line))
+        assert refused is not None and refused.refusal is not None and refused.refusal.has_key
+    assert known.find(with_key(key, "Accept: */*")) is first
+    assert len(known._known) == 1 and not known._rests
+
+
+def test_request_without_a_key_is_refused_for_that(tmp_path: Path) -> None:
+    create(tmp_path / "keys.toml", "valid", [Scope.INFER], "valid")
+    refused = RequestHeads(MAX_HEADERS, AccessPolicy(Settings(keys=str(tmp_path / "keys.toml")))).find(HEAD)
+    assert refused is not None and refused.refusal is not None
+    assert not refused.refusal.has_key and "has no key" in refused.refusal.message
+
+
+def test_key_without_the_scope_belongs_to_the_general_path(tmp_path: Path) -> None:
+    key = create(tmp_path / "keys.toml", "valid", [Scope.METRICS], "valid")
+    known = RequestHeads(MAX_HEADERS, AccessPolicy(Settings(keys=str(tmp_path / "keys.toml"))))
+    assert known.find(with_key(key)) is None
