@@ -22,6 +22,8 @@ RESERVED_FILES = 64
 FEW_BYTES = 1 << 16
 """Unread bytes for which no connection is closed when memory is short."""
 MOST_CONNECTIONS = 1 << 16
+PARTS, MIN_PART = 10, 256
+"""How many parts a sweep has, and how many connections a part has at least. A look at 10,000 of them at once would take 40 ms."""
 AGE_JITTER = 0.1
 """Share by which the longest ages of connections differ: connections that began together do not end together."""
 
@@ -108,17 +110,34 @@ class ConnectionGuard:
         self._connections = connections
         self._report = report
         self.limit = connection_limit(settings)
+        self._unswept: list[GuardedConnection] = []
+        """The connections that the sweep has not looked at yet."""
+        self._part, self._unread_bytes = MIN_PART, 0
+        """How many connections are one part of the sweep, and how many unread bytes the parts so far have."""
 
     def sweep(self, now: float) -> None:
-        """Close every connection that exceeds a limit of time."""
-        for connection in self._connections():
+        """Begin to close every connection that exceeds a limit of time, with the first part of them."""
+        self._unswept = self._connections()
+        self._part, self._unread_bytes = max(MIN_PART, math.ceil(len(self._unswept) / PARTS)), 0
+        self.continue_sweep(now)
+
+    def continue_sweep(self, now: float) -> None:
+        """Look at the next part of the connections, if any are left. After the last part, limit the bytes that clients do not read."""
+        if not self._unswept:
+            return
+        part = self._unswept[-self._part :]
+        del self._unswept[-self._part :]
+        for connection in part:
             try:
                 self._limit_time(connection, now)
+                self._unread_bytes += connection.unread_bytes
             except Exception as error:
                 self._report(error)
                 with suppress(Exception):  # whatever is wrong with it: the other connections still have limits
                     connection.abort()
-        self._limit_unread_bytes()
+        # Another look at all connections would take as long as the sweep.
+        if not self._unswept and self._unread_bytes > self._settings.max_unread_bytes:
+            self._limit_unread_bytes()
 
     def free_unread(self, size: float) -> None:
         """Close the connections with the most unread bytes until `size` bytes are free. Nothing is closed if `size` is not positive.
@@ -159,9 +178,11 @@ class ConnectionGuard:
         unread_since = connection.unread_since(now)
         if unread_since is not None and now - unread_since > settings.send_seconds:
             self._close(connection.abort, "slow_reader")
-        elif connection.phase is Phase.IDLE and seconds > settings.idle_seconds:
+            return
+        phase = connection.phase
+        if phase is Phase.IDLE and seconds > settings.idle_seconds:
             self._close(connection.close_idle, "idle")
-        elif connection.phase is Phase.RECEIVING:
+        elif phase is Phase.RECEIVING:
             allowed = settings.receive_seconds + connection.received_bytes / settings.min_receive_rate
             if seconds > allowed:
                 self._close(connection.refuse_slow_request, "slow_request")

@@ -121,7 +121,10 @@ class FrontendServer(uvicorn.Server):
         return await super().on_tick(counter)
 
     def _run_periodic_work(self, counter: int) -> None:
-        """Apply the connections' limits of time once a second: timers of each connection would cost more than its requests."""
+        """Apply the connections' limits of time once a second: timers of each connection would cost more than its requests.
+
+        Each tick looks at a part of many connections: a look at all of them would delay the requests of this moment.
+        """
         self._frontend.memory.update()
         self._guard.free_unread(self._frontend.memory.excess_bytes)
         for listener in self._listeners:
@@ -138,6 +141,8 @@ class FrontendServer(uvicorn.Server):
             self._reload("state keys", self._frontend.state_keys.reload)
             if self._grpc is not None:
                 self._grpc.sweep(now)
+        else:
+            self._guard.continue_sweep(asyncio.get_running_loop().time())
 
     def _reload_keys(self) -> None:
         """Take over a changed key file. If it cannot be read, the keys stay as they are."""

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from service.frontend.connection_guard import FEW_BYTES, ConnectionGuard, Phase, retirement
+from service.frontend.connection_guard import FEW_BYTES, MIN_PART, PARTS, ConnectionGuard, Phase, retirement
+from service.frontend.server import TICKS_PER_SECOND
 from service.metrics import Metrics
 from service.settings import Settings
 
@@ -100,6 +101,31 @@ def test_connections_with_the_most_unread_bytes_are_closed() -> None:
     guard.sweep(0)
     assert [small.closed, large.closed, larger.closed] == [[], [], ["aborted"]]
     assert metrics.connections_closed.values == {("slow_reader",): [1.0]}
+
+
+@pytest.mark.parametrize("count", [1, MIN_PART, MIN_PART + 1, 2 * PARTS * MIN_PART + 1])
+def test_sweep_looks_at_many_connections_in_parts(count: int) -> None:
+    connections = [Connection(Phase.IDLE) for _ in range(count)]
+    guard, _ = guard_of(*connections)
+    most = max(MIN_PART, math.ceil(count / PARTS))
+    guard.sweep(16)
+    closed = [sum(map(len, (connection.closed for connection in connections)))]
+    for _ in range(TICKS_PER_SECOND - 1):
+        guard.continue_sweep(16)
+        closed.append(sum(map(len, (connection.closed for connection in connections))))
+    assert closed == [min(count, most * part) for part in range(1, TICKS_PER_SECOND + 1)]
+    assert all(connection.closed == ["closed"] for connection in connections)
+
+
+def test_unread_bytes_are_limited_after_the_last_part() -> None:
+    connections = [Connection(Phase.RUNNING, unread_bytes=size) for size in (60, 50, *[0] * MIN_PART)]
+    guard, _ = guard_of(*connections)
+    guard.sweep(0)
+    assert not connections[0].closed
+    guard.continue_sweep(0)
+    assert [connection.closed for connection in connections[:2]] == [["aborted"], []]
+    guard.continue_sweep(0)
+    assert not connections[1].closed
 
 
 def test_unread_bytes_are_freed_when_memory_is_short() -> None:

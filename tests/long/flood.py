@@ -46,8 +46,9 @@ class ConnectionFlood:
     def running(self, probe: Callable[[], None]) -> Iterator[None]:
         """Open new connections during the context, and at least NEW. Each closes after NEW_AT_ONCE others.
 
-        probe: a new client, which is answered after the service has accepted the connections before it. Where the service accepts fewer
-        connections, the flood follows it: it would do nothing but fill the queue of the kernel.
+        probe: a new client, which is answered after the service has accepted the connections before it. The flood goes on meanwhile, and
+        waits for the answer before the next probe. Where the service accepts fewer connections, the flood follows it: it would do
+        nothing but fill the queue of the kernel.
         """
         with ThreadPoolExecutor(1) as pool:
             running = pool.submit(self._run, probe)
@@ -65,12 +66,16 @@ class ConnectionFlood:
         return f"{len(self._idle)} idle connections, {self.opened} new ones, {self.opened / self.seconds:.0f} a second"
 
     def _run(self, probe: Callable[[], None]) -> None:
-        began = time.monotonic()
-        while not self._ended.is_set() or self.opened < NEW:
-            due = time.monotonic() + NEW_BETWEEN_PROBES / NEW_PER_SECOND
-            self._paced(NEW_BETWEEN_PROBES, self._open_new)
-            probe()
-            time.sleep(max(0.0, due - time.monotonic()))
+        began = due = time.monotonic()
+        with ThreadPoolExecutor(1) as pool:
+            probing = pool.submit(probe)
+            while not self._ended.is_set() or self.opened < NEW:
+                due = max(due + NEW_BETWEEN_PROBES / NEW_PER_SECOND, time.monotonic())
+                self._paced(NEW_BETWEEN_PROBES, self._open_new)
+                probing.result()
+                probing = pool.submit(probe)
+                time.sleep(max(0.0, due - time.monotonic()))
+            probing.result()
         self.seconds = time.monotonic() - began
 
     def _paced(self, connections: int, connect: Callable[[], None]) -> None:
