@@ -86,6 +86,7 @@ HTTP = {
     "running general request": Conversation(general(LATE_BODY)),
     "waiting hot requests": Conversation(hot(LATE_BODY) + hot(BODY) * 3),
     "waiting general requests": Conversation(general(LATE_BODY) + general(BODY) * 3),
+    "wrong handshake": Conversation(handshake().replace(b"Version: 13", b"Version: 1"), b"HTTP/1.1 4"),
     "incomplete body": Conversation(hot(BODY) + hot(BODY)[:-1], b'"outputs"'),
     "incomplete chunk": Conversation(hot(BODY) + general(BODY)[:-9], b'"outputs"'),
     "no HTTP": Conversation(b"\0\r\n\r\n", b"not valid HTTP"),
@@ -107,7 +108,6 @@ WEBSOCKET = {
     "no UTF-8": socket(frame(TEXT, b"\xff"), reply=b"\x88"),
     "refused handshake": Conversation(handshake("model=nobody"), b"404"),
     "unknown path": Conversation(handshake().replace(b"/stream", b"/other"), b"404"),
-    "wrong handshake": Conversation(handshake().replace(b"Version: 13", b"Version: 1"), b"HTTP/1.1 4"),
 }
 
 
