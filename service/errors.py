@@ -39,10 +39,12 @@ class ServiceError(Exception):
     """An error that a client receives. Its message names the field or the setting, both values and what to do.
 
     `field` names the wrong part of the request (``inputs[3]``). `retry_after` is the number of seconds after which a retry makes sense.
-    `steps` is how many steps the session has that the request names, where the client needs to know.
+    `steps` is how many steps the session has that the request names, where the client needs to know. `final` is true if the client should
+    not send the request again, although others may.
     """
 
     code: ClassVar[str]
+    final = False
 
     def __init__(
         self, message: str, *, field: str | None = None, retry_after: int | None = None, steps: int | None = None

@@ -277,6 +277,9 @@ class Metrics:
             "Requests that an engine, or a frontend for want of memory, refused before they ran.",
             ("reason",),
         )
+        self.retries_discouraged = Counter(
+            "seqserve_retries_discouraged", "Refusals for overload after which the client should not retry."
+        )
         self.failed = Counter("seqserve_failed", "Requests for which the model raised an exception.", model)
         self.engine_errors = Counter(
             "seqserve_engine_errors",

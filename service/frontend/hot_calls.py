@@ -253,7 +253,10 @@ class HotEndpoint(ABC):
             else:
                 self._search_version(call)
         except Exception as error:
-            code = error.code if isinstance(error, ServiceError) else InferenceFailed.code
+            code = InferenceFailed.code
+            if isinstance(error, ServiceError):
+                code = error.code
+                self.frontend.retries.charge(error)
             self._end_refused(exchange, labels, code, arrived, caller, body, observation)
             raise
         return call
@@ -303,6 +306,7 @@ class HotEndpoint(ABC):
     def fail(self, call: HotCall, error: ServiceError) -> None:
         """Reply with the error that a request ended with."""
         self._count_failure(call, error.code)
+        self.frontend.retries.charge(error)
         call.exchange.respond_error(error)
 
     def fail_or_search(self, call: HotCall, error: ServiceError) -> None:
@@ -444,6 +448,7 @@ class HotEndpoint(ABC):
             now = time.monotonic()
             parse, total = [call.sent - call.arrived for call in replied], [now - call.arrived for call in replied]
             waited = max(0.0, start - ready / len(replied))
+            self.frontend.retries.answered += len(replied)
             self._tally.answer(model.key.labels, parse, total, reply=waited, encode=now - start)
             observer = self._observer
             if observer.chooses or observer.times_all:

@@ -547,6 +547,7 @@ class HttpProtocol(HttpToolsProtocol):
             return
         if error.code in CLOSED_FOR:
             self._hot_path.frontend.metrics.connections_closed.add(error.code)
+        self._hot_path.frontend.retries.charge(error)
         self._last_request = True
         self._abandon_incomplete()
         refused = self._current

@@ -37,6 +37,7 @@ from service.frontend.observation import EndedRequest, Observation, Observer, st
 from service.frontend.open_streams import OpenStreams
 from service.frontend.origin import Identity, RequestIds
 from service.frontend.quotas import QuotaLedger
+from service.frontend.retry_budget import RetryBudget
 from service.frontend.tls import TlsContexts
 from service.ipc.messages import Answer, Api, IndexEntry, Manifest, ModelKey, Request
 from service.ipc.quota_counts import QuotaCounts
@@ -90,6 +91,7 @@ class Frontend:
     draining: bool = False
     access: AccessPolicy = field(init=False)
     quotas: QuotaLedger = field(init=False)
+    retries: RetryBudget = field(init=False)
     streams: OpenStreams = field(init=False)
     refused_keys: RefusedKeys = field(init=False)
     state_keys: StateKeys = field(init=False)
@@ -104,6 +106,7 @@ class Frontend:
     def __post_init__(self) -> None:
         self.access = AccessPolicy(self.settings)
         self.quotas = QuotaLedger(self.quota_counts, self.metrics)
+        self.retries = RetryBudget(self.metrics)
         self.streams = OpenStreams(self.access)
         self.refused_keys = RefusedKeys(self.settings.refused_key_seconds)
         self.state_keys = StateKeys(self.settings)
@@ -239,8 +242,10 @@ def track_request(frontend: Frontend, arrived: float, caller: Caller, api: Api, 
     metrics.in_flight.add()
     try:
         yield tracked
+        frontend.retries.answered += 1
     except ServiceError as error:
         tracked.outcome = error.code
+        frontend.retries.charge(error)
         raise
     except ClientDisconnected:
         tracked.outcome = GONE

@@ -140,7 +140,7 @@ def check_observed(server: Server) -> None:
 
 
 def is_refusal(reply: httpx.Response) -> bool:
-    return (reply.status_code, reply.json()["code"], reply.headers.get("retry-after")) == (503, "overloaded", "1")
+    return (reply.status_code, reply.json()["code"], "retry-after" in reply.headers) == (503, "overloaded", True)
 
 
 def test_large_bodies_are_refused_before_the_limit(crowded: tuple[Server, MemoryGroup]) -> None:
@@ -152,7 +152,7 @@ def test_large_bodies_are_refused_before_the_limit(crowded: tuple[Server, Memory
         eventually(lambda: server.metric("seqserve_memory_limit_used_ratio") > SHED_SHARE - 0.03)
         refusals = replies(clients)
         assert 10 < len(refusals) < BODIES
-        assert all(reply.startswith(b"HTTP/1.1 503 ") and b"retry-after: 1\r\n" in reply for reply in refusals if reply)
+        assert all(reply.startswith(b"HTTP/1.1 503 ") and b"\r\nretry-after: " in reply for reply in refusals if reply)
         assert any(b'"code":"overloaded"' in reply for reply in refusals)
         with group.ballast(SHED_SHARE + 0.03):
             eventually(lambda: server.metric("seqserve_memory_limit_used_ratio") >= SHED_SHARE)

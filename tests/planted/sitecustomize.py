@@ -48,6 +48,7 @@ PLANTED names faults of a server, separated by commas:
 - patient: a frontend closes no connection for its slowness;
 - unlimited: a frontend accepts connections until it has no open files left;
 - unguarded: a frontend does not look at the memory limit of its container;
+- always-invites: no refusal for overload asks its client not to retry;
 - forgives-floods: a frontend remembers no address that flooded a connection;
 - answers-guesses: no answer to a wrong key waits;
 - ignores-steps: an engine runs a chunk that does not continue its session at the steps that it names;
@@ -714,6 +715,10 @@ def into_floods(floods: Any, fault: str) -> None:
     floods.Floods.record = lambda *_: None
 
 
+def into_retry_budgets(retry_budget: Any, fault: str) -> None:
+    retry_budget.RetryBudget.charge = lambda *_: None
+
+
 def into_refused_keys(refused_keys: Any, fault: str) -> None:
     refused_keys.RefusedKeys.delay = lambda *_: 0.0
 
@@ -851,6 +856,7 @@ PLANTS: dict[str, Plants] = {
     "deadly": DEADLY,
     "deadly-uncounted": (*DEADLY, ("service.supervisor.trials", into_trials)),
     "orphans": (("service.ipc.process_config", into_process_configs), (DEVICE_ENGINE, into_endless_batches)),
+    "always-invites": (("service.frontend.retry_budget", into_retry_budgets),),
     "answers-guesses": (("service.access.refused_keys", into_refused_keys),),
     "forgives-floods": (("service.frontend.http2.floods", into_floods),),
     "unguarded": (("service.memory_limit", into_memory_limits),),

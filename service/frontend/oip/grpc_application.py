@@ -182,6 +182,10 @@ class GrpcApplication:
         """Take a request from the incomplete ones."""
         self._incomplete.discard(unary)
 
+    def charge(self, error: ServiceError) -> None:
+        """Charge the budget of retries for a request that is refused before it is complete."""
+        self._frontend.retries.charge(error)
+
     def new_reader(self) -> MessageReader:
         """Return a reader of a request's body."""
         return MessageReader(self._max_message_bytes, self._account)
@@ -270,6 +274,7 @@ class _UnaryRequest:
         try:
             self._reader.feed(data)
         except ServiceError as error:
+            self._application.charge(error)
             self.end(error_status(error))
             return
         if ended or self._reader.refused:

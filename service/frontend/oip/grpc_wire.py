@@ -25,6 +25,8 @@ MAX_DETAILS_CHARACTERS = 2000
 """Longer error messages are cut: a client rejects a status that exceeds its header limit."""
 RESERVED = (b"te", b"content-type", b"user-agent", b"content-length", b"host")
 """Fields that are not metadata of a call, besides those that begin with grpc-."""
+PUSHBACK, NEVER = "grpc-retry-pushback-ms", "-1"
+"""Trailing metadata with which gRPC's clients do not repeat a call, although their retry policy would."""
 Metadata = tuple[tuple[str, str | bytes], ...]
 _CONTENT_TYPE = (b"content-type", b"application/grpc")
 _TIMEOUT = re.compile(rb"([0-9]{1,8})([HMSmun])")
@@ -54,7 +56,12 @@ class CallEnded(Exception):
 
 def error_status(error: ServiceError) -> Status:
     """Return the status of an error. Its code, field and retry delay follow in the trailing metadata."""
-    values = {"seqserve-code": error.code, "seqserve-field": error.field, "retry-after": error.retry_after}
+    values = {
+        "seqserve-code": error.code,
+        "seqserve-field": error.field,
+        "retry-after": error.retry_after,
+        PUSHBACK: NEVER if error.final else None,
+    }
     metadata = tuple((name, str(value)) for name, value in values.items() if value is not None)
     return Status(grpc.StatusCode[STATUS[type(error)].grpc], error.message[:MAX_DETAILS_CHARACTERS], metadata)
 

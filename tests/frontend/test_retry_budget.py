@@ -1,0 +1,180 @@
+"""Which refusals for overload ask their clients not to retry."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from random import Random
+
+import grpc
+import httpx
+import numpy as np
+import pytest
+
+from loadtest import oip_requests
+from service.errors import EngineLost, OutOfMemory, Overloaded, QuotaExceeded, ServiceError
+from service.frontend.oip.grpc_wire import error_status
+from service.frontend.retry_budget import LEAST_PER_SECOND, MOST_SAVED, REPEATED_SECONDS, SHARE, RetryBudget
+from service.metrics import Metrics
+from tests import models, planted
+from tests.retries import MOST_ATTEMPTS, RETRIES
+from tests.serving import Server, eventually, serving
+
+HOT, GENERAL = {"content-type": "application/json"}, {"content-type": "application/vnd.seqserve+json"}
+"""Media types whose requests take the hot path, and the general path."""
+CALLS = 20
+ROW = [0.1, 0.2, 0.3]
+
+
+class Budget(RetryBudget):
+    """A budget with a clock that the test moves."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        super().__init__(Metrics(), lambda: self.now)
+
+    def invites(self) -> bool:
+        """Return whether the budget invites the client of a refused request to retry."""
+        error = Overloaded("the queue is full", retry_after=1)
+        self.charge(error)
+        assert (error.retry_after == 1) is not error.final
+        return not error.final
+
+    def spend(self) -> int:
+        """Return how many retries the budget invites until it is spent."""
+        count = 0
+        while self.invites():
+            count += 1
+        return count
+
+    @property
+    def discouraged(self) -> float:
+        return self._metrics.retries_discouraged.values.get((), [0.0])[0]
+
+
+@pytest.fixture
+def budget() -> Budget:
+    return Budget()
+
+
+def test_refusals_of_an_idle_service_invite_retries(budget: Budget) -> None:
+    assert budget.spend() == MOST_SAVED
+    budget.now += 3 / LEAST_PER_SECOND
+    assert budget.spend() == 3
+
+
+def test_retries_are_a_share_of_the_answered_requests(budget: Budget) -> None:
+    budget.spend()
+    invited, chance = 0, Random(0)
+    for _ in range(20_000):
+        if chance.random() < 0.5:
+            budget.answered += 1
+        else:
+            invited += budget.invites()
+    assert invited == pytest.approx(SHARE * 10_000, rel=0.03)
+    assert budget.discouraged == pytest.approx(9_000, rel=0.03)
+
+
+def test_saved_retries_are_limited(budget: Budget) -> None:
+    budget.answered += 1_000_000
+    budget.now += 1_000_000
+    assert budget.spend() == MOST_SAVED
+
+
+def test_clients_beyond_the_budget_wait_for_different_times(budget: Budget) -> None:
+    budget.spend()
+    delays = set()
+    for _ in range(500):
+        error = Overloaded("the queue is full", retry_after=1)
+        budget.charge(error)
+        delays.add(error.retry_after)
+    least, most = REPEATED_SECONDS
+    assert delays == set(range(least, most + 1))
+
+
+def test_longer_predicted_wait_is_kept(budget: Budget) -> None:
+    budget.spend()
+    error = Overloaded("the queue is full", retry_after=60)
+    budget.charge(error)
+    assert (error.final, error.retry_after) == (True, 60)
+
+
+@pytest.mark.parametrize("kind", [EngineLost, QuotaExceeded])
+def test_other_errors_are_not_changed(kind: type[ServiceError], budget: Budget) -> None:
+    budget.spend()
+    error = kind("retry later", retry_after=1)
+    budget.charge(error)
+    assert (error.final, error.retry_after) == (False, 1)
+    assert budget.discouraged == 1
+
+
+def test_final_error_forbids_retries_over_grpc(budget: Budget) -> None:
+    error = OutOfMemory("no memory", retry_after=1)
+    budget.charge(error)
+    assert "grpc-retry-pushback-ms" not in dict(error_status(error).metadata)
+    budget.spend()
+    budget.charge(error)
+    assert dict(error_status(error).metadata)["grpc-retry-pushback-ms"] == "-1"
+
+
+def asked_to_give_up(reply: httpx.Response) -> bool:
+    assert reply.status_code == 503
+    return int(reply.headers["retry-after"]) >= REPEATED_SECONDS[0]
+
+
+def refusal(channel: grpc.Channel) -> grpc.RpcError:
+    """Return the error of a call, which is refused."""
+    message = oip_requests.message("sensors", np.asarray([[ROW]], np.float32))
+    with pytest.raises(grpc.RpcError) as refused:
+        channel.unary_unary(oip_requests.PATH)(message, timeout=20)
+    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+    return refused.value
+
+
+@pytest.fixture
+def full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    """A server that refuses every request: its queue is full and nothing leaves it."""
+    gate = tmp_path / "gate"
+    gate.write_text("0")
+    monkeypatch.setenv("GATE", str(gate))
+    planted.plant("gated-device", monkeypatch)
+    models.sensors(tmp_path / "models", hidden=8)
+    limits = {"max_batch_sequences": "1", "max_waiting": "2", "max_inputs": "2"}
+    with serving(tmp_path / "models", tmp_path, **limits) as server, ThreadPoolExecutor(3) as pool:
+        running = [pool.submit(server.infer, "sensors", [[ROW]])]
+        eventually(lambda: server.metric("seqserve_requests_in_flight") == 1 and server.metric("seqserve_queue_depth") == 0)
+        running += [pool.submit(server.infer, "sensors", [[ROW]]) for _ in range(2)]
+        eventually(lambda: server.metric("seqserve_queue_depth") == 2)
+        yield server
+        gate.write_text("open")
+        assert [request.result().status_code for request in running] == [200] * 3
+
+
+def test_clients_of_a_full_service_are_asked_to_give_up(full: Server) -> None:
+    """Over HTTP on both paths, and over gRPC. The first ones may retry."""
+    first = full.infer("sensors", [[ROW]])
+    assert (first.status_code, first.headers["retry-after"]) == (503, "1")
+    body = {"model": "sensors", "inputs": [[ROW]]}
+    for headers in (HOT, GENERAL):
+        while not asked_to_give_up(full.client.post("/infer", json=body, headers=headers)):
+            pass
+    with grpc.insecure_channel(full.grpc) as channel:
+        eventually(lambda: ("grpc-retry-pushback-ms", "-1") in refusal(channel).trailing_metadata())
+    assert full.metric("seqserve_retries_discouraged_total") >= 3
+
+
+def test_grpc_clients_retry_only_within_the_budget(full: Server) -> None:
+    """The retries are those of the gRPC library."""
+    with grpc.insecure_channel(full.grpc, options=[("grpc.service_config", json.dumps(RETRIES))]) as channel:
+        before = full.metric("seqserve_requests_accepted_total")
+        refusal(channel)
+        assert full.metric("seqserve_requests_accepted_total") == before + MOST_ATTEMPTS
+        while ("grpc-retry-pushback-ms", "-1") not in refusal(channel).trailing_metadata():
+            pass
+        before = full.metric("seqserve_retries_discouraged_total")
+        for _ in range(CALLS):
+            refusal(channel)
+    # A call that is repeated in spite of this counts several times. Meanwhile the budget may have invited others.
+    assert 0 < full.metric("seqserve_retries_discouraged_total") - before <= CALLS
