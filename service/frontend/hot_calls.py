@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 from msgspec import structs
 
 from service.access.caller import Caller
-from service.errors import InferenceFailed, ServiceError
+from service.errors import InferenceFailed, Overloaded, ServiceError
 from service.frontend.catalog import ServedModel
 from service.frontend.dispatch.connection import PendingRequest
 from service.frontend.http_protocol import Exchange
@@ -219,6 +219,11 @@ class HotEndpoint(ABC):
     def start(self, head: RequestHead, body: bytes, exchange: Exchange) -> HotCall | None:
         """See `Endpoint.start`."""
         arrived = time.monotonic()
+        try:
+            self.frontend.ticks.check(arrived)
+        except Overloaded as error:
+            self.refuse(UNKNOWN_MODEL_LABELS, error, arrived, exchange, head.caller, body)
+            raise
         parsed = self.parse(head, body)
         return None if parsed is None else self.run(parsed, exchange, arrived, head.caller, body)
 
@@ -272,6 +277,7 @@ class HotEndpoint(ABC):
     ) -> None:
         """Count a request that cannot be decoded."""
         self._tally.accept()
+        self.frontend.retries.charge(error)
         observation = self._observer.begin(exchange, random()) if self._observer.chooses else None
         self._end_refused(exchange, labels, error.code, arrived, caller, body, observation)
 

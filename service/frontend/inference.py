@@ -27,6 +27,7 @@ from service.errors import (
     Unavailable,
 )
 from service.frontend.body_budget import BodyBudget
+from service.frontend.busy_ticks import BusyTicks
 from service.frontend.catalog import Catalog, ServedModel
 from service.frontend.decoder.client import BodyDecoder
 from service.frontend.dispatch.connection import Answered, PendingRequest, Receiver
@@ -92,6 +93,7 @@ class Frontend:
     access: AccessPolicy = field(init=False)
     quotas: QuotaLedger = field(init=False)
     retries: RetryBudget = field(init=False)
+    ticks: BusyTicks = field(init=False)
     streams: OpenStreams = field(init=False)
     refused_keys: RefusedKeys = field(init=False)
     state_keys: StateKeys = field(init=False)
@@ -107,6 +109,7 @@ class Frontend:
         self.access = AccessPolicy(self.settings)
         self.quotas = QuotaLedger(self.quota_counts, self.metrics)
         self.retries = RetryBudget(self.metrics)
+        self.ticks = BusyTicks(self.settings.default_deadline_ms)
         self.streams = OpenStreams(self.access)
         self.refused_keys = RefusedKeys(self.settings.refused_key_seconds)
         self.state_keys = StateKeys(self.settings)

@@ -6,18 +6,21 @@ which shares the cores with the server, takes nothing from it.
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests import models, planted
 from tests.accumulator import at_rest
 from tests.long.flood import flooded
-from tests.long.overload import DEADLINE_SECONDS, MOST_CALLERS, Overload, Step
-from tests.serving import Server, eventually, serving
+from tests.long.overload import DEADLINE_SECONDS, LAGS, MOST_CALLERS, Overload, Step
+from tests.serving import LIMIT_SECONDS, Server, eventually, serving
 from tests.steady import open_files
 
 STEPS = (0.5, 1, 2, 5, 10, 20)
@@ -32,6 +35,10 @@ ATTEMPTS = 3
 ROWS = [[0.1, 0.2, 0.3]] * 4
 BURST_SECONDS, BURSTS, BURST, BETWEEN = 0.2, 5, 50, 0.3
 IDLE = 1000
+LEAST_FRONTEND_GOODPUT, MOST_LAG_SECONDS = 0.8, 0.1
+DEFAULT_DEADLINE_MS = "300"
+"""Of frontends whose lag is measured: they refuse requests in ticks of a tenth of it."""
+ONSET_SECONDS, PROBE_SECONDS = 2.0, 0.01
 TIMES = 10
 """How many times as many callers overload the frontends as keep them busy."""
 
@@ -116,6 +123,83 @@ def test_frontends_answer_ten_times_the_callers(folder: Path, tmp_path: Path, sh
         assert max(many / one for one, many in rates) >= 0.8
         outcomes = at_rest(server).since(before).outcomes
     assert outcomes.keys() <= {"ok", "overloaded"}, outcomes
+
+
+@contextmanager
+def frontend_bound(folder: Path, scratch: Path, fault: str) -> Iterator[Overload]:
+    with pytest.MonkeyPatch.context() as patch:
+        planted.plant(fault, patch)
+        with serving(folder, scratch, idle_seconds="600", default_deadline_ms=DEFAULT_DEADLINE_MS) as server:
+            yield Overload.of(server, "http", "sensors", ROWS)
+
+
+class LoopLag:
+    """The times in which a frontend answers /healthz, which needs nothing but its event loop."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._ended = threading.Event()
+        self.seconds: list[float] = []
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """Measure within the context. The beginning of the load does not count."""
+        with ThreadPoolExecutor(1) as pool:
+            measuring = pool.submit(self._measure)
+            try:
+                yield
+            finally:
+                self._ended.set()
+                measuring.result()
+
+    def _measure(self) -> None:
+        self._ended.wait(ONSET_SECONDS)
+        with httpx.Client(base_url=self._server.address, timeout=LIMIT_SECONDS, trust_env=False) as client:
+            while not self._ended.wait(PROBE_SECONDS):
+                before = time.monotonic()
+                assert client.get("/healthz").status_code == 200
+                self.seconds.append(time.monotonic() - before)
+
+    @property
+    def p99(self) -> float:
+        return sorted(self.seconds)[int(0.99 * (len(self.seconds) - 1))]
+
+
+def frontend_faults(overload: Overload, times: float, capacity: float, show: Callable[[object], None]) -> list[str]:
+    """Return what is wrong while the frontends get so many times their capacity."""
+    lag = LoopLag(overload.server)
+    with lag.measured():
+        step = overload.step(times * capacity, SECONDS)
+    show(f"{times} times: {step}, p99 of the event loop's lag {1000 * lag.p99:.0f} ms")
+    found = []
+    if step.goodput < LEAST_FRONTEND_GOODPUT * capacity:
+        found.append(f"{step.goodput:.0f} answers in time per second, of a capacity of {capacity:.0f}")
+    if step.other:
+        found.append(f"failures {step.other}")
+    if times > 1 and lag.p99 > MOST_LAG_SECONDS + LAGS * step.lag:  # at the capacity itself, bursts may be decoded for longer
+        found.append(f"p99 of the event loop's lag is {lag.p99:.3f} s")
+    return [f"{times} times: {fault}" for fault in found]
+
+
+def test_goodput_holds_up_to_10_times_the_capacity_of_the_frontends(
+    folder: Path, tmp_path: Path, show: Callable[[object], None]
+) -> None:
+    """An open loop. The decoding is planted: it takes a fixed time, and no processor time from the generator."""
+    with frontend_bound(folder, tmp_path, "slow-frontend") as overload:
+        capacity, found = overload.capacity(SECONDS), []
+        for times in (1, 2, 5, 10):
+            for _ in range(ATTEMPTS):
+                wrong = frontend_faults(overload, times, capacity, show)
+                if not wrong:
+                    break
+                capacity = min(capacity, overload.capacity(SECONDS))
+            found += wrong
+    assert found == []
+
+
+def test_frontend_that_decodes_every_request_is_detected(folder: Path, tmp_path: Path, show: Callable[[object], None]) -> None:
+    with frontend_bound(folder, tmp_path, "admits-late") as overload:
+        assert len(frontend_faults(overload, 10, overload.capacity(SECONDS / 4), show)) > 1
 
 
 def test_bursts_keep_the_deadlines_of_accepted_requests(device: Server, show: Callable[[object], None]) -> None:

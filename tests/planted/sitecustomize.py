@@ -14,6 +14,8 @@ PLANTED names faults of a server, separated by commas:
 - deadly-uncounted: the same, and the supervisor does not count which versions end engines;
 - cold: the first batch of each model after the warm-up computes COLD_SECONDS more;
 - slow-device: each batch waits DEVICE_SECONDS, in which a device would compute: it takes no processor time;
+- slow-frontend: a frontend waits FRONTEND_SECONDS while it decodes the body of a request to /infer: it takes no processor time;
+- admits-late: the same, and it decodes every request, however long the request has waited for the event loop;
 - damaged: once the file DAMAGED exists, every model computes wrong scores;
 - stepped-device: each batch waits STEP_SECONDS for each time step of its longest row;
 - gated-device: a batch stays in flight until the file GATE lets it end. It contains `open`, or a number of batches;
@@ -82,6 +84,7 @@ COLD_SECONDS = 0.02
 BUSY_SECONDS = 1.0
 DEADLY_MODEL = "deadly"
 DEVICE_SECONDS, STEP_SECONDS = 0.04, 0.002
+FRONTEND_SECONDS = 0.01
 GATE_SECONDS = 0.002
 ORPHAN_SECONDS = 60.0
 SKEW_SECONDS = 3600.0
@@ -715,6 +718,20 @@ def into_floods(floods: Any, fault: str) -> None:
     floods.Floods.record = lambda *_: None
 
 
+def into_decoding(infer: Any, fault: str) -> None:
+    parse = infer.HotInfer.parse
+
+    def planted(self: Any, *arguments: Any) -> Any:
+        time.sleep(FRONTEND_SECONDS)
+        return parse(self, *arguments)
+
+    infer.HotInfer.parse = planted
+
+
+def into_busy_ticks(busy_ticks: Any, fault: str) -> None:
+    busy_ticks.BusyTicks.check = lambda *_: None
+
+
 def into_retry_budgets(retry_budget: Any, fault: str) -> None:
     retry_budget.RetryBudget.charge = lambda *_: None
 
@@ -845,6 +862,7 @@ ENDS_OF_PROCESSES = (
     *ENDS_OF_ENGINES,
 )
 DEADLY = ((ENCODER, into_loads), (DEVICE_ENGINE, into_batches_of_a_model))
+DECODING = ("service.frontend.rest.infer", into_decoding)
 DEVICE = (ENCODER, into_encoders)
 Plants = tuple[tuple[str, Callable[[Any, str], None]], ...]
 PLANTS: dict[str, Plants] = {
@@ -869,6 +887,8 @@ PLANTS: dict[str, Plants] = {
     "restarted-countdown": ((SUPERVISOR, into_countdowns),),
     "cold": ((WORKER, into_first_launches),),
     "slow-device": (DEVICE,),
+    "slow-frontend": (DECODING,),
+    "admits-late": (DECODING, ("service.frontend.busy_ticks", into_busy_ticks)),
     "stepped-device": (DEVICE,),
     "admits-all": (DEVICE, (SCHEDULER, into_schedulers)),
     "dated-device": (DEVICE, (BATCHER, into_batchers)),
