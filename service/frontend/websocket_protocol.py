@@ -199,10 +199,10 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         else:
             self.transport.writelines((head, content))
 
-    def fail(self, code: CloseCode) -> None:
+    def fail(self, reason: str) -> None:
         """Close the socket after an internal error."""
         if not self.close_sent:
-            self.conn.fail(code)
+            self.conn.fail(CloseCode.INTERNAL_ERROR, reason)
             self.handle_parser_exception()
 
     async def receive(self) -> Any:

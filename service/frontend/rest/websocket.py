@@ -300,7 +300,7 @@ class _ChunkStream:
             reply = self._unanswered.popleft()
             self._connection.send_text(reply.content)
             if reply.in_error:
-                self._connection.fail(CloseCode.INTERNAL_ERROR)
+                self._connection.fail("the service failed on a message")
         if not self._unanswered and self._all_answered is not None and not self._all_answered.done():
             self._all_answered.set_result(None)
         if self.ready and not was_ready:

@@ -52,8 +52,9 @@ class Connection:
     def send_text(self, content: bytes) -> None:
         self.replies.append(json.loads(content))
 
-    def fail(self, code: CloseCode) -> None:
-        self._close_code = code
+    def fail(self, reason: str) -> None:
+        assert reason, "a close frame with 1011 and no reason echoes that of the client"
+        self._close_code = CloseCode.INTERNAL_ERROR
         self.ended.set()
 
     def socket(self, query: str) -> WebSocket:

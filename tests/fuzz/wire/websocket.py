@@ -32,7 +32,7 @@ QUERIES = (
     "model=sensors&deadline_ms=30000",
 )
 FAILED = 1011
-"""The code with which the service closes after a failure of its own."""
+"""The code with which the service closes after a failure of its own, and gives the reason. A client that sends it gets it back."""
 
 
 class WebSocketSource:
@@ -81,7 +81,7 @@ def _judge(received: bytes) -> Judgement:
         elif opcode == CLOSE:
             code = int.from_bytes(payload[:2], "big") if payload else 1005
             judgement.replies[f"close {code}"] += 1
-            fault = None if code != FAILED else f"a WebSocket closed with {code}: {payload!r}"
+            fault = f"a WebSocket closed with {code}: {payload!r}" if code == FAILED and payload[2:] else None
         else:
             fault = None if opcode in (PING, PONG) else f"frame {opcode} with {payload[:100]!r}"
         if fault is not None:
