@@ -77,7 +77,7 @@ class Server:
     def log(self, *, since: int = 0) -> list[dict[str, Any]]:
         """Return all events in the log, without its first `since` bytes. Each line must be a JSON object.
 
-        A line without an end is left out: a read may see a part of what a process writes in one call.
+        A last line without a line break is left out: a read may see only a part of a line that is being written.
         """
         return [json.loads(line) for line in self.log_file.read_bytes()[since:].split(b"\n")[:-1]]
 

@@ -75,8 +75,8 @@ def _warnings(tier: str, command: str, dates: Mapping[str, date | None], today: 
 
 
 def _run(file: Path, record: Path, today: date) -> bool:
-    """Run the tests of a file, and record them if they passed. A file whose tests are all skipped proves nothing."""
-    commit = _commit()  # of what is tested: the tree may change during a long run
+    """Run the tests of a file, and record them if they passed. A run that skips every test proves nothing."""
+    commit = _commit()  # before the run: the tree may change while it lasts
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         status = subprocess.run([sys.executable, "-m", "pytest", "-rs", str(file), f"--junitxml={report}"]).returncode
@@ -95,7 +95,7 @@ def _counts(report: Path) -> tuple[int, int]:
 
 
 def _commit() -> str:
-    """Return the commit of the working tree, of which the record of earlier runs is no part."""
+    """Return the commit of the working tree. A changed record of earlier runs is no change of the tree."""
     head = _git("rev-parse", "--short", "HEAD")
     changed = _git("status", "--porcelain", "--", ".", f":!{RECORD.relative_to(ROOT)}")
     return f"{head}+" if changed else head

@@ -1,4 +1,4 @@
-"""The check of a WebSocket's handshake, so that its errors are those of every API.
+"""Checks the handshake of a WebSocket, so that its errors look like all other errors.
 
 The library answers with plain text, and not at all to a handshake that it cannot parse.
 """

@@ -37,7 +37,7 @@ BURST_SECONDS, BURSTS, BURST, BETWEEN = 0.2, 5, 50, 0.3
 IDLE = 1000
 LEAST_FRONTEND_GOODPUT, MOST_LAG_SECONDS = 0.8, 0.1
 DEFAULT_DEADLINE_MS = "300"
-"""Of frontends whose lag is measured: they refuse requests in ticks of a tenth of it."""
+"""Default deadline of the frontends whose lag is measured. A tick is long after a tenth of it."""
 ONSET_SECONDS, PROBE_SECONDS = 2.0, 0.01
 TIMES = 10
 """How many times as many callers overload the frontends as keep them busy."""
@@ -166,7 +166,7 @@ class LoopLag:
 
 
 def frontend_faults(overload: Overload, times: float, capacity: float, show: Callable[[object], None]) -> list[str]:
-    """Return what is wrong while the frontends get so many times their capacity."""
+    """Return what is wrong at this multiple of the frontends' capacity."""
     lag = LoopLag(overload.server)
     with lag.measured():
         step = overload.step(times * capacity, SECONDS)

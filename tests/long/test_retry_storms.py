@@ -28,7 +28,7 @@ from tests.serving import eventually
 
 REPLICAS = 3
 LOAD = 0.85
-"""Share of the capacity of all replicas that is offered. It is more than the capacity of those that are left when one is dead."""
+"""The load, as a share of the capacity of all replicas. It exceeds the capacity of two replicas."""
 MOST_AMPLIFICATION = 1.1
 RECOVERY_SECONDS = 5.0
 """How soon after the return of the replica as many requests are answered as before its end."""

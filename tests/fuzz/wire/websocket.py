@@ -32,7 +32,7 @@ QUERIES = (
     "model=sensors&deadline_ms=30000",
 )
 FAILED = 1011
-"""The code with which the service closes after a failure of its own, and gives the reason. A client that sends it gets it back."""
+"""The close code after a failure of the service, with a reason. Without a reason it is the echo of the code that the client sent."""
 
 
 class WebSocketSource:
