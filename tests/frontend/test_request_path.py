@@ -32,7 +32,7 @@ from tests import models
 from tests.frontend.dispatch.test_dispatcher import EngineProcess, meet, run
 
 FOLDER = f"{Path(service.frontend.__file__).parent}/"
-MAX_MODULES = 11
+MAX_MODULES = 12
 HOST = (b"host", b"localhost")
 
 
