@@ -1,7 +1,7 @@
 """The budget of retries: which refusals for overload invite their clients to send the request again.
 
-Clients that repeat every refused request multiply the load, and the overload outlasts its cause. So a frontend
-invites retries for a share of the requests that it answers, and asks the clients of all other refused requests to give up.
+Clients that repeat every refused request multiply the load, and the overload outlasts its cause. So a frontend invites retries for a
+share of the requests that it answers, and asks the clients of all other refused requests to give up.
 """
 
 from __future__ import annotations

@@ -134,11 +134,9 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         self.conn.release()
 
     def data_received(self, data: bytes) -> None:
-        """Parse what arrived. A handshake that cannot be parsed closes the connection; uvicorn would keep it open without a reply."""
+        """Parse what arrived. The handshake is valid: HttpProtocol has checked it."""
         self.conn.reader.feed_data(data)
         self._parse_frames()
-        if self.conn.handshake_exc is not None and not self.handshake_initiated:
-            self.transport.close()
 
     def pause_writing(self) -> None:
         """Read nothing while the client does not read: pings would be answered without end."""
