@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+
+from tests import models
 
 
 @pytest.fixture
@@ -16,3 +19,11 @@ def show(capsys: pytest.CaptureFixture[str]) -> Callable[[object], None]:
             print(f"\n{figures}", end="")
 
     return show
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of models with `sensors`, so small that its device or its frontend is the limit."""
+    root = tmp_path_factory.mktemp("models")
+    models.sensors(root, hidden=8)
+    return root

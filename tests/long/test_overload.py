@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests import models, planted
+from tests import planted
 from tests.accumulator import at_rest
 from tests.long.flood import flooded
 from tests.long.overload import DEADLINE_SECONDS, LAGS, MOST_CALLERS, Overload, Step
@@ -41,13 +41,6 @@ DEFAULT_DEADLINE_MS = "300"
 ONSET_SECONDS, PROBE_SECONDS = 2.0, 0.01
 TIMES = 10
 """How many times as many callers overload the frontends as keep them busy."""
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("models")
-    models.sensors(root, hidden=8)
-    return root
 
 
 @contextmanager

@@ -20,7 +20,7 @@ import grpc
 import pytest
 
 from loadtest import oip_requests
-from tests import models, planted
+from tests import planted
 from tests.cluster.replicas import Cluster, Replica, clustered
 from tests.long.overload import Overload, grpc_request
 from tests.retries import RETRIES
@@ -50,13 +50,6 @@ OPTIONS = [
     ("grpc.min_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 500),
 ]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("models")
-    models.sensors(root, hidden=8)
-    return root
 
 
 @contextmanager
