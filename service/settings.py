@@ -261,6 +261,9 @@ class Settings(BaseModel):
     gRPC connections; further large requests are refused."""
     max_unread_bytes: Positive = 256 << 20
     """Most bytes of replies that wait for clients of one frontend; beyond it, the connections with the most bytes are closed."""
+    max_memory_share: Annotated[float, Field(gt=0.1, le=1)] = 0.95
+    """Share of the container's memory limit in use from which all inference requests are refused. Large requests and new sessions are
+    refused from 0.1 less. 1 means that none is refused, and the kernel may kill processes."""
     max_sockets: Positive = 1024
     """Most open WebSockets of one frontend, and never more than half of its connections; further handshakes are refused."""
     max_message_bytes: Positive = 1 << 20

@@ -114,7 +114,7 @@ class Frontend:
         self.refused_keys = RefusedKeys(self.settings.refused_key_seconds)
         self.state_keys = StateKeys(self.settings)
         self.tls = TlsContexts(self.settings)
-        self.memory = MemoryGuard(MemoryLimit().read, self.metrics, self.log, trim_heap)
+        self.memory = MemoryGuard(self.settings.max_memory_share, MemoryLimit().read, self.metrics, self.log, trim_heap)
         self.bodies = BodyBudget(self.settings.max_receiving_bytes, self.memory)
         self.large_answers = LargeAnswers()
         self.decoder = BodyDecoder(self.settings, self.bodies, self.memory, self.log)

@@ -1,14 +1,15 @@
 """Refuses requests while the memory limit of the container is nearly used up, so that the kernel kills no process.
 
-From SHED_SHARE of the limit, large requests and new sessions are refused, and from REFUSE_SHARE all inference requests. Each tick of
-the frontend reads the share. What arrives before the next reading is added to it, as a fast network fills the rest within a tick. What
-admitted requests will need for large answers, or while their bodies are parsed, is reserved.
+From a share of the limit all inference requests are refused, and from SHED_EARLIER below it large requests and new sessions. Each tick
+of the frontend reads the share in use. What arrives before the next reading is added to it, as a fast network fills the rest within a
+tick. What admitted requests will need for large answers, or while their bodies are parsed, is reserved.
 """
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -20,10 +21,9 @@ from service.log import Log
 from service.memory_limit import NO_LIMIT, MemoryUse, return_freed_memory
 from service.metrics import MEMORY, Metrics
 
-SHED_SHARE = 0.85
-REFUSE_SHARE = 0.95
+SHED_EARLIER = 0.1
 LARGE_BYTES = 1 << 16
-"""A larger body is refused from SHED_SHARE. Smaller ones are decoded on the event loop and take little more than their size."""
+"""A larger body is refused earlier. Smaller ones are decoded on the event loop and take little more than their size."""
 ANSWER_BYTES = 17
 """What a number of a large answer takes at most, in all processes together: as parts, joined, on its way, and as JSON. Measured: 16 to 17
 for 8 and 32 requests at once, each for 2,000 vectors of 256 numbers (2026-11-26, two cores)."""
@@ -34,15 +34,22 @@ TRIM_TICKS = 10
 class MemoryGuard:
     """What one frontend knows of the memory of its container."""
 
-    def __init__(self, read: Callable[[], MemoryUse], metrics: Metrics, log: Log, trim: Callable[[], object]) -> None:
-        """trim: returns freed memory of this process to the system."""
+    def __init__(
+        self, max_share: float, read: Callable[[], MemoryUse], metrics: Metrics, log: Log, trim: Callable[[], object]
+    ) -> None:
+        """max_share: share of the limit from which all requests are refused; 1 means never.
+
+        trim: returns freed memory of this process to the system.
+        """
+        self._refuse_share = max_share if max_share < 1 else math.inf
+        self._shed_share = self._refuse_share - SHED_EARLIER
         self._read = read
         self._metrics = metrics
         self._log = log
         self._trim = trim
         self._use = NO_LIMIT
         self.limited = False
-        """Whether the memory has a limit. An attribute, because every request reads it."""
+        """Whether requests may be refused. An attribute, because every request reads it."""
         self._arrived = 0
         """Bytes of incomplete bodies since the last reading."""
         self._reserved = 0
@@ -55,9 +62,9 @@ class MemoryGuard:
     def update(self) -> None:
         """Read how much memory is in use. Called on each tick."""
         self._use, self._arrived = self._read(), 0
-        self.limited = self._use is not NO_LIMIT
+        self.limited = self._use is not NO_LIMIT and self._refuse_share < 1
         share, was_short = self._use.share, self._short
-        self._short = share >= SHED_SHARE
+        self._short = share >= self._shed_share
         self._metrics.memory_limit_used.set(share)
         if self._short != was_short:
             level, event = ("warning", "memory short") if self._short else ("info", "memory free")
@@ -70,8 +77,8 @@ class MemoryGuard:
 
     @property
     def excess_bytes(self) -> float:
-        """How many bytes are in use beyond REFUSE_SHARE; negative if there is room."""
-        return self._use.beyond(REFUSE_SHARE)
+        """How many bytes are in use beyond the share from which all requests are refused; negative if there is room."""
+        return self._use.beyond(self._refuse_share)
 
     def arrive(self, size: int) -> None:
         """Count a part of a body that is not complete yet."""
@@ -79,7 +86,7 @@ class MemoryGuard:
 
     def check_large(self) -> None:
         """Raise Overloaded if no large body is taken."""
-        if self._use.beyond(SHED_SHARE) + self._arrived >= 0 or self.excess_bytes + self._arrived + self._reserved >= 0:
+        if self._use.beyond(self._shed_share) + self._arrived >= 0 or self.excess_bytes + self._arrived + self._reserved >= 0:
             raise self._refusal()
 
     def check_new_session(self) -> None:

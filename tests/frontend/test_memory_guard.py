@@ -30,10 +30,11 @@ class Memory:
 
     percent: float = 0.0
     trims: int = 0
+    max_share: float = 0.95
     metrics: Metrics = field(default_factory=Metrics)
 
     def __post_init__(self) -> None:
-        self.guard = MemoryGuard(self.read, self.metrics, Log("frontend"), self.trim)
+        self.guard = MemoryGuard(self.max_share, self.read, self.metrics, Log("frontend"), self.trim)
 
     def read(self) -> MemoryUse:
         return MemoryUse(self.percent * PERCENT, LIMIT)
@@ -94,12 +95,33 @@ def test_service_recovers_when_memory_falls() -> None:
 
 
 def test_memory_without_a_limit_changes_nothing() -> None:
-    guard = MemoryGuard(lambda: NO_LIMIT, Metrics(), Log("frontend"), lambda: pytest.fail("nothing is returned"))
+    guard = MemoryGuard(0.95, lambda: NO_LIMIT, Metrics(), Log("frontend"), lambda: pytest.fail("nothing is returned"))
     guard.update()
     guard.arrive(1 << 50)
     guard.check_large()
     guard.check_new_session()
     assert not guard.limited and guard.excess_bytes < 0
+
+
+def test_largest_share_refuses_nothing() -> None:
+    memory = Memory(max_share=1)
+    memory.fill(120)
+    memory.guard.arrive(LIMIT)
+    assert memory.guard.admit(CHUNK, LIMIT, LIMIT)[0] is CHUNK
+    memory.guard.check_large()
+    memory.guard.check_new_session()
+    assert not memory.guard.limited and memory.guard.excess_bytes < 0 and memory.trims == 0
+    assert memory.metrics.memory_limit_used.values[()] == [1.2]
+
+
+def test_smaller_share_refuses_earlier() -> None:
+    memory = Memory(max_share=0.5)
+    memory.fill(39)
+    memory.guard.check_new_session()
+    memory.fill(41)
+    assert refused(memory.guard.check_new_session)
+    memory.fill(51)
+    assert refused(partial(memory.guard.admit, CHUNK, 1, 1))
 
 
 def test_bytes_between_two_readings_count() -> None:

@@ -41,7 +41,8 @@ VECTORS = json.dumps({"model": "sensors", "inputs": [[[0, 1, 0]] * 2_000], "retu
 @contextmanager
 def limited(folder: Path, scratch: Path, name: str) -> Iterator[tuple[Server, MemoryGroup]]:
     """Run a server whose control group has a limit."""
-    variables = {"max_receiving_bytes": MOST, "max_unread_bytes": MOST, "session_idle_seconds": "600", "state_slots": "64"}
+    variables = {"max_receiving_bytes": MOST, "max_unread_bytes": MOST, "max_memory_share": str(REFUSE_SHARE)}
+    variables |= {"session_idle_seconds": "600", "state_slots": "64"}
     with (
         memory_group(f"seqserve-{name}") as group,
         serving(folder, scratch, program=group.program, drain_seconds="1", **variables) as server,

@@ -465,7 +465,8 @@ def test_stream_replies_in_the_order_of_the_requests(served: Server) -> None:
         stream.send("sensors", tensor("inputs", SLOW[None, :10_000]), id="slow")
         for number in range(100):
             stream.send("sensors", tensor("inputs", ROWS[None]), id=str(number))
-        assert [stream.next()[0] for _ in range(101)] == ["slow", *map(str, range(100))]
+        replies = [stream.next() for _ in range(101)]
+    assert [id for id, _ in replies] == ["slow", *map(str, range(100))], replies[0]
 
 
 def test_error_on_a_stream_does_not_end_the_call(served: Server) -> None:
