@@ -216,11 +216,10 @@ class HotEndpoint(ABC):
     async def write_large(self, model: ServedModel, answered: AnsweredCall) -> Reply:
         """Return the reply to an answer that would stall the event loop if it was written at once; raises a ServiceError."""
 
-    def start(self, head: RequestHead, body: bytes, exchange: Exchange) -> HotCall | None:
+    def start(self, head: RequestHead, body: bytes, exchange: Exchange, arrived: float) -> HotCall | None:
         """See `Endpoint.start`."""
-        arrived = time.monotonic()
         try:
-            self.frontend.ticks.check(arrived)
+            self.frontend.starts.check()
         except Overloaded as error:
             self.refuse(UNKNOWN_MODEL_LABELS, error, arrived, exchange, head.caller, body)
             raise

@@ -75,7 +75,7 @@ class HttpExchange(Exchange, Protocol):
 
 
 class Call(Protocol):
-    """A request that is not answered yet: an engine has it, or its refusal waits."""
+    """A request that is not answered yet: an engine has it, or its start or its refusal waits."""
 
     def disconnect(self) -> None:
         """The client closed the connection: cancel the request. The exchange is not used any more."""
@@ -87,14 +87,14 @@ class Endpoint(Protocol):
     def accepts(self, head: RequestHead) -> bool:
         """Return whether this endpoint may answer the request. The body of any other goes to the general path as it arrives."""
 
-    def start(self, head: RequestHead, body: bytes, exchange: HttpExchange) -> Call | None:
+    def start(self, head: RequestHead, body: bytes, exchange: HttpExchange, arrived: float) -> Call | None:
         """Start a request, or return None if the general path must answer it. The reply comes after the return.
 
-        Raises the ServiceError of a request that is refused.
+        arrived: the monotonic time at which it was complete. Raises the ServiceError of a request that is refused.
         """
 
     def abandon(self) -> None:
-        """Count a request whose body did not arrive."""
+        """Count a request whose body did not arrive, or whose client left before its turn."""
 
 
 class HotPath:
@@ -153,6 +153,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._hot_path = hot_path
         self._settings = hot_path.frontend.settings
         self._request_ids = hot_path.frontend.request_ids
+        self._starts = hot_path.frontend.starts
         self.origin, self.request_id = NO_ORIGIN, b""
         self.trace_headers: tuple[Header, ...] = ()
         self._general = False
@@ -171,7 +172,7 @@ class HttpProtocol(HttpToolsProtocol):
         """The request that the general path answers, or has answered last."""
         self._call: Call | None = None
         self._incomplete: Endpoint | None = None
-        """The endpoint of a request whose body has not arrived yet."""
+        """The endpoint of a request whose body has not arrived yet, or that waits for its turn."""
         self._parts: list[bytes] = []
         """Bytes that arrived and are not handled yet."""
         self._size = 0
@@ -426,8 +427,11 @@ class HttpProtocol(HttpToolsProtocol):
                 self.flow.resume_reading()
             self.data_received(data)
 
-    def _start_next(self) -> None:
-        """Start the first of the requests that arrived, if it is complete and the client reads its replies."""
+    def _start_next(self, waited_since: float | None = None) -> None:
+        """Start the first of the requests that arrived, if it is complete and the client reads its replies.
+
+        waited_since: when it was complete, if its turn has come. Any other request waits for its turn if the frontend is busy.
+        """
         if self.flow.write_paused:
             self.flow.pause_reading()
             return
@@ -443,25 +447,41 @@ class HttpProtocol(HttpToolsProtocol):
         if len(data) < needed:
             if self._needed == 0:
                 self.phase_began = self.loop.time()
-            self._parts, self._size, self._needed, self._incomplete = [data], len(data), needed, endpoint
-            self._count_received(len(data))
+            self._keep(data, needed, endpoint)
+            return
+        arrived = time.monotonic() if waited_since is None else waited_since
+        if waited_since is None and self._starts.must_wait(arrived):
+            self._keep(data, needed, endpoint)
+            if not self._last_request:
+                self._call = self._starts.add(arrived, self._take_turn)
             return
         if self._incomplete is not None:
             self._incomplete = None
             self._count_received(0)
         body, rest = data[end:needed], data[needed:]
         self._parts, self._size, self._needed = [rest] if rest else [], len(rest), 0
-        if not self._start(endpoint, head, body):
+        if not self._start(endpoint, head, body, arrived):
             self._pass_on(data)
 
-    def _start(self, endpoint: Endpoint, head: RequestHead, body: bytes) -> bool:
+    def _keep(self, data: bytes, needed: int, endpoint: Endpoint) -> None:
+        """Keep what arrived of a request, which is not complete, or waits for its turn."""
+        self._parts, self._size, self._needed, self._incomplete = [data], len(data), needed, endpoint
+        self._count_received(len(data))
+
+    def _take_turn(self, arrived: float) -> None:
+        """Start the request whose turn has come."""
+        self._call = None
+        if not self.transport.is_closing():
+            self._start_next(arrived)
+
+    def _start(self, endpoint: Endpoint, head: RequestHead, body: bytes, arrived: float) -> bool:
         """Start a request; false when the general path must answer it."""
         self._unset_keepalive_if_required()
         self.origin = head.origin
         self.request_id = head.origin.request_id or self._request_ids.take()
         self.trace_headers = ()
         try:
-            self._call = endpoint.start(head, body, self)
+            self._call = endpoint.start(head, body, self, arrived)
         except ServiceError as error:
             self.respond_error(error)
         except Exception as error:
@@ -473,7 +493,7 @@ class HttpProtocol(HttpToolsProtocol):
     def _pass_on(self, data: bytes) -> None:
         """Let the general path answer what arrived, until it is idle again."""
         self._general = True
-        self._parts, self._size, self._needed = [], 0, 0
+        self._parts, self._size, self._needed, self._incomplete = [], 0, 0, None
         self._count_received(0)
         self._receive_general(data)
 

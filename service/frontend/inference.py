@@ -27,7 +27,6 @@ from service.errors import (
     Unavailable,
 )
 from service.frontend.body_budget import BodyBudget
-from service.frontend.busy_ticks import BusyTicks
 from service.frontend.catalog import Catalog, ServedModel
 from service.frontend.decoder.client import BodyDecoder
 from service.frontend.dispatch.connection import Answered, PendingRequest, Receiver
@@ -39,6 +38,7 @@ from service.frontend.open_streams import OpenStreams
 from service.frontend.origin import Identity, RequestIds
 from service.frontend.quotas import QuotaLedger
 from service.frontend.retry_budget import RetryBudget
+from service.frontend.start_queue import StartQueue
 from service.frontend.tls import TlsContexts
 from service.ipc.messages import Answer, Api, IndexEntry, Manifest, ModelKey, Request
 from service.ipc.quota_counts import QuotaCounts
@@ -93,7 +93,7 @@ class Frontend:
     access: AccessPolicy = field(init=False)
     quotas: QuotaLedger = field(init=False)
     retries: RetryBudget = field(init=False)
-    ticks: BusyTicks = field(init=False)
+    starts: StartQueue = field(init=False)
     streams: OpenStreams = field(init=False)
     refused_keys: RefusedKeys = field(init=False)
     state_keys: StateKeys = field(init=False)
@@ -109,7 +109,7 @@ class Frontend:
         self.access = AccessPolicy(self.settings)
         self.quotas = QuotaLedger(self.quota_counts, self.metrics)
         self.retries = RetryBudget(self.metrics)
-        self.ticks = BusyTicks(self.settings.default_deadline_ms)
+        self.starts = StartQueue(self.settings.default_deadline_ms)
         self.streams = OpenStreams(self.access)
         self.refused_keys = RefusedKeys(self.settings.refused_key_seconds)
         self.state_keys = StateKeys(self.settings)

@@ -38,7 +38,7 @@ class KeyRefusals:
         """Return whether the general path would refuse the request for its key too. It looks for a route first."""
         return head.length <= MAX_BODY_BYTES and (head.path == "/infer" or PATH.fullmatch(head.path) is not None)
 
-    def start(self, head: RequestHead, body: bytes, exchange: HttpExchange) -> WaitingRefusal:
+    def start(self, head: RequestHead, body: bytes, exchange: HttpExchange, arrived: float) -> WaitingRefusal:
         """Count and log the refusal, and send it after its delay. Raises it if it does not wait."""
         assert head.refusal is not None
         message, has_key = head.refusal

@@ -32,6 +32,7 @@ from service.errors import InvalidRequest, Overloaded, ServiceError, TooLarge
 from service.frontend.connection_guard import Phase, UnreadBytes
 from service.frontend.delivery import delivery
 from service.frontend.http_protocol import MAX_WAITING_BYTES, HotPath
+from service.frontend.start_queue import WaitingStart
 
 CLOSE_SECONDS = 1.0
 """Longest wait for the client's close frame after the service has sent its own."""
@@ -104,8 +105,8 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         self._draining = False
         self._reading = self._taking = True
         """Whether the socket is read, and whether frames may be handled."""
-        self._continuation: asyncio.Handle | None = None
-        """The callback that parses further frames."""
+        self._continuation: asyncio.Handle | WaitingStart | None = None
+        """The callback that parses further frames, or the turn for which they wait."""
         self._receiver: MessageReceiver | None = None
         self._in_frame = False
         """Whether websockets' parser has read a frame in part."""
@@ -134,8 +135,11 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         self.conn.release()
 
     def data_received(self, data: bytes) -> None:
-        """Parse what arrived. The handshake is valid: HttpProtocol has checked it."""
+        """Parse what arrived, now or when its turn has come. The handshake is valid: HttpProtocol has checked it."""
         self.conn.reader.feed_data(data)
+        now, starts = time.monotonic(), self._hot_path.frontend.starts
+        if self._receiver is not None and self._continuation is None and starts.must_wait(now):
+            self._continuation = starts.add(now, lambda _: self._continue())
         self._parse_frames()
 
     def pause_writing(self) -> None:

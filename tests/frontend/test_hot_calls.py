@@ -109,7 +109,7 @@ def test_answers_of_one_tick_reach_their_clients(tmp_path: Path) -> None:
     async def test(echo: Echo, engine: EngineProcess, metrics: Metrics) -> None:
         exchanges = [Exchange() for _ in range(3)]
         for exchange, body in zip(exchanges, (b"first", b"large", b"third"), strict=True):
-            echo.start(HEAD, body, exchange)
+            echo.start(HEAD, body, exchange, time.monotonic())
         for frame in await engine.frames(3):
             engine.send(encode(Answer(), frame.id, (frame.tail,)))
         assert [await exchange.reply() for exchange in exchanges] == [b"first", b"LARGE", b"third"]
@@ -120,7 +120,7 @@ def test_answers_of_one_tick_reach_their_clients(tmp_path: Path) -> None:
 
 def test_unusual_request_is_not_counted(tmp_path: Path) -> None:
     async def test(echo: Echo, engine: EngineProcess, metrics: Metrics) -> None:
-        assert echo.start(HEAD, b"unusual", Exchange()) is None
+        assert echo.start(HEAD, b"unusual", Exchange(), time.monotonic()) is None
         assert outcomes(metrics) == {}
 
     with_echo(tmp_path, test)
@@ -129,12 +129,12 @@ def test_unusual_request_is_not_counted(tmp_path: Path) -> None:
 def test_refused_requests_are_counted_once(tmp_path: Path) -> None:
     async def test(echo: Echo, engine: EngineProcess, metrics: Metrics) -> None:
         with pytest.raises(ServiceError):
-            echo.start(HEAD, b"unknown", Exchange())
+            echo.start(HEAD, b"unknown", Exchange(), time.monotonic())
         with pytest.raises(ZeroDivisionError):
-            echo.start(HEAD, b"bug in build", Exchange())
+            echo.start(HEAD, b"bug in build", Exchange(), time.monotonic())
         echo.abandon()
         exchange = Exchange()
-        echo.start(HEAD, b"refused", exchange)
+        echo.start(HEAD, b"refused", exchange, time.monotonic())
         [frame] = await engine.frames(1)
         engine.send(encode(Refusal.of(Overloaded("full")), frame.id))
         assert await exchange.reply() == "overloaded"
@@ -147,7 +147,7 @@ def test_bug_in_writing_answers_every_client(tmp_path: Path) -> None:
     async def test(echo: Echo, engine: EngineProcess, metrics: Metrics) -> None:
         exchanges = [Exchange(), Exchange()]
         for exchange, body in zip(exchanges, (b"bug in write", b"without bugs"), strict=True):
-            echo.start(HEAD, body, exchange)
+            echo.start(HEAD, body, exchange, time.monotonic())
         engine.send(b"".join(encode(Answer(), frame.id, (frame.tail,)) for frame in await engine.frames(2)))
         assert [await exchange.reply() for exchange in exchanges] == ["inference_failed"] * 2
         assert outcomes(metrics) == {"inference_failed": 2}
@@ -162,8 +162,8 @@ def test_large_answer_is_written_by_itself(tmp_path: Path) -> None:
         large = bytes(LARGE_ANSWER_BYTES)
         answers = [b"large" + large, b"small", b"bug" + large, b"wrong" + large]
         exchanges, gone = [Exchange() for _ in answers], Exchange()
-        calls = [echo.start(HEAD, b"body", exchange) for exchange in exchanges]
-        left = echo.start(HEAD, b"body", gone)
+        calls = [echo.start(HEAD, b"body", exchange, time.monotonic()) for exchange in exchanges]
+        left = echo.start(HEAD, b"body", gone, time.monotonic())
         for call, answer in zip((*calls, left), (*answers, b"gone" + large), strict=True):
             assert call is not None
             call.answered(Answer(), answer)
@@ -183,7 +183,10 @@ def test_disconnected_client_is_counted_once_and_gets_nothing(tmp_path: Path) ->
 
     async def test(echo: Echo, engine: EngineProcess, metrics: Metrics) -> None:
         early, late, compressing = Exchange(), Exchange(), Exchange()
-        calls = [echo.start(HEAD, body, to) for body, to in ((b"early", early), (b"later", late), (b"large", compressing))]
+        calls = [
+            echo.start(HEAD, body, to, time.monotonic())
+            for body, to in ((b"early", early), (b"later", late), (b"large", compressing))
+        ]
         assert calls[0] is not None and calls[1] is not None and calls[2] is not None
         first, second, third = await engine.frames(3)
         calls[0].disconnect()

@@ -14,8 +14,10 @@ PLANTED names faults of a server, separated by commas:
 - deadly-uncounted: the same, and the supervisor does not count which versions end engines;
 - cold: the first batch of each model after the warm-up computes COLD_SECONDS more;
 - slow-device: each batch waits DEVICE_SECONDS, in which a device would compute: it takes no processor time;
-- slow-frontend: a frontend waits FRONTEND_SECONDS while it decodes the body of a request to /infer: it takes no processor time;
-- admits-late: the same, and it decodes every request, however long the request has waited for the event loop;
+- slow-frontend: a frontend waits FRONTEND_SECONDS while it decodes a request to /infer or to ModelInfer: it takes no processor time;
+- admits-late: the same, and it decodes every request, however long the request has waited;
+- long-ticks: the same, and one tick of its event loop decodes all requests that have arrived;
+- short-ticks: one tick of a frontend's event loop starts one request, and all others wait;
 - damaged: once the file DAMAGED exists, every model computes wrong scores;
 - stepped-device: each batch waits STEP_SECONDS for each time step of its longest row;
 - gated-device: a batch stays in flight until the file GATE lets it end. It contains `open`, or a number of batches;
@@ -718,18 +720,22 @@ def into_floods(floods: Any, fault: str) -> None:
     floods.Floods.record = lambda *_: None
 
 
-def into_decoding(infer: Any, fault: str) -> None:
-    parse = infer.HotInfer.parse
+def into_decoding(module: Any, fault: str) -> None:
+    endpoint = getattr(module, "HotInfer", None) or module.HotGrpcInfer
+    parse = endpoint.parse
 
     def planted(self: Any, *arguments: Any) -> Any:
         time.sleep(FRONTEND_SECONDS)
         return parse(self, *arguments)
 
-    infer.HotInfer.parse = planted
+    endpoint.parse = planted
 
 
-def into_busy_ticks(busy_ticks: Any, fault: str) -> None:
-    busy_ticks.BusyTicks.check = lambda *_: None
+def into_start_queues(start_queue: Any, fault: str) -> None:
+    if fault == "admits-late":
+        start_queue.StartQueue.check = lambda *_: None
+    else:
+        start_queue.SLICE_SECONDS = 60.0 if fault == "long-ticks" else 0.0
 
 
 def into_retry_budgets(retry_budget: Any, fault: str) -> None:
@@ -862,7 +868,8 @@ ENDS_OF_PROCESSES = (
     *ENDS_OF_ENGINES,
 )
 DEADLY = ((ENCODER, into_loads), (DEVICE_ENGINE, into_batches_of_a_model))
-DECODING = ("service.frontend.rest.infer", into_decoding)
+DECODING = tuple((f"service.frontend.{module}", into_decoding) for module in ("rest.infer", "oip.grpc_infer"))
+STARTS = ("service.frontend.start_queue", into_start_queues)
 DEVICE = (ENCODER, into_encoders)
 Plants = tuple[tuple[str, Callable[[Any, str], None]], ...]
 PLANTS: dict[str, Plants] = {
@@ -887,8 +894,9 @@ PLANTS: dict[str, Plants] = {
     "restarted-countdown": ((SUPERVISOR, into_countdowns),),
     "cold": ((WORKER, into_first_launches),),
     "slow-device": (DEVICE,),
-    "slow-frontend": (DECODING,),
-    "admits-late": (DECODING, ("service.frontend.busy_ticks", into_busy_ticks)),
+    "slow-frontend": DECODING,
+    **dict.fromkeys(("admits-late", "long-ticks"), (*DECODING, STARTS)),
+    "short-ticks": (STARTS,),
     "stepped-device": (DEVICE,),
     "admits-all": (DEVICE, (SCHEDULER, into_schedulers)),
     "dated-device": (DEVICE, (BATCHER, into_batchers)),

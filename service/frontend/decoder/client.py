@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import TypeVar
@@ -14,6 +15,7 @@ from typing import TypeVar
 from service.errors import Unavailable
 from service.frontend.body_budget import BodyBudget
 from service.frontend.catalog import ServedModel
+from service.frontend.long_waits import LongWaits, refusal
 from service.frontend.memory_guard import MemoryGuard
 from service.frontend.validation import PackedInputs
 from service.ipc.async_channel import AsyncChannel
@@ -57,6 +59,7 @@ class BodyDecoder:
         self._bodies = bodies
         self._memory = memory
         self._log = log
+        self._waits = LongWaits(settings.default_deadline_ms)
         self._turn = asyncio.Lock()
         """Held until the inputs of a body are packed: the objects of a parsed body take many times its memory."""
         self._process: _DecoderProcess | None = None
@@ -66,10 +69,12 @@ class BodyDecoder:
     @asynccontextmanager
     async def decode(self, call: DecodeBody, data: bytes) -> AsyncIterator[DecodedBody]:
         """Parse a body. Within the context its inputs can be packed; raises a ServiceError."""
+        arrived = time.monotonic()
         with self._bodies.hold(len(data)), self._in_use():
             await self._turn.acquire()
             body = DecodedBody(self._turn)
             try:
+                self._check_wait(arrived)
                 body.release = self._memory.reserve(len(data) * PARSED_FACTOR + (0 if self._runs else START_BYTES))
                 await body.parse(self._running(), call, data)
                 yield body
@@ -82,6 +87,13 @@ class BodyDecoder:
             self._idle.cancel()
         if self._process is not None:
             self._process.close()
+
+    def _check_wait(self, arrived: float) -> None:
+        """Raise Overloaded for a body that has waited too long for its turn."""
+        now = time.monotonic()
+        if self._waits.refuses(now - arrived, now):
+            raise refusal()
+        self._waits.handle(now - arrived, now)
 
     @contextmanager
     def _in_use(self) -> Iterator[None]:

@@ -42,6 +42,7 @@ from service.frontend.oip.protobuf import SERVICE
 from service.frontend.origin import NO_ORIGIN, Origin, RequestIdentity
 from service.frontend.scopes import ADMIN_PORT_SCOPES, grpc_scope
 from service.frontend.session_header import SESSION_HEADER, header_session
+from service.frontend.start_queue import WaitingStart
 from service.settings import OFF, Settings
 
 INFER_PATH = f"/{SERVICE}/ModelInfer"
@@ -89,6 +90,7 @@ class GrpcApplication:
         self._infer = HotGrpcInfer(frontend, RequestTally(frontend.metrics))
         self._max_message_bytes = min(settings.max_body_bytes * RECEIVE_LIMIT_FACTOR, 2**31 - 1)
         self._account = ReceivingAccount(settings.max_receiving_bytes, frontend.memory)
+        self.starts = frontend.starts
         self._incomplete: set[_UnaryRequest] = set()
         self._hot_calls: set[InferCall] = set()
         self._calls: dict[asyncio.Task[None], GrpcCall] = {}
@@ -167,12 +169,14 @@ class GrpcApplication:
         """Return the part of a header block that names a call without a reply."""
         return request_id_field(origin.request_id or self._frontend.request_ids.take())
 
-    def start_hot(self, stream: Stream, head: InferHead, origin: Origin, deadline: float, message: bytes) -> bool:
+    def start_hot(
+        self, stream: Stream, head: InferHead, origin: Origin, deadline: float, message: bytes, arrived: float
+    ) -> bool:
         """Start a ModelInfer call on the hot path; false when the general path must answer it."""
         call, before = InferCall(stream, self._frontend, origin, self._hot_calls.discard), stream.handler
         self._hot_calls.add(call)
         stream.handler = call
-        if call.start(self._infer, head if math.isinf(deadline) else replace(head, deadline=deadline), message):
+        if call.start(self._infer, head if math.isinf(deadline) else replace(head, deadline=deadline), message, arrived):
             return True
         self._hot_calls.discard(call)
         stream.handler = before
@@ -246,9 +250,9 @@ class GrpcApplication:
 
 
 class _UnaryRequest:
-    """A call of a method that takes one message, until the request is complete."""
+    """A call of a method that takes one message, until the request is complete and its turn has come."""
 
-    __slots__ = ("_application", "_began", "_deadline", "_reader", "_request", "_route", "_stream")
+    __slots__ = ("_application", "_began", "_deadline", "_reader", "_request", "_route", "_stream", "_turn")
 
     def __init__(
         self, application: GrpcApplication, stream: Stream, request: RequestFields, route: _Route, deadline: float
@@ -260,15 +264,18 @@ class _UnaryRequest:
         self._deadline = deadline
         self._began = time.monotonic()
         self._reader: MessageReader | None = None
-        """What has arrived, if it did not arrive at once."""
+        """What has arrived, if it did not arrive at once, or waits for its turn."""
+        self._turn: WaitingStart | None = None
 
     @property
     def held_bytes(self) -> int:
         return 0 if self._reader is None else self._reader.held_bytes
 
     def receive(self, data: bytes, ended: bool) -> None:
+        arrived = time.monotonic()
+        waits = ended and self._route.hot is not None and self._application.starts.must_wait(arrived)
         if self._reader is None:
-            if ended and self._start_hot(only_message(data)):
+            if ended and not waits and self._start_hot(only_message(data), arrived):
                 return
             self._reader = self._application.new_reader()
         try:
@@ -277,17 +284,20 @@ class _UnaryRequest:
             self._application.charge(error)
             self.end(error_status(error))
             return
-        if ended or self._reader.refused:
+        if waits and not self._reader.refused:
+            self._turn = self._application.starts.add(arrived, self._take_turn)
+        elif ended or self._reader.refused:
             in_parts = self._reader.held_bytes > len(data)
-            if not (ended and in_parts and self._start_hot(self._reader.only_message())):
-                self._application.forget(self)
-                self._application.start_call(self._stream, self._request, self._route, self._deadline, self._reader)
+            if not (ended and in_parts and self._start_hot(self._reader.only_message(), arrived)):
+                self._start_general()
         else:
             self._stream.consumed(len(data))
 
     def lost(self) -> None:
         """Forget what has arrived."""
         self._application.forget(self)
+        if self._turn is not None:
+            self._turn.cancel()
         if self._reader is not None:
             self._reader.close()
 
@@ -305,15 +315,28 @@ class _UnaryRequest:
 
     def seconds_left(self, now: float, settings: Settings) -> tuple[float, float]:
         """Return the seconds until the call's deadline, and until the request must be complete."""
+        if self._turn is not None:
+            return self._deadline - now, math.inf
         allowed = settings.receive_seconds + self.held_bytes / settings.min_receive_rate
         return self._deadline - now, self._began + allowed - now
 
-    def _start_hot(self, message: bytes | None) -> bool:
+    def _take_turn(self, arrived: float) -> None:
+        """Start the request, which has waited for its turn."""
+        assert self._reader is not None
+        if not self._start_hot(self._reader.only_message(), arrived):
+            self._start_general()
+
+    def _start_general(self) -> None:
+        assert self._reader is not None
+        self._application.forget(self)
+        self._application.start_call(self._stream, self._request, self._route, self._deadline, self._reader)
+
+    def _start_hot(self, message: bytes | None, arrived: float) -> bool:
         """Start the request on the hot path; false when the general path must answer it."""
         head, origin = self._route.hot, self._route.origin
         if message is None or head is None:
             return False
-        if not self._application.start_hot(self._stream, head, origin, self._deadline, message):
+        if not self._application.start_hot(self._stream, head, origin, self._deadline, message, arrived):
             return False
         self.lost()
         return True

@@ -220,10 +220,10 @@ class InferCall:
         self._ended = ended
         self._call: HotCall | None = None
 
-    def start(self, endpoint: HotGrpcInfer, head: InferHead, message: bytes) -> bool:
+    def start(self, endpoint: HotGrpcInfer, head: InferHead, message: bytes, arrived: float) -> bool:
         """Start the request; false when the general path must answer it."""
         try:
-            self._call = endpoint.start(head, message, self)
+            self._call = endpoint.start(head, message, self, arrived)
         except ServiceError as error:
             self.respond_error(error)
         except Exception as error:

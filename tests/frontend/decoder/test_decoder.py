@@ -19,12 +19,14 @@ import pytest
 
 from service.access.caller import LOCAL
 from service.errors import InvalidInput, Overloaded, ServiceError, Unavailable
+from service.frontend import long_waits
 from service.frontend.catalog import Catalog, ServedModel
 from service.frontend.decoder import client
 from service.frontend.decoder.client import MAX_LOOP_BODY_BYTES
 from service.frontend.decoder.worker import Decoder
 from service.frontend.dispatch.dispatcher import Dispatcher
 from service.frontend.inference import Frontend, SupervisorClient, TrackedRequest
+from service.frontend.long_waits import LongWaits
 from service.frontend.oip import rest
 from service.frontend.oip.grpc_calls import infer_message, read_request
 from service.frontend.oip.json import encode_response
@@ -268,6 +270,25 @@ def test_bodies_wait_within_the_budget(bench: Bench) -> None:
     finally:
         bench.frontend.bodies._limit = limit
     assert [type(reply) for reply in replies] == [bytes, bytes, Overloaded]
+    assert bench.frontend.bodies.held_bytes == 0
+
+
+@pytest.mark.parametrize("patience, kinds", [(0.0, [bytes, Overloaded]), (60.0, [bytes, bytes])])
+def test_bodies_that_wait_long_are_refused_in_an_overload(
+    patience: float, kinds: list[type], bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(long_waits, "PATIENCE_SECONDS", patience)
+    monkeypatch.setattr(bench.frontend.decoder, "_waits", LongWaits(default_deadline_ms=200))
+    text = json.dumps({"model": "words", "inputs": ["how far"]}).encode() + PADDING
+
+    async def behind_another(tracked: TrackedRequest) -> list[Any]:
+        async with bench.frontend.decoder.decode(DecodeBody(Api.INFER), text):
+            waiting = [asyncio.ensure_future(infer._answer_data(bench.frontend, tracked, text)) for _ in range(2)]
+            await asyncio.sleep(0.05)
+        return await asyncio.gather(*waiting, return_exceptions=True)
+
+    replies, _ = bench.result(behind_another)
+    assert [type(reply) for reply in replies] == kinds
     assert bench.frontend.bodies.held_bytes == 0
 
 
