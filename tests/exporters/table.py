@@ -15,9 +15,10 @@ FORMATS = {"pytorch": "PyTorch", "keras": "Keras", "onnx": "ONNX"}
 OPENING = """\
 # What exports
 
-Each cell is tested. "yes": PyTorch, Keras or ONNX Runtime computes the same with the exported file within 1e-5, and `seqserve import`
-reads the same model back, bit by bit. "yes, comes back" says how the model that is read back differs, which computes the same. "no" has
-words of the refusal. [exporting.md](exporting.md) says how to export. `python -m tests.exporters.table` writes this page.
+A test checks each cell. "yes": with the exported file, PyTorch, Keras or ONNX Runtime computes the same within 1e-5, and
+`seqserve import` reads the same model back, bit by bit. "yes, comes back": the model that is read back computes the same, but differs as
+described. "no" is followed by the words of the refusal. [exporting.md](exporting.md) describes the command.
+`python -m tests.exporters.table` writes this page.
 """
 
 

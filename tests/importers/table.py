@@ -22,8 +22,8 @@ SOURCES = {
 OPENING = """\
 # What imports
 
-Each line is tested: the model that `seqserve import` writes computes the same as its source, or the checkpoint is refused with a message
-that has the words in the last column. [importing.md](importing.md) says how to import. `python -m tests.importers.table` writes this page.
+A test checks each line: the model that `seqserve import` writes computes the same as its source, or the import is refused with the words
+in the last column. [importing.md](importing.md) describes the command. `python -m tests.importers.table` writes this page.
 """
 
 

@@ -73,7 +73,7 @@ MASKS = [
     ),
     Case("Masking", 'padding "post"', over_features(one("Masking"), cell("LSTM"), dense()), padding="post"),
     Case("Masking", 'padding "pre"', over_features(one("Masking"), both("GRU", **STEPS), dense()), padding="pre"),
-    Case("Masking", "forward and backward layers of their own", _masked_sum, padding="post"),
+    Case("Masking", "separate forward and backward layers", _masked_sum, padding="post"),
     Case("NotEqual", "a mask as an argument", _explicit_mask, padding="post"),
 ]
 
@@ -262,8 +262,8 @@ def _quantized(keras: Any) -> Any:
 
 CODE = [
     Case("Lambda", "any", over_features(lambda layers: layers.Lambda(lambda x: 2 * x)), "has Python code, which is not run"),
-    Case("Layer", "a class of its own", _own_layer, "is custom code, which is not run"),
-    Case("Model", "a class of its own", _own_model, "whose computation is Python code"),
+    Case("Layer", "a custom class", _own_layer, "is custom code, which is not run"),
+    Case("Model", "a custom class", _own_model, "whose computation is Python code"),
     Case("Dense", "a function as its activation", _own_activation, "is the function doubled, which is code"),
     Case("Dense", "quantized", _quantized, "its option quantization_config"),
     Case(

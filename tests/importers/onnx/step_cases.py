@@ -307,7 +307,7 @@ CASES = [
     _steps("LeakyRelu", "alpha", elementwise("LeakyRelu", alpha=0.2)),
     _steps("ThresholdedRelu", "alpha", elementwise("ThresholdedRelu", alpha=0.4)),
     _steps("HardSigmoid", "alpha and beta", elementwise("HardSigmoid", alpha=0.3, beta=0.4)),
-    _steps("Selu", "alpha and gamma of its own", elementwise("Selu", alpha=1.5, gamma=1.2), "no activation of model.toml"),
+    _steps("Selu", "custom alpha and gamma", elementwise("Selu", alpha=1.5, gamma=1.2), "no activation of model.toml"),
     _steps("Exp", "as an activation", elementwise("Exp")),
     _steps("Gelu", "exact", elementwise("Gelu"), opset=20),
     _steps("Gelu", 'approximate "tanh"', elementwise("Gelu", approximate="tanh"), opset=20),

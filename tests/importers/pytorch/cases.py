@@ -400,7 +400,7 @@ def _scan_cases() -> Iterator[Case]:
     for (options, keys), inputs, both in product(every, (FEATURES, HIDDEN), (False, True)):
         named = ", ".join(f"{name}={value}" for name, value in options.items()) or "defaults"
         recipe = layer("sru", "encoder", bidirectional=str(both).lower(), **keys)
-        option = f"{named}{', bidirectional' * both}{', with a skip of its own' * (inputs == FEATURES)}"
+        option = f"{named}{', bidirectional' * both}{', with a separate skip' * (inputs == FEATURES)}"
         build = partial_of(OverRows, inputs, 3, bidirectional=both, **options)
         yield Case("sru.SRU", option, build, recipe, features=inputs, lengths=(9, 1, 4))
     wide = partial_of(OverRows, FEATURES, 2, proj_input_to_hidden_first=True)

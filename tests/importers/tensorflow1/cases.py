@@ -86,7 +86,7 @@ CASES: dict[str, Case] = {
 """By the name of the file."""
 REFUSED = {
     "a recurrent layer twice": "write a recipe with [[layers]]",
-    "directions that are stacks of their own": "are not joined at every level",
+    "directions in separate stacks": "are not joined at every level",
     "a convolution, without a recipe": "write a recipe with [[layers]]",
 }
 TABLE: Sequence[Line] = (

@@ -29,7 +29,7 @@ def _twice() -> Variables:
     return {**cell("first/rnn/gru_cell"), **cell("second/rnn/gru_cell")}
 
 
-def _stacks_of_their_own() -> Variables:
+def _separate_stacks() -> Variables:
     places = [f"bidirectional_rnn/{way}/multi_rnn_cell/cell_{level}/gru_cell" for way in ("fw", "bw") for level in (0, 1)]
     return {name: array for place in places for name, array in cell(place).items()}
 
@@ -49,7 +49,7 @@ def cell(place: str, inputs: int = 3, units: int = 3) -> Variables:
     return {f"{place}/{name}": np.ones(shape, np.float32) for name, shape in shapes.items()}
 
 
-MAKERS = dict(zip(REFUSED, (_twice, _stacks_of_their_own, _convolution), strict=True))
+MAKERS = dict(zip(REFUSED, (_twice, _separate_stacks, _convolution), strict=True))
 
 
 def refused(folder: Path, variables: Variables, message: str) -> None:
