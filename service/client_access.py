@@ -19,7 +19,7 @@ _TOKEN = re.compile(r"[!-~]+")
 
 
 class KeyRefused(StartError):
-    """The service needs a key, or refuses this one. The message names the flag for another key."""
+    """The service needs a key, or refuses the given key. The message names the flag for another key."""
 
 
 class ClientAccess(NamedTuple):
@@ -30,7 +30,7 @@ class ClientAccess(NamedTuple):
 
     @classmethod
     def read(cls, key_file: Path | None, ca: Path | None) -> ClientAccess:
-        """Return the access with the key in a file, or without a file in the environment. Raises SettingsError for a wrong file."""
+        """Return the access with the key in a file, or in the environment if no file is named. Raises SettingsError for a wrong file."""
         access = cls(_key(key_file), ca)
         if ca is not None:
             access.tls()
@@ -48,7 +48,7 @@ class ClientAccess(NamedTuple):
         """
         request = urllib.request.Request(url, body)
         for name, value in self.headers.items():
-            request.add_unredirected_header(name, value)  # another server than the named one gets no key
+            request.add_unredirected_header(name, value)  # only the named server gets the key
         try:
             with urllib.request.urlopen(
                 request, timeout=timeout, context=self.tls() if url.startswith("https:") else None
@@ -73,7 +73,7 @@ class ClientAccess(NamedTuple):
         """Return the context of connections to https addresses. Raises SettingsError for an authority that cannot be read."""
         try:
             return ssl.create_default_context(cafile=self.ca)
-        except OSError as error:  # ssl.SSLError is one
+        except OSError as error:  # includes ssl.SSLError
             raise SettingsError(f"authority {self.ca}: {error}") from None
 
 

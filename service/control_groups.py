@@ -9,7 +9,7 @@ def control_groups(controller: str, root: Path = Path("/")) -> list[Path]:
     """Return the folders of the groups that this process belongs to, as far as they may limit `controller`: cpu, memory, ...
 
     A limit holds for all groups below it, so the parents are included. Some of the folders may not exist: in a container, the path of a
-    group may be that of the host, and only the root exists.
+    group may be its path on the host, and only the root exists.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()

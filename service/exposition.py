@@ -1,4 +1,4 @@
-"""What /metrics answers, on whichever port: the metrics of all processes in one of Prometheus' formats."""
+"""The answer of /metrics on every port: the metrics of all processes in one of Prometheus' formats."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class _Group(NamedTuple):
         return None
 
     def read(self) -> MemoryUse:
-        """Return what is in use besides file pages, which the kernel takes back before it kills. Unreadable files mean no limit."""
+        """Return the bytes in use without file pages, which the kernel reclaims before it kills. Unreadable files mean no limit."""
         try:
             limit = self.limit.read_text().strip()
             if limit == "max" or not 0 < int(limit) < UNLIMITED_BYTES:

@@ -1,6 +1,6 @@
 """Every time series of the service. Names, labels and buckets appear nowhere else.
 
-Each process counts in plain lists of its own `Metrics`. A snapshot is plain data that crosses a channel. The supervisor merges the
+Each process counts in plain lists of a separate `Metrics`. A snapshot is plain data that crosses a channel. The supervisor merges the
 snapshots of all processes, including the totals of processes that ended, and a frontend renders the sum. Label values come from
 closed sets: no value from a client becomes a label.
 """
@@ -47,7 +47,7 @@ TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
 UNLOADED = ("unloaded", "unloaded")
 """Labels of requests to versions that are no longer served."""
 OK, CUT_OFF, GONE = "ok", "cut_off", "client_gone"
-"""Outcomes of a request that was answered, that the drain did not wait for, and whose client disconnected."""
+"""Outcomes of a request: it was answered, the drain did not wait for it, or its client disconnected."""
 FAULTS = (*(kind.code for kind, status in STATUS.items() if status.http in (500, 503, 504)), CUT_OFF)
 """Outcomes for which the server is responsible, not the client."""
 REFUSALS = tuple(
@@ -69,8 +69,8 @@ CLOSED_FOR = (
 CANCELLED_WHILE = ("waiting", "running")
 SESSION_ENDS = ("ended", "deleted", "expired", "restarted", "unbegun", "unloaded", "moved", "lost")
 """A session ends with its last chunk, by DELETE, when it is idle for too long, when a new session begins under its name, when its first
-chunk is not answered, or when its model version is unloaded. Here, it also ends when another replica has it, and when its client learns
-that its newest state was lost."""
+chunk is not answered, or when its model version is unloaded. On this replica, it also ends when another replica has it, and when its
+client learns that its newest state was lost."""
 SESSION_MOVES = ("host", "slot")
 MOVES_REFUSED = ("unreachable", "late", "refused", "yielded", "taker_lost")
 """Why a session did not move: a replica does not answer; its state came too late; this replica cannot take it; another claim came first.
@@ -86,12 +86,12 @@ RESTARTS = (
 """Only an engine has a device that can fail."""
 
 ENGINE_WORK = ("requests", "session_call", "move", "trace", "cancel", "release", "batch", "answer")
-"""What an engine did when it met an unexpected exception: it handled a message of a frontend or of the mover, formed a batch, or
+"""The work of an engine when it met an unexpected exception: it handled a message of a frontend or of the mover, formed a batch, or
 answered requests."""
 
 EXAMPLES = "_examples"
-"""Suffix of a histogram's name in a snapshot, for rows with its examples: their labels are those of the histogram, the bucket and the
-trace, their values the observed value and the Unix time."""
+"""Suffix of a histogram's name in a snapshot, for rows with its examples. Their labels are the histogram's labels, the bucket and the
+trace; their values are the observed value and the Unix time."""
 TRACED_AS = ("recorded", "over_limit", "dropped")
 """A frontend sends a traced request to the tracer. It does not if too many are traced, or if the tracer does not keep up."""
 SPANS_AS = ("exported", "failed", "dropped")

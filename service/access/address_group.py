@@ -11,7 +11,7 @@ PREFIX_BITS = 64
 
 @lru_cache(maxsize=1024)
 def address_group(peer: str) -> str:
-    """Return what stands for an address: its network for IPv6, otherwise the address."""
+    """Return the group of an address: its network for IPv6, otherwise the address itself."""
     try:
         address = ip_address(peer)
     except ValueError:

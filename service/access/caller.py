@@ -27,10 +27,10 @@ NO_QUOTAS = Quotas()
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who sends a request.
+    """The sender of a request.
 
     name: of its key, or how it was recognised. key: the id of its key, empty without keys. share: its tenant, empty without keys, and the
-    tenant's weight. max_sessions: how many sessions its tenant may have open in one engine, 0 for no limit of its own.
+    tenant's weight. max_sessions: how many sessions its tenant may have open in one engine, 0 for no separate limit.
     """
 
     name: str

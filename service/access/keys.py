@@ -82,7 +82,7 @@ class KeyRing:
         return cls({id: table.key(id) for id, table in _read_tables(file).items()})
 
     def current(self, id: str) -> Caller | None:
-        """Return the caller that the key with this id identifies, None if there is no such key any more."""
+        """Return the caller that the key with this id identifies, None if the key no longer exists."""
         key = self._keys.get(id)
         return None if key is None else key.caller
 
@@ -139,7 +139,7 @@ def _read_tables(file: Path) -> dict[str, _KeyTable]:
 
 
 def _check_names(file: Path, tables: Mapping[str, _KeyTable]) -> None:
-    """Raise SettingsError if two keys have one name: the log and the quotas tell keys apart by their names."""
+    """Raise SettingsError if two keys have the same name: the log and the quotas tell keys apart by their names."""
     names = [table.name for table in tables.values()]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:

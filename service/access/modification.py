@@ -1,4 +1,4 @@
-"""What tells that a file has changed since it was read."""
+"""Detects whether a file has changed since it was read."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def modification(file: Path | None) -> tuple[int, int] | None:
-    """Return a value that changes with the content of a file, None without a file that can be found."""
+    """Return a value that changes with the content of a file, None if the file cannot be found."""
     try:
         status = None if file is None else file.stat()
     except OSError:

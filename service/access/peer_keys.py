@@ -12,7 +12,7 @@ KIND = SecretKind("peer key file", "seqserve peer-key new", "what replicas send 
 
 
 class PeerKeys(SecretFile):
-    """The secrets of one service, none without the setting `peer_keys`."""
+    """The secrets of one service, or none without the setting `peer_keys`."""
 
     def __init__(self, settings: Settings) -> None:
         """Raises SettingsError for a file that cannot be read or has a wrong secret."""

@@ -71,7 +71,7 @@ class AccessPolicy:
 
     def _caller(self, host: str, authorization: str | None) -> Caller:
         if self._keys is None:
-            # Such a service listens on loopback (`check_start`). A proxy there passes on requests of others, with their Host.
+            # Such a service listens on loopback (`check_start`). A proxy there forwards requests of other clients, with their Host.
             return LOCAL if self._insecure or _name(host) in LOOPBACK_NAMES else ANYBODY
         if authorization is None:
             raise Unauthorized("the request has no key: send the header Authorization: Bearer KEY")

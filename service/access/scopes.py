@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class Scope(StrEnum):
-    """PUBLIC endpoints answer everybody: the checks of load balancers. STATE is the export and import of sessions."""
+    """PUBLIC endpoints answer every client: load balancers check them. STATE is the export and import of sessions."""
 
     PUBLIC = "public"
     INFER = "infer"
@@ -27,6 +27,6 @@ AUDITED = frozenset((Scope.ADMIN, Scope.DEBUG))
 
 
 def with_implied(scopes: Iterable[Scope]) -> frozenset[Scope]:
-    """Return the scopes of a key with those that they include."""
+    """Return the scopes of a key and every scope that they include."""
     implied = {Scope.PUBLIC, *scopes}
     return frozenset(implied | {Scope.STATE} if Scope.SESSION in implied else implied)

@@ -21,7 +21,7 @@ from service.errors import SettingsError
 
 SECRET_BYTES = 32
 MIN_DISTINCT_BYTES = 16
-"""Of a secret. 32 random bytes have fewer distinct values less than once in 10^16 secrets."""
+"""Limit for a secret. 32 random bytes have fewer distinct values in less than one of 10^16 secrets."""
 MAX_SECRETS = 8
 """A message with a wrong signature is compared with the signature of each secret, and each takes a pass over the message."""
 HEADER = "# Secrets of seqserve that sign {what}. The first signs, and all verify. All replicas need the same file.\n"
@@ -37,7 +37,7 @@ class SecretKind(NamedTuple):
 
 
 class SecretFile:
-    """The secrets of one file, none without a file."""
+    """The secrets of one file, or none without a file."""
 
     def __init__(self, file: str, kind: SecretKind) -> None:
         """file: its path, empty for none. Raises SettingsError for a file that cannot be read or has a wrong secret."""

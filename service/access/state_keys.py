@@ -12,7 +12,7 @@ KIND = SecretKind("state key file", "seqserve state-key new", "session states")
 
 
 class StateKeys(SecretFile):
-    """The secrets of one service, none without the setting `state_keys`."""
+    """The secrets of one service, or none without the setting `state_keys`."""
 
     def __init__(self, settings: Settings) -> None:
         """Raises SettingsError for a file that cannot be read or has a wrong secret."""

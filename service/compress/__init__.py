@@ -40,7 +40,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What to change, at least one of these.
+    """The changes to make, at least one.
 
     precision: of the new weights; rank: columns of the new embedding, see `reduce_embedding`; vocabulary: words that stay, see
     `prune_vocabulary`; texts: the file in which words are counted.
@@ -53,7 +53,7 @@ class Changes:
 
 
 class _Version(NamedTuple):
-    """A version that is to be written. definition: its tokenizer.json, if it has one; changes: what was done, each a phrase."""
+    """A version to write. definition: its tokenizer.json, if it has one; changes: a phrase for each change."""
 
     model: spec.ModelSpec
     arrays: Mapping[str, Tensor]
@@ -103,7 +103,7 @@ def compress(
 
 
 def _target(root: Path, model: str, version: int | None, name: str | None) -> Target:
-    """Return what to read and to write; raises ModelError for a model or version that does not exist, and for a name that does."""
+    """Return the version to read and the version to write; raises ModelError for a version that does not exist, or a new name that does."""
     spec.require_models_folder(root)
     source, models = store.find_version(root, model, version), spec.find_models(root)
     if name is None:
@@ -150,7 +150,7 @@ def _new_tokenizer(version: _Version) -> Tokenizer:
 
 
 def _inputs(model: spec.ModelSpec, tokenizer: Tokenizer | None, texts: Path | None, data: Path | None) -> Inputs:
-    """Return the inputs that are compared, as a version of the model takes them: its tokens may have other numbers than before."""
+    """Return the inputs of the comparison as a version of the model takes them: its token ids may have changed."""
     if data is not None:
         return read_labelled_texts(data, model, tokenizer)
     return random_inputs(model) if texts is None or tokenizer is None else read_texts(texts, model, tokenizer)

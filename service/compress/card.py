@@ -12,8 +12,8 @@ _SECTION = re.compile(rf"^{HEADING}\n.*?(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 
 
 def compression_section(comparison: Comparison, source: str, sizes: tuple[int, int], changes: Sequence[str]) -> str:
-    """Return the section. source: the model and version that was compressed; sizes: the bytes of its weights and of the new ones;
-    changes: what was done, each a phrase."""
+    """Return the section. source: the model and version that was compressed; sizes: the bytes of its weights and of the new weights;
+    changes: a phrase for each change."""
     before, after = comparison.precisions
     rows = [("precision", before, after), ("bytes of the weights", *(f"{size:,}" for size in sizes))]
     if comparison.accuracies is not None:

@@ -17,7 +17,7 @@ from service.modeling.encoder import Encoder, Encoding
 
 BATCH_SEQUENCES = 32
 TIMED, ROUNDS = 64, 5
-"""How many inputs are timed, one after the other, and how often each."""
+"""Number of inputs that are timed one by one, and runs of each."""
 
 
 class Answer(NamedTuple):
@@ -48,7 +48,7 @@ class Comparison:
 def compare(encoders: Sequence[Encoder], inputs: Sequence[Inputs], times: Mapping[str, tuple[float, float]]) -> Comparison:
     """Return how the answers of two versions of a model differ.
 
-    inputs: the same inputs as each version takes them, whose tokens may have different numbers; times: as in `Comparison`.
+    inputs: the same inputs as each version takes them, perhaps with different token ids; times: as in `Comparison`.
     """
     first, second = (_answers(encoder, given.sequences) for encoder, given in zip(encoders, inputs, strict=True))
     before, after = encoders

@@ -73,7 +73,7 @@ def _factors(embedding: Tensor, matrices: Tensor, rank: int) -> tuple[Tensor, Te
     root = values[:rank].sqrt()
     kept = values[:rank].square().sum() / values.square().sum().clamp(min=torch.finfo(values.dtype).tiny)
     first, second = rows @ left[:, :rank] * root, root[:, None] * (right[:rank] @ columns.T)
-    missing = rank - first.shape[1]  # the product may have a lower rank than the one asked for
+    missing = rank - first.shape[1]  # the product may have a lower rank than requested
     if missing > 0:
         first = torch.nn.functional.pad(first, (0, missing))
         second = torch.nn.functional.pad(second, (0, 0, 0, missing))

@@ -35,7 +35,7 @@ from service.settings import Settings
 BATCH_BUDGET_MS = {"cuda": 0.5, "cpu": 5.0}
 """Default batch budget by device type."""
 CLAIM_MARGIN_SECONDS = 1.0
-"""How much longer than peer_seconds an engine waits for the end of a search: only a mover that has ended does not report it."""
+"""How much longer than peer_seconds an engine waits for the end of a search: a mover reports it unless it has ended."""
 FOLDING = "folding"
 """Folder of remembered decisions, in the folder of compiled kernels."""
 

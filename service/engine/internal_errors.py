@@ -31,7 +31,7 @@ class InternalErrors:
     def report(self, work: str, error: Exception) -> InferenceFailed:
         """Count and log an exception. Returns the error for the client, which contains no detail.
 
-        Raises DeviceLost if the exception is one: it ends the engine. work: one of metrics.ENGINE_WORK.
+        Raises a DeviceLost again: it ends the engine. work: one of metrics.ENGINE_WORK.
         """
         if isinstance(error, DeviceLost):
             raise error
@@ -40,7 +40,7 @@ class InternalErrors:
         return InferenceFailed(SERVICE_FAILED)
 
     def log(self, event: str, error: Exception, **values: str) -> None:
-        """Log an exception, unless one of its kind was logged shortly before. values: from closed sets."""
+        """Log an exception, unless another of its kind was logged shortly before. values: from closed sets."""
         place = _place(error)
         kind, now = (event, *values.values(), type(error).__qualname__, place), self._clock()
         if kind not in self._logged and len(self._logged) == MAX_KINDS:

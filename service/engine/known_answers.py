@@ -1,6 +1,6 @@
 """Checks in idle moments that each model still gives the answer that it gave at first. Damaged weights or a damaged device would change it.
 
-Digests are compared when weights are read. This finds what is damaged later, in memory or in the device.
+Digests are compared when weights are read. These checks find later damage, in memory or in the device.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which model versions may be the cause if this engine ended now: each version that it loads, or whose first batch runs.
+"""The model versions that may be the cause if this engine ends now: each version that it loads, or whose first batch runs.
 
 The supervisor and the frontends learn of each trial before it begins, because an engine that ends has no time to tell them.
 """
@@ -23,7 +23,7 @@ class Trials:
         """The versions that have completed a batch."""
 
     def attach(self, channel: Channel) -> None:
-        """Tell a frontend what the others know, and from now on what they learn."""
+        """Tell a frontend the running trials, and every later trial."""
         for key in (*self._loading, *self._running):
             send_now(channel, TrialBegan(key))
         for key in self._passed:
@@ -31,13 +31,13 @@ class Trials:
         self._channels.append(channel)
 
     def detach(self, channel: Channel) -> None:
-        """Tell a frontend nothing more. The supervisor stays."""
+        """Stop telling a frontend. The supervisor stays."""
         if channel in self._channels[1:]:
             self._channels.remove(channel)
 
     @contextmanager
     def load(self, key: ModelKey) -> Iterator[None]:
-        """The version is loaded, or warmed up, within the context."""
+        """Report a trial while the version is loaded, or warmed up, within the context."""
         self.begin_load(key)
         try:
             yield
@@ -53,7 +53,7 @@ class Trials:
         self._tell(TrialEnded(key, ran=False))
 
     def begin_batch(self, key: ModelKey) -> None:
-        """A batch of a version is about to start. Only the first batch is a trial."""
+        """Report a batch that is about to start. Only the first batch of a version is a trial."""
         if key not in self._passed and key not in self._running:
             self._running.add(key)
             self._tell(TrialBegan(key))
@@ -66,7 +66,7 @@ class Trials:
             self._tell(TrialEnded(key, ran=True))
 
     def forget(self, key: ModelKey) -> None:
-        """A version is unloaded."""
+        """Forget a version that is unloaded."""
         self._passed.discard(key)
 
     def _tell(self, message: Message) -> None:

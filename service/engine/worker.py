@@ -233,14 +233,14 @@ class Worker:
     # Messages of the frontends.
 
     def _handle_frame(self, channel: Channel, frame: Frame) -> None:
-        """Handle a message. If that raises an unexpected exception, its requests are refused and the loop goes on."""
+        """Handle a message. After an unexpected exception, its requests are refused and the loop continues."""
         try:
             self._handlers[type(frame.message)](channel, frame, frame.message)
         except Exception as error:
             self._refuse_frame(channel, frame, self._errors.report(WORK[type(frame.message)], error))
 
     def _refuse_frame(self, channel: Channel, frame: Frame, failure: InferenceFailed) -> None:
-        """Refuse what a message asks for."""
+        """Refuse the requests of a message."""
         frontend = self._frontends.get(channel)
         if frontend is None:
             return
@@ -283,7 +283,7 @@ class Worker:
             self._frontends[channel].tickets[frame.id] = ticket
 
     def _count_channel(self, key: ModelKey, sent: float, requests: int) -> None:
-        """Count the way of requests to this engine. Only for served models: labels of others would stay for ever."""
+        """Count the time of requests on their way to this engine. Only for served models: labels of other models would stay for ever."""
         self._metrics.stage_seconds.observe_often(max(0.0, time.monotonic() - sent), requests, *key.labels, "channel")
 
     def _handle_cancel(self, channel: Channel, frame: Frame, message: messages.Cancel) -> None:
@@ -303,7 +303,7 @@ class Worker:
         self._models.release(channel, message.key)
 
     def _handle_session_call(self, channel: Channel, frame: Frame, message: SessionCall) -> None:
-        """Answer a call that concerns one session, as soon as it is known where the session is."""
+        """Answer a call about one session, as soon as the location of the session is known."""
         transfers = self._batcher.sessions.transfers
         if transfers is not None:
             waiting = Waiting(

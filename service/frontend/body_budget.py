@@ -19,7 +19,7 @@ class BodyBudget:
         self.held_bytes = 0
 
     def add(self, size: int) -> None:
-        """Count a part of a body that has arrived, or that is held no more if `size` is negative."""
+        """Count a part of a body that has arrived, or that was freed if `size` is negative."""
         self.held_bytes += size
         if size > 0:
             self._memory.arrive(size)

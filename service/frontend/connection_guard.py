@@ -29,7 +29,7 @@ AGE_JITTER = 0.1
 
 
 class Phase(Enum):
-    """What a connection does."""
+    """The activity of a connection."""
 
     IDLE = "idle"
     KEPT = "kept"
@@ -40,7 +40,7 @@ class Phase(Enum):
 
 
 class UnreadBytes:
-    """The bytes of replies that wait for one client, and since when it reads nothing of them."""
+    """The bytes of replies that wait for one client, and since when the client has read none of them."""
 
     def __init__(self) -> None:
         self.size = 0
@@ -48,7 +48,7 @@ class UnreadBytes:
         self._since = math.inf
 
     def since(self, transport: asyncio.Transport, now: float, written_bytes: int = 0) -> float | None:
-        """Record how many bytes wait now. Return since when the client reads nothing of them, or None if none wait.
+        """Record how many bytes wait now. Return since when the client has read none of them, or None if none wait.
 
         written_bytes: to the transport so far, if known. Without it, and where the kernel does not tell what has arrived, a client that
         reads no more than is written seems to read nothing.
@@ -67,7 +67,7 @@ class GuardedConnection(Protocol):
 
     @property
     def phase(self) -> Phase:
-        """What the connection does now."""
+        """The current activity."""
 
     @property
     def phase_began(self) -> float:
@@ -82,7 +82,7 @@ class GuardedConnection(Protocol):
         """How many bytes of replies wait for the client."""
 
     def unread_since(self, now: float) -> float | None:
-        """Return since when the client reads nothing of a reply that waits for it, or None."""
+        """Return since when the client has read nothing of a reply that waits for it, or None."""
 
     def close_idle(self) -> None:
         """Close the connection between two requests."""

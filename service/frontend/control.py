@@ -88,7 +88,7 @@ class Control:
         return reply.entries
 
     async def load(self, name: str, policy: str | None = None) -> None:
-        """Serve what the folder of a model holds now; raises a ServiceError."""
+        """Serve the current content of a model's folder; raises a ServiceError."""
         _check_name(name)
         await self._rpc.call_done(messages.LoadModel(name, policy))
 

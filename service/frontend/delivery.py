@@ -1,7 +1,7 @@
-"""How far a client's system has received what a connection sends, as the kernel knows it.
+"""How much of a connection's data the client's system has received, as the kernel knows it.
 
-A write buffer alone hides this: the kernel takes more of it only when a third of its own buffer is free, which may be a megabyte. A client
-that reads a small reply each second frees a megabyte in an hour.
+A write buffer alone hides this: the kernel takes more from it only when a third of the kernel's buffer is free, perhaps a megabyte. A
+client that reads a small reply each second frees a megabyte in an hour.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What the endpoints of the hot path share: the life of a request from its body to its reply, in callbacks, with its metrics.
+"""The common part of the endpoints of the hot path: a request from its body to its reply, in callbacks, with its metrics.
 
-The answers that arrive in one tick of the event loop are written together, which costs less for each.
+The answers that arrive in one tick of the event loop are written together, which makes each of them cheaper.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What all HTTP routes share: read the request body, notice that the client disconnects, write a reply or an error."""
+"""Shared by all HTTP routes: read the request body, notice that the client disconnects, write a reply or an error."""
 
 from __future__ import annotations
 

@@ -38,9 +38,9 @@ from service.metrics import CLOSED_FOR
 STATUS_LINES = {kind: f"{status.http} {HTTPStatus(status.http).phrase}".encode() for kind, status in STATUS.items()}
 """What follows the version of HTTP in the reply to an error."""
 MAX_WAITING_BYTES = 1 << 16
-"""Bytes of pipelined requests that are read before the running one is answered."""
+"""Bytes of pipelined requests that are read before the running request is answered."""
 MAX_PARSE_BYTES = 1 << 12
-"""Bytes that the general path parses before it looks whether requests wait for the running one: the parser prepares every request."""
+"""Bytes that the general path parses before it checks whether requests wait for the running request: the parser prepares every request."""
 MAX_PARSE_SECONDS = 0.002
 """Time after which a callback leaves the rest of the bytes to a later callback: chunks of one byte take long."""
 MAX_JOINED_BYTES = 1 << 16
@@ -48,7 +48,7 @@ MAX_JOINED_BYTES = 1 << 16
 ACCEPT_SECONDS = 0.1
 """Every request that a client sent before the shutdown has arrived after this time."""
 LINGER_SECONDS = 1.0
-"""How long a connection is read on after a request was refused in the middle."""
+"""How long a connection is still read after a request was refused in the middle."""
 _HEAD_END = b"\r\n\r\n"
 
 
@@ -85,7 +85,7 @@ class Endpoint(Protocol):
     """An endpoint of the hot path."""
 
     def accepts(self, head: RequestHead) -> bool:
-        """Return whether this endpoint may answer the request. The body of any other goes to the general path as it arrives."""
+        """Return whether this endpoint may answer the request. The body of any other request goes to the general path as it arrives."""
 
     def start(self, head: RequestHead, body: bytes, exchange: HttpExchange, arrived: float) -> Call | None:
         """Start a request, or return None if the general path must answer it. The reply comes after the return.
@@ -98,7 +98,7 @@ class Endpoint(Protocol):
 
 
 class HotPath:
-    """What the connections of a frontend share: the endpoints, the known heads of requests and the headers of replies."""
+    """Shared by the connections of a frontend: the endpoints, the known heads of requests and the headers of replies."""
 
     def __init__(
         self,
@@ -144,7 +144,7 @@ class HotPath:
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """One HTTP connection. Requests run one at a time; later ones wait in the order in which they arrived."""
+    """One HTTP connection. Requests run one at a time; later requests wait in the order of arrival."""
 
     def __init__(
         self, config: uvicorn.Config, server_state: ServerState, app_state: dict[str, Any], *, hot_path: HotPath
@@ -352,7 +352,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._last_request = True
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what the general path's parser cannot read. uvicorn calls this."""
+        """Refuse bytes that the general path's parser cannot read. uvicorn calls this."""
         self._refuse(self._refusal or InvalidRequest("the request is not valid HTTP: send it as RFC 9112 defines HTTP/1.1"))
 
     # The connection guard.
@@ -420,7 +420,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._refuse(self._head_too_large())
 
     def _continue_general(self) -> None:
-        """Go on with the bytes that the general path left."""
+        """Continue with the bytes that the general path left."""
         if self._unparsed and not (self.pipeline or self.transport.is_closing()):
             data, self._unparsed = self._unparsed, b""
             if self.cycle is None or len(self.cycle.body) <= HIGH_WATER_LIMIT:
@@ -491,7 +491,7 @@ class HttpProtocol(HttpToolsProtocol):
         return True
 
     def _pass_on(self, data: bytes) -> None:
-        """Let the general path answer what arrived, until it is idle again."""
+        """Let the general path answer the bytes that arrived, until it is idle again."""
         self._general = True
         self._parts, self._size, self._needed, self._incomplete = [], 0, 0, None
         self._count_received(0)
@@ -519,20 +519,20 @@ class HttpProtocol(HttpToolsProtocol):
             self.loop.call_soon(self._start_waiting)
 
     def _start_waiting(self) -> None:
-        """Start a request that arrived while the last one ran."""
+        """Start a request that arrived while the previous request ran."""
         waiting = self._parts and self._size >= self._needed
         if waiting and self._call is None and not self._general and not self.transport.is_closing():
             self._start_next()
 
     def _abandon_incomplete(self) -> None:
-        """Drop what arrived of a request that will never be complete."""
+        """Drop the bytes of a request that will never be complete."""
         self._parts.clear()
         if self._incomplete is not None:
             self._incomplete.abandon()
             self._incomplete = None
 
     def _count_received(self, size: int) -> None:
-        """Record how much of an incomplete request has arrived. A large one is refused when all connections together hold too much."""
+        """Record how much of an incomplete request has arrived. A large request is refused when all connections together hold too much."""
         bodies = self._hot_path.frontend.bodies
         bodies.add(size - self.received_bytes)
         self.received_bytes = size
@@ -556,13 +556,13 @@ class HttpProtocol(HttpToolsProtocol):
     def _refuse_head(self, error: ServiceError) -> NoReturn:
         """End the parser's work on a request; uvicorn then calls `send_400_response`.
 
-        The error itself is not raised: its traceback would keep this object, and all that has arrived, until a garbage collection.
+        The error itself is not raised: its traceback would keep this object, and all bytes that arrived, until a garbage collection.
         """
         self._refusal = error
         raise _HeadRefused
 
     def _refuse(self, error: ServiceError) -> None:
-        """Send an error for a request that cannot be read to its end, behind the replies to those before it, and close the connection."""
+        """Send an error for a request that cannot be read to its end, after the replies to earlier requests, and close the connection."""
         if self._last_request:
             return
         if error.code in CLOSED_FOR:
@@ -598,7 +598,7 @@ class HttpProtocol(HttpToolsProtocol):
             head = self._hot_path.reply_head(status, self.server_state.default_headers, len(content), request_id, headers)
             self.transport.write(head + content)
         if self.transport.can_write_eof():  # TLS has no half-closed connections
-            with suppress(OSError):  # the client has broken the connection off
+            with suppress(OSError):  # the client has aborted the connection
                 self.transport.write_eof()
         self.flow.resume_reading()
         self.loop.call_later(LINGER_SECONDS, self.transport.close)

@@ -1,4 +1,4 @@
-"""What every API calls to answer a request: count it, find the model, build the engine's request, submit it. Knows no protocol."""
+"""Answers requests for every API: counts a request, finds its model, builds the engine's request, submits it. Knows no protocol."""
 
 from __future__ import annotations
 
@@ -329,7 +329,7 @@ async def run_inference(
 def may_be_of_another_version(frontend: Frontend, model: ServedModel, session: str | None, error: ServiceError) -> bool:
     """Return whether a request to a session may have failed because the session belongs to another version than `model`.
 
-    A session stays with the version that it began with, although a newer one may be served now. An input may be valid only for that
+    A session stays with the version that it began with, although a newer version may be served now. An input may be valid only for that
     version.
     """
     if isinstance(error, SessionConflict):
@@ -362,7 +362,7 @@ def _both(first: Callable[[], None], second: Callable[[], None] | None) -> Calla
 
 
 def _continue_only(request: Request, unknown: ServiceError) -> Request:
-    """Return a request that only continues a session, as its model is served no longer; raises `unknown` for any other request."""
+    """Return a request that only continues a session, as its model is no longer served; raises `unknown` for any other request."""
     if request.session is None or request.session_starts:
         raise unknown
     return msgspec.structs.replace(request, session_starts=False)

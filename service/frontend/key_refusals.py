@@ -29,13 +29,13 @@ class WaitingRefusal:
 
 
 class KeyRefusals:
-    """An endpoint that refuses what the endpoints of inference would answer for a caller with a valid key."""
+    """An endpoint that refuses requests that the endpoints of inference would answer for a caller with a valid key."""
 
     def __init__(self, frontend: Frontend) -> None:
         self._frontend = frontend
 
     def accepts(self, head: RequestHead) -> bool:
-        """Return whether the general path would refuse the request for its key too. It looks for a route first."""
+        """Return whether the general path would refuse the request for its key too: it looks for a route first."""
         return head.length <= MAX_BODY_BYTES and (head.path == "/infer" or PATH.fullmatch(head.path) is not None)
 
     def start(self, head: RequestHead, body: bytes, exchange: HttpExchange, arrived: float) -> WaitingRefusal:

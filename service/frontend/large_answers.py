@@ -16,13 +16,13 @@ MAX_JOINED_BYTES = 4 << 20
 
 
 class LargeAnswers:
-    """Writes the large answers of a frontend, one at a time: the more were written at once, the later would each small one be."""
+    """Writes the large answers of a frontend, one at a time: several at once would delay small answers longer."""
 
     def __init__(self) -> None:
         self._turn = asyncio.Lock()
 
     async def join(self, pieces: Iterator[bytes]) -> bytes:
-        """Return all pieces in one."""
+        """Return all pieces joined."""
         written, size, pause_at = list[bytes](), 0, PIECE_BYTES
         async with self._turn:
             for piece in pieces:

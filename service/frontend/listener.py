@@ -38,7 +38,7 @@ class Listener:
       other frontends are free. The kernel would reset the connections that a frontend has not accepted when it dies.
 
     A frontend accepts a few connections, and pauses while the others accept. A frontend above the mean of all frontends also pauses before
-    it accepts. It then accepts what the others have left, more each time: they may hang.
+    it accepts. It then accepts the connections that the others have left, more each time: they may hang.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Listener:
         if self._pausing is not None:
             self._pausing.cancel()
         asyncio.get_running_loop().remove_reader(self._listening.fileno())
-        with suppress(OSError):  # none waits any more
+        with suppress(OSError):  # no connection waits any more
             for _ in range(MAX_ACCEPTS):
                 if not self._make_room(len(self._connecting)):
                     break

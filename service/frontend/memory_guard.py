@@ -1,8 +1,8 @@
 """Refuses requests while the memory limit of the container is nearly used up, so that the kernel kills no process.
 
 From a share of the limit all inference requests are refused, and from SHED_EARLIER below it large requests and new sessions. Each tick
-of the frontend reads the share in use. What arrives before the next reading is added to it, as a fast network fills the rest within a
-tick. What admitted requests will need for large answers, or while their bodies are parsed, is reserved.
+of the frontend reads the share in use. Bytes that arrive before the next reading are added to it: a fast network could fill the rest within
+a tick. Memory that admitted requests will need for large answers, or while their bodies are parsed, is reserved.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from service.metrics import MEMORY, Metrics
 
 SHED_EARLIER = 0.1
 LARGE_BYTES = 1 << 16
-"""A larger body is refused earlier. Smaller ones are decoded on the event loop and take little more than their size."""
+"""A larger body is refused earlier. Smaller bodies are decoded on the event loop and take little more than their size."""
 ANSWER_BYTES = 17
-"""What a number of a large answer takes at most, in all processes together: as parts, joined, on its way, and as JSON. Measured: 16 to 17
+"""Most bytes for a number of a large answer, in all processes together: as parts, joined, on its way, and as JSON. Measured: 16 to 17
 for 8 and 32 requests at once, each for 2,000 vectors of 256 numbers (2026-11-26, two cores)."""
 TRIM_TICKS = 10
 """Ticks between two attempts to return freed memory, while any is wanted."""
 
 
 class MemoryGuard:
-    """What one frontend knows of the memory of its container."""
+    """The memory of the container, as one frontend knows it."""
 
     def __init__(
         self, max_share: float, read: Callable[[], MemoryUse], metrics: Metrics, log: Log, trim: Callable[[], object]
@@ -95,14 +95,14 @@ class MemoryGuard:
             raise self._refusal()
 
     def reserve(self, size: int) -> Callable[[], None]:
-        """Count bytes that a request may need. Returns what must be called once when it needs them no more. Raises Overloaded."""
+        """Count bytes that a request may need. Returns a function to call once when it no longer needs them. Raises Overloaded."""
         if self.excess_bytes + self._arrived + self._reserved + size >= 0:
             raise self._refusal()
         self._reserved += size
         return partial(self._release, size)
 
     def admit(self, request: Request, size: int, answer_numbers: int) -> tuple[Request, Callable[[], None] | None]:
-        """Return an inference request as the engine may run it, and what must be called at its end, if anything; raises Overloaded.
+        """Return an inference request as the engine may run it, and a function to call at its end, if needed; raises Overloaded.
 
         size: bytes of its values. answer_numbers: numbers in its answer.
         """

@@ -1,8 +1,8 @@
 """Chooses the requests that are logged and traced, and reports them at their end. Knows no protocol.
 
-A request is traced if its client traces it, at a rate otherwise, and always if it fails or is slow. Whether it fails or is slow turns out
-at its end, so nothing is kept of a request but what its answer needs anyway. Engines tell how the batches of a request ran if it is chosen
-from the start, or if any request may be slow.
+A request is traced if its client traces it, at a rate otherwise, and always if it fails or is slow. Failure and slowness are known only at
+its end, so nothing is kept of a request beyond the needs of its answer. Engines tell how the batches of a request ran if it is chosen from
+the start, or if any request may be slow.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class EndedRequest(NamedTuple):
 
 
 def stage_seconds(arrived: float, sent: float, received: float, ended: float, answer: Answer | None) -> dict[str, float]:
-    """Return the seconds of each stage that a request has passed, by the names in the metrics, and in total. The moments are those of an
+    """Return the seconds of each stage that a request has passed, by the names in the metrics, and in total. The moments are as in
     EndedRequest. The queue includes the waits between batches.
     """
     stages: dict[str, float] = {}
@@ -127,7 +127,7 @@ class Observer:
         self._budget = Budget(settings.trace_limit, settings.trace_limit)
         self.keeps_bodies = settings.log_inputs
         self.times_all = self.slow_seconds < math.inf
-        """Whether engines tell of every request how its batches ran."""
+        """Whether engines tell for every request how its batches ran."""
         self.chooses = traces is not None or self._access_rate > 0
         """Whether `begin` may choose a request."""
 

@@ -1,4 +1,4 @@
-"""WebSockets and gRPC streams, which stay open when the keys of the service change: they take over the new rights, or end."""
+"""WebSockets and gRPC streams, which are open while the keys of the service change: they take over the new rights, or end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the headers of a request say about it: its id, and the trace of its client. Pure; every byte here may be hostile.
+"""The identity of a request from its headers: its id, and the trace of its client. Pure; every byte here may be hostile.
 
 The W3C recommendation Trace Context defines the trace headers. Baggage is not read.
 """

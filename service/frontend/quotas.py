@@ -22,7 +22,7 @@ class QuotaLedger:
         self._uses: dict[str, KeyUse] = {}
 
     def begin(self, caller: Caller, sequences: int, size: int) -> Callable[[], None]:
-        """Count a request with `size` bytes of values. Returns what must be called once at its end. Raises QuotaExceeded."""
+        """Count a request with `size` bytes of values. Returns a function to call once at its end. Raises QuotaExceeded."""
         use = self._uses.get(caller.name)
         if use is None:
             use = self._uses[caller.name] = self._counts.of_key(caller.name)

@@ -1,8 +1,8 @@
 """The heads of HTTP requests that the hot path may answer, each parsed once and remembered by its exact bytes.
 
 A client on a kept connection repeats its heads byte for byte, apart from Content-Length and from the headers that identify a request.
-Lines of the latter are cut out, and the rest is remembered. Only llhttp interprets a head, as on the general path, so that both paths agree
-about where a request ends: a line is cut only if it consists of characters that have no meaning but their own.
+The lines of these headers are cut out, and the rest is remembered. Only llhttp interprets a head, as on the general path, so that both
+paths agree where a request ends: a line is cut only if all its characters are plain.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ READ_HEADERS = (b"content-type", b"accept-encoding", b"inference-header-content-
 """The headers that endpoints of the hot path read."""
 _SESSION = SESSION_HEADER.encode()
 _LINE_STARTS = {b"\r\n%b:" % name: name for name in (REQUEST_ID, TRACEPARENT, TRACESTATE, _SESSION)}
-"""Starts of the lines that differ from request to request, and the names of their headers. The session is the last."""
+"""Starts of the lines that differ from request to request, and the names of their headers. The session comes last."""
 _VALUE = re.compile(rb"[ \t]*([!-~](?:[ -~]{0,510}[!-~])?)")
 _UNUSUAL = frozenset((b"transfer-encoding", b"content-encoding", b"expect", b"te", b"trailer", b"origin", b"prefer"))
 _CONNECTION_OPTIONS = frozenset((b"keep-alive", b"upgrade", b"http2-settings"))
@@ -101,7 +101,7 @@ class RequestHeads:
         return RequestHead(known.path, known.length, known.headers, known.caller, origin, session, known.refusal)
 
     def forget(self) -> None:
-        """Parse all heads again when they come again: the keys have changed."""
+        """Forget all parsed heads: the keys have changed."""
         self._known.clear()
         self._rests.clear()
 
@@ -129,7 +129,7 @@ class RequestHeads:
 
 
 def _cut(head: bytes) -> tuple[bytes, list[Header]] | None:
-    """Return the head without the lines of the headers that identify it, and these headers. None without usual lines of them."""
+    """Return the head without the lines of the headers that identify it, and these headers. None if their lines are unusual."""
     lower = head.lower()
     headers: list[Header] = []
     cuts: list[tuple[int, int]] = []
@@ -150,7 +150,7 @@ def _cut(head: bytes) -> tuple[bytes, list[Header]] | None:
 
 
 def _remember(heads: dict[bytes, RequestHead | None], head: bytes, parsed: RequestHead | None) -> None:
-    """Remember a head, unless it is refused: guesses of keys would take the place of the heads of valid clients."""
+    """Remember a head, unless it is refused: guessed keys would displace the heads of valid clients."""
     refused = parsed is not None and parsed.refusal is not None
     if len(head) <= MAX_HEAD_BYTES and not refused:
         if len(heads) >= MAX_HEADS:

@@ -16,16 +16,16 @@ from service.metrics import Metrics
 SHARE = 0.1
 """Invited retries per answered request."""
 LEAST_PER_SECOND = 1.0
-"""Invited retries a second of a frontend that answers nothing: it could not know otherwise that it has room again."""
+"""Invited retries a second of a frontend that answers nothing: without them it would not learn that it has room again."""
 MOST_SAVED = 10.0
 """Invited retries that a frontend saves up: a short burst is repeated as a whole, and a long overload gets no more than its share."""
 REPEATED_SECONDS = (10, 20)
-"""When an HTTP client that repeats the request in any case should do so. HTTP cannot forbid it. Different, so that they come one by one."""
+"""When an HTTP client that repeats the request in any case should do so. HTTP cannot forbid it. Delays differ to spread retries."""
 OVERLOAD = (Overloaded, OutOfMemory)
 
 
 class RetryBudget:
-    """What one frontend may invite. It costs an answered request the addition to `answered`."""
+    """The retries that one frontend may invite. An answered request costs only the addition to `answered`."""
 
     def __init__(self, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
         self._metrics = metrics

@@ -117,7 +117,7 @@ class FrontendServer(uvicorn.Server):
         await super().shutdown()
 
     async def on_tick(self, counter: int) -> bool:
-        """Do what is due now. An unexpected exception is reported: passed on to uvicorn, it would end the frontend."""
+        """Do the work that is due now. An unexpected exception is reported: passed on to uvicorn, it would end the frontend."""
         try:
             self._run_periodic_work(counter)
         except Exception as error:
@@ -231,7 +231,7 @@ def serve(
     else:
         config = _config(frontend, build_app(frontend, frozenset(Scope) - ADMIN_PORT_SCOPES, grpc_port))
         admin_port = AdminPort(admin, _config(frontend, build_app(frontend, ADMIN_PORT_SCOPES | {Scope.PUBLIC})))
-        admin_port.config.load()  # uvicorn loads only its own
+        admin_port.config.load()  # uvicorn loads only the configuration of the server itself
     freeze_heap()
     gc.set_threshold(*COLLECTIONS)
     server = FrontendServer(config, control, frontend, http, grpc, admin_port, is_restart=is_restart)

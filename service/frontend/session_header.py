@@ -33,7 +33,7 @@ def header_session(values: Sequence[str]) -> str | None:
 
 
 def resolve_session(named: str | None, header: str | None, field: str) -> str | None:
-    """Return the session of a request; raises InvalidInput if `field` and the header name two sessions. None: names none."""
+    """Return the session of a request; raises InvalidInput if `field` and the header differ. None: no session is named."""
     if header is None or header == named:
         return named
     if named is None:

@@ -22,7 +22,7 @@ MAX_LOOP_BYTES = 1 << 18
 
 
 async def signed(keys: StateKeys, tenant: str, state: bytes | memoryview) -> bytes | memoryview:
-    """Return an exported state with the signature for a tenant, or as it is if states are not signed."""
+    """Return an exported state with the signature for a tenant, or unchanged if states are not signed."""
     if not keys.in_use:
         return state
     return await _run(len(state), lambda: _sign(keys, tenant, state))

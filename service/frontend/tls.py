@@ -11,9 +11,9 @@ from service.errors import SettingsError
 from service.settings import Settings
 
 HTTP_PROTOCOLS, GRPC_PROTOCOLS = ("http/1.1",), ("h2",)
-"""What each port offers during the handshake (ALPN)."""
+"""The protocols that each port offers during the handshake (ALPN)."""
 HANDSHAKE_SECONDS = 5.0
-"""How long a client may take for a handshake: until then its connection counts, and cannot be closed for a new connection."""
+"""How long a client may take for a handshake: meanwhile its connection counts, and cannot be closed for a new connection."""
 
 
 class TlsContexts:

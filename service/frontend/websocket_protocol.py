@@ -6,7 +6,7 @@ a new protocol: it would repeat uvicorn's handshake and keepalive, and the parse
 
 Messages bypass ASGI: a MessageReceiver takes them in callbacks. Frames are parsed one at a time, for at most SLICE_SECONDS in one
 callback, and a message that consists of one frame without websockets' parser. Reading stops while the client does not read its replies,
-and soon after the receiver takes no message: a few bytes are read ahead, because a socket that is not read does not tell that its client
+and soon after the receiver takes no message: a few bytes are read ahead, because a socket that is not read does not show that its client
 has gone.
 """
 
@@ -43,7 +43,7 @@ RATE_SECONDS = 1.0
 SOCKET = "seqserve.socket"
 """The extension in the ASGI scope of a handshake that holds the WebSocketProtocol."""
 READ_AHEAD_BYTES = 1 << 16
-"""So many bytes may wait for the receiver before reading stops."""
+"""Bytes that may wait for the receiver before reading stops."""
 MAX_JOINED_BYTES = 1 << 16
 """A larger message is not copied behind its head."""
 _TEXT_FRAME, _BINARY_FRAME = 0x81, 0x82
@@ -143,7 +143,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         self._parse_frames()
 
     def pause_writing(self) -> None:
-        """Read nothing while the client does not read: pings would be answered without end."""
+        """Read nothing while the client does not read: otherwise the answers to its pings would pile up."""
         super().pause_writing()
         self._set_reading()
 
@@ -154,7 +154,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
     def keepalive_timeout(self) -> None:
         """Close the socket of a client that answers no pings, unless replies wait in front of the ping and the client reads them.
 
-        Then the client has the time for a pong again. The guard closes it if it stops reading.
+        A client that reads gets the time for a pong again. The guard closes its socket if it stops reading.
         """
         delivered = delivery(self.transport)
         waits = self.transport.get_write_buffer_size() > 0 or (delivered is not None and delivered.unsent_bytes > 0)
@@ -212,7 +212,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         return await self.queue.get()
 
     def on_task_complete(self, task: asyncio.Task[None]) -> None:
-        """Let go of the application, which refers to this object: a closed socket would stay in memory until a garbage collection."""
+        """Drop the application, which refers to this object: a closed socket would stay in memory until a garbage collection."""
         super().on_task_complete(task)
         cast(dict[str, Any], self.scope["extensions"]).pop(SOCKET, None)
         self._receiver = None
@@ -302,7 +302,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         super().handle_pong(event)
 
     def handle_parser_exception(self) -> None:
-        """Send the close frame for a message that is too large or malformed, and read on until the client closes.
+        """Send the close frame for a message that is too large or malformed, and keep reading until the client closes.
 
         uvicorn would close the connection while data still arrives; the kernel then resets it, and the client loses the close frame.
         """
@@ -416,7 +416,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
             self._close_for("too_many_pings", CloseCode.POLICY_VIOLATION, reason)
 
     def _count_received(self, size: int) -> None:
-        """Record how much of an incomplete message has arrived. A large one is refused when all connections together hold too much."""
+        """Record how much of an incomplete message has arrived. A large message is refused when all connections together hold too much."""
         if not (self.frames or self.received_bytes):
             self.phase_began = self.loop.time()
         bodies = self._hot_path.frontend.bodies

@@ -135,7 +135,7 @@ class Hdf5:
 
 @contextmanager
 def opened(source: Path | bytes, name: str) -> Iterator[Hdf5]:
-    """Open a file, or the content of one; raises ImportRefused if it is no complete HDF5 file or has other links than names of objects."""
+    """Open a file, or the content of one; raises ImportRefused unless it is a complete HDF5 file with no links but names of objects."""
     access = h5p.create(h5p.FILE_ACCESS)
     access.set_fclose_degree(h5f.CLOSE_STRONG)
     access.set_file_locking(False, True)

@@ -1,1 +1,1 @@
-"""What processes say to each other, and the shared memory between them."""
+"""Messages between processes, and the shared memory between them."""

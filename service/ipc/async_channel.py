@@ -40,7 +40,7 @@ class AsyncChannel:
 
     @property
     def frames_sent(self) -> int:
-        """Return how many frames were sent so far, those that are still queued included."""
+        """Return how many frames were sent so far, including frames that are still queued."""
         return self._channel.frames_sent
 
     def send(self, frame: bytes, attached: socket.socket | None = None, following: bytes | memoryview = b"") -> None:
@@ -81,7 +81,7 @@ class AsyncChannel:
         if self._on_written is not None:
             self._on_written(channel.bytes_sent - bytes_before, channel.writes - writes_before)
         if not channel.open:
-            self._receive()  # what the other end sent before it closed
+            self._receive()  # frames that the other end sent before it closed
         elif done:
             self._loop.remove_writer(channel.fileno())
         else:

@@ -1,4 +1,4 @@
-"""Blocks of requests: how the requests of one tick of an event loop share a frame, and how their answers come apart again."""
+"""Blocks of requests: how the requests of one tick of an event loop share a frame, and how their answers are separated again."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Columns(NamedTuple):
 
 
 class BlockKey(NamedTuple):
-    """What the requests of a block have in common."""
+    """The values that the requests of a block share."""
 
     model: ModelKey
     priority: int
@@ -93,7 +93,7 @@ def encode_block(key: BlockKey, queued: Sequence[QueuedRequest], *, timed: bool 
 
 
 def is_large(data: Buffer) -> bool:
-    """Return whether a request has a block of its own, so that its values are not copied."""
+    """Return whether a request has a separate block, so that its values are not copied."""
     return len(data) > MAX_COPIED_BYTES
 
 

@@ -23,15 +23,15 @@ from service.ipc.messages import ALL, Attach, Message
 HEADER = struct.Struct("<IIQ")
 READ_BYTES = 1 << 18
 READS_PER_RECEIVE = 8
-"""Reads of one `receive` call at most, so that one busy channel cannot keep the event loop from the others."""
+"""Most reads of one `receive` call, so that one busy channel cannot keep the event loop from other channels."""
 BYTES_PER_FLUSH = READS_PER_RECEIVE * READ_BYTES
 """A `flush` call stops after this many bytes, for the same reason."""
 MAX_TAIL_COPY_BYTES = 1 << 20
 """Larger tails stay in the memory that they were received into: a copy of many megabytes would stall the event loop."""
 MAX_DESCRIPTORS = 8
-"""Descriptors that one read accepts. Each frame with descriptors passes a single one."""
+"""Descriptors that one read accepts. A frame passes at most one descriptor."""
 MAX_COPIED_BYTES = 1 << 16
-"""Larger frames are written from where they are. Smaller frames are joined, so that they leave in one write."""
+"""Larger frames are written in place. Smaller frames are joined, so that they leave in one write."""
 
 _ANCILLARY_BYTES = socket.CMSG_LEN(MAX_DESCRIPTORS * array("i").itemsize)
 _encoder = msgspec.msgpack.Encoder()
@@ -104,14 +104,14 @@ class Channel:
     """One end of the pair. `open` turns false at end-of-file; the owner then closes the channel.
 
     Frames arrive in the order in which they were sent, so `frames_sent` on one end and `frames_received` on the other tell
-    which have arrived.
+    which frames have arrived.
     """
 
     def __init__(self, end: socket.socket) -> None:
         end.setblocking(False)
         self._socket = end
         self._buffer = memoryview(bytearray(READ_BYTES))
-        """Where every read arrives: to allocate as much for each read would take four times as long as the read."""
+        """The buffer of every read: an allocation of this size for each read would take four times as long as the read."""
         self._received = bytearray()
         self._large: _LargeFrame | None = None
         """The frame that arrives now, if its tail is large. Then `_received` is empty."""
@@ -178,7 +178,7 @@ class Channel:
     def receive(self) -> list[Frame]:
         """Return every complete frame received so far. An end-of-file is seen in the call after the last frames before it.
 
-        With much to read some of it is left for the next call. Call this again whenever the channel is readable.
+        If there is much to read, some of it is left for the next call. Call this again whenever the channel is readable.
         """
         frames: list[Frame] = []
         for _ in range(READS_PER_RECEIVE):

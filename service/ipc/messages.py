@@ -173,7 +173,7 @@ class IndexEntry(msgspec.Struct, array_like=True, frozen=True):
     """One version in the models folder. `state` is READY, LOADING, UNLOADING or UNAVAILABLE; `reason` explains it
     where known.
 
-    `version` is empty for a model of which no version can be read.
+    `version` is empty for a model without a readable version.
     """
 
     name: str
@@ -238,8 +238,8 @@ class Request(Message, frozen=True):
     sooner.
 
     With `session`, the sequence is the next chunk of that session. `session_starts` is true to start it, false to resume it, and None
-    for either. `session_ends` closes it after this chunk. `session_at` is how many steps the client believes that the session has before
-    this chunk, None if it does not say. `exactly` is true when the client named the version; otherwise a session's own version is
+    for either. `session_ends` closes it after this chunk. `session_at` is how many steps the session has before this chunk according to
+    the client, None if the client does not say. `exactly` is true when the client named the version; otherwise a session's own version is
     meant. `resubmitted` is true when another engine ended before it answered. `session_limit` is how many sessions its
     tenant may have open in one engine, 0 without a limit for tenants.
 
@@ -408,7 +408,7 @@ class TrialEnded(Message, frozen=True):
 
 
 class TicketState(StrEnum):
-    """What has become of a claim. UNKNOWN: it belongs to an engine process that has ended. UNREACHABLE: its replica does not answer."""
+    """The state of a claim. UNKNOWN: it belongs to an engine process that has ended. UNREACHABLE: its replica does not answer."""
 
     PENDING = "pending"
     IMPORTED = "imported"
@@ -418,7 +418,7 @@ class TicketState(StrEnum):
 
 
 class AbsentBecause(StrEnum):
-    """Why a replica does not give a session. ABSENT: it does not hold it. YIELDED: as ABSENT, and it has given up its own claim.
+    """Why a replica does not give a session. ABSENT: it does not hold it. YIELDED: it does not hold it, and has given up its own claim.
     CLAIMED: its own claim comes first. MOVING: another replica takes the session."""
 
     ABSENT = "absent"
@@ -438,7 +438,7 @@ class SeekSession(Message, frozen=True):
 
 
 class SeekEnded(Message, frozen=True):
-    """No replica holds the session, unless one is `unreachable`. ended: why it ended at another replica without its client's knowledge."""
+    """No replica holds the session, or one is `unreachable`. ended: why it ended at another replica without its client's knowledge."""
 
     session: str
     ticket: str
@@ -447,7 +447,7 @@ class SeekEnded(Message, frozen=True):
 
 
 class TakeSession(Message, frozen=True):
-    """The replica `taker` wants to become the owner of a session. round: a number that the answer has too: older answers do not count."""
+    """The replica `taker` wants to become the owner of a session. round: repeated in the answer; answers of older rounds do not count."""
 
     session: str
     ticket: str
@@ -456,7 +456,7 @@ class TakeSession(Message, frozen=True):
 
 
 class SessionGiven(Message, frozen=True):
-    """The state of a session, frozen at the giver, as a session file in the trailing bytes. From the checkpoint store without a giver.
+    """The state of a session, frozen at the giver, as a session file in the trailing bytes. Without a giver: from the checkpoint store.
 
     idle: seconds since its last chunk. begun: when it began, in milliseconds of Unix time. uncertain: only a chunk that names the steps of
     the state may continue from it.
@@ -486,7 +486,7 @@ class SessionAbsent(Message, frozen=True):
 
 
 class AskTicket(Message, frozen=True):
-    """What has become of this ticket of the taker?"""
+    """Asks for the state of a ticket of the taker."""
 
     session: str
     ticket: str
@@ -495,7 +495,7 @@ class AskTicket(Message, frozen=True):
 
 
 class TicketReport(Message, frozen=True):
-    """What has become of a ticket of the taker."""
+    """The state of a ticket of the taker."""
 
     session: str
     ticket: str
@@ -518,7 +518,7 @@ class ForgetEnd(Message, frozen=True):
 
 
 class AnswersVoid(Message, frozen=True):
-    """An engine of this replica has ended: what it answered before counts no more."""
+    """An engine of this replica has ended: its earlier answers do not count any more."""
 
 
 class Ping(Message, frozen=True):
@@ -528,7 +528,7 @@ class Ping(Message, frozen=True):
 
 
 class Goodbye(Message, frozen=True):
-    """The sender holds no session any more, and ends."""
+    """The sender no longer holds any session, and ends."""
 
 
 class ListSessions(Message, frozen=True):
@@ -614,7 +614,7 @@ class CloseModel(Message, frozen=True):
 
 
 class ForgetModel(Message, frozen=True):
-    """To a frontend: no process has this version any more."""
+    """To a frontend: no process has this version any longer."""
 
     key: ModelKey
 
@@ -632,7 +632,7 @@ MAX_POLICY_CHARACTERS = 1000
 
 
 class LoadModel(Message, frozen=True):
-    """Call to the supervisor: serve what a model's folder holds now, versions chosen by `policy` or by the folder's own."""
+    """Call to the supervisor: serve the current content of a model's folder, versions chosen by `policy` or by the folder's own policy."""
 
     name: str
     policy: str | None = None
@@ -704,8 +704,8 @@ class DefineModel(Message, frozen=True):
 class DecodeBody(Message, frozen=True):
     """Call: parse the body in the trailing bytes, of a request to `api`. The reply is BodyDecoded.
 
-    The decoder keeps the inputs until it receives a Cancel with the id of this call. session: that the header names, for POST /infer. The
-    other fields are those of the Open Inference Protocol over REST.
+    The decoder keeps the inputs until it receives a Cancel with the id of this call. session: named by the header, for POST /infer. The
+    other fields are for the Open Inference Protocol over REST.
     """
 
     api: str

@@ -1,4 +1,4 @@
-"""The start of a child process, the configuration that it receives, and what ends the child when its parent ends."""
+"""The start of a child process, the configuration that it receives, and its end when its parent ends."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DEVICE_LOST = 70
 
 
 class ProcessConfig(msgspec.Struct, frozen=True):
-    """What a child reads from its standard input: settings as JSON, its parent's process id, and inherited descriptors.
+    """The configuration that a child reads from standard input: settings as JSON, its parent's process id, and inherited descriptors.
 
     `place` is the child's number, counted from 0 in each role: an engine runs on the device with this number in the settings. `http`,
     `grpc` and `admin` are the listening sockets of a frontend, and `connections`, `quotas` and `suspects` are the files of its

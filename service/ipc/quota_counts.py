@@ -18,7 +18,7 @@ BYTES = 8
 
 
 class _Field(IntEnum):
-    """What one frontend counts of one key. Requests and bytes are of the second with the number SECOND, and of the second before."""
+    """The counts of one key at one frontend. Requests and bytes belong to the second with the number SECOND, and to the second before."""
 
     IN_FLIGHT = 0
     SECOND = 1
@@ -121,7 +121,7 @@ class KeyUse:
     def total(self, now: float) -> Used:
         """Return the use of the key over all frontends.
 
-        Of the second before, the part counts that is within one second of now, as if its requests had come evenly.
+        The second before counts in proportion to its part within one second of now, as if its requests had come evenly.
         """
         second, numbers = int(now), self._numbers
         left = 1.0 - (now - second)

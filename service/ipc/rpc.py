@@ -72,7 +72,7 @@ class Rpc:
         return (await self.call(message, Done, tail=tail, timeout=timeout))[1]
 
     def handle_reply(self, frame: Frame) -> bool:
-        """Resolve the call that a frame replies to; false when it replies to none that waits."""
+        """Resolve the call that a frame replies to; false when no such call waits."""
         future = self._pending.get(frame.id)
         if future is None or not isinstance(frame.message, Reply):
             return False

@@ -3,7 +3,7 @@
 A client sends the file back to import the session. `read` therefore accepts only what an export writes, and its limits hold before
 anything is allocated: a general reader of safetensors accepts headers that take seconds to read, and shapes that overflow.
 
-The file is the length of a JSON header (8 bytes), the header, and the tensors, one after the other. The header has an entry for each
+The file is the length of a JSON header (8 bytes), the header, and the tensors in sequence. The header has an entry for each
 tensor (dtype, shape, offsets behind the header), and the origin of the state under METADATA. There, the first entry of a signed file is
 its signature, at a place that is the same in all files: it is found without parsing anything.
 """
@@ -26,7 +26,7 @@ MAX_HEADER_BYTES = 64 << 10
 """The header of a model with 16 recurrent layers takes 3 KiB."""
 MAX_TENSORS = 512
 MAX_REASON_CHARACTERS = 200
-"""Of an error message, in the words of the library that reads the header."""
+"""Limit for an error message of the library that reads the header."""
 MAX_DIMENSIONS = 4
 """A state has up to two dimensions for each slot."""
 ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "I32": 4, "I64": 8}
@@ -88,7 +88,7 @@ class _Metadata(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class _Invalid(ValueError):
-    """What is wrong with a file."""
+    """An error in a file."""
 
 
 def metadata_of(origin: Origin) -> dict[str, str]:
@@ -120,7 +120,7 @@ def with_signature_entry(data: bytes | memoryview) -> SignedFile:
 
 
 def split_signed(data: bytes | memoryview) -> SignedFile | None:
-    """Return the parts of a signed file, None for a file without a signature. Looks at nothing but the place of the signature."""
+    """Return the parts of a signed file, None for a file without a signature. Reads only the place of the signature."""
     view = memoryview(data)
     before, end = bytes(view[:_SIGNATURE_AT]), _SIGNATURE_AT + SIGNATURE_CHARACTERS
     if not before.endswith(_SIGNATURE_BEGIN) or len(view) < end:

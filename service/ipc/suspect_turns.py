@@ -24,7 +24,7 @@ class SuspectTurns:
         return cls(create_shared_file("seqserve-suspects"))
 
     def take(self, place: int) -> bool:
-        """Return whether this frontend may run a suspect in an engine now. If it may not, it asks again later, or gives up its place."""
+        """Return whether this frontend may run a suspect in an engine now. If not, the caller asks again later, or gives up its place."""
         if not self._lock(_next(place)) or not self._lock(_running(place)):
             return False
         self._unlock(_next(place))

@@ -1,4 +1,4 @@
-"""The socket over which frontends send the requests that they traced to the tracer. All of them share its one end.
+"""The socket over which frontends send traced requests to the tracer. All frontends share one end.
 
 Each message is a packet, so that several processes may write at once. A full socket drops packets: tracing never waits.
 """
@@ -14,7 +14,7 @@ from service.ipc.messages import RequestTrace
 
 MAX_PACKET_BYTES = 1 << 16
 BUFFER_BYTES = 1 << 22
-"""What may wait for the tracer, as far as the system allows it."""
+"""Bytes that may wait for the tracer, as far as the system allows it."""
 PACKETS_PER_READ = 4096
 """A reader returns after this many packets, so that other callbacks run."""
 _encoder = msgspec.msgpack.Encoder()
@@ -28,7 +28,7 @@ class TraceSockets:
         """Raises OSError."""
         try:
             ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        except OSError:  # macOS has no such sockets; its datagrams drop more, because fewer of them may wait
+        except OSError:  # macOS has no such sockets; its datagram sockets drop more, because fewer datagrams may wait
             ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._reading, self._writing = ends
         for end in ends:

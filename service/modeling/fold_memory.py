@@ -1,6 +1,6 @@
 """Decisions of earlier starts whether an embedding is folded, as files in the folder of compiled kernels.
 
-Each decision is a separate file, written in one step. If several processes decide at once, the first to write wins, and the
+Each decision is a separate file, written in one step. If several processes decide at once, the first writer wins, and the
 others take over its decision.
 """
 
@@ -53,7 +53,7 @@ class FoldMemory:
         return decision.folded
 
     def remember(self, circumstances: Circumstances, folded: bool) -> bool:
-        """Remember a decision, and return it, or that of a process which was faster."""
+        """Remember a decision, and return it, or the decision of a process that was faster."""
         file = self._file(circumstances)
         partial = file.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
         try:

@@ -34,7 +34,7 @@ class RunnableHead(ABC):
     """A head on a device."""
 
     wants: Outputs
-    """What the encoder has to compute for this head."""
+    """The outputs that the encoder has to compute for this head."""
     linear: tuple[Tensor, Tensor] | None = None
     """Weight and bias of a linear layer over one vector per row. The layer below may apply it and fill Encoded.scores."""
     streams = True

@@ -64,7 +64,7 @@ def from_stored(stored: Mapping[str, Tensor], spec: ModelSpec) -> dict[str, Tens
 
 
 def wrong_values(name: str, tensor: Tensor) -> str | None:
-    """Return what is wrong with the values of a tensor in weights.safetensors, or None."""
+    """Return the error in the values of a tensor in weights.safetensors, or None."""
     if tensor.dtype == torch.int8:
         below = bool((tensor < -LEVELS).any())
         return f"has numbers below -{LEVELS}: int8 weights are from -{LEVELS} to {LEVELS}" if below else None

@@ -1,4 +1,4 @@
-"""Where the other replicas are: looked up again every few seconds."""
+"""The addresses of the other replicas, which are looked up again every few seconds."""
 
 from __future__ import annotations
 

@@ -18,15 +18,15 @@ from service.errors import SettingsError
 from service.settings import Settings
 
 DIGEST_BYTES = 16
-"""Of the names of sessions, which may have characters that a file name cannot have."""
+"""Size of the digest of a session's name, which may have characters that a file name cannot have."""
 CHECK_BYTES = 32
-"""Digest before a state: a file that was torn by a crash of its machine is not taken for a state."""
+"""Size of the digest before a state: a file that was torn by a crash of its machine is not taken for a state."""
 REDIS_SECONDS = 2.0
 PREFIX = "seqserve:session:"
 
 
 class Checkpoint(NamedTuple):
-    """A state as a session file. A later one has larger `begun` and `steps`, compared in this order."""
+    """A state as a session file. A later state has larger `begun` and `steps`, compared in this order."""
 
     begun: int
     steps: int
@@ -41,7 +41,7 @@ class Store(Protocol):
     """Keeps checkpoints. Every function raises StoreFailed."""
 
     def save(self, session: str, checkpoint: Checkpoint) -> None:
-        """Keep a checkpoint, unless a later one is there."""
+        """Keep a checkpoint, unless a later checkpoint is there."""
 
     def find(self, session: str) -> Checkpoint | None:
         """Return the checkpoint of a session."""
@@ -63,7 +63,7 @@ def open_store(settings: Settings) -> Store:
 
 
 class FolderStore:
-    """One file for each session. Its name has the order, so that no lock is needed: the largest name counts."""
+    """One file for each session. Its name contains the order, so no lock is needed: the largest name counts."""
 
     def __init__(self, folder: Path, keep_seconds: float) -> None:
         """Raises SettingsError for a folder that cannot be written."""
@@ -158,7 +158,7 @@ return 0
 
 
 class RedisStore:
-    """One hash for each session. Redis compares and writes in one script, and expires what is too old."""
+    """One hash for each session. Redis compares and writes in one script, and expires old checkpoints."""
 
     def __init__(self, url: str, keep_seconds: float) -> None:
         """Raises SettingsError without the redis package."""

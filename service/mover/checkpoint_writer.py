@@ -1,4 +1,4 @@
-"""Saves checkpoints in a thread, in the order of each session. A state that waits is replaced by a newer one of its session."""
+"""Saves checkpoints in a thread, in the order of each session. A waiting state is replaced by a newer state of its session."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from service.settings import Settings
 
 SWEEP_SECONDS = 60.0
 MAX_WAITING_BYTES = 256 << 20
-"""Further states are not saved while so many bytes wait: the store is too slow, or does not answer."""
+"""Further states are not saved while this many bytes wait: the store is too slow, or does not answer."""
 RETRY_SECONDS = 0.5
 Found = Callable[[Checkpoint | None, bool], None]
 """Takes the checkpoint of a session, and whether the store failed."""
 
 
 class _Waiting(NamedTuple):
-    """What to do for a session. checkpoint: None to drop it. since: when it arrived."""
+    """A save or a removal for a session. checkpoint: None to drop it. since: when it arrived."""
 
     begun: int
     checkpoint: Checkpoint | None
@@ -68,7 +68,7 @@ class CheckpointWriter:
         task.add_done_callback(self._tasks.discard)
 
     async def flush(self) -> None:
-        """Wait until nothing waits to be saved."""
+        """Wait until every waiting state is saved."""
         await self._idle.wait()
 
     async def _find(self, session: str, found: Found) -> None:

@@ -14,7 +14,7 @@ POLL_SECONDS = 0.02
 NO_TAKER_SECONDS = 5.0
 """How long it waits while no other replica takes sessions: probably the whole service ends."""
 OFFER_SECONDS = 0.5
-"""Interval at which sessions are offered that nobody has taken yet."""
+"""Interval at which sessions that no replica has taken are offered again."""
 MAX_OFFER = 256
 """Sessions in one message."""
 
@@ -29,10 +29,10 @@ async def hand_over(
 ) -> tuple[int, int]:
     """Offer all sessions until they are taken, for up to `seconds`. Returns how many were taken, and how many are left.
 
-    Until all replicas that end at the same time know it of each other, sessions may still come: they are offered too.
+    Replicas that end at the same time may send each other sessions until they know of it: these sessions are offered too.
 
     sessions: returns the names of the open sessions. ready: returns the replicas that take sessions. reachable: whether there is any other
-    replica. replica: the id of this one.
+    replica. replica: the id of this replica.
     """
     loop = asyncio.get_running_loop()
     held, until, offer_at = set(remaining := await sessions()), loop.time() + seconds, 0.0

@@ -1,8 +1,8 @@
-"""How two replicas prove to each other that they belong together, and the authentication of all that they send afterwards. Pure.
+"""How two replicas prove to each other that they belong together, and the authentication of their later frames. Pure.
 
-Both sides know a secret of the peer key file. Each sends a nonce, and proves with an HMAC over both greetings that it knows the secret: an
-earlier proof is worth nothing. The proof also covers the certificate of the accepting side, so that nobody can stand between the two with
-a certificate of its own. Every frame has an HMAC over its number and its content.
+Both sides know a secret of the peer key file. Each sends a nonce, and proves with an HMAC over both greetings that it knows the secret: a
+replayed proof is worthless. The proof also covers the certificate of the accepting side, which rules out a man in the middle with another
+certificate. Every frame has an HMAC over its number and its content.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Handshake:
         return self._keys.sign([b"proof\0", self._role, self._transcript])
 
     def check(self, proof: bytes) -> tuple[FrameSeal, FrameSeal]:
-        """Return the seals of the frames that this side sends, and of those that it receives. Raises NotAPeer for a wrong proof."""
+        """Return the seals of the frames that this side sends, and of the frames that it receives. Raises NotAPeer for a wrong proof."""
         other = ACCEPTOR if self._role == DIALER else DIALER
         secret = self._keys.signer([b"proof\0", other, self._transcript], proof)
         if secret is None:

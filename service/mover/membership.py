@@ -1,7 +1,7 @@
 """Which other replicas there are: reachable, known but silent, or ended. Pure: the time is an argument.
 
-A replica has ended only if that is certain: its address refuses connections, another process answers there, the address is listed no
-more, or the replica has said so. Otherwise, as with a machine that does not answer, it may come back with its sessions.
+A replica has ended only if that is certain: its address refuses connections, another process answers there, the address is no longer
+listed, or the replica has said so. Otherwise, as with a machine that does not answer, it may come back with its sessions.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from service.mover.addresses import Address
 
 MAX_GONE = 4096
 UNLISTED_SECONDS = 15.0
-"""How long a replica may be missing whose address is not listed here yet: the list of addresses may be late."""
+"""How long a replica without a listed address may be missing: the list of addresses may be late."""
 
 
 class Spot(Enum):
-    """What is known of an address."""
+    """The knowledge about an address."""
 
     UNKNOWN = "unknown"
     REFUSES = "refuses"
@@ -34,7 +34,7 @@ class Membership:
         """The last replica at each address."""
         self._links: Counter[str] = Counter()
         self._missing: dict[str, float] = {}
-        """Replicas without a connection, and since when."""
+        """Replicas without a connection, and the time since when."""
         self._gone: OrderedDict[str, None] = OrderedDict()
 
     def listed(self, addresses: set[Address], now: float) -> None:
@@ -45,7 +45,7 @@ class Membership:
             self._left(address, now)
 
     def found(self, address: Address, spot: Spot, replica: str = "") -> None:
-        """Something was found at an address. replica: with CONNECTED."""
+        """Note the state of an address. replica: with CONNECTED."""
         if self._listed is None or address not in self._listed:
             return
         self._listed[address] = spot
@@ -58,12 +58,12 @@ class Membership:
             self._at[address] = replica
 
     def connected(self, replica: str) -> None:
-        """A connection to a replica is open, whichever side opened it."""
+        """Note an open connection to a replica, whichever side opened it."""
         self._links[replica] += 1
         self._missing.pop(replica, None)
 
     def disconnected(self, replica: str, now: float) -> None:
-        """A connection to a replica has ended."""
+        """Note the end of a connection to a replica."""
         self._links[replica] -= 1
         if not self._links[replica]:
             del self._links[replica]
@@ -71,11 +71,11 @@ class Membership:
                 self._missing[replica] = now
 
     def said_goodbye(self, replica: str) -> None:
-        """A replica holds no session any more, and ends."""
+        """Note that a replica holds no session any more, and ends."""
         self._end(replica)
 
     def tick(self, now: float) -> None:
-        """Give up the replicas that are missing for too long, and that are not listed."""
+        """Give up the replicas that have been missing for too long and are not listed."""
         here = set(self._at.values())
         for replica, since in list(self._missing.items()):
             if replica not in here and now - since > UNLISTED_SECONDS:
@@ -98,12 +98,12 @@ class Membership:
 
     @property
     def complete(self) -> bool:
-        """Whether it is known of every listed address who is there, or who was last."""
+        """Whether the present or the last replica is known for every listed address."""
         listed = self._listed
         return listed is not None and all(spot is not Spot.UNKNOWN or address in self._at for address, spot in listed.items())
 
     def _left(self, address: Address, now: float) -> None:
-        """An address is listed no more. A replica that still answers stays."""
+        """Drop an address that is no longer listed. A replica that still answers stays."""
         last = self._at.pop(address, "")
         if last and last not in self._links and last not in self._at.values():
             self._end(last)

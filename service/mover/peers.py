@@ -18,11 +18,11 @@ from service.mover.membership import Membership, Spot
 
 LOOK_UP_SECONDS = 2.0
 REDIAL_SECONDS, MAX_REDIAL_SECONDS = 0.1, 2.0
-"""Pause before an address is tried again that refuses connections, or that answers nothing. It doubles each time."""
+"""Pause before another attempt at an address that refuses connections or does not answer. It doubles each time."""
 SELF_SECONDS = 10.0
 """Pause before the address of this replica is tried again."""
 MAX_UNPROVEN = 64
-"""Connections that may be in their handshake; further ones are closed."""
+"""Connections that may be in their handshake; further connections are closed."""
 
 
 class Peers:
@@ -39,7 +39,7 @@ class Peers:
         on_message: Callable[[str, Frame], None],
         is_ready: Callable[[], bool],
     ) -> None:
-        """peers: the setting. replica: the id of this one. max_bytes: of a state."""
+        """peers: the setting. replica: the id of this replica. max_bytes: of a state."""
         self._peers = peers
         self._keys = keys
         self._replica = replica
@@ -73,7 +73,7 @@ class Peers:
     def send(self, replica: str, message: Message, tail: bytes | memoryview = b"") -> None:
         """Send a message to a replica; it is lost without a connection.
 
-        Two replicas may have connected to each other. Both send over the connection that the one with the smaller id has opened, so that
+        Two replicas may have connected to each other. Both send over the connection that the replica with the smaller id has opened, so
         their messages arrive in order.
         """
         links = self._links.get(replica, [])
@@ -87,7 +87,7 @@ class Peers:
         return sorted(id for id, links in self._links.items() if id in reachable and any(link.ready for link in links))
 
     async def flush(self) -> None:
-        """Wait until everything that was sent has left."""
+        """Wait until all sent messages have left this process."""
         await asyncio.gather(*(link.flush() for links in self._links.values() for link in links))
 
     async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, certificate: bytes) -> None:
@@ -155,7 +155,7 @@ class Peers:
                     await asyncio.shield(self._start(self._serve(link)))
                     self.membership.found(address, Spot.UNKNOWN)
                     redial = REDIAL_SECONDS
-                    continue  # at once: whether it has ended decides about its sessions
+                    continue  # at once: its sessions depend on whether it has ended
                 link.close()
                 spot, pause = Spot.SELF, SELF_SECONDS
             self.membership.found(address, spot)
@@ -163,7 +163,7 @@ class Peers:
             await asyncio.sleep(pause)
 
     def _start(self, serving: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run a coroutine that goes on even if nothing waits for it."""
+        """Run a coroutine that continues even if nothing waits for it."""
         task = asyncio.ensure_future(serving)
         self._serving.add(task)
         task.add_done_callback(self._serving.discard)

@@ -1,7 +1,7 @@
-"""What a mover does with the messages of its engines and of other movers. Pure: it knows no sockets, and the time is an argument.
+"""Handles the messages of a mover's engines and of other movers. Pure: it knows no sockets, and the time is an argument.
 
-The mover holds no session and decides about none: engines do. It asks all other replicas for a session, passes messages on, and says which
-replicas can be reached and which have ended. A mover that starts anew has forgotten its searches; engines begin them again.
+The mover holds no session and decides about no session: engines do. It asks all other replicas for a session, forwards messages, and
+reports which replicas can be reached and which have ended. A restarted mover has forgotten its searches; engines begin them again.
 """
 
 from __future__ import annotations
@@ -75,14 +75,14 @@ class MoverProtocol:
             handler(peer, message, tail, now)
 
     def engine_ended(self) -> None:
-        """An engine of this replica has ended, and with it what it knew of moves."""
+        """Void answers after the end of an engine of this replica, which knew of moves."""
         for peer in self._reachable:
             self._to_peer(peer, messages.AnswersVoid(), b"")
 
     def peers_changed(
         self, reachable: Iterable[str], known: Iterable[str], gone: Iterable[str], *, complete: bool, now: float
     ) -> None:
-        """Take over which replicas exist. complete: false while an address is listed of which it is not known who is there."""
+        """Take over the list of replicas. complete: false while a listed address has an unknown replica."""
         before, self._reachable, self._known = self._reachable, set(reachable), set(known)
         ended = set(gone) - self._gone
         self._gone, self._complete = set(gone), complete
@@ -133,7 +133,7 @@ class MoverProtocol:
         self._to_engine(search.session, ended, b"")
 
     def restored(self, search: Search, begun: int, state: bytes | None, *, failed: bool) -> None:
-        """Pass on the checkpoint of a session that no replica holds, if there is one. failed: whether the store does not answer."""
+        """Forward the checkpoint, if any, of a session that no replica holds. failed: whether the store does not answer."""
         if state is None:
             self._end(search, unreachable=failed)
             return
@@ -150,7 +150,7 @@ class MoverProtocol:
         self._to_peer(message.giver, message, tail)
 
     def _ask_taker(self, message: messages.AskTicket, tail: Tail, now: float) -> None:
-        """Ask the taker of a session, or tell the engine at once that it cannot be asked."""
+        """Ask the taker of a session, or tell the engine at once that the taker cannot be asked."""
         if message.taker in self._reachable:
             self._to_peer(message.taker, message, b"")
             return
@@ -172,7 +172,7 @@ class MoverProtocol:
             self._to_engine(session, messages.OfferSessions([session], peer), b"")
 
     def _handle_given(self, peer: str, message: messages.SessionGiven, tail: Tail, now: float) -> None:
-        """Pass on a state. The engine decides whether it still counts."""
+        """Forward a state. The engine decides whether it still counts."""
         self._searches.pop(message.ticket, None)
         self._to_engine(message.session, message, tail)
 

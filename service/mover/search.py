@@ -1,6 +1,6 @@
-"""The search for a session at the other replicas, for one claim of an engine. Pure: it says whom to ask, and when the answer is known.
+"""The search for a session at the other replicas, for one claim of an engine. Pure: it decides which replicas to ask and when it ends.
 
-The session is nowhere only if every other replica has answered so, each after the last event that could have brought the session to it.
+The session is absent only if every other replica says so, each after the last event that could have brought the session to it.
 Therefore an answer is void when
 
 - another replica reports that the session moved to the replica that gave the answer, or
@@ -14,11 +14,11 @@ from enum import Enum
 from service.ipc.messages import AbsentBecause, SessionAbsent
 
 RETRY_SECONDS = 0.01
-"""Pause before a replica is asked again that cannot answer yet."""
+"""Pause before another question to a replica that cannot answer yet."""
 
 
 class Outcome(Enum):
-    """What a search has found."""
+    """The result of a search."""
 
     NOWHERE = "nowhere"
     UNREACHABLE = "unreachable"
@@ -28,7 +28,7 @@ class Search:
     """One search. `ask` is called with the id of each replica to ask, now or again."""
 
     def __init__(self, session: str, ticket: str, now: float, patience: float, giver: str = "", holder: str = "") -> None:
-        """giver: the only replica to ask, empty for all. holder: the replica that must answer in any case, empty for none."""
+        """giver: the only replica to ask, empty for all. holder: the replica that must answer in any case, or empty."""
         self.session = session
         self.ticket = ticket
         self.giver = giver
@@ -54,9 +54,9 @@ class Search:
         return {name: self._rounds[name] for name in due}
 
     def absent(self, replica: str, answer: SessionAbsent, now: float) -> None:
-        """A replica does not give the session."""
+        """Note that a replica does not give the session."""
         if replica in self._answered or self._rounds.get(replica) != answer.round:
-            return  # repeated, or of a question whose answer is void
+            return  # a repeated answer, or a void answer
         self.ended = answer.ended or self.ended
         if answer.because in (AbsentBecause.CLAIMED, AbsentBecause.MOVING):
             self._asked[replica] = now + RETRY_SECONDS
@@ -67,7 +67,7 @@ class Search:
             self._forget(answer.holder)
 
     def _forget(self, replica: str) -> None:
-        """Ask a replica again: its last answer counts no more."""
+        """Ask a replica again: its last answer no longer counts."""
         self._answered.discard(replica)
         self._asked.pop(replica, None)
         self._rounds.pop(replica, None)
@@ -82,9 +82,9 @@ class Search:
         self._asked.pop(replica, None)
 
     def outcome(self, replicas: set[str], gone: set[str], now: float, *, complete: bool) -> Outcome | None:
-        """Return what the search has found, None while it goes on.
+        """Return the result of the search, None while it continues.
 
-        replicas: those that exist, whether they can be reached or not. gone: those that have ended. complete: whether all are known.
+        replicas: the existing replicas, reachable or not. gone: the replicas that have ended. complete: whether all replicas are known.
         """
         needed = {self.giver} if self.giver else replicas | self._needed
         if (complete or self.giver) and needed - gone <= self._answered:

@@ -37,11 +37,11 @@ from service.metrics import Snapshot
 from service.settings import Settings
 
 MAX_CONNECTIONS = 64
-"""Open connections. Further ones are closed at once."""
+"""Open connections. Further connections are closed at once."""
 REQUEST_SECONDS = 5.0
 """How long a connection may take until it has its answer."""
 COLLECT_SECONDS = 0.1
-"""Longest wait for the metrics of a busy process. Its last known values count then; they are as old as the last scrape at most."""
+"""Longest wait for the metrics of a busy process. Then its last known values count; they are at most as old as the last scrape."""
 READ_BYTES = 4096
 MAX_HEAD_BYTES = 2 * READ_BYTES
 JSON = "application/json"
@@ -76,7 +76,7 @@ class HealthPort:
         self._log = log
         self._access = AccessPolicy(settings)
         self._refused_keys = RefusedKeys(settings.refused_key_seconds)
-        # Keys would cross the network in plain text, and certificates of clients would not be asked for.
+        # Keys would cross the network in plain text, and client certificates would not be required.
         self._has_metrics = not settings.tls_cert
         self._server: asyncio.Server | None = None
         self._open = 0

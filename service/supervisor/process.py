@@ -29,7 +29,7 @@ ENGINE, FRONTEND, TRACER, MOVER = "engine", "frontend", "tracer", "mover"
 EXIT_SECONDS = 0.5
 """How long a process that has closed its control channel may take to exit by itself."""
 KILL_SECONDS = 2.0
-"""How long a killed process may take to end. One that a device or a network disk holds in the kernel is left behind."""
+"""How long a killed process may take to end. A process that a device or a network disk holds in the kernel is left behind."""
 CHILD_ENVIRONMENT = {
     "OMP_WAIT_POLICY": "PASSIVE",  # idle compute threads sleep: the frontends share the cores
     "KMP_BLOCKTIME": "0",

@@ -1,4 +1,4 @@
-"""Changes what the service serves while it serves: one change at a time, carried out by all processes.
+"""Changes the served models while the service runs: one change at a time, carried out by all processes.
 
 Engines and frontends first prepare the new versions while they serve the old versions. Then every frontend switches, each at one moment.
 Then the engines unload versions that are no longer served, as soon as nothing uses them. A change that fails or is cancelled before the
@@ -107,7 +107,7 @@ class ModelReloader:
         return Manifest(self._trials.to_load([*self.manifest.model_versions, *preparing]), self.manifest.aliases)
 
     async def load(self, name: str, policy: str | None = None) -> None:
-        """Serve what the folder of a model holds now; raises a ServiceError. policy: from now on, instead of the model's own."""
+        """Serve the current content of a model's folder; raises a ServiceError. policy: from now on, instead of the model's own policy."""
         if policy is not None and len(policy) > MAX_POLICY_CHARACTERS:
             raise InvalidInput(
                 f"the version policy has {len(policy)} characters and at most {MAX_POLICY_CHARACTERS} are allowed: shorten it",
@@ -129,8 +129,8 @@ class ModelReloader:
             await self._switch(rest, self.manifest.aliases)
 
     async def leave_out(self, key: ModelKey, error: ServiceError, *, everywhere: bool) -> None:
-        """Note that a process started without a version. everywhere: stop serving the version, which no process of its role has, or with
-        which every engine ended."""
+        """Note that a process started without a version. everywhere: stop serving the version, because no process of its role has it, or
+        because every engine ended with it."""
         async with self._lock:
             if key not in {version.key for version in self.manifest.model_versions}:
                 return
@@ -165,7 +165,7 @@ class ModelReloader:
         return entries
 
     async def poll(self) -> None:
-        """Load what has changed in the models folder, every `poll_seconds`."""
+        """Load changes of the models folder, every `poll_seconds`."""
         seen: dict[str, Fingerprint] = {}
         while not self._closed:
             await asyncio.sleep(self._settings.poll_seconds)

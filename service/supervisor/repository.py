@@ -214,7 +214,7 @@ def by_name(model_versions: Sequence[ModelVersion]) -> dict[str, list[str]]:
 def keep_unchanged(
     model_versions: Sequence[ModelVersion], served: Mapping[tuple[str, str], ModelVersion]
 ) -> list[ModelVersion]:
-    """Replace each version that is served already, with the same content, by the served one, which need not be loaded again."""
+    """Replace each version by the served version with the same content, if any, which need not be loaded again."""
 
     def unchanged(model_version: ModelVersion) -> ModelVersion:
         old = served.get((model_version.name, model_version.version))

@@ -124,7 +124,7 @@ class Supervisor:
 
     @property
     def manifest(self) -> Manifest:
-        """Return what is served, or will be as soon as it is loaded."""
+        """Return the versions that are served, or will be as soon as they are loaded."""
         return self._model_reloader.manifest
 
     def serve(self) -> None:
@@ -168,7 +168,7 @@ class Supervisor:
             _ignore_signals(loop)
 
     async def _end(self) -> None:
-        """End all processes and free what the supervisor holds."""
+        """End all processes and free the resources of the supervisor."""
         self._sockets.close()
         self._model_reloader.close()
         for task in (*self._calls.values(), *self._leaving_out):
@@ -189,7 +189,7 @@ class Supervisor:
     # Start, watch, restart.
 
     async def _keep_running(self, name: str) -> None:
-        """Run one process after another under this name; raises StartError when none becomes ready."""
+        """Run one process after another under this name; raises StartError when no process becomes ready."""
         while not self._is_closed(name):
             try:
                 child = self._start(name)
@@ -267,7 +267,7 @@ class Supervisor:
         self._update_ready()
 
     def _count_against_trials(self, engine: Child) -> None:
-        """Count the end of an engine against the versions that it tried, and serve a version with which all engines end no longer."""
+        """Count the end of an engine against the versions that it tried, and stop serving a version with which all engines end."""
         for key in engine.on_trial:
             ran_elsewhere = any(key in other.ran for other in self._children.values())
             error = self._trials.count_end(key, survived=engine.survived, ran_elsewhere=ran_elsewhere)
@@ -459,7 +459,7 @@ class Supervisor:
         self._metrics_aggregator.forget_model(*key.labels)
 
     def _log_bug(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """An exception in a callback fails what it served, and nothing else."""
+        """An exception in a callback fails the work of this callback, and nothing else."""
         self._log.error("bug", error=repr(context.get("exception") or context["message"]))
 
 

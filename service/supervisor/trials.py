@@ -1,4 +1,4 @@
-"""Finds the model versions that end engines, by what each engine tried when it ended. Pure: starts and stops nothing.
+"""Finds the model versions that end engines, by the versions that each engine tried when it ended. Pure: starts and stops nothing.
 
 An end counts against the versions that the engine was loading or running for the first time. It does not count while another engine
 has run the version: then the version does not end every engine.
@@ -13,7 +13,7 @@ from service.errors import InvalidModel
 from service.ipc.messages import ModelKey, ModelVersion
 
 MAX_ENDS = 3
-"""So many engines in a row may end with a version before it is refused."""
+"""Engines in a row that may end with a version before it is refused."""
 
 
 class Trials:
@@ -40,14 +40,14 @@ class Trials:
         )
 
     def count_pass(self, key: ModelKey) -> None:
-        """An engine has run the version."""
+        """Forget earlier ends: an engine has run the version."""
         del self._ends[key]
 
     def has_ended_engines(self, key: ModelKey) -> bool:
         return bool(self._ends[key])
 
     def to_load(self, versions: Iterable[ModelVersion]) -> list[ModelVersion]:
-        """Return the versions that an engine has to load, first those with which no engine ended: their load shows that it works."""
+        """Return the versions that an engine has to load. Versions with which no engine ended come first: they show that it works."""
         return sorted(
             (version for version in versions if version.key not in self._refused), key=lambda version: self._ends[version.key]
         )

@@ -12,11 +12,11 @@ from service.top.scrape import Change, Scrape
 SERIES = Metrics()
 """The names of all metrics."""
 STAGES = ("parse", "channel", "queue", "stage_in", "device_wait", "compute", "stage_out", "reply", "encode", "total")
-"""In their order; the total includes the others."""
+"""The stages in order; the total includes the others."""
 
 
 class Quantiles(NamedTuple):
-    """Of some values, None without values; infinite above the largest bucket. rate: values per second."""
+    """Quantiles of some values, None without values; infinite above the largest bucket. rate: values per second."""
 
     rate: float
     mean: float | None
@@ -66,7 +66,7 @@ class KeyTraffic(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Levels:
-    """What one scrape shows. peers: other replicas, 0 for a service that is to know none; reachable_peers: those that answer."""
+    """The figures of one scrape. peers: other replicas, 0 for a service without peers; reachable_peers: the peers that answer."""
 
     ready: bool
     in_flight: float
@@ -108,7 +108,7 @@ class Levels:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What two scrapes show, per second.
+    """The figures of two scrapes, per second.
 
     padded: share of the computed time steps that no sequence needed; by_graph: share of batches; session_moves: between device and host;
     sessions_in, sessions_out: sessions that came from other replicas, and that other replicas took.
@@ -160,7 +160,7 @@ class Rates:
 
 
 def _refusals(change: Change) -> list[Refusal]:
-    """Return what was not answered since the start of the service, the most frequent first.
+    """Return the requests without an answer since the start of the service, the most frequent outcome first.
 
     A request whose key, host or origin is refused counts as denied, and not as an inference request.
     """

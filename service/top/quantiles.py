@@ -1,4 +1,4 @@
-"""Quantiles of histograms, and of what was observed between two moments. Nothing here knows the service or a clock."""
+"""Quantiles of histograms, and of the values observed between two moments. Nothing here knows the service or a clock."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Distribution:
 
 
 def increase(before: float, now: float) -> float:
-    """Return by how much a counter rose. A counter that fell began again at 0, when its service was restarted."""
+    """Return by how much a counter rose. A counter that fell started again at 0, when its service was restarted."""
     return now - before if now >= before else now
 
 

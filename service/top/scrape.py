@@ -60,7 +60,7 @@ class Scrape:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What happened between two scrapes."""
+    """The changes between two scrapes."""
 
     before: Scrape
     now: Scrape

@@ -115,7 +115,7 @@ def _levels(levels: Levels, rates: Rates | None) -> Table:
 
 
 def _described(levels: Levels, rates: Rates | None) -> Iterator[tuple[str, str]]:
-    """Yield the name and the value of each line beside the stages."""
+    """Yield the name and the value of each line next to the stages."""
     yield "in flight", count(levels.in_flight)
     yield "queue", f"{count(levels.waiting)} waiting, {count(levels.begun)} begun"
     yield "backlog", seconds(levels.backlog_seconds)

@@ -49,5 +49,5 @@ def share(value: float) -> str:
 
 
 def _three_digits(value: float) -> str:
-    """Return a number from 1 to 1000, and with as many digits as its three first."""
+    """Return a number with three significant digits, or with all digits before the decimal point."""
     return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"

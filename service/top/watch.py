@@ -14,7 +14,7 @@ from service.top.scrape import Change, Scrape, printable
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What the screen shows at one moment.
+    """The content of the screen at one moment.
 
     levels: of the last scrape, None before it. rates: between the last two scrapes, None before them, and after a failure. error: why the
     service cannot be read now, empty if it can. age_seconds: of the levels. restarted_seconds: how long ago the service was restarted,

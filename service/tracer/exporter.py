@@ -31,7 +31,7 @@ def open_exporter(settings: Settings) -> SpanExporter:
 
 
 class _HashedResource(Resource):
-    """A resource that is hashed once. The exporters hash that of each span, which encodes it as JSON."""
+    """A resource that is hashed once. The exporters hash the resource of each span, which encodes it as JSON."""
 
     @cached_property
     def _hash(self) -> int:
@@ -45,7 +45,7 @@ class _HashedResource(Resource):
 
 
 def service_resource() -> Resource:
-    """Return what the spans say about this service. OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES override it."""
+    """Return the description of this service in the spans. OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES override it."""
     own = Resource({"service.name": "seqserve", "service.version": __version__})
     merged = Resource.create().merge(own).merge(OTELResourceDetector().detect())
     return _HashedResource(merged.attributes, merged.schema_url)

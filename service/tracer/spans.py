@@ -215,7 +215,7 @@ def _random_id() -> int:
 
 
 def _key(run: BatchRun) -> BatchKey:
-    """Return what identifies a batch. The numbers of a restarted engine begin again, at a later time."""
+    """Return the key that identifies a batch. The numbers of a restarted engine begin again, at a later time."""
     return run.engine, run.number, run.formed
 
 

@@ -1,4 +1,4 @@
-"""The tracer's loop: reads what frontends recorded, makes spans and exports them in a thread, a batch at a time."""
+"""The tracer's loop: reads the requests that frontends recorded, makes spans and exports them in a thread, a batch at a time."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Tracer:
                 self._queue(spans)
 
     async def run(self) -> None:
-        """Export until `stop`, and then all that waits, the spans of batches included."""
+        """Export until `stop`, and then all waiting spans, including the spans of batches."""
         while not self._stopping:
             self._wake.clear()
             if len(self._waiting) < SPANS_PER_EXPORT:

@@ -45,7 +45,7 @@ class ScheduledSteps(NamedTuple, Generic[S]):
 
 @dataclass(slots=True)
 class Taken(Generic[S]):
-    """What the next batch takes of a queue.
+    """The part of a queue that the next batch takes.
 
     rows, tokens, longest: of the batch.
     requests: indices of the whole requests of each block, in any order; divided: indices of the requests that became sequences.

@@ -108,7 +108,7 @@ class Batcher:
         return ticket
 
     def _submit(self, ticket: Ticket, data: bytes | memoryview, again: bool) -> None:
-        """Queue a request, or keep it until it is known where its session is."""
+        """Queue a request, or keep it until the location of its session is known."""
         request = ticket.request
         try:
             self._check(request, ticket.key, again)
@@ -149,13 +149,13 @@ class Batcher:
             owner.refuse(refused.ids, refused.error)
 
     def fail_requests(self, owner: BlockOwner, ids: Sequence[int], error: ServiceError) -> None:
-        """Refuse requests of a block whose submission raised an exception. Some of them may be queued."""
+        """Refuse the requests of a block after its submission raised an exception. Some of them may be queued."""
         for id in ids:
             self._scheduler.drop_request(owner, id)
         owner.refuse(ids, error)
 
     def cancel_request(self, owner: BlockOwner, id: int) -> None:
-        """Drop a request of a block. If it runs, it is answered nevertheless: the owner ignores answers that nothing waits for."""
+        """Drop a request of a block. A running request is still answered: the owner ignores answers that nothing waits for."""
         if self._scheduler.drop_request(owner, id):
             self._metrics.cancelled.add("waiting")
             return
@@ -400,7 +400,7 @@ class Batcher:
             self._fail(ticket, "answer", error)
 
     def _answer(self, sequence: RequestSequence, ready: float) -> None:
-        """Answer a request. sequence: the last of the request, and the only one of a session's chunk."""
+        """Answer a request. sequence: the last sequence of the request; a session's chunk has a single sequence."""
         ticket, session = sequence.ticket, sequence.session
         # The answer first: if it raises an exception, the session keeps its state.
         ticket.answer(ready, sequence.session_steps)

@@ -38,7 +38,7 @@ class FairShares:
         self._newest = ""
         """The tenant that was the last to send a request or to be in a batch."""
         self._last_change = -MEMORY
-        """The number of the batch at which it was another tenant."""
+        """The number of the batch at which this tenant last changed."""
 
     def arrive(self, share: Share, *, waits: bool) -> None:
         """Note a request. waits: whether others of its tenant are queued."""
@@ -56,7 +56,7 @@ class FairShares:
         return self._batches - self._last_change < MEMORY
 
     def least_paid(self, tenants: Iterable[str]) -> float:
-        """Return what the tenant that has paid the least has paid."""
+        """Return the smallest amount that a tenant has paid."""
         return min([self._accounts[tenant].paid for tenant in tenants])
 
     def start_batch(self, waiting: Iterable[str]) -> None:
@@ -88,7 +88,7 @@ class FairShares:
         return count, steps
 
     def in_turn(self, queue: ModelQueue[S]) -> Iterator[BlockRequest | S]:
-        """Return the requests of a queue, each from the tenant that will have paid the least when those before it have run."""
+        """Return the requests of a queue, each from the tenant that will have paid the least when the requests before it have run."""
         turns = [
             (self._accounts[tenant].paid, place, self._accounts[tenant].weight, queue.in_order(tenant))
             for place, tenant in enumerate(queue.tenants)

@@ -121,7 +121,7 @@ class Rejection(NamedTuple):
 class QueuedWork:
     """The work of one tenant in a queue.
 
-    count, steps: of its sequences; begun: the number of those that have begun. rejection: the last rejection since the last batch.
+    count, steps: of its sequences; begun: how many sequences have begun. rejection: the last rejection since the last batch.
     """
 
     __slots__ = ("begun", "count", "rejection", "steps")
@@ -175,7 +175,7 @@ class ModelQueue(Generic[S]):
             self.tenants[tenant].rejection = rejection
 
     def count_work(self, tenant: str, count: int, steps: int, begun: int = 0) -> None:
-        """Count sequences of a tenant that were added, or less than zero that were removed. begun: change of those that have begun."""
+        """Count added sequences of a tenant; negative for removed sequences. begun: change in the number that have begun."""
         self.count += count
         self.steps += steps
         work = self.tenants.get(tenant)

@@ -2,8 +2,8 @@
 argument.
 
 Two things exist here. A *claim* is this engine's attempt to become the owner of a session that it does not hold: it asks all others.
-A *departure* is a session that another replica has taken: it is frozen here until it is known whether that replica has it. Each claim has a
-ticket, which names the engine process and the claim. Every question about a move is a question about a ticket, so a message that is lost,
+A *departure* is a session that another replica has taken: it is frozen here until that replica is known to have it or not. Each claim has a
+ticket, which names the engine process and the claim. Every question about a move names a ticket, so a message that is lost,
 late or repeated never counts for another attempt. docs/decisions/moving-sessions.md has the protocol and its cases.
 """
 
@@ -18,7 +18,7 @@ from service.ipc.messages import AbsentBecause, TakeSession, TicketState
 MAX_TICKETS = 1 << 16
 """Tickets that brought a session here, and sessions that moved away, are remembered up to this number each."""
 ASK_SECONDS = 1.0
-"""Interval at which the taker of a session is asked for a ticket that it has not confirmed."""
+"""Interval of the questions to the taker of a session about a ticket that it has not confirmed."""
 
 
 @dataclass(slots=True)
@@ -43,11 +43,11 @@ class Departure:
 
 
 class Take(StrEnum):
-    """What becomes of a session that another replica wants to take."""
+    """The decision about a session that another replica wants to take."""
 
     GIVE = "give"
     FINISH = "finish"
-    """It is given as soon as its chunks have run."""
+    """The session moves as soon as its chunks have run."""
     REFUSE = "refuse"
 
 
@@ -95,11 +95,11 @@ class Moves:
             self._forgotten, _ = self._imported.popitem(last=False)
 
     def opened(self, session: str) -> None:
-        """A session of this name begins here."""
+        """Note that a session of this name begins here."""
         self._holders.pop(session, None)
 
     def state_of(self, session: str, ticket: str) -> TicketState:
-        """Return what has become of a claim of this engine."""
+        """Return the state of a claim of this engine."""
         if not ticket.startswith(self._instance + "."):
             return TicketState.UNKNOWN  # of an engine process that has ended
         if ticket in self._imported:
@@ -110,13 +110,13 @@ class Moves:
         return TicketState.UNKNOWN if ticket <= self._forgotten else TicketState.ABANDONED
 
     def holder(self, session: str) -> str:
-        """Return the replica to which a session moved last, empty if it is not known."""
+        """Return the replica to which a session moved last, empty if unknown."""
         return self._holders.get(session, "")
 
     # The side of the giver.
 
     def take(self, wish: TakeSession, now: float, *, is_open: bool, is_busy: bool) -> Take:
-        """Decide about the wish of another replica for a session. A session that is given is frozen from now on.
+        """Decide whether another replica gets a session. A session that moves is frozen from now on.
 
         is_open: whether the session is open here; is_busy: whether it has chunks without an answer.
         """
@@ -133,7 +133,7 @@ class Moves:
         return Take.FINISH if is_busy else Take.GIVE
 
     def refusal(self, session: str, ticket: str) -> AbsentBecause:
-        """Return why a session is not given. If two replicas claim a session that nobody holds, the smaller ticket wins.
+        """Return why a session does not move. If two replicas claim a session that no replica holds, the smaller ticket wins.
 
         The claim of this engine then ends: nothing that arrives for it later counts.
         """
@@ -145,12 +145,12 @@ class Moves:
         return AbsentBecause.CLAIMED if claim.ticket < ticket else AbsentBecause.YIELDED
 
     def finished(self, session: str, now: float) -> None:
-        """The chunks of a departing session have run."""
+        """Note that the chunks of a departing session have run."""
         departure = self.departures[session]
         departure.finishing, departure.ask_at = False, now + ASK_SECONDS
 
     def settle(self, session: str, ticket: str, state: TicketState) -> bool:
-        """End a departure whose outcome is known; false if the session has no departure with this ticket, or the state says nothing."""
+        """End a departure with a known outcome; false without a departure with this ticket, or for a state that leaves it open."""
         departure = self.departures.get(session)
         if departure is None or departure.ticket != ticket or state in (TicketState.PENDING, TicketState.UNREACHABLE):
             return False
@@ -163,7 +163,7 @@ class Moves:
         return True
 
     def closed(self, session: str) -> None:
-        """A session has ended here, so nothing is left to give."""
+        """Drop the departure of a session that has ended here."""
         self.departures.pop(session, None)
 
     # Time.

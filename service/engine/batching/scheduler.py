@@ -11,8 +11,9 @@ The scheduler is pure: the time is an argument, and nothing here knows about a d
   short one. Sequences of equal length run in the order of their arrival, so later requests never delay an accepted request. A priority
   level is a fixed head start in seconds: a higher level runs earlier, and no level starves.
 - **Models share the device by time.** The model with the fewest seconds of device time runs next.
-- **Tenants share it by weight** (`fair_shares.py`). The requests of a tenant over its share wait behind those of the others, whatever their
-  priority. While several tenants send requests, a batch ends within the time budget, so that none waits long for the batch of another.
+- **Tenants share it by weight** (`fair_shares.py`). The requests of a tenant over its share wait behind the requests of other tenants,
+  whatever their priority. While several tenants send requests, a batch ends within the time budget, so no tenant waits long for the batch
+  of another tenant.
 - **A request that would miss its deadline is rejected when it arrives**, by the predicted cost of the work queued before it.
 
 Requests without a state arrive in blocks (`request_block.py`). Blocks that fit into the next batch as a whole cost nothing for each
@@ -78,7 +79,7 @@ class RemovedRequests(NamedTuple, Generic[S]):
 
 @dataclass(slots=True)
 class _Arriving:
-    """What the check of its deadline needs to know of a request, or of a block of `requests`. longest: steps of its longest sequence."""
+    """The values that the deadline check of a request, or of a block of `requests`, needs. longest: steps of its longest sequence."""
 
     share: Share
     count: int
@@ -152,7 +153,7 @@ class Scheduler(Generic[S]):
         self._count(model, queue, request)
 
     def add_block(self, block: RequestBlock, *, now: float, busy: float = 0.0) -> list[RefusedRequests]:
-        """Queue the requests of a block, as `add` would queue them one after the other. Returns the refused requests."""
+        """Queue the requests of a block, as `add` would queue them in turn. Returns the refused requests."""
         model = block.model
         queue = self._queue(model)
         block.arrive(now, self._arrivals, queue.cost if self._limits.continuous else None)
@@ -221,7 +222,7 @@ class Scheduler(Generic[S]):
         return sum(self._seconds(queue, queue.count, queue.steps) for queue in self._queues.values())
 
     def next_batch(self) -> ScheduledBatch[S] | None:
-        """Choose the model that runs next and what of its queue. Returns None if no sequence can run now."""
+        """Choose the model that runs next and the part of its queue that runs. Returns None if no sequence can run now."""
         for model in sorted(self._queues, key=self._claim) if len(self._queues) > 1 else list(self._queues):
             queue = self._queues[model]
             queue.update_cost(self._cost(model))
@@ -295,7 +296,7 @@ class Scheduler(Generic[S]):
         return taken
 
     def _advance(self, model: ModelKey, queue: ModelQueue[S], taken: Taken[S]) -> list[RequestBlock]:
-        """Remove from the queue what has no steps left, and update the counts. Returns the blocks of the batch."""
+        """Remove everything without steps left from the queue, and update the counts. Returns the blocks of the batch."""
         if taken.rows == queue.count and not taken.parts:
             self.waiting -= taken.rows
             for block in taken.requests:

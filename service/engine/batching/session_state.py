@@ -40,7 +40,7 @@ def check_origin(origin: Origin, expected: Origin) -> None:
 def unpack(
     tensors: Mapping[str, StoredTensor], data: bytes | memoryview, like: State, *, trusted: bool = False
 ) -> dict[str, Tensor]:
-    """Return an imported state as copies of its bytes. Raises InvalidRequest for tensors unlike those of `like`.
+    """Return an imported state as copies of its bytes. Raises InvalidRequest for tensors that differ in form from `like`.
 
     Names and shapes are compared before anything is allocated. A replica with another kind of device may have stored another dtype.
     trusted: the state comes from another replica, and may have the ids of earlier steps.

@@ -1,4 +1,4 @@
-"""The life of sessions: chunks start, continue and end them; clients export, import and close them; idle ones expire.
+"""The life of sessions: chunks start, continue and end them; clients export, import and close them; idle sessions expire.
 
 `session_table` records which sessions are open, `state_cache` where their states are. This module keeps the two consistent.
 """
@@ -135,7 +135,7 @@ class Sessions:
         assert id is not None
         old = self._table.find(id)
         if old is None and not request.opens_session:
-            self._table.resume(request, again)  # how the session ended says more
+            self._table.resume(request, again)  # an error about its end is more precise
             raise Overloaded(
                 "no session is opened while the memory limit of the service is nearly used up: retry later, "
                 "or give the service more memory",
@@ -153,7 +153,7 @@ class Sessions:
         return session
 
     def _check_uncertain(self, session: Session, request: Request) -> None:
-        """Raise SessionLost for a chunk that does not say what it continues from. The session then ends: its client knows of the loss."""
+        """Raise SessionLost unless a chunk names the session's step count. If it names none, the session ends: its client knows."""
         if request.session_at is None:
             error = _uncertain(session)
             self._states.discard(session.location)

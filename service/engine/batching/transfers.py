@@ -1,7 +1,7 @@
 """Sessions that come from other replicas or from a checkpoint, and sessions that go there. `moves` decides, this module carries it out.
 
-Work for a session that is not open here waits until it is known where the session is. This is what holds a chunk: the queue of the
-batcher does not see it before.
+Work for a session that is not open here waits until the location of the session is known. A chunk waits in this module and reaches the
+batcher's queue afterwards.
 """
 
 from __future__ import annotations
@@ -62,9 +62,7 @@ class Transfers:
         max_waiting: int,
         checkpoint_chunks: int = 0,
     ) -> None:
-        """replica: the id of this one. patience: how long work waits. checkpoint_chunks: a checkpoint is due after so many chunks, 0
-        for none.
-        """
+        """replica: the id of this replica. patience: how long work waits. checkpoint_chunks: chunks between two checkpoints, 0 for none."""
         self._moves = moves
         self._table = table
         self._metrics = metrics
@@ -78,7 +76,7 @@ class Transfers:
         """When the work that waits for a departure is refused."""
         self._waiters = 0
         self._proceeding = ""
-        """The session whose work proceeds now: it is known that no other replica holds it."""
+        """The session whose work proceeds now, because no other replica holds it."""
         self._kept: dict[str, _KeptState] = {}
         """States of sessions whose taker ended before it confirmed: it may have answered more chunks."""
         self._replica = replica
@@ -114,7 +112,7 @@ class Transfers:
     # Work for a session.
 
     def hold(self, session: str, waiting: Waiting) -> bool:
-        """Keep work until it is known where its session is. Returns False if it can be done now, or is refused with an error."""
+        """Keep work until the location of its session is known. Returns False if it can be done now, or is refused with an error."""
         if session == self._proceeding or _is_private(session):
             return False
         departing = session in self._moves.departures
@@ -178,14 +176,14 @@ class Transfers:
     # Sessions of this engine.
 
     def rested(self, session: Session) -> None:
-        """The last chunk of a session has left. If another replica waits for the session, it gets it now."""
+        """Give a session to the replica that waits for it, if any, after its last chunk has left."""
         departure = self._moves.departures.get(session.id)
         if departure is not None and departure.finishing:
             self._moves.finished(session.id, self._clock())
             self._give(session)
 
     def closed(self, session: Session, reason: str) -> None:
-        """A session has ended. reason: from metrics.SESSION_ENDS."""
+        """Note that a session has ended. reason: from metrics.SESSION_ENDS."""
         departure = self._moves.departures.get(session.id)
         if departure is not None:
             self._moves.closed(session.id)
@@ -196,7 +194,7 @@ class Transfers:
             self._tell(messages.DropCheckpoint(session.id, session.begun))
 
     def answered(self, session: Session) -> None:
-        """A chunk of a session was answered: save a checkpoint if one is due."""
+        """Save a checkpoint if it is due, after a chunk of a session was answered."""
         if not self.checkpoint_chunks or _is_private(session.id):
             return
         session.unsaved += 1
@@ -245,7 +243,7 @@ class Transfers:
         claim = self._moves.claims[session]
         self._moves.give_up(session)
         if claim.giver:
-            self._search_again(session)  # only one replica was asked
+            self._search_again(session)  # the claim asked a single replica
         elif message.unreachable:
             self._metrics.moves_refused.add("unreachable")
             self._refuse(session, _unreachable(session))
@@ -262,7 +260,7 @@ class Transfers:
         try:
             imported = self.import_file(session, session_file.read(kept.file, with_ids=True), 0)
         except ServiceError:
-            return  # for example, its model is served no longer: the session is lost
+            return  # for example, its model is no longer served: the session is lost
         imported.begun, imported.uncertain = kept.begun, True
 
     def _handle_given(self, message: messages.SessionGiven, tail: bytes | memoryview) -> None:
@@ -360,7 +358,7 @@ class Transfers:
         self._proceed(name)
 
     def _keep(self, session: Session) -> None:
-        """End a session whose taker has ended, and keep its state for a client that knows of no later answer."""
+        """End a session whose taker has ended, and keep its state for a client without a later answer."""
         self._metrics.moves_refused.add("taker_lost")
         until = self._clock() + self._table.idle_seconds
         self._kept[session.id] = _KeptState(session.begun, session.steps, self.export(session), until)

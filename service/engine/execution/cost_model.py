@@ -9,8 +9,8 @@ from typing import NamedTuple
 NEWEST = 0.1
 """Weight of the newest batch in the running mean of the correction."""
 FARTHEST = 4.0
-"""Limit of the change of the factor that one batch contributes: the batch may have waited for something else. A device that stays slower,
-or whose cores others use, is followed however slow it is: otherwise every admitted request would miss its deadline."""
+"""Largest change of the factor by one batch: the batch may have waited for something else. The factor follows a device that stays slow,
+or that other processes use, however slow it is: otherwise every admitted request would miss its deadline."""
 
 
 class Cost(NamedTuple):

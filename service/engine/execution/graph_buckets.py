@@ -13,7 +13,7 @@ from typing import NamedTuple
 LEAST_TOKENS = 16
 MOST_GRAPHS = 64
 ROW_PADDING = 0.05
-"""A row count gets no graphs if those of the next larger row count take at most this share longer for its batches."""
+"""A row count gets no graphs if the graphs of the next larger row count take at most this share longer for its batches."""
 TOKEN_PADDING = 0.1
 """Largest share of a batch's time that its padded tokens take. Batches of all sizes together lose half of it."""
 

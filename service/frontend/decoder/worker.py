@@ -1,4 +1,4 @@
-"""The work of a decoder: bodies in, options and packed inputs out. The rules are those of each API's own modules."""
+"""The work of a decoder: bodies in, options and packed inputs out. The modules of each API define the rules."""
 
 from __future__ import annotations
 

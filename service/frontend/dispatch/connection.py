@@ -51,7 +51,7 @@ class PendingRequest:
 
     `data` has the values of its steps. They are kept to send the request again: once to another engine, or to the next engine of its
     session. `at` is the engine that has the request, None while there is none. `orphaned` is true
-    when an engine ended while it had the request. `done` is true once the receiver was called, or waits no longer; `on_end` is called then.
+    when an engine ended while it had the request. `done` is true once the receiver was called or no longer waits; `on_end` is called then.
     `key` is the request's model version.
     """
 
@@ -73,7 +73,7 @@ class PendingRequest:
         return REQUEST_BYTES + len(self.data)
 
     def end(self) -> None:
-        """Forget the request everywhere; its receiver is called no more."""
+        """Forget the request everywhere; its receiver is not called any more."""
         self.done = True
         self.deadlines.discard(self)
         if self.at is not None:
@@ -96,7 +96,7 @@ class Deadlines:
     """Calls `on_expired` with each request whose deadline passes while it is here.
 
     Requests whose deadlines fall into the same interval of DEADLINE_RESOLUTION_SECONDS expire together, at its end. All share one timer of
-    the event loop, because a timer for each would cost more than its dispatch.
+    the event loop, because a separate timer would cost more than the dispatch of the request.
     """
 
     def __init__(self, on_expired: Callable[[PendingRequest], None], clock: Callable[[], float]) -> None:
@@ -114,7 +114,7 @@ class Deadlines:
             self._arm(slot)
 
     def discard(self, pending: PendingRequest) -> None:
-        """Watch a request no longer."""
+        """Stop watching a request."""
         slot = _slot(pending)
         watched = self._slots.get(slot)
         if watched is not None:

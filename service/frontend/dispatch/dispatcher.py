@@ -3,9 +3,9 @@
 A stateless request goes to the engine with the smallest predicted wait, a session's chunk to the engine that holds the session. The
 dispatcher has no queue and no session: it refuses requests that it cannot send.
 
-One of the requests of an engine that ended may be the cause. They run again one at a time in each engine, also if several frontends
-have some. Each frontend runs its shortest first. Requests that run for the first time run beside them. So a request that ends a second
-engine is known, and those that were in the first engine with it are answered.
+When an engine ends, one of its requests may be the cause. These suspects run again, one at a time in each engine, even if several
+frontends have some. Each frontend runs its shortest suspect first. Other requests run at the same time. So a request that ends a second
+engine is identified, and the other requests of the first engine are answered.
 
 A version that no engine has run yet may end every engine. Its requests go to one engine at a time, so the others keep serving, and an
 engine that ends while it tries a version counts only against the requests of that version.
@@ -56,7 +56,7 @@ class Dispatcher:
         clock: Callable[[], float] = time.monotonic,
         turns: SuspectTurns | None = None,
     ) -> None:
-        """turns: of all frontends, None if there is no other."""
+        """turns: of all frontends, None for a single frontend."""
         self._on_ready = on_ready
         self._engine_count = engine_count
         self._metrics = metrics
@@ -68,7 +68,7 @@ class Dispatcher:
         self._orphans: dict[int, PendingRequest] = {}
         """Chunks of sessions whose engine ended, until its successor is ready."""
         self._suspects: dict[int, PendingRequest] = {}
-        """Requests of engines that ended, until an engine has no other one of them."""
+        """Requests of engines that ended. Each waits for an engine without another suspect."""
         self._turns = turns or SuspectTurns(-1)
         self._asking: asyncio.TimerHandle | None = None
         """Set while another frontend runs a suspect in an engine that this frontend needs."""
@@ -276,7 +276,7 @@ class Dispatcher:
         pending.fail(_deadline_error(pending))
 
     def _withdraw(self, pending: PendingRequest) -> None:
-        """Take a request back from its engine, or from those that wait for an engine."""
+        """Take a request back from its engine, or from the requests that wait for an engine."""
         self._orphans.pop(pending.id, None)
         self._suspects.pop(pending.id, None)
         if pending.at is not None:
@@ -304,12 +304,12 @@ class Dispatcher:
         self._run_suspects()
 
     def _handle_cleared(self, engine: EngineConnection) -> None:
-        """The suspect of this engine has ended."""
+        """Run further suspects after the suspect of this engine has ended."""
         self._turns.give_back(engine.place)
         self._run_suspects()
 
     def _handle_passed(self, key: ModelKey) -> None:
-        """An engine has run this version."""
+        """Note that an engine has run this version."""
         self._passed.add(key)
         if key in self._deadly:
             del self._deadly[key]
@@ -338,7 +338,7 @@ class Dispatcher:
         self._run_suspects()
 
     def _suspect(self, pending: PendingRequest, *, counts: bool) -> None:
-        """Keep a request to run it again, unless it has used its attempts. counts: whether the last attempt does."""
+        """Keep a request to run it again, unless it has used its attempts. counts: whether the last attempt counts."""
         pending.attempts += counts
         if pending.attempts > MAX_ATTEMPTS:
             message = "two engines ended while they had this request: it is not sent to a third"
@@ -371,7 +371,7 @@ class Dispatcher:
         self._metrics.rerun.add()
 
     def _ask_again(self, taken: set[int]) -> None:
-        """Ask soon for the engines that are taken, unless no suspect is left. Give back the turns at all others."""
+        """Ask again soon for the engines that are taken, if a suspect is left. Release the turns at all other engines."""
         if self._asking is not None:
             self._asking.cancel()
         wanted = taken if self._suspects else set()

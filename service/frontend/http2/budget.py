@@ -1,4 +1,4 @@
-"""A limit on how often a peer may do what costs this side more than the peer."""
+"""A limit on actions of a peer that cost this side more than the peer."""
 
 from __future__ import annotations
 

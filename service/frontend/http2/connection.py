@@ -57,13 +57,13 @@ from service.frontend.http2.sender import Sender
 from service.frontend.http2.stream import RECEIVE_WINDOW, Stream, StreamHandler
 
 CONNECTION_WINDOW = 1 << 22
-"""How much data of all streams may be on its way. The windows of the streams limit what is kept."""
+"""How much data of all streams may be on its way. The windows of the streams limit how much is kept."""
 MAX_CONTINUATIONS = 8
 """Frames of one header block after the first: its largest size needs one or two."""
 SLICE_SECONDS = 0.004
-"""How long the frames of one connection are handled before others get their turn."""
+"""How long the frames of one connection are handled before other connections get their turn."""
 LINGER_SECONDS = 1.0
-"""How long a connection is read on after a fault: closed at once, it would take the GOAWAY frame with it."""
+"""How long a connection is still read after a fault: closing it at once could discard the GOAWAY frame."""
 MIN_WINDOW_UPDATE = 64
 """Smaller updates of a window count as control frames while data waits: each may cause a frame with little data."""
 DRAIN_PING = b"draining"
@@ -96,7 +96,7 @@ class Limits:
 
 
 class Application(Protocol):
-    """What answers the requests of all connections."""
+    """Answers the requests of all connections."""
 
     def start(self, stream: Stream, request: RequestFields) -> StreamHandler | None:
         """Start a request. Returns the handler of its body, or None if the application sends the response by itself."""
@@ -120,7 +120,7 @@ class _OpenBlock:
 
 @dataclass(slots=True)
 class _Budgets:
-    """How often a client may send what is cheap to send and not to handle. Usual clients stay far below each of them."""
+    """How often a client may send frames that are cheap to send but not to handle. Usual clients stay far below each limit."""
 
     control: Budget = field(default_factory=lambda: Budget(1000, 100))
     settings: Budget = field(default_factory=lambda: Budget(200, 20))
@@ -131,7 +131,7 @@ class Http2Connection(asyncio.Protocol):
     """A connection of a client."""
 
     def __init__(self, application: Application, limits: Limits, connections: set[Http2Connection], floods: Floods) -> None:
-        """connections: all open connections; this one adds and removes itself. floods: of all connections."""
+        """connections: all open connections; this connection adds and removes itself. floods: of all connections."""
         self._application = application
         self._limits = limits
         self._connections = connections
@@ -189,7 +189,7 @@ class Http2Connection(asyncio.Protocol):
         self._sender.close()
 
     def pause_writing(self) -> None:
-        """Stop reading too: a client that reads no replies gets no further ones."""
+        """Stop reading too: a client that reads no replies gets no further replies."""
         self._sender.paused = True
         self._transport.pause_reading()
 
@@ -555,13 +555,13 @@ class Http2Connection(asyncio.Protocol):
         if self._transport.is_closing():
             return
         if self._transport.can_write_eof():  # TLS has no half-closed connections
-            with suppress(OSError):  # the client has broken the connection off
+            with suppress(OSError):  # the client has aborted the connection
                 self._transport.write_eof()
         self._transport.resume_reading()
         self._loop.call_later(LINGER_SECONDS, self._transport.close)
 
     def drain(self) -> None:
-        """Accept streams that the client has sent already, and close the connection after the last one."""
+        """Accept streams that the client has sent already, and close the connection after the last stream."""
         if self._draining or self._closing:
             return
         self._draining = True

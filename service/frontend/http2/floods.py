@@ -15,11 +15,11 @@ from service.frontend.http2.budget import Budget
 WINDOW_SECONDS = 10.0
 """How long an address is remembered after its last flood."""
 HOLD_SECONDS = 1.0
-"""How long after a flood the first frames of the address's next connections are handled."""
+"""How long new connections of the address wait after a flood before their frames are handled."""
 RESETS, RESETS_PER_SECOND = 100, 20
-"""What the connections of a remembered address may reset together: some milliseconds of work each second."""
+"""Resets that all connections of a remembered address share: some milliseconds of work each second."""
 MAX_ADDRESSES = 4096
-"""Addresses that are remembered. The address whose last flood is the oldest is forgotten first."""
+"""Addresses that are remembered. The address with the oldest last flood is forgotten first."""
 
 
 class Flooder(NamedTuple):
@@ -38,7 +38,7 @@ class Floods:
         """By group of addresses, in the order of their last floods."""
 
     def record(self, peer: str, now: float) -> None:
-        """Remember that a connection of this address has ended for a flood."""
+        """Remember that a connection of this address has ended because of a flood."""
         group = address_group(peer)
         before = self._flooders.pop(group, None)
         budget = before.resets if before is not None else Budget(RESETS, RESETS_PER_SECOND)
@@ -47,7 +47,7 @@ class Floods:
             del self._flooders[next(iter(self._flooders))]
 
     def find(self, peer: str, now: float) -> Flooder | None:
-        """Return what is remembered of an address now."""
+        """Return the record of an address, None if there is none now."""
         if not self._flooders:
             return None
         group = address_group(peer)

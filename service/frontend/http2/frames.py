@@ -59,7 +59,7 @@ class ConnectionFault(Exception):
 
 
 class Flood(ConnectionFault):
-    """The peer sends too many frames that are cheap to send and not to handle."""
+    """The peer sends too many frames that are cheap to send but not to handle."""
 
     def __init__(self, text: str) -> None:
         super().__init__(ErrorCode.ENHANCE_YOUR_CALM, text)

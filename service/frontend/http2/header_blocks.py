@@ -29,7 +29,7 @@ _VALUE = re.compile(rb"(?:[^\0\r\n\t ](?:[^\0\r\n]*[^\0\r\n\t ])?)?")
 
 
 class RequestFields:
-    """The header fields of a request. context: what the application derives from them, kept with a remembered block."""
+    """The header fields of a request. context: derived from them by the application, kept with a remembered block."""
 
     __slots__ = ("authority", "content_length", "context", "fields", "method", "path")
 
@@ -56,7 +56,7 @@ class RequestFields:
         self.context: Any = None
 
     def get(self, name: bytes) -> bytes | None:
-        """Return the value of a field, the last one if there are several."""
+        """Return the value of a field, the last value if there are several."""
         return next((value for other, value in reversed(self.fields) if other == name), None)
 
 
@@ -93,7 +93,7 @@ class HeaderReader:
         return request
 
     def trailers(self, block: bytes) -> None:
-        """Decode and check the trailers of a request; they say nothing that this side reads."""
+        """Decode and check the trailers of a request; this side uses none of them."""
         fields, changed = self._decode(block)
         if changed:
             self._remembered.clear()

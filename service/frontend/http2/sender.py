@@ -36,7 +36,7 @@ class Sender:
         self._frames: list[bytes] = []
         self._scheduled = False
         self._ready: dict[int, SendingStream] = {}
-        """Streams with pending data and an open window, the one that sent longest ago first."""
+        """Streams with pending data and an open window, the stream that sent longest ago first."""
         self.window = DEFAULT_WINDOW
         """How much data the client accepts on all streams together."""
         self.paused = False
@@ -85,7 +85,7 @@ class Sender:
                 self._transport.write(data)
 
     def close(self) -> None:
-        """Drop what waits: the connection has ended."""
+        """Drop everything that waits: the connection has ended."""
         self._frames.clear()
         self._ready.clear()
         self._transport = None
@@ -122,7 +122,7 @@ class Sender:
                 unwritten = 0
 
     def _send_frame(self, stream: SendingStream) -> int:
-        """Send one DATA frame of a stream, and its trailers after the last one. Returns the size of the data."""
+        """Send one DATA frame of a stream, and its trailers after the last frame. Returns the size of the data."""
         size = min(len(stream.pending), stream.send_window, self.window, MAX_FRAME_BYTES)
         if size <= 0:
             return 0

@@ -1,4 +1,4 @@
-"""One stream of a connection: what an application reads and writes, and the flow control of both directions."""
+"""One stream of a connection: the reads and writes of an application, and the flow control of both directions."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Stream:
         self._sender = sender
         self._end = end
         self.handler: StreamHandler | None = None
-        """None again once the stream has ended: they refer to each other, and would stay in memory until a garbage collection."""
+        """None once the stream has ended: handler and stream refer to each other, and would stay in memory until a garbage collection."""
         self.send_window = send_window
         self.receive_window = RECEIVE_WINDOW
         self.client_ended = False
@@ -75,7 +75,7 @@ class Stream:
         """The request's Content-Length."""
         self._received = 0
         self._owed = 0
-        """Bytes that were consumed and are not granted to the client again yet."""
+        """Bytes that were consumed and not yet granted to the client again."""
         self.pending = _NOTHING
         self.trailers = b""
         self.progressed = 0.0

@@ -31,7 +31,7 @@ MAX_FORM_BYTES = 1024
 MAX_UNPACKED_IDS = 256
 """For more ids than this NumPy finds the largest faster than Python does."""
 WHOLE_OUTPUTS = {ClassifyHead: "scores", RegressHead: "value", EmbedHead: "embedding"}
-"""The output of a head that is the engine's answer as it is, when it is the only one."""
+"""The output of a head that is the engine's answer as it is, if no other output is requested."""
 _LENGTH = struct.Struct("<I")
 
 FormKey = tuple[str, bytes]
@@ -40,11 +40,11 @@ FormKey = tuple[str, bytes]
 
 @dataclass(slots=True)
 class BinaryForm:
-    """What the head of a request says, for one model version. `parsed` and `tensors` have no values.
+    """The content of a request's head, for one model version. `parsed` and `tensors` have no values.
 
     `size` is the size of the raw bytes, `lengths` the steps of each sequence (none for a text), `options` the request's options.
-    `response` is the head of every successful response, if the engine's answer of `response_size` bytes is what follows it. It
-    is known after the first.
+    `response` is the head of every successful response, if the engine's answer of `response_size` bytes follows it unchanged. It
+    is known after the first response.
     """
 
     parsed: ParsedRequest
@@ -62,13 +62,13 @@ class BinaryForm:
         self._unpack_ids = struct.Struct(f"<{ids}I") if self._input.name == "ids" and ids <= MAX_UNPACKED_IDS else None
 
     def fits(self, values: bytes | memoryview) -> bool:
-        """Return whether raw bytes have the size that the head says, for a text also that of its single element."""
+        """Return whether raw bytes have the size in the head; for a text, its single element must have the right size too."""
         if len(values) != self.size:
             return False
         return self._input.datatype != BYTES or _LENGTH.unpack_from(values)[0] == self.size - _LENGTH.size
 
     def answered_by(self, data: bytes | memoryview) -> bool:
-        """Return whether the response is known except for an engine's answer, which it has as it is."""
+        """Return whether the response is known except for an engine's answer, which it contains unchanged."""
         return self.response is not None and len(data) == self.response_size
 
     def pack(self, values: bytes | memoryview) -> PackedInputs | None:
@@ -95,7 +95,7 @@ class BinaryForm:
         return self.parsed.request.inputs[0]
 
     def _largest_id(self, values: bytes | memoryview) -> int:
-        """Return the largest id. As an unsigned number, a negative one is larger than every vocabulary."""
+        """Return the largest id. As an unsigned number, a negative id is larger than every vocabulary."""
         if self._unpack_ids is not None:
             largest: int = max(self._unpack_ids.unpack(values))
             return largest
@@ -156,7 +156,7 @@ class BinaryForms:
 
 
 def _whole_output_size(parsed: ParsedRequest, model: ServedModel, sequences: int) -> int:
-    """Return the size of the engine's answer if it is all that the response has after its head, otherwise 0."""
+    """Return the size of the engine's answer if nothing else follows the head of the response, otherwise 0."""
     spec, requested = model.spec, parsed.request.outputs
     names = [output.name for output in requested] or [output.name for output in metadata.head_outputs(spec)]
     if names != [WHOLE_OUTPUTS.get(type(spec.head))] or not parsed.raw(names[0]) or any(output.classes for output in requested):

@@ -52,11 +52,11 @@ _SESSION_FIELD = SESSION_HEADER.encode()
 
 
 class _Route(NamedTuple):
-    """Where the calls with the same fields go.
+    """The path of the calls with the same fields.
 
     hot: the head of a call without a deadline, if the hot path may answer it. refusal: the header block of the response to all of them,
     if there is one. denied: whether they are refused for their caller. delay: seconds that the refusal waits. generation: of the access
-    policy that decided. origin: of all of them. session: that the metadata names.
+    policy that decided. origin: of all of them. session: named by the metadata.
     """
 
     fields: CallFields | None = None
@@ -73,7 +73,7 @@ class _Route(NamedTuple):
 
 
 class _CallDetails(NamedTuple):
-    """What the gRPC library's handlers look at."""
+    """The details that the gRPC library's handlers read."""
 
     method: str
     invocation_metadata: tuple[()] = ()
@@ -151,7 +151,7 @@ class GrpcApplication:
                 unary.end(error_status(RequestTimeout(f"the request took longer to arrive than {limit}: send it faster")))
 
     def cut_off(self) -> None:
-        """End every call: the shutdown waits no longer."""
+        """End every call: the shutdown does not wait any longer."""
         error = Unavailable("the service is shutting down: retry on another connection", retry_after=1)
         for hot_call in list(self._hot_calls):
             hot_call.cut_off(error)
@@ -183,7 +183,7 @@ class GrpcApplication:
         return False
 
     def forget(self, unary: _UnaryRequest) -> None:
-        """Take a request from the incomplete ones."""
+        """Take a request from the incomplete requests."""
         self._incomplete.discard(unary)
 
     def charge(self, error: ServiceError) -> None:
@@ -264,7 +264,7 @@ class _UnaryRequest:
         self._deadline = deadline
         self._began = time.monotonic()
         self._reader: MessageReader | None = None
-        """What has arrived, if it did not arrive at once, or waits for its turn."""
+        """The bytes that have arrived, if they did not arrive at once, or wait for their turn."""
         self._turn: WaitingStart | None = None
 
     @property
@@ -294,7 +294,7 @@ class _UnaryRequest:
             self._stream.consumed(len(data))
 
     def lost(self) -> None:
-        """Forget what has arrived."""
+        """Drop the bytes that have arrived."""
         self._application.forget(self)
         if self._turn is not None:
             self._turn.cancel()
@@ -305,7 +305,7 @@ class _UnaryRequest:
         """Nothing is sent before the request is complete."""
 
     def end_soon(self) -> None:
-        """The deadline ends the call, or the limit of the time in which its request arrives."""
+        """End the call at its deadline, or when its request takes too long to arrive."""
 
     def end(self, status: Status) -> None:
         """End the call without its request."""

@@ -1,4 +1,4 @@
-"""What the gRPC methods share: reading a message, counting the call, running inference and writing an error."""
+"""Shared by the gRPC methods: reading a message, counting the call, running inference and writing an error."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def track_call(
 
 
 class ReadRequest(NamedTuple):
-    """An inference request. decoded: the inputs of a large request, which has no others."""
+    """An inference request. decoded: the only inputs of a large request."""
 
     request: InferRequest
     decoded: DecodedInputs | None = None
@@ -80,7 +80,7 @@ def read_message(messages: MethodMessages, data: bytes) -> ProtoMessage:
 
 @asynccontextmanager
 async def read_request(data: bytes, frontend: Frontend) -> AsyncIterator[ReadRequest]:
-    """Parse a ModelInferRequest; raises a ServiceError. Within the context the inputs of a large request can be packed."""
+    """Parse a ModelInferRequest; raises a ServiceError. The inputs of a large request can be packed within the context."""
     limit, messages = frontend.settings.max_body_bytes, METHODS["ModelInfer"]
     if len(data) > limit:
         raise TooLarge(

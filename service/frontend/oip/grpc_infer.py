@@ -46,7 +46,7 @@ MAX_WRITERS = 64
 
 @dataclass(frozen=True, slots=True)
 class InferHead(RequestHead):
-    """What the fields of a call say about it. deadline: monotonic time in seconds, infinite for none."""
+    """A call, as its fields describe it. deadline: monotonic time in seconds, infinite for none."""
 
     deadline: float = math.inf
 
@@ -57,7 +57,7 @@ RAW_OUTPUTS = RawOutputs({}, default=True)
 
 
 class _Context(NamedTuple):
-    """What the endpoint keeps of a request.
+    """The part of a request that the endpoint keeps.
 
     key: of the form that the request has or may get, None for a request of another kind. With a form, the raw values are in `values`, and
     `request` and `tensors` have none.
@@ -178,7 +178,7 @@ def _has_whole_response(answered: AnsweredCall) -> bool:
 
 
 def _whole_reply(model: ServedModel, answered: AnsweredCall) -> Reply:
-    """Return the reply that consists of the known response of a form and of the engine's answer as it is."""
+    """Return the reply that consists of the known response of a form and of the unchanged engine's answer."""
     context: _Context = answered.call.context
     assert context.form is not None and context.form.response is not None
     start = write_start(model.spec.name, model.version, context.request.id)

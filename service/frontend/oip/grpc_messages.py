@@ -1,4 +1,4 @@
-"""Usual ModelInfer messages, read and written by hand: that costs a tenth of message objects.
+"""Usual ModelInfer messages, read and written by hand, which costs a tenth of message objects.
 
 A message with anything unusual in it is left to `protobuf`, which decides what is valid. Both return the same for the same message.
 """
@@ -20,7 +20,7 @@ from service.ipc.messages import FEATURES, Answer
 from service.modeling.spec import ClassifyHead
 
 MAX_SIMPLE_FIELDS = 16
-"""Requests with more are not read by hand."""
+"""Requests with more than this are not read by hand."""
 MAX_KEPT_BYTES = 256
 """Descriptions of tensors up to this size are remembered."""
 MAX_DIMENSION = 2**63 - 1

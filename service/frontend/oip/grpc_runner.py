@@ -1,7 +1,7 @@
 """One gRPC call, run by a method handler of the gRPC library in a task: every method except ModelInfer.
 
-It is the `context` of the handler, as far as the handlers of this service use one. Flow control holds end to end: a client that does not
-read stops `write`, and a handler that reads no requests stops the client.
+It is the `context` of the handler, with the methods that the handlers of this service use. Flow control holds end to end: a client that
+does not read stops `write`, and a handler that reads no requests stops the client.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Coder = Callable[[Any], Any] | None
 
 
 class Work(NamedTuple):
-    """The method of a call, and its caller. session: that its metadata names."""
+    """The method of a call, and its caller. session: named by its metadata."""
 
     fields: CallFields
     method: grpc.RpcMethodHandler
@@ -133,7 +133,7 @@ class GrpcCall:
     def end_soon(self) -> None:
         self.ending.set()
 
-    # What handlers call.
+    # Called by handlers.
 
     def invocation_metadata(self) -> Metadata:
         """Return the client's metadata."""
@@ -211,7 +211,7 @@ class GrpcCall:
             yield _code(decode, request)
 
     async def _next_request(self) -> bytes | None:
-        """Return the next message, None after the last one; raises CallEnded."""
+        """Return the next message, None after the last message; raises CallEnded."""
         while (taken := self._reader.take()) is None:
             if self._stream.client_ended:
                 if self._reader.held_bytes:
@@ -230,7 +230,7 @@ class GrpcCall:
         return await asyncio.get_running_loop().run_in_executor(None, decompress, *arguments)
 
     def _consume(self) -> None:
-        """Let the client send as much as has arrived since the last time."""
+        """Let the client send as many bytes as have arrived since the last call."""
         unconsumed, self._unconsumed = self._unconsumed, 0
         self._stream.consumed(unconsumed)
 
@@ -240,7 +240,7 @@ class GrpcCall:
             self._stream.send_headers(RESPONSE_HEADERS)
 
     def _end(self, status: Status) -> None:
-        """Send the status after what was sent already."""
+        """Send the status after everything that was sent already."""
         if status is OK:
             self._send_headers()
         fields = encode_fields(self.identity.headers)

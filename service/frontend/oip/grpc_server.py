@@ -82,7 +82,7 @@ class GrpcServer:
         self._listener.publish()
 
     def leave(self) -> None:
-        """Let the clients on open connections go elsewhere, while calls on new connections are still accepted. Later calls do nothing."""
+        """Tell the clients on open connections to go elsewhere; calls on new connections are still accepted. Later calls do nothing."""
         if not self._left:
             self._left = True
             for connection in list(self.connections):

@@ -24,7 +24,7 @@ ENCODINGS = {b"identity": 0, b"gzip": zlib.MAX_WBITS | 16, b"deflate": zlib.MAX_
 MAX_DETAILS_CHARACTERS = 2000
 """Longer error messages are cut: a client rejects a status that exceeds its header limit."""
 RESERVED = (b"te", b"content-type", b"user-agent", b"content-length", b"host")
-"""Fields that are not metadata of a call, besides those that begin with grpc-."""
+"""Fields that are not metadata of a call, besides fields that begin with grpc-."""
 PUSHBACK, NEVER = "grpc-retry-pushback-ms", "-1"
 """Trailing metadata with which gRPC's clients do not repeat a call, although their retry policy would."""
 Metadata = tuple[tuple[str, str | bytes], ...]
@@ -92,7 +92,7 @@ def frame_message(data: bytes) -> bytes:
 
 
 class CallFields(NamedTuple):
-    """What the fields of a request say about its call. timeout_seconds: infinite without a deadline. window_bits: 0 for no compression."""
+    """A call, as the fields of its request describe it. timeout_seconds: infinite without a deadline. window_bits: 0 for no compression."""
 
     path: str
     timeout_seconds: float
@@ -164,7 +164,7 @@ class MessageReader:
         return bool(flag > 1 or size > self._max_bytes or len(self._buffer) > PREFIX.size + size)
 
     def only_message(self) -> bytes | None:
-        """Return the message if the body is a single one without compression, else None."""
+        """Return the message if the body is a single message without compression, else None."""
         return only_message(self._buffer)
 
     @property
@@ -189,7 +189,7 @@ class MessageReader:
         return bool(flag), message
 
     def close(self) -> None:
-        """Drop what was not taken."""
+        """Drop the bytes that were not taken."""
         self._account.bytes -= len(self._buffer)
         self._buffer.clear()
 
@@ -203,7 +203,7 @@ class MessageReader:
 
 
 def only_message(body: bytes | bytearray) -> bytes | None:
-    """Return the message in a whole body that has a single one without compression, else None."""
+    """Return the message of a complete body that is a single message without compression, else None."""
     if len(body) < PREFIX.size:
         return None
     flag, size = PREFIX.unpack_from(body)
@@ -211,7 +211,7 @@ def only_message(body: bytes | bytearray) -> bytes | None:
 
 
 def too_large(size: int, limit: int) -> CallEnded:
-    """Return the error for a message that is not even read. Its text is that of gRPC's own servers."""
+    """Return the error for a message that is refused unread, with the text of gRPC's own servers."""
     return CallEnded(
         Status(grpc.StatusCode.RESOURCE_EXHAUSTED, f"SERVER: Received message larger than max ({size} vs. {limit})")
     )

@@ -31,7 +31,7 @@ _accepted_encoding = lru_cache(maxsize=256)(accepted_encoding)
 
 
 class _Context(NamedTuple):
-    """A request, and what its reply needs. encoding: an encoding that the client accepts for the reply.
+    """A request, and the values that its reply needs. encoding: an encoding that the client accepts for the reply.
 
     key: of the form that the request has or may get; None without raw values, with long JSON, or in a session. With a form, the raw
     values are in `values`, and `parsed` and `tensors` have none.

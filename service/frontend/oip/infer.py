@@ -32,8 +32,8 @@ async def infer(
 ) -> InferResponse:
     """Validate and run a request; raises a ServiceError.
 
-    within_seconds: time until the call's own deadline, if it has one. decoded: the inputs of a large request, which has no others.
-    header: the session that x-session-id names.
+    within_seconds: time until the call's own deadline, if it has one. decoded: the only inputs of a large request.
+    header: the session in x-session-id.
     """
     tensors = InputTensors(request.inputs) if decoded is None else decoded
     session = parameters.session_id(request.parameters, header)

@@ -250,7 +250,7 @@ def _value_pieces(tensor: Tensor) -> Iterator[bytes]:
 
 
 def _json_values(tensor: Tensor) -> Any:
-    """Return the values of a tensor as JSON values; msgspec writes those of an array as they are."""
+    """Return the values of a tensor as JSON values; msgspec writes the values of an array as they are."""
     if isinstance(tensor.values, list):
         return [element.decode() for element in tensor.values]
     return msgspec.Raw(json_numbers(tensor.values.ravel()))

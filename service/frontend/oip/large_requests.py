@@ -15,7 +15,7 @@ from service.frontend.validation import PackedInputs
 
 
 class RequestOptions(msgspec.Struct, frozen=True):
-    """Everything but the inputs of a request. values_name: the input that holds the values; the other fields are those of InferRequest."""
+    """Everything but the inputs of a request. values_name: the input that holds the values; the other fields are as in InferRequest."""
 
     model: str
     version: str

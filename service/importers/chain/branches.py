@@ -1,4 +1,4 @@
-"""Joins convolutions over one input: to one convolution if they have as many outputs each, to a text_cnn if they are pooled."""
+"""Joins convolutions over one input: to one convolution if each has the same number of outputs, to a text_cnn if they are pooled."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from service.importers.chain.windows import WINDOW_KEYS, Window
 from service.importers.draft import Array
 
 WIDEST = 1024
-"""Steps of a window that replaces several."""
+"""Steps of a window that replaces several windows."""
 Places = list[Columns]
 """For each of several nodes, the places of its columns in the node that replaces them."""
 
@@ -23,7 +23,7 @@ Places = list[Columns]
 def joined_convolutions(layers: Sequence[Layer]) -> tuple[Layer, Places] | None:
     """Return one convolution with the filters of all, with zeros where a narrower window has no taps, or None.
 
-    A filter with more zeros computes the same, if the windows of all start together and each sequence has as many.
+    A filter with more zeros computes the same if all windows start together and each sequence has the same number of windows.
     """
     rest = _without_window(layers[0])
     if rest.get("groups", 1) > 1 or any(_without_window(layer) != rest for layer in layers):

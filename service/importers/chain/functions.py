@@ -40,7 +40,7 @@ MONOTONE = (
 """Activations that keep the order of numbers, with positive parameters: a maximum may be taken before or after them."""
 _NEAR_ZERO = np.geomspace(1e-9, 1e-2, 29)
 _GRID = np.concatenate([np.linspace(-12, 12, 4801), np.linspace(-300, 300, 601), _NEAR_ZERO, -_NEAR_ZERO, [-3e38, 3e38]])
-"""A step at zero is no steep activation: some numbers are close to zero."""
+"""A step at zero does not match a steep activation: some numbers are close to zero."""
 
 
 @dataclass(frozen=True, eq=False)

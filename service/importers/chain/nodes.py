@@ -1,6 +1,6 @@
 """Defines the nodes of a chain, which compute the columns of signals, from the input of the model upwards.
 
-Every operation makes a new node above the nodes of its inputs. A node is immutable, and two nodes are the same if they are one object.
+Every operation makes a new node above the nodes of its inputs. A node is immutable, and two nodes are the same if they are the same object.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def is_vector(node: Node) -> bool:
 
 
 def same(first: Node, second: Node) -> bool:
-    """Whether two nodes compute the same: one object, or equal layers over the same node."""
+    """Whether two nodes compute the same: the same object, or equal layers over the same node."""
     if first is second:
         return True
     if not (isinstance(first, Layer) and isinstance(second, Layer)):

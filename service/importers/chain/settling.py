@@ -26,7 +26,7 @@ from service.importers.draft import Array, ImportRefused
 
 EPSILON = 1e-5
 _SETTLED: WeakKeyDictionary[Node, Settled] = WeakKeyDictionary()
-"""Nodes that were settled, so that two consumers of a node see one layer. No value refers to its key."""
+"""Nodes that were settled, so that two consumers of a node see the same layer. No value refers to its key."""
 
 
 def settled(node: Node) -> Settled:

@@ -117,7 +117,7 @@ class Signal:
         return tuple(str(axis) for axis in self.axes)
 
     def is_on(self, index: int, role: Role) -> bool:
-        """Whether an axis counts this. A negative index counts from the end."""
+        """Whether an axis has this meaning. A negative index counts from the end."""
         return self.axes[index].atoms == (Atom(role, self.axes[index].size),)
 
     def expect(self, *roles: Role) -> None:
@@ -140,7 +140,7 @@ class Signal:
         return replace(self, axes=tuple(self.axes[index] for index in order), columns=self.columns.transpose(after))
 
     def reshape(self, shape: Sequence[int]) -> Signal:
-        """Return the signal in a shape of as many entries. Columns may be split and joined, and the batch and the steps joined."""
+        """Return the signal in a shape of equal size. Columns may be split and joined, and the batch and the steps joined."""
         axes = _regrouped(self.axes, shape)
         return self._with_axes(axes)
 
@@ -194,7 +194,7 @@ class Signal:
         return replace(self, parts=tuple(self.parts[index] for index in kept), columns=columns)
 
     def map_parts(self, change: Callable[[Node], Node]) -> Signal:
-        """Return the signal with each part replaced by a node with as many columns."""
+        """Return the signal with each part replaced by a node with the same number of columns."""
         return replace(self, parts=tuple(change(part) for part in self.parts))
 
     def over(self, node: Node, index: int) -> Signal:

@@ -102,7 +102,7 @@ def prelu(call: Call) -> Tensor:
 
 
 def _gated(x: Signal, call: Call) -> Signal:
-    """Multiply the first half of the columns by the logistic function of the second."""
+    """Multiply the first half of the columns by the logistic function of the second half."""
     half = x.shape[-1] // 2
     value, of_gate = (x.take(np.arange(half) + start, x.rank - 1) for start in (0, half))
     return operations.combine(value, operations.apply(of_gate, named("sigmoid"), call.label), "multiply", call.label)

@@ -31,7 +31,7 @@ class Mask:
 
 @dataclass(frozen=True, slots=True)
 class FinalCell:
-    """The final cell state of an LSTM, with which no layer can go on."""
+    """The final cell state of an LSTM, which no layer can use."""
 
 
 Value = Tensor | Mask | FinalCell

@@ -169,7 +169,7 @@ def _blocks(kind: str, array: Array) -> Array:
 
 
 def _transposed_blocks(matrix: Array, gates: int) -> Array:
-    """Return a matrix of CuDNN as a plain one: each block of columns holds the numbers of its transposed matrix."""
+    """Return a matrix of CuDNN as a plain matrix: each block of columns holds the numbers of its transposed matrix."""
     return np.concatenate([block.reshape(block.shape[::-1]).T for block in np.split(matrix, gates, axis=1)], axis=1)
 
 

@@ -1,4 +1,4 @@
-"""Bounds what the interpretation of a graph computes and copies: a small file must not fill the memory."""
+"""Bounds the numbers that the interpretation of a graph computes and copies: a small file must not fill the memory."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def original(model: ModelProto, nodes: Sequence[NodeProto], tensors: Tensors, pl
             raise ValueError("it computes with numbers of 16 bits, whose rounding exceeds the tolerance of a comparison")
         inputs = plan.sample(row)
         if not session:
-            onnxruntime.set_default_logger_severity(4)  # it writes to stderr what it also raises
+            onnxruntime.set_default_logger_severity(4)  # it would also write its exceptions to stderr
             session.append(onnxruntime.InferenceSession(used.SerializeToString(), providers=["CPUExecutionProvider"]))
         return np.asarray(session[0].run(None, inputs)[0])
 

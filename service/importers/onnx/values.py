@@ -47,7 +47,7 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class FinalCell:
-    """The final cell state of an LSTM, with which no operation can go on."""
+    """The final cell state of an LSTM, which no operation can use."""
 
     label: str
 

@@ -150,7 +150,7 @@ def sru(table: Table, found: Sequence[Module]) -> Part:
     if len(cells) + len(norms) != len(found):
         other = next(module for module in found if module.kind not in ("sru", "layer_norm"))
         raise ImportRefused(f"{other.name} is a module of its own within the SRU: import it as a layer before it")
-    bidirectional = bool(table.get("bidirectional", False))  # the shapes do not tell
+    bidirectional = bool(table.get("bidirectional", False))  # the shapes do not tell the option
     hidden = len(cells[0].tensors["bias"]) // 2 // (1 + bidirectional)
     arrays: dict[str, Array] = {}
     scales, projections = set(), set()
@@ -177,7 +177,7 @@ def sru(table: Table, found: Sequence[Module]) -> Part:
 
 
 def _directions(table: Table, bidirectional: bool) -> tuple[str, ...]:
-    """Return the directions of a module in model.toml. The file does not tell whether the only one reads reversed steps."""
+    """Return the directions of a module in model.toml. The file does not tell whether a single direction reads reversed steps."""
     return ("forward", "backward") if bidirectional else (table.get("direction", "forward"),)
 
 

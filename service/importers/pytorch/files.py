@@ -77,7 +77,7 @@ def _check_archive(file: Path) -> None:
 
 
 def _tensors(content: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield the named tensors of the state_dict in a checkpoint: the checkpoint itself, or the first dictionary within it that has some."""
+    """Yield the named tensors of the state_dict in a checkpoint: the checkpoint itself, or the first dictionary with tensors in it."""
     if not isinstance(content, Mapping):
         return
     own = [(str(name), value) for name, value in content.items() if isinstance(value, Tensor)]

@@ -55,7 +55,7 @@ def _entry(table: Mapping[str, Any], found: Mapping[str, Layer]) -> Entry:
 
 
 def _suggested(found: Mapping[str, Layer], recipe: Recipe) -> tuple[list[Entry], list[Entry], Layer | None]:
-    """Return the layers that sizes suggest: an embedding, which has no bias, one recurrent layer, and dense layers in a row."""
+    """Return the layers that the sizes suggest: an embedding, which has no bias, one recurrent layer, and dense layers in a row."""
     recurrent_layers = [layer for layer in found.values() if layer.cells]
     embeddings = [layer for layer in found.values() if not layer.cells and "bias" not in layer.variables]
     others = [layer for layer in found.values() if not layer.cells and layer not in embeddings]

@@ -126,7 +126,7 @@ def rsqrt(operation: Operation) -> Any:
 
 
 def glu(operation: Operation) -> Any:
-    """The first half times the logistic function of the second."""
+    """The first half times the logistic function of the second half."""
     x, at = operation.x, operation["dim"] % operation.x.rank
     half = x.shape[at] // 2
     value, gate = operation.onnx("Split", x, [half, x.shape[at] - half], outputs=2, axis=at)

@@ -22,7 +22,7 @@ class Machine(Protocol):
         """Return the shape of a tensor."""
 
     def number(self, value: Any) -> Any:
-        """Return the number in a tensor of one; raises ImportRefused if it depends on the input."""
+        """Return the number in a tensor with one entry; raises ImportRefused if it depends on the input."""
 
     def operate(self, name: str, overload: str | None, positional: Sequence[Any], named: Mapping[str, Any]) -> Any:
         """Return the result of an operator of torch: a value, or a list of several."""

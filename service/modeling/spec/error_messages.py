@@ -1,4 +1,4 @@
-"""What is wrong with a model.toml, in terms of the file."""
+"""Describes the errors of a model.toml in terms of the file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _Problem(NamedTuple):
     context: dict[str, Any]
 
     def describe(self, others: Iterable[_Problem]) -> str:
-        """Return what is wrong, and what to do."""
+        """Return the problem and the remedy."""
         match self.kind:
             case "value_error":
                 return self.message.removeprefix("Value error, ")
@@ -42,7 +42,7 @@ class _Problem(NamedTuple):
         return f"the value is {_shortened(self.value)}: it {_requirement(self.message)}"
 
     def _meant(self, others: Iterable[_Problem]) -> str | None:
-        """Return a question for an unknown key with nearly the name of a missing one."""
+        """Return a question for an unknown key with nearly the name of a missing key."""
         *table, key = self.location
         missing = [str(other.location[-1]) for other in others if other.kind == "missing" and [*other.location[:-1]] == table]
         near = difflib.get_close_matches(str(key), missing, 1)

@@ -41,7 +41,7 @@ def read_file(file: Path, size: int = -1) -> bytes:
 
 
 def _real_path(descriptor: int, file: Path) -> Path:
-    """Return the path of an open file, without links. Only Linux tells it; elsewhere it is that of the file which is there now."""
+    """Return the path of an open file, without links. Only Linux tells it; elsewhere it is the path of the file that is there now."""
     try:
         return Path(f"/proc/self/fd/{descriptor}").readlink()
     except OSError:
