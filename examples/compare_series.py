@@ -29,7 +29,7 @@ HERE = Path(__file__).parent
 MARK = "series"
 SETS = ("JapaneseVowels", "BasicMotions")
 IDENTITY = ("kind", "set", "encoder", "seed", "device", "callers")
-"""What tells records apart: a later one with the same values replaces an earlier one."""
+"""The fields that identify a record: a later record with the same values replaces an earlier record."""
 COLUMNS = (
     *("set", "family", "runs", "framework alone, %", "training, s", "bytes"),
     *(f"{device} {figure}" for device in ("CPU", "GPU") for figure in ("%", "ms", "series/s")),
@@ -58,7 +58,7 @@ def train(run: Run, data: Path, models: Path, is_quick: bool) -> Record:
 
 
 def serve(runs: list[Run], data: Path, models: Path, device: str, seconds: float, is_quick: bool) -> Iterator[Record]:
-    """Yield the accuracy of each model by HTTP, and the speed of the first of each set and family, one engine serving all."""
+    """Yield the accuracy of each model by HTTP, and the speed of the first model of each set and family. One engine serves all models."""
     with running(models, device) as service:
         for run in runs:
             test = read(data, run.set, "TEST")

@@ -30,19 +30,19 @@ HERE = Path(__file__).parent
 
 
 def figure(name: str, form: str = "{}") -> Callable[[Record], str]:
-    """Return what writes a figure of a record, or a dash without it."""
+    """Return a function that writes a figure of a record, or a dash without it."""
     return lambda record: form.format(record[name]) if record.get(name) is not None else pages.MISSING
 
 
 def figures(form: str) -> Callable[[Record], str]:
-    """Return what writes several figures of a record, or a dash when one is missing."""
+    """Return a function that writes several figures of a record, or a dash if any is missing."""
     names = [name for _, name, _, _ in string.Formatter().parse(form) if name]
     return lambda record: form.format(**record) if record.keys() >= set(names) else pages.MISSING
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """train, evaluate: names of modules. columns: what writes each column, of a record with all figures of a family."""
+    """train, evaluate: names of modules. columns: the functions that write the columns of a record with all figures of a family."""
 
     train: str
     evaluate: str
@@ -93,7 +93,7 @@ RECIPES = {
 
 
 def run(recipe: Recipe, encoder: str, flags: argparse.Namespace) -> None:
-    """Train a family unless its model is there, evaluate it through the service, and append what was measured."""
+    """Train a family unless its model is there, evaluate it through the service, and append the figures."""
     models = flags.models / flags.recipe / encoder
     train, evaluate = importlib.import_module(recipe.train), importlib.import_module(recipe.evaluate)
     quick = ["--quick"] if flags.quick else []
@@ -122,7 +122,7 @@ def run(recipe: Recipe, encoder: str, flags: argparse.Namespace) -> None:
 
 
 def lines(recipe: Recipe, measured: list[Record]) -> list[str]:
-    """Return the table of a results file, without quick trials. A later record of a family replaces an earlier one."""
+    """Return the table of a results file, without quick trials. A later record of a family replaces an earlier record."""
     full = [record for record in measured if not record["quick"]]
     loads = {(each["encoder"], each["device"], each["callers"]): each for each in full if each["kind"] == "speed"}.values()
     families: dict[str, Record] = {}

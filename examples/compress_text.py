@@ -48,7 +48,7 @@ def make(plan: Plan, run: Run, variant: str) -> Record:
 
 
 def make_all(plan: Plan, planned: list[Run], variants: list[str], devices: list[str], jobs: int) -> None:
-    """Make what is missing: all models of a variant before the next variant, which may need them."""
+    """Make the missing models: all models of a variant before the next variant, which may need them."""
     missing = {run: missing_models(plan, run, variants, devices) for run in planned}
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
         for variant in VARIANTS:
@@ -59,7 +59,7 @@ def make_all(plan: Plan, planned: list[Run], variants: list[str], devices: list[
 
 
 def missing_models(plan: Plan, run: Run, variants: list[str], devices: list[str]) -> set[str]:
-    """Return the variants without a record, those without a folder of which something is to be measured, and what they are made from."""
+    """Return the variants without a record, the variants without a folder that lack a figure, and the variants that these are made from."""
     here = {variant for variant in VARIANTS if plan.job(run).folder(variant).is_dir()}
     missing = {
         variant
@@ -89,7 +89,7 @@ def serve(plan: Plan, run: Run, variants: list[str], device: str) -> Iterator[tu
 
 
 def write_cards(plan: Plan, planned: list[Run], measured: list[Record]) -> None:
-    """Write the row of each variant, beside that of its original, into its card."""
+    """Write the row of each variant, next to the row of its original, into its card."""
     for run, variant in product(planned, VARIANTS):
         folder = plan.job(run).folder(variant)
         of_run = [record for record in measured if asdict(run).items() <= record.items()]

@@ -26,7 +26,7 @@ AT_ONCE = 16
 
 
 async def forecasts(url: str, model: str, readings: Streams) -> Forecasts:
-    """Return the forecasts after each row but the last. readings: (streams, steps, channels)."""
+    """Return the forecasts after each row except the last. readings: (streams, steps, channels)."""
     limit = asyncio.Semaphore(AT_ONCE)
 
     async def values(stream: Streams) -> list[list[float]]:

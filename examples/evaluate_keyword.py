@@ -25,9 +25,9 @@ from training.spotting import NOTHING, Detector, Score, compare
 
 CHUNK_SECONDS = 0.04
 SESSION_SECONDS = 300.0
-"""Of one session that runs faster than real time."""
+"""Seconds of one session that runs faster than real time."""
 AT_ONCE = 100
-"""Frames of a chunk that runs faster than real time: the model says the same for any chunks."""
+"""Frames of a chunk that runs faster than real time: the answers do not depend on the chunks."""
 LIVE = 3
 """Marks the seeds of streams in real time."""
 
@@ -39,7 +39,7 @@ def probabilities(output: Any, keyword: str) -> list[float]:
 
 
 async def fast(url: str, model: str, keyword: str, streams: list[Spoken], threshold: float) -> Score:
-    """Return the score of streams that run as fast as the service answers. Latencies are those of the audio alone."""
+    """Return the score of streams that run as fast as the service answers. Latencies count the audio alone."""
 
     async def one(stream: Spoken) -> Score:
         rows = stream.frames.astype(np.float32)
@@ -80,7 +80,7 @@ def evaluate(keyword: str, flags: argparse.Namespace) -> records.Record:
 
 
 def faster(keyword: str, flags: argparse.Namespace) -> records.Record:
-    """Return what was measured with streams faster than real time."""
+    """Return the figures of streams faster than real time."""
     parts = ((TEST, flags.keyword_hours), (TEST_NEAR, flags.keyword_hours), (TEST_BABBLE, flags.hours))
     with_keyword, near, babble = (total(keyword, part, 3600 * hours, flags) for part, hours in parts)
     return {
@@ -109,7 +109,7 @@ def total(keyword: str, part: Part, seconds: float, flags: argparse.Namespace) -
 
 
 def at_once(keyword: str, flags: argparse.Namespace) -> records.Record:
-    """Return what was measured with streams in real time. A chunk is late when its reply takes longer than the next chunk."""
+    """Return the figures of streams in real time. A chunk is late when its reply takes longer than the next chunk."""
     randoms = [np.random.default_rng((TEST.number, flags.seed, LIVE, number)) for number in range(flags.streams)]
     streams = [speech.stream(random, TEST.names, flags.seconds, keyword, TEST.share) for random in randoms]
     shares = {"generator": core_share(time.process_time)}
@@ -134,7 +134,7 @@ def at_once(keyword: str, flags: argparse.Namespace) -> records.Record:
 
 
 def core_share(cpu_time: Callable[[], float]) -> Callable[[], float]:
-    """Return what returns the share of a core that was used since this call, in percent."""
+    """Return a function that returns the share of a core used since this call, in percent."""
     used, start = cpu_time(), time.monotonic()
     return lambda: round(100 * (cpu_time() - used) / (time.monotonic() - start), 1)
 

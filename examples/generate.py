@@ -78,7 +78,7 @@ class Writer:
 
 
 def sample(writer: Writer, text: str, longest: int, temperature: float, source: random.Random) -> bytes:
-    """Return a line. temperature: below 1 prefers probable bytes, 1 draws as the model says."""
+    """Return a line. temperature: below 1 prefers probable bytes, 1 draws with the model's probabilities."""
     beam = writer.begin(text)
     while len(beam.text) < longest:
         weights = [chance ** (1 / temperature) for chance in beam.chances.values()]
@@ -91,7 +91,7 @@ def sample(writer: Writer, text: str, longest: int, temperature: float, source: 
 
 
 def search(writer: Writer, text: str, longest: int, width: int) -> list[Line]:
-    """Return up to `width` ended lines, the one with the highest mean logarithm first."""
+    """Return up to `width` ended lines, the line with the highest mean logarithm first."""
     beams, ended = [writer.begin(text)], list[Line]()
     while beams and len(beams[0].text) < longest:
         choices = nlargest(width, _continuations(beams, width))

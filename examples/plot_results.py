@@ -39,7 +39,7 @@ LAYERS = {
 COLOURS = ("#e69f00", "#f0e442", "#0072b2", "#56b4e9", "#003f5c", "#d55e00", "#cc79a7")
 FAMILIES = {"lstm": "#999999", "cnn": "#e69f00", "qrnn": "#d55e00", "sru": "#0072b2"}
 MOST_POINTS = 50
-"""Of a curve: the image stays small."""
+"""Points of a curve: the image stays small."""
 SETS = {"cr": "CR", "subj": "Subj", "mr": "MR", "trec": "TREC"}
 
 

@@ -44,7 +44,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Plan:
-    """What all runs share. settings: by set and family, what replaces the defaults. train_device: where models are trained."""
+    """Shared by all runs. settings: values by set and family that replace the defaults. train_device: where models are trained."""
 
     data: Path
     models: Path
@@ -55,12 +55,12 @@ class Plan:
     quick: bool
 
     def folder(self, run: Run) -> Path:
-        """Return the models folder of a run: one for each set and family, which one service serves, and for each kind of training."""
+        """Return the models folder of a run. Each set, family and kind of training has a folder, which one service serves."""
         kind = "quick" if self.quick else self.vectors.stem if self.vectors else "full"
         return self.models / kind / f"{run.set}-{run.encoder}"
 
     def append(self, run: Run, record: Record) -> None:
-        """Append a record, with what identifies its run."""
+        """Append a record, with the fields that identify its run."""
         records.append(self.results, record | self._identity(run))
 
     def has(self, run: Run, kind: str, device: str | None = None) -> bool:
@@ -90,7 +90,7 @@ def train(plan: Plan, run: Run) -> Record:
 
 
 def train_all(plan: Plan, groups: list[list[Run]], devices: list[str], jobs: int) -> None:
-    """Train the models that have no record. Train a model again if its folder is missing and a figure of it is still to be measured."""
+    """Train the models that have no record. Train a model again if its folder is missing and it still lacks a figure."""
     missing = [run for group in groups for run in group if needs_training(plan, run, group, devices)]
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
         trainings = {pool.submit(train, plan, run): run for run in missing}
@@ -123,7 +123,7 @@ def evaluate(plan: Plan, service: Service, run: Run, device: str) -> Record:
 
 
 def serve(plan: Plan, group: list[Run], device: str, seconds: float) -> None:
-    """Serve the models of a set and family, and append what is missing: the accuracy of each and the speed of the first."""
+    """Serve the models of a set and family, and append the missing figures: the accuracy of each and the speed of the first."""
     unserved = [run for run in group if not plan.has(run, "served", device)]
     has_speed = plan.has(group[0], "speed", device)
     if not unserved and has_speed:

@@ -1,6 +1,6 @@
 """Simulated readings of three sensors on one machine, the data of `train_sensors.py`. Requires NumPy only.
 
-They have what makes real streams hard to forecast: waves with changing frequency and amplitude, slow drift, levels that jump, noise, and a
+They are hard to forecast, like real streams: waves with changing frequency and amplitude, slow drift, levels that jump, noise, and a
 sensor that follows the others with a delay and a saturation.
 """
 

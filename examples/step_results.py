@@ -41,7 +41,7 @@ Model = tuple[str, str, str]
 
 @dataclass(frozen=True)
 class Plan:
-    """What all runs share. with_speed: whether the speed is measured, not the quality alone."""
+    """Shared by all runs. with_speed: whether to measure the speed as well as the quality."""
 
     data: Path | None
     models: Path
@@ -88,7 +88,7 @@ def compare(plan: Plan, name: str, kind: str) -> None:
 
 
 def train_all(plan: Plan, models: list[Model], device: str, jobs: int, devices: list[str]) -> None:
-    """Train the models that have no record. Train a model again if its folder is missing and a figure of it is still to be measured."""
+    """Train the models that have no record. Train a model again if its folder is missing and it still lacks a figure."""
     missing = [model for model in models if needs_training(plan, model, devices)]
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
         trainings = {pool.submit(train, plan, *model, device): model for model in missing}

@@ -28,7 +28,7 @@ from service.modeling.spec import RegressHead
 
 CARD_TEMPLATE = Path(__file__).with_name("forecast.card.md")
 TRAINING, DEVELOPMENT, TEST = range(10, 13)
-"""The first number of every seed, by the purpose of its streams. `train_sensors.py` uses lower ones."""
+"""The first number of every seed, by the purpose of its streams. `train_sensors.py` uses lower numbers."""
 MAX_STEPS, DEVELOPMENT_STREAMS = 4096, 32
 FIRST = 8
 """Steps of each stream that figures skip."""
@@ -84,7 +84,7 @@ def loss(forecasts: Tensor, following: Tensor) -> Tensor:
 
 @torch.no_grad()
 def development(model: SignalModel, steps: int) -> records.Record:
-    """Return the loss, the coverage and the width of the intervals on streams that were not trained on."""
+    """Return the loss, the coverage and the width of the intervals on streams that the training did not use."""
     readings = streams((DEVELOPMENT, 0), DEVELOPMENT_STREAMS, steps + 1)
     values = forecast(model, torch.from_numpy(readings[:, :-1])).flatten(-2).double().numpy()
     forecasts, following = ordered(values, len(CHANNELS))[:, FIRST:], readings[:, 1 + FIRST :].astype(np.float64)
@@ -96,7 +96,7 @@ def development(model: SignalModel, steps: int) -> records.Record:
 
 
 def write(folder: Path, model: SignalModel, settings: Settings, seconds: float, is_quick: bool) -> records.Record:
-    """Write the version folder, read it back and return what was measured."""
+    """Write the version folder, read it back and return the figures."""
     head = RegressHead(kind="regress", pool=("last",), outputs=len(CHANNELS) * len(QUANTILES))
     description = f"Quantiles {', '.join(map(str, QUANTILES))} of the next reading of {', '.join(CHANNELS)}"
     store.write(folder, model.spec(folder.parent.name, description, MAX_STEPS, head), model.tensors(), card="")

@@ -36,13 +36,13 @@ MAX_STEPS = 6000
 """Frames of the longest request: a minute."""
 STREAM_SECONDS = 60.0
 DEVELOPMENT_MINUTES = (60, 240)
-"""Of streams with the keyword, and of babble."""
+"""Minutes of streams with the keyword, and of babble."""
 
 DEFAULTS = {encoder: Settings(encoder) for encoder in STEP_ENCODERS}
 
 
 def write(folder: Path, trained: Trained, settings: Settings, keyword: str, source: str) -> records.Record:
-    """Write the version folder, and return what was measured. source: the flags of the data, for the card."""
+    """Write the version folder, and return the figures. source: the flags of the data, for the card."""
     described = trained.model.spec(
         folder.parent.name,
         f"Whether the word {keyword!r} has just ended, for each frame of 10 ms",

@@ -32,7 +32,7 @@ class LanguageModel(Recipe):
     loss = staticmethod(step_loss)
 
     def prepare(self, parts: list[list[str]], settings: Settings) -> Prepared:
-        """Return the rows: each byte is the target of the one before it, and a line feed begins and ends a line."""
+        """Return the rows: each byte is the target of the previous byte, and a line feed begins and ends a line."""
         rows = []
         for part in parts:
             lines = [torch.tensor([BOUNDARY, *line.encode(), BOUNDARY]) for line in part]

@@ -132,7 +132,7 @@ def read_back(folder: Path) -> Forecaster:
 
 
 def baselines() -> dict[str, Forecast]:
-    """Return the forecasts to compare with. The regression is fitted on training streams."""
+    """Return the forecasts of the baselines. The regression is fitted on training streams."""
     fitted = Regression.fitted(streams((TRAINING, Settings().seed, 0), Settings().streams, STEPS + 1))
     return {
         "the last reading, repeated": repeat_last_reading,

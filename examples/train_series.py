@@ -45,7 +45,7 @@ def train(series_set: SeriesSet, settings: Settings) -> Trained:
 
 
 def write(folder: Path, trained: Trained, series_set: SeriesSet, source: str) -> records.Record:
-    """Write the version folder, and return what was measured. source: the flags of the data, for the card."""
+    """Write the version folder, and return the figures. source: the flags of the data, for the card."""
     model, settings, name = trained.model, trained.settings, folder.parent.name
     lengths = [len(series.rows) for series in series_set.train]
     channels = series_set.train[0].rows.shape[1]

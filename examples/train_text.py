@@ -35,7 +35,7 @@ DEFAULTS = {encoder: Settings(encoder=encoder, hidden=100 if encoder == "cnn" el
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """vectors: (vocabulary, width), the pretrained vectors, and NaN in the rows without one."""
+    """vectors: (vocabulary, width), the pretrained vectors, and NaN in the rows without a vector."""
 
     tokenizer: Tokenizer
     vectors: Tensor
@@ -66,7 +66,7 @@ class Trained:
 
 
 def train(text_set: TextSet, settings: Settings, vectors: Path | None, device: torch.device) -> Trained:
-    """Train on the training part. With patience, the development part selects the epoch: that of the set, or tenth 0 of the training
+    """Train on the training part. With patience, a development part selects the epoch: the part of the set, or tenth 0 of the training
     part."""
     rest, development = text_set.train, text_set.development or []
     if settings.patience and not development:
@@ -83,7 +83,7 @@ def train(text_set: TextSet, settings: Settings, vectors: Path | None, device: t
 
 
 def write(folder: Path, trained: Trained, text_set: TextSet, template: Path, source: str) -> records.Record:
-    """Write the version folder, read it back and return what was measured. source: the flags of the data, for the card."""
+    """Write the version folder, read it back and return the figures. source: the flags of the data, for the card."""
     model, settings = trained.fitted.model, trained.settings
     described = model.spec(folder.parent.name, text_set.description, trained.max_steps)
     tokenizer = trained.vocabulary.tokenizer

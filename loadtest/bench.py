@@ -35,7 +35,7 @@ GRACE_SECONDS = 10.0
 START_SECONDS = 1.0
 """Time for the start of a generator process."""
 SEARCH_CALLERS, SEARCH_SECONDS = 128, 2.0
-"""Of the closed loop that finds the largest rate."""
+"""Callers of the closed loop that finds the largest rate."""
 SEARCH_SEQUENCES = 512
 """Requests with several inputs have fewer callers: the queue of an engine holds 1,024 sequences unless a setting says more."""
 SHARES = (0.25, 0.5, 0.7, 0.9)
@@ -43,7 +43,7 @@ SHARES = (0.25, 0.5, 0.7, 0.9)
 CONNECTIONS = 256
 """Connections of an open loop. A request that is due while all of them are busy waits, and its latency grows meanwhile."""
 STAGES = ("parse", "channel", "queue", "stage_in", "device_wait", "compute", "stage_out", "reply", "encode")
-"""In their order. They add up to the total."""
+"""The stages in order. They add up to the total."""
 TOTAL, ROWS = "total", "rows"
 METRICS = {"seqserve_stage_seconds": "", "seqserve_batch_sequences": ROWS}
 """Metrics that are read, and their key in StageCounts; the stages have a label."""
@@ -53,7 +53,7 @@ METRICS = {"seqserve_stage_seconds": "", "seqserve_batch_sequences": ROWS}
 class Plan:
     """What to measure: `callers` are the levels of a closed loop, `rates` (requests a second) the levels of an open loop.
 
-    Without both, the levels are SHARES of the largest rate. generators: the number of generator processes, None for as many as it takes.
+    Without both, the levels are SHARES of the largest rate. generators: the number of generator processes, None for as many as necessary.
     """
 
     url: str

@@ -49,7 +49,7 @@ class Figures:
 
 
 def nearest_rank(ordered: Sequence[float], share: float) -> float:
-    """Return the smallest of the ordered values that at least this share of them does not exceed."""
+    """Return the smallest of the ordered values that at least this share of the values does not exceed."""
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 

@@ -35,7 +35,7 @@ REQUESTS = 100
 PATIENCE_SECONDS = (0.0005, 0.003)
 """Range of the timeouts of impatient users."""
 PAUSE_SECONDS = (0.02, 0.1)
-"""Range of their pauses between requests."""
+"""Range of the pauses of impatient users between requests."""
 CHUNKS = 10
 """Chunks of a session."""
 HEADERS = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
@@ -50,7 +50,7 @@ logger = logging.getLogger("loadtest")
 
 
 class LoadUser(FastHttpUser):
-    """Sends a request, waits for the answer, and repeats. Its requests depend only on the seed and its number."""
+    """Sends a request, waits for the answer, and repeats. Its requests depend only on the seed and the number of the user."""
 
     abstract = True
     insecure = False
@@ -143,7 +143,7 @@ class SensorStream(LoadUser):
             yield request
 
     def on_stop(self) -> None:
-        """Send the rest of the session, so that none stays open."""
+        """Send the rest of the session, so that no session stays open."""
         while self.sent % CHUNKS:
             self.ask()
 

@@ -39,7 +39,7 @@ def write(
 def with_sensors(models: Path, root: Path) -> Path:
     """Fill `root` with copies of everything in `models` and with the model `sensors`, a GRU over 16 features. Returns `root`.
 
-    A service reads nothing behind a link out of its models folder.
+    A service follows no link out of its models folder.
     """
     for path in models.iterdir():
         if path.is_dir():

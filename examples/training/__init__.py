@@ -1,1 +1,1 @@
-"""What the training scripts share: data, encoders, the training loop, cards, and the table of results."""
+"""Shared by the training scripts: data, encoders, the training loop, cards, and the table of results."""

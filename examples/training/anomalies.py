@@ -29,8 +29,8 @@ class Fault:
 
 
 def plant(random: Generator, streams: Streams) -> tuple[Streams, list[Fault]]:
-    """Return the streams with faults of one channel each: a single wrong reading, a sensor that repeats one, or one that is off by a
-    constant."""
+    """Return the streams with faults of one channel each: a single wrong reading, a sensor that repeats a reading, or a sensor that
+    is off by a constant."""
     faulty, faults = streams.copy(), []
     count, steps, channels = streams.shape
     for stream in range(count):
@@ -55,7 +55,7 @@ class Found:
 
 
 def count(alarms: NDArray[np.bool_], faults: list[Fault]) -> Found:
-    """Count what alarms find. alarms: (streams, steps), whether the reading of the step is unexpected."""
+    """Count the faults that alarms find. alarms: (streams, steps), whether the reading of the step is unexpected."""
     ordinary = np.ones(alarms.shape, bool)
     first: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for fault in faults:

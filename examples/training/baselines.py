@@ -1,4 +1,4 @@
-"""Simple models to compare with: what the training part alone says about a word or a byte. Requires the standard library only."""
+"""Simple models as baselines, from the counts of words or bytes in the training part alone. Requires the standard library only."""
 
 from __future__ import annotations
 

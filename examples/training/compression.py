@@ -30,8 +30,8 @@ TEMPLATE = Path(train_text.__file__).with_name("compressed-text.card.md")
 class Choices:
     """How small the variants are, and how they are trained; every field is a flag.
 
-    rank: columns of the embedding; dropout: of every training but that of the original; tuning: of a model after a change; soft: the share
-    of the soft labels in the loss of a distilled student. The other settings of a training are those of the original.
+    rank: columns of the embedding; dropout: of every training except the original's; tuning: of a model after a change; soft: the share
+    of the soft labels in the loss of a distilled student. The other settings of a training equal the original's.
     """
 
     rank: int = 8
@@ -134,7 +134,7 @@ def train_student(job: Job, variant: str, is_distilled: bool) -> Record:
 
 
 def fit(job: Job, variant: str, model: Classifier, tokenizer: Tokenizer, settings: Settings, loss: Loss, how: str) -> Record:
-    """Train a model and write its folder. Its embeddings are moved as far as those of the original, relative to their length."""
+    """Train a model and write its folder. Its embeddings move as far as the original's, relative to their length."""
     torch.manual_seed(settings.seed)
     model.dropout.p = settings.dropout
     settings = replace(settings, push=round(settings.push * length(model) / length(job.read("original")[0]), 3))

@@ -18,7 +18,7 @@ from training.variants import VARIANTS
 
 @dataclass(frozen=True)
 class Plan:
-    """What all runs share. holdout: the tenth of the training part on which models are evaluated instead of the test part; seconds: of a
+    """Shared by all runs. holdout: the tenth of the training part on which models are evaluated instead of the test part; seconds: of a
     load, 0 for no speed."""
 
     data: Path
@@ -50,7 +50,7 @@ class Plan:
         )
 
     def identity(self, run: Run, variant: str) -> Record:
-        """Return what identifies a variant of a run in the results file."""
+        """Return the fields that identify a variant of a run in the results file."""
         choices = {name: value for name, value in asdict(self.choices).items() if name in VARIANTS[variant].choices}
         return asdict(run) | {"variant": variant, "choices": choices, "quick": self.quick, "holdout": self.holdout}
 
@@ -63,6 +63,6 @@ class Plan:
         return any(wanted.items() <= record.items() for record in records.read(self.results))
 
     def unmeasured(self, run: Run, variant: str, devices: list[str]) -> list[str]:
-        """Return the kinds of records that a variant lacks. The speed is that of the first run of a set and family."""
+        """Return the kinds of records that a variant lacks. Only the first run of a set and family has a speed."""
         kinds = ["served", *(["speed"] if self.seconds and (run.fold, run.seed) == (0, 1) else [])]
         return [kind for kind in kinds for device in devices if not self.has(run, variant, kind=kind, device=device)]

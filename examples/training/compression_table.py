@@ -1,4 +1,4 @@
-"""Draws the table of compressed text classifiers: accuracy, bytes and latency of each variant, beside its original."""
+"""Draws the table of compressed text classifiers: accuracy, bytes and latency of each variant, next to its original."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ def folder_bytes(folder: Path) -> int:
 
 
 def write_card(folder: Path, table: list[str]) -> None:
-    """Put a table at the end of a card, instead of an earlier one."""
+    """Put a table at the end of a card, in place of an earlier table."""
     card = (folder / spec.CARD).read_text().partition(f"\n{HEADING}\n")[0].rstrip()
     (folder / spec.CARD).write_text("\n".join([card, "", HEADING, "", *table, ""]))
 
 
 def of_kind(measured: list[Record], quick: bool = False, holdout: int | None = None) -> list[Record]:
-    """Return the records of one kind of run: those of the README are neither quick trials nor of a tenth of the training part."""
+    """Return the records of one kind of run. The README uses neither quick trials nor runs on a tenth of the training part."""
     return [record for record in measured if (record["quick"], record["holdout"]) == (quick, holdout)]
 
 
 def lines(measured: list[Record], variants: Collection[str] = tuple(VARIANTS)) -> list[str]:
-    """Return the table of some variants. Figures of other choices than those of the newest model are left out."""
+    """Return the table of some variants. Figures with other choices than the newest model's are left out."""
     newest = list({(_model(record), *_place(record)): record for record in measured}.values())
     choices = {_model(record): record["choices"] for record in newest if record["kind"] == "training"}
     current = [record for record in newest if record["choices"] == choices.get(_model(record))]
@@ -60,7 +60,7 @@ def _model(record: Record) -> tuple[object, ...]:
 
 
 def _place(record: Record) -> tuple[object, ...]:
-    """Return what tells apart the records of one model. Those of a GPU replace those of another GPU."""
+    """Return the fields that identify a record of one model. Records of a GPU replace records of another GPU."""
     device = record.get("device")
     return record["kind"], device and pages.on_gpu(record), record.get("callers")
 

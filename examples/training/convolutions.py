@@ -43,7 +43,7 @@ class TextCNNEncoder(Encoder):
 
 
 class ConvolutionEncoder(Encoder):
-    """Convolutions with ReLU. The dilation doubles from layer to layer. They read as many steps before as after, or only steps before."""
+    """Convolutions with ReLU. The dilation doubles from layer to layer. They read equally many steps on both sides, or no later steps."""
 
     depth, taps = 4, 5
 

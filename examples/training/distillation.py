@@ -17,7 +17,7 @@ class Distillation:
     """A loss of a student with the same tokens and labels as its teacher, which is in its evaluation mode.
 
     temperature: divides the scores of both before the softmax, so that labels with low scores count; share: of the soft labels in the
-    loss, the rest being that of the hard labels. The teacher reads the same batch as the student, with the same unknown words.
+    loss; the hard labels have the rest. The teacher reads the same batch as the student, with the same unknown words.
     """
 
     teacher: Classifier
@@ -33,7 +33,7 @@ class Distillation:
 
 
 def soft_loss(scores: Tensor, expected: Tensor, temperature: float) -> Tensor:
-    """Return the mean divergence of (rows, labels) scores from those of a teacher. The square of the temperature keeps the size of the
+    """Return the mean divergence of (rows, labels) scores from a teacher's scores. The square of the temperature keeps the size of the
     gradient."""
     student, teacher = ((values / temperature).log_softmax(1) for values in (scores, expected))
     return temperature**2 * kl_div(student, teacher, reduction="batchmean", log_target=True)

@@ -12,7 +12,7 @@ from training.steps import max_over_time
 
 class Encoder(nn.Module, ABC):
     """Arguments: the width of the inputs, and the hidden units per direction, or the filters. With `causal`, no step depends on a later
-    one, so that a model with this encoder can have sessions."""
+    step, so that a model with this encoder can have sessions."""
 
     layers: tuple[Layer, ...]
     """The layers of model.toml."""
@@ -30,7 +30,7 @@ class Encoder(nn.Module, ABC):
     @abstractmethod
     def steps(self, inputs: Tensor, lengths: Tensor) -> Tensor:
         """Return (rows, steps, outputs) of (rows, steps, inputs). Padding beyond a row's length must not change the steps before it;
-        what is returned for the padding itself is arbitrary."""
+        the output for the padding itself is arbitrary."""
 
     def remember(self, steps: float) -> None:
         """Let the gates of a training's start keep cells for 1 to `steps` steps. Convolutions have no cells."""

@@ -1,7 +1,7 @@
 """A grammar of short passages about people, things and rooms, with questions whose answers are spans of the passage.
 
-A passage has some sentences, each about another person and another thing. The question names one of both and asks for a part of the same
-sentence. Every question has exactly one answer, so a perfect model finds all spans.
+A passage has some sentences, each about another person and another thing. The question names the person or the thing and asks for a part
+of the same sentence. Every question has exactly one answer, so a perfect model finds all spans.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ class Settings:
     """The settings of a training; every field is a flag. For a CNN, `hidden` is the number of filters of each width.
 
     A training ends after `epochs`, or earlier when `patience` epochs have brought no better accuracy on the development part; the model
-    is then that of the best epoch. With a patience of 0, no part is held out, and the model is that of the last epoch. `static` keeps
-    the embedding as it is, which makes sense with pretrained vectors.
+    of the best epoch is then kept. With a patience of 0, no part is held out, and the model of the last epoch is kept. `static` keeps
+    the embedding unchanged, which makes sense with pretrained vectors.
     """
 
     encoder: str
@@ -44,7 +44,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Epoch:
-    """What an epoch reached. seconds: since the start of the training. development_percent: None without a development part."""
+    """The result of an epoch. seconds: since the start of the training. development_percent: None without a development part."""
 
     seconds: float
     development_percent: float | None
@@ -92,7 +92,7 @@ def improve(
     device: torch.device | None = None,
     loss: Loss = cross_entropy,
 ) -> Fitted:
-    """Train a model from the weights that it has. loss: what becomes lower."""
+    """Train a model from its present weights. loss: to minimise."""
     shuffler = random.Random(settings.seed)
     model.embedding.weight.requires_grad_(not settings.static)
     model.to(device or torch.device("cpu")).train()
@@ -124,7 +124,7 @@ def start_from(weight: Tensor, vectors: Tensor) -> None:
 
 
 def step(model: Classifier, batch: PaddedBatch, optimizer: torch.optim.Optimizer, settings: Settings, loss: Loss) -> None:
-    """Train on the batch, and on the same batch with embeddings that are moved towards a higher loss unless they are static."""
+    """Train on the batch and, unless embeddings are static, on the same batch with embeddings that are moved towards a higher loss."""
     optimizer.zero_grad()
     torch.autograd.backward(loss(model, batch, settings.smoothing))
     if settings.push and not settings.static:

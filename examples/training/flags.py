@@ -8,7 +8,7 @@ from typing import Any
 
 
 def add(parser: argparse.ArgumentParser, settings: dict[str, Any]) -> None:
-    """Add a flag for each setting. `settings` has dataclasses with the defaults, by the word that chooses one, such as an encoder."""
+    """Add a flag for each setting. `settings` has dataclasses with the defaults, by the word that chooses it, such as an encoder."""
     values = {word: asdict(defaults) for word, defaults in settings.items()}
     for name, default in next(iter(values.values())).items():
         if isinstance(default, bool):

@@ -1,4 +1,4 @@
-"""Audio as frames of log-mel energies, while it arrives. `pip install kaldi-native-fbank` has the arithmetic."""
+"""Audio as frames of log-mel energies, while it arrives. The arithmetic needs `pip install kaldi-native-fbank`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BANDS = 40
 FRAME_SECONDS, WINDOW_SECONDS = 0.010, 0.025
 """Seconds between frames, and the seconds of audio that a frame covers."""
 FULL_SCALE = 32768
-"""The energies are those of 16-bit samples, as in Kaldi."""
+"""The energies are computed from 16-bit samples, as in Kaldi."""
 
 Frames = NDArray[np.float32]
 """(frames, BANDS)"""
@@ -35,7 +35,7 @@ class FrameStream:
         frames = [self._bank.get_frame(index) for index in range(self._returned, self._bank.num_frames_ready)]
         self._returned += len(frames)
         copied = np.array(frames, np.float32).reshape(len(frames), BANDS)
-        self._bank.pop(len(frames))  # frees what the frames are views of
+        self._bank.pop(len(frames))  # frees the memory that the frames view
         return copied
 
 

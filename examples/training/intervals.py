@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 QUANTILES = (0.1, 0.5, 0.9)
-"""Of the next reading; the first and the last bound an interval that has it with a probability of 80 %."""
+"""Quantiles of the next reading; the first and the last bound an interval that has it with a probability of 80 %."""
 Array = NDArray[np.float64]
 Forecasts = Array
 """(streams, steps, channels, quantiles): after each step, of the next reading"""
@@ -34,8 +34,8 @@ def width(forecasts: Forecasts) -> float:
 
 
 def surprise(forecasts: Forecasts, following: Array) -> Array:
-    """Return (streams, steps), the anomaly score of each next reading: its distance from the median, in halves of the interval, of the
-    channel where that is largest."""
+    """Return (streams, steps), the anomaly score of each next reading: the largest distance of a channel from its median, in halves of
+    the interval."""
     halves = np.maximum((forecasts[..., -1] - forecasts[..., 0]) / 2, 1e-6)
     scores: Array = (np.abs(following - forecasts[..., 1]) / halves).max(axis=-1)
     return scores

@@ -19,7 +19,7 @@ from training.frames import BANDS, FRAME_SECONDS, WINDOW_SECONDS, frames
 SPEAKING = 2 * (os.cpu_count() or 1)
 """Threads that wait for espeak-ng."""
 START, STOP = 0.03, 0.15
-"""Seconds after the end of a keyword between which frames are positive: the model hears what follows, and may not answer later."""
+"""Seconds after the end of a keyword between which frames are positive: the model hears the following audio, and may not answer later."""
 BEFORE, BEHIND = 0.1, 0.05
 """Seconds before the end of a keyword, and after its positive frames, in which frames do not count."""
 CUT_FRAMES = 80
@@ -90,7 +90,7 @@ def marks(ends: tuple[float, ...], count: int) -> tuple[Tensor, Tensor]:
     """Return the label and the weight of each of `count` frames.
 
     A frame is positive (1) when it is complete between `START` and `STOP` seconds after the end of a keyword. Frames shortly before and
-    after these have no weight: it does not matter what the model says there.
+    after these have no weight: the answers of the model do not matter there.
     """
     complete = torch.arange(count) * FRAME_SECONDS + WINDOW_SECONDS
     labels, weights = torch.zeros(count, dtype=torch.long), torch.ones(count)
@@ -123,7 +123,7 @@ class Windows:
         self.labels, self.weights = (torch.stack(column) for column in zip(*marked, strict=True))
         self.places = [(stream, start) for stream in range(streams) for start in range(0, count - self.length + 1, self.length)]
         self.losses = torch.ones(len(self.places))
-        """Of each window in its latest batch: the caller sets them."""
+        """The loss of each window in its latest batch: the caller sets them."""
 
     def epoch(self, size: int, share: float) -> Iterator[Batch]:
         """Yield batches that have `share` of the windows, in random order: all of them, or mostly those with large losses."""

@@ -16,7 +16,7 @@ from training.signal_model import SignalModel
 from training.spotting import NOTHING, Detector, Score, compare
 
 Scores = dict[float, Score]
-"""By threshold."""
+"""Scores by threshold."""
 THRESHOLDS = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.93, 0.95, 0.96, 0.97, 0.98, 0.985, 0.99, 0.995)
 FALSE_ALARMS_AN_HOUR = 0.5
 """The threshold allows at most this rate on the babble of the development part."""
@@ -108,7 +108,7 @@ def scores(model: SignalModel, part: Corpus) -> Scores:
 
 
 def best(spoken: Scores, babble: Scores) -> float:
-    """Return the threshold with the fewest misses of those with few false alarms in babble, or with the fewest; of equals, the highest."""
+    """Return the threshold with the fewest misses among those with few (or the fewest) false alarms in babble; if equal, the highest."""
 
     def faults(threshold: float) -> tuple[float, int, float]:
         alarms = max(FALSE_ALARMS_AN_HOUR, babble[threshold].false_alarms_an_hour)

@@ -14,7 +14,7 @@ from training.records import Record
 from training.service import Service
 
 CALLERS = (1, 64)
-"""Of the two loads: one caller measures the latency, many measure the throughput."""
+"""Callers of the two loads: one caller measures the latency, many measure the throughput."""
 
 
 def measure(service: Service, models: Path, model: str, device: str, seconds: float) -> list[Record]:

@@ -17,7 +17,7 @@ def marks(name: str) -> tuple[str, str]:
 
 
 def put(page: Path, name: str, lines: Iterable[str]) -> None:
-    """Replace what is between the marks of a table."""
+    """Replace the lines between the marks of a table."""
     begin, end = marks(name)
     before, _, rest = page.read_text().partition(begin)
     _, _, after = rest.partition(end)
@@ -41,7 +41,7 @@ def places(records: Iterable[Record]) -> str:
 
 
 def machines(records: Iterable[Record]) -> Iterator[str]:
-    """Yield a sentence with the processors, GPUs and dates of the trainings, and one of the speeds."""
+    """Yield a sentence with the processors, GPUs and dates of the trainings, and a sentence with those of the speed measurements."""
     some = list(records)
     for kind, text in (("training", "Trained"), ("speed", "Served")):
         of_kind = [record for record in some if record["kind"] == kind]

@@ -15,7 +15,7 @@ SUFFIXES = {"forward": "", "backward": "_reverse"}
 
 
 class TorchRecurrentEncoder(Encoder):
-    """One level of nn.LSTM or nn.GRU. PyTorch has two biases; what the model folder lacks of them stays zero."""
+    """One level of nn.LSTM or nn.GRU. PyTorch has two biases; a bias that the model folder lacks stays zero."""
 
     recurrent: nn.LSTM | nn.GRU
 

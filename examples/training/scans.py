@@ -52,7 +52,7 @@ class SRULevel(Level):
     def scan(self, inputs: Tensor) -> Tensor:
         hidden = self.bias.shape[1] // 2
         product = torch.bmm(inputs.flatten(1, 2), self.input).float().view(*inputs.shape[:3], -1)  # if it was bfloat16
-        parts = product.chunk(product.shape[-1] // hidden, dim=-1)  # candidate, forget, reset, and skip if there is one
+        parts = product.chunk(product.shape[-1] // hidden, dim=-1)  # candidate, forget, reset, and a skip if there is any
         if len(parts) == 3:  # the skip is the input itself, an equal part for each direction
             skips = [rows[..., index * hidden :][..., :hidden] for index, rows in enumerate(inputs)]
             parts = (*parts, torch.stack(skips).float())

@@ -31,7 +31,7 @@ TEST = (
 )
 # fmt: on
 INVENTED = tuple(f"invented{number}" for number in range(220))
-"""There are not more, because espeak-ng reads at most 349 files of voices."""
+"""The limit: espeak-ng reads at most 349 files of voices."""
 TRAINING = NAMED * 5 + INVENTED
 """Two in five utterances have a speaker that comes with espeak-ng."""
 FORMANTS = 9

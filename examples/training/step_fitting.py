@@ -23,10 +23,10 @@ GROUP = 8
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a training; every field is a flag. `width` is that of the embedding, `hidden` the units per direction or filters.
+    """The settings of a training; every field is a flag. `width` is the embedding's, `hidden` the units per direction or filters.
 
     The learning rate falls linearly to zero over `epochs`. A training ends earlier when `patience` epochs have brought no lower loss on
-    the development part; the model is that of the best epoch. Words that occur less than `minimum_count` times are unknown.
+    the development part; the model of the best epoch is kept. Words that occur less than `minimum_count` times are unknown.
     """
 
     encoder: str
@@ -43,7 +43,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Row:
-    """A sequence of token ids, and what the model has to predict of it."""
+    """A sequence of token ids, and the targets that the model has to predict."""
 
     inputs: Tensor
     targets: Tensor
@@ -51,7 +51,7 @@ class Row:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """Padded rows. inputs: (rows, longest); lengths: (rows,); targets: (rows, longest), or the shape of a loss of its own."""
+    """Padded rows. inputs: (rows, longest); lengths: (rows,); targets: (rows, longest), or the shape that a special loss needs."""
 
     inputs: Tensor
     lengths: Tensor

@@ -13,7 +13,7 @@ from training.encoders import STEP_ENCODERS
 
 
 class StepModel(nn.Module):
-    """An encoder and a linear layer over each of its steps. Token ids are embedded, vectors are the encoder's inputs as they are.
+    """An encoder and a linear layer over each of its steps. Token ids are embedded, vectors are the encoder's inputs unchanged.
 
     vocabulary: the number of tokens, or None for vectors. width: of an embedding or of an input vector.
     """

@@ -1,4 +1,4 @@
-"""The command that the recipes with an output per step share: read a set, train, write the model folder with a card, report."""
+"""The common command of the recipes with an output per step: read a set, train, write the model folder with a card, report."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Prepared:
 
 
 class Recipe(ABC):
-    """What differs between the recipes."""
+    """The part that differs between the recipes."""
 
     task: Task
     description: str
@@ -108,7 +108,7 @@ def quality(recipe: Recipe, model: StepModel, prepared: Prepared, test: list[Any
 def run(
     recipe: Recipe, data: Path | None, name: str, settings: Settings, folder: Path, device: torch.device, is_quick: bool = False
 ) -> records.Record:
-    """Train on the set `name`, write the version folder, read it back and return what was measured. Raises MissingSet."""
+    """Train on the set `name`, write the version folder, read it back and return the figures. Raises MissingSet."""
     parts = step_sets.read(data, name, recipe.task.kind)
     if is_quick:
         parts, settings = quick(parts, settings, recipe.task)

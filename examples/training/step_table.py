@@ -1,8 +1,9 @@
 """Draws the tables of a results file of the recipes with an output per step: families side by side for each set.
 
-A training record has the quality in the framework alone, a served record that of the same model by HTTP, and a speed record the load of
-one model on one device. A reference record has the figures of a simple model, or the best figures that any model can reach. Records of
-quick trials are left out, and so are records that a later record of the same kind replaces. Requires the standard library only.
+A training record has the quality in the framework alone, a served record the quality of the same model by HTTP, and a speed record the
+load of one model on one device. A reference record has the figures of a simple model, or the best figures that any model can reach.
+Records of quick trials are left out, and so are records that a later record of the same kind replaces. Requires the standard library
+only.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ def write(page: Path, records: list[Record]) -> None:
 
 
 def lines(task: str, records: list[Record]) -> Iterator[str]:
-    """Yield the lines of the table of a task: one row for each set and family, and what it was measured on."""
+    """Yield the lines of the table of a task: one row for each set and family, and the machines of the measurements."""
     newest = list({_identity(each): each for each in records if each["task"] == task and not each["quick"]}.values())
     trainings = [record for record in newest if record["kind"] == "training"]
     if not trainings:

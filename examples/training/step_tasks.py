@@ -1,6 +1,6 @@
-"""What the recipes with an output per step ask of the service, and their figures of quality. Requires the standard library only.
+"""The requests of the recipes with an output per step to the service, and their figures of quality. Requires the standard library only.
 
-Answers are the same whether they come from the service or from PyTorch, so that one function judges both.
+Answers from the service and from PyTorch have the same form, so that one function judges both.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Task(ABC):
     """The main figure of quality."""
 
     unit: str
-    """What follows the figure in a sentence."""
+    """The text after the figure in a sentence."""
 
     quick_examples = 200
     """Examples of the test part in a quick trial."""

@@ -1,7 +1,7 @@
 """Draws the table of a results file: families side by side for each set. Requires the standard library only.
 
-A training record has the accuracy of the framework alone, a served record that of the same model by HTTP, and a speed record the load
-of one model on one device. Records of quick trials are left out, and so are records that a later record of the same run replaces.
+A training record has the accuracy of the framework alone, a served record the accuracy of the same model by HTTP, and a speed record the
+load of one model on one device. Records of quick trials are left out, and so are records that a later record of the same run replaces.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _pair(record: Record) -> tuple[str, str]:
 
 
 def _run(record: Record) -> tuple[object, ...]:
-    """Return what identifies a run: a later record with the same identity replaces an earlier one."""
+    """Return the fields that identify a run: a later record with the same identity replaces an earlier record."""
     return tuple(record.get(name) for name in ("kind", "set", "encoder", "pretrained", "fold", "seed", "device", "callers"))
 
 

@@ -15,7 +15,7 @@ FOLDS, SPLIT_SEED = 10, 0
 
 @dataclass(frozen=True)
 class KnownSet:
-    """What the files of a set do not say. A label in the files is the index of its name. `model` begins the names of models."""
+    """Facts that the files of a set lack. A label in the files is the index of its name. `model` begins the names of models."""
 
     model: str
     description: str

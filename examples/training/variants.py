@@ -13,8 +13,8 @@ from training.records import Record
 
 @dataclass(frozen=True)
 class Variant:
-    """title: what the variant is, with names of choices; make: writes its folder; choices: those on which it depends; of: the variants that
-    `make` reads."""
+    """title: describes the variant, with names of choices; make: writes its folder; choices: the choices on which it depends; of: the
+    variants that `make` reads."""
 
     title: str
     make: Callable[[Job, str], Record]
@@ -62,4 +62,4 @@ VARIANTS = {
         ("distilled",),
     ),
 }
-"""By name, a variant after those from which it is made."""
+"""By name, each variant after the variants from which it is made."""

@@ -32,7 +32,7 @@ def tagged(verse: str) -> TaggedWords:
 
 
 def divided(examples: list[T], held_out: int) -> list[list[T]]:
-    """Return a training, a development and a test part, the last two of `held_out` examples."""
+    """Return a training, a development and a test part, the last two with `held_out` examples each."""
     shuffled = list(examples)
     random.Random(SEED).shuffle(shuffled)
     return [shuffled[2 * held_out :], shuffled[:held_out], shuffled[held_out : 2 * held_out]]

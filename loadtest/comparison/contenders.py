@@ -55,8 +55,8 @@ class Server:
     """One compared server.
 
     launch: returns the command from its environment's folder, an empty folder for its files, and its ports. environment: name of its
-    virtual environment in ENVIRONMENTS; None: that of this project. needs: a program outside it. constant: the endpoints that return a
-    constant when no model is loaded, and `expected` what they return; None: any fixed answer.
+    virtual environment in ENVIRONMENTS; None: the environment of this project. needs: a program outside it. constant: the endpoints that
+    return a constant when no model is loaded; `expected`: their answer; None: any fixed answer.
     """
 
     name: str

@@ -53,7 +53,7 @@ def oip_binary(model: str, text: str) -> bytes:
 
 
 def oip_json(model: str, text: str) -> bytes:
-    """The id keeps MLServer from inventing one: answers to equal requests are then equal."""
+    """Without an id MLServer would invent one: answers to equal requests would differ."""
     tensor = {"name": TEXT_INPUT, "shape": (1, 1), "datatype": "BYTES", "data": [text]}
     return _post(f"/v2/models/{model}/infer", json.dumps({"id": "1", "inputs": [tensor]}).encode(), JSON)
 

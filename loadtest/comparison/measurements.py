@@ -60,7 +60,7 @@ class Measurements:
         return list(self._cases)
 
     def values(self, case: Case, column: str) -> list[float]:
-        """Return the values of all rounds that have one."""
+        """Return the values of all rounds that have a value."""
         return [trial.values[column] for trial in self._cases.get(case, ()) if column in trial.values]
 
     def median(self, case: Case, column: str) -> float | None:

@@ -21,7 +21,7 @@ LSTM_SCALE = 0.2
 
 def write(root: Path) -> None:
     """Fill `root` with both models."""
-    shutil.copytree(servers.MODELS / CNN, root / CNN)  # a service reads nothing behind a link out of its folder
+    shutil.copytree(servers.MODELS / CNN, root / CNN)  # a service follows no link out of its folder
     text = SequenceInput(kind="text", max_steps=512, vocabulary=VOCABULARY)
     layers = EmbeddingLayer(kind="embedding", width=WIDTH), LSTMLayer(kind="lstm", hidden=HIDDEN)
     tokenizer = _tokenizer(servers.MODELS / CNN / "1" / TOKENIZER)

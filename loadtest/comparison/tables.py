@@ -14,7 +14,7 @@ from loadtest.scenarios.rounds import Table, headings
 COLUMNS = (RATE, P50, P99, CPU, FRONTEND, GENERATOR)
 NOTHING = "-"
 COUNTERPARTS = {OIP_GRPC.name: OIP_GRPC.name, OIP_BINARY.name: OIP_BINARY.name}
-"""Our endpoint with which another server's is compared; the others are compared with POST /infer."""
+"""Our endpoint for the comparison with an endpoint of another server; all others are compared with POST /infer."""
 
 
 def closed_loop(measured: Measurements, model: str) -> Table:
@@ -28,7 +28,7 @@ def closed_loop(measured: Measurements, model: str) -> Table:
 
 
 def ratios(measured: Measurements, model: str) -> Table:
-    """Return the ratio of the service's rate and p99 to each other server's in the same round.
+    """Return the service's rate and p99 as ratios to each other server's in the same round.
 
     Constant answers are compared with the service's answers of CNN, because it has no endpoint without work.
     """
@@ -45,7 +45,7 @@ def ratios(measured: Measurements, model: str) -> Table:
 
 
 def open_loop(measured: Measurements, model: str) -> Table:
-    """Return p99 by rate for each endpoint. A server that does not hold a rate is not measured at higher ones."""
+    """Return p99 by rate for each endpoint. A server that does not hold a rate is not measured at higher rates."""
     cases = [case for case in measured.cases() if case.model == model and case.rate]
     rates = sorted({case.rate for case in cases})
     lines = [["p99 ms", "endpoint", *(f"{rate:,}/s" for rate in rates)]]

@@ -1,8 +1,8 @@
-"""Autoscalers, and replicas that start late: one second a step.
+"""Autoscalers, and replicas that start late. A step is one second.
 
-`HorizontalPodAutoscaler` decides as Kubernetes does with Pods metrics, and as KEDA does, which makes one: the larger answer of all
-metrics counts, replicas that are not ready count as idle, scaling up is immediate, and scaling down takes the highest answer of a window
-and removes few replicas at a time.
+`HorizontalPodAutoscaler` decides as Kubernetes does with Pods metrics, and as KEDA does, which creates one of these: the largest answer
+of all metrics counts, replicas that are not ready count as idle, scaling up is immediate, and scaling down takes the highest answer of a
+window and removes few replicas at a time.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from loadtest.fleet.queueing import mean_wait
 TOLERANCE = 0.1
 """Kubernetes changes nothing while a metric is within a tenth of its target."""
 UP_PODS, UP_SHARE, UP_SECONDS = 4, 1.0, 15
-"""Kubernetes' default: at most four replicas, or all once more, in 15 s."""
+"""Kubernetes' default: at most four more replicas, or twice as many, in 15 s."""
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
     """Settings of an autoscaler. backlog_target: seconds of work; busy_target: share of time, or None without this metric.
 
-    window: seconds over which a metric is the highest value or the mean; down_window: stabilisation of scaling down; down_pods: at most so
-    many fewer in down_seconds; start_seconds: from the decision until a replica is ready.
+    window: seconds over which a metric is the highest value or the mean; down_window: stabilisation of scaling down; down_pods: largest
+    decrease in down_seconds; start_seconds: from the decision until a replica is ready.
     """
 
     name: str
@@ -86,7 +86,7 @@ class HorizontalPodAutoscaler:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """What happened in each second: offered and refused sequences, replicas that were ready, and the latency of the 99th percentile."""
+    """The figures of each second: offered and refused sequences, replicas that were ready, and the latency of the 99th percentile."""
 
     offered: NDArray[np.float64]
     refused: NDArray[np.float64]
@@ -105,7 +105,7 @@ def run(
     """Simulate equal replicas as a fluid queue.
 
     offered: sequences a second in each second; started: replicas at the beginning; lost: shares of the ready replicas that fail, by
-    second; waiting: sequences that a replica queues at most (SEQSERVE_MAX_WAITING): further ones are refused.
+    second; waiting: most sequences that a replica queues (SEQSERVE_MAX_WAITING); further sequences are refused.
     """
     autoscaler, signals = HorizontalPodAutoscaler(policy), _Signals(policy)
     server, limit = machine.server, waiting / machine.rate

@@ -35,7 +35,7 @@ def checks(folder: Path = RESULTS) -> Iterator[Check]:
 
 def rates(folder: Path) -> Iterator[Check]:
     """Yield the largest rate, by the processor time of an answer at 70 % of it, the lowest of the bounds; and the rate that the default
-    utilisation allows, beside the highest measured one with the default p99."""
+    utilisation allows, next to the highest measured rate with the default p99."""
     for name, request, records in _measured(folder):
         loaded = machines.select(records, {"loop": "70%"})
         frontend, engine, generator = (
@@ -61,7 +61,7 @@ def latencies(folder: Path) -> Iterator[Check]:
 
 
 def two_devices(folder: Path) -> Check:
-    """Return the sequences a second of two GPUs, twice those of one."""
+    """Return the sequences a second of two GPUs, twice the rate of one GPU."""
     records = machines.load(folder / "devices-h200.jsonl")
     one, two = (
         machines.median([record for record in records if len(record["devices"]) == count], "sequences_per_second")

@@ -33,13 +33,13 @@ def mixed(values: Keys) -> Keys:
 
 
 def keys(count: int, seed: int) -> Keys:
-    """Return the hashes of `count` session names in ascending order: the order of keys on the ring is all that matters."""
+    """Return the hashes of `count` session names in ascending order: only the order of keys on the ring matters."""
     return np.sort(mixed(mixed(np.arange(count, dtype=np.uint64)) ^ mixed(np.full(1, seed, np.uint64))))
 
 
 @dataclass(frozen=True, slots=True)
 class Hashing:
-    """The hashing of one proxy. points: of each replica on a ring with that many healthy replicas."""
+    """The hashing of one proxy. points: returns the points of each replica for a number of healthy replicas."""
 
     name: str
     points: Callable[[int], int]
@@ -60,7 +60,7 @@ def envoy(ring: int) -> Hashing:
 
 
 def fixed(name: str, points: int) -> Hashing:
-    """Return the hashing of a proxy that gives each replica as many points, whatever their number."""
+    """Return the hashing of a proxy that gives each replica the same points for every number of replicas."""
     return Hashing(name, lambda _: points)
 
 
@@ -71,7 +71,7 @@ HASHINGS = (
     fixed("HAProxy, consistent", 16),
     fixed("Ray Serve, 100 virtual nodes", 100),
 )
-"""nginx has 160 points for each unit of weight, HAProxy 16. A server of HAProxy with `weight 10` has as many as one of nginx."""
+"""nginx has 160 points for each unit of weight, HAProxy 16. A HAProxy server with `weight 10` has the same number as a server of nginx."""
 
 
 def _owners(positions: Keys, replicas: Replicas, keys: Keys) -> Replicas:
@@ -84,7 +84,7 @@ def _owners(positions: Keys, replicas: Replicas, keys: Keys) -> Replicas:
 
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """Sessions whose owner changes. others: those that neither leave a removed replica nor reach an added one."""
+    """Sessions whose owner changes. others: sessions that neither leave a removed replica nor reach an added replica."""
 
     sessions: int
     others: int

@@ -55,7 +55,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a machine's records are. case: the fields that select them; alone: those that select the single caller."""
+    """Where a machine's records are. case: the fields that select them; alone: the fields that select the single caller."""
 
     file: str
     case: Record
@@ -67,7 +67,7 @@ SOURCES = {
     "2-core CPU": Source("sizing-epyc-2core.jsonl", {"callers": 32}, {"callers": 1}, 2),
     "H200": Source("capacity-h200.jsonl", {"callers": 64, "frontends": 8, "batch": 512}, {"callers": 1, "request": "text"}, 16),
 }
-"""The H200 was measured with a single caller only for texts: its other kinds of requests take that time as theirs."""
+"""The H200 was measured with a single caller only for texts: the other kinds of requests use that time as well."""
 KINDS = {"text": "one text", "session": "chunk over /infer", "socket-binary": "chunk in a binary message"}
 
 

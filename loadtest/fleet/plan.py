@@ -20,9 +20,9 @@ REPLICAS = (1, 3, 10, 30, 100, 300, 1000, 3000, 10_000)
 STATELESS = "text"
 MORE_SESSIONS = 4
 UPDATE_MOVES = 2
-"""Of each session in a rolling update: once to a new replica, once away from an old one."""
+"""Moves of each session in a rolling update: to a new replica, and away from an old replica."""
 ROLLING_SAMPLES = 2
-"""Steps of a rolling update that are computed; the others move as many sessions on average."""
+"""Steps of a rolling update that are computed; the other steps move the same number of sessions on average."""
 DAY_SECONDS = 24 * 3600
 TROUGH = 0.3
 """Load at night as a share of the load at noon."""
@@ -56,7 +56,7 @@ class FleetPlan:
     seed: int = 0
 
     def records(self, days: bool = True) -> Iterator[Record]:
-        """Yield the records of all parts, those of whole days only if `days`: they take the longest."""
+        """Yield the records of all parts. The records of whole days, which take the longest, come only if `days`."""
         keys = hashing.keys(self.load.streams, self.seed)
         for count in self.replicas:
             for proxy in hashing.HASHINGS:
@@ -94,13 +94,13 @@ class FleetPlan:
         return hashing.moves(owners, proxy.owners(np.concatenate([before, new]), keys), new)
 
     def _removed(self, proxy: Hashing, before: Replicas, owners: Replicas, keys: Keys) -> Moves:
-        """Remove the last replica. The only one takes all sessions with it."""
+        """Remove the last replica. A single replica takes all sessions with it."""
         if len(before) == 1:
             return Moves(len(keys), 0)
         return hashing.moves(owners, proxy.owners(before[:-1], keys), before[-1:])
 
     def _rolling(self, proxy: Hashing, count: int, keys: Keys) -> int:
-        """Return how many moves an update causes that adds a new replica and then removes an old one, one after the other."""
+        """Return how many moves an update causes that alternately adds a new replica and removes an old replica."""
         steps = np.unique(np.linspace(0, count - 1, min(count, ROLLING_SAMPLES)).astype(int))
         moved = 0
         for step in steps:
@@ -111,7 +111,7 @@ class FleetPlan:
         return round(moved * count / len(steps))
 
     def failures(self) -> Iterator[Record]:
-        """Yield what a crash and the loss of a zone cost, and the traffic of checkpoints, for each number of replicas and model."""
+        """Yield the costs of a crash and of the loss of a zone, and the traffic of checkpoints, for each number of replicas and model."""
         load = self.load
         for count in self.replicas:
             for model, size in states.file_bytes().items():

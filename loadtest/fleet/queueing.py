@@ -1,8 +1,8 @@
 """Waiting times from measured service figures, in closed form and by recursion.
 
 A replica is a batch server: while a batch runs, arrivals wait, and the next batch takes all of them. A batch takes a fixed time and a
-time for each sequence. `BatchServer` has the mean batch in closed form. An arrival meets a batch at a random moment of it, waits for its
-end, and then runs in a batch of its own: between one and two batches in all.
+time for each sequence. `BatchServer` has the mean batch in closed form. An arrival meets a batch at a random moment, waits for its
+end, and then runs in the next batch: between one and two batches in all.
 """
 
 from __future__ import annotations

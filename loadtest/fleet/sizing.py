@@ -29,7 +29,7 @@ def imbalance(replicas: int, points: int) -> float:
     """Return an estimate of the sessions of the fullest replica as a multiple of the mean.
 
     The share of a replica is the sum of `points` gaps on the ring, nearly normal with a standard deviation of 1 / sqrt(points) of its
-    mean; sqrt(2 ln n) deviations is about the largest of n such values. Exact for no number, within a tenth from 100 points on.
+    mean; sqrt(2 ln n) deviations is about the largest of n such values. Never exact, but within a tenth from 100 points on.
     """
     return 1 + math.sqrt(2 * math.log(replicas) / points) if replicas > 1 else 1.0
 
@@ -50,7 +50,7 @@ def replicas_for(load: Load, machine: Machine) -> dict[str, int]:
 
 
 def _fullest(replicas: float, load: Load) -> int:
-    """Return the replicas with which the fullest one has at most what `replicas` even ones have. Without streams, none is fuller."""
+    """Return how many replicas keep the fullest one at the load of `replicas` even replicas. Without streams, all are even."""
     if not load.streams:
         return math.ceil(replicas)
     even = math.ceil(replicas)

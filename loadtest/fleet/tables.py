@@ -63,7 +63,7 @@ def fullest_table(records: Sequence[Record]) -> Table:
 
 
 def moved_table(records: Sequence[Record]) -> Table:
-    """Return the sessions that one more replica moves, and those of them that it does not own afterwards."""
+    """Return the sessions that move when a replica is added, and how many of them the new replica does not own afterwards."""
     return _by_hashing(records, lambda record: f"{number(record['added_moved'])} ({number(record['added_others'])})")
 
 

@@ -1,4 +1,4 @@
-"""What a load and its connections expect of each other."""
+"""The interface between a load and its connections."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol
 OK = 200
 """Status of a right answer. gRPC's status 0 is reported with it, and its other statuses as they are."""
 CLOSED = "closed by the server"
-"""Why a connection breaks that the server has closed."""
+"""The reason for a broken connection that the server has closed."""
 
 
 class Exchange(Protocol):

@@ -14,7 +14,7 @@ _LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
 
 
 class HttpConnection(Connection):
-    """A connection that sends whole requests as they are."""
+    """A connection that sends complete requests unchanged."""
 
     def __init__(self, exchange: Exchange, requests: Sequence[bytes]) -> None:
         super().__init__(exchange)

@@ -1,4 +1,4 @@
-"""What the generator gets and returns. Times are in seconds."""
+"""The input and the result of the generator. Times are in seconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether generator processes limit a load, and with how many of them to measure it again."""
+"""Whether generator processes limit a load, and how many of them the next measurement needs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Measured(NamedTuple):
 
 
 def more_generators(trials: Sequence[Measured], most: int) -> int | None:
-    """Return with how many generators to measure a load again, None if it is not limited or more of them do not help."""
+    """Return the number of generators for another measurement, None if they are not the limit or more of them do not help."""
     last = trials[-1]
     if not last.limited or last.generators >= most:
         return None

@@ -48,7 +48,7 @@ PACKAGES = ("torch", "uvicorn", "uvloop", "httptools", "msgspec", "orjson")
 
 
 class Requests(NamedTuple):
-    """What one kind of client sends: as in `generator.job.Job`. inputs: sequences of a request."""
+    """The requests of one kind of client, as in `generator.job.Job`. inputs: sequences of a request."""
 
     transport: str
     path: str

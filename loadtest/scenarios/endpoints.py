@@ -160,7 +160,7 @@ async def first_replies(endpoint: Endpoint) -> list[Response]:
 
 
 def _contender(endpoint: Endpoint, server: servers.ServerProcess, frontends: int, callers: int) -> Contender:
-    """Return one endpoint with what its answers cost.
+    """Return one endpoint with the cost of its answers.
 
     Milliseconds of processor time for each answer: cpu_ms of all processes of the server, frontend_ms of its frontends, load_ms of the
     load generator. busiest: the share of the frontends' time that the busiest frontend used. Stages are mean milliseconds; `outside` is

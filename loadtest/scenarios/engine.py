@@ -174,7 +174,7 @@ def _rising_rates(engine: DeviceEngine, models: Sequence[str], seconds: float) -
 
 
 def _overload(device: str, seconds: float) -> Iterator[OpenLoopLevel]:
-    """Offer up to ten times the capacity, with a deadline, to a model that is limited by the device and not by the host."""
+    """Offer up to ten times the capacity, with a deadline, to a model whose limit is the device rather than the host."""
     engine = _engine(device, [DEEP if device.startswith("cuda") else WIDE], *DEFAULT_LIMITS)
     [loaded] = engine.loaded()
     deadline = DEADLINES[engine.device.type]

@@ -1,4 +1,4 @@
-"""The latency of a quiet tenant, alone and beside a tenant that sends twenty times as much, more than the service can do.
+"""The latency of a quiet tenant, alone and during the load of a tenant that sends twenty times as much, which overloads the service.
 
 In the last case both use keys of one tenant, so that their requests wait in the order of their arrival.
 """
@@ -36,7 +36,7 @@ from service.modeling.spec import EmbeddingLayer, LSTMLayer, SequenceInput
 SUMMARY = "the latency of one tenant beside another that sends twenty times as much"
 MODEL, VOCABULARY = "fairness", 1000
 QUIET, NOISY, SAME = "quiet", "noisy", "same"
-"""Keys. The tenant of SAME is that of QUIET."""
+"""Keys. SAME belongs to the tenant of QUIET."""
 ALONE, BESIDE, UNFAIR = "alone", "beside a noisy tenant", "beside noise of its own tenant"
 NOISE = {BESIDE: NOISY, UNFAIR: SAME}
 REQUESTS = 64

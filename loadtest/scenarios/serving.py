@@ -37,7 +37,7 @@ from loadtest.traffic import Traffic, words
 SUMMARY = "this service and other model servers with the same weights"
 CALLERS, RATES = (1, 8, 32, 128), (1000, 2000, 4000, 10000)
 OPEN_CONNECTIONS = 128
-"""Connections of an open loop; a request that finds none idle waits, which its latency includes."""
+"""Connections of an open loop; a request waits if no connection is idle, and its latency includes the wait."""
 REQUESTS = 500
 """Distinct requests, sent in a cycle."""
 CHECK_SECONDS = 0.5
@@ -58,7 +58,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Measure every server. An interrupt ends the run and keeps its results so far. Returns 1 when a request failed."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it, and so would the servers
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a job in the background ignores interrupts, and its servers would too
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])  # all processes inherit it
     skipped = {server.name: reason for server in SERVERS if (reason := server.why_skipped()) and server.name in options.servers}
     trials: list[Trial] = []
@@ -140,7 +142,7 @@ def _measure(server: Server, work: Work, number: int, options: argparse.Namespac
 
 
 def _check(job: Job, server: Server, endpoint: Endpoint) -> None:
-    """Wait until the endpoint answers. Raises CannotMeasure when it does not, or with other scores than the model."""
+    """Wait until the endpoint answers. Raises CannotMeasure when it does not, or when its scores differ from the model's."""
     deadline = time.monotonic() + servers.START_SECONDS
     result = run_in_process(job)
     while not result.answers and WRONG not in result.failures and time.monotonic() < deadline:

@@ -52,7 +52,7 @@ def sequences(mixture: str, rate: float, count: int, arrivals: str = "poisson", 
 def started(replicas: int, mean: float, seed: int = 0) -> list[tuple[int, SimulatedSequence]]:
     """Return long sequences in progress, `mean` for each replica, each at a random step, with the index of their replica.
 
-    With them, a run is typical from its beginning, without first having to last as long as several long sequences.
+    With them, a run is typical from its beginning; otherwise it would first have to last as long as several long sequences.
     """
     source = random.Random(f"begun {seed}")
     in_progress = []

@@ -19,7 +19,7 @@ from service.engine.execution.cost_model import Cost
 
 
 class SimulatedFrontend:
-    """Places each sequence at the replica with the smallest predicted wait; of equals, at the least recently chosen one.
+    """Places each sequence at the replica with the smallest predicted wait; among equals, at the replica that was chosen longest ago.
 
     The prediction is that of service.frontend.dispatch.connection.PredictedWait: the last reported backlog of a replica, less the
     time since then, plus the work that was sent after it.
@@ -92,7 +92,7 @@ class Clock:
 
     def begin_with(self, index: int, sequence: SimulatedSequence) -> None:
         """Add a sequence that a replica has already started. It waits for the first arrival there: alone, it would take whole budgets,
-        which it rarely does under constant load."""
+        which is rare under constant load."""
         self._replicas[index].policy.add(sequence, 0.0)
         self._left += sequence.remaining
 

@@ -93,7 +93,7 @@ class Continuous:
 
 
 class Static:
-    """Runs the sequences that wait when the device is free, each of them whole and padded to the longest."""
+    """Runs the sequences that wait when the device is free, each sequence whole and padded to the longest."""
 
     def __init__(self, cost: Cost, limits: SchedulerLimits) -> None:
         self._cost = cost
