@@ -114,7 +114,7 @@ class AccumulatorSession:
         return {account.plus(chunk.values) for account in ({NEW} if chunk.starts else self.possible)}
 
     def answered(self, chunk: Chunk, answer: bytes) -> str | None:
-        """Return what is wrong with an answer. The session takes over the reported account, so one error is counted once."""
+        """Return the fault of an answer. The session takes over the reported account, so each error is counted once."""
         reply_body = json.loads(answer)
         told, expected = Account.told(reply_body["outputs"][0]["value"]), self.expected(chunk)
         steps = reply_body["session"]["steps"]
@@ -166,13 +166,13 @@ def counts(server: Server) -> Counts:
 
 
 def at_rest(server: Server) -> Counts:
-    """Return the counts once nothing is held any more."""
+    """Return the counts once nothing is held any longer."""
     eventually(lambda: rests(server), REST_SECONDS)
     return counts(server)
 
 
 def held(server: Server) -> dict[str, float]:
-    """Return the metrics of everything that requests and sessions acquire and must release."""
+    """Return the metrics of all resources that requests and sessions acquire and must release."""
     return {name: server.metric(f"seqserve_{name}") for name in REST}
 
 
@@ -247,7 +247,7 @@ class Told:
 
 
 def tell(url: str, *, callers: int, sequences: int, seed: int = 0, wrong: int = 0) -> Told:
-    """Run `callers` clients, each with `sequences` sequences one after the other.
+    """Run `callers` clients, each with `sequences` sequences in turn.
 
     wrong: how many clients once send another step than they count.
     """
@@ -389,7 +389,7 @@ class Teller:
 
 
 def start_sessions(url: str, names: Sequence[str], callers: int = 32) -> Counter[str]:
-    """Send one step per session and no more."""
+    """Send a single step per session."""
     return uvloop.run(_start_sessions(Target.of(url, "/infer"), iter(names), callers))
 
 

@@ -147,6 +147,6 @@ def models_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def server(models_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server that many tests share. A test leaves it in the state in which it was."""
+    """A server that many tests share. A test restores its state."""
     with serving(models_folder, tmp_path_factory.mktemp("log")) as running:
         yield running

@@ -28,7 +28,7 @@ SEVERAL, MOST_INPUTS = 0.15, 8
 SHORTEST, LONGEST, ANY_LENGTH = 0.05, 0.02, 0.05
 """Shares of inputs of the shortest, the longest and any length that the model takes. The rest is as long as questions are."""
 MOST_STEPS = 512
-"""Longer inputs would determine the memory by how many of them happen to run at once."""
+"""With longer inputs, the memory would depend on how many of them happen to run at once."""
 FOR_VECTORS, BAD, IMPATIENT = 0.1, 0.02, 0.01
 """Shares of the requests in mixed traffic."""
 IMPATIENCE_SECONDS = 0.003
@@ -137,14 +137,14 @@ async def _send(target: Target, requests: Iterator[Asked], rounds: int, callers:
 
 
 class _Line:
-    """A client with one connection, which it opens again when the server has closed it."""
+    """A client with one connection, which it reopens when the server has closed it."""
 
     def __init__(self, target: Target) -> None:
         self._target = target
         self._caller: Caller | None = None
 
     async def ask_each(self, requests: Iterator[Asked]) -> None:
-        """Send requests one after the other. Several clients may share the iterator."""
+        """Send requests in sequence. Several clients may share the iterator."""
         for asked in requests:
             await self._ask(asked)
 

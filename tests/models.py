@@ -22,7 +22,7 @@ EMBEDDING = {"kind": "embedding", "width": 6}
 SENSORS_HIDDEN = 256
 """Large enough for inputs of thousands of steps to take some time, which tests of running requests need."""
 COUNT = 2.0**-12
-"""What one time step adds to a cell of the accumulator. A power of two adds exactly in float32, and tanh(COUNT) rounds to COUNT."""
+"""One time step adds this to a cell of the accumulator. A power of two adds exactly in float32, and tanh(COUNT) rounds to COUNT."""
 
 
 def weights(spec: ModelSpec, seed: int = 0) -> dict[str, torch.Tensor]:

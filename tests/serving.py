@@ -24,7 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 LIMIT_SECONDS = 60.0
 """Shortest limit of a wait for an event that must happen eventually."""
 DEFAULTS = {"default_deadline_ms": "60000", "frontends": "1", "strict": "1", "max_memory_share": "1"}
-"""Deadlines that a busy machine meets too, as many frontends on every machine, no start without one of the models, and no refusal for
+"""Deadlines that a busy machine meets too, the same number of frontends on every machine, no start without all models, and no refusal for
 memory that other processes use."""
 MAX_EXITS = 3
 """How often a process of a shared server may end. Later restarts wait for seconds."""

@@ -48,7 +48,7 @@ from tests.steady import processes, resident_bytes
 KINDS = ("http", "grpc", "session", "stream")
 CALLERS = {"http": 6, "grpc": 4, "session": 4, "stream": 2}
 FLAGS = ("--device", "cpu,cpu", "--frontends", "2")
-"""Two processes of each role, so that the others answer while one is replaced."""
+"""Two processes of each role, so that one answers while the other is replaced."""
 MOST_STEPS, CHUNKS = 20, 4
 PATIENCE_SECONDS = 60.0
 """How long a client waits. An answer that takes longer is lost."""
@@ -73,7 +73,7 @@ EXCUSED: dict[str, dict[str, set[str]]] = {
 FAULTS = tuple(EXCUSED)
 CONFIDENCE = 0.99
 MIN_SAMPLES = 4
-"""Samples of one process before its slope says anything."""
+"""Samples of one process before its slope means anything."""
 LIMITS = {"bytes": 30.0, "descriptors": 1e-4, "threads": 1e-4}
 """What a process may gain with each request. The whole interval of confidence of a leak lies above it."""
 
@@ -83,7 +83,7 @@ LIMITS = {"bytes": 30.0, "descriptors": 1e-4, "threads": 1e-4}
 
 @dataclass
 class Ledger:
-    """The ends of all requests by kind, and everything that must not happen."""
+    """The ends of all requests by kind, and all faults."""
 
     ends: Counter[tuple[str, str]] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
@@ -97,7 +97,7 @@ class Ledger:
         self.faults.append(fault)
 
     def unexplained(self, fault: str) -> list[str]:
-        """Return what is wrong after a cycle with this fault."""
+        """Return the faults found after a cycle with this fault."""
         excused = EXCUSED[fault]
         found = [
             f"{count} requests of {kind} ended with {outcome} although the fault was {fault!r}"
@@ -180,7 +180,7 @@ def as_ids(values: Sequence[int]) -> bytes:
 
 
 class HttpClient(Client):
-    """Requests without a session, each for a sum of its own, on one connection."""
+    """Requests without a session, each for a different sum, on one connection."""
 
     kind = "http"
     _caller: StrictCaller | None = None
@@ -221,7 +221,7 @@ def outcome_of(reply: Response) -> tuple[str, Account | None]:
 
 
 class SessionClient(HttpClient):
-    """Sessions of CHUNKS chunks, whose sums go on from chunk to chunk."""
+    """Sessions of CHUNKS chunks, whose sums continue from chunk to chunk."""
 
     kind = "session"
 
@@ -237,7 +237,7 @@ class SessionClient(HttpClient):
 
 
 class GrpcClient(Client):
-    """Unary calls, each for a sum of its own, on one connection."""
+    """Unary calls, each for a different sum, on one connection."""
 
     kind = "grpc"
     _caller: GrpcCaller | None = None
@@ -302,7 +302,7 @@ CLIENTS: dict[str, type[Client]] = {client.kind: client for client in (HttpClien
 
 
 class FaultInjector:
-    """Does one fault to a server."""
+    """Applies one fault to a server."""
 
     def __init__(self, server: Server, models_folder: Path, chance: random.Random) -> None:
         self._server = server
@@ -331,7 +331,7 @@ class FaultInjector:
         eventually(lambda: self._server.pid(name) != before)
 
     def _reload(self) -> None:
-        """Replace the version by an equal one. Sessions keep theirs."""
+        """Replace the version by an equal version. Sessions keep the old version."""
         folder, before = self._models / "accumulator", self._version
         self._version += 1
         shutil.copytree(folder / "1", folder / str(self._version))
@@ -364,7 +364,7 @@ async def _hang_up(target: Target, chance: random.Random) -> None:
 
 
 class Sample(NamedTuple):
-    """What a process holds at rest after `sent` requests."""
+    """The resources of a process at rest after `sent` requests."""
 
     pid: int
     sent: int
@@ -463,7 +463,7 @@ class Soak:
         self._injector = FaultInjector(self.server, self.models_folder, self._chance)
 
     def cycle(self, fault: str) -> list[str]:
-        """Run a cycle with a fault in it. Returns what is wrong."""
+        """Run a cycle with a fault in it. Returns the faults found."""
         ledger = Ledger()
         uvloop.run(self._load(ledger, fault))
         found = ledger.unexplained(fault)
@@ -487,7 +487,7 @@ class Soak:
             ended.set()
 
     def _rest(self) -> list[str]:
-        """Wait until the server holds nothing and runs all its processes. Returns what its counts disagree on."""
+        """Wait until the server holds nothing and runs all its processes. Returns the disagreements of its counts."""
         names = ("requests_in_flight", "queue_depth", "sequences_begun")
         eventually(lambda: self.server.ready() and not any(self.server.metric(f"seqserve_{name}") for name in names), 60)
         counts = Counts.of(self.server.client.get("/metrics").text)
@@ -499,7 +499,7 @@ class Soak:
 def run(
     server: Server, folder: Path, seconds: float, cycle_seconds: float, seed: int, show: Callable[[str], object]
 ) -> list[str]:
-    """Run cycles for so many seconds, each with the next fault of FAULTS. Returns what is wrong, growth included."""
+    """Run cycles for a number of seconds, each with the next fault of FAULTS. Returns the faults found, including growth."""
     soak, until = Soak(server, folder, seed, cycle_seconds), time.monotonic() + seconds
     number = 0
     while time.monotonic() < until:

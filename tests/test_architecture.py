@@ -1,4 +1,4 @@
-"""Imports point one way (docs/architecture.md), those inside functions included."""
+"""Imports point one way (docs/architecture.md), including imports inside functions."""
 
 import ast
 import subprocess
@@ -18,7 +18,7 @@ SCHEDULING = {
     *("service.engine.batching.request_block", "service.engine.batching.due", "service.engine.execution.cost_model"),
     *("service.engine.batching.fair_shares", "service.errors", "service.ipc.blocks", "service.ipc.messages"),
 }
-"""What decides about batches knows neither a device nor a client."""
+"""The code that decides about batches knows neither a device nor a client."""
 MAY_IMPORT: dict[str, set[str]] = {  # the rule with the longest matching name holds; a part may always import from itself
     "loadtest": {"kernels.bench", "service"},
     "kernels": set(),

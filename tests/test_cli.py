@@ -45,7 +45,7 @@ def test_models_command_lists_the_folder(models_folder: Path, capsys: pytest.Cap
 def test_commands_read_the_folder_of_one_model(
     place: str, models_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Which is also known by the alias of the service. No command adds a model there."""
+    """The model is also known by the alias of the service. No command adds a model there."""
     folder = str(models_folder / place)
     assert main(["models", "--models", folder]) == 0
     assert "words  version " in capsys.readouterr().out

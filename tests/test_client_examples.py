@@ -32,7 +32,7 @@ PROGRAMS = (*PYTHON, "client.sh", "Client.java", "client.go")
 RUN = {".py": [sys.executable], ".sh": ["sh"], ".java": ["java"], ".go": ["go", "run"]}
 NEEDS = {"client.sh": "curl", "Client.java": "javac", "client.go": "go"}
 FORECASTS = ((0.038, -0.393, 0.164), (0.443, -0.433, 0.380), (0.003, -0.345, 0.111))
-"""What sensor-forecast answers after one, two and three rows."""
+"""The answers of sensor-forecast after one, two and three rows."""
 
 
 class Guarded(NamedTuple):
@@ -57,7 +57,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
 
 
 def installed(*programs: str, remedy: str = "make toolchains") -> str:
-    """Return the first of these programs that is installed. Without one it skips the test, and names what installs it."""
+    """Return the first of these programs that is installed. Without any it skips the test, and names the package that installs it."""
     for program in programs:
         if found := shutil.which(program):
             return found
@@ -137,7 +137,7 @@ const timer = setInterval(() => {
 
 
 class Pages(SimpleHTTPRequestHandler):
-    """Serves the clients and `WATCH`, and keeps what that reports."""
+    """Serves the clients and `WATCH`, and keeps the report of `WATCH`."""
 
     service = ""
     reported: threading.Event

@@ -1,6 +1,6 @@
-"""Once the service is ready, the first request of each model takes no longer than later ones: nothing is left for it to prepare.
+"""Once the service is ready, the first request of each model takes no longer than later requests: nothing is left for it to prepare.
 
-The times are those of the processors, which do not grow on a busy machine as the time until the reply does.
+The times are processor times, which a busy machine does not lengthen, unlike the time until the reply.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LIMIT = 1.5
 LATER = 20
 PAUSE_SECONDS = 0.02
 STARTS = 3
-"""Cold caches and other processes make single requests longer. The best of several starts has only what always happens."""
+"""Cold caches and other processes make single requests longer. The best of several starts has only the usual costs."""
 BODIES = {"words": "how far is it", "sensors": [[0.1, 0.2, 0.3]] * 8}
 
 
@@ -44,7 +44,7 @@ def settled_seconds(server: Server) -> float:
 
 
 def first_ratios(folder: Path, scratch: Path) -> dict[str, float]:
-    """Return the processor time of each model's first request, divided by the median of the later ones."""
+    """Return the processor time of each model's first request, divided by the median of the later requests."""
     ratios = {}
     with serving(folder, scratch, "--device", "cpu") as server:
         server.client.get("/models")  # opens the connection
@@ -63,7 +63,7 @@ def _first_ratio(server: Server, model: str, body: Any) -> float:
 
 
 def best_ratios(folder: Path, scratch: Path) -> dict[str, float]:
-    """Return the smallest ratio of each model in several starts, of which those that decide nothing are left out."""
+    """Return the smallest ratio of each model in several starts, without the starts that decide nothing."""
     best = dict.fromkeys(BODIES, float("inf"))
     for _ in range(STARTS):
         best = {model: min(best[model], ratio) for model, ratio in first_ratios(folder, scratch).items()}

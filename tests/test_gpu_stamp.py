@@ -1,4 +1,4 @@
-"""The record of the kernels that passed on a GPU: what makes it stale, and which runs may write it."""
+"""The record of the kernels that passed on a GPU: the changes that make it stale, and the runs that may write it."""
 
 from __future__ import annotations
 

@@ -187,7 +187,7 @@ def test_final_states_are_the_initial_states_of_the_rest(root: Path, tmp_path: P
 
 @pytest.mark.parametrize("model", ["words", "forecaster", "tagger", "speller", "both", "padded"])
 def test_sequences_without_steps_are_answered_over_zeros(root: Path, tmp_path: Path, model: str) -> None:
-    """They change nothing of the others, and their states stay as they are."""
+    """They do not affect the other sequences, and their states do not change."""
     description = spec.read(root / model / "1")
     name, row = "inputs" if description.input.features else "ids", rows_of(description)[0]
     alone = infer(root, model, {name: row, "offsets": [0, len(row)]}, tmp_path)

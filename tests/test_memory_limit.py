@@ -1,4 +1,4 @@
-"""What of the memory limit of the container is in use, by the files of both versions of control groups."""
+"""The share of the container's memory limit in use, by the files of both versions of control groups."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def first(requests: Iterator[Asked], rounds: int = 1) -> list[Asked]:
 
 
 def bodies(asked: list[Asked]) -> list[dict[str, Any]]:
-    """Of requests that are answered."""
+    """Return the bodies of requests that are answered."""
     return [json.loads(one.body) for one in asked if one.status == 200]
 
 

@@ -1,4 +1,4 @@
-"""The service opens no connections. Audit hooks record the connections of Python code, and a list of sockets shows those of libraries.
+"""The service opens no connections. Audit hooks record the connections of Python code; a list of sockets shows those of libraries.
 
 The sockets are listed every few milliseconds: the test may miss a shorter connection of a library.
 """

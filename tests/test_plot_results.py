@@ -1,4 +1,4 @@
-"""The figures of docs/sru-paper.md are drawn from records, and leave out what no record has."""
+"""The figures of docs/sru-paper.md are drawn from records, and leave out figures without a record."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_missing_time_is_reported(plot: Any, tmp_path: Path, capsys: pytest.Capt
 
 
 def test_page_has_what_the_records_give(plot: Any, tmp_path: Path) -> None:
-    """The committed page and images are those of the committed records."""
+    """The committed page and images match the committed records."""
     results = ROOT / "examples" / "results.jsonl"
     page, images = tmp_path / "docs" / "sru-paper.md", tmp_path / "docs" / "images"
     images.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""The service on a system without what only Linux has. tests/planted/sitecustomize.py removes it."""
+"""The service on a system without the interfaces that only Linux has. tests/planted/sitecustomize.py removes it."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ def test_table_of_errors_is_the_one_in_errors_py() -> None:
 
 
 def test_embedded_models_are_ready_after_10_seconds_of_processor_time(started: tuple[Server, float]) -> None:
-    """Processor time, because the time on the wall depends on what else the machine does."""
+    """Processor time, because wall-clock time depends on the other work of the machine."""
     running, seconds = started
     assert running.ready()
     assert 0 < seconds < 10

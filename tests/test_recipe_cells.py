@@ -1,4 +1,4 @@
-"""The cells of SRU and QRNN that the recipes train: their values and gradients are those of the plain loop."""
+"""The cells of SRU and QRNN that the recipes train: their values and gradients equal those of the plain loop."""
 
 from __future__ import annotations
 

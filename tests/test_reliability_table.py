@@ -33,7 +33,7 @@ def absent(text: str) -> list[str]:
 
 @cache
 def names_in(file: str) -> frozenset[str]:
-    """Return the names of the tests in a file; of a file that does not exist, none."""
+    """Return the names of the tests in a file, none for a file that does not exist."""
     path = ROOT / file
     return frozenset(_names(ast.parse(path.read_text()))) if path.is_file() else frozenset()
 
@@ -65,7 +65,7 @@ def test_every_goal_has_one_row() -> None:
 
 
 def test_row_has_what_its_state_needs() -> None:
-    """A tested goal lacks nothing, a goal that is tested in part says what is missing, and a missing one has no test."""
+    """A tested goal lacks nothing, a partly tested goal names the missing part, and a missing goal has no test."""
     for row in rows(PAGE.read_text()):
         name, tests, lacking = row["name"], TEST.findall(row["tests"]), row["lacking"].strip()
         assert row["state"] in STATES, name

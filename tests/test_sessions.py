@@ -153,7 +153,7 @@ def names_at(place: int, count: int, prefix: str) -> list[str]:
 # Chunks.
 
 PER_CHUNK = {"tagger": ("labels", "scores"), "scanner": ("labels", "scores"), "tracker": ("sequence",)}
-"""Outputs with an entry per time step, which come chunk by chunk. For other outputs the last chunk has the result of the whole."""
+"""Outputs with an entry per time step, which come chunk by chunk. For other outputs the last chunk has the result of the whole sequence."""
 OF_EVERY_MODEL: list[tuple[str, list[Any]]] = [
     ("words", [int(id) % len(models.WORDS) for id in IDS]),
     ("speller", IDS),
@@ -168,7 +168,7 @@ OF_EVERY_MODEL: list[tuple[str, list[Any]]] = [
 
 
 def agree(model: str, whole: dict[str, Any], answers: list[dict[str, Any]], sequence: list[Any]) -> None:
-    """Check that the chunks of a sequence give the result of the whole."""
+    """Check that the chunks of a sequence give the result of the whole sequence."""
     [expected] = whole["outputs"]
     outputs = [answer["outputs"][0] for answer in answers]
     counted, so_far = [], 0
@@ -275,7 +275,7 @@ def test_concurrent_chunks_run_in_sequence(two_fronts: Server, ones: list[Any]) 
 
 
 def test_concurrent_chunks_over_http_and_grpc_run_in_sequence(two_fronts: Server, ones: list[Any]) -> None:
-    """Each chunk gets the result of one number of steps, over whichever API it came."""
+    """Each chunk gets the result of one number of steps, over every API."""
     method = oip_requests.METHOD
     message = method.request_type(model_name="speller", raw_input_contents=[struct.pack("<i", 1)])
     message.inputs.add(name="ids", datatype="INT32", shape=[1])

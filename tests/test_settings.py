@@ -1,4 +1,4 @@
-"""Where settings come from, which wins, and what stops the start."""
+"""The sources of settings, their precedence, and the errors that stop the start."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from service.settings import Settings, load
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    """A settings file that says three things."""
+    """A settings file with three settings."""
     made = tmp_path / "seqserve.toml"
     made.write_text('host = "from.file"\nport = 1001\nfrontends = 3\n')
     return made
@@ -36,7 +36,7 @@ def test_flags_override_variables_and_variables_the_file(file: Path) -> None:
 
 
 def test_service_links_of_kubernetes_are_no_settings() -> None:
-    """For the Services seqserve and seqserve-grpc, in a pod with enableServiceLinks. An own port overrides them."""
+    """For the Services seqserve and seqserve-grpc, in a pod with enableServiceLinks. A configured port overrides them."""
     links = {
         "SEQSERVE_SERVICE_HOST": "10.96.0.7",
         "SEQSERVE_SERVICE_PORT": "8000",

@@ -1,4 +1,4 @@
-"""A skip is a failure where everything must run, unless it is for want of a GPU."""
+"""A skip is a failure where everything must run, unless there is no GPU."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _markers(pytester: pytest.Pytester) -> None:
 
 
 def outcomes(pytester: pytest.Pytester, code: str) -> dict[str, int]:
-    """What becomes of a test with this code under the hooks of these tests."""
+    """The outcome of a test with this code under the hooks of these tests."""
     pytester.makepyfile(code)
     return pytester.runpytest_inprocess(*OPTIONS).parseoutcomes()
 

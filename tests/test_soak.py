@@ -18,11 +18,11 @@ from tests.soak import FAULTS, HttpClient, Ledger, Sample, SessionClient, growin
 
 REQUESTS = 40
 SPOILT = 17
-"""The request whose answer is spoilt."""
+"""The request whose answer is corrupted."""
 
 
 class Answering(asyncio.Protocol):
-    """Answers requests for accumulator as the service does, except the one with the number SPOILT."""
+    """Answers requests for accumulator as the service does, except the request with the number SPOILT."""
 
     def __init__(self, fault: str, numbers: list[int]) -> None:
         self._fault = fault
@@ -50,7 +50,7 @@ class Answering(asyncio.Protocol):
 
 
 def faults(fault: str, client: type[HttpClient] = HttpClient, during: str = "nothing") -> list[str]:
-    """Return what an account of REQUESTS requests to such a server finds, in a cycle with the fault `during`."""
+    """Return the findings of an account of REQUESTS requests to such a server, in a cycle with the fault `during`."""
 
     async def run() -> list[str]:
         numbers: list[int] = []

@@ -1,4 +1,4 @@
-"""What the measurement of memory counts as growth."""
+"""The growth that the measurement of memory reports."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("examples")
 FAMILIES = ("sru", "qrnn", "lstm", "gru", "cnn", "tcn")
 VOCABULARY, WIDTH, HIDDEN, LABELS, STEPS = 11, 5, 3, ("a", "b", "c", "d"), 40
 ROUNDING = 2e-4
-"""Of probabilities by two implementations in float32."""
+"""Difference of probabilities between two implementations in float32."""
 
 
 def made(family: str, *, causal: bool, ids: bool = True) -> Any:
@@ -145,7 +145,7 @@ def test_weights_are_read_back(family: str, causal: bool, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_training_keeps_the_biases_that_the_folder_lacks(family: str, tmp_path: Path) -> None:
-    """After steps of an optimizer the folder still has all that the model computes with."""
+    """After steps of an optimizer the folder still has all parameters of the model."""
     model, (inputs, lengths) = made(family, causal=True), rows(ids=True)
     optimizer = torch.optim.Adam((value for value in model.parameters() if value.requires_grad), 0.1)
     for _ in range(3):

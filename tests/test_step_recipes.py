@@ -175,7 +175,7 @@ def test_recipe_without_its_set_explains_the_files(recipes: Any, tmp_path: Path,
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_beam_search_forks_sessions(family: str, service: Any, server: Server, tasks: Any) -> None:
-    """The logarithm of a found line is that of the line sent alone, the first line is the best, and no session stays open."""
+    """The logarithm of a found line equals that of the line sent alone, the first line is the best, and no session stays open."""
     generate = importlib.import_module("generate")
     model, open_before = f"hidden-text-{family}", server.metric("seqserve_sessions")
     found = generate.search(generate.Writer(service, model), "", 6, 3)
@@ -185,13 +185,13 @@ def test_beam_search_forks_sessions(family: str, service: Any, server: Server, t
         service, model, [line.text.decode("latin-1") for line in found if max(line.text, default=0) < 128]
     )
     for answer, line in zip(alone, (line for line in found if max(line.text, default=0) < 128), strict=True):
-        sums = (sum(answer), sum(answer[:-1]))  # of an ended line, and of one that was cut
+        sums = (sum(answer), sum(answer[:-1]))  # of an ended line, and of a line that was cut
         assert any(line.logarithm == pytest.approx(total, abs=ROUNDING * 10) for total in sums)
     assert server.metric("seqserve_sessions") == open_before
 
 
 class Chain:
-    """A service with a language model of three bytes, in which the chances of a byte depend on the byte before it."""
+    """A service with a language model of three bytes, in which the probabilities of a byte depend on the previous byte."""
 
     chances: ClassVar[dict[int, dict[int, float]]] = {
         10: {97: 0.5, 98: 0.4, 10: 0.1},
@@ -227,7 +227,7 @@ def test_wide_beam_search_finds_the_best_of_all_lines() -> None:
 
 
 def test_narrow_beam_search_keeps_the_most_probable_beams() -> None:
-    """Two beams find the line that a greedy choice of each byte finds too, and forks take nothing from the session they copy."""
+    """Two beams also find the line of a greedy choice of each byte, and a fork does not change the session that it copies."""
     generate, chain = importlib.import_module("generate"), Chain()
     writer = generate.Writer(chain, "chain")
     assert generate.search(writer, "", 9, 2)[0].text == b"ab" and chain.sessions == {}
@@ -278,7 +278,7 @@ def test_training_is_reproducible(recipes: Any, data: Path, step_sets: Any) -> N
 
 
 def test_optimum_of_the_hidden_markov_model_is_exact(markov: Any) -> None:
-    """Posteriors and probabilities are those of the sum over all sequences of states."""
+    """Posteriors and probabilities equal the sums over all sequences of states."""
     model, words = markov.HiddenMarkovModel.random(), list("ajbd")
     joint = np.zeros((len(words), markov.STATES))
     for states in product(range(markov.STATES), repeat=len(words)):
@@ -310,7 +310,7 @@ def test_best_figures_are_better_than_the_baselines(data: Path, step_sets: Any, 
 
 
 def test_facts_have_one_answer() -> None:
-    """The span is what the grammar filled in, and the sentence of the question is the only one with what it names."""
+    """The span is the text that the grammar inserted, and only the sentence of the question has the named words."""
     facts, generator = importlib.import_module("training.facts"), random.Random(0)
     for _ in range(200):
         question = facts.question(generator)

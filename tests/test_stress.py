@@ -171,7 +171,7 @@ def test_wrong_sum_is_detected(small: Server) -> None:
 
 
 def test_state_of_another_session_is_detected(small: Server) -> None:
-    """The test replaces the state, as a slot with two owners would."""
+    """The test replaces the state, as a slot with two owners would do."""
     one, other = AccumulatorSession("mixed up one"), AccumulatorSession("mixed up other")
     for session, values in ((one, [1, 1, 0]), (other, [-1, 1, 1])):
         assert not _told(small, session, accumulator.Chunk(values))

@@ -80,7 +80,7 @@ def service(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_service_answers_as_the_trained_model(family: str, trained: Path, data: Path, service: Any, text_sets: Any) -> None:
-    """The labels and the probabilities of every test text are those of PyTorch, with the stored weights and with the padding of a batch."""
+    """The labels and the probabilities of every test text match PyTorch's, with the stored weights and with the padding of a batch."""
     classifier = importlib.import_module("training.classifier")
     vocabulary = importlib.import_module("training.vocabulary")
     folder = trained / f"parts-{family}" / "1"
@@ -165,7 +165,7 @@ def test_training_is_reproducible(recipe: Any, data: Path, text_sets: Any) -> No
 def test_best_epoch_is_kept_and_patience_ends_the_training(
     recipe: Any, data: Path, text_sets: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The development accuracies 50, 70, 60, 70 with a patience of 2 end the training after epoch 4; the model is that of epoch 2."""
+    """The development accuracies 50, 70, 60, 70 with a patience of 2 end the training after epoch 4; the model comes from epoch 2."""
     classifier = importlib.import_module("training.classifier")
     accuracies, heads = iter([50.0, 70.0, 60.0, 70.0]), []
 

@@ -1,4 +1,4 @@
-"""What the test files that `make test` leaves out last proved: date, commit, machine and numbers of tests, in tiers.json.
+"""The last passed runs of the test files that `make test` leaves out: date, commit, machine and numbers of tests, in tiers.json.
 
 `python -m tests.tiers TIER [FILE...]` runs a tier, or some of its files, and records each file that passed.
 `python -m tests.tiers --stale` runs nothing and prints a warning for each tier with a file that has not passed for a week.
@@ -55,7 +55,7 @@ def files_of(tier: str) -> list[Path]:
 
 
 def warnings(record: Path, gpu_record: Path, today: date) -> list[str]:
-    """Return one line for each tier that has files without a record, or with one older than a week."""
+    """Return one line for each tier that has files without a record, or with a record older than a week."""
     proofs, lines = _read(record), []
     for tier, command in TIERS.items():
         dates = {file.name: _date(proofs.get(_key(file))) for file in files_of(tier)}
@@ -75,7 +75,7 @@ def _warnings(tier: str, command: str, dates: Mapping[str, date | None], today: 
 
 
 def _run(file: Path, record: Path, today: date) -> bool:
-    """Run the tests of a file, and record them if they passed. A run that skips every test proves nothing."""
+    """Run the tests of a file, and record them if they passed. A run that skips every test does not count."""
     commit = _commit()  # before the run: the tree may change while it lasts
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
@@ -95,7 +95,7 @@ def _counts(report: Path) -> tuple[int, int]:
 
 
 def _commit() -> str:
-    """Return the commit of the working tree. A changed record of earlier runs is no change of the tree."""
+    """Return the commit of the working tree. A changed record of earlier runs does not count as a change of the tree."""
     head = _git("rev-parse", "--short", "HEAD")
     changed = _git("status", "--porcelain", "--", ".", f":!{RECORD.relative_to(ROOT)}")
     return f"{head}+" if changed else head

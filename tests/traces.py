@@ -60,7 +60,7 @@ def _metadata(events: Iterable[dict[str, Any]], name: str) -> list[tuple[int, An
 
 
 def assert_nested(track: str, slices: list[DrawnSlice]) -> None:
-    """Check that any two slices are disjoint or nested. Of two that begin together, the outer slice comes first."""
+    """Check that any two slices are disjoint or nested. If two slices begin together, the outer slice comes first."""
     outer: list[DrawnSlice] = []
     for piece in sorted(slices, key=lambda piece: piece.begin):
         while outer and outer[-1].end <= piece.begin:

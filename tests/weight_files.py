@@ -163,7 +163,7 @@ class Mutator:
 
 @dataclass
 class Report:
-    """What became of the files: how many were loaded, and how many were refused for each reason; and everything that was wrong."""
+    """The outcome of the files: how many were loaded, how many were refused for each reason, and all faults."""
 
     loaded: int = 0
     refused: Counter[str] = field(default_factory=Counter)

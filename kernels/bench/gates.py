@@ -1,7 +1,7 @@
 """Gate inputs of an SRU or a QRNN for all steps at once, in float64: they do not depend on the previous step.
 
-The reference then only computes the short sums of the recurrence, for which a CPU is faster than a launch for each step. Layers are those
-of the bench, without a projection or a norm.
+The reference then only computes the short sums of the recurrence, for which a CPU is faster than a launch for each step. Layers are as
+in the bench, without a projection or a norm.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a CPU can do at most: the rate of multiply-adds, and the rates of reading arrays from its caches and from its memory."""
+"""The peaks of a CPU: the rate of multiply-adds, and the rates of reading arrays from its caches and from its memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Peaks:
     read_bytes_per_us: dict[int, float]
 
     def read_rate(self, array_bytes: int) -> float:
-        """Return the rate of the smallest measured array that is at least as large, or of the largest one."""
+        """Return the rate of the smallest measured array that is at least as large, or of the largest array."""
         larger = [size for size in self.read_bytes_per_us if size >= array_bytes]
         return self.read_bytes_per_us[min(larger, default=max(self.read_bytes_per_us))]
 

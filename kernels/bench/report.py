@@ -112,7 +112,7 @@ def extras(measurements: Sequence[Measurement]) -> str:
 
 
 def shares(measurements: Sequence[Measurement]) -> str:
-    """Return a line for each workload, with what bounds it and the share of each backend; empty without shares."""
+    """Return a line for each workload, with its bound and the share of each backend; empty without shares."""
     cells: dict[tuple[Workload, str], dict[str, str]] = {}
     for one in measurements:
         for name in BOUNDS.keys() & one.extra.keys():

@@ -57,7 +57,7 @@ def _as_int8(layer: Any) -> Any:
 
 
 def _lstm(workload: Workload, normal: Normal) -> tuple[LSTMWeights, ...]:
-    """The data of a recurrence are gate inputs; those of a folded layer select them from a table."""
+    """The data of a recurrence are gate inputs; the data of a folded layer select gate inputs from a table."""
     inputs, hidden = workload.inputs, workload.hidden
     if workload.kind in ("recurrence", "folded"):
         table = normal(inputs, 4 * hidden) if workload.kind == "folded" else None

@@ -59,7 +59,7 @@ def weights_read(workload: Workload) -> list[ReadArray]:
 
 
 def _multiplied_inputs(workload: Workload) -> list[int]:
-    """Return the columns of each level of an LSTM or GRU that are multiplied with weights. Those of gate inputs and ids are not."""
+    """Return the columns of each level of an LSTM or GRU that are multiplied with weights. Columns of gate inputs and ids are not."""
     return workload.level_inputs if workload.kind in ("layer", ENCODER) else []
 
 

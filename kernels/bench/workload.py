@@ -63,7 +63,7 @@ class Workload:
     """One layer in one direction over a batch, or an encoder. `kind` is a key of WANT; `form` is from FORMS, or a form of a convolution.
 
     inputs: columns of the data, or of the embedding of token ids; for a folded layer, the size of the vocabulary. depth, directions: the
-    levels of an encoder, and the directions of each. A level reads the outputs of all directions of the level before.
+    levels of an encoder, and the directions of each. A level reads the outputs of all directions of the previous level.
     """
 
     family: str

@@ -12,7 +12,7 @@ from kernels.bench.workload import ENCODER, FORMS, INT8, LONG_MEMORY, VOCABULARY
 STEPS = 64
 
 FAMILIES = ("lstm", "gru", "sru", "qrnn", "conv")
-"""The families with kernels of their own. The plain RNN runs in the framework only."""
+"""The families with kernels in this project. The plain RNN runs in the framework only."""
 
 FOLDED_FORMS = {"sru": FORMS["sru"], "qrnn": FORMS["qrnn"][:1]}
 """Forms that are also timed over token ids on a GPU, as first layers. A CPU runs the last of them, and every other family."""

@@ -1,4 +1,4 @@
-"""The file of keys: what is stored, what a token opens, and which files are refused."""
+"""The file of keys: its content, the rights of a token, and refused files."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_two_keys_of_one_name_are_refused(file: Path) -> None:
 
 
 def test_key_that_was_replaced_is_revoked(file: Path) -> None:
-    """The new key has the name of the old one."""
+    """The new key has the name of the old key."""
     first = create(file, "reader", INFER, "sales")
     old = KeyRing.read(file).find(first)
     file.unlink()

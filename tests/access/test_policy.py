@@ -1,4 +1,4 @@
-"""Who is admitted: by key, by Host and by Origin."""
+"""Which requests are admitted: by key, by Host and by Origin."""
 
 from __future__ import annotations
 

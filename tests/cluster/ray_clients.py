@@ -1,4 +1,4 @@
-"""Clients for tests of a Ray cluster: sessions that know every sum, and requests that count what failed."""
+"""Clients for tests of a Ray cluster: sessions that know every sum, and requests that count failures."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def send_chunks(url: str, sessions: list[AccumulatorSession], chunks: int, seed:
 
 @dataclass
 class Rounds:
-    """Chunks of all sessions, one after the other. faults: as `send_chunks` returns them."""
+    """Chunks of all sessions in turn. faults: as `send_chunks` returns them."""
 
     count: int = 0
     faults: list[str] = field(default_factory=list)
@@ -94,7 +94,7 @@ class Outcomes:
 
 @contextmanager
 def stateless_load(url: str, clients: int = CLIENTS, steps: int = 8, key: str = "") -> Iterator[Outcomes]:
-    """Send requests without a session, one after the other from each client, until the end of the block."""
+    """Send requests without a session, from each client in sequence, until the end of the block."""
     outcomes, ended = Outcomes(), threading.Event()
     request = body(Chunk([1] * steps))
 

@@ -1,4 +1,4 @@
-"""Drives a Ray cluster from tests: `ray_nodes` runs it in .venv-ray, whose requirements are not those of the service."""
+"""Drives a Ray cluster from tests: `ray_nodes` runs it in .venv-ray, because its requirements differ from the service's."""
 
 from __future__ import annotations
 

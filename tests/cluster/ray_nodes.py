@@ -54,7 +54,7 @@ class Nodes:
         self._cluster.add_node(**self._node())
 
     def kill_node(self) -> int:
-        """End all processes of a node that is not the first at once, as a machine that fails does. Returns their number."""
+        """End all processes of a node at once, as if its machine failed. Not for the first node. Returns their number."""
         node = next(node for node in self._cluster.worker_nodes if self._has_server(node))
         processes = self._below(node)
         for process in processes:
@@ -82,7 +82,7 @@ class Nodes:
 
 
 def main() -> None:
-    # Ray's processes inherit the standard output and write to it at any time, so the answers have a pipe of their own.
+    # Ray's processes inherit the standard output and write to it at any time, so the answers have a separate pipe.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     port, options = json.loads(sys.argv[1])

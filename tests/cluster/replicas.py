@@ -23,11 +23,11 @@ DEFAULTS = {
     "drain_seconds": "10",
     "session_idle_seconds": "600",
 }
-"""Settings of every replica: it answers everybody, by any name. A drain is short, and no session expires while a test waits."""
+"""Settings of every replica: it answers every client, under any host name. A drain is short, and no session expires while a test waits."""
 
 
 class Replica(Server):
-    """A running server with an address of its own. It has one frontend and one engine."""
+    """A running server with a separate address, one frontend and one engine."""
 
     def __init__(self, host: str, port: int, grpc_port: int, models: Path, scratch: Path, **variables: str) -> None:
         self.host = host
@@ -39,7 +39,7 @@ class Replica(Server):
         return self.process.poll() is None
 
     def kill(self) -> None:
-        """End all processes at once, as a machine that fails does."""
+        """End all processes at once, as if the machine failed."""
         children = {event["pid"] for event in self.events("started")}
         # The supervisor is first: it would start the others again.
         self.process.kill()
@@ -67,7 +67,7 @@ class Cluster:
         self.hosts = HOSTS
         self.port, self.grpc_port = free_ports_everywhere(2)
         self.replicas: list[Replica] = []
-        """Every replica that was started, in this order, also those that ended."""
+        """Every replica that was started, in this order, including those that ended."""
 
     @property
     def running(self) -> list[Replica]:
@@ -87,7 +87,7 @@ class Cluster:
         return replica
 
     def again(self, replica: Replica, **variables: str) -> Replica:
-        """Start a new replica at the address of one that ended."""
+        """Start a new replica at the address of a replica that ended."""
         started = self._start(replica.host, variables)
         self.replicas.append(started)
         return started
@@ -150,6 +150,6 @@ def stopped(replica: Replica) -> Iterator[None]:
 
 
 def knows(replica: Replica, count: int) -> bool:
-    """Return whether a replica has connections to so many others, and knows of no other."""
+    """Return whether a replica has connections to this many other replicas, and knows no further replica."""
     states = [replica.metric("seqserve_peers", state=state) for state in ("reachable", "unreachable")]
     return states == [count, 0]

@@ -23,7 +23,7 @@ NGINX_PATHS = """
     uwsgi_temp_path {scratch}/uwsgi;
     scgi_temp_path {scratch}/scgi;
 """
-"""Folders of nginx that a package would make."""
+"""Folders of nginx that a package would create."""
 REPLICA_HEADER = "x-replica"
 NAMING = {
     "haproxy": (r"^backend .*$", rf"\g<0>\n    http-response set-header {REPLICA_HEADER} %s"),
@@ -32,7 +32,7 @@ NAMING = {
         rf"\g<0>\n\1response_headers_to_add: [{{header: {{key: {REPLICA_HEADER}, value: '%UPSTREAM_REMOTE_ADDRESS_WITHOUT_PORT%'}}}}]",
     ),
 }
-"""By proxy, how a line of its file is replaced to let each reply name its replica. The shipped files do not: clients need not know."""
+"""By proxy, the change of a line in its file that lets each reply name its replica. Clients need no name, so shipped files lack it."""
 
 
 class Front(NamedTuple):
@@ -46,7 +46,7 @@ class Front(NamedTuple):
 def shipped(name: str, cluster: Cluster, scratch: Path, *, naming: bool = False) -> Iterator[Front]:
     """Run a proxy with its shipped file. seqserve-1 is at the first address of the cluster, and so on.
 
-    naming: each reply has the header x-replica, which tells one replica from another.
+    naming: each reply has the header x-replica, which identifies the replica.
     """
     http_port, grpc_port = free_ports(2)
     text = (FOLDER / FILES[name]).read_text()

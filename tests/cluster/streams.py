@@ -1,6 +1,6 @@
 """Clients that stream sessions to several replicas, over HTTP, WebSockets and gRPC, and know the exact answer of every chunk.
 
-A balancer says where the next chunk of a session goes: to a replica, or to a proxy that chooses one.
+A balancer decides where the next chunk of a session goes: to a replica, or to a proxy that chooses a replica.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SESSION_HEADER = "x-session-id"
 READY_SECONDS = 0.1
 """Interval of the checks whether replicas are ready."""
 STEPS = 3
-"""Of each chunk."""
+"""Steps of each chunk."""
 PATIENCE_SECONDS = 20.0
 RETRY_SECONDS = 0.02
 STREAM_INFER = "/inference.GRPCInferenceService/ModelStreamInfer"
@@ -40,21 +40,21 @@ OWN_CONNECTION = (("grpc.use_local_subchannel_pool", 1),)
 
 @dataclass
 class Report:
-    """What the clients have seen. pauses: seconds until a chunk was answered by another replica than the one before, by client's clock.
-    others: the same for all other chunks."""
+    """The observations of the clients. pauses: seconds until the answer to a chunk that a different replica answered than the chunk before,
+    by client's clock. others: the same for all other chunks."""
 
     answered: Counter[str] = field(default_factory=Counter)
     """Chunks by kind of stream."""
     wrong: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     refused: Counter[str] = field(default_factory=Counter)
-    """Answers after which the client has sent the chunk again, as they say."""
+    """Answers that told the client to send the chunk again."""
     pauses: list[tuple[float, float]] = field(default_factory=list)
     others: list[float] = field(default_factory=list)
     moved: Counter[str] = field(default_factory=Counter)
     """Chunks that another replica answered, by kind of stream."""
     reconnected: Counter[str] = field(default_factory=Counter)
-    """Streams that the service ended with the code that tells the client to come back, by kind."""
+    """Streams that the service ended with the code that asks the client to return, by kind."""
 
     def __str__(self) -> str:
         return (
@@ -72,7 +72,7 @@ class Place(NamedTuple):
 
 
 class Balancer(Protocol):
-    """Says where the next chunk of a session goes."""
+    """Decides where the next chunk of a session goes."""
 
     def of(self, session: str) -> Place | None:
         """Return the place, None while no replica is ready."""
@@ -139,14 +139,14 @@ class ThroughProxy:
 
 
 class Answer(NamedTuple):
-    """The account that an answer reports, and the replica that gave it."""
+    """The account that an answer reports, and the replica that answered."""
 
     told: Account
     replica: str
 
 
 class Refusal(NamedTuple):
-    """A chunk that was not answered, with the code of the service's error or another reason. steps: that the session has, if it says so."""
+    """A chunk without an answer, with the code of the service's error or another reason. steps: of the session, if the error names them."""
 
     code: str
     steps: int | None = None
@@ -236,7 +236,7 @@ def read(body: bytes | str, replica: str) -> Answer | Refusal:
 
 
 class NamedCaller(Caller):
-    """Notes which replica has replied, if the proxy says so."""
+    """Notes which replica has replied, if the proxy names it."""
 
     replica = ""
 

@@ -23,7 +23,7 @@ SESSIONS = HTTP + SOCKETS + CALLS
 PAUSE_SECONDS = 0.2
 """Longest pause of 99 of 100 moved sessions, beyond the time for which its steps wait for the cores of the machine."""
 MOVE_STEPS = 5
-"""Each waits as a chunk that moves nothing does: the end of the stream, the connection, its handshake, the chunk, and the state."""
+"""Waits, each as long as for a chunk without a move: the end of the stream, the connection, its handshake, the chunk, and the state."""
 CHECKED_SECONDS = 3.0
 """Longer than a proxy needs to notice a replica that is ready or not."""
 CHECKING = ("envoy", "haproxy")
@@ -46,7 +46,7 @@ def everywhere(cluster: Cluster, most: int) -> Rendezvous:
 
 
 async def knowing(replica: Replica, others: int) -> None:
-    """Wait until a replica knows so many others."""
+    """Wait until a replica knows this many others."""
     await asyncio.to_thread(eventually, partial(knows, replica, others))
 
 
@@ -57,7 +57,7 @@ async def end(replica: Replica) -> None:
 
 
 def stream(cluster: Cluster, balancer: Balancer, change: Change) -> Report:
-    """Stream all sessions during a change of the replicas. At the end the replicas have every session, and each once."""
+    """Stream all sessions during a change of the replicas. At the end the replicas have every session exactly once."""
 
     async def streaming() -> Report:
         counts = {"http": HTTP, "sockets": SOCKETS, "calls": CALLS}
@@ -80,12 +80,12 @@ def check_pauses(pauses: Sequence[float], report: Report) -> None:
 
 
 def check_every_stream_was_ended(report: Report) -> None:
-    """A replica that ends tells its clients to come back, and each stream was at one that has ended."""
+    """A replica that ends asks its clients to return, and each stream was at a replica that has ended."""
     assert report.reconnected["WebSocket"] >= SOCKETS and report.reconnected["gRPC"] >= CALLS
 
 
 def test_rolling_update_moves_every_session(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Three replicas are replaced one after the other, each by one at a new address."""
+    """Three replicas are replaced in turn, each by a replica at a new address."""
     replaced: list[tuple[float, float]] = []
 
     async def update(cluster: Cluster) -> None:
@@ -110,7 +110,7 @@ def test_rolling_update_moves_every_session(tmp_path: Path, capsys: pytest.Captu
 def test_rolling_update_behind_a_proxy_moves_every_session(
     proxy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Three replicas behind a proxy are replaced one after the other, each by one at the same address."""
+    """Three replicas behind a proxy are replaced in turn, each by a replica at the same address."""
 
     async def update(cluster: Cluster) -> None:
         for old in list(cluster.running):

@@ -1,6 +1,6 @@
 """Hosts whose clocks are an hour apart: a deadline is the time that remains, on the way to an engine and through a peer.
 
-All clocks of a replica are shifted, as those of another host are.
+All clocks of a replica are shifted, as on another host.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def apart(tmp_path: Path, fault: str = "") -> Iterator[Cluster]:
 
 
 def moved(cluster: Cluster) -> int:
-    """Let a session move with every chunk. Returns how many chunks of one step are answered, one after the other."""
+    """Let a session move with every chunk. Returns how many chunks of one step are answered in turn."""
     for steps in range(MOVES):
         options = {"session": "moved", "steps": steps, "deadline_ms": PATIENT_MS}
         reply = cluster.replicas[steps % 2].infer("accumulator", [[2]], **options)

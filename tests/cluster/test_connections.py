@@ -1,6 +1,6 @@
 """A new replica gets its share of the clients that keep their connections. `make cluster-test` runs this folder.
 
-The balancer knows only connections, as a Service of Kubernetes does: HAProxy in TCP mode places each new one on the next replica.
+The balancer knows only connections, as a Service of Kubernetes does: HAProxy in TCP mode places each new connection on the next replica.
 """
 
 from __future__ import annotations

@@ -59,14 +59,14 @@ def steps(reply: tuple[int, dict[str, object]]) -> int:
 
 
 def test_stopped_replica_keeps_its_sessions_to_itself(cluster: Cluster) -> None:
-    """While the owner is stopped, nobody answers for it. When it continues, the session goes on with the same steps."""
+    """While the owner is stopped, no replica answers for it. When it continues, the session continues with the same steps."""
     first, second, _ = cluster.replicas
     assert steps(chunk(first, "a")) == 2
     with stopped(first):
         status, body = chunk(second, "a")
         assert (status, body["code"]) == (503, "session_unreachable")
         assert second.infer("accumulator", [[1]], session="a").headers["retry-after"] == "1"
-        # A session that is held here goes on; no session begins whose name the stopped replica could hold.
+        # A session on this replica continues; no session begins under a name that the stopped replica could hold.
         assert chunk(second, "new")[0] == 503
     eventually(lambda: chunk(second, "a", steps=2)[0] == 200)
     assert steps(chunk(first, "a", steps=4)) == 6
@@ -84,7 +84,7 @@ def test_crashed_replica_loses_its_sessions_only(cluster: Cluster) -> None:
 
 
 def test_client_key_does_not_open_the_peer_port(cluster: Cluster, settings: dict[str, str]) -> None:
-    """Whatever is sent there without a proof, HTTP with a key included, gets nothing back."""
+    """Anything sent there without a proof, even HTTP with a key, gets no reply."""
     for sent in (b"GET /sessions/a/state HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer key\r\n\r\n" + bytes(64), bytes(200)):
         with socket.create_connection((cluster.replicas[0].host, int(settings["peer_port"])), timeout=30) as connection:
             connection.sendall(sent)

@@ -113,13 +113,13 @@ def uses_all(front: Front, cluster: Cluster) -> bool:
 
 
 class Change(NamedTuple):
-    """What a change of the replicas did to the sessions."""
+    """The effect of a change of the replicas on the sessions."""
 
     round: Round
     lost: int
     """Sessions that were lost with their replica."""
     moved: int
-    """Sessions whose replica still runs, and that their proxy sent to another."""
+    """Sessions that their proxy sent to another replica although their replica still runs."""
 
     @classmethod
     def of(cls, round: Round, before: dict[str, str], gone: str) -> Change:
@@ -134,7 +134,7 @@ class Change(NamedTuple):
 
 
 Story = Callable[[Proxied, Traffic], Awaitable[Mapping[str, object]]]
-"""Sends chunks while replicas change, and returns what each change did."""
+"""Sends chunks while replicas change, and returns the effect of each change."""
 
 
 def test_thousand_sessions_meet_a_failed_a_new_and_a_drained_replica(
@@ -211,7 +211,7 @@ def test_states_of_a_thousand_sessions_follow_them(with_peers: Proxied, capsys: 
 
 
 async def moving_story(proxied: Proxied, traffic: Traffic) -> dict[str, str]:
-    """Send chunks of all sessions all the time: only those of the replica that fails are lost, and each once."""
+    """Send chunks of all sessions all the time: only the sessions of the failed replica are lost, each once."""
     cluster = proxied.cluster
     first, second, _ = cluster.replicas
     begun = await traffic.round() + await traffic.round()
@@ -244,7 +244,7 @@ async def moving_story(proxied: Proxied, traffic: Traffic) -> dict[str, str]:
 
 
 def sessions_of(replica: Replica) -> int:
-    """Return how many sessions a replica has. To ask it for the state of one would bring that session there."""
+    """Return how many sessions a replica has. A request for the state of a session would bring the session there."""
     return int(replica.metric("seqserve_sessions"))
 
 

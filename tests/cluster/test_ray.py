@@ -30,7 +30,7 @@ ENVOY = ROOT / "deploy" / "proxies" / "envoy.yaml"
 SESSIONS, CHUNKS = 60, 5
 LOADED_SECONDS = 4.0
 BACKLOG: dict[str, Any] = {"min_replicas": 1, "max_replicas": 3, "backlog_seconds": 0.001}
-"""Options with which a load that has more than a millisecond of work for each replica brings three, and its end brings one."""
+"""Options that scale to three replicas under more than a millisecond of work for each replica, and to one replica without a load."""
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ def test_backlog_starts_replicas_and_their_absence_ends_them(direct: bool, accum
 
 
 def test_sessions_move_when_replicas_are_added_and_removed(accumulator: Path, tmp_path: Path) -> None:
-    """One replica becomes three by their backlog, and then one again, while the clients of all sessions send chunks through Envoy."""
+    """The backlog scales one replica to three, and then back to one, while the clients of all sessions send chunks through Envoy."""
     files = {name: str(tmp_path / name) for name in ("peer-keys", "keys.toml", "key")}
     peer_keys.create(Path(files["peer-keys"]))
     key = keys.create(Path(files["keys.toml"]), "everything", [Scope.INFER, Scope.SESSION, Scope.METRICS], "tenant")
@@ -117,7 +117,7 @@ def traffic_meets_all(cluster: RayCluster, replicas: int, key: str) -> bool:
 
 
 def counts_of(cluster: RayCluster, metric: str, replicas: int, key: str) -> list[int]:
-    """Return a metric of each replica that takes traffic, all above 0. Empty if there are not so many, or a replica has just ended."""
+    """Return a metric of each replica that takes traffic, all above 0. Empty if there are fewer, or a replica has just ended."""
     try:
         counts = [metric_of(url, key, metric) for url in cluster.call("urls")]
     except httpx.TransportError:
@@ -137,7 +137,7 @@ def metric_of(url: str, key: str, name: str, **labels: str) -> int:
 def check_only_requests_in_flight_failed(outcomes: Outcomes, killed: float, dead: float) -> None:
     """Check that at most two requests of each client failed, and none that Envoy could have sent to another replica.
 
-    Processes of a node end one after the other. A client may have had a request on its way to a frontend, and the next in the backlog of
+    Processes of a node end in sequence. A client may have had a request on its way to a frontend, and the next in the backlog of
     the port, which stays open until the supervisor has ended as well.
     """
     print(

@@ -17,12 +17,12 @@ HEADER = "x-session-id"
 CONNECTIONS = 16
 MOST_STEPS = 8
 LOST = ("session_lost", "unknown_session")
-"""Codes with which a session that is not there any more is reported."""
+"""Codes that report a session that no longer exists."""
 
 
 @dataclass
 class Round:
-    """What happened to one chunk of each session, or to several. lost: names of sessions that were reported as lost."""
+    """The outcome of one chunk of each session, or of several. lost: names of sessions that were reported as lost."""
 
     answered: int = 0
     lost: list[str] = field(default_factory=list)
@@ -42,7 +42,7 @@ class Round:
 class Traffic:
     """Clients on CONNECTIONS kept-alive connections. A client whose session is lost begins again under another name.
 
-    Under the old name it could meet an older state: a replica keeps what it had until the session expires.
+    Under the old name it could meet an older state: a replica keeps its state until the session expires.
     """
 
     def __init__(self, address: str, sessions: int, seed: int = 0) -> None:
@@ -124,7 +124,7 @@ def _code(reply: Response) -> str:
 
 
 async def owners(names: Sequence[str], replicas: Sequence[Replica]) -> dict[str, str]:
-    """Return the address of the replica that has each session; raises AssertionError for one that several have."""
+    """Return the address of the replica that has each session; raises AssertionError for a session on several replicas."""
     found: dict[str, str] = {}
 
     async def look(replica: Replica, names: Sequence[str]) -> None:

@@ -143,7 +143,7 @@ def test_version_is_read_if_it_is_named(root: Path) -> None:
 
 
 def test_card_has_one_section(root: Path) -> None:
-    """A version that was made of a converted version has its own section, and the rest of the card as it was."""
+    """A version made of a converted version has its own section, and the rest of the card is unchanged."""
     card = root / "words" / "1" / CARD
     card.write_text("# words\n\n## Data\n\nMade up.\n")
     convert(root, "words", "bfloat16")

@@ -33,13 +33,13 @@ def instructions(name: str) -> list[str]:
 
 
 def copied() -> set[str]:
-    """Return what the image build copies from the repository."""
+    """Return the paths that the image build copies from the repository."""
     taken = [line.split() for line in instructions("COPY") if not line.startswith("--from")]
     return {source for *sources, _ in taken for source in sources}
 
 
 class ComposeLoader(yaml.SafeLoader):
-    """Reads YAML with the tag of compose for a list that replaces the one in the first file."""
+    """Reads YAML with the tag of compose for a list that replaces the list in the first file."""
 
 
 ComposeLoader.add_constructor("!override", lambda loader, node: loader.construct_sequence(cast(yaml.SequenceNode, node)))
@@ -103,7 +103,7 @@ def test_image_has_a_numeric_user_and_stops_with_sigterm() -> None:
 
 def test_variables_of_the_image_are_settings() -> None:
     said = dict(word.split("=", 1) for word in instructions("ENV")[-1].split()) | services(GPU)["service"]["environment"]
-    assert load({}, said).host == "0.0.0.0"  # in a container, 127.0.0.1 is nobody's
+    assert load({}, said).host == "0.0.0.0"  # in a container, no client reaches 127.0.0.1
     assert instructions("EXPOSE") == [f"{Settings().port} {Settings().grpc_port} {Settings().peer_port}"]
 
 
@@ -159,7 +159,7 @@ def test_ports_are_published_on_localhost_by_default() -> None:
 
 
 def test_traces_have_a_receiver_behind_a_profile() -> None:
-    """Only who asks for the profile gets Jaeger, and the service sends nothing without it. Both speak of the same port."""
+    """Only the profile starts Jaeger, and without it the service sends nothing. Both name the same port."""
     stack = services(COMPOSE)
     assert {name: one["profiles"] for name, one in stack.items() if "profiles" in one} == {"jaeger": ["traces"]}
     assert stack["service"]["environment"]["SEQSERVE_TRACE_ENDPOINT"] == "${SEQSERVE_TRACE_ENDPOINT:-}"

@@ -128,7 +128,7 @@ def test_prometheus_scrapes_a_server_with_keys(models_folder: Path, tmp_path: Pa
 
 def test_promtool_accepts_the_exposed_metrics(server: Server) -> None:
     server.infer("words", ["how far is the sea ?"])
-    # Triton's names are as they are.
+    # Triton chose these names.
     ours = [line for line in server.client.get("/metrics").text.splitlines(keepends=True) if "nv_inference" not in line]
     done = promtool("check", "metrics", input="".join(ours))
     assert done.returncode == 0, done.stdout + done.stderr

@@ -45,7 +45,7 @@ def test_lock_has_what_the_project_needs(name: str, extras: list[str]) -> None:
 
 
 def test_lock_has_what_the_packages_need() -> None:
-    """Follows the requirements of the installed packages, those of torch included, except the libraries of CUDA."""
+    """Follows the requirements of the installed packages, including the requirements of torch, except the libraries of CUDA."""
     versions, found = locked("cpu"), set[str]()
     left = [Requirement(line).name for line in PROJECT["dependencies"]]
     while left:

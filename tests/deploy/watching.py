@@ -94,7 +94,7 @@ def watching(folder: Path, address: str, **scrape: Any) -> Iterator[Prometheus]:
 
 
 class Tokens(NamedTuple):
-    """Keys of a server: an operator's with every scope, and those of two tenants. The shop exceeds its quota."""
+    """Keys of a server: an operator's key with every scope, and keys of two tenants. The shop exceeds its quota."""
 
     operator: str
     shop: str

@@ -1,7 +1,7 @@
 """Pods of the Helm chart as containers on the host's network, each with its own address of loopback.
 
-This module does what a rollout needs of Kubernetes: the kubelet runs probes, preStop and the grace period, the controller of the Deployment
-adds and ends pods, and the controller of the endpoints enables and disables their addresses in HAProxy.
+This module replaces the parts of Kubernetes that a rollout needs: the kubelet runs probes, preStop and the grace period, the controller of
+the Deployment adds and ends pods, and the controller of the endpoints enables and disables their addresses in HAProxy.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ backend grpc
 
 
 class Proxy:
-    """HAProxy in front of addresses that may have a pod. It sends requests only to those that are enabled."""
+    """HAProxy in front of addresses that may have a pod. It sends requests only to enabled addresses."""
 
     def __init__(self, hosts: Sequence[str], pod_ports: tuple[int, int], ports: tuple[int, int], scratch: Path) -> None:
         program = shutil.which("haproxy")
@@ -95,7 +95,7 @@ class Pod:
     """A container with the options, variables and probes of a pod template."""
 
     def __init__(self, docker: Docker, template: dict[str, Any], host: str, ports: tuple[int, int]) -> None:
-        """template: of the Deployment. ports: for HTTP and gRPC, in place of those in the template."""
+        """template: of the Deployment. ports: for HTTP and gRPC, in place of the ports in the template."""
         self.host, self._docker = host, docker
         self._spec = template["spec"]
         self._container = self._spec["containers"][0]
@@ -183,7 +183,7 @@ class Rollout:
         self._hosts = iter(hosts)
         self._stopping: list[threading.Thread] = []
         self.pods: list[Pod] = []
-        """Those that serve, the oldest first."""
+        """The pods that serve, the oldest first."""
         self.started: list[Pod] = []
         self.stopped: list[tuple[int, float]] = []
         """Exit status and seconds of each stop."""
@@ -206,7 +206,7 @@ class Rollout:
             self._stopping.append(thread)
 
     def replace_all(self) -> None:
-        """Replace every pod: add one, and once it is ready for long enough, end an old one. Returns when all old pods have ended."""
+        """Replace every pod: add a pod, and end an old pod once the new pod was ready for long enough. Returns when all have ended."""
         assert self._spec["strategy"]["rollingUpdate"] == {"maxSurge": 1, "maxUnavailable": 0}
         for _ in range(len(self.pods)):
             self.start()

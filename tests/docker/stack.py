@@ -1,6 +1,6 @@
 """Run the shipped compose files on a real container engine, as a user does: with `docker compose` and its variables.
 
-Files that COMPOSE_FILE names are added or put in place as compose does it. The project has a name and ports of its own, so that
+Files that COMPOSE_FILE names are added or replaced as compose does it. The project has a separate name and separate ports, so that
 a stack that already runs is not touched.
 """
 
@@ -35,11 +35,11 @@ class Stack:
         stack = cls({**os.environ, "COMPOSE_PROJECT_NAME": f"seqserve-test-{os.getpid()}", "SEQSERVE_HOST": "127.0.0.1"})
         services = stack.config()["services"]
         for name, (variable, default) in PORTS.items():
-            # Without published ports, as in the host's network, the port is the container's own: the variable's, if somebody set it.
+            # Without published ports, as in the host's network, the port is the container's own: the variable's, if it is set.
             port = str(free_port()) if services[name].get("ports") else os.environ.get(variable, default)
             stack.variables[variable] = port
             stack.clients[name] = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=10, trust_env=False)
-        # Nobody asks over gRPC here: its port has to be free, and no more.
+        # No test uses gRPC here: its port only has to be free.
         stack.variables.setdefault("SEQSERVE_GRPC_PORT", str(free_port()))
         return stack
 
@@ -102,7 +102,7 @@ class Stack:
 
 
 def missing() -> str | None:
-    """Return what is missing to run a stack, and what to do about it."""
+    """Return the missing requirement of a stack, and its remedy."""
     try:
         compose = subprocess.run(["docker", "compose", "version"], capture_output=True)
         engine = subprocess.run(["docker", "info"], capture_output=True, text=True)

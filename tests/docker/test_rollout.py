@@ -44,7 +44,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def http_client(stack: ExitStack, port: int) -> Callable[[], object]:
-    """Return a function that asks over a connection that is kept alive."""
+    """Return a function that sends requests over a kept-alive connection."""
     client = stack.enter_context(httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30, trust_env=False))
 
     def ask() -> None:
@@ -95,7 +95,7 @@ def test_rolling_update_fails_no_request(docker: Docker, tmp_path: Path) -> None
 
 
 def test_stop_without_lame_duck_fails_requests(docker: Docker, tmp_path: Path) -> None:
-    """The load would notice: a pod that accepts nothing after SIGTERM fails what the proxy still sends to it."""
+    """The load would notice a pod that accepts nothing after SIGTERM: requests that the proxy still sends there would fail."""
     with ExitStack() as stack, rolled_out(docker, tmp_path, 2, timing={"lameDuck": 0}) as (rollout, proxy):
         with repeating(http_client(stack, proxy.http), http_client(stack, proxy.http)) as (successes, failures):
             rollout.stop_oldest()

@@ -56,7 +56,7 @@ class Plan:
 
 
 def run(plan: Plan, scratch: Path, show: Show) -> Tally:
-    """Start a service, send it everything, and return what happened once the service is at rest."""
+    """Start a service, send it everything, and return the record once the service is at rest."""
     folder = scratch / "models"
     models.accumulator(folder)
     echo(folder)

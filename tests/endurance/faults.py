@@ -1,4 +1,4 @@
-"""Kills engines and replaces model versions, and records what this explains."""
+"""Kills engines and replaces model versions, and records which errors this explains."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Kill:
 
 @dataclass
 class Explained:
-    """What the faults so far explain. unload_seconds: how long a replaced version still serves its sessions."""
+    """The errors that the faults so far explain. unload_seconds: how long a replaced version still serves its sessions."""
 
     unload_seconds: float
     kills: list[Kill] = field(default_factory=list)
@@ -44,7 +44,7 @@ class Explained:
         return any(kill.place == place and sent <= kill.noticed for kill in self.kills[-ENGINES:])
 
     def refused(self) -> None:
-        """A frontend has refused a session's chunk because its engine has ended: it has noticed."""
+        """Note that a frontend has refused a session's chunk because its engine has ended: it has noticed."""
         if self.kills:
             self.kills[-1].noticed = min(self.kills[-1].noticed, time.monotonic())
 
@@ -54,7 +54,7 @@ class Explained:
 
 
 class Faults:
-    """Kills one engine after the other, and replaces the versions of the accumulator in between.
+    """Kills engines in turn, and replaces the versions of the accumulator in between.
 
     on_kill: called right after an engine was killed, with its place.
     """
@@ -97,7 +97,7 @@ class Faults:
         return models.status_code == 200 and len(models.json()["models"][0]["device"].split(", ")) == ENGINES
 
     def _replace_version(self) -> None:
-        """Replace the version by an equal one. Sessions keep theirs for a while."""
+        """Replace the version by an equal version. Sessions keep the old version for a while."""
         before, self._version = self._version, self._version + 1
         shutil.copytree(self._folder / str(before), self._folder / str(self._version))
         self._explained.replaced[str(before)] = time.monotonic()

@@ -23,7 +23,7 @@ MOST_FAULTS = 100
 
 @dataclass
 class Tally:
-    """How often everything happened, and what must not happen, with its time: the log of the service has the same clock."""
+    """Counts of all events, and faults with their times: the log of the service has the same clock."""
 
     counts: Counter[str] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
@@ -44,7 +44,7 @@ class Client(Protocol):
     leaves: float
 
     def next_request(self, ending: bool) -> bytes | None:
-        """Return the next request, None after the last. ending: it finishes what it has begun, and begins nothing new."""
+        """Return the next request, None after the last. ending: it finishes its open work, and begins nothing new."""
 
     def answered(self, status: int, body: bytes, sent: float) -> None:
         """Check the answer to its request. sent: when the request left, on the clock of time.monotonic."""

@@ -48,7 +48,7 @@ DECODER = msgspec.json.Decoder(Reply)
 
 
 class RequestClient:
-    """One client. Its own number and that of the request are in every request of `echo`; each number is below 2^24, exact in float32."""
+    """One client. Every request of `echo` has the numbers of the client and of the request; each is below 2^24, exact in float32."""
 
     def __init__(self, target: Target, number: int, tally: Tally, chance: random.Random) -> None:
         self._target = target

@@ -1,7 +1,7 @@
-"""Clients of sessions: each chunk goes on from the sums before it, and each session that is lost or expired is reported exactly once.
+"""Clients of sessions: each chunk continues from the sums before it, and each session that is lost or expired is reported exactly once.
 
 A client knows which of its sessions were in an engine that was killed, and which may have expired or ended with their version. All other
-reports are wrong, and so are a second report, and a session that begins again without one.
+reports are wrong, and so are a second report, and a session that begins again without a report.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ IDLE_SECONDS = 20.0
 """After this time without a chunk a session expires."""
 ABANDONED_SECONDS = 1.5 * IDLE_SECONDS
 ENDS, ABANDONED, EXPORTED = 0.02, 0.001, 0.004
-"""Shares of the chunks that end their session, of the turns in which a session is left alone until it has expired, and of those in which it
+"""Shares of the chunks that end their session, of the turns in which a session is left alone until it expires, and of the turns in which it
 is exported, deleted and imported."""
 MOST_STEPS = 4
 PAUSE_SECONDS = 0.02
@@ -37,7 +37,7 @@ CHUNKS = [
     (f"[{','.join(str(value + 1) for value in values)}]", sum(values), len(values))
     for values in (random.Random(number).choices((-1, 0, 1), k=1 + number % MOST_STEPS) for number in range(200))
 ]
-"""Chunks as JSON, with what each adds to the sum and to the number of steps."""
+"""Chunks as JSON, with the sum and the number of steps that each adds."""
 
 
 class Output(msgspec.Struct):
@@ -74,7 +74,7 @@ class Session:
     place: its engine.
     heard: when its last answered chunk was sent.
     lost, maybe: its engine was killed while it rested, or while a request of it was on its way.
-    reported: its client was just told of its end.
+    reported: its client has just received the report of its end.
     version: of the model.
     file, deleted: its exported state, and whether it was deleted then.
     """

@@ -30,7 +30,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Events:
 
 
 def compiler(monkeypatch: pytest.MonkeyPatch, reasons: list[str | None], status: int = 0) -> list[list[str]]:
-    """Replace the compiler by one that ends with a status; return the commands. reasons: what `missing` returns in turn."""
+    """Replace the compiler by a command that ends with a status; return the commands. reasons: what `missing` returns in turn."""
     commands: list[list[str]] = []
 
     def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:

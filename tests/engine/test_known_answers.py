@@ -1,4 +1,4 @@
-"""A model that gives another answer than at first ends its engine, and nothing else does."""
+"""Only a model with an answer that differs from its first answer ends the engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Versions that an engine loads and unloads: which errors are reported, and what must end before a version is unloaded."""
+"""Versions that an engine loads and unloads: which errors are reported, and which requests and sessions delay an unload."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine tells about the versions that it tries. The test plays the supervisor and a frontend."""
+"""An engine's messages about the versions that it tries. The test plays the supervisor and a frontend."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ BATCHES = 6
 
 
 class OneRequestPerBatch(Batcher):
-    """Answers one request per batch, then calls `after` with the number of the batch. Raises `raised` for what frontends send."""
+    """Answers one request per batch, then calls `after` with the number of the batch. Raises `raised` for the requests of frontends."""
 
     def __init__(self, after: Callable[[int], None]) -> None:
         self._after = after

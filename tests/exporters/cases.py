@@ -1,4 +1,4 @@
-"""The options that export, and the formats that refuse them: each line is a model with which the tests prove it."""
+"""The options that export, and the formats that refuse them. Each line has the model that proves it."""
 
 from __future__ import annotations
 

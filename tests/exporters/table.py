@@ -29,7 +29,7 @@ def page() -> str:
 
 
 def _place(case: Case) -> int:
-    """Return where the part of a case first appears, so that its cases stand together."""
+    """Return the first position of the part of a case, which keeps its cases together."""
     return next(index for index, other in enumerate(CASES) if other.part == case.part)
 
 

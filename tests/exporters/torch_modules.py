@@ -138,7 +138,7 @@ def activated(activation: Activation, x: Tensor) -> Tensor:
 
 
 def _no_module(layer: Any, inputs: int) -> nn.Module:
-    return nn.ReLU()  # a place in the list, which is not run
+    return nn.ReLU()  # a placeholder in the list, which is not run
 
 
 def _rnn(layer: Any, inputs: int) -> nn.Module:

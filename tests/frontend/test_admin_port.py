@@ -49,7 +49,7 @@ def admin(divided: Server) -> Iterator[httpx.Client]:
 
 @pytest.mark.parametrize(("method", "path"), ENDPOINTS)
 def test_endpoint_is_on_its_ports_alone(method: str, path: str, divided: Server, admin: httpx.Client) -> None:
-    """A path that a port lacks looks like one that does not exist."""
+    """A path that a port lacks looks like a path that does not exist."""
     name, scope = FILES.get(path, "1"), scope_of(method, path)
     filled = re.sub(r"\{\w+(:path)?\}", name, path)
     for client, served in (
@@ -121,7 +121,7 @@ def test_admin_port_closes_with_the_others(models_folder: Path, tmp_path: Path) 
 
 
 def _resume(engine: int) -> None:
-    """Let a stopped engine go on, unless it was restarted because it hung."""
+    """Let a stopped engine continue, unless it was restarted because it hung."""
     with suppress(ProcessLookupError):
         os.kill(engine, signal.SIGCONT)
 

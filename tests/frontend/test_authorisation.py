@@ -35,9 +35,9 @@ from tests.frontend.test_hot_path import exchange, request, through_the_general_
 from tests.serving import Server, eventually, serving
 
 REFUSES_WRONG_KEYS = {"/access"}
-"""The public endpoint that tells a caller what its key allows."""
+"""The public endpoint that tells a caller the rights of its key."""
 OPEN_PAGES = {"/openapi.json"}
-"""The route of FastAPI itself: the description of the service, which is the same for everybody."""
+"""The route of FastAPI itself: the description of the service, which is the same for every client."""
 QUESTION = "how far is the sea ?"
 
 
@@ -139,7 +139,7 @@ def check_grpc(path: str, guarded: Guarded) -> None:
 
 
 def grpc_status(guarded: Guarded, path: str, token: str | None) -> grpc.StatusCode:
-    """Return the status of a call with an empty message, or without a message where a stream of them is expected."""
+    """Return the status of a call with an empty message, or without a message for a method that takes a stream."""
     metadata = [] if token is None else [("authorization", f"Bearer {token}")]
     with grpc.insecure_channel(guarded.server.grpc) as channel:
         try:
@@ -197,7 +197,7 @@ def test_sessions_of_other_tenants_look_unknown(guarded: Guarded) -> None:
         unknown, foreign = (guarded.send(method, f"/sessions/{id}/{path}", support, **body) for id in ("never", "1"))
         assert unknown.status_code == foreign.status_code == 404
         assert unknown.text.replace("never", "1") == foreign.text
-    # The same id is another session of the other tenant, and neither disturbs the other.
+    # The same id names a separate session of each tenant, and they do not affect each other.
     assert guarded.chunk(support, "1").json()["session"] == {"id": "1", "steps": 3}
     assert guarded.chunk(sales, "1", start=False).json()["session"]["steps"] == 6
     state = guarded.send("GET", "/sessions/1/state", sales).content
@@ -241,7 +241,7 @@ def test_revoked_key_ends_and_new_key_begins(guarded: Guarded) -> None:
 
 
 def test_revoked_key_ends_its_open_streams(guarded: Guarded) -> None:
-    """A stream of another key, and one whose key keeps its rights, stay open."""
+    """A stream of another key, and a stream whose key keeps its rights, stay open."""
     before = guarded.file.read_text()
     token = create(guarded.file, "brief", [Scope.INFER, Scope.SESSION], "brief")
     url = guarded.server.address.replace("http", "ws") + "/stream?model=sensors"
@@ -369,7 +369,7 @@ def test_administration_and_refusals_are_logged(guarded: Guarded) -> None:
 
 
 def test_web_pages_of_others_reach_nothing(server: Server) -> None:
-    """Pages that post text from another origin, or that let their own name lead to this machine."""
+    """Pages that post text from another origin, or that point their own name at this machine."""
     for headers in ({"origin": "http://evil.example"}, {"host": "evil.example"}, {"origin": "null"}):
         for path in ("/infer", "/v2/repository/models/words/unload", "/v2/models/words/infer", "/metrics"):
             method = "GET" if path == "/metrics" else "POST"

@@ -1,4 +1,4 @@
-"""What the catalog finds by name and alias: served versions, and retired versions for open sessions."""
+"""Versions that the catalog finds by name and alias: served versions, and retired versions for open sessions."""
 
 from __future__ import annotations
 

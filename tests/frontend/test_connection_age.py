@@ -102,7 +102,7 @@ def test_websocket_outlives_the_age(server: Server) -> None:
 
 
 class Calls:
-    """ModelStreamInfer calls, one after the other, of one client that continues its sequence."""
+    """Successive ModelStreamInfer calls of one client that continues its sequence."""
 
     def __init__(self, channel: grpc.Channel) -> None:
         self._method = channel.stream_stream(
@@ -119,7 +119,7 @@ class Calls:
         self.calls += 1
 
     def chunk(self) -> None:
-        """Send a chunk of one step, on a new call if the old one has ended before the chunk."""
+        """Send a chunk of one step, on a new call if the old call has ended before the chunk."""
         request = service_pb2.ModelInferRequest(model_name="accumulator", raw_input_contents=[b"\2\0\0\0"])
         request.inputs.add(name="ids", datatype="INT32", shape=[1, 1])
         request.parameters["sequence_start"].bool_param = self.steps == 0
@@ -168,7 +168,7 @@ def test_grpc_connection_is_replaced_between_calls(server: Server) -> None:
 
 
 def test_sigterm_ends_connections_while_new_ones_are_accepted(root: Path, tmp_path: Path) -> None:
-    """In the lame duck a stream goes on, an HTTP connection closes after its reply, and a gRPC client connects again."""
+    """In the lame-duck time a stream continues, an HTTP connection closes after its reply, and a gRPC client connects again."""
     with serving(root, tmp_path, lame_duck_seconds="4", drain_seconds="20") as server, opened(server) as client:
         client.sendall(message("/infer"))
         assert b"connection: close" not in reply(client)

@@ -152,7 +152,7 @@ def test_longest_idle_connection_makes_room_first() -> None:
 
 
 def test_no_connection_closes_while_others_are_not_open_yet() -> None:
-    """Of a burst of silent connections none can be closed yet. A kept connection would close in their place."""
+    """No connection of a silent burst can be closed yet. A kept connection would close in their place."""
     kept = Connection(Phase.KEPT)
     guard, metrics = guard_of(kept)
     assert guard.make_room(1, 1)

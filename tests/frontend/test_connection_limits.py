@@ -1,4 +1,4 @@
-"""What clients that send too much, too slowly or ambiguously get from a running server, while others are served."""
+"""The replies of a running server to clients that send too much, too slowly or ambiguously, while it serves other clients."""
 
 from __future__ import annotations
 

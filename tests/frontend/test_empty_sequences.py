@@ -226,7 +226,7 @@ def test_protocol_answers_empty_sequences_of_features(server: Server) -> None:
     assert next(tensor["data"] for tensor in reply.json()["outputs"] if tensor["name"] == "label") == [answer["label"]] * 2
 
 
-# What is still refused.
+# Requests that are still refused.
 
 
 @pytest.mark.parametrize(("name", "needed"), [("spans", 1), ("windows", 2)])

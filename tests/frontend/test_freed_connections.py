@@ -56,7 +56,7 @@ SENT = b""
 
 
 class Conversation(NamedTuple):
-    """The bytes that a client sends, and the reply after which it breaks the connection off. opening: a handshake before the bytes."""
+    """The bytes that a client sends, and the reply after which it aborts the connection. opening: a handshake before the bytes."""
 
     data: bytes
     reply: bytes = SENT
@@ -188,7 +188,7 @@ class Ports:
         return Http2Connection(self._application, _limits(self._frontend.settings), self._grpc, self._floods)
 
     async def answer(self) -> None:
-        """Answer the requests to the engine but those with LATE_STEPS."""
+        """Answer the requests to the engine except requests with LATE_STEPS."""
         while True:
             for sent in await self._engine.frames(1):
                 self._answer_frame(sent)

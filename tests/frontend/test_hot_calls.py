@@ -31,7 +31,7 @@ HEAD = RequestHead("/infer", 0, {}, LOCAL)
 
 
 class Echo(HotEndpoint):
-    """Replies with the bytes of the answer. The body says what fails."""
+    """Replies with the bytes of the answer. The body names the failure."""
 
     api = Api.INFER
 
@@ -156,7 +156,7 @@ def test_bug_in_writing_answers_every_client(tmp_path: Path) -> None:
 
 
 def test_large_answer_is_written_by_itself(tmp_path: Path) -> None:
-    """A small answer of the same tick does not wait for it. It is counted once, whatever becomes of it."""
+    """A small answer of the same tick does not wait for it. It is counted once, however it ends."""
 
     async def test(echo: Echo, engine: EngineProcess, metrics: Metrics) -> None:
         large = bytes(LARGE_ANSWER_BYTES)

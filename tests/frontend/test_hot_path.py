@@ -40,7 +40,7 @@ def through_the_general_path(message: bytes) -> bytes:
 
 
 def exchange(server: Server, *pieces: bytes, replies: int = 1) -> bytes:
-    """Send pieces in writes of their own, and return all replies without their dates and ids."""
+    """Send each piece in a separate write, and return all replies without their dates and ids."""
     address = urlsplit(server.address)
     with socket.create_connection((address.hostname, address.port), LIMIT_SECONDS) as client:
         client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -330,7 +330,7 @@ def test_pipelined_requests_are_answered_in_order(server: Server) -> None:
     ],
 )
 def test_unusual_request_is_answered_and_the_next_hot_one_too(server: Server, message: bytes) -> None:
-    """Whatever the general path answers without closing the connection leaves it ready for the hot path."""
+    """After a reply of the general path without a close, the connection is ready for the hot path."""
     alone = exchange(server, message)
     hot = request(b'{"model": "words", "inputs": ["how far"]}')
     assert re.match(rb"HTTP/1\.[01] [2-5]\d\d ", alone)
@@ -347,7 +347,7 @@ def test_expect_100_continue_gets_its_interim_reply(server: Server) -> None:
 
 
 def test_counts_are_those_of_the_general_path(server: Server) -> None:
-    """Every request is counted once, in every stage, on whichever path it was answered."""
+    """Every request is counted once in every stage, on both paths."""
     message = request(b'{"model": "words", "inputs": ["how far"]}')
     refused = request(b'{"model": "words", "inputs": [5]}')
     names = ("seqserve_requests_total", "seqserve_requests_accepted_total", "seqserve_stage_seconds_count")

@@ -1,4 +1,4 @@
-"""No body occupies the event loop for long, whatever it holds. Each test measures the longest callback of a whole request."""
+"""No body occupies the event loop for long, whatever its content. Each test measures the longest callback of a whole request."""
 
 from __future__ import annotations
 
@@ -197,8 +197,8 @@ def test_large_raw_tensor_over_rest(service: Service, mebibytes: int) -> None:
 def test_mebibyte_of_raw_floats_takes_little_time(tmp_path: Path) -> None:
     """The processor time of the frontend from the first byte to the last write, without reading the socket of the client.
 
-    The least of several requests counts. This process returns freed memory to the kernel, which a frontend does not
-    (FRONTEND_ENVIRONMENT), and gets it again for each request: that costs up to another millisecond.
+    The least of several requests counts. This process, unlike a frontend (FRONTEND_ENVIRONMENT), returns freed memory
+    to the kernel and gets it again for each request: that costs up to another millisecond.
     """
     spec = models.sensors(tmp_path, features=FEATURES)
     values = np.ones((1, MIB // (4 * FEATURES), FEATURES), np.float32)
@@ -289,7 +289,7 @@ def test_small_json_with_many_parts(service: Service) -> None:
 
 
 def test_millions_of_raw_texts(service: Service) -> None:
-    """Each element of BYTES takes at least 4 bytes, but a bytes object each."""
+    """Each element of BYTES takes only 4 bytes or more, but becomes a bytes object."""
     count = 3 * MIB
     tensor = {"name": "text", "datatype": "BYTES", "shape": [count], "parameters": {"binary_data_size": 4 * count}}
     header = json.dumps({"inputs": [tensor]}).encode()

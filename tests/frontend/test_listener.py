@@ -67,7 +67,7 @@ def test_withdrawn_frontend_is_not_waited_for() -> None:
 
 
 class Frontend:
-    """A listener in this process, which counts what it accepts. It begins with `connections` that are only a number."""
+    """A listener in this process, which counts accepted connections. It starts with `connections`, which is only a number."""
 
     def __init__(self, listening: socket.socket, numbers: memoryview[int], place: int, connections: int = 0) -> None:
         self.accepted = 0

@@ -1,4 +1,4 @@
-"""What a frontend refuses while the memory limit of its container is nearly used up."""
+"""Requests that a frontend refuses while the memory limit of its container is nearly used up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which requests are logged and traced, and with what."""
+"""Which requests are logged and traced, and the content of their logs and traces."""
 
 from __future__ import annotations
 

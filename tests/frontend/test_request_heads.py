@@ -125,7 +125,7 @@ LINES = [
 
 @given(st.lists(st.sampled_from(LINES), max_size=5), st.randoms(use_true_random=False))
 def test_lines_that_identify_a_request_change_nothing_else(lines: list[bytes], random: Random) -> None:
-    """Whether they are cut out or parsed, the head means the same. A second request with this head finds the remembered rest."""
+    """The head has the same meaning whether the lines are cut out or parsed. A second request with this head finds the remembered rest."""
     known = heads()
     parts = HEAD.removesuffix(b"\r\n\r\n").split(b"\r\n")
     for line in lines:

@@ -121,7 +121,7 @@ def exchange(server: Server, data: bytes) -> bytes:
 
 
 def test_ids_and_traces_of_a_kept_connection_differ(server: Server) -> None:
-    """The heads of these requests differ only in what identifies them: the rest of a head is remembered."""
+    """The heads of these requests differ only in the headers that identify them: the rest of a head is remembered."""
     for number in range(5):
         trace = f"{number + 1:032x}"
         sent = {"x-request-id": f"kept-{number}", "traceparent": f"00-{trace}-{'ab' * 8}-01"}

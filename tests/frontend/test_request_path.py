@@ -124,7 +124,7 @@ def connection(frontend: Frontend) -> HttpProtocol:
 
 
 async def hot_reply(protocol: HttpProtocol, engine: EngineProcess, body: bytes, scores: NDArray[np.float32]) -> bytes:
-    """Return what the hot path writes to the connection of a request."""
+    """Return the bytes that the hot path writes to the connection of a request."""
     protocol.data_received(b"POST /infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
     [frame] = await engine.frames(1)
     engine.send(encode(Answer(scores=scores.shape, steps=[3]), frame.id, (scores.tobytes(),)))

@@ -153,7 +153,7 @@ def full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 
 def test_clients_of_a_full_service_are_asked_to_give_up(full: Server) -> None:
-    """Over HTTP on both paths, and over gRPC. The first ones may retry."""
+    """Over HTTP on both paths, and over gRPC. The first clients may retry."""
     first = full.infer("sensors", [[ROW]])
     assert (first.status_code, first.headers["retry-after"]) == (503, "1")
     body = {"model": "sensors", "inputs": [[ROW]]}
@@ -166,7 +166,7 @@ def test_clients_of_a_full_service_are_asked_to_give_up(full: Server) -> None:
 
 
 def test_grpc_clients_retry_only_within_the_budget(full: Server) -> None:
-    """The retries are those of the gRPC library."""
+    """The gRPC library makes the retries."""
     with grpc.insecure_channel(full.grpc, options=[("grpc.service_config", json.dumps(RETRIES))]) as channel:
         before = full.metric("seqserve_requests_accepted_total")
         refusal(channel)

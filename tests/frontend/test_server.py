@@ -1,4 +1,4 @@
-"""What a frontend does ten times a second besides answering requests."""
+"""The work of a frontend ten times a second besides answering requests."""
 
 from __future__ import annotations
 

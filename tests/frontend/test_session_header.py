@@ -39,7 +39,7 @@ def path(request: pytest.FixtureRequest) -> str:
 
 
 def infer(server: Server, header: str | None, path: str = "hot", **body: Any) -> httpx.Response:
-    """Send a chunk of one step, or a large one. header: the value of x-session-id."""
+    """Send a chunk of one step, or a large chunk. header: the value of x-session-id."""
     chunk = [1] * (LARGE if path == "decoder" else 1)
     headers = ({} if header is None else {HEADER: header}) | (GENERAL if path == "general" else {})
     return server.client.post("/infer", json={"model": "accumulator", "inputs": [chunk], **body}, headers=headers)

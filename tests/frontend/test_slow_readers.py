@@ -1,4 +1,4 @@
-"""A client that reads a little at a time has not stopped reading: over real sockets, with times that are played.
+"""A client that reads a little at a time has not stopped reading: over real sockets, with simulated times.
 
 The reply is larger than all buffers of the kernel, and a test reads less of it than the kernel frees before it takes more: the write
 buffer of the connection does not shrink.
@@ -51,7 +51,7 @@ def delivered(transport: asyncio.Transport) -> Delivery:
 
 
 async def read_some(client: socket.socket, transport: asyncio.Transport) -> None:
-    """Read until the service can know of it."""
+    """Read until the service can notice it."""
     before = delivered(transport).acknowledged_bytes
     async with limited("nothing arrives"):
         while delivered(transport).acknowledged_bytes == before:
@@ -141,7 +141,7 @@ def test_without_the_kernel_the_write_buffer_tells_what_is_read(monkeypatch: pyt
 
 
 def test_ping_behind_unread_replies_may_be_answered_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The time for a pong begins again while the client reads what is in front of the ping."""
+    """The time for a pong begins again while the client reads the data in front of the ping."""
     spec = models.words(tmp_path, bidirectional=False)
     sockets = watched((WebSocketProtocol,), monkeypatch)
 

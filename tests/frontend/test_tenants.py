@@ -69,7 +69,7 @@ def test_error_names_the_quota(headers: dict[str, str], limited: Limited) -> Non
 
 
 def test_rate_is_counted_over_all_frontends(limited: Limited) -> None:
-    """Each request has a connection of its own, and may come to another frontend."""
+    """Each request has a separate connection, and may reach another frontend."""
 
     def refused() -> bool:
         answers = [limited.infer("slow", connection="close") for _ in range(6)]

@@ -34,7 +34,7 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 
 @pytest.fixture(scope="module")
 def secured(models_folder: Path, authority: Authority, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server with a certificate, which accepts clients without one."""
+    """A server with a certificate, which accepts clients without a certificate."""
     certificate, key = authority.sign("server")
     flags = ("--tls-cert", str(certificate), "--tls-key", str(key))
     with serving(models_folder, tmp_path_factory.mktemp("log"), *flags) as server, trusting(server, authority) as server.client:

@@ -1,4 +1,4 @@
-"""What WebSocket clients that send too much, too slowly or too often get from a running server."""
+"""The replies of a running server to WebSocket clients that send too much, too slowly or too often."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def server(models_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 @pytest.fixture(scope="module")
 def generous(models_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server that allows pings without end."""
+    """A server without a limit of pings."""
     limits = {"send_seconds": "2", "max_ping_rate": "1000000000", "max_frame_rate": "1000000000"}
     with serving(models_folder, tmp_path_factory.mktemp("log"), **limits) as running:
         yield running
@@ -103,7 +103,7 @@ def test_slow_pings_and_few_fragments_are_within_the_limits(server: Server) -> N
 
 
 def mixed_frames() -> Iterator[bytes]:
-    """Yield messages of all lengths of a head, whole, in fragments, with pings between, masked, and two that are refused."""
+    """Yield messages of all lengths of a head, whole, in fragments, with pings between, masked, and two messages that are refused."""
     row = b"[0.1, -2.0, 30.0]"
     for size in (30, 125, 126, 127, 300, 65_535, 65_536):
         yield frame(TEXT, b'{"input": [%b]}' % row + b" " * (size - 30), mask=b"\x01\x80\xff\x00")

@@ -16,7 +16,7 @@ with atheris.instrument_imports(include=["service", "tests.fuzz"]):
 
 CORPUS = Path(__file__).with_name("corpus")
 MAX_BYTES = 8192
-"""Of one input. Larger inputs take longer to mutate, and take no other branches."""
+"""Bytes of one input. Larger inputs take longer to mutate, and take no other branches."""
 MAX_MEMORY_MB = 2048
 MAX_WALL_SECONDS = 10
 """A parse that takes longer is a finding even if the processor is idle."""

@@ -1,6 +1,6 @@
 """The parsers of bytes from clients, each as a function that parses them and packs the inputs for models of every kind of input.
 
-The first bytes of an input of some targets select what no body contains: the kind of a WebSocket message, the header of a binary body.
+The first bytes of an input of some targets select values outside the body: the kind of a WebSocket message, the header of a binary body.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class TooSlow(Exception):
 
 
 def checked(target: Callable[[bytes], None]) -> Callable[[bytes], None]:
-    """Return the target as the fuzzer calls it. It raises what is a finding."""
+    """Return the target as the fuzzer calls it. It raises an exception for a finding."""
 
     def run(data: bytes) -> None:
         began = time.thread_time()
@@ -119,7 +119,7 @@ def _run_oip(request: InferRequest) -> None:
 
 @cache
 def served_models() -> list[ServedModel]:
-    """Return a model that takes text, one that takes ids and one that takes features."""
+    """Return three models, which take text, ids and features."""
     text, features = (specs.read(MODELS / name / "1") for name in ("question-type-lstm", "sensor-forecast"))
     tokenizer = Tokenizer.read(MODELS / text.name / "1", text)
     ids = ModelSpec.model_validate_json(standard_json.dumps(IDS))

@@ -1,4 +1,4 @@
-"""The page of what imports is that of the tests."""
+"""The page of imports matches the tests."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class Sample:
 
 
 class Recurrent(nn.Module):
-    """A recurrent layer, and a linear layer over what `reads` names of its result."""
+    """A recurrent layer, and a linear layer over the part of its result that `reads` names."""
 
     def __init__(self, kind: str, reads: str = "state", *, packed: bool = False, start: str = "", **options: Any) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The requests of one tick share a frame, and their answers come apart again."""
+"""The requests of one tick share a frame, and their answers are separated again."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def ends() -> Iterator[tuple[Channel, Channel]]:
 
 
 def socket_to_pass() -> tuple[socket.socket, socket.socket]:
-    """Return a kept end and an end to pass. Reading the kept end fails after 5 s if the other is never closed."""
+    """Return a kept end and an end to pass. Reading the kept end fails after 5 s if the other end is never closed."""
     kept, passed = pair()
     kept.settimeout(5.0)
     return kept, passed

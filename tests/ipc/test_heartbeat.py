@@ -33,7 +33,7 @@ def test_heartbeat_is_due_when_the_last_one_said() -> None:
 
 
 def check_beating_process_is_never_late() -> None:
-    """What the supervisor reads while the other process writes is the time before or after, and nothing between."""
+    """While the other process writes, the supervisor reads the old or the new time, never a mixture."""
     heartbeat = Heartbeat()
     heartbeat.beat(60.0)
     command = [sys.executable, "-c", BEATS, str(heartbeat.descriptor)]

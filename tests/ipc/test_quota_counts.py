@@ -1,4 +1,4 @@
-"""Several frontends count what keys use in the memory that they share."""
+"""Several frontends count the use of keys in the memory that they share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from service.ipc.quota_counts import QuotaCounts, Used
 
 @pytest.fixture
 def frontends() -> Iterator[list[QuotaCounts]]:
-    """Return the counts as two frontends see them, each from a descriptor of its own."""
+    """Return the counts as two frontends see them, each from a separate descriptor."""
     shared = QuotaCounts.create(2)
     opened = [QuotaCounts.open(os.dup(shared.descriptor), place) for place in range(2)]
     yield opened

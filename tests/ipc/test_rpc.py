@@ -18,7 +18,7 @@ MIB = 1 << 20
 
 
 class OtherProcess:
-    """Records the frames it receives and replies when the test says so."""
+    """Records the frames that it receives, and replies on the test's command."""
 
     def __init__(self, channel: Channel) -> None:
         self.frames: asyncio.Queue[Frame] = asyncio.Queue()

@@ -1,4 +1,4 @@
-"""The reader of exported sessions accepts what an export writes, and refuses everything else cheaply."""
+"""The reader of exported sessions accepts only the files of an export, and refuses all others cheaply."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turns of frontends to run a suspect in an engine, each frontend in a process of its own."""
+"""Turns of frontends to run a suspect in an engine, each frontend in a separate process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ for line in sys.stdin:
 
 
 class Frontend:
-    """A process that takes turns as it is told."""
+    """A process that takes turns on command."""
 
     def __init__(self, turns: SuspectTurns) -> None:
         self._process = subprocess.Popen(

@@ -121,7 +121,7 @@ class FakeLaunch(NamedTuple):
     shared: int
 
     def broken_limits(self) -> list[str]:
-        """Return each limit of the device that the launch does not keep."""
+        """Return each limit of the device that the launch exceeds."""
         kernel, (along, *others) = self.kernel, self.blocks
         device, (major, _) = kernel.device, kernel.device.capability
         resident = kernel.resident_blocks(self.shared)
@@ -154,7 +154,7 @@ def emulated(device: Device) -> Iterator[list[FakeKernel]]:
     def clusters(kernel: Any, shared: int) -> int:
         """Return the clusters of seven eighths of the multiprocessors: the rest is in parts of the device without room for a cluster.
 
-        Multiprocessors come in pairs, so that every one has room for half a pair of blocks.
+        Multiprocessors come in pairs, so each has room for half a pair of blocks.
         """
         usable = device.multi_processor_count * (8 if kernel.cluster == 2 else 7) // 8
         return usable // kernel.cluster if device.capability >= (9, 0) else 0

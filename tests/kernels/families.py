@@ -99,7 +99,7 @@ class Form:
 
     @property
     def variants(self) -> tuple[str, ...]:
-        """What the weights have beyond the plain layer of their family."""
+        """The additions of the weights to the plain layer of their family."""
         variants: tuple[str, ...] = getattr(self.arguments([1], 1, 1).weights, "variants", ())
         return variants
 

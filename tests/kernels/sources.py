@@ -1,4 +1,4 @@
-"""What a CUDA source needs from its launcher: names that must be defined, and members of its structures."""
+"""The requirements of a CUDA source on its launcher: names that must be defined, and members of its structures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What runs on each kind of GPU: the chosen backends, and launches that keep the limits of the device. No GPU is needed."""
+"""The backends that each kind of GPU gets, and launches within the limits of the device. No GPU is needed."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def test_scans_run_in_one_launch(form: Form, hidden: int, device: Device, made: 
             constants = launch.kernel.constants
             assert constants["STAGES"] >= 1
             if launch.kernel.source.name == "gate_inputs.cu":
-                # The groups of a team compute runs of different tiles at once, and each tile needs a buffer of its own.
+                # The groups of a team compute runs of different tiles at once, and each tile needs a separate buffer.
                 assert constants["GROUPS"] * constants["RUN"] <= constants["STAGES"] * TILE
             assert not launch.broken_limits(), launch
 

@@ -1,4 +1,4 @@
-"""Tests of what every backend of every kernel family promises, on odd sizes, against the reference in float64."""
+"""Tests of the promises of every backend of every kernel family, on odd sizes, against the reference in float64."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ WITH_SLOTS = [form for form in EVERY_FORM if hasattr(form.arguments([1], 1, 1).s
 
 
 def is_causal(form: Form) -> bool:
-    """Return whether rows can be split into chunks: no step depends on a later one, and the family has a state."""
+    """Return whether rows can be split into chunks: no step depends on a later step, and the family has a state."""
     _, weights, state = form.arguments([1], 1, 1)
     return form.family != "conv" or (state is not None and weights.left == weights.reach - 1 and weights.right == 0)
 

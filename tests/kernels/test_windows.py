@@ -1,4 +1,4 @@
-"""Windows over time: of each row its own steps and its own padding."""
+"""Windows over time: each has only the steps and the padding of its row."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def persistent_launches(
 def scan_launch(
     made: list[FakeKernel], form: Form, storage: torch.dtype, hidden: int, lengths: Sequence[int], want: Outputs
 ) -> FakeLaunch:
-    """Return the launch of an SRU or a QRNN, without that of fold.cu. made: the kernels of the emulated device."""
+    """Return the launch of an SRU or a QRNN, without the launch of fold.cu. made: the kernels of the emulated device."""
     launched = {id(kernel): len(kernel.launches) for kernel in made}
     arguments = form.arguments(lengths, hidden, INPUTS, storage=storage)
     chosen(form.family, storage, hidden).backend.run(*arguments, want=want)

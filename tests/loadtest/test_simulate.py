@@ -25,7 +25,7 @@ from service.engine.execution.cost_model import Cost
 from service.frontend.dispatch.connection import PredictedWait
 
 PLAIN = Cost(1.0, 0.1, 0.0)
-"""A batch takes 1 s and 0.1 s for each step, whatever its number of rows."""
+"""A batch takes 1 s and 0.1 s for each step, with any number of rows."""
 GPU = Cost(12e-6, 0.8e-6, 2e-9)
 TINY = SimulationPlan(
     sequences=2000, searching=2000, apiece=100, loads=(0.7,), budgets_ms=(0.5,), replicas=(1, 3), mixtures=("short", "mixed")

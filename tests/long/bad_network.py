@@ -1,7 +1,7 @@
 """A relay that behaves as a bad network does: it delays, loses, throttles, stalls and cuts connections, with seeded chance.
 
-TCP hides losses, and shows them as pauses: a lost segment, and all after it, arrives after the time-out of its sender, which doubles when
-the segment is lost again.
+TCP hides losses, and shows them as pauses: a lost segment, and all later segments, arrive after the time-out of the sender, which
+doubles when the segment is lost again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import uvloop
 
 SEGMENT_BYTES = 1400
 QUEUED_SEGMENTS = 64
-"""How much is on its way in one direction: then the relay stops reading, as a full window does."""
+"""Bytes on their way in one direction at which the relay stops reading, as with a full window."""
 RETRANSMISSION_SECONDS = 0.3
 
 
@@ -143,7 +143,7 @@ class BadNetwork:
 
 
 async def _deliver(queue: asyncio.Queue[tuple[float, bytes]], writer: asyncio.StreamWriter) -> None:
-    """Write each segment when it arrives. An empty one is the end."""
+    """Write each segment when it arrives. An empty segment is the end."""
     while True:
         arrival, segment = await queue.get()
         await asyncio.sleep(max(0.0, arrival - time.monotonic()))

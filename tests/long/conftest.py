@@ -1,4 +1,4 @@
-"""What several files of long tests use."""
+"""Shared fixtures of the long tests."""
 
 from __future__ import annotations
 

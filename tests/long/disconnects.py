@@ -25,11 +25,11 @@ from tests.serving import Server, eventually, serving
 from tests.steady import open_files, processes
 
 STEPS = 8
-"""Steps of the device in a wave. During each, as many clients leave."""
+"""Steps of the device in a wave. The same number of clients leaves during each step."""
 AT_ONCE = 100
 EXACT, EXEMPLAR, REMEMBERED = ("Task ", "bytes of bodies "), "Example ", 8
-"""What must not grow at all, what a metric keeps of one trace for each of its buckets, and how many objects of a type a process may keep of
-the last requests."""
+"""Resources that must not grow at all, traced examples of which a metric keeps one for each bucket, and how many objects of a type a
+process may keep of the last requests."""
 SETTINGS = {
     "max_waiting": "4096",
     "max_batch_sequences": "256",
@@ -95,11 +95,11 @@ class Service:
         return {name for name in REST if figures[name]}
 
     def descriptors(self) -> dict[str, int]:
-        """Return the open descriptors of each process that clients can reach. One that exports traces connects when it likes."""
+        """Return the open descriptors of each process that clients can reach. A process that exports traces connects at any time."""
         return {name: count for name, count in open_files(self.server).items() if not name.startswith("tracer")}
 
     def census(self) -> dict[str, dict[str, int]]:
-        """Return what each frontend and each engine holds, by type. The supervisor holds nothing of a client."""
+        """Return the objects that each frontend and each engine holds, by type. The supervisor holds nothing of a client."""
         pids = {name: pid for name, pid in processes(self.server).items() if name.startswith(("frontend", "engine"))}
         for pid in pids.values():
             (self.censuses / str(pid)).unlink(missing_ok=True)
@@ -111,7 +111,7 @@ class Service:
 
 @contextmanager
 def gated(folder: Path, *flags: str, fault: str = "", token: str = "", **settings: str) -> Iterator[Service]:
-    """A server with a gate. fault: one more, to be found. token: of a key that may read metrics."""
+    """A server with a gate. fault: a further fault, to be found. token: of a key that may read metrics."""
     models.accumulator(folder / "models")
     (folder / "censuses").mkdir()
     with pytest.MonkeyPatch.context() as patch:
@@ -146,7 +146,7 @@ def settle(what: str, read: Callable[[], object], expected: object) -> None:
 
 
 async def wave(service: Service, clients: Sequence[Visit]) -> None:
-    """Let clients come, and leave during their steps. Fails if something that they held is not free before the step may end."""
+    """Let clients come, and leave during their steps. Fails if a resource of theirs is not free before the step may end."""
     try:
         service.gate.open()
         await begin([client for client in clients if client.point == REPLY])
@@ -166,7 +166,7 @@ async def wave(service: Service, clients: Sequence[Visit]) -> None:
 
 
 async def leave(service: Service, clients: Sequence[Visit], step: int) -> None:
-    """Let the clients of a step leave, in random order, and wait until all that they held is free."""
+    """Let the clients of a step leave, in random order, and wait until all their resources are free."""
     leaving = [client for client in clients if client.step == step]
     random.Random(step).shuffle(leaving)
     for client in leaving:

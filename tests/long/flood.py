@@ -1,4 +1,4 @@
-"""Connections that send nothing: many that stay, and new ones that come and go."""
+"""Connections that send nothing: many idle connections that stay, and new connections that come and go."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ NEW_PER_SECOND, NEW, NEW_AT_ONCE, NEW_BETWEEN_PROBES = 2_000, 20_000, 3_000, 400
 """New connections a second and in all, how many of these are open at a time, and how many are opened between two probes."""
 ROUND_SECONDS = 0.01
 SOURCES = [f"127.0.1.{number}" for number in range(1, 9)]
-"""Addresses of the clients: one has too few ports."""
+"""Addresses of the clients: one address has too few ports."""
 BIND_WITHOUT_PORT = getattr(socket, "IP_BIND_ADDRESS_NO_PORT", 24)
 """Lets several connections from one port go to different ports of the service."""
 
 
 class ConnectionFlood:
-    """Connections that send nothing. opened: the new ones so far."""
+    """Connections that send nothing. opened: the new connections so far."""
 
     def __init__(self, server: Server) -> None:
         address = urlsplit(server.address)
@@ -46,9 +46,9 @@ class ConnectionFlood:
     def running(self, probe: Callable[[], None]) -> Iterator[None]:
         """Open new connections during the context, and at least NEW. Each closes after NEW_AT_ONCE others.
 
-        probe: a new client, which is answered after the service has accepted the connections before it. The flood goes on meanwhile, and
-        waits for the answer before the next probe. Where the service accepts fewer connections, the flood follows it: it would do
-        nothing but fill the queue of the kernel.
+        probe: a new client, which is answered after the service has accepted the connections before it. The flood continues meanwhile, and
+        waits for the answer before the next probe. Where the service accepts fewer connections, the flood slows down: it would only
+        fill the queue of the kernel.
         """
         with ThreadPoolExecutor(1) as pool:
             running = pool.submit(self._run, probe)

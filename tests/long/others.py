@@ -32,12 +32,12 @@ ROWS_AT_ONCE = 4
 CAPACITY = ROWS_AT_ONCE / DEVICE_SECONDS
 """Requests per second of the device with a fixed time for each batch."""
 SHARE, CALLERS = 0.7, 64
-"""How much of the capacity the usual clients take, and on how many connections."""
+"""Share of the capacity that the usual clients take, and their number of connections."""
 CAPACITY_SECONDS, WARM_UP_SECONDS, GRACE_SECONDS = 4.0, 1.0, 60.0
 LAGS = 10
 """How many times the worst lag of this process a request may take longer."""
 BODY = json.dumps({"model": "sensors", "inputs": [[[0.1, 0.2, 0.3]] * 4]}).encode()
-"""What the usual clients send."""
+"""The requests of the usual clients."""
 
 
 @contextmanager
@@ -73,7 +73,7 @@ class Comparison:
         return [_time(loud, share) / _time(quiet, share) for quiet, loud in zip(self.quiet, self.disturbed, strict=True)]
 
     def holds(self, most_ratio: float) -> bool:
-        """Return whether the median latency of a disturbed phase is at most `most_ratio` times that of the quiet one, in any round.
+        """Return whether the median latency of a disturbed phase is at most `most_ratio` times that of the quiet phase, in any round.
 
         A disturbance delays every round, and other processes of the machine only some of them. Each process that handles a request may
         wait for a core as long as this process does.

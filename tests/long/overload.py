@@ -1,7 +1,7 @@
 """Load a server with multiples of its capacity, and judge how it answers.
 
-A step offers a rate of requests with one deadline, whatever the server answers (an open loop). The figures of a step are those that goals
-of overload name: answers in time, requests that were accepted and came too late, refusals and their cost, and memory.
+A step offers a rate of requests with one deadline, whatever the server answers (an open loop). A step has the figures of the goals of
+overload: answers in time, accepted requests that came too late, refusals and their cost, and memory.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LAG_SECONDS, LAGS = 0.01, 10
 """How long this process sleeps between two measurements of its lag, and how many times its worst lag an answer may be late."""
 LATE_SECONDS = 0.1
 STATUSES = {"http": ("503", "504"), "grpc": ("14", "4")}
-"""The statuses of refused requests, and of those whose deadline passed, by transport."""
+"""The statuses of refused requests, and of requests whose deadline passed, by transport."""
 
 
 def http_request(server: Server, model: str, rows: Sequence[Sequence[float]]) -> bytes:
@@ -52,7 +52,7 @@ REQUESTS: dict[str, Callable[[Server, str, Sequence[Sequence[float]]], bytes]] =
 class Step(NamedTuple):
     """The requests of one step. answered: in time or late. expired: accepted, and ended by their deadline. other: neither of these.
 
-    cpu_seconds: of all processes of the server. grown_bytes: their memory after the step without that before. lag: of this process.
+    cpu_seconds: of all processes of the server. grown_bytes: growth of their memory during the step. lag: of this process.
     """
 
     seconds: float

@@ -1,4 +1,4 @@
-"""Reverse proxies in front of the service, each set up to keep one connection to it and to pass on as much as it can."""
+"""Reverse proxies in front of the service, each configured to keep one connection to it and to forward as much as it can."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ class Recording:
 
 
 class Relay:
-    """Passes connections on to a port of this machine."""
+    """Forwards connections to a port of this machine."""
 
     def __init__(self, target: int) -> None:
         self._target = target
@@ -47,7 +47,7 @@ class Relay:
 
 
 def _pump(source: socket.socket, sink: socket.socket, record: bytearray) -> None:
-    """Pass bytes on until the end of the source, and record them before they can have an effect."""
+    """Forward bytes until the end of the source, and record them before they can have an effect."""
     with suppress(OSError):
         while data := source.recv(1 << 16):
             record += data
@@ -81,7 +81,7 @@ def responses(data: bytes) -> list[Response]:
 
 
 def _body(head: bytes, data: bytes) -> tuple[bytes, bytes]:
-    """Return the body of a response and what follows it."""
+    """Return the body of a response and the bytes after it."""
     if b"\r\ntransfer-encoding: chunked" in head:
         body = b""
         while size := int(data.split(b"\r\n", 1)[0] or b"0", 16):

@@ -43,7 +43,7 @@ class Ledger:
 
 
 class Client:
-    """A client that sends the chunks of one session, each again until it knows that the chunk has run."""
+    """A client that sends the chunks of one session, and repeats each chunk until it knows that the chunk has run."""
 
     def __init__(self, target: Target, number: int, ledger: Ledger) -> None:
         self._target = target

@@ -1,6 +1,6 @@
 """Triton's client libraries for HTTP and gRPC send 100,000 requests each: neither a client nor the service grows by more than 1 MiB.
 
-The project has no client library of its own. These are the libraries that users of the Open Inference Protocol have.
+The project has no client library. Users of the Open Inference Protocol have these libraries.
 """
 
 from __future__ import annotations

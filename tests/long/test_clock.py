@@ -19,7 +19,7 @@ from tests.steady import processes
 
 HOUR, YEAR = 3600, 365 * 86_400
 JUMPS = (HOUR, 0, -HOUR, YEAR, -YEAR, 0)
-"""Seconds that the wall clock is ahead, one after the other."""
+"""Seconds that the wall clock is ahead, in sequence."""
 PAUSE_SECONDS = 2.5
 """Between two jumps: longer than the supervisor waits for a heartbeat."""
 IDLE_SECONDS = 5.0
@@ -52,7 +52,7 @@ def jumping(shim: Path, scratch: Path, *variables: str, **settings: str) -> Iter
 
 
 def jump_with_a_session(server: Server, jump: Path, jumps: Sequence[int]) -> list[str]:
-    """Let the clock jump while a session goes on. Returns what went wrong."""
+    """Let the clock jump while a session continues. Returns the faults."""
     before, faults = processes(server), []
     assert server.infer("accumulator", [[2]], session="kept").status_code == 200
     for steps, seconds in enumerate(jumps, start=2):

@@ -25,7 +25,7 @@ from tests.steady import open_files, settled_open_files
 CONNECTIONS, AT_ONCE = 10_000, 100
 MOST_REQUESTS, MOST_STEPS = 8, 20
 HALF, RESET = 0.25, 0.35
-"""Shares of the connections whose client closes its side, and breaks the connection off."""
+"""Shares of the connections whose client closes its side, and whose client aborts."""
 OLD, EXPECT, GENERAL = 0.1, 0.1, 0.2
 """Shares of the requests with HTTP/1.0, with Expect: 100-continue, and on the general path."""
 BREAK_OFF = struct.pack("ii", 1, 0)
@@ -34,7 +34,7 @@ _REPLY = re.compile(rb"HTTP/1\.1 (\d{3}) .*?\r\n\r\n", re.DOTALL)
 
 
 class Ledger:
-    """What the clients sent and received. complete: requests whose last byte was sent. answers: right answers."""
+    """The data that the clients sent and received. complete: requests whose last byte was sent. answers: right answers."""
 
     def __init__(self) -> None:
         self.complete = self.answers = 0
@@ -42,7 +42,7 @@ class Ledger:
 
 
 def request(target: Target, values: list[int], chance: random.Random, *, last: bool) -> bytes:
-    """Return a request for the sum of values. last: whether it is the last one of its connection, as one of HTTP/1.0 is."""
+    """Return a request for the sum of values. last: whether it is the last request of its connection, as with HTTP/1.0."""
     body = json.dumps({"model": "accumulator", "inputs": [[value + 1 for value in values]]}).encode()
     data = target.request(body)
     if last and chance.random() < OLD:
@@ -111,7 +111,7 @@ async def _talk(server: Server, connections: int, ledger: Ledger, seed: int) -> 
 
 
 def ended(server: Server, connections: int) -> list[str]:
-    """Open and end connections. Returns what is wrong."""
+    """Open and end connections. Returns the faults."""
     before, files, ledger = at_rest(server), settled_open_files(server), Ledger()
     uvloop.run(_talk(server, connections, ledger, 0))
     counts = at_rest(server).since(before)

@@ -1,4 +1,4 @@
-"""Usual clients, new clients and health checks during 10,000 idle connections and 2,000 new ones a second. `make test-long` runs it."""
+"""Usual clients, new clients and health checks with 10,000 idle connections and 2,000 new ones a second. `make test-long` runs it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.steady import open_files
 
 IDLE, PHASE_SECONDS = 10_000, 10.0
 FEW_FILES, MARGIN = 4096, 3_000
-"""Open files of a service that cannot hold all idle connections, and the files that one needs in addition to its connections."""
+"""Open files of a service that cannot hold all idle connections, and the files that a service needs besides its connections."""
 PLANTED_FILES, PLANTED_PATIENCE_SECONDS = 500, 5.0
 USUAL_CALLERS = 16
 """Each of their connections is used several times a second: the connections that are idle for longest close first."""

@@ -42,7 +42,7 @@ def started(tmp_path: Path, *flags: str, **variables: str) -> Iterator[Server]:
 
 
 def ends(server: Server) -> list[list[str]]:
-    """Return what each engine tried that ended."""
+    """Return the trials of each engine that ended."""
     return [event.get("on_trial", []) for event in server.events("child ended") if event["child"].startswith("engine")]
 
 

@@ -27,9 +27,9 @@ IMPORTS = 2.5
 
 
 def test_only_engine_is_replaced_soon(models_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """/readyz tells it soon. The new engine takes no longer than the first start of the service, and all requests are answered.
+    """/readyz shows the end soon. The new engine takes no longer than the first start of the service, and all requests are answered.
 
-    Its processor time is that of an import of torch and not much more. On a quiet machine this is what it takes to be ready again.
+    Its processor time is little more than an import of torch takes. On a quiet machine this is its time until it is ready again.
     """
     imported = import_seconds()
     with serving(models_folder, tmp_path, "--health-port", "0") as server, Lag() as lag:

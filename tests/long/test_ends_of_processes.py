@@ -36,7 +36,7 @@ MOST_STEPS = 1000
 RECONNECTS = 0.05
 """Share of the requests after which a client connects again: a frontend that has restarted gets connections too."""
 FRESH = 4
-"""So many new connections in a row reach a frontend that knows both engines, before the next processes end."""
+"""This many new connections in a row reach a frontend that knows both engines, before the next processes end."""
 ROUNDS_UNREPEATED = 20
 EXPECTED = {
     "http": {"ok", CUT},
@@ -58,7 +58,7 @@ class Watched(Ledger):
         self.losses = 0
 
     def unexpected(self) -> list[str]:
-        """Return what must not happen."""
+        """Return the faults."""
         return [
             *self.faults,
             *[f"{count} {kind} {end}" for (kind, end), count in self.ends.items() if end not in EXPECTED[kind]],
@@ -98,7 +98,7 @@ class PausingGrpcClient(GrpcClient):
 
 
 class SessionClient(WatchedHttpClient):
-    """One session after another. Each goes on until its engine ends, or until a frontend ends that has its chunk.
+    """One session after another. Each continues until its engine ends, or until a frontend that has its chunk ends.
 
     After the end of its engine it reports the loss once, and then it is unknown.
     """
@@ -122,7 +122,7 @@ class SessionClient(WatchedHttpClient):
     async def _check_forgotten(self, name: str, place: int) -> None:
         """Check that a session whose loss was reported is unknown.
 
-        A chunk that its engine had when it ended reports a loss again: the next engine cannot know that the client has been told.
+        A chunk that its engine had when it ended reports a loss again: the next engine cannot know of the first report.
         """
         reported = self.watched.engine_ends[place]
         await self._chunk(name)
@@ -153,7 +153,7 @@ CLIENTS: dict[str, type[Client]] = {"http": WatchedHttpClient, "grpc": PausingGr
 
 
 class Ends:
-    """Ends one engine and one frontend in each round, each at a random point. The other engine and the other frontend live on."""
+    """Ends one engine and one frontend in each round, each at a random point. The other engine and the other frontend keep running."""
 
     def __init__(self, server: Server, folder: Path, ledger: Watched, chance: random.Random) -> None:
         self._server = server

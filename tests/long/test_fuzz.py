@@ -1,4 +1,4 @@
-"""No bytes from a client make a parser raise anything but the error for that client, or take long. See tests/fuzz."""
+"""No bytes from a client make a parser take long, or raise anything except the error for that client. See tests/fuzz."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from tests.steady import processes
 CASES, UNCHECKED_CASES = 100_000, 400
 CALLERS = 16
 VOCABULARY, LONGEST = 12, 64
-"""Of the model `reader`."""
+"""Sizes of the model `reader`."""
 GRPC = 0.1
 """Share of the cases that come over gRPC."""
 IMPOSSIBLE_IDS: tuple[Any, ...] = (
@@ -56,7 +56,7 @@ def ids(chance: random.Random, least: int = 1, most: int = LONGEST) -> list[Any]
 
 
 def spoilt(chance: random.Random, values: tuple[Any, ...]) -> list[Any]:
-    """Return ids of which one is not possible."""
+    """Return ids with an impossible id among them."""
     made = ids(chance)
     made[chance.randrange(len(made))] = chance.choice(values)
     return made
@@ -75,7 +75,7 @@ def tensor(data: list[Any], shape: list[Any], name: str = "ids", datatype: str =
 
 
 def raw(chance: random.Random) -> tuple[bytes, list[int], str]:
-    """Return raw ids of which one is not possible, or a size that is not that of the shape."""
+    """Return raw ids with an impossible id among them, or with a size that does not fit the shape."""
     if chance.random() < 0.5:
         values = spoilt(chance, IMPOSSIBLE_RAW)
         return struct.pack(f"<{len(values)}q", *values), [len(values)], "INT64"
@@ -148,7 +148,7 @@ def message(chance: random.Random) -> bytes:
 
 
 class Account:
-    """The cases that were sent, and those that were not refused."""
+    """The cases that were sent, and the cases that were not refused."""
 
     def __init__(self) -> None:
         self.sent = 0
@@ -169,7 +169,7 @@ async def _send(server: Server, cases: int, account: Account) -> None:
             else:
                 path, body, headers = request = chance.choice(HTTP_CASES)(chance)
                 target = Target.of(server.address, path)
-                if not http.connected:  # a reply to what is too large closes the connection
+                if not http.connected:  # the reply to a request that is too large closes the connection
                     http = await target.connect()
                 reply = await http.ask(target.request(body, *headers))
                 refused = reply.status in (400, 413)
@@ -185,7 +185,7 @@ async def _send(server: Server, cases: int, account: Account) -> None:
 
 
 def refusals(server: Server, cases: int) -> list[str]:
-    """Send cases, and return what is wrong: those that were not refused, and the batches that they cost the device."""
+    """Send cases, and return the faults: cases that were not refused, and the batches that they cost the device."""
     account, batches, before = Account(), server.metric("seqserve_batches_total"), processes(server)
     uvloop.run(_send(server, cases, account))
     faults = account.faults

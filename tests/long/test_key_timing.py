@@ -29,7 +29,7 @@ from service.errors import Unauthorized
 from service.settings import Settings
 
 CHECKS = 60_000
-"""Of one measurement, in both classes together. They find a difference of 2 ns on a quiet machine, and of 50 ns on a busy one."""
+"""Checks of one measurement, in both classes together. They find a difference of 2 ns on a quiet machine, of 50 ns on a busy machine."""
 KEPT = 0.9
 """Share of the checks that count: the fastest checks of both classes together."""
 SUSPICIOUS = 10.0
@@ -67,7 +67,7 @@ def wrong_keys(token: str) -> dict[str, Wrong]:
 
 
 def t_of(policy: AccessPolicy, first: Wrong, second: Wrong, margin_ns: float) -> float:
-    """Check keys of two classes in random order and return t of what their difference exceeds the margin by."""
+    """Check keys of two classes in random order and return t of the excess of their difference over the margin."""
     classes = [number % 2 for number in range(CHECKS)]
     random.shuffle(classes)
     headers = [f"Bearer {(second if chosen else first)()}" for chosen in classes]

@@ -36,7 +36,7 @@ URGENT, OTHERS, HIGHEST = 0.6, 1.4, 10
 """Load of urgent requests and of others, in multiples of the capacity: 30 % and 70 % of twice the capacity. The priority of the first."""
 MEDIUM, OTHERS_MS = 100, 5_000
 MOST_RATIO_OF_URGENT, LEAST_OF_OTHERS = 1.3, 0.05
-"""How many times as long as alone an urgent request may take, and the least share of the others that is answered."""
+"""How many times as long as alone an urgent request may take, and the least share of the other requests that is answered."""
 PATIENT_MS, IMPATIENT_MS = 60_000, 1_000
 """Deadlines of the measured requests, and of the other requests, which are refused above the capacity."""
 
@@ -51,7 +51,7 @@ class Load(NamedTuple):
 
 
 class Times(NamedTuple):
-    """p99 in seconds and refusals of the measured requests, the share of the others that was answered, and the lag of this process."""
+    """p99 in seconds and refusals of the measured requests, the answered share of the other requests, and the lag of this process."""
 
     p99: float
     refused: int

@@ -113,7 +113,7 @@ def test_attack_does_not_keep_the_event_loop_busy(server: Server, callbacks: Pat
 
 
 def run(server: Server, attack: Attack) -> None:
-    """Send the bytes until all are sent and nothing comes back, the server closes the connection, or the time is over."""
+    """Send the bytes until all are sent and no reply arrives, the server closes the connection, or the time is over."""
     with connection(server) if attack.stream is None else open_socket(server, attack.stream) as client:
         client.setblocking(False)
         waiting, end = memoryview(attack.data), time.monotonic() + ATTACK_SECONDS

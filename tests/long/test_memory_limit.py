@@ -102,7 +102,7 @@ def connect(server: Server, held: ExitStack, *, receive_bytes: int = 0) -> socke
 
 
 def replies(clients: list[socket.socket]) -> list[bytes]:
-    """Return what the service has sent to those clients that it has answered."""
+    """Return the replies to the clients that the service has answered."""
     received = []
     for client in select.select(clients, [], [], 0)[0]:
         with suppress(OSError):
@@ -133,7 +133,7 @@ def check_shed(server: Server) -> None:
 
 
 def check_observed(server: Server) -> None:
-    """Check that what does not infer is answered."""
+    """Check that requests without inference are answered."""
     for path in ("/healthz", "/readyz", "/metrics", "/models", "/v2/health/ready"):
         assert server.client.get(path).status_code == 200
     assert server.client.post("/v2/repository/index", json={}).status_code == 200
@@ -145,7 +145,7 @@ def is_refusal(reply: httpx.Response) -> bool:
 
 
 def test_large_bodies_are_refused_before_the_limit(crowded: tuple[Server, MemoryGroup]) -> None:
-    """Sessions that are open go on meanwhile."""
+    """Open sessions continue meanwhile."""
     server, group = crowded
     assert server.infer("sensors", [SMALL], session="open", start=True).status_code == 200
     with ExitStack() as held:

@@ -1,4 +1,4 @@
-"""Health checks and /metrics answer soon, whichever other process stands still and however many requests arrive.
+"""Health checks and /metrics answer soon, whichever other process hangs and however many requests arrive.
 
 Runs only when the folder is named: `make test-long`.
 """
@@ -107,7 +107,7 @@ def checks_during_overload(server: Server) -> Checks:
     answered = run_in_process(job).answers / job.seconds
     job.callers, job.warm_up, job.seconds = CALLERS, WARM_UP_SECONDS, OVERLOAD_SECONDS
     offered = 0.0
-    # A busy machine may have hidden what the service can do.
+    # A busy machine may have hidden the capacity of the service.
     while offered < OVERLOAD * answered:
         job.rate = offered = OVERLOAD * answered
         checks, answered = checked(server, job)

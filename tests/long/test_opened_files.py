@@ -1,7 +1,7 @@
 """Names of models that traverse, that are huge or that are paths make the service open nothing outside of its models folder.
 
-A preloaded library records every file and folder that the processes open. The service also opens files of its own code, of the system and
-of /proc: those it may.
+A preloaded library records every file and folder that the processes open. The service may also open files of its own code, of the system
+and of /proc.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.planted import plant
 from tests.serving import Server, serving
 
 MARK = "zq"
-"""In every name of a client that could be a file, so that a path made of it is recognised."""
+"""Part of every name of a client that could be a file, so that a path made of the name is recognised."""
 OUTSIDE = f"../{MARK}-outside"
 """A model next to the models folder."""
 NAMES = (
@@ -58,7 +58,7 @@ ALLOWED = (
     "__editable__",  # an entry of sys.path, which an import looks for
     *("/proc", "/sys", "/dev", "/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime", "/etc/mime.types"),
 )
-"""Besides the code of the service and of Python."""
+"""Paths that the service may open besides its own code and Python's."""
 HEAD = "{} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {}\r\n\r\n"
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -70,7 +70,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def recorded(library: Path, scratch: Path, *faults: str) -> Iterator[tuple[Server, Path]]:
-    """Run a server whose processes append what they open to the yielded file."""
+    """Run a server whose processes append the paths that they open to the yielded file."""
     models.words(scratch / "models")
     models.words(scratch, f"{MARK}-outside")
     record = scratch / "opened"

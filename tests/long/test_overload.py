@@ -40,7 +40,7 @@ DEFAULT_DEADLINE_MS = "5000"
 """That of the service. A frontend refuses requests that have waited for a tenth of it."""
 PROBE_SECONDS = 0.01
 TIMES = 10
-"""How many times as many callers overload the frontends as keep them busy."""
+"""Ratio of the callers that overload the frontends to the callers that keep them busy."""
 
 
 @contextmanager
@@ -58,7 +58,7 @@ def device(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 
 
 def faults(times: float, step: Step, capacity: float) -> list[str]:
-    """Return what is wrong with a step of so many times the capacity."""
+    """Return the faults of a step at a multiple of the capacity."""
     found = []
     waits = step.lag / DEADLINE_SECONDS
     if step.goodput < LEAST_GOODPUT.get(int(times), 0.0) * capacity * (1 - waits):
@@ -73,7 +73,7 @@ def faults(times: float, step: Step, capacity: float) -> list[str]:
 
 
 def staircase(overload: Overload, show: Callable[[object], None]) -> list[str]:
-    """Offer one multiple of the capacity after the other. Returns what is wrong."""
+    """Offer the multiples of the capacity in turn. Returns the faults."""
     capacity = overload.capacity(SECONDS)
     show(f"{overload.transport}: {capacity:.0f} requests/s")
     found = []
@@ -158,7 +158,7 @@ class LoopLag:
 
 
 def frontend_faults(overload: Overload, times: float, capacity: float, show: Callable[[object], None]) -> list[str]:
-    """Return what is wrong at this multiple of the frontends' capacity."""
+    """Return the faults at this multiple of the frontends' capacity."""
     lag = LoopLag(overload.server)
     with lag.measured():
         step = overload.step(times * capacity, SECONDS)
@@ -231,7 +231,7 @@ def test_goodput_holds_beside_a_thousand_idle_connections(device: Server, show: 
 
 
 def test_clients_that_retry_at_once_do_not_stop_the_service(device: Server, show: Callable[[object], None]) -> None:
-    """The load is that of MOST_CALLERS callers without a pause. After it, requests at half of the capacity are all answered."""
+    """MOST_CALLERS callers send requests without a pause. Afterwards, requests at half of the capacity are all answered."""
     overload = Overload.of(device, "http", "sensors", ROWS)
     capacity = overload.capacity(SECONDS)
     storm = overload.capacity(SECONDS, MOST_CALLERS)

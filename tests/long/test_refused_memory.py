@@ -29,7 +29,7 @@ from tests.steady import processes, resident_bytes
 
 MANY, DEEP = 100_000, 1_000_000
 SHAPED_REQUESTS, SHAPED_BYTES = 100, 1 << 20
-"""Requests of one batch with many parts, and what they may add to the memory of all processes."""
+"""Requests of one batch with many parts, and the bytes that they may add to the memory of all processes."""
 LARGE_REQUESTS, LARGE_BYTES = 10_000, 4 << 20
 """The same of requests that are too large."""
 BATCHES = 4
@@ -127,14 +127,14 @@ async def _send_all(server: Server, requests: Sequence[tuple[str, bytes, Answere
 
 
 def held_bytes(server: Server) -> int:
-    """Return the resident bytes of all processes of a server, those that frontends have started included."""
+    """Return the resident bytes of all processes of a server, including processes that frontends have started."""
     pids = list(processes(server).values())
     children = [int(child) for pid in pids for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     return sum(map(resident_bytes, {*pids, *children}))
 
 
 def growth(server: Server, requests: Sequence[tuple[str, bytes, Answered]]) -> int:
-    """Return the least growth of a batch, after one that fills the pools."""
+    """Return the least growth of a batch, after a batch that fills the memory pools."""
     held = []
     for _ in range(1 + BATCHES):
         uvloop.run(_send_all(server, requests))
@@ -175,7 +175,7 @@ def test_requests_beyond_the_limit_are_refused(small: Server, kind: str) -> None
 
 
 def test_requests_at_the_limit_are_read(small: Server) -> None:
-    """Blanks are no JSON, which only a body that is read reveals."""
+    """Blanks are not JSON, which the service notices only when it reads the body."""
     for data in (
         post("/infer", b" " * MAX_BODY_BYTES),
         chunked(MAX_BODY_BYTES),

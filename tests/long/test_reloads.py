@@ -60,7 +60,7 @@ def cut_weights(folder: Path) -> None:
 
 
 def exchange_weights(folder: Path) -> None:
-    """Let the weights be those of another model with the same tensors."""
+    """Replace the weights by weights of another model with the same tensors."""
     weights = folder / spec.WEIGHTS
     content = bytearray(weights.read_bytes())
     content[-4:] = b"\0\0\x80?"
@@ -170,7 +170,7 @@ async def change_often(server: Server, number: int, changes: int, statuses: Coun
 
 
 def rest(server: Server) -> dict[str, Sample]:
-    """Return what each process holds while each model is served."""
+    """Return the resources of each process while each model is served."""
     for name in STORM_MODELS:
         load(server, name)
         assert server.infer(name, [[2]]).status_code == 200
@@ -179,7 +179,7 @@ def rest(server: Server) -> dict[str, Sample]:
 
 
 def growth(before: dict[str, Sample], after: dict[str, Sample]) -> list[str]:
-    """Return what the processes hold in addition, and which processes are others."""
+    """Return the additional resources of the processes, and the processes that were replaced."""
     grown = []
     for name, one in after.items():
         old = before[name]
@@ -191,7 +191,7 @@ def growth(before: dict[str, Sample], after: dict[str, Sample]) -> list[str]:
 
 
 def test_32_callers_load_and_unload_1024_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each call gets a documented status, no request to another model fails, and the service holds as much as after the warm-up."""
+    """Each call gets a documented status, no request to another model fails, and the service holds no more than after the warm-up."""
     with storming(tmp_path / "models", tmp_path) as server:
         uvloop.run(storm(server, WARM_UP_CHANGES))
         before, began = rest(server), time.monotonic()

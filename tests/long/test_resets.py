@@ -1,6 +1,6 @@
-"""Streams of HTTP/2 that are opened and reset, on one connection after the other: the service ends each after some.
+"""Streams of HTTP/2 that are opened and reset, on successive connections: the service ends each connection after some streams.
 
-100,000 streams of many clients cost the device next to nothing. A single client can reset only few streams, and delays nobody.
+100,000 streams of many clients cost the device next to nothing. A single client can reset only few streams, and delays no other client.
 """
 
 from __future__ import annotations
@@ -111,13 +111,13 @@ class Resets:
 
 
 def handled(received: bytes) -> int:
-    """Return how many streams a service has handled: its GOAWAY names the last one."""
+    """Return how many streams a service has handled: its GOAWAY names the last stream."""
     last = [struct.unpack(">I", frame.payload[:4])[0] for frame in grpc.frames_of(received) if frame.kind == peer.GOAWAY]
     return (last[0] + 1) // 2 if last else BURST
 
 
 def rows(server: Server) -> float:
-    """Return the sequences of `sensors` that the device has run: no other test of this file asks for them."""
+    """Return the sequences of `sensors` that the device has run: no other test of this file uses the model."""
     return server.metric("seqserve_batch_sequences_sum", model="sensors")
 
 

@@ -1,7 +1,7 @@
-"""Clients that retry at once, while one of three replicas is dead: they hardly add to the load, and all is well soon after its return.
+"""Clients retry at once while one of three replicas is dead: they hardly add to the load, and the service recovers soon after its return.
 
 `make test-long` runs it. The device is planted as in test_overload.py. The clients are gRPC's own, which spread their calls over the
-replicas and repeat a refused call at another one.
+replicas and repeat a refused call at another replica.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ LOAD = 0.85
 """The load, as a share of the capacity of all replicas. It exceeds the capacity of two replicas."""
 MOST_AMPLIFICATION = 1.1
 RECOVERY_SECONDS = 5.0
-"""How soon after the return of the replica as many requests are answered as before its end."""
+"""Time after the return of the replica within which as many requests are answered as before its end."""
 LEAST_RECOVERED = 0.95
-"""Of the share of requests that was answered before. Other processes may take the cores for a moment."""
+"""Least part of the earlier share of answered requests. Other processes may take the cores for a moment."""
 WATCHED_SECONDS, DEAD_SECONDS = 5.0, 10.0
 """How long the answers are counted before the end of the replica and after the recovery, and how long it is missing at least."""
 CONNECTED_SECONDS = 2.0
@@ -42,7 +42,7 @@ TIMEOUT_SECONDS = 5.0
 CHANNELS = 4
 ROWS = [[0.1, 0.2, 0.3]] * 4
 CLIENTS = {"loadBalancingConfig": [{"round_robin": {}}], "healthCheckConfig": {"serviceName": ""}, **RETRIES}
-"""Service configuration of the clients: the next attempt goes to the next replica, and none to a replica that is not ready."""
+"""Service configuration of the clients: the next attempt goes to the next replica, and no attempt to a replica that is not ready."""
 OPTIONS = [
     ("grpc.service_config", json.dumps(CLIENTS)),
     ("grpc.use_local_subchannel_pool", 1),
@@ -105,7 +105,7 @@ class Clients:
 
 @dataclass
 class Storm:
-    """What the clients and the replicas saw. before, meanwhile, after: shares of the calls that were answered."""
+    """The observations of the clients and the replicas. before, meanwhile, after: shares of the calls that were answered."""
 
     rate: float
     amplification: float

@@ -24,7 +24,7 @@ from tests.serving import Server, serving
 
 GUESSES, REQUESTS, CALLERS = 1_000_000, 12_000, 8
 SESSIONS = [f"{number:06x}" for number in range(64)]
-"""Of the owner. The other tenant knows all of them, and uses half of them itself."""
+"""Sessions of the owner. The other tenant knows all ids, and uses half of them itself."""
 SHARED = SESSIONS[:32]
 CHARACTERS = "".join(chr(code) for code in range(0x20, 0x7F))
 VALUES, ONE_CHUNK, TWO_CHUNKS = [2, 2, 0], Account(1, 3), Account(2, 6)
@@ -49,7 +49,7 @@ def tenants(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tenants]:
 
 
 def guesses(chance: random.Random) -> Iterator[str]:
-    """Yield ids that a client may choose: those of the owner with something before or behind, and any other."""
+    """Yield ids that a client may choose: ids of the owner with a prefix or a suffix, and any other ids."""
     while True:
         made = "".join(chance.choices(CHARACTERS, k=chance.randint(1, 12)))
         known = chance.choice(SESSIONS)
@@ -86,7 +86,7 @@ def chunk(tenants: Tenants, token: str, session: str, **options: object) -> byte
 
 
 def attempts(tenants: Tenants, session: str) -> list[bytes]:
-    """Return every request that says something about a session, or changes it."""
+    """Return every request that reveals something about a session, or changes it."""
     return [
         chunk(tenants, tenants.guesser, session, start=False),
         request(tenants, tenants.guesser, "GET", f"/sessions/{session}/state"),
@@ -108,7 +108,7 @@ async def account(caller: Caller, data: bytes) -> Account | None:
 
 
 async def guess(tenants: Tenants) -> list[str]:
-    """Guess the sessions of the owner, while both tenants use theirs. Returns what is wrong."""
+    """Guess the sessions of the owner, while both tenants use their sessions. Returns the faults."""
     target, faults = Target.of(tenants.server.address, "/infer"), list[str]()
     owner = await target.connect()
     for session in SESSIONS:

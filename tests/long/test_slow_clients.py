@@ -23,7 +23,7 @@ from tests.serving import LIMIT_SECONDS, Server
 
 CLIENTS, ROUNDS = 2_000, 3
 BYTE_SECONDS = 1.0
-"""How often a client sends a part, and looks whether the service has ended its request."""
+"""Interval at which a client sends a part, and checks whether the service has ended its request."""
 PHASE_SECONDS = 8.0
 """Shorter than the limit, so that all slow clients are connected in the whole phase."""
 RECEIVE_SECONDS, SWEEP_SECONDS, LAGS = 10.0, 1.0, 10
@@ -40,7 +40,7 @@ OPENED = peer.frame(peer.HEADERS, peer.END_HEADERS, 1, BLOCK)
 
 
 class Way(NamedTuple):
-    """A way to send a request slowly: a beginning at once, then one part after the other. grpc: whether to the port of gRPC."""
+    """A way to send a request slowly: a beginning at once, then the parts in sequence. grpc: whether to the port of gRPC."""
 
     begin: bytes
     parts: list[bytes]
@@ -67,7 +67,7 @@ WAYS = {
 
 
 def refused(received: bytes) -> bool:
-    """Return whether a call of gRPC has ended, which leaves its connection to other calls."""
+    """Return whether a call of gRPC has ended: its connection may stay open for other calls."""
     return any(frame.kind == peer.HEADERS and frame.flags & peer.END_STREAM for frame in grpc.frames_of(received))
 
 
@@ -108,7 +108,7 @@ class SlowClient:
 
 
 class Crowd:
-    """Slow clients, and how many seconds the service bore each of them, by way. lag: the worst of this process meanwhile."""
+    """Slow clients, and how many seconds the service tolerated each of them, by way. lag: the worst of this process meanwhile."""
 
     def __init__(self, server: Server, patience_seconds: float = LIMIT_SECONDS) -> None:
         """patience_seconds: how long a client sends at most."""
@@ -132,7 +132,7 @@ class Crowd:
             running.result()
 
     def overdue(self, limit_seconds: float) -> dict[str, float]:
-        """Return the ways of clients that the service bore for longer than the limit, and how long."""
+        """Return the ways of clients that the service tolerated for longer than the limit, and how long."""
         allowed = limit_seconds + SWEEP_SECONDS + BYTE_SECONDS + LAGS * self.lag
         return {way: max(seconds) for way, seconds in self.borne.items() if max(seconds) > allowed}
 

@@ -28,7 +28,7 @@ LONG, SHORT = 500, 1
 """Time steps of a chunk. A reply to a long chunk has some 14 KB."""
 SMALL_BUFFER = 4096
 MOST_BYTES = 1 << 20
-"""Of a frontend for each slow reader."""
+"""Bytes of a frontend for each slow reader."""
 SEND_SECONDS = 30
 READ_SECONDS = 1.0
 AT_ONCE = 64
@@ -37,7 +37,7 @@ BATCHES = {"max_batch_sequences": "512", "max_batch_tokens": "65536", "batch_bud
 
 
 class Mix(NamedTuple):
-    """How many streams read each reply, read one now and then, read one in READ_SECONDS behind full buffers, or read nothing."""
+    """Numbers of streams that read each reply, read a reply now and then, read one in READ_SECONDS behind full buffers, or read nothing."""
 
     usual: int
     slow: int
@@ -73,7 +73,7 @@ class Stream:
         self.sent += steps
 
     async def send_ahead(self) -> None:
-        """Send long chunks for as long as the service takes them."""
+        """Send long chunks while the service takes them."""
         while True:
             await self.send(LONG)
 
@@ -91,7 +91,7 @@ class Stream:
         self.read = reply["session"]["steps"]
 
     async def closed(self) -> bool:
-        """Read all that is left, and return whether the connection then ends."""
+        """Read the remaining replies, and return whether the connection then ends."""
         try:
             async with asyncio.timeout(LIMIT_SECONDS):
                 while await self._receive(1 << 16, whole=False):
@@ -242,7 +242,7 @@ async def read_slowly(streams: list[Stream], *, sends: bool) -> None:
 
 
 async def close_stopped(service: Service, mix: Mix) -> None:
-    """Check that streams that have stopped reading are closed, and no others, and that their sessions and state slots are free."""
+    """Check that only streams that have stopped reading are closed, and that their sessions and state slots are free."""
     service.gate.open()
     async with opened(service, *mix) as [usual, slow, behind, stopped], sending_ahead(behind + stopped, service):
         await ask(usual)

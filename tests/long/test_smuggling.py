@@ -1,7 +1,7 @@
 """A proxy and the service agree where each request ends, whatever a client sends. `make test-long` runs this folder.
 
 A client sends an ambiguous request through a proxy, and another client sends a marker, which the proxy writes to the same connection if
-it can. A relay between proxy and service records how many responses the service gives: a smuggled request would be one response more,
+it can. A relay between proxy and service records the responses of the service: a smuggled request would cause an additional response,
 or would take the place of the marker.
 """
 
@@ -26,7 +26,7 @@ from tests.serving import LIMIT_SECONDS, Server, serving
 PAUSE_SECONDS = 0.03
 """Pause between the parts of a request, which then arrive separately."""
 SILENCE_SECONDS, MAX_SECONDS = 0.2, 10.0
-"""How long a client waits for more responses when it has all that the service gave, and when it has not."""
+"""How long a client waits for more responses when it has all responses of the service, and when it has not."""
 markers = count()
 
 

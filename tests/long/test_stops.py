@@ -40,7 +40,7 @@ LAME_DUCK_SECONDS, DRAIN_SECONDS = 2.0, 30.0
 BEFORE = 20
 """How many requests a service has answered before the signal."""
 READY_SECONDS, END_SECONDS = 0.05, 1.0
-"""How soon a service is not ready, and how much longer than DRAIN_SECONDS it may take to end."""
+"""Time within which a service must report that it is not ready, and how much longer than DRAIN_SECONDS it may take to end."""
 AGAIN_SECONDS = 0.1
 """Between two signals. A countdown that a signal restarts would never end."""
 FRESH = 0.5
@@ -50,7 +50,7 @@ SHARED_MEMORY = Path("/dev/shm")
 
 @dataclass
 class Stop:
-    """What clients saw of one stop. until: the earliest end of the lame-duck time. late: requests after it that got no reply."""
+    """One stop, as clients saw it. until: the earliest end of the lame-duck time. late: requests after it that got no reply."""
 
     faults: list[str] = field(default_factory=list)
     until: float = float("inf")
@@ -62,7 +62,7 @@ class Stop:
 
 
 class Clients:
-    """Clients that send requests at random moments, over new connections and over those that the service left open."""
+    """Clients that send requests at random moments, over new connections and over connections that the service left open."""
 
     def __init__(self, server: Server, stop: Stop, chance: random.Random) -> None:
         self._target = Target.of(server.address, "/infer")
@@ -115,7 +115,7 @@ class Clients:
             self._idle.append(caller)
 
     def _idle_caller(self) -> Caller | None:
-        """Return a connection that the service left open, None if a new one is due."""
+        """Return a connection that the service left open, None if a new connection is due."""
         fresh = self._chance.random() < FRESH
         while self._idle and not fresh:
             caller = self._idle.popleft()
@@ -176,7 +176,7 @@ async def stopped_under_load(server: Server, stop: Stop, seed: int, limit: float
 
 
 def stopped(folder: Path, scratch: Path, seed: int, limit: float = DRAIN_SECONDS + LAME_DUCK_SECONDS, **settings: str) -> Stop:
-    """Start a service, stop it under load, and return what its clients saw."""
+    """Start a service, stop it under load, and return the observations of its clients."""
     settings = {"lame_duck_seconds": str(LAME_DUCK_SECONDS), "drain_seconds": str(DRAIN_SECONDS)} | settings
     server, stop = Server(folder, scratch, "--health-port", "0", max_batch_sequences=str(BATCH), **settings), Stop()
     with Lag() as lag:
@@ -231,7 +231,7 @@ def test_service_without_a_lame_duck_time_is_detected(folder: Path, tmp_path: Pa
 
 
 def test_frontends_that_end_at_once_are_detected(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They leave the requests unanswered that they have accepted in the lame-duck time."""
+    """They do not answer the requests that they accepted in the lame-duck time."""
     planted.plant("slow-device,cut-short", monkeypatch)
     assert any("no reply" in fault for fault in stopped(folder, tmp_path, 0).faults)
 

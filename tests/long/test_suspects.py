@@ -15,7 +15,7 @@ from tests.serving import Server, client_ports, eventually, serving
 from tests.supervisor.test_ends_of_engines import MARKED, PATIENT, PATIENT_SECONDS, SLOW, ended
 
 BESIDE = 3
-"""Requests of each frontend besides the one that ends engines."""
+"""Requests of each frontend besides the request that ends engines."""
 
 
 def clients_of(server: Server, frontend: str, count: int, stack: ExitStack) -> list[httpx.Client]:

@@ -1,4 +1,4 @@
-"""A model with 1,000 open sessions is unloaded. Each session goes on to its end, or reports once that it was unloaded."""
+"""A model with 1,000 open sessions is unloaded. Each session continues to its end, or reports once that it was unloaded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.serving import Server, eventually, serving
 
 SESSIONS, CALLERS = 1000, 16
 CHUNKS = 3
-"""Chunks of a session after its model was unloaded, if it goes on."""
+"""Chunks of a session after its model was unloaded, if it continues."""
 PATIENT = {"session_idle_seconds": "3600"}
 
 
@@ -65,7 +65,7 @@ class Sessions:
             assert Account.told(said["outputs"][0]["value"]) == self.accounts[name], name
 
     def counted(self) -> Counter[tuple[str, ...]]:
-        """Return how many sessions had which replies, and forget the replies."""
+        """Return the number of sessions by their replies, and forget the replies."""
         counted = Counter(map(tuple, self.outcomes.values()))
         self.outcomes = {name: [] for name in self.accounts}
         return counted
@@ -97,7 +97,7 @@ def test_1000_sessions_go_on_to_their_end(folder: Path, tmp_path: Path) -> None:
 
 
 def test_1000_sessions_report_their_end_once(folder: Path, tmp_path: Path) -> None:
-    """Another version replaces theirs. The chunk after the report finds no session."""
+    """Another version replaces the version of the sessions. The chunk after the report finds no session."""
     with serving(folder, tmp_path, unload_seconds="0.1", **PATIENT) as server:
         sessions = Sessions(server, random.Random(0))
         uvloop.run(sessions.each(starts=True))

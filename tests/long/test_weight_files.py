@@ -1,4 +1,4 @@
-"""A million mutated weight files: each is refused, or loaded bit by bit. `python -m tests.weight_files` tries others with another seed."""
+"""A million mutated weight files: each is refused, or loaded bit by bit. `python -m tests.weight_files` takes another seed."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def test_mutated_requests_get_valid_replies_and_leave_nothing(tmp_path: Path, ca
 
 
 def test_careless_service_is_detected(tmp_path: Path) -> None:
-    """It fails, keeps its event loop busy, tells paths, makes labels of what clients send, and keeps all of it."""
+    """It fails, keeps its event loop busy, reveals paths, and keeps the names that clients send, also as labels."""
     with fuzzed(served(tmp_path / "models"), tmp_path, "careless") as fuzzer:
         fuzzer.run(CARELESS_REQUESTS)
     assert {"reply", "failed", "bug", "stall", "leak", "label", "growth"} <= fuzzer.account.findings.keys()

@@ -21,7 +21,7 @@ from tests.long.others import BODY, ROWS_AT_ONCE, UsualClients, on_planted_devic
 from tests.serving import Server, check_unharmed
 
 GUESSERS, DELAY_SECONDS, TIMER_SECONDS = 1_000, 1.0, 0.05
-"""Each guesses again when it has its answer, so that a second has up to 1,000 guesses. Fewer than the answers that may wait at a time."""
+"""Each client guesses again after its answer, so a second has up to 1,000 guesses. Fewer clients than answers that may wait at a time."""
 ROUNDS, PHASE_SECONDS = 2, 8.0
 PLANTED_GUESSERS, PLANTED_SECONDS = 10, 5.0
 
@@ -61,7 +61,7 @@ class Guessers:
 
     @property
     def allowed_at_once(self) -> int:
-        """How many answers need not wait: some of each window, and the windows go on between the guesses."""
+        """How many answers need not wait: some of each window, and new windows begin between the guesses."""
         return FREE_REFUSALS * (1 + int((self._ended_at - self._began_at) / WINDOW_SECONDS))
 
     def __str__(self) -> str:

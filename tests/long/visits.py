@@ -19,7 +19,7 @@ from tests import raw_websocket
 from tests.frontend.http2 import peer
 
 HEAD, BODY, WORK, REPLY = "head", "body", "work", "reply"
-"""Where a client leaves: in the head of its request, in the body, while the request is queued or runs, while the reply is written."""
+"""Points at which a client leaves: in the head or body of its request, while the request is queued or runs, while the reply is written."""
 POINTS = {HEAD: 0.15, BODY: 0.2, WORK: 0.62, REPLY: 0.03}
 """Shares of the clients by point."""
 HTTP, GRPC, WEBSOCKET = "http", "grpc", "websocket"
@@ -29,7 +29,7 @@ PATHS = ("/infer", GENERAL, OPEN_INFERENCE)
 """Paths of requests over HTTP/1.1. A frontend counts a request on the general path from its head on, and others at the end of their body,
 or of their connection."""
 LONG, REPLY_STEPS = 1_000, 20_000
-"""Time steps of a request that does not end during a wave, and of one with a reply that fills the buffers of a connection."""
+"""Time steps of a request that does not end during a wave, and of a request with a reply that fills the buffers of a connection."""
 SMALL_BUFFER = 4096
 RECEIVED = {HTTP: 1, GRPC: 1 << 14, WEBSOCKET: 1 << 10}
 """A client that has received this many bytes has a part of its reply."""

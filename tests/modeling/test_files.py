@@ -113,7 +113,7 @@ def swapping(place: Path, own: Path, other: Path) -> Iterator[None]:
 
 def contents(root: Path, outside: Path, *expected: bytes) -> Counter[bytes]:
     """Return the contents that SWAPS reads found, of a link that is swapped for a link out of the folder, and of a file behind such a
-    link. More reads follow until all that is expected was found: when the threads run is chance."""
+    link. More reads follow until all expected contents were found, because the order of the threads is random."""
     found: Counter[bytes] = Counter()
     kept = root / "words" / "1"
     for place, own, other in ((kept / "swapped", kept / "weights", outside / "weights"), (root / "words" / "3", kept, outside)):

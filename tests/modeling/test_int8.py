@@ -1,4 +1,4 @@
-"""Models in int8: what their files store, what is read from them, and every file that is rejected."""
+"""Models in int8: the content of their files, the arrays read from them, and every file that is rejected."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.modeling.test_encoder import CPU, batch, scores
 
 BIAS, INPUT, SCALE = "layers.1.0.forward.bias", "layers.1.0.forward.input", "layers.1.0.forward.input.scale"
 TOLERANCE = 0.05
-"""Of the largest output: several times what 8-bit activations change, and less than a wrong scale changes."""
+"""Share of the largest output: several times the change by 8-bit activations, and less than the change by a wrong scale."""
 every_layer = pytest.mark.parametrize("form", EVERY_LAYER, ids=str)
 
 

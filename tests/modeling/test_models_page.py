@@ -91,7 +91,7 @@ def test_sru_is_as_described(tmp_path: Path) -> None:
 
 
 def test_qrnn_is_as_described(tmp_path: Path) -> None:
-    """The window of the backward direction reads the steps after the current one."""
+    """The window of the backward direction reads the steps after the current step."""
     actual, tensors = computed(tmp_path, {"kind": "qrnn", "hidden": 4, "window": 3, "pooling": "ifo", "direction": "backward"})
     taps, bias = tensors["layers.0.0.backward.input"], tensors["layers.0.0.backward.bias"]
     c, expected = np.zeros(4), np.zeros_like(actual)

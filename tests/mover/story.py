@@ -1,8 +1,8 @@
 """Replicas with real batchers and real mover protocols over a simulated network that loses, delays and repeats messages.
 
-Replicas stop, continue, crash and start again, and learn of each other late. Clients send chunks to any replica, one after the other for
-each session, lose replies and send chunks again. Every answer is checked against the client's own account of its session, and at no moment
-two replicas may serve one session.
+Replicas stop, continue, crash and start again, and learn of each other late. Clients send chunks to any replica, in sequence for each
+session, lose replies and send chunks again. Every answer is checked against the client's own account of its session, and two replicas may
+never serve the same session at once.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class SentChunk:
 
 @dataclass
 class Account:
-    """What a client knows of its session. unsure: the values of a chunk of which it does not know whether it was applied."""
+    """A client's knowledge of its session. unsure: the values of a chunk that may or may not have been applied."""
 
     sum: float = 0.0
     steps: int = 0
@@ -96,7 +96,7 @@ class Replica:
         return self.running and self.alive
 
     def step(self) -> None:
-        """Run a batch, and whatever is due."""
+        """Run a batch, and all work that is due."""
         if self.active:
             self.harness.now = self.story.now
             self.harness.batcher.step()
@@ -113,7 +113,7 @@ class Replica:
 
 @dataclass
 class Story:
-    """The replicas, the network and the clients. `counts` has how often what happened."""
+    """The replicas, the network and the clients. `counts` counts the events."""
 
     now: float = 100.0
     counts: Counter[str] = field(default_factory=Counter)
@@ -153,7 +153,7 @@ class Story:
             self.network.pop(which % len(self.network))
 
     def learn(self, replica: Replica, place: int) -> None:
-        """A replica learns who is at an address, and tells that process of itself, as a connection does."""
+        """A replica learns which process is at an address, and that process learns of the replica, as over a connection."""
         other = self.replicas[place]
         if replica is other or not replica.active or not self._connected(replica, other):
             return
@@ -207,7 +207,7 @@ class Story:
             self._update(replica)
 
     def crash(self, place: int) -> None:
-        """End a process. Another begins at its address, of which the others learn later."""
+        """End a process. Another process begins at its address; the other replicas learn of it later."""
         old = self.replicas[place]
         old.alive = False
         self.generation += 1
@@ -228,7 +228,7 @@ class Story:
     # Clients.
 
     def chunk(self, name: str, place: int, values: Sequence[int], *, says_steps: bool, restarts: bool = False) -> None:
-        """Send the next chunk of a session, or again the chunk of which the client is not sure."""
+        """Send the next chunk of a session, or repeat the chunk about which the client is unsure."""
         account, replica = self.accounts[name], self.replicas[place]
         if account.sent is not None:
             return
@@ -264,7 +264,7 @@ class Story:
         account = self.accounts[name]
         if account.sent is not None and account.sent.replica.active:
             if account.sent.at is None:
-                # Without its steps, a chunk that still waits could be applied after the same chunk that is sent again.
+                # Without its steps, a chunk that still waits could be applied after its own repetition.
                 account.sent.replica.harness.disconnect(account.sent.client)
             self._lose_reply(account)
 

@@ -16,7 +16,7 @@ NAME = "a"
 
 
 def work(story: Story) -> None:
-    """Let every replica do what it can without a message of another."""
+    """Let every replica work as far as it can without messages of others."""
     for _ in range(20):
         for replica in story.replicas:
             replica.pass_local()
@@ -62,7 +62,7 @@ def ask(replica: Replica, *values: int, starts: bool | None = False, at: int | N
 
 
 def ask_and_settle(story: Story, place: int, *values: int) -> FakeClient:
-    """Send a chunk to a replica, and let everything happen that it causes."""
+    """Send a chunk to a replica, and let all its consequences happen."""
     client = ask(story.replicas[place], *values)
     work(story)
     settle(story)
@@ -154,7 +154,7 @@ def test_stopped_taker_leaves_the_session_to_nobody_until_it_continues() -> None
 
 
 def test_taker_that_ends_before_it_confirms_loses_the_session() -> None:
-    """It may have answered chunks. Only a client that knows of none continues from the state at the giver."""
+    """It may have answered chunks. Only a client without such an answer continues from the state at the giver."""
     story = held_by(B)
     first = taken(story, A, B)
     deliver(story, messages.SessionGiven, A)
@@ -290,7 +290,7 @@ def test_offered_sessions_are_taken() -> None:
 
 
 def test_chunk_waits_for_an_offer_that_comes_to_nothing() -> None:
-    """Only the giver of an offer is asked. A chunk that waits for it must not begin the session because the giver does not hold it."""
+    """The question goes only to the giver of an offer. A waiting chunk must not begin the session because the giver does not hold it."""
     story = held_by(C)
     giver, taker = story.replicas[B], story.replicas[A]
     giver._to_peer(taker.id, messages.OfferSessions([NAME], giver.id), b"")

@@ -1,4 +1,4 @@
-"""Stores of checkpoints: the newest state counts, in whatever order states arrive. Redis needs `make redis`."""
+"""Stores of checkpoints: the newest state counts, in any order of arrival. Redis needs `make redis`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a replica that ends says about its sessions, while others end at the same time."""
+"""The messages of an ending replica about its sessions, while other replicas end at the same time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which replicas there are: only what is certain counts as an end."""
+"""Which replicas exist: only a certain end counts as an end."""
 
 from __future__ import annotations
 

@@ -17,9 +17,9 @@ from tests.mover.story import NAMES, REPLICAS, Story, any_event
 
 EVENTS = 300
 SEEDS = 15
-"""Stories of this test; tests/long tells more."""
+"""Stories of this test; tests/long has more."""
 PLANTED_SEEDS = 100
-"""Within so many stories a planted fault shows."""
+"""Stories within which a planted fault shows."""
 PLACES = st.integers(0, REPLICAS - 1)
 ANY = st.integers(0, 1 << 16)
 STEPS = st.lists(st.integers(1, 3), min_size=1, max_size=3)

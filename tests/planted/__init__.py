@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 PLANTED_PATH = str(Path(__file__).parent)
-"""What PYTHONPATH names, so that a process runs sitecustomize.py at its start."""
+"""The folder for PYTHONPATH with which a process runs sitecustomize.py at its start."""
 
 
 def plant(faults: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ PLANTED names faults of a server, separated by commas:
 - unread-sockets: a frontend does not read from a WebSocket while it takes no message from it, and so does not notice that its client goes;
 - waits-for-readers: a frontend sends no reply on a WebSocket while another WebSocket has a full write buffer;
 - keeps-clients: with gated-device, a frontend keeps a task and a descriptor of each request that it cancels;
-- census: once the file CENSUS/wanted exists, processes write what they hold to the file CENSUS/<process id>, with their metrics;
+- census: once the file CENSUS/wanted exists, processes write their resources to the file CENSUS/<process id>, with their metrics;
 - admits-all: the same, and the engine refuses no request that will miss its deadline;
 - ignores-priorities: an engine runs requests of all priorities in the order of their arrival;
 - trusting-names: the service loads a model of any name that a client sends;
@@ -43,10 +43,10 @@ PLANTED names faults of a server, separated by commas:
 - swapped-answers: an engine swaps the answers to the first two requests of each block;
 - stalled-read: reading a model.toml does not return while a file STALL is next to it; a file STALLED shows that it has begun;
 - timed-callbacks: frontends append each callback of their event loop that takes longer than TIMED_SECONDS to the file CALLBACKS;
-- careless: what a client calls a model that is not served may end its request with an exception, keep the event loop busy for
-  CARELESS_SECONDS, be told the folder of the service, become a label, and be remembered with CARELESS_BYTES; see `into_catalog`;
+- careless: a client's name of a model that is not served may end its request with an exception, keep the event loop busy for
+  CARELESS_SECONDS, get an error with the folder of the service, become a label, and be remembered with CARELESS_BYTES; see `into_catalog`;
 - recorded-network: processes append each use of the network to the file NETWORK: connections, datagrams and look-ups of names;
-- skewed-engine: the clock of an engine is ahead of those of the frontends by SKEW_SECONDS;
+- skewed-engine: the clock of an engine is ahead of the clocks of the frontends by SKEW_SECONDS;
 - orphans: processes do not end with their supervisor, unless they notice the end of its channel, and a batch takes ORPHAN_SECONDS;
 - busy-supervisor: the supervisor's event loop stands still for BUSY_SECONDS, again and again, once it watches other processes;
 - patient: a frontend closes no connection for its slowness;
@@ -176,7 +176,7 @@ def end_anywhere(point: str, *, marked: bool) -> None:
 
 
 ENDINGS = {"ends": end_once, "ends-anywhere": end_anywhere, "ends-unrepeated": end_anywhere}
-"""What happens when a request reaches a point. A request is marked if it has exactly STEPS time steps."""
+"""The fault when a request reaches a point. A request is marked if it has exactly STEPS time steps."""
 
 
 def into_launches(device_engine: Any, fault: str) -> None:
@@ -559,7 +559,7 @@ def into_results(infer_result: Any, fault: str) -> None:
 
 
 def remove_linux() -> None:
-    """Hide what only Linux has. Processes and descriptors stay readable under /proc for the tests, which do not run here."""
+    """Hide the interfaces that only Linux has. Processes and descriptors stay readable under /proc for the tests, which do not run here."""
     import builtins
     import ctypes
     import io
@@ -666,7 +666,7 @@ def into_event_loops(uvicorn_config: Any, fault: str) -> None:
 
 
 def into_catalog(catalog: Any, fault: str) -> None:
-    """Let the length of the name that is not served select what goes wrong."""
+    """Select the fault by the length of the name that is not served."""
     find = catalog.Catalog.find
 
     def planted(self: Any, name: str, version: Any) -> Any:
@@ -834,7 +834,7 @@ class Planting(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def main() -> None:
-    """Plant what the environment names."""
+    """Plant the faults that the environment names."""
     if shift := os.environ.get("MONOTONIC_SHIFT"):
         shift_monotonic(float(shift))
     for fault in filter(None, os.environ.get("PLANTED", "").split(",")):
@@ -922,13 +922,13 @@ PLANTS: dict[str, Plants] = {
     "swapped-answers": ((WORKER, into_blocks),),
     "stalled-read": (("service.modeling.spec", into_reads),),
 }
-"""By fault: the modules in which it is planted, and what plants it there."""
+"""By fault: the modules in which it is planted, and the functions that plant it there."""
 AT_ONCE: dict[str, Callable[[], None]] = {
     "skewed-engine": skew_engine,
     "portable": remove_linux,
     "recorded-network": record_network,
 }
-"""By fault: what plants it when the process starts."""
+"""By fault: the function that plants it when the process starts."""
 
 
 # The tests import this file as tests.planted.sitecustomize, for its constants.

@@ -2,7 +2,7 @@
 
 Dispatcher, channel, worker and batcher are the real objects, in one thread and on a clock that the story moves. The device is a fake, and
 the story decides when a batch ends. A story sends a marked request, which the events concern, and some more. In the end every request must
-have exactly one outcome, and nothing may be held for it any more.
+have exactly one outcome, and hold no resource any more.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FRONTEND_POINTS = ("parsed", "sent", "returned", "replying", "replied")
 
 
 class Event(StrEnum):
-    """What may end a request."""
+    """The events that may end a request."""
 
     CANCEL = "cancel"
     DEADLINE = "deadline"

@@ -41,7 +41,7 @@ class World(Protocol):
     log: int
 
     def at(self, point: str) -> None:
-        """A request has reached a point."""
+        """Note that a request has reached a point."""
 
     def clock(self) -> float: ...
 
@@ -120,7 +120,7 @@ class EngineProcess:
         self.heartbeat.close()
 
     def held(self) -> list[str]:
-        """Return what is held for requests."""
+        """Return the resources that are held for requests."""
         self.batcher.count()
         tickets = sum(len(frontend.tickets) for frontend in self.worker._frontends.values())
         slots = sum(values[0] for values in self.metrics.state_slots_used.values.values())

@@ -28,7 +28,7 @@ from tests.races.processes import MARKED, EngineProcess
 
 PATIENT_SECONDS, IMPATIENT_SECONDS = 3600.0, 10.0
 TICKS, TURNS, LATER, RESTART = 4, 34, 12, 3
-"""Ticks of the frontend between two turns of the engine, turns in a story, the turn in which what waits for an end happens
+"""Ticks of the frontend between two turns of the engine, turns in a story, the turn in which events that wait for an end happen
 at last, and how often an engine that ended is replaced."""
 MAX_STEPS = 20
 CHANNEL_BYTES = 1 << 20
@@ -73,7 +73,7 @@ class Client:
 
 
 class Story:
-    """A marked request, some other requests, and two events, each at a point. The second event is never earlier than the first."""
+    """A marked request, some other requests, and two events, each at a point. The second event is never earlier than the first event."""
 
     def __init__(self, first: Event, second: Event, seed: int, log: int) -> None:
         """log: the descriptor of the log."""
@@ -231,7 +231,7 @@ class Story:
 
         channel._on_frame, channel._on_written = returning, writing
 
-    # What must hold in the end.
+    # Checks at the end.
 
     def _wrong_outcomes(self) -> list[str]:
         wrong = []

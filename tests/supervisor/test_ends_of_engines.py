@@ -1,4 +1,4 @@
-"""Engines end at named points on the way of a request. Every accepted request is answered, except one that ends two engines."""
+"""Engines end at named points on the way of a request. Every accepted request is answered, except a request that ends two engines."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from tests.steady import processes
 
 BODY = {"model": "words", "inputs": ["how far is the sea ?"]}
 COMPILED_BYTES = 4096
-"""What fits on the disk of a compiler: less than the code of one function."""
+"""Room on the disk of a compiler: less than the code of one function."""
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +112,7 @@ def test_kernels_that_are_compiled_in_part_are_not_used(tmp_path: Path, monkeypa
 
 
 def test_service_that_stops_at_a_full_disk_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A planted log raises what it cannot write, so the load fails that it reports."""
+    """A planted log raises the error of a line that it cannot write, so the load that it reports fails."""
     planted.plant("log-raises", monkeypatch)
     models.words(tmp_path / "models")
     with serving(tmp_path / "models", tmp_path, "--device", "cpu") as server:

@@ -87,7 +87,7 @@ def test_call_fails_when_the_process_ends() -> None:
 
 
 def test_large_message_does_not_wait_for_its_reader() -> None:
-    """It leaves as fast as the process reads, and the event loop runs on meanwhile."""
+    """It leaves as fast as the process reads, and the event loop keeps running."""
     size = 15 << 20
 
     async def test(child: Child) -> None:

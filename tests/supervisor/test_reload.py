@@ -128,7 +128,7 @@ def test_reloads_under_load_lose_no_request_and_mix_no_versions(tmp_path: Path) 
         eventually(lambda: len(server.events("unloaded")) == RELOADS, within_seconds=10)
 
 
-# What is served.
+# Served versions.
 
 
 def test_version_with_changed_files_is_loaded_again(reloaded: Reloaded) -> None:
@@ -202,7 +202,7 @@ def test_aliases_are_read_again_with_each_load(reloaded: Reloaded) -> None:
     assert answered(server, "any")[0] == "2"
 
 
-# What is refused.
+# Refusals.
 
 
 def test_invalid_model_is_refused_while_the_old_one_serves(

@@ -126,7 +126,7 @@ def test_only_folder_names_are_model_names(root: Path, name: str) -> None:
 
 
 def test_folder_of_one_model_can_be_the_models_folder(root: Path) -> None:
-    """As a platform leaves it that downloads the content of one model's folder."""
+    """As after a platform has downloaded the content of one model's folder."""
     folder = root.rename(root.parent / "not a name") / "words"
     write_policy(folder.parent, 'serve = "latest:2"')
     repository = Repository(folder)
@@ -165,7 +165,7 @@ def test_alias_of_the_service_names_its_only_model(root: Path) -> None:
 
 
 def test_alias_of_the_service_is_unused_beside_others(root: Path) -> None:
-    """An alias in the folder precedes it, and of several models it names none."""
+    """An alias in the folder takes precedence, and with several models it names no model."""
     (root / ALIASES).write_text('my-service = "words/1"')
     assert Repository(root, alias="my-service").aliases() == {"my-service": "words/1"}
     (root / ALIASES).unlink()

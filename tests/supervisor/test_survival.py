@@ -1,4 +1,4 @@
-"""The service survives what its environment does to it: a lost log, exhausted descriptors, a models folder that hangs, huge names."""
+"""The service survives faults of its environment: a lost log, exhausted descriptors, a models folder that hangs, huge names."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def change_and_leave(server: Server, protocol: str, change: str, model: str) -> 
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
 @pytest.mark.parametrize("change", ["load", "unload"])
 def test_queued_change_whose_client_disconnects_is_cancelled(protocol: str, change: str, stalling: tuple[Server, Path]) -> None:
-    """The change waits for another change, and has no effect after it."""
+    """The change waits for another change, and has no effect afterwards."""
     server, stall = stalling
     log_bytes = server.log_bytes
 

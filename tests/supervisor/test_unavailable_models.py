@@ -36,7 +36,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "weightless": (without_weights, "weightless/1/weights.safetensors does not have the digest"),
     "mute": (without_tokenizer, "mute/1/tokenizer.json does not have the digest"),
 }
-"""What is wrong with a model, and the reason that is reported, by the name of the model."""
+"""The damage of a model, and the reason that is reported, by the name of the model."""
 ALIASES = "".join(f'any-{name} = "{name}"\n' for name in DAMAGES) + 'pinned = "weightless/1"\n'
 
 

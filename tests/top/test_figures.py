@@ -82,7 +82,7 @@ def test_sessions_that_move_between_replicas_are_counted() -> None:
 
 
 def test_rates_after_a_restart_count_from_0() -> None:
-    """The new process has counted less than the old one, and its scrape has fewer series."""
+    """The new process has counted less than the old process, and its scrape has fewer series."""
     began, later = Metrics(), Metrics()
     for metrics, count in (began, 100), (later, 8):
         metrics.requests.add("words", "1", "ok", by=count)
@@ -109,7 +109,7 @@ def test_stages_are_those_of_the_service(server: Server) -> None:
 
 
 def test_every_series_of_the_service_is_read(server: Server) -> None:
-    """The names in a scrape are those that `Metrics` has."""
+    """The names in a scrape match the names in `Metrics`."""
     now = Scrape.parse(server.client.get("/metrics").text, 0.0)
     for series in SERIES.ready, SERIES.in_flight, SERIES.channel_bytes, SERIES.backlog_seconds, SERIES.device_busy_seconds:
         assert now.has(series), series.name

@@ -1,4 +1,4 @@
-"""The watch goes on through failures and restarts of the service."""
+"""The watch continues through failures and restarts of the service."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class ReceivedSpan(NamedTuple):
 
 
 class Receiver:
-    """What has arrived."""
+    """The spans that have arrived."""
 
     def __init__(self) -> None:
         self.endpoint = ""

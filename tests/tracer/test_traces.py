@@ -37,7 +37,7 @@ class Traced(NamedTuple):
 
 @pytest.fixture(scope="module", params=["grpc", "http"])
 def traced(request: pytest.FixtureRequest, models_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Traced]:
-    """A server that traces only what its clients trace, errors and slow requests."""
+    """A server that traces only requests that its clients trace, errors and slow requests."""
     folder = tmp_path_factory.mktemp("log")
     with receiving(request.param) as receiver:
         variables = {"trace_endpoint": receiver.endpoint, "trace_protocol": request.param, "trace_rate": "0"}
@@ -156,7 +156,7 @@ def test_grpc_calls_are_traced(traced: Traced) -> None:
 
 
 def test_long_sequence_has_spans_for_its_batches(traced: Traced) -> None:
-    """It is cut into chunks, as the budget of a batch demands, and runs in several batches."""
+    """It is cut into chunks by the budget of a batch, and runs in several batches."""
     ask(traced.server, headers(61), inputs=[ROWS * 6000], deadline_ms=60_000)
     [root] = [span for span in traced.receiver.await_spans("POST /infer", tokens=30_000) if span.trace == f"{61:032x}"]
     eventually(lambda: [span for span in traced.spans_of(root.trace) if span.name == "encode"])

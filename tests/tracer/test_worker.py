@@ -65,7 +65,7 @@ def outcomes(metrics: Metrics) -> dict[str, float]:
 
 
 def test_stages_follow_each_other_from_arrival_to_end() -> None:
-    """Of two batches the second waits from the end of the first."""
+    """Of two batches, the second waits from the end of the first batch."""
     later = BatchRun(0, "cpu", 2, 3, 12, 0, False, formed=6.1, staged=6.2, started=6.2, computed=6.3, ended=6.4)
     intervals = list(stages(request(1, run_of(1), later)))
     assert [stage.name for stage in intervals] == [

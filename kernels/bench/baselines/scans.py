@@ -27,7 +27,7 @@ def qrnn_scan(case: BenchCase) -> TimedCall:
 
 
 def qrnn_scan_over_ids(case: BenchCase) -> TimedCall:
-    """An embedding of the token ids, then the same."""
+    """An embedding of the token ids, then the same computation."""
     embedding, embedded = embedded_case(case)
     call = _encoder(embedded, lambda: functional.embedding(case.x.data, embedding))
     return TimedCall(call.run, expected=expected_answer(embedded))

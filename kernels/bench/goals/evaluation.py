@@ -48,7 +48,7 @@ def microseconds(times: Times, workload: Workload) -> float | None:
 def speedup(
     *baselines: str, timing: str = "kernel", ours: str | None = None, at: Callable[[Workload], Workload] | None = None
 ) -> Value:
-    """Return how many times as long the fastest of some baselines takes as our backend, if all of them were timed.
+    """Return the time of the fastest of some baselines as a multiple of our backend's, if all of them were timed.
 
     timing, ours: how the baselines and our backend are timed; at: returns the workload of the baselines, if it differs.
     """
@@ -105,7 +105,7 @@ class Goal:
     """A limit on a value of some workloads.
 
     summary: judge the worst workload, the best of several forms, the geometric mean, each workload in a separate line, or the share of
-    the workloads whose value is at most `within`; has_grid: show all values as well; context: show the goal only together with others.
+    the workloads with a value of at most `within`; has_grid: show all values as well; context: show the goal only together with others.
     """
 
     name: str

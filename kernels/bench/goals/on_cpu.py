@@ -1,6 +1,6 @@
 """The goals of all families on one thread of a CPU, in float32 unless a goal names another dtype.
 
-A value is how many times as long the fastest baseline takes as our backend. Layers over token ids are folded, and their baselines
+A value is the time of the fastest baseline as a multiple of our backend's. Layers over token ids are folded, and their baselines
 look up an embedding.
 """
 
@@ -33,7 +33,7 @@ def cells(family: str, kind: str, dtype: str = "float32", **others: str) -> list
 
 
 def _over_float32(times: Times, workload: Workload) -> float | None:
-    """Return how many times as long our backend takes with float32 weights."""
+    """Return our backend's time with float32 weights as a multiple of its time on the workload."""
     float32_us, our_us = times.ours(replace(workload, dtype="float32"), EAGER), times.ours(workload, EAGER)
     return None if float32_us is None or our_us is None else float32_us / our_us
 

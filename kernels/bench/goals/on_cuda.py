@@ -157,7 +157,7 @@ def _gated_goals(family: str, deep_limit: Limit) -> list[Goal]:
 
 
 GOALS = [
-    # LSTM and GRU: the value of a comparison is how many times as long the baseline takes as our backend.
+    # LSTM and GRU: the value of a comparison is the baseline's time as a multiple of our backend's.
     *_gated_goals("lstm", Limit(2.5)),
     *_gated_goals("gru", Limit()),
     Goal("recurrence, a step", _SHORT_STEP, step_us, Limit(0.45, "us"), "each"),
@@ -180,7 +180,7 @@ GOALS = [
     *(_folded_goal(family, form) for family, forms in FOLDED_FORMS.items() for form in forms),
     *(goal for form in FORMS["sru"] for goal in _figure_goals(form)),
     *(_long_row_goal(cell) for cell in filter(one_long_row, SCANS) if cell.form != "v2"),
-    # Convolutions: of two forms over token ids, the faster one counts.
+    # Convolutions: of two forms over token ids, the faster form counts.
     Goal("one product", [PRODUCT["cuda"]], _teraflops, Limit(None, "TFLOP/s"), "best form", context=True),
     Goal(f"{LARGE}, share of the product rate", [LARGE], _share_of_product_rate, Limit(0.85), "best form"),
     Goal(_name(ONE_ROW), ONE_ROW, microseconds, Limit(10, "us"), "best form"),

@@ -47,7 +47,7 @@ class Climb:
         return multiplications(self.workload) / spread.median_us
 
     def speedup(self, spread: Spread | None, in_graph: bool = False) -> float | None:
-        """Return how many times as long the first rung takes, if both times were measured."""
+        """Return the time of the first rung as a multiple of this rung's, if both times were measured."""
         first = next((step.in_graph if in_graph else step.called for step in self.steps if step.rung.number == 1), None)
         return None if first is None or spread is None else first.median_us / spread.median_us
 
@@ -77,7 +77,7 @@ def climb(
                 _time(rung, case, expected, device, budget_s, result)
             except DisagreesError as error:
                 result.wrong.append(f"{rung}, {workload}: {error}")
-            except Exception as error:  # a rung that fails must not discard the figures of the others
+            except Exception as error:  # a rung that fails must not discard the figures of the other rungs
                 result.wrong.append(f"{rung}, {workload}: {type(error).__name__}: {error}")
     return result
 

@@ -48,7 +48,7 @@ class Plan:
     wavefront: bool = False
 
     def on(self, device: torch.device) -> Plan:
-        """Return the plan without what a device cannot do."""
+        """Return the plan without the optimisations that a device lacks."""
         cuda = device.type == "cuda"
         return replace(
             self,

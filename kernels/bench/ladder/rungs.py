@@ -64,7 +64,7 @@ def _ours(case: BenchCase) -> TimedCall:
 
 
 OPTIMISATIONS: tuple[tuple[str, dict[str, Any], Callable[[torch.device], Reason], float], ...] = (
-    # Name, what is added to the plan of the rung before, where it is skipped, published speed-up.
+    # Name, additions to the plan of the rung before, devices that skip it, published speed-up.
     ("products and operations by gate", {}, _nowhere, 1.0),
     ("one product for all gates", {"one_product": True}, _nowhere, 2.1),
     ("two streams", {"two_streams": True}, _without_streams, 2.8),

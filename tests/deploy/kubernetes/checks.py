@@ -1,6 +1,6 @@
-"""What the objects of the chart have to mean together. No schema knows it: each check returns the faults that it finds.
+"""Rules about the combined meaning of the chart's objects, which no schema knows. Each check returns the faults that it finds.
 
-The facts about the image come from the Dockerfile and the compose files, those about settings and metrics from the service.
+The facts about the image come from the Dockerfile and the compose files, the facts about settings and metrics from the service.
 """
 
 from __future__ import annotations
@@ -233,7 +233,7 @@ def mounts_are_what_the_service_reads(objects: list[Object]) -> list[str]:
 
 @check
 def the_root_file_system_is_read_only(objects: list[Object]) -> list[str]:
-    """The image writes where the compose files give it a place to."""
+    """The image writes to the places that the compose files give it."""
     has = container(objects)
     faults = [] if has["securityContext"].get("readOnlyRootFilesystem") else ["the root file system can be written"]
     writable = set(services(COMPOSE)["service"]["tmpfs"])
@@ -397,7 +397,7 @@ def _opens(rule: dict[str, Any], port: str) -> bool:
 
 @check
 def replicas_find_each_other(objects: list[Object]) -> list[str]:
-    """Also those that drain: they are not ready, and have the sessions that others look for."""
+    """Including pods that drain: they are not ready, but have the sessions that other pods look for."""
     read, faults = settings(objects), []
     expected = [f"dns:{each['metadata']['name']}:{each['spec']['ports'][0]['port']}" for each in peer_services(objects)]
     if [read.peers] != (expected or [""]):

@@ -29,7 +29,7 @@ def settings_schema() -> dict[str, Any]:
 
 
 def _scalar(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return what a value may be, with its description."""
+    """Return the schema of a value, with its description."""
     return {key: value for key, value in schema.items() if key not in ("title", "default", "format")}
 
 

@@ -1,4 +1,4 @@
-"""The Helm chart: what Helm makes of the shipped sets of values, and that each check of its meaning finds a planted fault."""
+"""The Helm chart: Helm's result for the shipped sets of values, and a planted fault for each check of its meaning."""
 
 from __future__ import annotations
 
@@ -356,7 +356,7 @@ def test_impossible_values_are_refused() -> None:
 
 
 def test_settings_of_every_type_arrive_unchanged() -> None:
-    """Helm reads numbers as floats, and would write large ones with an exponent."""
+    """Helm reads numbers as floats, and would write large numbers with an exponent."""
     given = {
         "max_body_bytes": 33554432,
         "channel_bytes": 67108864,

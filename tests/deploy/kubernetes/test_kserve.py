@@ -1,4 +1,4 @@
-"""The objects for KServe: their schemas, what KServe makes of their ports and names, and models as its storage initializer leaves them."""
+"""The objects for KServe: their schemas, KServe's use of their ports and names, and models as its storage initializer leaves them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.deploy.test_containers import instructions
 from tests.serving import Server, serving
 
 NAME = "question-type"
-"""Of the InferenceService, which is not the name of the model."""
+"""Name of the InferenceService, which differs from the name of the model."""
 MOUNT = "/mnt/models"
 """Where KServe puts the content of a storage URI."""
 
@@ -102,7 +102,7 @@ def test_runtime_starts_the_service_that_kserve_expects(name: str) -> None:
 
 
 def test_ports_are_declared_as_each_mode_needs_them() -> None:
-    """In Standard mode REST goes to the first port, and gRPC to one with grpc or h2c in its name. Knative takes one port."""
+    """In Standard mode REST goes to the first port, and gRPC to a port with grpc or h2c in its name. Knative takes one port."""
     ports = {
         name: [(port["name"], port["containerPort"]) for port in container(runtime)["ports"]]
         for name, runtime in runtimes().items()
@@ -147,7 +147,7 @@ def test_keda_divides_a_sum() -> None:
 
 
 def layout(kind: str, folder: Path) -> None:
-    """Write what the storage initializer leaves for each habit of naming a storage URI, readable only."""
+    """Write read-only files as the storage initializer leaves them for each habit of naming a storage URI."""
     made = folder.parent / f"made-{kind}"
     models.words(made, "words", version=1, seed=1)
     if kind != "one version":
@@ -194,7 +194,7 @@ def test_model_answers_under_the_name_of_its_service(kind: str, tmp_path: Path) 
 
 
 def test_models_of_a_folder_answer_under_their_own_names(tmp_path: Path) -> None:
-    """The name of the service stands for none of several models."""
+    """The name of the service does not select one of several models."""
     models.words(tmp_path / "mnt", "words")
     models.words(tmp_path / "mnt", "verbs")
     with started(runtimes()["seqserve"], tmp_path / "mnt", tmp_path) as server:

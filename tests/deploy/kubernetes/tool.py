@@ -34,7 +34,7 @@ SCALARS: dict[str, tuple[type, ...]] = {
 
 
 def render(folder: str, requests: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return what Helm makes of the chart with each set of values."""
+    """Return Helm's result for the chart with each set of values."""
     import helm_python as helm
     import yaml
 
@@ -60,7 +60,7 @@ def render(folder: str, requests: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def errors(made: dict[str, Any], versions: list[str]) -> list[str]:
-    """Return what is wrong with an object, by the schema of its kind."""
+    """Return the errors of an object, by the schema of its kind."""
     group = made["apiVersion"].partition("/")[0]
     if group == "serving.kserve.io":
         version = made["apiVersion"].partition("/")[2].capitalize()
@@ -98,7 +98,7 @@ def model_errors(group: str, made: dict[str, Any]) -> list[str]:
 
 
 def different(made: Any, read: Any, place: str) -> list[str]:
-    """Return where a model did not take a value over. Models ignore fields that they do not know."""
+    """Return the places where a model dropped or changed a value. Models ignore fields that they do not know."""
     if isinstance(made, dict) and isinstance(read, dict):
         unknown = [f"{place}.{key} is unknown" for key in made.keys() - read.keys()]
         return unknown + [

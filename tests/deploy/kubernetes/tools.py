@@ -26,7 +26,7 @@ MINIMAL = {
     "disruptionBudget": {"enabled": False},
     "replicas": 1,
 }
-"""As few objects as possible."""
+"""Values that make as few objects as possible."""
 
 
 def run(request: Mapping[str, Any]) -> Any:
@@ -39,7 +39,7 @@ def run(request: Mapping[str, Any]) -> Any:
 
 
 def render(values: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return what Helm makes of each set of values, by name: objects, notes and lint, or an error."""
+    """Return Helm's result for each set of values, by name: objects, notes and lint, or an error."""
     replies: dict[str, Any] = run({"chart": str(CHART), "render": values})
     return replies
 
@@ -51,7 +51,7 @@ def validate(objects: Sequence[Object]) -> list[list[str]]:
 
 
 def examples() -> dict[str, Any]:
-    """Return the sets of values that the chart ships, and a minimal one."""
+    """Return the sets of values that the chart ships, and a minimal set."""
     shipped = {file.stem: yaml.safe_load(file.read_text()) for file in sorted((CHART / "examples").glob("*.yaml"))}
     return {**shipped, "minimal": MINIMAL}
 

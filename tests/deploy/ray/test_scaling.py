@@ -1,4 +1,4 @@
-"""The autoscaler's policy brings the figures of the replicas to their targets, one replica less at a time."""
+"""The autoscaler's policy brings the figures of the replicas to their targets, removing one replica at a time."""
 
 from __future__ import annotations
 

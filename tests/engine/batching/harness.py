@@ -364,7 +364,7 @@ class BatcherHarness:
         at: int | None = None,
         opens: bool = True,
     ) -> FakeClient:
-        """Submit a request with these sequences. lengths: the lengths that it claims, by default the real ones."""
+        """Submit a request with these sequences. lengths: claimed lengths, by default the real lengths."""
         client = FakeClient(sequences)
         self.clients.append(client)
         lengths = lengths or [len(sequence) for sequence in sequences]

@@ -1,7 +1,7 @@
 """Sessions and single requests in any order of events, checked against a plain account of each session.
 
-Every id adds to the sum of its session. The answer to a chunk is the sum of this chunk and of all chunks answered before it, whatever else
-happened.
+Every id adds to the sum of its session. The answer to a chunk is the sum of this chunk and of all chunks answered before it, in any
+order of events.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Story:
         self.step()
 
     def disconnect(self, which: int) -> None:
-        """Cancel a chunk, which then counts for nothing."""
+        """Cancel a chunk, which then does not count."""
         if self.sent:
             self.harness.disconnect(self.sent.pop(which % len(self.sent)).client)
             self.check_answers()
@@ -191,7 +191,7 @@ class Story:
         self._count_refusal(name, error)
 
     def _count_refusal(self, name: str, error: ServiceError) -> None:
-        """Count the error of a chunk or of a question. A question does not use up the error that the next chunk gets."""
+        """Count the error of a chunk or of a question. A question does not consume the error for the next chunk."""
         self.errors[error.code] += 1
         if isinstance(error, SessionLost | SessionExpired):
             self.accounts.pop(name, None)

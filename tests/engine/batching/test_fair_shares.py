@@ -75,7 +75,7 @@ def test_device_is_shared_by_weight() -> None:
 
 @pytest.mark.parametrize("in_blocks", [False, True])
 def test_tenant_that_returns_has_no_credit(in_blocks: bool) -> None:
-    """The time in which a tenant sent nothing gives it no right to more than its share later."""
+    """A tenant gets no more than its share after a time without requests."""
     queue = scheduler()
     add(queue, QUIET)
     batch(queue)
@@ -200,7 +200,7 @@ def test_dropped_requests_leave_nothing_behind() -> None:
 )
 @settings(deadline=None, max_examples=50)
 def test_backlogged_tenants_get_their_shares(weights: list[float], seed: int, size: int) -> None:
-    """The service of two tenants with requests at all times differs from their weights by no more than a few sequences."""
+    """Two tenants that always have requests are served by their weights, within a few sequences."""
     chance = random.Random(seed)
     shares = [Share(f"tenant{number}", weight) for number, weight in enumerate(weights)]
     queue = scheduler(max_waiting=10_000, max_batch_sequences=size, cost=ROW_COST)
@@ -219,7 +219,7 @@ def test_backlogged_tenants_get_their_shares(weights: list[float], seed: int, si
 
 @pytest.mark.parametrize("load", [0.05, 0.3])
 def test_quiet_tenant_waits_for_one_batch_of_a_noisy_one(load: float) -> None:
-    """Simulation: one tenant sends twenty times what another sends, and more than the device can do."""
+    """Simulation: one tenant sends twenty times as much as another, and more than the device can run."""
     alone, beside = _latencies(load, noise=0.0), _latencies(load, noise=20 * load)
     budget = 4.0
     assert _p99(beside) <= _p99(alone) + 2 * budget
@@ -227,7 +227,7 @@ def test_quiet_tenant_waits_for_one_batch_of_a_noisy_one(load: float) -> None:
 
 
 def _latencies(load: float, noise: float) -> list[float]:
-    """Return the latencies of the quiet tenant. load, noise: requests per second of each, where the device can do one per second."""
+    """Return the latencies of the quiet tenant. load, noise: requests per second of each tenant; the device can run one per second."""
     chance = random.Random(1)
     queue = scheduler(max_waiting=64, cost=ROW_COST, batch_seconds=4.0)
     arrivals = [(time, QUIET) for time in _times(chance, load)] + [(time, NOISY) for time in _times(chance, noise)]

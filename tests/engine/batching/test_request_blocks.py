@@ -50,10 +50,10 @@ class NamedSequence(QueuedSequence):
 
 @dataclass
 class Pair:
-    """Two schedulers that receive the same events: `single` one request after the other, `blocks` in blocks.
+    """Two schedulers that receive the same events: `single` request by request, `blocks` in blocks.
 
     shares: of the tenants that send requests. Requests of several tenants have one sequence each, because the sequences of a request take
-    turns with those of other tenants only if the request is not in a block.
+    turns with sequences of other tenants only if the request is not in a block.
     """
 
     chance: random.Random
@@ -189,7 +189,7 @@ def _values(requests: list[tuple[int, float, list[int]]]) -> bytes:
 
 
 def _check_columns(made: RequestBlock) -> None:
-    """Check that the columns of a block belong together, and that its totals are theirs."""
+    """Check that the columns of a block belong together, and that its totals match them."""
     assert (made.requests, made.sequences, made.steps) == (len(made.ids), len(made.lengths), sum(made.lengths))
     assert (made.shortest, made.longest, made.deadline) == (min(made.lengths), max(made.lengths), min(made.deadlines))
     expected = [id for id, row in zip(made.ids, made.rows, strict=True) for _ in range(row.steps)]

@@ -1,4 +1,4 @@
-"""Sessions: every chunk continues from the answered chunks before it, and from nothing else."""
+"""Sessions: every chunk continues exactly from the answered chunks before it."""
 
 from __future__ import annotations
 

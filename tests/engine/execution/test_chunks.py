@@ -154,7 +154,7 @@ def test_chunk_with_a_bad_state_or_output_is_marked(layer: str, head: str, tmp_p
 
 MATES = 31
 BAD_VALUES = [np.nan, np.inf, -np.inf, 3e38, -3e38, 1e-45, -0.0]
-"""The last two are usual numbers, of which the first is too small for the normal form."""
+"""The last two are finite and harmless: a number too small for the normal form, and a negative zero."""
 
 
 def bits(result: ChunkResult) -> list[bytes | None]:
@@ -163,7 +163,7 @@ def bits(result: ChunkResult) -> list[bytes | None]:
 
 
 def changed_mates(engine: DeviceEngine, value: float, place: int) -> list[int]:
-    """Return the mates whose results a row with this value changes by a bit, in a batch that it is in at a place."""
+    """Return the batch mates whose results change by a bit when the row at a place has this value."""
     data = [rows(seed) for seed in range(MATES + 1)]
     expected = run(engine, *map(chunk, data))
     data[place] = data[place].copy()
@@ -181,7 +181,7 @@ def test_31_mates_of_a_bad_row_keep_every_bit(layer: str, head: str, tmp_path: P
 
 
 def test_row_that_reaches_its_mates_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here a product with zero adds the rows of a batch up, which is nothing as long as all are finite."""
+    """Here a product with zero sums the rows of a batch, which adds nothing while all rows are finite."""
     _, engine = make_engine(tmp_path, "lstm", "last", most=MATES + 1)
     call = Encoder.__call__
 
@@ -208,7 +208,7 @@ def test_state_that_is_not_finite_marks_its_chunk(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("check", [lambda slabs, slots: HostStateCheck(slabs).finite_rows(slots.numpy()), finite_rows])
 def test_large_finite_states_are_not_marked(check: Callable[[list[torch.Tensor], torch.Tensor], Any]) -> None:
-    """Their sum is beyond float32. The second check is the one of a GPU."""
+    """Their sum is beyond float32. The second check is the check of a GPU."""
     states = torch.full((5, 3), 3e38)
     states[3, 1] = -torch.inf
     slabs = [torch.zeros(5, 2), states, torch.zeros(5, 0), torch.full((5, 1), 6e4, dtype=torch.float16)]

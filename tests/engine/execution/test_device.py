@@ -1,4 +1,4 @@
-"""Tests of what a process sets for its device."""
+"""Tests of the settings of a process for its device."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def test_recording_without_a_writable_folder_fails(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.slow
 def test_profiler_writes_nothing_to_standard_error() -> None:
-    """In a process of its own: the profiler's library reads its log level once, when it is first used."""
+    """In a separate process: the profiler's library reads its log level once, when it is first used."""
     code = "from service.engine.profiling.recorder import Profiler; assert Profiler('cpu').stop()"
     profiled = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert profiled.stderr == ""

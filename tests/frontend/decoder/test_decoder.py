@@ -57,7 +57,7 @@ class Bench(NamedTuple):
     runner: asyncio.Runner
 
     def result(self, answering: Callable[[TrackedRequest], Awaitable[Any]]) -> Any:
-        """Return the reply or the error of a request, and what the engine received for it."""
+        """Return the reply or the error of a request, and the data that the engine received for it."""
 
         async def run() -> Any:
             try:
@@ -216,7 +216,7 @@ def test_decoder_that_was_killed_fails_its_request_and_is_replaced(bench: Bench)
 
 
 def test_inputs_are_packed_again_for_another_model(bench: Bench) -> None:
-    """The first model refuses them, the second takes them, and the first may be asked again."""
+    """The first model refuses the inputs and the second takes them; then the first may be tried again."""
     text = json.dumps({"model": "words", "inputs": [[1, 2, 11]]}).encode() + PADDING
     words, speller = (bench.frontend.catalog.find(name, None) for name in ("words", "speller"))
 

@@ -42,7 +42,7 @@ def test_large_bodies_of_every_kind_share_a_decoder(server: Server) -> None:
 
 
 def test_large_messages_of_a_socket_stay_in_order(server: Server) -> None:
-    """Every second message is large. The sums of the session are those of the order in which the messages were sent."""
+    """Every second message is large. The sums of the session follow the order in which the messages were sent."""
     chunks = [[[float(index), 0.5, -0.5]] * 3 for index in range(8)]
 
     def outputs(*, large: bool) -> list[Any]:

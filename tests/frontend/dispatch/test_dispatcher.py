@@ -32,7 +32,7 @@ from tests.frontend.callbacks import MAX_CALLBACK_SECONDS, measured_callbacks
 
 SECONDS_PER_TOKEN = 1.0
 DEADLY, NEW = b"!", b"+"
-"""Values of requests. Those of one block have the same length."""
+"""Values of requests. Requests of one block have values of the same length."""
 
 
 class Clock:
@@ -75,7 +75,7 @@ class EngineProcess:
 
 
 def requests_of(frame: Frame) -> list[Frame]:
-    """Return a frame for each request of a block, and any other frame as it is."""
+    """Return a frame for each request of a block, and any other frame unchanged."""
     message = frame.message
     if not isinstance(message, RequestBlock):
         return [frame]
@@ -385,7 +385,7 @@ def test_requests_of_a_lost_engine_move_to_another() -> None:
 
 
 def check_requests_beside_a_deadly_one() -> None:
-    """Check that only DEADLY is refused. An engine ends when it gets DEADLY: the first one has all requests, the second also a new one."""
+    """Check that only DEADLY is refused. DEADLY ends an engine: the first engine has all requests, the second also a new request."""
 
     async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
         engine, tails = await meet(dispatcher), [b"1", DEADLY, b"2", b"3"]

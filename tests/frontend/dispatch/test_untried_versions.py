@@ -99,7 +99,7 @@ def test_remaining_engine_does_not_get_the_version_that_ended_the_other() -> Non
 
 
 def test_wait_for_the_successor_of_an_engine_ends() -> None:
-    """An engine that never comes back does not keep a version from the others."""
+    """An engine that never restarts does not keep a version from the other engines."""
 
     async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
         first, second = await meet_two(dispatcher)
@@ -127,7 +127,7 @@ def test_waiting_requests_of_a_retired_version_are_refused() -> None:
 
 
 def test_version_that_runs_after_all_is_sent_to_every_engine() -> None:
-    """An engine that ended for another reason during the trial does not keep the version from the others."""
+    """An engine that ended for another reason during the trial does not keep the version from the other engines."""
 
     async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
         first, second = await meet_two(dispatcher)

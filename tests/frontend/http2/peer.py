@@ -44,7 +44,7 @@ class Frame(NamedTuple):
 
 
 def frame(kind: int, flags: int = 0, stream: int = 0, payload: bytes = b"", size: int | None = None) -> bytes:
-    """Return a frame. size: another size in its header than that of the payload."""
+    """Return a frame. size: for its header, if it differs from the size of the payload."""
     length = len(payload) if size is None else size
     return struct.pack(">BHBBI", length >> 16, length & 0xFFFF, kind, flags, stream) + payload
 
@@ -73,7 +73,7 @@ def request(stream: int, path: bytes = b"/echo", *, ended: bool = True) -> bytes
 
 
 class ClockLoop(asyncio.SelectorEventLoop):
-    """An event loop whose time passes only when a test says so."""
+    """An event loop whose time passes only when a test advances it."""
 
     now = 1000.0
 
@@ -206,7 +206,7 @@ class Peer:
         greet: bool = True,
         floods: Floods | None = None,
     ) -> None:
-        """floods: that the service remembers of earlier connections."""
+        """floods: of earlier connections, as the service remembers them."""
         self.loop = loop
         self.application: Any = application or EchoApplication()
         self.connections: set[Http2Connection] = set()
@@ -232,7 +232,7 @@ class Peer:
         return self.loop.run_until_complete(self._send(b"".join(data)))
 
     def send_parts(self, parts: Iterable[bytes]) -> list[Frame]:
-        """Send the parts one after the other, until the server closes the connection."""
+        """Send the parts in sequence, until the server closes the connection."""
         frames: list[Frame] = []
         for part in parts:
             frames += self.send(part)
@@ -241,7 +241,7 @@ class Peer:
         return frames
 
     def sweep(self, seconds: float) -> list[Frame]:
-        """Let time pass, and return what the server sends then."""
+        """Let time pass, and return the frames that the server then sends."""
         self.loop.now += seconds
         self.loop.call_soon(self.connection.sweep, self.loop.now)
         return self.send()

@@ -1,4 +1,4 @@
-"""Clients that try to make a connection hold much or do much: each is stopped, or bounded. No check depends on the machine's speed."""
+"""Clients that try to fill a connection's memory or to keep it busy are stopped or bounded. No check depends on the machine's speed."""
 
 from __future__ import annotations
 
@@ -301,7 +301,7 @@ def test_long_burst_is_handled_in_turns(loop: ClockLoop) -> None:
 
 
 def test_fault_of_a_broken_connection_ends_only_that_connection(peer: Peer) -> None:
-    """The transport of asyncio raises when the client has broken its connection off, which the server may not have read yet."""
+    """The transport of asyncio raises when the client has aborted its connection, which the server may not have noticed yet."""
 
     def fail() -> None:
         raise OSError(107, "Transport endpoint is not connected")

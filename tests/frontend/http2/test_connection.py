@@ -1,4 +1,4 @@
-"""The rules of RFC 9113 on one connection: what a client sends, and the error that the RFC requires."""
+"""The rules of RFC 9113 on one connection: frames of a client, and the error that the RFC requires."""
 
 from __future__ import annotations
 
@@ -369,7 +369,7 @@ def test_padding_is_part_of_the_window(peer: Peer) -> None:
 def test_remembered_block_is_forgotten_when_the_table_changes(peer: Peer) -> None:
     """A block with an index into the dynamic table means something else after an insertion."""
     encoder = hpack.Encoder()
-    fields = [*REQUEST[:2], (b":path", b"/"), (b"x-value", b"one")]  # all but the last are in the static table
+    fields = [*REQUEST[:2], (b":path", b"/"), (b"x-value", b"one")]  # all except the last are in the static table
     peer.send(frame(HEADERS, 5, 1, encoder.encode(fields)))
     repeated = encoder.encode(fields)
     peer.send(frame(HEADERS, 5, 3, repeated), frame(HEADERS, 5, 5, repeated))

@@ -1,4 +1,4 @@
-"""Random frames, cut at random positions: no exception, and the connection either goes on or ends with GOAWAY."""
+"""Random frames, cut at random positions: no exception, and the connection either continues or ends with GOAWAY."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_frames_mean_the_same_wherever_they_are_cut(conversation: list[bytes], r
 
 
 def _by_stream(frames: list[Frame]) -> dict[int, list[Frame]]:
-    """Return what was sent on each stream: where data is cut depends on the order in which windows open."""
+    """Return the data sent on each stream: the cuts of the data depend on the order in which windows open."""
     streams: dict[int, list[Frame]] = {}
     for sent in frames:
         streams.setdefault(sent.stream, []).append(sent)

@@ -13,7 +13,7 @@ from service.frontend.origin import NO_ORIGIN, RequestIdentity, RequestIds
 
 
 class LibraryContext:
-    """The context of a call in the library's server, with what this service's own server adds."""
+    """The context of a call in the library's server, with the additions of this service's own server."""
 
     caller = LOCAL
     identity = RequestIdentity(NO_ORIGIN, RequestIds())

@@ -520,7 +520,7 @@ def test_cancelled_stream_cancels_its_requests(served: Server) -> None:
         eventually(lambda: served.metric("seqserve_requests_in_flight") >= 15, 10)
         answers.cancel()
     eventually(lambda: served.metric("seqserve_requests_in_flight") == 0, 5)
-    # A busy machine may answer some of them before it hears of the end of the stream.
+    # A busy machine may answer some of them before it notices the end of the stream.
     assert outcomes(served, "client_gone") > gone
 
 

@@ -58,11 +58,11 @@ class CallbackDispatcher(FakeDispatcher):
         return Pending()
 
     def cancel(self, pending: Pending) -> None:
-        """Nothing waits."""
+        """Do nothing: no request waits."""
 
 
 class Reply(NamedTuple):
-    """All that a client sees of a reply."""
+    """The parts of a reply that a client sees."""
 
     code: grpc.StatusCode
     details: str
@@ -226,7 +226,7 @@ def mutations(random: random.Random) -> Iterator[bytes]:
 
 @asynccontextmanager
 async def both_servers(frontend: Frontend) -> AsyncIterator[list[grpc.aio.Channel]]:
-    """Yield a channel to this service's server, and one to the gRPC library's."""
+    """Yield a channel to this service's server, and a channel to the gRPC library's."""
     handlers, connections = (rpc_handlers(frontend, GrpcShutdown()),), set[Http2Connection]()
     application = GrpcApplication(frontend, handlers, GrpcShutdown())
     own = await asyncio.get_running_loop().create_server(
@@ -297,7 +297,7 @@ def test_compressed_requests_get_equal_replies(frontend: Frontend, compression: 
 
 
 def test_repeated_requests_get_equal_replies(frontend: Frontend, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second request with the same head takes its remembered form, whatever its id and its values are."""
+    """The second request with the same head takes its remembered form, for any id and any values."""
     packed = []
     pack = BinaryForm.pack
 

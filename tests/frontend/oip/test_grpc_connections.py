@@ -57,7 +57,7 @@ def infer(server: Server) -> int:
 
 
 def read_to_end(client: socket.socket, data: bytes = b"") -> list[tuple[int, bytes]]:
-    """Return the types and payloads of all frames until the server closes the connection. data: what was read before."""
+    """Return the types and payloads of all frames until the server closes the connection. data: bytes that were read before."""
     try:
         while part := client.recv(1 << 16):
             data += part
@@ -102,7 +102,7 @@ def test_client_that_stops_in_the_middle_is_disconnected(served: Server, data: b
 
 
 def test_idle_connections_make_room(served: Server) -> None:
-    """Connections of HTTP and of gRPC count together. Those that are idle close for new ones."""
+    """Connections of HTTP and of gRPC count together. Idle connections close for new connections."""
     with ExitStack() as stack:
         clients = [stack.enter_context(closing(connect(served))) for _ in range(2 * MAX_CONNECTIONS)]
         for client in clients:
@@ -114,7 +114,7 @@ def test_idle_connections_make_room(served: Server) -> None:
 
 
 def test_flood_of_requests_does_not_keep_others_waiting(served: Server) -> None:
-    """A client sends calls that fail as fast as it can, and resets them. Another gets its answers meanwhile."""
+    """A client sends calls that fail as fast as it can, and resets them. Another client gets its answers meanwhile."""
     fields = block((b"content-type", b"application/grpc"), path=b"/inference.GRPCInferenceService/ModelInfer")
     ids = range(1, 40_000, 2)
     burst = b"".join(frame(HEADERS, END_HEADERS, id, fields) + frame(RST_STREAM, 0, id, bytes(4)) for id in ids)
@@ -140,7 +140,7 @@ def test_calls_on_one_connection_survive_another_that_breaks_the_protocol(served
 
 
 def test_reply_that_waits_for_its_client_survives_the_shutdown(models_folder: Path, tmp_path: Path) -> None:
-    """The client opens the window of its call only after the server has said that it goes away."""
+    """The client opens the window of its call only after the server's GOAWAY."""
     message = METHODS["ModelInfer"].request_type(model_name="sensors", raw_input_contents=[bytes(12)])
     message.inputs.add(name="inputs", datatype="FP32", shape=[1, 1, 3])
     data = message.SerializeToString()

@@ -1,4 +1,4 @@
-"""gRPC calls as raw frames: what is no valid call, deadlines, flow control between a client and a handler, and the shutdown."""
+"""gRPC calls as raw frames: invalid calls, deadlines, flow control between a client and a handler, and the shutdown."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ ECHO, COUNT, SINK, WAIT, INFER = (
 
 
 class Handlers:
-    """Methods that show what reaches a handler."""
+    """Methods that show the data that reaches a handler."""
 
     def __init__(self) -> None:
         self.requests: list[bytes] = []
@@ -100,7 +100,7 @@ class Handlers:
 
 
 class Client:
-    """A client of a GrpcApplication with the methods above and those of this service."""
+    """A client of a GrpcApplication with the methods above and the methods of this service."""
 
     def __init__(self, loop: ClockLoop, harness: InferHarness, **settings: Any) -> None:
         dispatcher = CallbackDispatcher(harness.frontend.catalog)

@@ -22,7 +22,7 @@ NOT_IN_TRITON = {"ModelMetadataResponse.properties"}
 
 
 def fields(message: Any) -> dict[str, tuple[Any, ...]]:
-    """Return what the wire format depends on, by field: number, type, repeated, type name and oneof."""
+    """Return the properties that determine the wire format, by field: number, type, repeated, type name and oneof."""
     encodings = {}
     for field in message.fields:
         type = field.message_type or field.enum_type

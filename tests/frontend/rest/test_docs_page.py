@@ -1,4 +1,4 @@
-"""The page at /docs needs no other host, and its policy allows what it loads."""
+"""The page at /docs needs no other host, and its policy allows the files that it loads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GET /models describes what is served, and GET /models/{name}/card returns the card of a model."""
+"""GET /models describes the served models, and GET /models/{name}/card returns the card of a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a client of /stream gets when the frontend itself fails. The test plays the connection and the engine."""
+"""The replies to a client of /stream when the frontend itself fails. The test plays the connection and the engine."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CHUNK = b'{"input": [1, 2]}'
 
 
 class Connection:
-    """Records what the application does with a socket."""
+    """Records the actions of the application on a socket."""
 
     def __init__(self) -> None:
         self.replies: list[dict[str, Any]] = []
@@ -58,7 +58,7 @@ class Connection:
         self.ended.set()
 
     def socket(self, query: str) -> WebSocket:
-        """Return what Starlette gives to the application."""
+        """Return the arguments that Starlette passes to the application."""
         scope = {"extensions": {SOCKET: self}, IDENTITY: RequestIdentity(NO_ORIGIN, RequestIds())}
         return cast(
             WebSocket,
@@ -83,7 +83,7 @@ class Connection:
         return {"type": "websocket.disconnect", "code": 1006}
 
     async def reply(self, message: bytes) -> dict[str, Any]:
-        """Give a message to the application, and return the reply."""
+        """Pass a message to the application, and return the reply."""
         assert self.receiver is not None
         self.receiver.receive(message, is_text=True)
         while not self.replies:
@@ -105,7 +105,7 @@ def fail(*arguments: Any) -> None:
 
 @pytest.mark.parametrize("method", ["build", "write"])
 def test_internal_error_closes_the_socket_with_1011(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
-    """It is unknown whether the session has the chunk. An error of the engine leaves the socket open."""
+    """The session may or may not have the chunk. An error of the engine leaves the socket open."""
     spec = models.words(tmp_path)
 
     async def within(dispatcher: Dispatcher, metrics: Metrics) -> None:

@@ -1,4 +1,4 @@
-"""A headless Chromium with the page of a server open in it, and what went wrong there."""
+"""A headless Chromium with the page of a server open in it, and the failures there."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def opened(
 def watched(
     browser: Browser, server: Server, path: str, *, scheme: Literal["light", "dark"], size: dict[str, int], **options: Any
 ) -> Iterator[tuple[Page, list[str]]]:
-    """Open a page of a server. Yields it with a list of what fails there: exceptions, violations of its policy and other errors."""
+    """Open a page of a server. Yields it with a list of failures: exceptions, violations of its policy and other errors."""
     context = browser.new_context(viewport=size, color_scheme=scheme, base_url=server.address, **options)  # type: ignore[arg-type]
     context.set_default_timeout(LIMIT_MS)
     context.add_init_script(RECORD_VIOLATIONS)

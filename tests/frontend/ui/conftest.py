@@ -97,7 +97,7 @@ def shared_page(browser: Browser, site: Server) -> Iterator[tuple[Page, list[str
 
 @pytest.fixture
 def page(shared_page: tuple[Page, list[str]]) -> Iterator[Page]:
-    """A page that the tests of a file share, with its list of models. A test finds it as its users left it, except for the search."""
+    """A page that the tests of a file share, with its list of models. A test finds it as earlier tests left it, except for the search."""
     page, problems = shared_page
     page.get_by_label("Find a model").fill("")
     yield page

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[3]
 SIZE = {"width": 1360, "height": 860}
 MARGIN = 16
 SECONDS = 50
-"""For which the service gets requests before the pictures, so that the plots show some."""
+"""Time in which the service gets requests before the pictures, so that the plots show requests."""
 QUESTIONS = ("Who wrote Hamlet ?", "Where is Ayers Rock ?", "What is an atom ?", "How many people live in Chile ?")
 MODELS = ("question-type-cnn", "question-type-lstm", "question-type-sru")
 

@@ -1,4 +1,4 @@
-"""With keys, the page asks for one and shows what its scopes allow."""
+"""With keys, the page asks for a key and shows the parts that its scopes allow."""
 
 from __future__ import annotations
 

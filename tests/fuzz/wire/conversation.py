@@ -1,4 +1,4 @@
-"""What one connection sends, and what is found about the bytes that it received."""
+"""The bytes that one connection sends, and the findings about the bytes that it received."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Judgement:
-    """The replies on one connection by status, and what is wrong with them."""
+    """The replies on one connection by status, and their faults."""
 
     replies: Counter[str] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
     texts: list[bytes] = field(default_factory=list)
-    """What came compressed: the fields of header blocks."""
+    """The fields of header blocks, which came compressed."""
 
 
 def never(received: bytes) -> bool:
@@ -26,7 +26,7 @@ def never(received: bytes) -> bool:
 class Conversation:
     """One connection.
 
-    opening: what the client sends first; it waits for the head of the reply. data: what it sends then. judge: takes what it received.
+    opening: the first bytes of the client; it waits for the head of the reply. data: its later bytes. judge: takes the received bytes.
     answered: returns whether the last request is answered, so that the client may close the connection; the default is that the service
     closes it.
     """

@@ -1,4 +1,4 @@
-"""Mutated HTTP/2 frames and messages of gRPC on one connection, and the check of what comes back."""
+"""Mutated HTTP/2 frames and messages of gRPC on one connection, and the check of the replies."""
 
 from __future__ import annotations
 

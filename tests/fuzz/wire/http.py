@@ -1,4 +1,4 @@
-"""Mutated HTTP requests, several on one connection, and the check of what comes back."""
+"""Mutated HTTP requests, several on one connection, and the check of the replies."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.fuzz.wire.conversation import Conversation, Judgement
 from tests.fuzz.wire.mutations import TOKENS, mutated
 
 MOST_REQUESTS = 6
-"""On one connection."""
+"""Requests on one connection."""
 LAST = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
 """Ends a connection whose requests can be read. Its reply is not counted."""
 LIVE = b'\r\n\r\n{"live":true}'
@@ -267,7 +267,7 @@ class HttpSource:
 
 
 def _judge(received: bytes) -> Judgement:
-    """Return the statuses of all replies but that to LAST, and what is wrong with them."""
+    """Return the statuses of all replies except the reply to LAST, and their faults."""
     judgement = Judgement()
     at = 0
     while at < len(received):
@@ -300,7 +300,7 @@ def _judge(received: bytes) -> Judgement:
 
 
 def reply_fault(status: int, body: bytes, *, is_json: bool) -> str | None:
-    """Return what is wrong with a reply, if anything is."""
+    """Return the fault of a reply, if any."""
     if status >= 400:
         return error_fault(body, status)
     if is_json:
@@ -312,7 +312,7 @@ def reply_fault(status: int, body: bytes, *, is_json: bool) -> str | None:
 
 
 def error_fault(body: bytes, status: int | None = None) -> str | None:
-    """Return what is wrong with the body of an error: it must have a known code, with its own status, and no failure of the service."""
+    """Return the fault of an error's body: it must have a known code, the status of this code, and no failure of the service."""
     try:
         error = json.loads(body)
         kind = BY_CODE[error["code"]]

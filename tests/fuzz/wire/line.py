@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from tests.fuzz.wire.conversation import Conversation, Judgement, never
 
 QUIET_SECONDS = 1.0
-"""A client that gets nothing for this time closes its side, where the service waits for more without a limit of its own."""
+"""A client that gets nothing for this time closes its side, where the service waits for more without a limit."""
 PATIENCE_SECONDS = 60.0
 """A connection that is open for longer is lost."""
 
@@ -44,9 +44,9 @@ class Line(asyncio.Protocol):
             self._closed.set_result(None)
 
     async def talk(self, parts: list[bytes], *, quiet: bool, leaves: bool) -> bytes | None:
-        """Send the parts, and return what came back until the connection ended; None if it did not end.
+        """Send the parts, and return the bytes received until the connection ended; None if it did not end.
 
-        quiet: whether this side closes when nothing comes any more. leaves: whether it breaks the connection off at once.
+        quiet: whether this side closes when nothing more arrives. leaves: whether it aborts the connection at once.
         """
         if self._conversation.opening:
             self._transport.write(self._conversation.opening)
@@ -75,7 +75,7 @@ class Line(asyncio.Protocol):
 
 
 async def send(address: str, data: bytes, answered: Callable[[bytes], bool] = never) -> bytes:
-    """Send bytes on a connection of their own, and return what comes back until it ends, or is answered."""
+    """Send bytes on a separate connection, and return the bytes received until it ends, or is answered."""
     target, conversation = urlsplit(address), Conversation(data, lambda _: Judgement(), answered)
     _, line = await asyncio.get_running_loop().create_connection(
         lambda: Line(conversation), str(target.hostname), int(target.port or 0)

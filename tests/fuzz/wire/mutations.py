@@ -51,7 +51,7 @@ TOKENS = (
     ),
     *(b"x" * 200, b"a" * 2000, b"\x80" * 17, b"\x00\x00\x00\x00\xff\xff\xff\xff", b"\x7f\xff\xff\xff", b"chunked", b"gzip"),
 )
-"""What parsers tend to treat specially."""
+"""Values that parsers tend to treat specially."""
 
 Change = Callable[[bytearray, random.Random], None]
 

@@ -37,25 +37,25 @@ from tests.soak import slope
 from tests.steady import processes, resident_bytes
 
 ROUNDS = 40
-"""At least. A round ends when all its connections are closed; then the memory is sampled."""
+"""Least number of rounds. A round ends when all its connections are closed; then the memory is sampled."""
 LONGEST_ROUND = 20_000
 CONNECTIONS = 400
-"""At once. Many of them wait for the limit of an incomplete request."""
+"""Connections at once. Many of them wait for the limit of an incomplete request."""
 SHARES = {"http": 0.8, "grpc": 0.1, "websocket": 0.1}
-"""Of the connections."""
+"""Shares of the connections."""
 CANARY = 1_000
-"""A request with a known answer follows each such number of requests."""
+"""A request with a known answer follows after each such number of requests."""
 LEAVES = 0.03
-"""Share of the clients that break their connection off."""
+"""Share of the clients that abort their connection."""
 WARM_UP_CONNECTIONS = 500
 MOST_STALLS = 1e-4
 """Callbacks beyond MAX_CALLBACK_SECONDS by request. On a busy machine a callback that is short everywhere else may take 20 ms of processor
 time, once in 50,000 requests: its caches are cold, or the time of the kernel counts."""
 MOST_METRICS_BYTES = 1 << 20
 MOST_GROWTH_BYTES = 8 << 20
-"""Of a process."""
+"""Growth of a process."""
 MOST_SLOPE, LONG_RUN = 1.0, 1_000_000
-"""MiB in 100,000 requests of a process, in runs of so many requests: a shorter one only shows the steps of an allocator."""
+"""MiB in 100,000 requests of a process, in runs of this many requests: a shorter run only shows the steps of an allocator."""
 ROOT = Path(__file__).resolve().parents[3]
 MOST_FAULTS = 5
 """Descriptions of a kind that are kept."""
@@ -68,13 +68,13 @@ SETTINGS = {
 """Connections whose requests do not end wait for this long. Wrong keys do not delay the run."""
 STAGES = ("parse", "channel", "queue", "stage_in", "device_wait", "compute", "stage_out", "reply", "encode", "total")
 NAME = "fuzzed"
-"""Of the tenant whose key the fuzzer has."""
+"""Name of the tenant whose key the fuzzer has."""
 TRACES = re.compile(rb'Traceback|site-packages|\.py"|\.py:\d|line \d+, in ')
 
 
 @dataclass
 class Account:
-    """What came back. requests: replies to fuzzed requests, and connections that ended without one."""
+    """The replies. requests: replies to fuzzed requests, and connections that ended without a reply."""
 
     requests: int = 0
     connections: int = 0
@@ -109,13 +109,13 @@ class Account:
 
 
 class Secrets:
-    """What no reply and no line of the log may contain: the keys of the service, paths of its machine, and traces of its code."""
+    """Texts that no reply and no line of the log may contain: the keys of the service, paths of its machine, and traces of its code."""
 
     def __init__(self, keys: Iterable[str], folders: Iterable[Path]) -> None:
         self._words = [key.encode() for key in keys] + [str(folder).encode() for folder in folders]
 
     def found_in(self, data: bytes, *, traces: bool = True) -> bytes | None:
-        """Return what the data reveals, if anything. traces: whether traces of code count too."""
+        """Return the forbidden text in the data, if any. traces: whether traces of code count too."""
         found = next((word for word in self._words if word in data), None)
         trace = TRACES.search(data) if traces else None
         return found or (trace and trace[0]) or None
@@ -144,7 +144,7 @@ class Fuzzer:
         self.account = Account()
 
     def run(self, requests: int, after_round: Callable[[Account], object] = lambda _: None) -> Account:
-        """Send rounds until this many requests are answered. Then check what the server says about itself."""
+        """Send rounds until this many requests are answered. Then check the metrics and the log of the server."""
         account, size = self.account, min(LONGEST_ROUND, max(1, requests // ROUNDS))
         while account.requests < requests:
             uvloop.run(self._round(min(requests, account.requests + size)))
@@ -201,7 +201,7 @@ class Fuzzer:
                 self.account.wrong("leak", f"connection {number}: {revealed!r} in {text[:1000]!r}")
 
     async def _infer(self) -> object:
-        """Return the answer to the canary, on a connection of its own."""
+        """Return the answer to the canary, on a separate connection."""
         target = Target.of(self._server.address, "/infer")
         caller = await target.connect()
         body = json.dumps({"model": "tagger", "inputs": ["how far is the sea"]}).encode()
@@ -254,7 +254,7 @@ class Fuzzer:
 def note_stalls(account: Account, lines: Iterable[str]) -> None:
     """Note the callbacks that took too long. lines: what `timed-callbacks` of tests/planted has recorded.
 
-    Collections of garbage are noted apart: the loop of a server whose callbacks are timed leaves more garbage than the usual one.
+    Collections of garbage are noted apart: the loop of a server whose callbacks are timed leaves more garbage than the usual loop.
     """
     stalls = list[str]()
     for line in lines:
@@ -269,7 +269,7 @@ def note_stalls(account: Account, lines: Iterable[str]) -> None:
 
 
 def label_values(metrics: str) -> set[str]:
-    """Return the values of all labels in the text of /metrics but the bounds of buckets, which are numbers."""
+    """Return the values of all labels in the text of /metrics except the bounds of buckets, which are numbers."""
     samples = (sample for family in text_string_to_metric_families(metrics) for sample in family.samples)
     return {value for sample in samples for name, value in sample.labels.items() if name != "le" or not _is_number(value)}
 
@@ -297,7 +297,7 @@ def served(root: Path) -> Path:
 
 @contextmanager
 def fuzzed(folder: Path, scratch: Path, fault: str = "", seed: int = 0) -> Iterator[Fuzzer]:
-    """Run a server for the fuzzer, with the callbacks of its frontends timed, and note those that took too long.
+    """Run a server for the fuzzer, with the callbacks of its frontends timed, and note callbacks that took too long.
 
     fault: planted besides. See tests/planted.
     """
@@ -317,7 +317,7 @@ def fuzzed(folder: Path, scratch: Path, fault: str = "", seed: int = 0) -> Itera
 
 
 def grown_bytes(samples: Sequence[tuple[int, int]]) -> int:
-    """Return how much a process has grown since a fifth of its requests: pools have their size by then."""
+    """Return how much a process has grown since a fifth of its requests: memory pools have their size by then."""
     warm = next(held for sent, held in samples if sent >= samples[-1][0] / 5)
     return samples[-1][1] - warm
 

@@ -1,4 +1,4 @@
-"""Mutated WebSocket frames behind a valid handshake, and the check of what comes back."""
+"""Mutated WebSocket frames after a valid handshake, and the check of the replies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Takes the place of the process that reads the texts of a file: it does not end before its limit of time."""
+"""Replaces the process that reads the texts of a file: it does not end before its time limit."""
 
 import resource
 

@@ -87,7 +87,7 @@ CASES: dict[str, Case] = {
     "cudnn_gru.h5": Case("CuDNNGRU", "one direction and both", _cudnn("CuDNNGRU")),
     "operations.h5": Case("TFOpLambda, SlicingOpLambda", "Keras 2, arithmetic, attention pool, last step", _operations),
 }
-"""By the name of the file."""
+"""Models by the name of the file."""
 
 
 def without_cudnn(kind: str) -> Any:

@@ -47,7 +47,7 @@ def randomize(model: Any, seed: int) -> None:
             variable.assign(np.abs(values) + 0.5 if is_spread else values)
     for layer in model.layers:
         if hasattr(layer, "finalize_state"):
-            layer.finalize_state()  # Normalization keeps what it computed from its statistics
+            layer.finalize_state()  # Normalization keeps values that it computed from its statistics
 
 
 def save(model: Any, file: Path) -> None:
@@ -81,7 +81,7 @@ def samples(model: Any, case: Case) -> dict[str, Array]:
 
 
 def padded_outputs(model: Any, rows: Sequence[Array], padding: str) -> list[Array]:
-    """Return what a model answers for a batch with padding, without the steps of the padding."""
+    """Return the answers of a model for a batch with padding, without the steps of the padding."""
     steps = max(map(len, rows)) + 2
     batch = np.zeros((len(rows), steps, *rows[0].shape[1:]), rows[0].dtype)
     places = [place(len(row), steps, padding) for row in rows]
@@ -92,7 +92,7 @@ def padded_outputs(model: Any, rows: Sequence[Array], padding: str) -> list[Arra
 
 
 def place(length: int, steps: int, padding: str) -> Array:
-    """Return the steps of a sequence in a padded one."""
+    """Return the steps of a sequence in a padded sequence."""
     if padding == "holes":
         return np.sort(np.random.default_rng(length).permutation(steps)[:length])
     return np.arange(length) + (steps - length if padding == "pre" else 0)

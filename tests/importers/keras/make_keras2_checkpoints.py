@@ -44,7 +44,7 @@ def save(model: Any, file: Path) -> None:
 
 
 def runnable(keras: Any, model: Any, case: Case, file: Path) -> Any:
-    """Return the model, or one without CuDNN layers that Keras gives the weights of the file."""
+    """Return the model, or an equal model without CuDNN layers, into which Keras loads the weights of the file."""
     if case.part not in CUDNN:
         return model
     plain = without_cudnn(case.part)(keras)

@@ -19,7 +19,7 @@ from tests.importers.keras.cases import CASES
 
 ROOT = Path(__file__).resolve().parent.parent.parent.parent
 PYTHON = ROOT / ".venv-sources" / "keras3" / "bin" / "python"
-"""Of the environment with Keras, which the Makefile creates."""
+"""Python of the environment with Keras, which the Makefile creates."""
 NUMBERED = list(enumerate(CASES))
 
 

@@ -1,4 +1,4 @@
-"""What the files of Keras may have besides a model, and how weights are stored and named in them."""
+"""Further content of the files of Keras, and how weights are stored and named in them."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def expected(
 ) -> list[Array]:
     """Return the first output for each row by itself, without its axis of size 1 for the batch.
 
-    axes: where (batch, steps, features) of a row are in the input; reference: run onnx.reference, for what ONNX Runtime does not run.
+    axes: where (batch, steps, features) of a row are in the input; reference: use onnx.reference, for graphs that ONNX Runtime cannot run.
     """
     dtype = helper.tensor_dtype_to_np_dtype(model.graph.input[0].type.tensor_type.elem_type)
     inputs = [(row[None] if axes is None else row[None].transpose(axes)).astype(dtype) for row in rows]
@@ -144,7 +144,7 @@ def assert_imports(
     reference: bool = False,
     lengths: Sequence[int] = LENGTHS,
 ) -> Draft:
-    """Assert that the imported model answers what the graph does, and return it."""
+    """Assert that the imported model gives the answers of the graph, and return it."""
     draft = imported(model, folder)
     rows = random_rows(model, lengths)
     wanted = expected(model, rows, axes=axes, reference=reference)

@@ -1,4 +1,4 @@
-"""Operators of ONNX that work on single steps: embeddings, products, norms, activations, and what heads consist of."""
+"""Operators of ONNX that work on single steps: embeddings, products, norms, activations, and the parts of heads."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ WIDTH = 5
 
 
 def on_steps(build: Callable[[Net, str], str], **options: Any) -> ModelProto:
-    """Return a graph of a dense layer, and of what `build` adds to it, that answers every step."""
+    """Return a graph of a dense layer, and of the nodes that `build` adds, that answers every step."""
     net = Net(**options)
     return net.model(build(net, net.dense("x", FEATURES, WIDTH)))
 
 
 def on_vector(build: Callable[[Net, str], str]) -> ModelProto:
-    """Return a graph of a dense layer and the mean over time, and of what `build` adds to it."""
+    """Return a graph of a dense layer and the mean over time, and of the nodes that `build` adds."""
     net = Net()
     return net.model(build(net, net.add("ReduceMean", net.dense("x", FEATURES, WIDTH), axes=[1], keepdims=0)))
 

@@ -1,4 +1,4 @@
-"""Files that torch's exporters write import, and compute what the module of torch computes."""
+"""Files of torch's exporters can be imported, and compute the same as the module of torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def exported(sample: Sample, module: nn.Module, *, dynamo: bool) -> ModelProto:
     steps, batch = (0, 1) if sample.steps_first else (1, 0)
     names = ["x", "lengths"][: 1 + sample.lengths]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns of what its own exporters do
+        warnings.simplefilter("ignore")  # torch warns about its own exporters
         if dynamo:
             axes = ({batch: torch.export.Dim("batch"), steps: torch.export.Dim("steps")}, {0: torch.export.Dim("batch")})
             program = torch.onnx.export(

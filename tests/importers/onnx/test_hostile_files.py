@@ -18,7 +18,7 @@ from service.importers.onnx import read
 from tests.importers.onnx.graphs import FEATURES, Net, assert_imports, imported
 
 MEMORY_BYTES = 300 << 20
-"""More than any of these files may make the importer allocate, and less than each of them asks for."""
+"""More than the importer may allocate for any of these files, and less than each of them asks for."""
 
 
 def good() -> ModelProto:

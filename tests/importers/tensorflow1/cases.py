@@ -1,6 +1,6 @@
-"""The table of what imports from TensorFlow 1.
+"""The table of imports from TensorFlow 1.
 
-`make_checkpoints` wrote the variables of each line, and what TensorFlow computes with them.
+`make_checkpoints` wrote the variables of each line, and TensorFlow's results with them.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ CASES: dict[str, Case] = {
     "classifier.npz": Case("embedding_lookup, dense", "found by names and sizes", classifier, has_ids=True),
     "tagger.npz": Case("embedding_lookup, dense", "named by a recipe", tagger, TAGGER, has_ids=True),
 }
-"""By the name of the file."""
+"""Cases by the name of the file."""
 REFUSED = {
     "a recurrent layer twice": "write a recipe with [[layers]]",
     "directions in separate stacks": "are not joined at every level",

@@ -2,7 +2,7 @@
 
 It needs tensorflow-cpu 2.21.0 and tf_keras 2.21.0 in a separate environment, which is too large for every test run. They have the cells
 of TensorFlow 1 in tensorflow.compat.v1, except the cells of tf.contrib.cudnn_rnn: its LSTM is BasicLSTMCell without a forget bias, and its
-GRU is written here as it was there.
+GRU is rewritten here.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class CudnnCompatibleGRUCell(legacy_cells.GRUCell):  # type: ignore[misc]
 
 
 class Graph:
-    """What the lines of the table build their graphs of."""
+    """The parts of which the lines of the table build their graphs."""
 
     def cell(self, kind: str, **options: Any) -> Any:
         if kind == "CudnnCompatibleLSTMCell":

@@ -1,4 +1,4 @@
-"""Writes archives of torch in tests, and compares what is imported with the module."""
+"""Writes archives of torch in tests, and compares the imported models with the modules."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def write(sample: Sample, module: nn.Module, folder: Path, how: str) -> Path:
     """Save a module. how: export, trace, script, or freeze after it was scripted."""
     file = folder / ("model.pt2" if how == "export" else "model.pt")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns of what its own exporters do
+        warnings.simplefilter("ignore")  # torch warns about its own exporters
         if how == "export":
             axes = [{0: torch.export.Dim.AUTO, 1: torch.export.Dim.AUTO}, {0: torch.export.Dim.AUTO}]
             program = torch.export.export(module, sample.inputs(), dynamic_shapes=tuple(axes[: 1 + sample.lengths]))
@@ -33,7 +33,7 @@ def write(sample: Sample, module: nn.Module, folder: Path, how: str) -> Path:
 
 
 def assert_imports(sample: Sample, folder: Path, how: str) -> Draft:
-    """Assert that the imported model answers what the module does, and that the archive itself does too."""
+    """Assert that the imported model and the archive itself give the answers of the module."""
     module = sample.module()
     draft = read(write(sample, module, folder, how))
     assert draft.original is not None

@@ -1,4 +1,4 @@
-"""Programs of torch.export and TorchScript import, and compute what the module of torch computes."""
+"""Programs of torch.export and TorchScript can be imported, and compute the same as the module of torch."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def padded(ratios: dict[Workload, float]) -> list[Measurement]:
 
 
 def lines(ratios: dict[Workload, float], family: str) -> dict[str, str]:
-    """Return the results of the goals by name, without what all names begin with."""
+    """Return the results of the goals by name, without the common beginning of the names."""
     begin = f"{family}, torch padded, kernel, "
     shown, _ = judged(padded(ratios), BACKENDS)
     assert all(name.startswith(begin) for name in shown)

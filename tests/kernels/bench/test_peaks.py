@@ -1,4 +1,4 @@
-"""The peaks of a CPU come from the fastest runs of compiled loops, which compute what they claim to."""
+"""The peaks of a CPU come from the fastest runs of compiled loops, which compute the claimed results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A share is that of the measured peaks on a CPU, where the larger of two times is the bound, and that of a product on a GPU."""
+"""A share refers to the measured peaks on a CPU, where the larger of two times is the bound, and to a product on a GPU."""
 
 from __future__ import annotations
 

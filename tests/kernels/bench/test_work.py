@@ -34,7 +34,7 @@ def folded(family: str, form: str | None = None, lengths: str = "questions") -> 
         (tiny("conv", "text-cnn-ids", "equal"), WINDOWS * 6 * 2),
         (tiny("conv", "text-cnn-ids", "equal", form="folded"), 0),
         (tiny("conv", "tcn", "equal"), 8 * 3 * 7 * 3 * 6 * 6),
-        # Layers with gaps of 8 steps or more see one step; those with 4, 2 and 1 are needed at 1, 2 and 4 of 7 steps.
+        # Layers with gaps of 8 steps or more see one step; layers with gaps of 4, 2 and 1 are needed at 1, 2 and 4 of 7 steps.
         (tiny("conv", "tcn-last", "equal"), 3 * (5 + 1 + 2 + 4) * 3 * 6 * 6),
         (tiny("lstm"), TOKENS * 4 * 6 * (6 + 6)),
         (tiny("gru", lengths="equal"), 21 * 3 * 6 * (6 + 6)),

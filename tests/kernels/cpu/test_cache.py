@@ -1,4 +1,4 @@
-"""Tests of the folder of compiled loops: when it may be used, and who fills it."""
+"""Tests of the folder of compiled loops: when it may be used, and which process fills it."""
 
 from __future__ import annotations
 

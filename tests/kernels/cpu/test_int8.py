@@ -18,11 +18,11 @@ COMPILED = [form for form in INT8_FORMS if "cpu" in cpu_backends(form.family)]
 every_form = pytest.mark.parametrize("form", COMPILED, ids=str)
 OVER_VECTORS = [form for form in COMPILED if not form.takes_ids]
 ONE_PRODUCT = [form for form in COMPILED if not form.options.get("projection") and form.options.get("reset") != "before"]
-"""Forms of which no product takes the result of another computation."""
+"""Forms in which no product takes the result of another computation."""
 
 
 def whole_rows(values: Tensor) -> Tensor:
-    """Return values of which each row is whole numbers / 128, the largest of them 127."""
+    """Return values whose rows are whole numbers / 128, the largest number being 127."""
     return quantize(values.flatten(1).T)[0].T.reshape(values.shape) / 128.0
 
 

@@ -28,7 +28,7 @@ def test_largest_answer_of_several_metrics_counts() -> None:
 
 
 def test_starting_replicas_count_as_idle() -> None:
-    """Six of ten are ready and have a third more than their target: eight would do, so none is added and none removed."""
+    """Six of ten replicas are ready and have a third more than their target: eight would do, so the number does not change."""
     assert HorizontalPodAutoscaler(BUSY).desired(0, 10, 6, [4 / 3]) == 10
 
 
@@ -50,7 +50,7 @@ def test_steady_load_keeps_its_replicas() -> None:
 
 
 def test_new_replicas_are_ready_after_their_start() -> None:
-    """The metric is the mean of a minute, so too many are added at first. They leave one after the other."""
+    """The metric is the mean of a minute, so too many replicas are added at first. They leave in turn."""
     offered = np.where(np.arange(3600) < 100, 1000.0, 3000.0)
     trace = run(MACHINE, BUSY, offered, 2, {}, 1024)
     risen = int(np.argmax(trace.ready > 2))

@@ -44,7 +44,7 @@ def test_removed_replica_gives_back_exactly_what_it_took() -> None:
 
 
 def test_envoy_moves_sessions_between_unchanged_replicas() -> None:
-    """Three replicas have 342 points each and two have 512, so the loss of one moves sessions of the others too: 25 of 200 in reality."""
+    """Three replicas have 342 points each and two have 512, so the loss of a replica moves other sessions too: 25 of 200 in reality."""
     proxy = envoy(1024)
     assert [proxy.points(count) for count in (2, 3, 100, 101, 2000)] == [512, 342, 11, 11, 1]
     moved = hashing.moves(proxy.owners(np.arange(3), KEYS), proxy.owners(np.arange(2), KEYS), np.array([2]))

@@ -47,7 +47,7 @@ def test_more_load_than_capacity_waits_without_end() -> None:
 
 @pytest.mark.parametrize("share", [0.1, 0.3, 0.5, 0.7])
 def test_batch_law_predicts_the_scheduler_on_the_virtual_clock(share: float) -> None:
-    """With sequences of 10 steps, the scheduler's p50 and p99 are those of the closed form within a tenth."""
+    """With sequences of 10 steps, the scheduler's p50 and p99 match the closed form within a tenth."""
     cost, steps, rows = Cost(26.21e-6, 0.596e-6, 0.01281e-6), 10, 64
     server = BatchServer(cost.of(steps, 0), cost.per_token * steps, rows)
     limits = SchedulerLimits(1 << 40, rows, 4096, 0.0005)

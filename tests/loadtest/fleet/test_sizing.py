@@ -1,4 +1,4 @@
-"""Sizes follow from the measurements, and docs/sizing.md shows what the simulation and the measurements say."""
+"""Sizes follow from the measurements, and docs/sizing.md shows the results of the simulation and the measurements."""
 
 from __future__ import annotations
 

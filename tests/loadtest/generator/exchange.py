@@ -1,4 +1,4 @@
-"""Connections without a network: what they send and report is recorded."""
+"""Connections without a network: their data and reports are recorded."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Exchange:
 
 
 class Transport:
-    """Records what is written."""
+    """Records the written data."""
 
     def __init__(self) -> None:
         self.written: list[bytes] = []

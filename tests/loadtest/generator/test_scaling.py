@@ -1,4 +1,4 @@
-"""A load that its generators limit is measured again with more of them, as long as that helps."""
+"""A load that its generators limit is measured again with more generators, as long as that helps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scenario measures this service and the plain handler, and reports what it skipped."""
+"""The scenario measures this service and the plain handler, and reports skipped servers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A convolution as in its formula: a loop over rows, windows, taps and inputs that adds one product at a time.
 
-On a CPU numba compiles the loops; on a GPU each output has its own thread.
+On a CPU numba compiles the loops; on a GPU each output has a separate thread.
 """
 
 from __future__ import annotations
