@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -12,6 +13,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from itertools import islice
 from pathlib import Path
 
 import psutil
@@ -20,6 +22,8 @@ from loadtest.discovery import CannotMeasure
 
 ROOT = Path(__file__).resolve().parent.parent
 MODELS = ROOT / "models"
+PORTS = range(12_000, 30_000)
+"""Below the ports that systems choose for connections and for sockets without a port."""
 START_SECONDS = 60.0
 STOP_SECONDS = 60.0
 
@@ -127,11 +131,18 @@ def free_port() -> int:
     return port
 
 
-def free_ports(count: int) -> list[int]:
-    """Return `count` distinct free TCP ports."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [listening.getsockname()[1] for listening in sockets]
+def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
+    """Return `count` distinct free TCP ports. Until a server binds them, the system gives them to no other socket."""
+    shuffled = random.SystemRandom().sample(PORTS, len(PORTS))
+    return list(islice((port for port in shuffled if _is_free(host, port)), count))
+
+
+def _is_free(host: str, port: int) -> bool:
+    try:
+        socket.create_server((host, port)).close()
+    except OSError:
+        return False
+    return True
 
 
 def _await_ready(server: ServerProcess, ready: str, log: Path | None) -> None:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from loadtest.servers import free_ports
 from service.access import peer_keys
 from tests.serving import Server, alive, eventually
 
 HOSTS = tuple(f"127.0.0.{number}" for number in range(2, 10))
 """Addresses of the replicas, in the order in which they are used."""
+EVERYWHERE = "0.0.0.0"
 DEFAULTS = {
     "device": "cpu",
     "allowed_hosts": "*",
@@ -65,7 +66,7 @@ class Cluster:
         """variables: settings of every replica, without the prefix SEQSERVE_."""
         self._models, self._scratch, self._variables = models, scratch, variables
         self.hosts = HOSTS
-        self.port, self.grpc_port = free_ports_everywhere(2)
+        self.port, self.grpc_port = free_ports(2, EVERYWHERE)
         self.replicas: list[Replica] = []
         """Every replica that was started, in this order, including those that ended."""
 
@@ -121,17 +122,10 @@ def clustered(models: Path, scratch: Path, count: int = 3, **variables: str) -> 
         cluster.close()
 
 
-def free_ports_everywhere(count: int) -> list[int]:
-    """Return distinct TCP ports that are free on all addresses of this machine."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("0.0.0.0", 0))) for _ in range(count)]
-        return [listening.getsockname()[1] for listening in sockets]
-
-
 def peer_settings(folder: Path, count: int) -> dict[str, str]:
     """Return the settings with which replicas at the first `count` addresses find each other, and write their peer key file."""
     peer_keys.create(folder / "peer-keys")
-    [port] = free_ports_everywhere(1)
+    [port] = free_ports(1, EVERYWHERE)
     peers = ",".join(f"{host}:{port}" for host in HOSTS[:count])
     return {"peers": peers, "peer_keys": str(folder / "peer-keys"), "peer_port": str(port)}
 

@@ -20,6 +20,7 @@ from loadtest import oip_requests
 from loadtest.callers import Target
 from loadtest.generator.job import Job, Result
 from loadtest.generator.process import run_in_process
+from service.frontend.decoder.client import MAX_LOOP_BODY_BYTES
 from tests.serving import Server
 from tests.steady import processes, resident_bytes
 
@@ -34,9 +35,14 @@ STATUSES = {"http": ("503", "504"), "grpc": ("14", "4")}
 """The statuses of refused requests, and of requests whose deadline passed, by transport."""
 
 
-def http_request(server: Server, model: str, rows: Sequence[Sequence[float]]) -> bytes:
+def http_request(server: Server, model: str, rows: Sequence[Sequence[float]], padding: int = 0) -> bytes:
     body = {"model": model, "inputs": [rows], "deadline_ms": 1000 * DEADLINE_SECONDS}
-    return Target.of(server.address, "/infer").request(json.dumps(body).encode())
+    return Target.of(server.address, "/infer").request(json.dumps(body).encode() + b" " * padding)
+
+
+def large_http_request(server: Server, model: str, rows: Sequence[Sequence[float]]) -> bytes:
+    """Return a request whose body goes to the decoder."""
+    return http_request(server, model, rows, MAX_LOOP_BODY_BYTES)
 
 
 def grpc_request(server: Server, model: str, rows: Sequence[Sequence[float]]) -> bytes:
@@ -46,7 +52,12 @@ def grpc_request(server: Server, model: str, rows: Sequence[Sequence[float]]) ->
     return serialised
 
 
-REQUESTS: dict[str, Callable[[Server, str, Sequence[Sequence[float]]], bytes]] = {"http": http_request, "grpc": grpc_request}
+REQUESTS: dict[str, Callable[[Server, str, Sequence[Sequence[float]]], bytes]] = {
+    "http": http_request,
+    "grpc": grpc_request,
+    "large http": large_http_request,
+}
+"""By kind of request, whose last word is its transport."""
 
 
 class Step(NamedTuple):
@@ -94,8 +105,8 @@ class Overload:
     request: bytes
 
     @classmethod
-    def of(cls, server: Server, transport: str, model: str, rows: Sequence[Sequence[float]]) -> Overload:
-        return cls(server, transport, REQUESTS[transport](server, model, rows))
+    def of(cls, server: Server, kind: str, model: str, rows: Sequence[Sequence[float]]) -> Overload:
+        return cls(server, kind.split()[-1], REQUESTS[kind](server, model, rows))
 
     def capacity(self, seconds: float, callers: int = CALLERS) -> float:
         """Return the answers per second to callers that wait for each answer, and retry a refused request at once."""

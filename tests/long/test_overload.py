@@ -119,11 +119,11 @@ def test_frontends_answer_ten_times_the_callers(folder: Path, tmp_path: Path, sh
 
 
 @contextmanager
-def frontend_bound(folder: Path, scratch: Path, fault: str, transport: str = "http") -> Iterator[Overload]:
+def frontend_bound(folder: Path, scratch: Path, fault: str, kind: str = "http") -> Iterator[Overload]:
     with pytest.MonkeyPatch.context() as patch:
         planted.plant(fault, patch)
         with serving(folder, scratch, idle_seconds="600", default_deadline_ms=DEFAULT_DEADLINE_MS) as server:
-            yield Overload.of(server, transport, "sensors", ROWS)
+            yield Overload.of(server, kind, "sensors", ROWS)
 
 
 class LoopLag:
@@ -173,12 +173,12 @@ def frontend_faults(overload: Overload, times: float, capacity: float, show: Cal
     return [f"{times} times: {fault}" for fault in found]
 
 
-@pytest.mark.parametrize("transport", ["http", "grpc"])
+@pytest.mark.parametrize("kind", ["http", "grpc", "large http"])
 def test_goodput_holds_up_to_10_times_the_capacity_of_the_frontends(
-    transport: str, folder: Path, tmp_path: Path, show: Callable[[object], None]
+    kind: str, folder: Path, tmp_path: Path, show: Callable[[object], None]
 ) -> None:
     """An open loop. The decoding is planted: it takes a fixed time, and no processor time from the generator."""
-    with frontend_bound(folder, tmp_path, "slow-frontend", transport) as overload:
+    with frontend_bound(folder, tmp_path, "slow-frontend", kind) as overload:
         capacity, found = overload.capacity(SECONDS), []
         for times in (1, 2, 5, 10):
             for _ in range(ATTEMPTS):
@@ -190,8 +190,11 @@ def test_goodput_holds_up_to_10_times_the_capacity_of_the_frontends(
     assert found == []
 
 
-def test_frontend_that_decodes_every_request_is_detected(folder: Path, tmp_path: Path, show: Callable[[object], None]) -> None:
-    with frontend_bound(folder, tmp_path, "admits-late") as overload:
+@pytest.mark.parametrize("kind", ["http", "large http"])
+def test_frontend_that_decodes_every_request_is_detected(
+    kind: str, folder: Path, tmp_path: Path, show: Callable[[object], None]
+) -> None:
+    with frontend_bound(folder, tmp_path, "admits-late", kind) as overload:
         found = frontend_faults(overload, 10, overload.capacity(SECONDS / 4), show)
         assert any("answers in time" in fault for fault in found), found
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from loadtest.servers import free_port
 from service.mover.checkpoint_store import RedisStore, StoreFailed
 from tests.serving import eventually
 
@@ -31,13 +31,6 @@ def running_redis(folder: Path) -> Iterator[str]:
     finally:
         server.kill()
         server.wait()
-
-
-def free_port() -> int:
-    """Return a TCP port that is free now."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        port: int = listening.getsockname()[1]
-    return port
 
 
 def _answers(url: str) -> bool:

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from loadtest.servers import free_port
 from service.errors import SettingsError
 from service.mover.checkpoint_store import Checkpoint, FolderStore, RedisStore, Store, StoreFailed, open_store
 from service.settings import Settings
-from tests.mover.redis_server import free_port, running_redis
+from tests.mover.redis_server import running_redis
 
 KEEP_SECONDS = 60.0
 

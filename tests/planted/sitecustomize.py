@@ -14,7 +14,8 @@ PLANTED names faults of a server, separated by commas:
 - deadly-uncounted: the same, and the supervisor does not count which versions end engines;
 - cold: the first batch of each model after the warm-up computes COLD_SECONDS more;
 - slow-device: each batch waits DEVICE_SECONDS, in which a device would compute: it takes no processor time;
-- slow-frontend: a frontend waits FRONTEND_SECONDS while it decodes a request to /infer or to ModelInfer: it takes no processor time;
+- slow-frontend: a frontend or its decoder waits FRONTEND_SECONDS while it decodes a request to /infer or to ModelInfer: it takes no
+  processor time;
 - admits-late: the same, and it decodes every request, however long the request has waited;
 - long-ticks: the same, and one tick of its event loop decodes all requests that have arrived;
 - short-ticks: one tick of a frontend's event loop starts one request, and all others wait;
@@ -76,6 +77,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -731,11 +733,22 @@ def into_decoding(module: Any, fault: str) -> None:
     endpoint.parse = planted
 
 
+def into_decoders(worker: Any, fault: str) -> None:
+    parsers = worker.PARSERS
+
+    def planted(parse: Any, *arguments: Any) -> Any:
+        time.sleep(FRONTEND_SECONDS)
+        return parse(*arguments)
+
+    worker.PARSERS = {api: partial(planted, parse) for api, parse in parsers.items()}
+
+
+def into_long_waits(long_waits: Any, fault: str) -> None:
+    long_waits.LongWaits.refuses = lambda *_: False
+
+
 def into_start_queues(start_queue: Any, fault: str) -> None:
-    if fault == "admits-late":
-        start_queue.StartQueue.check = lambda *_: None
-    else:
-        start_queue.SLICE_SECONDS = 60.0 if fault == "long-ticks" else 0.0
+    start_queue.SLICE_SECONDS = 60.0 if fault == "long-ticks" else 0.0
 
 
 def into_retry_budgets(retry_budget: Any, fault: str) -> None:
@@ -868,7 +881,10 @@ ENDS_OF_PROCESSES = (
     *ENDS_OF_ENGINES,
 )
 DEADLY = ((ENCODER, into_loads), (DEVICE_ENGINE, into_batches_of_a_model))
-DECODING = tuple((f"service.frontend.{module}", into_decoding) for module in ("rest.infer", "oip.grpc_infer"))
+DECODING = (
+    *((f"service.frontend.{module}", into_decoding) for module in ("rest.infer", "oip.grpc_infer")),
+    ("service.frontend.decoder.worker", into_decoders),
+)
 STARTS = ("service.frontend.start_queue", into_start_queues)
 DEVICE = (ENCODER, into_encoders)
 Plants = tuple[tuple[str, Callable[[Any, str], None]], ...]
@@ -895,7 +911,8 @@ PLANTS: dict[str, Plants] = {
     "cold": ((WORKER, into_first_launches),),
     "slow-device": (DEVICE,),
     "slow-frontend": DECODING,
-    **dict.fromkeys(("admits-late", "long-ticks"), (*DECODING, STARTS)),
+    "admits-late": (*DECODING, ("service.frontend.long_waits", into_long_waits)),
+    "long-ticks": (*DECODING, STARTS),
     "short-ticks": (STARTS,),
     "stepped-device": (DEVICE,),
     "admits-all": (DEVICE, (SCHEDULER, into_schedulers)),

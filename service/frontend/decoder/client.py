@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import TypeVar
@@ -15,7 +14,8 @@ from typing import TypeVar
 from service.errors import Unavailable
 from service.frontend.body_budget import BodyBudget
 from service.frontend.catalog import ServedModel
-from service.frontend.long_waits import LongWaits, refusal
+from service.frontend.decoder.turns import Turns
+from service.frontend.long_waits import LongWaits
 from service.frontend.memory_guard import MemoryGuard
 from service.frontend.validation import PackedInputs
 from service.ipc.async_channel import AsyncChannel
@@ -59,9 +59,8 @@ class BodyDecoder:
         self._bodies = bodies
         self._memory = memory
         self._log = log
-        self._waits = LongWaits(settings.default_deadline_ms)
-        self._turn = asyncio.Lock()
-        """Held until the inputs of a body are packed: the objects of a parsed body take many times its memory."""
+        self._turns = Turns(LongWaits(settings.default_deadline_ms))
+        """A body has the turn until its inputs are packed: the objects of a parsed body take many times its memory."""
         self._process: _DecoderProcess | None = None
         self._users = 0
         self._idle: asyncio.TimerHandle | None = None
@@ -69,12 +68,10 @@ class BodyDecoder:
     @asynccontextmanager
     async def decode(self, call: DecodeBody, data: bytes) -> AsyncIterator[DecodedBody]:
         """Parse a body. Within the context its inputs can be packed; raises a ServiceError."""
-        arrived = time.monotonic()
         with self._bodies.hold(len(data)), self._in_use():
-            await self._turn.acquire()
-            body = DecodedBody(self._turn)
+            await self._turns.take()
+            body = DecodedBody(self._turns)
             try:
-                self._check_wait(arrived)
                 body.release = self._memory.reserve(len(data) * PARSED_FACTOR + (0 if self._runs else START_BYTES))
                 await body.parse(self._running(), call, data)
                 yield body
@@ -87,13 +84,6 @@ class BodyDecoder:
             self._idle.cancel()
         if self._process is not None:
             self._process.close()
-
-    def _check_wait(self, arrived: float) -> None:
-        """Raise Overloaded for a body that has waited too long for its turn."""
-        now = time.monotonic()
-        if self._waits.refuses(now - arrived, now):
-            raise refusal()
-        self._waits.handle(now - arrived, now)
 
     @contextmanager
     def _in_use(self) -> Iterator[None]:
@@ -121,12 +111,12 @@ class BodyDecoder:
 class DecodedBody:
     """One large body. `options` has everything but its inputs, which stay with the decoder until they are packed."""
 
-    def __init__(self, turn: asyncio.Lock) -> None:
-        """turn: held for this body, and released when its inputs are packed."""
+    def __init__(self, turns: Turns) -> None:
+        """turns: this body has the turn, which ends when its inputs are packed."""
         self.options = b""
         self.release: Callable[[], None] | None = None
         """Gives back the memory that is reserved for its objects, which are gone when its inputs are packed."""
-        self._turn: asyncio.Lock | None = turn
+        self._turns: Turns | None = turns
         self._process: _DecoderProcess | None = None
         self._id = 0
 
@@ -151,9 +141,9 @@ class DecodedBody:
             self._process.drop(self._id)
 
     def _release_turn(self) -> None:
-        if self._turn is not None:
-            self._turn.release()
-            self._turn = None
+        if self._turns is not None:
+            self._turns.end()
+            self._turns = None
         if self.release is not None:
             self.release()
             self.release = None

@@ -23,6 +23,7 @@ from service.frontend import long_waits
 from service.frontend.catalog import Catalog, ServedModel
 from service.frontend.decoder import client
 from service.frontend.decoder.client import MAX_LOOP_BODY_BYTES
+from service.frontend.decoder.turns import Turns
 from service.frontend.decoder.worker import Decoder
 from service.frontend.dispatch.dispatcher import Dispatcher
 from service.frontend.inference import Frontend, SupervisorClient, TrackedRequest
@@ -278,7 +279,7 @@ def test_bodies_that_wait_long_are_refused_in_an_overload(
     patience: float, kinds: list[type], bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(long_waits, "PATIENCE_SECONDS", patience)
-    monkeypatch.setattr(bench.frontend.decoder, "_waits", LongWaits(default_deadline_ms=200))
+    monkeypatch.setattr(bench.frontend.decoder, "_turns", Turns(LongWaits(default_deadline_ms=200)))
     text = json.dumps({"model": "words", "inputs": ["how far"]}).encode() + PADDING
 
     async def behind_another(tracked: TrackedRequest) -> list[Any]:

@@ -1,0 +1,48 @@
+"""Bodies take turns at the decoder, in the order of their arrival."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+
+from service.frontend.long_waits import LongWaits, refusal
+
+
+class Turns:
+    """A lock whose end refuses the waiting bodies that have waited too long, before another body gets the turn."""
+
+    def __init__(self, waits: LongWaits) -> None:
+        self._waits = waits
+        self._taken = False
+        self._waiting: deque[tuple[float, asyncio.Future[None]]] = deque()
+
+    async def take(self) -> None:
+        """Wait for the turn. Raises Overloaded after a long wait in an overload."""
+        now = time.monotonic()
+        if not self._taken:
+            self._taken = True
+            self._waits.handle(0.0, now)
+            return
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.append((now, turn))
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled() and turn.exception() is None:
+                self.end()  # it came together with the cancellation
+            raise
+
+    def end(self) -> None:
+        """Give the turn to the next body."""
+        now = time.monotonic()
+        while self._waiting:
+            arrived, turn = self._waiting.popleft()
+            if turn.done():
+                continue  # its request was cancelled
+            if not self._waits.refuses(now - arrived, now):
+                self._waits.handle(now - arrived, now)
+                turn.set_result(None)
+                return
+            turn.set_exception(refusal())
+        self._taken = False
