@@ -62,7 +62,8 @@ async def real_time(
         for number, stream in enumerate(streams)
     ]  # fmt: skip
     score = NOTHING
-    replies = await asyncio.gather(*sessions)
+    with live.without_collections():
+        replies = await asyncio.gather(*sessions)
     for stream, received in zip(streams, replies, strict=True):
         detector = Detector(threshold)
         events = [reply.done for reply in received for _ in detector.add(probabilities(reply.output, keyword))]
