@@ -297,10 +297,10 @@ class HotEndpoint(ABC):
         request = EndedRequest(self.api, exchange, caller.name, labels, outcome, arrived, ended=ended, body=start)
         self._observer.end(observation, request)
 
-    def abandon(self) -> None:
-        """See `Endpoint.abandon`."""
+    def abandon(self, outcome: str = GONE) -> None:
+        """See `Endpoint.abandon`. outcome: its label in the metrics."""
         self._tally.accept()
-        self._tally.fail(UNKNOWN_MODEL_LABELS, GONE, 0.0)
+        self._tally.fail(UNKNOWN_MODEL_LABELS, outcome, 0.0)
 
     def collect(self, answered: AnsweredCall) -> None:
         """Keep an answer until the end of the tick."""

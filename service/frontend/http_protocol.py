@@ -465,8 +465,9 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _keep(self, data: bytes, needed: int, endpoint: Endpoint) -> None:
         """Keep what arrived of a request, which is not complete, or waits for its turn."""
+        self._unset_keepalive_if_required()
         self._parts, self._size, self._needed, self._incomplete = [data], len(data), needed, endpoint
-        self._count_received(len(data))
+        self._count_received(min(len(data), needed))
 
     def _take_turn(self, arrived: float) -> None:
         """Start the request whose turn has come."""

@@ -3,7 +3,8 @@
 One tick handles all sockets that were readable at its beginning. With hundreds of busy clients, to decode all of their requests in one
 tick would keep everything else waiting: answers, timers and health checks. So after SLICE_SECONDS the other requests of the tick wait here,
 undecoded, for the next ticks. If clients send more than the frontend can decode, the waits grow. Then each tick also refuses some of the
-requests, which costs less than to decode them.
+requests, which costs less than to decode them: the requests that have waited longest. It starts the newest requests, which can still be
+answered in time.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from service.frontend.long_waits import LongWaits, refusal
 
 SLICE_SECONDS = 0.005
 """A tick starts requests for this time, and refuses requests for at most as long."""
+LONG_WAIT_SHARE = 0.1
+"""A wait is long after this share of the default deadline."""
 Start = Callable[[float], None]
 """Starts a request that arrived at this monotonic time."""
 
@@ -40,10 +43,10 @@ class WaitingStart:
 
 
 class StartQueue:
-    """The requests of one frontend that wait to be started, in the order of their arrival."""
+    """The requests of one frontend that wait to be started. They start in the order of their arrival, except in an overload."""
 
     def __init__(self, default_deadline_ms: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._waits = LongWaits(default_deadline_ms)
+        self._waits = LongWaits(LONG_WAIT_SHARE * default_deadline_ms / 1000)
         self._clock = clock
         self._waiting: deque[WaitingStart] = deque()
         self._ticking = False
@@ -72,6 +75,7 @@ class StartQueue:
     def check(self) -> None:
         """Raise Overloaded if the request that is started now is one to refuse."""
         if self._refusing:
+            self._waits.refuse(self._clock())
             raise refusal()
 
     def _schedule(self) -> None:
@@ -80,24 +84,32 @@ class StartQueue:
             asyncio.get_running_loop().call_soon(self._next_tick)  # when the sockets of this tick have been handled
 
     def _next_tick(self) -> None:
-        """Start the requests that have waited longest. In an overload, refuse others that have waited long."""
+        """Start some of the waiting requests. In an overload, also refuse some that have waited long."""
         self._ticking = False
         if not self._waiting:
             return
         self._schedule()
         now = self._clock()
         self._slice_end = now + SLICE_SECONDS
+        take = self._waiting.pop if self._waits.overloaded(now) else self._waiting.popleft
         while self._waiting and now <= self._slice_end:
-            self._waits.handle(now - self._waiting[0].arrived, now)
-            now = self._start_first()
-        end, self._refusing = now + SLICE_SECONDS, True
-        while self._waiting and now <= end and self._waits.refuses(now - self._waiting[0].arrived, now):
-            now = self._start_first()
-        self._refusing = False
+            waiting = take()
+            self._waits.handle(now - waiting.arrived, now)
+            now = self._start(waiting)
+        self._refuse(now)
 
-    def _start_first(self) -> float:
-        """Start the first waiting request. Return the time at its end."""
-        waiting = self._waiting.popleft()
-        if waiting.start is not None:
-            waiting.start(waiting.arrived)
+    def _refuse(self, now: float) -> None:
+        """Refuse the requests that have waited longest, if they have waited too long."""
+        end, self._refusing = now + SLICE_SECONDS, True
+        try:
+            while self._waiting and now <= end and self._waits.refuses(now - self._waiting[0].arrived, now):
+                now = self._start(self._waiting.popleft())
+        finally:
+            self._refusing = False
+
+    def _start(self, waiting: WaitingStart) -> float:
+        """Start a request, unless it was cancelled. Return the time at the end."""
+        start, waiting.start = waiting.start, None  # they refer to each other
+        if start is not None:
+            start(waiting.arrived)
         return self._clock()

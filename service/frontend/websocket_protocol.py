@@ -58,8 +58,8 @@ class MessageReceiver(Protocol):
     def ready(self) -> bool:
         """Whether it takes another message now. When it becomes true again, the receiver calls `WebSocketProtocol.read_on`."""
 
-    def receive(self, data: bytes, is_text: bool) -> None:
-        """Take a message. A text is valid UTF-8."""
+    def receive(self, data: bytes, is_text: bool, arrived: float) -> None:
+        """Take a message, which arrived at this monotonic time. A text is valid UTF-8."""
 
 
 class _FrameReader(StreamReader):
@@ -100,6 +100,9 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         super().__init__(config, server_state, app_state)
         self._hot_path = hot_path
         self._settings = hot_path.frontend.settings
+        self._starts = hot_path.frontend.starts
+        self._arrived = 0.0
+        """When the messages arrived that are parsed now."""
         # Without the extension for compressed messages: chunks are small, and a small message may decompress to a large one.
         self.conn: _FrameParser = _FrameParser(max_size=self._settings.max_message_bytes, logger=self.logger)
         self._draining = False
@@ -137,9 +140,10 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
     def data_received(self, data: bytes) -> None:
         """Parse what arrived, now or when its turn has come. The handshake is valid: HttpProtocol has checked it."""
         self.conn.reader.feed_data(data)
-        now, starts = time.monotonic(), self._hot_path.frontend.starts
-        if self._receiver is not None and self._continuation is None and starts.must_wait(now):
-            self._continuation = starts.add(now, lambda _: self._continue())
+        if self._continuation is None:
+            self._arrived = time.monotonic()
+            if self._receiver is not None and self._starts.must_wait(self._arrived):
+                self._continuation = self._starts.add(self._arrived, self._continue)
         self._parse_frames()
 
     def pause_writing(self) -> None:
@@ -245,7 +249,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
             self._close_for(InvalidRequest.code, CloseCode.INVALID_DATA, "the text of a message is not UTF-8")
             return
         assert self._receiver is not None, "nothing is parsed before"
-        self._receiver.receive(data, is_text)
+        self._receiver.receive(data, is_text, self._arrived)
 
     # The connection guard.
 
@@ -370,12 +374,17 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         return True
 
     def _parse_later(self, seconds: float) -> None:
-        if self._continuation is None:
-            call = self._continue
-            self._continuation = self.loop.call_later(seconds, call) if seconds > 0 else self.loop.call_soon(call)
+        if self._continuation is not None:
+            return
+        if seconds > 0:
+            self._continuation = self.loop.call_later(seconds, self._continue)
+        elif self._receiver is not None:
+            self._continuation = self._starts.add(time.monotonic(), self._continue)
+        else:
+            self._continuation = self.loop.call_soon(self._continue)
 
-    def _continue(self) -> None:
-        self._continuation = None
+    def _continue(self, arrived: float | None = None) -> None:
+        self._continuation, self._arrived = None, arrived or time.monotonic()
         self._parse_frames()
 
     def _may_parse(self) -> bool:
@@ -389,9 +398,10 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
     def _set_reading(self) -> None:
         """Read from the socket when frames may be handled, and ahead. While the service drains, no further messages are read."""
         taking = self._may_parse() and (self.close_sent or not self._draining)
-        if taking and not self._taking:
-            self.phase_began = self.loop.time()
-        self._taking = taking
+        if not isinstance(self._continuation, WaitingStart):  # a client that sends slowly gains no time from a busy frontend
+            if taking and not self._taking:
+                self.phase_began = self.loop.time()
+            self._taking = taking
         reading = taking or self._may_read_ahead()
         if reading == self._reading or self.transport.is_closing():
             return

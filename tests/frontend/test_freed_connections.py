@@ -7,7 +7,7 @@ import gc
 import json
 import struct
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -32,6 +32,7 @@ from service.frontend.oip.grpc_methods import rpc_handlers
 from service.frontend.oip.grpc_server import _limits
 from service.frontend.oip.grpc_wire import frame_message
 from service.frontend.server import build_hot_path
+from service.frontend.start_queue import StartQueue
 from service.frontend.websocket_protocol import WebSocketProtocol
 from service.ipc.channel import Frame, encode
 from service.ipc.messages import Answer, EndSession, Refusal, Request
@@ -131,6 +132,7 @@ OK = b"grpc-status\x010"
 GRPC = {
     "hot call": Conversation(GREETING + call(PATH, infer(3)), OK),
     "running hot call": Conversation(GREETING + call(PATH, infer(LATE_STEPS))),
+    "malformed hot call": Conversation(GREETING + call(PATH, b"\xff"), b"grpc-status\x013"),
     "other call": Conversation(GREETING + call(LIVE, b""), OK),
     "refused call": Conversation(GREETING + call("/nothing", b""), b"grpc-status\x0212"),
     "incomplete call": Conversation(GREETING + call(LIVE, b"") + call(PATH, infer(3)[:-1], stream=3, ended=False), OK),
@@ -177,15 +179,20 @@ class Ports:
         self._config.load()
         self._state, self._hot_path = ServerState(), build_hot_path(frontend)
         shutdown = GrpcShutdown()
-        self._application = GrpcApplication(frontend, [rpc_handlers(frontend, shutdown)], shutdown)
+        self.application = GrpcApplication(frontend, [rpc_handlers(frontend, shutdown)], shutdown)
         self._grpc, self._floods = set[Http2Connection](), Floods()
         self._late = asyncio.Event()
 
     def http(self) -> asyncio.Protocol:
         return HttpProtocol(self._config, self._state, {}, hot_path=self._hot_path)
 
+    @property
+    def sockets(self) -> list[WebSocketProtocol]:
+        """The open WebSockets."""
+        return [connection for connection in self._state.connections if isinstance(connection, WebSocketProtocol)]
+
     def grpc(self) -> asyncio.Protocol:
-        return Http2Connection(self._application, _limits(self._frontend.settings), self._grpc, self._floods)
+        return Http2Connection(self.application, _limits(self._frontend.settings), self._grpc, self._floods)
 
     async def answer(self) -> None:
         """Answer the requests to the engine except requests with LATE_STEPS."""
@@ -244,17 +251,40 @@ def without_collections() -> Iterator[None]:
     gc.enable()
 
 
-@pytest.mark.usefixtures("without_collections")
-@pytest.mark.parametrize("kind", CONVERSATIONS)
-def test_closed_connection_is_freed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    spec = models.words(tmp_path, bidirectional=False)
-    connections = watched(PROTOCOLS[kind], monkeypatch)
+class BusyTicks(StartQueue):
+    """Every request waits for the next tick."""
 
-    async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
+    def must_wait(self, now: float) -> bool:
+        return True
+
+
+def with_ports(
+    folder: Path, test: Callable[[Frontend, Ports], Awaitable[None]], queue: type[StartQueue], **settings: Any
+) -> None:
+    """Run a test with the ports of a frontend, whose requests wait in a queue of this type."""
+    spec = models.words(folder, bidirectional=False)
+
+    async def with_engine(dispatcher: Dispatcher, metrics: Metrics) -> None:
         catalog, engine = Catalog([ServedModel(spec, "1", None)], {}), await meet(dispatcher)
-        frontend = Frontend(Settings(), catalog, dispatcher, metrics, Log("frontend"), cast(SupervisorClient, None))
+        frontend = Frontend(Settings(**settings), catalog, dispatcher, metrics, Log("frontend"), cast(SupervisorClient, None))
+        frontend.starts = queue(frontend.settings.default_deadline_ms)
         ports = Ports(frontend, engine)
         answering = asyncio.ensure_future(ports.answer())
+        await test(frontend, ports)
+        answering.cancel()
+
+    run(with_engine)
+
+
+@pytest.mark.usefixtures("without_collections")
+@pytest.mark.parametrize("queue", [StartQueue, BusyTicks])
+@pytest.mark.parametrize("kind", CONVERSATIONS)
+def test_closed_connection_is_freed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, queue: type[StartQueue]
+) -> None:
+    connections = watched(PROTOCOLS[kind], monkeypatch)
+
+    async def test(_: Frontend, ports: Ports) -> None:
         for name, conversation in CONVERSATIONS[kind].items():
             await ports.hold(ports.grpc if kind == "grpc" else ports.http, conversation, name)
             assert len(connections) == len(PROTOCOLS[kind]), name
@@ -262,6 +292,5 @@ def test_closed_connection_is_freed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
                 while any(connection() is not None for connection in connections):
                     await asyncio.sleep(0.01)
             connections.clear()
-        answering.cancel()
 
-    run(test)
+    with_ports(tmp_path, test, queue)

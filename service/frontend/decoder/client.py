@@ -47,6 +47,8 @@ CALL_SECONDS = 60.0
 """Longest time that the decoder may take for a body."""
 ENVIRONMENT = dict.fromkeys(("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"), str(128 << 10))
 """glibc returns the memory of a large body as soon as it is free. The frontend keeps its own."""
+LONG_WAIT_SHARE = 0.5
+"""A wait for the decoder is long after this share of the default deadline. A large body may take a second itself."""
 IDLE_SECONDS = 60.0
 """The decoder ends when it had no work for this time, and its memory is free again."""
 
@@ -59,7 +61,7 @@ class BodyDecoder:
         self._bodies = bodies
         self._memory = memory
         self._log = log
-        self._turns = Turns(LongWaits(settings.default_deadline_ms))
+        self._turns = Turns(LongWaits(LONG_WAIT_SHARE * settings.default_deadline_ms / 1000))
         """A body has the turn until its inputs are packed: the objects of a parsed body take many times its memory."""
         self._process: _DecoderProcess | None = None
         self._users = 0

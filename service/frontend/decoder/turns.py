@@ -15,7 +15,8 @@ class Turns:
     def __init__(self, waits: LongWaits) -> None:
         self._waits = waits
         self._taken = False
-        self._waiting: deque[tuple[float, asyncio.Future[None]]] = deque()
+        self._waiting: deque[tuple[float, asyncio.Future[bool]]] = deque()
+        """When each body arrived, and whether it gets the turn."""
 
     async def take(self) -> None:
         """Wait for the turn. Raises Overloaded after a long wait in an overload."""
@@ -24,14 +25,16 @@ class Turns:
             self._taken = True
             self._waits.handle(0.0, now)
             return
-        turn = asyncio.get_running_loop().create_future()
+        turn: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._waiting.append((now, turn))
         try:
-            await turn
+            granted = await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled() and turn.exception() is None:
+            if turn.done() and not turn.cancelled() and turn.result():
                 self.end()  # it came together with the cancellation
             raise
+        if not granted:  # raised here: an exception of the future would keep it, and the body, until a garbage collection
+            raise refusal()
 
     def end(self) -> None:
         """Give the turn to the next body."""
@@ -42,7 +45,8 @@ class Turns:
                 continue  # its request was cancelled
             if not self._waits.refuses(now - arrived, now):
                 self._waits.handle(now - arrived, now)
-                turn.set_result(None)
+                turn.set_result(True)
                 return
-            turn.set_exception(refusal())
+            self._waits.refuse(now)
+            turn.set_result(False)
         self._taken = False

@@ -15,9 +15,18 @@ from typing import NamedTuple
 
 import grpc
 
+from service import metrics
 from service.access.caller import ANYBODY, Caller
 from service.access.scopes import Scope
-from service.errors import InvalidRequest, RequestTimeout, ServiceError, Unauthorized, Unavailable, Unsupported
+from service.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    RequestTimeout,
+    ServiceError,
+    Unauthorized,
+    Unavailable,
+    Unsupported,
+)
 from service.frontend.access_log import record
 from service.frontend.hot_calls import RequestTally
 from service.frontend.http2.header_blocks import RequestFields
@@ -145,7 +154,7 @@ class GrpcApplication:
         for unary in list(self._incomplete):
             until_deadline, until_complete = unary.seconds_left(now, settings)
             if until_deadline < 0:
-                unary.end(DEADLINE_EXCEEDED)
+                unary.end(DEADLINE_EXCEEDED, DeadlineExceeded.code)
             elif until_complete < 0:
                 limit = f"{settings.receive_seconds:g} s, which is SEQSERVE_RECEIVE_SECONDS"
                 unary.end(error_status(RequestTimeout(f"the request took longer to arrive than {limit}: send it faster")))
@@ -156,7 +165,7 @@ class GrpcApplication:
         for hot_call in list(self._hot_calls):
             hot_call.cut_off(error)
         for unary in list(self._incomplete):
-            unary.end(error_status(error))
+            unary.end(error_status(error), metrics.CUT_OFF)
         for call in list(self._calls.values()):
             call.cancel(CUT_OFF)
 
@@ -185,6 +194,10 @@ class GrpcApplication:
     def forget(self, unary: _UnaryRequest) -> None:
         """Take a request from the incomplete requests."""
         self._incomplete.discard(unary)
+
+    def abandon(self, outcome: str) -> None:
+        """Count a complete request that ends before its turn. outcome: its label in the metrics."""
+        self._infer.abandon(outcome)
 
     def charge(self, error: ServiceError) -> None:
         """Charge the budget of retries for a request that is refused before it is complete."""
@@ -294,12 +307,7 @@ class _UnaryRequest:
             self._stream.consumed(len(data))
 
     def lost(self) -> None:
-        """Drop the bytes that have arrived."""
-        self._application.forget(self)
-        if self._turn is not None:
-            self._turn.cancel()
-        if self._reader is not None:
-            self._reader.close()
+        self._forget(metrics.GONE)
 
     def sent(self) -> None:
         """Nothing is sent before the request is complete."""
@@ -307,9 +315,9 @@ class _UnaryRequest:
     def end_soon(self) -> None:
         """End the call at its deadline, or when its request takes too long to arrive."""
 
-    def end(self, status: Status) -> None:
-        """End the call without its request."""
-        self.lost()
+    def end(self, status: Status, outcome: str = metrics.GONE) -> None:
+        """End the call without its request. outcome: the label in the metrics of a request that waits for its turn."""
+        self._forget(outcome)
         id_field = self._application.request_id_field(self._route.origin)
         self._stream.send_headers(trailers_only(status) + id_field, last=True)
 
@@ -323,8 +331,18 @@ class _UnaryRequest:
     def _take_turn(self, arrived: float) -> None:
         """Start the request, which has waited for its turn."""
         assert self._reader is not None
+        self._turn = None
         if not self._start_hot(self._reader.only_message(), arrived):
             self._start_general()
+
+    def _forget(self, outcome: str) -> None:
+        """Drop the bytes that have arrived. outcome: as in `end`."""
+        self._application.forget(self)
+        if self._turn is not None:
+            self._turn.cancel()
+            self._application.abandon(outcome)
+        if self._reader is not None:
+            self._reader.close()
 
     def _start_general(self) -> None:
         assert self._reader is not None

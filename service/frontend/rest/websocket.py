@@ -8,7 +8,6 @@ replies. websocket_protocol.py has the limits of a socket.
 from __future__ import annotations
 
 import asyncio
-import time
 import uuid
 from collections import deque
 from collections.abc import Coroutine, Iterable
@@ -272,13 +271,13 @@ class _ChunkStream:
     def ready(self) -> bool:
         return self._alone is None and len(self._unanswered) < MAX_IN_FLIGHT
 
-    def receive(self, data: bytes, is_text: bool) -> None:
+    def receive(self, data: bytes, is_text: bool, arrived: float) -> None:
         """Send a chunk to the engine, or start a task for a message that is answered alone."""
-        arrived = time.monotonic()
         if is_text and len(data) > MAX_LOOP_BODY_BYTES:
             self._handle_alone(self._answer_large(data, arrived))
             return
         try:
+            self._frontend.starts.check()
             chunk = Chunk.read(data, is_text)
         except ServiceError as error:
             reply = self._append_reply()

@@ -279,7 +279,7 @@ def test_bodies_that_wait_long_are_refused_in_an_overload(
     patience: float, kinds: list[type], bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(long_waits, "PATIENCE_SECONDS", patience)
-    monkeypatch.setattr(bench.frontend.decoder, "_turns", Turns(LongWaits(default_deadline_ms=200)))
+    monkeypatch.setattr(bench.frontend.decoder, "_turns", Turns(LongWaits(long_seconds=0.02)))
     text = json.dumps({"model": "words", "inputs": ["how far"]}).encode() + PADDING
 
     async def behind_another(tracked: TrackedRequest) -> list[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -85,7 +86,7 @@ class Connection:
     async def reply(self, message: bytes) -> dict[str, Any]:
         """Pass a message to the application, and return the reply."""
         assert self.receiver is not None
-        self.receiver.receive(message, is_text=True)
+        self.receiver.receive(message, is_text=True, arrived=time.monotonic())
         while not self.replies:
             await asyncio.sleep(0.001)
         return self.replies.pop()
