@@ -257,9 +257,9 @@ def test_slow_websocket_client_gains_no_time_from_a_busy_frontend(tmp_path: Path
         async with connected(ports.http) as (reader, writer):
             writer.write(handshake("model=words"))
             await reader.readuntil(b"\r\n\r\n")
-            await until(lambda: held_starts(frontend).held == 1)
-            held_starts(frontend).release()
+            await until(lambda: [socket for socket in ports.sockets if socket._receiver is not None])
             [socket] = ports.sockets
+            held_starts(frontend).release()
             began = []
             for byte in message[:-1]:
                 writer.write(bytes([byte]))
