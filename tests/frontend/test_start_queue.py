@@ -7,8 +7,7 @@ from collections.abc import Callable, Coroutine
 from functools import wraps
 
 from service.errors import Overloaded
-from service.frontend.long_waits import PATIENCE_SECONDS
-from service.frontend.start_queue import LONG_WAIT_SHARE, SLICE_SECONDS, StartQueue, WaitingStart
+from service.frontend.start_queue import LONG_WAIT_SHARE, PATIENCE_SECONDS, SLICE_SECONDS, StartQueue, WaitingStart
 
 DEADLINE_MS = 1000.0
 LONG_WAIT = LONG_WAIT_SHARE * DEADLINE_MS / 1000

@@ -21,12 +21,11 @@ import uvloop
 from loadtest.callers import Caller, Target
 from loadtest.oip_requests import PATH
 from service.errors import Overloaded
-from service.frontend import long_waits
+from service.frontend import start_queue
 from service.frontend.decoder.turns import Turns
 from service.frontend.http_protocol import HttpProtocol
 from service.frontend.inference import Frontend
-from service.frontend.long_waits import LongWaits
-from service.frontend.start_queue import StartQueue
+from service.frontend.start_queue import LongWaits, StartQueue
 from service.metrics import CUT_OFF, GONE
 from tests import models, planted, soak
 from tests.accumulator import LONGEST, Account, at_rest
@@ -272,7 +271,7 @@ def test_slow_websocket_client_gains_no_time_from_a_busy_frontend(tmp_path: Path
 
 
 def test_refused_body_at_the_decoder_is_freed_without_a_garbage_collection(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(long_waits, "PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(start_queue, "PATIENCE_SECONDS", 0.0)
     bodies: list[weakref.ref[Any]] = []
 
     class Body:

@@ -743,8 +743,8 @@ def into_decoders(worker: Any, fault: str) -> None:
     worker.PARSERS = {api: partial(planted, parse) for api, parse in parsers.items()}
 
 
-def into_long_waits(long_waits: Any, fault: str) -> None:
-    long_waits.LongWaits.refuses = lambda *_: False
+def into_long_waits(start_queue: Any, fault: str) -> None:
+    start_queue.LongWaits.refuses = lambda *_: False
 
 
 def into_start_queues(start_queue: Any, fault: str) -> None:
@@ -911,7 +911,7 @@ PLANTS: dict[str, Plants] = {
     "cold": ((WORKER, into_first_launches),),
     "slow-device": (DEVICE,),
     "slow-frontend": DECODING,
-    "admits-late": (*DECODING, ("service.frontend.long_waits", into_long_waits)),
+    "admits-late": (*DECODING, ("service.frontend.start_queue", into_long_waits)),
     "long-ticks": (*DECODING, STARTS),
     "short-ticks": (STARTS,),
     "stepped-device": (DEVICE,),

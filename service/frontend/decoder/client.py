@@ -15,8 +15,8 @@ from service.errors import Unavailable
 from service.frontend.body_budget import BodyBudget
 from service.frontend.catalog import ServedModel
 from service.frontend.decoder.turns import Turns
-from service.frontend.long_waits import LongWaits
 from service.frontend.memory_guard import MemoryGuard
+from service.frontend.start_queue import LongWaits
 from service.frontend.validation import PackedInputs
 from service.ipc.async_channel import AsyncChannel
 from service.ipc.channel import Channel, Frame, encode, pair

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections import deque
 
-from service.frontend.long_waits import LongWaits, refusal
+from service.frontend.start_queue import LongWaits, refusal
 
 
 class Turns:

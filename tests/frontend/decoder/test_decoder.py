@@ -19,7 +19,7 @@ import pytest
 
 from service.access.caller import LOCAL
 from service.errors import InvalidInput, Overloaded, ServiceError, Unavailable
-from service.frontend import long_waits
+from service.frontend import start_queue
 from service.frontend.catalog import Catalog, ServedModel
 from service.frontend.decoder import client
 from service.frontend.decoder.client import MAX_LOOP_BODY_BYTES
@@ -27,12 +27,12 @@ from service.frontend.decoder.turns import Turns
 from service.frontend.decoder.worker import Decoder
 from service.frontend.dispatch.dispatcher import Dispatcher
 from service.frontend.inference import Frontend, SupervisorClient, TrackedRequest
-from service.frontend.long_waits import LongWaits
 from service.frontend.oip import rest
 from service.frontend.oip.grpc_calls import infer_message, read_request
 from service.frontend.oip.json import encode_response
 from service.frontend.oip.protobuf import METHODS
 from service.frontend.rest import infer
+from service.frontend.start_queue import LongWaits
 from service.ipc.channel import Frame
 from service.ipc.messages import Api, DecodeBody
 from service.log import Log
@@ -278,7 +278,7 @@ def test_bodies_wait_within_the_budget(bench: Bench) -> None:
 def test_bodies_that_wait_long_are_refused_in_an_overload(
     patience: float, kinds: list[type], bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(long_waits, "PATIENCE_SECONDS", patience)
+    monkeypatch.setattr(start_queue, "PATIENCE_SECONDS", patience)
     monkeypatch.setattr(bench.frontend.decoder, "_turns", Turns(LongWaits(long_seconds=0.02)))
     text = json.dumps({"model": "words", "inputs": ["how far"]}).encode() + PADDING
 
