@@ -123,8 +123,8 @@ def run(recipe: Recipe, encoder: str, flags: argparse.Namespace) -> None:
 
 def lines(recipe: Recipe, measured: list[Record]) -> list[str]:
     """Return the table of a results file, without quick trials. A later record of a family replaces an earlier record."""
-    full = [record for record in measured if not record["quick"]]
-    loads = {(each["encoder"], each["device"], each["callers"]): each for each in full if each["kind"] == "speed"}.values()
+    full = newest(record for record in measured if not record["quick"])
+    loads = [record for record in full if record["kind"] == "speed"]
     families: dict[str, Record] = {}
     for kind in ("training", "served"):
         for record in full:
@@ -137,6 +137,12 @@ def lines(recipe: Recipe, measured: list[Record]) -> list[str]:
     if not rows:
         return [pages.EMPTY]
     return [*pages.table(("family", *recipe.columns, *SPEEDS), rows), "", pages.places(full)]
+
+
+def newest(measured: Iterable[Record]) -> list[Record]:
+    """Return the records that no later record replaces. Streams in real time have separate records."""
+    names = ("kind", "encoder", "device", "callers")
+    return list({(*map(record.get, names), "streams" in record): record for record in measured}.values())
 
 
 def speeds(loads: Iterable[Record], encoder: str) -> list[str]:
