@@ -36,8 +36,8 @@ ROWS = [[0.1, 0.2, 0.3]] * 4
 BURST_SECONDS, BURSTS, BURST, BETWEEN = 0.2, 5, 50, 0.3
 IDLE = 1000
 LEAST_FRONTEND_GOODPUT, MOST_LAG_SECONDS = 0.8, 0.1
-DEFAULT_DEADLINE_MS = "5000"
-"""That of the service. A frontend refuses requests that have waited for a tenth of it."""
+DEFAULT_DEADLINES_MS = {"http": "5000", "grpc": "5000", "large http": str(round(1000 * DEADLINE_SECONDS))}
+"""By kind of request. A frontend refuses requests that have waited for a tenth of it, and a decoder for half of it."""
 PROBE_SECONDS = 0.01
 TIMES = 10
 """Ratio of the callers that overload the frontends to the callers that keep them busy."""
@@ -122,7 +122,7 @@ def test_frontends_answer_ten_times_the_callers(folder: Path, tmp_path: Path, sh
 def frontend_bound(folder: Path, scratch: Path, fault: str, kind: str = "http") -> Iterator[Overload]:
     with pytest.MonkeyPatch.context() as patch:
         planted.plant(fault, patch)
-        with serving(folder, scratch, idle_seconds="600", default_deadline_ms=DEFAULT_DEADLINE_MS) as server:
+        with serving(folder, scratch, idle_seconds="600", default_deadline_ms=DEFAULT_DEADLINES_MS[kind]) as server:
             yield Overload.of(server, kind, "sensors", ROWS)
 
 
