@@ -150,3 +150,12 @@ def server(models_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
     """A server that many tests share. A test restores its state."""
     with serving(models_folder, tmp_path_factory.mktemp("log")) as running:
         yield running
+
+
+@pytest.fixture
+def without_collections() -> Iterator[None]:
+    """Disable the garbage collector, so that the test sees the objects that only a collection frees."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()

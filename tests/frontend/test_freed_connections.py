@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import struct
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -241,14 +240,6 @@ def watched(kinds: tuple[type, ...], monkeypatch: pytest.MonkeyPatch) -> list[we
     for kind in kinds:
         watch(kind)
     return references
-
-
-@pytest.fixture
-def without_collections() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 class BusyTicks(StartQueue):

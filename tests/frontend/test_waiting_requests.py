@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import random
 import signal
@@ -270,6 +269,7 @@ def test_slow_websocket_client_gains_no_time_from_a_busy_frontend(tmp_path: Path
     with_ports(tmp_path, test, HeldStarts)
 
 
+@pytest.mark.usefixtures("without_collections")
 def test_refused_body_at_the_decoder_is_freed_without_a_garbage_collection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(start_queue, "PATIENCE_SECONDS", 0.0)
     bodies: list[weakref.ref[Any]] = []
@@ -291,10 +291,5 @@ def test_refused_body_at_the_decoder_is_freed_without_a_garbage_collection(monke
             await asyncio.sleep(0.001)
         return [type(task.exception()) for task in waiting]
 
-    gc.collect()
-    gc.disable()
-    try:
-        kinds = asyncio.run(refuse())
-        assert Overloaded in kinds and [body() for body in bodies] == [None] * 4
-    finally:
-        gc.enable()
+    kinds = asyncio.run(refuse())
+    assert Overloaded in kinds and [body() for body in bodies] == [None] * 4

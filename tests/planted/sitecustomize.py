@@ -743,12 +743,11 @@ def into_decoders(worker: Any, fault: str) -> None:
     worker.PARSERS = {api: partial(planted, parse) for api, parse in parsers.items()}
 
 
-def into_long_waits(start_queue: Any, fault: str) -> None:
-    start_queue.LongWaits.refuses = lambda *_: False
-
-
 def into_start_queues(start_queue: Any, fault: str) -> None:
-    start_queue.SLICE_SECONDS = 60.0 if fault == "long-ticks" else 0.0
+    if fault == "admits-late":
+        start_queue.LongWaits.refuses = lambda *_: False
+    else:
+        start_queue.SLICE_SECONDS = 60.0 if fault == "long-ticks" else 0.0
 
 
 def into_retry_budgets(retry_budget: Any, fault: str) -> None:
@@ -911,8 +910,7 @@ PLANTS: dict[str, Plants] = {
     "cold": ((WORKER, into_first_launches),),
     "slow-device": (DEVICE,),
     "slow-frontend": DECODING,
-    "admits-late": (*DECODING, ("service.frontend.start_queue", into_long_waits)),
-    "long-ticks": (*DECODING, STARTS),
+    **dict.fromkeys(("admits-late", "long-ticks"), (*DECODING, STARTS)),
     "short-ticks": (STARTS,),
     "stepped-device": (DEVICE,),
     "admits-all": (DEVICE, (SCHEDULER, into_schedulers)),
