@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from kernels.backend import AUTO, Choice, accepts_everything, cached_choice, only_by_name
-from kernels.conv import cpu, framework, launch, reference, tables
+from kernels.conv import cpu, cpu_stack, framework, launch, reference, tables
 from kernels.conv.backend import ConvBackend
 from kernels.conv.types import ConvBlock, ConvState, ConvWeights, check_conv, check_conv_stack, check_text_cnn
 from kernels.cpu import cache
@@ -21,7 +21,7 @@ from kernels.ragged import Encoded, Outputs, Ragged, with_state_slots
 BACKENDS = (
     ConvBackend("fused", launch.conv, launch.refused, stack=launch.stack, text_cnn=launch.text_cnn, runs=None),
     ConvBackend("tables", tables.conv, tables.refused, text_cnn=tables.text_cnn, runs=None),
-    ConvBackend("cpu", with_state_slots(framework.conv), cache.refuses, text_cnn=cpu.text_cnn, runs=None),
+    ConvBackend("cpu", cpu_stack.conv, cache.refuses, stack=cpu_stack.stack, text_cnn=cpu.text_cnn, runs=None),
     ConvBackend("framework", with_state_slots(framework.conv), accepts_everything, runs=None),
     ConvBackend(
         "reference",

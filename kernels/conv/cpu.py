@@ -1,6 +1,6 @@
-"""The launcher of `cpu_loops.py`: a text CNN over folded tables in one call, from token ids to the classifier's scores.
+"""The launcher of `cpu_loops.text_cnn`: a text CNN over folded tables in one call, from token ids to the classifier's scores.
 
-Other convolutions are products of whole windows. They run in `framework`, with the library behind torch.
+A text CNN over vectors runs layer by layer in `cpu_stack`.
 """
 
 from __future__ import annotations
@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from operator import is_
 
 import torch
 from torch import Tensor
 
-from kernels.conv import framework
+from kernels.conv.cpu_stack import ROW_OPERATIONS, conv, stored_tables
 from kernels.conv.layer_by_layer import text_cnn_of
 from kernels.conv.types import ConvWeights
 from kernels.cpu.launch import FLOAT_BYTES, LONG_BYTES, aligned
@@ -24,11 +25,9 @@ MONOTONE = ("none", "relu")
 """Activations that may follow the maximum over time, because they never decrease."""
 TILE_FLOATS = 128
 """Numbers of the largest tile."""
-ROW_OPERATIONS = 2
-"""Additions of a table row that take as long as a multiplication of a product."""
 
 Classifier = tuple[Tensor, Tensor]
-_layer_by_layer = text_cnn_of(framework.conv)
+_layer_by_layer = text_cnn_of(conv)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +84,10 @@ def _loop() -> Callable[..., None]:
 
 def _packed(layers: Sequence[ConvWeights], classifier: Classifier | None) -> TextTables:
     packed: TextTables | None = layers[0].packed.get("cpu")
-    same = packed is not None and packed.classifier is classifier and all(map(_is, packed.layers, layers))
+    same = packed is not None and packed.classifier is classifier and all(map(is_, packed.layers, layers))
     if packed is None or not same or len(packed.layers) != len(layers):
         packed = layers[0].packed["cpu"] = _pack(tuple(layers), classifier)
     return packed
-
-
-def _is(one: ConvWeights, other: ConvWeights) -> bool:
-    return one is other
 
 
 def _pack(layers: tuple[ConvWeights, ...], classifier: Classifier | None) -> TextTables:
@@ -101,7 +96,7 @@ def _pack(layers: tuple[ConvWeights, ...], classifier: Classifier | None) -> Tex
     arrays: list[Tensor] = []
     numbers, column = [], 0
     for layer in layers:
-        table, bias = _stored(layer), layer.bias.float().contiguous()
+        table, bias = stored_tables(layer), layer.bias.float().contiguous()
         arrays += [table, bias]
         geometry = len(table), layer.dilation, layer.stride, layer.left, layer.right
         numbers += [table.data_ptr(), STORAGES[table.dtype], table.stride(0), table.stride(1), table.shape[1], *geometry]
@@ -125,11 +120,3 @@ def _pack(layers: tuple[ConvWeights, ...], classifier: Classifier | None) -> Tex
         row_numbers=sum(layer.shape[0] * layer.outputs for layer in layers),
         arrays=tuple(arrays),
     )
-
-
-def _stored(layer: ConvWeights) -> Tensor:
-    """Return the tables of a layer in a dtype that compiled loops read, with consecutive columns."""
-    tables = layer.tables
-    assert tables is not None
-    stored = tables if tables.dtype in STORAGES else tables.float()
-    return stored if stored.stride(2) == 1 else stored.contiguous()

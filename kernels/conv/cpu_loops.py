@@ -1,7 +1,7 @@
-"""Text CNNs over folded tables, compiled for the CPU: the windows of a row are sums of table rows, and only their maximum over
-time is kept.
+"""Convolutions compiled for the CPU: text CNNs over folded tables, and stacks of convolutions.
 
-A tile is a few vectors of maps. Its maxima and the sums of a window stay in registers while all windows of a row pass.
+The windows of a row of a text CNN are sums of table rows, and only their maximum over time is kept. A tile is a few vectors of maps. Its
+maxima and the sums of a window stay in registers while all windows of a row pass.
 """
 
 from __future__ import annotations
@@ -15,9 +15,22 @@ from numba import types
 from numba.core import cgutils
 
 from kernels.cpu.compiled import Codegen, Compiled, inner, llvm_code
-from kernels.cpu.products import product
-from kernels.cpu.rows import floats, longs, number_at
-from kernels.cpu.vectors import FLOAT, FLOAT_BYTES, LANES, LONG, REGISTERS, STORED, Vectors, for_each_case, index
+from kernels.cpu.conv_numbers import MemorySizes
+from kernels.cpu.convolutions import Memory, Steps, call_at, convolve, keep_contexts, layer_at, output_offsets, pool, table_rows
+from kernels.cpu.products import aligned, product
+from kernels.cpu.rows import OutputArrays, floats, longs, number_at
+from kernels.cpu.vectors import (
+    FLOAT,
+    FLOAT_BYTES,
+    LANES,
+    LONG,
+    LONG_BYTES,
+    REGISTERS,
+    STORED,
+    Vectors,
+    for_each_case,
+    index,
+)
 from kernels.embedding import FIRST
 
 TILE_VECTORS = min(8, REGISTERS // 4)
@@ -150,7 +163,7 @@ def text_cnn(
         for number in range(layer_count):
             layer = _layer(numbers, number)
             steps = longs(steps_address, last - first + layer.left + layer.right)
-            _table_rows(layer, ids, id_bytes, first, last, steps)
+            table_rows(layer.left, layer.height, ids, id_bytes, first, last, FIRST, steps)
             target = floats(maxima + FLOAT_BYTES * (outputs * row + layer.column), layer.outputs)
             _pool(layer, steps, tile, target)
     if panels:
@@ -180,18 +193,6 @@ def _layer(numbers: Any, number: int) -> Layer:
         numbers[first + 12],
         numbers[first + 13],
     )
-
-
-@inner
-def _table_rows(layer: Layer, ids: int, id_bytes: int, first: int, last: int, steps: Any) -> None:
-    """Write the table rows of a row's steps and of the padding around them."""
-    steps[: layer.left] = 0
-    for token in range(first, last):
-        row = number_at(ids, id_bytes, token) + FIRST
-        if row < FIRST or row >= layer.height:
-            raise IndexError("a token id is outside of the table")
-        steps[layer.left + token - first] = row
-    steps[layer.left + last - first :] = 0
 
 
 @inner
@@ -225,3 +226,74 @@ def _pool(layer: Layer, steps: Any, tile: int, target: Any) -> None:
         for number in range(columns):
             value = highest[number] + bias[column + number]
             target[column + number] = np.float32(0.0) if layer.relu and value < 0.0 else value
+
+
+@Compiled
+def stack(
+    part: int,
+    parts: int,
+    offsets: int,
+    offset_bytes: int,
+    rows: int,
+    data: int,
+    id_bytes: int,
+    layers: int,
+    calls: int,
+    layer_count: int,
+    written: int,
+    steps: int,
+    last: int,
+    mean: int,
+    maximum: int,
+    together: int,
+    table_row_count: int,
+    windows: int,
+    tile: int,
+    projected: int,
+    buffer: int,
+    scratch: int,
+) -> None:
+    """Run all layers over part `part` of `parts` of a batch's rows. Raises IndexError for an id outside of the tables.
+
+    data: input steps, or ids of `id_bytes` if the first layer has tables; layers: (layer_count, LAYER_NUMBERS) int64, a `LayerNumbers`
+    each; calls: (layer_count, CALL_NUMBERS) int64, a `CallNumbers` each; written: (rows + 1,) int64, where the steps of each row begin in
+    `steps`; together and the sizes after it: a `MemorySizes`; scratch: memory as `kernels.conv.cpu_stack` computes it.
+    """
+    first, count = rows * part // parts, rows * (part + 1) // parts - rows * part // parts
+    offsets_before, offsets_after = longs(scratch, count + 1), longs(scratch + LONG_BYTES * (count + 1), count + 1)
+    rest = scratch + aligned(2 * LONG_BYTES * (count + 1))
+    sizes = MemorySizes(together, table_row_count, windows, tile, projected, buffer)
+    memory, buffers = _divided(rest, sizes)
+    for row in range(count + 1):
+        offsets_before[row] = number_at(offsets, offset_bytes, first + row)
+    values, input_buffer, block_values, block_begin, block_buffer = data, -1, data, 0, -1
+    for number in range(layer_count):
+        layer, call = layer_at(layers, number), call_at(calls, number)
+        if layer.begins_block:
+            block_values, block_begin, block_buffer = values, offsets_before[0], input_buffer
+        is_written = steps != 0 and number == layer_count - 1
+        output_buffer = 0
+        while output_buffer in (input_buffer, block_buffer):
+            output_buffer += 1
+        target = steps if is_written else buffers + aligned(FLOAT_BYTES * buffer) * output_buffer
+        output_offsets(layer, offsets_before, longs(written, rows + 1)[first] if is_written else 0, offsets_after)
+        inputs, outputs = Steps(values, offsets_before), Steps(target, offsets_after)
+        convolve(layer, call, first, inputs, id_bytes, FIRST, block_values, block_begin, outputs, memory)
+        if call.after:
+            keep_contexts(layer, call, first, inputs)
+        values, input_buffer = target, output_buffer
+        offsets_before, offsets_after = offsets_after, offsets_before
+    outputs_of_rows = OutputArrays(steps, last, mean, maximum, layer_at(layers, layer_count - 1).outputs)
+    pool(Steps(values, offsets_before), first, outputs_of_rows.width, outputs_of_rows)
+
+
+@inner
+def _divided(memory: int, sizes: MemorySizes) -> tuple[Memory, int]:
+    """Return the parts of the scratch memory, and where the buffers begin."""
+    places = memory + aligned(LONG_BYTES * sizes.together)
+    table_rows = places + aligned(LONG_BYTES * sizes.together)
+    windows = table_rows + aligned(LONG_BYTES * sizes.table_rows)
+    tile = windows + aligned(FLOAT_BYTES * sizes.windows)
+    projected = tile + aligned(FLOAT_BYTES * sizes.tile)
+    buffers = projected + aligned(FLOAT_BYTES * sizes.projected)
+    return Memory(memory, places, table_rows, windows, tile, projected), buffers

@@ -8,7 +8,10 @@ from functools import cache
 from queue import SimpleQueue
 from threading import Thread, local
 
+import numpy as np
 import torch
+
+from kernels.ragged import Sizes
 
 PART_OPERATIONS = 5_000_000
 """Multiplications that are worth another thread, which needs some 20 us to begin."""
@@ -18,17 +21,29 @@ _kept = local()
 Results = SimpleQueue[BaseException | None]
 
 
+def part_count(rows: int, operations: int) -> int:
+    """Return the parts of a batch: as many as torch has threads, if there is enough work."""
+    return max(1, min(torch.get_num_threads(), rows, operations // PART_OPERATIONS))
+
+
+def most_in_a_part(sizes: Sizes, parts: int) -> int:
+    """Return the largest sum of the sizes of a part's rows, (rows,), if part n begins at row rows * n // parts."""
+    ends = np.append(0, sizes.cumsum())
+    cuts = len(sizes) * np.arange(parts + 1) // parts
+    return int(np.diff(ends[cuts]).max())
+
+
 def run_in_parts(
     function: Callable[..., None], arguments: Sequence[int], rows: int, operations: int, scratch_bytes: int
 ) -> None:
-    """Call a compiled function for parts of a batch's rows: as many as torch has threads, if there is enough work.
+    """Call a compiled function for the parts of a batch's rows.
 
     The function receives the part, the number of parts, the arguments, and the address of `scratch_bytes` of memory for this
     part alone.
     """
-    parts = min(torch.get_num_threads(), rows, operations // PART_OPERATIONS)
-    scratch = _scratch(max(parts, 1) * scratch_bytes)  # refers to the memory until the end
-    if parts <= 1:
+    parts = part_count(rows, operations)
+    scratch = _scratch(parts * scratch_bytes)  # refers to the memory until the end
+    if parts == 1:
         function(0, 1, *arguments, scratch.data_ptr())
         return
     results: Results = SimpleQueue()

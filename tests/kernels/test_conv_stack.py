@@ -21,6 +21,7 @@ from kernels.conv.layer_by_layer import last_steps, receptive_field, stack_of
 from kernels.conv.types import ConvBlock, ConvState, ConvWeights
 from kernels.ragged import Encoded, Outputs, Ragged
 from tests.kernels import inputs
+from tests.kernels.families import cpu_backends
 from tests.kernels.inputs import (
     OUTPUTS,
     assert_close,
@@ -37,7 +38,7 @@ from tests.kernels.inputs import (
 from tests.kernels.stacks import Maker, Stack
 
 LENGTHS = [9, 0, 1, 31, 2, 17]
-BACKENDS = ["framework", "reference"]
+BACKENDS = [*cpu_backends("conv"), "reference"]
 LAST = Outputs(last=True)
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
 
