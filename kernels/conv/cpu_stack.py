@@ -40,6 +40,14 @@ ROW_OPERATIONS = 2
 
 
 @dataclass(frozen=True, slots=True)
+class PackedLayer:
+    """numbers: of a layer, without the fields of its block; arrays: what their addresses refer to."""
+
+    numbers: LayerNumbers
+    arrays: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class PackedStack:
     """The layers of a stack as the compiled loop takes them.
 
@@ -60,10 +68,9 @@ def conv(x: Ragged, weights: ConvWeights, state: ConvState | None, *, want: Outp
     if state is not None and not _in_place(state):
         encoded: Encoded = with_state_slots(conv)(x, weights, state, want=want)
         return encoded
-    blocks = weights.packed.setdefault("cpu block", (ConvBlock((weights,)),))
     if state is None and not weights.takes_ids:
         state = ConvState(x.data.new_zeros(x.rows, weights.left, x.data.shape[1]))
-    encoded = _run(x, blocks, None if state is None else (state,), want)
+    encoded = _run(x, (ConvBlock((weights,)),), None if state is None else (state,), want)
     return replace(encoded, state=None if encoded.state is None else encoded.state[0])
 
 
@@ -207,35 +214,43 @@ def _packed(blocks: Sequence[ConvBlock]) -> PackedStack:
 
 
 def _same(packed: Sequence[ConvBlock], blocks: Sequence[ConvBlock]) -> bool:
-    return len(packed) == len(blocks) and all(map(is_, packed, blocks))
+    """Return whether the blocks have the same layers, although the caller may have made them again."""
+    return len(packed) == len(blocks) and all(map(_same_block, packed, blocks))
+
+
+def _same_block(one: ConvBlock, other: ConvBlock) -> bool:
+    return one is other or (
+        len(one.layers) == len(other.layers)
+        and all(map(is_, one.layers, other.layers))
+        and one.projection is other.projection
+        and (one.residual, one.activation) == (other.residual, other.activation)
+    )
 
 
 def _pack(blocks: tuple[ConvBlock, ...]) -> PackedStack:
     layers, arrays, operations = list[LayerNumbers](), list[Tensor](), list[int]()
     for block in blocks:
         for position, layer in enumerate(block.layers):
-            packed, of_layer = _packed_layer(layer)
-            arrays += of_layer
+            packed = _packed_layer(layer)
             if block.residual and position == len(block.layers) - 1:
-                packed, of_projection = _with_input(packed, block)
-                arrays += of_projection
-            layers.append(packed._replace(begins_block=int(position == 0)))
+                packed = _with_input(packed, block)
+            layers.append(packed.numbers._replace(begins_block=int(position == 0)))
+            arrays += packed.arrays
             depth = layer.shape[0] * (ROW_OPERATIONS if layer.tables is not None else layer.shape[1])
-            operations.append(depth * layer.shape[2] + packed.block_inputs * packed.projection_columns)
+            operations.append(depth * layer.shape[2] + packed.numbers.block_inputs * packed.numbers.projection_columns)
     numbers = array("q", chain.from_iterable(layers))
     widest = max(layer.outputs for layer in layers)
     return PackedStack(blocks, numbers, widest, _memory_sizes(layers), tuple(operations), tuple(arrays))
 
 
-def _packed_layer(layer: ConvWeights) -> tuple[LayerNumbers, list[Tensor]]:
-    """Return the numbers of a layer without the fields of its block, and the arrays that they refer to."""
-    packed: tuple[LayerNumbers, list[Tensor]] | None = layer.packed.get("cpu layer")
+def _packed_layer(layer: ConvWeights) -> PackedLayer:
+    packed: PackedLayer | None = layer.packed.get("cpu layer")
     if packed is None:
         packed = layer.packed["cpu layer"] = _pack_layer(layer)
     return packed
 
 
-def _pack_layer(layer: ConvWeights) -> tuple[LayerNumbers, list[Tensor]]:
+def _pack_layer(layer: ConvWeights) -> PackedLayer:
     from kernels.cpu.products import MAX_ROWS, ROWS_IN_CACHE, pack_bias, padded, product_width
 
     width, inputs, _ = layer.shape
@@ -257,11 +272,11 @@ def _pack_layer(layer: ConvWeights) -> tuple[LayerNumbers, list[Tensor]]:
     )
     if layer.tables is None:
         panels, storage = _pack_filters(layer, blocks)
-        return numbers._replace(storage=storage, panels=panels.data_ptr()), [bias, panels]
+        return PackedLayer(numbers._replace(storage=storage, panels=panels.data_ptr()), (bias, panels))
     table = stored_tables(layer)
     row_numbers, tap_numbers = table.stride(1), table.stride(0)
     in_table = {"takes_ids": 1, "storage": STORAGES[table.dtype], "table": table.data_ptr(), "height": table.shape[1]}
-    return numbers._replace(**in_table, row_numbers=row_numbers, tap_numbers=tap_numbers), [bias, table]
+    return PackedLayer(numbers._replace(**in_table, row_numbers=row_numbers, tap_numbers=tap_numbers), (bias, table))
 
 
 def _pack_filters(layer: ConvWeights, blocks: int) -> tuple[Tensor, int]:
@@ -272,18 +287,18 @@ def _pack_filters(layer: ConvWeights, blocks: int) -> tuple[Tensor, int]:
     return pack_columns(layer.filters.reshape(layer.shape[0] * layer.shape[1], layer.shape[2]), blocks, storage), storage
 
 
-def _with_input(numbers: LayerNumbers, block: ConvBlock) -> tuple[LayerNumbers, list[Tensor]]:
-    """Return the numbers of the last layer of a block that adds its input, and the arrays of the projection."""
-    first, projection = block.layers[0], block.projection
-    activation = ACTIVATION_NUMBERS[block.activation]
-    numbers = numbers._replace(adds_input=1, block_activation=activation, block_inputs=first.shape[1])
-    if projection is None:
-        return numbers, []
-    projected, arrays = _packed_layer(projection)
-    return numbers._replace(
+def _with_input(layer: PackedLayer, block: ConvBlock) -> PackedLayer:
+    """Return the last layer of a block that adds its input."""
+    columns, activation = block.layers[0].shape[1], ACTIVATION_NUMBERS[block.activation]
+    numbers = layer.numbers._replace(adds_input=1, block_activation=activation, block_inputs=columns)
+    if block.projection is None:
+        return PackedLayer(numbers, layer.arrays)
+    projection = _packed_layer(block.projection)
+    numbers = numbers._replace(
         projects=1,
-        projection_storage=projected.storage,
-        projection=projected.panels,
-        projection_bias=projected.bias,
-        projection_columns=projected.columns,
-    ), arrays
+        projection_storage=projection.numbers.storage,
+        projection=projection.numbers.panels,
+        projection_bias=projection.numbers.bias,
+        projection_columns=projection.numbers.columns,
+    )
+    return PackedLayer(numbers, layer.arrays + projection.arrays)

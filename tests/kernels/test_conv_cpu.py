@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from kernels.conv import cpu_stack
 from kernels.conv.types import ConvBlock, ConvWeights
 from kernels.cpu import threads
 from kernels.embedding import FIRST
@@ -110,6 +111,21 @@ def test_gelu_is_exact_to_a_few_bits() -> None:
     assert ours is not None
     exact = torch.nn.functional.gelu(values.double())
     assert torch.allclose(ours[:, 0].double(), exact, rtol=5e-7, atol=6e-8)
+
+
+def test_filters_are_packed_once_for_all_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed: list[ConvWeights] = []
+    pack = cpu_stack._pack_layer
+
+    def counted(layer: ConvWeights) -> cpu_stack.PackedLayer:
+        packed.append(layer)
+        return pack(layer)
+
+    monkeypatch.setattr(cpu_stack, "_pack_layer", counted)
+    stack = tcn([8, 8])
+    for blocks in (stack.blocks, stack.blocks[:1], tuple(replace(block) for block in stack.blocks)):
+        stack._replace(blocks=blocks).run(backend="cpu")
+    assert len(packed) == len(stack.layers) + 1, "each layer and the projection of the first block"
 
 
 def test_same_first_layer_in_another_stack_is_packed_again() -> None:
