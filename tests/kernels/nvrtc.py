@@ -15,8 +15,10 @@ from kernels.compile import CompileError, _source_text
 from tests.kernels.devices import FakeKernel
 
 PACKAGE = "nvidia-cuda-nvrtc"
-MAX_SPILLED_BYTES = 320
-"""Some kernels are fastest on Hopper with a few values in memory. This is the most for any device here."""
+MAX_SPILLED_BYTES = 352
+"""Some kernels are fastest on Hopper with a few values in memory. The most for any device here is in `gate_inputs.cu` on an A100, and
+depends on the compiler: 288 bytes with NVRTC 13.0, 300 with 13.2 and 13.4, and 348 with 13.5. With 13.5 it is 316 bytes on GPUs of
+compute capability 8.6 and 8.9, 252 on an H100, 92 on a B200, and 80 on an RTX 5090."""
 FOLDER, LIBRARY, BUILTINS = "cu13/lib", "libnvrtc.so.13", "libnvrtc-builtins.so.13.*"
 
 
