@@ -45,12 +45,14 @@ def started(tmp_path: Path) -> Iterator[Server]:
                         os.kill(pid, signal.SIGKILL)
 
 
-def check_all_end(server: Server, stopped: str = "") -> None:
-    """Kill the supervisor under load while a process is stopped, and check that all processes end in time."""
+def left_behind(server: Server, stopped: str = "") -> set[str]:
+    """Kill the supervisor under load while a process is stopped, and return the names of the processes that do not end in time."""
+    names = {event["pid"]: event["child"] for event in server.events("started")}
+    decoders = {event["pid"]: "decoder" for event in server.events("decoder started")}
     pids = descendants(server.process.pid)
-    roles = {event["child"] for event in server.events("started")}
+    roles = set(names.values())
     assert roles == {"engine-0", "engine-1", "frontend-0", "frontend-1", "tracer-0", "mover-0"}
-    assert len(pids) == len(roles) + len(server.events("decoder started"))
+    assert len(pids) == len(roles) + len(decoders)
     with Lag() as lag:
         if stopped:
             os.kill(server.pid(stopped), signal.SIGSTOP)
@@ -61,13 +63,13 @@ def check_all_end(server: Server, stopped: str = "") -> None:
             time.sleep(0.01)
         seconds = time.monotonic() - began
     print(f"{seconds:.3f} s, lag {lag.worst:.3f} s")
-    assert not left, f"{len(left)} processes are left after {seconds:.1f} s"
+    return {(names | decoders)[pid] for pid in left}
 
 
 @pytest.mark.parametrize("stopped", ["", "engine-1", "frontend-0"])
 def test_all_processes_end_within_two_seconds(stopped: str, tmp_path: Path) -> None:
     with started(tmp_path) as server, suppress(httpx.TransportError), asking(server, REQUEST, REQUEST):
-        check_all_end(server, stopped)
+        assert not left_behind(server, stopped)
 
 
 def test_engine_that_is_starting_ends_too(tmp_path: Path) -> None:
@@ -75,7 +77,7 @@ def test_engine_that_is_starting_ends_too(tmp_path: Path) -> None:
         os.kill(server.pid("engine-0"), signal.SIGKILL)
         eventually(lambda: len([event for event in server.events("started") if event["child"] == "engine-0"]) == 2)
         eventually(lambda: imports_torch(server.pid("engine-0")))
-        check_all_end(server)
+        assert not left_behind(server)
 
 
 def imports_torch(pid: int) -> bool:
@@ -87,5 +89,5 @@ def test_processes_that_are_not_bound_are_detected(tmp_path: Path, monkeypatch: 
     planted.plant("orphans", monkeypatch)
     with started(tmp_path) as server, suppress(httpx.TransportError), asking(server, REQUEST):
         eventually(lambda: server.metric("seqserve_requests_in_flight"))
-        with pytest.raises(AssertionError, match="1 processes are left"):
-            check_all_end(server)
+        # The tracer may be left too: it exports its last spans for as long as this test waits.
+        assert any(name.startswith("engine-") for name in left_behind(server))
