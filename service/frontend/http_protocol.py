@@ -6,6 +6,7 @@ general path. Both paths share validation, dispatch and the writing of answers, 
 
 from __future__ import annotations
 
+import asyncio
 import time
 from contextlib import suppress
 from functools import partial
@@ -182,6 +183,8 @@ class HttpProtocol(HttpToolsProtocol):
         """Whether bytes after the running request are ignored."""
         self._last_reply = False
         """Whether the connection closes after the running request."""
+        self._closing_later: asyncio.TimerHandle | None = None
+        """Closes the connection a little after a refusal."""
         self.phase_began = self.loop.time()
         self._retires = retirement(self.phase_began, self._settings.max_connection_seconds)
         self.received_bytes = 0
@@ -234,6 +237,8 @@ class HttpProtocol(HttpToolsProtocol):
             _disconnect(self._running)  # uvicorn tells only the request that arrived last
         super().connection_lost(exc)
         self._unset_keepalive_if_required()  # after an error, uvicorn would keep this object until the connection would have been idle
+        if self._closing_later is not None:
+            self._closing_later.cancel()  # it would keep this object until it closes the connection
         # They refer to each other. Without this, connections would pile up until a garbage collection, which takes 50 ms then.
         self.cycle = self._running = self._current = None  # type: ignore[assignment]
 
@@ -602,7 +607,7 @@ class HttpProtocol(HttpToolsProtocol):
             with suppress(OSError):  # the client has aborted the connection
                 self.transport.write_eof()
         self.flow.resume_reading()
-        self.loop.call_later(LINGER_SECONDS, self.transport.close)
+        self._closing_later = self.loop.call_later(LINGER_SECONDS, self.transport.close)
 
 
 def _disconnect(cycle: RequestResponseCycle) -> None:

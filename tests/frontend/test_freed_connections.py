@@ -18,9 +18,11 @@ from uvicorn.server import ServerState
 
 from loadtest.oip_requests import PATH
 from service.errors import UnknownSession
+from service.frontend import http_protocol
 from service.frontend.app import build_app
 from service.frontend.catalog import Catalog, ServedModel
 from service.frontend.dispatch.dispatcher import Dispatcher
+from service.frontend.http2 import connection
 from service.frontend.http2.connection import Http2Connection
 from service.frontend.http2.floods import Floods
 from service.frontend.http_protocol import HttpProtocol
@@ -188,7 +190,7 @@ class Ports:
     @property
     def sockets(self) -> list[WebSocketProtocol]:
         """The open WebSockets."""
-        return [connection for connection in self._state.connections if isinstance(connection, WebSocketProtocol)]
+        return [opened for opened in self._state.connections if isinstance(opened, WebSocketProtocol)]
 
     def grpc(self) -> asyncio.Protocol:
         return Http2Connection(self.application, _limits(self._frontend.settings), self._grpc, self._floods)
@@ -242,6 +244,12 @@ def watched(kinds: tuple[type, ...], monkeypatch: pytest.MonkeyPatch) -> list[we
     return references
 
 
+def late_timers() -> set[asyncio.TimerHandle]:
+    """Return the timers of the running loop that are due after the longest wait of a test."""
+    loop: Any = asyncio.get_running_loop()
+    return {timer for timer in loop._scheduled if not timer.cancelled() and timer.when() > loop.time() + LIMIT_SECONDS}
+
+
 class BusyTicks(StartQueue):
     """Every request waits for the next tick."""
 
@@ -267,6 +275,32 @@ def with_ports(
     run(with_engine)
 
 
+@pytest.mark.parametrize("kind", ["http", "grpc"])
+def test_refused_connection_leaves_no_timer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """A timer closes a refused connection, and keeps its transport in memory. It ends with the connection."""
+    for module in (http_protocol, connection):
+        monkeypatch.setattr(module, "LINGER_SECONDS", 2 * LIMIT_SECONDS)
+    refused = {"http": "no HTTP", "grpc": "no HTTP/2"}[kind]
+    lost = asyncio.Event()
+
+    async def test(_: Frontend, ports: Ports) -> None:
+        before = late_timers()
+        await ports.hold(ports.grpc if kind == "grpc" else ports.http, CONVERSATIONS[kind][refused], refused)
+        async with limited(f"{refused} leaves its connection open"):
+            await lost.wait()
+        assert late_timers() <= before
+
+    protocol: Any = PROTOCOLS[kind][0]
+    lose = protocol.connection_lost
+
+    def watched_lose(self: Any, error: Exception | None) -> None:
+        lose(self, error)
+        lost.set()
+
+    monkeypatch.setattr(protocol, "connection_lost", watched_lose)
+    with_ports(tmp_path, test, StartQueue)
+
+
 @pytest.mark.usefixtures("without_collections")
 @pytest.mark.parametrize("queue", [StartQueue, BusyTicks])
 @pytest.mark.parametrize("kind", CONVERSATIONS)
@@ -280,7 +314,7 @@ def test_closed_connection_is_freed(
             await ports.hold(ports.grpc if kind == "grpc" else ports.http, conversation, name)
             assert len(connections) == len(PROTOCOLS[kind]), name
             async with limited(f"{name} leaves its connection in memory"):
-                while any(connection() is not None for connection in connections):
+                while any(reference() is not None for reference in connections):
                     await asyncio.sleep(0.01)
             connections.clear()
 

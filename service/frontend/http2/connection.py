@@ -155,6 +155,8 @@ class Http2Connection(asyncio.Protocol):
         self._initial_send_window = DEFAULT_WINDOW
         self._continuing = False
         self._closing = False
+        self._closing_later: asyncio.TimerHandle | None = None
+        """Closes the connection a little after GOAWAY."""
         self._draining = False
         self._last_accepted = MAX_WINDOW
         """Later streams are ignored, as a GOAWAY frame has announced."""
@@ -185,6 +187,8 @@ class Http2Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._connections.discard(self)
         self._closing = True
+        if self._closing_later is not None:
+            self._closing_later.cancel()  # it would keep this object until it closes the connection
         self._lose_streams()
         self._sender.close()
 
@@ -558,7 +562,7 @@ class Http2Connection(asyncio.Protocol):
             with suppress(OSError):  # the client has aborted the connection
                 self._transport.write_eof()
         self._transport.resume_reading()
-        self._loop.call_later(LINGER_SECONDS, self._transport.close)
+        self._closing_later = self._loop.call_later(LINGER_SECONDS, self._transport.close)
 
     def drain(self) -> None:
         """Accept streams that the client has sent already, and close the connection after the last stream."""
