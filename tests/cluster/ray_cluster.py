@@ -11,10 +11,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
-from loadtest.servers import free_port
+from loadtest.servers import free_ports
 from tests.serving import eventually
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,7 +43,7 @@ QUICK = {
 
 
 class RayCluster:
-    """A Ray cluster of three nodes with the service in it. url: of Serve's proxy."""
+    """A Ray cluster with the service in it. url: of Serve's proxy, that of the second node if the head may end."""
 
     def __init__(self, process: subprocess.Popen[str], port: int) -> None:
         self._process = process
@@ -76,16 +77,33 @@ def environment(scratch: Path) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": str(ROOT), "RAY_TMPDIR": str(scratch), "RAY_USAGE_STATS_ENABLED": "0"}
 
 
+def lasting(redis: str, worker_port: int) -> dict[str, str]:
+    """Return the variables with which a head keeps its state in Redis, and the other nodes wait for its return.
+
+    worker_port: of Serve's proxy on the second node, which has the address of the first.
+    """
+    return {
+        "RAY_REDIS_ADDRESS": urlsplit(redis).netloc,
+        "RAY_gcs_rpc_server_reconnect_timeout_s": "600",
+        "RAY_SERVE_WORKER_PROXY_HTTP_PORT": str(worker_port),
+        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # on a busy machine a proxy does not start within Ray's 5 s
+    }
+
+
 @contextmanager
-def ray_cluster(models: Path, log: Path, settings: Mapping[str, str] = SETTINGS, **options: Any) -> Iterator[RayCluster]:
+def ray_cluster(
+    models: Path, log: Path, settings: Mapping[str, str] = SETTINGS, redis: str = "", **options: Any
+) -> Iterator[RayCluster]:
     """Run a cluster over a models folder until the end of the block. Then print its log, which pytest shows for a failed test.
 
-    settings: of the servers; options: of the application.
+    settings: of the servers; redis: URL of the server with the state of the head, which then may end; options: of the application.
     """
     if not PYTHON.exists():
         pytest.skip("Ray is missing: `make cluster-test` installs it into .venv-ray")
-    port = free_port()
-    arguments = json.dumps([port, QUICK | {"settings": {**settings, "SEQSERVE_MODELS": str(models)}} | options])
+    port, worker_port = free_ports(2)
+    variables = lasting(redis, worker_port) if redis else {}
+    served = QUICK | {"settings": {**settings, "SEQSERVE_MODELS": str(models)}} | options
+    arguments = json.dumps([port, bool(redis), served])
     # Ray's sockets have long names below this folder, and a socket's name has at most 107 characters.
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as scratch, log.open("w") as errors:
         process = subprocess.Popen(
@@ -95,9 +113,9 @@ def ray_cluster(models: Path, log: Path, settings: Mapping[str, str] = SETTINGS,
             stderr=errors,
             text=True,
             cwd=ROOT,
-            env=environment(Path(scratch)),
+            env=environment(Path(scratch)) | variables,
         )
-        cluster = RayCluster(process, port)
+        cluster = RayCluster(process, worker_port if redis else port)
         try:
             assert cluster.answer() == "ready"
             yield cluster

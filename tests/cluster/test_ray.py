@@ -1,6 +1,6 @@
 """The service on a Ray cluster of three nodes, in both modes: sticky sessions, a node that dies under load, and scaling by backlog.
 
-With peers, the sessions move when that changes the number of replicas.
+With peers, the sessions move when that changes the number of replicas. With its state in Redis, the head may end.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ from tests import models
 from tests.accumulator import AccumulatorSession
 from tests.cluster.ray_clients import CLIENTS, Outcomes, bearer, rounds_of_chunks, send_chunks, stateless_load
 from tests.cluster.ray_cluster import ROOT, SETTINGS, RayCluster, ray_cluster, traffic
+from tests.mover.redis_server import running_redis
 from tests.proxies import arguments, running
 from tests.serving import eventually
 
 ENVOY = ROOT / "deploy" / "proxies" / "envoy.yaml"
 SESSIONS, CHUNKS = 60, 5
 LOADED_SECONDS = 4.0
+TWO: dict[str, Any] = {"min_replicas": 2, "max_replicas": 2}
 BACKLOG: dict[str, Any] = {"min_replicas": 1, "max_replicas": 3, "backlog_seconds": 0.001}
 """Options that scale to three replicas under more than a millisecond of work for each replica, and to one replica without a load."""
 
@@ -106,6 +108,37 @@ def test_sessions_move_when_replicas_are_added_and_removed(accumulator: Path, tm
     assert rounds.faults == []
     assert outcomes.counts.keys() == {"200"}
     assert taken >= SESSIONS - max(spread) > 0
+
+
+def test_killed_head_fails_no_request_and_comes_back(accumulator: Path, tmp_path: Path) -> None:
+    """The proxy on the other node answers while there is no head. The new head finds the replicas, and all sums are right."""
+    sessions = [AccumulatorSession(f"lasting {number}") for number in range(SESSIONS)]
+    with running_redis(tmp_path) as redis, ray_cluster(accumulator, tmp_path / "ray.log", redis=redis, **TWO) as cluster:
+        cluster.await_running(2)
+        eventually(lambda: ready(cluster.url), 120)
+        with stateless_load(cluster.url) as outcomes, rounds_of_chunks(cluster.url, sessions) as rounds:
+
+            def go_on() -> tuple[int, int]:
+                answered, count = outcomes.answered, rounds.count
+                eventually(lambda: outcomes.answered > answered + 50 and rounds.count > count + 1)
+                return outcomes.answered - answered, rounds.count - count
+
+            go_on()
+            killed = cluster.call("kill_head")
+            without = go_on()
+            cluster.call("start_head")
+            cluster.await_running(2)
+            go_on()
+    print(f"{killed} processes killed; without a head {without} answers and rounds; {outcomes.counts}, {rounds.count} rounds")
+    assert outcomes.counts.keys() == {"200"}
+    assert rounds.faults == []
+
+
+def ready(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/readyz", timeout=30, trust_env=False).status_code == 200
+    except httpx.TransportError:
+        return False
 
 
 def traffic_meets_all(cluster: RayCluster, replicas: int, key: str) -> bool:
