@@ -74,7 +74,12 @@ class RayCluster:
 
 def environment(scratch: Path) -> dict[str, str]:
     """Return the variables of every process that uses Ray: its files, and this repository as the place of `deploy`."""
-    return os.environ | {"PYTHONPATH": str(ROOT), "RAY_TMPDIR": str(scratch), "RAY_USAGE_STATS_ENABLED": "0"}
+    return os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "RAY_TMPDIR": str(scratch),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # on a busy machine a proxy does not start within Ray's 5 s
+    }
 
 
 def lasting(redis: str, worker_port: int) -> dict[str, str]:
@@ -86,7 +91,6 @@ def lasting(redis: str, worker_port: int) -> dict[str, str]:
         "RAY_REDIS_ADDRESS": urlsplit(redis).netloc,
         "RAY_gcs_rpc_server_reconnect_timeout_s": "600",
         "RAY_SERVE_WORKER_PROXY_HTTP_PORT": str(worker_port),
-        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # on a busy machine a proxy does not start within Ray's 5 s
     }
 
 
