@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ from kernels.ragged import ContractError
 Capability = tuple[int, int]
 PIECE = 8
 """Columns of 16-bit inputs in one 16-byte load."""
+Packed = TypeVar("Packed")
+"""Weights in the layout of a kernel: a tensor, or an object with its tensors in `arrays`."""
 
 
 def device_refusal(
@@ -87,12 +89,12 @@ def check_state_cache(name: str, cache: Tensor) -> None:
         )
 
 
-def pack_once(packed: dict[Any, Tensor], name: Any, pack: Callable[[], Tensor]) -> Tensor:
+def pack_once(packed: dict[Any, Any], name: Any, pack: Callable[[], Packed]) -> Packed:
     """Return packed weights by name, packing them on first use."""
-    array = packed.get(name)
-    if array is None:
-        array = packed[name] = pack()
-    return array
+    weights: Packed | None = packed.get(name)
+    if weights is None:
+        weights = packed[name] = pack()
+    return weights
 
 
 def address(array: Tensor | None) -> int:

@@ -31,6 +31,7 @@ from kernels.cpu.launch import (
 from kernels.cpu.storage import STORAGES, panel_storage
 from kernels.cpu.threads import most_in_a_part, part_count, run_in_parts
 from kernels.embedding import embed
+from kernels.launching import pack_once
 from kernels.ragged import Encoded, Outputs, Ragged, Sizes, with_state_slots, without_sources
 
 COPIED_FLOATS = 65536
@@ -99,7 +100,7 @@ def stored_tables(layer: ConvWeights) -> Tensor:
 
 
 def _run(x: Ragged, blocks: Sequence[ConvBlock], states: Sequence[ConvState] | None, want: Outputs) -> Encoded:
-    """Run all blocks in one call. The offsets are those of the output steps."""
+    """Run all blocks in one call. The returned offsets belong to the output steps."""
     packed, first = _packed(blocks), blocks[0].layers[0]
     data = _input(x, first)
     states_after, calls, kept = _calls(blocks, states, want)
@@ -244,10 +245,7 @@ def _pack(blocks: tuple[ConvBlock, ...]) -> PackedStack:
 
 
 def _packed_layer(layer: ConvWeights) -> PackedLayer:
-    packed: PackedLayer | None = layer.packed.get("cpu layer")
-    if packed is None:
-        packed = layer.packed["cpu layer"] = _pack_layer(layer)
-    return packed
+    return pack_once(layer.packed, "cpu layer", lambda: _pack_layer(layer))
 
 
 def _pack_layer(layer: ConvWeights) -> PackedLayer:
