@@ -2,6 +2,8 @@
 
 PLANTED names faults of a server, separated by commas:
 - sticky, endless, memory: a device error in a batch on a GPU that has a sequence of exactly STEPS time steps;
+- failed-capture: captures of graphs of the model HARMED_MODEL fail as the file CAPTURE says: `synchronizes` is an illegal call that
+  raises, `invalid` an illegal call whose error is ignored, `raises` an error of Python. An empty file harms nothing;
 - engine-leak, frontend-leak: a process that keeps LEAKED_BYTES of every request;
 - client-leak: Triton's client libraries keep LEAKED_BYTES of every answer;
 - refusal-leak: a frontend that keeps REFUSAL_BYTES of every request that it refuses;
@@ -87,6 +89,7 @@ LEAKED_BYTES = 100
 COLD_SECONDS = 0.02
 BUSY_SECONDS = 1.0
 DEADLY_MODEL = "deadly"
+HARMED_MODEL = "harmed"
 DEVICE_SECONDS, STEP_SECONDS = 0.04, 0.002
 FRONTEND_SECONDS = 0.01
 GATE_SECONDS = 0.002
@@ -159,6 +162,35 @@ def into_batches(graphs: Any, fault: str) -> None:
         return launch(self, batch, *arguments, **options)
 
     graphs.CudaGraphRunner.launch = planted
+
+
+def fail_capture(how: str) -> None:
+    """Fail within the capture on the current stream."""
+    import ctypes
+
+    import torch
+
+    stream = torch.cuda.current_stream()
+    if how == "synchronizes":
+        stream.synchronize()
+    elif how == "invalid":
+        ctypes.CDLL("libcuda.so.1").cuStreamSynchronize(ctypes.c_void_p(stream.cuda_stream))
+    elif how == "raises":
+        raise ValueError("a planted error")
+
+
+def into_captures(runner: Any, fault: str) -> None:
+    import torch
+
+    encode, capture = runner.CudaGraphRunner._encode_bucket, Path(os.environ["CAPTURE"])
+
+    def planted(self: Any, bucket: Any) -> Any:
+        encoded = encode(self, bucket)
+        if self.encoder.spec.name == HARMED_MODEL and torch.cuda.is_current_stream_capturing():
+            fail_capture(capture.read_text())
+        return encoded
+
+    runner.CudaGraphRunner._encode_bucket = planted
 
 
 def end_once(point: str, *, marked: bool) -> None:
@@ -891,6 +923,7 @@ PLANTS: dict[str, Plants] = {
     **dict.fromkeys(LEAKS, (("service.ipc.channel", into_frames),)),
     **dict.fromkeys(ENDINGS, ENDS_OF_PROCESSES),
     **dict.fromkeys((*KERNELS, "memory"), (("service.engine.execution.cuda_graph_runner", into_batches),)),
+    "failed-capture": (("service.engine.execution.cuda_graph_runner", into_captures),),
     "ends": ENDS_OF_ENGINES,
     "timed-callbacks": (("uvicorn.config", into_event_loops),),
     "deadly": DEADLY,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import os
+import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -19,6 +21,8 @@ HIGH_PRIORITY = -1
 SMALL_BYTES, SMALL_BLOCKS = 1 << 20, 32
 """torch's allocator keeps blocks up to SMALL_BYTES apart from larger blocks."""
 ALIGNED_BYTES = 16
+CAPTURE_OF_THIS_THREAD = 1
+"""The driver's mode of a capture that calls of other threads do not end."""
 SET_CAPTURE_DEPENDENCIES = 1
 """The driver's flag that replaces the nodes behind which the next captured work runs."""
 
@@ -157,6 +161,23 @@ def add_to_capture(graph: torch.cuda.CUDAGraph, stream: int) -> None:
             ctypes.c_void_p(stream), ctypes.byref(node), ctypes.c_size_t(1), SET_CAPTURE_DEPENDENCIES
         )
     )
+
+
+def end_capture(graph: torch.cuda.CUDAGraph) -> None:
+    """End the capture on the current stream; raises RuntimeError if a call in it was illegal, and leaves torch able to capture again.
+
+    The driver ends such a capture with an error, and torch then keeps the graph's memory pool open: every later capture into the pool
+    would fail. So torch ends an empty capture in its place.
+    """
+    try:
+        graph.capture_end()
+    except RuntimeError:
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        with suppress(RuntimeError), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns of an empty graph
+            _check(_driver().cuStreamBeginCapture_v2(stream, CAPTURE_OF_THIS_THREAD))
+            graph.capture_end()
+        raise
 
 
 class OutputCollector:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple, Protocol, TypeVar
@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol, TypeVar
 import torch
 
 from kernels.ragged import Ragged
-from service.engine.execution.device import Copy, GraphLaunch, add_to_capture
+from service.engine.execution.device import Copy, GraphLaunch, add_to_capture, end_capture
 from service.engine.execution.graph_buckets import ROW_PADDING, Bucket, TokenCost, row_counts, token_limits
 from service.engine.execution.staging import Staging
 from service.modeling.encoder import Encoding
@@ -60,8 +60,11 @@ class GraphPool:
         graph.capture_begin(pool=self.handle, capture_error_mode="thread_local")
         try:
             yield
-        finally:
-            graph.capture_end()
+        except BaseException:
+            with suppress(RuntimeError):  # the error of the block is the cause
+                end_capture(graph)
+            raise
+        end_capture(graph)
 
 
 class ReplayTime(NamedTuple):
@@ -107,7 +110,7 @@ class GraphCapture:
             self._check_capturable(bucket)
             began = time.monotonic()
             graph = torch.cuda.CUDAGraph(keep_graph=True)
-            with self._pool.capturing(graph):
+            with self._capturing(graph, bucket):
                 ragged, encoding = self._encode(bucket)
                 encoding = contiguous(encoding)
             self._layers[bucket] = CapturedLayers(graph, ragged, encoding)
@@ -115,11 +118,14 @@ class GraphCapture:
         return self._layers[bucket]
 
     def with_copies(self, bucket: Bucket, buffer: int, copies_out: Sequence[Copy]) -> GraphLaunch:
-        """Return the launch of a graph that copies a host buffer to the device, runs the layers, and copies their outputs."""
+        """Return the launch of a graph that copies a host buffer to the device, runs the layers, and copies their outputs.
+
+        Raises NotCapturable.
+        """
         began = time.monotonic()
         layers, graph = self.layers(bucket), torch.cuda.CUDAGraph()
         captured_on = torch.cuda.current_stream().cuda_stream
-        with self._pool.capturing(graph):
+        with self._capturing(graph, bucket):
             self._staging.copy(bucket.tokens, buffer).start(captured_on)
             add_to_capture(layers.graph, captured_on)
             for copy in copies_out:
@@ -160,6 +166,20 @@ class GraphCapture:
         padded = self.replay_time(largest, even_lengths(smallest)).seconds
         per_token = max(0.0, padded - shortest) / max(1, most - least) + copied
         return TokenCost(rows, least, most, shortest, longest, per_token)
+
+    @contextmanager
+    def _capturing(self, graph: torch.cuda.CUDAGraph, bucket: Bucket) -> Iterator[None]:
+        """Capture the work of the block; raises NotCapturable if a call in it is illegal in a capture."""
+        try:
+            with self._pool.capturing(graph):
+                yield
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
+            raise NotCapturable(
+                f"the capture of a batch of {bucket.rows} rows and {bucket.tokens} steps failed: {reason}"
+            ) from error
 
     def _check_capturable(self, bucket: Bucket) -> None:
         """Run a batch once, which may compile kernels, then once more; raises NotCapturable if the second run waits for the device."""
