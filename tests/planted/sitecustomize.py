@@ -2,6 +2,7 @@
 
 PLANTED names faults of a server, separated by commas:
 - sticky, endless, memory: a device error in a batch on a GPU that has a sequence of exactly STEPS time steps;
+- unchecked-device: an engine does not notice that its device has failed, and answers with old numbers in host memory;
 - failed-capture: captures of graphs of the model HARMED_MODEL fail as the file CAPTURE says: `synchronizes` is an illegal call that
   raises, `invalid` an illegal call whose error is ignored, `raises` an error of Python. An empty file harms nothing;
 - engine-leak, frontend-leak: a process that keeps LEAKED_BYTES of every request;
@@ -162,6 +163,20 @@ def into_batches(graphs: Any, fault: str) -> None:
         return launch(self, batch, *arguments, **options)
 
     graphs.CudaGraphRunner.launch = planted
+
+
+def into_devices(device: Any, fault: str) -> None:
+    complete = device.OutputCollector.complete
+
+    def planted(self: Any) -> bool:
+        try:
+            return bool(complete(self))
+        except RuntimeError:
+            return True
+
+    device.OutputCollector.complete = planted
+    device.OutputCollector.wait = lambda _: None
+    device._check = lambda _: None
 
 
 def fail_capture(how: str) -> None:
@@ -923,6 +938,7 @@ PLANTS: dict[str, Plants] = {
     **dict.fromkeys(LEAKS, (("service.ipc.channel", into_frames),)),
     **dict.fromkeys(ENDINGS, ENDS_OF_PROCESSES),
     **dict.fromkeys((*KERNELS, "memory"), (("service.engine.execution.cuda_graph_runner", into_batches),)),
+    "unchecked-device": (("service.engine.execution.device", into_devices),),
     "failed-capture": (("service.engine.execution.cuda_graph_runner", into_captures),),
     "ends": ENDS_OF_ENGINES,
     "timed-callbacks": (("uvicorn.config", into_event_loops),),
