@@ -153,6 +153,17 @@ def server(models_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 
 @pytest.fixture
+def show(capsys: pytest.CaptureFixture[str]) -> Callable[[object], None]:
+    """Return a function that prints figures of a test that passes too."""
+
+    def show(figures: object) -> None:
+        with capsys.disabled():
+            print(f"\n{figures}", end="")
+
+    return show
+
+
+@pytest.fixture
 def without_collections() -> Iterator[None]:
     """Disable the garbage collector, so that the test sees the objects that only a collection frees."""
     gc.collect()

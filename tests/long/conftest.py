@@ -2,23 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests import models
-
-
-@pytest.fixture
-def show(capsys: pytest.CaptureFixture[str]) -> Callable[[object], None]:
-    """Return a function that prints figures of a test that passes too."""
-
-    def show(figures: object) -> None:
-        with capsys.disabled():
-            print(f"\n{figures}", end="")
-
-    return show
 
 
 @pytest.fixture(scope="module")

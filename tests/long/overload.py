@@ -31,28 +31,39 @@ MOST_CALLERS = 512
 LAG_SECONDS, LAGS = 0.01, 10
 """How long this process sleeps between two measurements of its lag, and how many times its worst lag an answer may be late."""
 LATE_SECONDS = 0.1
+STEPS = (0.5, 1, 2, 5, 10, 20)
+LEAST_GOODPUT = {1: 0.9, 2: 0.92, 5: 0.92, 10: 0.92, 20: 0.85}
+"""Share of the capacity that is answered in time, by how many times the capacity is offered."""
+LEAST_KEPT = 0.999
+"""Share of the accepted requests that are answered by their deadline, on a machine that never lets a process wait for a core."""
+MOST_GROWTH_BYTES = 64 << 20
+SECONDS = 8.0
+ATTEMPTS = 3
+"""A step in which other processes took the cores is run again."""
 STATUSES = {"http": ("503", "504"), "grpc": ("14", "4")}
 """The statuses of refused requests, and of requests whose deadline passed, by transport."""
+Input = Sequence[Sequence[float]] | Sequence[int]
+"""Rows of features, or token ids, which only HTTP requests carry."""
 
 
-def http_request(server: Server, model: str, rows: Sequence[Sequence[float]], padding: int = 0) -> bytes:
-    body = {"model": model, "inputs": [rows], "deadline_ms": 1000 * DEADLINE_SECONDS}
+def http_request(server: Server, model: str, input: Input, padding: int = 0) -> bytes:
+    body = {"model": model, "inputs": [input], "deadline_ms": 1000 * DEADLINE_SECONDS}
     return Target.of(server.address, "/infer").request(json.dumps(body).encode() + b" " * padding)
 
 
-def large_http_request(server: Server, model: str, rows: Sequence[Sequence[float]]) -> bytes:
+def large_http_request(server: Server, model: str, input: Input) -> bytes:
     """Return a request whose body goes to the decoder."""
-    return http_request(server, model, rows, MAX_LOOP_BODY_BYTES)
+    return http_request(server, model, input, MAX_LOOP_BODY_BYTES)
 
 
-def grpc_request(server: Server, model: str, rows: Sequence[Sequence[float]]) -> bytes:
-    message = oip_requests.METHOD.request_type.FromString(oip_requests.message(model, np.asarray(rows, np.float32)))
+def grpc_request(server: Server, model: str, input: Input) -> bytes:
+    message = oip_requests.METHOD.request_type.FromString(oip_requests.message(model, np.asarray(input, np.float32)))
     message.parameters["timeout"].int64_param = round(1e6 * DEADLINE_SECONDS)
     serialised: bytes = message.SerializeToString()
     return serialised
 
 
-REQUESTS: dict[str, Callable[[Server, str, Sequence[Sequence[float]]], bytes]] = {
+REQUESTS: dict[str, Callable[[Server, str, Input], bytes]] = {
     "http": http_request,
     "grpc": grpc_request,
     "large http": large_http_request,
@@ -105,8 +116,8 @@ class Overload:
     request: bytes
 
     @classmethod
-    def of(cls, server: Server, kind: str, model: str, rows: Sequence[Sequence[float]]) -> Overload:
-        return cls(server, kind.split()[-1], REQUESTS[kind](server, model, rows))
+    def of(cls, server: Server, kind: str, model: str, input: Input) -> Overload:
+        return cls(server, kind.split()[-1], REQUESTS[kind](server, model, input))
 
     def capacity(self, seconds: float, callers: int = CALLERS) -> float:
         """Return the answers per second to callers that wait for each answer, and retry a refused request at once."""
@@ -184,3 +195,36 @@ class Lag:
             due = time.monotonic() + LAG_SECONDS
             time.sleep(LAG_SECONDS)
             self.worst = max(self.worst, time.monotonic() - due)
+
+
+def faults(times: float, step: Step, capacity: float) -> list[str]:
+    """Return the faults of a step at a multiple of the capacity."""
+    found = []
+    waits = step.lag / DEADLINE_SECONDS
+    if step.goodput < LEAST_GOODPUT.get(int(times), 0.0) * capacity * (1 - waits):
+        found.append(f"{step.goodput:.0f} answers in time per second, of a capacity of {capacity:.0f}")
+    if step.kept < LEAST_KEPT - waits:
+        found.append(f"{step.late} answers late and {step.expired} requests expired after they were accepted")
+    if step.other:
+        found.append(f"failures {step.other}")
+    if step.grown_bytes > MOST_GROWTH_BYTES:
+        found.append(f"{step.grown_bytes >> 20} MiB more memory")
+    return [f"{times} times: {fault}" for fault in found]
+
+
+def staircase(overload: Overload, show: Callable[[object], None]) -> list[str]:
+    """Offer the multiples of the capacity in turn. Returns the faults."""
+    capacity = overload.capacity(SECONDS)
+    show(f"{overload.transport}: {capacity:.0f} requests/s")
+    found = []
+    for times in STEPS:
+        for _ in range(ATTEMPTS):
+            step = overload.step(times * capacity, SECONDS)
+            show(f"{times} times: {step}")
+            wrong = faults(times, step, capacity)
+            if not wrong:
+                break
+            # Other processes may have taken the cores, and so from the capacity.
+            capacity = min(capacity, overload.capacity(SECONDS))
+        found += wrong
+    return found

@@ -19,19 +19,10 @@ import pytest
 from tests import planted
 from tests.accumulator import at_rest
 from tests.long.flood import flooded
-from tests.long.overload import DEADLINE_SECONDS, LAGS, MOST_CALLERS, Overload, Step
+from tests.long.overload import ATTEMPTS, DEADLINE_SECONDS, LAGS, MOST_CALLERS, SECONDS, Overload, faults, staircase
 from tests.serving import LIMIT_SECONDS, Server, eventually, serving
 from tests.steady import open_files
 
-STEPS = (0.5, 1, 2, 5, 10, 20)
-LEAST_GOODPUT = {1: 0.9, 2: 0.92, 5: 0.92, 10: 0.92, 20: 0.85}
-"""Share of the capacity that is answered in time, by how many times the capacity is offered."""
-LEAST_KEPT = 0.999
-"""Share of the accepted requests that are answered by their deadline, on a machine that never lets a process wait for a core."""
-MOST_GROWTH_BYTES = 64 << 20
-SECONDS = 8.0
-ATTEMPTS = 3
-"""A step in which other processes took the cores is run again."""
 ROWS = [[0.1, 0.2, 0.3]] * 4
 BURST_SECONDS, BURSTS, BURST, BETWEEN = 0.2, 5, 50, 0.3
 IDLE = 1000
@@ -55,39 +46,6 @@ def device_bound(folder: Path, scratch: Path, fault: str = "slow-device") -> Ite
 def device(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with device_bound(folder, tmp_path_factory.mktemp("log")) as server:
         yield server
-
-
-def faults(times: float, step: Step, capacity: float) -> list[str]:
-    """Return the faults of a step at a multiple of the capacity."""
-    found = []
-    waits = step.lag / DEADLINE_SECONDS
-    if step.goodput < LEAST_GOODPUT.get(int(times), 0.0) * capacity * (1 - waits):
-        found.append(f"{step.goodput:.0f} answers in time per second, of a capacity of {capacity:.0f}")
-    if step.kept < LEAST_KEPT - waits:
-        found.append(f"{step.late} answers late and {step.expired} requests expired after they were accepted")
-    if step.other:
-        found.append(f"failures {step.other}")
-    if step.grown_bytes > MOST_GROWTH_BYTES:
-        found.append(f"{step.grown_bytes >> 20} MiB more memory")
-    return [f"{times} times: {fault}" for fault in found]
-
-
-def staircase(overload: Overload, show: Callable[[object], None]) -> list[str]:
-    """Offer the multiples of the capacity in turn. Returns the faults."""
-    capacity = overload.capacity(SECONDS)
-    show(f"{overload.transport}: {capacity:.0f} requests/s")
-    found = []
-    for times in STEPS:
-        for _ in range(ATTEMPTS):
-            step = overload.step(times * capacity, SECONDS)
-            show(f"{times} times: {step}")
-            wrong = faults(times, step, capacity)
-            if not wrong:
-                break
-            # Other processes may have taken the cores, and so from the capacity.
-            capacity = min(capacity, overload.capacity(SECONDS))
-        found += wrong
-    return found
 
 
 @pytest.mark.parametrize("transport", ["http", "grpc"])
