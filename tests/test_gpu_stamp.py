@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gpu.__main__ import main
+from tests.gpu.__main__ import ALONE, main
 from tests.gpu.stamp import kernels_hash
 
 PASSES = "def test_it(): pass\n"
@@ -129,6 +129,16 @@ def test_passing_run_records_kernels_device_and_counts(
     assert (written["versions"]["torch"], written["passed"], written["skipped"]) == (str(torch.__version__), 1, 1)
     capsys.readouterr()
     assert said(kernels, record, capsys) == ""
+
+
+@pytest.mark.usefixtures("run")
+@pytest.mark.parametrize(("code", "status", "passed"), [(PASSES, 0, 2), (SKIPPED, 0, 1), (FAILS, 1, None)])
+def test_tests_that_need_the_whole_gpu_count(
+    code: str, status: int, passed: int | None, pytester: pytest.Pytester, kernels: Path, record: Path
+) -> None:
+    pytester.makepyfile(test_others=PASSES, **{Path(ALONE).stem: code})
+    assert main((), pytester.path, kernels, record, workers=0) == status
+    assert (json.loads(record.read_text())["passed"] if record.exists() else None) == passed
 
 
 @pytest.mark.parametrize(

@@ -23,16 +23,19 @@ KERNELS = HERE.parent.parent / "kernels"
 PASSED = HERE / "passed.json"
 WORKERS = 4
 """Processes that run tests: most of the time goes to the reference on the CPU."""
+ALONE = "test_overload.py"
+"""Runs after the other tests: it needs the whole GPU."""
 
 
 class OutcomeCounts:
-    """A pytest plugin that counts passed and skipped tests."""
+    """A pytest plugin that counts passed and skipped tests over several runs."""
 
     passed = 0
     skipped = 0
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        self.passed, self.skipped = (len(terminalreporter.getreports(outcome)) for outcome in ("passed", "skipped"))
+        self.passed += len(terminalreporter.getreports("passed"))
+        self.skipped += len(terminalreporter.getreports("skipped"))
 
 
 def main(
@@ -50,9 +53,7 @@ def main(
 def _run(arguments: Sequence[str], tests: Path, kernels: Path, record: Path, workers: int) -> int:
     # Hashed before the tests: a kernel may be edited while they run.
     tested, counts = kernels_hash(kernels), OutcomeCounts()
-    # The tests of a file share servers, so they run in one worker.
-    parallel = ["--numprocesses", str(workers), "--dist", "loadfile", "--no-loadscope-reorder"]
-    status = pytest.main([str(tests), *parallel, *arguments], plugins=[counts])
+    status = _pytest(arguments, tests, workers, counts)
     # Arguments may select a few tests only. A partial run proves nothing, and neither does a run that skips every test.
     partial = bool(arguments or os.environ.get("PYTEST_ADDOPTS"))
     if status == pytest.ExitCode.OK and counts.passed and not partial:
@@ -60,6 +61,17 @@ def _run(arguments: Sequence[str], tests: Path, kernels: Path, record: Path, wor
         record.write_text(f"{json.dumps(result, indent=2)}\n")
         print(f"written to {record}")
     return int(status)
+
+
+def _pytest(arguments: Sequence[str], tests: Path, workers: int, counts: OutcomeCounts) -> int:
+    # The tests of a file share servers, so they run in one worker.
+    parallel = ["--numprocesses", str(workers), "--dist", "loadfile", "--no-loadscope-reorder"]
+    alone = tests / ALONE
+    status = pytest.main([str(tests), f"--ignore={alone}", *parallel, *arguments], plugins=[counts])
+    if status not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED) or not alone.exists():
+        return status
+    last = pytest.main([str(alone), *arguments], plugins=[counts])
+    return status if last == pytest.ExitCode.NO_TESTS_COLLECTED else last
 
 
 def _where() -> dict[str, object]:
