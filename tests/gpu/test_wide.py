@@ -131,7 +131,7 @@ def test_state_moves_between_backends_at_chunk_borders(form: Form) -> None:
 def test_explain_names_the_rows_of_each_kernel() -> None:
     chosen = explain("lstm", device="cuda:0", dtype="float16", hidden=1024)
     assert chosen.startswith("adaptive: chosen (the grid with 8 units per block up to 8 rows")
-    assert chosen.endswith("wide tiles of 64 rows)")
+    assert "wide tiles of 64 rows" in chosen
     small = explain("gru", device="cuda:0", dtype="float16", hidden=512).splitlines()
     assert small[0] == "adaptive: no other kernel runs many rows of 512 hidden units faster"
 

@@ -12,6 +12,8 @@ from tests.endurance.__main__ import Plan, run
 CHUNKS, SESSIONS, REQUESTS = 300_000, 3_000, 500_000
 FAULT_SECONDS, NEVER = 10.0, 1e9
 FEW, FEW_SESSIONS = 20_000, 500
+WITH_KILLS, OFTEN_SECONDS = 60_000, 2.0
+"""Chunks that take much longer than a killed engine's replacement, and the time between two kills."""
 
 
 @pytest.mark.parametrize(
@@ -36,7 +38,7 @@ def test_wrong_sums_are_detected(tmp_path: Path) -> None:
 @pytest.mark.parametrize("fault", ["forgets-lost", "reports-twice"])
 def test_loss_that_is_not_reported_once_is_detected(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     planted.plant(fault, monkeypatch)
-    assert run(Plan("sessions", FEW, FEW_SESSIONS, 2.0), tmp_path, print).counts["wrong"]
+    assert run(Plan("sessions", WITH_KILLS, FEW_SESSIONS, OFTEN_SECONDS), tmp_path, print).counts["wrong"]
 
 
 def test_answers_to_each_other_are_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
