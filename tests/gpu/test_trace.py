@@ -72,7 +72,9 @@ def test_every_batch_has_its_stages_and_device_time(tracks: dict[str, list[Drawn
 def test_launches_lie_within_the_launch_stage(tracks: dict[str, list[DrawnSlice]]) -> None:
     calls = slices_of(tracks, "launches")
     launches = [drawn for drawn in calls if "Launch" in drawn.name]
-    assert len(launches) >= BATCHES, Counter(drawn.name for drawn in calls)
+    # The profiler does not see the driver launch a graph.
+    without_a_graph = [drawn for drawn in slices_of(tracks, "batches") if drawn.args.get("by") == "launches"]
+    assert len(launches) >= len(without_a_graph) > 0, Counter(drawn.name for drawn in calls)
     assert not outside(launches, [drawn for drawn in slices_of(tracks, "batches") if drawn.name == "launch"])
 
 

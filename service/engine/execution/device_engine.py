@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -105,8 +106,6 @@ class DeviceEngine:
         """Running mean of the host's time from accepting a batch to its launch."""
         self._accepted_at = 0.0
         self._launched_at = 0.0
-        self._free_at = 0.0
-        """When the batches in flight should end."""
         self._last_ended = 0.0
         self.busy_seconds = 0.0
         """Time in which the device ran the batches that have ended."""
@@ -247,7 +246,12 @@ class DeviceEngine:
 
     @property
     def remaining_seconds(self) -> float:
-        return max(0.0, self._free_at - time.monotonic()) if self._in_flight else 0.0
+        running = self.running
+        if running is None:
+            return 0.0
+        began, predicted = running
+        behind = [self._predicted(in_flight) for in_flight in islice(self._in_flight, 1, None)]
+        return max(0.0, began + predicted - time.monotonic()) + sum(behind)
 
     @property
     def accepts_batch(self) -> bool:
@@ -302,7 +306,6 @@ class DeviceEngine:
             raise
         self._launches += 1
         self._in_flight.append(in_flight)
-        self._free_at = max(self._free_at, in_flight.launched) + self._predicted(in_flight)
         launch_seconds = in_flight.launched - max(self._accepted_at, self._launched_at)
         self._launch_seconds += NEWEST * (launch_seconds - self._launch_seconds)
         self._launched_at = in_flight.launched

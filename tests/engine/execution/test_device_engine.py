@@ -254,6 +254,16 @@ def test_larger_batch_is_predicted_to_take_longer(engine: DeviceEngine) -> None:
     assert 0 < engine.predicted_seconds(short) < engine.predicted_seconds(long)
 
 
+def test_batches_that_end_early_leave_no_predicted_time(engine: DeviceEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_runner.ModelRunner, "predicted_seconds", lambda *_: 100.0)
+    for _ in range(10):
+        run(engine, SENSORS, [chunk(SENSORS, 3)])
+        assert engine.remaining_seconds == 0.0
+    engine.launch(Batch(SENSORS, [chunk(SENSORS, 3)]))
+    assert 0.0 < engine.remaining_seconds <= 100.0
+    engine.finished()
+
+
 def test_batch_is_counted_in_the_metrics(engine: DeviceEngine, metrics: Metrics) -> None:
     run(engine, WORDS, [chunk(WORDS, steps) for steps in LENGTHS])
     assert count(metrics.tokens) == sum(LENGTHS)
