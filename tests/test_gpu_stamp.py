@@ -136,7 +136,7 @@ def test_passing_run_records_kernels_device_and_counts(
 def test_tests_that_need_the_whole_gpu_count(
     code: str, status: int, passed: int | None, pytester: pytest.Pytester, kernels: Path, record: Path
 ) -> None:
-    pytester.makepyfile(test_others=PASSES, **{Path(ALONE[0]).stem: code})
+    pytester.makepyfile(test_others=PASSES, **{Path(ALONE).stem: code})
     assert main((), pytester.path, kernels, record, workers=0) == status
     assert (json.loads(record.read_text())["passed"] if record.exists() else None) == passed
 

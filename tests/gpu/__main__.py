@@ -23,8 +23,8 @@ KERNELS = HERE.parent.parent / "kernels"
 PASSED = HERE / "passed.json"
 WORKERS = 4
 """Processes that run tests: most of the time goes to the reference on the CPU."""
-ALONE = ("test_faults.py", "test_overload.py")
-"""Run after the other tests: errors of the device delay all processes that use it, and an overload needs it whole."""
+ALONE = "test_overload.py"
+"""Runs after the other tests: it needs the whole GPU."""
 
 
 class OutcomeCounts:
@@ -66,11 +66,11 @@ def _run(arguments: Sequence[str], tests: Path, kernels: Path, record: Path, wor
 def _pytest(arguments: Sequence[str], tests: Path, workers: int, counts: OutcomeCounts) -> int:
     # The tests of a file share servers, so they run in one worker.
     parallel = ["--numprocesses", str(workers), "--dist", "loadfile", "--no-loadscope-reorder"]
-    alone = [tests / name for name in ALONE if (tests / name).exists()]
-    status = pytest.main([str(tests), *(f"--ignore={file}" for file in alone), *parallel, *arguments], plugins=[counts])
-    if status not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED) or not alone:
+    alone = tests / ALONE
+    status = pytest.main([str(tests), f"--ignore={alone}", *parallel, *arguments], plugins=[counts])
+    if status not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED) or not alone.exists():
         return status
-    last = pytest.main([*map(str, alone), *arguments], plugins=[counts])
+    last = pytest.main([str(alone), *arguments], plugins=[counts])
     return status if last == pytest.ExitCode.NO_TESTS_COLLECTED else last
 
 
