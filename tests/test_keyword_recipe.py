@@ -6,6 +6,7 @@ import importlib
 import shutil
 import subprocess
 import sys
+import wave
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -253,3 +254,47 @@ def test_recipe_trains_and_evaluates_through_the_service(
         expected = model(torch.from_numpy(rows)[None], torch.tensor([60])).softmax(-1)[0, :, 1]
     served = [value for output in outputs for value in evaluation.probabilities(output, "computer")]
     assert served == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+@pytest.mark.slow
+def test_keyword_is_heard_in_recordings(speech: Any, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The service hears what PyTorch hears in the same frames, in a WAV file and in bare samples."""
+    stream = speech.stream(np.random.default_rng(3), module("training.speakers").TEST, 6.0, "computer", 1.0)
+    samples = (32768 * stream.samples).clip(-32768, 32767).astype("<i2")
+    write_wav(tmp_path / "spoken.wav", samples.tobytes())
+    (tmp_path / "spoken.raw").write_bytes(samples.tobytes())
+    silence = np.zeros(speech.RATE // 2, np.float32)
+    rows = torch.from_numpy(module("training.frames").frames(np.concatenate([samples.astype(np.float32) / 32768, silence])))
+    model = module("training.signal_model").SignalModel("qrnn", torch.zeros(2, 40), 16, 2, causal=True, front=5).eval()
+    model.load(trained / "computer-qrnn" / "1")
+    with torch.no_grad():
+        scores = model(rows[None], torch.tensor([len(rows)])).softmax(-1)[0, :, 1]
+    threshold = float(scores.quantile(0.6))
+    events = module("training.spotting").Detector(threshold).add(scores.tolist())
+    assert events, "a threshold below which four tenths of the frames lie has events"
+    expected = ", ".join(f"{module('training.frames').known_at(frame):.2f} s" for frame in events)
+    files = [str(tmp_path / name) for name in ("spoken.wav", "spoken.raw")]
+    with serving(trained, tmp_path) as server:
+        line = ["--model", "computer-qrnn", "--url", server.address, "--threshold", str(threshold)]
+        capsys.readouterr()
+        assert module("hear_keyword").main([*line, *files]) == 0
+        printed = capsys.readouterr().out.splitlines()
+        assert module("hear_keyword").main([*files, "--model", "other", "--url", server.address]) == 1
+    assert printed[:2] == [f"spoken.{kind}, 6.0 s: {expected}" for kind in ("wav", "raw")]
+    assert printed[2] == f"'computer' heard {2 * len(events)} times in 12.0 s"
+
+
+def write_wav(file: Path, samples: bytes, rate: int = 16_000) -> None:
+    with wave.open(str(file), "wb") as recording:
+        recording.setnchannels(1)
+        recording.setsampwidth(2)
+        recording.setframerate(rate)
+        recording.writeframes(samples)
+
+
+def test_recording_in_another_format_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_wav(tmp_path / "fast.wav", bytes(100), rate=44_100)
+    (tmp_path / "text.wav").write_text("no sound")
+    for name, said in (("fast.wav", "44100 samples a second"), ("text.wav", "no WAV file"), ("none.wav", "No such file")):
+        assert module("hear_keyword").main(["--model", "any", str(tmp_path / name)]) == 2
+        assert said in capsys.readouterr().err
