@@ -24,7 +24,7 @@ from training.spotting import LATE, Detector
 async def heard(url: str, model: str, keyword: str, samples: Samples, threshold: float) -> list[float]:
     """Return the seconds at which a session hears the keyword. They count from the start of the recording.
 
-    Silence follows the recording: a model hears a word by what comes after it.
+    Silence follows the recording: a model hears a word only with the sound after it.
     """
     silence = np.zeros(int(LATE * RATE), np.float32)
     rows, detector = frames(np.concatenate([samples, silence])), Detector(threshold)

@@ -13,7 +13,7 @@ SAMPLE_BYTES, FULL_SCALE = 2, 32768
 
 
 class Unreadable(Exception):
-    """A file is no recording in the right format. The message says which format is needed."""
+    """A file is no recording, or has another format. The message names the right format."""
 
 
 def read(file: Path) -> Samples:

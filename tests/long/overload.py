@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -21,6 +23,7 @@ from loadtest.callers import Target
 from loadtest.generator.job import Job, Result
 from loadtest.generator.process import run_in_process
 from service.frontend.decoder.client import MAX_LOOP_BODY_BYTES
+from tests import models
 from tests.serving import Server
 from tests.steady import processes, resident_bytes
 
@@ -38,10 +41,16 @@ LEAST_KEPT = 0.999
 """Share of the accepted requests that are answered by their deadline, on a machine that never lets a process wait for a core."""
 MOST_GROWTH_BYTES = 64 << 20
 SECONDS = 8.0
+STARTED_SECONDS = 3.0
+"""After this time a generator has started and warmed up."""
 ATTEMPTS = 3
 """A step in which other processes took the cores is run again."""
 STATUSES = {"http": ("503", "504"), "grpc": ("14", "4")}
 """The statuses of refused requests, and of requests whose deadline passed, by transport."""
+VOCABULARY, SHORT, LEAST_STEPS, MOST_STEPS = 12, 200, 50, 1000
+"""Of a computed model. SHORT: steps of the sequences that tell how long other sequences take."""
+LEAST_BUSY = 0.8
+"""Share of the time in which the device runs batches while it is the limit."""
 Input = Sequence[Sequence[float]] | Sequence[int]
 """Rows of features, or token ids, which only HTTP requests carry."""
 
@@ -131,6 +140,21 @@ class Overload:
             result = run_in_process(self._job(MOST_CALLERS, seconds, rate))
         return self._judged(result, self._memory() - memory, lag.worst)
 
+    def busy_share(self) -> float:
+        """Return the share of the time in which the device runs batches while callers wait for its answers."""
+
+        def busy_seconds() -> float:
+            return self.server.metric("seqserve_device_busy_seconds_total")
+
+        with ThreadPoolExecutor(1) as pool:
+            loading = pool.submit(self.capacity, SECONDS)
+            time.sleep(STARTED_SECONDS)
+            before, began = busy_seconds(), time.monotonic()
+            time.sleep(SECONDS / 2)
+            share = (busy_seconds() - before) / (time.monotonic() - began)
+            loading.result()
+        return share
+
     def _job(self, callers: int, seconds: float, rate: float = 0.0) -> Job:
         address = urlsplit(self.server.address if self.transport == "http" else f"//{self.server.grpc}")
         return Job(
@@ -195,6 +219,23 @@ class Lag:
             due = time.monotonic() + LAG_SECONDS
             time.sleep(LAG_SECONDS)
             self.worst = max(self.worst, time.monotonic() - due)
+
+
+def computed(root: Path, layers: Mapping[str, object]) -> str:
+    """Write a model with batches of real arithmetic, and return its name."""
+    ids = models.IDS | {"vocabulary": VOCABULARY, "max_steps": MOST_STEPS}
+    models.made_up(root, "deep", ids, models.EMBEDDING, layers, head={"kind": "regress", "pool": "last", "outputs": 2})
+    return "deep"
+
+
+def of_length(server: Server, model: str, steps: int) -> Overload:
+    return Overload.of(server, "http", model, [step % VOCABULARY for step in range(steps)])
+
+
+def of_capacity(server: Server, model: str, capacity: float) -> Overload:
+    """Return a load of sequences of one length, chosen so that the device answers about `capacity` per second."""
+    of_short = of_length(server, model, SHORT).capacity(SECONDS / 4)
+    return of_length(server, model, max(LEAST_STEPS, min(MOST_STEPS, round(SHORT * of_short / capacity))))
 
 
 def faults(times: float, step: Step, capacity: float) -> list[str]:

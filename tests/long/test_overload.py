@@ -1,7 +1,7 @@
-"""Overload up to 20 times the capacity, bound by the device and by the frontends. `make test-long` runs it.
+"""Overload up to 20 times the capacity, bound by the device, the engine's processor and the frontends. `make test-long` runs it.
 
-All figures are ratios within one run. The device is planted: a batch takes a fixed time and no processor time, so that the load generator,
-which shares the cores with the server, takes nothing from it.
+All figures are ratios within one run. The device is planted, but in one test: a batch takes a fixed time and no processor time, so that the
+load generator, which shares the cores with the server, takes nothing from it.
 """
 
 from __future__ import annotations
@@ -19,11 +19,25 @@ import pytest
 from tests import planted
 from tests.accumulator import at_rest
 from tests.long.flood import flooded
-from tests.long.overload import ATTEMPTS, DEADLINE_SECONDS, LAGS, MOST_CALLERS, SECONDS, Overload, faults, staircase
+from tests.long.overload import (
+    ATTEMPTS,
+    DEADLINE_SECONDS,
+    LAGS,
+    LEAST_BUSY,
+    MOST_CALLERS,
+    SECONDS,
+    Overload,
+    computed,
+    faults,
+    of_capacity,
+    staircase,
+)
 from tests.serving import LIMIT_SECONDS, Server, eventually, serving
 from tests.steady import open_files
 
 ROWS = [[0.1, 0.2, 0.3]] * 4
+LSTM, COMPUTED_CAPACITY = {"kind": "lstm", "hidden": 256, "depth": 8}, 40.0
+"""With 100 requests per second, the refusals at 10 times the capacity take a tenth of the engine's time on two threads of one core."""
 BURST_SECONDS, BURSTS, BURST, BETWEEN = 0.2, 5, 50, 0.3
 IDLE = 1000
 LEAST_FRONTEND_GOODPUT, MOST_LAG_SECONDS = 0.8, 0.1
@@ -55,6 +69,22 @@ def test_goodput_holds_up_to_20_times_the_capacity_of_the_device(
     before = at_rest(device)
     assert staircase(Overload.of(device, transport, "sensors", ROWS), show) == []
     at_rest(device).since(before).check()
+
+
+def test_goodput_holds_up_to_20_times_the_capacity_of_the_processor_of_the_engine(
+    tmp_path: Path, show: Callable[[object], None]
+) -> None:
+    """The engine computes batches and refuses requests in one process."""
+    model = computed(tmp_path / "models", LSTM)
+    limits = {"max_batch_sequences": "4", "frontends": "1", "idle_seconds": "600"}
+    with serving(tmp_path / "models", tmp_path, **limits) as server:
+        overload = of_capacity(server, model, COMPUTED_CAPACITY)
+        share = overload.busy_share()
+        show(f"the engine computes for {share:.0%} of the time")
+        assert share > LEAST_BUSY, "the engine is not the limit"
+        before = at_rest(server)
+        assert staircase(overload, show) == []
+        at_rest(server).since(before).check()
 
 
 def test_engine_that_admits_everything_is_detected(folder: Path, tmp_path: Path) -> None:
