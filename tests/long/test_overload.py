@@ -37,7 +37,7 @@ from tests.steady import open_files
 
 ROWS = [[0.1, 0.2, 0.3]] * 4
 LSTM, COMPUTED_CAPACITY = {"kind": "lstm", "hidden": 256, "depth": 8}, 40.0
-"""With 100 requests per second, the refusals at 10 times the capacity take a tenth of the engine's time on two threads of one core."""
+"""With 100 requests per second, the refusals at 10 times the capacity take a tenth of the engine's time on a machine with two cores."""
 BURST_SECONDS, BURSTS, BURST, BETWEEN = 0.2, 5, 50, 0.3
 IDLE = 1000
 LEAST_FRONTEND_GOODPUT, MOST_LAG_SECONDS = 0.8, 0.1
