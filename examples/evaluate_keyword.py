@@ -10,7 +10,6 @@ import argparse
 import asyncio
 import sys
 import time
-import urllib.error
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,35 +17,25 @@ from typing import Any
 
 import numpy as np
 from training import live, records, speech
-from training.frames import FRAME_SECONDS, FrameStream, known_at
+from training.frames import FRAME_SECONDS, FrameStream
+from training.hearing import Unavailable, heard, keyword_of, probabilities
 from training.keyword_data import SPEAKING, TEST, TEST_BABBLE, TEST_NEAR, Part, Spoken, spoken
-from training.service import Service, cpu_seconds
+from training.service import cpu_seconds
 from training.spotting import NOTHING, Detector, Score, compare
 
 CHUNK_SECONDS = 0.04
 SESSION_SECONDS = 300.0
 """Seconds of one session that runs faster than real time."""
-AT_ONCE = 100
-"""Frames of a chunk that runs faster than real time: the answers do not depend on the chunks."""
 LIVE = 3
 """Marks the seeds of streams in real time."""
-
-
-def probabilities(output: Any, keyword: str) -> list[float]:
-    """Return the probability of the keyword for each frame of a reply."""
-    pairs = zip(output["labels"], output["scores"], strict=True)
-    return [score if label == keyword else 1 - score for label, score in pairs]
 
 
 async def fast(url: str, model: str, keyword: str, streams: list[Spoken], threshold: float) -> Score:
     """Return the score of streams that run as fast as the service answers. Latencies count the audio alone."""
 
     async def one(stream: Spoken) -> Score:
-        rows = stream.frames.astype(np.float32)
-        answers = await live.outputs(url, model, [rows[first : first + AT_ONCE] for first in range(0, len(rows), AT_ONCE)])
-        detector = Detector(threshold)
-        events = [known_at(frame) for output in answers for frame in detector.add(probabilities(output, keyword))]
-        return compare(stream.ends, events, len(rows) * FRAME_SECONDS)
+        events = await heard(url, model, keyword, stream.frames.astype(np.float32), threshold)
+        return compare(stream.ends, events, len(stream.frames) * FRAME_SECONDS)
 
     return sum(await asyncio.gather(*map(one, streams)), NOTHING)
 
@@ -173,14 +162,9 @@ def main(line: list[str] | None = None) -> int:
     """Return 0 if the figures were printed, 1 if the service does not answer or lacks the model, 2 if espeak-ng is missing."""
     flags = arguments(line)
     try:
-        models = {model["name"]: model for model in Service(flags.url).models()}
-        keyword = models[flags.model]["head"]["labels"][1]
-        record = evaluate(keyword, flags)
-    except KeyError:
-        print(f"{flags.url} has no model {flags.model!r}: it has {', '.join(sorted(models))}", file=sys.stderr)
-        return 1
-    except urllib.error.URLError as error:
-        print(f"no answer from {flags.url} ({error.reason}): start the service with make serve", file=sys.stderr)
+        record = evaluate(keyword_of(flags.url, flags.model), flags)
+    except Unavailable as error:
+        print(error, file=sys.stderr)
         return 1
     except speech.MissingProgram as error:
         print(error, file=sys.stderr)

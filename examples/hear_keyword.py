@@ -9,27 +9,17 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-import urllib.error
 from pathlib import Path
 
 import numpy as np
-from evaluate_keyword import AT_ONCE, probabilities
-from training import live, recordings
-from training.frames import frames, known_at
-from training.service import Service
-from training.speech import RATE, Samples
-from training.spotting import LATE, Detector
+from training import recordings
+from training.frames import frames
+from training.hearing import Unavailable, heard, keyword_of
+from training.speech import RATE
+from training.spotting import LATE
 
-
-async def heard(url: str, model: str, keyword: str, samples: Samples, threshold: float) -> list[float]:
-    """Return the seconds at which a session hears the keyword. They count from the start of the recording.
-
-    Silence follows the recording: a model hears a word only with the sound after it.
-    """
-    silence = np.zeros(int(LATE * RATE), np.float32)
-    rows, detector = frames(np.concatenate([samples, silence])), Detector(threshold)
-    outputs = await live.outputs(url, model, [rows[first : first + AT_ONCE] for first in range(0, len(rows), AT_ONCE)])
-    return [known_at(frame) for output in outputs for frame in detector.add(probabilities(output, keyword))]
+SILENCE = np.zeros(int(LATE * RATE), np.float32)
+"""Follows a recording: a model hears a word only with the sound after it."""
 
 
 def arguments(line: list[str] | None) -> argparse.Namespace:
@@ -50,17 +40,14 @@ def main(line: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     try:
-        models = {model["name"]: model for model in Service(flags.url).models()}
-        keyword = models[flags.model]["head"]["labels"][1]
-    except KeyError:
-        print(f"{flags.url} has no model {flags.model!r}: it has {', '.join(sorted(models))}", file=sys.stderr)
-        return 1
-    except urllib.error.URLError as error:
-        print(f"no answer from {flags.url} ({error.reason}): start the service with make serve", file=sys.stderr)
+        keyword = keyword_of(flags.url, flags.model)
+    except Unavailable as error:
+        print(error, file=sys.stderr)
         return 1
     events = 0
     for file, samples in zip(flags.files, all_samples, strict=True):
-        seconds = asyncio.run(heard(flags.url, flags.model, keyword, samples, flags.threshold))
+        rows = frames(np.concatenate([samples, SILENCE]))
+        seconds = asyncio.run(heard(flags.url, flags.model, keyword, rows, flags.threshold))
         events += len(seconds)
         print(f"{file.name}, {len(samples) / RATE:.1f} s: {', '.join(f'{at:.2f} s' for at in seconds) or 'not heard'}")
     total = sum(map(len, all_samples)) / RATE

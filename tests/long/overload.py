@@ -24,7 +24,8 @@ from loadtest.generator.job import Job, Result
 from loadtest.generator.process import run_in_process
 from service.frontend.decoder.client import MAX_LOOP_BODY_BYTES
 from tests import models
-from tests.serving import Server
+from tests.accumulator import at_rest
+from tests.serving import Server, serving
 from tests.steady import processes, resident_bytes
 
 DEADLINE_SECONDS = 1.0
@@ -269,3 +270,22 @@ def staircase(overload: Overload, show: Callable[[object], None]) -> list[str]:
             capacity = min(capacity, overload.capacity(SECONDS))
         found += wrong
     return found
+
+
+def check_computed(
+    layers: Mapping[str, object], capacity: float, scratch: Path, show: Callable[[object], None], *flags: str, **limits: str
+) -> None:
+    """Serve a model of these layers, and check that the goodput holds while the device computes, up to the last of STEPS.
+
+    capacity: about the requests per second that the device should answer. flags, limits: of the server.
+    """
+    root = scratch / "models"
+    model = computed(root, layers)
+    with serving(root, scratch, *flags, **limits) as server:
+        overload = of_capacity(server, model, capacity)
+        share = overload.busy_share()
+        show(f"the device is busy for {share:.0%} of the time")
+        assert share > LEAST_BUSY, "the device is not the limit"
+        before = at_rest(server)
+        assert staircase(overload, show) == []
+        at_rest(server).since(before).check()

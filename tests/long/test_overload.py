@@ -23,13 +23,11 @@ from tests.long.overload import (
     ATTEMPTS,
     DEADLINE_SECONDS,
     LAGS,
-    LEAST_BUSY,
     MOST_CALLERS,
     SECONDS,
     Overload,
-    computed,
+    check_computed,
     faults,
-    of_capacity,
     staircase,
 )
 from tests.serving import LIMIT_SECONDS, Server, eventually, serving
@@ -75,16 +73,8 @@ def test_goodput_holds_up_to_20_times_the_capacity_of_the_processor_of_the_engin
     tmp_path: Path, show: Callable[[object], None]
 ) -> None:
     """The engine computes batches and refuses requests in one process."""
-    model = computed(tmp_path / "models", LSTM)
     limits = {"max_batch_sequences": "4", "frontends": "1", "idle_seconds": "600"}
-    with serving(tmp_path / "models", tmp_path, **limits) as server:
-        overload = of_capacity(server, model, COMPUTED_CAPACITY)
-        share = overload.busy_share()
-        show(f"the engine computes for {share:.0%} of the time")
-        assert share > LEAST_BUSY, "the engine is not the limit"
-        before = at_rest(server)
-        assert staircase(overload, show) == []
-        at_rest(server).since(before).check()
+    check_computed(LSTM, COMPUTED_CAPACITY, tmp_path, show, **limits)
 
 
 def test_engine_that_admits_everything_is_detected(folder: Path, tmp_path: Path) -> None:
