@@ -31,8 +31,8 @@ from service.log import Log
 from service.metrics import Metrics
 from service.settings import Settings
 
-BLOCKS = ((1, 1), (1, 8), (1, 32), (8, 4), (8, 8), (1, 64), (64, 1))
-"""Numbers of blocks that arrive together, and of requests in each."""
+BLOCKS = ((1, 1), (1, 8), (1, 32), (8, 4), (8, 8), (1, 64), (64, 1), (8, 64), (64, 8), (512, 1))
+"""Numbers of blocks that arrive together, and of requests in each. The last ones fill several batches."""
 NO_DEADLINE = 1e9
 FORK = multiprocessing.get_context("fork")
 """The client inherits its end of the channel."""
@@ -42,7 +42,7 @@ WARM_UP = 5
 
 @dataclass(frozen=True, slots=True)
 class HostTime:
-    """Processor time in microseconds when `blocks` blocks of `requests` requests arrive together."""
+    """Processor time in microseconds, of a request and of a batch, when `blocks` blocks of `requests` requests arrive together."""
 
     blocks: int
     requests: int
@@ -61,13 +61,14 @@ class _Question:
 
 def host_time(engine: DeviceEngine, model: str, blocks: int, requests: int, seconds: float) -> HostTime:
     """Measure for some seconds. A request has one question of token ids."""
-    times: list[float] = []
+    times, rows = list[float](), list[int]()
     before = time.thread_time()
 
     def watch(in_flight: InFlightBatch, ended: float) -> None:
         nonlocal before
         now = time.thread_time()
         times.append(now - before - (in_flight.launched - in_flight.staged))
+        rows.append(in_flight.batch.rows)
         before = now
 
     engine.watch(watch)
@@ -82,7 +83,7 @@ def host_time(engine: DeviceEngine, model: str, blocks: int, requests: int, seco
     ending.join()
     engine.watch(None)
     batch_us = 1e6 * statistics.median(times[WARM_UP:] or times)
-    return HostTime(blocks, requests, round(batch_us / (blocks * requests), 3), round(batch_us, 2))
+    return HostTime(blocks, requests, round(batch_us / statistics.median(rows), 3), round(batch_us, 2))
 
 
 def _started(engine: DeviceEngine) -> tuple[Channel, Channel, Worker]:

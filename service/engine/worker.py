@@ -25,7 +25,7 @@ from service.engine.profiling.session import ProfilingSession
 from service.engine.trials import Trials
 from service.errors import InferenceFailed, ServiceError
 from service.ipc import messages
-from service.ipc.blocks import ID, Columns
+from service.ipc.blocks import ID, Columns, join_blocks
 from service.ipc.channel import Channel, Frame, encode, send_now
 from service.ipc.heartbeat import IDLE_SECONDS, PATIENCE_SECONDS, Heartbeat
 from service.ipc.messages import Answer, Backlog, Done, EngineStatus, Message, MetricsCollected, ModelKey, Ready, Refusal
@@ -168,19 +168,24 @@ class Worker:
                 continue
             if channel is not self._control and channel is not self._mover and channel not in self._frontends:
                 continue  # forgotten since the selector returned
-            for number, frame in enumerate(channel.receive(), 1):
-                if channel is self._control:
-                    handle_control = self._control_handlers.get(type(frame.message))
-                    if handle_control is not None:
-                        handle_control(frame, frame.message)
-                elif channel is self._mover:
-                    self._handle_mover_frame(channel, frame)
-                else:
-                    self._handle_frame(channel, frame)
-                if number % FRAMES_PER_BATCH == 0:
+            frames = channel.receive()
+            for begin in range(0, len(frames), FRAMES_PER_BATCH):
+                if begin:
                     self._batcher.step(self._before_launch)
+                self._handle_frames(channel, frames[begin : begin + FRAMES_PER_BATCH])
             if not channel.open:
                 self._forget(channel)
+
+    def _handle_frames(self, channel: Channel, frames: Sequence[Frame]) -> None:
+        for frame in join_blocks(frames):
+            if channel is self._control:
+                handle_control = self._control_handlers.get(type(frame.message))
+                if handle_control is not None:
+                    handle_control(frame, frame.message)
+            elif channel is self._mover:
+                self._handle_mover_frame(channel, frame)
+            else:
+                self._handle_frame(channel, frame)
 
     # Messages of the supervisor.
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, groupby
 from math import prod
 from typing import Any, NamedTuple, Protocol
 
+import msgspec
 import numpy as np
 
-from service.ipc.channel import MAX_COPIED_BYTES, encode
+from service.ipc.channel import MAX_COPIED_BYTES, Frame, encode
 from service.ipc.messages import NO_TENANT, Answer, AnswerBlock, ModelKey, Request, RequestBlock, Returns, Share
 
 ITEM_BYTES = 4
@@ -90,6 +91,44 @@ def encode_block(key: BlockKey, queued: Sequence[QueuedRequest], *, timed: bool 
     if len(queued) == 1 and is_large(queued[0].data):
         return encode(block, tail=columns, following=len(queued[0].data)), queued[0].data
     return encode(block, tail=(*columns, *[pending.data for pending in queued])), b""
+
+
+def join_blocks(frames: Sequence[Frame]) -> Iterator[Frame]:
+    """Yield frames, and one frame for blocks that follow each other and could have been one: each block costs the engine as much."""
+    for key, group in groupby(frames, _join_key):
+        alike = list(group)
+        if key is None or len(alike) == 1:
+            yield from alike
+        else:
+            yield _joined(alike)
+
+
+def _join_key(frame: Frame) -> object:
+    """Return what blocks must share to be joined, None if a frame is joined with no other."""
+    block = frame.message
+    if not isinstance(block, RequestBlock) or block.timed or is_large(frame.tail):
+        return None
+    return block.key, block.priority, block.returns, block.share
+
+
+def _joined(frames: Sequence[Frame]) -> Frame:
+    blocks, columns = list[RequestBlock](), list[Columns]()
+    for frame in frames:
+        assert isinstance(frame.message, RequestBlock)
+        blocks.append(frame.message)
+        columns.append(Columns.read(frame.tail, frame.message.requests, frame.message.sequences))
+    requests = sum([block.requests for block in blocks])
+    joined = msgspec.structs.replace(
+        blocks[0],
+        requests=requests,
+        sequences=sum([block.sequences for block in blocks]),
+        steps=sum([block.steps for block in blocks]),
+        shortest=min([block.shortest for block in blocks]),
+        longest=max([block.longest for block in blocks]),
+        deadline=min([block.deadline for block in blocks]),
+        sent=sum([block.requests * block.sent for block in blocks]) / requests,
+    )
+    return Frame(joined, frames[0].id, b"".join([part for column in zip(*columns, strict=True) for part in column]))
 
 
 def is_large(data: Buffer) -> bool:

@@ -1,11 +1,13 @@
 """When a request is due, which is its position in the queue. Pure: the time is an argument.
 
-The longer a request takes alone, the later it is due. All sequences of a request are due with its longest sequence, because the request is
+The longer a request takes alone, the later it is due, in steps of about a millisecond: requests that take about as long run in the order
+of their arrival, so a batch takes their blocks whole. All sequences of a request are due with its longest sequence, because the request is
 answered with its last sequence. A request with little time before its deadline is due sooner.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -19,15 +21,19 @@ STRETCH = 5.0
 """A request is due at its arrival plus this multiple of the time that its longest sequence takes alone."""
 SLACK = 3.0
 """A request is due at least this multiple of that time before its deadline: in a batch a sequence takes longer than alone."""
+GRAIN_SECONDS = 2**-10
+"""Allowances are multiples of this. Finer differences help nobody, and would cut every block that waits."""
 
 
 def allowance(cost: Cost, longest: int, seconds_left: float) -> float:
     """Return how long after its arrival a request is due. longest: steps of its longest sequence; seconds_left: until its deadline."""
     alone = cost.of(longest, longest)
-    return max(0.0, min(STRETCH * alone, seconds_left - SLACK * alone))
+    longest_allowance = max(0.0, min(STRETCH * alone, seconds_left - SLACK * alone))
+    return GRAIN_SECONDS * math.floor(longest_allowance / GRAIN_SECONDS)
 
 
 def allowances(cost: Cost, longest: NDArray[Any], seconds_left: NDArray[Any]) -> NDArray[np.float64]:
     """Return `allowance` of many requests."""
     alone = cost.of(longest, longest)  # type: ignore[arg-type]
-    return np.maximum(0.0, np.minimum(STRETCH * alone, seconds_left - SLACK * alone))
+    longest_allowances = np.maximum(0.0, np.minimum(STRETCH * alone, seconds_left - SLACK * alone))
+    return GRAIN_SECONDS * np.floor(longest_allowances / GRAIN_SECONDS)

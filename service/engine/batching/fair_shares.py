@@ -12,7 +12,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import ceil
 
-from service.engine.batching.model_queue import BlockRequest, ModelQueue, S
+from service.engine.batching.model_queue import ModelQueue, S
+from service.engine.batching.request_order import BlockRequest
 from service.ipc.messages import Share
 
 MEMORY = 1000

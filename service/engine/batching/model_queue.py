@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from functools import cached_property
-from itertools import accumulate
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
 from service.engine.batching.due import HEAD_START_SECONDS
 from service.engine.batching.request_block import RequestBlock, Row
+from service.engine.batching.request_order import BlockRequest, RequestOrder
 from service.engine.execution.cost_model import Cost
 from service.errors import Overloaded
 from service.ipc.messages import NO_TENANT, Share
 
 LEAST_STEPS = 16
 """The fewest steps that a batch takes of a longer sequence. Fewer cost less than the host's work for a batch and each sequence in it."""
-REQUESTS_AT_ONCE = 128
 
 
 class QueuedSequence:
@@ -75,30 +73,6 @@ class QueuedSequence:
 S = TypeVar("S", bound=QueuedSequence)
 
 
-@dataclass(frozen=True, slots=True)
-class BlockRequest:
-    """One request of a queued block."""
-
-    block: RequestBlock
-    index: int
-
-    @property
-    def row(self) -> Row:
-        return self.block.rows[self.index]
-
-    @property
-    def due(self) -> float:
-        return float(self.block.due[self.index])
-
-    @property
-    def order(self) -> int:
-        return int(self.block.orders[self.index])
-
-    @property
-    def share(self) -> Share:
-        return self.block.share
-
-
 class Rejection(NamedTuple):
     """A request that was rejected because it would have missed its deadline.
 
@@ -121,12 +95,14 @@ class Rejection(NamedTuple):
 class QueuedWork:
     """The work of one tenant in a queue.
 
-    count, steps: of its sequences; begun: how many sequences have begun. rejection: the last rejection since the last batch.
+    count, steps: of its sequences; begun: how many sequences have begun. requests: those in blocks.
+    rejection: the last rejection since the last batch.
     """
 
-    __slots__ = ("begun", "count", "rejection", "steps")
+    __slots__ = ("begun", "count", "rejection", "requests", "steps")
 
     def __init__(self) -> None:
+        self.requests = RequestOrder()
         self.count = 0
         self.begun = 0
         self.steps = 0
@@ -136,17 +112,16 @@ class QueuedWork:
 class ModelQueue(Generic[S]):
     """The queued requests of one model.
 
-    blocks: in the order of their arrival. sequences: in the order of their due times.
+    sequences: those that are not in blocks, in the order of their due times.
     count, steps: of all sequences, those in blocks included, and their remaining steps. tenants: the same by tenant.
     used: seconds that the model's batches have taken, on the scheduler's account.
     reach: running mean of the steps that a batch takes of its longest sequence.
     cost: of the model's batches, as of the last batch.
     """
 
-    __slots__ = ("blocks", "cost", "count", "reach", "sequences", "serial", "steps", "tenants", "used")
+    __slots__ = ("cost", "count", "reach", "sequences", "serial", "steps", "tenants", "used")
 
     def __init__(self, cost: Cost, used: float) -> None:
-        self.blocks: list[RequestBlock] = []
         self.sequences: list[S] = []
         self.count = 0
         self.steps = 0
@@ -205,10 +180,25 @@ class ModelQueue(Generic[S]):
         else:
             insort(sequences, sequence, key=position)
 
+    @property
+    def blocks(self) -> list[RequestBlock]:
+        """Return the blocks in the order of their arrival."""
+        if len(self.tenants) == 1:
+            return next(iter(self.tenants.values())).requests.blocks()
+        blocks = [block for work in self.tenants.values() for block in work.requests.blocks()]
+        return sorted(blocks, key=lambda block: block.order)
+
+    def add_block(self, block: RequestBlock) -> None:
+        """Add a block, which the caller has counted."""
+        self.tenants[block.share.tenant].requests.add(block)
+
+    def keep_blocks(self, blocks: Sequence[RequestBlock]) -> None:
+        """Replace all blocks. blocks: in the order of their arrival. The caller has counted the difference."""
+        for tenant, work in self.tenants.items():
+            work.requests.keep([block for block in blocks if block.share.tenant == tenant])
+
     def head_start(self) -> float:
         """Return the head start of the request that is due first."""
-        if not self.sequences and len({block.head_start for block in self.blocks}) == 1:
-            return self.blocks[0].head_start
         first = next(self.in_order())
         return first.block.head_start if isinstance(first, BlockRequest) else first.head_start
 
@@ -217,20 +207,18 @@ class ModelQueue(Generic[S]):
 
         tenant: return its requests only; None for all tenants.
         """
-        blocks, sequences = (self.blocks, self.sequences[:]) if tenant is None else self.of_tenant(tenant)
-        if not blocks:
-            return iter(sequences)
-        requests = _requests_in_order(blocks)
-        return heapq.merge(requests, sequences, key=position) if sequences else requests
+        works = self.tenants.values() if tenant is None else [self.tenants[tenant]]
+        sequences = self.sequences[:] if tenant is None else self.sequences_of(tenant)
+        parts: list[Iterator[BlockRequest | S]] = [work.requests.requests() for work in works]
+        if sequences:
+            parts.append(iter(sequences))
+        return parts[0] if len(parts) == 1 else heapq.merge(*parts, key=position)
 
-    def of_tenant(self, tenant: str) -> tuple[list[RequestBlock], list[S]]:
-        """Return the blocks and the sequences of a tenant."""
+    def sequences_of(self, tenant: str) -> list[S]:
+        """Return the sequences of a tenant that are not in blocks."""
         if len(self.tenants) == 1 and tenant in self.tenants:
-            return self.blocks, self.sequences
-        return (
-            [block for block in self.blocks if block.share.tenant == tenant],
-            [sequence for sequence in self.sequences if sequence.share.tenant == tenant],
-        )
+            return self.sequences[:]
+        return [sequence for sequence in self.sequences if sequence.share.tenant == tenant]
 
 
 class WorkByDue:
@@ -260,11 +248,11 @@ class WorkByDue:
     @cached_property
     def _latest_first(self) -> tuple[list[float], list[int], list[int]]:
         """Return minus the due time of each queued request, and the sequences and steps of all requests before each."""
-        blocks, sequences = self._queue.of_tenant(self._tenant)
-        due = np.concatenate([np.array([sequence.due for sequence in sequences]), *[block.due for block in blocks]])
-        rows = [row for block in blocks for row in block.rows]
-        counts = np.array([1] * len(sequences) + [row.sequences for row in rows], np.int64)
-        steps = np.array([sequence.remaining for sequence in sequences] + [row.steps for row in rows], np.int64)
+        sequences, queued = self._queue.sequences_of(self._tenant), self._queue.tenants.get(self._tenant)
+        work = (RequestOrder() if queued is None else queued.requests).work()
+        due = np.concatenate([[sequence.due for sequence in sequences], work.due])
+        counts = np.concatenate([np.ones(len(sequences), np.int64), work.sequences])
+        steps = np.concatenate([np.array([sequence.remaining for sequence in sequences], np.int64), work.steps])
         order = np.argsort(-due)
         return (-due[order]).tolist(), [0, *counts[order].cumsum().tolist()], [0, *steps[order].cumsum().tolist()]
 
@@ -272,17 +260,3 @@ class WorkByDue:
 def position(request: QueuedSequence | BlockRequest) -> tuple[float, int]:
     """Sort key of the queue: requests that are due at the same time run in the order of their arrival."""
     return request.due, request.order
-
-
-def _requests_in_order(blocks: list[RequestBlock]) -> Iterator[BlockRequest]:
-    """Return the requests of blocks in the order of their due times."""
-    due, orders = np.concatenate([block.due for block in blocks]), np.concatenate([block.orders for block in blocks])
-    ends = list(accumulate([block.requests for block in blocks]))
-    in_order = np.lexsort((orders, due))
-    numbers = np.searchsorted(ends, in_order, side="right")
-    # In parts, because a batch usually takes only the first requests.
-    for begin in range(0, len(in_order), REQUESTS_AT_ONCE):
-        part = slice(begin, begin + REQUESTS_AT_ONCE)
-        for place, number in zip(in_order[part].tolist(), numbers[part].tolist(), strict=True):
-            block = blocks[number]
-            yield BlockRequest(block, place - ends[number] + block.requests)

@@ -119,26 +119,38 @@ class RequestBlock:
             return np.full(self.requests, start)
         if self.requests == 1:
             return np.array([start + allowance(self._cost, self.longest, self.deadline - self.arrived)])
-        longest = np.array([row.longest for row in self.rows])
-        return start + allowances(self._cost, longest, self.deadlines - self.arrived)
+        return start + allowances(self._cost, self._longest_of_requests(), self.deadlines - self.arrived)
+
+    def _longest_of_requests(self) -> NDArray[Any]:
+        lengths = np.frombuffer(self.columns.lengths, COUNT)
+        if self.sequences == self.requests:
+            return lengths
+        counts = np.frombuffer(self.columns.counts, COUNT)
+        longest: NDArray[Any] = np.maximum.reduceat(lengths, counts.cumsum() - counts)
+        return longest
 
     @cached_property
-    def orders(self) -> NDArray[np.int64]:
+    def orders(self) -> Sequence[int]:
         """Return how many requests arrived before each request: requests that are due at the same time run in this order."""
-        return np.arange(self.order, self.order + self.requests)
+        return range(self.order, self.order + self.requests)
+
+    @cached_property
+    def _step_ends(self) -> list[int]:
+        """Return how many steps the sequences before each sequence have, and after the last."""
+        return list(accumulate(self.lengths, initial=0))
 
     def select(self, indices: Sequence[int]) -> RequestBlock:
         """Return a block of some of the requests. indices: ascending, at least one."""
         if len(indices) == self.requests:
             return self
-        rows, chosen = [self.rows[index] for index in indices], np.array(indices)
+        rows, deadlines = [self.rows[index] for index in indices], self.deadlines[indices]
         block = RequestBlock(
             self.model,
-            self._columns_of(rows, chosen),
+            self._columns_of(rows, indices, deadlines),
             steps=sum([row.steps for row in rows]),
             shortest=min([row.shortest for row in rows]),
             longest=max([row.longest for row in rows]),
-            deadline=float(self.deadlines[chosen].min()),
+            deadline=min(deadlines.tolist()),
             priority=self.priority,
             returns=self.returns,
             share=self.share,
@@ -146,8 +158,8 @@ class RequestBlock:
             owner=self.owner,
             timed=self.timed,
         )
-        block.arrived, block.order = self.arrived, self.order
-        block.due, block.orders = self.due[chosen], self.orders[chosen]
+        block.arrive(self.arrived, self.order, self._cost)
+        block.orders = [self.orders[index] for index in indices]
         return block
 
     def without(self, indices: Collection[int]) -> RequestBlock | None:
@@ -159,16 +171,15 @@ class RequestBlock:
         gone = set(indices)
         return self.select([index for index in range(self.requests) if index not in gone])
 
-    def _columns_of(self, rows: list[Row], chosen: NDArray[np.int64]) -> Columns:
+    def _columns_of(self, rows: list[Row], indices: Sequence[int], deadlines: NDArray[np.float64]) -> Columns:
         ids, counts = np.frombuffer(self.columns.ids, ID), np.frombuffer(self.columns.counts, COUNT)
-        ends = list(accumulate(self.lengths, initial=0))
-        step_bytes, lengths = len(self.columns.values) // self.steps, memoryview(self.columns.lengths)
-        values, size = memoryview(self.columns.values), COUNT_BYTES
+        ends, size, lengths = self._step_ends, COUNT_BYTES, memoryview(self.columns.lengths)
+        values, step_bytes = memoryview(self.columns.values), len(self.columns.values) // self.steps
         spans = [(row.first, row.first + row.sequences) for row in rows]
         return Columns(
-            ids[chosen].tobytes(),
-            self.deadlines[chosen].tobytes(),
-            counts[chosen].tobytes(),
+            ids[indices].tobytes(),
+            deadlines.tobytes(),
+            counts[indices].tobytes(),
             b"".join([lengths[size * first : size * end] for first, end in spans]),
             b"".join([values[step_bytes * ends[first] : step_bytes * ends[end]] for first, end in spans]),
         )

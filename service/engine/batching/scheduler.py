@@ -37,6 +37,7 @@ from service.engine.batching.batch_builder import (
     SchedulerLimits,
     Taken,
     take_all,
+    take_first,
 )
 from service.engine.batching.due import STRETCH, allowance
 from service.engine.batching.fair_shares import FairShares
@@ -163,12 +164,12 @@ class Scheduler(Generic[S]):
         )
         if self._has_room(together) and self._surely_in_time(queue, together, now, busy):
             self._count(model, queue, together)
-            queue.blocks.append(block)
+            queue.add_block(block)
             return []
         refused = self._add_one_by_one(block, queue, now, busy)
         left = block.without([index for indices, _ in refused for index in indices])
         if left is not None:
-            queue.blocks.append(left)
+            queue.add_block(left)
         return [RefusedRequests([block.ids[index] for index in indices], error) for indices, error in refused]
 
     def holds(self, model: ModelKey) -> bool:
@@ -248,9 +249,10 @@ class Scheduler(Generic[S]):
         """Count a request that is queued."""
         self._queues[model] = queue
         self._earliest_deadline = min(self._earliest_deadline, request.deadline)
-        self._shares.arrive(request.share, waits=request.share.tenant in self.waiting_tenants)
+        tenant = request.share.tenant
+        self._shares.arrive(request.share, waits=any([tenant in queued.tenants for queued in self._queues.values()]))
         self.waiting += request.count
-        queue.count_work(request.share.tenant, request.count, request.steps)
+        queue.count_work(tenant, request.count, request.steps)
 
     def _add_one_by_one(
         self, block: RequestBlock, queue: ModelQueue[S], now: float, busy: float
@@ -289,7 +291,7 @@ class Scheduler(Generic[S]):
     def _take(self, model: ModelKey, queue: ModelQueue[S]) -> Taken[S]:
         max_seconds = self._limits.batch_seconds if self._shares.contested and self._limits.continuous else math.inf
         limits = self.memory.of(model)
-        taken = take_all(queue, limits, max_seconds)
+        taken = take_all(queue, limits, max_seconds) or take_first(queue, limits, max_seconds)
         if taken is None:
             in_order = self._shares.in_turn(queue) if len(queue.tenants) > 1 else queue.in_order()
             taken = BatchBuilder(queue, in_order, limits, partial(self._room, model), self._unpack, max_seconds).take()
@@ -297,16 +299,17 @@ class Scheduler(Generic[S]):
 
     def _advance(self, model: ModelKey, queue: ModelQueue[S], taken: Taken[S]) -> list[RequestBlock]:
         """Remove everything without steps left from the queue, and update the counts. Returns the blocks of the batch."""
-        if taken.rows == queue.count and not taken.parts:
+        if taken.blocks:
             self.waiting -= taken.rows
-            for block in taken.requests:
+            for block in taken.blocks:
                 self._shares.charge(block.share.tenant, queue.price(block.sequences, block.steps))
             del self._queues[model]
-            return list(taken.requests)
-        blocks = [block.select(sorted(indices)) for block, indices in taken.requests.items()]
-        gone = {block: [*taken.requests.get(block, ()), *taken.divided.get(block, ())] for block in queue.blocks}
-        left = [block.without(gone[block]) for block in queue.blocks]
-        queue.blocks = [block for block in left if block is not None]
+            return taken.blocks
+        blocks = [
+            block
+            for requests in dict.fromkeys([*taken.whole, *taken.divided])
+            for block in requests.take(taken.whole.get(requests, ()), taken.divided.get(requests, ()))
+        ]
         tenants = len(queue.tenants)
         for block in blocks:
             self.waiting -= block.sequences
@@ -337,9 +340,10 @@ class Scheduler(Generic[S]):
             sequences = [sequence for sequence in queue.sequences if matches(sequence)]
             if not blocks and not sequences:
                 continue
-            gone = dict(blocks)
-            left = [block.without(gone.get(block, ())) for block in queue.blocks]
-            queue.blocks = [block for block in left if block is not None]
+            if blocks:
+                gone = dict(blocks)
+                left = [block.without(gone.get(block, ())) for block in queue.blocks]
+                queue.keep_blocks([block for block in left if block is not None])
             queue.sequences = [sequence for sequence in queue.sequences if not matches(sequence)]
             chosen = [block.select(indices) for block, indices in blocks]
             begun, in_blocks = sum([sequence.begun for sequence in sequences]), sum([block.sequences for block in chosen])

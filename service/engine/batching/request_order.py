@@ -1,0 +1,176 @@
+"""The queued requests of blocks in columns, in the order in which they run: the cost of a batch hardly grows with the queue.
+
+Pure: nothing here knows a clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from service.engine.batching.request_block import RequestBlock, Row
+from service.ipc.blocks import COUNT
+from service.ipc.messages import Share
+
+REQUESTS_AT_ONCE = 128
+COLUMNS = SEQUENCES, STEPS, SHORTEST, LONGEST, NUMBER, INDEX = range(6)
+"""The columns of the table: see `Row`; the number of the request's block, and its place in the block."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRequest:
+    """One request of a queued block. queue, place: where it is queued."""
+
+    queue: RequestOrder
+    place: int
+    block: RequestBlock
+    index: int
+
+    @property
+    def row(self) -> Row:
+        return self.block.rows[self.index]
+
+    @property
+    def due(self) -> float:
+        return float(self.block.due[self.index])
+
+    @property
+    def order(self) -> int:
+        return self.block.orders[self.index]
+
+    @property
+    def share(self) -> Share:
+        return self.block.share
+
+
+class WorkInOrder(NamedTuple):
+    """When each queued request is due, and its sequences and steps, in the order of the due times."""
+
+    due: NDArray[np.float64]
+    sequences: NDArray[np.int64]
+    steps: NDArray[np.int64]
+
+
+class RequestOrder:
+    """The requests of one tenant's blocks for one model, in the order of their due times, and then of their arrival.
+
+    A batch takes requests of many blocks. The blocks stay as they are until someone asks for them without these requests.
+    """
+
+    def __init__(self) -> None:
+        self._clear()
+
+    def _clear(self) -> None:
+        self._blocks: dict[int, RequestBlock] = {}
+        """The blocks with requests in the table, by number, in the order of their arrival."""
+        self._left: dict[int, int] = {}
+        """How many requests of each of them the table has."""
+        self._arrived: list[RequestBlock] = []
+        """The blocks whose requests are not in the table yet."""
+        self._number = 0
+        self._due = np.empty(0)
+        self._table: NDArray[np.int64] = np.empty((0, len(COLUMNS)), np.int64)
+        self._cut = False
+        """Whether a batch has taken some of the requests of a block."""
+
+    @property
+    def divisible(self) -> bool:
+        """Whether several batches may share the steps of a sequence, which holds for all requests of a model."""
+        return next(chain(self._blocks.values(), self._arrived)).divisible
+
+    def add(self, block: RequestBlock) -> None:
+        """Add a block that has arrived after the others."""
+        self._arrived.append(block)
+
+    def keep(self, blocks: Sequence[RequestBlock]) -> None:
+        """Replace all blocks. blocks: in the order of their arrival."""
+        self._clear()
+        self._arrived.extend(blocks)
+
+    def blocks(self) -> list[RequestBlock]:
+        """Return the blocks without the requests that batches have taken, in the order of their arrival."""
+        if self._cut:
+            numbers, places = self._table[:, NUMBER], self._table[:, INDEX]
+            left = self._selected(self._by_block(np.lexsort((places, numbers))))
+            self.keep([*left, *self._arrived])
+        return [*self._blocks.values(), *self._arrived]
+
+    def table(self, most: int) -> NDArray[np.int64]:
+        """Return the first requests, (requests, COLUMNS)."""
+        self._join()
+        return self._table[:most]
+
+    def work(self) -> WorkInOrder:
+        self._join()
+        return WorkInOrder(self._due, self._table[:, SEQUENCES], self._table[:, STEPS])
+
+    def requests(self) -> Iterator[BlockRequest]:
+        """Return the requests as they are now."""
+        self._join()
+        table, blocks = self._table, self._blocks
+        # In parts, because a batch usually takes only the first requests.
+        for begin in range(0, len(table), REQUESTS_AT_ONCE):
+            part = table[begin : begin + REQUESTS_AT_ONCE, NUMBER:].tolist()
+            for place, (number, index) in enumerate(part, begin):
+                yield BlockRequest(self, place, blocks[number], index)
+
+    def take(self, whole: Sequence[int], divided: Sequence[int] = ()) -> list[RequestBlock]:
+        """Remove the requests at these places, and return those of `whole` in blocks."""
+        self._join()
+        chosen = self._by_block(whole)
+        blocks = self._selected(chosen)
+        for number, indices in [*chosen.items(), *self._by_block(divided).items()]:
+            self._left[number] -= len(indices)
+            if not self._left[number]:
+                del self._left[number], self._blocks[number]
+            else:
+                self._cut = True
+        stays = np.ones(len(self._table), bool)
+        stays[[*whole, *divided]] = False
+        self._due, self._table = self._due[stays], self._table[stays]
+        return blocks
+
+    def _by_block(self, places: Sequence[int] | NDArray[Any]) -> dict[int, list[int]]:
+        """Return the requests at these places: their places in their block, by its number."""
+        chosen: dict[int, list[int]] = {}
+        for number, index in self._table[places, NUMBER:].tolist() if len(places) else ():
+            chosen.setdefault(number, []).append(index)
+        return chosen
+
+    def _selected(self, chosen: dict[int, list[int]]) -> list[RequestBlock]:
+        return [self._blocks[number].select(sorted(indices)) for number, indices in chosen.items()]
+
+    def _join(self) -> None:
+        """Put the requests of the blocks that have arrived in their places in the table."""
+        arrived, self._arrived = self._arrived, []
+        if not arrived:
+            return
+        numbers = range(self._number, self._number + len(arrived))
+        self._number = numbers.stop
+        self._blocks.update(zip(numbers, arrived, strict=True))
+        self._left.update({number: block.requests for number, block in zip(numbers, arrived, strict=True)})
+        due = np.concatenate([self._due, *[block.due for block in arrived]])
+        # Requests that are due at the same time stay in the order of their arrival.
+        in_order = np.argsort(due, kind="stable")
+        self._due = due[in_order]
+        self._table = np.concatenate([self._table, _table(arrived, numbers)])[in_order]
+
+
+def _table(blocks: Sequence[RequestBlock], numbers: Sequence[int]) -> NDArray[np.int64]:
+    """Return the rows of the requests of some blocks."""
+    counts = np.frombuffer(b"".join([block.columns.counts for block in blocks]), COUNT)
+    lengths = np.frombuffer(b"".join([block.columns.lengths for block in blocks]), COUNT)
+    requests = np.array([block.requests for block in blocks])
+    first_sequences, first_requests = counts.cumsum() - counts, requests.cumsum() - requests
+    table = np.empty((len(counts), len(COLUMNS)), np.int64)
+    table[:, SEQUENCES] = counts
+    for column, total in ((STEPS, np.add), (SHORTEST, np.minimum), (LONGEST, np.maximum)):
+        table[:, column] = total.reduceat(lengths, first_sequences)
+    table[:, NUMBER] = np.repeat(numbers, requests)
+    table[:, INDEX] = np.arange(len(counts)) - np.repeat(first_requests, requests)
+    return table
