@@ -15,6 +15,9 @@ from service.engine.execution.cost_model import Cost
 
 PACE = 0.8
 """K keeps this share of the throughput that a batch of the whole time budget reaches, even if the shortest sequence is very short."""
+BUDGET_OF_FIXED = 2.0
+"""The time budget of a batch is at least this multiple of its fixed time: a host that is slow would otherwise cut all sequences, which
+takes it even longer."""
 STRETCHED = 2.0
 """A batch may take this multiple of the time that its longest sequence takes alone, even where its time is limited."""
 UNLIMITED = 1 << 30
@@ -209,7 +212,8 @@ def step_limit(limits: SchedulerLimits, shortest: int, rows: int, cost: Cost) ->
     """Return K: the most steps that the next batch takes of a divisible sequence. shortest: steps of the shortest sequence in it."""
     if not limits.continuous:
         return UNLIMITED
-    within_budget = max(LEAST_STEPS, cost.steps_within(limits.batch_seconds, rows))
+    budget = max(limits.batch_seconds, BUDGET_OF_FIXED * cost.fixed)
+    within_budget = max(LEAST_STEPS, cost.steps_within(budget, rows))
     return min(within_budget, max(_rounded(shortest), cost.steps_at_pace(PACE, within_budget, rows)))
 
 

@@ -261,13 +261,20 @@ class Scheduler(Generic[S]):
         refused: list[tuple[list[int], ServiceError]] = []
         tenant = block.share.tenant
         work, known, covered = WorkByDue(queue, tenant), None, list[int]()
+        full: tuple[int, int] | None = None
+        without_room: list[int] = []
         deadlines = block.deadlines.tolist()
         for index, (row, due) in enumerate(zip(block.rows, block.due.tolist(), strict=True)):
             request = _Arriving(block.share, row.sequences, row.steps, row.longest, deadlines[index], block.head_start)
+            # Under heavy overload a rejection must cost little: many share their reason.
+            if not self._has_room(request):
+                if full != (self.waiting, row.sequences):
+                    full, without_room = (self.waiting, row.sequences), []
+                    refused.append((without_room, self._queue_full(request)))
+                without_room.append(index)
+                continue
             rejection = queue.rejection_of(tenant)
-            covers = rejection is not None and rejection.covers(row.steps, deadlines[index] - now, block.head_start)
-            if rejection is not None and covers and self._has_room(request):
-                # Under heavy overload a rejection must cost little.
+            if rejection is not None and rejection.covers(row.steps, deadlines[index] - now, block.head_start):
                 if rejection is not known:
                     known, covered = rejection, []
                     refused.append((covered, rejection.error()))

@@ -9,8 +9,8 @@ from typing import NamedTuple
 NEWEST = 0.1
 """Weight of the newest batch in the running mean of the correction."""
 FARTHEST = 4.0
-"""Largest change of the factor by one batch: the batch may have waited for something else. The factor follows a device that stays slow,
-or that other processes use, however slow it is: otherwise every admitted request would miss its deadline."""
+"""Most that one batch counts for, as a multiple of what was expected: it may have waited for something else. The correction still follows
+a device or a host that stays slow, however slow it is: otherwise every admitted request would miss its deadline."""
 
 
 class Cost(NamedTuple):
@@ -41,12 +41,33 @@ class Cost(NamedTuple):
 
 @dataclass(slots=True)
 class Correction:
-    """The factor by which batches take longer than warm-up predicted: a running mean."""
+    """How batches differ from their prediction at warm-up: a factor for the device, and the host's time for each batch. Running means.
+
+    A host that is slow does not make the steps of a batch slow: with the factor alone, a busy host would lead to batches of fewer steps,
+    which cost it more time.
+    """
 
     factor: float = 1.0
+    host_seconds: float = 0.0
 
-    def observe(self, predicted: float, seconds: float) -> None:
-        """Include a batch that took `seconds`. predicted: by warm-up, without correction."""
-        if predicted > 0:
-            observed = min(FARTHEST * self.factor, max(self.factor / FARTHEST, seconds / predicted))
-            self.factor += NEWEST * (observed - self.factor)
+    def observe(self, predicted: float, seconds: float, device: tuple[float, float]) -> None:
+        """Include a batch that took `seconds` in all.
+
+        predicted: seconds of the device by warm-up. device: bounds of the device's seconds, because the host may notice the end late.
+        """
+        if predicted <= 0:
+            return
+        least, most = device
+        observed = min(max(self.factor, least / predicted), most / predicted)
+        observed = min(FARTHEST * self.factor, max(self.factor / FARTHEST, observed))
+        seconds = min(FARTHEST * self.seconds(predicted), seconds)
+        self.factor += NEWEST * (observed - self.factor)
+        self.host_seconds += NEWEST * (seconds - self.factor * predicted - self.host_seconds)
+
+    def seconds(self, predicted: float) -> float:
+        """Return the expected time of a batch."""
+        return self.factor * predicted + max(0.0, self.host_seconds)
+
+    def of(self, cost: Cost) -> Cost:
+        """Return a corrected cost."""
+        return cost.times(self.factor)._replace(fixed=self.seconds(cost.fixed))

@@ -107,6 +107,10 @@ class DeviceEngine:
         self._accepted_at = 0.0
         self._launched_at = 0.0
         self._last_ended = 0.0
+        self._seen_running = 0.0
+        """When the oldest batch in flight was last seen to run."""
+        self._began_after = 0.0
+        """When the batch that ended last was last seen to run: the batch behind it has begun later."""
         self.busy_seconds = 0.0
         """Time in which the device ran the batches that have ended."""
         self._memory = DeviceMemory()
@@ -229,10 +233,10 @@ class DeviceEngine:
 
     def cost(self, key: ModelKey) -> Cost:
         """Return the cost of a model's batches, as measured at warm-up and corrected by the batches that ran."""
-        return self._runners[key].cost.times(self._corrections[key].factor)
+        return self._corrections[key].of(self._runners[key].cost)
 
     def predicted_seconds(self, batch: Batch) -> float:
-        return self._runners[batch.model].predicted_seconds(batch) * self._corrections[batch.model].factor
+        return self._corrections[batch.model].seconds(self._runners[batch.model].predicted_seconds(batch))
 
     def runs(self, key: ModelKey) -> bool:
         return any(in_flight.batch.model == key for in_flight in self._in_flight)
@@ -329,7 +333,11 @@ class DeviceEngine:
     def _collect(self) -> None:
         """Take the results of the batches that have ended."""
         try:
-            while self._in_flight and self._in_flight[0].ended:
+            while self._in_flight:
+                looked = time.monotonic()
+                if not self._in_flight[0].ended:
+                    self._seen_running = looked
+                    return
                 in_flight, ended = self._in_flight.popleft(), time.monotonic()
                 self._done += in_flight.results()
                 if self._observer is not None:
@@ -339,6 +347,7 @@ class DeviceEngine:
             raise DeviceLost(f"{self.device} is lost: {str(error).splitlines()[0]}") from error
 
     def _predicted(self, in_flight: InFlightBatch) -> float:
+        """Return the expected time of the device."""
         return in_flight.predicted * self._corrections[in_flight.batch.model].factor
 
     def _count(self, in_flight: InFlightBatch, ended: float) -> None:
@@ -349,8 +358,12 @@ class DeviceEngine:
         # The host's time counts as long as a request waited: the next batch will take it as well.
         labels = batch.model.labels
         began = max(min(batch.since, in_flight.began), self._last_ended)
-        self._corrections[batch.model].observe(in_flight.predicted, computed - began)
-        self._last_ended = ended
+        device = computed - started, computed - started
+        if in_flight.collector is not None:
+            # The host sees the ends of batches late, and of two batches perhaps at once.
+            device = self._seen_running - started, ended - max(in_flight.staged, self._began_after)
+        self._corrections[batch.model].observe(in_flight.predicted, computed - began, device)
+        self._last_ended, self._began_after = ended, self._seen_running
         self.busy_seconds += computed - started
         metrics.batch_sequences.observe(batch.rows, *labels)
         metrics.batch_tokens.observe(batch.tokens, *labels)

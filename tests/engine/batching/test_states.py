@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from service.engine.execution.cost_model import Cost
 from service.errors import InferenceFailed, InvalidInput
 from service.ipc.messages import FEATURES, Returns
 from tests.engine.batching import fakes
@@ -60,7 +61,8 @@ def test_states_may_be_given_without_asking_for_them() -> None:
 
 
 def test_long_sequence_keeps_its_state_over_several_batches() -> None:
-    harness = BatcherHarness(batch_seconds=1.02)
+    harness = BatcherHarness(batch_seconds=0.02)
+    harness.engine.per_row = Cost(0.001, 0.0, 0.001)
     call(harness, [1])
     client = call(harness, list(range(300)), states=[(100.0, 1.0)])
     harness.run()

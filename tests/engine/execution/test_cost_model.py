@@ -56,23 +56,56 @@ def test_warm_up_measures_a_model_of_one_size() -> None:
     )
 
 
-def test_correction_converges_to_the_observed_times() -> None:
-    correction = Correction()
-    for _ in range(100):
-        correction.observe(predicted=1.0, seconds=2.0)
-    assert correction.factor == pytest.approx(2.0, rel=0.01)
+PREDICTED = Cost(1.0, 0.5, 0.25)
 
 
-@pytest.mark.parametrize("seconds", [0.05, 30.0])
-def test_correction_follows_a_device_that_stays_far_from_its_warm_up(seconds: float) -> None:
+def corrected(seconds: float, device: tuple[float, float], batches: int = 100) -> Correction:
+    """Return the correction after batches of predicted.of(8, 32) seconds."""
+    correction = Correction()
+    for _ in range(batches):
+        correction.observe(PREDICTED.of(8, 32), seconds, device)
+    return correction
+
+
+@pytest.mark.parametrize("times", [0.05, 2.0, 30.0])
+def test_correction_follows_a_device_that_stays_far_from_its_warm_up(times: float) -> None:
+    seconds = times * PREDICTED.of(8, 32)
+    correction = corrected(seconds, (seconds, seconds))
+    assert correction.of(PREDICTED) == pytest.approx([times * part for part in PREDICTED], rel=0.05)
+
+
+@pytest.mark.parametrize("seconds", [20.0, 400.0])
+def test_time_of_the_host_is_expected_once_for_each_batch(seconds: float) -> None:
+    """The host sees the end of every batch late, so the device may have taken all the time."""
+    device = PREDICTED.of(8, 32)
+    correction = corrected(seconds, (0.0, seconds))
+    assert correction.seconds(device) == pytest.approx(seconds, rel=0.05)
+    assert correction.of(PREDICTED) == pytest.approx(PREDICTED._replace(fixed=1.0 + seconds - device), rel=0.05)
+
+
+def test_device_within_its_bounds_keeps_the_factor() -> None:
+    correction = Correction(2.0)
+    correction.observe(1.0, 5.0, (1.5, 2.5))
+    assert correction.factor == 2.0
+    correction.observe(1.0, 5.0, (2.5, 3.0))
+    assert 2.0 < correction.factor < 2.5
+    correction.observe(1.0, 5.0, (0.5, 1.0))
+    assert correction.factor < 2.0
+
+
+def test_end_seen_late_is_made_up_for_by_the_batch_behind() -> None:
+    """Of two batches whose ends are seen together, the second seems to take no time."""
     correction = Correction()
     for _ in range(100):
-        correction.observe(predicted=1.0, seconds=seconds)
-    assert correction.factor == pytest.approx(seconds, rel=0.05)
+        correction.observe(1.0, 6.0, (0.0, 6.0))
+        correction.observe(1.0, 0.0, (0.0, 6.0))
+    assert correction.seconds(1.0) == pytest.approx(3.0, rel=0.1)
+    assert correction.factor == 1.0
 
 
 def test_outlier_changes_the_correction_little() -> None:
     correction = Correction()
-    correction.observe(predicted=1.0, seconds=1000.0)
-    correction.observe(predicted=0.0, seconds=1.0)
-    assert correction.factor < 1 + FARTHEST / 10
+    correction.observe(1.0, 1000.0, (1000.0, 1000.0))
+    assert correction.seconds(1.0) < 1 + 2 * FARTHEST / 10
+    correction.observe(0.0, 1.0, (1.0, 1.0))
+    assert correction.seconds(1.0) < 1 + 2 * FARTHEST / 10
