@@ -23,8 +23,8 @@ from loadtest.callers import Caller, Response, Target
 from tests import models
 from tests.serving import Server, eventually
 
-SMALL = {"state_slots": "64", "max_sessions": "1024", "session_idle_seconds": "600", "batch_budget_ms": "0.1"}
-"""Settings with few state slots and a small batch budget: sessions move to the host and back, and chunks run in several batches."""
+SMALL = {"state_slots": "64", "max_sessions": "1024", "session_idle_seconds": "600", "max_batch_tokens": "1024"}
+"""Settings with few state slots and small batches: sessions move to the host and back, and chunks run in several batches."""
 REST = ("requests_in_flight", "queue_depth", "sequences_begun", "sessions", "state_slots_used")
 REST_SECONDS = 5.0
 """Time limit until nothing is held after the last client has disconnected; a quiet machine needs a tenth of a second."""

@@ -31,7 +31,7 @@ SHORT, LONG, LONG_SHARE = 10, 4096, 0.01
 """Time steps of the short and the long sequences of the mixture, and the share of long sequences."""
 FULL, MAX_OPEN = 128, 1024
 """Waiting sequences and open sequences while the capacity is measured: a full batch is always ready."""
-MOST_TOGETHER = 64
+MOST_TOGETHER = 256
 """Most requests in a block."""
 WARM_UP = 0.2
 """Warm-up before the clock starts, as a share of the measured time."""

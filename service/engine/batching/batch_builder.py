@@ -213,7 +213,7 @@ def step_limit(limits: SchedulerLimits, shortest: int, rows: int, cost: Cost) ->
     if not limits.continuous:
         return UNLIMITED
     budget = max(limits.batch_seconds, BUDGET_OF_FIXED * cost.fixed)
-    within_budget = max(LEAST_STEPS, cost.steps_within(budget, rows))
+    within_budget = max(LEAST_STEPS, min(cost.steps_within(budget, rows), limits.max_batch_tokens // rows))
     return min(within_budget, max(_rounded(shortest), cost.steps_at_pace(PACE, within_budget, rows)))
 
 

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-NEWEST = 0.1
-"""Weight of the newest batch in the running mean of the correction."""
+NEWEST, NEWEST_OF_HOST = 0.1, 0.03
+"""Weights of the newest batch in the running means of the factor and of the host's time, which varies more."""
 FARTHEST = 4.0
 """Most that one batch counts for, as a multiple of what was expected: it may have waited for something else. The correction still follows
 a device or a host that stays slow, however slow it is: otherwise every admitted request would miss its deadline."""
@@ -62,7 +62,7 @@ class Correction:
         observed = min(FARTHEST * self.factor, max(self.factor / FARTHEST, observed))
         seconds = min(FARTHEST * self.seconds(predicted), seconds)
         self.factor += NEWEST * (observed - self.factor)
-        self.host_seconds += NEWEST * (seconds - self.factor * predicted - self.host_seconds)
+        self.host_seconds += NEWEST_OF_HOST * (seconds - self.factor * predicted - self.host_seconds)
 
     def seconds(self, predicted: float) -> float:
         """Return the expected time of a batch."""

@@ -59,7 +59,7 @@ def test_warm_up_measures_a_model_of_one_size() -> None:
 PREDICTED = Cost(1.0, 0.5, 0.25)
 
 
-def corrected(seconds: float, device: tuple[float, float], batches: int = 100) -> Correction:
+def corrected(seconds: float, device: tuple[float, float], batches: int = 400) -> Correction:
     """Return the correction after batches of predicted.of(8, 32) seconds."""
     correction = Correction()
     for _ in range(batches):
@@ -96,7 +96,7 @@ def test_device_within_its_bounds_keeps_the_factor() -> None:
 def test_end_seen_late_is_made_up_for_by_the_batch_behind() -> None:
     """Of two batches whose ends are seen together, the second seems to take no time."""
     correction = Correction()
-    for _ in range(100):
+    for _ in range(400):
         correction.observe(1.0, 6.0, (0.0, 6.0))
         correction.observe(1.0, 0.0, (0.0, 6.0))
     assert correction.seconds(1.0) == pytest.approx(3.0, rel=0.1)
