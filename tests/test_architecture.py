@@ -15,7 +15,12 @@ EVERYTHING = {"service", "loadtest"}
 SCHEDULING = {
     *("service.engine.batching.scheduler", "service.engine.batching.batch_builder", "service.engine.batching.model_queue"),
     "service.engine.batching.memory_limits",
-    *("service.engine.batching.request_block", "service.engine.batching.request_order", "service.engine.batching.due", "service.engine.execution.cost_model"),
+    *(
+        "service.engine.batching.request_block",
+        "service.engine.batching.request_order",
+        "service.engine.batching.due",
+        "service.engine.execution.cost_model",
+    ),
     *("service.engine.batching.fair_shares", "service.errors", "service.ipc.blocks", "service.ipc.messages"),
 }
 """The code that decides about batches knows neither a device nor a client."""
@@ -38,7 +43,15 @@ MAY_IMPORT: dict[str, set[str]] = {  # the rule with the longest matching name h
     "service.engine": {"kernels", "service.memory_limit", "service.modeling", *SHARED},
     **{
         f"service.engine.batching.{name}": SCHEDULING
-        for name in ("scheduler", "batch_builder", "fair_shares", "memory_limits", "model_queue", "request_block", "request_order")
+        for name in (
+            "scheduler",
+            "batch_builder",
+            "fair_shares",
+            "memory_limits",
+            "model_queue",
+            "request_block",
+            "request_order",
+        )
     },
     "service.importers": {"kernels", "service.modeling", "service.cores", "service.errors", "service.settings"},
     "service.exporters": {"kernels", "service.modeling", "service.importers.draft", "service.errors", "service.settings"},

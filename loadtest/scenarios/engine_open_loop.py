@@ -20,6 +20,7 @@ from service.engine.build import build_batcher
 from service.engine.execution.device_engine import DeviceEngine
 from service.engine.execution.in_flight import BlockResult
 from service.engine.internal_errors import InternalErrors
+from service.engine.worker import LAG_SECONDS, MOST_READ
 from service.errors import ServiceError
 from service.ipc.blocks import COUNT, DEADLINE, ID, Columns
 from service.ipc.messages import IDS, Answer, ModelKey, Request
@@ -31,8 +32,8 @@ SHORT, LONG, LONG_SHARE = 10, 4096, 0.01
 """Time steps of the short and the long sequences of the mixture, and the share of long sequences."""
 FULL, MAX_OPEN = 128, 1024
 """Waiting sequences and open sequences while the capacity is measured: a full batch is always ready."""
-MOST_TOGETHER = 256
-"""Most requests in a block."""
+MOST_TOGETHER = 64
+"""Most requests in a block, unless they are late: see MOST_READ."""
 WARM_UP = 0.2
 """Warm-up before the clock starts, as a share of the measured time."""
 DRAWN = 1 << 16
@@ -157,7 +158,9 @@ class EngineLoad:
         while due is not None:
             # Requests that are due now enter this batch. Requests that arrive during the batch enter the next batch.
             together: list[float] = []
-            while due is not None and due <= time.monotonic() and len(together) < MOST_TOGETHER:
+            while due is not None and due <= (now := time.monotonic()):
+                if len(together) >= (MOST_TOGETHER if now - due < LAG_SECONDS else MOST_READ):
+                    break
                 together.append(due)
                 due = next(arrivals, None)
             if together:

@@ -34,9 +34,10 @@ from service.metrics import Metrics
 
 HANG_FACTOR = 10.0
 """A batch that takes longer than this multiple of its prediction, and PATIENCE_SECONDS, counts as hung."""
-FRAMES_PER_BATCH = 64
-"""The loop launches a batch, if the device accepts one, after this many frames. Otherwise, under overload, refusing requests would keep
-the device idle."""
+LAG_SECONDS, MOST_READ = 0.02, 1024
+"""The loop launches a batch, if the device accepts one, after as many requests as a batch holds: otherwise, under overload, refusing
+requests would keep the device idle. It reads up to MOST_READ once requests wait longer than LAG_SECONDS to be read, because a request that
+is not in the queue yet is neither predicted nor refused."""
 MEMORY_SECONDS, SCARCE_SHARE = 1.0, 0.75
 """How often an idle engine looks at the memory limit, and the share of it in use from which it returns freed memory."""
 WORK: dict[type[Message], str] = {
@@ -83,6 +84,8 @@ class Worker:
         self._profiling = ProfilingSession(engine, batcher, self._status(), heartbeat)
         self._frontends: dict[Channel, _Frontend] = {}
         self._mover: Channel | None = None
+        self._handled = 0
+        """Requests and other messages since the last step of the batcher."""
         self._answered: set[Channel] = set()
         """Frontends that receive a backlog report with their next write."""
         self._control_handlers: dict[type[Message], Callable[[Frame, Any], None]] = {
@@ -119,7 +122,7 @@ class Worker:
         # The loop does not sleep while the device works: it would wake too late for the end of the batch.
         idle = self._batcher.idle and not self._engine.running
         self._read_channels(IDLE_SECONDS if idle else 0.0)
-        self._batcher.step(self._before_launch)
+        self._step()
         self._models.settle()
         self._trials.end_batches(self._engine.runs)
         for channel in [channel for channel in self._frontends if channel.outgoing]:
@@ -157,6 +160,10 @@ class Worker:
             if self._memory_limit.read().share > SCARCE_SHARE:
                 return_freed_memory()
 
+    def _step(self) -> None:
+        self._handled = 0
+        self._batcher.step(self._before_launch)
+
     def _before_launch(self, batch: Batch) -> None:
         self._trials.begin_batch(batch.model)
         self._heartbeat.beat(_patience(self._engine.predicted_seconds(batch)))
@@ -168,16 +175,16 @@ class Worker:
                 continue
             if channel is not self._control and channel is not self._mover and channel not in self._frontends:
                 continue  # forgotten since the selector returned
-            frames = channel.receive()
-            for begin in range(0, len(frames), FRAMES_PER_BATCH):
-                if begin:
-                    self._batcher.step(self._before_launch)
-                self._handle_frames(channel, frames[begin : begin + FRAMES_PER_BATCH])
+            self._handle_frames(channel, channel.receive())
             if not channel.open:
                 self._forget(channel)
 
     def _handle_frames(self, channel: Channel, frames: Sequence[Frame]) -> None:
-        for frame in join_blocks(frames):
+        for frame in join_blocks(frames, self._batcher.batch_sequences):
+            message = frame.message
+            if self._handled >= self._batcher.batch_sequences and (self._handled >= MOST_READ or _lag(message) < LAG_SECONDS):
+                self._step()
+            self._handled += message.requests if isinstance(message, messages.RequestBlock) else 1
             if channel is self._control:
                 handle_control = self._control_handlers.get(type(frame.message))
                 if handle_control is not None:
@@ -455,6 +462,11 @@ class _Frontend:
 
     def open_ticket(self, id: int, request: messages.Request) -> Ticket:
         return self._worker.open_ticket(self._channel, id, request)
+
+
+def _lag(message: Message) -> float:
+    """Return how long requests have waited to be read. Other messages never wait too long."""
+    return time.monotonic() - message.sent if isinstance(message, messages.RequestBlock | messages.Request) else 0.0
 
 
 def _patience(predicted_seconds: float) -> float:

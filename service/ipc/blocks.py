@@ -93,13 +93,24 @@ def encode_block(key: BlockKey, queued: Sequence[QueuedRequest], *, timed: bool 
     return encode(block, tail=(*columns, *[pending.data for pending in queued])), b""
 
 
-def join_blocks(frames: Sequence[Frame]) -> Iterator[Frame]:
-    """Yield frames, and one frame for blocks that follow each other and could have been one: each block costs the engine as much."""
+def join_blocks(frames: Sequence[Frame], most: int) -> Iterator[Frame]:
+    """Yield frames, and one frame for blocks that follow each other and could have been one: each block costs the engine as much.
+
+    most: blocks are joined as long as they have fewer requests together.
+    """
     for key, group in groupby(frames, _join_key):
-        alike = list(group)
-        if key is None or len(alike) == 1:
-            yield from alike
-        else:
+        if key is None:
+            yield from group
+            continue
+        alike, requests = list[Frame](), 0
+        for frame in group:
+            assert isinstance(frame.message, RequestBlock)
+            alike.append(frame)
+            requests += frame.message.requests
+            if requests >= most:
+                yield _joined(alike)
+                alike, requests = [], 0
+        if alike:
             yield _joined(alike)
 
 
@@ -112,6 +123,8 @@ def _join_key(frame: Frame) -> object:
 
 
 def _joined(frames: Sequence[Frame]) -> Frame:
+    if len(frames) == 1:
+        return frames[0]
     blocks, columns = list[RequestBlock](), list[Columns]()
     for frame in frames:
         assert isinstance(frame.message, RequestBlock)

@@ -17,7 +17,7 @@ from service.engine.execution.graph_capture import RunBetweenBatches
 from service.engine.internal_errors import InternalErrors
 from service.engine.loading import ModelLoader
 from service.engine.trials import Trials
-from service.engine.worker import FRAMES_PER_BATCH, Worker
+from service.engine.worker import Worker
 from service.errors import SERVICE_FAILED, ServiceError
 from service.ipc import messages
 from service.ipc.channel import Channel, Frame, encode, pair
@@ -48,6 +48,7 @@ from tests.engine.batching.harness import FakeEngine
 PLACE = 3
 SECONDS = 2.5
 """Predicted seconds of each waiting request."""
+BATCH_SEQUENCES = 8
 BATCHES = 6
 """Batches per test. Then the frontend closes its channel, and one batch later the supervisor closes the control channel."""
 
@@ -56,6 +57,7 @@ class OneRequestPerBatch(Batcher):
     """Answers one request per batch, then calls `after` with the number of the batch. Raises `raised` for the requests of frontends."""
 
     def __init__(self, after: Callable[[int], None]) -> None:
+        self.batch_sequences = BATCH_SEQUENCES
         self._after = after
         self.raised: Exception | None = None
         self._batches = 0
@@ -89,6 +91,8 @@ class OneRequestPerBatch(Batcher):
 
     def submit_block(self, block: RequestBlock) -> None:
         self._fail_if_told()
+        self._since += block.requests
+        self.most_between = max(self.most_between, self._since)
 
     def fail_requests(self, owner: BlockOwner, ids: Sequence[int], error: ServiceError) -> None:
         owner.refuse(ids, error)
@@ -190,10 +194,18 @@ def test_answers_carry_the_backlog_and_the_frames_it_counts(harness: WorkerHarne
 
 
 def test_batches_are_launched_between_many_requests(harness: WorkerHarness) -> None:
-    for id in range(3 * FRAMES_PER_BATCH):
+    for id in range(3 * BATCH_SEQUENCES):
         harness.frontend.send(encode(request([2]), id, (b"",)))
     harness.run()
-    assert harness.batcher.most_between == FRAMES_PER_BATCH
+    assert harness.batcher.most_between == BATCH_SEQUENCES
+
+
+def test_batches_are_launched_between_many_blocks(harness: WorkerHarness) -> None:
+    for id in range(3 * BATCH_SEQUENCES):
+        columns = fakes.block([(id, NEVER, [1]), (100 + id, NEVER, [1])]).columns
+        harness.frontend.send(encode(messages.RequestBlock(*MODEL, 2, 2, 2, 1, 1, NEVER, 0.0, 0, PLAIN), 0, columns))
+    harness.run()
+    assert harness.batcher.most_between == BATCH_SEQUENCES
 
 
 def test_unexpected_exception_refuses_its_requests_and_nothing_else(

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from service.ipc.blocks import COUNT, BlockKey, Columns, encode_block, split_answers
-from service.ipc.channel import MAX_COPIED_BYTES, Channel, pair
-from service.ipc.messages import FEATURES, AnswerBlock, ModelKey, Request, RequestBlock, Returns
+from service.ipc.blocks import COUNT, BlockKey, Columns, encode_block, join_blocks, split_answers
+from service.ipc.channel import MAX_COPIED_BYTES, Channel, Frame, decode, encode, pair
+from service.ipc.messages import FEATURES, AnswerBlock, Cancel, ModelKey, Request, RequestBlock, Returns, Share
 
 KEY = BlockKey(ModelKey("words", "2", 3), 1, Returns(embedding=True))
 
@@ -54,6 +54,39 @@ def test_block_has_the_columns_and_totals_of_its_requests() -> None:
     assert np.frombuffer(columns.counts, COUNT).tolist() == [2, 1]
     assert np.frombuffer(columns.lengths, COUNT).tolist() == [2, 5, 1]
     assert columns.values == b"ab" * 14 + b"cdef"
+
+
+def frame(key: BlockKey, *requests: Pending, timed: bool = False) -> Frame:
+    return decode(encode_block(key, requests, timed=timed)[0])
+
+
+def test_blocks_that_follow_each_other_become_one() -> None:
+    requests = [pending(4, [2, 5], b"ab" * 14, 8.0, sent=1.0), pending(6, [1], b"cdef", sent=2.0), pending(9, [3], b"xyz." * 3)]
+    [joined] = join_blocks([frame(KEY, *requests[:2]), frame(KEY, requests[2])], most=4)
+    together = frame(KEY, *requests)
+    assert joined == together._replace(tail=bytes(together.tail))
+
+
+def test_blocks_that_differ_stay_apart() -> None:
+    one, two = pending(1, [2], b"ab" * 4), pending(2, [1], b"cdef")
+    frames = [
+        frame(KEY, one),
+        frame(KEY._replace(priority=2), two),
+        frame(KEY._replace(share=Share("tenant")), one),
+        frame(KEY, one, timed=True),
+        frame(KEY, two, timed=True),
+        decode(encode(Cancel(), 1)),
+        frame(KEY, two),
+        Frame(frame(KEY, one).message, 0, bytes(MAX_COPIED_BYTES + 1)),
+        frame(KEY, one),
+    ]
+    assert list(join_blocks(frames, most=100)) == frames
+
+
+def test_blocks_are_joined_up_to_a_number_of_requests() -> None:
+    frames = [frame(KEY, pending(id, [1], b"abcd"), pending(100 + id, [1], b"efgh")) for id in range(5)]
+    joined = [joined.message for joined in join_blocks(frames, most=3)]
+    assert [message.requests for message in joined if isinstance(message, RequestBlock)] == [4, 4, 2]
 
 
 def test_values_of_a_large_request_follow_without_a_copy() -> None:

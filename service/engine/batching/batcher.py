@@ -63,6 +63,8 @@ class Batcher:
         transfers: Transfers | None = None,
     ) -> None:
         """transfers: None for a service whose sessions stay in this process."""
+        self.batch_sequences = limits.max_batch_sequences
+        """Most sequences in a batch."""
         self._engine = engine
         self._states = StateCache(engine, metrics)
         self._scheduler = Scheduler[RequestSequence](limits, engine.cost, self._states.room, _unpack)

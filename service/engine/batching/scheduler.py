@@ -250,7 +250,7 @@ class Scheduler(Generic[S]):
         self._queues[model] = queue
         self._earliest_deadline = min(self._earliest_deadline, request.deadline)
         tenant = request.share.tenant
-        self._shares.arrive(request.share, waits=any([tenant in queued.tenants for queued in self._queues.values()]))
+        self._shares.arrive(request.share, waits=any(tenant in queued.tenants for queued in self._queues.values()))
         self.waiting += request.count
         queue.count_work(tenant, request.count, request.steps)
 

@@ -13,6 +13,8 @@ from service.frontend.rest.schemas import ERRORS, QueryParameters, describe_quer
 from service.ipc.messages import ModelKey
 
 MARKDOWN = "text/markdown; charset=utf-8"
+_NAME = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+_CARD: dict[int | str, Any] = {200: {"content": {"text/markdown": {"schema": {"type": "string"}}}}}
 
 
 class CardQuery(QueryParameters):
@@ -32,7 +34,12 @@ def add_routes(router: APIRouter, frontend: Frontend) -> None:
         """List every served model version, with the kernels that run it, and the versions that cannot be served, with the reason."""
         return respond_json(frontend, {"models": _list_models(frontend), "unavailable": _list_unavailable(frontend)})
 
-    @router.get("/models/{name}/card", responses=ERRORS, openapi_extra=describe_query(CardQuery))
+    @router.get(
+        "/models/{name}/card",
+        responses={**ERRORS, **_CARD},
+        response_class=Response,
+        openapi_extra={"parameters": [_NAME, *describe_query(CardQuery)["parameters"]]},
+    )
     async def card(request: Request) -> Response:
         """The first 64 KiB of a model's card.md, as it was when the model was loaded; empty for a model without one."""
         query = CardQuery.parse(request.query_params.multi_items())

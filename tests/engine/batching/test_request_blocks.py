@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import random
+import weakref
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service.engine.batching import scheduler
+from service.engine.batching import batch_builder, scheduler
 from service.engine.batching.batch_builder import SchedulerLimits, Taken
 from service.engine.batching.model_queue import ModelQueue, QueuedSequence
 from service.engine.batching.request_block import RequestBlock
@@ -229,6 +231,46 @@ def test_batch_beyond_its_limits_is_noticed(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(AssertionError):
         for seed in range(10):
             test_blocks_run_as_their_requests_would_one_by_one(seed)
+
+
+def test_first_requests_beyond_the_limits_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`take_first` takes the first requests of a queue that one batch cannot empty."""
+
+    def take_first(queue: ModelQueue[NamedSequence], *others: Any) -> Taken[NamedSequence] | None:
+        taken = batch_builder.take_first(queue, *others)
+        if taken is not None and taken.rows > 1:
+            [(requests, places)] = taken.whole.items()
+            taken.whole[requests] = [place + 1 for place in places]
+        return taken
+
+    monkeypatch.setattr(scheduler, "take_first", take_first)
+    with pytest.raises((AssertionError, IndexError)):
+        for seed in range(40):
+            test_blocks_run_as_their_requests_would_one_by_one(seed)
+
+
+def test_queue_that_is_never_empty_keeps_no_block_that_has_run() -> None:
+    queue: Scheduler[NamedSequence] = Scheduler(SchedulerLimits(100, 8, 1000, 100.0), lambda _: Cost(1.0, 0.0, 0.0))
+    alive: list[weakref.ref[RequestBlock]] = []
+    for number in range(200):
+        made = block([(10 * number + id, 1e9, [1 + id % 3]) for id in range(8)])
+        alive.append(weakref.ref(made))
+        assert not queue.add_block(made, now=float(number))
+        del made
+        if number > 3:
+            scheduled = queue.next_batch()
+            assert scheduled is not None and sum(taken.sequences for taken in scheduled.blocks) == 8
+            del scheduled
+    assert queue.waiting == 32
+    assert sum(reference() is not None for reference in alive) <= 5
+
+
+def test_requests_that_take_about_as_long_stay_in_one_block() -> None:
+    queue: Scheduler[NamedSequence] = Scheduler(SchedulerLimits(100, 8, 1000, 100.0), lambda _: Cost(1e-5, 1e-6, 0.0))
+    for number in range(4):
+        queue.add_block(block([(8 * number + id, 1e9, [1 + 5 * id]) for id in range(8)]), now=0.001 * number)
+    taken = [queue.next_batch() for _ in range(4)]
+    assert [[made.ids for made in each.blocks] for each in taken if each] == [[list(range(8 * n, 8 * n + 8))] for n in range(4)]
 
 
 REQUESTS = st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=4), min_size=1, max_size=8)

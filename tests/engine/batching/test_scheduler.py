@@ -254,6 +254,20 @@ def test_batch_takes_at_least_the_least_steps() -> None:
     assert batches(queue) == [(MODEL, [LEAST_STEPS]), (MODEL, [LEAST_STEPS]), (MODEL, [3])]
 
 
+def test_batch_takes_longer_than_its_fixed_time() -> None:
+    """A host that is slow cuts no sequence that runs as long as the host takes for a batch."""
+    queue = scheduler(cost=Cost(50.0, 1.0, 0.0), batch_seconds=10.0)
+    add(queue, 50, divisible=True)
+    add(queue, 51, divisible=True)
+    assert batches(queue) == [(MODEL, [50, 50]), (MODEL, [1])]
+
+
+def test_every_row_of_a_full_batch_gets_its_share_of_the_steps() -> None:
+    queue = scheduler(cost=STEP_COST, batch_seconds=1000.0, max_batch_tokens=160)
+    add(queue, *[100] * 8, divisible=True)
+    assert batches(queue)[0] == (MODEL, [20] * 8)
+
+
 def test_short_sequence_joins_and_leaves_while_a_long_one_runs() -> None:
     queue = scheduler(cost=STEP_COST, batch_seconds=16.0)
     [long] = add(queue, 64, divisible=True)

@@ -264,6 +264,40 @@ def test_batches_that_end_early_leave_no_predicted_time(engine: DeviceEngine, mo
     engine.finished()
 
 
+class LateCollector:
+    """A device that ends a batch when it is told to."""
+
+    ended = False
+
+    def complete(self) -> bool:
+        return self.ended
+
+    def wait(self) -> None:
+        self.ended = True
+
+
+def test_end_that_the_host_sees_late_makes_no_step_slow(engine: DeviceEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device may have ended at any moment since the host last looked."""
+    launch, before, seconds = model_runner.ModelRunner.launch, engine.cost(SENSORS), 0.02
+
+    def launch_late(runner: model_runner.ModelRunner, batch: Batch, collector: object) -> InFlightBatch:
+        in_flight = launch(runner, batch)
+        in_flight.collector = LateCollector()  # type: ignore[assignment]
+        return in_flight
+
+    monkeypatch.setattr(model_runner.ModelRunner, "launch", launch_late)
+    for _ in range(20):
+        engine.launch(Batch(SENSORS, [chunk(SENSORS, 3)]))
+        [in_flight] = engine._in_flight
+        assert not engine.finished()
+        time.sleep(seconds)
+        in_flight.wait()
+        assert engine.finished()
+    after = engine.cost(SENSORS)
+    assert after.per_step <= 4 * before.per_step
+    assert after.fixed > before.fixed + seconds / 10
+
+
 def test_batch_is_counted_in_the_metrics(engine: DeviceEngine, metrics: Metrics) -> None:
     run(engine, WORDS, [chunk(WORDS, steps) for steps in LENGTHS])
     assert count(metrics.tokens) == sum(LENGTHS)
