@@ -22,7 +22,7 @@ STRETCH = 5.0
 SLACK = 3.0
 """A request is due at least this multiple of that time before its deadline: in a batch a sequence takes longer than alone."""
 GRAIN_SECONDS = 2**-10
-"""Allowances are multiples of this. Finer differences help nobody, and would cut every block that waits."""
+"""Allowances are multiples of this. Finer differences gain nothing, and would cut every block that waits."""
 
 
 def allowance(cost: Cost, longest: int, seconds_left: float) -> float:

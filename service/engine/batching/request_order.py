@@ -59,7 +59,7 @@ class WorkInOrder(NamedTuple):
 class RequestOrder:
     """The requests of one tenant's blocks for one model, in the order of their due times, and then of their arrival.
 
-    A batch takes requests of many blocks. The blocks stay as they are until someone asks for them without these requests.
+    A batch takes requests of many blocks. These blocks stay as they are until `blocks` is called.
     """
 
     def __init__(self) -> None:
@@ -120,7 +120,7 @@ class RequestOrder:
                 yield BlockRequest(self, place, blocks[number], index)
 
     def take(self, whole: Sequence[int], divided: Sequence[int] = ()) -> list[RequestBlock]:
-        """Remove the requests at these places, and return those of `whole` in blocks."""
+        """Remove the requests at these places, and return the requests of `whole` in blocks."""
         self._join()
         chosen = self._by_block(whole)
         blocks = self._selected(chosen)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 NEWEST, NEWEST_OF_HOST = 0.1, 0.03
 """Weights of the newest batch in the running means of the factor and of the host's time, which varies more."""
 FARTHEST = 4.0
-"""Most that one batch counts for, as a multiple of what was expected: it may have waited for something else. The correction still follows
+"""A batch counts as at most this multiple of its expected time: it may have waited for something else. The correction still follows
 a device or a host that stays slow, however slow it is: otherwise every admitted request would miss its deadline."""
 
 

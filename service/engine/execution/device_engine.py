@@ -108,9 +108,9 @@ class DeviceEngine:
         self._launched_at = 0.0
         self._last_ended = 0.0
         self._seen_running = 0.0
-        """When the oldest batch in flight was last seen to run."""
+        """When the host last saw that the oldest batch in flight had not ended."""
         self._began_after = 0.0
-        """When the batch that ended last was last seen to run: the batch behind it has begun later."""
+        """The same moment for the batch that ended last: the batch behind it has begun later."""
         self.busy_seconds = 0.0
         """Time in which the device ran the batches that have ended."""
         self._memory = DeviceMemory()
