@@ -15,6 +15,8 @@ import numpy as np
 from service.ipc.channel import MAX_COPIED_BYTES, Frame, encode
 from service.ipc.messages import NO_TENANT, Answer, AnswerBlock, ModelKey, Request, RequestBlock, Returns, Share
 
+MOST_JOINED_BYTES = 4096
+"""Blocks with more bytes are not joined: a joined block is kept until the last of its requests runs."""
 ITEM_BYTES = 4
 """Size of each value in the arrays of an answer."""
 ID, DEADLINE, COUNT = np.dtype("<u8"), np.dtype("<f8"), np.dtype("<i4")
@@ -117,7 +119,7 @@ def join_blocks(frames: Sequence[Frame], most: int) -> Iterator[Frame]:
 def _join_key(frame: Frame) -> object:
     """Return what blocks must share to be joined, None if a frame is joined with no other."""
     block = frame.message
-    if not isinstance(block, RequestBlock) or block.timed or is_large(frame.tail):
+    if not isinstance(block, RequestBlock) or block.timed or len(frame.tail) > MOST_JOINED_BYTES:
         return None
     return block.key, block.priority, block.returns, block.share
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 import pytest
 
+from service.engine import worker
 from service.engine.batching.batcher import Batcher
 from service.engine.batching.request_block import RequestBlock
 from service.engine.batching.ticket import BlockOwner, SendAnswer, SendRefusal, Ticket
@@ -49,6 +50,8 @@ PLACE = 3
 SECONDS = 2.5
 """Predicted seconds of each waiting request."""
 BATCH_SEQUENCES = 8
+SOON = 1e9
+"""A moment that no requests have waited for, however slow the machine is."""
 BATCHES = 6
 """Batches per test. Then the frontend closes its channel, and one batch later the supervisor closes the control channel."""
 
@@ -193,9 +196,14 @@ def test_answers_carry_the_backlog_and_the_frames_it_counts(harness: WorkerHarne
     assert harness.metrics.channel_writes.values[("engine",)] == [3], "an answer and its report are one write"
 
 
+def sent(moment: float) -> Request:
+    """Return a request that a frontend sent at this moment of time.monotonic."""
+    return msgspec.structs.replace(request([2]), sent=moment)
+
+
 def test_batches_are_launched_between_many_requests(harness: WorkerHarness) -> None:
     for id in range(3 * BATCH_SEQUENCES):
-        harness.frontend.send(encode(request([2]), id, (b"",)))
+        harness.frontend.send(encode(sent(SOON), id, (b"",)))
     harness.run()
     assert harness.batcher.most_between == BATCH_SEQUENCES
 
@@ -203,9 +211,20 @@ def test_batches_are_launched_between_many_requests(harness: WorkerHarness) -> N
 def test_batches_are_launched_between_many_blocks(harness: WorkerHarness) -> None:
     for id in range(3 * BATCH_SEQUENCES):
         columns = fakes.block([(id, NEVER, [1]), (100 + id, NEVER, [1])]).columns
-        harness.frontend.send(encode(messages.RequestBlock(*MODEL, 2, 2, 2, 1, 1, NEVER, 0.0, 0, PLAIN), 0, columns))
+        harness.frontend.send(encode(messages.RequestBlock(*MODEL, 2, 2, 2, 1, 1, NEVER, SOON, 0, PLAIN), 0, columns))
     harness.run()
     assert harness.batcher.most_between == BATCH_SEQUENCES
+
+
+def test_requests_that_waited_long_are_read_before_the_next_batch(
+    harness: WorkerHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests that are not in the queue are neither predicted nor refused."""
+    monkeypatch.setattr(worker, "MOST_READ", 2 * BATCH_SEQUENCES)
+    for id in range(3 * BATCH_SEQUENCES):
+        harness.frontend.send(encode(sent(0.0), id, (b"",)))
+    harness.run()
+    assert harness.batcher.most_between == 2 * BATCH_SEQUENCES
 
 
 def test_unexpected_exception_refuses_its_requests_and_nothing_else(

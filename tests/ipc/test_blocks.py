@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from service.ipc.blocks import COUNT, BlockKey, Columns, encode_block, join_blocks, split_answers
+from service.ipc.blocks import COUNT, MOST_JOINED_BYTES, BlockKey, Columns, encode_block, join_blocks, split_answers
 from service.ipc.channel import MAX_COPIED_BYTES, Channel, Frame, decode, encode, pair
 from service.ipc.messages import FEATURES, AnswerBlock, Cancel, ModelKey, Request, RequestBlock, Returns, Share
 
@@ -77,7 +77,7 @@ def test_blocks_that_differ_stay_apart() -> None:
         frame(KEY, two, timed=True),
         decode(encode(Cancel(), 1)),
         frame(KEY, two),
-        Frame(frame(KEY, one).message, 0, bytes(MAX_COPIED_BYTES + 1)),
+        Frame(frame(KEY, one).message, 0, bytes(MOST_JOINED_BYTES + 1)),
         frame(KEY, one),
     ]
     assert list(join_blocks(frames, most=100)) == frames

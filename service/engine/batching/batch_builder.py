@@ -208,12 +208,17 @@ class BatchBuilder(Generic[S]):
         self._taken.longest = max(self._taken.longest, longest)
 
 
+def steps_within_budget(limits: SchedulerLimits, rows: int, cost: Cost) -> int:
+    """Return the most steps that a batch takes of each of its rows."""
+    budget = max(limits.batch_seconds, BUDGET_OF_FIXED * cost.fixed)
+    return max(LEAST_STEPS, min(cost.steps_within(budget, rows), limits.max_batch_tokens // rows))
+
+
 def step_limit(limits: SchedulerLimits, shortest: int, rows: int, cost: Cost) -> int:
     """Return K: the most steps that the next batch takes of a divisible sequence. shortest: steps of the shortest sequence in it."""
     if not limits.continuous:
         return UNLIMITED
-    budget = max(limits.batch_seconds, BUDGET_OF_FIXED * cost.fixed)
-    within_budget = max(LEAST_STEPS, min(cost.steps_within(budget, rows), limits.max_batch_tokens // rows))
+    within_budget = steps_within_budget(limits, rows, cost)
     return min(within_budget, max(_rounded(shortest), cost.steps_at_pace(PACE, within_budget, rows)))
 
 

@@ -36,13 +36,14 @@ from service.engine.batching.batch_builder import (
     ScheduledSteps,
     SchedulerLimits,
     Taken,
+    steps_within_budget,
     take_all,
     take_first,
 )
 from service.engine.batching.due import STRETCH, allowance
 from service.engine.batching.fair_shares import FairShares
 from service.engine.batching.memory_limits import MemoryLimits
-from service.engine.batching.model_queue import LEAST_STEPS, ModelQueue, Rejection, S, WorkByDue
+from service.engine.batching.model_queue import ModelQueue, Rejection, S, WorkByDue
 from service.engine.batching.request_block import RequestBlock
 from service.engine.execution.cost_model import Cost
 from service.errors import DeadlineExceeded, Overloaded, ServiceError
@@ -392,7 +393,7 @@ class Scheduler(Generic[S]):
         """Return how many steps a batch is likely to take: the recent mean, or before the first batch the steps that the budget allows."""
         if not self._limits.continuous:
             return UNLIMITED
-        return int(queue.reach) or max(LEAST_STEPS, queue.cost.steps_within(self._limits.batch_seconds, rows))
+        return int(queue.reach) or steps_within_budget(self._limits, rows, queue.cost)
 
     def _has_room(self, request: _Arriving) -> bool:
         return self.waiting + request.count <= self._limits.max_waiting and self._keeps_share(request)

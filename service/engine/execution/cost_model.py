@@ -58,7 +58,9 @@ class Correction:
         if predicted <= 0:
             return
         least, most = device
-        observed = min(max(self.factor, least / predicted), most / predicted)
+        # A host that seems to take less than no time shows that the factor is too large.
+        expected = self.factor * predicted + min(0.0, self.host_seconds)
+        observed = min(max(expected, least), most) / predicted
         observed = min(FARTHEST * self.factor, max(self.factor / FARTHEST, observed))
         seconds = min(FARTHEST * self.seconds(predicted), seconds)
         self.factor += NEWEST * (observed - self.factor)

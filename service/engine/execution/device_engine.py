@@ -361,7 +361,8 @@ class DeviceEngine:
         device = computed - started, computed - started
         if in_flight.collector is not None:
             # The host sees the ends of batches late, and of two batches perhaps at once.
-            device = self._seen_running - started, ended - max(in_flight.staged, self._began_after)
+            latest, earliest = max(in_flight.launched, self._last_ended), max(in_flight.staged, self._began_after)
+            device = self._seen_running - latest, ended - earliest
         self._corrections[batch.model].observe(in_flight.predicted, computed - began, device)
         self._last_ended, self._began_after = ended, self._seen_running
         self.busy_seconds += computed - started

@@ -268,6 +268,13 @@ def test_every_row_of_a_full_batch_gets_its_share_of_the_steps() -> None:
     assert batches(queue)[0] == (MODEL, [20] * 8)
 
 
+def test_first_sequence_is_predicted_to_take_the_batches_that_it_takes() -> None:
+    """Its batches are as long as their fixed time, which is above the budget."""
+    queue = scheduler(cost=Cost(50.0, 1.0, 0.0), batch_seconds=10.0, max_batch_tokens=1000)
+    queue.add(MODEL, sequences(200, deadline=CAUTION * 410.0, divisible=True), now=0.0, busy=1.0)
+    assert batches(queue) == [(MODEL, [50])] * 4
+
+
 def test_short_sequence_joins_and_leaves_while_a_long_one_runs() -> None:
     queue = scheduler(cost=STEP_COST, batch_seconds=16.0)
     [long] = add(queue, 64, divisible=True)

@@ -103,6 +103,14 @@ def test_end_seen_late_is_made_up_for_by_the_batch_behind() -> None:
     assert correction.factor == 1.0
 
 
+def test_factor_falls_while_batches_take_less_than_it_expects() -> None:
+    """The device was slow for a while, and the host now sees the end of each batch late."""
+    correction = Correction(2.0)
+    for _ in range(400):
+        correction.observe(1.0, 1.2, (0.2, 2.2))
+    assert correction.seconds(1.0) == pytest.approx(1.2, rel=0.05)
+
+
 def test_outlier_changes_the_correction_little() -> None:
     correction = Correction()
     correction.observe(1.0, 1000.0, (1000.0, 1000.0))

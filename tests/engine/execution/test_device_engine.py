@@ -295,7 +295,7 @@ def test_end_that_the_host_sees_late_makes_no_step_slow(engine: DeviceEngine, mo
         assert engine.finished()
     after = engine.cost(SENSORS)
     assert after.per_step <= 4 * before.per_step
-    assert after.fixed > before.fixed + seconds / 10
+    assert after.fixed > 2 * before.fixed
 
 
 def test_batch_is_counted_in_the_metrics(engine: DeviceEngine, metrics: Metrics) -> None:
