@@ -32,7 +32,7 @@ from service.metrics import Metrics
 from service.settings import Settings
 
 BLOCKS = ((1, 1), (1, 8), (1, 32), (8, 4), (8, 8), (1, 64), (64, 1), (8, 64), (64, 8), (512, 1))
-"""Numbers of blocks that arrive together, and of requests in each. The last ones fill several batches."""
+"""Numbers of blocks that arrive together, and of requests in each. The last three fill several batches."""
 NO_DEADLINE = 1e9
 FORK = multiprocessing.get_context("fork")
 """The client inherits its end of the channel."""

@@ -186,9 +186,9 @@ class Worker:
                 self._step()
             self._handled += message.requests if isinstance(message, messages.RequestBlock) else 1
             if channel is self._control:
-                handle_control = self._control_handlers.get(type(frame.message))
+                handle_control = self._control_handlers.get(type(message))
                 if handle_control is not None:
-                    handle_control(frame, frame.message)
+                    handle_control(frame, message)
             elif channel is self._mover:
                 self._handle_mover_frame(channel, frame)
             else:

@@ -112,7 +112,7 @@ class QueuedWork:
 class ModelQueue(Generic[S]):
     """The queued requests of one model.
 
-    sequences: those that are not in blocks, in the order of their due times.
+    sequences: not in blocks, in the order of their due times.
     count, steps: of all sequences, those in blocks included, and their remaining steps. tenants: the same by tenant.
     used: seconds that the model's batches have taken, on the scheduler's account.
     reach: running mean of the steps that a batch takes of its longest sequence.

@@ -71,7 +71,7 @@ class RequestOrder:
         self._left: dict[int, int] = {}
         """How many requests of each of them the table has."""
         self._arrived: list[RequestBlock] = []
-        """The blocks whose requests are not in the table yet."""
+        """Blocks with requests that are not in the table yet."""
         self._number = 0
         self._due = np.empty(0)
         self._table: NDArray[np.int64] = np.empty((0, len(COLUMNS)), np.int64)

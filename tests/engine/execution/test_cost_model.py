@@ -59,10 +59,10 @@ def test_warm_up_measures_a_model_of_one_size() -> None:
 PREDICTED = Cost(1.0, 0.5, 0.25)
 
 
-def corrected(seconds: float, device: tuple[float, float], batches: int = 400) -> Correction:
-    """Return the correction after batches of predicted.of(8, 32) seconds."""
+def corrected(seconds: float, device: tuple[float, float]) -> Correction:
+    """Return the correction after many batches of predicted.of(8, 32) seconds."""
     correction = Correction()
-    for _ in range(batches):
+    for _ in range(400):
         correction.observe(PREDICTED.of(8, 32), seconds, device)
     return correction
 
@@ -94,7 +94,7 @@ def test_device_within_its_bounds_keeps_the_factor() -> None:
 
 
 def test_end_seen_late_is_made_up_for_by_the_batch_behind() -> None:
-    """Of two batches whose ends are seen together, the second seems to take no time."""
+    """The host sees the ends of two batches together, so the second seems to take no time."""
     correction = Correction()
     for _ in range(400):
         correction.observe(1.0, 6.0, (0.0, 6.0))

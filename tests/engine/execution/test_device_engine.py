@@ -265,7 +265,7 @@ def test_batches_that_end_early_leave_no_predicted_time(engine: DeviceEngine, mo
 
 
 class LateCollector:
-    """A device that ends a batch when it is told to."""
+    """A device that ends a batch when the host waits for it."""
 
     ended = False
 
