@@ -6,10 +6,10 @@ import gc
 import itertools
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kernels.bench import questions
 from loadtest.generator.arrivals import poisson
@@ -36,6 +36,8 @@ MOST_TOGETHER = 64
 """Most requests in a block, unless they are late: see MOST_READ."""
 WARM_UP = 0.2
 """Warm-up before the clock starts, as a share of the measured time."""
+NO_DEADLINE = 1e6
+"""Seconds."""
 DRAWN = 1 << 16
 """Lengths that are drawn in advance and used in a cycle."""
 
@@ -69,55 +71,80 @@ class OpenLoopLevel:
 
 
 @dataclass(slots=True)
-class Ledger:
-    """Counts of the requests that are due between `begin` and `end`. answers, short: seconds of each answer, and of short sequences.
+class Outcome:
+    """What became of the requests that were due in the measured time. seconds, short: of each answer, and of short sequences.
 
-    answered: answers in time that arrive between `begin` and `end`, whenever the request was due.
+    answered: answers in time that arrived in the measured time, whenever the request was due. Otherwise as in `OpenLoopLevel`.
     """
 
-    begin: float
-    end: float
-    answers: list[float] = field(default_factory=list)
-    short: list[float] = field(default_factory=list)
-    offered: int = 0
-    refused: int = 0
-    dropped: int = 0
-    answered: int = 0
-    open: int = 0
-    sending: bool = False
-
-    def counts(self, due: float) -> bool:
-        return self.begin <= due < self.end
-
-    def answer(self, due: float, steps: int, deadline: float, now: float) -> None:
-        self.open -= 1
-        self.answered += self.counts(now) and now <= deadline
-        if self.counts(due):
-            self.dropped += now > deadline
-            self.answers.append(now - due)
-            if steps < LONG:
-                self.short.append(now - due)
-
-    def refuse(self, due: float) -> None:
-        self.open -= 1
-        if self.counts(due):
-            self.refused += self.sending
-            self.dropped += not self.sending
+    offered: int
+    answered: int
+    refused: int
+    dropped: int
+    seconds: NDArray[np.float64]
+    short: NDArray[np.float64]
 
 
-class SentRequest(NamedTuple):
-    """A request of one sequence. due, deadline: on the clock of time.monotonic."""
+class Ledger:
+    """The requests of one measurement, from `begin` to `end`, and their ends. Evaluated later: the generator shares the engine's thread.
 
-    due: float
-    steps: int
-    deadline: float
+    Requests are numbered from 0. allowed: seconds from the due time of a request to its deadline.
+    """
+
+    def __init__(self, begin: float, end: float, allowed: float) -> None:
+        self.begin = begin
+        self.end = end
+        self.allowed = allowed
+        self.sent = 0
+        self.open = 0
+        self._due: list[NDArray[np.float64]] = []
+        self._steps: list[NDArray[np.int64]] = []
+        self._answered: list[tuple[float, Sequence[int]]] = []
+        self._refused: list[tuple[bool, Sequence[int]]] = []
+
+    def send(self, due: NDArray[np.float64], steps: NDArray[np.int64]) -> None:
+        self.sent += len(due)
+        self.open += len(due)
+        self._due.append(due)
+        self._steps.append(steps)
+
+    def answer(self, ids: Sequence[int], now: float) -> None:
+        self.open -= len(ids)
+        self._answered.append((now, ids))
+
+    def refuse(self, ids: Sequence[int], *, at_once: bool) -> None:
+        self.open -= len(ids)
+        self._refused.append((at_once, ids))
+
+    def outcome(self) -> Outcome:
+        due, steps = np.concatenate([[], *self._due]), np.concatenate([np.empty(0, np.int64), *self._steps])
+        counts = (self.begin <= due) & (due < self.end)
+        refused = {at_once: _joined([ids for when, ids in self._refused if when == at_once]) for at_once in (True, False)}
+        answered = _joined([ids for _, ids in self._answered])
+        answered_at = np.repeat([now for now, _ in self._answered], [len(ids) for _, ids in self._answered])
+        seconds = answered_at - due[answered]
+        in_time, counted = seconds <= self.allowed, counts[answered]
+        return Outcome(
+            offered=int(counts.sum()),
+            answered=int((in_time & (self.begin <= answered_at) & (answered_at < self.end)).sum()),
+            refused=int(counts[refused[True]].sum()),
+            dropped=int(counts[refused[False]].sum() + (counted & ~in_time).sum()),
+            seconds=seconds[counted],
+            short=seconds[counted & (steps[answered] < LONG)],
+        )
 
 
 class EngineLoad:
     """Sends blocks of requests to one model of an engine through its own batcher, as a frontend does. It is the owner of the blocks."""
 
     def __init__(
-        self, engine: DeviceEngine, model: str, mixture: str, batching: str, deadline_seconds: float = 1e6, seed: int = 0
+        self,
+        engine: DeviceEngine,
+        model: str,
+        mixture: str,
+        batching: str,
+        deadline_seconds: float = NO_DEADLINE,
+        seed: int = 0,
     ) -> None:
         settings = Settings(batching=batching)  # type: ignore[arg-type]
         metrics = Metrics()
@@ -125,13 +152,12 @@ class EngineLoad:
         self._key = ModelKey(model, "1")
         self._divisible = engine.streams(self._key)
         self._deadline_seconds = deadline_seconds
-        self._steps = itertools.cycle(_lengths(mixture, seed))
+        self._lengths = np.array(_lengths(mixture, seed))
         vocabulary = engine.spec(self._key).input.vocabulary or 1
         ids = np.random.default_rng(seed).integers(vocabulary, size=LONG).astype(IDS)
         self._ids = memoryview(ids.tobytes())
-        self._sent: dict[int, SentRequest] = {}
-        self._last_id = 0
-        self._ledger = Ledger(0.0, 0.0)
+        self._ledger = Ledger(0.0, 0.0, 0.0)
+        self._sending = False
         # As in the service: the collector does not visit long-lived objects again.
         gc.collect()
         gc.freeze()
@@ -139,81 +165,73 @@ class EngineLoad:
     def capacity(self, seconds: float) -> float:
         """Return the sequences answered a second while a full batch is always waiting."""
         begin = time.monotonic() + WARM_UP * seconds
-        ledger = self._ledger = Ledger(begin, begin + seconds)
+        ledger = self._ledger = Ledger(begin, begin + seconds, NO_DEADLINE)
         while (now := time.monotonic()) < ledger.end:
             missing = min(MAX_OPEN - ledger.open, FULL - self._batcher.waiting)
             if missing > 0:
-                self._send([now] * missing, 1e9)
+                self._send(np.full(missing, now))
             self._batcher.step()
         self._finish()
-        return ledger.answered / seconds
+        return ledger.outcome().answered / seconds
 
-    def level(self, rate: float, seconds: float, seed: int = 1) -> Ledger:
-        """Send requests with Poisson arrivals at this rate. Returns their counts."""
+    def level(self, rate: float, seconds: float, seed: int = 1) -> Outcome:
+        """Send requests with Poisson arrivals at this rate. Returns what became of them."""
+        lasts = (1 + WARM_UP) * seconds
+        arrivals = np.array(list(itertools.takewhile(lambda at: at <= lasts, itertools.accumulate(poisson(rate, seed)))))
         began = time.monotonic()
-        ledger = self._ledger = Ledger(began + WARM_UP * seconds, began + (1 + WARM_UP) * seconds)
-        arrivals = itertools.takewhile(lambda due: due <= ledger.end, itertools.accumulate(poisson(rate, seed), initial=began))
-        next(arrivals)
-        due = next(arrivals, None)
-        while due is not None:
+        ledger = self._ledger = Ledger(began + WARM_UP * seconds, began + lasts, self._deadline_seconds)
+        due, sent = began + arrivals, 0
+        while sent < len(due):
             # Requests that are due now enter this batch. Requests that arrive during the batch enter the next batch.
-            together: list[float] = []
-            while due is not None and due <= (now := time.monotonic()):
-                if len(together) >= (MOST_TOGETHER if now - due < LAG_SECONDS else MOST_READ):
-                    break
-                together.append(due)
-                due = next(arrivals, None)
-            if together:
-                self._send(together, self._deadline_seconds)
+            if due[sent] <= (now := time.monotonic()):
+                most = MOST_TOGETHER if now - due[sent] < LAG_SECONDS else MOST_READ
+                end = min(sent + most, int(due.searchsorted(now, side="right")))
+                self._send(due[sent:end])
+                sent = end
             self._batcher.step()
         self._finish()
-        return ledger
+        return ledger.outcome()
 
     def answer(self, block: RequestBlock, result: BlockResult, ready: float) -> None:
-        now = time.monotonic()
-        for id in block.ids:
-            self._ledger.answer(*self._sent.pop(id), now)
+        self._ledger.answer(np.frombuffer(block.columns.ids, ID), time.monotonic())  # type: ignore[arg-type]
 
     def refuse(self, ids: Sequence[int], error: ServiceError) -> None:
-        for id in ids:
-            self._ledger.refuse(self._sent.pop(id).due)
+        self._ledger.refuse(ids, at_once=self._sending)
 
     def open_ticket(self, id: int, request: Request) -> Ticket:
         def reply(answer: Answer, arrays: list[bytes]) -> None:
-            self._ledger.answer(*self._sent.pop(id), time.monotonic())
+            self._ledger.answer([id], time.monotonic())
 
         return Ticket(request, reply, lambda error: self.refuse([id], error))
 
-    def _send(self, due: Sequence[float], allowed: float) -> None:
+    def _send(self, due: NDArray[np.float64]) -> None:
         """Send a request for each of these due times, all in one block."""
-        steps = [next(self._steps) for _ in due]
-        deadlines = [at + allowed for at in due]
-        ids = range(self._last_id + 1, self._last_id + 1 + len(due))
-        self._last_id += len(due)
-        self._sent.update(zip(ids, map(SentRequest, due, steps, deadlines), strict=True))
+        ledger, count = self._ledger, len(due)
+        ids = np.arange(ledger.sent, ledger.sent + count)
+        steps = self._lengths[ids % DRAWN]
+        lengths = steps.tolist()
+        deadlines = due + ledger.allowed
         columns = Columns(
-            np.array(ids, ID).tobytes(),
-            np.array(deadlines, DEADLINE).tobytes(),
-            np.ones(len(due), COUNT).tobytes(),
-            np.array(steps, COUNT).tobytes(),
-            b"".join([self._ids[: 4 * count] for count in steps]),
+            ids.astype(ID).tobytes(),
+            deadlines.astype(DEADLINE).tobytes(),
+            np.ones(count, COUNT).tobytes(),
+            steps.astype(COUNT).tobytes(),
+            b"".join([self._ids[: 4 * length] for length in lengths]),
         )
         block = RequestBlock(
             self._key,
             columns,
-            steps=sum(steps),
-            shortest=min(steps),
-            longest=max(steps),
-            deadline=min(deadlines),
+            steps=sum(lengths),
+            shortest=min(lengths),
+            longest=max(lengths),
+            deadline=float(deadlines[0]),
             divisible=self._divisible,
             owner=self,
         )
-        ledger = self._ledger
-        ledger.open += len(due)
-        ledger.offered += sum([ledger.counts(at) for at in due])
-        ledger.sending = True
+        ledger.send(due, steps)
+        self._sending = True
         self._batcher.submit_block(block)
-        ledger.sending = False
+        self._sending = False
 
     def _finish(self) -> None:
         while self._ledger.open or not self._batcher.idle:
@@ -228,24 +246,24 @@ def levels(
     capacity: float,
     shares: Sequence[float],
     seconds: float,
-    deadline_seconds: float = 1e6,
+    deadline_seconds: float = NO_DEADLINE,
 ) -> Iterator[OpenLoopLevel]:
     """Measure the engine at each share of the capacity in sequence."""
     for share in shares:
-        ledger = EngineLoad(engine, model, mixture, batching, deadline_seconds).level(share * capacity, seconds)
-        accepted = ledger.offered - ledger.refused
+        outcome = EngineLoad(engine, model, mixture, batching, deadline_seconds).level(share * capacity, seconds)
+        accepted = outcome.offered - outcome.refused
         yield OpenLoopLevel(
             model,
             mixture,
             batching,
             share,
             round(capacity, 1),
-            round(ledger.offered / seconds, 1),
-            round(ledger.answered / seconds, 1),
-            round(ledger.refused / max(1, ledger.offered), 4),
-            round(ledger.dropped / max(1, accepted), 4),
-            *(_milliseconds(ledger.answers, quantile) for quantile in (0.5, 0.99, 0.999)),
-            *(_milliseconds(ledger.short, quantile) for quantile in (0.5, 0.99)),
+            round(outcome.offered / seconds, 1),
+            round(outcome.answered / seconds, 1),
+            round(outcome.refused / max(1, outcome.offered), 4),
+            round(outcome.dropped / max(1, accepted), 4),
+            *(_milliseconds(outcome.seconds, quantile) for quantile in (0.5, 0.99, 0.999)),
+            *(_milliseconds(outcome.short, quantile) for quantile in (0.5, 0.99)),
         )
 
 
@@ -259,5 +277,9 @@ def _lengths(mixture: str, seed: int) -> list[int]:
     return [int(steps) for steps in chance.integers(256, 512, size=DRAWN, endpoint=True)]
 
 
-def _milliseconds(seconds: Sequence[float], share: float) -> float:
-    return round(1e3 * float(np.quantile(seconds, share)), 3) if seconds else float("nan")
+def _joined(ids: Sequence[Sequence[int]]) -> NDArray[np.int64]:
+    return np.concatenate([np.empty(0, np.int64), *[np.asarray(some, np.int64) for some in ids]])
+
+
+def _milliseconds(seconds: NDArray[np.float64], share: float) -> float:
+    return round(1e3 * float(np.quantile(seconds, share)), 3) if len(seconds) else float("nan")

@@ -388,8 +388,9 @@ class Worker:
 
     def refuse_all(self, channel: Channel, ids: Sequence[int], error: ServiceError) -> None:
         """Refuse requests of a block."""
-        for id in ids:
-            self._refuse(channel, id, error)
+        if channel in self._frontends:
+            channel.send(encode(messages.RefusalBlock(Refusal.of(error)), tail=(np.array(ids, ID),)))
+            self._answered.add(channel)
 
     def _answer(self, channel: Channel, id: int, answer: Answer, arrays: list[bytes]) -> None:
         self._send(channel, id, encode(answer, id, arrays))

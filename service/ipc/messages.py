@@ -759,6 +759,12 @@ class Refusal(Reply, frozen=True):
         return kind(self.message, field=self.field, retry_after=self.retry_after, steps=self.steps)
 
 
+class RefusalBlock(Message, frozen=True):
+    """Requests of one RequestBlock that are refused for the same reason: their ids follow, (requests,) uint64."""
+
+    refusal: Refusal
+
+
 class SessionFound(Reply, frozen=True):
     """Model version of a session; None when no such session is open."""
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
+import numpy as np
 import pytest
 
 from service.engine import worker
@@ -21,6 +22,7 @@ from service.engine.trials import Trials
 from service.engine.worker import Worker
 from service.errors import SERVICE_FAILED, ServiceError
 from service.ipc import messages
+from service.ipc.blocks import ID
 from service.ipc.channel import Channel, Frame, encode, pair
 from service.ipc.heartbeat import Heartbeat
 from service.ipc.messages import (
@@ -38,6 +40,7 @@ from service.ipc.messages import (
     Ready,
     RecordTrace,
     Refusal,
+    RefusalBlock,
     Request,
 )
 from service.log import Log
@@ -240,8 +243,12 @@ def test_unexpected_exception_refuses_its_requests_and_nothing_else(
     harness.frontend.send(encode(RecordTrace(batches=5, seconds=0.0), 16))
     harness.run()
     refused = {frame.id: frame.message for frame in harness.to_frontend if isinstance(frame.message, Refusal)}
-    assert list(refused) == [10, 11, 12, 14]
-    assert {(refusal.code, refusal.message) for refusal in refused.values()} == {("inference_failed", SERVICE_FAILED)}
+    [of_block] = [frame for frame in harness.to_frontend if isinstance(frame.message, RefusalBlock)]
+    assert isinstance(of_block.message, RefusalBlock)
+    assert list(refused) == [10, 14]
+    assert np.frombuffer(of_block.tail, ID).tolist() == [11, 12]
+    refusals = [*refused.values(), of_block.message.refusal]
+    assert {(refusal.code, refusal.message) for refusal in refusals} == {("inference_failed", SERVICE_FAILED)}
     assert 16 in [frame.id for frame in harness.to_frontend if isinstance(frame.message, Done)]
     counts = {work: values for (work,), [values] in harness.metrics.engine_errors.values.items()}
     assert counts == {"requests": 2, "cancel": 1, "session_call": 1}

@@ -563,7 +563,7 @@ def into_connections(connection: Any, fault: str) -> None:
     end_at = ENDINGS[fault]
 
     def returning(self: Any, frame: Any) -> None:
-        if type(frame.message).__name__ in ("Answer", "AnswerBlock", "Refusal"):
+        if type(frame.message).__name__ in ("Answer", "AnswerBlock", "Refusal", "RefusalBlock"):
             end_at("returned", marked=False)
         handle_frame(self, frame)
 

@@ -220,7 +220,7 @@ class Story:
         handle, written = channel._on_frame, channel._on_written
 
         def returning(frame: Any) -> None:
-            if isinstance(frame.message, (messages.Answer, messages.AnswerBlock, messages.Refusal)):
+            if isinstance(frame.message, (messages.Answer, messages.AnswerBlock, messages.Refusal, messages.RefusalBlock)):
                 self.at("returned")
             handle(frame)
 

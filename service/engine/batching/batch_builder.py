@@ -9,8 +9,8 @@ from itertools import chain, islice
 from typing import Generic, NamedTuple
 
 from service.engine.batching.model_queue import LEAST_STEPS, ModelQueue, S
-from service.engine.batching.request_block import RequestBlock
-from service.engine.batching.request_order import LONGEST, SEQUENCES, SHORTEST, STEPS, BlockRequest, RequestOrder
+from service.engine.batching.request_block import LONGEST, SEQUENCES, SHORTEST, STEPS, RequestBlock
+from service.engine.batching.request_order import BlockRequest, RequestOrder
 from service.engine.execution.cost_model import Cost
 
 PACE = 0.8

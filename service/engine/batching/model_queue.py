@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_left, insort
+from bisect import insort
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from service.engine.batching.due import HEAD_START_SECONDS
-from service.engine.batching.request_block import RequestBlock, Row
+from service.engine.batching.request_block import SEQUENCES, STEPS, RequestBlock
 from service.engine.batching.request_order import BlockRequest, RequestOrder
 from service.engine.execution.cost_model import Cost
 from service.errors import Overloaded
@@ -90,6 +91,11 @@ class Rejection(NamedTuple):
 
     def covers(self, steps: int, time_left: float, head_start: float) -> bool:
         return steps >= self.steps and time_left < self.needed and head_start <= self.head_start
+
+    def covers_of(self, block: RequestBlock, now: float) -> NDArray[np.bool_]:
+        """Return which requests of a block it covers."""
+        covers: NDArray[np.bool_] = (block.sizes[:, STEPS] >= self.steps) & (block.deadlines - now < self.needed)
+        return covers & (block.head_start <= self.head_start)
 
 
 class QueuedWork:
@@ -224,37 +230,43 @@ class ModelQueue(Generic[S]):
 class WorkByDue:
     """The queued work of one tenant and model while a request or a block arrives, to count what is due after some time.
 
-    The queue is sorted at the first count, and no more than once for all requests of a block.
+    The queue is put in order at the first count, and no more than once for all requests of a block.
     """
 
-    def __init__(self, queue: ModelQueue[Any], tenant: str) -> None:
+    def __init__(self, queue: ModelQueue[Any], tenant: str, block: RequestBlock | None = None) -> None:
+        """block: whose requests are accepted one after the other. They are not in the queue yet."""
         self._queue = queue
         self._tenant = tenant
-        self._accepted: list[tuple[float, Row]] = []
+        self._block = block
+        self._accepted = np.zeros((block.requests if block is not None else 0, 2))
 
-    def accept(self, due: float, row: Row) -> None:
-        """Add a request of the block, which is not in the queue yet."""
-        self._accepted.append((due, row))
+    def accept(self, requests: int | slice) -> None:
+        """Count these requests of the block as queued."""
+        assert self._block is not None
+        self._accepted[requests] = self._block.sizes[requests, [SEQUENCES, STEPS]]
 
     def later(self, due: float) -> tuple[int, int]:
         """Return how many sequences are due after this time, and their remaining steps."""
-        sooner, counts, steps = self._latest_first
-        requests = bisect_left(sooner, -due)
-        accepted = [row for other_due, row in self._accepted if other_due > due]
-        return counts[requests] + sum([row.sequences for row in accepted]), steps[requests] + sum(
-            [row.steps for row in accepted]
-        )
+        in_order, later = self._later
+        counts, steps = later[in_order.searchsorted(due, side="right")].tolist()
+        if self._block is not None:
+            accepted_counts, accepted_steps = ((self._block.due > due).astype(float) @ self._accepted).tolist()
+            return counts + int(accepted_counts), steps + int(accepted_steps)
+        return counts, steps
 
     @cached_property
-    def _latest_first(self) -> tuple[list[float], list[int], list[int]]:
-        """Return minus the due time of each queued request, and the sequences and steps of all requests before each."""
+    def _later(self) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+        """Return the due times of the queued requests in order, and the sequences and steps from each to the last, (requests + 1, 2)."""
         sequences, queued = self._queue.sequences_of(self._tenant), self._queue.tenants.get(self._tenant)
-        work = (RequestOrder() if queued is None else queued.requests).work()
-        due = np.concatenate([[sequence.due for sequence in sequences], work.due])
-        counts = np.concatenate([np.ones(len(sequences), np.int64), work.sequences])
-        steps = np.concatenate([np.array([sequence.remaining for sequence in sequences], np.int64), work.steps])
-        order = np.argsort(-due)
-        return (-due[order]).tolist(), [0, *counts[order].cumsum().tolist()], [0, *steps[order].cumsum().tolist()]
+        due, work = (RequestOrder() if queued is None else queued.requests).work()
+        if sequences:
+            due = np.concatenate([[sequence.due for sequence in sequences], due])
+            work = np.concatenate([[(1, sequence.remaining) for sequence in sequences], work])
+            order = np.argsort(due)
+            due, work = due[order], work[order]
+        later = np.zeros((len(due) + 1, 2), np.int64)
+        later[:-1] = work[::-1].cumsum(axis=0)[::-1]
+        return due, later
 
 
 def position(request: QueuedSequence | BlockRequest) -> tuple[float, int]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from functools import cached_property
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +19,8 @@ from service.ipc.blocks import COUNT, COUNT_BYTES, DEADLINE, ID, ID_BYTES, Colum
 from service.ipc.messages import NO_TENANT, ModelKey, Returns, Share
 
 PLAIN = Returns()
+SIZES = SEQUENCES, STEPS, SHORTEST, LONGEST = range(4)
+"""The columns of `request_sizes`: of each request the number of its sequences, and their steps as in `Row`."""
 
 
 class Row(NamedTuple):
@@ -119,15 +120,12 @@ class RequestBlock:
             return np.full(self.requests, start)
         if self.requests == 1:
             return np.array([start + allowance(self._cost, self.longest, self.deadline - self.arrived)])
-        return start + allowances(self._cost, self._longest_of_requests(), self.deadlines - self.arrived)
+        return start + allowances(self._cost, self.sizes[:, LONGEST], self.deadlines - self.arrived)
 
-    def _longest_of_requests(self) -> NDArray[Any]:
-        lengths = np.frombuffer(self.columns.lengths, COUNT)
-        if self.sequences == self.requests:
-            return lengths
-        counts = np.frombuffer(self.columns.counts, COUNT)
-        longest: NDArray[Any] = np.maximum.reduceat(lengths, counts.cumsum() - counts)
-        return longest
+    @cached_property
+    def sizes(self) -> NDArray[np.int64]:
+        """Return the sizes of the requests, (requests, SIZES)."""
+        return request_sizes([self])
 
     @cached_property
     def orders(self) -> Sequence[int]:
@@ -135,22 +133,24 @@ class RequestBlock:
         return range(self.order, self.order + self.requests)
 
     @cached_property
-    def _step_ends(self) -> list[int]:
-        """Return how many steps the sequences before each sequence have, and after the last."""
-        return list(accumulate(self.lengths, initial=0))
+    def _spans(self) -> NDArray[np.int64]:
+        """Return the first sequence of each request and its end, and its first step and its end, (requests, 4)."""
+        sizes = self.sizes[:, [SEQUENCES, STEPS]]
+        ends = sizes.cumsum(axis=0)
+        return np.stack([ends - sizes, ends], axis=-1).reshape(-1, 4)
 
     def select(self, indices: Sequence[int]) -> RequestBlock:
         """Return a block of some of the requests. indices: ascending, at least one."""
         if len(indices) == self.requests:
             return self
-        rows, deadlines = [self.rows[index] for index in indices], self.deadlines[indices]
+        sizes, deadlines = self.sizes[indices], self.deadlines[indices]
         block = RequestBlock(
             self.model,
-            self._columns_of(rows, indices, deadlines),
-            steps=sum([row.steps for row in rows]),
-            shortest=min([row.shortest for row in rows]),
-            longest=max([row.longest for row in rows]),
-            deadline=min(deadlines.tolist()),
+            self._columns_of(indices, deadlines),
+            steps=int(sizes[:, STEPS].sum()),
+            shortest=int(sizes[:, SHORTEST].min()),
+            longest=int(sizes[:, LONGEST].max()),
+            deadline=float(deadlines.min()),
             priority=self.priority,
             returns=self.returns,
             share=self.share,
@@ -171,15 +171,30 @@ class RequestBlock:
         gone = set(indices)
         return self.select([index for index in range(self.requests) if index not in gone])
 
-    def _columns_of(self, rows: list[Row], indices: Sequence[int], deadlines: NDArray[np.float64]) -> Columns:
+    def _columns_of(self, indices: Sequence[int], deadlines: NDArray[np.float64]) -> Columns:
         ids, counts = np.frombuffer(self.columns.ids, ID), np.frombuffer(self.columns.counts, COUNT)
-        ends, size, lengths = self._step_ends, COUNT_BYTES, memoryview(self.columns.lengths)
-        values, step_bytes = memoryview(self.columns.values), len(self.columns.values) // self.steps
-        spans = [(row.first, row.first + row.sequences) for row in rows]
+        size, lengths = COUNT_BYTES, memoryview(self.columns.lengths)
+        step, values = len(self.columns.values) // self.steps, memoryview(self.columns.values)
+        spans = self._spans[indices].tolist()
         return Columns(
             ids[indices].tobytes(),
             deadlines.tobytes(),
             counts[indices].tobytes(),
-            b"".join([lengths[size * first : size * end] for first, end in spans]),
-            b"".join([values[step_bytes * ends[first] : step_bytes * ends[end]] for first, end in spans]),
+            b"".join([lengths[size * first : size * end] for first, end, _, _ in spans]),
+            b"".join([values[step * first : step * end] for _, _, first, end in spans]),
         )
+
+
+def request_sizes(blocks: Sequence[RequestBlock]) -> NDArray[np.int64]:
+    """Return the sizes of the requests of some blocks, (requests, SIZES)."""
+    counts = np.frombuffer(b"".join([block.columns.counts for block in blocks]), COUNT)
+    lengths = np.frombuffer(b"".join([block.columns.lengths for block in blocks]), COUNT)
+    sizes = np.empty((len(counts), len(SIZES)), np.int64)
+    sizes[:, SEQUENCES] = counts
+    if len(lengths) == len(counts):
+        sizes[:, STEPS:] = lengths[:, None]
+        return sizes
+    first = counts.cumsum() - counts
+    for column, total in ((STEPS, np.add), (SHORTEST, np.minimum), (LONGEST, np.maximum)):
+        sizes[:, column] = total.reduceat(lengths, first)
+    return sizes

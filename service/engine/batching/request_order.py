@@ -8,18 +8,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from service.engine.batching.request_block import RequestBlock, Row
-from service.ipc.blocks import COUNT
+from service.engine.batching.request_block import SEQUENCES, SIZES, STEPS, RequestBlock, Row, request_sizes
 from service.ipc.messages import Share
 
 REQUESTS_AT_ONCE = 128
-COLUMNS = SEQUENCES, STEPS, SHORTEST, LONGEST, NUMBER, INDEX = range(6)
-"""The columns of the table: see `Row`; the number of the request's block, and its place in the block."""
+NUMBER, INDEX = len(SIZES), len(SIZES) + 1
+COLUMNS = *SIZES, NUMBER, INDEX
+"""The columns of the table: the sizes of a request, the number of its block, and its place in the block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +46,6 @@ class BlockRequest:
     @property
     def share(self) -> Share:
         return self.block.share
-
-
-class WorkInOrder(NamedTuple):
-    """When each queued request is due, and its sequences and steps, in the order of the due times."""
-
-    due: NDArray[np.float64]
-    sequences: NDArray[np.int64]
-    steps: NDArray[np.int64]
 
 
 class RequestOrder:
@@ -105,9 +97,10 @@ class RequestOrder:
         self._join()
         return self._table[:most]
 
-    def work(self) -> WorkInOrder:
+    def work(self) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+        """Return when each request is due, in order, and its sequences and steps, (requests, 2)."""
         self._join()
-        return WorkInOrder(self._due, self._table[:, SEQUENCES], self._table[:, STEPS])
+        return self._due, self._table[:, [SEQUENCES, STEPS]]
 
     def requests(self) -> Iterator[BlockRequest]:
         """Return the requests as they are now."""
@@ -163,14 +156,10 @@ class RequestOrder:
 
 def _table(blocks: Sequence[RequestBlock], numbers: Sequence[int]) -> NDArray[np.int64]:
     """Return the rows of the requests of some blocks."""
-    counts = np.frombuffer(b"".join([block.columns.counts for block in blocks]), COUNT)
-    lengths = np.frombuffer(b"".join([block.columns.lengths for block in blocks]), COUNT)
-    requests = np.array([block.requests for block in blocks])
-    first_sequences, first_requests = counts.cumsum() - counts, requests.cumsum() - requests
-    table = np.empty((len(counts), len(COLUMNS)), np.int64)
-    table[:, SEQUENCES] = counts
-    for column, total in ((STEPS, np.add), (SHORTEST, np.minimum), (LONGEST, np.maximum)):
-        table[:, column] = total.reduceat(lengths, first_sequences)
+    sizes, requests = request_sizes(blocks), np.array([block.requests for block in blocks])
+    first_requests = requests.cumsum() - requests
+    table = np.empty((len(sizes), len(COLUMNS)), np.int64)
+    table[:, : len(SIZES)] = sizes
     table[:, NUMBER] = np.repeat(numbers, requests)
-    table[:, INDEX] = np.arange(len(counts)) - np.repeat(first_requests, requests)
+    table[:, INDEX] = np.arange(len(sizes)) - np.repeat(first_requests, requests)
     return table

