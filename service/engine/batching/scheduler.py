@@ -52,7 +52,7 @@ from service.ipc.messages import ModelKey, Share
 
 NEWEST = 0.05
 """Weight of the newest batch in the running mean of the steps per batch."""
-CAUTION = 1.25
+CAUTION = 1.5
 """A request is admitted if this multiple of its expected time fits before its deadline."""
 TENANT_SHARE = 0.875
 """Of the places in the queue that the other tenants leave, a tenant with waiting sequences takes at most this share."""

@@ -152,10 +152,10 @@ def test_queue_of_another_tenant_refuses_no_deadline() -> None:
     queue = scheduler(cost=ROW_COST, max_batch_sequences=1)
     add(queue, NOISY, 50)
     with pytest.raises(Overloaded):
-        add(queue, NOISY, deadline=10.0)
-    add(queue, QUIET, 2, deadline=10.0)
+        add(queue, NOISY, deadline=11.0)
+    add(queue, QUIET, 2, deadline=11.0)
     with pytest.raises(Overloaded):
-        add(queue, QUIET, 5, deadline=10.0)
+        add(queue, QUIET, 5, deadline=11.0)
 
 
 def test_refusals_of_one_tenant_do_not_refuse_another() -> None:

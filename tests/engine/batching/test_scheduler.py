@@ -432,23 +432,23 @@ def test_request_that_would_miss_its_deadline_is_refused() -> None:
     queue = scheduler(max_batch_sequences=1, cost=Cost(2.0, 0, 0), continuous=False)
     add(queue, 1, 1, 1)
     with pytest.raises(Overloaded) as caught:
-        add(queue, 1, deadline=9.9)
+        add(queue, 1, deadline=CAUTION * 8 - 0.1)
     assert caught.value.retry_after == 8
-    assert "an answer is expected in 8 s and the deadline is in 9.9 s" in caught.value.message
-    add(queue, 1, deadline=10.0)
+    assert "an answer is expected in 8 s and the deadline is in 11.9 s" in caught.value.message
+    add(queue, 1, deadline=CAUTION * 8)
 
 
 def test_rejection_covers_similar_requests_until_the_queue_moves() -> None:
     queue = scheduler(max_batch_sequences=1, cost=STEP_COST, continuous=False)
     [first, _] = add(queue, 8, 8)
-    for deadline, steps in ((20.0, 4), (24.9, 4), (19.0, 6)):
+    for deadline, steps in ((20.0, 4), (CAUTION * 20 - 0.1, 4), (19.0, 6)):
         with pytest.raises(Overloaded, match="expected in 20 s and the deadline is in 20 s"):
             add(queue, steps, deadline=deadline)
     with pytest.raises(Overloaded, match="expected in 17 s"):
         add(queue, 1, deadline=20.0)
-    add(queue, 4, deadline=25.0)
+    add(queue, 4, deadline=CAUTION * 20)
     assert queue.drop([first]) == 1
-    add(queue, 4, deadline=20.0)
+    add(queue, 4, deadline=CAUTION * 20 - 5)
 
 
 def test_full_batches_leave_time_for_sequences_due_earlier() -> None:
@@ -462,8 +462,8 @@ def test_full_batches_leave_time_for_sequences_due_earlier() -> None:
 def test_running_batches_count_against_the_deadline() -> None:
     queue = scheduler(cost=Cost(2.0, 0, 0))
     with pytest.raises(Overloaded):
-        add(queue, 1, deadline=5.0, busy=3.0)
-    add(queue, 1, deadline=7.0, busy=3.0)
+        add(queue, 1, deadline=CAUTION * 5 - 0.1, busy=3.0)
+    add(queue, 1, deadline=CAUTION * 5, busy=3.0)
 
 
 def test_request_too_slow_alone_exceeds_its_deadline() -> None:
