@@ -37,7 +37,7 @@ MOST_TOGETHER = 64
 WARM_UP = 0.2
 """Warm-up before the clock starts, as a share of the measured time."""
 NO_DEADLINE = 1e6
-"""Seconds."""
+"""Seconds until the deadline of requests that have enough time."""
 DRAWN = 1 << 16
 """Lengths that are drawn in advance and used in a cycle."""
 
@@ -72,7 +72,7 @@ class OpenLoopLevel:
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of the requests that were due in the measured time. seconds, short: of each answer, and of short sequences.
+    """What became of the requests that were due in the measured time. seconds: the latency of each answer; short: of short sequences.
 
     answered: answers in time that arrived in the measured time, whenever the request was due. Otherwise as in `OpenLoopLevel`.
     """
@@ -86,7 +86,7 @@ class Outcome:
 
 
 class Ledger:
-    """The requests of one measurement, from `begin` to `end`, and their ends. Evaluated later: the generator shares the engine's thread.
+    """Records the requests of a measurement from `begin` to `end`. `outcome` evaluates them later: the engine runs in the same thread.
 
     Requests are numbered from 0. allowed: seconds from the due time of a request to its deadline.
     """

@@ -387,7 +387,7 @@ class Worker:
         return ticket
 
     def refuse_all(self, channel: Channel, ids: Sequence[int], error: ServiceError) -> None:
-        """Refuse requests of a block."""
+        """Refuse requests of a block in one message, unless the frontend has ended."""
         if channel in self._frontends:
             channel.send(encode(messages.RefusalBlock(Refusal.of(error)), tail=(np.array(ids, ID),)))
             self._answered.add(channel)

@@ -379,6 +379,12 @@ class AnswerBlock(Message, frozen=True):
     runs: list[BatchRun] = []
 
 
+class RefusalBlock(Message, frozen=True):
+    """Requests of one RequestBlock that are refused for the same reason: their ids follow, (requests,) uint64."""
+
+    refusal: Refusal
+
+
 class Backlog(Message, frozen=True):
     """Predicted seconds of the work left in an engine, which counts the first `frames` frames of this channel."""
 
@@ -757,12 +763,6 @@ class Refusal(Reply, frozen=True):
             return SessionConflict(self.message, field=self.field, elsewhere=self.session_model)
         kind = BY_CODE.get(self.code, InferenceFailed)
         return kind(self.message, field=self.field, retry_after=self.retry_after, steps=self.steps)
-
-
-class RefusalBlock(Message, frozen=True):
-    """Requests of one RequestBlock that are refused for the same reason: their ids follow, (requests,) uint64."""
-
-    refusal: Refusal
 
 
 class SessionFound(Reply, frozen=True):

@@ -20,7 +20,7 @@ from service.engine.internal_errors import InternalErrors
 from service.engine.loading import ModelLoader
 from service.engine.trials import Trials
 from service.engine.worker import Worker
-from service.errors import SERVICE_FAILED, ServiceError
+from service.errors import SERVICE_FAILED, Overloaded, ServiceError
 from service.ipc import messages
 from service.ipc.blocks import ID
 from service.ipc.channel import Channel, Frame, encode, pair
@@ -257,6 +257,19 @@ def test_unexpected_exception_refuses_its_requests_and_nothing_else(
         ("bug", work) for work in ("requests", "cancel", "session_call")
     ]
     assert logged[0]["error"] == "IndexError: secret"
+
+
+def test_requests_of_a_frontend_that_has_ended_are_refused_in_vain(harness: WorkerHarness) -> None:
+    owners: list[BlockOwner] = []
+    harness.batcher.submit_block = lambda block: owners.append(block.owner)  # type: ignore[method-assign]
+    columns = fakes.block([(11, NEVER, [1])]).columns
+    harness.frontend.send(encode(messages.RequestBlock(*MODEL, 1, 1, 1, 1, 1, NEVER, 0.0, 0, PLAIN), 0, columns))
+    harness.run()
+    harness.frontend.close()
+    harness.run()
+    [owner] = owners
+    owner.refuse([11], Overloaded("full"))
+    assert not harness.worker._answered
 
 
 def test_frontend_that_a_write_finds_closed_is_forgotten_once(harness: WorkerHarness, monkeypatch: pytest.MonkeyPatch) -> None:

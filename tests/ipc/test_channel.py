@@ -26,6 +26,7 @@ from service.ipc.messages import (
     ModelKey,
     Ready,
     Refusal,
+    RefusalBlock,
     Release,
     Request,
 )
@@ -66,6 +67,7 @@ some_messages = st.one_of(
     st.builds(LoadModel, texts, texts | st.none()),
     st.builds(Release, st.builds(ModelKey, texts, texts, st.integers(0, 9))),
     st.builds(Refusal, texts, texts, texts | st.none()),
+    st.builds(RefusalBlock, st.builds(Refusal, texts, texts, texts | st.none())),
     st.builds(Request, texts, texts, st.lists(st.integers(1, 99), max_size=3), st.floats(0, 9), st.floats(0, 9)),
 )
 some_frames = st.lists(st.tuples(some_messages, st.integers(0, 2**64 - 1), st.binary(max_size=40)), min_size=1, max_size=5)

@@ -92,10 +92,10 @@ class Rejection(NamedTuple):
     def covers(self, steps: int, time_left: float, head_start: float) -> bool:
         return steps >= self.steps and time_left < self.needed and head_start <= self.head_start
 
-    def covers_of(self, block: RequestBlock, now: float) -> NDArray[np.bool_]:
-        """Return which requests of a block it covers."""
-        covers: NDArray[np.bool_] = (block.sizes[:, STEPS] >= self.steps) & (block.deadlines - now < self.needed)
-        return covers & (block.head_start <= self.head_start)
+    def covers_each(self, steps: NDArray[np.int64], time_left: NDArray[np.float64], head_start: float) -> NDArray[np.bool_]:
+        """Return `covers` of many requests."""
+        covers: NDArray[np.bool_] = (steps >= self.steps) & (time_left < self.needed)
+        return covers & (head_start <= self.head_start)
 
 
 class QueuedWork:
@@ -234,7 +234,7 @@ class WorkByDue:
     """
 
     def __init__(self, queue: ModelQueue[Any], tenant: str, block: RequestBlock | None = None) -> None:
-        """block: whose requests are accepted one after the other. They are not in the queue yet."""
+        """block: the arriving block. `accept` counts its requests as queued."""
         self._queue = queue
         self._tenant = tenant
         self._block = block

@@ -44,6 +44,7 @@ class RequestBlock:
     owner: any object; the batcher answers and refuses the requests through it.
     timed: whether the answers tell how their batches ran.
     arrived, order: when the block was queued, and how many requests arrived before it.
+    orders: how many requests arrived before each request. Requests that are due at the same time run in this order.
     """
 
     def __init__(
@@ -79,11 +80,13 @@ class RequestBlock:
         self.timed = timed
         self.arrived = 0.0
         self.order = 0
+        self.orders: Sequence[int] = range(self.requests)
         self._cost: Cost | None = None
 
     def arrive(self, now: float, order: int, cost: Cost | None) -> None:
         """Note the arrival. cost: of the model's batches; without it requests are due in the order of their arrival."""
         self.arrived, self.order, self._cost = now, order, cost
+        self.orders = range(order, order + self.requests)
 
     @cached_property
     def ids(self) -> list[int]:
@@ -126,11 +129,6 @@ class RequestBlock:
     def sizes(self) -> NDArray[np.int64]:
         """Return the sizes of the requests, (requests, SIZES)."""
         return request_sizes([self])
-
-    @cached_property
-    def orders(self) -> Sequence[int]:
-        """Return how many requests arrived before each request: requests that are due at the same time run in this order."""
-        return range(self.order, self.order + self.requests)
 
     @cached_property
     def _spans(self) -> NDArray[np.int64]:

@@ -57,7 +57,7 @@ CAUTION = 1.5
 TENANT_SHARE = 0.875
 """Of the places in the queue that the other tenants leave, a tenant with waiting sequences takes at most this share."""
 
-Number = TypeVar("Number", float, NDArray[Any])
+FloatOrArray = TypeVar("FloatOrArray", float, NDArray[Any])
 
 
 class ScheduledBatch(NamedTuple, Generic[S]):
@@ -95,6 +95,16 @@ class _Arriving:
     requests: int = 1
 
 
+def _by_reason(block: RequestBlock, refused: Sequence[tuple[Sequence[int], ServiceError]]) -> list[RefusedRequests]:
+    """Return the ids of the refused requests, together if they have the same error. refused: indices of requests, and their error."""
+    reasons: dict[tuple[str, str], RefusedRequests] = {}
+    for indices, error in refused:
+        if indices:
+            reason = reasons.setdefault((error.code, error.message), RefusedRequests([], error))
+            reason.ids.extend([block.ids[index] for index in indices])
+    return list(reasons.values())
+
+
 def _unlimited_room(model: ModelKey) -> int:
     return UNLIMITED
 
@@ -130,7 +140,7 @@ class Scheduler(Generic[S]):
         self._used = 0.0
         """`used` of the model that ran last. A new queue starts here: a model earns no credit while it has no requests."""
         self._arrivals = 0
-        """Number of requests so far."""
+        """FloatOrArray of requests so far."""
         self.waiting = 0
         """Sequences that have not begun."""
         self.begun = 0
@@ -177,7 +187,7 @@ class Scheduler(Generic[S]):
         left = block.without([index for indices, _ in refused for index in indices])
         if left is not None:
             queue.add_block(left)
-        return [RefusedRequests([block.ids[index] for index in indices], error) for indices, error in refused]
+        return _by_reason(block, refused)
 
     def holds(self, model: ModelKey) -> bool:
         """Return whether any sequence of this model has steps left."""
@@ -264,7 +274,7 @@ class Scheduler(Generic[S]):
     def _accept(
         self, block: RequestBlock, queue: ModelQueue[S], now: float, busy: float
     ) -> list[tuple[Sequence[int], ServiceError]]:
-        """Count the requests of a block that are accepted, and return the indices of the others by the reason."""
+        """Accept requests of a block and count them as queued. Returns the indices of the others, with their errors."""
         tenant = block.share.tenant
         if block.requests == 1:
             error = self._accept_one(block, 0, queue, now, busy, WorkByDue(queue, tenant))
@@ -272,16 +282,19 @@ class Scheduler(Generic[S]):
         refused: list[tuple[Sequence[int], ServiceError]] = []
         work, begin = WorkByDue(queue, tenant, block), self._accept_first(block, queue, now, busy)
         work.accept(slice(begin))
+        time_left = block.deadlines - now
         while begin < block.requests:
             # Under heavy overload a refusal must cost little: most requests share the reason of an earlier one.
             rejection, end = queue.rejection_of(tenant), block.requests
-            covered = np.zeros(end, bool) if rejection is None else rejection.covers_of(block, now)
-            covered[:begin] = False
-            others = begin + np.flatnonzero(~covered[begin:])
-            for place, index in enumerate(others.tolist()):
+            covered = np.zeros(end - begin, bool)
+            if rejection is not None:
+                covered = rejection.covers_each(block.sizes[begin:, STEPS], time_left[begin:], block.head_start)
+            uncovered = begin + np.flatnonzero(~covered)
+            for place in range(len(uncovered)):
                 if self._free_places(block.share) < 1:
-                    refused += self._refused_by_full_queue(block, others[place:])
+                    refused += self._refused_by_full_queue(block, uncovered[place:])
                     break
+                index = int(uncovered[place])
                 error = self._accept_one(block, index, queue, now, busy, work)
                 if error is None:
                     work.accept(index)
@@ -290,15 +303,15 @@ class Scheduler(Generic[S]):
                 if queue.rejection_of(tenant) is not rejection:
                     end = index + 1
                     break
-            if rejection is not None and covered[:end].any():
-                refused.append((np.flatnonzero(covered[:end]).tolist(), rejection.error()))
+            if rejection is not None:
+                refused.append(((begin + np.flatnonzero(covered[: end - begin])).tolist(), rejection.error()))
             begin = end
         return refused
 
     def _accept_one(
         self, block: RequestBlock, index: int, queue: ModelQueue[S], now: float, busy: float, work: WorkByDue
     ) -> ServiceError | None:
-        """Count one request of a block if it is accepted, otherwise return the error."""
+        """Accept one request of a block and count it as queued, or return the error."""
         count, steps, longest, deadline = block.sequences, block.steps, block.longest, block.deadline
         if block.requests > 1:
             count, steps, _, longest = block.sizes[index].tolist()
@@ -310,13 +323,13 @@ class Scheduler(Generic[S]):
         return error
 
     def _accept_first(self, block: RequestBlock, queue: ModelQueue[S], now: float, busy: float) -> int:
-        """Count the first requests that have room and surely keep their deadlines, and return their number: see `_surely_in_time`."""
+        """Accept the first requests that have room and surely keep their deadlines: see `_surely_in_time`. Returns their number."""
         counts, steps = block.sizes[:, SEQUENCES].cumsum(), block.sizes[:, STEPS].cumsum()
         seconds = self._serial_seconds(queue, counts, steps, busy)
         sure = (counts <= self._free_places(block.share, block.requests)) & (seconds <= block.deadlines - now)
         rejection = queue.rejection_of(block.share.tenant)
         if rejection is not None:
-            sure &= ~rejection.covers_of(block, now)
+            sure &= ~rejection.covers_each(block.sizes[:, STEPS], block.deadlines - now, block.head_start)
         end = block.requests if sure.all() else int(sure.argmin())
         if end:
             longest, deadline = int(block.sizes[:end, LONGEST].max()), float(block.deadlines[:end].min())
@@ -327,7 +340,7 @@ class Scheduler(Generic[S]):
         return end
 
     def _refusal_of_all(self, block: RequestBlock, queue: ModelQueue[S], now: float) -> ServiceError | None:
-        """Return the error if all requests of a block are refused for one reason that needs no prediction."""
+        """Return the error of all requests of a block, if it is clear without a look at each request that all are refused."""
         rejection = queue.rejection_of(block.share.tenant)
         if rejection is None:
             full = block.sequences == block.requests and self._free_places(block.share) < 1
@@ -338,6 +351,7 @@ class Scheduler(Generic[S]):
     def _refused_by_full_queue(
         self, block: RequestBlock, indices: NDArray[np.int64]
     ) -> Iterator[tuple[Sequence[int], ServiceError]]:
+        """Yield the indices of these requests, with their error, by the number of their sequences."""
         counts = block.sizes[indices, SEQUENCES]
         for count in np.unique(counts).tolist():
             yield indices[counts == count].tolist(), self._queue_full(block.share, count)
@@ -452,11 +466,11 @@ class Scheduler(Generic[S]):
         return request.count <= self._free_places(request.share, request.requests)
 
     def _free_places(self, share: Share, requests: int = 1) -> int:
-        """Return the most sequences of a tenant, in this number of requests, for which the queue has room."""
+        """Return the most sequences of a tenant for which the queue has room: see `_free_in_share`."""
         return min(self._limits.max_waiting - self.waiting, self._free_in_share(share, requests))
 
     def _free_in_share(self, share: Share, requests: int = 1) -> int:
-        """Return the most sequences of a tenant, in this number of requests, that leave the other tenants room in the queue."""
+        """Return the most sequences of a tenant that leave the other tenants room. requests: the first may exceed the share."""
         if not share.tenant:
             return UNLIMITED
         own = self._waiting_of(share.tenant)
@@ -478,7 +492,7 @@ class Scheduler(Generic[S]):
             return False
         return self._serial_seconds(queue, request.count, request.steps, busy) <= time_left
 
-    def _serial_seconds(self, queue: ModelQueue[S], count: Number, steps: Number, busy: float) -> Number:
+    def _serial_seconds(self, queue: ModelQueue[S], count: FloatOrArray, steps: FloatOrArray, busy: float) -> FloatOrArray:
         """Return the time in which `count` sequences are surely done, even if every sequence in the queue runs alone before them."""
         serial = count * queue.cost.fixed + steps * queue.serial
         for queued in self._queues.values():

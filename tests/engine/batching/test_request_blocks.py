@@ -273,6 +273,24 @@ def test_requests_that_take_about_as_long_stay_in_one_block() -> None:
     assert [[made.ids for made in each.blocks] for each in taken if each] == [[list(range(8 * n, 8 * n + 8))] for n in range(4)]
 
 
+@pytest.mark.parametrize(
+    ("steps", "sequences", "deadline", "accepted"), [(1, 1, 1e9, 1), (1, 3, 1e9, 0), (40, 1, 50.0, 0), (40, 1, 10.0, 0)]
+)
+def test_requests_with_the_same_error_are_refused_together(steps: int, sequences: int, deadline: float, accepted: int) -> None:
+    queue: Scheduler[NamedSequence] = Scheduler(SchedulerLimits(9, 2, 1000, 100.0), lambda _: Cost(0.0, 1.0, 0.0))
+    assert not queue.add_block(block([(id, 1e9, [1]) for id in range(8)]), now=0.0)
+    [refused] = queue.add_block(block([(id, deadline, [steps] * sequences) for id in range(10, 30)]), now=0.0)
+    assert refused.ids == list(range(10 + accepted, 30))
+
+
+def test_arrival_renews_the_order_of_requests() -> None:
+    """The requests whose deadline has passed leave a block before it arrives."""
+    left = block([(1, 0.0, [1]), (2, 9.0, [1]), (3, 9.0, [1])]).without([0])
+    assert left is not None
+    left.arrive(1.0, 1000, None)
+    assert list(left.orders) == [1000, 1001]
+
+
 REQUESTS = st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=4), min_size=1, max_size=8)
 
 
