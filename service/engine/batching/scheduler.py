@@ -140,7 +140,7 @@ class Scheduler(Generic[S]):
         self._used = 0.0
         """`used` of the model that ran last. A new queue starts here: a model earns no credit while it has no requests."""
         self._arrivals = 0
-        """FloatOrArray of requests so far."""
+        """Number of requests so far."""
         self.waiting = 0
         """Sequences that have not begun."""
         self.begun = 0
