@@ -74,7 +74,7 @@ def take_all(queue: ModelQueue[S], limits: SchedulerLimits, max_seconds: float =
     if cost.of(longest, queue.steps) > max(max_seconds, STRETCHED * cost.of(longest, longest)):
         return None
     if longest > LEAST_STEPS:
-        limit = step_limit(limits, min([block.shortest for block in blocks]), queue.count, cost)
+        limit = step_limit(limits, min([block.shortest for block in blocks]), queue.count, UNLIMITED, cost)
         if longest > limit and (blocks[0].divisible or cost.of(longest, queue.steps) > limits.batch_seconds):
             return None
     return Taken(queue.count, queue.steps, longest, blocks)
@@ -91,7 +91,9 @@ def take_first(queue: ModelQueue[S], limits: SchedulerLimits, max_seconds: float
     cost, first = queue.cost, work.requests.table(limits.max_batch_sequences)
     if first[:, SEQUENCES].max() > 1:
         return None
-    limit = step_limit(limits, int(first[:, SHORTEST].min()), len(first), cost)
+    limit = step_limit(
+        limits, int(first[:, SHORTEST].min()), len(first), fair_share(first[:, STEPS].tolist(), limits.max_batch_tokens), cost
+    )
     ends = first[:, STEPS].cumsum()
     rows = max(1, int(ends.searchsorted(limits.max_batch_tokens, side="right")))
     # The request after them may still give a part of its steps.
@@ -135,8 +137,10 @@ class BatchBuilder(Generic[S]):
         waiting = (request for request in self._in_order if isinstance(request, BlockRequest) or request.ready)
         first = list(islice(waiting, self._limits.max_batch_sequences))
         if first:
-            self._limit = step_limit(self._limits, *_shortest(first, self._limits.max_batch_sequences), self._queue.cost)
-            self._usual = max(self._limit, _rounded(_shortest(first, 1)[0]))
+            lengths, limits = _lengths(first, self._limits.max_batch_sequences), self._limits
+            share = fair_share(lengths, limits.max_batch_tokens)
+            self._limit = step_limit(limits, min(lengths), len(lengths), share, self._queue.cost)
+            self._usual = max(self._limit, _rounded(lengths[0]))
             for request in chain(first, waiting):
                 if self._taken.rows == self._limits.max_batch_sequences:
                     break
@@ -208,34 +212,46 @@ class BatchBuilder(Generic[S]):
         self._taken.longest = max(self._taken.longest, longest)
 
 
-def steps_within_budget(limits: SchedulerLimits, rows: int, cost: Cost) -> int:
-    """Return the most steps that a batch takes of each of its rows."""
+def fair_share(lengths: Sequence[int], steps: int) -> int:
+    """Return the most steps of each sequence, if all together take at most `steps`: what short sequences leave goes to the others."""
+    left = len(lengths)
+    for length in sorted(lengths):
+        if length * left > steps:
+            return steps // left
+        steps -= length
+        left -= 1
+    return UNLIMITED
+
+
+def steps_within_budget(limits: SchedulerLimits, rows: int, share: int, cost: Cost) -> int:
+    """Return the most steps that a batch takes of each of its rows. share: see `fair_share`."""
     budget = max(limits.batch_seconds, BUDGET_OF_FIXED * cost.fixed)
-    return max(LEAST_STEPS, min(cost.steps_within(budget, rows), limits.max_batch_tokens // rows))
+    return max(LEAST_STEPS, min(cost.steps_within(budget, rows), share))
 
 
-def step_limit(limits: SchedulerLimits, shortest: int, rows: int, cost: Cost) -> int:
-    """Return K: the most steps that the next batch takes of a divisible sequence. shortest: steps of the shortest sequence in it."""
+def step_limit(limits: SchedulerLimits, shortest: int, rows: int, share: int, cost: Cost) -> int:
+    """Return K: the most steps that the next batch takes of a divisible sequence.
+
+    shortest: steps of the shortest sequence in it; rows: how many sequences it takes; share: see `fair_share`.
+    """
     if not limits.continuous:
         return UNLIMITED
-    within_budget = steps_within_budget(limits, rows, cost)
+    within_budget = steps_within_budget(limits, rows, share, cost)
     return min(within_budget, max(_rounded(shortest), cost.steps_at_pace(PACE, within_budget, rows)))
 
 
-def _shortest(requests: Sequence[BlockRequest | S], most: int) -> tuple[int, int]:
-    """Return the fewest remaining steps among the first sequences, at most `most` of them, and their number."""
-    shortest, rows = UNLIMITED, 0
+def _lengths(requests: Sequence[BlockRequest | S], most: int) -> list[int]:
+    """Return the remaining steps of the first sequences, at most `most` of them."""
+    lengths: list[int] = []
     for request in requests:
-        if not isinstance(request, BlockRequest):
-            shortest, rows = min(shortest, request.remaining), rows + 1
-        elif rows + request.row.sequences <= most:
-            shortest, rows = min(shortest, request.row.shortest), rows + request.row.sequences
+        if isinstance(request, BlockRequest):
+            row = request.row
+            lengths += request.block.lengths[row.first : row.first + row.sequences]
         else:
-            first = request.row.first
-            shortest, rows = min(shortest, *request.block.lengths[first : first + most - rows]), most
-        if rows == most:
+            lengths.append(request.remaining)
+        if len(lengths) >= most:
             break
-    return shortest, rows
+    return lengths[:most]
 
 
 def _rounded(steps: int) -> int:

@@ -460,7 +460,7 @@ class Scheduler(Generic[S]):
         """Return how many steps a batch is likely to take: the recent mean, or before the first batch the steps that the budget allows."""
         if not self._limits.continuous:
             return UNLIMITED
-        return int(queue.reach) or steps_within_budget(self._limits, rows, queue.cost)
+        return int(queue.reach) or steps_within_budget(self._limits, rows, self._limits.max_batch_tokens // rows, queue.cost)
 
     def _has_room(self, request: _Arriving) -> bool:
         return request.count <= self._free_places(request.share, request.requests)

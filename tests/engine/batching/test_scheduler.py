@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from service.engine.batching.batch_builder import ScheduledSteps
+from service.engine.batching.batch_builder import UNLIMITED, ScheduledSteps, fair_share
 from service.engine.batching.due import HEAD_START_SECONDS, STRETCH
 from service.engine.batching.model_queue import LEAST_STEPS, QueuedSequence
 from service.engine.batching.scheduler import CAUTION, Scheduler
@@ -228,6 +228,20 @@ def test_lowest_priority_does_not_starve() -> None:
 
 
 # Batches of chunks.
+
+
+@given(st.lists(st.integers(1, 200), min_size=1, max_size=64), st.integers(64, 4000))
+def test_share_is_the_most_steps_of_each_sequence_that_fit(lengths: list[int], steps: int) -> None:
+    share = fair_share(lengths, steps)
+    assert sum(min(length, share) for length in lengths) <= steps
+    assert share == UNLIMITED or sum(min(length, share + 1) for length in lengths) > steps
+
+
+def test_long_sequences_take_the_steps_that_short_sequences_leave() -> None:
+    queue = scheduler(max_batch_sequences=8, max_batch_tokens=160, cost=Cost(10.0, 1.0, 0.0), batch_seconds=1000.0)
+    add(queue, *[10] * 6, 500, 500, divisible=True)
+    # Batches of 20 steps have 0.8 of the throughput of 50 steps, which the short sequences leave to each. With 160 / 8 it would be 16.
+    assert [part.steps for part in batch(queue)[1]] == [*[10] * 6, 20, 20]
 
 
 def test_batch_takes_the_steps_that_fit_its_budget() -> None:
