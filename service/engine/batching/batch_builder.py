@@ -214,13 +214,15 @@ class BatchBuilder(Generic[S]):
 
 def fair_share(lengths: Sequence[int], steps: int) -> int:
     """Return the most steps of each sequence, if all together take at most `steps`: what short sequences leave goes to the others."""
+    if sum(lengths) <= steps:
+        return UNLIMITED
     left = len(lengths)
     for length in sorted(lengths):
         if length * left > steps:
-            return steps // left
+            break
         steps -= length
         left -= 1
-    return UNLIMITED
+    return steps // left
 
 
 def steps_within_budget(limits: SchedulerLimits, rows: int, share: int, cost: Cost) -> int:
