@@ -37,7 +37,7 @@ MOST_TOGETHER = 64
 WARM_UP = 0.2
 """Warm-up before the clock starts, as a share of the measured time."""
 NO_DEADLINE = 1e6
-"""Seconds until the deadline of requests that have enough time."""
+"""Seconds until the deadline of requests without one."""
 DRAWN = 1 << 16
 """Lengths that are drawn in advance and used in a cycle."""
 
@@ -72,7 +72,7 @@ class OpenLoopLevel:
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of the requests that were due in the measured time. seconds: the latency of each answer; short: of short sequences.
+    """Results of the requests that were due in the measured time. seconds: the latency of each answer; short: of short sequences.
 
     answered: answers in time that arrived in the measured time, whenever the request was due. Otherwise as in `OpenLoopLevel`.
     """
@@ -119,7 +119,9 @@ class Ledger:
     def outcome(self) -> Outcome:
         due, steps = np.concatenate([[], *self._due]), np.concatenate([np.empty(0, np.int64), *self._steps])
         counts = (self.begin <= due) & (due < self.end)
-        refused = {at_once: _joined([ids for when, ids in self._refused if when == at_once]) for at_once in (True, False)}
+        refused = {
+            at_once: _joined([ids for was_at_once, ids in self._refused if was_at_once == at_once]) for at_once in (True, False)
+        }
         answered = _joined([ids for _, ids in self._answered])
         answered_at = np.repeat([now for now, _ in self._answered], [len(ids) for _, ids in self._answered])
         seconds = answered_at - due[answered]
@@ -175,11 +177,11 @@ class EngineLoad:
         return ledger.outcome().answered / seconds
 
     def level(self, rate: float, seconds: float, seed: int = 1) -> Outcome:
-        """Send requests with Poisson arrivals at this rate. Returns what became of them."""
-        lasts = (1 + WARM_UP) * seconds
-        arrivals = np.array(list(itertools.takewhile(lambda at: at <= lasts, itertools.accumulate(poisson(rate, seed)))))
+        """Send requests with Poisson arrivals at this rate. Returns their results."""
+        duration = (1 + WARM_UP) * seconds
+        arrivals = np.array(list(itertools.takewhile(lambda at: at <= duration, itertools.accumulate(poisson(rate, seed)))))
         began = time.monotonic()
-        ledger = self._ledger = Ledger(began + WARM_UP * seconds, began + lasts, self._deadline_seconds)
+        ledger = self._ledger = Ledger(began + WARM_UP * seconds, began + duration, self._deadline_seconds)
         due, sent = began + arrivals, 0
         while sent < len(due):
             # Requests that are due now enter this batch. Requests that arrive during the batch enter the next batch.
@@ -278,7 +280,7 @@ def _lengths(mixture: str, seed: int) -> list[int]:
 
 
 def _joined(ids: Sequence[Sequence[int]]) -> NDArray[np.int64]:
-    return np.concatenate([np.empty(0, np.int64), *[np.asarray(some, np.int64) for some in ids]])
+    return np.concatenate([np.empty(0, np.int64), *[np.asarray(batch, np.int64) for batch in ids]])
 
 
 def _milliseconds(seconds: NDArray[np.float64], share: float) -> float:

@@ -259,7 +259,7 @@ def test_unexpected_exception_refuses_its_requests_and_nothing_else(
     assert logged[0]["error"] == "IndexError: secret"
 
 
-def test_requests_of_a_frontend_that_has_ended_are_refused_in_vain(harness: WorkerHarness) -> None:
+def test_refusals_for_an_ended_frontend_are_dropped(harness: WorkerHarness) -> None:
     owners: list[BlockOwner] = []
     harness.batcher.submit_block = lambda block: owners.append(block.owner)  # type: ignore[method-assign]
     columns = fakes.block([(11, NEVER, [1])]).columns

@@ -83,7 +83,7 @@ def take_all(queue: ModelQueue[S], limits: SchedulerLimits, max_seconds: float =
 def take_first(queue: ModelQueue[S], limits: SchedulerLimits, max_seconds: float = math.inf) -> Taken[S] | None:
     """Return the first requests that fill a batch if all are in blocks, have one sequence and run whole, which is usual in an overload.
 
-    Takes what BatchBuilder would take, without a step of Python for each request. max_seconds: see there.
+    Takes what BatchBuilder would take, without an object for each request. max_seconds: see there.
     """
     if queue.sequences or len(queue.tenants) > 1 or max_seconds < math.inf:
         return None

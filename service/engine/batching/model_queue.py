@@ -93,7 +93,7 @@ class Rejection(NamedTuple):
         return steps >= self.steps and time_left < self.needed and head_start <= self.head_start
 
     def covers_each(self, steps: NDArray[np.int64], time_left: NDArray[np.float64], head_start: float) -> NDArray[np.bool_]:
-        """Return `covers` of many requests."""
+        """Return which of many requests this rejection covers."""
         covers: NDArray[np.bool_] = (steps >= self.steps) & (time_left < self.needed)
         return covers & (head_start <= self.head_start)
 
@@ -238,6 +238,7 @@ class WorkByDue:
         self._queue = queue
         self._tenant = tenant
         self._block = block
+        # Floating point, because a product of integers is slow.
         self._accepted = np.zeros((block.requests if block is not None else 0, 2))
 
     def accept(self, requests: int | slice) -> None:

@@ -53,7 +53,7 @@ from service.ipc.messages import ModelKey, Share
 NEWEST = 0.05
 """Weight of the newest batch in the running mean of the steps per batch."""
 CAUTION = 1.5
-"""A request is admitted if this multiple of its expected time fits before its deadline."""
+"""A request is admitted if this multiple of its expected time fits before its deadline: no prediction knows the pauses of a host."""
 TENANT_SHARE = 0.875
 """Of the places in the queue that the other tenants leave, a tenant with waiting sequences takes at most this share."""
 
@@ -301,6 +301,7 @@ class Scheduler(Generic[S]):
                     continue
                 refused.append(([index], error))
                 if queue.rejection_of(tenant) is not rejection:
+                    # The new rejection may cover the requests behind it.
                     end = index + 1
                     break
             if rejection is not None:
@@ -325,7 +326,7 @@ class Scheduler(Generic[S]):
     def _accept_first(self, block: RequestBlock, queue: ModelQueue[S], now: float, busy: float) -> int:
         """Accept the first requests that have room and surely keep their deadlines: see `_surely_in_time`. Returns their number."""
         counts, steps = block.sizes[:, SEQUENCES].cumsum(), block.sizes[:, STEPS].cumsum()
-        seconds = self._serial_seconds(queue, counts, steps, busy)
+        seconds = self._sure_seconds(queue, counts, steps, busy)
         sure = (counts <= self._free_places(block.share, block.requests)) & (seconds <= block.deadlines - now)
         rejection = queue.rejection_of(block.share.tenant)
         if rejection is not None:
@@ -340,7 +341,7 @@ class Scheduler(Generic[S]):
         return end
 
     def _refusal_of_all(self, block: RequestBlock, queue: ModelQueue[S], now: float) -> ServiceError | None:
-        """Return the error of all requests of a block, if it is clear without a look at each request that all are refused."""
+        """Return the error that all requests of a block share, or None if each needs a check. A rejection precedes the full queue."""
         rejection = queue.rejection_of(block.share.tenant)
         if rejection is None:
             full = block.sequences == block.requests and self._free_places(block.share) < 1
@@ -470,7 +471,7 @@ class Scheduler(Generic[S]):
         return min(self._limits.max_waiting - self.waiting, self._free_in_share(share, requests))
 
     def _free_in_share(self, share: Share, requests: int = 1) -> int:
-        """Return the most sequences of a tenant that leave the other tenants room. requests: the first may exceed the share."""
+        """Return the most sequences of a tenant that leave the other tenants room. Its first request, if it is alone, may have more."""
         if not share.tenant:
             return UNLIMITED
         own = self._waiting_of(share.tenant)
@@ -490,9 +491,9 @@ class Scheduler(Generic[S]):
         rejection = queue.rejection_of(request.share.tenant)
         if rejection is not None and rejection.covers(request.steps, time_left, request.head_start):
             return False
-        return self._serial_seconds(queue, request.count, request.steps, busy) <= time_left
+        return self._sure_seconds(queue, request.count, request.steps, busy) <= time_left
 
-    def _serial_seconds(self, queue: ModelQueue[S], count: FloatOrArray, steps: FloatOrArray, busy: float) -> FloatOrArray:
+    def _sure_seconds(self, queue: ModelQueue[S], count: FloatOrArray, steps: FloatOrArray, busy: float) -> FloatOrArray:
         """Return the time in which `count` sequences are surely done, even if every sequence in the queue runs alone before them."""
         serial = count * queue.cost.fixed + steps * queue.serial
         for queued in self._queues.values():

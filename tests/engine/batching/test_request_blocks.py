@@ -284,7 +284,7 @@ def test_requests_with_the_same_error_are_refused_together(steps: int, sequences
 
 
 def test_arrival_renews_the_order_of_requests() -> None:
-    """The requests whose deadline has passed leave a block before it arrives."""
+    """Requests that are too late leave a block before it arrives."""
     left = block([(1, 0.0, [1]), (2, 9.0, [1]), (3, 9.0, [1])]).without([0])
     assert left is not None
     left.arrive(1.0, 1000, None)

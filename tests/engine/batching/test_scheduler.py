@@ -237,10 +237,11 @@ def test_share_is_the_most_steps_of_each_sequence_that_fit(lengths: list[int], s
     assert share == UNLIMITED or sum(min(length, share + 1) for length in lengths) > steps
 
 
-def test_long_sequences_take_the_steps_that_short_sequences_leave() -> None:
+def test_long_sequences_take_steps_that_short_ones_leave() -> None:
     queue = scheduler(max_batch_sequences=8, max_batch_tokens=160, cost=Cost(10.0, 1.0, 0.0), batch_seconds=1000.0)
     add(queue, *[10] * 6, 500, 500, divisible=True)
-    # Batches of 20 steps have 0.8 of the throughput of 50 steps, which the short sequences leave to each. With 160 / 8 it would be 16.
+    # Batches of 20 steps have 0.8 of the throughput of 50 steps, which is what the short sequences leave to each. An equal share is 20 steps,
+    # so K would be 16.
     assert [part.steps for part in batch(queue)[1]] == [*[10] * 6, 20, 20]
 
 
@@ -448,7 +449,7 @@ def test_request_that_would_miss_its_deadline_is_refused() -> None:
     with pytest.raises(Overloaded) as caught:
         add(queue, 1, deadline=CAUTION * 8 - 0.1)
     assert caught.value.retry_after == 8
-    assert "an answer is expected in 8 s and the deadline is in 11.9 s" in caught.value.message
+    assert f"an answer is expected in 8 s and the deadline is in {CAUTION * 8 - 0.1:.3g} s" in caught.value.message
     add(queue, 1, deadline=CAUTION * 8)
 
 
@@ -546,7 +547,7 @@ class Queueing(RuleBasedStateMachine):
             self.queue.add(model, made, now=self.now)
         except (Overloaded, DeadlineExceeded) as refused:
             full = waiting + len(steps) > self.LIMIT
-            # The error may be that of an earlier request, which a full queue would have refused for the same reason.
+            # An earlier prediction is checked before the limit of the queue, so a full queue may give its error.
             assert full or "SEQSERVE_MAX_WAITING" not in refused.message
             assert full or self.plain, "an empty queue refuses nothing by prediction"
             return

@@ -56,7 +56,7 @@ def test_open_loop_accounts_for_every_request(tmp_path: Path) -> None:
         assert under.p50_ms <= under.p99_ms <= under.p999_ms
 
 
-def test_ledger_separates_the_ends_of_requests() -> None:
+def test_ledger_counts_each_outcome() -> None:
     ledger = engine_open_loop.Ledger(begin=1.0, end=2.0, allowed=0.1)
     due = np.array([1.1, 1.2, 1.3, 1.4, 1.95, 1.96, 0.9, 2.5])
     ledger.send(due[:5], np.array([5, 5, 5, engine_open_loop.LONG, 5]))
