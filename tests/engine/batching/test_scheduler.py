@@ -240,8 +240,8 @@ def test_share_is_the_most_steps_of_each_sequence_that_fit(lengths: list[int], s
 def test_long_sequences_take_steps_that_short_ones_leave() -> None:
     queue = scheduler(max_batch_sequences=8, max_batch_tokens=160, cost=Cost(10.0, 1.0, 0.0), batch_seconds=1000.0)
     add(queue, *[10] * 6, 500, 500, divisible=True)
-    # The short sequences leave 50 steps to each, and batches of 20 steps have 0.8 of that throughput. An equal share is 20 steps, so K would
-    # be 16.
+    # The short sequences leave 50 steps to each, and batches of 20 steps have 0.8 of that throughput.
+    # With an equal share of 20 steps, K would be 16.
     assert [part.steps for part in batch(queue)[1]] == [*[10] * 6, 20, 20]
 
 
