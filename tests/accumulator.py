@@ -23,7 +23,7 @@ from loadtest.callers import Caller, Response, Target
 from tests import models
 from tests.serving import Server, eventually
 
-SMALL = {"state_slots": "64", "max_sessions": "1024", "session_idle_seconds": "600", "max_batch_tokens": "1024"}
+SMALL = {"state_slots": "64", "max_sessions": "1024", "session_idle_seconds": "600", "max_batch_tokens": "256"}
 """Settings with few state slots and small batches: sessions move to the host and back, and chunks run in several batches."""
 REST = ("requests_in_flight", "queue_depth", "sequences_begun", "sessions", "state_slots_used")
 REST_SECONDS = 5.0
