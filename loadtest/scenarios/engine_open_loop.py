@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from kernels.bench import questions
 from loadtest.generator.arrivals import poisson
+from loadtest.scenarios.engine_host import NO_DEADLINE
 from service.engine.batching.batcher import Batcher
 from service.engine.batching.request_block import RequestBlock
 from service.engine.batching.ticket import Ticket
@@ -36,8 +37,6 @@ MOST_TOGETHER = 64
 """Most requests in a block, unless they are late: see MOST_READ."""
 WARM_UP = 0.2
 """Warm-up before the clock starts, as a share of the measured time."""
-NO_DEADLINE = 1e6
-"""Seconds until the deadline of requests without one."""
 DRAWN = 1 << 16
 """Lengths that are drawn in advance and used in a cycle."""
 
