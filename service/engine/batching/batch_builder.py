@@ -8,9 +8,12 @@ from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Generic, NamedTuple
 
-from service.engine.batching.model_queue import LEAST_STEPS, ModelQueue, S
-from service.engine.batching.request_block import LONGEST, SEQUENCES, SHORTEST, STEPS, RequestBlock
-from service.engine.batching.request_order import BlockRequest, RequestOrder
+import numpy as np
+from numpy.typing import NDArray
+
+from service.engine.batching.model_queue import LEAST_STEPS, ModelQueue, QueuedSequence, S
+from service.engine.batching.request_block import SEQUENCES, STEPS, RequestBlock
+from service.engine.batching.request_order import ORDER, BlockRequest, RequestOrder
 from service.engine.execution.cost_model import Cost
 
 PACE = 0.8
@@ -22,6 +25,8 @@ STRETCHED = 2.0
 """A batch may take this multiple of the time that its longest sequence takes alone, even where its time is limited."""
 UNLIMITED = 1 << 30
 """More steps than any sequence has."""
+LEAST_REQUESTS = 16
+"""Fewer requests in blocks cost less as objects than as columns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,29 +85,99 @@ def take_all(queue: ModelQueue[S], limits: SchedulerLimits, max_seconds: float =
     return Taken(queue.count, queue.steps, longest, blocks)
 
 
-def take_first(queue: ModelQueue[S], limits: SchedulerLimits, max_seconds: float = math.inf) -> Taken[S] | None:
-    """Return the first requests that fill a batch if all are in blocks, have one sequence and run whole, which is usual in an overload.
+def take_first(
+    queue: ModelQueue[S],
+    limits: SchedulerLimits,
+    room: Callable[[], int],
+    unpack: Callable[[RequestBlock], list[S]],
+    max_seconds: float = math.inf,
+) -> Taken[S] | None:
+    """Return what BatchBuilder would take, without an object for each request that runs whole. This is usual in an overload.
 
-    Takes what BatchBuilder would take, without an object for each request. max_seconds: see there.
+    Returns None unless requests of one tenant wait in blocks, each with one sequence, and the batch passes over none of them.
+    Arguments as in BatchBuilder.
     """
-    if queue.sequences or len(queue.tenants) > 1 or max_seconds < math.inf:
+    if len(queue.tenants) > 1 or max_seconds < math.inf:
         return None
-    [work] = queue.tenants.values()
-    cost, first = queue.cost, work.requests.table(limits.max_batch_sequences)
-    if first[:, SEQUENCES].max() > 1:
+    first = FirstRequests.of(queue, limits.max_batch_sequences)
+    if first is None:
         return None
-    limit = step_limit(
-        limits, int(first[:, SHORTEST].min()), len(first), fair_share(first[:, STEPS].tolist(), limits.max_batch_tokens), cost
-    )
-    ends = first[:, STEPS].cumsum()
+    share = fair_share(first.lengths.tolist(), limits.max_batch_tokens)
+    limit = step_limit(limits, int(first.lengths.min()), len(first.lengths), share, queue.cost)
+    steps = np.minimum(first.lengths, limit) if first.divisible else first.lengths
+    ends = steps.cumsum()
     rows = max(1, int(ends.searchsorted(limits.max_batch_tokens, side="right")))
-    # The request after them may still give a part of its steps.
-    if work.requests.divisible and first[: rows + 1, LONGEST].max() > limit:
+    tokens, longest = int(ends[rows - 1]), int(steps[:rows].max())
+    if longest > max(limit, _rounded(int(first.lengths[0]))) and queue.cost.of(longest, tokens) > limits.batch_seconds:
         return None
-    tokens, longest = int(ends[rows - 1]), int(first[:rows, LONGEST].max())
-    if longest > max(limit, _rounded(int(first[0, SHORTEST]))) and cost.of(longest, tokens) > limits.batch_seconds:
+    # Without room for its state, the request behind them would be passed over.
+    new_states = int(first.need_new_states(steps)[: rows + 1].sum())
+    if new_states and room() < new_states:
         return None
-    return Taken(rows, tokens, longest, whole={work.requests: list(range(rows))})
+    whole, others = first.split(steps[:rows])
+    taken = Taken[S](rows, tokens, longest, whole={first.requests: whole} if whole else {})
+    for place, steps_there in others:
+        if place < first.in_blocks:
+            taken.divided.setdefault(first.requests, []).append(place)
+            [sequence] = divide(queue, first.requests.request(place), unpack)
+        else:
+            sequence = first.sequences[place - first.in_blocks]
+        taken.parts.append(scheduled(sequence, steps_there))
+    return taken
+
+
+class FirstRequests(NamedTuple, Generic[S]):
+    """The requests of a queue that are due first, in columns.
+
+    requests: those in blocks, of which it has `in_blocks`; sequences: the others. divisible: whether batches may share their steps.
+    places: (n,) where each is in `requests`, or behind these in `sequences`. lengths: (n,) remaining steps.
+    begun, stateful: (n,) as in `QueuedSequence`.
+    """
+
+    requests: RequestOrder
+    in_blocks: int
+    sequences: list[S]
+    divisible: bool
+    places: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    begun: NDArray[np.bool_]
+    stateful: NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, queue: ModelQueue[S], most: int) -> FirstRequests[S] | None:
+        """Return the first requests of a queue with one tenant, at most `most`. None if they need BatchBuilder, or are too few to gain."""
+        [requests] = [work.requests for work in queue.tenants.values()]
+        due, table = requests.first(most)
+        if len(table) < LEAST_REQUESTS or table[:, SEQUENCES].max() > 1:
+            return None
+        count, divisible = len(table), requests.divisible
+        sequences = list(islice((sequence for sequence in queue.sequences if sequence.ready), most))
+        if not sequences:
+            none = np.zeros(count, bool)
+            return cls(requests, count, sequences, divisible, np.arange(count), table[:, STEPS], none, none)
+        if (not divisible) in [sequence.divisible for sequence in sequences]:
+            return None
+        due = np.concatenate([due, [sequence.due for sequence in sequences]])
+        orders = np.concatenate([table[:, ORDER], [sequence.order for sequence in sequences]])
+        lengths = np.concatenate([table[:, STEPS], [sequence.remaining for sequence in sequences]])
+        begun = np.array([False] * count + [sequence.begun for sequence in sequences])
+        stateful = np.array([False] * count + [sequence.stateful for sequence in sequences])
+        places = np.lexsort((orders, due))[:most]
+        return cls(requests, count, sequences, divisible, places, lengths[places], begun[places], stateful[places])
+
+    def need_new_states(self, steps: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Return which requests occupy one more state slot when a batch takes these steps of them: see `needs_new_state`."""
+        needs: NDArray[np.bool_] = ~self.begun & (self.stateful | (steps < self.lengths))
+        return needs
+
+    def split(self, steps: NDArray[np.int64]) -> tuple[list[int], list[tuple[int, int]]]:
+        """Return the places of the requests in blocks that run whole, and the places of the others with their steps.
+
+        steps: of the first requests, in one batch.
+        """
+        places = self.places[: len(steps)]
+        whole = (places < self.in_blocks) & (steps == self.lengths[: len(steps)])
+        return places[whole].tolist(), list(zip(places[~whole].tolist(), steps[~whole].tolist(), strict=True))
 
 
 class BatchBuilder(Generic[S]):
@@ -168,18 +243,13 @@ class BatchBuilder(Generic[S]):
 
     def _divide(self, request: BlockRequest) -> bool:
         """Turn a request into its sequences, and take steps of them."""
-        block = request.block.select([request.index])
         self._taken.divided.setdefault(request.queue, []).append(request.place)
-        sequences = self._unpack(block)
-        for sequence in sequences:
-            sequence.arrived, sequence.due, sequence.order = block.arrived, request.due, request.order
-            self._queue.insert(sequence)
-        return all(self._take_steps(sequence) for sequence in sequences)
+        return all(self._take_steps(sequence) for sequence in divide(self._queue, request, self._unpack))
 
     def _take_steps(self, sequence: S) -> bool:
         """Take steps of a sequence, or leave it where it is. Returns whether the batch may take more."""
         steps = min(sequence.remaining, self._limit) if sequence.divisible else sequence.remaining
-        if not sequence.begun and (sequence.stateful or steps < sequence.remaining):
+        if needs_new_state(sequence, steps):
             if self._free_room is None:
                 self._free_room = self._room()
             if self._free_room == 0:
@@ -190,7 +260,7 @@ class BatchBuilder(Generic[S]):
         if self._taken.rows and steps > self._usual and self._exceeds_budget(steps, steps):
             return True
         self._add(1, steps, steps)
-        self._taken.parts.append(ScheduledSteps(sequence, steps, not sequence.begun, steps == sequence.remaining))
+        self._taken.parts.append(scheduled(sequence, steps))
         return True
 
     def _fits(self, rows: int, steps: int, longest: int) -> bool:
@@ -210,6 +280,25 @@ class BatchBuilder(Generic[S]):
         self._taken.rows += rows
         self._taken.tokens += steps
         self._taken.longest = max(self._taken.longest, longest)
+
+
+def divide(queue: ModelQueue[S], request: BlockRequest, unpack: Callable[[RequestBlock], list[S]]) -> list[S]:
+    """Return the sequences of a request in a block, now in the queue on their own. The caller removes the request from its block."""
+    block = request.block.select([request.index])
+    sequences = unpack(block)
+    for sequence in sequences:
+        sequence.arrived, sequence.due, sequence.order = block.arrived, request.due, request.order
+        queue.insert(sequence)
+    return sequences
+
+
+def needs_new_state(sequence: QueuedSequence, steps: int) -> bool:
+    """Return whether a sequence occupies one more state slot when a batch takes some of its steps."""
+    return not sequence.begun and (sequence.stateful or steps < sequence.remaining)
+
+
+def scheduled(sequence: S, steps: int) -> ScheduledSteps[S]:
+    return ScheduledSteps(sequence, steps, not sequence.begun, steps == sequence.remaining)
 
 
 def fair_share(lengths: Sequence[int], steps: int) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 
 from service.engine.batching.due import HEAD_START_SECONDS, allowance, allowances
 from service.engine.execution.cost_model import Cost
-from service.ipc.blocks import COUNT, COUNT_BYTES, DEADLINE, ID, ID_BYTES, Columns
+from service.ipc.blocks import COUNT, COUNT_BYTES, DEADLINE, ID, ID_BYTES, Buffer, Columns
 from service.ipc.messages import NO_TENANT, ModelKey, Returns, Share
 
 PLAIN = Returns()
@@ -44,7 +45,7 @@ class RequestBlock:
     owner: any object; the batcher answers and refuses the requests through it.
     timed: whether the answers tell how their batches ran.
     arrived, order: when the block was queued, and how many requests arrived before it.
-    orders: how many requests arrived before each request. Requests that are due at the same time run in this order.
+    orders: how many requests arrived before each request, (requests,). Requests that are due at the same time run in this order.
     """
 
     def __init__(
@@ -80,13 +81,13 @@ class RequestBlock:
         self.timed = timed
         self.arrived = 0.0
         self.order = 0
-        self.orders: Sequence[int] = range(self.requests)
+        self.orders = np.arange(self.requests)
         self._cost: Cost | None = None
 
     def arrive(self, now: float, order: int, cost: Cost | None) -> None:
         """Note the arrival. cost: of the model's batches; without it requests are due in the order of their arrival."""
         self.arrived, self.order, self._cost = now, order, cost
-        self.orders = range(order, order + self.requests)
+        self.orders = np.arange(order, order + self.requests)
 
     @cached_property
     def ids(self) -> list[int]:
@@ -131,24 +132,35 @@ class RequestBlock:
         return request_sizes([self])
 
     @cached_property
-    def _spans(self) -> NDArray[np.int64]:
-        """Return the first sequence of each request and its end, and its first step and its end, (requests, 4)."""
-        sizes = self.sizes[:, [SEQUENCES, STEPS]]
-        ends = sizes.cumsum(axis=0)
-        return np.stack([ends - sizes, ends], axis=-1).reshape(-1, 4)
+    def _first_sequences(self) -> Sequence[int]:
+        """Return the first sequence of each request, and the number of sequences."""
+        if self.sequences == self.requests:
+            return range(self.requests + 1)
+        return list(accumulate(np.frombuffer(self.columns.counts, COUNT).tolist(), initial=0))
+
+    @cached_property
+    def _first_steps(self) -> list[int]:
+        """Return the first step of each sequence, and the number of steps."""
+        return list(accumulate(self.lengths, initial=0))
+
+    def work_of_first(self, requests: int) -> tuple[int, int]:
+        """Return the number of sequences of the first requests, and their steps."""
+        sequences = self._first_sequences[requests]
+        return sequences, self._first_steps[sequences]
 
     def select(self, indices: Sequence[int]) -> RequestBlock:
         """Return a block of some of the requests. indices: ascending, at least one."""
         if len(indices) == self.requests:
             return self
-        sizes, deadlines = self.sizes[indices], self.deadlines[indices]
+        columns = self._columns_of(indices)
+        lengths = np.frombuffer(columns.lengths, COUNT).tolist()
         block = RequestBlock(
             self.model,
-            self._columns_of(indices, deadlines),
-            steps=int(sizes[:, STEPS].sum()),
-            shortest=int(sizes[:, SHORTEST].min()),
-            longest=int(sizes[:, LONGEST].max()),
-            deadline=float(deadlines.min()),
+            columns,
+            steps=sum(lengths),
+            shortest=min(lengths),
+            longest=max(lengths),
+            deadline=min(np.frombuffer(columns.deadlines, DEADLINE).tolist()),
             priority=self.priority,
             returns=self.returns,
             share=self.share,
@@ -157,7 +169,7 @@ class RequestBlock:
             timed=self.timed,
         )
         block.arrive(self.arrived, self.order, self._cost)
-        block.orders = [self.orders[index] for index in indices]
+        block.orders, block.lengths = self.orders[indices], lengths
         return block
 
     def without(self, indices: Collection[int]) -> RequestBlock | None:
@@ -169,18 +181,33 @@ class RequestBlock:
         gone = set(indices)
         return self.select([index for index in range(self.requests) if index not in gone])
 
-    def _columns_of(self, indices: Sequence[int], deadlines: NDArray[np.float64]) -> Columns:
-        ids, counts = np.frombuffer(self.columns.ids, ID), np.frombuffer(self.columns.counts, COUNT)
-        size, lengths = COUNT_BYTES, memoryview(self.columns.lengths)
-        step, values = len(self.columns.values) // self.steps, memoryview(self.columns.values)
-        spans = self._spans[indices].tolist()
+    def _columns_of(self, indices: Sequence[int]) -> Columns:
+        # Most requests that are taken together follow each other, so each column is copied in few parts.
+        requests = _runs(indices)
+        sequences = [(self._first_sequences[first], self._first_sequences[end]) for first, end in requests]
+        steps = [(self._first_steps[first], self._first_steps[end]) for first, end in sequences]
+        columns = self.columns
         return Columns(
-            ids[indices].tobytes(),
-            deadlines.tobytes(),
-            counts[indices].tobytes(),
-            b"".join([lengths[size * first : size * end] for first, end, _, _ in spans]),
-            b"".join([values[step * first : step * end] for _, _, first, end in spans]),
+            _parts(columns.ids, requests, self.requests),
+            _parts(columns.deadlines, requests, self.requests),
+            _parts(columns.counts, requests, self.requests),
+            _parts(columns.lengths, sequences, self.sequences),
+            _parts(columns.values, steps, self.steps),
         )
+
+
+def _runs(indices: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the first and the end of each run of consecutive indices. indices: ascending, at least one."""
+    if indices[-1] - indices[0] == len(indices) - 1:
+        return [(indices[0], indices[-1] + 1)]
+    gaps = [place for place in range(1, len(indices)) if indices[place] != indices[place - 1] + 1]
+    return [(indices[first], indices[end - 1] + 1) for first, end in pairwise([0, *gaps, len(indices)])]
+
+
+def _parts(column: Buffer, spans: Sequence[tuple[int, int]], count: int) -> bytes:
+    """Return the items of a column in some spans. count: items in the column."""
+    view, size = memoryview(column), len(column) // count
+    return b"".join([view[size * first : size * end] for first, end in spans])
 
 
 def request_sizes(blocks: Sequence[RequestBlock]) -> NDArray[np.int64]:

@@ -17,9 +17,9 @@ from service.engine.batching.request_block import SEQUENCES, SIZES, STEPS, Reque
 from service.ipc.messages import Share
 
 REQUESTS_AT_ONCE = 128
-NUMBER, INDEX = len(SIZES), len(SIZES) + 1
-COLUMNS = *SIZES, NUMBER, INDEX
-"""The columns of the table: the sizes of a request, the number of its block, and its place in the block."""
+NUMBER, INDEX, ORDER = range(len(SIZES), len(SIZES) + 3)
+COLUMNS = *SIZES, NUMBER, INDEX, ORDER
+"""The columns of the table: the sizes of a request, the number of its block, its place in the block, and its place among all arrivals."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class BlockRequest:
 
     @property
     def order(self) -> int:
-        return self.block.orders[self.index]
+        return int(self.block.orders[self.index])
 
     @property
     def share(self) -> Share:
@@ -92,10 +92,15 @@ class RequestOrder:
             self.keep([*left, *self._arrived])
         return [*self._blocks.values(), *self._arrived]
 
-    def table(self, most: int) -> NDArray[np.int64]:
-        """Return the first requests, (requests, COLUMNS)."""
+    def first(self, most: int) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+        """Return when the first requests are due, and their table, (requests, COLUMNS)."""
         self._join()
-        return self._table[:most]
+        return self._due[:most], self._table[:most]
+
+    def request(self, place: int) -> BlockRequest:
+        """Return the request at a place of the table."""
+        number, index = self._table[place, [NUMBER, INDEX]].tolist()
+        return BlockRequest(self, place, self._blocks[number], index)
 
     def work(self) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
         """Return when each request is due, in order, and its sequences and steps, (requests, 2)."""
@@ -108,7 +113,7 @@ class RequestOrder:
         table, blocks = self._table, self._blocks
         # In parts, because a batch usually takes only the first requests.
         for begin in range(0, len(table), REQUESTS_AT_ONCE):
-            part = table[begin : begin + REQUESTS_AT_ONCE, NUMBER:].tolist()
+            part = table[begin : begin + REQUESTS_AT_ONCE, [NUMBER, INDEX]].tolist()
             for place, (number, index) in enumerate(part, begin):
                 yield BlockRequest(self, place, blocks[number], index)
 
@@ -123,16 +128,22 @@ class RequestOrder:
                 del self._left[number], self._blocks[number]
             else:
                 self._cut = True
-        stays = np.ones(len(self._table), bool)
-        stays[[*whole, *divided]] = False
-        self._due, self._table = self._due[stays], self._table[stays]
+        taken = [*whole, *divided]
+        if max(taken) == len(taken) - 1:
+            self._due, self._table = self._due[len(taken) :], self._table[len(taken) :]
+        else:
+            stays = np.ones(len(self._table), bool)
+            stays[taken] = False
+            self._due, self._table = self._due[stays], self._table[stays]
         return blocks
 
     def _by_block(self, places: Sequence[int] | NDArray[Any]) -> dict[int, list[int]]:
         """Return the requests at these places: their places in their block, by its number."""
         chosen: dict[int, list[int]] = {}
-        for number, index in self._table[places, NUMBER:].tolist() if len(places) else ():
-            chosen.setdefault(number, []).append(index)
+        if len(places):
+            rows = self._table.take(places, axis=0)
+            for number, index in zip(rows[:, NUMBER].tolist(), rows[:, INDEX].tolist(), strict=True):
+                chosen.setdefault(number, []).append(index)
         return chosen
 
     def _selected(self, chosen: dict[int, list[int]]) -> list[RequestBlock]:
@@ -151,7 +162,8 @@ class RequestOrder:
         # Requests that are due at the same time stay in the order of their arrival.
         in_order = np.argsort(due, kind="stable")
         self._due = due[in_order]
-        self._table = np.concatenate([self._table, _table(arrived, numbers)])[in_order]
+        # `take` copies whole rows, several times as fast as an index.
+        self._table = np.concatenate([self._table, _table(arrived, numbers)]).take(in_order, axis=0)
 
 
 def _table(blocks: Sequence[RequestBlock], numbers: Sequence[int]) -> NDArray[np.int64]:
@@ -162,4 +174,5 @@ def _table(blocks: Sequence[RequestBlock], numbers: Sequence[int]) -> NDArray[np
     table[:, : len(SIZES)] = sizes
     table[:, NUMBER] = np.repeat(numbers, requests)
     table[:, INDEX] = np.arange(len(sizes)) - np.repeat(first_requests, requests)
+    table[:, ORDER] = np.concatenate([block.orders for block in blocks])
     return table

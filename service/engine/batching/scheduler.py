@@ -45,7 +45,7 @@ from service.engine.batching.due import STRETCH, allowance
 from service.engine.batching.fair_shares import FairShares
 from service.engine.batching.memory_limits import MemoryLimits
 from service.engine.batching.model_queue import ModelQueue, Rejection, S, WorkByDue
-from service.engine.batching.request_block import LONGEST, SEQUENCES, STEPS, RequestBlock
+from service.engine.batching.request_block import SEQUENCES, STEPS, RequestBlock
 from service.engine.execution.cost_model import Cost
 from service.errors import DeadlineExceeded, Overloaded, ServiceError
 from service.ipc.messages import ModelKey, Share
@@ -325,20 +325,28 @@ class Scheduler(Generic[S]):
 
     def _accept_first(self, block: RequestBlock, queue: ModelQueue[S], now: float, busy: float) -> int:
         """Accept the first requests that have room and surely keep their deadlines: see `_surely_in_time`. Returns their number."""
+        places, rejection = self._free_places(block.share, block.requests), queue.rejection_of(block.share.tenant)
+        if block.sequences == block.requests and rejection is None:
+            # Usually all of them surely keep the earliest deadline, even with the steps of the whole block.
+            end = max(0, min(places, block.requests))
+            if self._sure_seconds(queue, end, block.steps, busy) <= block.deadline - now:
+                self._count_first(block, queue, end)
+                return end
         counts, steps = block.sizes[:, SEQUENCES].cumsum(), block.sizes[:, STEPS].cumsum()
-        seconds = self._sure_seconds(queue, counts, steps, busy)
-        sure = (counts <= self._free_places(block.share, block.requests)) & (seconds <= block.deadlines - now)
-        rejection = queue.rejection_of(block.share.tenant)
+        sure = (counts <= places) & (self._sure_seconds(queue, counts, steps, busy) <= block.deadlines - now)
         if rejection is not None:
             sure &= ~rejection.covers_each(block.sizes[:, STEPS], block.deadlines - now, block.head_start)
         end = block.requests if sure.all() else int(sure.argmin())
-        if end:
-            longest, deadline = int(block.sizes[:end, LONGEST].max()), float(block.deadlines[:end].min())
-            request = _Arriving(
-                block.share, int(counts[end - 1]), int(steps[end - 1]), longest, deadline, block.head_start, end
-            )
-            self._count(block.model, queue, request)
+        self._count_first(block, queue, end)
         return end
+
+    def _count_first(self, block: RequestBlock, queue: ModelQueue[S], requests: int) -> None:
+        """Count the first requests of a block as queued."""
+        if requests:
+            count, steps = block.work_of_first(requests)
+            longest, deadline = max(block.lengths[:count]), float(block.deadlines[:requests].min())
+            first = _Arriving(block.share, count, steps, longest, deadline, block.head_start, requests)
+            self._count(block.model, queue, first)
 
     def _refusal_of_all(self, block: RequestBlock, queue: ModelQueue[S], now: float) -> ServiceError | None:
         """Return the error that all requests of a block share, or None if each needs a check. A rejection precedes the full queue."""
@@ -353,6 +361,9 @@ class Scheduler(Generic[S]):
         self, block: RequestBlock, indices: NDArray[np.int64]
     ) -> Iterator[tuple[Sequence[int], ServiceError]]:
         """Yield the indices of these requests, with their error, by the number of their sequences."""
+        if block.sequences == block.requests:
+            yield indices.tolist(), self._queue_full(block.share, 1)
+            return
         counts = block.sizes[indices, SEQUENCES]
         for count in np.unique(counts).tolist():
             yield indices[counts == count].tolist(), self._queue_full(block.share, count)
@@ -367,10 +378,11 @@ class Scheduler(Generic[S]):
     def _take(self, model: ModelKey, queue: ModelQueue[S]) -> Taken[S]:
         max_seconds = self._limits.batch_seconds if self._shares.contested and self._limits.continuous else math.inf
         limits = self.memory.of(model)
-        taken = take_all(queue, limits, max_seconds) or take_first(queue, limits, max_seconds)
+        room = partial(self._room, model)
+        taken = take_all(queue, limits, max_seconds) or take_first(queue, limits, room, self._unpack, max_seconds)
         if taken is None:
             in_order = self._shares.in_turn(queue) if len(queue.tenants) > 1 else queue.in_order()
-            taken = BatchBuilder(queue, in_order, limits, partial(self._room, model), self._unpack, max_seconds).take()
+            taken = BatchBuilder(queue, in_order, limits, room, self._unpack, max_seconds).take()
         return taken
 
     def _advance(self, model: ModelKey, queue: ModelQueue[S], taken: Taken[S]) -> list[RequestBlock]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,12 +54,13 @@ class NamedSequence(QueuedSequence):
 class Pair:
     """Two schedulers that receive the same events: `single` request by request, `blocks` in blocks.
 
-    shares: of the tenants that send requests. Requests of several tenants have one sequence each, because the sequences of a request take
-    turns with sequences of other tenants only if the request is not in a block.
+    shares: of the tenants that send requests. sequences: numbers of sequences in a request. Requests of several tenants have one sequence
+    each, because the sequences of a request take turns with sequences of other tenants only if the request is not in a block.
     """
 
     chance: random.Random
     shares: Sequence[Share] = (NO_TENANT,)
+    sequences: Sequence[int] = (1, 1, 1, 2, 4)
     now: float = 0.0
     last_id: int = 0
     single_sequences: dict[int, list[NamedSequence]] = field(default_factory=dict)
@@ -78,7 +79,6 @@ class Pair:
             choose([5, 20, 100]), choose([1, 3, 8]), choose([30, 100]), choose([5.0, 10.0, 100.0]), self.chance.random() < 0.8
         )
         self.room = choose([0, 1, 2, 5])
-        self.sequences = [1, 1, 1, 2, 4] if len(self.shares) == 1 else [1]
         self.single: Scheduler[NamedSequence] = Scheduler(limits, self.costs.__getitem__, lambda _: self.room)
         self.blocks: Scheduler[NamedSequence] = Scheduler(limits, self.costs.__getitem__, lambda _: self.room, self._unpack)
 
@@ -207,16 +207,27 @@ def test_blocks_run_as_their_requests_would_one_by_one(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_blocks_of_tenants_run_as_their_requests_would_one_by_one(seed: int) -> None:
-    pair = Pair(random.Random(seed), TENANTS)
+    pair = Pair(random.Random(seed), TENANTS, [1])
     for _ in range(EVENTS):
         pair.event()
 
 
-@pytest.mark.parametrize("shares", [(NO_TENANT,), TENANTS], ids=["no tenants", "tenants"])
-def test_every_kind_of_event_occurs(shares: Sequence[Share]) -> None:
+@pytest.mark.parametrize("seed", range(40))
+def test_first_requests_run_as_they_would_one_by_one(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`take_first` takes requests of one sequence each, and steps of sequences that have begun."""
+    monkeypatch.setattr(batch_builder, "LEAST_REQUESTS", 1)
+    pair = Pair(random.Random(seed), sequences=[1])
+    for _ in range(EVENTS):
+        pair.event()
+
+
+@pytest.mark.parametrize(
+    ("shares", "sequences"), [((NO_TENANT,), (1, 1, 1, 2, 4)), (TENANTS, [1])], ids=["no tenants", "tenants"]
+)
+def test_every_kind_of_event_occurs(shares: Sequence[Share], sequences: Sequence[int]) -> None:
     counts: Counter[str] = Counter()
     for seed in range(10):
-        pair = Pair(random.Random(seed), shares)
+        pair = Pair(random.Random(seed), shares, sequences)
         for _ in range(EVENTS):
             pair.event()
         counts.update(pair.counts)
@@ -233,20 +244,29 @@ def test_batch_beyond_its_limits_is_noticed(monkeypatch: pytest.MonkeyPatch) -> 
             test_blocks_run_as_their_requests_would_one_by_one(seed)
 
 
-def test_first_requests_beyond_the_limits_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`take_first` takes the first requests of a queue that one batch cannot empty."""
+def _one_place_later(taken: Taken[NamedSequence]) -> None:
+    for requests, places in taken.whole.items():
+        taken.whole[requests] = [place + 1 for place in places]
 
+
+def _one_step_less(taken: Taken[NamedSequence]) -> None:
+    taken.parts = [part._replace(steps=part.steps - 1, last=False) if part.steps > 1 else part for part in taken.parts]
+
+
+@pytest.mark.parametrize("change", [_one_place_later, _one_step_less])
+def test_other_first_requests_are_noticed(
+    change: Callable[[Taken[NamedSequence]], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def take_first(queue: ModelQueue[NamedSequence], *others: Any) -> Taken[NamedSequence] | None:
         taken = batch_builder.take_first(queue, *others)
-        if taken is not None and taken.rows > 1:
-            [(requests, places)] = taken.whole.items()
-            taken.whole[requests] = [place + 1 for place in places]
+        if taken is not None:
+            change(taken)
         return taken
 
     monkeypatch.setattr(scheduler, "take_first", take_first)
     with pytest.raises((AssertionError, IndexError)):
         for seed in range(40):
-            test_blocks_run_as_their_requests_would_one_by_one(seed)
+            test_first_requests_run_as_they_would_one_by_one(seed, monkeypatch)
 
 
 def test_queue_that_is_never_empty_keeps_no_block_that_has_run() -> None:
