@@ -92,10 +92,10 @@ def take_first(
     unpack: Callable[[RequestBlock], list[S]],
     max_seconds: float = math.inf,
 ) -> Taken[S] | None:
-    """Return what BatchBuilder would take, without an object for each request that runs whole. This is usual in an overload.
+    """Return the batch that BatchBuilder would take, without an object for each request that runs whole: for long queues.
 
-    Returns None unless requests of one tenant wait in blocks, each with one sequence, and the batch passes over none of them.
-    Arguments as in BatchBuilder.
+    Returns None if tenants share the queue, if few requests in blocks wait, if one of them has several sequences, or if the batch passes
+    over a sequence. A request in a block becomes a sequence of the queue if the batch takes a part of it. Arguments as in BatchBuilder.
     """
     if len(queue.tenants) > 1 or max_seconds < math.inf:
         return None
@@ -110,31 +110,32 @@ def take_first(
     tokens, longest = int(ends[rows - 1]), int(steps[:rows].max())
     if longest > max(limit, _rounded(int(first.lengths[0]))) and queue.cost.of(longest, tokens) > limits.batch_seconds:
         return None
-    # Without room for its state, the request behind them would be passed over.
-    new_states = int(first.need_new_states(steps)[: rows + 1].sum())
+    # The request behind the batch counts too: without room for its state, BatchBuilder would pass over it and take a later one.
+    new_states = int(first.new_states(steps)[: rows + 1].sum())
     if new_states and room() < new_states:
         return None
-    whole, others = first.split(steps[:rows])
-    taken = Taken[S](rows, tokens, longest, whole={first.requests: whole} if whole else {})
-    for place, steps_there in others:
+    whole, parts = first.split(steps[:rows])
+    taken = Taken[S](rows, tokens, longest, whole={first.blocks: whole} if whole else {})
+    for place, steps_taken in parts:
         if place < first.in_blocks:
-            taken.divided.setdefault(first.requests, []).append(place)
-            [sequence] = divide(queue, first.requests.request(place), unpack)
+            taken.divided.setdefault(first.blocks, []).append(place)
+            [sequence] = divide(queue, first.blocks.request(place), unpack)
         else:
             sequence = first.sequences[place - first.in_blocks]
-        taken.parts.append(scheduled(sequence, steps_there))
+        taken.parts.append(scheduled(sequence, steps_taken))
     return taken
 
 
 class FirstRequests(NamedTuple, Generic[S]):
-    """The requests of a queue that are due first, in columns.
+    """The requests that are due first, in columns.
 
-    requests: those in blocks, of which it has `in_blocks`; sequences: the others. divisible: whether batches may share their steps.
-    places: (n,) where each is in `requests`, or behind these in `sequences`. lengths: (n,) remaining steps.
-    begun, stateful: (n,) as in `QueuedSequence`.
+    blocks: the candidates are its first `in_blocks` requests; sequences: the candidates that are not in blocks.
+    divisible: whether batches may share their steps.
+    places: (n,) the place of each in `blocks`, or `in_blocks` plus its index in `sequences`.
+    lengths: (n,) remaining steps. begun, stateful: (n,) as in `QueuedSequence`.
     """
 
-    requests: RequestOrder
+    blocks: RequestOrder
     in_blocks: int
     sequences: list[S]
     divisible: bool
@@ -145,28 +146,26 @@ class FirstRequests(NamedTuple, Generic[S]):
 
     @classmethod
     def of(cls, queue: ModelQueue[S], most: int) -> FirstRequests[S] | None:
-        """Return the first requests of a queue with one tenant, at most `most`. None if they need BatchBuilder, or are too few to gain."""
-        [requests] = [work.requests for work in queue.tenants.values()]
-        due, table = requests.first(most)
+        """Return the first requests of a queue with one tenant, at most `most`. None if they need BatchBuilder or are too few."""
+        [blocks] = [work.requests for work in queue.tenants.values()]
+        due, table = blocks.first(most)
         if len(table) < LEAST_REQUESTS or table[:, SEQUENCES].max() > 1:
             return None
-        count, divisible = len(table), requests.divisible
+        in_blocks, divisible = len(table), blocks.divisible
         sequences = list(islice((sequence for sequence in queue.sequences if sequence.ready), most))
         if not sequences:
-            none = np.zeros(count, bool)
-            return cls(requests, count, sequences, divisible, np.arange(count), table[:, STEPS], none, none)
-        if (not divisible) in [sequence.divisible for sequence in sequences]:
-            return None
+            false = np.zeros(in_blocks, bool)
+            return cls(blocks, in_blocks, sequences, divisible, np.arange(in_blocks), table[:, STEPS], false, false)
         due = np.concatenate([due, [sequence.due for sequence in sequences]])
         orders = np.concatenate([table[:, ORDER], [sequence.order for sequence in sequences]])
         lengths = np.concatenate([table[:, STEPS], [sequence.remaining for sequence in sequences]])
-        begun = np.array([False] * count + [sequence.begun for sequence in sequences])
-        stateful = np.array([False] * count + [sequence.stateful for sequence in sequences])
+        begun = np.array([False] * in_blocks + [sequence.begun for sequence in sequences])
+        stateful = np.array([False] * in_blocks + [sequence.stateful for sequence in sequences])
         places = np.lexsort((orders, due))[:most]
-        return cls(requests, count, sequences, divisible, places, lengths[places], begun[places], stateful[places])
+        return cls(blocks, in_blocks, sequences, divisible, places, lengths[places], begun[places], stateful[places])
 
-    def need_new_states(self, steps: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Return which requests occupy one more state slot when a batch takes these steps of them: see `needs_new_state`."""
+    def new_states(self, steps: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Return `needs_new_state` of each request when a batch takes these steps of them."""
         needs: NDArray[np.bool_] = ~self.begun & (self.stateful | (steps < self.lengths))
         return needs
 

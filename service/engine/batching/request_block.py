@@ -45,7 +45,6 @@ class RequestBlock:
     owner: any object; the batcher answers and refuses the requests through it.
     timed: whether the answers tell how their batches ran.
     arrived, order: when the block was queued, and how many requests arrived before it.
-    orders: how many requests arrived before each request, (requests,). Requests that are due at the same time run in this order.
     """
 
     def __init__(
@@ -81,13 +80,20 @@ class RequestBlock:
         self.timed = timed
         self.arrived = 0.0
         self.order = 0
-        self.orders = np.arange(self.requests)
+        self._orders: NDArray[np.int64] | None = None
         self._cost: Cost | None = None
 
     def arrive(self, now: float, order: int, cost: Cost | None) -> None:
         """Note the arrival. cost: of the model's batches; without it requests are due in the order of their arrival."""
         self.arrived, self.order, self._cost = now, order, cost
-        self.orders = np.arange(order, order + self.requests)
+        self._orders = None
+
+    @property
+    def orders(self) -> NDArray[np.int64]:
+        """Return how many requests arrived before each request, (requests,). Requests that are due at the same time run in this order."""
+        if self._orders is None:
+            self._orders = np.arange(self.order, self.order + self.requests)
+        return self._orders
 
     @cached_property
     def ids(self) -> list[int]:
@@ -133,14 +139,14 @@ class RequestBlock:
 
     @cached_property
     def _first_sequences(self) -> Sequence[int]:
-        """Return the first sequence of each request, and the number of sequences."""
+        """Return the first sequence of each request, and at the end the number of sequences."""
         if self.sequences == self.requests:
             return range(self.requests + 1)
         return list(accumulate(np.frombuffer(self.columns.counts, COUNT).tolist(), initial=0))
 
     @cached_property
     def _first_steps(self) -> list[int]:
-        """Return the first step of each sequence, and the number of steps."""
+        """Return the first step of each sequence, and at the end the number of steps."""
         return list(accumulate(self.lengths, initial=0))
 
     def work_of_first(self, requests: int) -> tuple[int, int]:
@@ -169,7 +175,7 @@ class RequestBlock:
             timed=self.timed,
         )
         block.arrive(self.arrived, self.order, self._cost)
-        block.orders, block.lengths = self.orders[indices], lengths
+        block._orders, block.lengths = self.orders[indices], lengths
         return block
 
     def without(self, indices: Collection[int]) -> RequestBlock | None:
@@ -204,10 +210,10 @@ def _runs(indices: Sequence[int]) -> list[tuple[int, int]]:
     return [(indices[first], indices[end - 1] + 1) for first, end in pairwise([0, *gaps, len(indices)])]
 
 
-def _parts(column: Buffer, spans: Sequence[tuple[int, int]], count: int) -> bytes:
-    """Return the items of a column in some spans. count: items in the column."""
+def _parts(column: Buffer, runs: Sequence[tuple[int, int]], count: int) -> bytes:
+    """Return the items of a column in some runs. count: items in the column."""
     view, size = memoryview(column), len(column) // count
-    return b"".join([view[size * first : size * end] for first, end in spans])
+    return b"".join([view[size * first : size * end] for first, end in runs])
 
 
 def request_sizes(blocks: Sequence[RequestBlock]) -> NDArray[np.int64]:

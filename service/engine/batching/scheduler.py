@@ -327,7 +327,7 @@ class Scheduler(Generic[S]):
         """Accept the first requests that have room and surely keep their deadlines: see `_surely_in_time`. Returns their number."""
         places, rejection = self._free_places(block.share, block.requests), queue.rejection_of(block.share.tenant)
         if block.sequences == block.requests and rejection is None:
-            # Usually all of them surely keep the earliest deadline, even with the steps of the whole block.
+            # Usually the requests that have room surely keep even the earliest deadline, with the steps of the whole block.
             end = max(0, min(places, block.requests))
             if self._sure_seconds(queue, end, block.steps, busy) <= block.deadline - now:
                 self._count_first(block, queue, end)

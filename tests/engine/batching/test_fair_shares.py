@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service.engine.batching import fair_shares
+from service.engine.batching import batch_builder, fair_shares
 from service.engine.batching.model_queue import QueuedSequence
 from service.engine.batching.scheduler import TENANT_SHARE, Scheduler
 from service.engine.execution.cost_model import Cost
@@ -49,7 +49,8 @@ def batch(of: Scheduler[QueuedSequence]) -> Counter[str]:
     """Return how many sequences of each tenant the next batch has."""
     taken = of.next_batch()
     assert taken is not None
-    return Counter(part.sequence.share.tenant for part in taken.parts)
+    in_blocks = [made.share.tenant for made in taken.blocks for _ in range(made.sequences)]
+    return Counter([*in_blocks, *[part.sequence.share.tenant for part in taken.parts]])
 
 
 def test_long_queue_of_one_tenant_does_not_delay_another() -> None:
@@ -167,12 +168,21 @@ def test_refusals_of_one_tenant_do_not_refuse_another() -> None:
     assert queue.add_block(block([(3, 10.0, [1])], share=QUIET), now=0.0) == []
 
 
-def test_batch_keeps_the_budget_while_tenants_compete(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("in_blocks", [False, True])
+def test_batch_keeps_the_budget_while_tenants_compete(in_blocks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fair_shares, "MEMORY", 3)
+    monkeypatch.setattr(batch_builder, "LEAST_REQUESTS", 1)
     queue = scheduler(cost=ROW_COST, batch_seconds=3.0)
-    add(queue, NOISY, 40)
+
+    def send(share: Share, count: int) -> None:
+        if in_blocks:
+            assert not queue.add_block(block([(id, NEVER, [1]) for id in range(count)], share=share), now=0.0)
+        else:
+            add(queue, share, count)
+
+    send(NOISY, 40)
     assert batch(queue)["noisy"] == 8, "alone, a full batch is the fastest"
-    add(queue, QUIET)
+    send(QUIET, 1)
     assert batch(queue) == {"quiet": 1, "noisy": 2}
     assert batch(queue) == {"noisy": 3}, "the other tenant may return at any time"
     assert [batch(queue) for _ in range(2)] == 2 * [{"noisy": 3}]

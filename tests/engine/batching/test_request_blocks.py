@@ -83,8 +83,8 @@ class Pair:
         self.blocks: Scheduler[NamedSequence] = Scheduler(limits, self.costs.__getitem__, lambda _: self.room, self._unpack)
 
     def event(self) -> None:
-        events = (self.add, self.batch, self.time_passes, self.cancel, self.drop_late, self.add_chunk)
-        self.chance.choices(events, (5, 5, 2, 1, 1, 1))[0]()
+        events = (self.add, self.batch, self.time_passes, self.cancel, self.drop_late, self.add_chunk, self.change_readiness)
+        self.chance.choices(events, (5, 5, 2, 1, 1, 1, 1))[0]()
         if self.chance.random() < 0.2:
             self.room = self.chance.choice([0, 1, 2, 5])
         assert (self.single.waiting, self.single.begun) == (self.blocks.waiting, self.blocks.begun)
@@ -136,6 +136,12 @@ class Pair:
             except ServiceError as error:
                 errors.append(error.message)
         assert len(set(errors)) <= 1 and len(errors) in (0, 2)
+
+    def change_readiness(self) -> None:
+        """Let some chunks wait for an earlier chunk, and others no longer."""
+        for id, [sequence, *_] in self.single_sequences.items():
+            if sequence.stateful and id in self.block_sequences:
+                sequence.ready = self.block_sequences[id][0].ready = self.chance.random() < 0.5
 
     def batch(self) -> None:
         single, blocks = self.single.next_batch(), self.blocks.next_batch()
@@ -198,6 +204,12 @@ def _check_columns(made: RequestBlock) -> None:
     assert np.frombuffer(made.columns.values, IDS).tolist() == expected
 
 
+@pytest.fixture(autouse=True)
+def columns_for_few_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `take_first` take few requests too: batches are small here."""
+    monkeypatch.setattr(batch_builder, "LEAST_REQUESTS", 1)
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_blocks_run_as_their_requests_would_one_by_one(seed: int) -> None:
     pair = Pair(random.Random(seed))
@@ -213,9 +225,7 @@ def test_blocks_of_tenants_run_as_their_requests_would_one_by_one(seed: int) -> 
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_first_requests_run_as_they_would_one_by_one(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`take_first` takes requests of one sequence each, and steps of sequences that have begun."""
-    monkeypatch.setattr(batch_builder, "LEAST_REQUESTS", 1)
+def test_requests_of_one_sequence_run_as_they_would_one_by_one(seed: int) -> None:
     pair = Pair(random.Random(seed), sequences=[1])
     for _ in range(EVENTS):
         pair.event()
@@ -253,6 +263,22 @@ def _one_step_less(taken: Taken[NamedSequence]) -> None:
     taken.parts = [part._replace(steps=part.steps - 1, last=False) if part.steps > 1 else part for part in taken.parts]
 
 
+def test_first_requests_are_taken_in_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[Taken[NamedSequence]] = []
+
+    def take_first(*arguments: Any) -> Taken[NamedSequence] | None:
+        first: Taken[NamedSequence] | None = batch_builder.take_first(*arguments)
+        taken.extend([] if first is None else [first])
+        return first
+
+    monkeypatch.setattr(scheduler, "take_first", take_first)
+    for seed in range(10):
+        test_requests_of_one_sequence_run_as_they_would_one_by_one(seed)
+    assert sum(bool(first.whole) for first in taken) > 50
+    assert sum(bool(first.divided) for first in taken) > 5
+    assert sum(bool(first.parts) for first in taken) > 20
+
+
 @pytest.mark.parametrize("change", [_one_place_later, _one_step_less])
 def test_other_first_requests_are_noticed(
     change: Callable[[Taken[NamedSequence]], None], monkeypatch: pytest.MonkeyPatch
@@ -266,7 +292,7 @@ def test_other_first_requests_are_noticed(
     monkeypatch.setattr(scheduler, "take_first", take_first)
     with pytest.raises((AssertionError, IndexError)):
         for seed in range(40):
-            test_first_requests_run_as_they_would_one_by_one(seed, monkeypatch)
+            test_requests_of_one_sequence_run_as_they_would_one_by_one(seed)
 
 
 def test_queue_that_is_never_empty_keeps_no_block_that_has_run() -> None:
