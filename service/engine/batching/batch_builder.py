@@ -94,7 +94,7 @@ def take_first(
 ) -> Taken[S] | None:
     """Return the batch that BatchBuilder would take, without an object for each request that runs whole: for long queues.
 
-    Returns None if tenants share the queue, if few requests in blocks wait, if one of them has several sequences, or if the batch passes
+    Returns None if tenants share the queue, if few requests in blocks wait, if such a request has several sequences, or if the batch passes
     over a sequence. A request in a block becomes a sequence of the queue if the batch takes a part of it. Arguments as in BatchBuilder.
     """
     if len(queue.tenants) > 1 or max_seconds < math.inf:

@@ -20,20 +20,19 @@ from service.ipc.blocks import COUNT, COUNT_BYTES, DEADLINE, ID, ID_BYTES, Buffe
 from service.ipc.messages import NO_TENANT, ModelKey, Returns, Share
 
 PLAIN = Returns()
-SIZES = SEQUENCES, STEPS, SHORTEST, LONGEST = range(4)
+SIZES = SEQUENCES, STEPS, LONGEST = range(3)
 """The columns of `request_sizes`: of each request the number of its sequences, and their steps as in `Row`."""
 
 
 class Row(NamedTuple):
     """One request of a block.
 
-    first, sequences: index of its first sequence, and their number; steps: of all of them together; shortest, longest: of one.
+    first, sequences: index of its first sequence, and their number; steps: of all of them together; longest: steps of the longest.
     """
 
     first: int
     sequences: int
     steps: int
-    shortest: int
     longest: int
 
 
@@ -114,12 +113,11 @@ class RequestBlock:
     def rows(self) -> list[Row]:
         """Return the requests."""
         if self.sequences == self.requests:
-            return [Row(index, 1, steps, steps, steps) for index, steps in enumerate(self.lengths)]
-        rows, first = [], 0
-        for count in np.frombuffer(self.columns.counts, COUNT).tolist():
-            lengths = self.lengths[first : first + count]
-            rows.append(Row(first, count, sum(lengths), min(lengths), max(lengths)))
-            first += count
+            return [Row(index, 1, steps, steps) for index, steps in enumerate(self.lengths)]
+        rows = []
+        for first, end in pairwise(self._first_sequences):
+            lengths = self.lengths[first:end]
+            rows.append(Row(first, end - first, sum(lengths), max(lengths)))
         return rows
 
     @cached_property
@@ -226,6 +224,6 @@ def request_sizes(blocks: Sequence[RequestBlock]) -> NDArray[np.int64]:
         sizes[:, STEPS:] = lengths[:, None]
         return sizes
     first = counts.cumsum() - counts
-    for column, total in ((STEPS, np.add), (SHORTEST, np.minimum), (LONGEST, np.maximum)):
+    for column, total in ((STEPS, np.add), (LONGEST, np.maximum)):
         sizes[:, column] = total.reduceat(lengths, first)
     return sizes

@@ -315,7 +315,7 @@ class Scheduler(Generic[S]):
         """Accept one request of a block and count it as queued, or return the error."""
         count, steps, longest, deadline = block.sequences, block.steps, block.longest, block.deadline
         if block.requests > 1:
-            count, steps, _, longest = block.sizes[index].tolist()
+            count, steps, longest = block.sizes[index].tolist()
             deadline = float(block.deadlines[index])
         request = _Arriving(block.share, count, steps, longest, deadline, block.head_start)
         error = self._refusal(block.model, queue, request, float(block.due[index]), now, busy, work)
