@@ -17,11 +17,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
+import gevent
 from locust import FastHttpUser, events, stats, task
 from locust.argument_parser import LocustArgumentParser
 from locust.contrib.fasthttp import ResponseContextManager
 from locust.env import Environment
 from locust.exception import StopTest
+from locust.runners import Runner
 
 from loadtest import discovery, request_log
 from loadtest.generator.readers import refusal
@@ -176,6 +178,7 @@ class ImpatientCaller(LoadUser):
 def add_options(parser: LocustArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="Seed of the traffic")
     parser.add_argument("--models", type=Path, default=ROOT / "models", help="Folder with the words of the text models")
+    parser.add_argument("--seconds", type=int, include_in_web_ui=False, help="Duration from when all users have started")
     parser.add_argument("--request-log", type=Path, include_in_web_ui=False, help="CSV file with a line for every request")
     parser.add_argument(
         "--key-file", type=Path, include_in_web_ui=False, help=f"File with the key to send, instead of {CLIENT_KEY}"
@@ -226,6 +229,13 @@ def open_request_log(environment: Environment, **_: Any) -> None:
     environment.events.quit.add_listener(lambda **_: writer.close())
 
 
+def end_after_seconds(environment: Environment, runner: Runner, **_: Any) -> None:
+    """End the test --seconds after all users have started. Locust's --run-time also counts the time that this takes."""
+    assert environment.parsed_options is not None
+    if (seconds := environment.parsed_options.seconds) is not None:
+        environment.events.spawning_complete.add_listener(lambda **_: gevent.spawn_later(seconds, runner.quit))
+
+
 def _connection_error(response: ResponseContextManager) -> Exception | None:
     """Return the error of the connection, without the client's wrapper."""
     error: Exception | None = response.request_meta["exception"]
@@ -250,3 +260,4 @@ events.init_command_line_parser.add_listener(add_options)
 events.test_start.add_listener(discover_models)
 events.test_start.add_listener(freeze_objects)
 events.init.add_listener(open_request_log)
+events.init.add_listener(end_after_seconds)

@@ -31,7 +31,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     discovery.add_access_options(parser)
     parser.add_argument("--models", type=Path, default=MODELS, help="models folder")
     parser.add_argument("--users", type=_count, default=32, help="concurrent users")
-    parser.add_argument("--seconds", type=_count, default=30, help="duration")
+    parser.add_argument("--seconds", type=_count, default=30, help="duration from when all users have started")
     parser.add_argument("--seed", type=int, default=0, help="seed of the traffic")
     parser.add_argument("serve", nargs="*", metavar="FLAG", help="after --: flags for the server that is started")
 
@@ -58,7 +58,7 @@ def _load(options: argparse.Namespace, url: str, models: Path) -> int:
         print("loadtest: no request was sent: see locust's messages above", file=sys.stderr)
         return status or 2
     subtitle = f"{served}\n{_summary(totals)}"
-    chart.draw(options.out / CHART, totals.requests, options.seconds, f"seqserve under load: {users}", subtitle)
+    chart.draw(options.out / CHART, totals.requests, _duration(options), f"seqserve under load: {users}", subtitle)
     lines = list(_table(totals))
     with (options.out / FIGURES).open("w", newline="") as file:
         csv.writer(file, lineterminator="\n").writerows(lines)
@@ -79,9 +79,15 @@ def _run_locust(options: argparse.Namespace, command: Sequence[str], totals: Req
             except (subprocess.TimeoutExpired, KeyboardInterrupt):
                 totals.add(reader.read())
                 if totals.requests:
-                    print(report.progress(f"{options.users} users", totals.total, options.seconds), file=sys.stderr, flush=True)
+                    line = report.progress(f"{options.users} users", totals.total, _duration(options))
+                    print(line, file=sys.stderr, flush=True)
     totals.add(reader.read())
     return locust.returncode
+
+
+def _duration(options: argparse.Namespace) -> float:
+    """Return the seconds from the start of the first users to the end."""
+    return float(options.seconds + (options.users - 1) // USERS_A_SECOND)
 
 
 def _command(options: argparse.Namespace, url: str, models: Path) -> list[str]:
@@ -93,7 +99,7 @@ def _command(options: argparse.Namespace, url: str, models: Path) -> list[str]:
         "--request-log": options.out / REQUESTS,
         "--users": options.users,
         "--spawn-rate": min(options.users, USERS_A_SECOND),
-        "--run-time": f"{options.seconds}s",
+        "--seconds": options.seconds,
         "--stop-timeout": f"{STOP_SECONDS}s",
         "--html": options.out / HTML,
     }

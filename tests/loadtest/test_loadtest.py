@@ -6,6 +6,7 @@ import csv
 import json
 import math
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -73,14 +74,16 @@ def test_new_server_has_the_embedded_models_and_the_sensors(tmp_path: Path, caps
 
 
 TIRED = {"name": "tired", "version": "1", "min_steps": 1, "input": {"kind": "text", "max_steps": 9, "vocabulary": 5}}
+SLOW_SECONDS = 1.5
 
 
 class Overloaded(BaseHTTPRequestHandler):
-    """Describes one text model, and refuses every inference request."""
+    """Describes one text model, slowly, and refuses every inference request."""
 
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
+        time.sleep(SLOW_SECONDS)
         self._respond(200, {"models": [TIRED]})
 
     def do_POST(self) -> None:
@@ -113,7 +116,9 @@ def overloaded() -> Iterator[str]:
 
 def test_failed_request_is_reported_with_status_1(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with overloaded() as url:
-        assert main(["locust", "--url", url, "--users", "2", "--seconds", "5", "--out", str(tmp_path)]) == 1
+        seconds = "1"
+        assert float(seconds) < SLOW_SECONDS, "the start takes longer than the load"
+        assert main(["locust", "--url", url, "--users", "2", "--seconds", seconds, "--out", str(tmp_path)]) == 1
     printed = capfd.readouterr()
     assert "OneText: " in printed.out
     assert "failed with 503 overloaded" in printed.out
