@@ -311,6 +311,9 @@ class Metrics:
             alike=True,
         )
         self.processes = Gauge("seqserve_processes", "Frontends and engines that the service keeps running.", ("process",))
+        self.stale_processes = Gauge(
+            "seqserve_stale_processes", "Processes that were too late for this scrape: their values are from an earlier one."
+        )
         self.restarts = Counter("seqserve_process_restarts", "Processes restarted, by reason.", ("process", "reason"))
         self.model_changes = Counter(
             "seqserve_model_changes",
@@ -413,6 +416,13 @@ class Metrics:
                     for (labels, bucket), example in series.examples.items()
                 ]
         return snapshot
+
+
+def stale(snapshot: Snapshot) -> Snapshot:
+    """Return a snapshot that counts all processes of an earlier one as stale: the supervisor, the frontends and the engines."""
+    metrics = Metrics()
+    children = sum(values[0] for _, values in snapshot.get(metrics.processes.name, []))
+    return snapshot | {metrics.stale_processes.name: [((), [1 + children])]}
 
 
 def merged(snapshots: Iterable[Mapping[str, Rows]]) -> Snapshot:

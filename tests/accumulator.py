@@ -162,7 +162,7 @@ class Counts(NamedTuple):
 
 
 def counts(server: Server) -> Counts:
-    return Counts.of(server.client.get("/metrics").text)
+    return Counts.of(server.scrape())
 
 
 def at_rest(server: Server) -> Counts:

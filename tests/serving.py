@@ -26,6 +26,10 @@ LIMIT_SECONDS = 60.0
 DEFAULTS = {"default_deadline_ms": "60000", "frontends": "1", "strict": "1", "max_memory_share": "1"}
 """Deadlines that a busy machine meets too, the same number of frontends on every machine, no start without all models, and no refusal for
 memory that other processes use."""
+FRESH_SECONDS = 10.0
+"""How long to wait for a process that is too busy for a scrape."""
+STOPPED, ZOMBIE = "T", "Z"
+"""States of a process that a signal has stopped, and of one that has ended and was not reaped."""
 MAX_EXITS = 3
 """How often a process of a shared server may end. Later restarts wait for seconds."""
 Check = Callable[[], Any]
@@ -63,9 +67,22 @@ class Server:
 
     def metric(self, name: str, **labels: str) -> float:
         """Return the sum of a series over all labels that are not in `labels`."""
-        families = text_string_to_metric_families(self.client.get("/metrics").text)
+        families = text_string_to_metric_families(self.scrape())
         samples = (sample for family in families for sample in family.samples if sample.name == name)
         return sum(sample.value for sample in samples if labels.items() <= sample.labels.items())
+
+    def scrape(self) -> str:
+        """Return the text of /metrics. If a process was too late for it, ask again, for at most FRESH_SECONDS.
+
+        A test that stops a process gets the last known values of this process at once.
+        """
+        until = time.monotonic() + FRESH_SECONDS
+        while True:
+            answer = self.client.get("/metrics")
+            if answer.status_code != 200 or is_fresh(answer.text) or time.monotonic() > until:
+                return answer.text
+            if any(process_state(event["pid"]) == STOPPED for event in self.events("started")):
+                return answer.text
 
     def pid(self, child: str) -> int:
         """Return the process id of the newest process with this name."""
@@ -159,6 +176,11 @@ class SharedServer:
         self._stack.close()
 
 
+def is_fresh(metrics: str) -> bool:
+    """Return whether all processes replied in time for a scrape."""
+    return "\nseqserve_stale_processes 0.0\n" in metrics
+
+
 def most_exits(server: Server) -> int:
     """Return how often the process that ended most often has ended."""
     return max(Counter(event["child"] for event in server.events("child ended")).values(), default=0)
@@ -220,11 +242,15 @@ def eventually(check: Check, within_seconds: float = LIMIT_SECONDS) -> Any:
 
 def alive(pid: int) -> bool:
     """Return whether a process runs. A zombie does not."""
+    return process_state(pid) not in ("", ZOMBIE)
+
+
+def process_state(pid: int) -> str:
+    """Return the letter that the kernel gives to the state of a process, empty if there is no such process."""
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
-        return False
-    return state != "Z"
+        return ""
 
 
 def descendants(pid: int) -> list[int]:

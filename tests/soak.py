@@ -490,7 +490,7 @@ class Soak:
         """Wait until the server holds nothing and runs all its processes. Returns the disagreements of its counts."""
         names = ("requests_in_flight", "queue_depth", "sequences_begun")
         eventually(lambda: self.server.ready() and not any(self.server.metric(f"seqserve_{name}") for name in names), 60)
-        counts = Counts.of(self.server.client.get("/metrics").text)
+        counts = Counts.of(self.server.scrape())
         if counts.accepted != counts.in_flight + counts.outcomes.total():
             return [f"the server accepted {counts.accepted} requests, and {counts.outcomes.total()} have an outcome"]
         return []

@@ -116,7 +116,7 @@ def test_server_faults_are_the_5xx_outcomes_and_cut_off() -> None:
 
 
 def test_server_shows_failure_counters_and_the_batch_limit(server: Server) -> None:
-    families = text_string_to_metric_families(server.client.get("/metrics").text)
+    families = text_string_to_metric_families(server.scrape())
     shown = [sample for family in families for sample in family.samples]
     for model, version in (("sensors", "1"), ("words", "1"), ("words", "2")):
         for outcome in ("ok", *FAULTS):

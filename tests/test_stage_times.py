@@ -17,11 +17,7 @@ TOLERANCE = 0.15
 
 def stage_sums(server: Server) -> dict[tuple[str, str], float]:
     """Return the seconds and the count of each stage."""
-    [family] = (
-        family
-        for family in text_string_to_metric_families(server.client.get("/metrics").text)
-        if family.name == "seqserve_stage_seconds"
-    )
+    [family] = (family for family in text_string_to_metric_families(server.scrape()) if family.name == "seqserve_stage_seconds")
     return {
         (sample.labels["stage"], sample.name.rpartition("_")[2]): sample.value
         for sample in family.samples

@@ -310,7 +310,7 @@ def test_results_runs_everything_once(
         "--jobs",
         "1",
         "--seconds",
-        "0.2",
+        "2",
         "--quick",
     ]
     line += ["--models", str(tmp_path / "models"), "--results", str(tmp_path / "results.jsonl"), "--page", str(page)]

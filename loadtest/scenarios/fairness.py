@@ -145,7 +145,9 @@ class _Bench:
 def _values(quiet: Result, others: Sequence[Result]) -> Values:
     """Return the rate and the latency of the quiet tenant, and the rates of the noise."""
     latencies = quiet.ordered_latencies()
-    values: Values = {f"{name}_ms": 1000 * nearest_rank(latencies, share) for name, share in QUANTILES.items()}
+    values: Values = {
+        f"{name}_ms": 1000 * nearest_rank(latencies, share) if latencies else 0.0 for name, share in QUANTILES.items()
+    }
     return values | {
         "answers/s": quiet.answers / quiet.seconds,
         "noise/s": sum(other.answers / other.seconds for other in others),

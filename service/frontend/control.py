@@ -17,7 +17,7 @@ from service.ipc.channel import Channel, Frame, encode, send_now
 from service.ipc.heartbeat import Heartbeat
 from service.ipc.messages import Done, IndexEntry, Message, MetricsCollected, ModelKey, ModelsListed, ModelVersion, Reply
 from service.ipc.rpc import Rpc
-from service.metrics import Snapshot
+from service.metrics import Snapshot, stale
 from service.modeling.spec import NAME
 
 SCRAPE_SECONDS = 0.26
@@ -80,7 +80,8 @@ class Control:
         with contextlib.suppress(Unavailable):
             reply, _ = await self._rpc.call(messages.ScrapeMetrics(), MetricsCollected, timeout=SCRAPE_SECONDS)
             self._last_scrape = reply.snapshot
-        return self._last_scrape
+            return reply.snapshot
+        return stale(self._last_scrape)
 
     async def index(self) -> list[IndexEntry]:
         """Return every version in the models folder; raises Unavailable when the supervisor is late."""

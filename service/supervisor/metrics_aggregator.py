@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Collection
 
 from service.errors import ServiceError
@@ -24,7 +23,8 @@ class MetricsAggregator:
 
     async def collect(self, children: Collection[Child], timeout: float) -> Snapshot:
         """Return the metrics of all processes. A child that does not reply in time counts with its last known values."""
-        await asyncio.gather(*(self._update(child, timeout) for child in children))
+        late = await asyncio.gather(*(self._update(child, timeout) for child in children))
+        self._supervisor_metrics.stale_processes.set(sum(late))
         return merged([self._supervisor_metrics.snapshot(), self._ended, *(child.metrics for child in children)])
 
     def keep_totals(self, child: Child) -> None:
@@ -37,6 +37,10 @@ class MetricsAggregator:
         self._ended = without(self._ended, name, version)
 
     @staticmethod
-    async def _update(child: Child, timeout: float) -> None:
-        with contextlib.suppress(ServiceError):
+    async def _update(child: Child, timeout: float) -> bool:
+        """Ask a child for its metrics. Returns whether it is late. One that still starts has no values yet."""
+        try:
             child.metrics = (await child.call(CollectMetrics(), MetricsCollected, timeout=timeout)).snapshot
+        except ServiceError:
+            return child.ready
+        return False

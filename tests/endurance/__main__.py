@@ -65,7 +65,7 @@ def run(plan: Plan, scratch: Path, show: Show) -> Tally:
     with serving(folder, scratch, *flags, **SETTINGS) as server:
         tally = uvloop.run(_run(plan, server, folder, show))
         eventually(lambda: rests(server))
-        counts = Counts.of(server.client.get("/metrics").text)
+        counts = Counts.of(server.scrape())
     if counts.accepted != counts.in_flight + counts.outcomes.total():
         tally.wrong(f"the server accepted {counts.accepted} requests, and {counts.outcomes.total()} have an outcome")
     lost, reported = (tally.counts[f"sessions in killed engines{of_them}"] for of_them in ("", ", reported"))

@@ -10,6 +10,7 @@ import pytest
 
 from service.access.caller import LOCAL
 from service.errors import UnknownModel
+from service.frontend import control as control_module
 from service.frontend.catalog import Catalog
 from service.frontend.control import FORGET_SECONDS, Control
 from service.frontend.dispatch.dispatcher import Dispatcher
@@ -28,13 +29,15 @@ from service.ipc.messages import (
     ServeModels,
 )
 from service.log import Log
-from service.metrics import UNLOADED, Metrics
+from service.metrics import UNLOADED, Metrics, Snapshot, stale
 from service.settings import Settings
 from tests.frontend.dispatch.test_dispatcher import meet, request
 from tests.frontend.dispatch.test_dispatcher import run as run_dispatcher
 
 
-def test_overlapping_scrapes_get_their_own_replies() -> None:
+def test_overlapping_scrapes_get_their_own_replies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control_module, "SCRAPE_SECONDS", 60.0)
+
     async def test(control: Control, supervisor: Channel) -> None:
         first, second = asyncio.ensure_future(control.scrape()), asyncio.ensure_future(control.scrape())
         asked: list[int] = []
@@ -65,17 +68,19 @@ def test_late_supervisor_gives_the_last_known_metrics() -> None:
         scrape = asyncio.ensure_future(control.scrape())
         while not (frames := supervisor.receive()):
             await asyncio.sleep(0.001)
-        supervisor.send(encode(MetricsCollected({"known": [((), [1.0])]}), frames[0].id))
+        known: Snapshot = {"known": [((), [1.0])], "seqserve_processes": [(("engine",), [1.0]), (("frontend",), [2.0])]}
+        supervisor.send(encode(MetricsCollected(known), frames[0].id))
         supervisor.flush()
-        known = await scrape
-        assert await control.scrape() == known, "nothing replies to this one"
+        assert await scrape == known
+        late = await control.scrape()
+        assert late == known | {"seqserve_stale_processes": [((), [4.0])]}, "nothing replies to this one"
 
     run(test)
 
 
 def test_metrics_of_the_frontend_stand_in_before_the_first_reply() -> None:
     async def test(control: Control, supervisor: Channel) -> None:
-        assert await control.scrape() == Metrics().snapshot()
+        assert await control.scrape() == stale(Metrics().snapshot())
 
     run(test)
 

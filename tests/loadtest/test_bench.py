@@ -46,11 +46,12 @@ def test_each_number_of_callers_has_a_line_in_each_table_and_in_the_file(
     server: Server, models_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "figures.jsonl"
-    assert main(command(server, models_folder, "--model", "words", "--callers", "1,4", "--json", str(file))) == 0
+    words = ("--model", "words", "--callers", "1,4", "--seconds", "2", "--json", str(file))
+    assert main(command(server, models_folder, *words)) == 0
     printed = capsys.readouterr()
     assert "words version 2" in printed.out, "the newest version"
     assert "inputs a request: 1 (texts)" in printed.out
-    assert "closed loop, 0.4 s a level" in printed.out
+    assert "closed loop, 2 s a level" in printed.out
     loads, stages = cells(printed.out, "answers/s"), cells(printed.out, "parse")
     assert loads[0] == ["load", "answers/s", "p50 ms", "p90 ms", "p99 ms", "failed", "rows/batch", "generators"]
     assert stages[0] == ["load", *STAGES, "sum", "total"]
@@ -74,7 +75,7 @@ def test_default_is_an_open_loop_at_shares_of_the_largest_rate(
     server: Server, models_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "figures.jsonl"
-    assert main(command(server, models_folder, "--model", "words", "--json", str(file))) == 0
+    assert main(command(server, models_folder, "--model", "words", "--seconds", "2", "--json", str(file))) == 0
     assert "the largest rate in a closed loop, then shares of it in an open loop, poisson arrivals" in capsys.readouterr().out
     search, *levels = records(file)
     assert (search["loop"], search["callers"]) == ("closed", bench.SEARCH_CALLERS)

@@ -76,7 +76,7 @@ class Service:
     def figures(self) -> Counter[str]:
         """Return all metrics, each summed over its labels."""
         figures: Counter[str] = Counter()
-        for family in text_string_to_metric_families(self.server.client.get("/metrics").text):
+        for family in text_string_to_metric_families(self.server.scrape()):
             for sample in family.samples:
                 figures[sample.name.removeprefix("seqserve_")] += int(sample.value)
         return figures

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import signal
 import socket
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -21,7 +22,7 @@ from service.settings import Settings
 from service.supervisor import health
 from service.supervisor.health import MAX_CONNECTIONS, HealthPort
 from service.supervisor.ports import open_sockets
-from tests.serving import Server, eventually, serving
+from tests.serving import Server, eventually, is_fresh, serving
 
 Scenario = Callable[[int], Awaitable[None]]
 
@@ -178,7 +179,7 @@ def test_connections_are_few_and_short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def running(models_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving(models_folder, tmp_path_factory.mktemp("log"), "--health-port", "0", lame_duck_seconds="2") as server:
+    with serving(models_folder, tmp_path_factory.mktemp("log"), "--health-port", "0", lame_duck_seconds="60") as server:
         yield server
 
 
@@ -188,7 +189,8 @@ def names(text: str) -> set[str]:
 
 def test_health_port_has_the_metrics_of_all_processes(running: Server) -> None:
     running.infer("words", ["how far"])
-    there, here = httpx.get(f"{running.health}/metrics").text, running.client.get("/metrics").text
+    here = running.scrape()
+    there = eventually(lambda: is_fresh(text := httpx.get(f"{running.health}/metrics").text) and text)
     assert names(there) == names(here) and 'seqserve_requests_total{model="words"' in there
 
 
@@ -198,6 +200,7 @@ def test_service_that_drains_is_live_and_not_ready(running: Server) -> None:
     running.process.terminate()
     eventually(lambda: httpx.get(f"{running.health}/readyz").status_code == 503)
     assert httpx.get(f"{running.health}/healthz").status_code == 200
+    running.process.send_signal(signal.SIGINT)  # ends the lame-duck time
     assert running.process.wait(60) == 0
     port = int(running.health.rpartition(":")[2])
     with pytest.raises(OSError):

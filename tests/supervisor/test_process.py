@@ -13,7 +13,7 @@ from service.errors import Unavailable
 from service.ipc.channel import Channel, Frame, pair
 from service.ipc.messages import CollectMetrics, LoadModel, MetricsCollected
 from service.ipc.process_config import DEVICE_LOST
-from service.supervisor.process import Child
+from service.supervisor.process import EXIT_SECONDS, Child
 
 
 def ignore(child: Child, frame: Frame) -> None:
@@ -37,15 +37,15 @@ def run_child(name: str, code: str, test: Callable[[Child], Awaitable[None]]) ->
     asyncio.run(run())
 
 
-def reap(name: str, code: str, exit_reason: str = "ended") -> tuple[int | None, str]:
-    """Return the exit status of a process that ends by itself, and why it ended."""
+def reap(name: str, code: str, exit_reason: str = "ended", exit_seconds: float = 60.0) -> tuple[int | None, str]:
+    """Return the exit status of a process that closes its control channel, and why it ended."""
     result: tuple[int | None, str] = (None, "")
 
     async def test(child: Child) -> None:
         nonlocal result
         child.exit_reason = exit_reason
         await child.ended.wait()
-        result = await child.reap(), child.exit_reason
+        result = await child.reap(exit_seconds), child.exit_reason
 
     run_child(name, code, test)
     return result
@@ -69,7 +69,7 @@ def test_process_that_is_still_exiting_reports_why() -> None:
 
 
 def test_process_that_does_not_exit_is_killed() -> None:
-    status, exit_reason = reap("engine-0", "control.close(); time.sleep(600)")
+    status, exit_reason = reap("engine-0", "control.close(); time.sleep(600)", exit_seconds=EXIT_SECONDS)
     assert status is not None and status < 0
     assert exit_reason == "ended"
 

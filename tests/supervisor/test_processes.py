@@ -33,7 +33,7 @@ LONG_DEADLINES = {"max_deadline_ms": "300000"}
 @pytest.fixture(scope="module")
 def shared(models_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedServer]:
     with closing(
-        SharedServer(models_folder, tmp_path_factory.mktemp("log"), lame_duck_seconds="1.5", **LONG_DEADLINES)
+        SharedServer(models_folder, tmp_path_factory.mktemp("log"), lame_duck_seconds="10", **LONG_DEADLINES)
     ) as shared:
         yield shared
 
@@ -129,11 +129,15 @@ def test_requests_get_503_while_the_only_engine_restarts(own: Server) -> None:
 
 
 def test_deadline_that_passes_while_the_engine_restarts_gives_503(own: Server) -> None:
+    killed = own.pid("engine-0")
     with ThreadPoolExecutor() as pool:
-        running = pool.submit(ask, own, SLOW, deadline_ms=1_000)
+        running = pool.submit(ask, own, SLOW, deadline_ms=5_000)
         eventually(lambda: own.metric("seqserve_requests_in_flight") == 1, 10)
-        os.kill(own.pid("engine-0"), signal.SIGKILL)
+        os.kill(killed, signal.SIGKILL)
+        successor = eventually(lambda: (newest := own.pid("engine-0")) != killed and newest)
+        os.kill(successor, signal.SIGSTOP)
         answer = running.result(60)
+        os.kill(successor, signal.SIGCONT)
     assert (answer.status_code, answer.json()["code"]) == (503, "engine_lost")
 
 

@@ -164,7 +164,7 @@ def test_unloaded_model_is_unknown_and_has_no_metrics(reloaded: Reloaded) -> Non
     assert "served are accumulator" in refused(server, 404, "unknown_model", "words")
     assert unload(server, "words", status=404)["code"] == "unknown_model"
     assert index(server, "words")["1"][0] in ("UNLOADING", "UNAVAILABLE")
-    eventually(lambda: 'model="words"' not in server.client.get("/metrics").text, within_seconds=10)
+    eventually(lambda: 'model="words"' not in server.scrape(), within_seconds=10)
     assert server.metric("seqserve_requests_total", model="unloaded", outcome="ok") == ok + 1
     load(server, "words")
     assert answered(server)[0] == "1"

@@ -25,6 +25,8 @@ from tests.reloading import answered, load, unload
 from tests.serving import Server, SharedServer, eventually, serving
 
 PATIENT_SECONDS = 60
+LEAVE_SECONDS = 3.0
+"""How long a client that leaves early waits: a busy service reads its request before."""
 """Deadline of steps that take a moment: the machine may be busy."""
 
 
@@ -186,7 +188,7 @@ def test_load_whose_client_disconnects_is_cancelled(stalling: tuple[Server, Path
     gone, log_bytes = server.metric("seqserve_model_changes_total", outcome="client_gone"), server.log_bytes
     stall.touch()
     with pytest.raises(httpx.ReadTimeout):
-        server.client.post("/v2/repository/models/words/load", json={}, timeout=0.5)
+        server.client.post("/v2/repository/models/words/load", json={}, timeout=LEAVE_SECONDS)
     eventually(lambda: server.events("change cancelled", since=log_bytes), PATIENT_SECONDS)
     assert answered(server)[0] == "1"
     load(server, "sensors")
@@ -197,10 +199,10 @@ def change_and_leave(server: Server, protocol: str, change: str, model: str) -> 
     """Ask for a change of a model, and leave before the reply."""
     if protocol == "http":
         with pytest.raises(httpx.ReadTimeout):
-            server.client.post(f"/v2/repository/models/{model}/{change}", json={}, timeout=0.5)
+            server.client.post(f"/v2/repository/models/{model}/{change}", json={}, timeout=LEAVE_SECONDS)
     else:
         with triton.InferenceServerClient(server.grpc) as client, pytest.raises(InferenceServerException, match="Deadline"):
-            (client.load_model if change == "load" else client.unload_model)(model, client_timeout=0.5)
+            (client.load_model if change == "load" else client.unload_model)(model, client_timeout=LEAVE_SECONDS)
 
 
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
@@ -230,7 +232,7 @@ def test_sigterm_ends_a_service_whose_models_folder_hangs(stalling: tuple[Server
     server, stall = stalling
     stall.touch()
     with pytest.raises(httpx.ReadTimeout):
-        server.client.post("/v2/repository/models/words/load", json={}, timeout=0.5)
+        server.client.post("/v2/repository/models/words/load", json={}, timeout=LEAVE_SECONDS)
     server.process.terminate()
     server.client.close()
     assert server.process.wait(PATIENT_SECONDS) == 0

@@ -71,11 +71,15 @@ def running_top(url: str, output: int, **variables: str) -> Iterator[subprocess.
 
 
 def test_once_prints_one_frame_of_plain_text(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    def frame(interval: str) -> str:
+        assert cli.main(["top", server.address, "--once", "--interval", interval]) == 0
+        return capsys.readouterr().out
+
     with answering(server, BODY):
-        assert cli.main(["top", server.address, "--once", "--interval", "0.5"]) == 0
-    printed = capsys.readouterr().out
+        # A busy machine may answer nothing in a short interval.
+        tries = map(frame, ("0.5", "5", "20"))
+        printed = next(out for out in tries if re.search(r"^total +[1-9][\d,]* +[\d.]+ (us|ms|s) ", out, re.MULTILINE))
     assert printed.startswith(f"seqserve {server.address}  ready\nrequests ")
-    assert re.search(r"^total +[1-9][\d,]* +[\d.]+ (us|ms|s) ", printed, re.MULTILINE)
     assert re.search(r"^words 2 +[\d.,]+/s", printed, re.MULTILINE)
     assert "\x1b" not in printed and all(len(line) <= 80 for line in printed.splitlines())
 

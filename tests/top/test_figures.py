@@ -104,13 +104,13 @@ def test_unchanged_scrapes_have_no_quantiles() -> None:
 
 def test_stages_are_those_of_the_service(server: Server) -> None:
     server.infer("words", ["how far is the sea ?"])
-    values = Scrape.parse(server.client.get("/metrics").text, 0.0).histograms(SERIES.stage_seconds)
+    values = Scrape.parse(server.scrape(), 0.0).histograms(SERIES.stage_seconds)
     assert {dict(labels)["stage"] for labels in values} == set(STAGES)
 
 
 def test_every_series_of_the_service_is_read(server: Server) -> None:
     """The names in a scrape match the names in `Metrics`."""
-    now = Scrape.parse(server.client.get("/metrics").text, 0.0)
+    now = Scrape.parse(server.scrape(), 0.0)
     for series in SERIES.ready, SERIES.in_flight, SERIES.channel_bytes, SERIES.backlog_seconds, SERIES.device_busy_seconds:
         assert now.has(series), series.name
     assert not now.has(SERIES.key_requests), "a service without keys"

@@ -173,7 +173,7 @@ def test_metrics_have_the_traces_as_examples(traced: Traced) -> None:
     )
     assert reply.headers["content-type"].startswith("application/openmetrics-text; version=1.0.0")
     assert reply.text.endswith("# EOF\n")
-    assert "trace_id" not in traced.server.client.get("/metrics").text
+    assert "trace_id" not in traced.server.scrape()
     assert traced.server.metric("seqserve_traced_requests_total", outcome="recorded") > 0
     eventually(lambda: traced.server.metric("seqserve_spans_total", outcome="exported") > 0)
 

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from tests import traces
-from tests.serving import Server, answering, eventually, serving
+from tests.serving import Server, answering, asking, eventually, serving
 
 QUESTION = "how far is the sea ?"
 WORDS = {"model": "words", "inputs": [QUESTION]}
@@ -55,8 +55,10 @@ def test_invalid_parameter_is_named(traced: Server, query: dict[str, object], fi
 
 
 def test_trace_has_the_requested_number_of_batches(traced: Server) -> None:
-    with answering(traced, WORDS, WORDS, SENSORS):
+    with asking(traced, WORDS, WORDS, SENSORS) as answered:
+        eventually(lambda: {reply.json()["model"] for reply in answered} == {"words", "sensors"})
         answer = trace(traced, batches=20)
+    assert {reply.status_code for reply in answered} == {200}
     assert answer.status_code == 200
     assert answer.headers["content-type"] == "application/json"
     assert list(answer.json()) == ["traceEvents"]
@@ -74,13 +76,17 @@ def test_trace_has_the_requested_number_of_batches(traced: Server) -> None:
 
 
 def test_trace_ends_after_the_requested_seconds(traced: Server) -> None:
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(trace, traced, batches=1000, seconds=0.5)
-        with answering(traced, WORDS):
-            time.sleep(0.4)
-        answer = waiting.result()
-    assert answer.status_code == 200
-    assert 1 <= len([event for event in traces.tracks(answer.json())["batches"] if event.args]) < 1000
+    def batches(seconds: float) -> int:
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(trace, traced, batches=1000, seconds=seconds)
+            with answering(traced, WORDS):
+                time.sleep(0.4)
+            answer = waiting.result()
+        assert answer.status_code == 200
+        return len([event for event in traces.tracks(answer.json()).get("batches", []) if event.args])
+
+    # A busy machine may run nothing in a short time.
+    assert next(count for count in map(batches, (0.5, 5.0, 20.0)) if count) < 1000
 
 
 def test_idle_engine_gives_an_empty_trace(traced: Server) -> None:

@@ -453,11 +453,11 @@ def connect(server: Server) -> socket.socket:
     return socket.create_connection((host, int(port)), timeout=10)
 
 
-def raw(server: Server, data: bytes) -> bytes:
-    """Send bytes, and return what the server sends until it closes the connection or for one second."""
+def raw(server: Server, data: bytes, quiet_seconds: float = 1.0) -> bytes:
+    """Send bytes, and return what the server sends until it closes the connection or sends nothing for some time."""
     with connect(server) as connection:
         connection.sendall(data)
-        connection.settimeout(1)
+        connection.settimeout(quiet_seconds)
         answer = b""
         try:
             while part := connection.recv(65536):
@@ -492,7 +492,9 @@ def test_disconnect_inside_the_body_ends_the_request(server: Server) -> None:
 
 def test_pipelined_requests_are_answered_in_order(server: Server) -> None:
     body = json.dumps(GOOD).encode()
-    request = b"POST /infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
-    answer = raw(server, request + b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n" + request)
+    head = b"POST /infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n" % len(body)
+    health = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    requests = head + b"\r\n" + body + health + head + b"Connection: close\r\n\r\n" + body
+    answer = raw(server, requests, quiet_seconds=60)
     assert [answer.count(part) for part in (b"HTTP/1.1 200", b'"outputs"', b'"live"')] == [3, 2, 1]
     assert answer.index(b'"outputs"') < answer.index(b'"live"')

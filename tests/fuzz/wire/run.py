@@ -137,7 +137,7 @@ class Fuzzer:
         self._addresses = {kind: urlsplit(server.address) for kind in SHARES} | {"grpc": urlsplit(f"//{server.grpc}")}
         self._processes = processes(server)
         self._log_bytes = server.log_bytes
-        self._known_labels = label_values(server.client.get("/metrics").text) | documented_labels()
+        self._known_labels = label_values(server.scrape()) | documented_labels()
         self._numbers = iter(range(sys.maxsize))
         self._token = token
         self._canary: object = None
@@ -231,7 +231,7 @@ class Fuzzer:
                 account.wrong("growth", f"{name} by {slope_of(samples):.2f} MiB in 100,000 requests")
         if failed := server.metric("seqserve_requests_total", outcome="inference_failed"):
             account.wrong("failed", f"{failed:.0f} requests failed")
-        text = server.client.get("/metrics").text
+        text = server.scrape()
         for value in sorted(label_values(text) - self._known_labels):
             account.wrong("label", repr(value[:200]))
         if len(text) > MOST_METRICS_BYTES:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from array import array
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,10 +27,16 @@ def test_results_of_generators_are_added() -> None:
 
 @pytest.mark.server
 def test_every_kind_is_measured_in_both_loops(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--generators", "2", "--callers", "2", "--seconds", "0.2", "--rounds", "1", "--share", "0.3"]
-    assert main(["capacity", *options, "--out", str(tmp_path)]) == 0
-    [path] = tmp_path.glob("capacity-*.jsonl")
-    records = [json.loads(line) for line in path.read_text().splitlines()]
+    def measure(seconds: str) -> list[dict[str, Any]]:
+        capsys.readouterr()
+        options = ["--generators", "2", "--callers", "2", "--seconds", seconds, "--rounds", "1", "--share", "0.3"]
+        assert main(["capacity", *options, "--out", str(tmp_path / seconds)]) == 0
+        [path] = (tmp_path / seconds).glob("capacity-*.jsonl")
+        return [json.loads(line) for line in path.read_text().splitlines()]
+
+    # A busy machine may answer nothing in a short time.
+    tries = map(measure, ("0.2", "2", "20"))
+    records = next(records for records in tries if all(record["answers"] for record in records))
     assert [(record["request"], record["loop"]) for record in records] == [
         (kind, loop) for kind in KINDS for loop in ("closed", "30%")
     ]
@@ -37,8 +44,7 @@ def test_every_kind_is_measured_in_both_loops(tmp_path: Path, capsys: pytest.Cap
         inputs = MANY if record["request"] in ("texts", "ids") else 1
         assert record["failed"] == 0
         assert record["inputs/s"] == pytest.approx(inputs * record["answers/s"], rel=1e-3)
-        assert record["p50_ms"] <= record["p99_ms"]
-        if record["loop"] == "closed":  # the short open loop may end before a busy machine answers
-            assert record["answers"] > 0 < record["p50_ms"]
+        assert 0 < record["p50_ms"] <= record["p99_ms"]
+        if record["loop"] == "closed":
             assert record["frontends_us"] > 0 < record["engine_us"]
     assert capsys.readouterr().out.count(" 2 x ") == len(records)
