@@ -159,6 +159,6 @@ def test_revoked_key_ends_the_stream_and_is_explained(locked: Page, guarded: Gua
         )
     )
     alert = locked.locator("#stream-view").get_by_role("alert")
-    expect(alert).to_be_visible(timeout=30_000)
+    expect(alert).to_be_visible()
     run(locked)
     expect(locked.locator("#result").get_by_role("alert")).to_contain_text("key is not valid")
