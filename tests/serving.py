@@ -29,7 +29,7 @@ memory that other processes use."""
 FRESH_SECONDS = 10.0
 """How long to wait for a process that is too busy for a scrape."""
 STOPPED, ZOMBIE = "T", "Z"
-"""States of a process that a signal has stopped, and of one that has ended and was not reaped."""
+"""States of a process: a signal has stopped it, or it has ended and its parent has not noticed."""
 MAX_EXITS = 3
 """How often a process of a shared server may end. Later restarts wait for seconds."""
 Check = Callable[[], Any]

@@ -73,7 +73,7 @@ def test_late_supervisor_gives_the_last_known_metrics() -> None:
         supervisor.flush()
         assert await scrape == known
         late = await control.scrape()
-        assert late == known | {"seqserve_stale_processes": [((), [4.0])]}, "nothing replies to this one"
+        assert late == known | {"seqserve_stale_processes": [((), [4.0])]}, "nothing replies to the second call"
 
     run(test)
 
