@@ -28,7 +28,7 @@ GENERAL, OPEN_INFERENCE = "/infer?general", "/v2/models/accumulator/infer"
 PATHS = ("/infer", GENERAL, OPEN_INFERENCE)
 """Paths of requests over HTTP/1.1. A frontend counts a request on the general path from its head on, and others at the end of their body,
 or of their connection."""
-LONG, REPLY_STEPS = 1_000, 20_000
+LONG, REPLY_STEPS = 5_000, 20_000
 """Time steps of a request that does not end during a wave, and of a request with a reply that fills the buffers of a connection."""
 SMALL_BUFFER = 4096
 RECEIVED = {HTTP: 1, GRPC: 1 << 14, WEBSOCKET: 1 << 10}
