@@ -29,7 +29,8 @@ PATHS = ("/infer", GENERAL, OPEN_INFERENCE)
 """Paths of requests over HTTP/1.1. A frontend counts a request on the general path from its head on, and others at the end of their body,
 or of their connection."""
 LONG, REPLY_STEPS = 5_000, 20_000
-"""Time steps of a request that does not end during a wave, and of a request with a reply that fills the buffers of a connection."""
+"""Time steps of a request that does not end during a wave, and of a request with a reply that fills the buffers of a connection. The first
+batch of a wave may take 4,096 steps of one request, as many as a batch has."""
 SMALL_BUFFER = 4096
 RECEIVED = {HTTP: 1, GRPC: 1 << 14, WEBSOCKET: 1 << 10}
 """A client that has received this many bytes has a part of its reply."""
