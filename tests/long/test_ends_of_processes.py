@@ -122,9 +122,10 @@ class SessionClient(WatchedHttpClient):
     async def _check_forgotten(self, name: str, place: int) -> None:
         """Check that a session whose loss was reported is unknown.
 
-        A chunk that its engine had when it ended reports a loss again: the next engine cannot know of the first report.
+        A chunk that its engine had when it ended reports a loss again: the next engine cannot know of the first report. The engine may
+        have ended as soon as it had reported the loss, and a frontend may send it a chunk before it notices the end.
         """
-        reported = self.watched.engine_ends[place]
+        reported = self._ends_before
         await self._chunk(name)
         end = await self._patient_end(name)
         if end == "session_lost" and self.watched.engine_ends[place] > reported:
@@ -143,6 +144,7 @@ class SessionClient(WatchedHttpClient):
         """Send a chunk, and return its outcome."""
         values = self.values()
         expected = self._account.plus(values)
+        self._ends_before = self.watched.engine_ends[engine_of_session(name, 2)]
         body = {"model": "accumulator", "session": name, "inputs": [[value + 1 for value in values]]}
         if await self.ask(lambda: self._send(body | {"start": self._account == NEW}), expected, name):
             self._account = expected
