@@ -25,9 +25,9 @@ from tests.reloading import answered, load, unload
 from tests.serving import Server, SharedServer, eventually, serving
 
 PATIENT_SECONDS = 60
-LEAVE_SECONDS = 3.0
-"""How long a client that leaves early waits: a busy service reads its request before."""
 """Deadline of steps that take a moment: the machine may be busy."""
+LEAVE_SECONDS = 3.0
+"""How long a client waits that leaves early. A busy service has read its request by then."""
 
 
 def write_models(root: Path) -> None:
