@@ -25,7 +25,7 @@ from websockets.sync.client import ClientConnection, connect
 from loadtest import oip_requests
 from service.ipc.session_placement import engine_of_session
 from tests import models
-from tests.serving import Server, eventually, serving
+from tests.serving import Server, eventually, nearly_equal, serving
 
 ROW = [0.1, -0.2, 0.3]
 ROWS = [[0.1 * step, -0.5, 1.0 / step] for step in range(1, 24)]
@@ -135,15 +135,6 @@ def chunks(sequence: list[Any]) -> list[list[Any]]:
     return [sequence[begin:end] for begin, end in zip(CUTS, (*CUTS[1:], None), strict=True)]
 
 
-def close(one: Any, other: Any) -> bool:
-    """Return whether two replies are equal within rounding."""
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(close(one[key], other[key]) for key in one)
-    if isinstance(one, list):
-        return len(one) == len(other) and all(close(*pair) for pair in zip(one, other, strict=True))
-    return bool(one == pytest.approx(other, rel=1e-4, abs=1e-6)) if isinstance(one, float) else bool(one == other)
-
-
 def names_at(place: int, count: int, prefix: str) -> list[str]:
     """Return names of sessions that belong to one of two engines."""
     found = [name for name in (f"{prefix}-{number}" for number in range(100)) if engine_of_session(name, 2) == place]
@@ -178,7 +169,7 @@ def agree(model: str, whole: dict[str, Any], answers: list[dict[str, Any]], sequ
     assert [answer["session"]["steps"] for answer in answers] == counted
     for name, value in expected.items():
         found = [one for output in outputs for one in output[name]] if name in PER_CHUNK.get(model, ()) else outputs[-1][name]
-        assert close(found, value), name
+        assert nearly_equal(found, value), name
 
 
 @pytest.mark.parametrize("model, sequence", OF_EVERY_MODEL, ids=[model for model, _ in OF_EVERY_MODEL])
@@ -246,7 +237,7 @@ def test_session_continues_at_any_frontend(two_fronts: Server) -> None:
         with stopped(two_fronts.pid(f"frontend-{number % 2}")):
             answer = ask(two_fronts, "speller", [id], "anywhere", end=number == 5)
         assert steps(answer) == number + 1
-    assert close(answer.json()["outputs"], whole)
+    assert nearly_equal(answer.json()["outputs"], whole)
 
 
 @contextmanager
@@ -270,7 +261,7 @@ def test_concurrent_chunks_run_in_sequence(two_fronts: Server, ones: list[Any]) 
         answers = list(pool.map(lambda _: ask(two_fronts, "speller", [1], "crowded").json(), range(64)))
     assert sorted(answer["session"]["steps"] for answer in answers) == list(range(1, 65))
     for answer in answers:
-        assert close(answer["outputs"][0], ones[answer["session"]["steps"] - 1])
+        assert nearly_equal(answer["outputs"][0], ones[answer["session"]["steps"] - 1])
     assert delete(two_fronts, "crowded").status_code == 200
 
 
@@ -288,7 +279,7 @@ def test_concurrent_chunks_over_http_and_grpc_run_in_sequence(two_fronts: Server
 
     def over_http(number: int) -> int:
         answer = ask(two_fronts, "speller", [1], "both").json()
-        assert close(answer["outputs"][0], ones[answer["session"]["steps"] - 1])
+        assert nearly_equal(answer["outputs"][0], ones[answer["session"]["steps"] - 1])
         return int(answer["session"]["steps"])
 
     assert over_http(0) == 1, "over HTTP, the first chunk starts the session"
@@ -304,7 +295,7 @@ def test_chunks_sent_ahead_on_a_socket_keep_their_order(two_fronts: Server, ones
             stream.send('{"input": [1]}')
         answers = [json.loads(stream.recv(timeout=60)) for _ in range(64)]
     assert [answer["session"]["steps"] for answer in answers] == list(range(1, 65))
-    assert close([answer["outputs"][0] for answer in answers], ones)
+    assert nearly_equal([answer["outputs"][0] for answer in answers], ones)
 
 
 def test_chunk_that_names_other_steps_is_refused_with_the_steps(two_fronts: Server) -> None:
@@ -364,7 +355,7 @@ def test_fork_continues_independently(two_engines: Server) -> None:
     assert steps(ask(two_engines, "speller", [3], original, start=False)) == 6
     answers = [ask(two_engines, "speller", [7], name, end=True).json()["outputs"] for name in (original, copy)]
     whole = two_engines.infer("speller", [[*IDS[:5], 3, 7], [*IDS[:5], 2, 2, 7]]).json()["outputs"]
-    assert close([output for outputs in answers for output in outputs], whole)
+    assert nearly_equal([output for outputs in answers for output in outputs], whole)
 
 
 def test_fork_of_an_unknown_session_or_to_a_used_name_is_refused(two_fronts: Server) -> None:
@@ -473,7 +464,7 @@ def test_more_sessions_than_slots_give_exact_results(two_engines: Server) -> Non
             ]
         answers = [one.result() for one in asked]
         assert {steps(answer) for answer in answers} == {step + 1}
-    assert close([answer.json()["outputs"][0] for answer in answers], whole)
+    assert nearly_equal([answer.json()["outputs"][0] for answer in answers], whole)
     assert two_engines.metric("seqserve_session_moves_total", to="host") > 0
     assert two_engines.metric("seqserve_sessions") == 0
     assert two_engines.metric("seqserve_state_slots_used") == 0

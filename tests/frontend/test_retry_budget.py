@@ -19,6 +19,7 @@ from service.frontend.oip.grpc_wire import error_status
 from service.frontend.retry_budget import LEAST_PER_SECOND, MOST_SAVED, REPEATED_SECONDS, SHARE, RetryBudget
 from service.metrics import Metrics
 from tests import models, planted
+from tests.planted import Gate
 from tests.retries import MOST_ATTEMPTS, RETRIES
 from tests.serving import Server, eventually, serving
 
@@ -136,19 +137,19 @@ def refusal(channel: grpc.Channel) -> grpc.RpcError:
 @pytest.fixture
 def full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     """A server that refuses every request: its queue is full and nothing leaves it."""
-    gate = tmp_path / "gate"
-    gate.write_text("0")
-    monkeypatch.setenv("GATE", str(gate))
+    monkeypatch.setenv("GATE", str(tmp_path / "gate"))
     planted.plant("gated-device", monkeypatch)
+    gate = Gate(tmp_path / "gate")
     models.sensors(tmp_path / "models", hidden=8)
     limits = {"max_batch_sequences": "1", "max_waiting": "2", "max_inputs": "2"}
     with serving(tmp_path / "models", tmp_path, **limits) as server, ThreadPoolExecutor(3) as pool:
+        gate.let(0)
         running = [pool.submit(server.infer, "sensors", [[ROW]])]
         eventually(lambda: server.metric("seqserve_requests_in_flight") == 1 and server.metric("seqserve_queue_depth") == 0)
         running += [pool.submit(server.infer, "sensors", [[ROW]]) for _ in range(2)]
         eventually(lambda: server.metric("seqserve_queue_depth") == 2)
         yield server
-        gate.write_text("open")
+        gate.open()
         assert [request.result().status_code for request in running] == [200] * 3
 
 

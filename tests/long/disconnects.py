@@ -21,6 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests import models, planted
 from tests.accumulator import REST, at_rest, counts
 from tests.long.visits import BODY, HTTP, REPLY, Endpoints, Visit, visits
+from tests.planted import Gate
 from tests.serving import Server, eventually, serving
 from tests.steady import open_files, processes
 
@@ -41,28 +42,6 @@ SETTINGS = {
     "lame_duck_seconds": "0",
 }
 """Queues with room for a wave, batches of a few time steps of each sequence, and no limit of time."""
-
-
-class Gate:
-    """The file that lets batches of the planted device end."""
-
-    def __init__(self, file: Path) -> None:
-        self._file = file
-        self._changes = 0
-        self.open()
-
-    def open(self) -> None:
-        self._write("open")
-
-    def let(self, batches: int) -> None:
-        """Let this many more batches end."""
-        self._changes += 1
-        self._write(f"{self._changes} {batches}")
-
-    def _write(self, text: str) -> None:
-        new = self._file.with_suffix(".new")
-        new.write_text(text)
-        new.rename(self._file)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from tests import models, planted
-from tests.long.disconnects import Gate
+from tests.planted import Gate
 from tests.serving import Server, client_ports, eventually, serving
 from tests.supervisor.test_ends_of_engines import MARKED, PATIENT, PATIENT_SECONDS, SLOW, ended
 

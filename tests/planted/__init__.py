@@ -36,6 +36,7 @@ __all__ = [
     "STALLED",
     "STEPS",
     "STEP_SECONDS",
+    "Gate",
     "plant",
 ]
 
@@ -49,3 +50,25 @@ def plant(faults: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert fault in PLANTS or fault in AT_ONCE, f"there is no fault {fault!r}"
     monkeypatch.setenv("PLANTED", faults)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [PLANTED_PATH, os.environ.get("PYTHONPATH")])))
+
+
+class Gate:
+    """The file GATE of a gated device. At first it lets every batch end."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._changes = 0
+        self.open()
+
+    def open(self) -> None:
+        self._write("open")
+
+    def let(self, batches: int) -> None:
+        """Let this many more batches end."""
+        self._changes += 1
+        self._write(f"{self._changes} {batches}")
+
+    def _write(self, text: str) -> None:
+        new = self._file.with_suffix(".new")
+        new.write_text(text)
+        new.rename(self._file)

@@ -7,6 +7,8 @@ import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +19,14 @@ from hypothesis import strategies as st
 
 from tests.kernels.families import cpu_backends
 from tests.models import LABELS, WORDS
+from tests.planted import Gate, plant
 from tests.serving import Server, eventually, serving
 
 QUESTION = "how far is the sea ?"
 GOOD = {"model": "words", "inputs": [QUESTION]}
-DENSE = [[0.1, 0.2, 0.3]] * 30_000
-"""A sequence that keeps the engine busy for about a second."""
+ROWS = [[0.1, 0.2, 0.3]] * 10
+BATCH = 5
+"""Sequences in a batch of a gated server."""
 
 
 @pytest.fixture(autouse=True, params=["hot", "general"])
@@ -347,102 +351,116 @@ def test_random_json_gets_a_reply_or_an_error_body(server: Server, body: Any, mo
 # Deadlines, priorities, full queues, clients that disconnect.
 
 
+@dataclass
+class Gated:
+    """A server with a gated device, its gate, and threads for requests that wait."""
+
+    server: Server
+    gate: Gate
+    pool: ThreadPoolExecutor
+
+    def start(self, model: str, inputs: list[Any], **fields: Any) -> Future[httpx.Response]:
+        """Send a request, and return its future response."""
+        return self.pool.submit(self.server.infer, model, inputs, deadline_ms=60_000, **fields)
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """Keep the engine busy with one batch. It ends after the `with` block."""
+        arrived = self.arrived
+        self.gate.let(0)
+        running = self.start("sensors", [ROWS])
+        try:
+            eventually(lambda: self.arrived == arrived + 1 and self.queue_depth == 0)
+            yield
+        finally:
+            self.gate.open()
+        assert running.result().status_code == 200
+
+    @property
+    def arrived(self) -> float:
+        """How many requests to "sensors" have arrived at the engine."""
+        return self.server.metric("seqserve_stage_seconds_count", model="sensors", stage="channel")
+
+    @property
+    def queue_depth(self) -> float:
+        return self.server.metric("seqserve_queue_depth")
+
+
 @pytest.fixture(scope="module")
-def static(models_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server that batches statically: a long sequence keeps the engine busy, because no request joins its batch."""
-    limits = dict.fromkeys(("max_waiting", "max_inputs"), "16")
-    with serving(models_folder, tmp_path_factory.mktemp("log"), batching="static", **limits) as running:
-        yield running
+def gated(models_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gated]:
+    """A server whose batches end when a test lets them."""
+    folder = tmp_path_factory.mktemp("log")
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(20) as pool:
+        patch.setenv("GATE", str(folder / "gate"))
+        plant("gated-device", patch)
+        gate = Gate(folder / "gate")
+        with serving(models_folder, folder, max_batch_sequences=str(BATCH), max_waiting="16", max_inputs="16") as running:
+            yield Gated(running, gate, pool)
 
 
-def busy(server: Server, pool: ThreadPoolExecutor, times: int = 2) -> Future[httpx.Response]:
-    """Keep the engine busy with one long batch, and return the future response to it. Until then, only `last_metric` replies at once."""
-    parsed = server.metric("seqserve_stage_seconds_count", model="sensors", stage="parse")
-    future = pool.submit(server.infer, "sensors", [DENSE * times], deadline_ms=60_000)
-    eventually(lambda: server.last_metric("seqserve_stage_seconds_count", model="sensors", stage="parse") > parsed, 10)
-    time.sleep(0.1)  # until the engine has started the batch
-    return future
-
-
-def test_missed_deadline_gets_504_at_once(static: Server) -> None:
-    with ThreadPoolExecutor() as pool:
-        long = busy(static, pool)
+def test_missed_deadline_gets_504_at_once(gated: Gated) -> None:
+    with gated.busy():
         start = time.monotonic()
-        answer = static.infer("words", [QUESTION], deadline_ms=100)
+        answer = gated.server.infer("words", [QUESTION], deadline_ms=100)
         waited = time.monotonic() - start
-        assert not long.done(), "the reply does not wait for the batch before it"
-        assert long.result().status_code == 200
     refused(answer, 504, "deadline_exceeded", "deadline")
     assert waited >= 0.1
 
 
-def test_expired_requests_are_not_computed(static: Server) -> None:
-    computed = static.metric("seqserve_sequences_total", model="words")
-    with ThreadPoolExecutor() as pool:
-        long = busy(static, pool)
-        assert static.infer("words", [QUESTION] * 10, deadline_ms=50).status_code == 504
-        assert long.result().status_code == 200
-    assert static.infer("words", [QUESTION]).status_code == 200
-    assert static.metric("seqserve_sequences_total", model="words") == computed + 1
+def test_expired_requests_are_not_computed(gated: Gated) -> None:
+    computed = gated.server.metric("seqserve_sequences_total", model="words")
+    with gated.busy():
+        assert gated.server.infer("words", [QUESTION] * 10, deadline_ms=50).status_code == 504
+    assert gated.server.infer("words", [QUESTION]).status_code == 200
+    assert gated.server.metric("seqserve_sequences_total", model="words") == computed + 1
 
 
-def test_batches_form_while_the_engine_is_busy(static: Server) -> None:
-    batches = static.metric("seqserve_batch_sequences_count", model="words")
-    with ThreadPoolExecutor(20) as pool:
-        long = busy(static, pool)
-        answers = [pool.submit(static.infer, "words", [QUESTION]) for _ in range(15)]
-        assert [answer.result().status_code for answer in answers] == [200] * 15
-        assert long.result().status_code == 200
-    assert static.metric("seqserve_batch_sequences_count", model="words") <= batches + 3
+def test_batches_form_while_the_engine_is_busy(gated: Gated) -> None:
+    batches = gated.server.metric("seqserve_batch_sequences_count", model="words")
+    with gated.busy():
+        replies = [gated.start("words", [QUESTION]) for _ in range(15)]
+        eventually(lambda: gated.queue_depth == 15)
+    assert [reply.result().status_code for reply in replies] == [200] * 15
+    assert gated.server.metric("seqserve_batch_sequences_count", model="words") == batches + 3
 
 
-def test_disconnected_client_is_cancelled_without_harm_to_its_batch(static: Server) -> None:
-    before = static.metric("seqserve_requests_total", outcome="client_gone")
-    computed = static.metric("seqserve_sequences_total", model="words")
-    with ThreadPoolExecutor(20) as pool:
-        long = busy(static, pool)
+def test_disconnected_client_is_cancelled_without_harm_to_its_batch(gated: Gated) -> None:
+    server = gated.server
+    before = server.metric("seqserve_requests_total", outcome="client_gone")
+    computed = server.metric("seqserve_sequences_total", model="words")
+    with gated.busy():
         body = json.dumps(GOOD).encode()
-        connection = connect(static)
+        connection = connect(server)
         connection.sendall(b"POST /infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
-        mates = [pool.submit(static.infer, "words", [QUESTION]) for _ in range(5)]
-        eventually(lambda: static.last_metric("seqserve_requests_in_flight") == 7, 5)
+        mates = [gated.start("words", [QUESTION]) for _ in range(5)]
+        eventually(lambda: gated.queue_depth == 6)
         connection.close()
-        eventually(lambda: static.last_metric("seqserve_requests_total", outcome="client_gone") == before + 1, 1)
-        assert not long.done(), "the disconnect was noticed while the engine was busy"
-        assert [mate.result().status_code for mate in mates] == [200] * 5
-        assert long.result().status_code == 200
-    assert static.metric("seqserve_sequences_total", model="words") == computed + 5
+        eventually(lambda: server.metric("seqserve_requests_total", outcome="client_gone") == before + 1)
+    assert [mate.result().status_code for mate in mates] == [200] * 5
+    assert server.metric("seqserve_sequences_total", model="words") == computed + 5
 
 
-def test_full_queue_gets_503_with_retry_after(static: Server) -> None:
-    before = static.metric("seqserve_refused_total", reason="overloaded")
-    with ThreadPoolExecutor(20) as pool:
-        long = busy(static, pool)
-        requests = [pool.submit(static.infer, "words", [QUESTION] * 8, deadline_ms=20_000) for _ in range(5)]
-        answers = [request.result() for request in requests]
-        assert long.result().status_code == 200
-    assert sorted(answer.status_code for answer in answers) == [200, 200, 503, 503, 503]
-    rejected = next(answer for answer in answers if answer.status_code == 503)
+def test_full_queue_gets_503_with_retry_after(gated: Gated) -> None:
+    before = gated.server.metric("seqserve_refused_total", reason="overloaded")
+    with gated.busy():
+        requests = [gated.start("words", [QUESTION] * 8) for _ in range(5)]
+        eventually(lambda: gated.server.metric("seqserve_refused_total", reason="overloaded") == before + 3)
+    replies = [request.result() for request in requests]
+    assert sorted(reply.status_code for reply in replies) == [200, 200, 503, 503, 503]
+    rejected = next(reply for reply in replies if reply.status_code == 503)
     refused(rejected, 503, "overloaded", "16 sequences wait", "SEQSERVE_MAX_WAITING is 16")
     assert rejected.headers["retry-after"] == "1"
-    assert static.metric("seqserve_refused_total", reason="overloaded") == before + 3
 
 
-def test_higher_priority_runs_first(static: Server) -> None:
-    order: list[int] = []
-    with ThreadPoolExecutor(20) as pool:
-        long = busy(static, pool)
-
-        def ask(priority: int) -> None:
-            assert static.infer("sensors", [DENSE[:6_000]], priority=priority).status_code == 200
-            order.append(priority)
-
-        waiting = [pool.submit(ask, priority) for priority in (0, 5, -5)]
-        eventually(lambda: static.last_metric("seqserve_requests_in_flight") == 4, 5)
-        for request in waiting:
-            request.result()
-        assert long.result().status_code == 200
-    assert order == [5, 0, -5]
+def test_higher_priority_runs_first(gated: Gated) -> None:
+    with gated.busy():
+        waiting = {priority: gated.start("sensors", [ROWS] * BATCH, priority=priority) for priority in (0, 5, -5)}
+        eventually(lambda: gated.queue_depth == 3 * BATCH)
+        gated.gate.let(1)
+        for queued, priority in ((2, 5), (1, 0), (0, -5)):
+            eventually(lambda depth=queued * BATCH: gated.queue_depth == depth)  # type: ignore[misc]
+            gated.gate.let(1)
+            assert waiting[priority].result().status_code == 200
 
 
 # Connections.
