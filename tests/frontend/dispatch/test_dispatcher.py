@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -29,7 +30,7 @@ from service.ipc.messages import (
 )
 from service.ipc.suspect_turns import SuspectTurns
 from service.metrics import Metrics
-from tests.frontend.callbacks import MAX_CALLBACK_SECONDS, measured_callbacks
+from tests.frontend.callbacks import Callbacks, measured_callbacks, with_short_callbacks
 
 SECONDS_PER_TOKEN = 1.0
 DEADLY, NEW = b"!", b"+"
@@ -139,9 +140,10 @@ async def send(dispatcher: Dispatcher, steps: int = 1, tail: bytes = b"") -> asy
 
 def test_large_request_and_answer_have_no_long_callback() -> None:
     """They are not copied. A second engine gets the same request when the first ends."""
-    tail = bytes(32 << 20)
+    tail, measured = bytes(32 << 20), Callbacks()
 
     async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
+        nonlocal measured
         first, second = await meet_two(dispatcher)
         sent = await send(dispatcher, tail=tail)
         await asyncio.sleep(0.01)
@@ -152,11 +154,15 @@ def test_large_request_and_answer_have_no_long_callback() -> None:
             while not sent.done():
                 second.channel.flush()
                 await asyncio.sleep(0)
-        assert callbacks.longest_seconds < MAX_CALLBACK_SECONDS, callbacks.longest
+        measured = replace(callbacks)  # without the comparisons, which the running callback makes
         assert frame.tail == tail
         assert (await sent).data == tail
 
-    run(test, channel_bytes=64 << 20, places=2)
+    def measure() -> tuple[None, Callbacks]:
+        run(test, channel_bytes=64 << 20, places=2)
+        return None, measured
+
+    with_short_callbacks(measure)
 
 
 def test_answers_match_their_requests_in_any_order() -> None:
