@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.serving import Server
+from tests.serving import Server, nearly_equal
 
 STAGES = ["parse", "channel", "queue", "stage_in", "device_wait", "compute", "stage_out", "reply", "encode", "total"]
 TEXT = {"model": "words", "inputs": ["how far is the sea ?"]}
@@ -20,7 +20,7 @@ CHUNK = {"model": "sensors", "inputs": [[[0.1, 0.2, 0.3]] * 3], "session": "time
 def timing(server: Server, body: dict[str, Any], prefer: str = "server-timing") -> dict[str, float]:
     answer = server.client.post("/infer", json=body, headers={"prefer": prefer})
     assert answer.status_code == 200, answer.text
-    assert answer.json() == server.client.post("/infer", json=body).json(), "the answer is the same"
+    assert nearly_equal(answer.json(), server.client.post("/infer", json=body).json()), "the answer is the same"
     assert answer.headers["preference-applied"] == "server-timing"
     return {name: float(duration) for name, duration in re.findall(r"(\w+);dur=([\d.]+)", answer.headers["server-timing"])}
 
