@@ -43,6 +43,7 @@ class Prometheus:
             )
         try:
             found = eventually(lambda: re.search(r"msg=\"Listening on\".* address=(\S+)", log.read_text()))
+            eventually(lambda: "Server is ready to receive web requests" in log.read_text())  # until then it answers 503
         except AssertionError:
             self.process.kill()
             self.process.wait()
