@@ -148,8 +148,8 @@ class Supervisor:
             engines=len(self._engine_names),
             compute_threads=self._placement.compute_threads,
         )
-        loop.add_signal_handler(signal.SIGTERM, self._stop_requested.set)
-        loop.add_signal_handler(signal.SIGINT, self._interrupt)
+        _on_signal(signal.SIGTERM, loop, self._stop_requested.set)
+        _on_signal(signal.SIGINT, loop, self._interrupt)
         try:
             if self._health is not None:
                 await self._health.open()
@@ -165,7 +165,7 @@ class Supervisor:
                     task.cancel()
         finally:
             await self._end()
-            _ignore_signals(loop)
+            _ignore_signals()
 
     async def _end(self) -> None:
         """End all processes and free the resources of the supervisor."""
@@ -463,8 +463,15 @@ class Supervisor:
         self._log.error("bug", error=repr(context.get("exception") or context["message"]))
 
 
-def _ignore_signals(loop: asyncio.AbstractEventLoop) -> None:
-    """Ignore further requests to stop. The closed event loop would reset them, and a late one would change the exit status."""
+def _on_signal(number: signal.Signals, loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
+    """Call back in the event loop at a signal.
+
+    A handler of the event loop itself would be reset to the default when the loop closes: a late signal would change the exit status.
+    """
+    signal.signal(number, lambda *_: loop.call_soon_threadsafe(callback))
+
+
+def _ignore_signals() -> None:
+    """Ignore further requests to stop."""
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.remove_signal_handler(number)
         signal.signal(number, signal.SIG_IGN)
