@@ -14,12 +14,17 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from tests import models
 from tests.serving import Server, serving
 
 # The arrays are small: threads would wait for each other for longer than they compute.
 torch.set_num_threads(1)
+
+# How long an example takes depends on the other work of the machine.
+settings.register_profile("any machine", settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 pytest_plugins = ["pytester"]
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")

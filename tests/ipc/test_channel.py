@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from service.ipc.channel import HEADER, Channel, Frame, encode, pair
@@ -74,7 +74,6 @@ some_frames = st.lists(st.tuples(some_messages, st.integers(0, 2**64 - 1), st.bi
 
 
 @given(sent=some_frames, data=st.data())
-@settings(deadline=None)
 def test_frames_arrive_whole_however_they_are_split(sent: list[tuple[Message, int, bytes]], data: st.DataObject) -> None:
     stream = b"".join(encode(message, id, (tail,)) for message, id, tail in sent)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=8)))

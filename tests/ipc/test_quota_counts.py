@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from service.ipc import quota_counts
@@ -50,7 +50,6 @@ def test_requests_count_for_a_second(now: float, requests: float) -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0.0, 3.0), st.integers(0, 5)), max_size=40))
-@settings(deadline=None)
 def test_estimate_lies_between_half_open_windows(steps: list[tuple[float, int]]) -> None:
     """The estimate has at least the requests of this second of the clock, and at most the requests of two seconds."""
     use, now, times = QuotaCounts.private().of_key("reader"), 5.0, list[float]()

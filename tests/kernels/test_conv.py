@@ -44,7 +44,6 @@ some_options = st.fixed_dictionaries(
 
 
 @hypothesis.given(lengths=st.lists(st.integers(0, 9), min_size=1, max_size=5), options=some_options, seed=st.integers(0, 2**31))
-@hypothesis.settings(deadline=None)
 def test_reference_agrees_with_torch_conv1d(lengths: list[int], options: dict[str, Any], seed: int) -> None:
     form = Form("conv", **options)
     x, weights, _ = given = as_float64(form.arguments(lengths, 5, 3, seed=seed))
@@ -57,7 +56,6 @@ def test_reference_agrees_with_torch_conv1d(lengths: list[int], options: dict[st
 
 
 @hypothesis.given(lengths=st.lists(st.integers(0, 9), max_size=5), options=some_options, seed=st.integers(0, 2**31))
-@hypothesis.settings(deadline=None)
 def test_any_filter_agrees_with_the_reference(lengths: list[int], options: dict[str, Any], seed: int) -> None:
     form = Form("conv", **options)
     given = form.arguments(lengths, 5, 3, seed=seed)
@@ -80,7 +78,7 @@ def torch_conv(continued: list[Tensor], weights: ConvWeights) -> Encoded:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @hypothesis.given(lengths=st.lists(st.integers(0, 9), max_size=5), options=some_options, seed=st.integers(0, 2**31))
-@hypothesis.settings(max_examples=30, deadline=None)
+@hypothesis.settings(max_examples=30)
 def test_embedding_and_tables_agree_with_vectors(backend: str, lengths: list[int], options: dict[str, Any], seed: int) -> None:
     form = Form("conv", ids="embedding", **options)
     x, weights, _ = form.arguments(lengths, 5, 3, seed=seed)

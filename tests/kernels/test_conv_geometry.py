@@ -55,7 +55,7 @@ def computed_steps(kept: NeededSteps, steps: int) -> list[int]:
 
 
 @hypothesis.given(st.lists(some_causal | some_centred, min_size=1, max_size=5), some_steps)
-@hypothesis.settings(max_examples=400, deadline=None)
+@hypothesis.settings(max_examples=400)
 def test_needed_steps_include_every_dependency(layers: list[ConvWeights], steps: int) -> None:
     given = needed_steps(layers)
     assert len(given) == len(layers)
@@ -65,7 +65,7 @@ def test_needed_steps_include_every_dependency(layers: list[ConvWeights], steps:
 
 
 @hypothesis.given(st.lists(some_causal, min_size=1, max_size=5))
-@hypothesis.settings(max_examples=200, deadline=None)
+@hypothesis.settings(max_examples=200)
 def test_needed_steps_of_causal_layers_are_minimal(
     layers: list[ConvWeights],
 ) -> None:
@@ -77,7 +77,7 @@ def test_needed_steps_of_causal_layers_are_minimal(
 
 
 @hypothesis.given(st.lists(some_causal | some_centred, min_size=1, max_size=5), some_steps)
-@hypothesis.settings(max_examples=400, deadline=None)
+@hypothesis.settings(max_examples=400)
 def test_kernel_arithmetic_finds_the_step_of_each_tap(layers: list[ConvWeights], steps: int) -> None:
     """The kernel counts windows and taps in units of the spacing of the input steps."""
     kept_before = [ALL_STEPS, *needed_steps(layers)]

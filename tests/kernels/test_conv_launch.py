@@ -566,7 +566,7 @@ class KernelView:
     stride=st.integers(1, 3),
     with_state=st.booleans(),
 )
-@hypothesis.settings(max_examples=300, deadline=None, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
+@hypothesis.settings(max_examples=300, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
 def test_every_window_reads_the_steps_of_its_row(
     lengths: list[int],
     widths: list[int],

@@ -142,7 +142,6 @@ some_seeds = st.integers(0, 2**31)
     with_states=st.booleans(),
     seed=some_seeds,
 )
-@hypothesis.settings(deadline=None)
 def test_any_stack_agrees_with_the_reference(
     lengths: list[int], plans: list[Any], ids: str, with_states: bool, seed: int
 ) -> None:
@@ -153,7 +152,6 @@ def test_any_stack_agrees_with_the_reference(
 
 
 @hypothesis.given(lengths=some_lengths, plans=st.lists(some_residuals, min_size=1, max_size=3), seed=some_seeds)
-@hypothesis.settings(deadline=None)
 def test_last_step_alone_equals_the_last_of_all_steps(lengths: list[int], plans: list[Any], seed: int) -> None:
     maker = Maker(3, seed)
     stack = maker.stack(lengths, *(planned(maker, plan) for plan in plans))

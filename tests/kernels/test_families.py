@@ -88,7 +88,7 @@ def test_outputs_and_state_match_the_reference(form: Form, backend: str, lengths
     width=st.integers(1, 19),
     seed=st.integers(0, 2**31),
 )
-@hypothesis.settings(max_examples=10, deadline=None)
+@hypothesis.settings(max_examples=10)
 def test_any_size_matches_the_reference(
     form: Form, backend: str, lengths: list[int], hidden: int, width: int, seed: int
 ) -> None:

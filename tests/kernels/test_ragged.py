@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels.ragged import Ragged, compute_dtype, reversal_index
@@ -32,7 +32,6 @@ def test_reversed_reverses_each_row_and_keeps_row_order(offsets: torch.dtype) ->
 
 
 @given(some_lengths)
-@settings(deadline=None)
 def test_reversed_reverses_each_row(lengths: list[int]) -> None:
     x = numbered(lengths)
     expected = [token for row in inputs.rows(x) for token in reversed(row.tolist())]
@@ -40,7 +39,6 @@ def test_reversed_reverses_each_row(lengths: list[int]) -> None:
 
 
 @given(some_lengths)
-@settings(deadline=None)
 def test_reversing_twice_restores_the_batch(lengths: list[int]) -> None:
     x = numbered(lengths)
     twice = x.reversed().reversed()

@@ -6,7 +6,7 @@ from itertools import count
 from typing import NamedTuple
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -45,7 +45,6 @@ def numbered(lengths: list[int], left: int) -> NumberedRows:
 
 
 @given(some_lengths, st.integers(1, 4), few, few, st.integers(1, 3), st.integers(1, 3))
-@settings(deadline=None)
 def test_windows_match_those_of_each_padded_row(
     lengths: list[int], width: int, left: int, right: int, dilation: int, stride: int
 ) -> None:
@@ -62,7 +61,6 @@ def test_windows_match_those_of_each_padded_row(
 
 
 @given(some_lengths, few)
-@settings(deadline=None)
 def test_left_context_is_the_last_steps_of_context_and_row(lengths: list[int], left: int) -> None:
     rows = numbered([*lengths, 1], left)
     for context, before in ((None, [[0] * left for _ in rows.steps]), (rows.context, rows.before)):

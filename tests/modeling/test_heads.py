@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 from torch import Tensor
@@ -175,7 +175,6 @@ def span_over(scores: Sequence[Sequence[float]]) -> tuple[float, tuple[int, int]
 
 
 @given(st.lists(st.tuples(*[st.floats(-6, 6, width=32)] * 2), min_size=1, max_size=17))
-@settings(deadline=None)
 def test_span_is_the_most_likely_valid_span(scores: list[tuple[float, float]]) -> None:
     score, pair, every = span_over(scores)
     assert pair in every
@@ -184,7 +183,6 @@ def test_span_is_the_most_likely_valid_span(scores: list[tuple[float, float]]) -
 
 
 @given(st.lists(st.tuples(*[st.sampled_from([-1.0, 0.0, 2.0])] * 2), min_size=1, max_size=9))
-@settings(deadline=None)
 def test_span_with_equal_scores_is_a_best_span(scores: list[tuple[float, float]]) -> None:
     score, pair, every = span_over(scores)
     assert every[pair] == pytest.approx(max(every.values()), rel=1e-5)

@@ -83,7 +83,7 @@ def test_non_contiguous_weights_are_written(tmp_path: Path, model: ModelSpec) ->
     description=st.text() | st.sampled_from(['"""', "\\", "a\nb\r\nc\td\0", "\x7f\x85\u2028", "'''", "# no comment", "é 🙂"]),
 )
 @example(labels=["a", "b\x7f"], description="")
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_toml_round_trips_any_characters(tmp_path_factory: pytest.TempPathFactory, labels: list[str], description: str) -> None:
     root = tmp_path_factory.mktemp("odd")
     model = models.words(root)
@@ -131,7 +131,7 @@ def test_truncated_file_is_rejected(folder: Path, model: ModelSpec, kept: int) -
 
 
 @given(st.binary(max_size=64) | st.binary(max_size=64).map(lambda header: len(header).to_bytes(8, "little") + header))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_file_of_random_bytes_is_rejected(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
     root = tmp_path_factory.mktemp("bytes")
     model = models.words(root)

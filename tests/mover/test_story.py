@@ -128,4 +128,4 @@ class MovingMachine(RuleBasedStateMachine):
 
 
 TestMovingMachine = MovingMachine.TestCase
-TestMovingMachine.settings = settings(max_examples=10, stateful_step_count=60, deadline=None)
+TestMovingMachine.settings = settings(max_examples=10, stateful_step_count=60)

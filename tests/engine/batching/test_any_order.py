@@ -78,6 +78,6 @@ class AnyOrderOfTickets(AnyOrder):
 
 
 TestAnyOrder = AnyOrder.TestCase
-TestAnyOrder.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestAnyOrder.settings = settings(max_examples=80, stateful_step_count=40)
 TestAnyOrderOfTickets = AnyOrderOfTickets.TestCase
-TestAnyOrderOfTickets.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestAnyOrderOfTickets.settings = settings(max_examples=40, stateful_step_count=40)

@@ -208,7 +208,7 @@ def test_dropped_requests_leave_nothing_behind() -> None:
     seed=st.integers(0, 1000),
     size=st.integers(1, 8),
 )
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_backlogged_tenants_get_their_shares(weights: list[float], seed: int, size: int) -> None:
     """Two tenants that always have requests are served by their weights, within a few sequences."""
     chance = random.Random(seed)

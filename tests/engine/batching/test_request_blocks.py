@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from service.engine.batching import batch_builder, scheduler
@@ -341,7 +341,6 @@ REQUESTS = st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=4), min_siz
 
 
 @given(REQUESTS, st.data())
-@settings(deadline=None)
 def test_part_and_rest_of_a_block_are_the_block(lengths: list[list[int]], data: st.DataObject) -> None:
     requests = [(7 * index + 1, 10.0 + index, steps) for index, steps in enumerate(lengths)]
     whole = block(requests, _values(requests))

@@ -71,7 +71,7 @@ def batches(of: Scheduler[QueuedSequence]) -> list[tuple[ModelKey, list[int]]]:
 
 
 @given(limit=st.integers(1, 20), requests=st.lists(st.integers(1, 12), max_size=12))
-@settings(deadline=None, max_examples=1000)
+@settings(max_examples=1000)
 def test_request_is_refused_exactly_when_the_queue_is_full(limit: int, requests: list[int]) -> None:
     queue, waiting = scheduler(max_waiting=limit), 0
     for count in requests:
@@ -85,7 +85,7 @@ def test_request_is_refused_exactly_when_the_queue_is_full(limit: int, requests:
 
 
 @given(limit=st.sampled_from([1, 7, 64]), offered=st.lists(st.integers(1, 60), max_size=60), data=st.data())
-@settings(deadline=None, max_examples=1000)
+@settings(max_examples=1000)
 def test_queue_limit_counts_only_sequences_that_have_not_begun(limit: int, offered: list[int], data: st.DataObject) -> None:
     """A sequence that has begun does not count, however many steps it has left."""
     queue, refused, accepted, ran = scheduler(max_waiting=limit, cost=STEP_COST, batch_seconds=10.0), 0, 0, 0
@@ -614,4 +614,4 @@ class Queueing(RuleBasedStateMachine):
 
 
 TestQueueing = Queueing.TestCase
-TestQueueing.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestQueueing.settings = settings(max_examples=80, stateful_step_count=40)

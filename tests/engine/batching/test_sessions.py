@@ -768,7 +768,7 @@ class AnyOrder(RuleBasedStateMachine):
 
 
 TestAnyOrder = pytest.mark.slow(AnyOrder.TestCase)
-TestAnyOrder.settings = settings(max_examples=40, stateful_step_count=EVENTS, deadline=None)
+TestAnyOrder.settings = settings(max_examples=40, stateful_step_count=EVENTS)
 
 
 def test_story_detects_a_slot_that_is_freed_twice(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from itertools import accumulate
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -42,7 +42,6 @@ def features(width: int, *lengths: int) -> list[NDArray[np.float32]]:
 
 
 @given(st.lists(st.integers(1, TOKENS // ROWS), min_size=1, max_size=ROWS))
-@settings(deadline=None)
 def test_ids_are_packed_end_to_end(lengths: list[int]) -> None:
     x = stage(Staging(ROWS, TOKENS, None, CPU), batch(ids(*lengths)))
     assert x.data.dtype == torch.int32
@@ -64,7 +63,6 @@ def test_large_parts_are_copied_whole(difference: int) -> None:
 
 
 @given(st.integers(1, 7), st.lists(st.integers(1, TOKENS // ROWS), min_size=1, max_size=ROWS))
-@settings(deadline=None)
 def test_features_are_packed_end_to_end(width: int, lengths: list[int]) -> None:
     x = stage(Staging(ROWS, TOKENS, width, CPU), batch(features(width, *lengths)))
     assert x.data.dtype == torch.float32

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from hypothesis import HealthCheck, given
+from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
@@ -35,7 +35,7 @@ conversations = st.lists(
 )
 
 
-@hypothesis_settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@hypothesis_settings(max_examples=400)
 @given(conversations, st.randoms(use_true_random=False), st.booleans())
 def test_any_frames_at_any_cuts(conversation: list[bytes], random: random.Random, greet: bool) -> None:
     loop = ClockLoop()
@@ -57,7 +57,7 @@ def test_any_frames_at_any_cuts(conversation: list[bytes], random: random.Random
         loop.close()
 
 
-@hypothesis_settings(max_examples=300, deadline=None)
+@hypothesis_settings(max_examples=300)
 @given(conversations, st.randoms(use_true_random=False))
 def test_frames_mean_the_same_wherever_they_are_cut(conversation: list[bytes], random: random.Random) -> None:
     loop = ClockLoop()
@@ -81,7 +81,7 @@ def _by_stream(frames: list[Frame]) -> dict[int, list[Frame]]:
     return streams
 
 
-@hypothesis_settings(max_examples=200, deadline=None)
+@hypothesis_settings(max_examples=200)
 @given(st.binary(max_size=300), st.booleans())
 def test_any_bytes(data: bytes, greet: bool) -> None:
     loop = ClockLoop()
