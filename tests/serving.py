@@ -74,14 +74,14 @@ class Server:
         """As `metric`, without waiting for a process that is busy: its last known values count."""
         return sum_of(self.client.get("/metrics").text, name, labels)
 
-    def scrape(self) -> str:
+    def scrape(self, headers: Mapping[str, str] | None = None) -> str:
         """Return the text of /metrics. If a process was too late for it, ask again, for at most FRESH_SECONDS.
 
-        A test that stops a process gets the last known values of this process at once.
+        headers: further headers of the request. A test that stops a process gets the last known values of this process at once.
         """
         until = time.monotonic() + FRESH_SECONDS
         while True:
-            answer = self.client.get("/metrics")
+            answer = self.client.get("/metrics", headers=headers)
             if answer.status_code != 200 or is_fresh(answer.text) or time.monotonic() > until:
                 return answer.text
             if any(process_state(event["pid"]) == STOPPED for event in self.events("started")):
@@ -233,6 +233,13 @@ def answering(server: Server, *bodies: dict[str, Any]) -> Iterator[None]:
         yield
     for answer in answers:
         assert answer.status_code == 200, answer.text
+
+
+def rewrite(file: Path, text: str) -> None:
+    """Replace the text of a file. A process that reads the file meanwhile gets the old text or the new one."""
+    new = file.with_name(f"{file.name}.new")
+    new.write_text(text)
+    new.replace(file)
 
 
 def nearly_equal(one: Any, other: Any) -> bool:

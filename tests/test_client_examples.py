@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from http.server import HTTPServer, SimpleHTTPRequestHandler
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import parse_qs, quote, urlsplit
@@ -117,7 +117,7 @@ def test_clients_leave_no_session_open(tmp_path: Path) -> None:
 @contextmanager
 def page_server(page: type[SimpleHTTPRequestHandler]) -> Iterator[str]:
     """Serve the folder of the clients. Yields its origin."""
-    with HTTPServer(("127.0.0.1", 0), partial(page, directory=str(CLIENTS))) as server:
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(page, directory=str(CLIENTS))) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()

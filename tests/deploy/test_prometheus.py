@@ -57,7 +57,7 @@ class Watched(NamedTuple):
 
 @pytest.fixture(scope="module")
 def watched(models_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
-    """A server with keys under load, whose engine is killed twice in a row, so that it is away for longer than the scrape interval."""
+    """A server with keys under load, whose engine is killed until Prometheus has seen that the service is not ready."""
     folder = tmp_path_factory.mktemp("prometheus")
     program("prometheus")
     tokens = Tokens.create(folder / "keys.toml")
@@ -76,11 +76,16 @@ def watched(models_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> It
             eventually(lambda: not server.ready())
             eventually(lambda: server.pid("engine-0") != killed)
             os.kill(server.pid("engine-0"), signal.SIGKILL)
+            while not prometheus.get("query", query="seqserve_ready == 0")["result"]:
+                if server.ready():
+                    os.kill(server.pid("engine-0"), signal.SIGKILL)
+                time.sleep(0.1)
             eventually(server.ready)
             time.sleep(CALM_SECONDS)
             calm = 'seqserve_ready == 1 and on() sum(rate(seqserve_stage_seconds_sum{stage="encode"}[5s])) > 0'
             eventually(lambda: prometheus.get("query", query=calm)["result"])
-        yield Watched(prometheus, server, start, prometheus.now())
+        # The values end with a step that sees what was seen last.
+        yield Watched(prometheus, server, start, prometheus.now() + 1.0)
 
 
 def promtool(*arguments: str, input: str | None = None) -> subprocess.CompletedProcess[str]:

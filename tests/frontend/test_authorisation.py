@@ -32,7 +32,7 @@ from service.metrics import Metrics
 from service.settings import Settings
 from tests import raw_websocket
 from tests.frontend.test_hot_path import exchange, request, through_the_general_path
-from tests.serving import Server, eventually, serving
+from tests.serving import Server, eventually, rewrite, serving
 
 REFUSES_WRONG_KEYS = {"/access"}
 """The public endpoint that tells a caller the rights of its key."""
@@ -235,7 +235,7 @@ def test_revoked_key_ends_and_new_key_begins(guarded: Guarded) -> None:
     token = create(guarded.file, "late", [Scope.INFER], "late")
     eventually(lambda: [guarded.infer(token).status_code for _ in range(6)] == [200] * 6)
     text = guarded.file.read_text()
-    guarded.file.write_text(text[: text.index(f"[{token.partition('.')[0]!r}]")])
+    rewrite(guarded.file, text[: text.index(f"[{token.partition('.')[0]!r}]")])
     eventually(lambda: [guarded.infer(token).status_code for _ in range(6)] == [401] * 6)
     assert guarded.infer(guarded.tenants["sales"]).status_code == 200
 
@@ -267,7 +267,7 @@ def test_revoked_key_ends_its_open_streams(guarded: Guarded) -> None:
         tensor = triton.InferInput("inputs", [1, 1, 3], "FP32").set_data_from_numpy(np.ones((1, 1, 3), np.float32))
         client.async_stream_infer("sensors", [tensor])
         assert results.get(timeout=60) is None
-        guarded.file.write_text(before)
+        rewrite(guarded.file, before)
         with pytest.raises(ConnectionClosed) as closed:
             ended.recv(timeout=60)
         assert closed.value.rcvd is not None
@@ -316,7 +316,7 @@ def test_refusals_of_the_protocol_have_the_headers_of_all_answers(request_bytes:
 
 def total(guarded: Guarded, name: str) -> float:
     """Return the sum of a series over all its labels."""
-    text = guarded.send("GET", "/metrics", guarded.scoped[Scope.METRICS]).text
+    text = guarded.server.scrape(bearer(guarded.scoped[Scope.METRICS]))
     return sum(float(value) for value in re.findall(rf"^{name}(?:{{.*}})? (\S+)$", text, re.MULTILINE))
 
 

@@ -31,6 +31,10 @@ def server(models_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
         "max_receiving_bytes": "3000000",
     }
     with serving(models_folder, tmp_path_factory.mktemp("log"), **limits) as running:
+        # A new connection for each request: the server may close an idle one at the moment at which the client sends the next request.
+        running.client.close()
+        limit = httpx.Limits(max_keepalive_connections=0)
+        running.client = httpx.Client(base_url=running.address, timeout=30, trust_env=False, limits=limit)
         yield running
 
 

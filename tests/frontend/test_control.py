@@ -63,7 +63,9 @@ def test_metrics_reply_has_the_id_of_the_call() -> None:
     run(test)
 
 
-def test_late_supervisor_gives_the_last_known_metrics() -> None:
+def test_late_supervisor_gives_the_last_known_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control_module, "SCRAPE_SECONDS", 60.0)
+
     async def test(control: Control, supervisor: Channel) -> None:
         scrape = asyncio.ensure_future(control.scrape())
         while not (frames := supervisor.receive()):
@@ -72,6 +74,7 @@ def test_late_supervisor_gives_the_last_known_metrics() -> None:
         supervisor.send(encode(MetricsCollected(known), frames[0].id))
         supervisor.flush()
         assert await scrape == known
+        monkeypatch.setattr(control_module, "SCRAPE_SECONDS", 0.01)
         late = await control.scrape()
         assert late == known | {"seqserve_stale_processes": [((), [4.0])]}, "nothing replies to the second call"
 

@@ -108,7 +108,7 @@ def test_quota_holds_on_a_websocket(limited: Limited) -> None:
 
 def test_refusals_are_counted(limited: Limited) -> None:
     def refused() -> float:
-        lines = limited.server.client.get("/metrics", headers=limited.bearer("watcher")).text.splitlines()
+        lines = limited.server.scrape(limited.bearer("watcher")).splitlines()
         labels = 'model="sensors",outcome="quota_exceeded"'
         return sum(float(line.split()[-1]) for line in lines if line.startswith("seqserve_requests_total{") and labels in line)
 
@@ -120,7 +120,7 @@ def test_refusals_are_counted(limited: Limited) -> None:
 
 def test_requests_are_counted_by_key_over_every_protocol(limited: Limited) -> None:
     def counted(name: str, **labels: str) -> float:
-        text = limited.server.client.get("/metrics", headers=limited.bearer("watcher")).text
+        text = limited.server.scrape(limited.bearer("watcher"))
         samples = (sample for family in text_string_to_metric_families(text) for sample in family.samples)
         return sum(sample.value for sample in samples if sample.name == name and labels.items() <= sample.labels.items())
 

@@ -22,6 +22,7 @@ from tests.planted.sitecustomize import (
     STEP_SECONDS,
     STEPS,
 )
+from tests.serving import rewrite
 
 __all__ = [
     "BUSY_SECONDS",
@@ -69,6 +70,4 @@ class Gate:
         self._write(f"{self._changes} {batches}")
 
     def _write(self, text: str) -> None:
-        new = self._file.with_suffix(".new")
-        new.write_text(text)
-        new.rename(self._file)
+        rewrite(self._file, text)

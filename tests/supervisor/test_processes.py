@@ -289,8 +289,9 @@ def test_end_of_one_of_two_engines_loses_and_refuses_no_request(two_engines: Ser
         assert two_engines.metric("seqserve_ready") == 1
         return len(two_engines.events("loaded", since=log_bytes)) == models
 
-    with asking(two_engines, *[CALL] * 3) as answered, ThreadPoolExecutor() as pool:
+    with ThreadPoolExecutor() as pool, ExitStack() as clients:
         slow = [in_flight(two_engines, SLOW, pool) for _ in range(2)]
+        answered = clients.enter_context(asking(two_engines, *[CALL] * 3))
         so_far, other = len(answered), two_engines.pid("engine-0")
         os.kill(two_engines.pid("engine-1"), signal.SIGKILL)
         eventually(replaced, 60)
@@ -344,25 +345,25 @@ def test_broken_model_stops_the_start(tmp_path: Path) -> None:
     models.words(tmp_path)
     weights = tmp_path / "words" / "1" / "weights.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
-    ended = start(tmp_path, "--port", "0")
+    ended = start(tmp_path)
     assert ended.returncode == 1
     assert "weights.safetensors" in ended.stderr.splitlines()[-1]
 
 
 def test_misspelt_setting_stops_the_start(models_folder: Path) -> None:
-    ended = start(models_folder, "--port", "0", SEQSERVE_FRONTEND="2")
+    ended = start(models_folder, SEQSERVE_FRONTEND="2")
     assert ended.returncode == 2
     assert "SEQSERVE_FRONTEND" in ended.stderr
     assert "did you mean frontends" in ended.stderr
 
 
 def test_missing_device_stops_the_start(models_folder: Path) -> None:
-    ended = start(models_folder, "--port", "0", "--device", "cuda:99")
+    ended = start(models_folder, "--device", "cuda:99")
     assert ended.returncode == 1
     assert "cuda:99" in ended.stderr.splitlines()[-1]
 
 
 def start(folder: Path, *flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Start a service that is expected to fail."""
-    command = [sys.executable, "-m", "service", "serve", "--models", str(folder), *flags]
+    """Start a service that is expected to fail. It takes free ports unless the flags name others."""
+    command = [sys.executable, "-m", "service", "serve", "--models", str(folder), "--port", "0", "--grpc-port", "0", *flags]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ | variables, check=False)

@@ -90,6 +90,7 @@ def reloaded(shared: tuple[Server, Path]) -> Iterator[Reloaded]:
     for name in {model["name"] for model in server.client.get("/models").json()["models"]}:
         unload(server, name)
     eventually(lambda: server.metric("seqserve_model_weight_bytes") == 0)
+    eventually(lambda: 'model="words"' not in server.scrape())
     shutil.rmtree(root)
     models.words(root)
     models.accumulator(root)
@@ -358,7 +359,7 @@ def test_sessions_of_an_unloaded_version_continue_to_their_end(reloaded: Reloade
 
 
 def test_session_that_outlasts_its_version_gets_one_409(tmp_path: Path) -> None:
-    with reloading(tmp_path, unload_seconds="0.3") as (server, root):
+    with reloading(tmp_path, unload_seconds="3") as (server, root):
         assert summed(server, [1, 1], "old") == ("1", 2)
         copy_version(root, "accumulator", 2)
         load(server, "accumulator", policy={"latest": {"num_versions": 1}})

@@ -221,6 +221,9 @@ def test_reads_are_refused_while_too_many_hang() -> None:
         for _ in range(MAX_HUNG_READS + 2):
             with pytest.raises(TimeoutError):
                 await reader.run(hang, 0.01)
+        async with asyncio.timeout(60):
+            while started < MAX_HUNG_READS:
+                await asyncio.sleep(0.001)
         assert started == MAX_HUNG_READS
         stall.set()
         while True:  # until the threads have ended

@@ -23,6 +23,7 @@ from service.supervisor.repository import POLICY
 from tests import models, planted
 from tests.reloading import answered, load, unload
 from tests.serving import Server, SharedServer, eventually, serving
+from tests.supervisor.test_processes import start
 
 PATIENT_SECONDS = 60
 """Deadline of steps that take a moment: the machine may be busy."""
@@ -243,7 +244,6 @@ def test_start_with_a_fifo_in_the_models_folder_names_it(tmp_path: Path) -> None
     text = tmp_path / "words" / "1" / spec.MODEL
     text.unlink()
     os.mkfifo(text)
-    command = [sys.executable, "-m", "service", "serve", "--models", str(tmp_path), "--port", "0"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENT_SECONDS, check=False)
+    ended = start(tmp_path)
     assert ended.returncode == 1
     assert spec.MODEL in ended.stderr and "not a regular file" in ended.stderr

@@ -18,8 +18,8 @@ BODY = [[0.1, 0.2, 0.3]] * 8
 
 
 def outputs(server: Server) -> Any:
-    """Return the outputs of a request, None while the model is not served."""
-    answer = server.infer("sensors", [BODY])
+    """Return the outputs of a request, None while the model is not served. Before a frontend has heard of that, it answers 404."""
+    answer = eventually(lambda: (reply := server.infer("sensors", [BODY])).status_code != 404 and reply)
     assert answer.status_code in (200, 503), answer.text
     return answer.json().get("outputs")
 

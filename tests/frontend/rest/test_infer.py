@@ -322,7 +322,7 @@ def test_unknown_path_gets_404(server: Server, path: str) -> None:
     refused(server.client.get(path), 404, "unknown_route", "/docs")
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     body=st.recursive(
         st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=20) | st.sampled_from(WORDS),

@@ -227,7 +227,7 @@ def test_malformed_handshake_is_refused_with_an_error_body(server: Server, reque
     assert problem in json.loads(body)["error"]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     messages=st.lists(
         st.binary(max_size=48)

@@ -12,7 +12,7 @@ from playwright.sync_api import Browser, Page, expect
 from service.access.keys import create
 from service.access.scopes import Scope
 from tests.frontend.ui.browser import choose, opened, run
-from tests.serving import Server, eventually, serving
+from tests.serving import Server, eventually, rewrite, serving
 
 SCOPES = {
     "everything": [Scope.INFER, Scope.SESSION, Scope.METRICS],
@@ -153,11 +153,8 @@ def test_revoked_key_ends_the_stream_and_is_explained(locked: Page, guarded: Gua
     locked.get_by_role("button", name="Start", exact=True).click()
     expect(locked.locator("#stream-facts")).to_contain_text("answered in")
     before = guarded.file.read_text()
-    guarded.file.write_text(
-        before.replace("name = 'revoked'", "name = 'renamed'").replace(
-            f"['{guarded.keys['revoked'].partition('.')[0]}']", "['00']"
-        )
-    )
+    renamed = before.replace("name = 'revoked'", "name = 'renamed'")
+    rewrite(guarded.file, renamed.replace(f"['{guarded.keys['revoked'].partition('.')[0]}']", "['00']"))
     alert = locked.locator("#stream-view").get_by_role("alert")
     expect(alert).to_be_visible()
     run(locked)

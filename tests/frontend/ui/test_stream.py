@@ -87,7 +87,7 @@ def test_texts_stream_word_by_word(page: Page) -> None:
 def test_session_ends_with_the_stream(page: Page, site: Server) -> None:
     start(page, "sensors")
     await_steps(page, 3)
-    assert site.metric("seqserve_sessions") == 1
+    eventually(lambda: site.metric("seqserve_sessions") == 1)  # the session of an earlier stream may still end
     page.get_by_role("button", name="Stop", exact=True).click()
     eventually(lambda: site.metric("seqserve_sessions") == 0)
 
