@@ -388,13 +388,14 @@ class Gated:
 
 @pytest.fixture(scope="module")
 def gated(models_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gated]:
-    """A server whose batches end when a test lets them."""
+    """A server whose batches end when a test lets them. Its batches are whole: no sequence is cut, however slow the device seems."""
     folder = tmp_path_factory.mktemp("log")
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(20) as pool:
         patch.setenv("GATE", str(folder / "gate"))
         plant("gated-device", patch)
         gate = Gate(folder / "gate")
-        with serving(models_folder, folder, max_batch_sequences=str(BATCH), max_waiting="16", max_inputs="16") as running:
+        limits = {"max_batch_sequences": str(BATCH), "batch_budget_ms": "60000", "max_waiting": "16", "max_inputs": "16"}
+        with serving(models_folder, folder, **limits) as running:
             yield Gated(running, gate, pool)
 
 
