@@ -77,7 +77,7 @@ class Server:
     def scrape(self, headers: Mapping[str, str] | None = None) -> str:
         """Return the text of /metrics. If a process was too late for it, ask again, for at most FRESH_SECONDS.
 
-        headers: further headers of the request. A test that stops a process gets the last known values of this process at once.
+        A test that stops a process gets the last known values of this process at once. headers: further headers of the request.
         """
         until = time.monotonic() + FRESH_SECONDS
         while True:

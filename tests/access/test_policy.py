@@ -124,7 +124,7 @@ def test_file_is_read_once_its_writer_has_finished(file: Path, monkeypatch: pyte
     policy.reload()
     assert admit(policy, authorization=f"Bearer {token}").name == "reader"
     file.write_text(text.replace("reader", "writer"))
-    settle(file, seconds=-3600.0)  # as a file server whose clock is ahead
+    settle(file, seconds=-3600.0)  # the clock of a file server may be ahead
     policy.reload()
     assert admit(policy, authorization=f"Bearer {token}").name == "writer"
 

@@ -62,12 +62,9 @@ class Gate:
         self.open()
 
     def open(self) -> None:
-        self._write("open")
+        rewrite(self._file, "open")
 
     def let(self, batches: int) -> None:
         """Let this many more batches end."""
         self._changes += 1
-        self._write(f"{self._changes} {batches}")
-
-    def _write(self, text: str) -> None:
-        rewrite(self._file, text)
+        rewrite(self._file, f"{self._changes} {batches}")
