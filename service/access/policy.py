@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from service.access.caller import ANYBODY, LOCAL, Caller
 from service.access.keys import KeyRing
-from service.access.modification import is_settled, modification
+from service.access.modification import modification
 from service.errors import Forbidden, SettingsError, Unauthorized
 from service.settings import OFF, Settings
 
@@ -57,12 +57,9 @@ class AccessPolicy:
             raise Forbidden("the Host of the request is not one of this service: add it to SEQSERVE_ALLOWED_HOSTS")
 
     def reload(self) -> None:
-        """Read the key file again if it has changed and its writer has finished.
-
-        Raises SettingsError and keeps the old keys if it cannot be read.
-        """
+        """Read the key file again if it has changed. Raises SettingsError and keeps the old keys if it cannot be read."""
         modified = modification(self._file)
-        if self._file is None or modified == self._modified or not is_settled(modified):
+        if self._file is None or modified == self._modified:
             return
         self._modified = modified
         self._keys = KeyRing.read(self._file)

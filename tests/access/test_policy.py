@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from service.access import modification
 from service.access.caller import ANYBODY, LOCAL, Caller
 from service.access.keys import create
 from service.access.policy import AccessPolicy, check_start
@@ -22,12 +19,6 @@ from service.settings import Settings
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     return tmp_path / "keys.toml"
-
-
-def settle(file: Path, seconds: float = modification.SETTLED_SECONDS) -> None:
-    """Set the time at which a file was written to `seconds` ago."""
-    then = time.time_ns() - int(seconds * 1e9)
-    os.utime(file, ns=(then, then))
 
 
 def admit(policy: AccessPolicy, scope: Scope = Scope.INFER, **given: Any) -> Caller:
@@ -97,36 +88,19 @@ def test_changed_file_is_read_and_a_damaged_one_is_not(file: Path) -> None:
     policy.reload()
     assert policy.generation == 0
     second = create(file, "second", [Scope.INFER], "sales")
-    settle(file)
     policy.reload()
     assert policy.generation == 1
     assert admit(policy, authorization=f"Bearer {second}").name == "second"
     file.write_text("[")
-    settle(file)
     with pytest.raises(SettingsError):
         policy.reload()
     policy.reload()
     assert policy.generation == 1
     assert admit(policy, authorization=f"Bearer {first}").name == "first"
     file.write_text("")
-    settle(file)
     policy.reload()
     with pytest.raises(Unauthorized):
         admit(policy, authorization=f"Bearer {first}")
-
-
-def test_file_is_read_once_its_writer_has_finished(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An editor empties a file and then writes it: meanwhile no key is revoked."""
-    token = create(file, "reader", [Scope.INFER], "sales")
-    policy, text = AccessPolicy(Settings(keys=str(file))), file.read_text()
-    monkeypatch.setattr(modification, "SETTLED_SECONDS", 600.0)
-    file.write_text("")
-    policy.reload()
-    assert admit(policy, authorization=f"Bearer {token}").name == "reader"
-    file.write_text(text.replace("reader", "writer"))
-    settle(file, seconds=-3600.0)  # the clock of a file server may be ahead
-    policy.reload()
-    assert admit(policy, authorization=f"Bearer {token}").name == "writer"
 
 
 def test_service_that_others_reach_needs_keys_or_consent(file: Path) -> None:
