@@ -57,7 +57,7 @@ class Watched(NamedTuple):
 
 @pytest.fixture(scope="module")
 def watched(models_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
-    """A server with keys under load, whose engine is killed until Prometheus has seen that the service is not ready."""
+    """A server with keys under load. Its engine is killed until Prometheus has seen that the service is not ready."""
     folder = tmp_path_factory.mktemp("prometheus")
     program("prometheus")
     tokens = Tokens.create(folder / "keys.toml")

@@ -229,7 +229,7 @@ def test_statistics_equal_those_of_http(served: Server, client: Any) -> None:
     def over_http() -> Any:
         return ParseDict(served.client.get("/v2/models/tagger/stats").json(), service_pb2.ModelStatisticsResponse())
 
-    # For one of the two calls a process may be late: then its last known counts are used.
+    # A process may be late for a call: then its last known counts are used.
     eventually(
         lambda: client.get_inference_statistics("tagger", "1") == over_http() and over_http().model_stats[0].inference_count
     )

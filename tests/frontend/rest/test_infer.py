@@ -388,7 +388,7 @@ class Gated:
 
 @pytest.fixture(scope="module")
 def gated(models_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gated]:
-    """A server whose batches end when a test lets them. Its batches are whole: no sequence is cut, however slow the device seems."""
+    """A server with a gated device. Its batches are whole: no sequence is cut, however slow the device seems."""
     folder = tmp_path_factory.mktemp("log")
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(20) as pool:
         patch.setenv("GATE", str(folder / "gate"))
