@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from service import __version__
-from service.access import keys, peer_keys, state_keys
+from service.access import keys, state_keys
 from service.access.policy import check_start
 from service.access.scopes import KEY_SCOPES, Scope
 from service.client_access import ClientAccess
@@ -69,7 +69,6 @@ def serve(settings: Settings) -> int:
 
     check_start(settings)
     state_keys.StateKeys(settings)
-    peer_keys.PeerKeys(settings)
     build_context(settings)
     with spec.confined(settings.models):
         supervisor = Supervisor(settings, Log("supervisor"), announce)
@@ -177,18 +176,6 @@ def new_state_key(settings: Settings) -> int:
     return 0
 
 
-def new_peer_key(settings: Settings) -> int:
-    """Add a secret to the file of peer keys."""
-    if not settings.peer_keys:
-        raise SettingsError("no file of peer keys is named: add --peer-keys FILE, or set SEQSERVE_PEER_KEYS")
-    count = peer_keys.create(Path(settings.peer_keys))
-    added = f", the last of {count}" if count > 1 else ""
-    print(f"{settings.peer_keys} has a new secret{added}. Give this file to all replicas.")
-    if count > 1:
-        print("Move the secret to the first line when all replicas know it: the first signs.")
-    return 0
-
-
 def bench(
     settings: Settings, url: str, key_file: Path | None, ca: Path | None, json: Path | None, trace: Path | None, **load: Any
 ) -> int:
@@ -236,7 +223,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="seqserve", description="A server for sequence models.")
     parser.add_argument("--version", action="version", version=f"seqserve {__version__}")
     commands = parser.add_subparsers(
-        required=True, metavar="serve | infer | import | export | models | compress | key | state-key | peer-key | bench | top"
+        required=True, metavar="serve | infer | import | export | models | compress | key | state-key | bench | top"
     )
     shared = argparse.ArgumentParser(add_help=False)
     _setting(shared, "--models", metavar="DIR", help="folder of models")
@@ -256,10 +243,8 @@ def _parser() -> argparse.ArgumentParser:
     _setting(command, "--frontends", metavar="auto|N", help="number of processes that parse requests")
     _setting(command, "--keys", metavar="FILE", help="TOML file of keys, which requests then need")
     _setting(command, "--state-keys", metavar="FILE", help="file of secrets that sign exported session states")
-    _setting(command, "--peers", metavar="WHERE", help="other replicas: dns:NAME:PORT, file:PATH, or HOST:PORT,HOST:PORT")
-    _setting(command, "--peer-keys", metavar="FILE", help="file of secrets that all replicas share")
     _setting(
-        command, "--checkpoints", metavar="WHERE", help="where sessions are saved: a folder, or redis://HOST:PORT/DATABASE"
+        command, "--session-store", metavar="WHERE", help="where sessions are saved: a folder, or redis://HOST:PORT/DATABASE"
     )
     _setting(command, "--tls-cert", metavar="FILE", help="certificate and its chain: both ports then speak TLS")
     _setting(command, "--tls-key", metavar="FILE", help="key of the certificate, if it is not in the same file")
@@ -382,12 +367,6 @@ def _parser() -> argparse.ArgumentParser:
     _setting(command, "--state-keys", metavar="FILE", help="file of secrets; created if it is missing")
     command.set_defaults(run=new_state_key)
 
-    peer_key_commands = commands.add_parser("peer-key", help="create secrets that replicas share")
-    command = peer_key_commands.add_subparsers(required=True, metavar="new").add_parser(
-        "new", parents=[shared], help="add a secret to the file of peer keys"
-    )
-    _setting(command, "--peer-keys", metavar="FILE", help="file of secrets; created if it is missing")
-    command.set_defaults(run=new_peer_key)
     command = commands.add_parser(
         "bench", parents=[shared], help="send load to a running server and report latency and throughput"
     )

@@ -67,26 +67,29 @@ CLOSED_FOR = (
 )
 """Why a frontend closes a connection before the client does."""
 CANCELLED_WHILE = ("waiting", "running")
-SESSION_ENDS = ("ended", "deleted", "expired", "restarted", "unbegun", "unloaded", "moved", "lost")
+SESSION_ENDS = (
+    *("ended", "deleted", "expired", "restarted", "unbegun", "unloaded"),
+    *("moved", "lost", "taken_over"),
+)
 """A session ends with its last chunk, by DELETE, when it is idle for too long, when a new session begins under its name, when its first
-chunk is not answered, or when its model version is unloaded. On this replica, it also ends when another replica has it, and when its
-client learns that its newest state was lost."""
+chunk is not answered, or when its model version is unloaded. On this replica, it also ends when another replica may take it, when its
+client learns that its newest state was lost, and when another replica took it over because this one did not reach the session store."""
 SESSION_MOVES = ("host", "slot")
-MOVES_REFUSED = ("unreachable", "late", "refused", "yielded", "taker_lost")
-"""Why a session did not move: a replica does not answer; its state came too late; this replica cannot take it; another claim came first.
-taker_lost: the replica that took it ended before it confirmed that, so the session needs chunks that name their steps."""
-CHECKPOINTS = ("saved", "failed", "skipped", "restored")
-"""skipped: a newer state of the session was already waiting."""
+SAVES = ("saved", "failed", "skipped", "refused")
+"""skipped: a newer state of the session was already waiting. refused: another replica owns the session."""
+TAKES = ("new", "taken", "absent", "ended", "newer", "away")
+"""What the session store said of a session that is not open here: it begins; its state was saved; there is none; it ended without its
+client's knowledge; a later version of the service saved it; the store does not answer, or its owner does not let go of it."""
 CHANGES = ("ok", InvalidModel.code, NoRoom.code, UnknownModel.code, Unavailable.code, GONE)
 RESTARTS = (
     *(("engine", reason) for reason in ("ended", "hung", "failed", "device_lost")),
     *(("frontend", reason) for reason in ("ended", "hung", "failed")),
-    *((process, reason) for process in ("tracer", "mover") for reason in ("ended", "hung", "failed")),
+    *((process, reason) for process in ("tracer", "store") for reason in ("ended", "hung", "failed")),
 )
 """Only an engine has a device that can fail."""
 
-ENGINE_WORK = ("requests", "session_call", "move", "trace", "cancel", "release", "batch", "answer")
-"""The work of an engine when it met an unexpected exception: it handled a message of a frontend or of the mover, formed a batch, or
+ENGINE_WORK = ("requests", "session_call", "store", "trace", "cancel", "release", "batch", "answer")
+"""The work of an engine when it met an unexpected exception: it handled a message of a frontend or of the session store, formed a batch, or
 answered requests."""
 
 EXAMPLES = "_examples"
@@ -242,22 +245,24 @@ class Metrics:
         self.session_moves = Counter(
             "seqserve_session_moves", "Session states moved to the host, or back to a slot on the device.", ("to",)
         )
-        self.moved_in = Counter("seqserve_sessions_moved_in", "Sessions that came from other replicas.")
-        self.moved_out = Counter("seqserve_sessions_moved_out", "Sessions that other replicas took.")
-        self.moves_refused = Counter("seqserve_session_moves_refused", "Moves of sessions that did not happen.", ("reason",))
-        self.move_seconds = Histogram(
-            "seqserve_session_move_seconds",
-            "Time from the search for a session that another replica holds until it can continue here.",
+        self.session_saves = Counter("seqserve_session_saves", "States sent to the session store, by outcome.", ("outcome",))
+        self.session_save_seconds = Histogram(
+            "seqserve_session_save_seconds", "Time from the answer to a chunk until its state is saved.", (), SECONDS
+        )
+        self.session_takes = Counter(
+            "seqserve_session_takes",
+            "Questions for a session that was not open here to the session store, by outcome.",
+            ("outcome",),
+        )
+        self.session_take_seconds = Histogram(
+            "seqserve_session_take_seconds",
+            "Time until a saved session can continue here, its release by another replica included.",
             (),
             SECONDS,
         )
-        self.sessions_not_handed_over = Counter(
-            "seqserve_sessions_not_handed_over", "Sessions that no other replica took before this one ended."
-        )
-        self.peers = Gauge("seqserve_peers", "Other replicas, by whether they answer.", ("state",))
-        self.checkpoints = Counter("seqserve_checkpoints", "Checkpoints of sessions, by outcome.", ("outcome",))
-        self.checkpoint_seconds = Histogram(
-            "seqserve_checkpoint_seconds", "Time from the answer to a chunk until its checkpoint is saved.", (), SECONDS
+        self.session_store_up = Gauge("seqserve_session_store_up", "Whether the session store answers: 1 or 0.")
+        self.sessions_not_saved = Counter(
+            "seqserve_sessions_not_saved", "Sessions that were not saved before their replica ended."
         )
         self.backlog_seconds = Gauge(
             "seqserve_backlog_seconds", "Predicted time of all work that waits or runs in an engine.", ("engine",)
@@ -370,12 +375,11 @@ class Metrics:
             self.sessions_ended.start(reason)
         for to in SESSION_MOVES:
             self.session_moves.start(to)
-        for reason in MOVES_REFUSED:
-            self.moves_refused.start(reason)
-        for outcome in CHECKPOINTS:
-            self.checkpoints.start(outcome)
-        for counter in (self.moved_in, self.moved_out, self.sessions_not_handed_over):
-            counter.start()
+        for outcome in SAVES:
+            self.session_saves.start(outcome)
+        for outcome in TAKES:
+            self.session_takes.start(outcome)
+        self.sessions_not_saved.start()
         for process, reason in RESTARTS:
             self.restarts.start(process, reason)
         for outcome in CHANGES:

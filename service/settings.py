@@ -87,15 +87,7 @@ def _off_or_url(text: str) -> str:
     return text
 
 
-def _peers(text: str) -> str:
-    """Validate the source of the other replicas' addresses."""
-    address = r"(\[[0-9A-Fa-f:.]+\]|[^\s:,]+):[0-9]{1,5}"
-    if text and not re.fullmatch(rf"dns:{address}|file:\S.*|{address}(,{address})*", text):
-        raise ValueError("use dns:NAME:PORT, file:PATH, or HOST:PORT separated by commas without spaces")
-    return text
-
-
-def _checkpoints(text: str) -> str:
+def _session_store(text: str) -> str:
     """Validate a folder, or the URL of a Redis server."""
     if "://" in text and not re.fullmatch(r"rediss?://\S+", text):
         raise ValueError("use the path of a folder, or a URL such as redis://127.0.0.1:6379/0")
@@ -145,18 +137,8 @@ class Settings(BaseModel):
     state_keys: str = ""
     """File of secrets, one on each line, that sign exported session states; empty for none. States without a signature are then refused.
     All replicas need the same file. `seqserve state-key new` adds a secret. Changes are read within seconds."""
-    peers: Annotated[str, AfterValidator(_peers)] = ""
-    """Addresses of the other replicas, to which sessions may move: dns:NAME:PORT, a name that is looked up every few seconds; file:PATH, a
-    file with HOST:PORT on each line; or HOST:PORT separated by commas. Empty for none. The address of this replica may be in the list."""
-    peer_keys: str = ""
-    """File of secrets, one on each line, with which replicas prove to each other that they belong together. All replicas need the same
-    file. `seqserve peer-key new` adds a secret. Changes are read within seconds."""
-    peer_port: Annotated[int, Field(ge=1, le=MAX_PORT)] = 8002
-    """Port on which this replica listens for other replicas, if it has peers."""
-    peer_seconds: PositiveSeconds = 1.0
-    """How long a chunk waits for another replica that may hold its session. After that it gets 503."""
-    checkpoints: Annotated[str, AfterValidator(_checkpoints)] = ""
-    """Where states of sessions are saved, from which sessions continue after a crash: a folder that all replicas share, or
+    session_store: Annotated[str, AfterValidator(_session_store)] = ""
+    """Where sessions are saved, from which they continue on any replica: a folder that all replicas share, or
     redis://HOST:PORT/DATABASE. Empty for none."""
     checkpoint_chunks: Positive = 10
     """Number of chunks after which a session is saved. A crash loses up to this number, and the chunks whose states wait to be saved."""
@@ -315,21 +297,11 @@ class Settings(BaseModel):
         automatic = REPLICA_CONNECTION_SECONDS if self.replicated else 0.0
         return (automatic if self.connection_seconds == AUTO else float(self.connection_seconds)) or math.inf
 
-    @property
-    def has_mover(self) -> bool:
-        """Whether the service has a process that moves sessions to other replicas, or saves them."""
-        return bool(self.peers or self.checkpoints)
-
     @model_validator(mode="after")
     def _limits_fit_together(self) -> Settings:
         named = {"port": self.port, "grpc_port": self.grpc_port if self.grpc else 0}
         named["admin_port"] = 0 if self.admin_port == OFF else self.admin_port
         named["health_port"] = 0 if self.health_port == OFF else self.health_port
-        named["peer_port"] = self.peer_port if self.peers else 0
-        if self.peers and not self.peer_keys:
-            raise ValueError(
-                "peers needs peer_keys: name a file of secrets that all replicas have (seqserve peer-key new creates one)"
-            )
         for (name, port), (other, other_port) in combinations(named.items(), 2):
             if port == other_port != 0:
                 raise ValueError(f"{name} and {other} are both {port}: change one of them")

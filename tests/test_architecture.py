@@ -65,7 +65,7 @@ MAY_IMPORT: dict[str, set[str]] = {  # the rule with the longest matching name h
         *SHARED,
     },
     "service.tracer": SHARED,
-    "service.mover": {"service.access", *SHARED},
+    "service.store": {*SHARED},
     "service.supervisor": {"service.access", "service.modeling.spec", *EXPOSITION, *SHARED},
 }
 WEB = {"fastapi", "starlette", "uvicorn", "httptools", "websockets", "grpc", "aiohttp"}
@@ -78,7 +78,7 @@ NEVER_LOADS = {
     "service.engine.start": WEB,
     "service.frontend.__main__": TENSORS,
     "service.tracer.__main__": TENSORS,
-    "service.mover.__main__": {*WEB, *TENSORS},
+    "service.store.__main__": {*WEB, *TENSORS},
     "service.supervisor.supervisor": {*WEB, *TENSORS},
     "service.cli": {*WEB, *TENSORS},
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import secrets
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -14,9 +13,8 @@ import torch
 from kernels.folder import readable_folder, set_cache_folder
 from service.engine.batching.batch_builder import SchedulerLimits
 from service.engine.batching.batcher import Batcher
-from service.engine.batching.moves import Moves
 from service.engine.batching.session_table import SessionTable
-from service.engine.batching.transfers import Transfers
+from service.engine.batching.stored_sessions import StoredSessions
 from service.engine.execution.device import allow_tf32, available_bytes, use_device
 from service.engine.execution.device_engine import DeviceEngine, PreparedModel
 from service.engine.execution.graph_capture import RunBetweenBatches
@@ -34,8 +32,6 @@ from service.settings import Settings
 
 BATCH_BUDGET_MS = {"cuda": 0.5, "cpu": 5.0}
 """Default batch budget by device type."""
-CLAIM_MARGIN_SECONDS = 1.0
-"""How much longer than peer_seconds an engine waits for the end of a search: a mover reports it unless it has ended."""
 FOLDING = "folding"
 """Folder of remembered decisions, in the folder of compiled kernels."""
 
@@ -90,12 +86,8 @@ def build_batcher(
     metrics: Metrics,
     errors: InternalErrors,
     journal: SessionJournal | None = None,
-    replica: str = "",
 ) -> Batcher:
-    """Build the queue and the sessions of an engine. Without a journal, session ids do not outlive this process.
-
-    replica: the id of this replica, for a service with peers or checkpoints.
-    """
+    """Build the queue and the sessions of an engine. Without a journal, session ids do not outlive this process."""
     budget_ms = settings.batch_budget_ms or BATCH_BUDGET_MS[engine.device.type]
     limits = SchedulerLimits(
         max_waiting=settings.max_waiting,
@@ -106,22 +98,13 @@ def build_batcher(
     )
     journal = journal or SessionJournal(journal_records(settings))
     table = SessionTable(settings.max_sessions, settings.session_idle_seconds, journal, metrics)
-    return Batcher(limits, engine, table, metrics, time.monotonic, errors, _transfers(settings, table, metrics, replica))
+    return Batcher(limits, engine, table, metrics, time.monotonic, errors, _stored_sessions(settings, table))
 
 
-def _transfers(settings: Settings, table: SessionTable, metrics: Metrics, replica: str) -> Transfers | None:
-    if not settings.has_mover:
+def _stored_sessions(settings: Settings, table: SessionTable) -> StoredSessions | None:
+    if not settings.session_store:
         return None
-    return Transfers(
-        Moves(secrets.token_hex(8), settings.peer_seconds + CLAIM_MARGIN_SECONDS),
-        table,
-        metrics,
-        time.monotonic,
-        replica=replica,
-        patience=settings.peer_seconds,
-        max_waiting=settings.max_waiting,
-        checkpoint_chunks=settings.checkpoint_chunks if settings.checkpoints else 0,
-    )
+    return StoredSessions(table, time.monotonic, max_waiting=settings.max_waiting, checkpoint_chunks=settings.checkpoint_chunks)
 
 
 def prepare_model(

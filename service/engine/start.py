@@ -57,7 +57,7 @@ def _run(config: ProcessConfig, settings: Settings) -> None:
         log.info("loaded", model=model.name, version=model.version, device=model.device, backends=model.backends)
     journal = SessionJournal(journal_records(settings), config.journal)
     errors = InternalErrors(log, metrics)
-    batcher = build_batcher(settings, engine, metrics, errors, journal, config.replica)
+    batcher = build_batcher(settings, engine, metrics, errors, journal)
     models = ModelLoader(engine, batcher, partial(prepare_model, settings, engine, log), log, on_open=freeze_heap)
     worker = Worker(control, heartbeat, batcher, engine, models, trials, config.place, metrics, errors)
     freeze_heap()

@@ -14,8 +14,8 @@ import numpy as np
 from service.engine.batch import Batch
 from service.engine.batching.batcher import Batcher
 from service.engine.batching.request_block import RequestBlock
+from service.engine.batching.stored_sessions import Waiting
 from service.engine.batching.ticket import Ticket
-from service.engine.batching.transfers import Waiting
 from service.engine.engine import Engine
 from service.engine.execution.in_flight import BlockResult
 from service.engine.internal_errors import InternalErrors
@@ -83,7 +83,7 @@ class Worker:
         self._known_answers = KnownAnswers(engine)
         self._profiling = ProfilingSession(engine, batcher, self._status(), heartbeat)
         self._frontends: dict[Channel, _Frontend] = {}
-        self._mover: Channel | None = None
+        self._store: Channel | None = None
         self._handled = 0
         """Requests and other messages since the last step of the batcher."""
         self._answered: set[Channel] = set()
@@ -127,8 +127,8 @@ class Worker:
         self._trials.end_batches(self._engine.runs)
         for channel in [channel for channel in self._frontends if channel.outgoing]:
             self._flush(channel)
-        if self._mover is not None and self._mover.outgoing:
-            self._flush(self._mover)
+        if self._store is not None and self._store.outgoing:
+            self._flush(self._store)
         if self._profiling.on:
             self._profiling.step()
         elif idle:
@@ -173,7 +173,7 @@ class Worker:
             channel = key.fileobj
             if not isinstance(channel, Channel) or not events & selectors.EVENT_READ:
                 continue
-            if channel is not self._control and channel is not self._mover and channel not in self._frontends:
+            if channel is not self._control and channel is not self._store and channel not in self._frontends:
                 continue  # forgotten since the selector returned
             self._handle_frames(channel, channel.receive())
             if not channel.open:
@@ -189,8 +189,8 @@ class Worker:
                 handle_control = self._control_handlers.get(type(message))
                 if handle_control is not None:
                     handle_control(frame, message)
-            elif channel is self._mover:
-                self._handle_mover_frame(channel, frame)
+            elif channel is self._store:
+                self._handle_store_frame(channel, frame)
             else:
                 self._handle_frame(channel, frame)
 
@@ -201,10 +201,10 @@ class Worker:
         channel = Channel(frame.attached)
         self._selector.register(channel, selectors.EVENT_READ)
         channel.send(encode(self._status()))
-        if message.mover:
-            assert self._batcher.sessions.transfers is not None, "a service with a mover has engines that use it"
-            self._mover = channel
-            self._batcher.sessions.transfers.attach(lambda message, tail: channel.send(encode(message, tail=(tail,))))
+        if message.store:
+            assert self._batcher.sessions.stored is not None, "a service with a session store has engines that use it"
+            self._store = channel
+            self._batcher.sessions.stored.attach(lambda message, tail: channel.send(encode(message, tail=(tail,))))
         else:
             self._frontends[channel] = _Frontend(self, channel)
             self._trials.attach(channel)
@@ -315,16 +315,17 @@ class Worker:
         self._models.release(channel, message.key)
 
     def _handle_session_call(self, channel: Channel, frame: Frame, message: SessionCall) -> None:
-        """Answer a call about one session, as soon as the location of the session is known."""
-        transfers = self._batcher.sessions.transfers
-        if transfers is not None:
+        """Answer a call about one session, as soon as this replica owns the session, or knows that there is none."""
+        stored = self._batcher.sessions.stored
+        if stored is not None:
             waiting = Waiting(
                 lambda: self._answer_session_call(channel, frame, message),
                 lambda error: self._refuse(channel, frame.id, error),
                 lambda: channel not in self._frontends,
+                begins=isinstance(message, messages.ImportSession),
             )
             try:
-                if transfers.hold(message.session, waiting):
+                if stored.hold(message.session, waiting):
                     return
             except ServiceError as error:
                 self._refuse(channel, frame.id, error)
@@ -348,20 +349,19 @@ class Worker:
             reply = Refusal.of(error)
         self._send(channel, frame.id, encode(reply, frame.id, (state,)))
 
-    # Messages of the mover.
+    # Messages of the session store.
 
-    def _handle_mover_frame(self, channel: Channel, frame: Frame) -> None:
-        transfers = self._batcher.sessions.transfers
-        assert transfers is not None
+    def _handle_store_frame(self, channel: Channel, frame: Frame) -> None:
+        stored = self._batcher.sessions.stored
+        assert stored is not None
         try:
-            if isinstance(frame.message, messages.ListSessions):
-                if frame.message.save:
-                    transfers.save_all()
-                channel.send(encode(messages.SessionsListed(transfers.open_sessions()), frame.id))
-            elif type(frame.message) in transfers.handles:
-                transfers.handle(frame.message, frame.tail)
+            if isinstance(frame.message, messages.ReleaseSessions):
+                left = stored.release_some(frame.message.limit)
+                channel.send(encode(messages.SessionsLeft(left), frame.id))
+            elif not isinstance(frame.message, messages.Cancel):
+                stored.handle(frame.message, frame.tail)
         except Exception as error:
-            self._errors.report("move", error)
+            self._errors.report("store", error)
 
     # Answers.
 
@@ -429,10 +429,10 @@ class Worker:
     def _forget(self, channel: Channel) -> None:
         """The frontend has ended: cancel its requests."""
         frontend = self._frontends.pop(channel, None)
-        if channel is self._mover:
-            self._mover = None
-            if self._batcher.sessions.transfers is not None:
-                self._batcher.sessions.transfers.detach()
+        if channel is self._store:
+            self._store = None
+            if self._batcher.sessions.stored is not None:
+                self._batcher.sessions.stored.detach()
         elif frontend is None and channel is not self._control:
             return  # a write found the end before a read
         self._selector.unregister(channel)

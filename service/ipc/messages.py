@@ -409,158 +409,106 @@ class TrialEnded(Message, frozen=True):
     ran: bool
 
 
-# Between an engine and the mover of its replica, and between the movers of two replicas. A session and a ticket identify what a message
-# is about. `taker` and `giver` are the ids of replicas.
+# Between an engine and the session store.
 
 
-class TicketState(StrEnum):
-    """The state of a claim. UNKNOWN: it belongs to an engine process that has ended. UNREACHABLE: its replica does not answer."""
+class TakeOutcome(StrEnum):
+    """The outcome of a TakeSession.
 
-    PENDING = "pending"
-    IMPORTED = "imported"
-    ABANDONED = "abandoned"
-    UNKNOWN = "unknown"
-    UNREACHABLE = "unreachable"
+    NEW: this replica owns the session, which begins. TAKEN: it owns the session, whose state follows. ABSENT: there is no session of this
+    name. ENDED: the session ended without its client's knowledge. HELD: another replica has it. NEWER: a later version of the service
+    saved it. AWAY: the store does not answer, or the owner does not let go.
+    """
 
-
-class AbsentBecause(StrEnum):
-    """Why a replica does not give a session. ABSENT: it does not hold it. YIELDED: it does not hold it, and has given up its own claim.
-    CLAIMED: its own claim comes first. MOVING: another replica takes the session."""
-
+    NEW = "new"
+    TAKEN = "taken"
     ABSENT = "absent"
-    YIELDED = "yielded"
-    CLAIMED = "claimed"
-    MOVING = "moving"
-
-
-class SeekSession(Message, frozen=True):
-    """Find a session at the other replicas. giver: the only replica to ask, empty for all. holder: the replica to which it moved from here,
-    empty if it did not."""
-
-    session: str
-    ticket: str
-    giver: str = ""
-    holder: str = ""
-
-
-class SeekEnded(Message, frozen=True):
-    """No replica holds the session, or one is `unreachable`. ended: why it ended at another replica without its client's knowledge."""
-
-    session: str
-    ticket: str
-    unreachable: bool = False
-    ended: str = ""
+    ENDED = "ended"
+    HELD = "held"
+    NEWER = "newer"
+    AWAY = "away"
 
 
 class TakeSession(Message, frozen=True):
-    """The replica `taker` wants to become the owner of a session. round: repeated in the answer; answers of older rounds do not count."""
+    """This replica wants to own a session. begins: whether it may begin. begun: when it does, in milliseconds of Unix time."""
 
     session: str
-    ticket: str
-    taker: str
-    round: int
+    begun: int
+    begins: bool
 
 
-class SessionGiven(Message, frozen=True):
-    """The state of a session, frozen at the giver, as a session file in the trailing bytes. Without a giver: from the checkpoint store.
+class SessionTaken(Message, frozen=True):
+    """The outcome of a TakeSession, never HELD. With TAKEN, the state is in the trailing bytes as a session file.
 
-    idle: seconds since its last chunk. begun: when it began, in milliseconds of Unix time. uncertain: only a chunk that names the steps of
-    the state may continue from it.
+    begun: when the session began. exact: no chunk was answered after this state. ended: why the session ended.
     """
 
     session: str
-    ticket: str
-    taker: str
-    giver: str
-    idle: float
-    begun: int
-    uncertain: bool
-
-
-class SessionAbsent(Message, frozen=True):
-    """The giver does not give the session. holder: the replica to which it moved from there, empty if it is not known.
-    ended: why it ended there without its client's knowledge, empty if it did not."""
-
-    session: str
-    ticket: str
-    taker: str
-    giver: str
-    round: int
-    because: AbsentBecause
-    holder: str = ""
+    outcome: TakeOutcome
+    begun: int = 0
+    exact: bool = False
     ended: str = ""
 
 
-class AskTicket(Message, frozen=True):
-    """Asks for the state of a ticket of the taker."""
+class SaveSession(Message, frozen=True):
+    """The state of a session as a session file in the trailing bytes. It is saved if this replica owns the session.
 
-    session: str
-    ticket: str
-    taker: str
-    giver: str
-
-
-class TicketReport(Message, frozen=True):
-    """The state of a ticket of the taker."""
-
-    session: str
-    ticket: str
-    taker: str
-    giver: str
-    state: TicketState
-
-
-class OfferSessions(Message, frozen=True):
-    """The giver is about to end: take these sessions."""
-
-    sessions: list[str]
-    giver: str
-
-
-class ForgetEnd(Message, frozen=True):
-    """A client has received the error for the end of this session."""
-
-    session: str
-
-
-class AnswersVoid(Message, frozen=True):
-    """An engine of this replica has ended: its earlier answers do not count any more."""
-
-
-class Ping(Message, frozen=True):
-    """The sender is alive. ready: whether it takes over sessions."""
-
-    ready: bool
-
-
-class Goodbye(Message, frozen=True):
-    """The sender no longer holds any session, and ends."""
-
-
-class ListSessions(Message, frozen=True):
-    """Call: return the names of all open sessions. save: first send a checkpoint of each that has changed since its last."""
-
-    save: bool = False
-
-
-class SaveCheckpoint(Message, frozen=True):
-    """The state of a session as a session file in the trailing bytes. begun, steps: a later state has larger numbers, compared in this
-    order."""
+    exact: no chunk was answered after this state. releases: the session is then free for other replicas, and SaveEnded follows. anew: the
+    session began while the store was away, and also replaces a session of another replica that began earlier.
+    """
 
     session: str
     begun: int
-    steps: int
+    exact: bool = False
+    releases: bool = False
+    anew: bool = False
 
 
-class DropCheckpoint(Message, frozen=True):
-    """The session has ended. begun: of the newest checkpoint to drop."""
+class SaveEnded(Message, frozen=True):
+    """The end of a SaveSession with `releases` or `anew`, or that was refused: `owned` is then false, another replica owns the session.
+
+    failed: the store does not answer.
+    """
 
     session: str
-    begun: int
+    owned: bool
+    failed: bool = False
 
 
-class HandOver(Message, frozen=True):
-    """Call of the supervisor: give all sessions to other replicas, within `seconds`."""
+class ReleaseSession(Message, frozen=True):
+    """The engine does not hold this session: others may take its saved state, if it has one. exact: as the state was taken."""
+
+    session: str
+    exact: bool = False
+
+
+class DropSession(Message, frozen=True):
+    """The session has ended. ended: why, if its client does not know."""
+
+    session: str
+    ended: str = ""
+
+
+class SessionWanted(Message, frozen=True):
+    """Another replica needs this session: save it and let go of it."""
+
+    session: str
+
+
+class VerifySession(Message, frozen=True):
+    """Another replica may have taken over this session: save it, which is then refused."""
+
+    session: str
+
+
+class ReleaseSessions(Message, frozen=True):
+    """Call: save up to `limit` sessions, and let go of them. The reply is SessionsLeft."""
+
+    limit: int
+
+
+class FlushSessions(Message, frozen=True):
+    """Call of the supervisor: save all sessions and let go of them, within `seconds`."""
 
     seconds: float
 
@@ -569,9 +517,9 @@ class HandOver(Message, frozen=True):
 
 
 class Attach(Message, frozen=True):
-    """The socket that comes with this frame is a channel to a process of the other kind. mover: to the mover, not to a frontend."""
+    """The socket that comes with this frame is a channel to a process of another kind. store: to the session store, not to a frontend."""
 
-    mover: bool = False
+    store: bool = False
 
 
 class Ready(Message, frozen=True):
@@ -771,10 +719,10 @@ class SessionFound(Reply, frozen=True):
     key: ModelKey | None
 
 
-class SessionsListed(Reply, frozen=True):
-    """The names of all open sessions."""
+class SessionsLeft(Reply, frozen=True):
+    """How many sessions this engine still holds."""
 
-    sessions: list[str]
+    sessions: int
 
 
 class BodyDecoded(Reply, frozen=True):

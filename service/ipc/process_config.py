@@ -31,8 +31,8 @@ class ProcessConfig(msgspec.Struct, frozen=True):
 
     `place` is the child's number, counted from 0 in each role: an engine runs on the device with this number in the settings. `http`,
     `grpc` and `admin` are the listening sockets of a frontend, and `connections`, `quotas` and `suspects` are the files of its
-    ConnectionCounts, QuotaCounts and SuspectTurns. `traces` is a frontend's or the tracer's end of the TraceSockets. `peers` is the
-    listening socket of the mover, and `replica` the id of this replica, a new one at each start of the service. `manifest` names the
+    ConnectionCounts, QuotaCounts and SuspectTurns. `traces` is a frontend's or the tracer's end of the TraceSockets. `replica` is the id
+    of this replica, a new one at each start of the service. `manifest` names the
     models to serve; with `strict`, a model that cannot be loaded fails the start. `is_restart` tells whether the service has been ready
     before.
     """
@@ -51,7 +51,6 @@ class ProcessConfig(msgspec.Struct, frozen=True):
     heartbeat: int = -1
     journal: int = -1
     traces: int = -1
-    peers: int = -1
     replica: str = ""
     manifest: Manifest = Manifest([], {})
     strict: bool = True
@@ -94,7 +93,6 @@ class ProcessConfig(msgspec.Struct, frozen=True):
             self.heartbeat,
             self.journal,
             self.traces,
-            self.peers,
         )
         return [descriptor for descriptor in inherited if descriptor >= 0]
 

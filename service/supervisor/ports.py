@@ -14,14 +14,13 @@ BACKLOG = 2048
 
 
 class ListeningSockets(NamedTuple):
-    """The sockets of the service. grpc, admin, peers, health: None without these ports. `peers` is the mover's and `health` the
-    supervisor's; the others are the frontends'.
+    """The sockets of the service. grpc, admin, health: None without these ports. `health` is the supervisor's; the others are the
+    frontends'.
     """
 
     http: socket.socket
     grpc: socket.socket | None
     admin: socket.socket | None
-    peers: socket.socket | None = None
     health: socket.socket | None = None
 
     def close(self) -> None:
@@ -50,21 +49,16 @@ def open_sockets(settings: Settings) -> ListeningSockets:
             admin = on_error.enter_context(
                 _open_http(settings.admin_host, settings.admin_port, "choose another with --admin-host or --admin-port")
             )
-        peers = None
-        if settings.peers:
-            peers = on_error.enter_context(
-                _open_http(settings.host, settings.peer_port, "choose another with SEQSERVE_PEER_PORT")
-            )
         health = None
         if settings.health_port != OFF:
             health = _open_http(settings.host, settings.health_port, "choose another with --health-port")
         on_error.pop_all()
-    return ListeningSockets(http, grpc, admin, peers, health)
+    return ListeningSockets(http, grpc, admin, health)
 
 
 def addresses(sockets: ListeningSockets, settings: Settings) -> Addresses:
     """Return where clients find the service."""
-    http, grpc, admin, _, health = sockets
+    http, grpc, admin, health = sockets
     return Addresses(
         _address(http, settings.host),
         None if grpc is None else _address(grpc, settings.host),

@@ -25,7 +25,7 @@ from service.settings import Settings
 from service.supervisor.ports import ListeningSockets
 
 R = TypeVar("R", bound=Reply)
-ENGINE, FRONTEND, TRACER, MOVER = "engine", "frontend", "tracer", "mover"
+ENGINE, FRONTEND, TRACER, STORE = "engine", "frontend", "tracer", "store"
 EXIT_SECONDS = 0.5
 """How long a process that has closed its control channel may take to exit by itself."""
 KILL_SECONDS = 2.0
@@ -88,12 +88,12 @@ class Child:
         """Queue a message; it leaves as fast as the process reads."""
         self._channel.send_message(message, id)
 
-    def attach(self, end: socket.socket, *, mover: bool = False) -> None:
+    def attach(self, end: socket.socket, *, store: bool = False) -> None:
         """Pass one end of a channel to a process of the other role; the caller closes its own copy. Raises OSError.
 
-        mover: whether the other end belongs to the mover.
+        store: whether the other end belongs to the session store.
         """
-        self._channel.send(encode(Attach(mover)), attached=end)
+        self._channel.send(encode(Attach(store)), attached=end)
 
     async def call(self, message: Message, reply: type[R], *, timeout: float | None = None) -> R:
         """Send a call and return its reply. Raises a ServiceError when it is refused or late, or when the process ends."""
@@ -226,26 +226,25 @@ def start(
 
 def _trace_descriptor(traces: TraceSockets | None, role: str) -> int:
     """Return the end of the sockets that a process of this role has, -1 for none."""
-    if traces is None or role in (ENGINE, MOVER):
+    if traces is None or role in (ENGINE, STORE):
         return -1
     return traces.reading if role == TRACER else traces.writing
 
 
 def _descriptors(sockets: ListeningSockets, role: str) -> dict[str, int]:
     """Return the descriptors of the open sockets that a process of this role has, by field of ProcessConfig."""
-    if role not in (FRONTEND, MOVER):
+    if role != FRONTEND:
         return {}
-    names = ("peers",) if role == MOVER else ("http", "grpc", "admin")
-    named = {name: getattr(sockets, name) for name in names}
+    named = {name: getattr(sockets, name) for name in ("http", "grpc", "admin")}
     return {name: listening.fileno() for name, listening in named.items() if listening is not None}
 
 
 def connect(other: Child, engine: Child) -> None:
-    """Connect a frontend or the mover and an engine by a new channel; raises OSError."""
+    """Connect a frontend or the session store and an engine by a new channel; raises OSError."""
     near, far = pair()
     with near, far:
         other.attach(near)
-        engine.attach(far, mover=other.role == MOVER)
+        engine.attach(far, store=other.role == STORE)
 
 
 @contextmanager

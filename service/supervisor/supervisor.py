@@ -1,7 +1,7 @@
 """Starts, watches and restarts the other processes, opens the ports and aggregates metrics. Answers no inference request itself.
 
-Shutdown is start-up reversed: report not ready, serve for the lame-duck time, close the ports, let the frontends drain, hand the sessions
-over to other replicas, end the engines.
+Shutdown is start-up reversed: report not ready, serve for the lame-duck time, close the ports, let the frontends drain, save the sessions,
+end the engines.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from service.ipc.heartbeat import IDLE_SECONDS, PATIENCE_SECONDS
 from service.ipc.messages import (
     Done,
     Drain,
-    HandOver,
+    FlushSessions,
     Manifest,
     Message,
     MetricsCollected,
@@ -44,7 +44,7 @@ from service.supervisor.health import HealthPort
 from service.supervisor.metrics_aggregator import COLLECT_SECONDS, MetricsAggregator
 from service.supervisor.placement import place_processes
 from service.supervisor.ports import Addresses
-from service.supervisor.process import ENGINE, FRONTEND, MOVER, TRACER, Child, connect, start
+from service.supervisor.process import ENGINE, FRONTEND, STORE, TRACER, Child, connect, start
 from service.supervisor.reload import ModelReloader
 from service.supervisor.repository import Repository
 from service.supervisor.trials import Trials
@@ -54,8 +54,8 @@ FORGIVEN_SECONDS = 60.0
 """After this time an exit no longer delays the next restart."""
 STARTS_ALLOWED = 3
 """A process that ends this often before the service was ever ready stops the start."""
-HAND_OVER_SECONDS = 5.0
-"""How long the mover may take to hand over the sessions, at least. What remains of drain_seconds comes on top."""
+FLUSH_SECONDS = 5.0
+"""How long the sessions may take to be saved at the end, at least. What remains of drain_seconds comes on top."""
 KILL_MARGIN_SECONDS = 1.0
 """How much longer than drain_seconds a frontend may take to exit."""
 
@@ -110,8 +110,8 @@ class Supervisor:
         if self._traces is not None:
             self._names.append(f"{TRACER}-0")
         self._replica = secrets.token_hex(8)
-        if settings.has_mover:
-            self._names.append(f"{MOVER}-0")
+        if settings.session_store:
+            self._names.append(f"{STORE}-0")
         for role in (ENGINE, FRONTEND):
             self._metrics.processes.set(sum(name.startswith(role) for name in self._names), role)
         self._journals = {name: SessionJournal(journal_records(settings)) for name in self._engine_names}
@@ -231,9 +231,9 @@ class Supervisor:
         )
         try:
             for other in self._children.values():
-                if is_engine and other.role in (FRONTEND, MOVER):
+                if is_engine and other.role in (FRONTEND, STORE):
                     connect(other, child)
-                elif child.role in (FRONTEND, MOVER) and other.role == ENGINE:
+                elif child.role in (FRONTEND, STORE) and other.role == ENGINE:
                     connect(child, other)
         except OSError:
             child.abandon()
@@ -430,9 +430,8 @@ class Supervisor:
         self._log.info("draining", lame_duck_seconds=self._settings.lame_duck_seconds, seconds=self._settings.drain_seconds)
         self._draining = True
         self._update_ready()
-        movers = [child for child in self._children.values() if child.role == MOVER]
-        for child in (*self._frontends, *movers):
-            child.send(Drain())
+        for frontend in self._frontends:
+            frontend.send(Drain())
         if self._announced:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._interrupted.wait(), self._settings.lame_duck_seconds)
@@ -446,10 +445,10 @@ class Supervisor:
             await asyncio.wait(draining, timeout=self._settings.drain_seconds + KILL_MARGIN_SECONDS)
         for frontend in self._frontends:
             frontend.kill("ended")
-        for mover in movers:
-            seconds = max(HAND_OVER_SECONDS, until - time.monotonic())
+        for store in [child for child in self._children.values() if child.role == STORE]:
+            seconds = max(FLUSH_SECONDS, until - time.monotonic())
             with contextlib.suppress(ServiceError):
-                await mover.call(HandOver(seconds), Done, timeout=seconds + KILL_MARGIN_SECONDS)
+                await store.call(FlushSessions(seconds), Done, timeout=seconds + KILL_MARGIN_SECONDS)
 
     @property
     def _frontends(self) -> list[Child]:

@@ -10,7 +10,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from loadtest.servers import free_ports
-from service.access import peer_keys
 from tests.serving import Server, alive, eventually
 
 HOSTS = tuple(f"127.0.0.{number}" for number in range(2, 10))
@@ -122,14 +121,6 @@ def clustered(models: Path, scratch: Path, count: int = 3, **variables: str) -> 
         cluster.close()
 
 
-def peer_settings(folder: Path, count: int) -> dict[str, str]:
-    """Return the settings with which replicas at the first `count` addresses find each other, and write their peer key file."""
-    peer_keys.create(folder / "peer-keys")
-    [port] = free_ports(1, EVERYWHERE)
-    peers = ",".join(f"{host}:{port}" for host in HOSTS[:count])
-    return {"peers": peers, "peer_keys": str(folder / "peer-keys"), "peer_port": str(port)}
-
-
 @contextmanager
 def stopped(replica: Replica) -> Iterator[None]:
     """Stop all processes of a replica within the context."""
@@ -141,9 +132,3 @@ def stopped(replica: Replica) -> Iterator[None]:
     finally:
         for pid in reversed(pids):
             os.kill(pid, signal.SIGCONT)
-
-
-def knows(replica: Replica, count: int) -> bool:
-    """Return whether a replica has connections to this many other replicas, and knows no further replica."""
-    states = [replica.metric("seqserve_peers", state=state) for state in ("reachable", "unreachable")]
-    return states == [count, 0]

@@ -23,8 +23,8 @@ from service.engine.batching.session_state import State
 from service.engine.batching.session_table import SessionTable
 from service.engine.batching.sessions import Sessions
 from service.engine.batching.state_cache import StateCache
+from service.engine.batching.stored_sessions import StoredSessions, Waiting
 from service.engine.batching.ticket import FLOAT_BYTES, BlockOwner, RequestSequence, SendAnswer, SendRefusal, Session, Ticket
-from service.engine.batching.transfers import Transfers, Waiting
 from service.engine.engine import Engine
 from service.engine.execution.device import DeviceLost
 from service.engine.execution.in_flight import BlockResult, ChunkResult
@@ -60,15 +60,15 @@ class Batcher:
         metrics: Metrics,
         clock: Callable[[], float],
         errors: InternalErrors,
-        transfers: Transfers | None = None,
+        stored: StoredSessions | None = None,
     ) -> None:
-        """transfers: None for a service whose sessions stay in this process."""
+        """stored: None for a service without a session store."""
         self.batch_sequences = limits.max_batch_sequences
         """Most sequences in a batch."""
         self._engine = engine
         self._states = StateCache(engine, metrics)
         self._scheduler = Scheduler[RequestSequence](limits, engine.cost, self._states.room, _unpack)
-        self.sessions = Sessions(engine, table, self._states, metrics, clock, self._reject, transfers)
+        self.sessions = Sessions(engine, table, self._states, metrics, clock, self._reject, stored)
         self._metrics = metrics
         self._clock = clock
         self._errors = errors
@@ -110,18 +110,20 @@ class Batcher:
         return ticket
 
     def _submit(self, ticket: Ticket, data: bytes | memoryview, again: bool) -> None:
-        """Queue a request, or keep it until the location of its session is known."""
+        """Queue a request, or keep it until this replica owns its session."""
         request = ticket.request
         try:
             self._check(request, ticket.key, again)
-            if request.session is not None and self.sessions.transfers is not None:
+            if request.session is not None and self.sessions.stored is not None:
                 waiting = Waiting(
                     lambda: self._submit(ticket, data, again),
                     lambda error: self._reject(ticket, error),
                     lambda: ticket.ended,
                     request.session_limit,
+                    begins=request.session_starts is not False and not request.session_at,
+                    anew=request.session_starts is True,
                 )
-                if self.sessions.transfers.hold(request.session, waiting):
+                if self.sessions.stored.hold(request.session, waiting):
                     return
             self._queue(ticket, data, again)
         except ServiceError as error:

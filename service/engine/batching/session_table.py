@@ -32,8 +32,15 @@ class _EndedSession(NamedTuple):
     record: int
 
 
-UNREPORTED_ENDS: dict[str, type[ServiceError]] = {"expired": SessionExpired, "lost": SessionLost, "unloaded": SessionLost}
-"""Errors for a client that resumes a session which ended without its knowledge: idle too long, or with its engine or model version."""
+TAKEN_OVER = "taken_over"
+"""Another replica continues the session, because this one did not reach the session store for too long."""
+UNREPORTED_ENDS: dict[str, type[ServiceError]] = {
+    "expired": SessionExpired,
+    "lost": SessionLost,
+    "unloaded": SessionLost,
+    TAKEN_OVER: SessionLost,
+}
+"""Errors for a client that resumes a session which ended without its knowledge: idle too long, with its engine or its model version."""
 
 
 class SessionTable:
@@ -130,22 +137,18 @@ class SessionTable:
         return "" if ended is None else ended.reason
 
     def note_end(self, id: str, reason: str) -> None:
-        """Record that a session ended at another replica without its client's knowledge."""
+        """Record that a session ended without its client's knowledge, according to the session store."""
         if self._forget(_digest(id)) is None and not self._free_records:
             self._forget(next(iter(self._ended)))
         record = self._free_records.pop()
         self._ended[_digest(id)] = _EndedSession(reason, record)
         self._journal.write(record, _digest(id))
 
-    def forget_end(self, id: str) -> None:
-        """Forget why a session ended: its client has learned it from another replica."""
-        self._forget(_digest(id))
-
     def of(self, key: ModelKey) -> list[Session]:
         """Return the open sessions of one model version."""
         return [session for session in self._open.values() if session.key == key]
 
-    def lose(self, session: Session, reason: str = "unloaded") -> None:
+    def lose(self, session: Session, reason: str) -> None:
         """End a session without its client's knowledge. reason: of UNREPORTED_ENDS. The caller discards its state."""
         self._end_unreported(session, reason)
 
@@ -164,15 +167,6 @@ class SessionTable:
     def rest(self, session: Session, now: float) -> None:
         """Start the idle time of a session: it has no chunk left."""
         session.idle_since = now
-        self._idle[session] = None
-        self._idle.move_to_end(session)
-
-    def rest_since(self, session: Session, since: float) -> None:
-        """Start the idle time of a session in the past: it was idle at another replica.
-
-        It expires with the sessions that rest now, at the latest: a sorted order would cost more for each session that moves.
-        """
-        session.idle_since = since
         self._idle[session] = None
         self._idle.move_to_end(session)
 
@@ -221,6 +215,7 @@ class SessionTable:
             "expired": f"session {session_id(id)!r} was idle for longer than SEQSERVE_SESSION_IDLE_SECONDS, {self.idle_seconds:g} s",
             "lost": f"the engine that held the state of session {session_id(id)!r} ended",
             "unloaded": f"the model version of session {session_id(id)!r} was unloaded",
+            TAKEN_OVER: f"another replica took over session {session_id(id)!r} while this one did not reach the session store",
         }
         return UNREPORTED_ENDS[reason](f"{causes[reason]}: start the session again from its first step", field="session")
 

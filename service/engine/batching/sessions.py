@@ -12,8 +12,8 @@ from service.engine.batching import session_state
 from service.engine.batching.session_table import SessionTable
 from service.engine.batching.state_cache import StateCache
 from service.engine.batching.state_slots import ZERO_SLOT
+from service.engine.batching.stored_sessions import StoredSessions, now_ms
 from service.engine.batching.ticket import RequestSequence, Session, Ticket
-from service.engine.batching.transfers import Transfers, now_ms
 from service.engine.engine import Engine
 from service.errors import InvalidInput, Overloaded, ServiceError, SessionConflict, SessionLost
 from service.ipc.messages import ModelKey, Request, session_id
@@ -32,20 +32,19 @@ class Sessions:
         metrics: Metrics,
         clock: Callable[[], float],
         refuse: Callable[[Ticket, ServiceError], None],
-        transfers: Transfers | None = None,
+        stored: StoredSessions | None = None,
     ) -> None:
-        """transfers: None for a service whose sessions stay in this process."""
+        """stored: None for a service without a session store."""
         self._engine = engine
         self._table = table
         self._states = states
         self._metrics = metrics
         self._clock = clock
         self._refuse = refuse
-        self.transfers = transfers
-        if transfers is not None:
-            transfers.export, transfers.import_file = self._pack, self._import_moved
-            transfers.discard = lambda session: states.discard(session.location)
-        table.on_close = None if transfers is None else transfers.closed
+        self.stored = stored
+        if stored is not None:
+            stored.states = self
+            table.on_close = stored.closed
 
     # Calls of clients.
 
@@ -58,16 +57,17 @@ class Sessions:
             )
         if session.uncertain:
             raise _uncertain(session)
-        return self._pack(session)
+        return self.export(session)
 
-    def _pack(self, session: Session) -> bytes:
+    def export(self, session: Session) -> bytes:
+        """Return the state of a session without a chunk that runs, as a session file."""
         state = self._states.read(session.location)
         assert state is not None, "a session without a chunk that runs has at least one answered chunk"
         return session_state.pack(state, self._origin(session.key, session.steps))
 
-    def _import_moved(self, id: str, file: SessionFile, limit: int) -> Session:
-        """Open a session with a state from another replica, or from a checkpoint; raises ServiceError."""
-        return self.import_state(id, file.origin, file.tensors, file.data, limit, moved=True)
+    def import_file(self, id: str, file: SessionFile, limit: int) -> Session:
+        """Open a session with a state from the session store; raises ServiceError."""
+        return self.import_state(id, file.origin, file.tensors, file.data, limit, stored=True)
 
     def import_state(
         self,
@@ -77,11 +77,11 @@ class Sessions:
         data: bytes | memoryview,
         limit: int = 0,
         *,
-        moved: bool = False,
+        stored: bool = False,
     ) -> Session:
         """Open a session with an exported state; raises ServiceError.
 
-        data: the bytes of the tensors. limit: as `SessionTable.open`. moved: the state comes from another replica, not from a client.
+        data: the bytes of the tensors. limit: as `SessionTable.open`. stored: the state comes from the session store, not from a client.
         """
         if self._table.find(id) is not None:
             raise SessionConflict(
@@ -94,7 +94,7 @@ class Sessions:
                 field="session",
             )
         session_state.check_origin(origin, self._origin(key, origin.steps))
-        state = session_state.unpack(tensors, data, self._engine.save(key, ZERO_SLOT), trusted=moved)
+        state = session_state.unpack(tensors, data, self._engine.save(key, ZERO_SLOT), trusted=stored)
         session = self._table.open(id, key, limit)
         session.location.on_host, session.steps, session.begun = state, origin.steps, now_ms()
         self._table.rest(session, self._clock())
@@ -181,12 +181,12 @@ class Sessions:
             self._table.close(session, "ended")
         else:
             self._states.commit(chunk)
-            if self.transfers is not None:
-                self.transfers.answered(session)
+            if self.stored is not None:
+                self.stored.answered(session)
             if session.chunks:
                 session.chunks[0].ready = True
             else:
-                self._rest(session)
+                self.rest(session)
 
     def skip(self, session: Session, chunk: RequestSequence) -> None:
         """Remove a chunk that will not run, and refuse the chunks that arrived after it."""
@@ -206,14 +206,15 @@ class Sessions:
         if session.chunks:
             return
         if session.steps:
-            self._rest(session)
+            self.rest(session)
         else:
             self._table.close(session, "unbegun")
 
-    def _rest(self, session: Session) -> None:
+    def rest(self, session: Session) -> None:
+        """Start the idle time of a session without chunks."""
         self._table.rest(session, self._clock())
-        if self.transfers is not None:
-            self.transfers.rested(session)
+        if self.stored is not None:
+            self.stored.rested(session)
 
     # Ends that no client asked for.
 
@@ -221,17 +222,26 @@ class Sessions:
         """End the sessions that were idle for too long."""
         for session in self._table.expire(self._clock()):
             self._states.discard(session.location)
-        if self.transfers is not None:
-            self.transfers.step()
+        if self.stored is not None:
+            self.stored.step()
 
     def unload(self, key: ModelKey) -> None:
         """End the sessions of a model version. Waiting chunks are refused; other clients get an error once, when they resume."""
         for session in self._table.of(key):
-            if session.chunks:
-                self._end(session, "unloaded", SessionLost)
-            else:
-                self._states.discard(session.location)
-                self._table.lose(session)
+            self.lose(session, "unloaded")
+
+    def lose(self, session: Session, reason: str) -> None:
+        """End a session for a reason of UNREPORTED_ENDS. Its chunks are refused, or its client gets an error once, when it resumes."""
+        if session.chunks:
+            self._end(session, reason, SessionLost)
+        else:
+            self._states.discard(session.location)
+            self._table.lose(session, reason)
+
+    def let_go(self, session: Session) -> None:
+        """Close a session that the session store has, so that another replica may continue it."""
+        self._states.discard(session.location)
+        self._table.close(session, "moved")
 
     def holds(self, key: ModelKey) -> bool:
         """Return whether a session of this model version is open."""
@@ -245,7 +255,7 @@ class Sessions:
     def _end(self, session: Session, reason: str, kind: type[ServiceError] = SessionConflict) -> None:
         chunks, session.chunks = session.chunks, deque()
         for chunk in chunks:
-            message = f"session {session_id(session.id)!r} was {reason} before this chunk was answered"
+            message = f"session {session_id(session.id)!r} was {reason.replace('_', ' ')} before this chunk was answered"
             self._refuse(chunk.ticket, kind(message, field="session"))
         self._states.discard(session.location)
         self._table.close(session, reason)

@@ -55,7 +55,8 @@ class Session:
     earlier_end: why the session of the same id before it ended without its client's knowledge, or None.
     begun: when it began, in milliseconds of Unix time.
     uncertain: its client may have answers to later chunks than this state has. Only a chunk that names these steps may continue.
-    unsaved: chunks since its last checkpoint.
+    unsaved: chunks since it was saved last.
+    anew: it has no record in the session store yet. Each of its chunks is saved until the store has one.
     """
 
     id: str
@@ -68,6 +69,7 @@ class Session:
     begun: int = 0
     uncertain: bool = False
     unsaved: int = 0
+    anew: bool = False
 
     @property
     def key(self) -> ModelKey:

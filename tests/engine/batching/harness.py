@@ -13,13 +13,12 @@ import torch
 
 from service.engine.batch import Batch
 from service.engine.batching.batcher import Batcher
-from service.engine.batching.moves import Moves
 from service.engine.batching.request_block import RequestBlock
 from service.engine.batching.session_state import State
 from service.engine.batching.session_table import SessionTable
 from service.engine.batching.state_slots import ZERO_SLOT
+from service.engine.batching.stored_sessions import StoredSessions
 from service.engine.batching.ticket import Ticket
-from service.engine.batching.transfers import Transfers
 from service.engine.execution.cost_model import Cost
 from service.engine.execution.device import DeviceLost
 from service.engine.execution.device_engine import PreparedModel
@@ -40,8 +39,6 @@ OVERFLOW = 777
 """Id that leads to a state that is not finite."""
 ROOM = 3
 IDLE_SECONDS = 60.0
-PATIENCE_SECONDS = 1.0
-"""How long a chunk waits for another replica."""
 
 
 class FakeEngine:
@@ -329,9 +326,9 @@ class BatcherHarness:
         max_sessions: int = 3,
         journal: SessionJournal | None = None,
         batch_seconds: float = 100.0,
-        replica: str = "",
+        checkpoint_chunks: int = 0,
     ) -> None:
-        """replica: the id of the replica, for sessions that move."""
+        """checkpoint_chunks: chunks between two saves, 0 for an engine without a session store."""
         self.now = 0.0
         self.engine = engine or FakeEngine()
         self.metrics = Metrics()
@@ -339,12 +336,12 @@ class BatcherHarness:
         sessions = SessionTable(max_sessions, IDLE_SECONDS, self.journal, self.metrics)
         scheduler_limits = limits(max_waiting, max_batch_sequences, max_batch_tokens, batch_seconds)
         errors = InternalErrors(Log("engine"), self.metrics, lambda: self.now)
-        self.transfers = None
-        if replica:
-            moves = Moves(replica, PATIENCE_SECONDS + 1)
-            clock = {"clock": lambda: self.now, "patience": PATIENCE_SECONDS, "max_waiting": max_waiting}
-            self.transfers = Transfers(moves, sessions, self.metrics, replica=replica, **clock)  # type: ignore[arg-type]
-        self.batcher = Batcher(scheduler_limits, self.engine, sessions, self.metrics, lambda: self.now, errors, self.transfers)
+        self.stored = None
+        if checkpoint_chunks:
+            self.stored = StoredSessions(
+                sessions, lambda: self.now, max_waiting=max_waiting, checkpoint_chunks=checkpoint_chunks
+            )
+        self.batcher = Batcher(scheduler_limits, self.engine, sessions, self.metrics, lambda: self.now, errors, self.stored)
         self.clients: list[FakeClient] = []
         self.frontend = FakeFrontend()
 

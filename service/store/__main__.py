@@ -1,0 +1,58 @@
+"""`python -m service.store`: the store process. The supervisor starts it if the setting `session_store` is set, and writes its
+ProcessConfig to standard input.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+from service.errors import StartError
+from service.ipc.async_channel import AsyncChannel
+from service.ipc.channel import Channel, Frame, send_now
+from service.ipc.heartbeat import Heartbeat
+from service.ipc.messages import Attach, CollectMetrics, Done, Failed, FlushSessions, MetricsCollected, Ready
+from service.ipc.process_config import ProcessConfig
+from service.log import Log
+from service.metrics import Metrics
+from service.store.open import open_store
+from service.store.worker import StoreWorker
+
+
+async def main() -> None:
+    """Save and take sessions until the supervisor closes the control channel."""
+    config = ProcessConfig.read()
+    control, log, metrics, settings = config.open_control(), Log("store"), Metrics(), config.read_settings()
+    metrics.observe_collections("store")
+    ended, flushes = asyncio.Event(), set[asyncio.Task[None]]()
+    try:
+        worker = StoreWorker(open_store(settings, config.replica), len(settings.devices), metrics, log)
+    except StartError as error:
+        send_now(control, Failed(str(error)))
+        return
+    await worker.start()
+
+    async def flush(id: int, seconds: float) -> None:
+        await worker.flush(seconds)
+        channel.send_message(MetricsCollected(metrics.snapshot()))
+        channel.send_message(Done(), id)
+
+    def handle(frame: Frame) -> None:
+        match frame.message:
+            case Attach():
+                assert frame.attached is not None, "an Attach message carries a socket"
+                worker.attach(Channel(frame.attached))
+            case CollectMetrics():
+                channel.send_message(MetricsCollected(metrics.snapshot()), frame.id)
+            case FlushSessions(seconds=seconds):
+                flushes.add(asyncio.ensure_future(flush(frame.id, seconds)))
+
+    channel = AsyncChannel(control, handle, on_close=ended.set)
+    Heartbeat(config.heartbeat).beat_from_loop()
+    channel.send_message(Ready())
+    await ended.wait()
+    os._exit(0)  # a thread may still wait for the store
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

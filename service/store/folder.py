@@ -1,0 +1,266 @@
+"""A store in a folder: a file for each session, and a folder for each replica with its lease and its inbox.
+
+A change locks the folder of its session, which has a 256th of all sessions. A file is replaced as a whole, and its header has a digest of
+the state: a file that was torn by a crash of its machine has no state. Times are those of the file system, which all replicas share.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from hashlib import blake2b
+from pathlib import Path
+
+import msgspec
+
+from service.errors import SettingsError
+from service.ipc.messages import DropSession, ReleaseSession, SaveSession, TakeOutcome, TakeSession
+from service.store.records import FENCED, FORM, LEASE_SECONDS, Change, Note, NoteKind, Result, StoreFailed, Taken, digest
+
+LOCK_SECONDS = 1.0
+"""How long another replica may hold a lock: it may be stopped."""
+LOCK_PAUSE_SECONDS = 0.002
+INBOX_PAUSE_SECONDS = 0.01
+CHECK_BYTES = 16
+_HEADER_END = b"\n"
+_NOTES = tuple(kind.value for kind in NoteKind)
+
+
+class _Record(msgspec.Struct, omit_defaults=True):
+    """The header of a session's file. owner: empty if it is free. fenced: it has changed its owner by force. wanted: who waits for it."""
+
+    form: int
+    owner: str = ""
+    begun: int = 0
+    exact: bool = False
+    ended: str = ""
+    fenced: bool = False
+    wanted: str = ""
+    check: str = ""
+
+
+class FolderStore:
+    """The records of one replica in a folder."""
+
+    def __init__(self, folder: Path, replica: str, keep_seconds: float) -> None:
+        """Raises SettingsError for a folder that cannot be written."""
+        self._sessions, self._replicas = folder / "sessions", folder / "replicas"
+        self._replica = replica
+        self._keep_seconds = keep_seconds
+        try:
+            self._mine.mkdir(parents=True, exist_ok=True)
+            for number in range(256):
+                (self._sessions / f"{number:02x}").mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise SettingsError(f"sessions cannot be saved in {folder} (SEQSERVE_SESSION_STORE): {error}") from None
+
+    def apply(self, changes: Sequence[Change], *, may_seize: bool) -> list[Result]:
+        return [self._apply(change, may_seize) for change in changes]
+
+    def renew(self) -> bool:
+        lease = self._mine / "lease"
+        try:
+            before = lease.stat().st_mtime if lease.exists() else 0.0
+            self._mine.mkdir(parents=True, exist_ok=True)
+            lease.touch()
+            return lease.stat().st_mtime - before < LEASE_SECONDS
+        except OSError as error:
+            raise StoreFailed(str(error)) from None
+
+    def read_inbox(self, seconds: float) -> list[Note]:
+        until = time.monotonic() + seconds
+        try:
+            while not (notes := list(self._notes())) and time.monotonic() < until:
+                time.sleep(INBOX_PAUSE_SECONDS)
+        except OSError as error:
+            raise StoreFailed(str(error)) from None
+        return notes
+
+    def sweep(self) -> None:
+        try:
+            now = self._now()
+            for folder in self._sessions.iterdir():
+                with self._locked(folder):
+                    for file in folder.iterdir():
+                        if file.name != ".lock" and now - file.stat().st_mtime > self._keep_seconds:
+                            file.unlink()
+            for replica in self._replicas.iterdir():
+                with suppress(FileNotFoundError):
+                    if now - replica.stat().st_mtime > self._keep_seconds and not self._is_alive(replica.name):
+                        shutil.rmtree(replica)
+        except OSError as error:
+            raise StoreFailed(str(error)) from None
+
+    def end(self) -> None:
+        try:
+            shutil.rmtree(self._mine)
+        except OSError as error:
+            raise StoreFailed(str(error)) from None
+
+    # Changes.
+
+    def _apply(self, change: Change, may_seize: bool) -> Result:
+        name = digest(change.message.session)
+        file = self._sessions / name[:2] / name
+        try:
+            with self._locked(file.parent):
+                match change.message:
+                    case TakeSession():
+                        return self._take(file, change.message, may_seize)
+                    case SaveSession():
+                        return self._save(file, change.message, change.state)
+                    case ReleaseSession():
+                        return self._release(file, change.message)
+                    case DropSession():
+                        return self._drop(file, change.message)
+        except (OSError, msgspec.DecodeError, msgspec.ValidationError) as error:
+            return StoreFailed(str(error))
+
+    def _take(self, file: Path, message: TakeSession, may_seize: bool) -> Taken:
+        record, state = self._read(file)
+        if record is not None and record.form > FORM:
+            return Taken(TakeOutcome.NEWER)
+        fenced = record is not None and record.fenced
+        if record is not None and record.owner not in ("", self._replica):
+            if not may_seize or self._is_alive(record.owner):
+                record.wanted = self._replica
+                self._write(file, record, state)
+                self._leave_note(record.owner, NoteKind.WANTED, message.session)
+                return Taken(TakeOutcome.HELD)
+            self._leave_note(record.owner, NoteKind.SEIZED, message.session)
+            fenced = True
+        if record is None or record.ended == FENCED:
+            if not message.begins:
+                return Taken(TakeOutcome.ABSENT)
+            self._write(file, _Record(FORM, self._replica, message.begun, fenced=fenced), b"")
+            return Taken(TakeOutcome.NEW)
+        if record.ended or not state:
+            file.unlink()
+            return Taken(TakeOutcome.ENDED, ended=record.ended or "lost")
+        taken = Taken(TakeOutcome.TAKEN, record.begun, record.exact, state=state)
+        self._write(file, _Record(FORM, self._replica, record.begun, fenced=fenced), state)
+        return taken
+
+    def _save(self, file: Path, message: SaveSession, state: bytes) -> bool:
+        record, _ = self._read(file)
+        if record is None:
+            record = _Record(FORM, self._replica)
+        elif record.owner != self._replica:
+            if not (message.anew and record.begun < message.begun):
+                return False
+            record.fenced = True
+            self._leave_note(record.owner, NoteKind.SEIZED, message.session)
+        wanted = record.wanted
+        record = _Record(FORM, self._replica, message.begun, message.exact, fenced=record.fenced, wanted=wanted)
+        if message.releases:
+            record.owner = record.wanted = ""
+        self._write(file, record, state)
+        if message.releases and wanted:
+            self._leave_note(wanted, NoteKind.RELEASED, message.session)
+        return True
+
+    def _release(self, file: Path, message: ReleaseSession) -> bool:
+        record, state = self._read(file)
+        if record is None or record.owner != self._replica:
+            return False
+        wanted, record.owner, record.wanted, record.exact = record.wanted, "", "", message.exact
+        if state:
+            self._write(file, record, state)
+        else:
+            file.unlink()
+        if wanted:
+            self._leave_note(wanted, NoteKind.RELEASED, message.session)
+        return True
+
+    def _drop(self, file: Path, message: DropSession) -> bool:
+        record, _ = self._read(file)
+        if record is None or record.owner != self._replica:
+            return False
+        ended = message.ended or (FENCED if record.fenced else "")
+        if ended:
+            self._write(file, _Record(FORM, begun=record.begun, ended=ended, fenced=record.fenced), b"")
+        else:
+            file.unlink()
+        return True
+
+    # Files.
+
+    @property
+    def _mine(self) -> Path:
+        return self._replicas / self._replica
+
+    @contextmanager
+    def _locked(self, folder: Path) -> Iterator[None]:
+        """Lock a folder of sessions. Raises TimeoutError if another replica does not give its lock back."""
+        until = time.monotonic() + LOCK_SECONDS
+        lock = os.open(folder / ".lock", os.O_CREAT | os.O_RDWR)
+        try:
+            while True:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > until:
+                        raise TimeoutError(f"another replica has locked {folder} for longer than {LOCK_SECONDS:g} s") from None
+                    time.sleep(LOCK_PAUSE_SECONDS)
+            yield
+        finally:
+            os.close(lock)
+
+    @staticmethod
+    def _read(file: Path) -> tuple[_Record | None, bytes]:
+        """Return the record and the state of a session, and no state for a torn file."""
+        try:
+            header, _, state = file.read_bytes().partition(_HEADER_END)
+        except FileNotFoundError:
+            return None, b""
+        record = msgspec.json.decode(header, type=_Record)
+        return record, state if record.check == _check(state) else b""
+
+    @staticmethod
+    def _write(file: Path, record: _Record, state: bytes) -> None:
+        record.check = _check(state)
+        unfinished = file.parent / f".{secrets.token_hex(8)}"
+        unfinished.write_bytes(msgspec.json.encode(record) + _HEADER_END + state)
+        unfinished.replace(file)
+
+    # Replicas.
+
+    def _now(self) -> float:
+        """Return the time of the file system at which this replica renewed its lease last."""
+        with suppress(FileNotFoundError):
+            return (self._mine / "lease").stat().st_mtime
+        return 0.0
+
+    def _is_alive(self, replica: str) -> bool:
+        try:
+            return self._now() - (self._replicas / replica / "lease").stat().st_mtime < LEASE_SECONDS
+        except FileNotFoundError:
+            return False
+
+    def _leave_note(self, replica: str, kind: NoteKind, session: str) -> None:
+        """Leave a note in the inbox of a replica, unless the replica has ended, or there is none."""
+        if not replica:
+            return
+        note = self._replicas / replica / f"{kind}{digest(session)}"
+        unfinished = self._replicas / replica / f".{secrets.token_hex(8)}"
+        with suppress(FileNotFoundError):
+            unfinished.write_text(session)
+            unfinished.replace(note)
+
+    def _notes(self) -> Iterator[Note]:
+        with os.scandir(self._mine) as entries:
+            files = [Path(entry.path) for entry in entries if entry.name[0] in _NOTES]
+        for file in files:
+            session = file.read_text()
+            file.unlink()
+            yield Note(NoteKind(file.name[0]), session)
+
+
+def _check(state: bytes) -> str:
+    return blake2b(state, digest_size=CHECK_BYTES).hexdigest() if state else ""

@@ -1,0 +1,93 @@
+"""What a store keeps of each session, and what it promises. A store is a folder or a Redis server that all replicas share.
+
+A record names the owner of its session, a replica. Every change is atomic and compares the owner first, so a session has one saved
+history. Each replica renews one lease; the sessions of a replica whose lease has ended may be taken over. A replica that needs a session of
+a living owner leaves a mark in the owner's inbox, and the owner saves the session and lets go of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+from hashlib import blake2b
+from typing import NamedTuple, Protocol
+
+from service.ipc.messages import DropSession, ReleaseSession, SaveSession, TakeOutcome, TakeSession
+
+FORM = 1
+"""Version of the saved form. A replica reads this form and earlier ones, and leaves records of later forms alone."""
+LEASE_SECONDS = 2.0
+RENEW_SECONDS = 0.4
+INBOX_WAIT_SECONDS = 1.0
+"""How long a call waits for notes at most."""
+DIGEST_BYTES = 16
+"""Size of the digest of a session's name, which may have characters that a file name cannot have."""
+FENCED = "-"
+"""Value of `ended` for a session that ended after it had changed its owner by force: an earlier owner may still try to save it."""
+
+
+class StoreFailed(Exception):
+    """The store does not answer, or cannot be written."""
+
+
+class Change(NamedTuple):
+    """A change of one record. state: the session file of a SaveSession."""
+
+    message: TakeSession | SaveSession | ReleaseSession | DropSession
+    state: bytes = b""
+
+
+class Taken(NamedTuple):
+    """The outcome of a TakeSession. begun, exact, state: of the state that was saved last. ended: why the session ended."""
+
+    outcome: TakeOutcome
+    begun: int = 0
+    exact: bool = False
+    ended: str = ""
+    state: bytes = b""
+
+
+class NoteKind(StrEnum):
+    """WANTED: another replica needs the session. RELEASED: the session that this replica waits for is free.
+
+    SEIZED: another replica took over the session of this one, whose lease had ended, or which the store could not ask.
+    """
+
+    WANTED = "w"
+    RELEASED = "r"
+    SEIZED = "s"
+
+
+class Note(NamedTuple):
+    """An entry of a replica's inbox."""
+
+    kind: NoteKind
+    session: str
+
+
+Result = Taken | bool | StoreFailed
+"""Of a change: Taken for a TakeSession, otherwise whether this replica owned the session. StoreFailed: the change was not made."""
+
+
+class Store(Protocol):
+    """Keeps the records. The functions block, and may be called by several threads."""
+
+    def apply(self, changes: Sequence[Change], *, may_seize: bool) -> list[Result]:
+        """Make changes in their order. may_seize: whether sessions of replicas without a lease are taken over."""
+
+    def renew(self) -> bool:
+        """Renew the lease of this replica. Returns whether it had not ended. Raises StoreFailed."""
+
+    def read_inbox(self, seconds: float) -> list[Note]:
+        """Remove and return the notes for this replica, after waiting for the first for up to `seconds`. Raises StoreFailed."""
+
+    def sweep(self) -> None:
+        """Remove what is too old. Raises StoreFailed."""
+
+    def end(self) -> None:
+        """End the lease of this replica. Raises StoreFailed."""
+
+
+def digest(session: str) -> str:
+    """Return the name of a session's record."""
+    return blake2b(session.encode(), digest_size=DIGEST_BYTES).hexdigest()

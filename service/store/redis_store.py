@@ -1,0 +1,227 @@
+"""A store in Redis: a hash for each session, a key that expires for each lease, a list for each inbox.
+
+Redis runs each change as one script. All keys have the same hash tag, so they are in one slot of a cluster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from service.errors import SettingsError
+from service.ipc.messages import DropSession, Message, ReleaseSession, SaveSession, TakeOutcome, TakeSession
+from service.store.records import (
+    FENCED,
+    FORM,
+    INBOX_WAIT_SECONDS,
+    LEASE_SECONDS,
+    Change,
+    Note,
+    NoteKind,
+    Result,
+    StoreFailed,
+    Taken,
+    digest,
+)
+
+ANSWER_SECONDS = 1.0
+"""How long Redis may take to answer."""
+INBOX_SECONDS = 60
+"""Notes for a replica that has ended expire."""
+MAX_NOTES = 1000
+PREFIX = "{seqserve}:"
+_TAKE = """
+local session, name, me, form, begun = KEYS[1], ARGV[1], ARGV[2], ARGV[3], ARGV[4]
+local begins, may_seize, keep = ARGV[5] == '1', ARGV[6] == '1', ARGV[7]
+local there = redis.call('HMGET', session, 'form', 'owner', 'begun', 'exact', 'ended', 'state', 'fenced')
+local owner, ended, fenced = there[2] or '', there[5] or '', there[7] or '0'
+if there[1] and tonumber(there[1]) > tonumber(form) then return {'newer'} end
+if there[1] and owner ~= '' and owner ~= me then
+  local inbox = KEYS[3] .. owner
+  local is_alive = not may_seize or redis.call('EXISTS', KEYS[2] .. owner) == 1
+  redis.call('RPUSH', inbox, (is_alive and 'w' or 's') .. name)
+  redis.call('EXPIRE', inbox, ARGV[8])
+  if is_alive then
+    redis.call('HSET', session, 'wanted', me)
+    return {'held'}
+  end
+  fenced = '1'
+end
+if not there[1] or ended == ARGV[9] then
+  if not begins then return {'absent'} end
+  redis.call('DEL', session)
+  redis.call('HSET', session, 'form', form, 'owner', me, 'begun', begun, 'exact', '0', 'ended', '', 'state', '', 'fenced', fenced)
+  redis.call('PEXPIRE', session, keep)
+  return {'new'}
+end
+if ended ~= '' or there[6] == '' then
+  redis.call('DEL', session)
+  return {'ended', ended == '' and 'lost' or ended}
+end
+redis.call('HSET', session, 'form', form, 'owner', me, 'exact', '0', 'fenced', fenced)
+redis.call('HDEL', session, 'wanted')
+redis.call('PEXPIRE', session, keep)
+return {'taken', there[3], there[4], there[6]}
+"""
+"""KEYS: the session, the prefixes of leases and of inboxes. ARGV: its name, this replica, the form, when it began, begins, may_seize,
+milliseconds to keep it, seconds to keep a note, FENCED."""
+_SAVE = """
+local session, name, me, begun = KEYS[1], ARGV[1], ARGV[2], ARGV[4]
+local releases, anew = ARGV[6] == '1', ARGV[7] == '1'
+local there = redis.call('HMGET', session, 'owner', 'begun', 'wanted')
+if there[1] and there[1] ~= me then
+  if not (anew and tonumber(there[2]) < tonumber(begun)) then return 0 end
+  redis.call('HSET', session, 'fenced', '1')
+  redis.call('RPUSH', KEYS[2] .. there[1], 's' .. name)
+  redis.call('EXPIRE', KEYS[2] .. there[1], ARGV[9])
+end
+redis.call('HSET', session, 'form', ARGV[3], 'owner', releases and '' or me, 'begun', begun, 'exact', ARGV[5], 'ended', '',
+  'state', ARGV[10])
+redis.call('PEXPIRE', session, ARGV[8])
+if releases and there[3] then
+  redis.call('HDEL', session, 'wanted')
+  redis.call('RPUSH', KEYS[2] .. there[3], 'r' .. name)
+  redis.call('EXPIRE', KEYS[2] .. there[3], ARGV[9])
+end
+return 1
+"""
+"""KEYS: the session, the prefix of inboxes. ARGV: its name, this replica, the form, when it began, exact, releases, anew, milliseconds to
+keep it, seconds to keep a note, the state."""
+_RELEASE = """
+local there = redis.call('HMGET', KEYS[1], 'owner', 'state', 'wanted')
+if there[1] ~= ARGV[2] then return 0 end
+if there[2] == '' then redis.call('DEL', KEYS[1]) else redis.call('HSET', KEYS[1], 'owner', '', 'exact', ARGV[3]) end
+if there[3] then
+  redis.call('HDEL', KEYS[1], 'wanted')
+  redis.call('RPUSH', KEYS[2] .. there[3], 'r' .. ARGV[1])
+  redis.call('EXPIRE', KEYS[2] .. there[3], ARGV[4])
+end
+return 1
+"""
+"""KEYS: the session, the prefix of inboxes. ARGV: its name, this replica, exact, seconds to keep a note."""
+_DROP = """
+local there = redis.call('HMGET', KEYS[1], 'owner', 'fenced')
+if there[1] ~= ARGV[1] then return 0 end
+local ended = ARGV[2]
+if ended == '' and there[2] == '1' then ended = ARGV[4] end
+if ended == '' then redis.call('DEL', KEYS[1]) return 1 end
+redis.call('HSET', KEYS[1], 'owner', '', 'ended', ended, 'state', '')
+redis.call('PEXPIRE', KEYS[1], ARGV[3])
+return 1
+"""
+"""KEYS: the session. ARGV: this replica, why the session ended, milliseconds to keep the reason, FENCED."""
+_SCRIPTS: dict[type[Message], str] = {TakeSession: _TAKE, SaveSession: _SAVE, ReleaseSession: _RELEASE, DropSession: _DROP}
+
+
+class RedisStore:
+    """The records of one replica in Redis."""
+
+    def __init__(self, url: str, replica: str, keep_seconds: float) -> None:
+        """Raises SettingsError without the redis package."""
+        try:
+            import redis
+        except ImportError:
+            raise SettingsError(
+                f"SEQSERVE_SESSION_STORE is {url} and needs a package that is not installed: pip install 'seqserve[redis]'"
+            ) from None
+        self._error: type[Exception] = redis.RedisError
+        self._unknown_script: type[Exception] = redis.exceptions.NoScriptError
+        self._client: Any = redis.Redis.from_url(url, socket_timeout=ANSWER_SECONDS, socket_connect_timeout=ANSWER_SECONDS)
+        # Its only command waits for a note.
+        self._inbox_client: Any = redis.Redis.from_url(
+            url, socket_timeout=INBOX_WAIT_SECONDS + ANSWER_SECONDS, socket_connect_timeout=ANSWER_SECONDS
+        )
+        self._scripts = {kind: self._client.register_script(text) for kind, text in _SCRIPTS.items()}
+        self._replica = replica
+        self._keep_ms = max(1, round(keep_seconds * 1000))
+
+    def apply(self, changes: Sequence[Change], *, may_seize: bool) -> list[Result]:
+        commands = [self._command(change, may_seize) for change in changes]
+        try:
+            results = self._run(commands)
+            missing = [index for index, result in enumerate(results) if isinstance(result, self._unknown_script)]
+            if missing:
+                for script in self._scripts.values():
+                    self._client.script_load(script.script)
+                for index, result in zip(missing, self._run([commands[index] for index in missing]), strict=True):
+                    results[index] = result
+        except self._error as error:
+            return [StoreFailed(str(error))] * len(changes)
+        return [self._result(change, result) for change, result in zip(changes, results, strict=True)]
+
+    def renew(self) -> bool:
+        try:
+            pipeline = self._client.pipeline(transaction=False)
+            pipeline.exists(self._lease)
+            pipeline.set(self._lease, 1, px=round(LEASE_SECONDS * 1000))
+            existed, _ = pipeline.execute()
+        except self._error as error:
+            raise StoreFailed(str(error)) from None
+        return bool(existed)
+
+    def read_inbox(self, seconds: float) -> list[Note]:
+        try:
+            first = self._inbox_client.blpop(self._inbox, timeout=seconds)
+            if first is None:
+                return []
+            return [_note(first[1]), *map(_note, self._client.lpop(self._inbox, MAX_NOTES) or ())]
+        except self._error as error:
+            raise StoreFailed(str(error)) from None
+
+    def sweep(self) -> None:
+        """Redis does it."""
+
+    def end(self) -> None:
+        try:
+            self._client.delete(self._lease, self._inbox)
+        except self._error as error:
+            raise StoreFailed(str(error)) from None
+
+    @property
+    def _lease(self) -> str:
+        return f"{PREFIX}lease:{self._replica}"
+
+    @property
+    def _inbox(self) -> str:
+        return f"{PREFIX}inbox:{self._replica}"
+
+    def _run(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Send all commands in one round trip."""
+        pipeline = self._client.pipeline(transaction=False)
+        for command in commands:
+            pipeline.evalsha(*command)
+        results: list[Any] = pipeline.execute(raise_on_error=False)
+        return results
+
+    def _command(self, change: Change, may_seize: bool) -> tuple[Any, ...]:
+        """Return the arguments of EVALSHA."""
+        message = change.message
+        script, key, inboxes = self._scripts[type(message)].sha, f"{PREFIX}session:{digest(message.session)}", f"{PREFIX}inbox:"
+        match message:
+            case TakeSession(session=name, begun=begun, begins=begins):
+                limits = self._keep_ms, INBOX_SECONDS, FENCED
+                leases = f"{PREFIX}lease:"
+                return script, 3, key, leases, inboxes, name, self._replica, FORM, begun, int(begins), int(may_seize), *limits
+            case SaveSession(session=name, begun=begun, exact=exact, releases=releases, anew=anew):
+                options = int(exact), int(releases), int(anew), self._keep_ms, INBOX_SECONDS
+                return script, 2, key, inboxes, name, self._replica, FORM, begun, *options, change.state
+            case ReleaseSession(session=name, exact=exact):
+                return script, 2, key, inboxes, name, self._replica, int(exact), INBOX_SECONDS
+            case DropSession(ended=ended):
+                return script, 1, key, self._replica, ended, self._keep_ms, FENCED
+
+    @staticmethod
+    def _result(change: Change, result: Any) -> Result:
+        if isinstance(result, Exception):
+            return StoreFailed(str(result))
+        if not isinstance(change.message, TakeSession):
+            return bool(result)
+        outcome, values = TakeOutcome(result[0].decode()), result[1:]
+        if outcome is TakeOutcome.TAKEN:
+            begun, exact, state = values
+            return Taken(outcome, int(begun), exact == b"1", state=state)
+        return Taken(outcome, ended=values[0].decode() if values else "")
+
+
+def _note(entry: bytes) -> Note:
+    return Note(NoteKind(entry[:1].decode()), entry[1:].decode())

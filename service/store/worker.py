@@ -1,0 +1,282 @@
+"""The loop of the store process: passes changes of the engines to the store in batches, and notes of other replicas to the engines."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from contextlib import suppress
+from typing import Any
+
+from service.errors import EngineLost, ServiceError
+from service.ipc.async_channel import AsyncChannel
+from service.ipc.channel import Channel, Frame, encode
+from service.ipc.messages import (
+    DropSession,
+    EngineStatus,
+    Message,
+    ReleaseSession,
+    ReleaseSessions,
+    SaveEnded,
+    SaveSession,
+    SessionsLeft,
+    SessionTaken,
+    SessionWanted,
+    TakeOutcome,
+    TakeSession,
+    VerifySession,
+)
+from service.ipc.rpc import Rpc
+from service.ipc.session_placement import engine_of_session
+from service.log import Log
+from service.metrics import Metrics
+from service.store.queue import ChangeQueue, Queued
+from service.store.records import (
+    INBOX_WAIT_SECONDS,
+    LEASE_SECONDS,
+    RENEW_SECONDS,
+    Change,
+    NoteKind,
+    Result,
+    Store,
+    StoreFailed,
+    Taken,
+)
+
+PATIENCE_SECONDS = 4.0
+"""How long a chunk waits for a session of another replica: longer than the lease of a replica that has crashed."""
+TAKE_AGAIN_SECONDS = 0.05
+"""How often this replica tries to take a session that another one holds, without a note from it."""
+SWEEP_SECONDS = 60.0
+ENGINE_SECONDS = 5.0
+"""How long an engine may take to release a part of its sessions."""
+FLUSHED_AT_ONCE = 1000
+PAUSE_SECONDS = 0.02
+"""Pause of a flush that makes no progress."""
+AWAY_SECONDS = 5.0
+"""A flush ends if it made no progress for this long."""
+
+
+class Engine:
+    """The channel to one engine."""
+
+    def __init__(self, worker: StoreWorker, channel: Channel) -> None:
+        self._worker = worker
+        self._channel = AsyncChannel(channel, self._handle, self._lose)
+        self.rpc = Rpc(self._channel.send, "an engine")
+        self.place: int | None = None
+
+    def send(self, message: Message, tail: bytes = b"") -> None:
+        """Send a message to the engine, unless it has ended."""
+        if self._channel.open:
+            self._channel.send(encode(message, tail=(tail,)))
+
+    def _handle(self, frame: Frame) -> None:
+        match frame.message:
+            case EngineStatus(place=place):
+                self.place = place
+            case TakeSession() | SaveSession() | ReleaseSession() | DropSession() as message:
+                self._worker.add(Change(message, bytes(frame.tail)), self)
+            case _:
+                self.rpc.handle_reply(frame)
+
+    def _lose(self) -> None:
+        self.rpc.close(EngineLost("the engine ended"))
+        self._worker.engines.remove(self)
+
+
+class StoreWorker:
+    """The only user of the store in this replica. It holds nothing that a restart of its process would lose: engines send again."""
+
+    def __init__(self, store: Store, engine_count: int, metrics: Metrics, log: Log) -> None:
+        self._store = store
+        self._engine_count = engine_count
+        self._metrics = metrics
+        self._log = log
+        self.engines: list[Engine] = []
+        self._queue = ChangeQueue[Engine]()
+        self._wake = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._held: dict[str, Queued[Engine]] = {}
+        """The sessions of other replicas that this one waits for."""
+        self._leased_since: float | None = None
+        """Since when this replica has a lease without a gap. None: the store does not answer."""
+        self._flushing = False
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        """Take the lease of this replica, and begin to work."""
+        await self._renew_once()
+        for work in (self._run(), self._renew(), self._take_held(), self._read_inbox(), self._sweep()):
+            self._start(work)
+
+    def attach(self, channel: Channel) -> None:
+        """Add an engine."""
+        self.engines.append(Engine(self, channel))
+
+    def add(self, change: Change, sender: Engine) -> None:
+        """Make a change soon."""
+        queued = Queued(change, sender, self._now())
+        if isinstance(change.message, TakeSession):
+            self._held.pop(change.message.session, None)
+        if self._leased_since is None or (self._flushing and isinstance(change.message, TakeSession)):
+            self._finish(queued, StoreFailed("the session store does not answer"))
+            return
+        self._add(queued)
+
+    async def flush(self, seconds: float) -> None:
+        """Save all sessions, let go of them, and end the lease of this replica. Takes no more sessions."""
+        self._flushing = True
+        begun = await self._left(0)
+        left, until = begun, self._now() + seconds
+        give_up_at = self._now() + AWAY_SECONDS
+        while left and self._now() < min(until, give_up_at):
+            before, left = left, await self._left(FLUSHED_AT_ONCE)
+            if left < before:
+                give_up_at = self._now() + AWAY_SECONDS
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._idle.wait(), max(0.0, until - self._now()))
+            await asyncio.sleep(0.0 if left < before else PAUSE_SECONDS)
+        self._metrics.sessions_not_saved.add(by=left)
+        if begun:
+            (self._log.warning if left else self._log.info)("sessions saved", sessions=begun - left, left=left)
+        with suppress(StoreFailed):
+            await asyncio.to_thread(self._store.end)
+
+    async def _left(self, limit: int) -> int:
+        """Release up to `limit` sessions of each engine. Returns how many are left in all engines."""
+        left = 0
+        for engine in list(self.engines):
+            with suppress(ServiceError):
+                reply, _ = await engine.rpc.call(ReleaseSessions(limit), SessionsLeft, timeout=ENGINE_SECONDS)
+                left += reply.sessions
+        return left
+
+    # Changes.
+
+    def _add(self, queued: Queued[Engine]) -> None:
+        lost = self._queue.add(queued)
+        if lost is queued:
+            self._finish(queued, StoreFailed("too many states wait for the session store"))
+        elif lost is not None:
+            self._metrics.session_saves.add("skipped")
+        if self._queue:
+            self._idle.clear()
+            self._wake.set()
+
+    async def _run(self) -> None:
+        while True:
+            await self._wake.wait()
+            batch = self._queue.next_batch()
+            may_seize = self._leased_since is not None and self._now() - self._leased_since > LEASE_SECONDS
+            changes = [queued.change for queued in batch]
+            results = await asyncio.to_thread(self._store.apply, changes, may_seize=may_seize)
+            for queued, result in zip(batch, results, strict=True):
+                self._finish(queued, result)
+            if not self._queue:
+                self._wake.clear()
+                self._idle.set()
+
+    def _finish(self, queued: Queued[Engine], result: Result) -> None:
+        """Tell the engine the result of its change."""
+        if isinstance(result, StoreFailed) and self._leased_since is not None:
+            self._log.capped("error", "session store failed", error=str(result))
+        match queued.change.message:
+            case TakeSession() as message:
+                self._finish_take(queued, message, result if isinstance(result, Taken) else Taken(TakeOutcome.AWAY))
+            case SaveSession() as message:
+                self._finish_save(queued, message, result)
+
+    def _finish_take(self, queued: Queued[Engine], message: TakeSession, taken: Taken) -> None:
+        waited = self._now() - queued.since
+        if taken.outcome is TakeOutcome.HELD and waited < PATIENCE_SECONDS and not self._flushing:
+            self._held[message.session] = queued
+            return
+        outcome = TakeOutcome.AWAY if taken.outcome is TakeOutcome.HELD else taken.outcome
+        self._metrics.session_takes.add(outcome)
+        if outcome is TakeOutcome.TAKEN:
+            self._metrics.session_take_seconds.observe(waited)
+        reply = SessionTaken(message.session, outcome, taken.begun, taken.exact, taken.ended)
+        queued.sender.send(reply, taken.state)
+
+    def _finish_save(self, queued: Queued[Engine], message: SaveSession, result: Result) -> None:
+        failed = isinstance(result, StoreFailed)
+        outcome = "failed" if failed else "saved" if result else "refused"
+        self._metrics.session_saves.add(outcome)
+        if outcome == "saved":
+            self._metrics.session_save_seconds.observe(self._now() - queued.since)
+        if message.releases or message.anew or outcome == "refused":
+            queued.sender.send(SaveEnded(message.session, owned=outcome != "refused", failed=failed))
+
+    async def _take_held(self) -> None:
+        """Try again to take sessions of other replicas: the lease of their owner may have ended."""
+        while True:
+            await asyncio.sleep(TAKE_AGAIN_SECONDS)
+            for session in list(self._held):
+                self._take_again(session)
+
+    def _take_again(self, session: str) -> None:
+        queued = self._held.pop(session, None)
+        if queued is not None:
+            self._add(queued)
+
+    # Other replicas.
+
+    async def _read_inbox(self) -> None:
+        while True:
+            try:
+                notes = await asyncio.to_thread(self._store.read_inbox, INBOX_WAIT_SECONDS)
+            except StoreFailed:
+                await asyncio.sleep(RENEW_SECONDS)
+                continue
+            for kind, session in notes:
+                match kind:
+                    case NoteKind.RELEASED:
+                        self._take_again(session)
+                    case NoteKind.WANTED:
+                        self._pass_on(SessionWanted(session))
+                    case NoteKind.SEIZED:
+                        self._pass_on(VerifySession(session))
+
+    def _pass_on(self, message: SessionWanted | VerifySession) -> None:
+        """Send a message to the engine of its session. Without that engine, the other replica asks again, or the session is lost."""
+        place = engine_of_session(message.session, self._engine_count)
+        for engine in self.engines:
+            if engine.place == place:
+                engine.send(message)
+
+    # Time.
+
+    async def _renew(self) -> None:
+        while True:
+            await asyncio.sleep(RENEW_SECONDS)
+            await self._renew_once()
+
+    async def _renew_once(self) -> None:
+        try:
+            had_lease = await asyncio.to_thread(self._store.renew)
+        except StoreFailed as error:
+            self._leased_since = None
+            self._log.capped("error", "session store away", error=str(error))
+            self._metrics.session_store_up.set(0)
+            return
+        if self._leased_since is None or not had_lease:
+            self._leased_since = self._now()
+        self._metrics.session_store_up.set(1)
+
+    async def _sweep(self) -> None:
+        while True:
+            try:
+                await asyncio.to_thread(self._store.sweep)
+            except StoreFailed as error:
+                self._log.capped("error", "old sessions not removed", error=str(error))
+            await asyncio.sleep(SWEEP_SECONDS)
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    @staticmethod
+    def _now() -> float:
+        return asyncio.get_running_loop().time()

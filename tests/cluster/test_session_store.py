@@ -1,0 +1,199 @@
+"""Sessions of real replicas in a shared store: they move, survive crashes, and go on without it. `make cluster-test` runs this folder."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from service.access import keys
+from service.access.scopes import Scope
+from tests import models
+from tests.accumulator import Account
+from tests.cluster.replicas import Cluster, Replica, clustered, stopped
+from tests.serving import eventually
+from tests.store.redis_server import Redis, running_redis
+
+TAKE_OVER_SECONDS = 3.0
+"""A crashed replica keeps its sessions for this long at most."""
+
+
+@pytest.fixture
+def redis(tmp_path: Path) -> Iterator[Redis]:
+    with running_redis(tmp_path) as server:
+        yield server
+
+
+@pytest.fixture(params=["folder", "redis"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """The setting `session_store`."""
+    models.accumulator(tmp_path / "models")
+    if request.param == "folder":
+        return str(tmp_path / "sessions")
+    server: Redis = request.getfixturevalue("redis")
+    return server.url
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, store: str) -> Iterator[Cluster]:
+    with clustered(tmp_path / "models", tmp_path, 2, session_store=store, checkpoint_chunks="2") as started:
+        yield started
+
+
+def chunk(replica: Replica, name: str, **options: object) -> tuple[int, dict[str, object]]:
+    """Send a chunk with two steps. Return the status and the body of the reply."""
+    answer = replica.infer("accumulator", [[1, 2]], session=name, **options)
+    return answer.status_code, answer.json()
+
+
+def steps(reply: tuple[int, dict[str, object]]) -> int:
+    """Return the steps of the session after a chunk that was answered."""
+    status, body = reply
+    assert status == 200, body
+    count: int = body["session"]["steps"]  # type: ignore[index]
+    return count
+
+
+def code(reply: tuple[int, dict[str, object]]) -> tuple[int, object]:
+    status, body = reply
+    return status, body.get("code")
+
+
+def test_session_follows_its_chunks(cluster: Cluster) -> None:
+    first, second = cluster.replicas
+    assert [steps(chunk(replica, "a")) for replica in (first, second, second, first, second)] == [2, 4, 6, 8, 10]
+    assert first.metric("seqserve_sessions") == 0 and second.metric("seqserve_sessions") == 1
+    state = first.client.get("/sessions/a/state")
+    assert state.status_code == 200 and first.metric("seqserve_sessions") == 1, "the state of a session moves it, like a chunk"
+
+
+def test_ended_session_is_reported_once_at_any_replica(cluster: Cluster) -> None:
+    first, second = cluster.replicas
+    assert steps(chunk(first, "a")) == 2
+    assert second.client.delete("/sessions/a/state").status_code == 200
+    assert code(chunk(first, "a", start=False)) == (404, "unknown_session")
+    assert steps(chunk(first, "a")) == 2
+
+
+def test_crash_loses_what_was_not_saved(cluster: Cluster) -> None:
+    """The client learns how many steps were saved, sends the steps after them again, and gets the right sum."""
+    first, second = cluster.replicas
+    assert [steps(chunk(first, "a")) for _ in range(3)] == [2, 4, 6]
+    assert steps(chunk(first, "young")) == 2
+    eventually(lambda: first.metric("seqserve_session_saves_total", outcome="saved") >= 1)
+    first.kill()
+    began = time.monotonic()
+    reply = chunk(second, "a", steps=6)
+    assert time.monotonic() - began < TAKE_OVER_SECONDS
+    assert code(reply) == (409, "session_lost") and reply[1]["steps"] == 4
+    reply = chunk(second, "a", steps=4)
+    assert steps(reply) == 6
+    assert Account.told(reply[1]["outputs"][0]["value"]) == Account(3, 6)  # type: ignore[index]
+    assert code(chunk(second, "young")) == (409, "session_lost")
+    assert steps(chunk(second, "young")) == 2
+
+
+def test_crashed_engine_takes_its_sessions_back(cluster: Cluster) -> None:
+    first, _ = cluster.replicas
+    assert [steps(chunk(first, "a")) for _ in range(2)] == [2, 4]
+    eventually(lambda: first.metric("seqserve_session_saves_total", outcome="saved") == 1)
+    os.kill(first.pid("engine-0"), signal.SIGKILL)
+    eventually(lambda: chunk(first, "a", steps=4)[0] == 200)
+    assert steps(chunk(first, "a", steps=6)) == 8
+
+
+def test_orderly_end_saves_every_session(cluster: Cluster) -> None:
+    first, second = cluster.replicas
+    names = [f"s{number}" for number in range(50)]
+    assert [steps(chunk(first, name)) for name in names] == [2] * len(names)
+    first.drain()
+    assert first.await_end() == 0
+    assert [(event["sessions"], event["left"]) for event in first.events("sessions saved")] == [(len(names), 0)]
+    assert [steps(chunk(second, name)) for name in names] == [4] * len(names)
+
+
+def test_stopped_replica_loses_its_session_and_says_so_once(cluster: Cluster) -> None:
+    """While it is stopped, its lease ends and another replica continues. Its own copy ends soon after it runs again."""
+    first, second = cluster.replicas
+    assert [steps(chunk(first, "a")) for _ in range(2)] == [2, 4]
+    eventually(lambda: first.metric("seqserve_session_saves_total", outcome="saved") == 1)
+    with stopped(first):
+        assert steps(chunk(second, "a", steps=4)) == 6
+    eventually(lambda: first.metric("seqserve_sessions_ended_total", reason="taken_over") == 1)
+    assert code(chunk(first, "a")) == (409, "session_lost")
+    assert steps(chunk(first, "a", steps=6)) == 8
+
+
+def test_store_process_that_ends_is_started_again(cluster: Cluster) -> None:
+    first, second = cluster.replicas
+    assert [steps(chunk(first, "a")) for _ in range(2)] == [2, 4]
+    eventually(lambda: first.metric("seqserve_session_saves_total", outcome="saved") == 1)
+    os.kill(first.pid("store-0"), signal.SIGKILL)
+    # On a slow machine the lease ends before the next process renews it. The session is saved, so nothing is lost.
+    eventually(lambda: chunk(second, "a", steps=4)[0] == 200)
+    eventually(lambda: first.metric("seqserve_process_restarts_total", process="store") == 1)
+    eventually(lambda: chunk(first, "a", steps=6)[0] == 200)
+
+
+def test_streams_go_on_without_the_store(tmp_path: Path, redis: Redis) -> None:
+    models.accumulator(tmp_path / "models")
+    with clustered(tmp_path / "models", tmp_path, 2, session_store=redis.url, checkpoint_chunks="2") as cluster:
+        first, second = cluster.replicas
+        assert [steps(chunk(first, "a")) for _ in range(2)] == [2, 4]
+        redis.stop()
+        eventually(lambda: second.metric("seqserve_session_store_up") == first.metric("seqserve_session_store_up") == 0)
+        assert [steps(chunk(first, "a")) for _ in range(4)] == [6, 8, 10, 12]
+        assert steps(chunk(second, "new", start=True)) == 2
+        assert steps(chunk(second, "new")) == 4
+        assert code(chunk(second, "a")) == (503, "session_unreachable")
+        redis.start()
+        eventually(lambda: second.metric("seqserve_session_store_up") == first.metric("seqserve_session_store_up") == 1)
+        # The data of the store is gone. Saves create the records again.
+        assert [steps(chunk(first, "a")) for _ in range(2)] == [14, 16]
+        assert [steps(chunk(second, "new")) for _ in range(2)] == [6, 8]
+        eventually(lambda: steps(chunk(second, "a", steps=16)) == 18)
+        assert steps(chunk(first, "new", steps=8)) == 10
+
+
+def test_folder_that_disappears_and_returns(tmp_path: Path) -> None:
+    models.accumulator(tmp_path / "models")
+    folder = tmp_path / "sessions"
+    with clustered(tmp_path / "models", tmp_path, 2, session_store=str(folder), checkpoint_chunks="2") as cluster:
+        first, second = cluster.replicas
+        assert [steps(chunk(first, "a")) for _ in range(2)] == [2, 4]
+        shutil.move(folder, tmp_path / "away")
+        folder.touch()
+        eventually(lambda: second.metric("seqserve_session_store_up") == 0)
+        assert steps(chunk(first, "a")) == 6
+        assert code(chunk(second, "a", steps=6)) == (503, "session_unreachable")
+        folder.unlink()
+        shutil.move(tmp_path / "away", folder)
+        eventually(lambda: chunk(second, "a", steps=6)[0] == 200)
+
+
+def test_sessions_of_tenants_move_apart(tmp_path: Path, store: str) -> None:
+    """The same id names a session of each tenant, on every replica."""
+    file, scopes = tmp_path / "keys.toml", [Scope.INFER, Scope.SESSION, Scope.METRICS]
+    tokens = [keys.create(file, name, scopes, name) for name in ("red", "blue")]
+    with clustered(tmp_path / "models", tmp_path, 2, session_store=store, keys=str(file)) as started:
+        first, second = started.replicas
+
+        def send(replica: Replica, token: str) -> int:
+            replica.client.headers["authorization"] = f"Bearer {token}"
+            return steps(chunk(replica, "a"))
+
+        red, blue = tokens
+        assert [send(first, red), send(second, blue), send(second, red), send(first, blue)] == [2, 2, 4, 4]
+
+
+def test_session_moves_between_frontends_and_engines(tmp_path: Path, store: str) -> None:
+    """Each replica has two engines, and the store process finds the engine of a session."""
+    with clustered(tmp_path / "models", tmp_path, 2, session_store=store, device="cpu,cpu", frontends="2") as started:
+        first, second = started.replicas
+        for name in ("a", "b", "c", "d", "e"):
+            assert [steps(chunk(first, name)), steps(chunk(second, name)), steps(chunk(first, name))] == [2, 4, 6]

@@ -1,0 +1,227 @@
+"""What each store promises, a folder and Redis alike: one owner, one saved history, notes to other replicas. Redis needs `make redis`."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from loadtest.servers import free_port
+from service.errors import SettingsError
+from service.ipc.messages import DropSession, ReleaseSession, SaveSession, TakeOutcome, TakeSession
+from service.settings import Settings
+from service.store import folder, redis_store
+from service.store.folder import FolderStore
+from service.store.open import open_store
+from service.store.records import LEASE_SECONDS, Change, Note, NoteKind, Result, Store, StoreFailed, Taken
+from service.store.redis_store import RedisStore
+from tests.serving import eventually
+from tests.store.redis_server import Redis, running_redis
+
+KEEP_SECONDS = 60.0
+NEW, ABSENT, HELD = Taken(TakeOutcome.NEW), Taken(TakeOutcome.ABSENT), Taken(TakeOutcome.HELD)
+Open = Callable[[str], Store]
+
+
+@pytest.fixture(scope="module")
+def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Redis]:
+    with running_redis(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture(params=["folder", "redis"])
+def open_replica(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
+    """Opens the store of a replica that has a lease."""
+    if request.param == "redis":
+        server: Redis = request.getfixturevalue("redis")
+        server.stop()
+        server.start()
+
+    def open_named(replica: str) -> Store:
+        store: Store = FolderStore(tmp_path, replica, KEEP_SECONDS)
+        if request.param == "redis":
+            store = RedisStore(server.url, replica, KEEP_SECONDS)
+        store.renew()
+        return store
+
+    return open_named
+
+
+def apply(store: Store, message: TakeSession | SaveSession | ReleaseSession | DropSession, state: bytes = b"") -> Result:
+    [result] = store.apply([Change(message, state)], may_seize=True)
+    return result
+
+
+def begin(store: Store, begun: int = 5) -> None:
+    assert apply(store, TakeSession("s", begun, begins=True)) == NEW
+
+
+def take(store: Store) -> Result:
+    """Take a session that must exist."""
+    return apply(store, TakeSession("s", 9, begins=False))
+
+
+def taken(state: bytes, begun: int = 5, *, exact: bool = False) -> Taken:
+    return Taken(TakeOutcome.TAKEN, begun, exact, state=state)
+
+
+def test_released_session_continues_at_another_replica(open_replica: Open) -> None:
+    first, second = open_replica("first"), open_replica("second")
+    begin(first)
+    assert take(second) == HELD
+    assert first.read_inbox(1.0) == [Note(NoteKind.WANTED, "s")]
+    assert apply(first, SaveSession("s", 5, exact=True, releases=True), b"state") is True
+    assert second.read_inbox(1.0) == [Note(NoteKind.RELEASED, "s")]
+    assert take(second) == taken(b"state", exact=True)
+    assert apply(first, SaveSession("s", 5), b"late") is False, "it is no longer the owner"
+    assert take(second) == taken(b"state"), "chunks may have been answered since"
+
+
+def test_session_of_a_replica_without_a_lease_is_seized(open_replica: Open) -> None:
+    first, second = open_replica("first"), open_replica("second")
+    begin(first)
+    apply(first, SaveSession("s", 5), b"state")
+    first.end()
+    assert second.apply([Change(TakeSession("s", 9, begins=False))], may_seize=False) == [HELD]
+    assert take(second) == taken(b"state")
+    assert apply(first, SaveSession("s", 5), b"late") is False
+    assert apply(second, DropSession("s")) is True
+    assert apply(first, SaveSession("s", 5), b"late") is False, "an earlier owner cannot bring an ended session back"
+    assert take(second) == ABSENT
+
+
+def test_replica_that_returns_learns_what_was_seized(open_replica: Open) -> None:
+    first, second = open_replica("first"), open_replica("second")
+    begin(first)
+    apply(first, SaveSession("s", 5), b"state")
+    eventually(lambda: second.renew() and take(second) == taken(b"state"), 2 * LEASE_SECONDS + 5)
+    notes = first.read_inbox(1.0)
+    assert Note(NoteKind.SEIZED, "s") in notes
+
+
+def test_session_that_was_never_saved_is_lost_with_its_owner(open_replica: Open) -> None:
+    first, second = open_replica("first"), open_replica("second")
+    begin(first)
+    first.end()
+    assert take(second) == Taken(TakeOutcome.ENDED, ended="lost")
+    assert take(second) == ABSENT, "that is reported once"
+
+
+def test_end_without_the_clients_knowledge_is_reported_once(open_replica: Open) -> None:
+    first, second = open_replica("first"), open_replica("second")
+    begin(first)
+    assert apply(first, DropSession("s", "expired")) is True
+    assert apply(second, TakeSession("s", 9, begins=True)) == Taken(TakeOutcome.ENDED, ended="expired")
+    assert apply(second, TakeSession("s", 9, begins=True)) == NEW
+
+
+def test_session_that_began_without_the_store_replaces_an_older_one(open_replica: Open) -> None:
+    first, second = open_replica("first"), open_replica("second")
+    begin(first, 5)
+    assert apply(second, SaveSession("s", 4, anew=True), b"older") is False
+    assert apply(second, SaveSession("s", 6, anew=True), b"newer") is True
+    assert first.read_inbox(1.0) == [Note(NoteKind.SEIZED, "s")]
+    assert apply(first, SaveSession("s", 5), b"late") is False
+    assert apply(second, SaveSession("t", 6), b"state") is True, "a store that lost its data gets it again"
+
+
+def test_claim_without_a_state_is_given_back(open_replica: Open) -> None:
+    first, second = open_replica("first"), open_replica("second")
+    begin(first)
+    assert apply(second, ReleaseSession("s")) is False
+    assert apply(first, ReleaseSession("s")) is True
+    assert take(second) == ABSENT
+    begin(first)
+    apply(first, SaveSession("s", 5), b"state")
+    assert apply(first, ReleaseSession("s", exact=True)) is True
+    assert take(second) == taken(b"state", exact=True)
+
+
+@pytest.mark.parametrize("name", ["a\x1ftenant / ..", "ö" * 100])
+def test_names_and_states_have_any_bytes(open_replica: Open, name: str) -> None:
+    store, state = open_replica("first"), bytes(range(256)) * 1000
+    apply(store, SaveSession(name, 1), state)
+    assert apply(store, TakeSession(name, 9, begins=False)) == taken(state, 1)
+
+
+def test_rolling_update_reads_earlier_forms_and_spares_later_ones(open_replica: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replica of the next version takes sessions of this one. This one leaves the records of the next version alone."""
+    old, new = open_replica("old"), open_replica("new")
+    begin(old)
+    apply(old, SaveSession("s", 5, exact=True, releases=True), b"state")
+    with monkeypatch.context() as later:
+        for module in (folder, redis_store):
+            later.setattr(module, "FORM", redis_store.FORM + 1)
+        assert take(new) == taken(b"state", exact=True)
+        assert apply(new, SaveSession("s", 5, exact=True, releases=True), b"next") is True
+    assert take(old) == Taken(TakeOutcome.NEWER)
+    assert apply(old, TakeSession("s", 9, begins=True)) == Taken(TakeOutcome.NEWER)
+    assert apply(old, SaveSession("s", 5), b"late") is False
+
+
+def test_torn_file_is_no_state(tmp_path: Path) -> None:
+    store = FolderStore(tmp_path, "first", KEEP_SECONDS)
+    apply(store, SaveSession("s", 1), b"whole")
+    [file] = tmp_path.glob("sessions/*/[0-9a-f]*")
+    file.write_bytes(file.read_bytes()[:-1])
+    assert take(store) == Taken(TakeOutcome.ENDED, ended="lost")
+
+
+def test_sweep_removes_old_sessions_and_replicas(tmp_path: Path) -> None:
+    store, ended = FolderStore(tmp_path, "first", KEEP_SECONDS), FolderStore(tmp_path, "ended", KEEP_SECONDS)
+    store.renew()
+    ended.renew()
+    for name in ("old", "young"):
+        apply(store, SaveSession(name, 1), name.encode())
+    for file in tmp_path.glob("sessions/*/[0-9a-f]*"):
+        if b"old" in file.read_bytes():
+            os.utime(file, (0, 0))
+    for path in (tmp_path / "replicas" / "ended" / "lease", tmp_path / "replicas" / "ended"):
+        os.utime(path, (0, 0))
+    store.sweep()
+    assert [file.read_bytes()[-5:] for file in tmp_path.glob("sessions/*/[0-9a-f]*")] == [b"young"]
+    assert [replica.name for replica in (tmp_path / "replicas").iterdir()] == ["first"]
+
+
+def test_locked_folder_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replica that is stopped while it has a lock does not stop the others."""
+    monkeypatch.setattr(folder, "LOCK_SECONDS", 0.0)
+    store = FolderStore(tmp_path, "first", KEEP_SECONDS)
+    with store._locked(tmp_path / "sessions" / folder.digest("s")[:2]):
+        results = store.apply([Change(SaveSession("s", 1), b""), Change(SaveSession("t", 1), b"")], may_seize=False)
+    assert isinstance(results[0], StoreFailed) and results[1] is True
+
+
+def test_folder_that_cannot_be_written_stops_the_start(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(SettingsError, match="SEQSERVE_SESSION_STORE"):
+        FolderStore(tmp_path / "file", "first", KEEP_SECONDS)
+
+
+def test_redis_that_does_not_answer_is_an_error() -> None:
+    pytest.importorskip("redis")
+    store = RedisStore(f"redis://127.0.0.1:{free_port()}/0", "first", KEEP_SECONDS)
+    assert isinstance(apply(store, SaveSession("s", 1), b""), StoreFailed)
+    for call in (store.renew, lambda: store.read_inbox(0.1), store.end):
+        with pytest.raises(StoreFailed):
+            call()
+
+
+def test_redis_that_lost_its_scripts_gets_them_again(redis: Redis) -> None:
+    store = RedisStore(redis.url, "first", KEEP_SECONDS)
+    redis.stop()
+    redis.start()
+    assert apply(store, SaveSession("s", 1), b"state") is True
+
+
+def test_waiting_for_notes_ends_with_the_first(open_replica: Open) -> None:
+    store, began = open_replica("first"), time.monotonic()
+    assert store.read_inbox(0.2) == []
+    assert time.monotonic() - began >= 0.2
+
+
+def test_setting_chooses_the_store(tmp_path: Path) -> None:
+    assert isinstance(open_store(Settings(session_store=str(tmp_path)), "first"), FolderStore)
