@@ -25,7 +25,7 @@ from tests.kernels.families import cpu_backends
 
 TEXTS = {"family", "workload", "want", "backend", "device", "dtype", "lengths", "timing", "date"}
 COUNTS = {"rows", "steps", "tokens", "input", "hidden", "layers", "directions", "threads", "repetitions"}
-FIGURES = {"median_us", "p10_us", "p90_us", "agrees"}
+FIGURES = {"median_us", "p10_us", "p90_us", "error"}
 
 PEAKS = Peaks(1000.0, {1 << 18: 100.0})
 SETTING = Setting("Abacus, 2 cores", "2026-01-02", {"torch": "2"}, threads=1)
