@@ -82,7 +82,7 @@ LIMITS: dict[str, Schema] = {
         "required": ["type"],
     },
 }
-"""Schemas of values whose default does not describe them, by their name, or by their parent's name and theirs."""
+"""Schemas of values that need more than the type of their default. A key is a name, or the names of the parent and the value."""
 
 
 def values_schema(values: dict[str, Any]) -> Schema:

@@ -1,4 +1,4 @@
-"""Chooses the measurements of a run that results/ keeps: those from which goals derive their values, and those that its README quotes."""
+"""Chooses the measurements of a run that results/ keeps: goals derive their values from them, or results/README.md quotes them."""
 
 from __future__ import annotations
 

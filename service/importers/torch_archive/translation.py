@@ -73,7 +73,7 @@ class TranslatingMachine:
                 return self._folded(call)
             if plain not in OPERATORS:
                 raise ImportRefused(
-                    "operators of this name cannot be imported: `seqserve import --layers torch_archive` lists those that can"
+                    "operators of this name cannot be imported: `seqserve import --layers torch_archive` lists the operators that can"
                 )
             for value in values:
                 if isinstance(value, Constant):

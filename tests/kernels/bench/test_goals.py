@@ -38,7 +38,7 @@ def over_products(ratios: Sequence[float]) -> list[Measurement]:
 
 
 def on_one_thread(workloads: Iterable[Workload], library_us: float, timing: str = "eager") -> list[Measurement]:
-    """Return times of 10 us for us, and times of all libraries, of which the first is the fastest."""
+    """Return times of 10 us for us, and times of all libraries. The first is the fastest."""
     return [
         timed(workload, name, median_us, timing)
         for workload in workloads

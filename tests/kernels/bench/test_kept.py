@@ -1,4 +1,4 @@
-"""The results that the repository keeps: those that the goals and the README use, from which the goals can be evaluated again."""
+"""The goals can be evaluated again from the results that the repository keeps."""
 
 from __future__ import annotations
 
