@@ -38,7 +38,7 @@ help:
 	@echo "make soak           mixed load for HOURS=8 with one fault a minute, and an account of every request"
 	@echo "make endurance      SIZE=10000000 chunks of KIND=sessions, or single KIND=requests, with known answers while engines are killed"
 	@echo "make fuzz           mutated requests over HTTP, WebSockets and gRPC, REQUESTS=2000000, with a check of every reply"
-	@echo "make test-gpu       run the tests that need a GPU, and record the result in tests/gpu/passed.json"
+	@echo "make test-gpu       run the tests that need a GPU"
 	@echo "make docker-test    build the image, start the compose files on a container engine, test and remove them"
 	@echo "make cluster-test   run the tests of several replicas behind real proxies: minutes"
 	@echo "make test-anywhere  run the tests as on a busy machine that has just booted"
@@ -63,7 +63,7 @@ help:
 	@echo "make lock           write the hashes of the image's packages to deploy/requirements after a change of dependencies"
 	@echo "make audit          look for known vulnerabilities of these packages: needs the internet"
 	@echo "make sbom           list the packages of the image in build/sbom.json"
-	@echo "make chart-schema   write the settings into the schema of the Helm chart after a change"
+	@echo "make chart          write the Helm chart with the schema of its values to build/chart"
 	@echo "make simulate       PART=batching compares batching strategies on a virtual clock, PART=fleet plans many replicas; without PART both"
 	@echo "make proto          compile service/frontend/oip/inference.proto after a change"
 
@@ -120,8 +120,6 @@ PARALLEL := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test: lint compiled $(SOURCES) .venv-kubernetes/installed
 	$(WITH_REDIS) $(BIN)/python -m pytest $(PARALLEL)
-	@$(BIN)/python -m tests.gpu --stale
-	@$(BIN)/python -m tests.tiers --stale
 
 # The short tests that start no server: for a quick run between two edits. They do not wait, so there is one worker for each core.
 test-fast: .venv/tools compiled $(SOURCES) .venv-kubernetes/installed
@@ -307,7 +305,7 @@ redis:
 
 # Prints how much each process grew. A busy machine only takes longer.
 test-long: .venv/tools compiled proxies .venv-perf/installed libb64
-	$(WITH_PROXIES) $(BIN)/python -m tests.tiers long $(FILES)
+	$(WITH_PROXIES) $(BIN)/python -m pytest -rs $(or $(FILES),tests/long)
 
 # Before a release. Its first five minutes are in `make test-long`, with faults that follow sooner. Fails on any request that is lost,
 # answered twice or wrongly, refused or cut off without a reason, and on memory, descriptors or threads that surely grow.
@@ -327,26 +325,28 @@ endurance: .venv/tools compiled
 
 # Several replicas on addresses of loopback, behind real proxies with the files in deploy/proxies, and on a Ray cluster.
 cluster-test: .venv/tools compiled proxies redis .venv-ray/installed
-	PATH="$(CURDIR)/.venv-redis/bin:$(CURDIR)/.venv-proxies/bin:$$PATH:/usr/sbin" $(BIN)/python -m tests.tiers cluster $(FILES)
+	PATH="$(CURDIR)/.venv-redis/bin:$(CURDIR)/.venv-proxies/bin:$$PATH:/usr/sbin" $(BIN)/python -m pytest -rs $(or $(FILES),tests/cluster)
 
 # Before a release. Its first 100,000 requests are in `make test-long`. Fails on any failure of the service, reply that is not valid, hanging
 # connection, busy event loop, growth, unknown label, and path or key in a reply.
 fuzz: .venv/tools compiled
 	@$(BIN)/python -m tests.fuzz.wire --requests $(REQUESTS) $(ARGS)
 
-# Records the tested kernels in tests/gpu/passed.json; `make test` warns when the kernels have changed since.
+# Most of the time goes to the reference on the CPU. The test of overload runs last, because it needs the whole GPU.
 test-gpu: .venv/tools gpu
-	$(BIN)/python -m tests.gpu
+	$(BIN)/python -m pytest $(PARALLEL) --numprocesses 4 --ignore tests/gpu/test_overload.py tests/gpu
+	$(BIN)/python -m pytest tests/gpu/test_overload.py
 
 # The service reads the compiled file; a test fails when it differs from the source.
 proto: .venv/tools
 	@$(BIN)/python -m grpc_tools.protoc --proto_path=service/frontend/oip --descriptor_set_out=service/frontend/oip/inference.binpb inference.proto
 
-# The settings that deploy/chart/values.yaml may have; a test fails when the schema lacks one.
-.PHONY: chart-schema
-chart-schema: .venv/tools
-	@$(BIN)/python -m tests.deploy.kubernetes.settings_schema
+# The Helm chart with the schema of its values, in build/chart.
+.PHONY: chart
+chart: .venv/tools
+	@rm -rf build/chart
+	@$(BIN)/python -m deploy.package_chart build/chart
 
 # On the container engine of DOCKER_HOST or docker's context. COMPOSE_FILE may name more compose files.
 docker-test: .venv/tools .venv-kubernetes/installed proxies
-	$(WITH_PROXIES) $(BIN)/python -m tests.tiers docker $(FILES)
+	$(WITH_PROXIES) $(BIN)/python -m pytest -rs $(or $(FILES),tests/docker)

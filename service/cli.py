@@ -21,7 +21,7 @@ from service.client_access import ClientAccess
 from service.errors import ServiceError, SettingsError, StartError
 from service.exporters.formats import SUFFIXES
 from service.frontend.tls import build_context
-from service.importers.formats import FORMATS
+from service.importers.formats import FORMATS, LAYER_TABLES
 from service.ipc.messages import Manifest
 from service.log import Log
 from service.modeling import spec
@@ -111,6 +111,19 @@ def import_checkpoint(settings: Settings, **request: Any) -> int:
 
     import_model(settings, Request(**request), print)
     return 0
+
+
+class _ListLayers(argparse.Action):
+    """Prints the layers or operators of a format that can be imported, and exits."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: str | None = None) -> None:
+        from service.importers.command import known_layers  # imports torch
+
+        try:
+            print(*known_layers(values), sep="\n")
+        except StartError as error:
+            parser.exit(1, f"seqserve: {error}\n")
+        parser.exit()
 
 
 def export_checkpoint(settings: Settings, model_version: int | None, **request: Any) -> int:
@@ -279,6 +292,13 @@ def _parser() -> argparse.ArgumentParser:
         default=1e-5,
         metavar="T",
         help="largest difference from the outputs of the source (default: %(default)s)",
+    )
+    command.add_argument(
+        "--layers",
+        action=_ListLayers,
+        choices=LAYER_TABLES,
+        default=argparse.SUPPRESS,
+        help="list the layers or operators of a format that can be imported",
     )
     command.set_defaults(run=import_checkpoint)
     command = commands.add_parser(

@@ -15,6 +15,7 @@ import torch
 
 from kernels.bench import goals, report
 from kernels.bench.baselines import BASELINES
+from kernels.bench.kept import kept
 from kernels.bench.ladder import command as ladder
 from kernels.bench.measure import Bench
 from kernels.bench.peaks import measured_peaks
@@ -30,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Return 0, or 1 if a backend or a baseline disagreed with the reference or failed."""
     options = _parser().parse_args(arguments)
     device: torch.device = options.device
-    out: Path | None = options.out or (None if options.quick else RESULTS)
+    out: Path | None = options.out or (None if options.quick or options.threads > 1 else RESULTS)
     setting = _prepare(device, options.threads, options.quick)
     if setting.peaks:
         print(setting.peaks)
@@ -56,7 +57,8 @@ def _family(family: str, device: torch.device, quick: bool, setting: report.Sett
         print(f"\n{judged}\n")
     if out is not None:
         name = setting.file_name(family)
-        write(out / f"{name}.jsonl", [one.record(setting) for one in measurements])
+        written = kept(measurements, backends, device.type, setting.threads) if out == RESULTS else measurements
+        write(out / f"{name}.jsonl", [one.record(setting) for one in written])
         if judged:
             (out / f"{name}-goals.txt").write_text(f"{setting}\n\n{judged}\n")
             print(f"written to {out / name}-goals.txt")
@@ -109,8 +111,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("family", choices=(*FAMILIES, "all", LADDER), help="all: every family, without the ladder")
     parser.add_argument("--device", type=_device, default="cpu", help="cpu or cuda:N (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="fewer sizes and less time; writes nothing without --out")
-    parser.add_argument("--threads", type=int, default=1, help="threads on a CPU (default: %(default)s)")
-    parser.add_argument("--out", type=Path, help="output folder (default: kernels/bench/results)")
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=1,
+        help="threads on a CPU; several write nothing without --out (default: %(default)s)",
+    )
+    parser.add_argument("--out", type=Path, help="folder for all results (default: kernels/bench/results, for some)")
     return parser
 
 

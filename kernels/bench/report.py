@@ -87,7 +87,7 @@ class Measurement:
             "lengths": work.lengths,
             "timing": self.timing,
             **asdict(self.spread),
-            "agrees": self.error,
+            "error": self.error,
             **self.extra,
             **environment,
         }

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
@@ -16,7 +17,7 @@ from service.importers import pytorch, tensorflow1
 from service.importers.card import card, table
 from service.importers.check import Comparison, NotCompared, compare_with_original, differences
 from service.importers.draft import DEFAULT_STEPS, Draft, ImportRefused
-from service.importers.formats import BY_SUFFIX, FORMATS, has_code
+from service.importers.formats import BY_SUFFIX, FORMATS, LAYER_TABLES, has_code
 from service.importers.head_kind import answer_as
 from service.importers.recipe import Recipe
 from service.importers.write import model_spec, tensors, write_version
@@ -74,6 +75,12 @@ def import_model(settings: Settings, request: Request, say: Callable[[str], None
     return folder
 
 
+def known_layers(format: str) -> list[str]:
+    """Return the names of the layers or operators of a format that can be imported."""
+    module, table = LAYER_TABLES[format]
+    return sorted(getattr(_reader(f"{format}.{module}"), table), key=str.lower)
+
+
 def _format(request: Request) -> str:
     if not request.checkpoint.is_file():
         raise ImportRefused(f"{request.checkpoint} is not a file: name the checkpoint")
@@ -94,15 +101,19 @@ def _read(checkpoint: Path, format: str, recipe: Recipe) -> Draft:
         raise ImportRefused(
             f"a checkpoint of {format} says what its layers are: remove [[layers]], [[head.dense]] and `from` from the recipe"
         )
+    draft: Draft = _reader(format).read(checkpoint)
+    answer_as(draft, recipe.head.get("kind"))
+    return draft
+
+
+def _reader(module: str) -> ModuleType:
+    """Import a module of the readers; raises ImportRefused if a package is missing."""
     try:
-        reader = import_module(f"service.importers.{format}")
+        return import_module(f"service.importers.{module}")
     except ModuleNotFoundError as error:
         if error.name not in PACKAGES:
             raise
         raise ImportRefused(f"the package {error.name} is missing: install seqserve[import]") from error
-    draft: Draft = reader.read(checkpoint)
-    answer_as(draft, recipe.head.get("kind"))
-    return draft
 
 
 def _report(draft: Draft, say: Callable[[str], None]) -> None:

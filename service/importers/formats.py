@@ -12,6 +12,12 @@ BY_SUFFIX = {
     ".npz": "tensorflow1",
 }
 """The format of a checkpoint by the end of its name."""
+LAYER_TABLES = {
+    "keras": ("graph", "LAYERS"),
+    "onnx": ("operators", "OPERATORS"),
+    "torch_archive": ("operators", "OPERATORS"),
+}
+"""Module and name of the dict of layers or operators, by format. Checkpoints of the other formats have tensors only."""
 
 
 def has_code(file: Path) -> bool:

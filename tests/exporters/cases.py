@@ -1,4 +1,4 @@
-"""The options that export, and the formats that refuse them. Each line has the model that proves it."""
+"""The options that export, and the formats that refuse them. Each has a model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NOWHERE = {"pytorch": "", "keras": "", "onnx": ""}
 
 @dataclass(frozen=True)
 class Case:
-    """A line of the table.
+    """A tested option.
 
     part, option: of model.toml; layers, head: a model that has the option, over ids if its first layer is an embedding; refused: the words
     of a refusal by format; changed: by format, how the model that is read back differs, though it computes the same.
@@ -208,7 +208,7 @@ def _convolutions() -> Iterator[Case]:
 
 
 def _unknown_to_keras(activation: str) -> Mapping[str, str]:
-    """Return the refusal of an activation, by its name in the table."""
+    """Return the refusal of an activation, by its name in ACTIVATIONS."""
     unknown = ("gelu_tanh", "hard_sigmoid", "scaled_tanh, alpha 1.5, beta 0.75")
     return {"keras": f"Keras has no activation {activation.partition(',')[0]}"} if activation in unknown else {}
 

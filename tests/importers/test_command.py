@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,14 @@ import onnxruntime
 import pytest
 
 from service.cli import main
+from service.importers.command import known_layers
 from service.importers.draft import ImportRefused
 from service.importers.onnx import original
 from service.modeling.npz import write_npz
 from tests.importers.importing import import_file
 from tests.importers.onnx.graphs import FEATURES, Net
 
+ROOT = Path(__file__).resolve().parent.parent.parent
 ROWS = np.random.default_rng(5).normal(size=(3, 6, FEATURES)).astype(np.float32)
 
 
@@ -137,3 +140,17 @@ def test_graph_of_half_precision_is_not_compared(tmp_path: Path) -> None:
 def test_recipe_with_layers_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ImportRefused, match="a checkpoint of onnx says what its layers are"):
         import_file(tmp_path, write(graph(), tmp_path), recipe='[[layers]]\nkind = "dense"')
+
+
+@pytest.mark.parametrize("format, name", [("keras", "LSTM"), ("onnx", "Conv"), ("torch_archive", "layer_norm")])
+def test_layers_of_a_format_are_listed(format: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit:
+        main(["import", "--layers", format])
+    names = capsys.readouterr().out.split()
+    assert exit.value.code == 0 and name in names and names == sorted(names, key=str.lower)
+
+
+def test_page_names_layers_of_keras_that_are_imported() -> None:
+    [row] = [line for line in (ROOT / "docs" / "importing.md").read_text().splitlines() if line.startswith("| Keras |")]
+    named = set(re.findall(r"`(\w+)`", row.rpartition("|")[0].rpartition("|")[2]))
+    assert named >= {"LSTM", "GRU"} and named <= set(known_layers("keras"))

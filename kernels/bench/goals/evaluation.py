@@ -24,13 +24,19 @@ class Times:
         timed = {(workload, backend) for workload, _, backend in self._medians}
         chosen = {workload: [name for name in backends if (workload, name) in timed] for workload, _ in timed}
         self._chosen = {workload: names[0] for workload, names in chosen.items() if names}
+        self._used: set[tuple[Workload, str, str]] = set()
 
     def chosen(self, workload: Workload) -> str:
         """Return the name of our backend, or an empty name when none was timed."""
         return self._chosen.get(workload, "")
 
     def of(self, backend: str, workload: Workload, timing: str = "kernel") -> float | None:
+        self._used.add((workload, timing, backend))
         return self._medians.get((workload, timing, backend))
+
+    def has_used(self, one: Measurement) -> bool:
+        """Whether a goal has asked for the median of a measurement."""
+        return (one.workload, one.timing, one.backend) in self._used
 
     def ours(self, workload: Workload, timing: str = "kernel") -> float | None:
         return self.of(self.chosen(workload), workload, timing)

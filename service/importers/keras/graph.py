@@ -130,7 +130,7 @@ def _results(
         call.layer = recurrent.time_distributed(call)
     known = OPERATIONS if layer.is_operation else LAYERS
     if call.layer.kind not in known:
-        advice = ADVICE.get(layer.kind, "docs/imported-layers.md lists those that can")
+        advice = ADVICE.get(layer.kind, "`seqserve import --layers keras` lists the classes that can")
         raise ImportRefused(f"layers of this class cannot be imported: {advice}")
     _note_precision(call)
     _check_training(call)

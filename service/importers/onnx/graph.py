@@ -132,7 +132,9 @@ class Graph:
             self.budget.spend(sum(array.size for array in arrays))
             return [Constant(array, origins) for array in arrays]
         if node.op_type not in OPERATORS or not (depends or node.op_type in OF_CONSTANTS):
-            raise ImportRefused("operators of this type cannot be imported: docs/imported-layers.md lists those that can")
+            raise ImportRefused(
+                "operators of this type cannot be imported: `seqserve import --layers onnx` lists the operators that can"
+            )
         result = OPERATORS[node.op_type](Operation(node, inputs, reading))
         return result if isinstance(result, Sequence) else [result]
 

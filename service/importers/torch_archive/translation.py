@@ -72,7 +72,9 @@ class TranslatingMachine:
             if not any(isinstance(value, DEPENDENT) for value in values):
                 return self._folded(call)
             if plain not in OPERATORS:
-                raise ImportRefused("operators of this name cannot be imported: docs/imported-layers.md lists those that can")
+                raise ImportRefused(
+                    "operators of this name cannot be imported: `seqserve import --layers torch_archive` lists the operators that can"
+                )
             for value in values:
                 if isinstance(value, Constant):
                     self._budget.spend(value.array.size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import tempfile
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -12,8 +13,9 @@ from typing import Any
 import pytest
 import yaml
 
+from deploy.package_chart import CHART, package
+
 ROOT = Path(__file__).resolve().parent.parent.parent.parent
-CHART = ROOT / "deploy" / "chart"
 KSERVE = ROOT / "deploy" / "kserve"
 PYTHON = ROOT / ".venv-kubernetes" / "bin" / "python"
 TOOL = Path(__file__).resolve().parent / "tool.py"
@@ -40,7 +42,10 @@ def run(request: Mapping[str, Any]) -> Any:
 
 def render(values: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Return Helm's result for each set of values, by name: objects, notes and lint, or an error."""
-    replies: dict[str, Any] = run({"chart": str(CHART), "render": values})
+    with tempfile.TemporaryDirectory() as folder:
+        chart = Path(folder) / "chart"
+        package(chart)
+        replies: dict[str, Any] = run({"chart": str(chart), "render": values})
     return replies
 
 

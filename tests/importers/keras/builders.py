@@ -16,7 +16,7 @@ Layer = Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class Case:
-    """A line of the table, with its proof.
+    """A tested option.
 
     part: a layer of Keras, or several that belong together; option: the tested option; build: returns the model, given the module `keras`;
     refused: words of the refusal, or empty if the model imports; lengths: steps of the sequences with which it is compared;

@@ -1,4 +1,4 @@
-"""Builds every model of the table with random weights, and saves it with inputs and with the outputs that Keras computes.
+"""Builds every tested model with random weights, and saves it with inputs and with the outputs that Keras computes.
 
 Runs in a separate environment: `python -m tests.importers.keras.make_checkpoints FOLDER`. Knows nothing of the service.
 """

@@ -1,4 +1,4 @@
-"""Every line of the table: the model imports and computes the same as in Keras, or it is refused with the reason."""
+"""Every tested option: the model imports and computes the same as in Keras, or it is refused with the reason."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_refused_model_names_the_reason(checkpoints: Path, index: int, case: Cas
         read(checkpoints / f"{index}{case.suffix}")
 
 
-def test_lines_of_the_table_differ() -> None:
+def test_names_of_the_files_differ() -> None:
     assert len({str(case) for case in CASES}) == len(CASES)
 
 

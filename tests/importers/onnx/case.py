@@ -1,4 +1,4 @@
-"""The type of lines in the table of ONNX. The tests import the graph of each line."""
+"""The type of a tested option of ONNX. The tests import its graph."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from onnx import ModelProto
 
 @dataclass(frozen=True)
 class Case:
-    """A line of the table.
+    """A tested option.
 
     operator: of ONNX, or several that belong together; option: the tested option; graph: a model that needs it; refused: words of the
     refusal, or empty if the graph imports; axes: where (batch, steps, features) are in its input; reference: whether only

@@ -1,4 +1,4 @@
-"""The table of state_dicts of PyTorch that import or are refused. The tests import the module of each line."""
+"""State dicts of PyTorch that import or are refused. The tests import each of them."""
 # mypy: disable-error-code="no-any-return"
 # A module of torch returns Any when it is called.
 
@@ -16,7 +16,6 @@ from torch.nn import functional
 from torch.nn.utils import parametrizations
 
 from tests.importers.importing import FEATURES, VOCABULARY, randomize
-from tests.importers.table import Line
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # the package compiles CUDA kernels where it can
@@ -30,7 +29,7 @@ Norm = Callable[[nn.Module], nn.Module]
 
 @dataclass(frozen=True)
 class Case:
-    """A line of the table.
+    """A tested option.
 
     part: modules of torch; option: the tested option; build: makes a module that returns outputs by name for one row; recipe: settings that
     the state_dict lacks; refused: words of the refusal, or empty if it imports; ids: whether rows are token ids; features: numbers of a
@@ -414,4 +413,3 @@ def _scan_cases() -> Iterator[Case]:
 
 
 CASES = [*_recurrent_cases(), *_conv_cases(), *_step_cases(), *_scan_cases()]
-TABLE = [Line(case.part, case.option, case.refused) for case in CASES]

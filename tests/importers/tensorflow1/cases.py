@@ -1,15 +1,13 @@
-"""The table of imports from TensorFlow 1.
+"""Imports from TensorFlow 1.
 
-`make_checkpoints` wrote the variables of each line, and TensorFlow's results with them.
+`make_checkpoints` wrote the variables of each case, and TensorFlow's results with them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-
-from tests.importers.table import Line
 
 FEATURES, UNITS, VOCABULARY = 3, 4, 11
 LENGTHS = (7, 12, 5)
@@ -19,7 +17,7 @@ Build = Callable[[Any, Any], Any]
 
 @dataclass(frozen=True)
 class Case:
-    """A line of the table. part: classes of TensorFlow; build: makes the graph; recipe: TOML."""
+    """A tested option. part: classes of TensorFlow; build: makes the graph; recipe: TOML."""
 
     part: str
     option: str
@@ -89,7 +87,3 @@ REFUSED = {
     "directions in separate stacks": "are not joined at every level",
     "a convolution, without a recipe": "write a recipe with [[layers]]",
 }
-TABLE: Sequence[Line] = (
-    *(Line(case.part, case.option) for case in CASES.values()),
-    *(Line("variables", option, words) for option, words in REFUSED.items()),
-)

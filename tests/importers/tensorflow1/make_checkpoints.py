@@ -46,7 +46,7 @@ class CudnnCompatibleGRUCell(legacy_cells.GRUCell):  # type: ignore[misc]
 
 
 class Graph:
-    """The parts of which the lines of the table build their graphs."""
+    """The parts of the graphs of the cases."""
 
     def cell(self, kind: str, **options: Any) -> Any:
         if kind == "CudnnCompatibleLSTMCell":

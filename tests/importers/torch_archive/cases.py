@@ -1,11 +1,8 @@
-"""The table of archives of torch that import or are refused."""
+"""Archives of torch that import or are refused."""
 
 from __future__ import annotations
 
-from tests.importers.table import Line
-from tests.importers.torch_archive.scripted import REFUSED as REFUSED_SCRIPT
-from tests.importers.torch_archive.scripted import SCRIPTED
-from tests.importers.torch_models import ACTIVATED, OTHERS, PACKED, PROJECTED, RECURRENT, REFUSED, Sample
+from tests.importers.torch_models import ACTIVATED, OTHERS, PACKED, PROJECTED, RECURRENT, Sample
 
 TRACED = [*RECURRENT, *PACKED, *PROJECTED, *OTHERS, *ACTIVATED]
 _EXPORTED = (
@@ -22,16 +19,3 @@ BY_NUMBERS = "it works on the axis of batch"
 def refused_activation(sample: Sample) -> str:
     """Return the words of the refusal of a module with an activation that no layer has."""
     return "operators of this name cannot be imported" if sample.option == "LogSigmoid()" else "no activation of model.toml"
-
-
-def _lines(samples: list[Sample], how: str, refused: str = "") -> list[Line]:
-    return [Line(f"{how}, {sample.part}" if how else sample.part, sample.option, refused) for sample in samples]
-
-
-TABLE = [
-    *_lines(EXPORTED, "torch.export"),
-    *_lines(TRACED, "torch.jit.trace"),
-    *_lines(SCRIPTED, ""),
-    *(Line(f"torch.jit.trace, {sample.part}", sample.option, refused_activation(sample)) for sample in REFUSED),
-    *_lines([REFUSED_SCRIPT], "", BY_NUMBERS),
-]

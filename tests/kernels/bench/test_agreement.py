@@ -45,11 +45,6 @@ def test_fewer_long_rows_are_compared(rows: int, steps: int, compared: list[int]
     assert expected.at.tolist() == compared and expected.shape == (rows, 1)
 
 
-def test_long_memory_opens_the_forget_gates() -> None:
-    (long,), (short,) = (random_case(tiny("sru", form=form), CPU).weights for form in ("v1 long memory", "v1"))
-    torch.testing.assert_close(long.bias - short.bias, torch.tensor([4.0] * 6 + [0.0] * 6))
-
-
 @pytest.mark.parametrize("family, blocks", [("sru", 4), ("qrnn", 3)])
 def test_folded_layer_has_token_ids_and_a_table(family: str, blocks: int) -> None:
     case = random_case(replace(tiny(family, "folded", rows=64), inputs=11), CPU)
@@ -68,17 +63,3 @@ def test_folded_text_cnn_equals_the_embedded_one() -> None:
     assert len({id(layer.embedding) for layer in embedded.weights}) == 1
     assert [layer.tables.shape for layer in folded.weights] == [(width, 1 + VOCABULARY, 2) for width in (3, 4, 5)]
     torch.testing.assert_close(embedded.encoder("framework")(), folded.encoder("framework")(), rtol=1e-5, atol=1e-5)
-
-
-def test_temporal_network_is_causal_over_511_steps() -> None:
-    blocks = random_case(tiny("conv", "tcn"), CPU).weights
-    layers = [layer for block in blocks for layer in block.layers]
-    assert [len(block.layers) for block in blocks] == [2] * 4 and all(block.residual for block in blocks)
-    assert [layer.dilation for layer in layers] == [1, 2, 4, 8, 16, 32, 64, 128]
-    assert all(layer.keeps_steps and layer.right == 0 for layer in layers)
-    assert 1 + sum(layer.left for layer in layers) == 511
-
-
-def test_tolerance_is_independent_of_the_embedding() -> None:
-    ids, vectors = (expected_answer(random_case(tiny("conv", kind), CPU)) for kind in ("text-cnn-ids", "text-cnn"))
-    assert ids.tolerance == vectors.tolerance

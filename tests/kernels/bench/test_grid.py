@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import pytest
@@ -18,47 +17,11 @@ from kernels.bench.baselines.baseline import Baseline, TimedCall
 from kernels.bench.case import BenchCase, random_case
 from kernels.bench.measure import Bench, Findings
 from kernels.bench.timing import NotCapturableError, Spread
-from kernels.bench.workload import FORMS, LONG_MEMORY, VOCABULARY, Workload
+from kernels.bench.workload import Workload
 from kernels.bench.workloads import FOLDED_FORMS, workloads
 from tests.kernels.bench.conftest import CPU, tiny
 
-SIZES = (256, 512, 1024), (1, 32, 256)
-STEPS = {"sru": (32, 128, 1024, 4096), "qrnn": (32, 128, 4096)}
 IN_GRID = replace(tiny("sru", lengths="equal"), dtype="float16")
-
-
-def sizes(family: str, kind: str, form: str) -> set[tuple[int, int, int]]:
-    grid = [workload for workload in workloads(family, "cuda", quick=False) if workload.in_grid]
-    return {(work.hidden, work.rows, work.steps) for work in grid if (work.kind, work.form) == (kind, form)}
-
-
-@pytest.mark.parametrize("family, form", [(family, form) for family in FORMS for form in FORMS[family]])
-def test_every_form_is_timed_in_every_size(family: str, form: str) -> None:
-    assert sizes(family, "layer", form) == set(product(*SIZES, STEPS[family]))
-
-
-@pytest.mark.parametrize("family, form", [(family, form) for family in FORMS for form in FOLDED_FORMS[family]])
-def test_folded_layers_are_timed_over_token_ids(family: str, form: str) -> None:
-    assert sizes(family, "folded", form) == set(product(*SIZES, (32, 128, 4096)))
-    ids = [workload for workload in workloads(family, "cuda", quick=False) if workload.kind == "folded"]
-    assert {work.inputs for work in ids} == {VOCABULARY} and {work.dtype for work in ids} == {"float16"}
-
-
-def test_figure_sizes_and_long_memory_are_timed() -> None:
-    for form in FORMS["sru"]:
-        assert sizes("sru", "every-step", form) == {(hidden, 32, steps) for hidden in (256, 512) for steps in (32, 128)}
-    assert sizes("sru", "layer", LONG_MEMORY) == {(512, 1, 4096)}
-
-
-@pytest.mark.parametrize("family", FORMS)
-def test_other_workloads_have_one_form_and_no_grid(family: str) -> None:
-    on_cpu = workloads(family, "cpu", quick=False)
-    on_cuda = workloads(family, "cuda", quick=False)
-    others = [workload for workload in on_cuda if workload.lengths == "questions" or workload.dtype == "float32"]
-    assert len(on_cpu) == 45 and len(others) == 4
-    for workload in (*on_cpu, *others):
-        form = FOLDED_FORMS[family][-1] if workload.kind == "folded" else FORMS[family][-1]
-        assert workload.form == form and not workload.in_grid
 
 
 @pytest.mark.parametrize("family", FOLDED_FORMS)

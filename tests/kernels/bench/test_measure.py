@@ -12,7 +12,7 @@ from torch import Tensor
 from kernels.bench import timing
 from kernels.bench.agreement import ExpectedAnswer, expected_answer, tolerance
 from kernels.bench.baselines import BASELINES
-from kernels.bench.baselines.baseline import Baseline, MissingError, TimedCall, optional_package
+from kernels.bench.baselines.baseline import Baseline, TimedCall, optional_package
 from kernels.bench.baselines.discrete import lstm_gates
 from kernels.bench.baselines.packages import onnx_runtime, sru_package
 from kernels.bench.case import BenchCase, random_case
@@ -91,12 +91,6 @@ def test_encoder_with_exchanged_directions_disagrees(workload: Workload) -> None
     assert len(findings.wrong) == 1 and findings.wrong[0].startswith("exchanged on")
 
 
-def test_levels_of_an_encoder_read_both_directions() -> None:
-    first, second = random_case(ENCODERS[0], CPU).levels
-    assert [layer.input.shape for layer in (*first, *second)] == [(5, 24), (5, 24), (12, 24), (12, 24)]
-    assert len({layer.recurrent.data_ptr() for layer in (*first, *second)}) == 4
-
-
 @pytest.mark.parametrize("workload", [workload for workload in TINY if workload.family in ("lstm", "gru")], ids=str)
 def test_onnx_runtime_agrees(workload: Workload) -> None:
     pytest.importorskip("onnx")
@@ -156,14 +150,6 @@ def test_baseline_may_have_slack(slack: float, agrees: bool) -> None:
     assert len(findings.wrong) == (0 if agrees else 1)
 
 
-def test_baseline_with_swapped_rows_disagrees() -> None:
-    def mixed_up(case: BenchCase) -> TimedCall:
-        run = case.encoder("reference")
-        return TimedCall(lambda: run().flip(0))
-
-    assert measured(tiny("gru"), Baseline("mixed up", mixed_up)).wrong
-
-
 def test_failing_baseline_does_not_stop_the_others() -> None:
     findings = measured(tiny("sru"), Baseline("brittle", breaking), *BASELINES["sru"][:1])
     assert timed_backends(findings) == [*cpu_backends("sru"), "torch by step"]
@@ -215,28 +201,6 @@ def test_baseline_runs_only_where_it_applies(workload: Workload, baseline: Basel
 
 
 @pytest.mark.parametrize(
-    "rows, hidden, device, names",
-    [
-        (1, 512, "cuda", ["torch padded", "torch packed", "torch by step", "torch by gate"]),
-        (8, 512, "cuda", ["torch padded", "torch packed", "torch by step"]),
-        (1, 256, "cuda", ["torch padded", "torch packed"]),
-        (1, 256, "cpu", ["torch padded", "torch packed", "torch by step", "onnxruntime"]),
-    ],
-)
-def test_slow_lstm_loops_run_where_they_are_useful(rows: int, hidden: int, device: str, names: list[str]) -> None:
-    workload = Workload("lstm", rows, 64, hidden, hidden)
-    assert [each.name for each in BASELINES["lstm"] if each.applies(workload, device)] == names
-
-
-def test_recurrence_over_gate_inputs_agrees() -> None:
-    case = random_case(RECURRENCE, CPU)
-    (weights,) = case.weights
-    assert weights.input is None and weights.bias is None and weights.recurrent.shape == (6, 24)
-    assert case.x.data.shape == (sum(case.lengths), 24)
-    assert all(measurement.error < 1e-5 for measurement in measured(RECURRENCE).measurements)
-
-
-@pytest.mark.parametrize(
     "build, workload, install", [(onnx_runtime, tiny("lstm"), "onnxruntime"), (sru_package, tiny("sru"), "sru")]
 )
 def test_missing_package_has_instructions(
@@ -248,11 +212,6 @@ def test_missing_package_has_instructions(
     monkeypatch.setattr("kernels.bench.baselines.baseline.import_module", not_installed)
     (line,) = measured(workload, Baseline("optional", build)).skipped
     assert line.startswith("optional is skipped: install") and install in line
-
-
-def test_missing_package_raises_missing_error() -> None:
-    with pytest.raises(MissingError, match="install it"):
-        optional_package("a_missing_package", "install it")
 
 
 @pytest.mark.parametrize("dtype, tight", [(torch.float32, 2e-5), (torch.float16, 4e-2)], ids=str)

@@ -55,19 +55,6 @@ def test_every_bar_has_its_time(records: list[dict[str, Any]], tmp_path: Path) -
     assert "Abacus, 2026-01-02" in drawn and all(f">{label}<" in drawn for label, *_ in BARS)
 
 
-def test_same_records_give_the_same_file(records: list[dict[str, Any]], tmp_path: Path) -> None:
-    path = written(records, tmp_path / "sru.jsonl")
-    charts = [tmp_path / name for name in ("first.svg", "second.svg")]
-    assert [main([str(path), str(chart)]) for chart in charts] == [0, 0]
-    assert charts[0].read_bytes() == charts[1].read_bytes()
-
-
-def test_our_bar_is_the_backend_that_users_get(records: list[dict[str, Any]], tmp_path: Path) -> None:
-    others = [record(OURS[-1], form, *size, 3.0) for size in GROUPS for form in ("v1", "v2")]
-    assert main([str(written([*others, *records], tmp_path / "sru.jsonl"))]) == 0
-    assert ">3<" not in (tmp_path / "sru.svg").read_text()
-
-
 def test_missing_time_is_reported_and_nothing_is_drawn(
     records: list[dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
