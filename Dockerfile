@@ -79,7 +79,7 @@ USER 10001:10001
 WORKDIR /
 # Machine code of the CPU kernels, for every processor of this architecture.
 RUN ["python", "-m", "kernels.cpu", "--all"]
-EXPOSE 8000 8001 8002
+EXPOSE 8000 8001
 STOPSIGNAL SIGTERM
 HEALTHCHECK --interval=5s --timeout=3s --start-period=120s --retries=3 CMD ["python", "-Ic", "\
 import http.client, os, ssl; \

@@ -21,7 +21,7 @@ CHART = Path(__file__).resolve().parent / "chart"
 OWNED = {
     *("host", "port", "grpc", "grpc_port", "admin_host", "admin_port", "health_port", "allowed_hosts"),
     *("models", "cache", "device", "start_seconds", "lame_duck_seconds", "drain_seconds"),
-    *("replicated", "peers", "peer_keys", "peer_port", "checkpoints"),
+    *("replicated", "session_store"),
     *("insecure", "keys", "state_keys", "tls_cert", "tls_key", "tls_client_ca"),
 }
 """Settings that the chart sets from other values, or that its probes could not work with."""
@@ -34,7 +34,7 @@ STRINGS = {"type": "object", "additionalProperties": {"type": "string"}}
 DURATION = {"type": "string", "pattern": "^[0-9]+(ms|s|m)$"}
 PERCENT = {"type": "integer", "minimum": 1, "maximum": 100}
 AT_LEAST_1 = {"type": "integer", "minimum": 1}
-PORT = {"type": "integer", "minimum": 0, "maximum": 65535, "not": {"enum": [8000, 8001, 8002]}}
+PORT = {"type": "integer", "minimum": 0, "maximum": 65535, "not": {"enum": [8000, 8001]}}
 PULL_POLICY = {"enum": ["Always", "IfNotPresent", "Never"]}
 VARIABLES = {
     "type": "array",

@@ -90,7 +90,7 @@ def test_failure_counters_start_at_0() -> None:
             *("requests", "denied", "refused", "failed", "cancelled", "rerun", "process_restarts"),
             *("sessions_ended", "session_moves", "requests_accepted", "model_changes"),
             *("connections_closed", "engine_errors", "traced_requests", "spans"),
-            *("sessions_moved_in", "sessions_moved_out", "session_moves_refused", "sessions_not_handed_over", "checkpoints"),
+            *("session_saves", "session_takes", "sessions_not_saved"),
         )
     }
     assert {one.value for one in samples(shown)} == {0.0}

@@ -104,7 +104,7 @@ def test_image_has_a_numeric_user_and_stops_with_sigterm() -> None:
 def test_variables_of_the_image_are_settings() -> None:
     said = dict(word.split("=", 1) for word in instructions("ENV")[-1].split()) | services(GPU)["service"]["environment"]
     assert load({}, said).host == "0.0.0.0"  # in a container, no client reaches 127.0.0.1
-    assert instructions("EXPOSE") == [f"{Settings().port} {Settings().grpc_port} {Settings().peer_port}"]
+    assert instructions("EXPOSE") == [f"{Settings().port} {Settings().grpc_port}"]
 
 
 @pytest.mark.parametrize("status, healthy", [(200, True), (503, False), (404, False)])

@@ -84,7 +84,7 @@ def test_image_has_no_program_but_python(stack: Stack) -> None:
 def test_image_can_save_sessions_in_redis(stack: Stack) -> None:
     """The store opens without a connection, and would refuse a URL if the package were missing."""
     opened = (
-        "from service.mover.checkpoint_store import RedisStore; print(type(RedisStore('redis://127.0.0.1:1/0', 60)).__name__)"
+        "from service.store.redis_store import RedisStore; print(type(RedisStore('redis://127.0.0.1:1/0', 'a', 60)).__name__)"
     )
     assert stack.inside_python(opened).strip() == "RedisStore"
 

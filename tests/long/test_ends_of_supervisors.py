@@ -29,8 +29,7 @@ NO_RECEIVER = "http://127.0.0.1:9"
 def started(tmp_path: Path) -> Iterator[Server]:
     """A server with processes of every role. All of them are killed at the end of the test if the test has killed the supervisor."""
     models.words(tmp_path / "models")
-    (tmp_path / "checkpoints").mkdir()
-    variables = {"trace_endpoint": NO_RECEIVER, "checkpoints": str(tmp_path / "checkpoints")}
+    variables = {"trace_endpoint": NO_RECEIVER, "session_store": str(tmp_path / "sessions")}
     with serving(tmp_path / "models", tmp_path, *FLAGS, **variables) as server:
         # A large body starts a decoder, also if it is not valid.
         server.client.post("/infer", content=json.dumps(REQUEST | {"inputs": [5]}) + " " * (64 << 10))
@@ -51,7 +50,7 @@ def left_behind(server: Server, stopped: str = "") -> set[str]:
     decoders = {event["pid"]: "decoder" for event in server.events("decoder started")}
     pids = descendants(server.process.pid)
     roles = set(names.values())
-    assert roles == {"engine-0", "engine-1", "frontend-0", "frontend-1", "tracer-0", "mover-0"}
+    assert roles == {"engine-0", "engine-1", "frontend-0", "frontend-1", "tracer-0", "store-0"}
     assert len(pids) == len(roles) + len(decoders)
     with Lag() as lag:
         if stopped:

@@ -10,16 +10,11 @@
 - {name: SEQSERVE_DRAIN_SECONDS, value: {{ .Values.timing.drain | quote }}}
 # Connections end after a while, so that a new pod gets its share, and nobody loads a model on one pod alone.
 - {name: SEQSERVE_REPLICATED, value: "true"}
-{{- if .Values.peers.enabled }}
-- {name: SEQSERVE_PEERS, value: "dns:{{ include "seqserve.fullname" . }}-peers:8002"}
-- {name: SEQSERVE_PEER_PORT, value: "8002"}
-- {name: SEQSERVE_PEER_KEYS, value: /etc/seqserve/peer-keys/{{ .Values.peers.keys.file }}}
-{{- end }}
-{{- if .Values.checkpoints.claim.name }}
-- {name: SEQSERVE_CHECKPOINTS, value: /var/lib/seqserve/checkpoints}
-{{- else if .Values.checkpoints.redis.secret }}
-- name: SEQSERVE_CHECKPOINTS
-  valueFrom: {secretKeyRef: {name: {{ .Values.checkpoints.redis.secret }}, key: {{ .Values.checkpoints.redis.entry }}}}
+{{- if .Values.sessionStore.claim.name }}
+- {name: SEQSERVE_SESSION_STORE, value: /var/lib/seqserve/sessions}
+{{- else if .Values.sessionStore.redis.secret }}
+- name: SEQSERVE_SESSION_STORE
+  valueFrom: {secretKeyRef: {name: {{ .Values.sessionStore.redis.secret }}, key: {{ .Values.sessionStore.redis.entry }}}}
 {{- end }}
 {{- if .Values.gpu.enabled }}
 {{- $devices := list }}

@@ -74,12 +74,11 @@ scaleDown:
 {{- if and (eq .Values.models.from "claim") (not .Values.models.claim.name) }}{{ fail "models.from is claim: set models.claim.name" }}{{ end }}
 {{- if and (eq .Values.models.from "imageVolume") (not .Values.models.imageVolume.reference) }}{{ fail "models.from is imageVolume: set models.imageVolume.reference" }}{{ end }}
 {{- if and (eq .Values.models.from "init") (not (and .Values.models.init.image .Values.models.init.command)) }}{{ fail "models.from is init: set models.init.image and models.init.command" }}{{ end }}
-{{- if and .Values.checkpoints.claim.name .Values.checkpoints.redis.secret }}{{ fail "checkpoints.claim.name and checkpoints.redis.secret are both set: states are saved in one of both" }}{{ end }}
+{{- if and .Values.sessionStore.claim.name .Values.sessionStore.redis.secret }}{{ fail "sessionStore.claim.name and sessionStore.redis.secret are both set: sessions are saved in one of both" }}{{ end }}
 {{- if and (eq (int .Values.rollout.maxSurge) 0) (eq (int .Values.rollout.maxUnavailable) 0) }}{{ fail "rollout.maxSurge and rollout.maxUnavailable are both 0: no rollout could replace a pod" }}{{ end }}
 {{- if gt (int .Values.autoscaling.minReplicas) (int .Values.autoscaling.maxReplicas) }}{{ fail "autoscaling.minReplicas is larger than autoscaling.maxReplicas" }}{{ end }}
 {{- if and .Values.monitor.enabled .Values.access.keys.secret (not .Values.monitor.key.secret) }}{{ fail "the service has keys, and so Prometheus needs one: set monitor.key.secret" }}{{ end }}
 {{- if and .Values.access.allowedHosts (not (has "*" .Values.access.allowedHosts)) .Values.monitor.enabled }}{{ fail "access.allowedHosts leaves out the IP addresses of pods, by which Prometheus addresses them: leave it empty, with keys" }}{{ end }}
-{{- if and .Values.peers.enabled (not .Values.peers.keys.secret) }}{{ fail "replicas need secrets to recognise each other: set peers.keys.secret to a Secret with a file of them (seqserve peer-key new)" }}{{ end }}
 {{- if and .Values.gpu.enabled (contains "/mig-" .Values.gpu.resource) (gt (int .Values.gpu.count) 1) }}{{ fail "gpu.resource is a part of a GPU, of which CUDA uses one: set gpu.count=1 and raise replicas" }}{{ end }}
 {{- range .Values.extraEnv }}
 {{- if hasPrefix "SEQSERVE_" .name }}{{ fail (printf "extraEnv has %s: set it in settings" .name) }}{{ end }}

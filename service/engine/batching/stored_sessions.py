@@ -79,6 +79,8 @@ class StoredSessions:
         """The sessions that the store is asked for."""
         self._departing: set[str] = set()
         """The open sessions that this engine lets go of. Their chunks wait."""
+        self._released_twice: set[str] = set()
+        """Those of them whose release was sent again, to the next process of the store: the first may have been made."""
         self._proceeding = ""
         """The session whose work proceeds now."""
         self._send: SendToStore | None = None
@@ -97,6 +99,7 @@ class StoredSessions:
         for name in self._departing:
             session = self._table.find(name)
             if session is not None and not session.chunks:
+                self._released_twice.add(name)
                 self._release(session)
 
     def detach(self) -> None:
@@ -213,11 +216,17 @@ class StoredSessions:
         if _is_private(name):
             return
         self._departing.discard(name)
+        self._released_twice.discard(name)
         if reason == "unbegun":
             self._tell(messages.ReleaseSession(name))
         elif reason not in ("moved", TAKEN_OVER):
             self._tell(messages.DropSession(name, reason if reason in UNREPORTED_ENDS and reason != "lost" else ""))
-        if name in self._waiting and name not in self._claims and name != self._proceeding:
+        if reason != TAKEN_OVER and name != self._proceeding:
+            self._claim_again(name)
+
+    def _claim_again(self, name: str) -> None:
+        """Ask the store for a session if work waits for it."""
+        if name in self._waiting and name not in self._claims:
             self._claim(name)
 
     def release_some(self, limit: int) -> int:
@@ -314,13 +323,20 @@ class StoredSessions:
                 self._departing.discard(name)
                 self.states.rest(session)
                 self._proceed(name, owned=not session.anew)
-        elif departing and not session.chunks:
-            # If it is refused, an earlier process of the store released it, and ended before it said so.
+        elif departing and not session.chunks and (message.owned or name in self._released_twice):
             self.states.let_go(session)
         elif message.owned:
             session.anew = False
         else:
-            self.states.lose(session, TAKEN_OVER)
+            self._lose(session)
+
+    def _lose(self, session: Session) -> None:
+        """End a session that another replica has taken over. Work that waits learns of it."""
+        self.states.lose(session, TAKEN_OVER)
+        if self._table.end_reason(session.id):
+            self._proceed(session.id, owned=False)
+        else:
+            self._claim_again(session.id)
 
     def _handle_wanted(self, message: messages.SessionWanted, tail: bytes | memoryview) -> None:
         name = message.session

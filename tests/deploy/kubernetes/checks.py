@@ -69,12 +69,7 @@ def matches(selector: Object, labels: dict[str, str]) -> bool:
 
 def main_service(objects: list[Object]) -> Object:
     """Return the Service for clients."""
-    [found] = [each for each in of_kind(objects, "Service") if not each["metadata"]["name"].endswith("-peers")]
-    return found
-
-
-def peer_services(objects: list[Object]) -> list[Object]:
-    return [each for each in of_kind(objects, "Service") if each["spec"].get("publishNotReadyAddresses")]
+    return one(objects, "Service")
 
 
 def autoscalers(objects: list[Object]) -> list[Object]:
@@ -129,8 +124,6 @@ def ports_exist(objects: list[Object]) -> list[str]:
     listening: dict[str, int | str] = {"http": read.port, "grpc": read.grpc_port}
     listening |= {"admin": read.admin_port, "health": read.health_port}
     listening = {name: port for name, port in listening.items() if port != "off"}
-    if read.peers:
-        listening["peers"] = read.peer_port
     faults = [] if ports == listening else [f"the container has the ports {ports}, and the service listens on {listening}"]
     used = [("Service", port["targetPort"]) for each in of_kind(objects, "Service") for port in each["spec"]["ports"]]
     used += [
@@ -212,18 +205,16 @@ def mounts_are_what_the_service_reads(objects: list[Object]) -> list[str]:
     read, image = settings(objects), image_environment()
     if str(read.models) != image["SEQSERVE_MODELS"] or str(read.cache) != image["SEQSERVE_CACHE"]:
         faults.append(f"the models are in {read.models} and the kernels in {read.cache}, and the image has them elsewhere")
-    own = {str(read.models), str(read.cache), read.checkpoints, "/tmp"}
-    files = {
-        name: getattr(read, name) for name in ("keys", "state_keys", "peer_keys", "tls_cert", "tls_key") if getattr(read, name)
-    }
+    own = {str(read.models), str(read.cache), read.session_store, "/tmp"}
+    files = {name: getattr(read, name) for name in ("keys", "state_keys", "tls_cert", "tls_key") if getattr(read, name)}
     folders = {str(PurePosixPath(file).parent) for file in files.values()}
     faults += [
         f"{name} is {file}, and no volume is mounted there"
         for name, file in files.items()
         if str(PurePosixPath(file).parent) not in mounts
     ]
-    if read.checkpoints.startswith("/") and mounts.get(read.checkpoints, {"readOnly": True}).get("readOnly"):
-        faults.append(f"checkpoints are in {read.checkpoints}, which is no volume that can be written")
+    if read.session_store.startswith("/") and mounts.get(read.session_store, {"readOnly": True}).get("readOnly"):
+        faults.append(f"sessions are saved in {read.session_store}, which is no volume that can be written")
     faults += [f"{path} is mounted, and the service reads nothing there" for path in mounts.keys() - folders - own]
     faults += [
         f"{path} can be written" for path in {str(read.models), *folders} & mounts.keys() if not mounts[path].get("readOnly")
@@ -365,7 +356,7 @@ def rules_and_dashboard_are_the_shipped_ones(objects: list[Object]) -> list[str]
 
 @check
 def the_network_policy_lets_through_what_is_needed(objects: list[Object]) -> list[str]:
-    labels, faults = pod(objects)["metadata"]["labels"], []
+    faults: list[str] = []
     for policy in of_kind(objects, "NetworkPolicy"):
         ingress, egress = policy["spec"]["ingress"], policy["spec"]["egress"]
         if not {"http", "grpc"} <= {port["port"] for rule in ingress for port in rule["ports"]}:
@@ -384,30 +375,11 @@ def the_network_policy_lets_through_what_is_needed(objects: list[Object]) -> lis
             faults.append("Prometheus does not reach the metrics")
         if metrics_port(objects) != "http" and any("from" not in rule for rule in scraping):
             faults.append(f"everybody reaches the {metrics_port(objects)} port")
-        for direction, rules_, side in (("from", ingress, "accept"), ("to", egress, "reach")):
-            peers = [peer for rule in rules_ if _opens(rule, "peers") for peer in rule.get(direction, ())]
-            if peer_services(objects) and not any(matches(peer.get("podSelector", {}), labels) for peer in peers):
-                faults.append(f"replicas do not {side} each other")
     return faults
 
 
 def _opens(rule: dict[str, Any], port: str) -> bool:
     return any(each["port"] == port for each in rule["ports"])
-
-
-@check
-def replicas_find_each_other(objects: list[Object]) -> list[str]:
-    """Including pods that drain: they are not ready, but have the sessions that other pods look for."""
-    read, faults = settings(objects), []
-    expected = [f"dns:{each['metadata']['name']}:{each['spec']['ports'][0]['port']}" for each in peer_services(objects)]
-    if [read.peers] != (expected or [""]):
-        faults.append(f"replicas look for each other at {read.peers or 'no address'}, and the Services are {expected}")
-    for service in peer_services(objects):
-        if service["spec"].get("clusterIP") != "None":
-            faults.append("a Service for replicas has an address of its own, behind which they do not see each other")
-        if [port["port"] for port in service["spec"]["ports"]] != [read.peer_port]:
-            faults.append("a Service for replicas has another port than they listen on")
-    return faults
 
 
 @check

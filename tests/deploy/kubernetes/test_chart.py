@@ -15,7 +15,7 @@ from deploy.package_chart import CHART, LIMITS, OWNED
 from service import __version__
 from service.settings import Settings
 from tests.deploy.kubernetes import checks
-from tests.deploy.kubernetes.checks import container, main_service, of_kind, one, peer_services, pod
+from tests.deploy.kubernetes.checks import container, main_service, of_kind, one, pod
 from tests.deploy.kubernetes.tools import (
     EXAMPLES,
     MINIMAL,
@@ -178,7 +178,7 @@ FAULTS: dict[str, tuple[str, Plant]] = {
     "and no volume is mounted there": ("gpu", lambda objects: variable(objects, "SEQSERVE_KEYS", "/keys.toml")),
     "which is no volume that can be written": (
         "gpu",
-        lambda objects: mount(objects, "/var/lib/seqserve/checkpoints").update(readOnly=True),
+        lambda objects: mount(objects, "/var/lib/seqserve/sessions").update(readOnly=True),
     ),
     "the service reads nothing there": (
         "sessions",
@@ -243,10 +243,6 @@ FAULTS: dict[str, tuple[str, Plant]] = {
             averageValue="2457"
         ),
     ),
-    "selects 2 Services": (
-        "sessions",
-        lambda objects: one(objects, "ServiceMonitor")["spec"]["selector"]["matchLabels"].pop("app.kubernetes.io/component"),
-    ),
     "which has no metrics": (
         "sessions",
         lambda objects: one(objects, "ServiceMonitor")["spec"]["endpoints"][0].update(port="http"),
@@ -273,16 +269,7 @@ FAULTS: dict[str, tuple[str, Plant]] = {
         "cpu",
         lambda objects: one(objects, "NetworkPolicy")["spec"]["ingress"][1].pop("from"),
     ),
-    "replicas do not accept each other": ("sessions", lambda objects: without(objects, "NetworkPolicy", "ingress", 2)),
-    "replicas do not reach each other": ("sessions", lambda objects: without(objects, "NetworkPolicy", "egress", 1)),
     "one of several replicas": ("cpu", lambda objects: variable(objects, "SEQSERVE_REPLICATED", "false")),
-    "replicas look for each other at no address": ("sessions", lambda objects: variable(objects, "SEQSERVE_PEERS", "")),
-    "and the Services are": ("sessions", lambda objects: peer_services(objects)[0]["spec"].pop("publishNotReadyAddresses")),
-    "behind which they do not see each other": ("sessions", lambda objects: peer_services(objects)[0]["spec"].pop("clusterIP")),
-    "another port than they listen on": (
-        "sessions",
-        lambda objects: peer_services(objects)[0]["spec"]["ports"][0].update(port=1),
-    ),
     "and the engines are on cuda:0,cuda:1": (
         "gpu-without-spare",
         lambda objects: container(objects)["resources"]["limits"].update({"nvidia.com/gpu": 1}),
@@ -332,8 +319,7 @@ REFUSED: dict[str, Any] = {
         "access": {**KEYS["access"], "allowedHosts": ["example.com"]},
         "monitor": {"enabled": True, "key": {"secret": "prometheus"}},
     },
-    "states are saved in one of both": {**KEYS, "checkpoints": {"claim": {"name": "saved"}, "redis": {"secret": "redis"}}},
-    "set peers.keys.secret": {**KEYS, "peers": {"enabled": True}},
+    "sessions are saved in one of both": {**KEYS, "sessionStore": {"claim": {"name": "saved"}, "redis": {"secret": "redis"}}},
     "set gpu.count=1 and raise replicas": {**KEYS, "gpu": {"enabled": True, "resource": "nvidia.com/mig-1g.10gb", "count": 2}},
     # by the schema
     "replica": {**KEYS, "replica": 3},
@@ -342,7 +328,7 @@ REFUSED: dict[str, Any] = {
     "max_waiting": {**KEYS, "settings": {"max_waiting": "many"}},
     "autoscaling/by|autoscaling.by": {**KEYS, "autoscaling": {"by": "both"}},
     "adminPort": {**KEYS, "adminPort": 8001},
-    "healthPort": {**KEYS, "healthPort": 8002},
+    "healthPort": {**KEYS, "healthPort": 8001},
     "count": {**KEYS, "gpu": {"count": 1.5}},
     "digest": {**KEYS, "image": {"digest": "latest"}},
 }
