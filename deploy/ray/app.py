@@ -117,4 +117,4 @@ def kept(headers: Mapping[str, str], dropped: tuple[str, ...] = ()) -> list[tupl
     return [pair for pair in pairs if pair[0] not in (*HOP_BY_HOP, *dropped) and not pair[0].startswith("sec-websocket-")]
 
 
-app = Replica.bind()
+app = Replica.bind()  # type: ignore[attr-defined]  # of the deployment that Ray makes of the class
