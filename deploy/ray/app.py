@@ -17,7 +17,7 @@ from starlette.websockets import WebSocket, WebSocketState
 from yarl import URL
 
 COMMAND = ("setpriv", "--pdeathsig", "TERM", "seqserve", "serve", "--host", "127.0.0.1", "--grpc-port", "0")
-"""The kernel sends SIGTERM to the server when its replica is killed: nobody else would end it, and it holds the device."""
+"""The kernel sends SIGTERM to the server when its replica is killed: the server would otherwise run on and hold the device."""
 METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 HOP_BY_HOP = ("connection", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade")
 ADDED_BY_RAY = ("date", "x-request-id")
@@ -40,7 +40,9 @@ class Replica:
         self._server = await asyncio.create_subprocess_exec(*COMMAND, "--port", str(self._port))
         while not await self._answers("/readyz"):
             if self._server.returncode is not None:
-                raise RuntimeError(f"seqserve ended with status {self._server.returncode}: the log of this replica says why")
+                raise RuntimeError(
+                    f"seqserve ended with status {self._server.returncode}: the reason is in the log of this replica"
+                )
             await asyncio.sleep(0.2)
         self._watching = asyncio.create_task(self._end_with_server())
 
@@ -112,9 +114,9 @@ async def send_messages(client: WebSocket, server: aiohttp.ClientWebSocketRespon
 
 
 def kept(headers: Mapping[str, str], dropped: tuple[str, ...] = ()) -> list[tuple[str, str]]:
-    """Return the headers, repeated ones included, except those that concern one connection and those to be dropped."""
+    """Return all headers, also repeated headers, except `dropped` and the headers of one connection."""
     pairs = [(name.lower(), value) for name, value in headers.items()]
     return [pair for pair in pairs if pair[0] not in (*HOP_BY_HOP, *dropped) and not pair[0].startswith("sec-websocket-")]
 
 
-app = Replica.bind()  # type: ignore[attr-defined]  # of the deployment that Ray makes of the class
+app = Replica.bind()  # type: ignore[attr-defined]  # Ray's decorator adds it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -9,12 +10,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import httpx
 import psutil
 import pytest
+from websockets.exceptions import InvalidStatus
+from websockets.sync.client import connect
 
 from loadtest.servers import free_ports
 from tests.serving import eventually
@@ -51,7 +54,7 @@ class Nodes:
             "SEQSERVE_DEFAULT_DEADLINE_MS": "60000",
             "SEQSERVE_SESSION_IDLE_SECONDS": "600",
         }
-        self._nodes: list[psutil.Process] = []
+        self._nodes: list[psutil.Popen] = []
 
     @contextmanager
     def started(self) -> Iterator[None]:
@@ -76,11 +79,15 @@ class Nodes:
 
     def _kill(self) -> None:
         """End all processes at once: an orderly end of Ray takes half a minute."""
-        processes = [*self._nodes, *(child for node in self._nodes for child in node.children(recursive=True))]
+        processes = [*self._below(), *self._nodes]
         for process in processes:
-            if process.is_running():
+            with suppress(psutil.NoSuchProcess):
                 process.kill()
         psutil.wait_procs(processes, 60)
+
+    def _below(self) -> set[psutil.Process]:
+        """Return the processes that the running nodes started."""
+        return {child for node in self._nodes if node.poll() is None for child in node.children(recursive=True)}
 
     def run(self, *words: str) -> str:
         return subprocess.run(
@@ -98,14 +105,13 @@ class Nodes:
         self.run(*command("serve deploy"))
 
     def await_replicas(self, count: int) -> None:
-        """Wait until so many replicas run, and no other replica starts or stops."""
+        """Wait until this number of replicas runs, and no other replica starts or stops."""
         states = rf"status: RUNNING\n(?:.*\n)+? +replica_states:\n +RUNNING: {count}\n +message: ''"
         eventually(lambda: re.search(states, self.run(*command("serve status"))), START_SECONDS)
 
     def servers(self) -> set[psutil.Process]:
-        """Return the processes of `seqserve serve`, without those that they started."""
-        below = {child for node in self._nodes for child in node.children(recursive=True)}
-        return {process for process in below if "--grpc-port" in arguments(process)}
+        """Return the supervisors of the servers."""
+        return {process for process in self._below() if "--grpc-port" in arguments(process)}
 
 
 def command(start: str) -> list[str]:
@@ -138,6 +144,17 @@ def send_chunks(url: str, steps: dict[str, int]) -> set[str]:
     return lost
 
 
+def check_websocket(url: str) -> None:
+    """Check that a WebSocket carries a session, and that the server's refusal of another reaches the client."""
+    stream = url.replace("http", "ws") + "/stream"
+    with connect(f"{stream}?model=sensor-forecast", additional_headers={"x-session-id": "stream"}) as socket:
+        for steps in (1, 2):
+            socket.send('{"input": [[0.1, -0.4, 0.2]]}')
+            assert json.loads(socket.recv(60))["session"] == {"id": "stream", "steps": steps}
+    with pytest.raises(InvalidStatus, match="400"), connect(stream):
+        pass
+
+
 def check_some_sessions_stay(urls: list[str], steps: dict[str, int]) -> None:
     """Check that a change of the replicas lost some sessions, but not all, and that both proxies agree where the others are."""
     lost = send_chunks(urls[0], steps)
@@ -166,6 +183,7 @@ def test_page_deploys_replicas_that_scale_and_come_back(nodes: Nodes) -> None:
         assert reply.status_code == 200, reply.text
         assert reply.json()["outputs"][0]["label"] == "HUM"
 
+    check_websocket(urls[1])
     steps = {f"session {number}": 0 for number in range(SESSIONS)}
     assert [send_chunks(url, steps) for url in (*urls, *urls)] == [set()] * 4
 
@@ -181,5 +199,5 @@ def test_page_deploys_replicas_that_scale_and_come_back(nodes: Nodes) -> None:
     nodes.await_replicas(3)
     check_some_sessions_stay(urls, steps)
 
-    nodes.run(*command("serve shutdown"), "--yes")
+    nodes.run("serve", "shutdown", "--yes")
     eventually(lambda: not nodes.servers(), START_SECONDS)
