@@ -317,10 +317,10 @@ endurance: .venv/tools compiled
 	@$(BIN)/python -m tests.endurance $(KIND) --size $(SIZE) $(ARGS)
 
 # Ray's requirements are not those of the service, which runs as its child process.
-.venv-ray/installed: deploy/ray/requirements.txt tests/cluster/ray.txt | check-python
+.venv-ray/installed: deploy/ray/requirements.txt | check-python
 	@test -x .venv-ray/bin/python || $(PYTHON) -m venv .venv-ray
 	@echo "installing Ray into .venv-ray"
-	@.venv-ray/bin/python -m pip install --quiet --disable-pip-version-check --requirement tests/cluster/ray.txt
+	@.venv-ray/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
 	@touch $@
 
 # Several replicas on addresses of loopback, behind real proxies with the files in deploy/proxies, and on a Ray cluster.
