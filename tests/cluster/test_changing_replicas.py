@@ -6,16 +6,14 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests import models
-from tests.cluster.replicas import HOSTS, Cluster, Replica, clustered, knows, peer_settings
+from tests.cluster.replicas import HOSTS, Cluster, Replica, clustered
 from tests.cluster.shipped import shipped
 from tests.cluster.streams import Balancer, Place, Rendezvous, Report, Streams, ThroughProxy, milliseconds, quantile
-from tests.serving import eventually
 
 REPLICAS = 3
 HTTP, SOCKETS, CALLS, INTERVAL = 400, 50, 50, 1.0
@@ -32,22 +30,16 @@ Change = Callable[[Cluster], Awaitable[None]]
 
 
 @contextmanager
-def meeting(folder: Path, most: int) -> Iterator[Cluster]:
-    """Run three replicas that know each other, with addresses for up to `most`."""
+def sharing(folder: Path) -> Iterator[Cluster]:
+    """Run three replicas with one session store."""
     models.accumulator(folder / "models")
-    with clustered(folder / "models", folder, REPLICAS, replicated="1", **peer_settings(folder, most)) as cluster:
-        eventually(lambda: all(knows(replica, REPLICAS - 1) for replica in cluster.replicas))
+    with clustered(folder / "models", folder, REPLICAS, replicated="1", session_store=str(folder / "sessions")) as cluster:
         yield cluster
 
 
 def everywhere(cluster: Cluster, most: int) -> Rendezvous:
     """Return a balancer over the first `most` addresses."""
     return Rendezvous([Place(f"{host}:{cluster.port}", f"{host}:{cluster.grpc_port}") for host in HOSTS[:most]])
-
-
-async def knowing(replica: Replica, others: int) -> None:
-    """Wait until a replica knows this many others."""
-    await asyncio.to_thread(eventually, partial(knows, replica, others))
 
 
 async def end(replica: Replica) -> None:
@@ -70,8 +62,8 @@ def stream(cluster: Cluster, balancer: Balancer, change: Change) -> Report:
     report = asyncio.run(streaming())
     assert not report.failed and not report.wrong, (report.failed[:5], report.wrong[:5])
     assert sum(replica.metric("seqserve_sessions") for replica in cluster.running) == SESSIONS
-    handed_over = [event for replica in cluster.replicas for event in replica.events("sessions handed over")]
-    assert all(event["left"] == 0 for event in handed_over)
+    saved = [event for replica in cluster.replicas for event in replica.events("sessions saved")]
+    assert all(event["left"] == 0 for event in saved)
     return report
 
 
@@ -90,13 +82,13 @@ def test_rolling_update_moves_every_session(tmp_path: Path, capsys: pytest.Captu
 
     async def update(cluster: Cluster) -> None:
         for old in list(cluster.running):
-            await knowing(await asyncio.to_thread(cluster.add), REPLICAS)
+            await asyncio.to_thread(cluster.add)
             ready = time.monotonic()
             await end(old)
             replaced.append((ready, time.monotonic()))
             await asyncio.sleep(2 * INTERVAL)
 
-    with meeting(tmp_path, 2 * REPLICAS) as cluster:
+    with sharing(tmp_path) as cluster:
         report = stream(cluster, everywhere(cluster, 2 * REPLICAS), update)
     draining = [pause for began, pause in report.pauses if any(begin <= began <= end for begin, end in replaced)]
     with capsys.disabled():
@@ -115,10 +107,10 @@ def test_rolling_update_behind_a_proxy_moves_every_session(
     async def update(cluster: Cluster) -> None:
         for old in list(cluster.running):
             await end(old)
-            await knowing(await asyncio.to_thread(cluster.again, old), REPLICAS - 1)
+            await asyncio.to_thread(cluster.again, old)
             await asyncio.sleep(CHECKED_SECONDS)
 
-    with meeting(tmp_path, REPLICAS) as cluster, shipped(proxy, cluster, tmp_path, naming=True) as front:
+    with sharing(tmp_path) as cluster, shipped(proxy, cluster, tmp_path, naming=True) as front:
         report = stream(cluster, ThroughProxy(front), update)
     with capsys.disabled():
         print(f"\n{proxy}: {report}")
@@ -129,13 +121,12 @@ def test_rolling_update_behind_a_proxy_moves_every_session(
 
 def test_sessions_follow_three_then_five_then_two_replicas(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     async def grow_and_shrink(cluster: Cluster) -> None:
-        for added in await asyncio.to_thread(cluster.start, 2):
-            await knowing(added, REPLICAS + 1)
+        await asyncio.to_thread(cluster.start, 2)
         await asyncio.sleep(3 * INTERVAL)
         for old in cluster.running[:3]:
             await end(old)
 
-    with meeting(tmp_path, REPLICAS + 2) as cluster:
+    with sharing(tmp_path) as cluster:
         report = stream(cluster, everywhere(cluster, REPLICAS + 2), grow_and_shrink)
     with capsys.disabled():
         print(f"\nfrom 3 to 5 to 2 replicas: {report}")

@@ -1,4 +1,4 @@
-"""Hosts whose clocks are an hour apart: a deadline is the time that remains, on the way to an engine and through a peer.
+"""Hosts whose clocks are an hour apart: a deadline is the time that remains, on the way to an engine and through the session store.
 
 All clocks of a replica are shifted, as on another host.
 """
@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 
 from tests import models, planted
-from tests.cluster.replicas import Cluster, Replica, knows, peer_settings, stopped
+from tests.cluster.replicas import Cluster, Replica, stopped
 from tests.long.overload import LAGS, Lag
 from tests.long.preloaded import compiled
-from tests.serving import eventually
 
 AHEAD_SECONDS = (0, 3600)
 """By how much the clocks of the two replicas are ahead."""
@@ -31,8 +30,7 @@ def apart(tmp_path: Path, fault: str = "") -> Iterator[Cluster]:
     """Run two replicas whose clocks are apart."""
     models.accumulator(tmp_path / "models")
     shim = compiled("wall_clock.c", tmp_path)
-    # A search for a session takes longer than any deadline here.
-    cluster = Cluster(tmp_path / "models", tmp_path, **peer_settings(tmp_path, len(AHEAD_SECONDS)), peer_seconds="30")
+    cluster = Cluster(tmp_path / "models", tmp_path, session_store=str(tmp_path / "sessions"))
     try:
         for seconds in AHEAD_SECONDS:
             jump = tmp_path / f"jump{seconds}"
@@ -43,7 +41,6 @@ def apart(tmp_path: Path, fault: str = "") -> Iterator[Cluster]:
                 patch.setenv("CLOCK_JUMP", str(jump))
                 patch.setenv("MONOTONIC_SHIFT", str(seconds))
                 cluster.add()
-        eventually(lambda: all(knows(replica, 1) for replica in cluster.replicas))
         yield cluster
     finally:
         cluster.close()

@@ -18,7 +18,7 @@ from websockets.sync.client import connect
 
 from tests import models
 from tests.accumulator import faults_of
-from tests.cluster.replicas import Cluster, Replica, clustered, knows, peer_settings
+from tests.cluster.replicas import Cluster, Replica, clustered
 from tests.cluster.shipped import REPLICAS, Front, shipped
 from tests.cluster.traffic import CONNECTIONS, HEADER, Round, Traffic, owners, rounds_during
 from tests.proxies import PROXIES
@@ -62,10 +62,9 @@ def proxied(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Proxied]
 
 
 @pytest.fixture(params=PROXIES)
-def with_peers(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Proxied]:
+def with_store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Proxied]:
     """Replicas whose sessions move to where their next chunk arrives."""
-    with behind(request.param, tmp_path, **peer_settings(tmp_path, REPLICAS)) as started:
-        eventually(lambda: all(knows(replica, REPLICAS - 1) for replica in started.cluster.replicas))
+    with behind(request.param, tmp_path, session_store=str(tmp_path / "sessions"), checkpoint_chunks="1") as started:
         yield started
 
 
@@ -204,10 +203,10 @@ def check_moved(proxied: Proxied, change: Change) -> None:
         assert change.moved == 0
 
 
-def test_states_of_a_thousand_sessions_follow_them(with_peers: Proxied, capsys: pytest.CaptureFixture[str]) -> None:
-    report = run_story(with_peers, moving_story)
+def test_states_of_a_thousand_sessions_follow_them(with_store: Proxied, capsys: pytest.CaptureFixture[str]) -> None:
+    report = run_story(with_store, moving_story)
     with capsys.disabled():
-        print(f"\n{with_peers.name}, with peers: {report}")
+        print(f"\n{with_store.name}, with a session store: {report}")
 
 
 async def moving_story(proxied: Proxied, traffic: Traffic) -> dict[str, str]:
