@@ -11,11 +11,11 @@ from pathlib import Path
 from tests.exporters.cases import CASES, Case
 
 PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "exported-layers.md"
-FORMATS = {"pytorch": "PyTorch", "keras": "Keras", "onnx": "ONNX"}
+FORMATS = {"pytorch": "PyTorch", "onnx": "ONNX"}
 OPENING = """\
 # What exports
 
-A test checks each cell. "yes": with the exported file, PyTorch, Keras or ONNX Runtime computes the same within 1e-5, and
+A test checks each cell. "yes": with the exported file, PyTorch or ONNX Runtime computes the same within 1e-5, and
 `seqserve import` reads the same model back, bit by bit. "yes, comes back": the model that is read back computes the same, but differs as
 described. "no" is followed by the words of the refusal. [exporting.md](exporting.md) describes the command.
 `python -m tests.exporters.table` writes this page.
