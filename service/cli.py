@@ -140,13 +140,12 @@ def models(settings: Settings) -> int:
 
 
 def compress(
-    settings: Settings, model: str, data: Path | None, model_version: int | None, name: str | None, **changes: Any
+    settings: Settings, model: str, precision: str, data: Path | None, model_version: int | None, name: str | None
 ) -> int:
-    """Write a smaller version of a model and print what that changes. changes: as in `service.compress.Changes`."""
+    """Write a smaller version of a model and print what that changes."""
     from service import compress  # imports torch
 
-    wanted = compress.Changes(**changes)
-    folder, section = compress.compress(settings, model, wanted, version=model_version, name=name, data=data)
+    folder, section = compress.compress(settings, model, precision, version=model_version, name=name, data=data)
     print(f"{folder} is complete. Its card says:\n\n{section}", end="")
     return 0
 
@@ -309,12 +308,9 @@ def _parser() -> argparse.ArgumentParser:
         help="make a model smaller without training, as a new version, and measure what that changes",
     )
     command.add_argument("model", metavar="MODEL", help="name of a model in the models folder")
-    command.add_argument("--precision", choices=("int8", "bfloat16", "float16"), help="precision of the new version")
-    command.add_argument("--rank", type=_above_zero(int), metavar="R", help="columns of the new embedding, fewer than now")
     command.add_argument(
-        "--vocabulary", type=_above_zero(int), metavar="N", help="keep the N most frequent words of --texts, and special tokens"
+        "--precision", required=True, choices=("int8", "bfloat16", "float16"), help="precision of the new version"
     )
-    command.add_argument("--texts", type=Path, metavar="FILE", help="one text a line, in which words are counted")
     command.add_argument(
         "--data",
         type=Path,
