@@ -108,7 +108,7 @@ def _compare(
 
 def _encoder(folder: Path, described: spec.ModelSpec, settings: Settings, device: torch.device) -> Encoder:
     """Return a version as the engine of a device runs it."""
-    return Encoder(described, store.read_arrays(folder, described), device, settings.fold_limit_bytes)
+    return Encoder(described, store.read_arrays(folder, described), device)
 
 
 def _weights_bytes(folder: Path) -> int:
