@@ -152,13 +152,12 @@ def models(settings: Settings) -> int:
 
 
 def compress(
-    settings: Settings, model: str, data: Path | None, model_version: int | None, name: str | None, **changes: Any
+    settings: Settings, model: str, precision: str, data: Path | None, model_version: int | None, name: str | None
 ) -> int:
-    """Write a smaller version of a model and print what that changes. changes: as in `service.compress.Changes`."""
+    """Write a smaller version of a model and print what that changes."""
     from service import compress  # imports torch
 
-    wanted = compress.Changes(**changes)
-    folder, section = compress.compress(settings, model, wanted, version=model_version, name=name, data=data)
+    folder, section = compress.compress(settings, model, precision, version=model_version, name=name, data=data)
     print(f"{folder} is complete. Its card says:\n\n{section}", end="")
     return 0
 
@@ -205,13 +204,6 @@ def bench(
         raise StartError(str(error)) from error
 
 
-def top(settings: Settings, url: str, key_file: Path | None, ca: Path | None, interval: float, once: bool) -> int:
-    """Show the figures of a running server in the terminal."""
-    from service.top import command  # imports rich
-
-    return command.top(url, ClientAccess.read(key_file, ca), interval, once)
-
-
 def _find_load_generator() -> None:
     """Make `loadtest` importable. The repository has it at its top level, the wheel inside this package."""
     if "loadtest" not in sys.modules and importlib.util.find_spec("service.loadtest") is not None:
@@ -236,7 +228,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="seqserve", description="A server for sequence models.")
     parser.add_argument("--version", action="version", version=f"seqserve {__version__}")
     commands = parser.add_subparsers(
-        required=True, metavar="serve | infer | import | export | models | compress | key | state-key | bench | top"
+        required=True, metavar="serve | infer | import | export | models | compress | key | state-key | bench"
     )
     shared = argparse.ArgumentParser(add_help=False)
     _setting(shared, "--models", metavar="DIR", help="folder of models")
@@ -321,12 +313,9 @@ def _parser() -> argparse.ArgumentParser:
         help="make a model smaller without training, as a new version, and measure what that changes",
     )
     command.add_argument("model", metavar="MODEL", help="name of a model in the models folder")
-    command.add_argument("--precision", choices=("int8", "bfloat16", "float16"), help="precision of the new version")
-    command.add_argument("--rank", type=_above_zero(int), metavar="R", help="columns of the new embedding, fewer than now")
     command.add_argument(
-        "--vocabulary", type=_above_zero(int), metavar="N", help="keep the N most frequent words of --texts, and special tokens"
+        "--precision", required=True, choices=("int8", "bfloat16", "float16"), help="precision of the new version"
     )
-    command.add_argument("--texts", type=Path, metavar="FILE", help="one text a line, in which words are counted")
     command.add_argument(
         "--data",
         type=Path,
@@ -391,7 +380,10 @@ def _parser() -> argparse.ArgumentParser:
         "bench", parents=[shared], help="send load to a running server and report latency and throughput"
     )
     command.add_argument("--url", default=ADDRESS, help="address of the server (default: %(default)s)")
-    _access(command)
+    command.add_argument("--key-file", type=Path, metavar="FILE", help=f"file with the key to send (default: {CLIENT_KEY})")
+    command.add_argument(
+        "--ca", type=Path, metavar="FILE", help="authority of the server's certificate (default: the system's authorities)"
+    )
     command.add_argument("--model", metavar="NAME", help="model to send requests to (default: the first that is served)")
     levels = command.add_mutually_exclusive_group()
     levels.add_argument(
@@ -430,27 +422,7 @@ def _parser() -> argparse.ArgumentParser:
         "--trace", type=Path, metavar="FILE", help="write the batches of the last level to this file, for ui.perfetto.dev"
     )
     command.set_defaults(run=bench)
-    command = commands.add_parser("top", help="show the figures of a running server in the terminal, until an interrupt")
-    command.add_argument("url", nargs="?", default=ADDRESS, metavar="URL", help="address of the server (default: %(default)s)")
-    _access(command)
-    command.add_argument(
-        "--interval",
-        type=_above_zero(float),
-        default=1.0,
-        metavar="SECONDS",
-        help="time between two frames, and what their rates are over (default: %(default)s)",
-    )
-    command.add_argument("--once", action="store_true", help="print one frame as plain text, and end")
-    command.set_defaults(run=top)
     return parser
-
-
-def _access(command: argparse.ArgumentParser) -> None:
-    """Add the flags that name the key and the authority for a running server."""
-    command.add_argument("--key-file", type=Path, metavar="FILE", help=f"file with the key to send (default: {CLIENT_KEY})")
-    command.add_argument(
-        "--ca", type=Path, metavar="FILE", help="authority of the server's certificate (default: the system's authorities)"
-    )
 
 
 def _scopes(words: str) -> list[Scope]:

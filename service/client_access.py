@@ -41,10 +41,10 @@ class ClientAccess(NamedTuple):
         """The headers that every request needs."""
         return {"Authorization": f"Bearer {self.key}"} if self.key else {}
 
-    def fetch(self, url: str, body: bytes | None = None, *, timeout: float = 10.0, max_bytes: int | None = None) -> bytes:
+    def fetch(self, url: str, body: bytes | None = None, *, timeout: float = 10.0) -> bytes:
         """Return the reply to a GET, or to a POST with this body.
 
-        Raises KeyRefused, OSError without a reply or with another status, and ValueError for a reply above `max_bytes`.
+        Raises KeyRefused, and OSError without a reply or with another status.
         """
         request = urllib.request.Request(url, body)
         for name, value in self.headers.items():
@@ -53,13 +53,11 @@ class ClientAccess(NamedTuple):
             with urllib.request.urlopen(
                 request, timeout=timeout, context=self.tls() if url.startswith("https:") else None
             ) as response:
-                reply: bytes = response.read() if max_bytes is None else response.read(max_bytes + 1)
+                reply: bytes = response.read()
         except urllib.error.HTTPError as error:
             if error.code not in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
                 raise
             raise KeyRefused(f"{url} answers {error.code}: {reason_of(error)}; {self._remedy}") from error
-        if max_bytes is not None and len(reply) > max_bytes:
-            raise ValueError(f"{url} answers more than {max_bytes} bytes")
         return reply
 
     @property

@@ -77,7 +77,7 @@ def infer_arrays(settings: Settings, model: str, npz: Path, out: Path) -> dict[s
     torch.set_num_threads(_compute_threads(settings))
     arrays, device = read_arrays(folder, description), build.named_device(settings.devices[0])
     allow_tf32(device, settings.tf32)
-    encoder = Encoder(description, arrays, device, settings.fold_limit_bytes, fold=settings.fold)
+    encoder = Encoder(description, arrays, device)
     tokenizer = Tokenizer.read(folder, description) if description.input.kind == "text" else None
     inputs = read_npz(npz)
     outputs = run_arrays(encoder, inputs, tokenizer)

@@ -163,13 +163,7 @@ class Settings(BaseModel):
     numa: Literal["auto", "off"] = AUTO
     """auto pins frontends and the engine of a GPU to the cores of the GPU's NUMA node, if they are enough."""
     cache: Path = Path("~/.cache/seqserve")
-    """Folder that keeps compiled kernels, and which embeddings were faster folded, for the next start. If it is not writable, every start
-    compiles and measures again."""
-    fold_limit_bytes: Annotated[int, Field(ge=0)] = 256 << 20
-    """Largest table per model into which an embedding is folded when the model is loaded."""
-    fold: Literal["auto", "always", "never"] = AUTO
-    """Whether an embedding is folded into the first layer, for models that do not say it themselves: auto folds it where that is faster,
-    which the first start on a machine measures; always folds it where the layer can and the table fits; never is the same everywhere."""
+    """Folder that keeps compiled kernels for the next start. If it is not writable, every start compiles again."""
     tf32: bool = False
     """Whether products of float32 models on a GPU may be computed in TF32, which is faster and has 11 significant bits instead of 24."""
     max_model_bytes: Annotated[int, Field(ge=0)] = 0

@@ -52,12 +52,6 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(autouse=True)
-def same_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Disable the measured choice between two ways to look up ids: their sums differ in the last digit."""
-    monkeypatch.setenv("SEQSERVE_FOLD", "never")
-
-
 def infer(root: Path, model: str, arrays: Mapping[str, Any], folder: Path) -> dict[str, Array]:
     """Run the command on arrays, and return the arrays that it writes."""
     inputs, outputs = folder / "inputs.npz", folder / "outputs.npz"
@@ -196,7 +190,7 @@ def test_sequences_without_steps_are_answered_over_zeros(root: Path, tmp_path: P
     )
     given = {} if start is None else {start: np.concatenate([np.full_like(alone[start], 0.5), np.zeros_like(alone[start])])}
     both = infer(root, model, {name: row, "offsets": [0, 0, len(row)], **given}, tmp_path)
-    encoder = Encoder(description, store.read_arrays(root / model / "1", description), torch.device("cpu"), 0)
+    encoder = Encoder(description, store.read_arrays(root / model / "1", description), torch.device("cpu"))
     without_steps = encoder.run_without_steps()
     assert without_steps is not None
     head = without_steps.head_output

@@ -33,8 +33,6 @@ HUGE = [[3e38] * 3] * 6
 IDS = [1, 5, 11, 0, 3, 3, 7, 2, 9, 4, 6, 8, 10]
 CUTS = (0, 1, 2, 7, 8)
 SLOW = [ROW] * 60_000
-SAME_BITS = {"fold_limit_bytes": "0"}
-"""Each server measures whether a folded table is faster. Its product is rounded in another order."""
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +59,7 @@ def streaming(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def two_fronts(streaming: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving(streaming, tmp_path_factory.mktemp("log"), "--frontends", "2", **SAME_BITS) as running:
+    with serving(streaming, tmp_path_factory.mktemp("log"), "--frontends", "2") as running:
         yield running
 
 
@@ -73,7 +71,6 @@ def two_engines(streaming: Path, tmp_path_factory: pytest.TempPathFactory) -> It
         tmp_path_factory.mktemp("log"),
         "--device",
         "cpu,cpu",
-        **SAME_BITS,
         state_slots="2",
         default_deadline_ms="600000",
         max_deadline_ms="600000",

@@ -114,7 +114,6 @@ def test_unknown_key_is_refused_with_the_file(file: Path) -> None:
         ("SEQSERVE_DRAIN_SECONDS", "nan", "finite number"),
         ("SEQSERVE_LAME_DUCK_SECONDS", "inf", "finite number"),
         ("SEQSERVE_LAME_DUCK_SECONDS", "-0.1", "greater than or equal to 0"),
-        ("SEQSERVE_FOLD_LIMIT_BYTES", "-1", "greater than or equal to 0"),
     ],
 )
 def test_impossible_value_is_refused_with_variable_and_value(variable: str, value: str, why: str) -> None:

@@ -51,7 +51,7 @@ def server(specs: tuple[Path, dict[str, ModelSpec]], tmp_path_factory: pytest.Te
 
 def run(root: Path, spec: ModelSpec, states: dict[str, np.ndarray[Any, Any]]) -> tuple[Any, dict[str, Any]]:
     """Return the values and the final states that the model computes alone."""
-    encoder = Encoder(spec, store.read_arrays(root / spec.name / "1", spec), torch.device("cpu"), 0)
+    encoder = Encoder(spec, store.read_arrays(root / spec.name / "1", spec), torch.device("cpu"))
     x: Ragged = joined([torch.from_numpy(rows) for rows in SEQUENCES])
     encoding, final = encoder.run_with_states(x, {name: torch.from_numpy(values) for name, values in states.items()})
     assert encoding.head_output.scores is not None

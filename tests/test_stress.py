@@ -97,7 +97,7 @@ def busy(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
 def test_accumulator_counts_exactly_up_to_the_longest_sequence(tmp_path: Path) -> None:
     """The sum goes up to LONGEST and down to -LONGEST, whole and in chunks. The second cell counts the steps."""
     spec, key = models.accumulator(tmp_path), ModelKey("accumulator", "1")
-    encoder = Encoder(spec, store.read_arrays(tmp_path / "accumulator" / "1", spec), torch.device("cpu"), 1 << 20)
+    encoder = Encoder(spec, store.read_arrays(tmp_path / "accumulator" / "1", spec), torch.device("cpu"))
     engine = DeviceEngine({key: encoder}, Metrics(), max_batch_sequences=4, max_batch_tokens=64)
     values = np.array([1] * LONGEST + [0] + [-1] * 2 * LONGEST)
     sums = values.cumsum()

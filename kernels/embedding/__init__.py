@@ -100,14 +100,3 @@ def _with_padding(tables: Tensor) -> Tensor:
 def _aligned(columns: int, dtype: torch.dtype) -> int:
     """Return the columns rounded up, so that rows begin at multiples of ALIGNED_BYTES."""
     return round_up(columns * dtype.itemsize, ALIGNED_BYTES) // dtype.itemsize
-
-
-def folded_bytes(
-    embedding: Tensor, columns: int, taps: int | None = None, dtype: torch.dtype | None = None, *, dense: bool = False
-) -> int:
-    """Return the bytes of the table that `fold` returns, or with `taps`, of the tables that `fold_taps` returns."""
-    stored = dtype or embedding.dtype
-    if taps is None:
-        return embedding.shape[0] * columns * stored.itemsize
-    width = columns if dense else _aligned(columns, stored)
-    return taps * (FIRST + embedding.shape[0]) * width * stored.itemsize

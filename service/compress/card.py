@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 
 from service.compress.comparison import Comparison
 
@@ -11,9 +10,8 @@ HEADING = "## Compression"
 _SECTION = re.compile(rf"^{HEADING}\n.*?(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 
 
-def compression_section(comparison: Comparison, source: str, sizes: tuple[int, int], changes: Sequence[str]) -> str:
-    """Return the section. source: the model and version that was compressed; sizes: the bytes of its weights and of the new weights;
-    changes: a phrase for each change."""
+def compression_section(comparison: Comparison, source: str, sizes: tuple[int, int]) -> str:
+    """Return the section. source: the model and version that was compressed; sizes: the bytes of its weights and of the new weights."""
     before, after = comparison.precisions
     rows = [("precision", before, after), ("bytes of the weights", *(f"{size:,}" for size in sizes))]
     if comparison.accuracies is not None:
@@ -25,7 +23,7 @@ def compression_section(comparison: Comparison, source: str, sizes: tuple[int, i
     agreement = "" if same is None else f" The best answer is the same for {100 * same:.1f} % of them."
     return (
         f"{HEADING}\n\n"
-        f"`seqserve compress` made these weights of {source}, with {' and '.join(changes)}.\n\n"
+        f"`seqserve compress` made these weights of {source}, with precision {after}.\n\n"
         f"| | before | after |\n|---|---|---|\n{table}\n\n"
         f"Both versions answered {comparison.origin}, on a CPU.{agreement}\n"
         f"The outputs differ by {comparison.largest:.2g} at most and by {comparison.mean:.2g} on average.\n"

@@ -45,33 +45,29 @@ class Comparison:
     times: Mapping[str, tuple[float, float]]
 
 
-def compare(encoders: Sequence[Encoder], inputs: Sequence[Inputs], times: Mapping[str, tuple[float, float]]) -> Comparison:
-    """Return how the answers of two versions of a model differ.
-
-    inputs: the same inputs as each version takes them, perhaps with different token ids; times: as in `Comparison`.
-    """
-    first, second = (_answers(encoder, given.sequences) for encoder, given in zip(encoders, inputs, strict=True))
+def compare(encoders: Sequence[Encoder], inputs: Inputs, times: Mapping[str, tuple[float, float]]) -> Comparison:
+    """Return how the answers of two versions of a model differ. times: as in `Comparison`."""
+    first, second = (_answers(encoder, inputs.sequences) for encoder in encoders)
     before, after = encoders
     differences = torch.cat([(one.values - other.values).abs().flatten() for one, other in zip(first, second, strict=True)])
     same = sum(one.best == other.best for one, other in zip(first, second, strict=True))
-    labels = inputs[0].labels
     return Comparison(
-        origin=inputs[0].origin,
+        origin=inputs.origin,
         precisions=(before.spec.precision, after.spec.precision),
         same_best=same / len(first) if first[0].best else None,
         largest=differences.max().item(),
         mean=differences.double().mean().item(),
-        accuracies=None if labels is None else (_accuracy(first, labels), _accuracy(second, labels)),
+        accuracies=None if inputs.labels is None else (_accuracy(first, inputs.labels), _accuracy(second, inputs.labels)),
         times=times,
     )
 
 
-def median_seconds(encoders: Sequence[Encoder], inputs: Sequence[Inputs]) -> tuple[float, float]:
+def median_seconds(encoders: Sequence[Encoder], sequences: Sequence[Tensor]) -> tuple[float, float]:
     """Return the median time of one input in each version. The versions take turns, so that a change of the machine affects both."""
     times: tuple[list[float], list[float]] = ([], [])
-    for sequences in zip(*(given.sequences[:TIMED] for given in inputs), strict=True):
+    for sequence in sequences[:TIMED]:
         for _ in range(ROUNDS):
-            for encoder, sequence, seconds in zip(encoders, sequences, times, strict=True):
+            for encoder, seconds in zip(encoders, times, strict=True):
                 seconds.append(_seconds(encoder, sequence))
     first, second = map(statistics.median, times)
     return first, second

@@ -1,4 +1,4 @@
-"""The inputs on which two versions of a model are compared: texts of a file, with labels or without, or random sequences."""
+"""The inputs on which two versions of a model are compared: labelled texts of a file, or random sequences."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from service.modeling.tokenizer import Tokenizer
 
 RANDOM_SEQUENCES, RANDOM_STEPS, SEED = 256, 64, 0
 """Number of random sequences, their largest length unless the model needs more steps, and their seed."""
-FIRST_TEXTS = 256
-"""Texts without labels on which two versions are compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +41,6 @@ def random_inputs(model: ModelSpec) -> Inputs:
     return Inputs(origin, list(torch.split(data, lengths)))
 
 
-def read_texts(file: Path, model: ModelSpec, tokenizer: Tokenizer) -> Inputs:
-    """Return the first texts of a file with one text a line; raises ModelError for a text that does not fit the model."""
-    lines = [(number, line.strip()) for number, line in enumerate(read_lines(file), start=1) if line.strip()][:FIRST_TEXTS]
-    if not lines:
-        raise ModelError(f"{file} has no lines: give a file with one text a line")
-    sequences = [_tokenise(line, model, tokenizer, f"{file} line {number}") for number, line in lines]
-    return Inputs(f"the first {len(lines)} texts of {file.name}", sequences)
-
-
 def read_labelled_texts(file: Path, model: ModelSpec, tokenizer: Tokenizer | None) -> Inputs:
     """Return the texts of a file with lines `LABEL text`; raises ModelError for a line that does not fit the model.
 
@@ -60,7 +49,7 @@ def read_labelled_texts(file: Path, model: ModelSpec, tokenizer: Tokenizer | Non
     if tokenizer is None or not isinstance(model.head, ClassifyHead):
         raise ModelError(f"--data needs a model that classifies texts, and {model.name} does not: leave --data out")
     sequences, labels = [], []
-    for number, line in enumerate(read_lines(file), start=1):
+    for number, line in enumerate(_read_lines(file), start=1):
         if line.strip():
             label, _, text = line.strip().partition(" ")
             where = f"{file} line {number}"
@@ -72,7 +61,7 @@ def read_labelled_texts(file: Path, model: ModelSpec, tokenizer: Tokenizer | Non
     return Inputs(f"{count} of {file.name}", sequences, labels)
 
 
-def read_lines(file: Path) -> list[str]:
+def _read_lines(file: Path) -> list[str]:
     """Return the lines of a file in UTF-8, or in Latin-1 if it is not UTF-8; raises ModelError if it cannot be read."""
     try:
         data = read_file(file)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from kernels.folder import readable_folder, set_cache_folder
+from kernels.folder import set_cache_folder
 from service.engine.batching.batch_builder import SchedulerLimits
 from service.engine.batching.batcher import Batcher
 from service.engine.batching.session_table import SessionTable
@@ -27,13 +27,10 @@ from service.log import Log
 from service.metrics import Metrics
 from service.modeling import spec, store
 from service.modeling.encoder import Encoder
-from service.modeling.fold_memory import FoldMemory
 from service.settings import Settings
 
 BATCH_BUDGET_MS = {"cuda": 0.5, "cpu": 5.0}
 """Default batch budget by device type."""
-FOLDING = "folding"
-"""Folder of remembered decisions, in the folder of compiled kernels."""
 
 
 def build_engine(
@@ -62,7 +59,7 @@ def build_engine(
     for version in model_versions:
         try:
             with trial(version.key):
-                encoders[version.key] = _encoder(version, device, settings, log)
+                encoders[version.key] = _encoder(version, device)
         except Exception as error:
             if strict:
                 raise
@@ -108,13 +105,13 @@ def _stored_sessions(settings: Settings, table: SessionTable) -> StoredSessions 
 
 
 def prepare_model(
-    settings: Settings, engine: DeviceEngine, log: Log, version: ModelVersion, between_batches: RunBetweenBatches
+    settings: Settings, engine: DeviceEngine, version: ModelVersion, between_batches: RunBetweenBatches
 ) -> PreparedModel:
     """Prepare a version while the engine serves others; raises ModelError, or NoRoom when it does not fit."""
 
     def load() -> Encoder:
         _check_memory(version, _weights_bytes(version, engine.device), available_bytes(engine.device))
-        encoder = _encoder(version, engine.device, settings, log)
+        encoder = _encoder(version, engine.device)
         if settings.max_model_bytes:
             _check_memory(version, encoder.weight_bytes(), settings.max_model_bytes - engine.weight_bytes)
         return encoder
@@ -122,29 +119,12 @@ def prepare_model(
     return engine.prepare(load, between_batches)
 
 
-def _encoder(version: ModelVersion, device: torch.device, settings: Settings, log: Log) -> Encoder:
+def _encoder(version: ModelVersion, device: torch.device) -> Encoder:
     folder = Path(version.folder)
     model = spec.read(folder, version.name)
     if model != spec.ModelSpec.model_validate_json(version.spec):
         raise ModelError(f"{folder / spec.MODEL} has changed since it was read: load the model again")
-    return Encoder(
-        model,
-        store.read_arrays(folder, model),
-        device,
-        settings.fold_limit_bytes,
-        fold=settings.fold,
-        fold_memory=_fold_memory(version, log),
-    )
-
-
-def _fold_memory(version: ModelVersion, log: Log) -> FoldMemory | None:
-    """Return the memory of earlier starts, or None for a user without a folder of compiled kernels."""
-    folder = readable_folder()
-
-    def report_damage(file: Path) -> None:
-        log.warning("remembered folding ignored", model=version.name, version=version.version, file=str(file))
-
-    return None if folder is None else FoldMemory(folder / FOLDING, report_damage)
+    return Encoder(model, store.read_arrays(folder, model), device)
 
 
 def _weights_bytes(version: ModelVersion, device: torch.device) -> int:

@@ -58,7 +58,7 @@ def _run(config: ProcessConfig, settings: Settings) -> None:
     journal = SessionJournal(journal_records(settings), config.journal)
     errors = InternalErrors(log, metrics)
     batcher = build_batcher(settings, engine, metrics, errors, journal)
-    models = ModelLoader(engine, batcher, partial(prepare_model, settings, engine, log), log, on_open=freeze_heap)
+    models = ModelLoader(engine, batcher, partial(prepare_model, settings, engine), log, on_open=freeze_heap)
     worker = Worker(control, heartbeat, batcher, engine, models, trials, config.place, metrics, errors)
     freeze_heap()
     metrics.observe_collections("engine")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 
 from service.errors import ModelError
@@ -13,9 +12,6 @@ from service.exporters.formats import SUFFIXES
 from service.exporters.model import Export, ExportRefused, Model
 from service.modeling import spec, store
 from service.settings import Settings
-
-PACKAGES = ("h5py", "onnx")
-"""Packages of the extra `import`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +55,12 @@ def _export(model: Model, request: Request) -> Export:
     if request.format == "pytorch":
         return pytorch.export(model, request.out.suffix)
     try:
-        writer = import_module(f"service.exporters.{request.format}")
+        from service.exporters import onnx  # imports a package of the extra `import`
     except ModuleNotFoundError as error:
-        if error.name not in PACKAGES:
+        if error.name != "onnx":
             raise
-        raise ExportRefused(f"the package {error.name} is missing: install seqserve[import]") from error
-    export: Export = writer.export(model)
-    return export
+        raise ExportRefused("the package onnx is missing: install seqserve[import]") from error
+    return onnx.export(model)
 
 
 def _notes(described: spec.ModelSpec, export: Export) -> list[str]:

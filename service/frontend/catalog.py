@@ -15,7 +15,7 @@ from service.frontend.head_outputs import OutputWriter
 from service.frontend.quoting import quote
 from service.ipc.messages import IndexEntry, Manifest, ModelKey, ModelVersion, NotLoaded
 from service.log import Log
-from service.modeling.spec import CARD, ModelSpec, read_file
+from service.modeling.spec import CARD, WEIGHTS, ModelSpec, read_file
 from service.modeling.tokenizer import Tokenizer
 
 MAX_LISTED = 8
@@ -32,6 +32,7 @@ class ServedModel:
 
     `writer` writes its outputs. `min_steps` is the shortest sequence that it takes, 0 if it answers sequences without steps too.
     `step_bytes` is the size of a time step. `identity` has its name and version as JSON members. `card` is the content of its card.md.
+    `weight_bytes` is the size of its file of weights.
     """
 
     spec: ModelSpec
@@ -39,6 +40,7 @@ class ServedModel:
     tokenizer: Tokenizer | None
     generation: int = 0
     card: bytes = field(default=b"", compare=False, repr=False)
+    weight_bytes: int = field(default=0, compare=False, repr=False)
     key: ModelKey = field(init=False)
     writer: OutputWriter = field(init=False, compare=False, repr=False)
     min_steps: int = field(init=False, compare=False, repr=False)
@@ -73,7 +75,8 @@ def read_served_model(model_version: ModelVersion) -> ServedModel:
     """Return a model version with its tokenizer; raises ModelError when the tokenizer file does not match the spec."""
     spec, folder = ModelSpec.model_validate_json(model_version.spec), Path(model_version.folder)
     tokenizer = Tokenizer.read(folder, spec) if spec.input.kind == "text" else None
-    return ServedModel(spec, model_version.version, tokenizer, model_version.generation, _read_card(folder / CARD))
+    card, weight_bytes = _read_card(folder / CARD), _size(folder / WEIGHTS)
+    return ServedModel(spec, model_version.version, tokenizer, model_version.generation, card, weight_bytes)
 
 
 def _read_card(file: Path) -> bytes:
@@ -82,6 +85,14 @@ def _read_card(file: Path) -> bytes:
         return read_file(file, MAX_CARD_BYTES)
     except OSError:
         return b""
+
+
+def _size(file: Path) -> int:
+    """Return the bytes of a file, 0 if it is gone: the engines have read it."""
+    try:
+        return file.stat().st_size
+    except OSError:
+        return 0
 
 
 def build_catalog(

@@ -67,7 +67,7 @@ def import_model(settings: Settings, request: Request, say: Callable[[str], None
     _report(draft, say)
     weights = tensors(draft, model)
     # A folded table is rounded to the precision of the model, and the comparison is about the weights.
-    encoder = Encoder(model, weights, torch.device("cpu"), fold_limit_bytes=0)
+    encoder = Encoder(model.model_copy(update={"fold": "never"}), weights, torch.device("cpu"))
     found = _compare(request, encoder, draft, recipe, tokenizer, say)
     content = card(request.name, draft, request.checkpoint.name, _digest(request.checkpoint), found, request.tolerance)
     folder = write_version(settings.models, model, weights, content, tokenizer)

@@ -88,17 +88,6 @@ class AnswerWithoutSteps(msgspec.Struct, array_like=True, frozen=True):
     data: bytes
 
 
-class Folding(msgspec.Struct, array_like=True, frozen=True):
-    """Whether a model looks its ids up in a folded table, and what decided it.
-
-    `decided_by` is `timing` at this start, `memory` of an earlier timing, `SEQSERVE_FOLD`, `model.toml`, `SEQSERVE_FOLD_LIMIT_BYTES`, or
-    `layer` if the first layer cannot fold an embedding.
-    """
-
-    folded: bool
-    decided_by: str
-
-
 class BatchRun(msgspec.Struct, array_like=True, frozen=True):
     """How an engine ran one batch. Moments are seconds on the machine's monotonic clock.
 
@@ -122,24 +111,21 @@ class BatchRun(msgspec.Struct, array_like=True, frozen=True):
 
 
 class LoadedModel(msgspec.Struct, array_like=True, frozen=True):
-    """A model version that an engine serves: its kernels, memory and cost.
+    """A model version that an engine serves: its kernels and cost.
 
     `streams` is true when a sequence may arrive in chunks. A batch takes `fixed` seconds, plus `per_step` for each time step of its longest
-    sequence, plus `per_token` for each token. `folding` is None for a model over features,
-    `without_steps` for a model that needs a step.
+    sequence, plus `per_token` for each token. `without_steps` is None for a model that needs a step.
     """
 
     name: str
     version: str
     device: str
     backends: list[str]
-    weight_bytes: int
     streams: bool = False
     fixed: float = 0.0
     per_step: float = 0.0
     per_token: float = 0.0
     generation: int = 0
-    folding: Folding | None = None
     without_steps: AnswerWithoutSteps | None = None
 
     @property

@@ -14,7 +14,7 @@ from torch import Tensor
 from kernels import conv as conv_kernel
 from kernels.conv.norms import fold_batch_norm, fold_weight_norm
 from kernels.conv.types import ACTIVATIONS, GATED, ConvBlock, ConvState, ConvWeights
-from kernels.embedding import fold_taps, folded_bytes
+from kernels.embedding import fold_taps
 from kernels.ragged import Encoded, Outputs, Ragged, compute_dtype
 from service.modeling.runnable_layer import EMBEDDED, FOLDED, RunnableLayer, embed_ids, unique_tensors, weight_tensors
 from service.modeling.spec import ConvLayer, TCNLayer, TextCNNLayer
@@ -67,9 +67,10 @@ class ConvStack(RunnableLayer):
         self._first_over_ids = _with_first_layer(first, _folded(first.layers[0], table))
         self._embedding, self.takes_ids = table if self.streams else None, FOLDED
 
-    def folded_bytes(self, table: Tensor) -> int | None:
+    @property
+    def folded_columns(self) -> int | None:
         first = self._blocks[0]
-        return None if first.residual else _folded_bytes(first.layers[0], table)
+        return None if first.residual else _folded_columns(first.layers[0])
 
     def backend(self) -> str:
         over_ids = () if self._first_over_ids is None else self._first_over_ids.layers
@@ -113,8 +114,9 @@ class TextCNN(RunnableLayer):
         self._layers_over_ids = tuple(_folded(layer, table) for layer in self._layers)
         self.takes_ids = FOLDED
 
-    def folded_bytes(self, table: Tensor) -> int:
-        return sum(_folded_bytes(layer, table) for layer in self._layers)
+    @property
+    def folded_columns(self) -> int:
+        return sum(map(_folded_columns, self._layers))
 
     def backend(self) -> str:
         return conv_kernel.choice(conv_kernel.deciding(self._layers_over_ids or self._layers)).backend.name
@@ -194,6 +196,6 @@ def _folded(weights: ConvWeights, table: Tensor) -> ConvWeights:
     return replace(weights, tables=fold_taps(table, weights.filters, compute_dtype(table.dtype, table.device)))
 
 
-def _folded_bytes(weights: ConvWeights, table: Tensor) -> int:
+def _folded_columns(weights: ConvWeights) -> int:
     width, _, maps = weights.filters.shape
-    return folded_bytes(table, maps, taps=width, dtype=compute_dtype(table.dtype, table.device))
+    return width * maps

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,25 +12,16 @@ from torch import Tensor
 
 from kernels.backend import AUTO as ANY_BACKEND
 from kernels.backend import PINNED
-from kernels.device_name import device_name
 from kernels.ragged import Encoded, Outputs, Ragged
-from service import __version__
 from service.errors import ModelError
-from service.ipc.messages import Folding
-from service.modeling import heads, layer_builder
-from service.modeling.fold_memory import FoldMemory
+from service.modeling import folding, heads, layer_builder
 from service.modeling.heads import HeadOutput
 from service.modeling.layer_builder import EncoderPart, NamedLayer
 from service.modeling.recurrent import RecurrentStack
 from service.modeling.runnable_layer import RunnableLayer, device_bytes
-from service.modeling.spec import MODEL, WEIGHTS, EmbeddingLayer, ModelSpec
+from service.modeling.spec import EmbeddingLayer, ModelSpec
 from service.modeling.state_slabs import RUNNING_POOLS, RowSlots, RunningPool, StateSlabs, state_arrays
 from service.modeling.stored_weights import INT8
-
-AUTO, ALWAYS, NEVER = "auto", "always", "never"
-"""When an embedding is folded: if it is faster, if it can be, or not at all."""
-TRIAL_ROWS, TRIAL_STEPS, TRIAL_RUNS = 4, 16, 5
-"""The batch that decides between an embedding and its folded table, and how many times it is timed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,18 +40,7 @@ class Encoding:
 class Encoder:
     """One version of one model, ready to run on `device`."""
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        arrays: Mapping[str, Tensor],
-        device: torch.device,
-        fold_limit_bytes: int,
-        *,
-        fold: str = AUTO,
-        fold_memory: FoldMemory | None = None,
-    ) -> None:
-        """fold: when an embedding is folded, for a model without `fold`: AUTO, ALWAYS or NEVER; fold_memory: decisions of AUTO
-        at earlier starts."""
+    def __init__(self, spec: ModelSpec, arrays: Mapping[str, Tensor], device: torch.device) -> None:
         self.spec = spec
         self.device = device
         int8 = spec.precision == INT8
@@ -75,12 +54,11 @@ class Encoder:
         self.whole_only = self._needing_whole_sequences()
         """The layers and the head that need a whole sequence, each with its kind. With none, a sequence may arrive in chunks."""
         self._slabs: StateSlabs | None = None
-        self.folding: Folding | None = None
-        """How the ids of a model over tokens are looked up, and the source of the decision."""
         if isinstance(spec.layers[0], EmbeddingLayer):
-            table = arrays["layers.0.weight"].to(device)
-            self.folding = self._decide_folding(table, fold_limit_bytes, fold, fold_memory)
-            (self._layers[0].fold if self.folding.folded else self._layers[0].embed)(table)
+            first, table = self._layers[0], arrays["layers.0.weight"].to(device)
+            columns = None if spec.fold == "never" else first.folded_columns
+            folds = columns is not None and folding.is_folded(len(table), columns)
+            (first.fold if folds else first.embed)(table)
 
     @property
     def streams(self) -> bool:
@@ -253,51 +231,6 @@ class Encoder:
     def _allocated_slabs(self) -> StateSlabs:
         assert self._slabs is not None, "call allocate_states() first"
         return self._slabs
-
-    def _decide_folding(self, table: Tensor, limit_bytes: int, fold: str, memory: FoldMemory | None) -> Folding:
-        """Return whether the embedding `table` is folded into the first layer: if that may be, if its tables fit the limit and, with AUTO,
-        if it is faster."""
-        folded_bytes = self._layers[0].folded_bytes(table)
-        if folded_bytes is None:
-            return Folding(folded=False, decided_by="layer")
-        rule, decided_by = (fold, "SEQSERVE_FOLD") if self.spec.fold == AUTO else (self.spec.fold, MODEL)
-        if rule == NEVER:
-            return Folding(folded=False, decided_by=decided_by)
-        if folded_bytes > limit_bytes:
-            return Folding(folded=False, decided_by="SEQSERVE_FOLD_LIMIT_BYTES")
-        if rule == ALWAYS:
-            return Folding(folded=True, decided_by=decided_by)
-        return self._time_folding(table, memory if WEIGHTS in self.spec.sha256 else None)
-
-    def _time_folding(self, table: Tensor, memory: FoldMemory | None) -> Folding:
-        """Return the decision of an earlier start, or measure which form is faster."""
-        circumstances = self._circumstances()
-        remembered = None if memory is None else memory.recall(circumstances)
-        if remembered is not None:
-            return Folding(remembered, decided_by="memory")
-        first = self._layers[0]
-        folded = self._seconds_with(first.fold, table) <= self._seconds_with(first.embed, table)
-        if memory is not None and memory.remember(circumstances, folded) != folded:
-            return Folding(not folded, decided_by="memory")
-        return Folding(folded, decided_by="timing")
-
-    def _circumstances(self) -> dict[str, str]:
-        """Return everything on which the times of an embedding and of its folded table depend."""
-        part = self._parts[0]
-        return {
-            "service": __version__,
-            "torch": str(torch.__version__),
-            "weights": self.spec.sha256.get(WEIGHTS, ""),
-            "model": self.spec.model_dump_json(include={"precision", "input", "layers", "head"}),
-            "layer": f"{' '.join(part.names)}: {part.layer.backend()}",
-            "device": f"{self.device.type}: {device_name(self.device)}",
-            "threads": str(torch.get_num_threads() if self.device.type == "cpu" else 0),
-        }
-
-    def _seconds_with(self, option: Callable[[Tensor], None], table: Tensor) -> float:
-        option(table)
-        self.time_batch(TRIAL_ROWS, TRIAL_STEPS)  # the first run is always slower
-        return statistics.median(self.time_batch(TRIAL_ROWS, TRIAL_STEPS) for _ in range(TRIAL_RUNS))
 
     def _made_up_batch(self, rows: int, steps: int) -> Ragged:
         steps = max(steps, self.spec.min_steps)

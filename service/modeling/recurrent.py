@@ -16,7 +16,7 @@ from kernels import qrnn as qrnn_kernel
 from kernels import rnn as rnn_kernel
 from kernels import sru as sru_kernel
 from kernels.backend import AUTO
-from kernels.embedding import fold, fold_taps, folded_bytes
+from kernels.embedding import fold, fold_taps
 from kernels.gru.types import GRUState, GRUWeights
 from kernels.lstm.types import LSTMState, LSTMWeights
 from kernels.norm import layer_norm
@@ -37,15 +37,15 @@ class RecurrentFamily:
     """The functions of a recurrent kernel family that a stack calls.
 
     run: runs one direction; run_both: runs both; choice: picks the backend; fold: returns one direction's weights with the
-    embedding folded in, so that they take ids; folded_bytes: returns the bytes of its tables; allocate: returns zeroed state
-    slabs for a number of slots; run_levels: runs several levels in one direction, where kernels run them at once.
+    embedding folded in, so that they take ids; folded_columns: returns the numbers that its tables have for each id; allocate: returns
+    zeroed state slabs for a number of slots; run_levels: runs several levels in one direction, where kernels run them at once.
     """
 
     run: Callable[..., Encoded]
     run_both: Callable[..., Encoded]
     choice: Callable[..., Any]
     fold: Callable[[Any, Tensor], Any]
-    folded_bytes: Callable[[Any, Tensor], int]
+    folded_columns: Callable[[Any], int]
     allocate: Callable[[Any, int], Any]
     run_levels: Callable[..., Encoded] | None = None
 
@@ -146,8 +146,9 @@ class RecurrentStack(RunnableLayer):
         folded = tuple(self._family.fold(weights, table) for weights in first.directions)
         self._embedding, self._folded, self.takes_ids = None, replace(first, directions=folded), FOLDED
 
-    def folded_bytes(self, table: Tensor) -> int:
-        return sum(self._family.folded_bytes(weights, table) for weights in self._levels[0].directions)
+    @property
+    def folded_columns(self) -> int:
+        return sum(self._family.folded_columns(weights) for weights in self._levels[0].directions)
 
     def backend(self) -> str:
         levels = {"levels": len(self._levels)} if self._runs_levels else {}
@@ -306,9 +307,9 @@ def _fold_gates(weights: GatedWeights, table: Tensor) -> GatedWeights:
     return replace(weights, input=None, bias=None, table=gates, input_norm=None)
 
 
-def _gate_bytes(weights: GatedWeights, table: Tensor) -> int:
+def _gate_columns(weights: GatedWeights) -> int:
     assert weights.input is not None
-    return folded_bytes(table, weights.input.shape[1])
+    return weights.input.shape[1]
 
 
 def _fold_sru(weights: SRUWeights, table: Tensor) -> SRUWeights:
@@ -323,9 +324,9 @@ def _fold_sru(weights: SRUWeights, table: Tensor) -> SRUWeights:
     return replace(weights, input=None, projection=None, skip_from=None, norm=None, table=blocks.to(table.dtype))
 
 
-def _sru_bytes(weights: SRUWeights, table: Tensor) -> int:
+def _sru_columns(weights: SRUWeights) -> int:
     assert weights.input is not None
-    return folded_bytes(table, weights.input.shape[1] + (0 if weights.skip_from is None else weights.hidden))
+    return weights.input.shape[1] + (0 if weights.skip_from is None else weights.hidden)
 
 
 def _fold_qrnn(weights: QRNNWeights, table: Tensor) -> QRNNWeights:
@@ -333,9 +334,9 @@ def _fold_qrnn(weights: QRNNWeights, table: Tensor) -> QRNNWeights:
     return replace(weights, input=None, tables=fold_taps(table, weights.input, dense=True))
 
 
-def _qrnn_bytes(weights: QRNNWeights, table: Tensor) -> int:
+def _qrnn_columns(weights: QRNNWeights) -> int:
     assert weights.input is not None
-    return folded_bytes(table, weights.input.shape[2], taps=weights.window, dense=True)
+    return weights.window * weights.input.shape[2]
 
 
 def _rnn_states(weights: RNNWeights, slots: int) -> RNNState:
@@ -373,22 +374,24 @@ def _zeros(weights: Any, slots: int, width: int | None = None) -> Tensor:
 
 FAMILIES: dict[type[RecurrentLayer], RecurrentFamily] = {
     RNNLayer: RecurrentFamily(
-        rnn_kernel.rnn, rnn_kernel.bidirectional, rnn_kernel.choice, _fold_gates, _gate_bytes, _rnn_states
+        rnn_kernel.rnn, rnn_kernel.bidirectional, rnn_kernel.choice, _fold_gates, _gate_columns, _rnn_states
     ),
     LSTMLayer: RecurrentFamily(
         lstm_kernel.lstm,
         lstm_kernel.bidirectional,
         lstm_kernel.choice,
         _fold_gates,
-        _gate_bytes,
+        _gate_columns,
         _lstm_states,
         lstm_kernel.levels,
     ),
     GRULayer: RecurrentFamily(
-        gru_kernel.gru, gru_kernel.bidirectional, gru_kernel.choice, _fold_gates, _gate_bytes, _gru_states, gru_kernel.levels
+        gru_kernel.gru, gru_kernel.bidirectional, gru_kernel.choice, _fold_gates, _gate_columns, _gru_states, gru_kernel.levels
     ),
-    SRULayer: RecurrentFamily(sru_kernel.sru, sru_kernel.bidirectional, sru_kernel.choice, _fold_sru, _sru_bytes, _sru_states),
+    SRULayer: RecurrentFamily(
+        sru_kernel.sru, sru_kernel.bidirectional, sru_kernel.choice, _fold_sru, _sru_columns, _sru_states
+    ),
     QRNNLayer: RecurrentFamily(
-        qrnn_kernel.qrnn, qrnn_kernel.bidirectional, qrnn_kernel.choice, _fold_qrnn, _qrnn_bytes, _qrnn_states
+        qrnn_kernel.qrnn, qrnn_kernel.bidirectional, qrnn_kernel.choice, _fold_qrnn, _qrnn_columns, _qrnn_states
     ),
 }

@@ -60,9 +60,10 @@ class RunnableLayer(ABC):
     def fold(self, table: Tensor) -> None:
         """Take ids from now on, and look them up in tables of the embedding times the first product."""
 
+    @property
     @abstractmethod
-    def folded_bytes(self, table: Tensor) -> int | None:
-        """Return the bytes that the folded tables would take, or None if this layer cannot fold the embedding."""
+    def folded_columns(self) -> int | None:
+        """The numbers that the folded tables have for each token id, or None if this layer cannot fold an embedding."""
 
     @abstractmethod
     def backend(self) -> str:

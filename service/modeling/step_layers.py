@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from kernels.activations import Activation
-from kernels.embedding import folded_bytes
 from kernels.framework import linear
 from kernels.norm import layer_norm
 from kernels.pooling import pool_steps
@@ -62,8 +61,9 @@ class StepLayer(RunnableLayer):
     def fold(self, table: Tensor) -> None:
         self._table, self.takes_ids = self._function(table).to(table.dtype), FOLDED
 
-    def folded_bytes(self, table: Tensor) -> int:
-        return folded_bytes(table, self._outputs)
+    @property
+    def folded_columns(self) -> int:
+        return self._outputs
 
     def backend(self) -> str:
         return FRAMEWORK

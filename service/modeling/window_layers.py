@@ -42,7 +42,8 @@ class LayerOverRows(RunnableLayer):
     def fold(self, table: Tensor) -> None:
         raise NotImplementedError(f"{type(self).__name__} cannot fold an embedding")
 
-    def folded_bytes(self, table: Tensor) -> None:
+    @property
+    def folded_columns(self) -> None:
         return None
 
     def tensors(self) -> list[Tensor]:

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from service import compress, local
-from service.compress import Changes
 from service.compress.comparison import compare
 from service.compress.inputs import random_inputs
 from service.errors import ModelError
@@ -28,7 +27,7 @@ def settings(root: Path) -> Any:
 
 
 def convert(root: Path, model: str, precision: str, **options: Any) -> tuple[Path, str]:
-    return compress.compress(settings(root), model, Changes(precision), **options)
+    return compress.compress(settings(root), model, precision, **options)
 
 
 def error(root: Path, model: str, precision: str, **options: Any) -> str:

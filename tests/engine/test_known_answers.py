@@ -99,7 +99,7 @@ def encoders(tmp_path_factory: pytest.TempPathFactory) -> dict[ModelKey, Encoder
 
 def _encoder(root: Path, key: ModelKey, spec: ModelSpec, factor: float = 1.0) -> Encoder:
     arrays = store.read_arrays(root / key.name / "1", spec)
-    return Encoder(spec, {name: factor * array for name, array in arrays.items()}, torch.device("cpu"), 1 << 20)
+    return Encoder(spec, {name: factor * array for name, array in arrays.items()}, torch.device("cpu"))
 
 
 def engine_of(encoders: dict[ModelKey, Encoder], metrics: Metrics) -> DeviceEngine:

@@ -12,7 +12,6 @@ import torch
 from service.engine import build
 from service.errors import NoRoom
 from service.ipc.messages import ModelVersion
-from service.log import Log
 from service.modeling import store
 from service.settings import load
 from tests import models
@@ -33,7 +32,7 @@ def test_weights_count_as_they_are_in_memory(
 
     def prepare(free: int) -> Any:
         monkeypatch.setattr(build, "available_bytes", lambda _: free)
-        return build.prepare_model(load({"models": tmp_path}, {}), engine, Log("engine-0"), version, lambda run: run())
+        return build.prepare_model(load({"models": tmp_path}, {}), engine, version, lambda run: run())
 
     assert prepare(needed) == "the encoder"
     with pytest.raises(NoRoom, match=f"words version 2 needs {needed} bytes"):

@@ -25,7 +25,7 @@ ACTIVATIONS: dict[str, Any] = {
     "scaled_tanh, alpha 1.5, beta 0.75": {"kind": "scaled_tanh", "alpha": 1.5, "beta": 0.75},
     "affine, alpha 0.5, beta 0.25": {"kind": "affine", "alpha": 0.5, "beta": 0.25},
 }
-NOWHERE = {"pytorch": "", "keras": "", "onnx": ""}
+NOWHERE = {"pytorch": "", "onnx": ""}
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,6 @@ def _recurrent(kind: str, option: str, refused: Mapping[str, str] | None = None,
     return _layer(kind, option, refused, hidden=HIDDEN, **keys)
 
 
-_REVERSED = {"keras": "in reverse order"}
-
-
 def _answering_last(kind: str, option: str, *pools: str, **keys: Any) -> Case:
     """Return the case of one layer over features that answers its last output, joined to other pools."""
     return Case(kind, option, ({"kind": kind, **keys},), {"kind": "embed", "pool": ["last", *pools]})
@@ -83,11 +80,11 @@ def _gated() -> Iterator[Case]:
     """Yield the cases that rnn, lstm and gru have in common."""
     for kind in ("rnn", "lstm", "gru"):
         yield _recurrent(kind, "forward")
-        yield _recurrent(kind, "backward", _REVERSED, direction="backward")
+        yield _recurrent(kind, "backward", direction="backward")
         yield _answering_last(kind, "backward, pool last", hidden=HIDDEN, depth=2, direction="backward")
         yield _recurrent(kind, "bidirectional", bidirectional=True)
         yield _recurrent(kind, "depth 3", depth=3)
-        yield _recurrent(kind, "depth 2, backward", _REVERSED, depth=2, direction="backward")
+        yield _recurrent(kind, "depth 2, backward", depth=2, direction="backward")
         yield _recurrent(kind, "depth 2, bidirectional", depth=2, bidirectional=True)
         for merge in ("sum", "mean", "product"):
             yield _recurrent(kind, f"merge {merge}", bidirectional=True, merge=merge)
@@ -95,11 +92,9 @@ def _gated() -> Iterator[Case]:
                 kind, f"merge {merge}, pools last and max", "max", hidden=HIDDEN, bidirectional=True, merge=merge
             )
         yield _recurrent(kind, "merge sum, depth 2", {"pytorch": 'merge is "sum"'}, bidirectional=True, merge="sum", depth=2)
-        yield _recurrent(kind, "clip", {"pytorch": "clip is 0.5", "keras": "clip is 0.5"}, clip=0.5)
+        yield _recurrent(kind, "clip", {"pytorch": "clip is 0.5"}, clip=0.5)
         yield _recurrent(kind, "layer_norm", dict.fromkeys(NOWHERE, "layer_norm is set"), layer_norm=True)
-        yield _recurrent(
-            kind, "learned_start", {"pytorch": "learned_start is set", "keras": "learned_start is set"}, learned_start=True
-        )
+        yield _recurrent(kind, "learned_start", {"pytorch": "learned_start is set"}, learned_start=True)
 
 
 def _own_options() -> Iterator[Case]:
@@ -108,34 +103,21 @@ def _own_options() -> Iterator[Case]:
     yield _recurrent("rnn", "activation softsign", {"pytorch": "activation is softsign"}, activation="softsign")
     for kind in ("lstm", "gru"):
         fixed = {"pytorch": "its activations are not sigmoid and tanh"}
-        unknown = {**fixed, "keras": "Keras has no activation hard_sigmoid"}
         yield _recurrent(kind, "gate_activation hard_sigmoid, alpha 1/6", fixed, gate_activation=RELU6_GATES)
-        yield _recurrent(kind, "gate_activation hard_sigmoid", unknown, gate_activation="hard_sigmoid")
+        yield _recurrent(kind, "gate_activation hard_sigmoid", fixed, gate_activation="hard_sigmoid")
     yield _recurrent("gru", "activation relu, bidirectional", fixed, activation="relu", bidirectional=True)
-    one = {**fixed, "keras": "output_activation differs from activation"}
-    yield _recurrent("lstm", "activation relu, bidirectional", one, activation="relu", bidirectional=True)
+    yield _recurrent("lstm", "activation relu, bidirectional", fixed, activation="relu", bidirectional=True)
     both = {"pytorch": "output_activation is not tanh"}
     yield _recurrent("lstm", "both activations relu", both, activation="relu", output_activation="relu")
-    yield _recurrent(
-        "lstm",
-        "output_activation softsign",
-        {"pytorch": "output_activation", "keras": "output_activation"},
-        output_activation="softsign",
-    )
-    yield _recurrent("lstm", "peepholes", {"pytorch": "peepholes is set", "keras": "peepholes is set"}, peepholes=True)
-    yield _recurrent(
-        "lstm",
-        "projection, depth 2, bidirectional",
-        {"keras": "projection is 2", "onnx": "projection is 2"},
-        projection=2,
-        depth=2,
-        bidirectional=True,
-    )
+    yield _recurrent("lstm", "output_activation softsign", {"pytorch": "output_activation"}, output_activation="softsign")
+    yield _recurrent("lstm", "peepholes", {"pytorch": "peepholes is set"}, peepholes=True)
+    projected = {"onnx": "projection is 2"}
+    yield _recurrent("lstm", "projection, depth 2, bidirectional", projected, projection=2, depth=2, bidirectional=True)
     yield _recurrent("gru", "reset_after false", {"pytorch": "reset_after is false"}, reset_after=False)
 
 
 def _scans() -> Iterator[Case]:
-    elsewhere = {"keras": "has no layer like it", "onnx": "has no operator like it"}
+    elsewhere = {"onnx": "has no operator like it"}
     both = {"pytorch": "it runs in both directions", **elsewhere}
     yield _recurrent("sru", "depth 2", elsewhere, depth=2)
     yield _recurrent("sru", "depth 12", elsewhere, depth=12)
@@ -163,9 +145,8 @@ def _convolutions() -> Iterator[Case]:
         return _layer("conv", option, refused, **{"filters": 6, "width": 3, **keys})
 
     for padding in ("same", "causal", "none", "same_upper", "same_lower"):
-        lower = {"keras": 'padding is "same_lower"'} if padding == "same_lower" else {}
         yield conv(f"padding {padding}", padding=padding, width=4)
-        yield conv(f"padding {padding}, stride 2", padding=padding, stride=2, refused=lower)
+        yield conv(f"padding {padding}, stride 2", padding=padding, stride=2)
         yield conv(f"padding {padding}, dilation 2", padding=padding, dilation=2)
     yield conv("pads", pads=[3, 1], stride=2)
     yield conv("width 1", width=1)
@@ -174,26 +155,23 @@ def _convolutions() -> Iterator[Case]:
     yield conv("batch_norm", batch_norm=True, epsilon=0.01)
     yield conv("batch_norm and weight_norm", batch_norm=True, weight_norm=True)
     for name, activation in ACTIVATIONS.items():
-        yield conv(f"activation {name}", _unknown_to_keras(name), activation=activation)
-    yield conv("activation glu", {"keras": "the activation glu has twice as many maps"}, activation="glu")
-    gated = {"keras": "the activation gated_tanh has twice as many maps"}
-    yield conv("activation gated_tanh", gated, activation="gated_tanh", padding="causal")
-    yield conv("stride 2, dilation 2", {"keras": "has either strides or a dilation"}, stride=2, dilation=2)
-    both = {"keras": "has either strides or a dilation", "onnx": "does not run both"}
+        yield conv(f"activation {name}", activation=activation)
+    yield conv("activation glu", activation="glu")
+    yield conv("activation gated_tanh", activation="gated_tanh", padding="causal")
+    yield conv("stride 2, dilation 2", stride=2, dilation=2)
+    both = {"onnx": "does not run both"}
     yield conv("padding same_upper, stride 2, dilation 2", both, padding="same_upper", stride=2, dilation=2)
     dense = {"kind": "dense", "width": 4}
 
-    def pool(option: str, refused: Mapping[str, str] | None = None, **keys: Any) -> Case:
-        return Case("pool", option, (dense, {"kind": "pool", "width": 3, **keys}), refused=refused or {})
+    def pool(option: str, **keys: Any) -> Case:
+        return Case("pool", option, (dense, {"kind": "pool", "width": 3, **keys}))
 
     for reduce in ("max", "mean"):
         for padding in ("none", "same", "causal", "same_upper"):
-            other = {"keras": "its padding is neither"} if padding in ("same", "causal") else {}
-            yield pool(f"{reduce}, padding {padding}, stride 2", other, reduce=reduce, stride=2, padding=padding)
+            yield pool(f"{reduce}, padding {padding}, stride 2", reduce=reduce, stride=2, padding=padding)
         yield pool(f"{reduce}, padding same", reduce=reduce, padding="same")
-    counted = {"keras": "count_padding is set"}
-    yield pool("mean, count_padding", counted, reduce="mean", pads=[1, 1], count_padding=True)
-    yield pool("max, dilation 2", {"keras": "dilation is 2"}, reduce="max", dilation=2)
+    yield pool("mean, count_padding", reduce="mean", pads=[1, 1], count_padding=True)
+    yield pool("max, dilation 2", reduce="max", dilation=2)
     yield _layer("tcn", "3 levels", filters=4, levels=3, width=3)
     yield _layer("tcn", "as many filters as inputs", filters=FEATURES, levels=2)
     yield _layer("tcn", "width 1", filters=4, levels=2, width=1)
@@ -207,18 +185,12 @@ def _convolutions() -> Iterator[Case]:
         )
 
 
-def _unknown_to_keras(activation: str) -> Mapping[str, str]:
-    """Return the refusal of an activation, by its name in ACTIVATIONS."""
-    unknown = ("gelu_tanh", "hard_sigmoid", "scaled_tanh, alpha 1.5, beta 0.75")
-    return {"keras": f"Keras has no activation {activation.partition(',')[0]}"} if activation in unknown else {}
-
-
 def _of_steps() -> Iterator[Case]:
     yield _layer("dense", "activation none", width=4)
     yield _layer("dense", "activation tanh", width=4, activation="tanh")
     for name, activation in ACTIVATIONS.items():
         layers = {"kind": "dense", "width": 4}, {"kind": "layer_norm"}, {"kind": "activation", "activation": activation}
-        yield Case("activation", name, layers, refused=_unknown_to_keras(name))
+        yield Case("activation", name, layers)
     yield _layer("layer_norm", "epsilon", epsilon=0.01)
     yield _layer("batch_norm", "epsilon", epsilon=0.01)
     yield Case("embedding", "alone", (EMBEDDING,), {"kind": "regress", "pool": "mean"})
@@ -237,22 +209,19 @@ def _of_steps() -> Iterator[Case]:
 
 
 def _heads() -> Iterator[Case]:
-    def head(option: str, refused: Mapping[str, str] | None = None, *, both: bool = True, **keys: Any) -> Case:
+    def head(option: str, *, both: bool = True, **keys: Any) -> Case:
         lstm = {"kind": "lstm", "hidden": 4, "bidirectional": both}
-        return Case(f"head {keys['kind']}", option, (EMBEDDING, lstm), keys, refused or {})
+        return Case(f"head {keys['kind']}", option, (EMBEDDING, lstm), keys)
 
     labels = ["yes", "no", "perhaps"]
     for pool in ("last", "first", "last_step", "mean", "max", "sum"):
-        other = {} if pool in ("last", "mean", "max") else {"keras": f'pool is "{pool}"'}
-        yield head(f"pool {pool}", other, kind="classify", pool=pool, labels=labels)
-        yield head(f"pool {pool}, one direction", other, kind="classify", pool=pool, labels=labels, both=False)
+        yield head(f"pool {pool}", kind="classify", pool=pool, labels=labels)
+        yield head(f"pool {pool}, one direction", kind="classify", pool=pool, labels=labels, both=False)
     convolved = (EMBEDDING, {"kind": "conv", "filters": 4, "width": 3, "padding": "causal"})
-    step = {"keras": "above a layer that is not recurrent"}
-    yield Case("head next", "above a convolution", convolved, {"kind": "next"}, step)
+    yield Case("head next", "above a convolution", convolved, {"kind": "next"})
     yield head("pools joined", kind="classify", pool=["last", "max", "mean"], labels=labels)
-    attention = {"keras": "attention"}
-    yield head("pool attention", attention, kind="classify", pool="attention", labels=labels)
-    yield head("pools attention and max", attention, kind="embed", pool=["attention", "max"], attention_width=3)
+    yield head("pool attention", kind="classify", pool="attention", labels=labels)
+    yield head("pools attention and max", kind="embed", pool=["attention", "max"], attention_width=3)
     yield head("multi_label", kind="classify", pool="max", labels=labels, multi_label=True, threshold=0.3)
     yield head("multi_label, one label", kind="classify", pool="max", labels=["yes"], multi_label=True)
     dense = [{"width": 6, "activation": "relu"}, {"width": 3}]
@@ -283,8 +252,8 @@ _OF_GRAPHS = {
     "head classify: multi_label, one label": "two labels with softmax",
     "head regress: activation sigmoid, one output": "two labels with softmax",
 }
-"""How a model that a graph describes comes back: Keras and ONNX are read by one program."""
+"""How a model that a graph of ONNX describes comes back."""
 CASES = [
-    replace(case, changed=dict.fromkeys(("keras", "onnx"), _OF_GRAPHS[str(case)]) if str(case) in _OF_GRAPHS else {})
+    replace(case, changed={"onnx": _OF_GRAPHS[str(case)]} if str(case) in _OF_GRAPHS else {})
     for case in (*_gated(), *_own_options(), *_scans(), *_convolutions(), *_of_steps(), *_heads())
 ]

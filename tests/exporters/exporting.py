@@ -114,7 +114,7 @@ def random_rows(spec: ModelSpec, lengths: Sequence[int] = LENGTHS) -> list[Array
 def answers(folder: Path, spec: ModelSpec, rows: Sequence[Array]) -> dict[str, Array]:
     """Return the outputs of the model for rows that are packed end to end, by name."""
     arrays = store.read_arrays(folder / "models" / spec.name / "1", spec)
-    encoder = Encoder(spec, arrays, torch.device("cpu"), fold_limit_bytes=0)
+    encoder = Encoder(spec, arrays, torch.device("cpu"))
     name = "ids" if spec.input.features is None else "inputs"
     given = {name: np.concatenate(list(rows)), "offsets": np.cumsum([0, *map(len, rows)])}
     return run_arrays(encoder, given)

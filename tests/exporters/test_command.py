@@ -26,7 +26,7 @@ LSTM = Case(
 )
 EXPORTING = Path(__file__).resolve().parent.parent.parent / "docs" / "exporting.md"
 
-FORMATS = [("pytorch", ".safetensors"), ("keras", ".h5"), ("onnx", ".onnx")]
+FORMATS = [("pytorch", ".safetensors"), ("onnx", ".onnx")]
 
 
 def run(*arguments: str | Path) -> int:
@@ -94,7 +94,6 @@ def test_version_chooses_what_is_exported(tmp_path: Path, capsys: pytest.Capture
     [
         (("other", "--format", "pytorch", "--out", "a.pt"), "has no model 'other': the models are words"),
         (("words", "--format", "pytorch", "--out", "a.h5"), "a.h5 is no name of a file for pytorch: let it end in .pt or"),
-        (("words", "--format", "keras", "--out", "a.keras"), "a.keras is no name of a file for keras: let it end in .h5"),
         (("words", "--format", "onnx", "--out", "a.pt"), "a.pt is no name of a file for onnx: let it end in .onnx"),
         (("words", "--format", "pytorch", "--out", "no/a.pt"), "a.pt cannot be written: No such file or directory"),
     ],
@@ -130,7 +129,7 @@ def test_state_dict_loads_into_modules_as_the_documentation_shows(tmp_path: Path
     "name, format, suffix",
     [
         ("question-type-lstm", "onnx", ".onnx"),
-        ("question-type-cnn", "keras", ".h5"),
+        ("question-type-cnn", "onnx", ".onnx"),
         ("question-type-sru", "pytorch", ".safetensors"),
         ("sensor-forecast", "pytorch", ".pt"),
     ],

@@ -83,3 +83,13 @@ def test_model_version_is_read_with_its_tokenizer(tmp_path: Path) -> None:
     model = read_served_model(model_version)
     assert model.key == model_version.key and model.tokenizer is not None
     assert model.tokenizer.packed_ids("how far", "inputs[0]") == struct.pack("<2i", 1, 2)
+
+
+def test_size_of_a_model_is_that_of_its_file(tmp_path: Path) -> None:
+    models.words(tmp_path)
+    [model_version] = Repository(tmp_path).read("words")
+    weights = tmp_path / "words" / "1" / "weights.safetensors"
+    assert read_served_model(model_version).weight_bytes == weights.stat().st_size > 0
+    weights.unlink()
+    (tmp_path / "words" / "1" / "card.md").unlink()
+    assert read_served_model(model_version).weight_bytes == 0, "the engines have read it"

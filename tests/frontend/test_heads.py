@@ -79,7 +79,7 @@ def direct(folder: Path) -> Mapping[str, Direct]:
         version = folder / name / "1"
         model = specs.read(version)
         tokenizer = Tokenizer.read(version, model) if model.input.kind == "text" else None
-        return Direct(model, Encoder(model, store.read_arrays(version, model), CPU, 0), tokenizer)
+        return Direct(model, Encoder(model, store.read_arrays(version, model), CPU), tokenizer)
 
     return {name: read(name) for name in models.OF_EVERY_HEAD}
 

@@ -55,7 +55,7 @@ def specs(tmp_path_factory: pytest.TempPathFactory) -> dict[ModelKey, tuple[Mode
 
 
 def encoders(specs: dict[ModelKey, tuple[ModelSpec, dict[str, torch.Tensor]]], device: torch.device) -> dict[ModelKey, Encoder]:
-    return {key: Encoder(spec, arrays, device, 1 << 20) for key, (spec, arrays) in specs.items()}
+    return {key: Encoder(spec, arrays, device) for key, (spec, arrays) in specs.items()}
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def long_row_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Device
     before = torch.cuda.current_stream()
     use_device(CUDA)
     yield DeviceEngine(
-        {ModelKey("long", "1"): Encoder(half, arrays, CUDA, 1 << 20)}, Metrics(), max_batch_sequences=8, max_batch_tokens=1000
+        {ModelKey("long", "1"): Encoder(half, arrays, CUDA)}, Metrics(), max_batch_sequences=8, max_batch_tokens=1000
     )
     torch.cuda.set_stream(before)
 
@@ -324,7 +324,7 @@ def test_warm_engine_allocates_nothing(
 def test_memory_of_a_long_row_is_extrapolated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_device(CUDA)
     spec = models.sensors(tmp_path, hidden=520, max_steps=20_000)
-    encoder = Encoder(spec, store.read_arrays(tmp_path / spec.name / "1", spec), CUDA, 0)
+    encoder = Encoder(spec, store.read_arrays(tmp_path / spec.name / "1", spec), CUDA)
     runner = CudaGraphRunner(encoder, [OutputCollector(0, 1 << 20)], GraphPool(CUDA), **LIMITS, slots=1)
     assert runner.fallback_reason, "no cluster has room for it in float32, and its steps are launched one by one"
     began = time.monotonic()

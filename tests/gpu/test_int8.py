@@ -26,7 +26,7 @@ def test_int8_model_is_the_float16_model_of_its_weights(tmp_path: Path, form: Fo
     halves = {name: array.half() for name, array in arrays.items()}
     x = batch(model)
     x = type(x)(x.data.to(CUDA), x.offsets.to(CUDA))
-    int8, float16 = Encoder(described, arrays, CUDA, 0), Encoder(model.spec("float16"), halves, CUDA, 0)
+    int8, float16 = Encoder(described, arrays, CUDA), Encoder(model.spec("float16"), halves, CUDA)
     assert int8.backends() == float16.backends()
     assert int8.weight_bytes() == float16.weight_bytes()
     assert torch.equal(scores(int8(x)), scores(float16(x)))
@@ -36,4 +36,4 @@ def test_weights_beyond_float16_are_refused() -> None:
     model = reference_model()
     arrays = model.arrays() | {"head.bias": torch.tensor([1.0, 1e5, 0.0])}
     with pytest.raises(ModelError, match=r"head\.bias has values above the range of float16"):
-        Encoder(model.spec("int8"), arrays, CUDA, 0)
+        Encoder(model.spec("int8"), arrays, CUDA)

@@ -56,7 +56,7 @@ def specs() -> dict[str, ModelSpec]:
 
 def encoders(specs: dict[str, ModelSpec], device: torch.device) -> dict[ModelKey, Encoder]:
     halves = {name: {key: array.half() for key, array in random_arrays(spec).items()} for name, spec in specs.items()}
-    return {ModelKey(name, "1"): Encoder(spec, halves[name], device, 1 << 20) for name, spec in specs.items()}
+    return {ModelKey(name, "1"): Encoder(spec, halves[name], device) for name, spec in specs.items()}
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +96,7 @@ def test_states_of_whole_rows_match_the_cpu(specs: dict[str, ModelSpec], name: s
     spec = specs[name].model_copy(update={"precision": "float32"})
     results = []
     for device in (CPU, CUDA):
-        encoder = Encoder(spec, random_arrays(spec), device, 0)
+        encoder = Encoder(spec, random_arrays(spec), device)
         x = joined(random_rows())
         x = Ragged(x.data.to(device), x.offsets.to(device))
         _, states = encoder.run_with_states(x, {})

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.profiler import profile
 
-from kernels.embedding import embed, embed_taps, fold, fold_taps, folded_bytes
+from kernels.embedding import embed, embed_taps, fold, fold_taps
 from kernels.windows import windows
 from tests.kernels.inputs import assert_close, ragged
 
@@ -92,7 +92,6 @@ def test_rows_of_folded_taps_are_aligned_to_16_bytes(storage: torch.dtype, colum
     assert all(stride * storage.itemsize % 16 == 0 for stride in tables.stride()[:2])
     whole = tables.as_strided((2, 1 + VOCABULARY, tables.stride(1)), tables.stride())
     assert not whole[..., columns:].any()
-    assert folded_bytes(embedding, columns, taps=2) == tables.untyped_storage().nbytes()
 
 
 @every_storage
@@ -101,7 +100,6 @@ def test_dense_folded_taps_have_no_padding(storage: torch.dtype) -> None:
     taps = torch.stack((weight, -weight))[..., :5]
     dense = fold_taps(embedding, taps, dense=True)
     assert dense.is_contiguous() and torch.equal(dense, fold_taps(embedding, taps))
-    assert folded_bytes(embedding, 5, taps=2, dense=True) == dense.untyped_storage().nbytes()
 
 
 def test_folded_taps_in_a_wider_dtype_are_not_rounded() -> None:
@@ -109,7 +107,6 @@ def test_folded_taps_in_a_wider_dtype_are_not_rounded() -> None:
     tables = fold_taps(embedding, weight[None], torch.float32)
     assert tables.dtype == torch.float32
     assert_close(tables[0, 1:], embedding.double() @ weight.double(), steps=0)
-    assert folded_bytes(embedding, GATES, taps=1, dtype=torch.float32) == tables.untyped_storage().nbytes()
 
 
 @every_storage
@@ -145,10 +142,3 @@ def test_fold_rounds_only_once(storage: torch.dtype) -> None:
     halfway = float(torch.finfo(storage).eps) / 2 * exact.abs()
     float32 = float(torch.finfo(torch.float32).eps) * 2 * WIDTH
     assert bool(((fold(embedding, weight, bias).double() - exact).abs() <= halfway + float32).all())
-
-
-@every_storage
-def test_folded_bytes_predict_the_size_of_a_table(storage: torch.dtype) -> None:
-    embedding, weight, bias = made_up(storage)
-    table = fold(embedding, weight, bias)
-    assert folded_bytes(embedding, GATES) == table.numel() * table.element_size()

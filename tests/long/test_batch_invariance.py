@@ -41,7 +41,7 @@ Rows = np.ndarray[Any, np.dtype[np.float32]]
 def make_engine(root: Path, layer: str, head: str) -> DeviceEngine:
     spec = models.made_up(root, "streamed", FLOATS, LAYERS[layer], head=HEADS[head])
     spec = spec.model_copy(update={"pin_backend": True})
-    encoder = Encoder(spec, store.read_arrays(root / "streamed" / "1", spec), torch.device("cpu"), 1 << 20)
+    encoder = Encoder(spec, store.read_arrays(root / "streamed" / "1", spec), torch.device("cpu"))
     return DeviceEngine({KEY: encoder}, Metrics(), max_batch_sequences=MOST_TOGETHER + 1, max_batch_tokens=1024)
 
 

@@ -13,7 +13,7 @@ from kernels import conv
 from kernels.backend import AUTO, PINNED
 from kernels.lstm import levels
 from kernels.ragged import STORAGE, Encoded, Outputs, Ragged
-from service.modeling import recurrent
+from service.modeling import folding, recurrent
 from service.modeling.encoder import Encoder, Encoding
 from service.modeling.heads import Linear
 from service.modeling.spec import LSTMLayer, ModelSpec, RecurrentLayer
@@ -25,7 +25,6 @@ from tests.modeling.reference_model import LABELS, ReferenceModel, reference_mod
 
 CPU = torch.device("cpu")
 LENGTHS = [9, 5, 14, 7]
-AMPLE = 1 << 20
 EMBEDDED, FOLDED = "embedding and product", "folded table"
 GATED = [form for form in (*reference_layers.RECURRENT, *reference_layers.BOTH_WAYS) if form.kind in ("lstm", "gru")]
 
@@ -56,8 +55,8 @@ every_layer_that_folds = pytest.mark.parametrize(
 )
 
 
-def encoder(model: ReferenceModel, fold_limit_bytes: int = AMPLE) -> Encoder:
-    return Encoder(model.spec(), model.arrays(), CPU, fold_limit_bytes)
+def encoder(model: ReferenceModel, fold: str = "auto") -> Encoder:
+    return Encoder(model.spec().model_copy(update={"fold": fold}), model.arrays(), CPU)
 
 
 @pytest.mark.parametrize("pinned", [False, True])
@@ -72,7 +71,7 @@ def test_pinned_model_requests_a_pinned_backend(pinned: bool, monkeypatch: pytes
     monkeypatch.setitem(recurrent.FAMILIES, kind, replace(recurrent.FAMILIES[kind], run_levels=run))
     model = reference_model(Form("lstm", depth=2))
     spec = model.spec().model_copy(update={"pin_backend": pinned})
-    Encoder(spec, model.arrays(), CPU, AMPLE)(batch(model))
+    Encoder(spec, model.arrays(), CPU)(batch(model))
     assert set(requested) == {PINNED if pinned else AUTO}
 
 
@@ -149,40 +148,29 @@ def test_sequence_is_returned_only_on_request() -> None:
     assert encoder(model)(batch(model)).sequence is None
 
 
-def measured_faster(monkeypatch: pytest.MonkeyPatch, faster: str) -> None:
-    """Let every trial with this embedding mode take one second, and every other trial two."""
-
-    def time_batch(tried: Encoder, rows: int, steps: int) -> float:
-        return 1.0 if tried.backends()["layers.0"] == faster else 2.0
-
-    monkeypatch.setattr(Encoder, "time_batch", time_batch)
-
-
-@pytest.mark.parametrize("faster", [EMBEDDED, FOLDED])
 @every_layer_that_folds
-def test_faster_embedding_mode_is_chosen(monkeypatch: pytest.MonkeyPatch, faster: str, form: Form) -> None:
-    measured_faster(monkeypatch, faster)
+def test_embedding_is_folded_unless_the_model_says_never(form: Form) -> None:
     model = reference_model(form)
-    made = encoder(model)
-    assert made.backends() == {"layers.0": faster, "layers.1": fastest_on_cpu(form)}
-    assert_agrees(model, made)
+    for fold, expected in (("auto", FOLDED), ("never", EMBEDDED)):
+        made = encoder(model, fold)
+        assert made.backends() == {"layers.0": expected, "layers.1": fastest_on_cpu(form)}
+        assert_agrees(model, made)
 
 
-@pytest.mark.parametrize("form", GATED, ids=str)
+@every_layer_that_folds
 def test_table_over_the_limit_is_not_folded(monkeypatch: pytest.MonkeyPatch, form: Form) -> None:
-    measured_faster(monkeypatch, FOLDED)
     model = reference_model(form)
-    gates = {"lstm": 4, "gru": 3}[form.kind]
-    directions = 1 + form.options.get("bidirectional", False)
-    table_bytes = reference_layers.VOCABULARY * gates * reference_layers.HIDDEN * 4 * directions
-    taken = {limit: encoder(model, limit).backends()["layers.0"] for limit in (0, table_bytes - 1, table_bytes)}
-    assert taken == {0: EMBEDDED, table_bytes - 1: EMBEDDED, table_bytes: FOLDED}
+    columns = encoder(model)._layers[0].folded_columns
+    assert columns is not None
+    numbers = reference_layers.VOCABULARY * columns
+    for limit, expected in ((numbers - 1, EMBEDDED), (numbers, FOLDED)):
+        monkeypatch.setattr(folding, "MAX_TABLE_NUMBERS", limit)
+        assert encoder(model).backends()["layers.0"] == expected
 
 
-@every_layer
-def test_limit_of_zero_bytes_folds_nothing(monkeypatch: pytest.MonkeyPatch, form: Form) -> None:
-    measured_faster(monkeypatch, FOLDED)
-    assert encoder(reference_model(form), fold_limit_bytes=0).backends()["layers.0"] == EMBEDDED
+def test_layer_that_cannot_fold_is_embedded() -> None:
+    model = reference_model(Form("tcn"))
+    assert encoder(model).backends()["layers.0"] == EMBEDDED
 
 
 @every_stack
@@ -211,7 +199,7 @@ def test_consecutive_convolutions_run_as_one_stack(monkeypatch: pytest.MonkeyPat
 def test_text_cnn_computes_the_scores_of_the_head(monkeypatch: pytest.MonkeyPatch, head: dict[str, Any]) -> None:
     model = reference_model(Form("text_cnn"))
     spec = ModelSpec.model_validate({**model.spec().model_dump(), "head": {**head, "pool": "max"}})
-    made, x = Encoder(spec, model.arrays(), CPU, AMPLE), batch(model)
+    made, x = Encoder(spec, model.arrays(), CPU), batch(model)
     pooled = torch.stack([model(data).pooled for data in inputs.rows(x)])
     expected = model.linear(pooled)
 
@@ -229,7 +217,7 @@ def test_weight_bytes_count_all_parameters() -> None:
     model = reference_model(Form("lstm", depth=2, bidirectional=True))
     second_biases = 4 * 4 * reference_layers.HIDDEN
     parameters = sum(one.numel() for one in model.parameters()) - second_biases
-    assert encoder(model, fold_limit_bytes=0).weight_bytes() == 4 * parameters
+    assert encoder(model, "never").weight_bytes() == 4 * parameters
 
 
 @pytest.mark.parametrize("embedded", [False, True])
@@ -237,7 +225,7 @@ def test_weight_bytes_count_all_parameters() -> None:
 def test_weight_bytes_equal_the_tensors_of_the_folder(forms: tuple[Form, ...], embedded: bool) -> None:
     model = reference_model(*forms, embedded=embedded)
     held = sum(array.numel() * array.element_size() for array in model.arrays().values())
-    assert encoder(model, fold_limit_bytes=0).weight_bytes() == held
+    assert encoder(model, "never").weight_bytes() == held
 
 
 @pytest.mark.parametrize("precision", list(STORAGE))
@@ -246,8 +234,9 @@ def test_precision_only_rounds_the_weights(form: Form, precision: str) -> None:
     model = reference_model(form)
     stored = {name: array.to(STORAGE[precision]) for name, array in model.arrays().items()}
     rounded = {name: array.float() for name, array in stored.items()}
-    actual = Encoder(model.spec(precision), stored, CPU, 0)(batch(model))
-    expected = Encoder(model.spec(), rounded, CPU, 0)(batch(model))
+    unfolded = {"fold": "never"}
+    actual = Encoder(model.spec(precision).model_copy(update=unfolded), stored, CPU)(batch(model))
+    expected = Encoder(model.spec().model_copy(update=unfolded), rounded, CPU)(batch(model))
     assert actual.head_output.embedding is not None and expected.head_output.embedding is not None
     assert actual.head_output.embedding.dtype == scores(actual).dtype == torch.float32
     assert torch.equal(scores(actual), scores(expected))
@@ -256,11 +245,10 @@ def test_precision_only_rounds_the_weights(form: Form, precision: str) -> None:
 
 @pytest.mark.parametrize("precision", list(STORAGE))
 @every_layer_that_folds
-def test_folded_model_in_low_precision_is_close_to_float32(monkeypatch: pytest.MonkeyPatch, form: Form, precision: str) -> None:
-    measured_faster(monkeypatch, FOLDED)
+def test_folded_model_in_low_precision_is_close_to_float32(form: Form, precision: str) -> None:
     model = reference_model(form)
     stored = {name: array.to(STORAGE[precision]) for name, array in model.arrays().items()}
-    made = Encoder(model.spec(precision), stored, CPU, AMPLE)
+    made = Encoder(model.spec(precision), stored, CPU)
     assert made.backends()["layers.0"] == FOLDED
     tolerance = 8 * torch.finfo(STORAGE[precision]).eps
     torch.testing.assert_close(scores(made(batch(model))), scores(encoder(model)(batch(model))), rtol=tolerance, atol=tolerance)
@@ -308,7 +296,7 @@ def test_timed_batch_has_a_step_for_every_head() -> None:
     layers = reference_model(Form("conv", width=5, padding="none"))
     spec = ModelSpec.model_validate({**layers.spec().model_dump(), "head": {"kind": "span"}})
     arrays = {**layers.arrays(), "head.weight": torch.ones(reference_layers.HIDDEN, 2), "head.bias": torch.ones(2)}
-    assert Encoder(spec, arrays, CPU, AMPLE).time_batch(rows=2, steps=1) > 0
+    assert Encoder(spec, arrays, CPU).time_batch(rows=2, steps=1) > 0
 
 
 def test_timing_a_batch_leaves_no_state() -> None:
@@ -338,7 +326,7 @@ def test_head_that_needs_a_whole_sequence_is_named() -> None:
     layers = reference_model(Form("gru"))
     spec = ModelSpec.model_validate({**layers.spec().model_dump(), "head": {"kind": "span"}})
     arrays = {**layers.arrays(), "head.weight": torch.ones(reference_layers.HIDDEN, 2), "head.bias": torch.ones(2)}
-    made = Encoder(spec, arrays, CPU, AMPLE)
+    made = Encoder(spec, arrays, CPU)
     assert (made.whole_only, made.streams) == (("head (span)",), False)
 
 
@@ -360,7 +348,7 @@ def test_every_head_works_on_a_strided_model(head: dict[str, object], asked: boo
     spec = ModelSpec.model_validate({**layers.spec().model_dump(), "head": head})
     kept = {name: array for name, array in layers.arrays().items() if not name.startswith("head.")}
     shapes = {name: shape for name, shape in spec.tensors().items() if name.startswith("head.")}
-    made = Encoder(spec, kept | {name: torch.ones(shape) for name, shape in shapes.items()}, CPU, AMPLE)
+    made = Encoder(spec, kept | {name: torch.ones(shape) for name, shape in shapes.items()}, CPU)
     encoding = made(batch(layers), sequence=asked)
     steps = [-(-length // 2) for length in LENGTHS]
     assert torch.diff(encoding.offsets).tolist() == steps

@@ -98,7 +98,7 @@ def test_int8_model_is_close_to_its_weights_in_float32(tmp_path: Path, form: For
     model = reference_model(form)
     folder, described = written(tmp_path, model)
     arrays = store.read_arrays(folder, described)
-    int8, exact = Encoder(described, arrays, CPU, 0)(batch(model)), Encoder(model.spec(), arrays, CPU, 0)(batch(model))
+    int8, exact = Encoder(described, arrays, CPU)(batch(model)), Encoder(model.spec(), arrays, CPU)(batch(model))
     actual, expected = int8.head_output.embedding, exact.head_output.embedding
     assert actual is not None and expected is not None
     assert (actual - expected).abs().max() <= TOLERANCE * expected.abs().max()

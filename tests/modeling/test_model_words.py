@@ -58,7 +58,7 @@ def random_rows(lengths: Sequence[int] = LENGTHS, width: int = FEATURES, seed: i
 
 def run(spec: ModelSpec, arrays: Mapping[str, Tensor], data: Sequence[Tensor]) -> tuple[Encoding, list[Tensor]]:
     """Return the encoding of rows and its steps by row."""
-    encoding = Encoder(spec, arrays, CPU, fold_limit_bytes=0)(joined(data), sequence=spec.has_steps)
+    encoding = Encoder(spec, arrays, CPU)(joined(data), sequence=spec.has_steps)
     return encoding, rows(Ragged(encoding.sequence, encoding.offsets)) if encoding.sequence is not None else []
 
 
@@ -160,7 +160,7 @@ def test_backward_layer_reads_reversed_rows_and_ends_at_the_first_step(kind: str
     for one, other in zip(steps, reversed_steps, strict=True):
         torch.testing.assert_close(one, other.flip(0))
     assert torch.equal(encoding.head_output.embedding, expected.head_output.embedding)  # type: ignore[arg-type]
-    assert not Encoder(spec, arrays, CPU, 0).streams
+    assert not Encoder(spec, arrays, CPU).streams
 
 
 def normalised(values: Tensor, norm: Tensor, epsilon: float) -> Tensor:
@@ -223,7 +223,7 @@ def test_chunks_of_variants_continue_from_their_states(kind: str, keys: Table) -
     spec = model({"kind": kind, "hidden": HIDDEN, "depth": 2, **keys}, {"kind": "dense", "width": 4, "activation": "relu"})
     arrays, data = random_arrays(spec), random_rows([9, 9])
     whole = run(spec, arrays, data)[1]
-    assert_chunks_equal(Encoder(spec, arrays, CPU, 0), data, whole)
+    assert_chunks_equal(Encoder(spec, arrays, CPU), data, whole)
 
 
 def assert_chunks_equal(encoder: Encoder, data: Sequence[Tensor], whole: Sequence[Tensor]) -> None:
@@ -340,15 +340,15 @@ def test_layers_of_single_steps() -> None:
     )
 
 
-@pytest.mark.parametrize("fold_limit_bytes", [0, 1 << 20])
+@pytest.mark.parametrize("fold", ["auto", "never"])
 @pytest.mark.parametrize("layers", [(), ({"kind": "dense", "width": 3, "activation": "tanh"},)], ids=str)
 @pytest.mark.parametrize("pool", ["mean", "sum", "max"])
-def test_model_of_an_embedding_pools_its_vectors(pool: str, layers: tuple[Table, ...], fold_limit_bytes: int) -> None:
+def test_model_of_an_embedding_pools_its_vectors(pool: str, layers: tuple[Table, ...], fold: str) -> None:
     """A bag of words."""
     spec = model({"kind": "embedding", "width": 4}, *layers, head={"kind": "embed", "pool": pool}, kind="ids", vocabulary=9)
     arrays = random_arrays(spec)
     data = [torch.tensor(ids, dtype=torch.int32) for ids in ([1, 8, 1], [0], [3, 3, 3, 2, 7])]
-    pooled = Encoder(spec, arrays, CPU, fold_limit_bytes)(joined(data)).head_output.embedding
+    pooled = Encoder(spec.model_copy(update={"fold": fold}), arrays, CPU)(joined(data)).head_output.embedding
     assert pooled is not None
     for vector, ids in zip(pooled, data, strict=True):
         steps = arrays["layers.0.weight"][ids.long()]
@@ -396,7 +396,7 @@ def test_several_running_pools_cover_all_chunks_of_a_sequence() -> None:
     spec = model({"kind": "gru", "hidden": HIDDEN}, head={"kind": "embed", "pool": ["last", "max", "mean", "last_step"]})
     arrays, data = random_arrays(spec), random_rows([9, 9])
     whole = run(spec, arrays, data)[0].head_output.embedding
-    encoder = Encoder(spec, arrays, CPU, 0)
+    encoder = Encoder(spec, arrays, CPU)
     encoder.allocate_states(4)
     slots = torch.tensor([2, 3], dtype=torch.int32)
     encoder(joined([row[:4] for row in data]), slots=RowSlots(torch.zeros_like(slots), slots))
@@ -407,7 +407,7 @@ def test_several_running_pools_cover_all_chunks_of_a_sequence() -> None:
 @pytest.mark.parametrize("pool", ["attention", "first", "sum"])
 def test_pools_that_need_all_steps_do_not_stream(pool: str) -> None:
     spec = model({"kind": "gru", "hidden": HIDDEN}, head={"kind": "embed", "pool": pool})
-    assert not Encoder(spec, random_arrays(spec), CPU, 0).streams
+    assert not Encoder(spec, random_arrays(spec), CPU).streams
 
 
 def test_labels_of_a_multi_label_head_have_probabilities_of_their_own() -> None:

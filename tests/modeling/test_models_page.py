@@ -64,7 +64,7 @@ def computed(tmp_path: Path, *layers: dict[str, Any]) -> tuple[Any, dict[str, An
     spec = models.made_up(tmp_path, "described", FEATURES, *layers, head={"kind": "sequence"})
     weights = models.weights(spec, seed=1)
     x = Ragged(torch.tensor(STEPS, dtype=torch.float32), torch.tensor([0, len(STEPS)]))
-    sequence = Encoder(spec, weights, torch.device("cpu"), 0)(x, sequence=True).sequence
+    sequence = Encoder(spec, weights, torch.device("cpu"))(x, sequence=True).sequence
     assert sequence is not None
     return sequence.numpy(), {name: tensor.double().numpy() for name, tensor in weights.items()}
 

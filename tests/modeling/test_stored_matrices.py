@@ -48,7 +48,7 @@ def run_with_recorded_weights(
     model = reference_model(form, embedded=False)
     storage = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(precision, torch.float32)
     arrays = {name: array.to(storage) for name, array in model.arrays().items()}
-    return calls, scores(Encoder(model.spec(precision), arrays, CPU, 0)(batch(model)))
+    return calls, scores(Encoder(model.spec(precision), arrays, CPU)(batch(model)))
 
 
 def dtypes(weights: Any) -> dict[str, torch.dtype]:
@@ -68,7 +68,7 @@ def test_compiled_loops_get_bfloat16_matrices(monkeypatch: pytest.MonkeyPatch, f
     model = reference_model(form, embedded=False)
     rounded = {name: array.bfloat16().float() for name, array in model.arrays().items()}
     monkeypatch.undo()
-    assert torch.equal(actual, scores(Encoder(model.spec(), rounded, CPU, 0)(batch(model))))
+    assert torch.equal(actual, scores(Encoder(model.spec(), rounded, CPU)(batch(model))))
 
 
 @every_form

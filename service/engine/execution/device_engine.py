@@ -135,9 +135,7 @@ class DeviceEngine:
                 generation=key.generation,
                 device=str(runner.encoder.device),
                 backends=[f"{layer}: {backend}" for layer, backend in runner.encoder.backends().items()],
-                weight_bytes=runner.encoder.weight_bytes(),
                 streams=runner.streams,
-                folding=runner.encoder.folding,
                 without_steps=runner.without_steps,
                 **runner.cost._asdict(),
             )

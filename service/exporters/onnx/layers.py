@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from service.exporters.filters import filters
+import numpy as np
+
 from service.exporters.model import Part
 from service.exporters.onnx.activations import activated
 from service.exporters.onnx.graph import Graph
@@ -65,7 +66,7 @@ def batch_norm(graph: Graph, layer: BatchNormLayer, part: Part, x: str) -> str:
 
 
 def conv(graph: Graph, layer: ConvLayer, part: Part, x: str) -> str:
-    weights = graph.weight("filters", _channels(filters(part))), graph.weight("bias", part.numpy("bias"))
+    weights = graph.weight("filters", _channels(_filters(part))), graph.weight("bias", part.numpy("bias"))
     x = graph.replace_padding(x, 0.0) if graph.has_batch and layer.padding_steps[1] else x
     y = graph.add("Conv", _transposed(graph, x), *weights, group=layer.groups, **_window(layer, part))
     y = _normalized(graph, part, y, layer.epsilon) if layer.batch_norm else y
@@ -110,6 +111,16 @@ def text_cnn(graph: Graph, layer: TextCNNLayer, part: Part, x: str) -> str:
     return graph.add("Concat", *pooled, axis=1)
 
 
+def _filters(part: Part, prefix: str = "") -> Array:
+    """Return (width, inputs, maps), computed from direction and magnitude if the convolution has a weight norm."""
+    if f"{prefix}filters" in part.arrays:
+        return part.numpy(f"{prefix}filters")
+    direction = part.numpy(f"{prefix}direction").astype(np.float64)
+    length = np.sqrt(np.square(direction).sum(axis=(0, 1)))
+    whole: Array = direction * part.numpy(f"{prefix}magnitude") / length
+    return whole.astype(np.float32)
+
+
 def _channels(array: Array) -> Array:
     """Return filters as (maps, inputs, width)."""
     return array.transpose(2, 1, 0)
@@ -118,7 +129,7 @@ def _channels(array: Array) -> Array:
 def _convolved(graph: Graph, part: Part, prefix: str, x: str, **attributes: Any) -> str:
     name = prefix.replace(".", "_")
     weights = (
-        graph.weight(f"{name}filters", _channels(filters(part, prefix))),
+        graph.weight(f"{name}filters", _channels(_filters(part, prefix))),
         graph.weight(f"{name}bias", part.numpy(f"{prefix}bias")),
     )
     return graph.add("Conv", x, *weights, **attributes)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 from fastapi import APIRouter, Request, Response
 
 from service.frontend.http_exchange import respond, respond_json
@@ -77,9 +76,8 @@ def _list_models(frontend: Frontend) -> list[dict[str, Any]]:
                     "precision": model.spec.precision,
                     "device": running.device if running else None,
                     "backends": running.backends if running else [],
-                    "folding": msgspec.structs.asdict(running.folding) if running and running.folding else None,
                     "streams": running is not None and running.streams,
-                    "weight_bytes": running.weight_bytes if running else 0,
+                    "weight_bytes": model.weight_bytes,
                 }
             )
     return entries

@@ -144,7 +144,7 @@ class ModelSpec(Table):
     name: Annotated[str, Field(pattern=f"^{NAME.pattern}$")]
     description: str = ""
     precision: Literal["float32", "float16", "bfloat16", "int8"]
-    fold: Literal["auto", "always", "never"] = "auto"
+    fold: Literal["auto", "never"] = "auto"
     pin_backend: StrictBool = False
     input: SequenceInput
     layers: Annotated[tuple[Layer, ...], Field(min_length=1)]

@@ -60,7 +60,7 @@ class FakeEngine:
         self._done: list[FinishedPart] = []
 
     def loaded(self) -> list[LoadedModel]:
-        return [LoadedModel(*key.labels, self.device, [], 0, generation=key.generation) for key in self.served]
+        return [LoadedModel(*key.labels, self.device, [], generation=key.generation) for key in self.served]
 
     def serves(self, key: ModelKey) -> bool:
         return key in self.served

@@ -52,7 +52,7 @@ def make_engine(root: Path, layer: str, head: str, scale: float = 1.0, most: int
     """Return an engine with a model of random weights, multiplied by `scale`. most: sequences of a batch."""
     spec = models.made_up(root, "streamed", FLOATS, LAYERS[layer], head=HEADS[head])
     arrays = {name: scale * array for name, array in store.read_arrays(root / "streamed" / "1", spec).items()}
-    encoder = Encoder(spec, arrays, torch.device("cpu"), 1 << 20)
+    encoder = Encoder(spec, arrays, torch.device("cpu"))
     return spec, DeviceEngine(
         {ModelKey("streamed", "1"): encoder}, Metrics(), max_batch_sequences=most, max_batch_tokens=16 * most
     )
@@ -232,11 +232,11 @@ def test_large_finite_states_are_not_marked(check: Callable[[list[torch.Tensor],
 )
 def test_model_that_looks_ahead_does_not_stream(layer: dict[str, Any], head: str, streams: bool, tmp_path: Path) -> None:
     spec = models.made_up(tmp_path, "streamed", FLOATS, layer, head=HEADS[head])
-    encoder = Encoder(spec, store.read_arrays(tmp_path / "streamed" / "1", spec), torch.device("cpu"), 1 << 20)
+    encoder = Encoder(spec, store.read_arrays(tmp_path / "streamed" / "1", spec), torch.device("cpu"))
     assert encoder.streams == streams
 
 
 def test_span_head_does_not_stream(tmp_path: Path) -> None:
     spec = models.made_up(tmp_path, "streamed", FLOATS, LAYERS["lstm"], head={"kind": "span"})
-    encoder = Encoder(spec, store.read_arrays(tmp_path / "streamed" / "1", spec), torch.device("cpu"), 1 << 20)
+    encoder = Encoder(spec, store.read_arrays(tmp_path / "streamed" / "1", spec), torch.device("cpu"))
     assert not encoder.streams

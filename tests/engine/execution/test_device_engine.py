@@ -42,7 +42,7 @@ def encoders(tmp_path_factory: pytest.TempPathFactory) -> dict[ModelKey, Encoder
     root = tmp_path_factory.mktemp("models")
     specs = {key: models.OF_EVERY_HEAD[key.name](root) for key in HEADS} | {SENSORS: models.sensors(root, max_steps=50)}
     return {
-        key: Encoder(spec, store.read_arrays(root / key.name / key.version, spec), torch.device("cpu"), 1 << 20)
+        key: Encoder(spec, store.read_arrays(root / key.name / key.version, spec), torch.device("cpu"))
         for key, spec in specs.items()
     }
 
@@ -220,7 +220,7 @@ def test_closed_model_is_freed_without_the_garbage_collector(tmp_path: Path, key
     gc.disable()
     try:
         engine = DeviceEngine({}, Metrics(), max_batch_sequences=8, max_batch_tokens=40)
-        engine.open(key, engine.prepare(lambda: Encoder(spec, arrays, torch.device("cpu"), 1 << 20), lambda work: work()))
+        engine.open(key, engine.prepare(lambda: Encoder(spec, arrays, torch.device("cpu")), lambda work: work()))
         run(engine, key, [chunk(key, 7)])
         parameters = weakref.ref(engine._runners[key].encoder)
         engine.close(key)
@@ -239,12 +239,11 @@ def test_failed_preparation_changes_nothing(engine: DeviceEngine) -> None:
     assert engine.loaded() == before
 
 
-def test_loaded_reports_device_backends_and_bytes(engine: DeviceEngine, encoders: dict[ModelKey, Encoder]) -> None:
+def test_loaded_reports_device_and_backends(engine: DeviceEngine, encoders: dict[ModelKey, Encoder]) -> None:
     loaded = {model.name: model for model in engine.loaded()}
     assert list(loaded) == [key.name for key in encoders]
     words, sensors = loaded["words"], loaded["sensors"]
     assert (words.name, words.version, words.device) == ("words", "1", "cpu")
-    assert words.weight_bytes == encoders[WORDS].weight_bytes() > 0
     assert [line.partition(": ")[0] for line in words.backends] == ["layers.0", "layers.1"]
     assert sensors.backends == [f"layers.0: {cpu_backends('lstm')[0]}"]
 

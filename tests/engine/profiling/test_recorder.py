@@ -33,7 +33,7 @@ SLACK = 100_000
 def engine(tmp_path_factory: pytest.TempPathFactory) -> DeviceEngine:
     root = tmp_path_factory.mktemp("models")
     spec = models.words(root)
-    encoder = Encoder(spec, store.read_arrays(root / "words" / "1", spec), torch.device("cpu"), 1 << 20)
+    encoder = Encoder(spec, store.read_arrays(root / "words" / "1", spec), torch.device("cpu"))
     return DeviceEngine({WORDS: encoder}, Metrics(), max_batch_sequences=8, max_batch_tokens=40)
 
 

@@ -56,7 +56,7 @@ class TracingHarness:
         self.channels = [Channel(end) for end in pair()]
         batching = BatcherHarness()
         self.engine, self.batcher = batching.engine, batching.batcher
-        status = EngineStatus([LoadedModel("words", "1", "cuda:1", [], 0)], 3, "cuda:1")
+        status = EngineStatus([LoadedModel("words", "1", "cuda:1", [])], 3, "cuda:1")
         self.session = ProfilingSession(self.engine, self.batcher, status, self.heartbeat)
         self.replies: list[tuple[int, bytes]] = []
         self.refusals: list[tuple[int, ServiceError]] = []

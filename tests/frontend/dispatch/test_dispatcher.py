@@ -55,7 +55,7 @@ class EngineProcess:
         self.channel = Channel(near)
         dispatcher.attach(Channel(far))
         backends = ["lstm: framework", f"head: of {place}"]
-        model = LoadedModel("words", "1", f"cuda:{place}", backends, 7, per_step=0.0, per_token=SECONDS_PER_TOKEN)
+        model = LoadedModel("words", "1", f"cuda:{place}", backends, per_step=0.0, per_token=SECONDS_PER_TOKEN)
         self.send(encode(EngineStatus([model], place)) + encode(TrialEnded(model.key, ran=True)))
 
     def send(self, frame: bytes) -> None:
@@ -577,7 +577,7 @@ def test_model_on_several_devices_is_listed_once() -> None:
         await meet(dispatcher, 1)
         first = await meet(dispatcher, 0)
         [model] = dispatcher.models
-        assert (model.device, model.weight_bytes) == ("cuda:0, cuda:1", 7)
+        assert model.device == "cuda:0, cuda:1"
         assert model.backends == ["lstm: framework", "head: of 0", "head: of 1"]
         first.channel.close()
         while len(dispatcher.models[0].backends) > 2:
@@ -601,7 +601,7 @@ def test_cancelled_request_without_steps_is_not_answered() -> None:
     async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
         engine = await meet(dispatcher)
         known = AnswerWithoutSteps(Answer((1, 1), steps=[0]), b"\0\0\0\0")
-        model = LoadedModel("words", "1", "cuda:1", [], 7, without_steps=known)
+        model = LoadedModel("words", "1", "cuda:1", [], without_steps=known)
         engine.send(encode(EngineStatus([model], 0)))
         while not any("cuda:1" in model.device for model in dispatcher.models):
             await asyncio.sleep(0)

@@ -47,7 +47,7 @@ class FakeDispatcher:
         self.steps = 0
         self.answers = ANSWERS
         self.models = [
-            LoadedModel(model.spec.name, model.version, "cpu", [], 0, model.spec.name in streams, generation=model.generation)
+            LoadedModel(model.spec.name, model.version, "cpu", [], model.spec.name in streams, generation=model.generation)
             for model in catalog.served
         ]
 

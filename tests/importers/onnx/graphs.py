@@ -97,7 +97,7 @@ def spec_of(draft: Draft) -> ModelSpec:
 def answers(draft: Draft, rows: Sequence[Array]) -> list[Array]:
     """Return the main output of a draft for each sequence of a ragged batch."""
     spec = spec_of(draft)
-    encoder = Encoder(spec, {name: torch.from_numpy(array) for name, array in draft.arrays().items()}, CPU, fold_limit_bytes=0)
+    encoder = Encoder(spec, {name: torch.from_numpy(array) for name, array in draft.arrays().items()}, CPU)
     offsets = np.cumsum([0, *map(len, rows)])
     outputs = run_arrays(encoder, {"ids" if rows[0].ndim == 1 else "inputs": np.concatenate(rows), "offsets": offsets})
     main = outputs[MAIN_OUTPUTS[spec.head.kind]]
