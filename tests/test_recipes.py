@@ -157,6 +157,7 @@ def test_text_classifier_learns(evaluate: Any, data: Path, tmp_path: Path) -> No
         "--batch=8",
         "--dropout=0.1",
         "--rate=0.01",
+        "--push=0",
     )
     assert record["quality"]["accuracy_percent"] > 90 and 1 <= record["epoch"] <= 12
 
