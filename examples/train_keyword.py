@@ -21,19 +21,7 @@ from torch import Tensor, nn
 from training.encoders import STEP_ENCODERS
 from training.fitting import fit
 from training.frames import BANDS, FRAME_SECONDS, known_at
-from training.keyword_data import (
-    DEVELOPMENT,
-    DEVELOPMENT_BABBLE,
-    TEST,
-    TEST_BABBLE,
-    TRAINING,
-    TRAINING_BABBLE,
-    Cut,
-    Spoken,
-    Windows,
-    corpus,
-    varied,
-)
+from training.keyword_data import LEARNING_PARTS, TEST, TEST_BABBLE, Cut, Spoken, Windows, corpus, varied
 from training.model import Model, Scaled
 from training.parts import Parts
 from training.recipe import Recipe, Trained, main
@@ -86,7 +74,8 @@ class KeywordRecipe(Recipe):
     task, default_set, set_flag = "keyword", "computer", "--keyword"
     settings: ClassVar = {encoder: Settings(encoder) for encoder in STEP_ENCODERS}
     quick: ClassVar = {"hidden": 16, "epochs": 2, "streams": 2, "babble": 1, "minutes": 1}
-    options = argparse.Namespace(threshold=None, hours=10.0, data=None)
+    quick_options: ClassVar = {"hours": 0.05}
+    options = argparse.Namespace(threshold=None, hours=10.0)
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         parser.set_defaults(data=None)
@@ -94,24 +83,17 @@ class KeywordRecipe(Recipe):
         parser.add_argument("--hours", type=float, default=10.0, help="of babble in the test part (default: %(default)s)")
 
     def read(self, data: Path, name: str, settings: Settings) -> Parts:
-        parts = (
-            (TRAINING, settings.streams),
-            (TRAINING_BABBLE, settings.babble),
-            (DEVELOPMENT, settings.minutes),
-            (DEVELOPMENT_BABBLE, 4 * settings.minutes),
-        )
+        counts = (settings.streams, settings.babble, settings.minutes, 4 * settings.minutes)
+        parts = zip(LEARNING_PARTS, counts, strict=True)
         streams = [corpus(data, name, part, [(number,) for number in range(count)], SECONDS) for part, count in parts]
         return Parts(streams[0] + streams[1], streams[2] + streams[3], self.read_test(data, name))
 
     def read_test(self, data: Path, name: str) -> list[Spoken]:
         """Return a tenth of `--hours`, at least a stream, of the keyword among other words, and `--hours` of babble."""
         count = max(1, round(3600 * self.options.hours / TEST_SECONDS))
-        parts = ((TEST, -(-count // 10)), (TEST_BABBLE, count))
-        return [
-            stream
-            for part, count in parts
-            for stream in corpus(data, name, part, [(1, number) for number in range(count)], TEST_SECONDS)
-        ]
+        seeds = [(1, number) for number in range(count)]
+        spoken = corpus(data, name, TEST, seeds[: -(-count // 10)], TEST_SECONDS)
+        return spoken + corpus(data, name, TEST_BABBLE, seeds, TEST_SECONDS)
 
     def train(self, name: str, parts: Parts, settings: Settings, device: torch.device) -> Trained:
         windows = Windows(parts.train, settings.window)

@@ -167,7 +167,7 @@ def test_text_classifier_learns(evaluate: Any, data: Path, tmp_path: Path) -> No
 def test_keyword_recipe_hears_through_the_service(evaluate: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The small model hears little, so only its agreement with PyTorch is checked, and that it hears in recordings."""
     models, folder = tmp_path / "models", str(tmp_path / "speech")
-    record = train(evaluate, "keyword", tmp_path / "speech", models, "--hours", "0.05", "--threshold", "0.2")
+    record = train(evaluate, "keyword", tmp_path / "speech", models, "--threshold", "0.2")
     card = (models / NAMES["keyword"] / "1" / spec.CARD).read_text()
     assert "--keyword computer --quick" in card and "$" not in card
     raw = tmp_path / "noise.raw"

@@ -11,44 +11,22 @@ from dataclasses import dataclass
 
 from training.step_sets import Question, TaggedWords
 
-PEOPLE = [
-    "Anna",
-    "Ben",
-    "Clara",
-    "David",
-    "Emma",
-    "Felix",
-    "Greta",
-    "Hugo",
-    "Ida",
-    "Jonas",
-    "Karin",
-    "Leo",
-    "Maria",
-    "Nils",
-    "Olga",
-    "Paul",
-]
-THINGS = [
-    "lamp",
-    "chair",
-    "book",
-    "kettle",
-    "violin",
-    "basket",
-    "mirror",
-    "blanket",
-    "ladder",
-    "clock",
-    "bottle",
-    "camera",
-    "pillow",
-    "hammer",
-    "candle",
-    "suitcase",
-]
-COLOURS = ["red", "green", "blue", "yellow", "old", "small", "heavy", "broken"]
-ROOMS = ["kitchen", "garden", "cellar", "attic", "office", "hall", "library", "garage", "bathroom", "workshop"]
+# fmt: off
+PEOPLE = (
+    "Anna", "Ben", "Clara", "David", "Emma", "Felix", "Greta", "Hugo", "Ida", "Jonas", "Karin", "Leo", "Maria", "Nils",
+    "Olga", "Paul",
+)
+THINGS = (
+    "lamp", "chair", "book", "kettle", "violin", "basket", "mirror", "blanket", "ladder", "clock", "bottle", "camera",
+    "pillow", "hammer", "candle", "suitcase",
+)
+COLOURS = (
+    "red", "green", "blue", "yellow", "old", "small", "heavy", "broken",
+)
+ROOMS = (
+    "kitchen", "garden", "cellar", "attic", "office", "hall", "library", "garage", "bathroom", "workshop",
+)
+# fmt: on
 TIMES = ("in the morning", "at noon", "after lunch", "in the evening", "before the rain came", "last night")
 SENTENCES = (
     "{person} carried {thing} to {room} {time} .",

@@ -43,12 +43,13 @@ class Part:
     near: float = 0.0
 
 
-TRAINING = Part("the training part", 0, speakers.TRAINING, 0.6, 0.08)
-TRAINING_BABBLE = Part("babble to train on", 3, speakers.TRAINING, 0.0, 0.03)
-DEVELOPMENT = Part("the development part", 1, speakers.DEVELOPMENT, 0.6, 0.05)
-DEVELOPMENT_BABBLE = Part("babble of the development part", 4, speakers.DEVELOPMENT)
-TEST = Part("the test part", 2, speakers.TEST, 0.3)
-TEST_BABBLE = Part("babble of the test part", 6, speakers.TEST)
+LEARNING_PARTS = (
+    Part("the training part", 0, speakers.TRAINING, 0.6, 0.08),
+    Part("babble to train on", 3, speakers.TRAINING, 0.0, 0.03),
+    Part("the development part", 1, speakers.DEVELOPMENT, 0.6, 0.05),
+    Part("babble of the development part", 4, speakers.DEVELOPMENT),
+)
+TEST, TEST_BABBLE = Part("the test part", 2, speakers.TEST, 0.3), Part("babble of the test part", 6, speakers.TEST)
 
 
 @dataclass(frozen=True)

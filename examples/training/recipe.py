@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -53,6 +54,8 @@ class Recipe(ABC):
     """The default settings by family, dataclasses with a field for each flag. The first family is the default."""
     quick: Mapping[str, Any]
     """The settings of a quick trial that differ."""
+    quick_options: Mapping[str, Any] = MappingProxyType({})
+    """The values of a quick trial for flags of `add_options`."""
     options = argparse.Namespace()
     """The values of the flags of `add_options`."""
 
@@ -173,6 +176,7 @@ def main(recipe: Recipe, description: str | None, line: list[str] | None = None)
     settings = recipe.settings[getattr(flags, "encoder", next(iter(recipe.settings)))]
     if flags.quick:
         settings = replace(settings, **recipe.quick)
+        vars(flags).update(recipe.quick_options)
     settings = replace(settings, **setting_flags.given(flags, settings))
     try:
         parts = recipe.read(flags.data, flags.set, settings)
