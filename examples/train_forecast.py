@@ -69,7 +69,7 @@ class ForecastRecipe(Recipe):
     def read_test(self, data: Path, name: str) -> list[Stream]:
         return list(streams((TEST, 1, 0), TEST_STREAMS, TEST_STEPS + 1))
 
-    def train(self, name: str, parts: Parts, settings: Settings, device: torch.device) -> Trained:
+    def train(self, name: str, parts: Parts, settings: Any, device: torch.device) -> Trained:
         rows = torch.from_numpy(streams((TRAINING, settings.seed), settings.streams, settings.steps)).flatten(0, 1)
         encoder = STEP_ENCODERS[settings.encoder](len(CHANNELS), settings.hidden, True)
         model = Model(Scaled(rows), encoder, OUTPUTS).to(device)
@@ -146,7 +146,7 @@ class ExpectedRecipe(ForecastRecipe):
     quick: ClassVar = {"hidden": 8, "rounds": 1, "streams": 16, "batch": 8}
     template = EXAMPLES / "sensor-forecast.card.md"
 
-    def train(self, name: str, parts: Parts, settings: ExpectedSettings, device: torch.device) -> Trained:
+    def train(self, name: str, parts: Parts, settings: Any, device: torch.device) -> Trained:
         encoder = LSTMEncoder(len(CHANNELS), settings.hidden, causal=True)
         model, state = Model(Raw(), encoder, len(CHANNELS)).to(device), list[tuple[Tensor, Tensor]]()
 
@@ -154,7 +154,7 @@ class ExpectedRecipe(ForecastRecipe):
             readings = torch.from_numpy(streams((EXPECTED, settings.seed, number), settings.streams, settings.steps + 1))
             found = []
             for batch in torch.split(readings, settings.batch):
-                before, after = (rows.split(settings.chunk, dim=1) for rows in (batch[:, :-1], batch[:, 1:]))
+                before, after = (torch.split(rows, settings.chunk, dim=1) for rows in (batch[:, :-1], batch[:, 1:]))
                 found += [(*pair, number == 0) for number, pair in enumerate(zip(before, after, strict=True))]
             return found
 

@@ -42,6 +42,7 @@ class SpansRecipe(StepRecipe):
         return SpanHead(kind="span"), 2, tokenizer
 
     def rows(self, examples: list[Question], head: Head, tokenizer: Tokenizer | None) -> list[Row]:
+        assert tokenizer
         return [
             Row(
                 token_ids(tokenizer, joined(example)),

@@ -35,7 +35,7 @@ class TagsRecipe(StepRecipe):
 
     def rows(self, examples: list[TaggedWords], head: Head, tokenizer: Tokenizer | None) -> list[Row]:
         """Return the rows. A label that the training part lacks is no target."""
-        assert isinstance(head, TagHead)
+        assert isinstance(head, TagHead) and tokenizer
         index = {label: number for number, label in enumerate(head.labels)}
         return [
             Row(

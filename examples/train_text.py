@@ -105,7 +105,7 @@ class TextRecipe(Recipe):
         return Trained(model, fitted, text_sets.description(name), inputs, head, tokenizer)
 
     def answers(self, trained: Trained, examples: list[Example]) -> list[str]:
-        assert isinstance(trained.head, ClassifyHead)
+        assert isinstance(trained.head, ClassifyHead) and trained.tokenizer
         return labelled(trained.model, trained.tokenizer, trained.head.labels, examples)
 
     def ask(self, service: Service, model: str, examples: list[Example], advance: Advance = ignore) -> list[str]:

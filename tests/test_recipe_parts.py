@@ -80,7 +80,7 @@ def test_best_epoch_is_kept_and_patience_ends_the_training() -> None:
     scores, heads, rows = iter([50.0, 70.0, 60.0, 70.0]), [], torch.randn(4, 5, 2)
 
     def backward(batch: torch.Tensor) -> torch.Tensor:
-        loss = model(batch, torch.full((4,), 5)).square().mean()
+        loss: torch.Tensor = model(batch, torch.full((4,), 5)).square().mean()
         torch.autograd.backward(loss)
         return loss.detach()
 

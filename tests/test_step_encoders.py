@@ -119,19 +119,6 @@ def test_padding_changes_no_step(family: str, causal: bool) -> None:
             torch.testing.assert_close(together[row : row + 1, :length], alone)
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["whole", "causal"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_weights_are_read_back(family: str, causal: bool, tmp_path: Path) -> None:
-    model, (inputs, lengths) = made(family, causal=causal), rows(ids=True)
-    folder = written(tmp_path, "model", model, ids=True)
-    other = made(family, causal=causal)
-    with torch.no_grad():
-        for view in other.tensors().values():
-            view.add_(1.0)
-        other.load(folder)
-        torch.testing.assert_close(other(inputs, lengths), model(inputs, lengths))
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_training_keeps_the_biases_that_the_folder_lacks(family: str, tmp_path: Path) -> None:
     """After steps of an optimizer the folder still has all parameters of the model."""

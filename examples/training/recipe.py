@@ -10,8 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from tokenizers import Tokenizer
@@ -50,11 +49,11 @@ class Recipe(ABC):
     default_set: str
     set_flag: str | None = "--set"
     """The flag that names the set, None where there is one set."""
-    settings: Mapping[str, Any]
+    settings: ClassVar[Mapping[str, Any]]
     """The default settings by family, dataclasses with a field for each flag. The first family is the default."""
-    quick: Mapping[str, Any]
+    quick: ClassVar[Mapping[str, Any]]
     """The settings of a quick trial that differ."""
-    quick_options: Mapping[str, Any] = MappingProxyType({})
+    quick_options: ClassVar[Mapping[str, Any]] = {}
     """The values of a quick trial for flags of `add_options`."""
     options = argparse.Namespace()
     """The values of the flags of `add_options`."""

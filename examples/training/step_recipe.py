@@ -54,7 +54,7 @@ def families(**changes: Any) -> dict[str, Settings]:
 
 
 class StepRecipe(Recipe):
-    settings: Mapping[str, Settings] = families()
+    settings: ClassVar[Mapping[str, Settings]] = families()
     quick: ClassVar = {"width": 16, "hidden": 8, "epochs": 2}
     description: str
     kind: str
