@@ -274,7 +274,7 @@ simulate: .venv/load
 
 # Sends the test questions in the folder $(DATA) to the service at $(URL).
 eval: .venv/installed
-	@$(BIN)/python examples/evaluate.py $(if $(URL),--url $(URL)) $(ACCESS)
+	@$(BIN)/python examples/evaluate.py text $(if $(URL),--url $(URL)) $(ACCESS)
 
 .venv-proxies/installed: tests/proxies.txt | check-python
 	@test -x .venv-proxies/bin/python || $(PYTHON) -m venv .venv-proxies

@@ -1,6 +1,6 @@
 """Write lines with a served language model over bytes: by sampling, or the most probable ones by beam search.
 
-Every line is a session that gets one byte in a chunk. A beam that continues in several ways is forked. Requires the standard library only.
+Every line is a session that gets one byte in a chunk. A beam that continues in several ways is forked.
 """
 
 from __future__ import annotations
@@ -9,16 +9,15 @@ import argparse
 import math
 import random
 import sys
-import urllib.error
 from collections.abc import Iterator
 from dataclasses import dataclass
 from heapq import nlargest
 from itertools import count
-from pathlib import Path
 from uuid import uuid4
 
+from train_language import BOUNDARY
+from training import service
 from training.service import Service
-from training.step_tasks import BOUNDARY
 
 Chances = dict[int, float]
 """The probability of each next byte."""
@@ -70,7 +69,7 @@ class Writer:
         return Beam(beam.text + bytes([byte]), logarithm, session, self._send(session, [byte]))
 
     def close(self, session: str) -> None:
-        self._service.delete(f"/sessions/{session}/state")
+        self._service.fetch_json(f"/sessions/{session}/state", method="DELETE")
 
     def _send(self, session: str, chunk: list[int]) -> Chances:
         [output] = self._service.fetch_json("/infer", {"model": self._model, "session": session, "inputs": [chunk]})["outputs"]
@@ -133,9 +132,7 @@ def main(line: list[str] | None = None) -> int:
     parser.add_argument("--longest", type=int, default=200, help="bytes of a line (default: %(default)s)")
     parser.add_argument("--temperature", type=float, default=0.7, help="of sampling (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="of sampling (default: %(default)s)")
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="address of the service (default: %(default)s)")
-    parser.add_argument("--key-file", type=Path, help="file with the key to send (default: $SEQSERVE_CLIENT_KEY is the key)")
-    parser.add_argument("--ca", type=Path, help="authority of the service's certificate (default: the system's authorities)")
+    service.add_flags(parser)
     flags = parser.parse_args(line)
     writer = Writer(Service(flags.url, flags.key_file, flags.ca), flags.model)
     try:
@@ -146,8 +143,8 @@ def main(line: list[str] | None = None) -> int:
             source = random.Random(flags.seed)
             for _ in range(flags.lines):
                 print(sample(writer, flags.text, flags.longest, flags.temperature, source).decode(errors="replace"))
-    except urllib.error.URLError as error:
-        print(f"no answer from {flags.url} ({error}): start the service, or pass its address with --url", file=sys.stderr)
+    except OSError as error:
+        print(service.problem(flags, error), file=sys.stderr)
         return 1
     return 0
 

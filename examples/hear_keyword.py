@@ -7,51 +7,79 @@ unpacks some.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import sys
+import wave
 from pathlib import Path
 
 import numpy as np
-from training import recordings
-from training.frames import frames
-from training.hearing import Unavailable, heard, keyword_of
-from training.speech import RATE
-from training.spotting import LATE
+from training import service
+from training.frames import FULL_SCALE, frames, known_at
+from training.service import Service
+from training.speech import RATE, Samples
+from training.spotting import LATE, Detector, in_chunks, probabilities
 
+SAMPLE_BYTES = 2
 SILENCE = np.zeros(int(LATE * RATE), np.float32)
 """Follows a recording: a model hears a word only with the sound after it."""
 
 
-def arguments(line: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("files", type=Path, nargs="+", help="recordings")
-    parser.add_argument("--model", required=True, help="name of a model by train_keyword.py")
-    parser.add_argument("--threshold", type=float, default=0.9, help="of an event (default: %(default)s)")
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="address of the service (default: %(default)s)")
-    return parser.parse_args(line)
+class Unreadable(Exception):
+    """A file is no recording, or has another format. The message names the right format."""
+
+
+def read(file: Path) -> Samples:
+    """Return the samples of a recording, between -1 and 1. A `.raw` file has only the samples. Raises Unreadable or OSError."""
+    encoded = file.read_bytes() if file.suffix == ".raw" else _of_wav(file)
+    whole = encoded[: len(encoded) // SAMPLE_BYTES * SAMPLE_BYTES]
+    return np.frombuffer(whole, "<i2").astype(np.float32) / np.float32(FULL_SCALE)
+
+
+def _of_wav(file: Path) -> bytes:
+    try:
+        with wave.open(str(file)) as recording:
+            found = recording.getframerate(), recording.getnchannels(), 8 * recording.getsampwidth()
+            encoded: bytes = recording.readframes(recording.getnframes())
+    except (wave.Error, EOFError) as error:
+        raise Unreadable(f"{file} is no WAV file of plain samples ({error})") from error
+    if found != (RATE, 1, 8 * SAMPLE_BYTES):
+        rate, channels, bits = found
+        raise Unreadable(
+            f"{file} has {rate} samples a second, {channels} channels and {bits} bits a sample; needed are {RATE}, 1 and "
+            f"{8 * SAMPLE_BYTES}: convert it with ffmpeg -i {file.name} -ar {RATE} -ac 1 -sample_fmt s16 converted.wav"
+        )
+    return encoded
 
 
 def main(line: list[str] | None = None) -> int:
     """Return 0 if all recordings were heard, 1 if the service does not answer or lacks the model, 2 for a file that cannot be read."""
-    flags = arguments(line)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("files", type=Path, nargs="+", help="recordings")
+    parser.add_argument("--model", required=True, help="name of a model by train_keyword.py")
+    parser.add_argument("--threshold", type=float, default=0.9, help="of an event (default: %(default)s)")
+    service.add_flags(parser)
+    flags = parser.parse_args(line)
     try:
-        all_samples = [recordings.read(file) for file in flags.files]
-    except (OSError, recordings.Unreadable) as error:
+        recordings = [read(file) for file in flags.files]
+    except (OSError, Unreadable) as error:
         print(error, file=sys.stderr)
         return 2
     try:
-        keyword = keyword_of(flags.url, flags.model)
-    except Unavailable as error:
-        print(error, file=sys.stderr)
+        server = Service(flags.url, flags.key_file, flags.ca)
+        models = server.models()
+        if flags.model not in models:
+            print(f"{flags.url} has no model {flags.model!r}: it has {', '.join(sorted(models))}", file=sys.stderr)
+            return 1
+        streams = [in_chunks(frames(np.concatenate([samples, SILENCE]))) for samples in recordings]
+        outputs = server.streams(flags.model, streams)
+    except OSError as error:
+        print(service.problem(flags, error), file=sys.stderr)
         return 1
-    events = 0
-    for file, samples in zip(flags.files, all_samples, strict=True):
-        rows = frames(np.concatenate([samples, SILENCE]))
-        seconds = asyncio.run(heard(flags.url, flags.model, keyword, rows, flags.threshold))
-        events += len(seconds)
-        print(f"{file.name}, {len(samples) / RATE:.1f} s: {', '.join(f'{at:.2f} s' for at in seconds) or 'not heard'}")
-    total = sum(map(len, all_samples)) / RATE
-    print(f"{keyword!r} heard {events} times in {total:.1f} s")
+    keyword, count = models[flags.model]["head"]["labels"][1], 0
+    for file, samples, replies in zip(flags.files, recordings, outputs, strict=True):
+        events = [known_at(frame) for frame in Detector(flags.threshold).add(probabilities(replies, keyword))]
+        count += len(events)
+        print(f"{file.name}, {len(samples) / RATE:.1f} s: {', '.join(f'{at:.2f} s' for at in events) or 'not heard'}")
+    print(f"{keyword!r} heard {count} times in {sum(map(len, recordings)) / RATE:.1f} s")
     return 0
 
 

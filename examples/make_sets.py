@@ -1,68 +1,71 @@
-"""Make sets for the recipes with an output per step: `python make_sets.py FOLDER [--kjv FILE]`.
+"""Make sets for the recipes for tags, language and spans: `python make_sets.py FOLDER [--kjv FILE]`.
 
 | set | tags | text | spans | source |
 |---|---|---|---|---|
-| `hidden` | yes | yes | | a hidden Markov model, with the best figures that any model can reach |
-| `facts` | | | yes | a grammar; a perfect model finds every span |
-| `kjv` | yes | yes | | the King James Bible, as Debian's package bible-kjv prints it |
+| `facts` | parts of a sentence | yes | yes | a grammar of short passages |
+| `kjv` | punctuation after a word | yes | | the King James Bible, as Debian's package bible-kjv prints it |
+
+`bible -f gen1:1-rev22:21 > kjv.txt` prints it; its copyright has expired. A line is a verse after its reference, such as
+`Ge1:1 In the beginning God created the heaven and the earth.`
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import random
+import re
 from pathlib import Path
+from typing import TypeVar
 
-import numpy as np
-from training import facts, hidden_markov, step_sets, verses
-from training.hidden_markov import HiddenMarkovModel
-from training.step_tasks import Language, Tags
+from training import facts, step_sets
+from training.step_sets import TaggedWords
 
 SIZES = (4000, 400, 400)
 """Generated examples of the training, development and test part."""
 VERSES = 12_000
 """Training verses of a language model. A verse has five times as many steps as for a tagger, and every step needs an answer."""
+POINTS = {"": "none", ",": "comma", ".": "stop", ";": "semicolon", ":": "colon", "?": "question", "!": "exclamation"}
+WORD = re.compile(r"([A-Za-z][A-Za-z'-]*)[)\]>]*([,.;:?!]?)")
+SEED = 1
 
-
-def make_hidden(folder: Path, sizes: tuple[int, ...]) -> None:
-    """Write the set of the hidden Markov model, and its best figures on the test part."""
-    model = HiddenMarkovModel.random()
-    generator = np.random.default_rng(hidden_markov.SEED)
-    parts = [[model.sample(generator) for _ in range(size)] for size in sizes]
-    lines = [["".join(example.words) for example in part] for part in parts]
-    step_sets.write(folder, "hidden", "tags", parts)
-    step_sets.write(folder, "hidden", "text", lines)
-    best = {
-        "tags": Tags().quality(parts[2], [model.best_labels(example.words) for example in parts[2]]),
-        "text": Language().quality(lines[2], [model.logarithms(example.words) for example in parts[2]]),
-    }
-    (folder / "hidden.optimum.json").write_text(json.dumps(best, indent=2) + "\n")
+T = TypeVar("T")
 
 
 def make_facts(folder: Path, sizes: tuple[int, ...]) -> None:
-    generator = random.Random(1)
+    generator = random.Random(SEED)
     step_sets.write(folder, "facts", "spans", [[facts.question(generator) for _ in range(size)] for size in sizes])
-    (folder / "facts.optimum.json").write_text(json.dumps({"spans": {"exact": 100.0, "f1": 100.0}}, indent=2) + "\n")
+    passages = [[facts.passage(generator) for _ in range(size)] for size in sizes]
+    step_sets.write(folder, "facts", "tags", [[passage.tagged for passage in part] for part in passages])
+    step_sets.write(folder, "facts", "text", [[passage.text for passage in part] for part in passages])
 
 
 def make_kjv(folder: Path, file: Path) -> None:
-    lines = verses.verses(file)
-    train, development, test = verses.divided(lines, 200)
+    lines = [line.split(" ", 1)[1] for line in file.read_text("ascii").splitlines() if " " in line]
+    train, development, test = divided(lines, 200)
     step_sets.write(folder, "kjv", "text", [train[:VERSES], development, test])
-    step_sets.write(folder, "kjv", "tags", verses.divided([verses.tagged(verse) for verse in lines], 500))
+    step_sets.write(folder, "kjv", "tags", divided([tagged(verse) for verse in lines], 500))
+
+
+def tagged(verse: str) -> TaggedWords:
+    """Return the words of a verse in lower case, with the punctuation after each."""
+    found = WORD.findall(verse)
+    return TaggedWords([word.lower() for word, _ in found], [POINTS[point] for _, point in found])
+
+
+def divided(examples: list[T], held_out: int) -> list[list[T]]:
+    """Return a training, a development and a test part, the last two with `held_out` examples each."""
+    shuffled = list(examples)
+    random.Random(SEED).shuffle(shuffled)
+    return [shuffled[2 * held_out :], shuffled[:held_out], shuffled[held_out : 2 * held_out]]
 
 
 def main(line: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="folder to write the sets to")
-    parser.add_argument("--kjv", type=Path, help="file of verses: bible -f gen1:1-rev22:21 > kjv.txt")
+    parser.add_argument("--kjv", type=Path, help="file of verses")
     parser.add_argument("--quick", action="store_true", help="sets of a twentieth of the size")
     flags = parser.parse_args(line)
-    flags.folder.mkdir(parents=True, exist_ok=True)
-    sizes = tuple(size // 20 for size in SIZES) if flags.quick else SIZES
-    make_hidden(flags.folder, sizes)
-    make_facts(flags.folder, sizes)
+    make_facts(flags.folder, tuple(size // 20 for size in SIZES) if flags.quick else SIZES)
     if flags.kjv:
         make_kjv(flags.folder, flags.kjv)
     return 0

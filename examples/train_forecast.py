@@ -1,44 +1,52 @@
-"""Train a model of any of six families that forecasts the next reading of a stream as quantiles, and write it with a card.
+"""Train a model that forecasts the next reading of a stream as quantiles, and write it as a model folder with a card.
 
-`signals.py` simulates the streams, so nothing has to be downloaded. The median is the forecast, the other quantiles bound an interval, and
-a reading far outside its interval is unexpected: `evaluate_forecast.py` measures all three through a running service.
+`training/signals.py` simulates the streams, so nothing has to be downloaded. The median is the forecast, the other quantiles bound an
+interval, and a reading far outside its interval is unexpected. `--expected` trains the embedded model sensor-forecast instead, an LSTM over
+raw readings that forecasts the expected reading alone.
 """
 
 from __future__ import annotations
 
-import argparse
-import string
 import sys
-import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from signals import CHANNELS, streams
+from numpy.typing import NDArray
 from torch import Tensor, nn
-from training import flags as setting_flags
-from training import records
 from training.encoders import STEP_ENCODERS
+from training.fitting import fit
 from training.intervals import QUANTILES, coverage, ordered, pinball, width
-from training.signal_model import SignalModel
+from training.model import Model, Raw, Scaled
+from training.parts import Parts
+from training.recipe import EXAMPLES, Recipe, Trained, main
+from training.recurrent import LSTMEncoder
+from training.service import Advance, Service, ignore
+from training.signals import CHANNELS, JUMP_EVERY, JUMP_SPREAD, MAX_STEPS, NOISE, streams
 
-from service.modeling import spec, store
-from service.modeling.spec import RegressHead
+from service.modeling.spec import RegressHead, SequenceInput
 
-CARD_TEMPLATE = Path(__file__).with_name("forecast.card.md")
-TRAINING, DEVELOPMENT, TEST = range(10, 13)
-"""The first number of every seed, by the purpose of its streams. `train_sensors.py` uses lower numbers."""
-MAX_STEPS, DEVELOPMENT_STREAMS = 4096, 32
+EXPECTED, TRAINING, TEST = 0, 10, 12
+"""The first number of every seed, by the purpose of its streams: two trainings, and the test of both."""
+TEST_STREAMS, TEST_STEPS = 32, 1000
 FIRST = 8
 """Steps of each stream that figures skip."""
+INPUTS = SequenceInput(kind="features", features=len(CHANNELS), max_steps=MAX_STEPS)
+OUTPUTS = len(CHANNELS) * len(QUANTILES)
+
+Stream = NDArray[np.float32]
+"""(steps + 1, channels)"""
+Chunk = tuple[Tensor, Tensor, bool]
+"""Readings and the readings after them, (streams, steps, channels), and whether the streams begin."""
 
 
 @dataclass(frozen=True)
 class Settings:
     """The settings of a training; every field is a flag. A round trains once on `streams` new streams of `steps` readings."""
 
-    encoder: str = "sru"
+    encoder: str
     hidden: int = 64
     rounds: int = 400
     streams: int = 64
@@ -47,109 +55,146 @@ class Settings:
     seed: int = 1
 
 
-DEFAULTS = {encoder: Settings(encoder) for encoder in STEP_ENCODERS}
+class ForecastRecipe(Recipe):
+    """An example is a stream, and an answer the forecasts after each of its readings but the last, (steps, channels, quantiles)."""
+
+    task, default_set, set_flag = "forecast", "sensors", None
+    settings: ClassVar = {encoder: Settings(encoder) for encoder in STEP_ENCODERS}
+    quick: ClassVar = {"hidden": 8, "rounds": 10, "streams": 16, "steps": 64}
+
+    def read(self, data: Path, name: str, settings: Settings) -> Parts:
+        """Return the test part alone: the training makes new streams in each round."""
+        return Parts([], [], self.read_test(data, name))
+
+    def read_test(self, data: Path, name: str) -> list[Stream]:
+        return list(streams((TEST, 1, 0), TEST_STREAMS, TEST_STEPS + 1))
+
+    def train(self, name: str, parts: Parts, settings: Any, device: torch.device) -> Trained:
+        rows = torch.from_numpy(streams((TRAINING, settings.seed), settings.streams, settings.steps)).flatten(0, 1)
+        encoder = STEP_ENCODERS[settings.encoder](len(CHANNELS), settings.hidden, True)
+        model = Model(Scaled(rows), encoder, OUTPUTS).to(device)
+
+        def new_streams(number: int) -> list[Tensor]:
+            return [torch.from_numpy(streams((TRAINING, settings.seed, number), settings.streams, settings.steps + 1))]
+
+        def backward(readings: Tensor) -> Tensor:
+            lengths = torch.full((len(readings),), readings.shape[1] - 1)
+            values = model(readings[:, :-1].to(device), lengths.to(device))
+            loss = pinball_loss(values.unflatten(-1, (len(CHANNELS), -1)), readings[:, 1:].to(device))
+            torch.autograd.backward(loss)
+            return loss.detach()
+
+        fitted = fit(model, settings.rounds, settings.rate, new_streams, backward)
+        description = f"Quantiles {', '.join(map(str, QUANTILES))} of the next reading of {', '.join(CHANNELS)}"
+        head = RegressHead(kind="regress", pool=("last",), outputs=OUTPUTS)
+        return Trained(model, fitted, description, INPUTS, head)
+
+    def values(self, outputs: NDArray[Any]) -> NDArray[Any]:
+        """Return the forecasts of the outputs of a model, (steps, outputs)."""
+        return ordered(outputs, len(CHANNELS))
+
+    def answers(self, trained: Trained, examples: list[Stream]) -> list[NDArray[Any]]:
+        scores = trained.model.scores([torch.from_numpy(stream[:-1]) for stream in examples])
+        return [self.values(each.double().numpy()) for each in scores]
+
+    def ask(self, service: Service, model: str, examples: list[Stream], advance: Advance = ignore) -> list[NDArray[Any]]:
+        """Send each stream through a session, one reading in a chunk."""
+        outputs = service.streams(model, [[row[None] for row in stream[:-1]] for stream in examples], advance)
+        return [self.values(np.array([output["value"] for output in each])) for each in outputs]
+
+    def quality(self, examples: list[Stream], answers: list[NDArray[Any]]) -> dict[str, float]:
+        following = np.stack(examples)[:, 1 + FIRST :].astype(np.float64)
+        forecasts = np.stack(answers)[:, FIRST:]
+        return {
+            "pinball_loss": pinball(forecasts, following),
+            "inside_percent": 100 * coverage(forecasts, following),
+            "width": width(forecasts),
+        }
+
+    def prefix(self, name: str) -> str:
+        return self.task
 
 
-def train(settings: Settings) -> tuple[SignalModel, float]:
-    """Return the model after the last round, and the seconds that its training took. The rate falls to zero."""
-    torch.manual_seed(settings.seed)
-    rows = torch.from_numpy(streams((TRAINING, settings.seed), settings.streams, settings.steps)).flatten(0, 1)
-    outputs = len(CHANNELS) * len(QUANTILES)
-    model = SignalModel(settings.encoder, rows, settings.hidden, outputs, causal=True).train()
-    optimizer = torch.optim.Adam([value for value in model.parameters() if value.requires_grad], settings.rate, fused=True)
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, settings.rounds)
-    start = time.monotonic()
-    for number in range(settings.rounds):
-        readings = torch.from_numpy(streams((TRAINING, settings.seed, number), settings.streams, settings.steps + 1))
-        optimizer.zero_grad()
-        torch.autograd.backward(loss(forecast(model, readings[:, :-1]), readings[:, 1:]))
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-    return model.eval(), time.monotonic() - start
-
-
-def forecast(model: SignalModel, readings: Tensor) -> Tensor:
-    """Return (streams, steps, channels, quantiles) of (streams, steps, channels)."""
-    values: Tensor = model(readings, torch.full((len(readings),), readings.shape[1]))
-    return values.view(*readings.shape[:2], len(CHANNELS), len(QUANTILES))
-
-
-def loss(forecasts: Tensor, following: Tensor) -> Tensor:
-    """Return the mean pinball loss."""
+def pinball_loss(forecasts: Tensor, following: Tensor) -> Tensor:
+    """Return `intervals.pinball` as a tensor with gradients."""
     above = following[..., None] - forecasts
-    quantiles = torch.tensor(QUANTILES)
+    quantiles = torch.tensor(QUANTILES, device=above.device)
     return torch.maximum(quantiles * above, (quantiles - 1) * above).mean()
 
 
-@torch.no_grad()
-def development(model: SignalModel, steps: int) -> records.Record:
-    """Return the loss, the coverage and the width of the intervals on streams that the training did not use."""
-    readings = streams((DEVELOPMENT, 0), DEVELOPMENT_STREAMS, steps + 1)
-    values = forecast(model, torch.from_numpy(readings[:, :-1])).flatten(-2).double().numpy()
-    forecasts, following = ordered(values, len(CHANNELS))[:, FIRST:], readings[:, 1 + FIRST :].astype(np.float64)
-    return {
-        "loss": pinball(forecasts, following),
-        "coverage": coverage(forecasts, following),
-        "width": width(forecasts),
-    }
+@dataclass(frozen=True)
+class ExpectedSettings:
+    """The settings of `--expected`. A round trains on `streams` new streams, `batch` at a time. The gradient goes through `chunk` steps.
+    The state is carried from chunk to chunk, as in a stream."""
+
+    encoder: str = "lstm"
+    hidden: int = 64
+    rounds: int = 160
+    streams: int = 256
+    steps: int = 1024
+    batch: int = 32
+    chunk: int = 64
+    rate: float = 0.01
+    seed: int = 1
 
 
-def write(folder: Path, model: SignalModel, settings: Settings, seconds: float, is_quick: bool) -> records.Record:
-    """Write the version folder, read it back and return the figures."""
-    head = RegressHead(kind="regress", pool=("last",), outputs=len(CHANNELS) * len(QUANTILES))
-    description = f"Quantiles {', '.join(map(str, QUANTILES))} of the next reading of {', '.join(CHANNELS)}"
-    store.write(folder, model.spec(folder.parent.name, description, MAX_STEPS, head), model.tensors(), card="")
-    model.load(folder)
-    measured = development(model, MAX_STEPS // 4)
-    values = asdict(settings) | {
-        "name": folder.parent.name,
-        "encoder_description": model.encoder.description,
-        "flags": ("--quick " if is_quick else "") + setting_flags.words(settings),
-        "forecasts": f"{settings.rounds * settings.streams * settings.steps / 1e6:.1f} million",
-        "loss": f"{measured['loss']:.4f}",
-        "coverage": f"{100 * measured['coverage']:.1f}",
-        "width": f"{measured['width']:.3f}",
-    }
-    (folder / spec.CARD).write_text(string.Template(CARD_TEMPLATE.read_text()).substitute(values))
-    return {
-        "kind": "training",
-        "encoder": settings.encoder,
-        "settings": asdict(settings),
-        "quick": is_quick,
-        **measured,
-        "training_seconds": round(seconds, 1),
-        "bytes": records.folder_bytes(folder),
-    }
+class ExpectedRecipe(ForecastRecipe):
+    """An answer is the forecasts of the expected reading, (steps, channels)."""
 
+    task = "expected"
+    settings: ClassVar = {"lstm": ExpectedSettings()}
+    quick: ClassVar = {"hidden": 8, "rounds": 1, "streams": 16, "batch": 8}
+    template = EXAMPLES / "sensor-forecast.card.md"
 
-def arguments(line: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--models", type=Path, default="models", help="models folder to write to (default: %(default)s)")
-    parser.add_argument("--name", help="name of the model (default: forecast-ENCODER)")
-    parser.add_argument("--results", type=Path, help="results file to which what was measured is appended (default: none)")
-    parser.add_argument("--quick", action="store_true", help="a small model and a few rounds")
-    setting_flags.add(parser, DEFAULTS)
-    return parser.parse_args(line)
+    def train(self, name: str, parts: Parts, settings: Any, device: torch.device) -> Trained:
+        encoder = LSTMEncoder(len(CHANNELS), settings.hidden, causal=True)
+        model, state = Model(Raw(), encoder, len(CHANNELS)).to(device), list[tuple[Tensor, Tensor]]()
 
+        def chunks(number: int) -> list[Chunk]:
+            readings = torch.from_numpy(streams((EXPECTED, settings.seed, number), settings.streams, settings.steps + 1))
+            found = []
+            for batch in torch.split(readings, settings.batch):
+                before, after = (torch.split(rows, settings.chunk, dim=1) for rows in (batch[:, :-1], batch[:, 1:]))
+                found += [(*pair, number == 0) for number, pair in enumerate(zip(before, after, strict=True))]
+            return found
 
-def main(line: list[str] | None = None) -> int:
-    flags = arguments(line)
-    torch.set_num_threads(1)
-    settings = DEFAULTS[getattr(flags, "encoder", "sru")]
-    if flags.quick:
-        settings = replace(settings, hidden=8, rounds=10, streams=16, steps=64)
-    settings = replace(settings, **setting_flags.given(flags, settings))
-    model, seconds = train(settings)
-    folder = flags.models / (flags.name or f"forecast-{settings.encoder}") / "1"
-    record = write(folder, model, settings, seconds, flags.quick)
-    records.append(flags.results, record)
-    print(
-        f"pinball loss {record['loss']:.4f}, {100 * record['coverage']:.1f} % of readings inside intervals of width {record['width']:.3f}, "
-        f"trained in {seconds:.0f} s, {folder} has {record['bytes']:,} bytes"
-    )
-    return 0
+        def backward(chunk: Chunk) -> Tensor:
+            readings, following, is_first = chunk
+            if is_first:
+                state.clear()
+            steps, (hidden, cell) = encoder.recurrent(readings.to(device), *state)
+            state[:] = [(hidden.detach(), cell.detach())]
+            loss = nn.functional.mse_loss(model.head(steps), following.to(device))
+            torch.autograd.backward(loss)
+            return loss.detach()
+
+        fitted = fit(model, settings.rounds, settings.rate, chunks, backward, every_batch=False)
+        head = RegressHead(kind="regress", pool=("last",), outputs=len(CHANNELS))  # of the last step, so of all readings so far
+        return Trained(model, fitted, f"The next reading of three sensors: {', '.join(CHANNELS)}", INPUTS, head)
+
+    def values(self, outputs: NDArray[Any]) -> NDArray[Any]:
+        return outputs
+
+    def quality(self, examples: list[Stream], answers: list[NDArray[Any]]) -> dict[str, float]:
+        """Return the root mean squared error of the forecasts, and of forecasts that repeat the last reading."""
+        readings = np.stack(examples).astype(np.float64)
+        differences = {
+            "error": np.stack(answers) - readings[:, 1:],
+            "error_of_the_last_reading": readings[:, :-1] - readings[:, 1:],
+        }
+        return {name: float(np.sqrt((each[:, FIRST:] ** 2).mean())) for name, each in differences.items()}
+
+    def card_values(self, name: str, parts: Parts, trained: Trained) -> dict[str, Any]:
+        return {"noise": NOISE, "jump_every": JUMP_EVERY, "jump_spread": JUMP_SPREAD, "max_steps": f"{MAX_STEPS:,}"}
+
+    def prefix(self, name: str) -> str:
+        return "sensor"
+
+    def model_name(self, name: str, encoder: str) -> str:
+        return "sensor-forecast"
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    is_expected = "--expected" in sys.argv
+    line = [word for word in sys.argv[1:] if word != "--expected"]
+    sys.exit(main(ExpectedRecipe() if is_expected else ForecastRecipe(), __doc__, line))

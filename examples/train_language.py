@@ -1,52 +1,73 @@
-"""Train a language model over bytes, of any of six families, in plain PyTorch, and write it as a model folder with a card.
+"""Train a language model over bytes, and write it as a model folder with a card.
 
 The data is any set of lines in the format of `training/step_sets.py`; `make_sets.py` makes two. The model takes the bytes of a line after a
-line feed, and answers with the probability of every next byte. It is causal: `generate.py` and `evaluate_steps.py` send a session one byte
-at a time.
+line feed, and answers with the probability of every next byte. It is causal: `generate.py` and `evaluate.py` send a session one byte at a
+time.
 """
 
 from __future__ import annotations
 
+import math
 import sys
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from training.step_fitting import Row, Settings, step_loss
-from training.step_model import StepModel
-from training.step_recipe import Prepared, Recipe, defaults, main
-from training.step_tasks import BOUNDARY, Language
+from training.batches import Row
+from training.recipe import main
+from training.service import Advance, Service, ignore
+from training.step_recipe import BYTES, Settings, StepRecipe, families
 
-from service.modeling.spec import ModelSpec, NextHead
+from service.modeling.spec import Head, NextHead
 
-BYTES = 256
+BOUNDARY = ord("\n")
+"""The byte before and after every line."""
+LEAST = 1e-30
+"""The least probability, where the service rounds to 0."""
 
 
-class LanguageModel(Recipe):
-    task = Language()
+class LanguageRecipe(StepRecipe):
+    """An answer is the logarithm of the probability of each byte of a line, and of its end."""
+
+    task, kind, default_set, causal = "language", "text", "facts", True
+    settings = families(dropout=0.0, epochs=2)
     description = "The next byte of a text"
-    template = Path(__file__).with_name("language.card.md")
-    defaults = defaults(dropout=0.0, epochs=2)
-    causal = True
-    loss = staticmethod(step_loss)
+    more: ClassVar = {"fold": "never"}  # a session can only be forked if the embedding is not folded into a QRNN
 
-    def prepare(self, parts: list[list[str]], settings: Settings) -> Prepared:
+    def prepare(self, examples: list[str], settings: Settings) -> tuple[Head, int, None]:
+        return NextHead(kind="next", top=BYTES), BYTES, None
+
+    def rows(self, examples: list[str], head: Head, tokenizer: Any) -> list[Row]:
         """Return the rows: each byte is the target of the previous byte, and a line feed begins and ends a line."""
-        rows = []
-        for part in parts:
-            lines = [torch.tensor([BOUNDARY, *line.encode(), BOUNDARY]) for line in part]
-            rows.append([Row(line[:-1], line[1:]) for line in lines])
-        return Prepared(rows, BYTES, BYTES, NextHead(kind="next", top=BYTES))
+        lines = [torch.tensor(ids(example)) for example in examples]
+        return [Row(line[:-1], line[1:]) for line in lines]
 
-    def answer(self, scores: Tensor, example: str, prepared: Prepared) -> Any:
-        targets = torch.tensor([*example.encode(), BOUNDARY])
+    def answer(self, scores: Tensor, example: str, head: Head) -> list[float]:
+        targets = torch.tensor(ids(example)[1:])
         return scores.log_softmax(1).gather(1, targets[:, None])[:, 0].tolist()
 
-    def spec(self, name: str, model: StepModel, prepared: Prepared) -> ModelSpec:
-        """Return the spec. A session can only be forked if the embedding is not folded into a QRNN."""
-        return super().spec(name, model, prepared).model_copy(update={"fold": "never"})
+    def ask(self, service: Service, model: str, examples: list[str], advance: Advance = ignore) -> list[list[float]]:
+        """Send every line through a session, one byte in a chunk."""
+        streams = [[[byte] for byte in ids(example)[:-1]] for example in examples]
+        answers = service.streams(model, streams, advance)
+        return [
+            [logarithm(output, byte) for output, byte in zip(outputs, ids(example)[1:], strict=True)]
+            for outputs, example in zip(answers, examples, strict=True)
+        ]
+
+    def quality(self, examples: list[str], answers: list[list[float]]) -> dict[str, float]:
+        """Return the perplexity of a byte: the exponential of the mean of the negative logarithms."""
+        logarithms = [value for answer in answers for value in answer]
+        return {"perplexity": math.exp(-sum(logarithms) / len(logarithms))}
+
+
+def ids(line: str) -> list[int]:
+    return [BOUNDARY, *line.encode(), BOUNDARY]
+
+
+def logarithm(output: Any, byte: int) -> float:
+    return math.log(max(output["scores"][output["ids"].index(byte)], LEAST))
 
 
 if __name__ == "__main__":
-    sys.exit(main(LanguageModel(), "kjv"))
+    sys.exit(main(LanguageRecipe(), __doc__))

@@ -1,147 +1,111 @@
-"""Train a classifier of multivariate time series of any of six families, and write it as a model folder with a card.
+"""Train a classifier of whole time series with one or more channels, and write it as a model folder with a card.
 
-The data is any set in the format of `training/series_sets.py`; series may differ in length. `--holdout` evaluates settings on a fifth
-of the training part and writes nothing. The test part is read once, at the end.
+The data is any set in the format of `training/series_sets.py`; series may differ in length. The test part is read once, at the end.
 """
 
 from __future__ import annotations
 
-import argparse
-import os
-import string
 import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from training import flags as setting_flags
-from training import records
+from torch import Tensor, nn
+from training import series_sets
+from training.batches import Batch, Row, batches
 from training.encoders import STEP_ENCODERS
-from training.series_classifier import SeriesClassifier, Settings, fit
-from training.series_sets import MissingSet, SeriesSet, hold_out, read_set
+from training.fitting import fit
+from training.model import Model, Scaled
+from training.parts import Parts, in_order
+from training.recipe import Recipe, Trained, main
+from training.series_sets import Series
+from training.service import Advance, Service, ignore
 
-from service.modeling import spec, store
-from service.modeling.spec import ClassifyHead
-
-CARD_TEMPLATE = Path(__file__).with_name("series.card.md")
-DEFAULTS = {encoder: Settings(encoder) for encoder in STEP_ENCODERS}
-QUICK_SERIES = 40
+from service.modeling.spec import ClassifyHead, SequenceInput
 
 
 @dataclass(frozen=True)
-class Trained:
-    """accuracy: the percentage on the test part, in PyTorch alone, with the weights as trained."""
+class Settings:
+    """The settings of a training; every field is a flag. `noise` is in standard deviations of a channel."""
 
-    model: SeriesClassifier
-    settings: Settings
-    seconds: float
-    accuracy: float
-
-
-def train(series_set: SeriesSet, settings: Settings) -> Trained:
-    model, seconds = fit(series_set.train, series_set.labels, settings)
-    return Trained(model, settings, seconds, model.accuracy(series_set.test))
-
-
-def write(folder: Path, trained: Trained, series_set: SeriesSet, source: str) -> records.Record:
-    """Write the version folder, and return the figures. source: the flags of the data, for the card."""
-    model, settings, name = trained.model, trained.settings, folder.parent.name
-    lengths = [len(series.rows) for series in series_set.train]
-    channels = series_set.train[0].rows.shape[1]
-    described = model.spec(
-        name,
-        f"The label of a time series of {channels} channels of the set {series_set.name}",
-        2 * max(lengths),
-        ClassifyHead(kind="classify", pool=("max",), labels=series_set.labels),
-    )
-    store.write(folder, described, model.tensors(), card="")
-    model.load(folder)
-    stored = model.accuracy(series_set.test)
-    values = asdict(settings) | {
-        "name": name,
-        "set": series_set.name,
-        "channels": channels,
-        "labels": ", ".join(series_set.labels),
-        "shortest": min(lengths),
-        "longest": max(lengths),
-        "median": f"{np.median(lengths):.0f}",
-        "encoder_description": model.encoder.description,
-        "flags": f"{source} {setting_flags.words(settings)}",
-        "examples": len(series_set.train),
-        "test_examples": len(series_set.test),
-        "stored": f"{stored:.1f}",
-        "trained": f"{trained.accuracy:.1f}",
-    }
-    (folder / spec.CARD).write_text(string.Template(CARD_TEMPLATE.read_text()).substitute(values))
-    return {
-        "kind": "training",
-        "set": series_set.name,
-        "encoder": settings.encoder,
-        "seed": settings.seed,
-        "settings": asdict(settings),
-        "trained_percent": trained.accuracy,
-        "stored_percent": stored,
-        "test_examples": len(series_set.test),
-        "training_seconds": round(trained.seconds, 1),
-        "bytes": records.folder_bytes(folder),
-    }
+    encoder: str
+    hidden: int = 64
+    epochs: int = 40
+    batch: int = 16
+    rate: float = 0.004
+    dropout: float = 0.3
+    noise: float = 0.2
+    smoothing: float = 0.1
+    seed: int = 1
 
 
-def quick(series_set: SeriesSet, settings: Settings) -> tuple[SeriesSet, Settings]:
-    """Return a small part of the set, with all labels, and a small model."""
-    rest, few = hold_out(series_set.train)
-    return replace(series_set, train=few or rest, test=series_set.test[:QUICK_SERIES]), replace(settings, hidden=8, epochs=2)
+class SeriesRecipe(Recipe):
+    """An answer is a label."""
 
+    task, default_set = "series", "JapaneseVowels"
+    settings: ClassVar = {encoder: Settings(encoder) for encoder in STEP_ENCODERS}
+    quick: ClassVar = {"hidden": 8, "epochs": 2}
 
-def held_out(series_set: SeriesSet, settings: Settings, seed: int) -> float:
-    """Return the percentage on a fifth of the training part of a model that was trained on the rest."""
-    train_part, development = hold_out(series_set.train, seed)
-    model: SeriesClassifier = fit(train_part, series_set.labels, settings)[0]
-    return model.accuracy(development)
+    def read(self, data: Path, name: str, settings: Settings) -> Parts:
+        return Parts(series_sets.read(data, name, "TRAIN"), [], self.read_test(data, name))
 
+    def read_test(self, data: Path, name: str) -> list[Series]:
+        return series_sets.read(data, name, "TEST")
 
-def arguments(line: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data", type=Path, default=os.environ.get("DATA"), help="folder of the sets (default: $DATA)")
-    parser.add_argument("--set", default="JapaneseVowels", help="name of the set (default: %(default)s)")
-    parser.add_argument("--models", type=Path, default="models", help="models folder to write to (default: %(default)s)")
-    parser.add_argument("--name", help="name of the model (default: SET-ENCODER)")
-    parser.add_argument("--holdout", type=int, metavar="SEED", help="evaluate on a random fifth of the training part")
-    parser.add_argument("--results", type=Path, help="results file to which what was measured is appended (default: none)")
-    parser.add_argument("--quick", action="store_true", help="a small model of a few series")
-    setting_flags.add(parser, DEFAULTS)
-    flags = parser.parse_args(line)
-    flags.data = Path(flags.data) if flags.data else None
-    return flags
+    def train(self, name: str, parts: Parts, settings: Settings, device: torch.device) -> Trained:
+        labels, channels = in_order({series.label for series in parts.train}), parts.train[0].rows.shape[1]
+        inputs = Scaled(torch.from_numpy(np.concatenate([series.rows for series in parts.train])))
+        encoder = STEP_ENCODERS[settings.encoder](channels, settings.hidden, False)
+        model = Model(inputs, encoder, len(labels), pooled=True, dropout=settings.dropout).to(device)
+        rows = [Row(torch.from_numpy(each.rows), torch.tensor([labels.index(each.label)])) for each in parts.train]
+        deviations = settings.noise * inputs.norm[3].sqrt().cpu()
 
+        def shuffled(epoch: int) -> list[Batch]:
+            return list(batches([rows[index] for index in torch.randperm(len(rows)).tolist()], settings.batch))
 
-def main(line: list[str] | None = None) -> int:
-    """Return 0 if the model was written, 2 if the set is missing."""
-    flags = arguments(line)
-    torch.set_num_threads(1)
-    settings = DEFAULTS[getattr(flags, "encoder", "sru")]
-    try:
-        series_set = read_set(flags.data, flags.set)
-    except MissingSet as error:
-        print(error, file=sys.stderr)
-        return 2
-    if flags.quick:
-        series_set, settings = quick(series_set, settings)
-    settings = replace(settings, **setting_flags.given(flags, settings))
-    if flags.holdout is not None:
-        print(f"{held_out(series_set, settings, flags.holdout):.1f} % of a held-out fifth of the training part")
-        return 0
-    folder = flags.models / (flags.name or f"{flags.set}-{settings.encoder}") / "1"
-    source = f"--set {flags.set}" + (" --quick" if flags.quick else "")
-    record = write(folder, train(series_set, settings), series_set, source) | {"quick": flags.quick}
-    records.append(flags.results, record)
-    print(
-        f"{record['stored_percent']:.1f} % of the {record['test_examples']} test series, "
-        f"trained in {record['training_seconds']:.0f} s, {folder} has {record['bytes']:,} bytes"
-    )
-    return 0
+        def backward(batch: Batch) -> Tensor:
+            noise = deviations * torch.randn(batch.inputs.shape)
+            scores = model((batch.inputs + noise).to(device), batch.lengths.to(device))
+            targets = batch.targets[:, 0].to(device)
+            loss = nn.functional.cross_entropy(scores, targets, label_smoothing=settings.smoothing)
+            torch.autograd.backward(loss)
+            return loss.detach()
+
+        fitted = fit(model, settings.epochs, settings.rate, shuffled, backward)
+        max_steps = 2 * max(len(series.rows) for series in parts.train)
+        description = f"The label of a time series of {channels} channels of the set {name}"
+        head = ClassifyHead(kind="classify", pool=("max",), labels=labels)
+        return Trained(model, fitted, description, SequenceInput(kind="features", features=channels, max_steps=max_steps), head)
+
+    def answers(self, trained: Trained, examples: list[Series]) -> list[str]:
+        assert isinstance(trained.head, ClassifyHead)
+        scores = trained.model.scores([torch.from_numpy(series.rows) for series in examples])
+        return [trained.head.labels[int(row.argmax())] for row in scores]
+
+    def ask(self, service: Service, model: str, examples: list[Series], advance: Advance = ignore) -> list[str]:
+        outputs = service.outputs(model, [series.rows.tolist() for series in examples], advance)
+        return [output["label"] for output in outputs]
+
+    def quality(self, examples: list[Series], answers: list[str]) -> dict[str, float]:
+        right = sum(series.label == answer for series, answer in zip(examples, answers, strict=True))
+        return {"accuracy_percent": 100 * right / len(examples)}
+
+    def card_values(self, name: str, parts: Parts, trained: Trained) -> dict[str, Any]:
+        lengths = [len(series.rows) for series in parts.train]
+        return {
+            "set": name,
+            "channels": trained.inputs.features,
+            "training_examples": len(lengths),
+            "shortest": min(lengths),
+            "longest": max(lengths),
+            "median": f"{np.median(lengths):.0f}",
+        }
+
+    def prefix(self, name: str) -> str:
+        return name
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(SeriesRecipe(), __doc__))

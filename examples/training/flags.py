@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
 
-def add(parser: argparse.ArgumentParser, settings: dict[str, Any]) -> None:
+def add(parser: argparse.ArgumentParser, settings: Mapping[str, Any]) -> None:
     """Add a flag for each setting. `settings` has dataclasses with the defaults, by the word that chooses it, such as an encoder."""
     values = {word: asdict(defaults) for word, defaults in settings.items()}
     for name, default in next(iter(values.values())).items():

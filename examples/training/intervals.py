@@ -1,4 +1,4 @@
-"""Forecasts as quantiles: their loss, their intervals, and scores of how unexpected a reading was. Requires NumPy only."""
+"""Forecasts as quantiles: their loss and their intervals. Requires NumPy only."""
 
 from __future__ import annotations
 
@@ -31,16 +31,3 @@ def coverage(forecasts: Forecasts, following: Array) -> float:
 def width(forecasts: Forecasts) -> float:
     """Return the mean width of the intervals, in the units of the readings."""
     return float((forecasts[..., -1] - forecasts[..., 0]).mean())
-
-
-def surprise(forecasts: Forecasts, following: Array) -> Array:
-    """Return (streams, steps), the anomaly score of each next reading: the largest distance of a channel from its median, in halves of
-    the interval."""
-    halves = np.maximum((forecasts[..., -1] - forecasts[..., 0]) / 2, 1e-6)
-    scores: Array = (np.abs(following - forecasts[..., 1]) / halves).max(axis=-1)
-    return scores
-
-
-def threshold(scores: Array, false_alarms: float) -> float:
-    """Return the score that a share `false_alarms` of the steps of ordinary streams exceeds."""
-    return float(np.quantile(scores, 1 - false_alarms))

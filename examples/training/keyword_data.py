@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from training import speakers, speech
 from training.frames import BANDS, FRAME_SECONDS, WINDOW_SECONDS, frames
+from training.terminal import bar
 
 SPEAKING = 2 * (os.cpu_count() or 1)
 """Threads that wait for espeak-ng."""
@@ -35,15 +36,20 @@ class Part:
     """Streams of one purpose. number: the first number of every seed. share: of the utterances that end with the keyword, where an
     utterance is between two pauses. near: share of near misses among the words."""
 
+    name: str
     number: int
     names: tuple[str, ...]
     share: float = 0.0
     near: float = 0.0
 
 
-TRAINING, TRAINING_BABBLE = Part(0, speakers.TRAINING, 0.6, 0.08), Part(3, speakers.TRAINING, 0.0, 0.03)
-DEVELOPMENT, DEVELOPMENT_BABBLE = Part(1, speakers.DEVELOPMENT, 0.6, 0.05), Part(4, speakers.DEVELOPMENT)
-TEST, TEST_NEAR, TEST_BABBLE = Part(2, speakers.TEST, 0.3), Part(5, speakers.TEST, 0.0, 0.05), Part(6, speakers.TEST)
+LEARNING_PARTS = (
+    Part("the training part", 0, speakers.TRAINING, 0.6, 0.08),
+    Part("babble to train on", 3, speakers.TRAINING, 0.0, 0.03),
+    Part("the development part", 1, speakers.DEVELOPMENT, 0.6, 0.05),
+    Part("babble of the development part", 4, speakers.DEVELOPMENT),
+)
+TEST, TEST_BABBLE = Part("the test part", 2, speakers.TEST, 0.3), Part("babble of the test part", 6, speakers.TEST)
 
 
 @dataclass(frozen=True)
@@ -71,19 +77,16 @@ def spoken(folder: Path | None, keyword: str, part: Part, seed: tuple[int, ...],
     return made
 
 
-@dataclass(frozen=True)
-class Corpus:
-    """frames: (streams, frames, BANDS). ends: the seconds at which the keyword ends in each stream."""
+def corpus(folder: Path | None, keyword: str, part: Part, seeds: Sequence[tuple[int, ...]], seconds: float) -> list[Spoken]:
+    """Return the streams of some seeds of a part."""
+    with ThreadPoolExecutor(SPEAKING) as pool, bar(f"speaking {part.name}", len(seeds)) as progress:
 
-    frames: NDArray[np.float16]
-    ends: list[tuple[float, ...]]
+        def made(seed: tuple[int, ...]) -> Spoken:
+            stream = spoken(folder, keyword, part, seed, seconds)
+            progress()
+            return stream
 
-
-def corpus(folder: Path | None, keyword: str, part: Part, streams: int, seconds: float) -> Corpus:
-    """Return the first streams of a part."""
-    with ThreadPoolExecutor(SPEAKING) as pool:
-        made = list(pool.map(lambda number: spoken(folder, keyword, part, (number,), seconds), range(streams)))
-    return Corpus(np.stack([stream.frames for stream in made]), [stream.ends for stream in made])
+        return list(pool.map(made, seeds))
 
 
 def marks(ends: tuple[float, ...], count: int) -> tuple[Tensor, Tensor]:
@@ -103,42 +106,46 @@ def marks(ends: tuple[float, ...], count: int) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True)
-class Batch:
-    """Windows of streams. numbers: of the windows. frames: (windows, frames, BANDS). labels, weights: (windows, frames)."""
+class Cut:
+    """Windows of a batch. numbers: of the windows; starts: the stream and the first frame of each."""
 
     numbers: Tensor
-    frames: Tensor
-    labels: Tensor
-    weights: Tensor
+    starts: list[tuple[int, int]]
 
 
 class Windows:
     """Streams as windows at random places. A window has no weight where it may have cut off a keyword."""
 
-    def __init__(self, parts: Sequence[Corpus], length: int) -> None:
-        self.frames = torch.from_numpy(np.concatenate([part.frames for part in parts]))
-        streams, count = self.frames.shape[:2]
+    def __init__(self, streams: Sequence[Spoken], length: int) -> None:
+        self.frames = torch.from_numpy(np.stack([stream.frames for stream in streams]))
+        count = self.frames.shape[1]
         self.length = min(length, count)
-        marked = [marks(ends, count) for part in parts for ends in part.ends]
+        marked = [marks(stream.ends, count) for stream in streams]
         self.labels, self.weights = (torch.stack(column) for column in zip(*marked, strict=True))
-        self.places = [(stream, start) for stream in range(streams) for start in range(0, count - self.length + 1, self.length)]
+        starts = range(0, count - self.length + 1, self.length)
+        self.places = [(stream, start) for stream in range(len(streams)) for start in starts]
         self.losses = torch.ones(len(self.places))
         """The loss of each window in its latest batch: the caller sets them."""
 
-    def epoch(self, size: int, share: float) -> Iterator[Batch]:
-        """Yield batches that have `share` of the windows, in random order: all of them, or mostly those with large losses."""
+    def epoch(self, size: int, share: float) -> list[Cut]:
+        """Return batches that have `share` of the windows, in random order: all of them, or mostly those with large losses."""
         some = torch.multinomial(self.losses.clamp(min=1e-4).sqrt(), max(1, int(share * len(self.places))))
-        last = self.frames.shape[1] - self.length
+        last, cuts = self.frames.shape[1] - self.length, []
         for numbers in torch.split(some[torch.randperm(len(some))], size):
             shifts = torch.randint(self.length, (len(numbers),)).tolist()
-            cuts = [(self.places[number], shift) for number, shift in zip(numbers, shifts, strict=True)]
-            starts = [(stream, min(start + shift, last)) for (stream, start), shift in cuts]
-            frames, labels, weights = (
-                torch.stack([rows[stream, start : start + self.length] for stream, start in starts])
-                for rows in (self.frames, self.labels, self.weights)
-            )
-            whole = (torch.arange(self.length) >= CUT_FRAMES) | (labels == 0)
-            yield Batch(numbers, frames.float(), labels, weights * whole)
+            places = [self.places[number] for number in numbers]
+            moved = [(stream, min(start + shift, last)) for (stream, start), shift in zip(places, shifts, strict=True)]
+            cuts.append(Cut(numbers, moved))
+        return cuts
+
+    def batch(self, cut: Cut) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the frames (windows, frames, BANDS), and the labels and weights (windows, frames) of a batch."""
+        frames, labels, weights = (
+            torch.stack([rows[stream, start : start + self.length] for stream, start in cut.starts])
+            for rows in (self.frames, self.labels, self.weights)
+        )
+        is_whole = (torch.arange(self.length) >= CUT_FRAMES) | (labels == 0)
+        return frames.float(), labels, weights * is_whole
 
 
 def varied(frames: Tensor, loudness: float, warp: float, tilt: float) -> Tensor:

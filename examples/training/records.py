@@ -1,4 +1,8 @@
-"""Measurements as JSON lines: one object for each training, each served model and each load. Requires the standard library only."""
+"""Measurements as JSON lines, with one naming for all recipes. Requires the standard library only.
+
+Every record has `kind`, `task`, `set` and `model`. A training has the `quality` of the stored weights in PyTorch by figure, a served record
+the quality of the same model through the service, and a speed record a load of `seqserve bench`.
+"""
 
 from __future__ import annotations
 
@@ -13,28 +17,14 @@ Record = dict[str, Any]
 
 def append(file: Path | None, record: Record) -> None:
     """Append a record, with the date and the processor. Without a file, nothing is written."""
-    if file is None:
-        return
-    line = json.dumps(record | {"date": datetime.datetime.now(datetime.UTC).date().isoformat(), "processor": processor()})
-    with file.open("a") as lines:
-        lines.write(f"{line}\n")
-
-
-def report(file: Path | None, record: Record) -> None:
-    """Print every figure of a record, and append it."""
-    for name, value in record.items():
-        print(f"{name.replace('_', ' ')}: {value}")
-    append(file, record)
-
-
-def folder_bytes(folder: Path) -> int:
-    """Return the bytes of the files of a version folder."""
-    return sum(file.stat().st_size for file in folder.iterdir())
+    if file is not None:
+        record |= {"date": datetime.datetime.now(datetime.UTC).date().isoformat(), "processor": processor()}
+        with file.open("a") as lines:
+            lines.write(f"{json.dumps(record)}\n")
 
 
 def read(file: Path) -> list[Record]:
-    """Return the records of a file, none if it does not exist."""
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def processor() -> str:

@@ -1,96 +1,103 @@
-"""Starts the service, and sends texts to it over HTTP. Requires the standard library only: it is an ordinary HTTP client."""
+"""Sends sequences and streams to a running service over HTTP."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
-import re
-import signal
 import ssl
-import subprocess
-import sys
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from functools import partial
+from http import HTTPStatus
+from http.client import HTTPConnection, HTTPSConnection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+from urllib.error import HTTPError
+from urllib.parse import urlsplit
+from uuid import uuid4
 
-from training.text_sets import Example
+import numpy as np
 
-TEXTS_PER_REQUEST = 50
+INPUTS_PER_REQUEST = 50
+TIMEOUT = 60.0
+CALLERS = 8
+"""Sessions that are open at once."""
+
+Advance = Callable[[float], None]
+"""Is told how many sequences or streams were answered."""
 
 
-class Answers(NamedTuple):
-    """The label of each text, and the name and the version of the model that answered."""
-
-    model: str
-    labels: list[str]
+def ignore(amount: float) -> None:
+    """Show no progress."""
 
 
 class Service:
-    """A service at an address, with the key that it needs if it has keys."""
+    """A service at an address, with the key that it needs if it has keys. Its methods raise OSError without an answer."""
 
     def __init__(self, url: str, key_file: Path | None = None, ca: Path | None = None) -> None:
         self.url = url
         self._key = (key_file.read_text() if key_file else os.environ.get("SEQSERVE_CLIENT_KEY", "")).strip()
         self._tls = ssl.create_default_context(cafile=ca)
 
-    def fetch_json(self, path: str, body: Any = None) -> Any:
-        return self._fetch(path, None if body is None else json.dumps(body).encode(), None)
+    def fetch_json(self, path: str, body: Any = None, method: str | None = None) -> Any:
+        """Return the decoded answer. body: may have arrays. Without a method, a request with a body is a POST and any other a GET."""
+        with closing(self._connection()) as connection:
+            return self._fetch(connection, path, body, method)
 
-    def delete(self, path: str) -> None:
-        self._fetch(path, None, "DELETE")
+    def _connection(self) -> HTTPConnection:
+        address = urlsplit(self.url)
+        if address.scheme == "https":
+            return HTTPSConnection(address.netloc, timeout=TIMEOUT, context=self._tls)
+        return HTTPConnection(address.netloc, timeout=TIMEOUT)
 
-    def _fetch(self, path: str, data: bytes | None, method: str | None) -> Any:
-        """Return the decoded answer. Without a method, a request with data is a POST and any other a GET."""
-        request = urllib.request.Request(f"{self.url}{path}", data, {"Content-Type": "application/json"}, method=method)
-        if self._key:
-            request.add_unredirected_header("Authorization", f"Bearer {self._key}")
-        with urllib.request.urlopen(request, timeout=60, context=self._tls) as answer:
-            return json.load(answer)
+    def _fetch(self, connection: HTTPConnection, path: str, body: Any, method: str | None = None) -> Any:
+        data = None if body is None else json.dumps(body, default=np.ndarray.tolist)
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self._key}"} if self._key else {})
+        connection.request(method or ("POST" if data else "GET"), path, data, headers)
+        answer = connection.getresponse()
+        if answer.status != HTTPStatus.OK:
+            raise HTTPError(f"{self.url}{path}", answer.status, answer.reason, answer.headers, answer)
+        return json.load(answer)
 
-    def models(self) -> list[Any]:
-        """Return the descriptions of the served models."""
-        models: list[Any] = self.fetch_json("/models")["models"]
-        return models
+    def models(self) -> dict[str, Any]:
+        """Return the descriptions of the served models by name."""
+        return {model["name"]: model for model in self.fetch_json("/models")["models"]}
 
-    def classify(self, model: str, examples: list[Example]) -> Answers:
-        """Return the model's answers to the texts of the examples."""
-        answered, labels = model, []
-        for first in range(0, len(examples), TEXTS_PER_REQUEST):
-            inputs = [example.text for example in examples[first : first + TEXTS_PER_REQUEST]]
-            answer = self.fetch_json("/infer", {"model": model, "inputs": inputs})
-            answered = f"{answer['model']} {answer['version']}"
-            labels += [output["label"] for output in answer["outputs"]]
-        return Answers(answered, labels)
+    def outputs(self, model: str, inputs: Sequence[Any], advance: Advance = ignore) -> list[Any]:
+        """Return the output for each sequence."""
+        outputs = []
+        for first in range(0, len(inputs), INPUTS_PER_REQUEST):
+            part = list(inputs[first : first + INPUTS_PER_REQUEST])
+            outputs += self.fetch_json("/infer", {"model": model, "inputs": part})["outputs"]
+            advance(len(part))
+        return outputs
 
-    def accuracy(self, model: str, examples: list[Example]) -> float:
-        """Return the percentage of examples with the correct label."""
-        labels = self.classify(model, examples).labels
-        return 100 * sum(label == example.label for label, example in zip(labels, examples, strict=True)) / len(examples)
+    def streams(self, model: str, streams: Sequence[Sequence[Any]], advance: Advance = ignore) -> list[list[Any]]:
+        """Return the outputs of each stream, which is a session that gets one chunk after the other."""
+        with ThreadPoolExecutor(CALLERS) as callers:
+            return list(callers.map(partial(self._stream, model, advance), streams))
+
+    def _stream(self, model: str, advance: Advance, chunks: Sequence[Any]) -> list[Any]:
+        session, outputs = f"stream-{uuid4().hex}", []
+        with closing(self._connection()) as connection:
+            for number, chunk in enumerate(chunks, 1):
+                body = {"model": model, "session": session, "inputs": [chunk], "end": number == len(chunks)}
+                outputs += self._fetch(connection, "/infer", body)["outputs"]
+        advance(1)
+        return outputs
 
 
-def cpu_seconds(pid: int) -> float:
-    """Return the processor time of a process on this machine and of its children, in seconds."""
-    folder = Path(f"/proc/{pid}")
-    user, system = (folder / "stat").read_text().rpartition(")")[2].split()[11:13]
-    children = [int(child) for task in (folder / "task").iterdir() for child in (task / "children").read_text().split()]
-    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK") + sum(map(cpu_seconds, children))
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that name the service."""
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="address of the service (default: %(default)s)")
+    parser.add_argument("--key-file", type=Path, help="file with the key to send (default: $SEQSERVE_CLIENT_KEY is the key)")
+    parser.add_argument("--ca", type=Path, help="authority of the service's certificate (default: the system's authorities)")
 
 
-@contextmanager
-def running(models: Path, device: str) -> Iterator[Service]:
-    """Run the service with a models folder until the end of the block. Its log goes to the standard error."""
-    command = [sys.executable, "-m", "service", "serve", "--models", str(models), "--device", device, "--strict"]
-    process = subprocess.Popen([*command, "--port", "0", "--grpc-port", "0"], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    try:
-        ready = (re.search(r"ready on (http://\S+)", line) for line in process.stdout)
-        address = next((found[1] for found in ready if found), None)
-        if address is None:
-            raise RuntimeError(f"the service ended with status {process.wait()}: its log is above")
-        yield Service(address)
-    finally:
-        process.send_signal(signal.SIGINT)
-        process.wait()
-        process.stdout.close()
+def problem(flags: argparse.Namespace, error: OSError) -> str:
+    """Return a message about a service that does not answer as it should."""
+    if isinstance(error, HTTPError):
+        return f"{flags.url} answers {error.code} {error.reason}: if it has keys, name a file with one with --key-file"
+    return f"no answer from {flags.url} ({error}): start the service with make serve, or pass its address with --url"

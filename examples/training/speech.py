@@ -17,6 +17,7 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
+from training.parts import MissingData
 from training.speakers import data_folder
 
 RATE = 16_000
@@ -44,10 +45,6 @@ CODAS = (
 Samples = NDArray[np.float32]
 
 
-class MissingProgram(Exception):
-    """espeak-ng is not installed. The message says how to install it."""
-
-
 @dataclass(frozen=True)
 class Voice:
     """speed: words per minute. pitch: 0 to 99."""
@@ -71,10 +68,10 @@ class Stream:
 
 
 def say(text: str, voice: Voice) -> Samples:
-    """Return speech that ends with the last word, at `RATE`, with a peak of 1. Raises MissingProgram."""
+    """Return speech that ends with the last word, at `RATE`, with a peak of 1. Raises MissingData."""
     program = shutil.which("espeak-ng")
     if program is None:
-        raise MissingProgram("espeak-ng is missing: install it with make speech (Debian: apt-get install espeak-ng)")
+        raise MissingData("espeak-ng is missing: install it with make speech (Debian: apt-get install espeak-ng)")
     settings = [f"--path={data_folder(program)}", "-v", voice.name, "-s", str(voice.speed), "-p", str(voice.pitch)]
     spoken = subprocess.run([program, *settings, "--stdout", text], check=True, capture_output=True).stdout
     samples = resample(np.frombuffer(spoken[HEADER_BYTES:], "<i2").astype(np.float32))

@@ -1,19 +1,28 @@
-"""Turns probabilities of frames into events, and compares events with the places of a keyword. Requires the standard library only."""
+"""Turns probabilities of frames into events, compares events with the places of a keyword, and chooses the threshold of an event."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 EARLY, LATE = 0.2, 0.5
 """An event belongs to a keyword that ends up to `EARLY` seconds after it or up to `LATE` seconds before it."""
+THRESHOLDS = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.93, 0.95, 0.96, 0.97, 0.98, 0.985, 0.99, 0.995)
+FALSE_ALARMS_AN_HOUR = 0.5
+"""The chosen threshold allows at most this rate on the babble of the development part."""
+CHUNK = 100
+"""Frames of a chunk for a stream that runs faster than real time: the answers do not depend on the chunks."""
 
 
 @dataclass
 class Detector:
     """Decides when a stream has the keyword: after `in_a_row` frames of at least `threshold`, and then not again for `rest` frames."""
 
-    threshold: float = 0.5
+    threshold: float = 0.9
     in_a_row: int = 6
     rest: int = 80
     _frame: int = field(default=0, init=False)
@@ -71,3 +80,24 @@ def compare(ends: Sequence[float], events: Sequence[float], seconds: float) -> S
             missing.remove(belongs)
             latencies.append(event - belongs)
     return Score(len(ends), tuple(latencies), len(events) - len(latencies), seconds)
+
+
+def best(spoken: Mapping[float, Score], babble: Mapping[float, Score]) -> float:
+    """Return the threshold with the fewest misses among those with few (or the fewest) false alarms in babble; if equal, the highest."""
+
+    def faults(threshold: float) -> tuple[float, int, float]:
+        alarms = max(FALSE_ALARMS_AN_HOUR, babble[threshold].false_alarms_an_hour)
+        return alarms, spoken[threshold].misses, -threshold
+
+    return min(THRESHOLDS, key=faults)
+
+
+def in_chunks(frames: NDArray[Any]) -> list[NDArray[np.float32]]:
+    """Return frames as the chunks of a session."""
+    return [frames[first : first + CHUNK].astype(np.float32) for first in range(0, len(frames), CHUNK)]
+
+
+def probabilities(outputs: Iterable[Any], keyword: str) -> list[float]:
+    """Return the probability of the keyword for each frame, of the outputs of a session."""
+    pairs = (pair for output in outputs for pair in zip(output["labels"], output["scores"], strict=True))
+    return [score if label == keyword else 1 - score for label, score in pairs]

@@ -1,207 +1,133 @@
-"""The common command of the recipes with an output per step: read a set, train, write the model folder with a card, report."""
+"""What the recipes for tags, language and spans share: a model over token ids with scores at every step."""
 
 from __future__ import annotations
 
-import argparse
-import os
-import string
-import sys
-from abc import ABC, abstractmethod
-from dataclasses import asdict, dataclass, replace
+import random
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from tokenizers import Tokenizer
+from torch import Tensor, nn
 
-from service.modeling import spec, store
-from service.modeling.spec import Head, ModelSpec, SequenceInput
-from training import flags as setting_flags
-from training import records, step_sets
+from service.modeling.spec import Head, SequenceInput
+from training import step_sets
+from training.batches import NO_TARGET, Batch, Row, batches, shuffled_batches
 from training.encoders import STEP_ENCODERS
-from training.step_fitting import Fitted, Loss, Row, Settings, batches, fit
-from training.step_model import StepModel
-from training.step_tasks import Task
+from training.fitting import fit
+from training.model import Embedding, Model
+from training.parts import Parts
+from training.recipe import Recipe, Trained
 
-QUICK_EXAMPLES = 200
-"""Examples of the training part in a quick trial."""
 MAX_STEPS = 2048
 """The least `max_steps` of a model; twice the longest row of the training part, where that is more."""
-ROWS = 32
-"""Rows of a batch that is only evaluated."""
+BYTES = 256
+"""The vocabulary of a model without a tokenizer."""
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """A set as a model reads it. parts: the rows of the training, development and test part; outputs: the scores of a step."""
+class Settings:
+    """The settings of a training; every field is a flag. `width` is the embedding's, `hidden` the units per direction or filters.
 
-    parts: list[list[Row]]
-    vocabulary: int
-    outputs: int
-    head: Head
-    tokenizer: str | None = None
+    Training ends after `epochs`, or when `patience` epochs have brought no lower loss on the development part; the model of the best
+    epoch is kept. Words that occur less than `minimum_count` times are unknown.
+    """
+
+    encoder: str
+    width: int = 64
+    hidden: int = 128
+    epochs: int = 4
+    batch: int = 32
+    rate: float = 0.003
+    dropout: float = 0.2
+    minimum_count: int = 2
+    patience: int = 2
+    seed: int = 1
 
 
-class Recipe(ABC):
-    """The part that differs between the recipes."""
+def families(**changes: Any) -> dict[str, Settings]:
+    """Return the settings of every family, the default family first."""
+    return {encoder: Settings(encoder, **changes) for encoder in ("lstm", "sru", "qrnn", "gru", "cnn", "tcn")}
 
-    task: Task
+
+class StepRecipe(Recipe):
+    settings: ClassVar[Mapping[str, Settings]] = families()
+    quick: ClassVar = {"width": 16, "hidden": 8, "epochs": 2}
     description: str
-    template: Path
-    """The template of the card, with `$` before the names of values."""
-    defaults: dict[str, Settings]
-    """By family."""
+    kind: str
+    """The kind of set in `step_sets.py`."""
     causal = False
-    loss: Loss
+    more: ClassVar[Mapping[str, str]] = {}
+    """Keys of model.toml."""
 
     @abstractmethod
-    def prepare(self, parts: list[list[Any]], settings: Settings) -> Prepared:
-        """Return the rows of the examples. Only the training part decides the vocabulary and the labels."""
+    def prepare(self, examples: list[Any], settings: Settings) -> tuple[Head, int, Tokenizer | None]:
+        """Return the head, its scores at a step, and the tokenizer, None for bytes. Only the training part decides them."""
 
     @abstractmethod
-    def answer(self, scores: Tensor, example: Any, prepared: Prepared) -> Any:
-        """Return the answer, as the service gives it, for the scores of the steps of an example, (steps, outputs)."""
+    def rows(self, examples: list[Any], head: Head, tokenizer: Tokenizer | None) -> list[Row]:
+        """Return examples as the model reads them, with their targets."""
 
-    def spec(self, name: str, model: StepModel, prepared: Prepared) -> ModelSpec:
-        longest = max(len(row.inputs) for row in prepared.parts[0])
-        return ModelSpec(
-            name=name,
-            description=self.description,
-            precision="float16",
-            input=SequenceInput(
-                kind="ids" if prepared.tokenizer is None else "text",
-                vocabulary=prepared.vocabulary,
-                max_steps=max(MAX_STEPS, 2 * longest),
-            ),
-            layers=model.layers,
-            head=prepared.head,
+    @abstractmethod
+    def answer(self, scores: Tensor, example: Any, head: Head) -> Any:
+        """Return the answer, as the service gives it, for the scores of an example, (steps, scores)."""
+
+    def loss(self, scores: Tensor, batch: Batch) -> Tensor:
+        """Return the mean cross entropy over the steps of a batch. scores: (rows, steps, scores)."""
+        return nn.functional.cross_entropy(scores.transpose(1, 2), batch.targets, ignore_index=NO_TARGET)
+
+    def read(self, data: Path, name: str, settings: Settings) -> Parts:
+        return step_sets.read(data, name, self.kind)
+
+    def read_test(self, data: Path, name: str) -> list[Any]:
+        return step_sets.read_part(data, name, self.kind, "test")
+
+    def train(self, name: str, parts: Parts, settings: Settings, device: torch.device) -> Trained:
+        head, outputs, tokenizer = self.prepare(parts.train, settings)
+        vocabulary = tokenizer.get_vocab_size() if tokenizer else BYTES
+        embedding = Embedding(vocabulary, settings.width, dropout=settings.dropout)
+        encoder = STEP_ENCODERS[settings.encoder](settings.width, settings.hidden, self.causal)
+        model = Model(embedding, encoder, outputs, dropout=settings.dropout).to(device)
+        train, development = (self.rows(part, head, tokenizer) for part in (parts.train, parts.development))
+        shuffler = random.Random(settings.seed)
+
+        def backward(batch: Batch) -> Tensor:
+            batch = batch.to(device)
+            loss = self.loss(model(batch.inputs, batch.lengths), batch)
+            torch.autograd.backward(loss)
+            return loss.detach()
+
+        fitted = fit(
+            model,
+            settings.epochs,
+            settings.rate,
+            lambda _: shuffled_batches(train, settings.batch, shuffler),
+            backward,
+            score=lambda: -self.mean_loss(model, development, settings.batch),
+            patience=settings.patience,
         )
+        longest = max(len(row.inputs) for row in train)
+        kind, max_steps = "text" if tokenizer else "ids", max(MAX_STEPS, 2 * longest)
+        inputs = SequenceInput.model_validate({"kind": kind, "vocabulary": vocabulary, "max_steps": max_steps})
+        return Trained(model, fitted, self.description, inputs, head, tokenizer, self.more)
 
+    @torch.no_grad()
+    def mean_loss(self, model: Model, rows: list[Row], size: int) -> float:
+        """Return the mean of the loss over the targets of the rows."""
+        total, targets = 0.0, 0
+        for batch in (each.to(model.device) for each in batches(rows, size)):
+            count = int((batch.targets != NO_TARGET).sum())
+            total += count * float(self.loss(model(batch.inputs, batch.lengths), batch))
+            targets += count
+        return total / targets
 
-def train(recipe: Recipe, prepared: Prepared, settings: Settings, device: torch.device) -> Fitted:
-    """Train on the training part; the development part selects the epoch."""
-    torch.manual_seed(settings.seed)
-    model = StepModel(
-        settings.encoder,
-        prepared.vocabulary,
-        settings.width,
-        settings.hidden,
-        prepared.outputs,
-        causal=recipe.causal,
-        dropout=settings.dropout,
-    )
-    return fit(model.to(device), prepared.parts[0], prepared.parts[1], recipe.loss, settings)
+    def answers(self, trained: Trained, examples: list[Any]) -> list[Any]:
+        rows = self.rows(examples, trained.head, trained.tokenizer)
+        scores = trained.model.scores([row.inputs for row in rows])
+        return [self.answer(each, example, trained.head) for each, example in zip(scores, examples, strict=True)]
 
-
-@torch.no_grad()
-def quality(recipe: Recipe, model: StepModel, prepared: Prepared, test: list[Any]) -> dict[str, float]:
-    """Return the figures of quality on the test part in PyTorch alone."""
-    scores = (
-        each[:length]
-        for batch in batches(prepared.parts[2], ROWS)
-        for each, length in zip(model(batch.inputs, batch.lengths), batch.lengths, strict=True)
-    )
-    answers = [recipe.answer(each, example, prepared) for each, example in zip(scores, test, strict=True)]
-    return recipe.task.quality(test, answers)
-
-
-def run(
-    recipe: Recipe, data: Path | None, name: str, settings: Settings, folder: Path, device: torch.device, is_quick: bool = False
-) -> records.Record:
-    """Train on the set `name`, write the version folder, read it back and return the figures. Raises MissingSet."""
-    parts = step_sets.read(data, name, recipe.task.kind)
-    if is_quick:
-        parts, settings = quick(parts, settings, recipe.task)
-    prepared = recipe.prepare(parts, settings)
-    fitted = train(recipe, prepared, settings, device)
-    model, trained = fitted.model, quality(recipe, fitted.model, prepared, parts[2])
-    store.write(
-        folder, recipe.spec(folder.parent.name, model, prepared), model.tensors(), tokenizer=prepared.tokenizer, card=""
-    )
-    model.load(folder)
-    record = {
-        "kind": "training",
-        "task": recipe.task.kind,
-        "set": name,
-        "quick": is_quick,
-        "encoder": settings.encoder,
-        "settings": asdict(settings),
-        "epoch": fitted.epoch,
-        "development_loss": fitted.development,
-        "trained": trained,
-        "stored": quality(recipe, model, prepared, parts[2]),
-        "test_examples": len(parts[2]),
-        "training_seconds": round(fitted.seconds, 1),
-    }
-    (folder / spec.CARD).write_text(card(recipe, folder.parent.name, model, prepared, settings, record))
-    return record | {"bytes": records.folder_bytes(folder)}
-
-
-def card(recipe: Recipe, name: str, model: StepModel, prepared: Prepared, settings: Settings, record: records.Record) -> str:
-    """Return the card of a model."""
-    values = asdict(settings) | {
-        "name": name,
-        "labels": ", ".join(getattr(prepared.head, "labels", ())),
-        "terms": step_sets.TERMS.get(record["set"], step_sets.OTHER_TERMS),
-        "flags": setting_flags.words(settings),
-        "encoder_description": model.encoder.description,
-        "source": f"--set {record['set']}{' --quick' if record['quick'] else ''}",
-        "epoch": record["epoch"],
-        "examples": record["test_examples"],
-        "stored": figures(record["stored"]),
-        "trained": figures(record["trained"]),
-    }
-    return string.Template(recipe.template.read_text()).substitute(values)
-
-
-def figures(quality: dict[str, float]) -> str:
-    return ", ".join(f"{name} {value:.2f}" for name, value in quality.items())
-
-
-def quick(parts: list[list[Any]], settings: Settings, task: Task) -> tuple[list[list[Any]], Settings]:
-    """Return a few examples of each part and settings of a small model, for a trial in seconds."""
-    sizes = (QUICK_EXAMPLES, task.quick_examples, task.quick_examples)
-    return [part[:size] for part, size in zip(parts, sizes, strict=True)], replace(settings, width=16, hidden=8, epochs=2)
-
-
-def arguments(recipe: Recipe, name: str, line: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=recipe.description)
-    parser.add_argument("--data", type=Path, default=os.environ.get("DATA"), help="folder of the sets (default: $DATA)")
-    parser.add_argument("--set", default=name, help="name of the set (default: %(default)s)")
-    parser.add_argument("--models", type=Path, default=Path("models"), help="models folder to write to (default: %(default)s)")
-    parser.add_argument("--name", help="name of the model (default: the set, the kind of set and the encoder)")
-    parser.add_argument("--results", type=Path, help="append what was measured to this file, as a line of JSON")
-    parser.add_argument("--device", type=torch.device, default="cpu", help="device to train on (default: %(default)s)")
-    parser.add_argument("--quick", action="store_true", help="a small model of a few examples, in seconds")
-    setting_flags.add(parser, recipe.defaults)
-    return parser.parse_args(line)
-
-
-def main(recipe: Recipe, name: str, line: list[str] | None = None) -> int:
-    """Run the command. name: the default set."""
-    flags = arguments(recipe, name, line)
-    torch.set_num_threads(1)  # the model is small, and one thread sums in a fixed order
-    settings = recipe.defaults[vars(flags).get("encoder", "lstm")]
-    settings = replace(settings, **setting_flags.given(flags, settings))
-    folder = flags.models / (flags.name or model_name(flags.set, recipe.task.kind, settings.encoder)) / "1"
-    try:
-        record = run(recipe, flags.data, flags.set, settings, folder, flags.device, flags.quick)
-    except step_sets.MissingSet as error:
-        print(error, file=sys.stderr)
-        return 2
-    records.append(flags.results, record)
-    figure = record["stored"][recipe.task.figure]
-    print(
-        f"{figure:.2f} {recipe.task.unit} on {record['test_examples']} test examples, trained in {record['training_seconds']:.0f} s, "
-        f"{folder} has {record['bytes']:,} bytes"
-    )
-    return 0
-
-
-def model_name(name: str, kind: str, encoder: str) -> str:
-    return f"{name}-{kind}-{encoder}"
-
-
-def defaults(**changes: Any) -> dict[str, Settings]:
-    """Return the settings of every family."""
-    return {encoder: Settings(encoder=encoder, **changes) for encoder in STEP_ENCODERS}
+    def card_values(self, name: str, parts: Parts, trained: Trained) -> dict[str, Any]:
+        return {"terms": step_sets.TERMS.get(name, step_sets.OTHER_TERMS)}

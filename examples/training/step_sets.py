@@ -1,4 +1,4 @@
-"""Reads and writes sets for the recipes with an output per step. Requires the standard library only.
+"""Reads and writes the sets of the recipes for tags, language and spans. Requires the standard library only.
 
 A set NAME is the files `NAME.train.KIND`, `NAME.dev.KIND` and `NAME.test.KIND` in UTF-8. KIND is
 
@@ -6,8 +6,6 @@ A set NAME is the files `NAME.train.KIND`, `NAME.dev.KIND` and `NAME.test.KIND` 
 - `text`: a line is a sequence for a language model;
 - `spans`: a line is a JSON object with a `question` and a `passage`, words with spaces between them, and the first and the last word of
   the answer, `start` and `end`, counted from 0 in the passage.
-
-`NAME.optimum.json` may have the best figures that any model can reach on the test part, by kind.
 """
 
 from __future__ import annotations
@@ -18,18 +16,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from training.parts import MissingData, Parts
+
 PARTS = ("train", "dev", "test")
 TERMS = {
     "kjv": "The text is the King James Bible of 1611 as Debian's package bible-kjv has it; its copyright has expired.",
-    "hidden": "The data comes from a random hidden Markov model and has no meaning.",
     "facts": "The data comes from a small grammar, and the model understands no other English.",
 }
 """The source and the terms of known sets, for cards."""
 OTHER_TERMS = "The data has its own terms, and a model folder with a tokenizer has the words of the vocabulary."
-
-
-class MissingSet(Exception):
-    """A folder lacks the files of a set. The message has the format of the files."""
 
 
 @dataclass(frozen=True)
@@ -50,16 +45,16 @@ class Question:
     end: int
 
 
-def read(folder: Path | None, name: str, kind: str) -> list[list[Any]]:
-    """Return the training, development and test part of a set. Raises MissingSet."""
-    return [read_part(folder, name, kind, part) for part in PARTS]
+def read(folder: Path, name: str, kind: str) -> Parts:
+    """Return a set. Raises MissingData."""
+    return Parts(*(read_part(folder, name, kind, part) for part in PARTS))
 
 
-def read_part(folder: Path | None, name: str, kind: str, part: str) -> list[Any]:
-    """Return the examples of a part: TaggedWords, str or Question. Raises MissingSet."""
-    file = (folder or Path()) / f"{name}.{part}.{kind}"
+def read_part(folder: Path, name: str, kind: str, part: str) -> list[Any]:
+    """Return the examples of a part: TaggedWords, str or Question. Raises MissingData."""
+    file = folder / f"{name}.{part}.{kind}"
     if not file.is_file():
-        raise MissingSet(
+        raise MissingData(
             f"{file} is missing. The set {name} needs {', '.join(f'{name}.{each}.{kind}' for each in PARTS)}; "
             f"examples/make_sets.py makes such files, and {Path(__file__).name} describes them. Pass their folder with --data or in "
             "the environment variable DATA."
@@ -77,13 +72,6 @@ def write(folder: Path, name: str, kind: str, parts: Iterable[Iterable[Any]]) ->
     for part, examples in zip(PARTS, parts, strict=True):
         lines = (line for example in examples for line in _lines(example))
         (folder / f"{name}.{part}.{kind}").write_text("".join(f"{line}\n" for line in lines), "utf-8")
-
-
-def optimum(folder: Path | None, name: str, kind: str) -> dict[str, float]:
-    """Return the best figures that any model can reach on the test part, none if they are not known."""
-    file = (folder or Path()) / f"{name}.optimum.json"
-    figures: dict[str, float] = json.loads(file.read_text()).get(kind, {}) if file.is_file() else {}
-    return figures
 
 
 def _tagged(lines: list[str]) -> Iterator[TaggedWords]:

@@ -1,16 +1,15 @@
-"""Reads sets of labelled texts and divides them. Requires the standard library only.
+"""Reads sets of labelled texts. Requires the standard library only.
 
-A set NAME is one file, `NAME.txt`, which is divided into ten folds, or the files `NAME.train.txt` and `NAME.test.txt`, with
-`NAME.dev.txt` where it has a development part. A line is `LABEL text`, in latin-1, with tokens separated by spaces.
+A set NAME is one file, `NAME.txt`, whose tenth 0 is the test part, or the files `NAME.train.txt` and `NAME.test.txt`, with `NAME.dev.txt`
+where it has a development part. A line is `LABEL text`, in latin-1, with tokens separated by spaces.
 """
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass
 from pathlib import Path
 
-FOLDS, SPLIT_SEED = 10, 0
+from training.parts import MissingData, Parts, hold_out, in_order
 
 
 @dataclass(frozen=True)
@@ -34,96 +33,57 @@ KNOWN = {
 }
 
 
-class MissingSet(Exception):
-    """A folder lacks the files of a set. The message has the format of the files."""
-
-
 @dataclass(frozen=True)
 class Example:
     label: str
     text: str
 
 
-@dataclass(frozen=True)
-class TextSet:
-    """The parts of a set; `development` is None for a set without such a file. `fold` is the tested fold of a set with folds."""
-
-    name: str
-    labels: tuple[str, ...]
-    train: list[Example]
-    development: list[Example] | None
-    test: list[Example]
-    fold: int | None
-
-    @property
-    def model(self) -> str:
-        """The beginning of the names of its models."""
-        return KNOWN[self.name].model if self.name in KNOWN else self.name
-
-    @property
-    def description(self) -> str:
-        return KNOWN[self.name].description if self.name in KNOWN else f"The label of a text of the set {self.name}"
+def read(folder: Path, name: str, *, development: bool) -> Parts:
+    """Return a set. Raises MissingData. development: hold out tenth 0 of the training part if there is no development part."""
+    if _file(folder, name, "").is_file():
+        train, test = hold_out(_read(folder, name, ""))
+    else:
+        train, test = _read(folder, name, "train"), _read(folder, name, "test")
+    if not development:
+        return Parts(train, [], test)
+    if _file(folder, name, "dev").is_file():
+        return Parts(train, _read(folder, name, "dev"), test)
+    return Parts(*hold_out(train), test)
 
 
-def read_set(folder: Path | None, name: str, fold: int = 0) -> TextSet:
-    """Return a set. Raises MissingSet. fold: which tenth of a set with folds is its test part."""
-    if has_folds(folder, name):
-        train, test = hold_out(_read(folder, name, ""), fold)
-        return TextSet(name, labels_of(name, train + test), train, None, test, fold)
-    train, test = _read(folder, name, "train"), _read(folder, name, "test")
-    development = _read(folder, name, "dev") if _file(folder, name, "dev").is_file() else None
-    return TextSet(name, labels_of(name, train), train, development, test, None)
+def read_test(folder: Path, name: str) -> list[Example]:
+    """Return the test part of a set, which needs no other file. Raises MissingData."""
+    return hold_out(_read(folder, name, ""))[1] if _file(folder, name, "").is_file() else _read(folder, name, "test")
 
 
-def read_test(folder: Path | None, name: str, fold: int = 0) -> list[Example]:
-    """Return the test part of a set, which needs no other file. Raises MissingSet."""
-    return hold_out(_read(folder, name, ""), fold)[1] if has_folds(folder, name) else _read(folder, name, "test")
-
-
-def has_folds(folder: Path | None, name: str) -> bool:
-    """Return whether the set is one file."""
-    return _file(folder, name, "").is_file()
+def description(name: str) -> str:
+    return KNOWN[name].description if name in KNOWN else f"The label of a text of the set {name}"
 
 
 def labels_of(name: str, examples: list[Example]) -> tuple[str, ...]:
-    """Return the labels of a known set, or the labels of the examples in the order of numbers or of the alphabet."""
-    if name in KNOWN:
-        return KNOWN[name].labels
-    labels = {example.label for example in examples}
-    return tuple(sorted(labels, key=int if all(map(str.isdecimal, labels)) else str))
+    """Return the labels of a known set, or the labels of the examples."""
+    return KNOWN[name].labels if name in KNOWN else in_order({example.label for example in examples})
 
 
-def hold_out(examples: list[Example], fold: int) -> tuple[list[Example], list[Example]]:
-    """Return nine tenths of the examples, and tenth number `fold`. The division is the same for every seed of a training."""
-    shuffled = list(examples)
-    random.Random(SPLIT_SEED).shuffle(shuffled)
-    begin, end = (len(shuffled) * tenth // FOLDS for tenth in (fold, fold + 1))
-    return shuffled[:begin] + shuffled[end:], shuffled[begin:end]
-
-
-def _read(folder: Path | None, name: str, part: str) -> list[Example]:
+def _read(folder: Path, name: str, part: str) -> list[Example]:
     file = _file(folder, name, part)
     if not file.is_file():
-        raise MissingSet(_instructions(name))
+        raise MissingData(_instructions(name))
     lines = [line.split(maxsplit=1) for line in file.read_text("latin-1").split("\n") if line.strip()]
     names = KNOWN[name].labels if name in KNOWN else None
     return [Example(names[int(label)] if names else label, "".join(text)) for label, *text in lines]
 
 
-def _file(folder: Path | None, name: str, part: str) -> Path:
-    return (folder or Path()) / ".".join(filter(None, (name, part, "txt")))
+def _file(folder: Path, name: str, part: str) -> Path:
+    return folder / ".".join(filter(None, (name, part, "txt")))
 
 
 def _instructions(name: str) -> str:
     """Return instructions for a user with a folder that lacks the files of a set."""
-    known = KNOWN.get(name)
-    labels = (
-        f"The labels of {name} are {', '.join(f'{index} {label}' for index, label in enumerate(known.labels))}."
-        if known
-        else ""
-    )
+    labels = ", ".join(f"{index} {label}" for index, label in enumerate(KNOWN[name].labels)) if name in KNOWN else ""
     return f"""\
-The set {name} is needed; the project does not ship it. Make a folder with {name}.txt, which is divided into ten folds, or with
-  {name}.train.txt and {name}.test.txt, and {name}.dev.txt if there is a development part,
+The set {name} is needed; the project does not ship it. Make a folder with {name}.txt, whose tenth 0 is the test part, or with
+{name}.train.txt and {name}.test.txt, and {name}.dev.txt if there is a development part,
 one example per line, "LABEL text", tokens separated by spaces, latin-1, and pass the folder with --data or in the environment
-variable DATA. {labels}"""
+variable DATA. {labels and f"The labels of {name} are {labels}."}"""

@@ -86,10 +86,11 @@ def test_evaluation_sends_the_key(
     (tmp_path / "trec.test.txt").write_text("4 Where is Ayers Rock ?\n")
     monkeypatch.syspath_prepend(str(EVALUATE.parent))
     evaluate = runpy.run_path(str(EVALUATE))["main"]
-    assert evaluate(["--data", str(tmp_path), *guarded.flags]) == 0
-    assert "correct of 1 texts" in capsys.readouterr().out
+    line = ["text", "--data", str(tmp_path), "--model", "words"]
+    assert evaluate([*line, *guarded.flags]) == 0
+    assert "| words " in capsys.readouterr().out
     flags = ["--ca", str(guarded.ca)] if guarded.ca else []
-    assert evaluate(["--data", str(tmp_path), "--url", guarded.url, *flags]) == 1
+    assert evaluate([*line, "--url", guarded.url, *flags]) == 1
     assert "answers 401" in capsys.readouterr().err
 
 

@@ -16,7 +16,7 @@ from service.settings import Settings
 from service.store import folder, redis_store
 from service.store.folder import FolderStore
 from service.store.open import open_store
-from service.store.records import LEASE_SECONDS, Change, Note, NoteKind, Result, Store, StoreFailed, Taken
+from service.store.records import FORM, LEASE_SECONDS, Change, Note, NoteKind, Result, Store, StoreFailed, Taken, digest
 from service.store.redis_store import RedisStore
 from tests.serving import eventually
 from tests.store.redis_server import Redis, running_redis
@@ -154,7 +154,7 @@ def test_rolling_update_reads_earlier_forms_and_spares_later_ones(open_replica: 
     apply(old, SaveSession("s", 5, exact=True, releases=True), b"state")
     with monkeypatch.context() as later:
         for module in (folder, redis_store):
-            later.setattr(module, "FORM", redis_store.FORM + 1)
+            later.setattr(module, "FORM", FORM + 1)
         assert take(new) == taken(b"state", exact=True)
         assert apply(new, SaveSession("s", 5, exact=True, releases=True), b"next") is True
     assert take(old) == Taken(TakeOutcome.NEWER)
@@ -190,7 +190,7 @@ def test_locked_folder_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """A replica that is stopped while it has a lock does not stop the others."""
     monkeypatch.setattr(folder, "LOCK_SECONDS", 0.0)
     store = FolderStore(tmp_path, "first", KEEP_SECONDS)
-    with store._locked(tmp_path / "sessions" / folder.digest("s")[:2]):
+    with store._locked(tmp_path / "sessions" / digest("s")[:2]):
         results = store.apply([Change(SaveSession("s", 1), b""), Change(SaveSession("t", 1), b"")], may_seize=False)
     assert isinstance(results[0], StoreFailed) and results[1] is True
 

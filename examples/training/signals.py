@@ -1,4 +1,4 @@
-"""Simulated readings of three sensors on one machine, the data of `train_sensors.py`. Requires NumPy only.
+"""Simulated readings of three sensors on one machine, the data of `train_forecast.py`. Requires NumPy only.
 
 They are hard to forecast, like real streams: waves with changing frequency and amplitude, slow drift, levels that jump, noise, and a
 sensor that follows the others with a delay and a saturation.
@@ -19,6 +19,9 @@ JUMP_EVERY, JUMP_SPREAD = 150, 0.7
 """The level of the temperature: mean number of steps between jumps, and standard deviation of the levels."""
 DELAY = 4
 """Steps by which the pressure lags the vibration."""
+
+MAX_STEPS = 4096
+"""`max_steps` of the models."""
 
 Readings = NDArray[np.float32]
 """(streams, steps, channels)"""

@@ -1,0 +1,225 @@
+"""What the recipes are made of: sets, batches, the training loop, quality figures, and the generated data."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import random
+from pathlib import Path
+from statistics import mean, median, stdev
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytestmark = pytest.mark.usefixtures("examples")
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def module(name: str) -> Any:
+    return importlib.import_module(name)
+
+
+def test_tenth_0_is_the_test_part_of_a_set_in_one_file(tmp_path: Path) -> None:
+    """Another tenth of the rest is the development part, unless no epoch is selected."""
+    sets = module("training.text_sets")
+    (tmp_path / "own.txt").write_text("".join(f"{number % 3} text {number}\n" for number in range(100)))
+    parts = sets.read(tmp_path, "own", development=True)
+    assert [len(part) for part in (parts.train, parts.development, parts.test)] == [81, 9, 10]
+    assert len({example.text for example in parts.train + parts.development + parts.test}) == 100
+    whole = sets.read(tmp_path, "own", development=False)
+    assert len(whole.train) == 90 and whole.development == [] and whole.test == sets.read_test(tmp_path, "own") == parts.test
+    assert sets.labels_of("own", parts.train) == ("0", "1", "2")
+
+
+def test_texts_are_read_as_latin_1_with_the_names_of_known_labels(tmp_path: Path) -> None:
+    sets = module("training.text_sets")
+    (tmp_path / "trec.test.txt").write_bytes(b"3 Who is Jos\xe9 ?\n\n5\n")
+    assert sets.read_test(tmp_path, "trec") == [sets.Example("HUM", "Who is José ?"), sets.Example("NUM", "")]
+    assert module("training.parts").in_order({"10", "9", "2"}) == ("2", "9", "10")
+
+
+def test_series_have_channels_and_lengths(tmp_path: Path) -> None:
+    sets = module("training.series_sets")
+    assert sets.parse("1,2,3:4,5.5,6:b\n").rows.tolist() == [[1, 4], [2, 5.5], [3, 6]]
+    (tmp_path / "n").mkdir()
+    (tmp_path / "n" / "n_TEST.ts").write_text("# comment\n@data\n1,2:10\n1:9\n")
+    assert [(each.label, len(each.rows)) for each in sets.read(tmp_path, "n", "TEST")] == [("10", 2), ("9", 1)]
+
+
+def test_step_sets_are_read_as_written(tmp_path: Path) -> None:
+    sets = module("training.step_sets")
+    examples = {
+        "tags": [sets.TaggedWords(["a", "é"], ["X", "Y"]), sets.TaggedWords(["b"], ["X"])],
+        "text": ["a line", "", "é"],
+        "spans": [sets.Question("who ?", 'a "b" c', 1, 2)],
+    }
+    for kind, part in examples.items():
+        sets.write(tmp_path, "set", kind, [part, part[:1], []])
+        assert sets.read(tmp_path, "set", kind) == module("training.parts").Parts(part, part[:1], [])
+    (tmp_path / "set.test.tags").write_text("1 000\tNUM\n1\u00a0001\tNUM", "utf-8")
+    assert sets.read_part(tmp_path, "set", "tags", "test") == [sets.TaggedWords(["1_000", "1_001"], ["NUM", "NUM"])]
+
+
+def test_batches_have_every_row_once_beside_rows_of_similar_length() -> None:
+    batches = module("training.batches")
+    rows = [batches.Row(torch.full((1 + number % 9,), number), torch.tensor([number])) for number in range(80)]
+    found = batches.shuffled_batches(rows, 5, random.Random(1))
+    assert sorted(int(target) for batch in found for target in batch.targets[:, 0]) == list(range(80))
+    assert max(int(batch.lengths.max() - batch.lengths.min()) for batch in found) <= 4
+    [padded] = batches.batches([batches.Row(torch.ones(2), torch.ones(2)), batches.Row(torch.ones(1), torch.ones(1))], 2)
+    assert padded.targets.tolist() == [[1, 1], [1, batches.NO_TARGET]]
+
+
+def test_best_epoch_is_kept_and_patience_ends_the_training() -> None:
+    """The scores 50, 70, 60, 70 with a patience of 2 end the training after epoch 4; the weights come from epoch 2."""
+    models, encoders = module("training.model"), module("training.encoders")
+    model = models.Model(models.Raw(), encoders.STEP_ENCODERS["gru"](2, 3, True), 1)
+    scores, heads, rows = iter([50.0, 70.0, 60.0, 70.0]), [], torch.randn(4, 5, 2)
+
+    def backward(batch: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = model(batch, torch.full((4,), 5)).square().mean()
+        torch.autograd.backward(loss)
+        return loss.detach()
+
+    def score() -> float:
+        heads.append(model.head.weight.detach().clone())
+        return next(scores)
+
+    fitted = module("training.fitting").fit(model, 9, 0.01, lambda _: [rows], backward, score=score, patience=2)
+    assert (fitted.epoch, fitted.score, len(heads)) == (2, 70.0, 4) and fitted.seconds > 0
+    assert torch.equal(model.head.weight, heads[1]) and not torch.equal(heads[1], heads[3])
+
+
+@pytest.mark.parametrize("family", ["sru", "qrnn", "lstm", "gru", "cnn", "tcn"])
+def test_padding_changes_no_score_of_a_whole_sequence(family: str) -> None:
+    models, encoders = module("training.model"), module("training.encoders")
+    for inputs, encoder in (
+        (models.Embedding(20, 7), encoders.ENCODERS[family](7, 5)),
+        (models.Scaled(torch.randn(50, 7), 3, 7), encoders.STEP_ENCODERS[family](7, 5, False)),
+    ):
+        model = models.Model(inputs, encoder, 3, pooled=True).eval()
+        is_ids = isinstance(inputs, models.Embedding)
+        rows = [torch.randint(20, (length,)) if is_ids else torch.randn(length, 7) for length in (1, 9, 4)]
+        for together, alone in zip(model.scores(rows), (model.scores([row])[0] for row in rows), strict=True):
+            torch.testing.assert_close(together, alone)
+
+
+def test_adversarial_step_moves_the_embedding_only_for_its_gradient() -> None:
+    recipe, models, batches = module("train_text"), module("training.model"), module("training.batches")
+    model = models.Model(models.Embedding(9, 4), module("training.encoders").ENCODERS["lstm"](4, 3), 2, pooled=True)
+    [batch] = batches.batches([batches.Row(torch.tensor([1, 2]), torch.tensor([1]))], 1)
+    before, gradients = model.inputs.table.weight.detach().clone(), []
+    for push in (0.0, 4.0):
+        model.zero_grad()
+        recipe.adversarial(model, batch, recipe.Settings("lstm", push=push))
+        gradients.append(model.head.weight.grad.clone())
+    torch.testing.assert_close(model.inputs.table.weight.detach(), before)
+    assert gradients[1].norm() > 1.2 * gradients[0].norm(), "the second pass adds the gradient at a higher loss"
+
+
+def test_figures_of_quality() -> None:
+    sets, tags, spans = module("training.step_sets"), module("train_tags"), module("train_spans")
+    tagged = [sets.TaggedWords(list("abcd"), ["X", "X", "Y", "Y"])]
+    assert tags.TagsRecipe().quality(tagged, [["X", "Y", "Y", "Y"]]) == pytest.approx(
+        {"accuracy_percent": 75.0, "f1_percent": 100 * (2 / 3 + 4 / 5) / 2}
+    )
+    language = module("train_language").LanguageRecipe()
+    assert language.quality(["a"], [[math.log(0.5), math.log(0.125)]]) == pytest.approx({"perplexity": 4.0})
+    questions = [sets.Question("", "", 2, 3), sets.Question("", "", 5, 5)]
+    assert spans.SpansRecipe().quality(questions, [(2, 3), (4, 6)]) == pytest.approx(
+        {"exact_percent": 50.0, "f1_percent": 75.0}
+    )
+    streams = np.arange(24.0).reshape(1, 12, 2)
+    error = module("train_forecast").ExpectedRecipe().quality(list(streams), list(streams[:, 1:] + 0.5))
+    assert error == pytest.approx({"error": 0.5, "error_of_the_last_reading": 2.0})
+
+
+def test_true_quantiles_have_the_least_loss_and_cover_four_fifths() -> None:
+    intervals, recipe = module("training.intervals"), module("train_forecast")
+    following = np.random.default_rng(0).normal(size=(10, 2000, 1))
+    true = np.broadcast_to([-1.2816, 0.0, 1.2816], (*following.shape, 3))
+    assert intervals.coverage(true, following) == pytest.approx(0.8, abs=0.01)
+    assert intervals.width(true) == pytest.approx(2.5632)
+    for wrong in (0.8 * true, 1.2 * true, true + 0.2):
+        assert intervals.pinball(wrong, following) > intervals.pinball(true, following)
+    trained = recipe.pinball_loss(torch.from_numpy(true.copy()), torch.from_numpy(following))
+    assert float(trained) == pytest.approx(intervals.pinball(true, following)), "the loss of the training is that of the test"
+    assert intervals.ordered(np.array([[3.0, 1.0, 2.0]]), 1).tolist() == [[[1.0, 2.0, 3.0]]]
+
+
+def test_input_of_spans_marks_the_words_of_the_question() -> None:
+    spans, question = module("train_spans"), module("training.step_sets").Question
+    example = question("who moved the lamp ?", "Anna took The red lamp .", 0, 0)
+    assert spans.joined(example) == "who moved the lamp ? [sep] Anna took The* red lamp* ."
+    assert spans.joined(example).split()[spans.passage_start(example) + example.start] == "Anna"
+
+
+def test_facts_have_one_answer() -> None:
+    """The span is the text that the grammar inserted, and only the sentence of the question has the named words."""
+    facts, generator = module("training.facts"), random.Random(0)
+    for _ in range(200):
+        question = facts.question(generator)
+        words = question.passage.split()
+        answer, asked = words[question.start : question.end + 1], question.question.split()
+        [named] = [word for word in asked if word in facts.PEOPLE or word in facts.THINGS]
+        assert words.count(named) == 1
+        expected = {"what": facts.THINGS, "where": facts.ROOMS, "who": facts.PEOPLE}[asked[0]]
+        assert answer[-1] in expected and len(answer) == {"what": 3, "where": 2, "who": 1}[asked[0]]
+        between = words[min(words.index(named), question.start) : max(words.index(named), question.end)]
+        assert "." not in between, "the answer is in the same sentence"
+    tagged = facts.passage(generator).tagged
+    assert {label for word, label in zip(tagged.words, tagged.labels, strict=True) if word in facts.PEOPLE} == {"person"}
+
+
+def test_verses_become_words_with_points(tmp_path: Path) -> None:
+    lines = "".join(f"Ge1:{number} And God said, Let there be (light): is it? yes!\n" for number in range(1, 1203))
+    (tmp_path / "kjv.txt").write_text(lines)
+    assert module("make_sets").main([str(tmp_path), "--quick", "--kjv", str(tmp_path / "kjv.txt")]) == 0
+    parts = module("training.step_sets").read(tmp_path, "kjv", "tags")
+    assert [len(part) for part in (parts.train, parts.development, parts.test)] == [202, 500, 500]
+    assert parts.test[0].words == ["and", "god", "said", "let", "there", "be", "light", "is", "it", "yes"]
+    assert parts.test[0].labels == [*["none"] * 2, "comma", *["none"] * 3, "colon", "none", "question", "exclamation"]
+
+
+def test_readme_has_the_tables_of_the_results_file() -> None:
+    records, page = module("training.records"), (ROOT / "examples" / "README.md").read_text()
+    measured = records.read(ROOT / "examples" / "results.jsonl")
+    for task in sorted({record["task"] for record in measured} - {"compression"}):
+        expected = "\n".join(lines([record for record in measured if record["task"] == task]))
+        assert f"{expected}\n" in page, f"the table of {task} is\n{expected}"
+
+
+def lines(measured: list[dict[str, Any]]) -> list[str]:
+    """Return the table of a task: in each row the main figure in PyTorch and through the service, and medians of costs and speeds."""
+    families = sorted({record["encoder"] for record in measured})
+    [figure] = {next(iter(each["quality"])) for each in measured if "quality" in each}
+    columns = ["family", module("training.terminal").heading(figure), "CPU", "GPU", "training, s", "bytes"]
+    columns += [f"{device} {unit}" for device in ("CPU", "GPU") for unit in ("ms", "sequences/s")]
+    rows = [row([record for record in measured if record["encoder"] == family], figure) for family in families]
+    return [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}", *(f"| {' | '.join(cells)} |" for cells in rows)]
+
+
+def row(measured: list[dict[str, Any]], figure: str) -> list[str]:
+    training = [record for record in measured if record["kind"] == "training"]
+    cells = [spread([record["quality"][figure] for record in training if "quality" in record])]
+    for is_gpu in (False, True):
+        served = [each for each in measured if each["kind"] == "served" and (each["device"] != "cpu") == is_gpu]
+        cells.append(spread([record["quality"][figure] for record in served]))
+    cells.append(f"{median(record['training_seconds'] for record in training):.0f}")
+    cells.append(f"{median(record['bytes'] for record in training):,.0f}")
+    for is_gpu in (False, True):
+        speeds = [each for each in measured if each["kind"] == "speed" and (each["device"] != "cpu") == is_gpu]
+        cells.append(f"{min(speeds, key=lambda load: load['callers'])['p50_ms']:.2f}")
+        cells.append(f"{max(load['answers_per_second'] for load in speeds):,.0f}")
+    return [training[0]["encoder"], *cells]
+
+
+def spread(values: list[float]) -> str:
+    """Return the mean, with the standard deviation over several runs."""
+    if not values:
+        return "–"
+    digits = 4 if max(values) < 1 else 1 if max(values) > 10 else 2
+    return f"{mean(values):.{digits}f}" + (f" ± {stdev(values):.1f}" if len(values) > 1 else "")

@@ -1,0 +1,218 @@
+"""Every recipe, run as a user runs it: a quick training, the model folder with its card, and its quality through the service."""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from service.modeling import spec
+from tests.serving import Server, serving
+
+pytestmark = pytest.mark.usefixtures("examples")
+
+SCRIPTS = ("text", "tags", "spans", "language", "series", "forecast", "expected")
+SETS = {"text": "colours", "series": "waves"}
+NAMES = {
+    "text": "colours-gru",
+    "tags": "facts-tags-gru",
+    "spans": "facts-spans-gru",
+    "language": "facts-language-gru",
+    "series": "waves-gru",
+    "forecast": "forecast-gru",
+    "expected": "sensor-forecast",
+    "keyword": "computer-gru",
+}
+COLOURS = {"warm": ("red", "orange", "yellow"), "cold": ("blue", "green", "violet")}
+FILLERS = ("the", "a", "is", "of", "sea", "2", "sun", ".")
+HEADER = "# Made by a test.\n@problemName waves\n@equalLength false\n@classLabel true slow fast\n@data\n"
+
+
+@pytest.fixture(scope="module")
+def evaluate() -> Any:
+    return importlib.import_module("evaluate")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The generated sets, the texts `colours` with the label of their colour, and the series `waves` of a slow or a fast wave."""
+    folder = tmp_path_factory.mktemp("data")
+    assert importlib.import_module("make_sets").main([str(folder), "--quick"]) == 0
+    random, lines = np.random.default_rng(1), []
+    for number in range(120):
+        label = ("warm", "cold")[number % 2]
+        words = [*random.choice(FILLERS, random.integers(0, 9)), random.choice(COLOURS[label])]
+        lines.append(f"{label} {' '.join(random.permutation(words))}")
+    (folder / "colours.txt").write_text("\n".join(lines) + "\n", "latin-1")
+    for part, count in (("TRAIN", 40), ("TEST", 20)):
+        series = []
+        for number in range(count):
+            label, period = (("slow", 12), ("fast", 4))[number % 2]
+            steps = np.arange(random.integers(12, 30))
+            channels = [100 + np.sin(2 * np.pi * (steps + random.integers(12)) / period), random.normal(size=len(steps))]
+            series.append(":".join([*(",".join(f"{value:.4f}" for value in channel) for channel in channels), label]))
+        (folder / f"waves_{part}.ts").write_text(HEADER + "\n".join(series) + "\n")
+    return folder
+
+
+def train(evaluate: Any, task: str, data: Path, models: Path, *more: str) -> dict[str, Any]:
+    """Train a quick model, and return its record."""
+    recipe, results = evaluate.RECIPES[task], models / "results.jsonl"
+    models.mkdir(parents=True, exist_ok=True)
+    name = [recipe.set_flag, SETS[task]] if task in SETS else []
+    family = [] if task == "expected" else ["--encoder", "gru"]
+    line = ["--quick", "--data", str(data), "--models", str(models), "--results", str(results), *name, *family, *more]
+    assert importlib.import_module("training.recipe").main(recipe, "", line) == 0
+    record: dict[str, Any] = importlib.import_module("training.records").read(results)[-1]
+    return record
+
+
+@pytest.fixture(scope="module")
+def trained(evaluate: Any, data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A models folder with a quick model of each recipe, and their records by task."""
+    models = tmp_path_factory.mktemp("models")
+    return models, {task: train(evaluate, task, data, models) for task in SCRIPTS}
+
+
+@pytest.fixture(scope="module")
+def server(trained: tuple[Path, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(trained[0], tmp_path_factory.mktemp("log")) as running:
+        yield running
+
+
+@pytest.mark.parametrize("task", SCRIPTS)
+def test_recipe_writes_a_model_with_a_card(task: str, trained: tuple[Path, dict[str, Any]]) -> None:
+    models, records = trained
+    record, folder = records[task], models / NAMES[task] / "1"
+    card = (folder / spec.CARD).read_text()
+    assert "$" not in card and "--hidden 8" in card
+    figures = importlib.import_module("training.terminal").sentence(record["quality"])
+    assert figures in card.replace("\n", " ")
+    assert record["model"] == NAMES[task] and record["bytes"] == sum(file.stat().st_size for file in folder.iterdir())
+
+
+@pytest.mark.parametrize("task", SCRIPTS)
+def test_quality_through_the_service_is_that_of_the_training(
+    task: str, evaluate: Any, trained: tuple[Path, dict[str, Any]], server: Server, data: Path, tmp_path: Path
+) -> None:
+    """On the same examples. A language model and forecasts go through sessions, in chunks of one step."""
+    limit = 5 if task in ("language", "forecast", "expected") else 200
+    name = ["--set", SETS[task]] if task in SETS else []
+    line = [task, "--data", str(data), "--url", server.address, "--limit", str(limit), *name]
+    assert evaluate.main([*line, "--results", str(tmp_path / "r.jsonl")]) == 0
+    [served] = importlib.import_module("training.records").read(tmp_path / "r.jsonl")
+    assert served["model"] == NAMES[task] and served["quality"].keys() == trained[1][task]["quality"].keys()
+    if limit == 200:
+        assert served["quality"] == pytest.approx(trained[1][task]["quality"], abs=2.0), "close scores may round differently"
+    if limit == 5:
+        assert next(iter(served["quality"].values())) == pytest.approx(
+            next(iter(trained[1][task]["quality"].values())), rel=0.3
+        )
+
+
+@pytest.mark.parametrize("task", ["language", "forecast"])
+def test_streams_get_the_answers_of_whole_sequences(
+    task: str, evaluate: Any, trained: tuple[Path, dict[str, Any]], server: Server, data: Path
+) -> None:
+    recipe = evaluate.RECIPES[task]
+    settings = replace(recipe.settings["gru"], **recipe.quick)
+    examples = [example[:60] for example in recipe.read_test(data, recipe.default_set)[:2]]
+    parts = recipe.read(data, recipe.default_set, settings).sample(20)
+    model = recipe.train(recipe.default_set, parts, settings, torch.device("cpu"))
+    model.model.load(trained[0] / NAMES[task] / "1")
+    service = importlib.import_module("training.service").Service(server.address)
+    answers = zip(recipe.ask(service, NAMES[task], examples), recipe.answers(model, examples), strict=True)
+    for served, expected in answers:
+        np.testing.assert_allclose(served, expected, atol=1e-3)
+
+
+def test_beam_search_forks_sessions_of_the_service(evaluate: Any, server: Server) -> None:
+    """The logarithm of a found line is that of the line sent alone, and no session stays open."""
+    generate, service = (importlib.import_module(name) for name in ("generate", "training.service"))
+    client, open_before = service.Service(server.address), server.metric("seqserve_sessions")
+    found = generate.search(generate.Writer(client, NAMES["language"]), "Anna", 8, 3)
+    assert len(found) == 3 and server.metric("seqserve_sessions") == open_before
+    texts = [line.text.decode("latin-1") for line in found if max(line.text) < 128]
+    alone = evaluate.RECIPES["language"].ask(client, NAMES["language"], texts)
+    for answer, line in zip(alone, (line for line in found if max(line.text) < 128), strict=True):
+        sums = (sum(answer[4:]), sum(answer[4:-1]))  # of an ended line, and of a line that was cut
+        assert any(line.logarithm == pytest.approx(total, abs=1e-2) for total in sums)
+
+
+def test_text_classifier_learns(evaluate: Any, data: Path, tmp_path: Path) -> None:
+    record = train(
+        evaluate,
+        "text",
+        data,
+        tmp_path,
+        "--epochs=12",
+        "--patience=12",
+        "--batch=8",
+        "--dropout=0.1",
+        "--rate=0.01",
+        "--push=0",
+    )
+    assert record["quality"]["accuracy_percent"] > 90 and 1 <= record["epoch"] <= 12
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("espeak-ng") is None, reason="espeak-ng is missing: make speech")
+def test_keyword_recipe_hears_through_the_service(evaluate: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The small model hears little, so only its agreement with PyTorch is checked, and that it hears in recordings."""
+    models, folder = tmp_path / "models", str(tmp_path / "speech")
+    record = train(evaluate, "keyword", tmp_path / "speech", models, "--threshold", "0.2")
+    card = (models / NAMES["keyword"] / "1" / spec.CARD).read_text()
+    assert "--keyword computer --quick" in card and "$" not in card
+    raw = tmp_path / "noise.raw"
+    raw.write_bytes(np.random.default_rng(0).normal(0, 3000, 32_000).astype("<i2").tobytes())
+    with serving(models, tmp_path) as server:
+        line = ["keyword", "--data", folder, "--hours", "0.05", "--threshold", "0.2", "--url", server.address]
+        assert evaluate.main([*line, "--results", str(tmp_path / "r.jsonl")]) == 0
+        hear = importlib.import_module("hear_keyword").main
+        assert hear(["--model", NAMES["keyword"], "--url", server.address, str(raw)]) == 0
+        assert hear(["--model", "other", "--url", server.address, str(raw)]) == 1
+    [served] = importlib.import_module("training.records").read(tmp_path / "r.jsonl")
+    assert served["quality"] == pytest.approx(record["quality"], nan_ok=True)
+    printed = capsys.readouterr()
+    assert "noise.raw, 2.0 s: " in printed.out and "has no model 'other'" in printed.err
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [("text", "0 DESC, 1 ENTY"), ("spans", "make_sets.py"), ("series", "make series"), ("keyword", "make speech")],
+)
+def test_missing_data_is_explained(
+    task: str, message: str, evaluate: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    main = importlib.import_module("training.recipe").main
+    assert main(evaluate.RECIPES[task], "", ["--quick", "--data", str(tmp_path), "--models", str(tmp_path)]) == 2
+    assert message in capsys.readouterr().err and list(tmp_path.iterdir()) == []
+    assert evaluate.main([task, "--data", str(tmp_path)]) == 2
+
+
+def test_service_that_is_away_or_lacks_the_model_is_explained(
+    evaluate: Any, server: Server, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = ["tags", "--data", str(data)]
+    assert evaluate.main([*line, "--url", "http://127.0.0.1:9"]) == 1
+    assert "make serve" in capsys.readouterr().err
+    (data / "other.test.tags").write_text("a\tX\n")
+    assert evaluate.main([*line, "--set", "other", "--url", server.address]) == 1
+    assert "other-tags-" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("task", ["text", "language"])
+def test_training_is_reproducible(task: str, evaluate: Any, data: Path, tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("one", "two")]
+    for folder in folders:
+        train(evaluate, task, data, folder)
+    one, two = ((folder / NAMES[task] / "1" / spec.WEIGHTS).read_bytes() for folder in folders)
+    assert one == two
