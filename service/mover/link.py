@@ -96,7 +96,7 @@ class Link:
     async def _read(self) -> Frame:
         [length] = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
         if length > self._max_bytes:
-            raise NotAPeer(f"its frame has {length} bytes and at most {self._max_bytes} are allowed (SEQSERVE_MAX_STATE_BYTES)")
+            raise NotAPeer(f"its frame has {length} bytes and at most {self._max_bytes} are allowed (SEQSERVE_MAX_BODY_BYTES)")
         mac = await self._reader.readexactly(MAC_BYTES)
         content = await self._reader.readexactly(length)
         self._checking.check(content, mac)

@@ -86,7 +86,7 @@ class Mover:
                 settings.peers,
                 self._keys,
                 replica,
-                settings.max_state_bytes,
+                settings.max_body_bytes,
                 log,
                 self._update_peers,
                 self._handle_peer,
