@@ -25,7 +25,7 @@ from service.importers.formats import FORMATS, LAYER_TABLES
 from service.ipc.messages import Manifest
 from service.log import Log
 from service.modeling import spec
-from service.settings import CLIENT_KEY, Settings, load
+from service.settings import CLIENT_KEY, Settings, as_toml, load
 from service.supervisor.ports import Addresses
 from service.supervisor.supervisor import Supervisor
 
@@ -162,6 +162,12 @@ def compress(
     return 0
 
 
+def print_settings(settings: Settings) -> int:
+    """Print all settings and their values."""
+    print(as_toml(settings))
+    return 0
+
+
 def new_key(
     settings: Settings, name: str, scopes: list[Scope], tenant: str | None, tenant_sessions: int, **limits: float
 ) -> int:
@@ -228,7 +234,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="seqserve", description="A server for sequence models.")
     parser.add_argument("--version", action="version", version=f"seqserve {__version__}")
     commands = parser.add_subparsers(
-        required=True, metavar="serve | infer | import | export | models | compress | key | state-key | bench"
+        required=True, metavar="serve | infer | import | export | models | compress | settings | key | state-key | bench"
     )
     shared = argparse.ArgumentParser(add_help=False)
     _setting(shared, "--models", metavar="DIR", help="folder of models")
@@ -236,11 +242,10 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("serve", parents=[shared], help="serve models until SIGTERM")
     _setting(command, "--host", help="address to listen on")
     _setting(command, "--port", help="HTTP port; 0 takes a free port")
-    _setting(command, "--grpc-port", metavar="PORT", help="gRPC port; 0 takes a free port")
+    _setting(command, "--grpc-port", metavar="off|PORT", help="gRPC port; 0 takes a free port")
     _setting(
         command, "--admin-port", metavar="off|PORT", help="separate port for administration and metrics; 0 takes a free port"
     )
-    _setting(command, "--admin-host", metavar="HOST", help="address to listen on for administration and metrics")
     _setting(
         command, "--health-port", metavar="off|PORT", help="separate port for health checks and metrics; 0 takes a free port"
     )
@@ -328,6 +333,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--name", metavar="NEW", help="write version 1 of a new model (default: the next version of MODEL)")
     command.set_defaults(run=compress)
+    command = commands.add_parser("settings", parents=[shared], help="print all settings, as a file for --config")
+    command.set_defaults(run=print_settings)
     key_commands = commands.add_parser("key", help="create keys").add_subparsers(required=True, metavar="new")
     command = key_commands.add_parser("new", parents=[shared], help="add a key to the key file and print it once")
     command.add_argument("name", metavar="NAME", help="name of the key, for the log")

@@ -7,10 +7,11 @@ overrides the TOML file. An unknown name or an impossible value stops the start.
 from __future__ import annotations
 
 import difflib
-import math
+import json
 import re
 import tomllib
 from collections.abc import Mapping
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
@@ -34,15 +35,17 @@ LINKED_ADDRESS = re.compile(r"(tcp|udp|sctp)://")
 HERE = Path(__file__).resolve().parent
 EMBEDDED_MODELS = HERE / "embedded_models" if (HERE / "embedded_models").is_dir() else HERE.parent / "models"
 """The wheel contains the repository's models inside this package."""
+BODY_CEILING_BYTES = 256 << 20
+"""Largest value of `max_body_bytes`: a frontend holds as much of all requests that are incomplete or wait to be decoded."""
 MAX_INPUTS_CEILING = 4096
 """Largest value of `max_inputs`: each input of a request takes some microseconds of its frontend's event loop."""
 MAX_PORT = 65535
 AUTO: Final = "auto"
 """The service chooses the value by the machine."""
-REPLICA_CONNECTION_SECONDS: Final = 20.0
-"""Age of a connection to one of several replicas: a new replica has its share of the connections soon after it is ready."""
 OFF: Final = "off"
 """The service does without it."""
+LIMITS = "limits"
+"""The table of the TOML file with the settings of ClientLimits."""
 Positive = Annotated[int, Field(gt=0)]
 PositiveSeconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -63,13 +66,6 @@ def _auto_or_number(value: object) -> object:
     """Validate auto or a number above zero: pydantic would report an error for each of the two."""
     if value != AUTO and not re.fullmatch(r"[1-9][0-9]{0,3}", str(value)):
         raise ValueError("use auto, or a number from 1 to 9999")
-    return value
-
-
-def _auto_or_seconds(value: object) -> object:
-    """Validate auto or a number of seconds: pydantic would report an error for each of the two."""
-    if value != AUTO and not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?", str(value)):
-        raise ValueError("use auto, or a number of seconds, 0 for no limit")
     return value
 
 
@@ -101,29 +97,45 @@ def _policy(text: str) -> str:
     return text
 
 
-class Settings(BaseModel):
-    """All settings with their defaults."""
+class ClientLimits(BaseModel):
+    """What clients may use at most: the table `[limits]` of the TOML file. Flags, variables and attributes know no tables."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    max_body_bytes: Annotated[int, Field(gt=0, le=BODY_CEILING_BYTES)] = 16 << 20
+    """Largest request body."""
+    max_inputs: Annotated[int, Field(gt=0, le=MAX_INPUTS_CEILING)] = 64
+    """Most sequences in one request."""
+    max_waiting: Positive = 1024
+    """Most sequences that wait in the queue of one engine; further requests are refused."""
+    max_sessions: Positive = 4096
+    """Most open sessions of one engine; further sessions are refused. States without a slot on the device are kept on the host."""
+    max_connections: Annotated[int, Field(ge=0)] = 0
+    """Most connections of one frontend; 0 means as many as its limit of open files allows. Above it, idle connections are closed."""
+    idle_seconds: PositiveSeconds = 15.0
+    """How long an HTTP connection may wait for its next request before it is closed."""
+    max_memory_share: Annotated[float, Field(gt=0.1, le=1)] = 0.95
+    """Share of the container's memory limit in use from which all inference requests are refused. Large requests and new sessions are
+    refused from 0.1 less. 1 means that none is refused, and the kernel may kill processes."""
+    max_deadline_ms: Positive = 60_000
+    """Longest deadline that a request may have."""
+
+
+class Settings(ClientLimits):
+    """All settings with their defaults."""
 
     host: str = "127.0.0.1"
     """Address on which the service listens."""
     port: Annotated[int, Field(ge=0, le=MAX_PORT)] = 8000
     """HTTP port; 0 takes a free port, which the ready line names."""
-    grpc: bool = True
-    """Whether the service also listens for gRPC."""
-    grpc_port: Annotated[int, Field(ge=0, le=MAX_PORT)] = 8001
-    """gRPC port; 0 takes a free port, which the ready line names."""
+    grpc_port: Annotated[Literal["off"] | int, BeforeValidator(_off_or_port)] = 8001
+    """gRPC port; 0 takes a free port, which the ready line names, and off is for no gRPC."""
     admin_port: Annotated[Literal["off"] | int, BeforeValidator(_off_or_port)] = OFF
     """Separate HTTP port for loading and unloading models, traces and metrics, which the other ports then lack; 0 takes a free port,
     which the ready line names."""
-    admin_host: str = "127.0.0.1"
-    """Address on which the service listens for admin_port."""
     health_port: Annotated[Literal["off"] | int, BeforeValidator(_off_or_port)] = OFF
     """Separate HTTP port, on the same address, that answers /healthz, /readyz and, without TLS, /metrics however busy the other ports
     are; 0 takes a free port, which the ready line names."""
-    grpc_reflection: bool = True
-    """Whether gRPC clients may ask which methods and messages there are."""
     tls_cert: str = ""
     """PEM file of the certificate and its chain: both ports then speak TLS. Changed files are read within seconds."""
     tls_key: str = ""
@@ -132,8 +144,6 @@ class Settings(BaseModel):
     """PEM file of the authority that signs the certificates of clients, which they then need."""
     keys: str = ""
     """TOML file of keys, which requests then need; empty for none. `seqserve key new` adds keys. Changes are read within seconds."""
-    refused_key_seconds: Annotated[float, Field(ge=0, le=10)] = 1.0
-    """How long an answer to a wrong key waits when its address has sent more than 10 of them within a minute; 0 for not at all."""
     state_keys: str = ""
     """File of secrets, one on each line, that sign exported session states; empty for none. States without a signature are then refused.
     All replicas need the same file. `seqserve state-key new` adds a secret. Changes are read within seconds."""
@@ -160,8 +170,6 @@ class Settings(BaseModel):
     works, otherwise the CPU."""
     frontends: Annotated[Literal["auto"] | int, BeforeValidator(_auto_or_number)] = AUTO
     """Number of processes that parse and tokenise requests. auto chooses it by the cores that the service may use and its devices."""
-    numa: Literal["auto", "off"] = AUTO
-    """auto pins frontends and the engine of a GPU to the cores of the GPU's NUMA node, if they are enough."""
     cache: Path = Path("~/.cache/seqserve")
     """Folder that keeps compiled kernels for the next start. If it is not writable, every start compiles again."""
     tf32: bool = False
@@ -178,19 +186,9 @@ class Settings(BaseModel):
     """Versions of each model to serve, unless its versions.toml has its own rule: all, latest, latest:N, or version numbers separated by
     commas."""
     reload: Literal["request", "poll", "off"] = "request"
-    """When the service reads the models folder again: request (POST /v2/repository/models/{name}/load), poll (also every poll_seconds),
+    """When the service reads the models folder again: request (POST /v2/repository/models/{name}/load), poll (also every 5 s),
     or off (at the next start)."""
-    poll_seconds: PositiveSeconds = 5.0
-    """Time between two reads of the models folder when reload is poll."""
-    unload_seconds: Seconds = 30.0
-    """How long sessions of an unloaded version may continue. After that, each remaining session gets 409 once."""
 
-    max_body_bytes: Positive = 16 << 20
-    """Largest request body."""
-    max_inputs: Annotated[int, Field(gt=0, le=MAX_INPUTS_CEILING)] = 64
-    """Most sequences in one request."""
-    max_waiting: Positive = 1024
-    """Most sequences that wait in the queue of one engine; further requests are refused."""
     max_batch_sequences: Positive = 64
     """Most sequences in one batch of an engine."""
     max_batch_tokens: Positive = 4096
@@ -198,63 +196,13 @@ class Settings(BaseModel):
     batch_budget_ms: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """Target duration of a batch. Long sequences are cut to meet it, so a new request waits for at most one such batch. 0 means 0.5 on
     a GPU and 5 on a CPU."""
-    batching: Literal["continuous", "static"] = "continuous"
-    """static runs every sequence whole, in batches that no request joins: only for comparisons."""
     state_slots: Positive = 256
     """Recurrent states per model that an engine keeps on its device between batches."""
-    max_sessions: Positive = 4096
-    """Most open sessions of one engine; further sessions are refused. States without a slot on the device are kept on the host."""
     session_idle_seconds: PositiveSeconds = 60.0
     """A session without a chunk for this time expires."""
-    max_state_bytes: Positive = 16 << 20
-    """Largest session state that PUT /sessions/{id}/state accepts."""
-    channel_bytes: Positive = 64 << 20
-    """Most bytes of unanswered requests between one frontend and one engine; further requests are refused."""
-
-    max_connections: Annotated[int, Field(ge=0)] = 0
-    """Most connections of one frontend; 0 means as many as its limit of open files allows. Above it, idle connections are closed."""
-    max_header_bytes: Positive = 64 << 10
-    """Largest head of an HTTP request: request line and headers."""
-    max_headers: Positive = 100
-    """Most headers of an HTTP request."""
-    idle_seconds: PositiveSeconds = 15.0
-    """How long an HTTP connection may wait for its next request before it is closed."""
-    connection_seconds: Annotated[Literal["auto"] | float, BeforeValidator(_auto_or_seconds)] = AUTO
-    """Age, give or take a tenth, at which a connection ends between two requests, so that its client connects again, perhaps to another
-    replica: HTTP with Connection: close, gRPC with GOAWAY. 0 means no limit. auto is 20 if replicated, and no limit otherwise. WebSockets
-    stay."""
-    connection_grace_seconds: Seconds = 0.0
-    """How long gRPC streams may continue after their connection has reached connection_seconds. Then the requests that have arrived are
-    answered, and the stream ends with UNAVAILABLE. 0 means as long as they like."""
-    receive_seconds: PositiveSeconds = 10.0
-    """How long a request may take to arrive, plus one second for each min_receive_rate bytes of it."""
-    min_receive_rate: Positive = 16 << 10
-    """Bytes per second at which a large request must arrive at least."""
-    send_seconds: PositiveSeconds = 30.0
-    """How long a client may read nothing of a reply before its connection is closed."""
-    max_receiving_bytes: Positive = 256 << 20
-    """Most bytes of requests of one frontend that are incomplete or wait to be decoded, over all HTTP connections, and the same over all
-    gRPC connections; further large requests are refused."""
-    max_unread_bytes: Positive = 256 << 20
-    """Most bytes of replies that wait for clients of one frontend; beyond it, the connections with the most bytes are closed."""
-    max_memory_share: Annotated[float, Field(gt=0.1, le=1)] = 0.95
-    """Share of the container's memory limit in use from which all inference requests are refused. Large requests and new sessions are
-    refused from 0.1 less. 1 means that none is refused, and the kernel may kill processes."""
-    max_sockets: Positive = 1024
-    """Most open WebSockets of one frontend, and never more than half of its connections; further handshakes are refused."""
-    max_message_bytes: Positive = 1 << 20
-    """Largest message on a WebSocket."""
-    max_message_frames: Positive = 1024
-    """Most frames of one message on a WebSocket."""
-    max_frame_rate: Positive = 4096
-    """Frames per second of one WebSocket that are read, besides the first of each message: fragments, pings and pongs."""
-    max_ping_rate: Positive = 100
-    """Pings and pongs per second of one WebSocket."""
 
     default_deadline_ms: Positive = 5_000
     """Deadline of a request that has none."""
-    max_deadline_ms: Positive = 60_000
-    """Longest deadline that a request may have."""
     lame_duck_seconds: Seconds = 5.0
     """After SIGTERM: how long the service still accepts requests while /readyz already returns 503."""
     drain_seconds: PositiveSeconds = 30.0
@@ -265,18 +213,12 @@ class Settings(BaseModel):
     """Whether browsers get a page about the service at /, with which people try its models."""
     trace_endpoint: Annotated[str, AfterValidator(_off_or_url)] = ""
     """URL of an OpenTelemetry receiver, such as http://127.0.0.1:4317, which gets traces of requests; empty for none."""
-    trace_protocol: Literal["grpc", "http"] = "grpc"
-    """How traces are sent: OTLP over gRPC, or over HTTP with Protocol Buffers."""
     trace_rate: Annotated[float, Field(ge=0, le=1)] = 0.01
     """Share of the requests without a traceparent that are traced. Errors and slow requests are always traced."""
-    trace_limit: Positive = 100
-    """Most requests per second of one frontend that are traced, for whatever reason."""
     access_log_rate: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of the inference requests that have a line in the log; 0 for none. Slow and failed requests have one in any case."""
     slow_request_ms: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """A request that takes longer is slow: it is logged, and traced if traces are sent. 0 means that no request is slow."""
-    log_inputs: bool = False
-    """Whether the log lines of requests have the start of their bodies, and so inputs of clients."""
     debug: bool = False
     """Whether any client may record batches with POST /debug/trace. Batches take longer while it records."""
 
@@ -285,15 +227,9 @@ class Settings(BaseModel):
         """The device of each engine, in the order of the engines."""
         return tuple(self.device.split(","))
 
-    @property
-    def max_connection_seconds(self) -> float:
-        """Longest age of a connection, infinite for no limit."""
-        automatic = REPLICA_CONNECTION_SECONDS if self.replicated else 0.0
-        return (automatic if self.connection_seconds == AUTO else float(self.connection_seconds)) or math.inf
-
     @model_validator(mode="after")
     def _limits_fit_together(self) -> Settings:
-        named = {"port": self.port, "grpc_port": self.grpc_port if self.grpc else 0}
+        named = {"port": self.port, "grpc_port": 0 if self.grpc_port == OFF else self.grpc_port}
         named["admin_port"] = 0 if self.admin_port == OFF else self.admin_port
         named["health_port"] = 0 if self.health_port == OFF else self.health_port
         for (name, port), (other, other_port) in combinations(named.items(), 2):
@@ -306,12 +242,6 @@ class Settings(BaseModel):
                 f"default_deadline_ms is {self.default_deadline_ms} and max_deadline_ms is {self.max_deadline_ms}: "
                 "lower the default or raise the maximum"
             )
-        if self.max_body_bytes * 2 > self.channel_bytes:
-            # The densest JSON, one digit and a comma per token, doubles on its way to int32.
-            raise ValueError(
-                f"channel_bytes is {self.channel_bytes} and max_body_bytes is {self.max_body_bytes}: "
-                "channel_bytes must be at least twice max_body_bytes"
-            )
         return self
 
 
@@ -319,8 +249,8 @@ def load(flags: Mapping[str, Any], environment: Mapping[str, str]) -> Settings:
     """Return the settings of this start. Raises SettingsError, which names the setting, its source and the nearest known name."""
     file = flags.get("config") or environment.get(CONFIG)
     values: dict[str, tuple[str, Any]] = {}
-    for name, value in (_from_file(Path(file)) if file else {}).items():
-        values[name] = (f"{name} in {file}", value)
+    if file:
+        values |= _from_file(Path(file))
     for variable, value in environment.items():
         if variable.startswith(PREFIX) and variable not in NO_SETTINGS and not _is_service_link(variable, value):
             values[variable.removeprefix(PREFIX).lower()] = (variable, value)
@@ -335,11 +265,23 @@ def _is_service_link(variable: str, value: str) -> bool:
     return bool(SERVICE_LINK.fullmatch(variable) or (variable.endswith("PORT") and LINKED_ADDRESS.match(value)))
 
 
-def _from_file(file: Path) -> dict[str, Any]:
+def _from_file(file: Path) -> dict[str, tuple[str, Any]]:
+    """Return the source and the value of each setting in a file. Raises SettingsError, also for a setting in the wrong table."""
     try:
-        return tomllib.loads(file.read_text())
+        values = tomllib.loads(file.read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise SettingsError(f"settings file {file}: {error}") from error
+    limits = values.pop(LIMITS, {})
+    if not isinstance(limits, dict):
+        raise SettingsError(f"{LIMITS} in {file} is {limits!r}: it is a table, which begins with a line [{LIMITS}]")
+    for name in [name for name, value in values.items() if isinstance(value, dict)]:
+        raise SettingsError(f"unknown table [{name}] in {file}: the only table is [{LIMITS}]")
+    for name in values.keys() & ClientLimits.model_fields:
+        raise SettingsError(f"{name} in {file} is a limit: move it below a line [{LIMITS}]")
+    for name in limits.keys() & (Settings.model_fields.keys() - ClientLimits.model_fields):
+        raise SettingsError(f"{LIMITS}.{name} in {file} is no limit: move it above the line [{LIMITS}]")
+    in_limits = {name: (f"{LIMITS}.{name} in {file}", value) for name, value in limits.items()}
+    return {name: (f"{name} in {file}", value) for name, value in values.items()} | in_limits
 
 
 def _validated(values: Mapping[str, tuple[str, Any]]) -> Settings:
@@ -363,3 +305,21 @@ def _describe(error: Mapping[str, Any], values: Mapping[str, tuple[str, Any]]) -
         return reason
     source, value = values[name]
     return f"{source} is {value!r}: {reason}"
+
+
+def as_toml(settings: Settings) -> str:
+    """Return all settings as a TOML file, each with its description."""
+    first = [name for name in Settings.model_fields if name not in ClientLimits.model_fields]
+    described = [
+        *map(partial(_as_toml, settings), first),
+        f"[{LIMITS}]",
+        *map(partial(_as_toml, settings), ClientLimits.model_fields),
+    ]
+    return "\n\n".join(described)
+
+
+def _as_toml(settings: Settings, name: str) -> str:
+    """Return a setting as lines of TOML. JSON writes its value in the same way."""
+    description = (Settings.model_fields[name].description or "").splitlines()
+    value = json.dumps(getattr(settings, name), default=str, ensure_ascii=False)
+    return "\n".join([*(f"# {line}" for line in description), f"{name} = {value}"])

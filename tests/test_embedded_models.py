@@ -74,7 +74,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, P
 def encoder() -> Encoder:
     """The shipped model as the service runs it."""
     model_spec = spec.read(FOLDER)
-    return Encoder(model_spec, store.read_arrays(FOLDER, model_spec), torch.device("cpu"), fold_limit_bytes=0)
+    return Encoder(model_spec, store.read_arrays(FOLDER, model_spec), torch.device("cpu"))
 
 
 def answer(encoder: Encoder, rows: Any, slots: RowSlots | None = None) -> Any:

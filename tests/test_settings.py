@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from service.errors import SettingsError
-from service.settings import Settings, load
+from service.settings import Settings, as_toml, load
 
 
 @pytest.fixture
@@ -103,7 +103,8 @@ def test_unknown_key_is_refused_with_the_file(file: Path) -> None:
             ("SEQSERVE_FRONTENDS", value, "use auto, or a number from 1 to 9999")
             for value in ("0", "-1", "1.5", "many", "10000", "")
         ),
-        ("SEQSERVE_NUMA", "on", "'auto' or 'off'"),
+        ("SEQSERVE_RELOAD", "on", "'request', 'poll' or 'off'"),
+        *(("SEQSERVE_GRPC_PORT", value, "use off, or a port from 0 to 65535") for value in ("on", "-1", "65536", "")),
         *(
             ("SEQSERVE_DEVICE", value, "use auto, or the device")
             for value in ("gpu", "cuda", "cuda:-1", "cuda:01", "cpu\n", "")
@@ -147,6 +148,8 @@ def test_impossible_value_is_refused_with_its_source(file: Path) -> None:
     assert refusal({"grpc_port": "x"}, {}).startswith("--grpc-port is 'x': ")
     file.write_text("port = 70000")
     assert refusal({"config": str(file)}, {}).startswith(f"port in {file} is 70000: ")
+    file.write_text("[limits]\nmax_inputs = 5000")
+    assert refusal({"config": str(file)}, {}).startswith(f"limits.max_inputs in {file} is 5000: ")
 
 
 def test_all_impossible_values_are_reported_together() -> None:
@@ -163,10 +166,6 @@ def test_all_impossible_values_are_reported_together() -> None:
             {"default_deadline_ms": 2, "max_deadline_ms": 1},
             ("default_deadline_ms is 2", "max_deadline_ms is 1", "lower the default or raise the maximum"),
         ),
-        (
-            {"max_body_bytes": 51, "channel_bytes": 101},
-            ("max_body_bytes is 51", "channel_bytes is 101", "at least twice max_body_bytes"),
-        ),
     ],
 )
 def test_conflicting_limits_are_refused_with_both_values(said: dict[str, int], names: tuple[str, ...]) -> None:
@@ -180,14 +179,42 @@ def test_conflicting_limits_are_refused_with_both_values(said: dict[str, int], n
     [
         {"port": 8002, "grpc_port": 8003},
         {"port": 0, "grpc_port": 0},
-        {"port": 8001, "grpc": 0},
+        {"port": 8001, "grpc_port": "off"},
         {"max_inputs": 8, "max_waiting": 8},
         {"default_deadline_ms": 1, "max_deadline_ms": 1},
-        {"max_body_bytes": 50, "channel_bytes": 100},
+        {"max_body_bytes": 256 << 20},
     ],
 )
-def test_limits_at_the_border_are_accepted(said: dict[str, int]) -> None:
+def test_limits_at_the_border_are_accepted(said: dict[str, Any]) -> None:
     assert load(said, {}).model_dump().items() >= said.items()
+
+
+def test_limits_are_a_table_of_the_file_and_flat_elsewhere(file: Path) -> None:
+    file.write_text("port = 1001\n[limits]\nmax_inputs = 7\nmax_waiting = 70\nmax_sessions = 700")
+    settings = load({"config": str(file), "max_sessions": 3}, {"SEQSERVE_MAX_WAITING": "30"})
+    assert (settings.port, settings.max_inputs, settings.max_waiting, settings.max_sessions) == (1001, 7, 30, 3)
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("max_inputs = 7", "max_inputs in {} is a limit: move it below a line [limits]"),
+        ("[limits]\nport = 1", "limits.port in {} is no limit: move it above the line [limits]"),
+        ("[limits]\nmax_input = 7", "unknown setting limits.max_input in {}: did you mean max_inputs?"),
+        ("limits = 7", "limits in {} is 7: it is a table, which begins with a line [limits]"),
+        ("[limit]\nmax_inputs = 7", "unknown table [limit] in {}: the only table is [limits]"),
+    ],
+)
+def test_key_of_the_wrong_table_is_refused(file: Path, text: str, message: str) -> None:
+    file.write_text(text)
+    assert refusal({"config": str(file)}, {}).startswith(message.format(file))
+
+
+def test_printed_settings_are_a_file_of_settings(file: Path) -> None:
+    settings = load({"device": "cpu,cpu", "max_inputs": 7, "strict": True, "batch_budget_ms": 0.5, "grpc_port": "off"}, {})
+    file.write_text(as_toml(settings))
+    assert load({"config": str(file)}, {}) == settings
+    assert "# Most sequences in one request.\nmax_inputs = 7\n" in file.read_text()
 
 
 def test_missing_file_is_refused(tmp_path: Path) -> None:

@@ -53,6 +53,7 @@ from tests.accumulator import (
     tell,
     watch,
 )
+from tests.planted import constants
 from tests.reloading import load
 from tests.serving import Server, eventually, serving
 from tests.steady import open_files
@@ -147,7 +148,8 @@ def test_sums_are_exact_while_versions_are_replaced(tmp_path: Path) -> None:
             shutil.copytree(root / "accumulator" / "1", root / "accumulator" / str(loaded))
             load(server, "accumulator")
 
-    with serving(root, tmp_path, **SMALL, unload_seconds="600") as server, ThreadPoolExecutor(1) as thread:
+    patient = constants({"service.supervisor.reload.UNLOAD_SECONDS": 600})
+    with patient, serving(root, tmp_path, **SMALL) as server, ThreadPoolExecutor(1) as thread:
         before = at_rest(server)
         reloading = thread.submit(reload, server)
         try:

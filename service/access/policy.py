@@ -15,7 +15,7 @@ from service.access.caller import ANYBODY, LOCAL, Caller
 from service.access.keys import KeyRing
 from service.access.modification import modification
 from service.errors import Forbidden, SettingsError, Unauthorized
-from service.settings import OFF, Settings
+from service.settings import Settings
 
 LOOPBACK_NAMES = frozenset(("localhost", "127.0.0.1", "[::1]"))
 ANY_HOST = "*"
@@ -92,15 +92,11 @@ def check_start(settings: Settings) -> None:
     if settings.keys:
         KeyRing.read(Path(settings.keys))
         return
-    hosts = (
-        {"host": settings.host} if settings.admin_port == OFF else {"host": settings.host, "admin_host": settings.admin_host}
-    )
-    for name, host in hosts.items():
-        if not settings.insecure and not _is_loopback(host):
-            raise SettingsError(
-                f"{name} is {host}, which other machines may reach, and the service has no keys: set keys to a file of keys "
-                "(seqserve key new NAME creates one), set insecure to serve everybody, or listen on 127.0.0.1"
-            )
+    if not settings.insecure and not _is_loopback(settings.host):
+        raise SettingsError(
+            f"host is {settings.host}, which other machines may reach, and the service has no keys: set keys to a file of keys "
+            "(seqserve key new NAME creates one), set insecure to serve everybody, or listen on 127.0.0.1"
+        )
 
 
 def _listed(names: str) -> set[str]:

@@ -11,6 +11,8 @@ from collections.abc import Callable
 
 from service.access.address_group import address_group
 
+DELAY_SECONDS = 1.0
+"""How long an answer waits."""
 WINDOW_SECONDS = 60.0
 FREE_REFUSALS = 10
 """Wrong keys of an address in a window that are answered at once."""
@@ -23,9 +25,7 @@ MAX_WAITING = 1024
 class RefusedKeys:
     """Counts the wrong keys that a frontend has received, by address."""
 
-    def __init__(self, delay_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """delay_seconds: how long an answer waits."""
-        self._delay = delay_seconds
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._windows: dict[str, tuple[float, int]] = {}
         """When the window of an address began, and its wrong keys since then. The oldest window comes first."""
@@ -39,8 +39,8 @@ class RefusedKeys:
             self._waiting.popleft()
         if self._count(address_group(peer), now) <= FREE_REFUSALS or len(self._waiting) >= MAX_WAITING:
             return 0.0
-        self._waiting.append(now + self._delay)
-        return self._delay
+        self._waiting.append(now + DELAY_SECONDS)
+        return DELAY_SECONDS
 
     def _count(self, group: str, now: float) -> int:
         """Count a wrong key, and return the number of those in the current window of a group of addresses."""

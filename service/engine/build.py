@@ -91,7 +91,6 @@ def build_batcher(
         max_batch_sequences=settings.max_batch_sequences,
         max_batch_tokens=settings.max_batch_tokens,
         batch_seconds=budget_ms / 1000,
-        continuous=settings.batching == "continuous",
     )
     journal = journal or SessionJournal(journal_records(settings))
     table = SessionTable(settings.max_sessions, settings.session_idle_seconds, journal, metrics)

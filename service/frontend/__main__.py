@@ -8,7 +8,7 @@ from service.errors import StartError
 from service.frontend.catalog import build_catalog
 from service.frontend.connection_share import ConnectionShare
 from service.frontend.control import Control
-from service.frontend.dispatch.dispatcher import Dispatcher
+from service.frontend.dispatch.dispatcher import Dispatcher, channel_limit
 from service.frontend.inference import Frontend
 from service.frontend.listener import SharedPort
 from service.frontend.server import serve
@@ -42,7 +42,7 @@ def _run(config: ProcessConfig, settings: Settings) -> None:
         control.failed(str(error))
         return
     turns = SuspectTurns(config.suspects)
-    dispatcher = Dispatcher(metrics, settings.channel_bytes, control.ready, len(settings.devices), turns=turns)
+    dispatcher = Dispatcher(metrics, channel_limit(settings), control.ready, len(settings.devices), turns=turns)
     quotas = QuotaCounts.open(config.quotas, config.place)
     traces = TraceWriter(config.traces) if config.traces >= 0 else None
     frontend = Frontend(settings, catalog, dispatcher, metrics, log, control, quotas, traces)

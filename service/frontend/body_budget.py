@@ -7,13 +7,18 @@ from contextlib import contextmanager
 
 from service.errors import Overloaded
 from service.frontend.memory_guard import MemoryGuard
+from service.settings import BODY_CEILING_BYTES
+
+MAX_RECEIVING_BYTES = BODY_CEILING_BYTES
+"""Bytes of requests that a frontend holds at most, over all HTTP connections, and the same over all gRPC connections. The largest body that
+a setting allows has room."""
 
 
 class BodyBudget:
     """Counts the bytes of bodies on all connections."""
 
     def __init__(self, limit: int, memory: MemoryGuard) -> None:
-        """limit: SEQSERVE_MAX_RECEIVING_BYTES."""
+        """limit: MAX_RECEIVING_BYTES of the service."""
         self._limit = limit
         self._memory = memory
         self.held_bytes = 0
@@ -29,8 +34,8 @@ class BodyBudget:
         self._memory.check_large()
         if self.held_bytes > self._limit:
             raise Overloaded(
-                f"requests that are not decoded yet hold {self.held_bytes} bytes and SEQSERVE_MAX_RECEIVING_BYTES is {self._limit}: "
-                "retry later, or raise SEQSERVE_MAX_RECEIVING_BYTES",
+                f"requests that are not decoded yet hold {self.held_bytes} bytes and the limit is {self._limit}: "
+                "retry later, or send less at once",
                 retry_after=1,
             )
 

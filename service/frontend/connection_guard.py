@@ -13,6 +13,7 @@ from operator import itemgetter
 from random import uniform
 from typing import Protocol
 
+from service.errors import RequestTimeout
 from service.frontend.delivery import delivery
 from service.metrics import Metrics
 from service.settings import Settings
@@ -24,6 +25,14 @@ FEW_BYTES = 1 << 16
 MOST_CONNECTIONS = 1 << 16
 PARTS, MIN_PART = 10, 256
 """How many parts a sweep has, and how many connections a part has at least. A look at 10,000 of them at once would take 40 ms."""
+RECEIVE_SECONDS, RECEIVE_RATE = 10.0, 16 << 10
+"""How long a request may take to arrive, plus one second for each RECEIVE_RATE bytes of it."""
+SEND_SECONDS = 30.0
+"""How long a client may read nothing of a reply before its connection is closed."""
+MAX_UNREAD_BYTES = 256 << 20
+"""Bytes of replies that wait for clients of one frontend; beyond it, the connections with the most bytes are closed."""
+REPLICA_CONNECTION_SECONDS = 20.0
+"""Age at which a connection to one of several replicas ends: a new replica has its share of the connections soon after it is ready."""
 AGE_JITTER = 0.1
 """Share by which the longest ages of connections differ: connections that began together do not end together."""
 
@@ -136,7 +145,7 @@ class ConnectionGuard:
                 with suppress(Exception):  # whatever is wrong with it: the other connections still have limits
                     connection.abort()
         # Another look at all connections would take as long as the sweep.
-        if not self._unswept and self._unread_bytes > self._settings.max_unread_bytes:
+        if not self._unswept and self._unread_bytes > MAX_UNREAD_BYTES:
             self._limit_unread_bytes()
 
     def free_unread(self, size: float) -> None:
@@ -174,24 +183,22 @@ class ConnectionGuard:
         return False
 
     def _limit_time(self, connection: GuardedConnection, now: float) -> None:
-        settings, seconds = self._settings, now - connection.phase_began
+        seconds = now - connection.phase_began
         unread_since = connection.unread_since(now)
-        if unread_since is not None and now - unread_since > settings.send_seconds:
+        if unread_since is not None and now - unread_since > SEND_SECONDS:
             self._close(connection.abort, "slow_reader")
             return
         phase = connection.phase
-        if phase is Phase.IDLE and seconds > settings.idle_seconds:
+        if phase is Phase.IDLE and seconds > self._settings.idle_seconds:
             self._close(connection.close_idle, "idle")
-        elif phase is Phase.RECEIVING:
-            allowed = settings.receive_seconds + connection.received_bytes / settings.min_receive_rate
-            if seconds > allowed:
-                self._close(connection.refuse_slow_request, "slow_request")
+        elif phase is Phase.RECEIVING and seconds > receive_seconds(connection.received_bytes):
+            self._close(connection.refuse_slow_request, "slow_request")
 
     def _limit_unread_bytes(self) -> None:
         """Close the connections with the most unread bytes, until the rest is within the limit."""
         by_size = self._by_unread_bytes()
         total = sum(size for size, _ in by_size)
-        while total > self._settings.max_unread_bytes:
+        while total > MAX_UNREAD_BYTES:
             size, connection = by_size.pop()
             self._close(connection.abort, "slow_reader")
             total -= size
@@ -202,6 +209,23 @@ class ConnectionGuard:
     def _close(self, close: Callable[[], None], reason: str) -> None:
         self._metrics.connections_closed.add(reason)
         close()
+
+
+def receive_seconds(received_bytes: int) -> float:
+    """Return how long a request may take to arrive. received_bytes: its part that has arrived."""
+    return RECEIVE_SECONDS + received_bytes / RECEIVE_RATE
+
+
+def slow_request() -> RequestTimeout:
+    """Return the error of a request that took longer."""
+    return RequestTimeout(
+        f"the request took longer to arrive than {RECEIVE_SECONDS:g} s, and 1 s more for each {RECEIVE_RATE} bytes: send it faster"
+    )
+
+
+def longest_age(settings: Settings) -> float:
+    """Return the age at which a connection ends between two requests, infinite for none."""
+    return REPLICA_CONNECTION_SECONDS if settings.replicated else math.inf
 
 
 def retirement(now: float, max_seconds: float) -> float:

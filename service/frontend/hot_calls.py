@@ -159,7 +159,6 @@ class HotCall:
         self.observation = observation
         self.lengths: Sequence[int] = ()
         """The steps of its sequences."""
-        self.body = b""
         self.context = parsed.context
         self.pending: PendingRequest | None = None
         self.search: asyncio.Task[None] | None = None
@@ -221,10 +220,10 @@ class HotEndpoint(ABC):
         try:
             self.frontend.starts.check()
         except Overloaded as error:
-            self.refuse(UNKNOWN_MODEL_LABELS, error, arrived, exchange, head.caller, body)
+            self.refuse(UNKNOWN_MODEL_LABELS, error, arrived, exchange, head.caller)
             raise
         parsed = self.parse(head, body)
-        return None if parsed is None else self.run(parsed, exchange, arrived, head.caller, body)
+        return None if parsed is None else self.run(parsed, exchange, arrived, head.caller)
 
     def run(
         self,
@@ -232,12 +231,11 @@ class HotEndpoint(ABC):
         exchange: Exchange,
         arrived: float,
         caller: Caller,
-        body: bytes,
         model: ServedModel | None = None,
     ) -> HotCall:
         """Send a decoded request to an engine. The reply comes after the return. Raises the ServiceError of a request that is refused.
 
-        body: the request before it was decoded. model: the model of the session, instead of the model that the request names.
+        model: the model of the session, instead of the model that the request names.
         """
         self._tally.accept()
         labels, retired = UNKNOWN_MODEL_LABELS, None
@@ -250,8 +248,6 @@ class HotEndpoint(ABC):
                 model, retired = self._find(parsed)
             labels = model.key.labels
             call = HotCall(self, exchange, model, arrived, parsed, caller, observation)
-            if self._observer.keeps_bodies:
-                call.body = self._observer.start_of(body)
             if retired is None:
                 self._send(call)
             else:
@@ -261,7 +257,7 @@ class HotEndpoint(ABC):
             if isinstance(error, ServiceError):
                 code = error.code
                 self.frontend.retries.charge(error)
-            self._end_refused(exchange, labels, code, arrived, caller, body, observation)
+            self._end_refused(exchange, labels, code, arrived, caller, observation)
             raise
         return call
 
@@ -272,13 +268,12 @@ class HotEndpoint(ABC):
         arrived: float,
         exchange: Exchange,
         caller: Caller,
-        body: bytes,
     ) -> None:
         """Count a request that cannot be decoded."""
         self._tally.accept()
         self.frontend.retries.charge(error)
         observation = self._observer.begin(exchange, random()) if self._observer.chooses else None
-        self._end_refused(exchange, labels, error.code, arrived, caller, body, observation)
+        self._end_refused(exchange, labels, error.code, arrived, caller, observation)
 
     def _end_refused(
         self,
@@ -287,14 +282,12 @@ class HotEndpoint(ABC):
         outcome: str,
         arrived: float,
         caller: Caller,
-        body: bytes,
         observation: Observation | None,
     ) -> None:
         """Count and report a request that is not sent to an engine."""
         ended = time.monotonic()
         self._tally.fail(labels, outcome, ended - arrived)
-        start = self._observer.start_of(body)
-        request = EndedRequest(self.api, exchange, caller.name, labels, outcome, arrived, ended=ended, body=start)
+        request = EndedRequest(self.api, exchange, caller.name, labels, outcome, arrived, ended=ended)
         self._observer.end(observation, request)
 
     def abandon(self, outcome: str = GONE) -> None:
@@ -397,7 +390,6 @@ class HotEndpoint(ABC):
             ended,
             call.lengths,
             answer,
-            call.body,
         )
         self._observer.end(call.observation, request)
 

@@ -185,7 +185,7 @@ async def read_state(request: Request, frontend: Frontend) -> bytes:
     """Return the whole body that should contain a session state, after checks of its content type, encoding and size."""
     if _media_type(request) not in ("", OCTET_STREAM):
         raise UnsupportedMedia(f"the content type is not that of a session state: send Content-Type: {OCTET_STREAM}, or none")
-    return await _read(request, Limit(frontend.settings.max_state_bytes, "SEQSERVE_MAX_STATE_BYTES"))
+    return await _read(request, body_limit(frontend))
 
 
 async def read_tensors(request: Request, frontend: Frontend, limit: Limit | None = None) -> bytes:

@@ -23,12 +23,11 @@ from service.errors import (
     HeadersTooLarge,
     InvalidRequest,
     Overloaded,
-    RequestTimeout,
     ServiceError,
     TooLarge,
     Unauthorized,
 )
-from service.frontend.connection_guard import Phase, UnreadBytes, connection_limit, retirement
+from service.frontend.connection_guard import Phase, UnreadBytes, connection_limit, longest_age, retirement, slow_request
 from service.frontend.http_exchange import JSON, error_body
 from service.frontend.inference import Frontend
 from service.frontend.origin import NO_ORIGIN, Header, Identity
@@ -38,6 +37,8 @@ from service.metrics import CLOSED_FOR
 
 STATUS_LINES = {kind: f"{status.http} {HTTPStatus(status.http).phrase}".encode() for kind, status in STATUS.items()}
 """What follows the version of HTTP in the reply to an error."""
+MAX_HEAD_BYTES, MAX_HEADERS = 64 << 10, 100
+"""Largest head of a request, which is its request line and its headers, and most headers."""
 MAX_WAITING_BYTES = 1 << 16
 """Bytes of pipelined requests that are read before the running request is answered."""
 MAX_PARSE_BYTES = 1 << 12
@@ -112,13 +113,13 @@ class HotPath:
         valid key. None where the port has no such endpoint.
         """
         self.frontend = frontend
-        self.heads = RequestHeads(frontend.settings.max_headers, frontend.access)
+        self.heads = RequestHeads(MAX_HEADERS, frontend.access)
         self._infer = infer
         self._oip_infer = oip_infer
         self._key_refusals = key_refusals
         self.open_sockets = 0
         """Number of open WebSockets."""
-        self.max_sockets = max(1, min(frontend.settings.max_sockets, connection_limit(frontend.settings) // 2))
+        self.max_sockets = max(1, connection_limit(frontend.settings) // 2)
         self._headers: list[tuple[bytes, bytes]] = []
         self._header_lines = b""
 
@@ -152,7 +153,6 @@ class HttpProtocol(HttpToolsProtocol):
     ) -> None:
         super().__init__(config, server_state, app_state)
         self._hot_path = hot_path
-        self._settings = hot_path.frontend.settings
         self._request_ids = hot_path.frontend.request_ids
         self._starts = hot_path.frontend.starts
         self.origin, self.request_id = NO_ORIGIN, b""
@@ -186,7 +186,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._closing_later: asyncio.TimerHandle | None = None
         """Closes the connection a little after a refusal."""
         self.phase_began = self.loop.time()
-        self._retires = retirement(self.phase_began, self._settings.max_connection_seconds)
+        self._retires = retirement(self.phase_began, longest_age(hot_path.frontend.settings))
         self.received_bytes = 0
         self._unread = UnreadBytes()
 
@@ -279,11 +279,8 @@ class HttpProtocol(HttpToolsProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         self._count_head_bytes(len(name) + len(value))
         super().on_header(name, value)
-        if len(self.headers) > self._settings.max_headers:
-            limit = self._settings.max_headers
-            self._refuse_head(
-                HeadersTooLarge(f"the request has more than {limit} headers, which is SEQSERVE_MAX_HEADERS: send fewer")
-            )
+        if len(self.headers) > MAX_HEADERS:
+            self._refuse_head(HeadersTooLarge(f"the request has more than {MAX_HEADERS} headers: send fewer"))
 
     def on_headers_complete(self) -> None:
         self._head_complete = True
@@ -337,14 +334,13 @@ class HttpProtocol(HttpToolsProtocol):
             )
             return
         if hot_path.open_sockets >= hot_path.max_sockets:
-            problem = f"{hot_path.open_sockets} WebSockets are open, which is the limit of SEQSERVE_MAX_SOCKETS"
-            self._refuse(
-                Overloaded(f"{problem} or half of SEQSERVE_MAX_CONNECTIONS: retry later, or raise both", retry_after=1)
-            )
+            problem = f"{hot_path.open_sockets} WebSockets are open, half of the most connections"
+            self._refuse(Overloaded(f"{problem}: retry later, or raise SEQSERVE_MAX_CONNECTIONS", retry_after=1))
             return
         try:
             check_handshake(self.url, self.headers)
-        except InvalidRequest as error:
+            hot_path.frontend.memory.check_new_session()
+        except (InvalidRequest, Overloaded) as error:
             self._refuse(error)
             return
         self._last_request = True
@@ -373,12 +369,7 @@ class HttpProtocol(HttpToolsProtocol):
         self.timeout_keep_alive_handler()
 
     def refuse_slow_request(self) -> None:
-        limit = self._settings.receive_seconds
-        self._refuse(
-            RequestTimeout(
-                f"the request took longer to arrive than {limit:g} s, which is SEQSERVE_RECEIVE_SECONDS: send it faster"
-            )
-        )
+        self._refuse(slow_request())
 
     def abort(self) -> None:
         self.transport.abort()
@@ -420,9 +411,9 @@ class HttpProtocol(HttpToolsProtocol):
         if self._last_request:
             return
         super().data_received(data)
-        if self._message_begun and not self._head_complete and self.received_bytes > self._settings.max_header_bytes:
+        if self._message_begun and not self._head_complete and self.received_bytes > MAX_HEAD_BYTES:
             # A header that arrives in pieces reaches `on_header` only when it is complete.
-            self._refuse(self._head_too_large())
+            self._refuse(_head_too_large())
 
     def _continue_general(self) -> None:
         """Continue with the bytes that the general path left."""
@@ -442,7 +433,7 @@ class HttpProtocol(HttpToolsProtocol):
             return
         data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
         end = data.find(_HEAD_END) + len(_HEAD_END)
-        in_limits = len(_HEAD_END) <= end <= self._settings.max_header_bytes
+        in_limits = len(_HEAD_END) <= end <= MAX_HEAD_BYTES
         head = self._hot_path.heads.find(data[:end]) if in_limits else None
         endpoint = self._hot_path.find_endpoint(head) if head is not None else None
         if head is None or endpoint is None or not endpoint.accepts(head):
@@ -550,14 +541,8 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _count_head_bytes(self, size: int) -> None:
         self._head_bytes += size
-        if self._head_bytes > self._settings.max_header_bytes:
-            self._refuse_head(self._head_too_large())
-
-    def _head_too_large(self) -> HeadersTooLarge:
-        limit = self._settings.max_header_bytes
-        return HeadersTooLarge(
-            f"the head of the request is larger than {limit} bytes, which is SEQSERVE_MAX_HEADER_BYTES: send less"
-        )
+        if self._head_bytes > MAX_HEAD_BYTES:
+            self._refuse_head(_head_too_large())
 
     def _refuse_head(self, error: ServiceError) -> NoReturn:
         """End the parser's work on a request; uvicorn then calls `send_400_response`.
@@ -624,3 +609,7 @@ def _error_head(error: ServiceError) -> tuple[bytes, bytes]:
     if isinstance(error, Unauthorized):
         headers += b"www-authenticate: Bearer\r\n"
     return STATUS_LINES[type(error)], headers
+
+
+def _head_too_large() -> HeadersTooLarge:
+    return HeadersTooLarge(f"the head of the request is larger than {MAX_HEAD_BYTES} bytes: send less")

@@ -26,7 +26,7 @@ from service.errors import (
     TooLarge,
     Unavailable,
 )
-from service.frontend.body_budget import BodyBudget
+from service.frontend.body_budget import MAX_RECEIVING_BYTES, BodyBudget
 from service.frontend.catalog import Catalog, ServedModel
 from service.frontend.decoder.client import BodyDecoder
 from service.frontend.dispatch.connection import Answered, PendingRequest, Receiver
@@ -111,11 +111,11 @@ class Frontend:
         self.retries = RetryBudget(self.metrics)
         self.starts = StartQueue(self.settings.default_deadline_ms)
         self.streams = OpenStreams(self.access)
-        self.refused_keys = RefusedKeys(self.settings.refused_key_seconds)
+        self.refused_keys = RefusedKeys()
         self.state_keys = StateKeys(self.settings)
         self.tls = TlsContexts(self.settings)
         self.memory = MemoryGuard(self.settings.max_memory_share, MemoryLimit().read, self.metrics, self.log, trim_heap)
-        self.bodies = BodyBudget(self.settings.max_receiving_bytes, self.memory)
+        self.bodies = BodyBudget(MAX_RECEIVING_BYTES, self.memory)
         self.large_answers = LargeAnswers()
         self.decoder = BodyDecoder(self.settings, self.bodies, self.memory, self.log)
         self.request_ids = RequestIds()
@@ -205,7 +205,6 @@ class TrackedRequest:
     timed: bool = False
     """Whether the client asks for the time in each stage."""
     observation: Observation | None = None
-    body: bytes = b""
     sent: float = 0.0
     received: float = 0.0
     lengths: Sequence[int] = ()
@@ -229,7 +228,6 @@ class TrackedRequest:
             ended,
             self.lengths,
             self.answer,
-            self.body,
         )
         observer.end(self.observation, request)
 

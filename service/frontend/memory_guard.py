@@ -90,7 +90,7 @@ class MemoryGuard:
             raise self._refusal()
 
     def check_new_session(self) -> None:
-        """Raise Overloaded if no session may be opened."""
+        """Raise Overloaded if no session and no WebSocket may be opened."""
         if self._short:
             raise self._refusal()
 

@@ -23,8 +23,8 @@ from service.log import Log
 from service.metrics import CUT_OFF, FAULTS, GONE, OK, Metrics
 from service.settings import Settings
 
-MAX_BODY_BYTES = 1000
-"""How much of a request's body the log has, if it has any."""
+MAX_TRACES_PER_SECOND = 100
+"""Requests of one frontend that are traced, for whatever reason: no client fills the receiver of the traces."""
 MAX_TRACED_RUNS = 32
 """Batches of one request with spans: the first batches, and the last."""
 ONCE_PER_REQUEST = ("parse", "channel", "reply", "encode", "total")
@@ -53,7 +53,7 @@ class EndedRequest(NamedTuple):
     """A request at its end. Moments are monotonic seconds, and 0 if the request did not reach them.
 
     caller: name of its key. labels: model and version. outcome: as in the metrics. lengths: steps of its sequences.
-    sent: when it left for an engine. received: when its answer was taken up to be encoded. body: its start, if the log has inputs.
+    sent: when it left for an engine. received: when its answer was taken up to be encoded.
     """
 
     api: Api
@@ -67,7 +67,6 @@ class EndedRequest(NamedTuple):
     ended: float = 0.0
     lengths: Sequence[int] = ()
     answer: Answer | None = None
-    body: bytes = b""
 
     @property
     def failed(self) -> bool:
@@ -124,8 +123,7 @@ class Observer:
         self._access_rate = settings.access_log_rate
         self.highest_rate = max(self._access_rate, self._trace_rate if traces is not None else 0.0)
         self.slow_seconds = settings.slow_request_ms / 1000 or math.inf
-        self._budget = Budget(settings.trace_limit, settings.trace_limit)
-        self.keeps_bodies = settings.log_inputs
+        self._budget = Budget(MAX_TRACES_PER_SECOND, MAX_TRACES_PER_SECOND)
         self.times_all = self.slow_seconds < math.inf
         """Whether engines tell for every request how its batches ran."""
         self.chooses = traces is not None or self._access_rate > 0
@@ -149,10 +147,6 @@ class Observer:
         observation = _traced(parent, logged=logged)
         identity.trace_headers = observation.headers
         return observation
-
-    def start_of(self, body: bytes) -> bytes:
-        """Return the start of a request's body if the log has inputs, else nothing."""
-        return body[:MAX_BODY_BYTES] if self.keeps_bodies else b""
 
     def end(self, observation: Observation | None, request: EndedRequest) -> None:
         """Report a request if it was chosen, failed or is slow."""
@@ -231,7 +225,7 @@ class Observer:
     def _values(self, request: EndedRequest, trace: str) -> dict[str, Any]:
         """Return the values of a log line."""
         model, version = request.labels
-        values: dict[str, Any] = {
+        return {
             "request_id": request.identity.request_id.decode(),
             **({"trace_id": trace} if trace else {}),
             "api": request.api,
@@ -244,9 +238,6 @@ class Observer:
             "tokens": sum(request.lengths),
             "ms": _milliseconds(request.stages()),
         }
-        if self.keeps_bodies:
-            values["input"] = request.body.decode("utf-8", "backslashreplace")
-        return values
 
 
 def _traced(parent: Parent | None, *, logged: bool) -> Observation:

@@ -38,6 +38,10 @@ CLOSE_SECONDS = 1.0
 """Longest wait for the client's close frame after the service has sent its own."""
 SLICE_SECONDS = 0.002
 """Time after which a callback leaves the rest of the frames and messages to a later callback."""
+MAX_MESSAGE_BYTES, MAX_MESSAGE_FRAMES = 1 << 20, 1024
+"""Largest message, and most frames of one message."""
+MAX_FRAME_RATE, MAX_PING_RATE = 4096, 100
+"""Frames per second that are read of one socket, besides the first of each message, and pings and pongs among them."""
 RATE_SECONDS = 1.0
 """Interval over which the limits per second count."""
 SOCKET = "seqserve.socket"
@@ -99,12 +103,11 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
     ) -> None:
         super().__init__(config, server_state, app_state)
         self._hot_path = hot_path
-        self._settings = hot_path.frontend.settings
         self._starts = hot_path.frontend.starts
         self._arrived = 0.0
         """When the messages arrived that are parsed now."""
         # Without the extension for compressed messages: chunks are small, and a small message may decompress to a large one.
-        self.conn: _FrameParser = _FrameParser(max_size=self._settings.max_message_bytes, logger=self.logger)
+        self.conn: _FrameParser = _FrameParser(max_size=MAX_MESSAGE_BYTES, logger=self.logger)
         self._draining = False
         self._reading = self._taking = True
         """Whether the socket is read, and whether frames may be handled."""
@@ -271,7 +274,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         self.shutdown()
 
     def refuse_slow_request(self) -> None:
-        self.conn.fail(CloseCode.POLICY_VIOLATION, "the message took longer to arrive than SEQSERVE_RECEIVE_SECONDS allows")
+        self.conn.fail(CloseCode.POLICY_VIOLATION, "the message took too long to arrive: send it faster")
         self.handle_parser_exception()
 
     def abort(self) -> None:
@@ -288,9 +291,8 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         super().handle_bytes(event)
 
     def handle_cont(self, event: Frame) -> None:
-        limit = self._settings.max_message_frames
-        if len(self.frames) >= limit:
-            reason = f"the message has more than {limit} frames, which is SEQSERVE_MAX_MESSAGE_FRAMES"
+        if len(self.frames) >= MAX_MESSAGE_FRAMES:
+            reason = f"the message has more than {MAX_MESSAGE_FRAMES} frames"
             self._close_for("too_many_frames", CloseCode.POLICY_VIOLATION, reason)
             return
         self._later_frames += 1
@@ -327,7 +329,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
                 break
             if time.monotonic() > end:
                 self._parse_later(0.0)
-            elif self._later_frames >= self._settings.max_frame_rate:
+            elif self._later_frames >= MAX_FRAME_RATE:
                 self._parse_later(self._rate_began + RATE_SECONDS - time.monotonic())
         self._count_received(self._message_bytes + len(self.conn.reader.buffer))
         self._set_reading()
@@ -366,7 +368,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         elif size >= _SIZE_OF_64_BITS:
             return False  # a large message, or one without a mask
         end = start + size
-        if len(buffer) < end or size > self._settings.max_message_bytes:
+        if len(buffer) < end or size > MAX_MESSAGE_BYTES:
             return False
         data, is_text = apply_mask(bytes(buffer[start:end]), bytes(buffer[start - 4 : start])), buffer[0] == _TEXT_FRAME
         del buffer[:end]
@@ -420,9 +422,8 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         """Count a ping or a pong, which costs a client nothing."""
         self._later_frames += 1
         self._pings += 1
-        limit = self._settings.max_ping_rate
-        if self._pings > limit:
-            reason = f"more than {limit} pings and pongs in a second, which is SEQSERVE_MAX_PING_RATE"
+        if self._pings > MAX_PING_RATE:
+            reason = f"more than {MAX_PING_RATE} pings and pongs in a second"
             self._close_for("too_many_pings", CloseCode.POLICY_VIOLATION, reason)
 
     def _count_received(self, size: int) -> None:
@@ -436,7 +437,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
             try:
                 bodies.check()
             except Overloaded as error:
-                reason = "memory is short, or incomplete messages hold more than SEQSERVE_MAX_RECEIVING_BYTES: retry later"
+                reason = "memory is short, or incomplete messages hold too much: retry later"
                 self._close_for(error.code, CloseCode.TRY_AGAIN_LATER, reason)
 
     def revoke(self, error: ServiceError) -> None:

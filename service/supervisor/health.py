@@ -75,7 +75,7 @@ class HealthPort:
         self._collect = collect
         self._log = log
         self._access = AccessPolicy(settings)
-        self._refused_keys = RefusedKeys(settings.refused_key_seconds)
+        self._refused_keys = RefusedKeys()
         # Keys would cross the network in plain text, and client certificates would not be required.
         self._has_metrics = not settings.tls_cert
         self._server: asyncio.Server | None = None

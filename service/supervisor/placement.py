@@ -26,7 +26,7 @@ class Placement(NamedTuple):
 def place_processes(settings: Settings, sys: Path = SYS) -> Placement:
     """Choose the placement for this machine."""
     cores = usable_cores()
-    nodes = numa.read_nodes(sys) if settings.numa == AUTO and hasattr(os, "sched_setaffinity") else {}
+    nodes = numa.read_nodes(sys) if hasattr(os, "sched_setaffinity") else {}
     on_cpu = "cpu" in settings.devices
     needed = not on_cpu and (len(nodes) > 1 or settings.device == settings.frontends == AUTO)
     addresses = find_gpus() if needed else []

@@ -43,12 +43,10 @@ def open_sockets(settings: Settings) -> ListeningSockets:
     """Return the listening sockets; raises StartError."""
     with ExitStack() as on_error:
         http = on_error.enter_context(_open_http(settings.host, settings.port, "choose another with --host or --port"))
-        grpc = on_error.enter_context(_open_grpc(settings)) if settings.grpc else None
+        grpc = on_error.enter_context(_open_grpc(settings.host, settings.grpc_port)) if settings.grpc_port != OFF else None
         admin = None
         if settings.admin_port != OFF:
-            admin = on_error.enter_context(
-                _open_http(settings.admin_host, settings.admin_port, "choose another with --admin-host or --admin-port")
-            )
+            admin = on_error.enter_context(_open_http(settings.host, settings.admin_port, "choose another with --admin-port"))
         health = None
         if settings.health_port != OFF:
             health = _open_http(settings.host, settings.health_port, "choose another with --health-port")
@@ -62,7 +60,7 @@ def addresses(sockets: ListeningSockets, settings: Settings) -> Addresses:
     return Addresses(
         _address(http, settings.host),
         None if grpc is None else _address(grpc, settings.host),
-        None if admin is None else _address(admin, settings.admin_host),
+        None if admin is None else _address(admin, settings.host),
         None if health is None else _address(health, settings.host),
     )
 
@@ -71,12 +69,12 @@ def _open_http(host: str, port: int, way_out: str) -> socket.socket:
     return _listen(socket.AF_INET6 if ":" in host else socket.AF_INET, host, port, way_out)
 
 
-def _open_grpc(settings: Settings) -> socket.socket:
+def _open_grpc(host: str, port: int) -> socket.socket:
     """Return the listening gRPC socket, which accepts IPv4 and IPv6 on a wildcard address; raises StartError."""
-    way_out = "choose another with --grpc-port, or disable gRPC with SEQSERVE_GRPC=0"
-    dual = _is_wildcard(settings.host) and socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if dual or ":" in settings.host else socket.AF_INET
-    return _listen(family, settings.host, settings.grpc_port, way_out, dual=dual)
+    way_out = "choose another with --grpc-port, or disable gRPC with --grpc-port off"
+    dual = _is_wildcard(host) and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual or ":" in host else socket.AF_INET
+    return _listen(family, host, port, way_out, dual=dual)
 
 
 def _address(listening: socket.socket, named: str) -> str:

@@ -57,6 +57,11 @@ T = TypeVar("T")
 READ_SECONDS = 10.0
 """Longest read of names and small files in the models folder. Weights may take SEQSERVE_START_SECONDS."""
 
+POLL_SECONDS = 5.0
+"""Time between two reads of the models folder with SEQSERVE_RELOAD=poll."""
+UNLOAD_SECONDS = 30.0
+"""How long sessions of an unloaded version may continue. After that, each remaining session gets 409 once."""
+
 
 class ModelReloader:
     """Loads and unloads models at run time. `manifest` is what frontends serve.
@@ -165,10 +170,10 @@ class ModelReloader:
         return entries
 
     async def poll(self) -> None:
-        """Load changes of the models folder, every `poll_seconds`."""
+        """Load changes of the models folder, every POLL_SECONDS."""
         seen: dict[str, Fingerprint] = {}
         while not self._closed:
-            await asyncio.sleep(self._settings.poll_seconds)
+            await asyncio.sleep(POLL_SECONDS)
             try:
                 now = await self._read(self._repository.fingerprints)
             except ServiceError as error:
@@ -317,7 +322,7 @@ class ModelReloader:
             self._log.error("frontend did not switch", child=frontend.name, error=error.message)
             frontend.kill("ended")
         self._closing.update(replaced)
-        self._unload(replaced, self._settings.unload_seconds)
+        self._unload(replaced, UNLOAD_SECONDS)
 
     # Reasons.
 

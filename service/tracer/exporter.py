@@ -14,20 +14,22 @@ from opentelemetry.sdk.trace.export import SpanExporter
 from service import __version__
 from service.settings import Settings
 
-HTTP_PATH = "/v1/traces"
-"""Where a receiver of OTLP over HTTP takes traces."""
+HTTP_PORT, HTTP_PATH = 4318, "/v1/traces"
+"""Where a receiver of OTLP over HTTP takes traces. Over gRPC there are no paths."""
 
 
 def open_exporter(settings: Settings) -> SpanExporter:
-    """Return an exporter to SEQSERVE_TRACE_ENDPOINT. It does not connect yet."""
+    """Return an exporter to SEQSERVE_TRACE_ENDPOINT. It does not connect yet. A URL with a path or HTTP_PORT is for OTLP over HTTP."""
     url = settings.trace_endpoint
-    if settings.trace_protocol == "grpc":
+    parts = urlsplit(url)
+    has_path = bool(parts.path.strip("/"))
+    if not has_path and parts.port != HTTP_PORT:
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcExporter
 
         return GrpcExporter(endpoint=url, insecure=url.startswith("http://"))
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpExporter
 
-    return HttpExporter(endpoint=url if urlsplit(url).path.strip("/") else url.rstrip("/") + HTTP_PATH)
+    return HttpExporter(endpoint=url if has_path else url.rstrip("/") + HTTP_PATH)
 
 
 class _HashedResource(Resource):

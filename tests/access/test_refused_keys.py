@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from service.access.refused_keys import FREE_REFUSALS, MAX_ADDRESSES, MAX_WAITING, WINDOW_SECONDS, RefusedKeys
-
-DELAY = 0.5
+from service.access.refused_keys import DELAY_SECONDS, FREE_REFUSALS, MAX_ADDRESSES, MAX_WAITING, WINDOW_SECONDS, RefusedKeys
 
 
 class Clock:
@@ -24,7 +22,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def refused(clock: Clock) -> RefusedKeys:
-    return RefusedKeys(DELAY, clock)
+    return RefusedKeys(clock)
 
 
 def exhaust(refused: RefusedKeys, peer: str) -> None:
@@ -34,17 +32,17 @@ def exhaust(refused: RefusedKeys, peer: str) -> None:
 
 def test_answers_wait_after_several_wrong_keys_of_an_address(refused: RefusedKeys) -> None:
     exhaust(refused, "192.0.2.1")
-    assert [refused.delay("192.0.2.1") for _ in range(3)] == [DELAY] * 3
+    assert [refused.delay("192.0.2.1") for _ in range(3)] == [DELAY_SECONDS] * 3
     assert refused.delay("192.0.2.2") == 0.0
 
 
 def test_answers_come_at_once_in_the_next_window(refused: RefusedKeys, clock: Clock) -> None:
     exhaust(refused, "192.0.2.1")
     clock.now += WINDOW_SECONDS - 1
-    assert refused.delay("192.0.2.1") == DELAY
+    assert refused.delay("192.0.2.1") == DELAY_SECONDS
     clock.now += 1
     exhaust(refused, "192.0.2.1")
-    assert refused.delay("192.0.2.1") == DELAY
+    assert refused.delay("192.0.2.1") == DELAY_SECONDS
 
 
 @pytest.mark.parametrize(
@@ -60,15 +58,15 @@ def test_answers_come_at_once_in_the_next_window(refused: RefusedKeys, clock: Cl
 )
 def test_addresses_of_a_network_count_together(first: str, second: str, together: bool, refused: RefusedKeys) -> None:
     exhaust(refused, first)
-    assert refused.delay(second) == (DELAY if together else 0.0)
+    assert refused.delay(second) == (DELAY_SECONDS if together else 0.0)
 
 
 def test_number_of_waiting_answers_is_bounded(refused: RefusedKeys, clock: Clock) -> None:
     exhaust(refused, "192.0.2.1")
     assert all(refused.delay("192.0.2.1") for _ in range(MAX_WAITING))
     assert refused.delay("192.0.2.1") == 0.0
-    clock.now += DELAY
-    assert refused.delay("192.0.2.1") == DELAY
+    clock.now += DELAY_SECONDS
+    assert refused.delay("192.0.2.1") == DELAY_SECONDS
     assert len(refused._waiting) == 1
 
 
@@ -79,5 +77,5 @@ def test_number_of_addresses_is_bounded(refused: RefusedKeys, clock: Clock) -> N
     for number in range(MAX_ADDRESSES - 1):
         refused.delay(f"other {number}")
     assert len(refused._windows) == MAX_ADDRESSES
-    assert refused.delay("newest") == DELAY
+    assert refused.delay("newest") == DELAY_SECONDS
     assert refused.delay("oldest") == 0.0, "it was forgotten"

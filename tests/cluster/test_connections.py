@@ -6,6 +6,7 @@ The balancer knows only connections, as a Service of Kubernetes does: HAProxy in
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from loadtest.callers import Caller, Target
 from loadtest.servers import free_port
 from tests import models, proxies
 from tests.cluster.replicas import Cluster, Replica, clustered
+from tests.planted import constants
 from tests.serving import eventually
 
 BALANCER = """
@@ -128,7 +130,8 @@ def test_new_replica_has_its_share_of_kept_connections_soon(tmp_path: Path, caps
 def test_connections_without_an_age_stay_where_they_are(tmp_path: Path) -> None:
     models.accumulator(tmp_path / "models")
     with (
-        clustered(tmp_path / "models", tmp_path, 2, replicated="1", connection_seconds="0") as cluster,
+        constants({"service.frontend.connection_guard.REPLICA_CONNECTION_SECONDS": math.inf}),
+        clustered(tmp_path / "models", tmp_path, 2, replicated="1") as cluster,
         balanced(cluster, tmp_path) as address,
     ):
         seconds, statuses = asyncio.run(seconds_until_share(cluster, address, 0.01, WITHOUT_SECONDS))

@@ -53,7 +53,6 @@ def test_proxies_close_idle_connections_before_the_service(file: str, setting: s
 def test_nginx_takes_the_largest_body() -> None:
     http, grpc = re.findall(r"client_max_body_size (\w+);", settings_of("nginx.conf"))
     assert (http, grpc) == (f"{DEFAULTS.max_body_bytes >> 20}m", "0")
-    assert DEFAULTS.max_body_bytes == DEFAULTS.max_state_bytes
 
 
 def test_only_refused_connections_are_retried() -> None:

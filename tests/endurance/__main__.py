@@ -23,6 +23,7 @@ from tests.endurance.faults import ENGINES, START_SECONDS, Explained, Faults
 from tests.endurance.load import Client, Load, Tally
 from tests.endurance.requests import RequestClient, echo
 from tests.endurance.sessions import IDLE_SECONDS, SessionClient
+from tests.planted import constants
 from tests.serving import Server, eventually, serving
 
 SIZE, SESSIONS, CLIENTS = 10_000_000, 10_000, 128
@@ -32,7 +33,6 @@ SHOW_SECONDS = 60.0
 SETTINGS = {
     "max_sessions": str(2 * SESSIONS),
     "session_idle_seconds": str(IDLE_SECONDS),
-    "unload_seconds": str(UNLOAD_SECONDS),
     "start_seconds": str(START_SECONDS),
 }
 """One engine has room for all sessions. An engine may start slowly on a busy machine."""
@@ -62,7 +62,8 @@ def run(plan: Plan, scratch: Path, show: Show) -> Tally:
     echo(folder)
     frontends = "1" if plan.kind == "sessions" else "2"
     flags = ("--device", ",".join(["cpu"] * ENGINES), "--frontends", frontends)
-    with serving(folder, scratch, *flags, **SETTINGS) as server:
+    unloads = constants({"service.supervisor.reload.UNLOAD_SECONDS": UNLOAD_SECONDS})
+    with unloads, serving(folder, scratch, *flags, **SETTINGS) as server:
         tally = uvloop.run(_run(plan, server, folder, show))
         eventually(lambda: rests(server))
         counts = Counts.of(server.scrape())

@@ -26,6 +26,7 @@ from service.frontend.docs_page import STYLE
 from service.frontend.scopes import ADMIN_PORT_SCOPES
 from service.settings import load
 from tests.frontend.test_authorisation import ENDPOINTS, scope_of
+from tests.planted import constants
 from tests.serving import Server, eventually, serving
 
 QUESTION = "how far is the sea ?"
@@ -35,9 +36,12 @@ FILES = {"/docs/{name}": STYLE, "/ui/{name}": "style.css"}
 
 @pytest.fixture(scope="module")
 def divided(models_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    limits = {"max_connections": str(CONNECTIONS), "idle_seconds": "60", "receive_seconds": "60"}
-    scratch = tmp_path_factory.mktemp("log")
-    with serving(models_folder, scratch, "--admin-port", "0", "--debug", frontends="1", **limits) as server:
+    limits = {"max_connections": str(CONNECTIONS), "idle_seconds": "60"}
+    flags, scratch = ("--admin-port", "0", "--debug"), tmp_path_factory.mktemp("log")
+    with (
+        constants({"service.frontend.connection_guard.RECEIVE_SECONDS": 60}),
+        serving(models_folder, scratch, *flags, **limits) as server,
+    ):
         yield server
 
 
@@ -137,7 +141,8 @@ def _refuses(host: str, port: int) -> bool:
 def test_keys_count_on_the_admin_port(models_folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "keys.toml"
     tokens = {scope: create(file, f"only-{scope}", [scope], "scoped") for scope in KEY_SCOPES}
-    with serving(models_folder, tmp_path, "--keys", str(file), "--admin-port", "0", refused_key_seconds="0") as server:
+    at_once = constants({"service.access.refused_keys.DELAY_SECONDS": 0})
+    with at_once, serving(models_folder, tmp_path, "--keys", str(file), "--admin-port", "0") as server:
         for method, path in ENDPOINTS:
             scope = scope_of(method, path)
             if scope not in ADMIN_PORT_SCOPES or path == "/debug/trace":

@@ -32,6 +32,7 @@ from service.metrics import Metrics
 from service.settings import Settings
 from tests import raw_websocket
 from tests.frontend.test_hot_path import exchange, request, through_the_general_path
+from tests.planted import constants
 from tests.serving import Server, eventually, rewrite, serving
 
 REFUSES_WRONG_KEYS = {"/access"}
@@ -71,7 +72,8 @@ def guarded(models_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> It
         name: create(file, name, [Scope.INFER, Scope.SESSION], name, max_priority=1, max_sessions=most)
         for name, most in (("sales", 0), ("support", 0), ("small", 2))
     }
-    with serving(models_folder, scratch, "--keys", str(file), "--debug", frontends="2", refused_key_seconds="0") as server:
+    flags = ("--keys", str(file), "--debug", "--frontends", "2")
+    with constants({"service.access.refused_keys.DELAY_SECONDS": 0}), serving(models_folder, scratch, *flags) as server:
         yield Guarded(server, scoped, tenants, file)
 
 

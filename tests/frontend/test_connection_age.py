@@ -19,9 +19,10 @@ from tritonclient.grpc import service_pb2
 from websockets.sync.client import connect
 
 from tests import models
+from tests.planted import constants
 from tests.serving import LIMIT_SECONDS, Server, eventually, serving
 
-AGE, GRACE = 1.0, 2.0
+AGE = 1.0
 SERVICE = "/inference.GRPCInferenceService"
 
 
@@ -34,8 +35,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    limits = {"connection_seconds": str(AGE), "connection_grace_seconds": str(GRACE)}
-    with serving(root, tmp_path_factory.mktemp("log"), **limits) as running:
+    age = constants({"service.frontend.connection_guard.REPLICA_CONNECTION_SECONDS": AGE})
+    with age, serving(root, tmp_path_factory.mktemp("log"), replicated="1") as running:
         yield running
 
 
@@ -105,7 +106,7 @@ def test_request_that_has_arrived_keeps_an_old_connection(server: Server, path: 
 
 def test_websocket_outlives_the_age(server: Server) -> None:
     with connect(server.address.replace("http", "ws") + "/stream?model=accumulator", proxy=None) as stream:
-        until, sent = time.monotonic() + 2 * (AGE + GRACE), 0
+        until, sent = time.monotonic() + 5 * AGE, 0
         while time.monotonic() < until:
             stream.send('{"input": [1]}')
             sent += 1
@@ -113,36 +114,26 @@ def test_websocket_outlives_the_age(server: Server) -> None:
             time.sleep(0.05)
 
 
-class Calls:
-    """Successive ModelStreamInfer calls of one client that continues its sequence."""
+class StreamCall:
+    """A ModelStreamInfer call with one sequence."""
 
     def __init__(self, channel: grpc.Channel) -> None:
-        self._method = channel.stream_stream(
+        method = channel.stream_stream(
             f"{SERVICE}/ModelStreamInfer",
             service_pb2.ModelInferRequest.SerializeToString,
             service_pb2.ModelStreamInferResponse.FromString,
         )
-        self.steps = self.calls = 0
-        self._begin()
-
-    def _begin(self) -> None:
+        self.steps = 0
         self._requests: queue.Queue[Any] = queue.Queue()
-        self._answers = self._method(iter(self._requests.get, None), metadata=[("x-session-id", "a")], wait_for_ready=True)
-        self.calls += 1
+        self._answers = method(iter(self._requests.get, None), metadata=[("x-session-id", "a")], wait_for_ready=True)
 
     def chunk(self) -> None:
-        """Send a chunk of one step, on a new call if the old call has ended before the chunk."""
+        """Send a chunk of one step, and read its answer."""
         request = service_pb2.ModelInferRequest(model_name="accumulator", raw_input_contents=[b"\2\0\0\0"])
         request.inputs.add(name="ids", datatype="INT32", shape=[1, 1])
         request.parameters["sequence_start"].bool_param = self.steps == 0
         self._requests.put(request)
-        try:
-            answer = next(self._answers)
-        except grpc.RpcError as error:
-            assert error.code() is grpc.StatusCode.UNAVAILABLE and "continue on a new call" in error.details()
-            self._begin()
-            self._requests.put(request)
-            answer = next(self._answers)
+        answer = next(self._answers)
         assert not answer.error_message
         self.steps += 1
         assert answer.infer_response.parameters["sequence_steps"].int64_param == self.steps
@@ -151,14 +142,13 @@ class Calls:
         self._requests.put(None)
 
 
-def test_old_grpc_connection_ends_its_stream_without_losing_a_chunk(server: Server) -> None:
+def test_grpc_stream_outlives_the_age(server: Server) -> None:
     with grpc.insecure_channel(server.grpc) as channel:
-        calls = Calls(channel)
-        until = time.monotonic() + 3 * (AGE + GRACE)
-        while time.monotonic() < until or calls.calls < 3:
-            calls.chunk()
-            time.sleep(0.01)
-        calls.close()
+        call, until = StreamCall(channel), time.monotonic() + 5 * AGE
+        while time.monotonic() < until:
+            call.chunk()
+            time.sleep(0.05)
+        call.close()
 
 
 def test_grpc_connection_is_replaced_between_calls(server: Server) -> None:
@@ -187,16 +177,15 @@ def test_sigterm_ends_connections_while_new_ones_are_accepted(root: Path, tmp_pa
         with grpc.insecure_channel(server.grpc) as channel:
             states: list[grpc.ChannelConnectivity] = []
             channel.subscribe(states.append)
-            calls = Calls(channel)
-            calls.chunk()
+            call = StreamCall(channel)
+            call.chunk()
             server.process.send_signal(signal.SIGTERM)
             eventually(lambda: not server.ready())
             client.sendall(message("/infer"))
             assert b"connection: close" in reply(client)
             eventually(lambda: states and states[-1] is grpc.ChannelConnectivity.IDLE)
             for _ in range(20):
-                calls.chunk()
-            assert calls.calls == 1, "the stream was not cut"
-            calls.close()
+                call.chunk()
+            call.close()
         server.process.send_signal(signal.SIGINT)  # ends the lame-duck time
         assert server.process.wait(60) == 0

@@ -7,14 +7,13 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from service.frontend.connection_guard import FEW_BYTES, MIN_PART, PARTS, ConnectionGuard, Phase, retirement
+from service.frontend import connection_guard
+from service.frontend.connection_guard import FEW_BYTES, MIN_PART, PARTS, RECEIVE_RATE, ConnectionGuard, Phase, retirement
 from service.frontend.server import TICKS_PER_SECOND
 from service.metrics import Metrics
 from service.settings import Settings
 
-SETTINGS = Settings(
-    idle_seconds=15, receive_seconds=10, min_receive_rate=100, send_seconds=30, max_connections=3, max_unread_bytes=100
-)
+SETTINGS = Settings(idle_seconds=15, max_connections=3)
 
 
 @dataclass
@@ -55,7 +54,7 @@ def fail(error: Exception) -> None:
     [
         (Connection(Phase.IDLE), 15, "closed", "idle"),
         (Connection(Phase.RECEIVING), 10, "refused", "slow_request"),
-        (Connection(Phase.RECEIVING, received_bytes=1000), 20, "refused", "slow_request"),
+        (Connection(Phase.RECEIVING, received_bytes=10 * RECEIVE_RATE), 20, "refused", "slow_request"),
         (Connection(Phase.IDLE, phase_began=7), 22, "closed", "idle"),
         (Connection(Phase.RUNNING, unread=0), 30, "aborted", "slow_reader"),
     ],
@@ -95,7 +94,8 @@ def test_running_request_may_take_long() -> None:
     assert connection.closed == []
 
 
-def test_connections_with_the_most_unread_bytes_are_closed() -> None:
+def test_connections_with_the_most_unread_bytes_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection_guard, "MAX_UNREAD_BYTES", 100)
     small, large, larger = (Connection(Phase.RUNNING, unread_bytes=size) for size in (40, 50, 60))
     guard, metrics = guard_of(large, larger, small)
     guard.sweep(0)
@@ -117,7 +117,8 @@ def test_sweep_looks_at_many_connections_in_parts(count: int) -> None:
     assert all(connection.closed == ["closed"] for connection in connections)
 
 
-def test_unread_bytes_are_limited_after_the_last_part() -> None:
+def test_unread_bytes_are_limited_after_the_last_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection_guard, "MAX_UNREAD_BYTES", 100)
     connections = [Connection(Phase.RUNNING, unread_bytes=size) for size in (60, 50, *[0] * MIN_PART)]
     guard, _ = guard_of(*connections)
     guard.sweep(0)

@@ -14,6 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.planted import constants
 from tests.raw_websocket import connection
 from tests.serving import Server, eventually, serving
 
@@ -24,13 +25,12 @@ LENGTH = b"Content-Length: %d\r\n" % len(BODY)
 @pytest.fixture(scope="module")
 def server(models_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     limits = {
-        "idle_seconds": "1.5",
-        "receive_seconds": "1.5",
-        "send_seconds": "2",
-        "max_connections": "40",
-        "max_receiving_bytes": "3000000",
+        "service.frontend.connection_guard.RECEIVE_SECONDS": 1.5,
+        "service.frontend.connection_guard.SEND_SECONDS": 2,
+        "service.frontend.body_budget.MAX_RECEIVING_BYTES": 3_000_000,
     }
-    with serving(models_folder, tmp_path_factory.mktemp("log"), **limits) as running:
+    folder = tmp_path_factory.mktemp("log")
+    with constants(limits), serving(models_folder, folder, idle_seconds="1.5", max_connections="40") as running:
         # A new connection for each request: the server may close an idle one at the moment at which the client sends the next request.
         running.client.close()
         limit = httpx.Limits(max_keepalive_connections=0)

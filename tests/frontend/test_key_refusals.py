@@ -14,6 +14,7 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
+from service.access import refused_keys
 from service.access.keys import create
 from service.access.refused_keys import FREE_REFUSALS
 from service.access.scopes import Scope
@@ -75,13 +76,15 @@ def with_guesser(root: Path, seconds: float, test: Callable[[Guesser, Metrics], 
     """Run a test in an event loop. seconds: how long an answer waits."""
     file = root / "keys.toml"
     create(file, "valid", [Scope.INFER], "valid")
-    settings = Settings(keys=str(file), refused_key_seconds=seconds)
+    settings = Settings(keys=str(file))
 
     async def run_test(dispatcher: Dispatcher, metrics: Metrics) -> None:
         catalog, supervisor = Catalog([], {}), cast(SupervisorClient, None)
         await test(Guesser(Frontend(settings, catalog, dispatcher, metrics, Log("frontend"), supervisor)), metrics)
 
-    run(run_test)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(refused_keys, "DELAY_SECONDS", seconds)
+        run(run_test)
 
 
 def accepted(metrics: Metrics) -> float:

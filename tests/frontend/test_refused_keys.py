@@ -15,12 +15,10 @@ from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
 from service.access.keys import create
-from service.access.refused_keys import FREE_REFUSALS
+from service.access.refused_keys import DELAY_SECONDS, FREE_REFUSALS
 from service.access.scopes import Scope
 from service.frontend.oip.protobuf import SERVICE
 from tests.serving import Server, eventually, serving
-
-DELAY = 1.0
 
 
 class Guessed(NamedTuple):
@@ -62,7 +60,7 @@ def guessed(models_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> It
     scratch = tmp_path_factory.mktemp("guessed")
     file = scratch / "keys.toml"
     token = create(file, "valid", [Scope.INFER, Scope.SESSION, Scope.METRICS], "valid")
-    with serving(models_folder, scratch, "--keys", str(file), refused_key_seconds=str(DELAY)) as server:
+    with serving(models_folder, scratch, "--keys", str(file)) as server:
         guessed = Guessed(server, token)
         assert [guessed.get("wrong") for _ in range(FREE_REFUSALS)] == [401] * FREE_REFUSALS
         yield guessed
@@ -76,7 +74,7 @@ def seconds(send: Callable[[], object]) -> float:
 
 def exhaust(guessed: Guessed) -> None:
     """Send wrong keys until their answers wait: the window may have ended."""
-    eventually(lambda: seconds(lambda: guessed.get("wrong")) >= DELAY)
+    eventually(lambda: seconds(lambda: guessed.get("wrong")) >= DELAY_SECONDS)
 
 
 def test_answers_to_wrong_keys_wait_on_every_transport(guessed: Guessed) -> None:
@@ -89,11 +87,11 @@ def test_answers_to_wrong_keys_wait_on_every_transport(guessed: Guessed) -> None
     ):
         began = time.monotonic()
         assert send("wrong") == refusal
-        assert time.monotonic() - began >= DELAY
+        assert time.monotonic() - began >= DELAY_SECONDS
 
 
 def test_valid_key_of_the_same_address_does_not_wait(guessed: Guessed) -> None:
-    """The answers to wrong keys, which are on their way for DELAY, arrive after the answers to valid keys that were sent later."""
+    """The answers to wrong keys, which are on their way for DELAY_SECONDS, arrive after the answers to valid keys that were sent later."""
     exhaust(guessed)
 
     def valid_keys_overtake() -> bool:
@@ -115,12 +113,12 @@ def test_valid_key_of_the_same_address_does_not_wait(guessed: Guessed) -> None:
 def test_request_without_a_key_does_not_wait(guessed: Guessed) -> None:
     exhaust(guessed)
     assert guessed.get(None) == 401
-    eventually(lambda: seconds(lambda: guessed.get(None)) < DELAY)
+    eventually(lambda: seconds(lambda: guessed.get(None)) < DELAY_SECONDS)
 
 
 def test_call_that_ends_before_its_refusal_harms_nothing(guessed: Guessed) -> None:
     exhaust(guessed)
-    assert guessed.call("wrong", timeout=DELAY / 4) is grpc.StatusCode.DEADLINE_EXCEEDED
-    time.sleep(DELAY)
+    assert guessed.call("wrong", timeout=DELAY_SECONDS / 4) is grpc.StatusCode.DEADLINE_EXCEEDED
+    time.sleep(DELAY_SECONDS)
     assert guessed.call(guessed.token) is grpc.StatusCode.OK
     assert not guessed.server.events("bug") and not guessed.server.events("library warning")

@@ -39,7 +39,7 @@ HOSTILE = [
 @pytest.fixture(scope="module")
 def server(models_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server that logs every request."""
-    with serving(models_folder, tmp_path_factory.mktemp("log"), access_log_rate="1", max_header_bytes="8192") as running:
+    with serving(models_folder, tmp_path_factory.mktemp("log"), access_log_rate="1") as running:
         yield running
 
 

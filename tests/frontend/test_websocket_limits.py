@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from service.frontend.websocket_protocol import MAX_MESSAGE_BYTES
+from tests.planted import constants
 from tests.raw_websocket import (
     BINARY,
     CONTINUATION,
@@ -30,31 +32,34 @@ from tests.raw_websocket import (
 from tests.serving import Server, check_unharmed, eventually, serving
 
 MESSAGE = json.dumps({"input": [[0.1, -2.0, 30.0]]}).encode()
-MAX_SOCKETS = 5
+MAX_SOCKETS = 20
 
 
 @pytest.fixture(scope="module")
 def server(models_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     limits = {
-        "receive_seconds": "1.5",
-        "send_seconds": "2",
-        "min_receive_rate": "10000000",
-        "max_receiving_bytes": "1500000",
-        "max_sockets": str(MAX_SOCKETS),
-        "max_message_bytes": "1000000",
-        "max_message_frames": "200",
-        "max_frame_rate": "400",
-        "max_ping_rate": "50",
+        "service.frontend.connection_guard.RECEIVE_SECONDS": 1.5,
+        "service.frontend.connection_guard.RECEIVE_RATE": 10_000_000,
+        "service.frontend.connection_guard.SEND_SECONDS": 2,
+        "service.frontend.body_budget.MAX_RECEIVING_BYTES": 1_500_000,
+        "service.frontend.websocket_protocol.MAX_MESSAGE_FRAMES": 200,
+        "service.frontend.websocket_protocol.MAX_FRAME_RATE": 400,
+        "service.frontend.websocket_protocol.MAX_PING_RATE": 50,
     }
-    with serving(models_folder, tmp_path_factory.mktemp("log"), **limits) as running:
+    folder = tmp_path_factory.mktemp("log")
+    with constants(limits), serving(models_folder, folder, max_connections=str(2 * MAX_SOCKETS)) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def generous(models_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server without a limit of pings."""
-    limits = {"send_seconds": "2", "max_ping_rate": "1000000000", "max_frame_rate": "1000000000"}
-    with serving(models_folder, tmp_path_factory.mktemp("log"), **limits) as running:
+    limits = {
+        "service.frontend.connection_guard.SEND_SECONDS": 2,
+        "service.frontend.websocket_protocol.MAX_PING_RATE": 10**9,
+        "service.frontend.websocket_protocol.MAX_FRAME_RATE": 10**9,
+    }
+    with constants(limits), serving(models_folder, tmp_path_factory.mktemp("log")) as running:
         yield running
 
 
@@ -76,7 +81,7 @@ def closed(server: Server, reason: str) -> float:
         (frame(BINARY, last=False) + frame(CONTINUATION, last=False) * 200, 1008, "too_many_frames"),
         (frame(BINARY, last=False), 1008, "slow_request"),
         (frame(BINARY, b"1234")[:-1], 1008, "slow_request"),
-        (frame(BINARY, bytes(1_000_001)), 1009, "too_large"),
+        (frame(BINARY, bytes(MAX_MESSAGE_BYTES + 1)), 1009, "too_large"),
         ((frame(BINARY, bytes(600_000), last=False) + frame(CONTINUATION, bytes(600_000))), 1009, "too_large"),
         (frame(TEXT, b"\xff"), 1007, "invalid_request"),
         (frame(CONTINUATION, b"1"), 1002, "invalid_request"),
@@ -165,7 +170,7 @@ def test_handshake_beyond_the_number_of_sockets_gets_503(server: Server) -> None
             client.sendall(handshake())
             reply = client.recv(1 << 16)
         assert reply.startswith(b"HTTP/1.1 503 Service Unavailable\r\n")
-        assert b"SEQSERVE_MAX_SOCKETS" in reply and b'"code":"overloaded"' in reply
+        assert b"20 WebSockets are open" in reply and b"SEQSERVE_MAX_CONNECTIONS" in reply and b'"code":"overloaded"' in reply
         assert server.infer("words", ["how far"]).status_code == 200
     assert closed(server, "overloaded") == before + 1
     eventually(lambda: can_open(server))

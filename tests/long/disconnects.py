@@ -37,8 +37,7 @@ SETTINGS = {
     "batch_budget_ms": "0.001",
     "state_slots": "512",
     **dict.fromkeys(("default_deadline_ms", "max_deadline_ms"), "3600000"),
-    **dict.fromkeys(("idle_seconds", "receive_seconds", "send_seconds", "session_idle_seconds"), "3600"),
-    "min_receive_rate": "1",
+    **dict.fromkeys(("idle_seconds", "session_idle_seconds"), "3600"),
     "lame_duck_seconds": "0",
 }
 """Queues with room for a wave, batches of a few time steps of each sequence, and no limit of time."""

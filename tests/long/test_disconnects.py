@@ -41,7 +41,7 @@ def with_everything(folder: Path, fault: str = "") -> Iterator[tuple[Service, Re
     keys = folder / "keys.toml"
     token = create(keys, "client", [Scope.INFER, Scope.SESSION, Scope.METRICS], "tenant")
     headers = (f"Authorization: Bearer {token}", TRACEPARENT, "Accept-Encoding: gzip")
-    settings = {"trace_rate": "1", "trace_limit": "10000", "access_log_rate": "1"}
+    settings = {"trace_rate": "1", "access_log_rate": "1"}
     with receiving("grpc") as receiver:
         settings["trace_endpoint"] = receiver.endpoint
         with gated(folder, "--keys", str(keys), fault=fault, token=token, **settings) as service:

@@ -20,9 +20,10 @@ from loadtest.generator.process import run_in_process
 from loadtest.load import nearest_rank
 from service.access.keys import create
 from service.access.scopes import Scope
+from service.engine.batching.model_queue import LEAST_STEPS
 from tests.long.others import CAPACITY, ROWS_AT_ONCE, on_planted_device
 from tests.long.overload import Lag
-from tests.planted import DEVICE_SECONDS, STEP_SECONDS
+from tests.planted import DEVICE_SECONDS, STEP_SECONDS, constants
 from tests.serving import Server
 
 SECONDS, ATTEMPTS, LAGS = 8.0, 3, 2
@@ -108,11 +109,12 @@ def request(steps: int, **options: Any) -> dict[str, Any]:
 # Long and short requests.
 
 
-@pytest.mark.parametrize("batching, holds", [("continuous", True), ("static", False)])
-def test_long_sequences_delay_short_ones_by_little(batching: str, holds: bool, tmp_path: Path) -> None:
-    """A client sends long requests all the time. Static batches, which run whole sequences, miss the goal."""
-    settings = {"batching": batching, "max_batch_tokens": "512", "batch_budget_ms": "50"}
-    with on_planted_device("stepped-device", tmp_path, **settings) as server:
+@pytest.mark.parametrize("least_steps, holds", [(LEAST_STEPS, True), (LONG, False)])
+def test_long_sequences_delay_short_ones_by_little(least_steps: int, holds: bool, tmp_path: Path) -> None:
+    """A client sends long requests all the time. A service that does not cut them misses the goal."""
+    settings = {"max_batch_tokens": "512" if holds else str(LONG), "batch_budget_ms": "50"}
+    cutting = constants({"service.engine.batching.batch_builder.LEAST_STEPS": least_steps})
+    with cutting, on_planted_device("stepped-device", tmp_path, **settings) as server:
         short, long = Load(request(SHORT), callers=8), Load(request(LONG), callers=1)
 
         def goal(alone: Times, beside: Times) -> bool:

@@ -22,11 +22,12 @@ import pytest
 from loadtest import oip_requests
 from tests import models
 from tests.long.memory_group import MemoryGroup, memory_group
-from tests.planted import plant
+from tests.planted import constants, plant
+from tests.raw_websocket import connection, handshake
 from tests.serving import LIMIT_SECONDS, Server, eventually, serving
 
 BASE_SHARE, SHED_SHARE, REFUSE_SHARE = 0.6, 0.85, 0.95
-MOST = str(1 << 30)
+MOST = 1 << 30
 """The other limits of memory do not matter here."""
 STATE_NUMBERS = 1 << 17
 BODIES, BODY_BYTES = 60, 8 << 20
@@ -41,9 +42,13 @@ VECTORS = json.dumps({"model": "sensors", "inputs": [[[0, 1, 0]] * 2_000], "retu
 @contextmanager
 def limited(folder: Path, scratch: Path, name: str) -> Iterator[tuple[Server, MemoryGroup]]:
     """Run a server whose control group has a limit."""
-    variables = {"max_receiving_bytes": MOST, "max_unread_bytes": MOST, "max_memory_share": str(REFUSE_SHARE)}
-    variables |= {"session_idle_seconds": "600", "state_slots": "64"}
+    others = {
+        "service.frontend.body_budget.MAX_RECEIVING_BYTES": MOST,
+        "service.frontend.connection_guard.MAX_UNREAD_BYTES": MOST,
+    }
+    variables = {"max_memory_share": str(REFUSE_SHARE), "session_idle_seconds": "600", "state_slots": "64"}
     with (
+        constants(others),
         memory_group(f"seqserve-{name}") as group,
         serving(folder, scratch, program=group.program, drain_seconds="1", **variables) as server,
     ):
@@ -126,6 +131,9 @@ def check_shed(server: Server) -> None:
     refused = server.infer("sensors", [LARGE])
     assert is_refusal(refused), refused.text
     assert is_refusal(server.infer("sensors", [SMALL], session="new"))
+    with connection(server) as client:
+        client.sendall(handshake())
+        assert client.recv(1 << 16).startswith(b"HTTP/1.1 503 ")
     assert call(server, LARGE) is grpc.StatusCode.UNAVAILABLE
     assert server.infer("sensors", [SMALL]).status_code == 200
     assert call(server, SMALL) is None

@@ -19,6 +19,7 @@ from tests.frontend.http2 import peer
 from tests.fuzz.wire import grpc
 from tests.long.others import BODY, ROWS_AT_ONCE, UsualClients, on_planted_device
 from tests.long.overload import Lag
+from tests.planted import constants
 from tests.serving import LIMIT_SECONDS, Server
 
 CLIENTS, ROUNDS = 2_000, 3
@@ -190,7 +191,8 @@ def test_2_000_slow_clients_are_closed_and_delay_nobody(tmp_path: Path, show: Ca
 
 def test_service_that_bears_slow_clients_is_detected(tmp_path: Path) -> None:
     """Only incomplete calls have another limit."""
-    with on_planted_device("slow-device,patient", tmp_path, receive_seconds="1") as server:
+    impatient = constants({"service.frontend.connection_guard.RECEIVE_SECONDS": 1})
+    with impatient, on_planted_device("slow-device,patient", tmp_path) as server:
         crowd = Crowd(server, PLANTED_PATIENCE_SECONDS)
         crowd.run(len(WAYS))
     assert crowd.overdue(1.0).keys() == WAYS.keys() - {"data"}

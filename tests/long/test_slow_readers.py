@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 from tests.long.disconnects import Service, gated, settle
+from tests.planted import constants
 from tests.raw_websocket import BINARY, TEXT, frame, handshake
 from tests.serving import LIMIT_SECONDS, eventually
 from tests.steady import resident_bytes
@@ -277,7 +278,7 @@ def closed(service: Service) -> int:
 
 
 def test_readers_that_have_stopped_are_closed_and_no_others(tmp_path: Path) -> None:
-    with gated(tmp_path, **BATCHES, send_seconds=str(SEND_SECONDS)) as service:
+    with constants({"service.frontend.connection_guard.SEND_SECONDS": SEND_SECONDS}), gated(tmp_path, **BATCHES) as service:
         asyncio.run(close_stopped(service, MANY))
         eventually(lambda: not service.held())
         assert not service.server.events("bug") + service.server.events("library warning")
@@ -292,5 +293,5 @@ def test_frontend_that_waits_for_slow_readers_is_detected(tmp_path: Path) -> Non
 
 def test_frontend_that_bears_readers_that_have_stopped_is_detected(tmp_path: Path) -> None:
     problem = f"closed streams: 0 and not {FEW.stopped}"
-    with gated(tmp_path, fault="patient", **BATCHES, send_seconds="1") as service, pytest.raises(AssertionError, match=problem):
+    with gated(tmp_path, fault="patient", **BATCHES) as service, pytest.raises(AssertionError, match=problem):
         asyncio.run(close_stopped(service, FEW))

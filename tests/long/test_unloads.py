@@ -15,6 +15,7 @@ import uvloop
 from loadtest.callers import Caller, Target
 from tests import models
 from tests.accumulator import NEW, Account, rests
+from tests.planted import constants
 from tests.reloading import load, unload
 from tests.serving import Server, eventually, serving
 
@@ -80,7 +81,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_1000_sessions_go_on_to_their_end(folder: Path, tmp_path: Path) -> None:
     """The model is unloaded between two chunks of some sessions, and during a chunk of others."""
-    with serving(folder, tmp_path, unload_seconds="3600", **PATIENT) as server:
+    with constants({"service.supervisor.reload.UNLOAD_SECONDS": 3600}), serving(folder, tmp_path, **PATIENT) as server:
         sessions = Sessions(server, random.Random(0))
 
         async def go_on() -> None:
@@ -98,7 +99,7 @@ def test_1000_sessions_go_on_to_their_end(folder: Path, tmp_path: Path) -> None:
 
 def test_1000_sessions_report_their_end_once(folder: Path, tmp_path: Path) -> None:
     """Another version replaces the version of the sessions. The chunk after the report finds no session."""
-    with serving(folder, tmp_path, unload_seconds="0.1", **PATIENT) as server:
+    with constants({"service.supervisor.reload.UNLOAD_SECONDS": 0.1}), serving(folder, tmp_path, **PATIENT) as server:
         sessions = Sessions(server, random.Random(0))
         uvloop.run(sessions.each(starts=True))
         assert sessions.counted() == {("ok",): SESSIONS}

@@ -94,8 +94,8 @@ def guarded(root: Path, *faults: str) -> Iterator[tuple[Server, str]]:
     """Run a server with keys. Yields it and a valid key."""
     file = root / "keys.toml"
     key = create(file, "valid", [Scope.INFER, Scope.METRICS], "valid")
-    settings = {"max_batch_sequences": str(ROWS_AT_ONCE), "refused_key_seconds": str(DELAY_SECONDS)}
-    with on_planted_device(",".join(("slow-device", *faults)), root, "--keys", str(file), **settings) as server:
+    flags = ("--keys", str(file))
+    with on_planted_device(",".join(("slow-device", *faults)), root, *flags, max_batch_sequences=str(ROWS_AT_ONCE)) as server:
         server.client.headers["authorization"] = f"Bearer {key}"
         yield server, key
 

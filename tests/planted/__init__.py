@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -38,6 +41,7 @@ __all__ = [
     "STEPS",
     "STEP_SECONDS",
     "Gate",
+    "constants",
     "plant",
 ]
 
@@ -50,7 +54,19 @@ def plant(faults: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for fault in filter(None, faults.split(",")):
         assert fault in PLANTS or fault in AT_ONCE, f"there is no fault {fault!r}"
     monkeypatch.setenv("PLANTED", faults)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [PLANTED_PATH, os.environ.get("PYTHONPATH")])))
+    monkeypatch.setenv("PYTHONPATH", PLANTED_PATH, prepend=os.pathsep)
+
+
+@contextmanager
+def constants(values: Mapping[str, float]) -> Iterator[None]:
+    """Give other values to constants of modules, in the processes of the servers that start within this context.
+
+    values: by module and name, such as service.frontend.connection_guard.SEND_SECONDS.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PLANTED_CONSTANTS", json.dumps(values))
+        patch.setenv("PYTHONPATH", PLANTED_PATH, prepend=os.pathsep)
+        yield
 
 
 class Gate:

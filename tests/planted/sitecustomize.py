@@ -64,6 +64,7 @@ PLANTED names faults of a server, separated by commas:
 - restarted-countdown: the lame-duck time begins again at each SIGTERM;
 - portable: a system without memfd_create, eventfd, sched_getaffinity and /proc, whose prctl fails.
 
+PLANTED_CONSTANTS is a JSON object of other values of constants, by module and name: {"service.frontend.listener.BACKLOG": 1}.
 MONOTONIC_SHIFT is added to time.monotonic(): the machine seems to have booted at another time. See tests/anywhere.py.
 """
 
@@ -864,6 +865,12 @@ def into_countdowns(supervisor: Any, fault: str) -> None:
     supervisor.Supervisor._drain = planted
 
 
+def into_constants(value: float, module: Any, name: str) -> None:
+    constant = name.rpartition(".")[2]
+    assert hasattr(module, constant), f"there is no constant {name}"
+    setattr(module, constant, value)
+
+
 class Planting(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Plants a fault once its module has been imported. A frontend never imports torch, so nothing is imported early."""
 
@@ -898,6 +905,8 @@ def main() -> None:
         shift_monotonic(float(shift))
     for fault in filter(None, os.environ.get("PLANTED", "").split(",")):
         plant(fault)
+    for name, value in json.loads(os.environ.get("PLANTED_CONSTANTS", "{}")).items():
+        sys.meta_path.insert(0, Planting(name, name.rpartition(".")[0], partial(into_constants, value)))
 
 
 def plant(fault: str) -> None:

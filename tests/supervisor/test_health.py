@@ -33,7 +33,7 @@ async def snapshot(timeout: float) -> Snapshot:
 
 def run(scenario: Scenario, ready: bool = True, **settings: str) -> None:
     """Run a scenario, which gets the port number of a health port."""
-    given = Settings(port=0, grpc=False, health_port=0, **settings)  # type: ignore[arg-type]
+    given = Settings(port=0, grpc_port="off", health_port=0, **settings)  # type: ignore[arg-type]
     with_sockets = open_sockets(given)
     with_sockets.close()
     assert with_sockets.health is not None
@@ -138,7 +138,7 @@ def test_wrong_keys_wait(tmp_path: Path) -> None:
                 await get(port, "/metrics", "Authorization: Bearer wrong")
         assert (await get(port, "/healthz"))[0] == 200
 
-    run(scenario, keys=str(keys), refused_key_seconds="10")
+    run(scenario, keys=str(keys))
 
 
 def test_foreign_hosts_get_no_metrics() -> None:

@@ -65,12 +65,11 @@ def test_auto_is_the_first_gpu(tmp_path: Path) -> None:
     "settings, nodes",
     [
         (Settings(frontends=2), 1),
-        (Settings(frontends=2, numa="off"), 2),
         (Settings(frontends=2, device="cpu"), 2),
         (Settings(frontends=2, device="cuda:0,cpu"), 2),
         (Settings(frontends=2, device="cuda:7"), 2),
     ],
-    ids=["one node", "off", "CPU", "GPU and CPU", "missing GPU"],
+    ids=["one node", "CPU", "GPU and CPU", "missing GPU"],
 )
 def test_nothing_is_pinned(settings: Settings, nodes: int, tmp_path: Path) -> None:
     assert place_processes(settings, machine(tmp_path, nodes)).pinned == {}

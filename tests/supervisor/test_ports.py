@@ -35,7 +35,7 @@ def reached(listening: socket.socket) -> set[str]:
 def test_an_address_is_listened_on_alone(host: str) -> None:
     if host == "::1" and not socket.has_dualstack_ipv6():
         pytest.skip("IPv6 is missing")
-    settings = Settings(host=host, port=0, grpc_port=0, admin_port=0, admin_host=host, health_port=0)
+    settings = Settings(host=host, port=0, grpc_port=0, admin_port=0, health_port=0)
     with closing(ports.open_sockets(settings)) as sockets:
         here = [sockets.http, sockets.grpc, sockets.admin, sockets.health]
         for listening, address in zip(here, ports.addresses(sockets, settings), strict=True):
@@ -47,7 +47,7 @@ def test_an_address_is_listened_on_alone(host: str) -> None:
 
 
 def test_ports_are_left_out_by_settings() -> None:
-    settings = Settings(port=0, grpc=False)
+    settings = Settings(port=0, grpc_port="off")
     with closing(ports.open_sockets(settings)) as sockets:
         assert {*sockets[1:], *ports.addresses(sockets, settings)[1:]} == {None}
 

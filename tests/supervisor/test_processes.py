@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from service.ipc.heartbeat import PATIENCE_SECONDS
-from service.settings import Settings
+from service.settings import BODY_CEILING_BYTES, Settings
 from tests import models
 from tests.serving import Server, SharedServer, alive, asking, eventually, serving, worked_seconds
 from tests.steady import open_files
@@ -153,9 +153,7 @@ def test_stopped_engine_is_noticed_and_replaced(own: Server) -> None:
 def test_long_batch_does_not_count_as_hung(tmp_path: Path) -> None:
     """The model's sequences cannot be cut into chunks."""
     models.sensors(tmp_path / "models", bidirectional=True, max_steps=100 * len(SLOW[0]))
-    with serving(
-        tmp_path / "models", tmp_path, max_body_bytes=str(256 << 20), channel_bytes=str(1 << 30), **LONG_DEADLINES
-    ) as own:
+    with serving(tmp_path / "models", tmp_path, max_body_bytes=str(BODY_CEILING_BYTES), **LONG_DEADLINES) as own:
         before, times, seconds = own.pid("engine-0"), 2, 0.0
         while seconds <= PATIENCE_SECONDS:
             start = time.monotonic()

@@ -18,6 +18,7 @@ from websockets.sync.client import ClientConnection, connect
 
 from service.modeling import spec
 from tests import models
+from tests.planted import constants
 from tests.reloading import TEXT, Load, answered, load, unload
 from tests.serving import Server, eventually, serving
 
@@ -274,7 +275,8 @@ def test_one_of_several_replicas_changes_no_models_alone(tmp_path: Path) -> None
 
 
 def test_replicas_that_poll_the_models_folder_take_loads(tmp_path: Path) -> None:
-    with reloading(tmp_path, replicated="1", reload="poll", poll_seconds="600") as (server, root):
+    never = {"service.supervisor.reload.POLL_SECONDS": 600}
+    with constants(never), reloading(tmp_path, replicated="1", reload="poll") as (server, root):
         models.words(root, version=2, seed=2)
         load(server, "words")
         assert answered(server)[0] == "2"
@@ -359,7 +361,7 @@ def test_sessions_of_an_unloaded_version_continue_to_their_end(reloaded: Reloade
 
 
 def test_session_that_outlasts_its_version_gets_one_409(tmp_path: Path) -> None:
-    with reloading(tmp_path, unload_seconds="3") as (server, root):
+    with constants({"service.supervisor.reload.UNLOAD_SECONDS": 3}), reloading(tmp_path) as (server, root):
         assert summed(server, [1, 1], "old") == ("1", 2)
         copy_version(root, "accumulator", 2)
         load(server, "accumulator", policy={"latest": {"num_versions": 1}})
@@ -420,8 +422,8 @@ def kill(server: Server, child: str) -> None:
 
 @pytest.fixture(scope="module")
 def polled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Path]]:
-    settings = {"reload": "poll", "poll_seconds": str(POLL_SECONDS), "versions": "latest"}
-    with reloading(tmp_path_factory.mktemp("polled"), **settings) as both:
+    polling, folder = {"service.supervisor.reload.POLL_SECONDS": POLL_SECONDS}, tmp_path_factory.mktemp("polled")
+    with constants(polling), reloading(folder, reload="poll", versions="latest") as both:
         yield both
 
 

@@ -15,6 +15,7 @@ from service.errors import ModelError
 from service.modeling import spec
 from service.supervisor.repository import Repository
 from tests import models
+from tests.planted import constants
 from tests.reloading import TEXT, answered, load, unload
 from tests.serving import Server, eventually, serving
 
@@ -134,7 +135,10 @@ def test_polled_folder_is_served_when_it_is_repaired(tmp_path: Path) -> None:
     models.words(root)
     models.words(root, "weightless")
     without_weights(root / "weightless" / "1")
-    with serving(root, tmp_path, reload="poll", poll_seconds="0.1", strict="0") as server:
+    with (
+        constants({"service.supervisor.reload.POLL_SECONDS": 0.1}),
+        serving(root, tmp_path, reload="poll", strict="0") as server,
+    ):
         assert server.infer("weightless", [TEXT]).status_code == 503
         models.words(root, "weightless")
         eventually(lambda: server.infer("weightless", [TEXT]).status_code == 200)

@@ -133,7 +133,7 @@ def _receiving_http() -> Iterator[Receiver]:
             pass
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        receiver.endpoint = f"http://127.0.0.1:{server.server_port}"
+        receiver.endpoint = f"http://127.0.0.1:{server.server_port}/v1/traces"
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield receiver
         server.shutdown()

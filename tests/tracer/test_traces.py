@@ -40,7 +40,7 @@ def traced(request: pytest.FixtureRequest, models_folder: Path, tmp_path_factory
     """A server that traces only requests that its clients trace, errors and slow requests."""
     folder = tmp_path_factory.mktemp("log")
     with receiving(request.param) as receiver:
-        variables = {"trace_endpoint": receiver.endpoint, "trace_protocol": request.param, "trace_rate": "0"}
+        variables = {"trace_endpoint": receiver.endpoint, "trace_rate": "0"}
         with serving(models_folder, folder, "--frontends", "2", **variables) as server:
             yield Traced(server, receiver)
 
@@ -191,7 +191,7 @@ def test_slow_requests_are_traced_without_being_sampled(models_folder: Path, tmp
 
 def test_last_spans_are_exported_before_the_end(models_folder: Path, tmp_path: Path) -> None:
     with receiving("http") as receiver:
-        variables = {"trace_endpoint": receiver.endpoint, "trace_protocol": "http", "trace_rate": "1", "lame_duck_seconds": "0"}
+        variables = {"trace_endpoint": receiver.endpoint, "trace_rate": "1", "lame_duck_seconds": "0"}
         with serving(models_folder, tmp_path, **variables) as server:
             ask(server, {"x-request-id": "last"})
             assert server.stop() == 0
@@ -201,7 +201,7 @@ def test_last_spans_are_exported_before_the_end(models_folder: Path, tmp_path: P
 def test_missing_receiver_and_dead_tracer_harm_no_request(models_folder: Path, tmp_path: Path) -> None:
     with receiving("http") as receiver:
         endpoint = receiver.endpoint
-    with serving(models_folder, tmp_path, trace_endpoint=endpoint, trace_protocol="http", trace_rate="1") as server:
+    with serving(models_folder, tmp_path, trace_endpoint=endpoint, trace_rate="1") as server:
         assert ask(server).status_code == 200
         eventually(lambda: server.metric("seqserve_spans_total", outcome="failed") > 0)
         before = server.pid("tracer-0")

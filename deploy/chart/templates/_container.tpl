@@ -37,7 +37,6 @@
 - {name: SEQSERVE_TLS_KEY, value: /etc/seqserve/tls/tls.key}
 {{- end }}
 {{- if .Values.adminPort }}
-- {name: SEQSERVE_ADMIN_HOST, value: "0.0.0.0"}
 - {name: SEQSERVE_ADMIN_PORT, value: {{ .Values.adminPort | quote }}}
 {{- end }}
 {{- if .Values.healthPort }}

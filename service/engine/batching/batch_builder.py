@@ -31,16 +31,12 @@ LEAST_REQUESTS = 16
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """Limits of the queue and of a batch.
-
-    continuous: whether sequences join and leave at every batch. Otherwise each batch runs whole sequences in the order of their arrival.
-    """
+    """Limits of the queue and of a batch."""
 
     max_waiting: int
     max_batch_sequences: int
     max_batch_tokens: int
     batch_seconds: float
-    continuous: bool = True
 
 
 class ScheduledSteps(NamedTuple, Generic[S]):
@@ -324,8 +320,6 @@ def step_limit(limits: SchedulerLimits, shortest: int, rows: int, share: int, co
 
     shortest: steps of the shortest sequence in it; rows: how many sequences it takes; share: see `fair_share`.
     """
-    if not limits.continuous:
-        return UNLIMITED
     within_budget = steps_within_budget(limits, rows, share, cost)
     return min(within_budget, max(_rounded(shortest), cost.steps_at_pace(PACE, within_budget, rows)))
 

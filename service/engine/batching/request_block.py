@@ -83,7 +83,7 @@ class RequestBlock:
         self._cost: Cost | None = None
 
     def arrive(self, now: float, order: int, cost: Cost | None) -> None:
-        """Note the arrival. cost: of the model's batches; without it requests are due in the order of their arrival."""
+        """Note the arrival. cost: of the model's batches, None for a block that has not arrived."""
         self.arrived, self.order, self._cost = now, order, cost
         self._orders = None
 
@@ -124,8 +124,7 @@ class RequestBlock:
     def due(self) -> NDArray[np.float64]:
         """Return when each request is due."""
         start = self.arrived - self.head_start
-        if self._cost is None:
-            return np.full(self.requests, start)
+        assert self._cost is not None, "the block has arrived"
         if self.requests == 1:
             return np.array([start + allowance(self._cost, self.longest, self.deadline - self.arrived)])
         return start + allowances(self._cost, self.sizes[:, LONGEST], self.deadlines - self.arrived)

@@ -171,7 +171,7 @@ class Scheduler(Generic[S]):
         """Queue the requests of a block, as `add` would queue them in turn. Returns the refused requests."""
         model = block.model
         queue = self._queue(model)
-        block.arrive(now, self._arrivals, queue.cost if self._limits.continuous else None)
+        block.arrive(now, self._arrivals, queue.cost)
         self._arrivals += block.requests
         together = _Arriving(
             block.share, block.sequences, block.steps, block.longest, block.deadline, block.head_start, block.requests
@@ -376,7 +376,7 @@ class Scheduler(Generic[S]):
         return self._shares.least_paid(queue.tenants), queue.used - queue.head_start()
 
     def _take(self, model: ModelKey, queue: ModelQueue[S]) -> Taken[S]:
-        max_seconds = self._limits.batch_seconds if self._shares.contested and self._limits.continuous else math.inf
+        max_seconds = self._limits.batch_seconds if self._shares.contested else math.inf
         limits = self.memory.of(model)
         room = partial(self._room, model)
         taken = take_all(queue, limits, max_seconds) or take_first(queue, limits, room, self._unpack, max_seconds)
@@ -452,8 +452,6 @@ class Scheduler(Generic[S]):
 
     def _due(self, cost: Cost, request: _Arriving, now: float) -> float:
         """Return the due time of a request that arrives now."""
-        if not self._limits.continuous:
-            return now - request.head_start
         return now - request.head_start + allowance(cost, request.longest, request.deadline - now)
 
     def _seconds(self, queue: ModelQueue[S], count: int, steps: int, longest: int = 0) -> float:
@@ -471,8 +469,6 @@ class Scheduler(Generic[S]):
 
     def _expected_steps(self, queue: ModelQueue[S], rows: int) -> int:
         """Return how many steps a batch is likely to take: the recent mean, or before the first batch the steps that the budget allows."""
-        if not self._limits.continuous:
-            return UNLIMITED
         return int(queue.reach) or steps_within_budget(self._limits, rows, self._limits.max_batch_tokens // rows, queue.cost)
 
     def _has_room(self, request: _Arriving) -> bool:

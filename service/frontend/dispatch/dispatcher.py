@@ -30,6 +30,7 @@ from service.ipc.session_file import SessionFile
 from service.ipc.session_placement import engine_of_session
 from service.ipc.suspect_turns import SuspectTurns
 from service.metrics import Metrics
+from service.settings import Settings
 
 TRACE_GRACE_SECONDS = 60.0
 """Extra time for a trace: the profiler of a GPU takes long to start and to write its events."""
@@ -39,6 +40,15 @@ TURN_SECONDS = 0.005
 """How soon a frontend asks again for its turn to run a suspect, while another frontend runs one."""
 HOLD_SECONDS = 30.0
 """How long a version with which an engine ended waits for that engine's successor. Other engines serve other models meanwhile."""
+
+CHANNEL_BYTES = 64 << 20
+"""Bytes of unanswered requests between a frontend and an engine. Four of the largest bodies always find room: the densest JSON, one digit
+and a comma per token, doubles on its way to int32, so two do."""
+
+
+def channel_limit(settings: Settings) -> int:
+    """Return the most bytes of unanswered requests between a frontend and an engine; further requests are refused."""
+    return max(CHANNEL_BYTES, 4 * settings.max_body_bytes)
 
 
 class Dispatcher:
@@ -393,7 +403,7 @@ def _with_room(engines: list[EngineConnection], size: int, limit: int) -> list[E
     if not with_room:
         raise Overloaded(
             f"{min(engine.pending_bytes for engine in engines)} bytes of requests are unanswered, this request has {size} and "
-            f"SEQSERVE_CHANNEL_BYTES is {limit}: retry later, or raise SEQSERVE_CHANNEL_BYTES",
+            f"the limit of the channel is {limit}: retry later, or send less at once",
             retry_after=1,
         )
     return with_room

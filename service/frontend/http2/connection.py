@@ -80,8 +80,7 @@ class Limits:
     max_streams: concurrent streams. max_header_bytes: size of a header block, and of the decoded list. ping_seconds: how often this side
     pings a quiet connection; ping_timeout_seconds: how long it waits for any reply. min_ping_seconds, max_ping_strikes: how often the
     client may ping while it receives nothing, and how many pings may come too early. stall_seconds: how long one stream may wait for a
-    window. max_age_seconds: when no further stream begins on a connection, infinite for none; grace_seconds: how long its streams may
-    continue then before the application ends them, infinite for no limit.
+    window. max_age_seconds: when no further stream begins on a connection, infinite for none.
     """
 
     max_streams: int
@@ -92,7 +91,6 @@ class Limits:
     max_ping_strikes: int
     stall_seconds: float
     max_age_seconds: float = math.inf
-    grace_seconds: float = math.inf
 
 
 class Application(Protocol):
@@ -599,7 +597,7 @@ class Http2Connection(asyncio.Protocol):
         if self._closing:
             return
         if now > self._retires:
-            self._retire(now)
+            self.drain()
         if now - self._drain_pinged > DRAIN_PING_SECONDS:
             self._stop_accepting()
         self._ping_quiet_client(now)
@@ -608,13 +606,6 @@ class Http2Connection(asyncio.Protocol):
                 if stream.pending and now - stream.progressed > self._limits.stall_seconds and not self._sender.paused:
                     stream.abandon(ErrorCode.CANCEL)
         self._sender.flush()
-
-    def _retire(self, now: float) -> None:
-        """End a connection that has reached its longest age."""
-        self.drain()
-        if now - self._retires > self._limits.grace_seconds:
-            for stream in list(self._streams.values()):
-                stream.end_soon()
 
     def _ping_quiet_client(self, now: float) -> None:
         """Find out whether a client that sends nothing still exists."""

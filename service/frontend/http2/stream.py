@@ -35,9 +35,6 @@ class StreamHandler(Protocol):
     def sent(self) -> None:
         """All data that waited for the client has been sent."""
 
-    def end_soon(self) -> None:
-        """The connection is too old: end the stream when what has arrived is answered."""
-
 
 class Stream:
     """A request and its response. end: called when both are complete, or when this side resets the stream."""
@@ -143,11 +140,6 @@ class Stream:
         """No data waits any more."""
         if self.handler is not None:
             self.handler.sent()
-
-    def end_soon(self) -> None:
-        """Ask the application to end the stream."""
-        if self.handler is not None:
-            self.handler.end_soon()
 
     # Called by the application.
 

@@ -18,16 +18,10 @@ import grpc
 from service import metrics
 from service.access.caller import ANYBODY, Caller
 from service.access.scopes import Scope
-from service.errors import (
-    DeadlineExceeded,
-    InvalidRequest,
-    RequestTimeout,
-    ServiceError,
-    Unauthorized,
-    Unavailable,
-    Unsupported,
-)
+from service.errors import DeadlineExceeded, InvalidRequest, ServiceError, Unauthorized, Unavailable, Unsupported
 from service.frontend.access_log import record
+from service.frontend.body_budget import MAX_RECEIVING_BYTES
+from service.frontend.connection_guard import receive_seconds, slow_request
 from service.frontend.hot_calls import RequestTally
 from service.frontend.http2.header_blocks import RequestFields
 from service.frontend.http2.stream import Stream, StreamHandler
@@ -52,7 +46,7 @@ from service.frontend.origin import NO_ORIGIN, Origin, RequestIdentity
 from service.frontend.scopes import ADMIN_PORT_SCOPES, grpc_scope
 from service.frontend.session_header import SESSION_HEADER, header_session
 from service.frontend.start_queue import WaitingStart
-from service.settings import OFF, Settings
+from service.settings import OFF
 
 INFER_PATH = f"/{SERVICE}/ModelInfer"
 STREAM_PATH = f"/{SERVICE}/ModelStreamInfer"
@@ -98,7 +92,7 @@ class GrpcApplication:
         self._shutdown = shutdown
         self._infer = HotGrpcInfer(frontend, RequestTally(frontend.metrics))
         self._max_message_bytes = min(settings.max_body_bytes * RECEIVE_LIMIT_FACTOR, 2**31 - 1)
-        self._account = ReceivingAccount(settings.max_receiving_bytes, frontend.memory)
+        self._account = ReceivingAccount(MAX_RECEIVING_BYTES, frontend.memory)
         self.starts = frontend.starts
         self._incomplete: set[_UnaryRequest] = set()
         self._hot_calls: set[InferCall] = set()
@@ -150,14 +144,13 @@ class GrpcApplication:
 
     def sweep(self) -> None:
         """End the calls whose requests do not arrive in time."""
-        now, settings = time.monotonic(), self._frontend.settings
+        now = time.monotonic()
         for unary in list(self._incomplete):
-            until_deadline, until_complete = unary.seconds_left(now, settings)
+            until_deadline, until_complete = unary.seconds_left(now)
             if until_deadline < 0:
                 unary.end(DEADLINE_EXCEEDED, DeadlineExceeded.code)
             elif until_complete < 0:
-                limit = f"{settings.receive_seconds:g} s, which is SEQSERVE_RECEIVE_SECONDS"
-                unary.end(error_status(RequestTimeout(f"the request took longer to arrive than {limit}: send it faster")))
+                unary.end(error_status(slow_request()))
 
     def cut_off(self) -> None:
         """End every call: the shutdown does not wait any longer."""
@@ -312,21 +305,17 @@ class _UnaryRequest:
     def sent(self) -> None:
         """Nothing is sent before the request is complete."""
 
-    def end_soon(self) -> None:
-        """End the call at its deadline, or when its request takes too long to arrive."""
-
     def end(self, status: Status, outcome: str = metrics.GONE) -> None:
         """End the call without its request. outcome: the label in the metrics of a request that waits for its turn."""
         self._forget(outcome)
         id_field = self._application.request_id_field(self._route.origin)
         self._stream.send_headers(trailers_only(status) + id_field, last=True)
 
-    def seconds_left(self, now: float, settings: Settings) -> tuple[float, float]:
+    def seconds_left(self, now: float) -> tuple[float, float]:
         """Return the seconds until the call's deadline, and until the request must be complete."""
         if self._turn is not None:
             return self._deadline - now, math.inf
-        allowed = settings.receive_seconds + self.held_bytes / settings.min_receive_rate
-        return self._deadline - now, self._began + allowed - now
+        return self._deadline - now, self._began + receive_seconds(self.held_bytes) - now
 
     def _take_turn(self, arrived: float) -> None:
         """Start the request, which has waited for its turn."""

@@ -49,11 +49,10 @@ class GrpcShutdown:
 
 @contextmanager
 def track_call(
-    frontend: Frontend, shutdown: GrpcShutdown, arrived: float, context: GrpcContext, api: Api, data: bytes
+    frontend: Frontend, shutdown: GrpcShutdown, arrived: float, context: GrpcContext, api: Api
 ) -> Iterator[TrackedRequest]:
-    """Track an inference request in the metrics; raises ClientDisconnected if its client cancels it. data: its message."""
+    """Track an inference request in the metrics; raises ClientDisconnected if its client cancels it."""
     with track_request(frontend, arrived, context.caller, api, context.identity) as tracked:
-        tracked.body = frontend.observer.start_of(data)
         try:
             yield tracked
         except asyncio.CancelledError:

@@ -259,9 +259,6 @@ class InferCall:
     def sent(self) -> None:
         """A response is sent as a whole."""
 
-    def end_soon(self) -> None:
-        """The response ends the call."""
-
     def _identity_fields(self) -> bytes:
         """Return the part of the trailing metadata that names the request."""
         fields = request_id_field(self.request_id)

@@ -49,7 +49,7 @@ def rpc_handlers(frontend: Frontend, shutdown: GrpcShutdown) -> grpc.GenericRpcH
 def _infer_method(frontend: Frontend, shutdown: GrpcShutdown) -> UnaryHandler:
     async def handle(data: bytes, context: GrpcContext) -> bytes:
         shutdown.wait_for_this_call()
-        with track_call(frontend, shutdown, time.monotonic(), context, Api.GRPC, data) as tracked:
+        with track_call(frontend, shutdown, time.monotonic(), context, Api.GRPC) as tracked:
             async with read_request(data, frontend) as read:
                 response: bytes = (await infer_message(frontend, tracked, read, context)).SerializeToString()
                 return response

@@ -85,7 +85,6 @@ class GrpcCall:
         self._unconsumed = 0
         self._headers_sent = False
         self._arrived, self._drained = asyncio.Event(), asyncio.Event()
-        self.ending = asyncio.Event()
         """Set when the connection is too old: a stream then ends."""
         self._runs = False
         self._cancelled = False
@@ -129,9 +128,6 @@ class GrpcCall:
 
     def sent(self) -> None:
         self._drained.set()
-
-    def end_soon(self) -> None:
-        self.ending.set()
 
     # Called by handlers.
 

@@ -6,7 +6,6 @@ Connections come from `http2`, method handlers from the gRPC library. The librar
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import Any
@@ -15,6 +14,7 @@ import grpc
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
+from service.frontend.connection_guard import SEND_SECONDS, longest_age
 from service.frontend.http2.connection import Http2Connection, Limits
 from service.frontend.http2.floods import Floods
 from service.frontend.inference import Frontend
@@ -63,9 +63,7 @@ class GrpcServer:
         """Start accepting calls."""
         for descriptor in (health_pb2.DESCRIPTOR, reflection_pb2.DESCRIPTOR):
             POOL.AddSerializedFile(descriptor.serialized_pb)
-        handlers = [rpc_handlers(self._frontend, self._shutdown), self._health_handlers()]
-        if self._frontend.settings.grpc_reflection:
-            handlers.append(_reflection_handlers())
+        handlers = [rpc_handlers(self._frontend, self._shutdown), self._health_handlers(), _reflection_handlers()]
         self._application = GrpcApplication(self._frontend, handlers, self._shutdown)
         limits, floods = _limits(self._frontend.settings), Floods()
         self._listener = Listener(
@@ -173,12 +171,11 @@ def _reflection_handlers() -> grpc.GenericRpcHandler:
 def _limits(settings: Settings) -> Limits:
     return Limits(
         max_streams=MAX_STREAMS,
-        max_header_bytes=min(MAX_HEADER_BYTES, settings.max_header_bytes),
+        max_header_bytes=MAX_HEADER_BYTES,
         ping_seconds=PING_SECONDS,
         ping_timeout_seconds=PING_TIMEOUT_SECONDS,
         min_ping_seconds=MIN_CLIENT_PING_SECONDS,
         max_ping_strikes=MAX_PING_STRIKES,
-        stall_seconds=settings.send_seconds,
-        max_age_seconds=settings.max_connection_seconds,
-        grace_seconds=settings.connection_grace_seconds or math.inf,
+        stall_seconds=SEND_SECONDS,
+        max_age_seconds=longest_age(settings),
     )

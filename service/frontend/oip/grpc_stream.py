@@ -63,8 +63,8 @@ class InferStream:
             await self._write()
             await asyncio.wait([reading])
             if reading.cancelled():
-                reason = "the service is shutting down" if self._shutdown.begun.is_set() else "the connection is too old"
-                await abort_with(self._context, Unavailable(f"{reason}: continue on a new call", retry_after=1))
+                reason = "the service is shutting down: continue on a new call"
+                await abort_with(self._context, Unavailable(reason, retry_after=1))
             reading.result()
         finally:
             tasks = [reading, stopping, *self._running]
@@ -93,12 +93,7 @@ class InferStream:
             self._replies.put_nowait(None)
 
     async def _stop_reading(self, reading: asyncio.Task[None]) -> None:
-        ends = [asyncio.ensure_future(event.wait()) for event in (self._shutdown.begun, self._context.ending)]
-        try:
-            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for end in ends:
-                end.cancel()
+        await self._shutdown.begun.wait()
         await asyncio.sleep(LAST_READ_SECONDS)
         reading.cancel()
 
@@ -112,7 +107,7 @@ class InferStream:
 
     async def _reply(self, data: bytes, arrived: float) -> _StreamReply:
         try:
-            with track_call(self._frontend, self._shutdown, arrived, self._context, Api.GRPC_STREAM, data) as tracked:
+            with track_call(self._frontend, self._shutdown, arrived, self._context, Api.GRPC_STREAM) as tracked:
                 async with read_request(data, self._frontend) as read:
                     response = await self._in_session_order(
                         read.request, lambda: infer_message(self._frontend, tracked, read, self._context)

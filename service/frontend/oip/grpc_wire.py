@@ -119,7 +119,7 @@ class ReceivingAccount:
     """Counts the bytes of incomplete and unhandled messages of all calls."""
 
     def __init__(self, limit: int, memory: MemoryGuard) -> None:
-        """limit: SEQSERVE_MAX_RECEIVING_BYTES."""
+        """limit: MAX_RECEIVING_BYTES of the service."""
         self._limit = limit
         self._memory = memory
         self.bytes = 0
@@ -134,8 +134,8 @@ class ReceivingAccount:
         if held > LARGE_BYTES:
             self._memory.check_large()
         if self.bytes > self._limit:
-            problem = f"incomplete requests hold {self.bytes} bytes and SEQSERVE_MAX_RECEIVING_BYTES is {self._limit}"
-            raise Overloaded(f"{problem}: retry later, or raise SEQSERVE_MAX_RECEIVING_BYTES", retry_after=1)
+            problem = f"incomplete requests hold {self.bytes} bytes and the limit is {self._limit}"
+            raise Overloaded(f"{problem}: retry later, or send less at once", retry_after=1)
 
 
 class MessageReader:

@@ -187,8 +187,6 @@ async def _infer(frontend: Frontend, request: Request) -> Response:
     with track_request(frontend, time.monotonic(), caller_of(request), Api.OIP, identity_of(request)) as tracked:
         (name, version), header_length = _path_model(request), _header_length(request)
         data = await read_tensors(request, frontend)
-        if frontend.observer.keeps_bodies:
-            tracked.body = frontend.observer.start_of(data)
         session = named_session(request)
         answering = _answer_data(frontend, tracked, data, header_length, name, version, session)
         response, raw = await cancel_on_disconnect(request, answering)

@@ -133,8 +133,6 @@ def add_routes(router: APIRouter, frontend: Frontend) -> None:
         with track_request(frontend, time.monotonic(), caller_of(request), Api.INFER, identity_of(request)) as tracked:
             tracked.timed = "prefer" in request.headers and server_timing.is_wanted(request)
             data = await read_json(request, frontend)
-            if frontend.observer.keeps_bodies:
-                tracked.body = frontend.observer.start_of(data)
             header = named_session(request)
             response = respond(frontend, await cancel_on_disconnect(request, _answer_data(frontend, tracked, data, header)))
             if tracked.timed:

@@ -281,7 +281,7 @@ class _ChunkStream:
             chunk = Chunk.read(data, is_text)
         except ServiceError as error:
             reply = self._append_reply()
-            self._chunks.refuse(self._labels, error, arrived, reply, self.caller, data)
+            self._chunks.refuse(self._labels, error, arrived, reply, self.caller)
             reply.respond_error(error)
             return
         start = resolve_start(chunk.start, begun=self._begun)
@@ -325,7 +325,7 @@ class _ChunkStream:
         continues = start is False and self.model is not None and self.model.key in self._frontend.catalog
         self._submitted = True
         try:
-            reply.call = self._chunks.run(parsed, reply, arrived, self.caller, data, self.model if continues else None)
+            reply.call = self._chunks.run(parsed, reply, arrived, self.caller, self.model if continues else None)
         except ServiceError as error:
             reply.respond_error(error)
         except Exception as error:
@@ -355,7 +355,6 @@ class _ChunkStream:
         try:
             with track_request(self._frontend, arrived, self.caller, Api.STREAM, reply) as tracked:
                 tracked.labels = self._labels
-                tracked.body = self._frontend.observer.start_of(data)
                 try:
                     async with self._frontend.decoder.decode(DecodeBody("stream"), data) as decoded:
                         message = StreamMessage.restore(decoded.options, input=None)

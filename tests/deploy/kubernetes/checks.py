@@ -186,8 +186,6 @@ def variables_are_settings(objects: list[Object]) -> list[str]:
         faults.append(f"the service listens on {read.host}, which no probe reaches")
     if not (read.keys or read.insecure):
         faults.append("the service has neither keys nor consent to serve everybody")
-    if read.admin_port != "off" and read.admin_host != "0.0.0.0":
-        faults.append(f"the admin port listens on {read.admin_host}, which Prometheus does not reach")
     by_address = read.allowed_hosts == "*" or (read.keys and not read.allowed_hosts)
     if of_kind(objects, "ServiceMonitor") and not by_address:
         faults.append("allowed_hosts leaves out the addresses of pods, by which Prometheus names them")

@@ -164,7 +164,6 @@ FAULTS: dict[str, tuple[str, Plant]] = {
     "unknown setting SEQSERVE_MAX_BATCH": ("gpu", lambda objects: variable(objects, "SEQSERVE_MAX_BATCH", "3")),
     "which no probe reaches": ("cpu", lambda objects: variable(objects, "SEQSERVE_HOST", "127.0.0.1")),
     "neither keys nor consent": ("cpu", lambda objects: variable(objects, "SEQSERVE_INSECURE", "false")),
-    "which Prometheus does not reach": ("sessions", lambda objects: variable(objects, "SEQSERVE_ADMIN_HOST", "127.0.0.1")),
     "leaves out the addresses of pods": (
         "sessions",
         lambda objects: variable(objects, "SEQSERVE_ALLOWED_HOSTS", "example.com"),
@@ -344,7 +343,7 @@ def test_settings_of_every_type_arrive_unchanged() -> None:
     """Helm reads numbers as floats, and would write large numbers with an exponent."""
     given = {
         "max_body_bytes": 33554432,
-        "channel_bytes": 67108864,
+        "max_model_bytes": 67108864,
         "batch_budget_ms": 2.5,
         "debug": True,
         "versions": "latest:2",

@@ -37,9 +37,8 @@ def limits(
     max_batch_sequences: int = 8,
     max_batch_tokens: int = 100,
     batch_seconds: float = 100.0,
-    continuous: bool = True,
 ) -> SchedulerLimits:
-    return SchedulerLimits(max_waiting, max_batch_sequences, max_batch_tokens, batch_seconds, continuous)
+    return SchedulerLimits(max_waiting, max_batch_sequences, max_batch_tokens, batch_seconds)
 
 
 def request(

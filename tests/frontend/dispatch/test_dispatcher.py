@@ -222,7 +222,7 @@ def test_full_channel_refuses_until_an_answer_makes_room() -> None:
         engine = await meet(dispatcher)
         first = asyncio.ensure_future(dispatcher.submit(request(), bytes(6_000)))
         (frame,) = await engine.frames(1)
-        with pytest.raises(Overloaded, match="SEQSERVE_CHANNEL_BYTES is 10000") as raised:
+        with pytest.raises(Overloaded, match="the limit of the channel is 10000") as raised:
             await dispatcher.submit(request(), bytes(6_000))
         assert raised.value.retry_after == 1
         engine.send(encode(Answer((1, 1)), frame.id))
@@ -377,7 +377,7 @@ def test_channel_bytes_are_counted_per_engine() -> None:
     async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
         first_engine, second_engine = await meet_two(dispatcher)
         calls = [await send(dispatcher, tail=bytes(6_000)) for _ in range(2)]
-        with pytest.raises(Overloaded, match="SEQSERVE_CHANNEL_BYTES is 10000"):
+        with pytest.raises(Overloaded, match="the limit of the channel is 10000"):
             await dispatcher.submit(request(), bytes(6_000))
         second_engine.answer(*await second_engine.frames(1), backlog=100.0)
         await calls[1]

@@ -203,7 +203,7 @@ def test_session_states_count_towards_channel_bytes() -> None:
         first = asyncio.ensure_future(dispatcher.import_session("a", a_file(6_000)))
         [frame] = await engine.frames(1)
         for refused in (dispatcher.import_session("b", a_file(6_000)), dispatcher.submit(request(), bytes(6_000))):
-            with pytest.raises(Overloaded, match="SEQSERVE_CHANNEL_BYTES is 10000"):
+            with pytest.raises(Overloaded, match="the limit of the channel is 10000"):
                 await refused
         engine.send(encode(Done(), frame.id))
         await first

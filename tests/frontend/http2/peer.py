@@ -141,7 +141,6 @@ class Echo(StreamHandler):
         self.path = path
         self.parts: list[bytes] = []
         self.was_lost = 0
-        self.asked_to_end = False
 
     def receive(self, data: bytes, ended: bool) -> None:
         if self.path == b"/fail":
@@ -156,10 +155,6 @@ class Echo(StreamHandler):
     def lost(self) -> None:
         self.was_lost += 1
         self.application.lost.append(self.stream.id)
-
-    def end_soon(self) -> None:
-        """Note the request to end."""
-        self.asked_to_end = True
 
     def sent(self) -> None:
         self.application.sent.append(self.stream.id)

@@ -10,6 +10,7 @@ from typing import Any
 import hpack
 import pytest
 
+from service.frontend import connection_guard
 from service.frontend.connection_guard import ConnectionGuard, Phase
 from service.frontend.http2.frames import ErrorCode
 from service.metrics import Metrics
@@ -218,8 +219,9 @@ def test_stream_that_never_opens_its_window_is_reset_alone(peer: Peer) -> None:
     assert peer.send(request(3))[0].kind == HEADERS
 
 
-def test_most_unread_replies_are_closed_first(peer: Peer) -> None:
-    guard, metrics = guard_of(peer, max_unread_bytes=2_000_000)
+def test_most_unread_replies_are_closed_first(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection_guard, "MAX_UNREAD_BYTES", 2_000_000)
+    guard, metrics = guard_of(peer)
     peer.send(settings((4, 0)), request(1, b"/large"), request(3, b"/large"))
     guard.sweep(peer.loop.now)
     assert not peer.closed

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -21,7 +20,6 @@ class LibraryContext:
 
     def __init__(self, context: Any) -> None:
         self._context = context
-        self.ending = asyncio.Event()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._context, name)

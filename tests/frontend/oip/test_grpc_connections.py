@@ -28,6 +28,7 @@ from tests.frontend.http2.peer import (
     settings,
     window,
 )
+from tests.planted import constants
 from tests.serving import LIMIT_SECONDS, Server, check_unharmed, eventually, serving
 
 MAX_CONNECTIONS = 20
@@ -37,8 +38,8 @@ Connect = Callable[[], socket.socket]
 
 @pytest.fixture(scope="module")
 def served(models_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    limits = {"max_connections": str(MAX_CONNECTIONS), "receive_seconds": "1"}
-    with serving(models_folder, tmp_path_factory.mktemp("log"), **limits) as running:
+    limits, folder = {"service.frontend.connection_guard.RECEIVE_SECONDS": 1}, tmp_path_factory.mktemp("log")
+    with constants(limits), serving(models_folder, folder, max_connections=str(MAX_CONNECTIONS)) as running:
         yield running
 
 

@@ -117,14 +117,6 @@ def test_health_follows_the_engine(own_server: Server) -> None:
         watch.cancel()
 
 
-def test_reflection_can_be_turned_off(models_folder: Path, tmp_path: Path) -> None:
-    with serving(models_folder, tmp_path, grpc_reflection="0") as running, grpc.insecure_channel(running.grpc) as channel:
-        with pytest.raises(grpc.RpcError) as refused:
-            list(ServerReflectionStub(channel).ServerReflectionInfo(iter([]), timeout=10))
-        assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
-        assert HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10).status == 1
-
-
 def test_reflection_describes_every_service(channel: grpc.Channel) -> None:
     def reflect(**request: str) -> Any:
         [answer] = ServerReflectionStub(channel).ServerReflectionInfo(
@@ -181,8 +173,8 @@ def test_http_and_grpc_cannot_share_a_port(models_folder: Path) -> None:
     assert "port and grpc_port are both 9123" in ended.stderr
 
 
-def test_port_0_disables_grpc(models_folder: Path, tmp_path: Path) -> None:
-    with serving(models_folder, tmp_path, grpc="0") as running:
+def test_port_off_disables_grpc(models_folder: Path, tmp_path: Path) -> None:
+    with serving(models_folder, tmp_path, "--grpc-port", "off") as running:
         assert running.grpc == ""
         assert running.infer("sensors", [[[0.1, 0.2, 0.3]]]).status_code == 200
 

@@ -32,7 +32,7 @@ def guarded(models_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> It
     scratch = tmp_path_factory.mktemp("access")
     file = scratch / "keys.toml"
     keys = {scope: create(file, f"only-{scope}", [scope], "tenant") for scope in KEY_SCOPES}
-    with serving(models_folder, scratch, "--keys", str(file), "--admin-port", "0", refused_key_seconds="0.5") as server:
+    with serving(models_folder, scratch, "--keys", str(file), "--admin-port", "0") as server:
         yield Guarded(server, keys)
 
 
@@ -52,7 +52,7 @@ def test_local_client_without_keys_may_do_everything(server: Server) -> None:
 
 
 def test_other_hosts_are_named_by_their_rights(models_folder: Path, tmp_path: Path) -> None:
-    with serving(models_folder, tmp_path, "--allowed-hosts", "models.example", grpc="0") as server:
+    with serving(models_folder, tmp_path, "--allowed-hosts", "models.example", "--grpc-port", "off") as server:
         answer = access(server.address, host="models.example").json()
         assert (answer["caller"], answer["scopes"], answer["grpc_port"]) == ("anybody", sorted(OPEN_SCOPES), None)
         assert access(server.address, host="evil.example").status_code == 403

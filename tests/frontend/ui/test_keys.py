@@ -12,6 +12,7 @@ from playwright.sync_api import Browser, Page, expect
 from service.access.keys import create
 from service.access.scopes import Scope
 from tests.frontend.ui.browser import choose, opened, run
+from tests.planted import constants
 from tests.serving import Server, eventually, rewrite, serving
 
 SCOPES = {
@@ -37,7 +38,10 @@ def guarded(models_folder: Path, browser: Browser, tmp_path_factory: pytest.Temp
     file = scratch / "keys.toml"
     keys = {name: create(file, name, scopes, "tenant") for name, scopes in SCOPES.items()}
     keys["limited"] = create(file, "limited", [Scope.INFER], "tenant", max_requests_per_second=1)
-    with serving(models_folder, scratch, "--keys", str(file), refused_key_seconds="0") as server:
+    with (
+        constants({"service.access.refused_keys.DELAY_SECONDS": 0}),
+        serving(models_folder, scratch, "--keys", str(file)) as server,
+    ):
         yield Guarded(server, keys, file)
 
 

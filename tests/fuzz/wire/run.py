@@ -31,7 +31,7 @@ from tests.fuzz.wire.http import HttpSource
 from tests.fuzz.wire.line import PATIENCE_SECONDS, Line
 from tests.fuzz.wire.mutations import pieces
 from tests.fuzz.wire.websocket import WebSocketSource
-from tests.planted import plant
+from tests.planted import constants, plant
 from tests.serving import Server, serving
 from tests.soak import slope
 from tests.steady import processes, resident_bytes
@@ -59,12 +59,8 @@ MOST_SLOPE, LONG_RUN = 1.0, 1_000_000
 ROOT = Path(__file__).resolve().parents[3]
 MOST_FAULTS = 5
 """Descriptions of a kind that are kept."""
-SETTINGS = {
-    "receive_seconds": "1",
-    "idle_seconds": "20",
-    "session_idle_seconds": "2",
-    "refused_key_seconds": "0",
-}
+SETTINGS = {"idle_seconds": "20", "session_idle_seconds": "2"}
+CONSTANTS = {"service.frontend.connection_guard.RECEIVE_SECONDS": 1, "service.access.refused_keys.DELAY_SECONDS": 0}
 """Connections whose requests do not end wait for this long. Wrong keys do not delay the run."""
 STAGES = ("parse", "channel", "queue", "stage_in", "device_wait", "compute", "stage_out", "reply", "encode", "total")
 NAME = "fuzzed"
@@ -307,7 +303,7 @@ def fuzzed(folder: Path, scratch: Path, fault: str = "", seed: int = 0) -> Itera
     with pytest.MonkeyPatch.context() as patch:
         plant(",".join(filter(None, ("timed-callbacks", fault))), patch)
         patch.setenv("CALLBACKS", str(callbacks))
-        with serving(folder, scratch, "--keys", str(keys), **SETTINGS) as server:
+        with constants(CONSTANTS), serving(folder, scratch, "--keys", str(keys), **SETTINGS) as server:
             server.client.headers["authorization"] = f"Bearer {token}"
             fuzzer = Fuzzer(server, token, [folder, scratch, ROOT, Path(sys.prefix), Path.home()], seed)
             uvloop.run(fuzzer.warm_up())
