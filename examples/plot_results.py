@@ -2,7 +2,7 @@
 
 The speed of layers comes from the records of `python -m kernels.bench`, accuracies and times of training from those of `results.py`. The
 command writes images and the tables of docs/sru-paper.md, and leaves out what no record has. It needs matplotlib, which is in the extra
-`load`: pip install '.[load]'
+`bench`: pip install '.[bench]'
 """
 
 from __future__ import annotations
