@@ -13,7 +13,7 @@ from loadtest.servers import MODELS, named_or_new
 
 SUMMARY = "mixed traffic from many users"
 LOCUSTFILE = Path(__file__).parent.parent / "locustfile.py"
-SERVER_LOG, REPORT, FIGURES = "server.log", "locust.html", "locust"
+SERVER_LOG, REPORT = "server.log", "locust.html"
 USERS_A_SECOND = 100
 """Maximum spawn rate: locust warns above it."""
 STOP_SECONDS = 30
@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
             names = ", ".join(f"{name} {model['version']}" for name, model in served)
             print(f"{options.users} users for {options.seconds} s on {url}, seed {options.seed}; models: {names}\n", flush=True)
             status = subprocess.run(_command(options, url, models), stdin=subprocess.DEVNULL).returncode
-    print(f"{options.out}: {REPORT} (locust's report with charts), {FIGURES}_*.csv")
+    print(f"{options.out / REPORT}: locust's report with charts")
     return status
 
 
@@ -55,7 +55,6 @@ def _command(options: argparse.Namespace, url: str, models: Path) -> list[str]:
         "--seconds": options.seconds,
         "--stop-timeout": f"{STOP_SECONDS}s",
         "--html": options.out / REPORT,
-        "--csv": options.out / FIGURES,
     }
     files = {"--key-file": options.key_file, "--ca": options.ca}
     flags |= {name: file for name, file in files.items() if file is not None}
