@@ -28,7 +28,7 @@ PROJECT     := pyproject.toml setup.py constraints.txt Makefile
 # Containers often set it. The tests start hundreds of Python processes, and each would compile the sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: fuzz soak endurance help install gpu compiled serve test test-fast test-anywhere lint eval bench loadtest bench-serve bench-engine bench-capacity bench-fairness bench-devices browser screenshots toolchains speech recordings series java perf-analyzer libb64 lock audit sbom simulate test-long test-gpu docker-test cluster-test proxies redis proto check-python
+.PHONY: fuzz soak endurance help install gpu compiled serve test test-fast test-anywhere lint eval bench loadtest bench-serve bench-engine bench-capacity bench-fairness browser screenshots toolchains speech recordings series perf-analyzer libb64 lock audit sbom test-long test-gpu docker-test cluster-test proxies redis proto check-python
 
 help:
 	@echo "make serve          install, then serve the embedded models on 127.0.0.1:8000"
@@ -53,18 +53,16 @@ help:
 	@echo "make install        set up .venv and compile the CPU kernels"
 	@echo "make eval           send the test questions in DATA=folder to the running service"
 	@echo "make bench          time every kernel and its baselines on DEVICE=cpu or cuda:0"
-	@echo "make loadtest       USERS=32 clients for SECONDS=30 on a new server, or on URL; report and chart in OUT=build/loadtest"
-	@echo "make bench-serve    time this service and other model servers with the same weights, then each protocol and its codec"
+	@echo "make loadtest       USERS=32 clients for SECONDS=30 on a new server, or on URL; report in OUT=build/loadtest"
+	@echo "make bench-serve    time this service and other model servers with the same weights"
 	@echo "make bench-engine   time one engine without its frontend on DEVICE=cpu or cuda:0"
 	@echo "make bench-capacity time the whole service by number of frontends, sessions included, on DEVICE=cpu or cuda:0"
 	@echo "make bench-fairness time a tenant beside another that sends twenty times as much, on DEVICE=cpu or cuda:0"
-	@echo "make bench-devices  time this service on one device and on several, DEVICE=cuda:0,cuda:1"
 	@echo "make perf-analyzer  run Triton's load generator on a new server, or on URL=http://host:8000 GRPC=host:8001"
 	@echo "make lock           write the hashes of the image's packages to deploy/requirements after a change of dependencies"
 	@echo "make audit          look for known vulnerabilities of these packages: needs the internet"
 	@echo "make sbom           list the packages of the image in build/sbom.json"
 	@echo "make chart          write the Helm chart with the schema of its values to build/chart"
-	@echo "make simulate       PART=batching compares batching strategies on a virtual clock, PART=fleet plans many replicas; without PART both"
 	@echo "make proto          compile service/frontend/oip/inference.proto after a change"
 
 check-python:
@@ -160,12 +158,6 @@ BASELINES := $(patsubst loadtest/baselines/%.txt,.venv-baselines/%/installed,$(w
 	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url "$(TORCH_INDEX)") --requirement $< >$(@D)/install.log 2>&1 \
 	&& touch $@ || echo "$* is skipped: $$(tail -n 1 $(@D)/install.log)"
 
-# TorchServe needs Java, from Debian's package.
-java:
-	@command -v java >/dev/null || { as_root=$$([ "$$(id -u)" -eq 0 ] || echo sudo); echo "installing Java"; \
-	$$as_root apt-get update -qq && $$as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends default-jre-headless >/dev/null; } \
-	|| echo "Java could not be installed: TorchServe is skipped"
-
 # The page at / is tested in a browser: Debian's chromium, unless there is one.
 browser:
 	@command -v chromium >/dev/null || command -v google-chrome >/dev/null || { \
@@ -207,11 +199,9 @@ series: $(SERIES)
 	@echo "export DATA=.venv-series/aeon/datasets/data"
 
 # This service beside others with the same weights, about an hour: ARGS="--rounds 1 --seconds 1 --servers seqserve Triton" shortens it.
-# Then the endpoints of this service, and its codecs. Results go to loadtest/results.
-bench-serve: .venv/load gpu compiled java $(BASELINES)
+# Results go to loadtest/results.
+bench-serve: .venv/load gpu compiled $(BASELINES)
 	@$(BIN)/python -m loadtest serving $(ARGS)
-	@$(BIN)/python -m loadtest endpoints
-	@$(BIN)/python -m loadtest codec
 
 # The stages of a request inside an engine, and its throughput; results go to loadtest/results.
 bench-engine: .venv/load gpu compiled
@@ -224,10 +214,6 @@ bench-capacity: .venv/load gpu compiled
 # One tenant beside another that sends too much.
 bench-fairness: .venv/load gpu compiled
 	@$(BIN)/python -m loadtest fairness --device $(DEVICE) $(ARGS)
-
-# One device, then all devices in DEVICE; results go to loadtest/results.
-bench-devices: .venv/load gpu compiled
-	@$(BIN)/python -m loadtest devices --devices $(DEVICE)
 
 # Tools that look at the packages of the image. Their requirements are not those of the service.
 .venv-audit/installed: constraints.txt | check-python
@@ -265,12 +251,6 @@ libb64:
 # Over REST and gRPC, to a new server, or to the server at $(URL) and, for gRPC, at $(GRPC).
 perf-analyzer: .venv/load .venv-perf/installed libb64 gpu compiled
 	@$(BIN)/python -m loadtest perf-analyzer $(if $(URL),--url $(URL)) $(if $(GRPC),--grpc $(GRPC)) $(ACCESS)
-
-# Batching takes minutes, a fleet seconds. ARGS are the flags of one PART: PART=batching ARGS="--cost epyc-2core-lstm-512", or
-# PART=fleet ARGS="--streams 200000 --rate 50000 --price H200=4". `python -m loadtest simulate batching --measure cuda:0` adds a cost.
-PART ?= fleet batching
-simulate: .venv/load
-	@for part in $(PART); do $(BIN)/python -m loadtest simulate $$part $(ARGS) || exit 1; done
 
 # Sends the test questions in the folder $(DATA) to the service at $(URL).
 eval: .venv/installed

@@ -10,30 +10,15 @@ from types import ModuleType
 
 from loadtest.discovery import CannotMeasure
 from loadtest.report import RESULTS
-from loadtest.scenarios import (
-    capacity,
-    codec,
-    devices,
-    endpoints,
-    engine,
-    fairness,
-    locust_traffic,
-    perf_analyzer,
-    serving,
-    simulate,
-)
+from loadtest.scenarios import capacity, engine, fairness, locust_traffic, perf_analyzer, serving
 
 SCENARIOS: dict[str, tuple[ModuleType, Path]] = {
     "locust": (locust_traffic, Path("build/loadtest")),
     "serving": (serving, RESULTS),
-    "endpoints": (endpoints, RESULTS),
-    "codec": (codec, RESULTS),
     "capacity": (capacity, RESULTS),
     "engine": (engine, RESULTS),
-    "devices": (devices, RESULTS),
     "fairness": (fairness, RESULTS),
     "perf-analyzer": (perf_analyzer, Path("build/perf-analyzer")),
-    "simulate": (simulate, RESULTS),
 }
 """Modules with `SUMMARY`, `add_options(parser)` and `run(options)`, which returns the exit status; and their output folders."""
 

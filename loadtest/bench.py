@@ -19,11 +19,11 @@ from msgspec import structs
 from prometheus_client.parser import text_string_to_metric_families
 
 from loadtest import discovery, report, tracing, traffic
-from loadtest.callers import JSON, Target
 from loadtest.generator.job import Job
-from loadtest.generator.process import run_in_processes
+from loadtest.generator.process import divided, run_in_processes
 from loadtest.generator.scaling import Measured, best, more_generators
 from loadtest.report import BenchLevel, Level
+from loadtest.target import JSON, Target
 from service.client_access import ClientAccess
 
 REQUESTS = 1000
@@ -96,7 +96,8 @@ def run(plan: Plan, models: Path, out: Path | None, trace: Path | None = None) -
         levels = shares_of(measured[0].measured.rate)
     for level in levels:
         is_traced = trace is not None and level is levels[-1]
-        with tracing.recorded(plan.url, plan.access, trace, bench.level_seconds) if is_traced and trace else nullcontext():
+        seconds = START_SECONDS + WARM_UP_SECONDS + plan.seconds
+        with tracing.recorded(plan.url, plan.access, trace, seconds) if is_traced and trace else nullcontext():
             measured.append(bench.measure(level, plan.seconds))
     print("\n".join(report.levels(measured)))
     if out is not None:
@@ -104,31 +105,9 @@ def run(plan: Plan, models: Path, out: Path | None, trace: Path | None = None) -
     return 1 if any(level.measured.result.failures for level in measured) else 0
 
 
-def requests_of(
-    target: Target, source: traffic.Traffic, inputs: int, access: ClientAccess = discovery.NO_ACCESS
-) -> list[bytes]:
-    """Return prepared requests of `inputs` sequences each."""
-    headers = [JSON, *(f"{name}: {value}" for name, value in access.headers.items())]
-    return [target.request(json.dumps(source.body(inputs)).encode(), *headers) for _ in range(REQUESTS)]
-
-
 def shares_of(largest: float) -> list[Level]:
     """Return the levels of an open loop below the largest rate, none if that is 0."""
     return [Level(f"{share:.0%}, {share * largest:.0f}/s", CONNECTIONS, share * largest) for share in SHARES if largest]
-
-
-def divided(job: Job, level: Level, generators: int) -> list[Job]:
-    """Divide the load of a level among generator processes, which need a caller each."""
-    count = min(generators, level.callers)
-    return [
-        structs.replace(
-            job,
-            callers=level.callers // count + (number < level.callers % count),
-            rate=level.rate / count,
-            seed=job.seed + number,
-        )
-        for number in range(count)
-    ]
 
 
 def _closed(callers: int) -> Level:
@@ -148,53 +127,36 @@ class _Bench:
 
     def __init__(self, plan: Plan, model: dict[str, Any], source: traffic.Traffic) -> None:
         target = Target.of(plan.url, "/infer")
-        requests = requests_of(target, source, plan.inputs, plan.access)
+        headers = [JSON, *(f"{name}: {value}" for name, value in plan.access.headers.items())]
+        requests = [target.request(json.dumps(source.body(plan.inputs)).encode(), *headers) for _ in range(REQUESTS)]
         self._plan = plan
         self._model = model
         self._generators = plan.generators or 1
         """Generators of the next level: as many as the previous levels needed."""
-        self._job = Job(
-            "http",
-            target.host,
-            target.port,
-            "",
-            requests,
-            "answer",
-            [[]] * len(requests),
-            warm_up=WARM_UP_SECONDS,
-            grace=GRACE_SECONDS,
-            seed=plan.seed,
-            arrivals=plan.arrivals,
-            tls=target.tls,
-            ca=str(plan.access.ca or ""),
-        )
-
-    @property
-    def level_seconds(self) -> float:
-        """Return about how long one measurement of a level takes."""
-        return START_SECONDS + WARM_UP_SECONDS + self._plan.seconds
+        self._job = Job.http(target, requests, seed=plan.seed, arrivals=plan.arrivals, ca=str(plan.access.ca or ""))
+        self._job.warm_up, self._job.grace = WARM_UP_SECONDS, GRACE_SECONDS
 
     def measure(self, level: Level, seconds: float) -> BenchLevel:
         """Measure a level, again with more generators as long as they are the limit."""
         most = min(level.callers, self._plan.generators or os.cpu_count() or 1)
         trials = [self._measure_once(level, seconds, self._generators)]
         while generators := more_generators([trial.measured for trial in trials], most):
-            print(
-                f"{level.name}: the load generator was the limit, measured again with {generators} generator processes",
-                flush=True,
-            )
+            again = f"measured again with {generators} generator processes"
+            print(f"{level.name}: the load generator was the limit, {again}", flush=True)
             trials.append(self._measure_once(level, seconds, generators))
             self._generators = best([trial.measured for trial in trials]).generators
         chosen = best([trial.measured for trial in trials])
         return next(trial for trial in trials if trial.measured is chosen)
 
     def _measure_once(self, level: Level, seconds: float, generators: int) -> BenchLevel:
-        jobs = divided(structs.replace(self._job, seconds=seconds), level, generators)
+        job = structs.replace(self._job, seconds=seconds, callers=level.callers, rate=level.rate)
+        jobs = divided(job, generators)
         before = StageCounts.read(self._plan.url, self._model, self._plan.access)
         measured = Measured(len(jobs), run_in_processes(jobs))
         after = StageCounts.read(self._plan.url, self._model, self._plan.access)
-        result = BenchLevel(level, measured, after.stages(before), after.total(before), after.rows(before))
-        print(report.level_progress(result), file=sys.stderr, flush=True)
+        stages = {stage: 1000 * after.mean(before, stage) for stage in STAGES}
+        result = BenchLevel(level, measured, stages, 1000 * after.mean(before, TOTAL), after.mean(before, ROWS))
+        print(report.progress(result), file=sys.stderr, flush=True)
         return result
 
 
@@ -220,18 +182,7 @@ class StageCounts:
                         read.counts[key] = sample.value
         return read
 
-    def stages(self, before: StageCounts) -> dict[str, float]:
-        """Return mean milliseconds by stage since `before`."""
-        return {stage: 1000 * self._mean(before, stage) for stage in STAGES}
-
-    def total(self, before: StageCounts) -> float:
-        """Return the mean milliseconds of whole requests since `before`."""
-        return 1000 * self._mean(before, TOTAL)
-
-    def rows(self, before: StageCounts) -> float:
-        """Return the mean number of sequences in a batch since `before`."""
-        return self._mean(before, ROWS)
-
-    def _mean(self, before: StageCounts, key: str) -> float:
+    def mean(self, before: StageCounts, key: str) -> float:
+        """Return the mean since `before`, 0 if nothing was counted."""
         count = self.counts.get(key, 0.0) - before.counts.get(key, 0.0)
         return (self.sums[key] - before.sums.get(key, 0.0)) / count if count else 0.0

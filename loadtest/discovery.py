@@ -20,14 +20,6 @@ class CannotMeasure(Exception):
     """A measurement cannot start. The message has the reason, and what to do."""
 
 
-class NoServer(CannotMeasure):
-    """No seqserve server answers at an address, or it does not serve the named model."""
-
-
-class AccessDenied(CannotMeasure):
-    """The server refuses the key, or needs one."""
-
-
 def add_access_options(parser: argparse.ArgumentParser) -> None:
     """Add the options from which `access_of` reads the access to a running server."""
     parser.add_argument("--key-file", type=Path, help=f"file with the key to send, instead of {CLIENT_KEY}")
@@ -43,11 +35,14 @@ def access_of(options: argparse.Namespace) -> ClientAccess:
 
 
 def fetch(url: str, access: ClientAccess, body: bytes | None = None, *, timeout: float = 10) -> bytes:
-    """Return the reply to a GET, or to a POST with this body. Raises AccessDenied, or OSError without a reply or with another status."""
+    """Return the reply to a GET, or to a POST with this body.
+
+    Raises CannotMeasure for a refused key, or OSError without a reply or with another status.
+    """
     try:
         return access.fetch(url, body, timeout=timeout)
     except KeyRefused as error:
-        raise AccessDenied(str(error)) from error
+        raise CannotMeasure(str(error)) from error
 
 
 def served(url: str, access: ClientAccess = NO_ACCESS) -> dict[str, dict[str, Any]]:
@@ -55,7 +50,7 @@ def served(url: str, access: ClientAccess = NO_ACCESS) -> dict[str, dict[str, An
     try:
         return {model["name"]: model for model in json.loads(fetch(f"{url}/models", access))["models"]}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise NoServer(
+        raise CannotMeasure(
             f"{url}/models does not answer like seqserve ({getattr(error, 'reason', error)}): name a running server with --url"
         ) from error
 
@@ -66,7 +61,7 @@ def find(url: str, name: str | None, access: ClientAccess = NO_ACCESS) -> dict[s
     for model in models.values():
         if name is None or name in (model["name"], *model["aliases"]):
             return model
-    raise NoServer(f"{url} serves no model {name}: it serves {', '.join(models)}")
+    raise CannotMeasure(f"{url} serves no model {name}: it serves {', '.join(models)}")
 
 
 def inputs(models: Path, model: dict[str, Any], seed: int = 0) -> traffic.Traffic:

@@ -10,7 +10,6 @@ import gc
 import itertools
 import json
 import logging
-import math
 import random
 import time
 from collections.abc import Iterator, Mapping
@@ -25,9 +24,8 @@ from locust.env import Environment
 from locust.exception import StopTest
 from locust.runners import Runner
 
-from loadtest import discovery, request_log
+from loadtest import discovery
 from loadtest.generator.readers import refusal
-from loadtest.load import RETRY_SECONDS
 from loadtest.servers import ROOT
 from loadtest.traffic import Traffic
 from service.settings import CLIENT_KEY
@@ -38,8 +36,11 @@ PATIENCE_SECONDS = (0.0005, 0.003)
 """Range of the timeouts of impatient users."""
 PAUSE_SECONDS = (0.02, 0.1)
 """Range of the pauses of impatient users between requests."""
+RETRY_SECONDS = 0.1
+"""Pause of a user after a broken connection."""
 CHUNKS = 10
 """Chunks of a session."""
+HUNG_UP = "hung up"
 HEADERS = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
 
 # Locust's page and report. By default it rounds times to whole milliseconds and draws a point every five seconds.
@@ -83,10 +84,6 @@ class LoadUser(FastHttpUser):
     def can_use(cls, model: Mapping[str, Any]) -> bool:
         """Return whether it can send requests to a model, as GET /models describes it."""
         return model["input"]["kind"] in cls.kinds and (model.get("streams", False) or not cls.streaming)
-
-    def context(self) -> dict[str, str]:
-        """Return the values that locust passes to the listeners of each request."""
-        return {"kind": type(self).__name__}
 
     def patience_seconds(self) -> float:
         return FastHttpUser.network_timeout
@@ -169,7 +166,7 @@ class ImpatientCaller(LoadUser):
 
     def judge(self, response: ResponseContextManager) -> None:
         if isinstance(_connection_error(response), TimeoutError):
-            response.request_meta |= {"name": f"{type(self).__name__} {request_log.HUNG_UP}", "response_time": None}
+            response.request_meta |= {"name": f"{type(self).__name__} {HUNG_UP}", "response_time": None}
             response.success()
         else:
             super().judge(response)
@@ -179,7 +176,6 @@ def add_options(parser: LocustArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="Seed of the traffic")
     parser.add_argument("--models", type=Path, default=ROOT / "models", help="Folder with the words of the text models")
     parser.add_argument("--seconds", type=int, include_in_web_ui=False, help="Duration from when all users have started")
-    parser.add_argument("--request-log", type=Path, include_in_web_ui=False, help="CSV file with a line for every request")
     parser.add_argument(
         "--key-file", type=Path, include_in_web_ui=False, help=f"File with the key to send, instead of {CLIENT_KEY}"
     )
@@ -208,25 +204,6 @@ def discover_models(environment: Environment, **_: Any) -> None:
         environment.process_exit_code = 2
         raise StopTest(f"{environment.host} serves no model with an input that the load test can send")
     LoadUser.numbers = itertools.count()
-
-
-def open_request_log(environment: Environment, **_: Any) -> None:
-    """Log every request if --request-log is set."""
-    assert environment.parsed_options is not None
-    if environment.parsed_options.request_log is None:
-        return
-    writer = request_log.RequestLogWriter(environment.parsed_options.request_log)
-
-    def log(response_time: float | None, exception: Exception | None, context: dict[str, str], **_: Any) -> None:
-        if response_time is None:
-            writer.write(context["kind"], math.nan, request_log.HUNG_UP)
-        elif exception is None:
-            writer.write(context["kind"], response_time, request_log.ANSWERED)
-        else:
-            writer.write(context["kind"], response_time, str(exception))
-
-    environment.events.request.add_listener(log)
-    environment.events.quit.add_listener(lambda **_: writer.close())
 
 
 def end_after_seconds(environment: Environment, runner: Runner, **_: Any) -> None:
@@ -259,5 +236,4 @@ def freeze_objects(**_: Any) -> None:
 events.init_command_line_parser.add_listener(add_options)
 events.test_start.add_listener(discover_models)
 events.test_start.add_listener(freeze_objects)
-events.init.add_listener(open_request_log)
 events.init.add_listener(end_after_seconds)

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from kernels.bench.tables import aligned, three_digits
+from loadtest.generator.job import QUANTILES
 from loadtest.generator.scaling import Measured
-from loadtest.load import Figures
 
 RESULTS = Path(__file__).parent / "results"
-QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+NOTHING = "-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,38 +39,22 @@ class BenchLevel:
     total: float
     rows: float
 
-
-def milliseconds(figures: Figures) -> dict[str, float]:
-    """Return the quantiles of the latency."""
-    return {name: 1000 * figures.quantile(share) for name, share in QUANTILES.items()}
-
-
-def latencies(measured: Measured) -> dict[str, float]:
-    """Return the quantiles of the latency of a load."""
-    return milliseconds(Figures(answers=measured.result.ordered_latencies()))
+    @property
+    def failed(self) -> int:
+        return sum(self.measured.result.failures.values())
 
 
-def progress(name: str, figures: Figures, seconds: float) -> str:
-    """Return a line about a load that is running."""
-    times = "  ".join(f"{quantile} {value:.2f} ms" for quantile, value in milliseconds(figures).items() if figures.answers)
-    return (
-        f"  {name:>8}  {figures.seconds:.0f} of {seconds:g} s  {len(figures.answers)} answers  "
-        f"{figures.rate:.0f}/s  {times}  {figures.failed} failed"
-    )
-
-
-def level_progress(level: BenchLevel) -> str:
+def progress(level: BenchLevel) -> str:
     """Return a line about a level that was measured."""
-    times = "  ".join(f"{quantile} {value:.2f} ms" for quantile, value in latencies(level.measured).items())
-    failed = sum(level.measured.result.failures.values())
-    return f"  {level.level.name}: {level.measured.rate:.0f}/s  {times}  {failed} failed"
+    times = "  ".join(f"{name[:-3]} {value:.2f} ms" for name, value in level.measured.result.milliseconds().items())
+    return f"  {level.level.name}: {level.measured.rate:.0f}/s  {times}  {level.failed} failed"
 
 
 def levels(measured: Sequence[BenchLevel]) -> Iterable[str]:
     """Yield a table of the loads, a table of the stages, and the reasons of failures and of limited rates."""
+    times = [name.replace("_", " ") for name in QUANTILES]
     yield table(
-        [["load", "answers/s", *(f"{name} ms" for name in QUANTILES), "failed", "rows/batch", "generators"]]
-        + [_load_line(level) for level in measured]
+        [["load", "answers/s", *times, "failed", "rows/batch", "generators"]] + [_load_line(level) for level in measured]
     )
     yield "\nmean ms by stage, their sum, and the mean of whole requests in the server:"
     yield table([["load", *measured[0].stages, "sum", "total"]] + [_stage_line(level) for level in measured])
@@ -85,10 +69,9 @@ def levels(measured: Sequence[BenchLevel]) -> Iterable[str]:
 
 def _load_line(level: BenchLevel) -> list[str]:
     measured = level.measured
-    times = (f"{value:.2f}" for value in latencies(measured).values())
-    failed = sum(measured.result.failures.values())
+    times = (f"{value:.2f}" for value in measured.result.milliseconds().values())
     return [
-        *(level.level.name, f"{measured.rate:.0f}", *times, str(failed), f"{level.rows:.1f}"),
+        *(level.level.name, f"{measured.rate:.0f}", *times, str(level.failed), f"{level.rows:.1f}"),
         f"{measured.generators}, {measured.busy:.0%} busy",
     ]
 
@@ -105,6 +88,8 @@ def table(lines: Sequence[Sequence[str]]) -> str:
 
 def spread(values: Sequence[float]) -> str:
     """Return the median, the lowest and the highest value."""
+    if not values:
+        return NOTHING
     low, middle, high = map(three_digits, (min(values), statistics.median(values), max(values)))
     return f"{middle} ({low} to {high})"
 
@@ -131,7 +116,7 @@ def record(level: BenchLevel, model: dict[str, Any]) -> dict[str, Any]:
         "seconds": round(result.seconds, 3),
         "answers": result.answers,
         "answers_per_second": round(measured.rate, 1),
-        **{f"{name}_ms": None if math.isnan(value) else round(value, 3) for name, value in latencies(measured).items()},
+        **{name: None if math.isnan(value) else round(value, 3) for name, value in result.milliseconds().items()},
         "failures": result.failures,
         "rows_per_batch": round(level.rows, 2),
         "stages_ms": {name: round(value, 4) for name, value in level.stages.items()},

@@ -11,8 +11,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from itertools import islice
 from pathlib import Path
 
@@ -40,23 +39,11 @@ class ServerProcess:
     def running(self) -> bool:
         return self._process.poll() is None
 
-    def cpu_seconds(self) -> float:
-        """Return the processor time of all its running processes."""
-        return sum(self.cpu_seconds_each(""))
-
-    def cpu_seconds_each(self, role: str) -> list[float]:
-        """Return the processor time of each process with a command line that ends with `role`."""
-        times = [process.cpu_times() for process in self._processes(role)]
-        return [time.user + time.system for time in times]
-
     def pids(self, role: str = "") -> list[int]:
         """Return the processes with a command line that ends with `role`."""
-        return [process.pid for process in self._processes(role)]
-
-    def _processes(self, role: str) -> list[psutil.Process]:
         server = psutil.Process(self._process.pid)
         processes = (server, *server.children(recursive=True))
-        return [process for process in processes if " ".join(process.cmdline()).endswith(role)]
+        return [process.pid for process in processes if " ".join(process.cmdline()).endswith(role)]
 
 
 @contextmanager
@@ -101,13 +88,6 @@ def started(
 def python_path() -> str:
     """Return a PYTHONPATH with which a server in any virtual environment finds this project."""
     return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
-
-
-@contextmanager
-def all_running(*commands: Sequence[str]) -> Iterator[list[ServerProcess]]:
-    """Run several servers, which start at the same time."""
-    with ExitStack() as stack, ThreadPoolExecutor() as pool:
-        yield list(pool.map(lambda command: stack.enter_context(running(*command)), commands))
 
 
 @contextmanager

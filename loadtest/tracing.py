@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-from loadtest.discovery import fetch
+from loadtest.discovery import CannotMeasure, fetch
 from service.client_access import ClientAccess, reason_of
 
 BATCHES = 100
@@ -19,18 +19,14 @@ TIMEOUT_SECONDS = 130.0
 """The server may need as long as the recording to start it, and to write the trace."""
 
 
-class NoTrace(Exception):
-    """The server returned no trace. The message has the reason from the server, if there is one."""
-
-
 def prepare(url: str, access: ClientAccess) -> None:
-    """Record one batch, so that the server loads its profiler, which may take seconds. Raises NoTrace."""
+    """Record one batch, so that the server loads its profiler, which may take seconds. Raises CannotMeasure."""
     _record(url, access, 1, 0.1)
 
 
 @contextmanager
 def recorded(url: str, access: ClientAccess, file: Path, seconds: float) -> Iterator[None]:
-    """Record batches while the block runs, which must take `seconds`, and write them to `file`. Raises NoTrace."""
+    """Record batches while the block runs, which must take `seconds`, and write them to `file`. Raises CannotMeasure."""
     ramp = min(1.0, seconds / 4)
 
     def record() -> bytes:
@@ -47,6 +43,6 @@ def _record(url: str, access: ClientAccess, batches: int, seconds: float) -> byt
     try:
         return fetch(f"{url}/debug/trace?batches={batches}&seconds={seconds:g}", access, b"", timeout=TIMEOUT_SECONDS)
     except urllib.error.HTTPError as error:
-        raise NoTrace(f"{url} returned no trace: {reason_of(error)}") from error
+        raise CannotMeasure(f"{url} returned no trace: {reason_of(error)}") from error
     except OSError as error:
-        raise NoTrace(f"{url} returned no trace: {getattr(error, 'reason', error)}") from error
+        raise CannotMeasure(f"{url} returned no trace: {getattr(error, 'reason', error)}") from error

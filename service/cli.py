@@ -202,11 +202,10 @@ def bench(
     _find_load_generator()
     from loadtest.bench import Plan, run
     from loadtest.discovery import CannotMeasure
-    from loadtest.tracing import NoTrace
 
     try:
         return run(Plan(url=url.rstrip("/"), access=access, **load), settings.models, json, trace)
-    except (CannotMeasure, NoTrace, ValueError, OSError) as error:
+    except (CannotMeasure, ValueError, OSError) as error:
         raise StartError(str(error)) from error
 
 

@@ -19,8 +19,9 @@ from typing import NamedTuple
 import uvloop
 from prometheus_client.parser import text_string_to_metric_families
 
-from loadtest.callers import Caller, Response, Target
+from loadtest.target import Target
 from tests import models
+from tests.callers import Caller, Response
 from tests.serving import Server, eventually
 
 SMALL = {"state_slots": "64", "max_sessions": "1024", "session_idle_seconds": "600", "max_batch_tokens": "256"}

@@ -17,9 +17,10 @@ from typing import Any
 import uvloop
 
 from loadtest import traffic
-from loadtest.callers import Caller, Target
+from loadtest.target import Target
 from service.modeling import spec
 from service.settings import Settings
+from tests.callers import Caller
 
 ROUND = 1_000
 """Requests in a round. The next round starts after all replies, so the server holds nothing in between."""

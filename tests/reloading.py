@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from loadtest.callers import Caller, Target
+from loadtest.target import Target
+from tests.callers import Caller
 from tests.serving import Server
 
 TEXT = "how far is the sea ?"

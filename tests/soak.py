@@ -35,11 +35,11 @@ from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake
 
 from loadtest import oip_requests
-from loadtest.callers import Caller, Response, Target
-from loadtest.grpc_callers import GrpcCaller, Method
+from loadtest.target import Target
 from service.ipc.messages import IDS
 from tests import models
 from tests.accumulator import Account, Counts
+from tests.callers import Caller, GrpcCaller, Response
 from tests.full_disk import full_disk
 from tests.reloading import load
 from tests.serving import Server, eventually, serving
@@ -257,7 +257,7 @@ class GrpcClient(Client):
         message.inputs.add(name="ids", datatype="INT32", shape=[len(values)])
         message.outputs.add(name="value")
         if self._caller is None:
-            self._caller = await Method(self._server.grpc, oip_requests.PATH).connect()
+            self._caller = GrpcCaller(self._server.grpc, oip_requests.PATH)
         reply = await self._caller.ask(message.SerializeToString())
         if reply.status != 200:
             said = json.loads(reply.body)

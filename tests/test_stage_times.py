@@ -5,9 +5,9 @@ from __future__ import annotations
 import uvloop
 from prometheus_client.parser import text_string_to_metric_families
 
-from loadtest.callers import Target
 from loadtest.generator.job import Job
 from loadtest.generator.loops import run
+from loadtest.target import Target
 from tests.serving import Server
 
 STAGES = ("parse", "channel", "queue", "stage_in", "device_wait", "compute", "stage_out", "reply", "encode")

@@ -24,7 +24,7 @@ import torch
 import uvloop
 from websockets.asyncio.client import connect
 
-from loadtest.callers import Caller, Response, Target
+from loadtest.target import Target
 from service.engine.batch import Batch, Chunk
 from service.engine.batching.state_slots import DISCARD_SLOT, FIRST_SLOT, ZERO_SLOT
 from service.engine.execution.device_engine import DeviceEngine
@@ -53,6 +53,7 @@ from tests.accumulator import (
     tell,
     watch,
 )
+from tests.callers import Caller, Response
 from tests.planted import constants
 from tests.reloading import load
 from tests.serving import Server, eventually, serving

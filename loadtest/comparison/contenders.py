@@ -26,14 +26,7 @@ BASELINES = servers.ROOT / "loadtest" / "baselines"
 SERVED = "classifier"
 """Name of the model in the other servers."""
 MAX_BATCH = 32
-SEQSERVE, PLAIN, LITSERVE, MLSERVER, TORCHSERVE, TRITON = (
-    "seqserve",
-    "plain FastAPI",
-    "LitServe",
-    "MLServer",
-    "TorchServe",
-    "Triton",
-)
+SEQSERVE, PLAIN, LITSERVE, MLSERVER, TRITON = "seqserve", "plain FastAPI", "LitServe", "MLServer", "Triton"
 
 
 class Ports(NamedTuple):
@@ -55,8 +48,8 @@ class Server:
     """One compared server.
 
     launch: returns the command from its environment's folder, an empty folder for its files, and its ports. environment: name of its
-    virtual environment in ENVIRONMENTS; None: the environment of this project. needs: a program outside it. constant: the endpoints that
-    return a constant when no model is loaded; `expected`: their answer; None: any fixed answer.
+    virtual environment in ENVIRONMENTS; None: the environment of this project. constant: the endpoints that return a constant when no model
+    is loaded; `expected`: their answer; None: any fixed answer.
     """
 
     name: str
@@ -65,16 +58,13 @@ class Server:
     constant: tuple[Endpoint, ...]
     expected: tuple[float, ...] | None = CONSTANT
     environment: str | None = None
-    needs: str | None = None
 
     def why_skipped(self) -> str | None:
         """Return why the server cannot run here."""
         if self.environment is None:
             return None
         folder = ENVIRONMENTS / self.environment
-        if not (folder / "installed").is_file():
-            return f"not installed: {_last_line(folder / 'install.log')}"
-        return f"{self.needs} is not installed" if self.needs and shutil.which(self.needs) is None else None
+        return None if (folder / "installed").is_file() else f"not installed: {_last_line(folder / 'install.log')}"
 
     @contextmanager
     def running(self, models: Path, model: str | None, scratch: Path) -> Iterator[ServerProcess]:
@@ -120,38 +110,6 @@ def _mlserver(folder: Path, scratch: Path, ports: Ports) -> Launch:
     _write_json(scratch / "settings.json", settings)
     _write_json(scratch / "model-settings.json", model)
     return Launch((str(folder / "bin" / "mlserver"), "start", str(scratch)), f"/v2/models/{SERVED}/ready")
-
-
-def _torchserve(folder: Path, scratch: Path, ports: Ports) -> Launch:
-    """Write a model folder without an archive, and the settings. One worker forms the batches."""
-    archive = scratch / "store" / SERVED
-    (archive / "MAR-INF").mkdir(parents=True)
-    handler = BASELINES / "torchserve_handler.py"
-    shutil.copy(handler, archive)
-    manifest = {"runtime": "python", "model": {"modelName": SERVED, "handler": handler.name, "modelVersion": "1.0"}}
-    _write_json(archive / "MAR-INF" / "MANIFEST.json", manifest)
-    worker = {"marName": SERVED, "defaultVersion": True, "minWorkers": 1, "maxWorkers": 1}
-    batches = {"batchSize": MAX_BATCH, "maxBatchDelay": 2, "responseTimeout": 60}
-    addresses = zip(("inference", "management", "metrics"), (ports.http, *servers.free_ports(2)), strict=True)
-    properties: dict[str, Any] = {f"{name}_address": f"http://127.0.0.1:{port}" for name, port in addresses}
-    properties |= {"grpc_inference_port": ports.grpc, "grpc_management_port": ports.other}
-    properties |= {"load_models": SERVED, "models": json.dumps({SERVED: {"1.0": worker | batches}})}
-    properties |= {"async_logging": "true", "disable_system_metrics": "true"}
-    (scratch / "config.properties").write_text("".join(f"{name}={value}\n" for name, value in properties.items()))
-    (scratch / "log4j2.xml").write_text(_TORCHSERVE_LOG)
-    files = {"model-store": "store", "ts-config": "config.properties", "log-config": "log4j2.xml"}
-    flags = [word for name, file in files.items() for word in (f"--{name}", str(scratch / file))]
-    command = (str(folder / "bin" / "torchserve"), "--start", "--foreground", "--disable-token-auth", *flags)
-    places = {"LOG_LOCATION": str(scratch), "METRICS_LOCATION": str(scratch)}
-    return Launch(command, "/ping", {"PATH": _path(folder)} | places)
-
-
-_TORCHSERVE_LOG = """<Configuration>
-<Appenders><Console name="console" target="SYSTEM_ERR"><PatternLayout pattern="%d %p %c %m%n"/></Console></Appenders>
-<Loggers><Root level="error"><AppenderRef ref="console"/></Root></Loggers>
-</Configuration>
-"""
-"""By default, TorchServe writes several lines for each request."""
 
 
 def _triton(folder: Path, scratch: Path, ports: Ports) -> Launch:
@@ -208,7 +166,6 @@ def _served(*compared: Endpoint) -> tuple[Endpoint, ...]:
 
 
 _OIP_JSON = Endpoint("HTTP", endpoints.HTTP, "tensor", endpoints.oip_json)
-_PREDICTION = Endpoint("HTTP", endpoints.HTTP, "scores", endpoints.prediction)
 _HEALTH = Endpoint("/healthz", endpoints.HTTP, "scores", endpoints.health)
 
 SERVERS = (
@@ -216,6 +173,5 @@ SERVERS = (
     Server(PLAIN, _plain, (PREDICT,), (PREDICT,)),
     Server(LITSERVE, _litserve, (PREDICT,), (PREDICT,), environment="litserve"),
     Server(MLSERVER, _mlserver, *2 * (_served(_OIP_JSON, OIP_GRPC),), environment="mlserver"),
-    Server(TORCHSERVE, _torchserve, *2 * (_served(_PREDICTION),), environment="torchserve", needs="java"),
     Server(TRITON, _triton, *2 * (_served(OIP_BINARY, OIP_GRPC),), environment="triton"),
 )

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from kernels.bench.goals.limit import HEADING, Limit, Line
 from loadtest.comparison.contenders import PLAIN, SEQSERVE, TRITON
 from loadtest.comparison.endpoints import INFER, OIP_BINARY, OIP_GRPC, PREDICT
-from loadtest.comparison.measurements import FRONTEND, GENERATOR, NO_MODEL, P50, P99, RATE, Case, Measurements
+from loadtest.comparison.measurements import FRONTEND, GENERATOR, NO_MODEL, P50, P99, Case, Measurements
 from loadtest.comparison.models import CNN, LSTM, MODELS
+from loadtest.scenarios.rounds import RATE
 
 BUSY = (8, 32, 128)
 OPEN_P99_MS = {1000: 1.5, 4000: 2.5, 10000: 5.0}
-HTTP_FRONTEND_US, GRPC_FRONTEND_US, GENERATOR_US = 22.0, 30.0, 15.0
+FRONTEND_US = {INFER.name: 22.0, OIP_BINARY.name: 22.0, OIP_GRPC.name: 30.0}
+GENERATOR_US = 15.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,20 +77,11 @@ def _goals() -> Iterator[Goal]:
         name = f"{LSTM}, {INFER.name}, {rate:,} a second: p99"
         yield Goal(name, Limit(limit_ms, "ms"), _ours(LSTM, INFER.name, rate=rate), P99)
     for model in MODELS:
-        yield from _cpu_goals(model)
-
-
-def _cpu_goals(model: str) -> Iterator[Goal]:
-    limits = (
-        (INFER.name, HTTP_FRONTEND_US),
-        (OIP_BINARY.name, HTTP_FRONTEND_US),
-        (OIP_GRPC.name, GRPC_FRONTEND_US),
-    )
-    for endpoint, limit_us in limits:
-        name = f"{model}, {endpoint}, 32 callers: frontend's CPU of an answer"
-        yield Goal(name, Limit(limit_us, "us"), _ours(model, endpoint, 32), FRONTEND)
-    name = f"{model}, {INFER.name}, 32 callers: generator's CPU of an answer"
-    yield Goal(name, Limit(GENERATOR_US, "us"), _ours(model, INFER.name, 32), GENERATOR)
+        for endpoint, limit_us in FRONTEND_US.items():
+            name = f"{model}, {endpoint}, 32 callers: frontend's CPU of an answer"
+            yield Goal(name, Limit(limit_us, "us"), _ours(model, endpoint, 32), FRONTEND)
+        name = f"{model}, {INFER.name}, 32 callers: generator's CPU of an answer"
+        yield Goal(name, Limit(GENERATOR_US, "us"), _ours(model, INFER.name, 32), GENERATOR)
 
 
 GOALS = tuple(_goals())

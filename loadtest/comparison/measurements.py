@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import statistics
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from loadtest.generator.job import Result
-from loadtest.load import nearest_rank
-from loadtest.report import QUANTILES
-from loadtest.scenarios.rounds import Trial, Values, by_case
+from loadtest.scenarios.rounds import Trial, by_case, ratios
 
 NO_MODEL = "constant answer"
 HELD = 0.95
 """Share of the due requests that must be answered in the measured time; below it, a rate is beyond a server."""
-RATE, P50, P99 = "answers/s", "p50_ms", "p99_ms"
+P50, P99 = "p50_ms", "p99_ms"
 CPU, FRONTEND, GENERATOR, IN_TIME = "cpu_us", "frontend_us", "generator_us", "in_time"
 
 
@@ -35,19 +32,14 @@ class Case(NamedTuple):
 
 def trial_of(case: Case, round: int, result: Result, frontends: Sequence[bool]) -> Trial:
     """Return the trial with microseconds of processor time for each answer. frontends: which processes of the server are frontends."""
-    count = max(1, result.answers)
-    latencies = result.ordered_latencies()
-    values: Values = {RATE: result.answers / result.seconds}
-    if latencies:
-        values |= {f"{name}_ms": 1000 * nearest_rank(latencies, share) for name, share in QUANTILES.items()}
-    values |= {CPU: 1e6 * sum(result.server_cpu_seconds) / count, GENERATOR: 1e6 * result.cpu_seconds / count}
+    per_answer = 1e6 / max(1, result.answers)
+    values = {CPU: per_answer * sum(result.server_cpu_seconds), GENERATOR: per_answer * result.cpu_seconds}
     if any(frontends):
-        values[FRONTEND] = sum(
-            1e6 * used / count for used, own in zip(result.server_cpu_seconds, frontends, strict=True) if own
-        )
+        used = [seconds for seconds, own in zip(result.server_cpu_seconds, frontends, strict=True) if own]
+        values[FRONTEND] = per_answer * sum(used)
     if case.rate:
         values[IN_TIME] = result.answers / max(1, result.due)
-    return Trial(case.labels(), round, result.answers, Counter(result.failures), values)
+    return Trial.of(case.labels(), round, result, values)
 
 
 class Measurements:
@@ -69,9 +61,7 @@ class Measurements:
 
     def ratios(self, case: Case, base: Case, column: str) -> list[float]:
         """Return the ratio of two cases in each round that has both."""
-        bases = {trial.round: trial.values.get(column) for trial in self._cases.get(base, ())}
-        pairs = ((trial.values.get(column), bases.get(trial.round)) for trial in self._cases.get(case, ()))
-        return [value / other for value, other in pairs if value and other]
+        return ratios(self._cases.get(case, ()), self._cases.get(base, ()), column)
 
     def ratio(self, case: Case, base: Case, column: str) -> float | None:
         ratios = self.ratios(case, base, column)

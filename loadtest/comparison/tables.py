@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from loadtest import report
 from loadtest.comparison.contenders import SEQSERVE
 from loadtest.comparison.endpoints import INFER, OIP_BINARY, OIP_GRPC
-from loadtest.comparison.measurements import CPU, FRONTEND, GENERATOR, NO_MODEL, P50, P99, RATE, Case, Measurements
+from loadtest.comparison.measurements import CPU, FRONTEND, GENERATOR, NO_MODEL, P50, P99, Case, Measurements
 from loadtest.comparison.models import CNN
-from loadtest.scenarios.rounds import Table, headings
+from loadtest.scenarios.rounds import RATE, Table, headings
 
 COLUMNS = (RATE, P50, P99, CPU, FRONTEND, GENERATOR)
-NOTHING = "-"
 COUNTERPARTS = {OIP_GRPC.name: OIP_GRPC.name, OIP_BINARY.name: OIP_BINARY.name}
 """Our endpoint for the comparison with an endpoint of another server; all others are compared with POST /infer."""
 
@@ -22,7 +21,7 @@ def closed_loop(measured: Measurements, model: str) -> Table:
     cases = [case for case in measured.cases() if case.model == model and case.callers]
     lines = [["callers", "server", "endpoint", *headings(COLUMNS)]]
     for case in sorted(cases, key=lambda case: case.callers):
-        spreads = [_spread(measured.values(case, column)) for column in COLUMNS]
+        spreads = [report.spread(measured.values(case, column)) for column in COLUMNS]
         lines.append([str(case.callers), case.server, case.endpoint, *spreads])
     return lines
 
@@ -35,12 +34,14 @@ def ratios(measured: Measurements, model: str) -> Table:
     ours = CNN if model == NO_MODEL else model
     cases = [case for case in measured.cases() if case.model == model and case.callers and case.server != SEQSERVE]
     levels = sorted({case.callers for case in cases})
-    lines = [[f"seqserve, {ours}, over", "endpoint", "", *map(_callers, levels)]]
+    lines = [[f"seqserve, {ours}, over", "endpoint", "", *(f"{count} callers" for count in levels)]]
     for server, endpoint in dict.fromkeys((case.server, case.endpoint) for case in cases):
         own = COUNTERPARTS.get(endpoint, INFER.name)
         pairs = [(Case(ours, SEQSERVE, own, count), Case(model, server, endpoint, count)) for count in levels]
         for column in (RATE, P99):
-            lines.append([server, endpoint, *headings([column]), *(_spread(measured.ratios(*pair, column)) for pair in pairs)])
+            lines.append(
+                [server, endpoint, *headings([column]), *(report.spread(measured.ratios(*pair, column)) for pair in pairs)]
+            )
     return lines if cases else []
 
 
@@ -56,15 +57,7 @@ def open_loop(measured: Measurements, model: str) -> Table:
 
 
 def _open_cell(measured: Measurements, case: Case) -> str:
-    return _spread(measured.values(case, P99)) if measured.holds(case) else "beyond"
-
-
-def _callers(count: int) -> str:
-    return f"{count} caller{'s' * (count > 1)}"
-
-
-def _spread(values: Sequence[float]) -> str:
-    return report.spread(values) if values else NOTHING
+    return report.spread(measured.values(case, P99)) if measured.holds(case) else "beyond"
 
 
 def of(measured: Measurements) -> Iterator[Table]:

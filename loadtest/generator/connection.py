@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Protocol
+from collections import deque
+from typing import NamedTuple, Protocol
 
 OK = 200
 """Status of a right answer. gRPC's status 0 is reported with it, and its other statuses as they are."""
@@ -14,24 +15,28 @@ CLOSED = "closed by the server"
 class Exchange(Protocol):
     """Receives the answers of connections."""
 
-    def answered(self, connection: Connection, status: int, body: bytes) -> None: ...
+    def answered(self, connection: Connection, status: int, body: bytes) -> None:
+        """The first open request of the connection is answered. The exchange removes it."""
 
     def broken(self, connection: Connection, reason: str) -> None:
         """The connection is unusable. It closes itself."""
 
 
-class Connection(asyncio.Protocol):
-    """A persistent connection with at most one open request.
+class OpenRequest(NamedTuple):
+    """A request without an answer: its number, and the time from which its latency counts."""
 
-    number: the number of that request, or -1. since: the time from which its latency counts.
-    """
+    number: int
+    since: float
+
+
+class Connection(asyncio.Protocol):
+    """A persistent connection. open: its requests without an answer, which the server answers in this order."""
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
         self._received = b""
         self._transport: asyncio.Transport
-        self.number = -1
-        self.since = 0.0
+        self.open: deque[OpenRequest] = deque()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport  # type: ignore[assignment] # uvloop's transport is no subclass
@@ -39,8 +44,12 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self._break(CLOSED)
 
-    def ask(self, number: int) -> None:
-        """Send the request with this number."""
+    def ask(self, number: int, since: float) -> None:
+        """Send the request with this number. Its latency counts from `since`."""
+        self.open.append(OpenRequest(number, since))
+        self._send(number)
+
+    def _send(self, number: int) -> None:
         raise NotImplementedError
 
     def hang_up(self) -> None:

@@ -1,7 +1,7 @@
 """Unary gRPC calls over HTTP/2 connections, each with one stream at a time.
 
 Requests have one header block, which never enters the server's dynamic table. Flow control: the connection announces the
-largest windows and renews its own; a request waits for the server's window.
+largest windows and renews its own; a request waits for the server's window. Servers of gRPC send neither padding nor priorities.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import hpack
 from loadtest.generator.connection import OK, Connection, Exchange
 
 DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = 0, 1, 3, 4, 6, 7, 8, 9
-END_STREAM, ACK, END_HEADERS, PADDED, PRIORITY = 0x1, 0x1, 0x4, 0x8, 0x20
+END_STREAM, ACK, END_HEADERS = 0x1, 0x1, 0x4
 INITIAL_WINDOW_SIZE, ENABLE_PUSH = 4, 2
 DEFAULT_WINDOW, LARGEST_WINDOW, MAX_FRAME = 65_535, 2**31 - 1, 16_384
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -71,8 +71,7 @@ class GrpcConnection(Connection):
         settings = struct.pack(">HIHI", ENABLE_PUSH, 0, INITIAL_WINDOW_SIZE, LARGEST_WINDOW)
         self._transport.write(PREFACE + _frame(SETTINGS, 0, 0, settings) + _window_update(LARGEST_WINDOW - DEFAULT_WINDOW))
 
-    def ask(self, number: int) -> None:
-        self.number = number
+    def _send(self, number: int) -> None:
         frames = self._requests[number]
         size = len(frames.message)
         if size > self._stream_window:
@@ -110,15 +109,14 @@ class GrpcConnection(Connection):
         if self._consumed > LARGEST_WINDOW // 2:
             self._transport.write(_window_update(self._consumed))
             self._consumed = 0
-        self._message += _unpadded(payload) if flags & PADDED else payload
+        self._message += payload
         if flags & END_STREAM:
             self._break("a stream that ends without trailers")
 
     def _handle_headers(self, kind: int, flags: int, payload: bytes) -> None:
         if kind == HEADERS:
             self._ends = bool(flags & END_STREAM)
-            payload = _unpadded(payload) if flags & PADDED else payload
-            self._block = payload[5:] if flags & PRIORITY else payload
+            self._block = payload
         else:
             self._block += payload
         if flags & END_HEADERS:
@@ -128,7 +126,7 @@ class GrpcConnection(Connection):
 
     def _finish(self, status: int) -> None:
         message, self._message = self._message, b""
-        if self.number < 0:
+        if not self.open:
             self._break("an answer to no request")
         elif status:
             self._exchange.answered(self, status, b"")
@@ -148,7 +146,7 @@ class GrpcConnection(Connection):
         elif kind == WINDOW_UPDATE and stream == b"\0\0\0\0":
             self._window += _number.unpack(payload)[0]
             if self._waiting:
-                self.ask(self.number)
+                self._send(self.open[0].number)
         elif kind in (RST_STREAM, GOAWAY):
             self._break("RST_STREAM" if kind == RST_STREAM else "GOAWAY")
 
@@ -193,7 +191,3 @@ def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
 
 def _window_update(size: int) -> bytes:
     return _frame(WINDOW_UPDATE, 0, 0, _number.pack(size))
-
-
-def _unpadded(payload: bytes) -> bytes:
-    return payload[1 : len(payload) - payload[0]]

@@ -14,15 +14,14 @@ _LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
 
 
 class HttpConnection(Connection):
-    """A connection that sends complete requests unchanged."""
+    """A connection that sends complete requests unchanged, one at a time."""
 
     def __init__(self, exchange: Exchange, requests: Sequence[bytes]) -> None:
         super().__init__(exchange)
         self._requests = requests
         self._heads: dict[bytes, tuple[int, int]] = {}
 
-    def ask(self, number: int) -> None:
-        self.number = number
+    def _send(self, number: int) -> None:
         self._transport.write(self._requests[number])
 
     def data_received(self, data: bytes) -> None:
@@ -40,7 +39,7 @@ class HttpConnection(Connection):
         missing = end + 4 + length - len(data)
         if missing > 0:
             self._received = data
-        elif missing < 0 or self.number < 0:
+        elif missing < 0 or not self.open:
             self._break("more bytes than one answer")
         else:
             self._received = b""

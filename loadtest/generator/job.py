@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from array import array
+from collections.abc import Sequence
+from typing import Any
 
 import msgspec
+
+from loadtest.target import Target
+
+QUANTILES = {"p50_ms": 0.5, "p90_ms": 0.9, "p99_ms": 0.99}
 
 
 class Job(msgspec.Struct):
@@ -12,9 +19,10 @@ class Job(msgspec.Struct):
 
     transport: "http", "grpc" or "websocket". path: the gRPC method, or the path and the query of a WebSocket; HTTP requests contain their
     own. requests: messages, or whole frames of a WebSocket. reader: a name in READERS. expected: the scores of each request; without it,
-    every answer must be equal to the first. callers: connections. grace: time for the requests that are open at the end. rate: requests
-    a second of an open loop, or 0 for a closed loop. arrivals: a name in ARRIVALS, for an open loop. pids: the processes of the server.
-    tls: whether the server speaks TLS. ca: PEM file of the authority of its certificate, empty for the system's.
+    every answer must be equal to the first. callers: connections. in_flight: open requests of a connection; only a WebSocket may have
+    more than one. grace: time for the requests that are open at the end. rate: requests a second of an open loop, or 0 for a closed loop.
+    arrivals: a name in ARRIVALS, for an open loop. pids: the processes of the server. tls: whether the server speaks TLS. ca: PEM file of
+    the authority of its certificate, empty for the system's.
     """
 
     transport: str
@@ -25,6 +33,7 @@ class Job(msgspec.Struct):
     reader: str
     expected: list[list[float]]
     callers: int = 1
+    in_flight: int = 1
     seconds: float = 1.0
     warm_up: float = 0.0
     grace: float = 1.0
@@ -34,6 +43,11 @@ class Job(msgspec.Struct):
     pids: list[int] = msgspec.field(default_factory=list)
     tls: bool = False
     ca: str = ""
+
+    @classmethod
+    def http(cls, target: Target, requests: list[bytes], reader: str = "answer", **load: Any) -> Job:
+        """Return a job of HTTP requests whose scores are not compared. load: more values of the job."""
+        return cls("http", target.host, target.port, "", requests, reader, [[]] * len(requests), tls=target.tls, **load)
 
 
 class Result(msgspec.Struct):
@@ -54,3 +68,18 @@ class Result(msgspec.Struct):
 
     def ordered_latencies(self) -> list[float]:
         return sorted(array("d", self.latencies))
+
+    @property
+    def rate(self) -> float:
+        """Return the right answers a second."""
+        return self.answers / self.seconds
+
+    def milliseconds(self) -> dict[str, float]:
+        """Return the quantiles of the latency by name, NaN without answers."""
+        ordered = self.ordered_latencies()
+        return {name: 1000 * nearest_rank(ordered, share) if ordered else math.nan for name, share in QUANTILES.items()}
+
+
+def nearest_rank(ordered: Sequence[float], share: float) -> float:
+    """Return the smallest of the ordered values that at least this share of the values does not exceed."""
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]

@@ -98,15 +98,15 @@ class Load:
 
     def _open(self) -> int:
         """Return the number of requests without an answer."""
-        return sum(connection.number >= 0 for connection in self._connections)
+        return sum(len(connection.open) for connection in self._connections)
 
     def answered(self, connection: Connection, status: int, body: bytes) -> None:
         raise NotImplementedError
 
     def broken(self, connection: Connection, reason: str) -> None:
-        """Count the failure, unless the server has closed an idle connection, and replace the connection after a pause."""
-        if connection.number >= 0 or reason != CLOSED:
-            self._failures[reason] += 1
+        """Count a failure for each open request, and one for anything but the end of an idle connection. Connect again after a pause."""
+        if count := len(connection.open) or reason != CLOSED:
+            self._failures[reason] += count
         self._connections.discard(connection)
         retry = asyncio.ensure_future(self._replace())
         self._retries.add(retry)
@@ -121,7 +121,7 @@ class Load:
                 self._failures[type(error).__name__] += 1
 
     def _resume(self, connection: Connection) -> None:
-        """Use a new or idle connection."""
+        """Use a new connection."""
         raise NotImplementedError
 
     def result(self) -> Result:
@@ -137,7 +137,7 @@ class Load:
 
 
 class ClosedLoop(Load):
-    """Callers that send their next request after their answer."""
+    """Callers that send their next request after an answer."""
 
     _ended = False
 
@@ -151,22 +151,21 @@ class ClosedLoop(Load):
 
     def answered(self, connection: Connection, status: int, body: bytes) -> None:
         now = time.monotonic()
+        number, since = connection.open.popleft()
         if self._ended:
-            connection.number = -1
             return
-        reason = self._answers.fault(connection.number, status, body)
+        reason = self._answers.fault(number, status, body)
         if reason is None:
             self._right += 1
-            self._latencies.append(now - connection.since)
+            self._latencies.append(now - since)
         else:
             self._failures[reason] += 1
-        connection.since = now
-        connection.ask(next(self._numbers))
+        connection.ask(next(self._numbers), now)
 
     def _resume(self, connection: Connection) -> None:
         if not self._ended:
-            connection.since = time.monotonic()
-            connection.ask(next(self._numbers))
+            for _ in range(self._job.in_flight):
+                connection.ask(next(self._numbers), time.monotonic())
 
     async def drain(self) -> None:
         await super().drain()
@@ -186,10 +185,11 @@ class OpenLoop(Load):
         super().__init__(job)
         self._gaps = ARRIVALS[job.arrivals](job.rate, job.seed)
         self._idle: deque[Connection] = deque()
+        """A connection for each further request that it may have."""
         self._waiting: deque[float] = deque()
 
     def start(self) -> None:
-        self._idle.extend(self._connections)
+        self._idle.extend([*self._connections] * self._job.in_flight)
         self._timer = Timer(self._arrive)
         self._next = time.monotonic()
         self._schedule()
@@ -212,39 +212,40 @@ class OpenLoop(Load):
         while self._next <= now:
             self._due += self._next >= self._counted_since
             if self._idle:
-                self._ask(self._idle.popleft(), self._next)
+                self._idle.popleft().ask(next(self._numbers), self._next)
             else:
                 self._waiting.append(self._next)
             self._next += next(self._gaps)
         self._timer.set(self._next)
 
-    def _ask(self, connection: Connection, due: float) -> None:
-        connection.since = due
-        connection.ask(next(self._numbers))
-
     def answered(self, connection: Connection, status: int, body: bytes) -> None:
         now = time.monotonic()
-        reason = self._answers.fault(connection.number, status, body)
+        number, since = connection.open.popleft()
+        reason = self._answers.fault(number, status, body)
         if reason is not None:
             self._failures[reason] += 1
         else:
             self._right += 1
-            if connection.since >= self._counted_since:
-                self._latencies.append(now - connection.since)
-        connection.number = -1
-        self._resume(connection)
+            if since >= self._counted_since:
+                self._latencies.append(now - since)
+        self._use(connection)
 
-    def _resume(self, connection: Connection) -> None:
+    def _use(self, connection: Connection) -> None:
+        """Send the next request that waits, or note that the connection may have one more."""
         if self._waiting:
-            self._ask(connection, self._waiting.popleft())
+            connection.ask(next(self._numbers), self._waiting.popleft())
         else:
             self._idle.append(connection)
+
+    def _resume(self, connection: Connection) -> None:
+        for _ in range(self._job.in_flight):
+            self._use(connection)
 
     def _open(self) -> int:
         return super()._open() + len(self._waiting)
 
     def broken(self, connection: Connection, reason: str) -> None:
-        if connection.number < 0:
+        for _ in range(self._job.in_flight - len(connection.open)):
             self._idle.remove(connection)
         super().broken(connection, reason)
 

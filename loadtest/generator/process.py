@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import fmean
 
 import msgspec
+from msgspec import structs
 
 from loadtest.discovery import CannotMeasure
 from loadtest.generator.job import Job, Result
@@ -21,6 +22,15 @@ MARGIN_SECONDS = 60.0
 """Time beyond a job's own duration after which a generator that has not finished is ended."""
 IMPORTABLE = str(Path(__file__).parents[2])
 """The folder of the package `loadtest`. The wheel has it inside `service`, where Python would not find it."""
+
+
+def divided(job: Job, generators: int) -> list[Job]:
+    """Divide the load of a job among generators, which need a caller each."""
+    count = min(generators, job.callers)
+    callers = [job.callers // count + (number < job.callers % count) for number in range(count)]
+    return [
+        structs.replace(job, callers=each, rate=job.rate / count, seed=job.seed + number) for number, each in enumerate(callers)
+    ]
 
 
 def run_in_processes(jobs: Sequence[Job]) -> Result:

@@ -21,8 +21,7 @@ class Measured(NamedTuple):
 
     @property
     def rate(self) -> float:
-        """Return the answers a second."""
-        return self.result.answers / self.result.seconds
+        return self.result.rate
 
     @property
     def busy(self) -> float:

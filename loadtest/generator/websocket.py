@@ -31,36 +31,35 @@ def frame(kind: int, payload: bytes) -> bytes:
 
 
 class WebSocketConnection(Connection):
-    """A socket. A request that is sent before the handshake is complete waits for it."""
+    """A socket with any number of open requests. Those that are sent before the handshake is complete wait for it."""
 
     def __init__(self, exchange: Exchange, requests: Sequence[bytes], host: str, path: str) -> None:
         """requests: whole frames. path: the path and the query of the handshake."""
         super().__init__(exchange)
         self._requests = requests
         self._handshake = _HANDSHAKE % (path.encode(), host.encode())
-        self._open = False
+        self._accepted = False
 
     def connection_made(self, transport: object) -> None:
         super().connection_made(transport)  # type: ignore[arg-type] # uvloop's transport is no subclass
         self._transport.write(self._handshake)
 
-    def ask(self, number: int) -> None:
-        self.number = number
-        if self._open:
+    def _send(self, number: int) -> None:
+        if self._accepted:
             self._transport.write(self._requests[number])
 
     def data_received(self, data: bytes) -> None:
         self._received = data = self._received + data if self._received else data
-        if not self._open:
+        if not self._accepted:
             end = data.find(b"\r\n\r\n")
             if end < 0:
                 return
             if not data.startswith(b"HTTP/1.1 101 "):
                 self._break("refused handshake")
                 return
-            self._open, self._received = True, data[end + 4 :]
-            if self.number >= 0:
-                self.ask(self.number)
+            self._accepted, self._received = True, data[end + 4 :]
+            for request in self.open:
+                self._send(request.number)
         while self._read_frame():
             pass
 
@@ -78,7 +77,7 @@ class WebSocketConnection(Connection):
         payload, self._received = data[start : start + size], data[start + size :]
         if data[0] == PING_FRAME:
             self._transport.write(frame(PONG_FRAME, payload))
-        elif data[0] != TEXT_FRAME or self.number < 0:
+        elif data[0] != TEXT_FRAME or not self.open:
             self._break("closed by the server" if data[0] == CLOSE_FRAME else "an answer to no request")
             return False
         else:

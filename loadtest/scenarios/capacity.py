@@ -1,4 +1,4 @@
-"""The largest rate of the service by number of frontends and size of a batch, and its latency at a share of that rate.
+"""The largest rate of the service by number of frontends and size of a batch, and its latency at shares of that rate.
 
 Several generator processes load one server: first in a closed loop, then in open loops at shares of the rate of the closed loop.
 """
@@ -6,114 +6,29 @@ Several generator processes load one server: first in a closed loop, then in ope
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 import tempfile
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
-from msgspec import structs
-
-from loadtest import discovery, servers
+from loadtest import servers
 from loadtest.bench import CONNECTIONS, GRACE_SECONDS
-from loadtest.callers import Target
-from loadtest.generator import websocket
-from loadtest.generator.job import Job, Result
-from loadtest.generator.process import run_in_processes
-from loadtest.load import nearest_rank
-from loadtest.report import QUANTILES
+from loadtest.generator.process import divided, run_in_processes
+from loadtest.requests import KINDS, MANY, Clients, Requests
 from loadtest.scenarios import rounds
-from loadtest.scenarios.rounds import Trial, Values
+from loadtest.scenarios.rounds import RATE, Trial
 from loadtest.servers import ServerProcess
-from loadtest.traffic import Traffic
 
 SUMMARY = "the largest rate of the service by number of frontends and size of a batch, and its latency below it"
-QUESTIONS, SENSOR = "question-type-cnn", "sensor-forecast"
-MANY = 64
-"""Inputs of a large request."""
 FEWER = 4
 """Requests with many inputs have this many times fewer callers, and never more than the queue of an engine holds."""
-REQUESTS = 200
-"""Distinct requests of each kind, sent in a cycle."""
-SESSIONS = 256
 STEPS, WAITING = 64, 16
 """Time steps in a batch and sequences in the queue of an engine for each sequence in a batch, as in the service's defaults."""
-COLUMNS = ("answers/s", "inputs/s", "p50_ms", "p99_ms", "frontends_us", "engine_us", "generators_us", "generators_busy")
+COLUMNS = (RATE, "inputs_per_second", "p50_ms", "p99_ms", "frontends_us", "engine_us", "generators_us", "generators_busy")
+LABELS = ("request", "frontends", "batch", "generators", "callers", "in_flight", "loop")
 PACKAGES = ("torch", "uvicorn", "uvloop", "httptools", "msgspec", "orjson")
-
-
-class Requests(NamedTuple):
-    """The requests of one kind of client, as in `generator.job.Job`. inputs: sequences of a request."""
-
-    transport: str
-    path: str
-    requests: list[bytes]
-    reader: str
-    inputs: int = 1
-
-
-class Clients(NamedTuple):
-    """Writes the requests to a server. models: its models folder."""
-
-    url: str
-    models: Path
-
-    def text(self) -> Requests:
-        return self._questions(self._texts(), 1)
-
-    def texts(self) -> Requests:
-        return self._questions(self._texts(), MANY)
-
-    def ids(self) -> Requests:
-        return self._questions(Traffic(discovery.find(self.url, QUESTIONS)), MANY)
-
-    def session(self) -> Requests:
-        """Chunks for SESSIONS sessions in turn."""
-        bodies = [
-            {"model": SENSOR, "inputs": [rows], "session": f"capacity-{number % SESSIONS}"}
-            for number, rows in enumerate(self._chunks(2 * SESSIONS))
-        ]
-        return Requests("http", "", [self._post(body) for body in bodies], "session")
-
-    def socket_text(self) -> Requests:
-        return self._socket(websocket.TEXT_FRAME, [json.dumps({"input": rows}).encode() for rows in self._chunks(REQUESTS)])
-
-    def socket_binary(self) -> Requests:
-        chunks = self._chunks(REQUESTS)
-        return self._socket(websocket.BINARY_FRAME, [np.array(rows, "<f4").tobytes() for rows in chunks])
-
-    def _texts(self) -> Traffic:
-        return discovery.inputs(self.models, discovery.find(self.url, QUESTIONS))
-
-    def _questions(self, traffic: Traffic, inputs: int) -> Requests:
-        return Requests("http", "", [self._post(traffic.body(inputs)) for _ in range(REQUESTS)], "answer", inputs)
-
-    def _chunks(self, count: int) -> list[Any]:
-        """Return chunks of one row for the sensor model."""
-        traffic = Traffic(discovery.find(self.url, SENSOR))
-        return [traffic.input(1) for _ in range(count)]
-
-    def _post(self, body: dict[str, Any]) -> bytes:
-        return Target.of(self.url, "/infer").request(json.dumps(body).encode())
-
-    def _socket(self, kind: int, payloads: list[bytes]) -> Requests:
-        return Requests("websocket", f"/stream?model={SENSOR}", [websocket.frame(kind, each) for each in payloads], "session")
-
-
-KINDS: dict[str, Callable[[Clients], Requests]] = {
-    "text": Clients.text,
-    "texts": Clients.texts,
-    "ids": Clients.ids,
-    "session": Clients.session,
-    "socket-text": Clients.socket_text,
-    "socket-binary": Clients.socket_binary,
-}
-"""One text a request, 64 texts, 64 lists of token ids; and chunks of one row over POST /infer and over a WebSocket."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -122,6 +37,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[64], help="most sequences in a batch")
     parser.add_argument("--generators", type=int, default=1, help="load generator processes")
     parser.add_argument("--callers", type=int, nargs="+", default=[32], help="concurrent callers of each generator")
+    parser.add_argument("--in-flight", type=int, default=1, help="open chunks of a WebSocket")
     parser.add_argument(
         "--share", type=float, nargs="*", default=[0.7], help="rates of open loops as shares of the closed loop's"
     )
@@ -143,8 +59,9 @@ def _round(number: int, options: argparse.Namespace) -> Iterator[Trial]:
             for kind, callers in product(options.kinds, options.callers):
                 requests = KINDS[kind](Clients(server.url, options.models))
                 callers = callers if requests.inputs == 1 else _fewer(callers, batch, options.generators)
-                sizes = {"frontends": frontends, "batch": batch, "generators": options.generators, "callers": callers}
-                yield from _measure(server, requests, {"request": kind} | sizes, number, options)
+                case = {"request": kind, "frontends": frontends, "batch": batch, "generators": options.generators}
+                case |= {"callers": callers, "in_flight": options.in_flight if requests.transport == "websocket" else 1}
+                yield from _measure(server, requests, case, number, options)
 
 
 def _fewer(callers: int, batch: int, generators: int) -> int:
@@ -171,7 +88,7 @@ def _measure(
     closed = _trial(server, requests, case | {"loop": "closed"}, number, options)
     yield closed
     for share in options.share:
-        yield _trial(server, requests, case | {"loop": f"{share:.0%}"}, number, options, share * closed.values["answers/s"])
+        yield _trial(server, requests, case | {"loop": f"{share:.0%}"}, number, options, share * closed.values[RATE])
 
 
 def _trial(
@@ -182,60 +99,37 @@ def _trial(
     options: argparse.Namespace,
     rate: float = 0.0,
 ) -> Trial:
-    """Load the server. rate: requests a second of an open loop, or 0 for a closed loop."""
-    roles = [server.pids(f"service.{role}") for role in ("frontend", "engine")]
-    host, _, port = server.url.partition("//")[2].partition(":")
-    job = Job(
-        requests.transport,
-        host,
-        int(port),
-        requests.path,
-        requests.requests,
-        requests.reader,
-        [[]] * len(requests.requests),
-        callers=case["callers"],
+    """Load the server. rate: requests a second of an open loop, or 0 for a closed loop.
+
+    Values are the processor time in microseconds for each answer, and the share of its time in which a generator was busy.
+    """
+    callers = case["callers"] * options.generators
+    frontends, engines = (server.pids(f"service.{role}") for role in ("frontend", "engine"))
+    job = requests.job(
+        server,
+        callers=max(CONNECTIONS, callers) if rate and requests.inputs == 1 else callers,
+        in_flight=case["in_flight"],
         seconds=options.seconds,
         warm_up=options.seconds / 4,
-        rate=rate / options.generators,
+        rate=rate,
+        seed=number * options.generators,
         grace=GRACE_SECONDS,
-        pids=[*roles[0], *roles[1]],
+        pids=[*frontends, *engines],
     )
-    if rate and requests.inputs == 1:
-        job.callers = max(job.callers, CONNECTIONS // options.generators)
-    jobs = [structs.replace(job, seed=number * options.generators + each) for each in range(options.generators)]
-    result = run_in_processes(jobs)
-    values = _values(result, len(roles[0]), options.generators) | {
-        "inputs/s": requests.inputs * result.answers / result.seconds
-    }
-    print(f"  {rounds.label(case)}: {values['answers/s']:.0f}/s, {sum(result.failures.values())} failed", file=sys.stderr)
-    return Trial(case, number, result.answers, Counter(result.failures), values)
-
-
-def _values(result: Result, frontends: int, generators: int) -> Values:
-    """Return the rate, the latency, and the processor time in µs for each answer. frontends: the first processes of the server."""
+    result = run_in_processes(divided(job, options.generators))
     per_answer = 1e6 / max(1, result.answers)
-    latencies = result.ordered_latencies()
-    times = {f"{name}_ms": 1000 * nearest_rank(latencies, share) if latencies else 0.0 for name, share in QUANTILES.items()}
-    return times | {
-        "answers/s": result.answers / result.seconds,
-        "frontends_us": per_answer * sum(result.server_cpu_seconds[:frontends]),
-        "engine_us": per_answer * sum(result.server_cpu_seconds[frontends:]),
+    values = {
+        "inputs_per_second": requests.inputs * result.rate,
+        "frontends_us": per_answer * sum(result.server_cpu_seconds[: len(frontends)]),
+        "engine_us": per_answer * sum(result.server_cpu_seconds[len(frontends) :]),
         "generators_us": per_answer * result.cpu_seconds,
-        "generators_busy": result.cpu_seconds / (generators * result.seconds),
+        "generators_busy": result.cpu_seconds / (options.generators * result.seconds),
     }
+    return Trial.of(case, number, result, values)
 
 
 def _table(trials: Sequence[Trial]) -> Iterator[list[str]]:
     """Yield one line for each case."""
-    yield ["request", "frontends", "batch", "callers", "loop", *rounds.headings(COLUMNS)]
+    yield rounds.headings([*LABELS, *COLUMNS])
     for case in rounds.by_case(trials):
-        labels = case[0].case
-        callers = f"{labels['generators']} x {labels['callers']}"
-        yield [
-            labels["request"],
-            str(labels["frontends"]),
-            str(labels["batch"]),
-            callers,
-            labels["loop"],
-            *rounds.spreads(case, COLUMNS),
-        ]
+        yield [*(str(case[0].case[label]) for label in LABELS), *rounds.spreads(case, COLUMNS)]

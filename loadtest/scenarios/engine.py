@@ -1,8 +1,7 @@
 """One engine without frontends: where the time of a single request goes, and how many requests the engine answers.
 
 Single rows run in sequence. Then batches of a fixed number of rows run back to back, as under constant load; a batch is one block of
-requests. On a CPU the host's time for a request is measured too (`engine_host`). Then requests arrive in an open loop, at rates from a
-tenth of the engine's capacity to ten times as much (`engine_open_loop`).
+requests.
 """
 
 from __future__ import annotations
@@ -18,14 +17,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from kernels.bench import questions
-from kernels.bench.report import Setting, slug
+from kernels.bench.report import device_name, slug
 from kernels.bench.tables import write
 from loadtest import report, servers, synthetic_models
-from loadtest.scenarios.engine_host import BLOCKS, NO_DEADLINE, HostTime, host_time
-from loadtest.scenarios.engine_open_loop import HEAVY, LONG, MIXED, REAL, EngineLoad, OpenLoopLevel, levels
 from service.engine.batch import Batch
 from service.engine.batching.request_block import RequestBlock
 from service.engine.execution.device_engine import DeviceEngine
@@ -37,19 +33,15 @@ from service.metrics import Metrics
 from service.modeling.spec import EmbeddingLayer, Layer, LSTMLayer, ModelSpec, SequenceInput
 from service.settings import Settings
 
-SUMMARY = "one engine without frontends: stages of a request, batch sizes, arrival rates"
+SUMMARY = "one engine without frontends: stages of a request, batch sizes"
 QUESTIONS = ("question-type-cnn", "question-type-lstm", "question-type-sru")
-SENSOR, WIDE, DEEP = "lstm-256-floats", "lstm-512-ids", "lstm-4x1024-ids"
+SENSOR, WIDE = "lstm-256-floats", "lstm-512-ids"
 MODELS = (SENSOR, WIDE, *QUESTIONS)
 SYNTHETIC: dict[str, tuple[SequenceInput, tuple[Layer, ...]]] = {
     SENSOR: (SequenceInput(kind="features", features=256, max_steps=1024), (LSTMLayer(kind="lstm", hidden=256),)),
     WIDE: (
-        SequenceInput(kind="ids", vocabulary=20_000, max_steps=LONG),
+        SequenceInput(kind="ids", vocabulary=20_000, max_steps=4096),
         (EmbeddingLayer(kind="embedding", width=512), LSTMLayer(kind="lstm", hidden=512)),
-    ),
-    DEEP: (
-        SequenceInput(kind="ids", vocabulary=1_000, max_steps=512),
-        (EmbeddingLayer(kind="embedding", width=256), LSTMLayer(kind="lstm", hidden=1024, depth=4)),
     ),
 }
 """Inputs and layers of the models with synthetic weights."""
@@ -59,15 +51,8 @@ DEFAULT_LIMITS, LARGE_LIMITS = (64, 4096), (512, 32768)
 """Max batch sequences and max batch tokens: the defaults of the settings, and eight times as many."""
 VARIANTS = 8
 """Distinct batches, run in a cycle."""
-DEVICE_BOUND = 0.9
-"""Share of the time in which the device works, above which the device is the limit."""
-SHARES = (0.1, 0.3, 0.5, 0.7, 0.9, 1.0, 1.2)
-OVERLOADS = (1.0, 2.0, 10.0)
-"""Offered load, as shares of the engine's capacity."""
-COMPARED_SHARE = 0.7
-"""Share of the capacity at which static batching is compared."""
-DEADLINES = {"cuda": 0.1, "cpu": 1.0}
-"""Deadline of a request in seconds while the engine is overloaded."""
+NO_DEADLINE = 1e9
+PACKAGES = ("torch", "numpy", "numba")
 STAGES = ("stage", "launch", "device", "collect", "total")
 
 
@@ -93,10 +78,6 @@ class Throughput:
     batch_us: float
     device_share: float
 
-    @property
-    def limit(self) -> str:
-        return "device" if self.device_share >= DEVICE_BOUND else "host"
-
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="auto", help="cpu or cuda:N")
@@ -104,14 +85,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", type=int, default=LARGE_LIMITS[0], help="largest batch")
     parser.add_argument("--batches", type=int, default=2000, help="batches of one row")
     parser.add_argument("--seconds", type=float, default=1.0, help="duration of each batch size")
-    parser.add_argument("--open-seconds", type=float, default=3.0, help="duration of each arrival rate; 0 skips them")
 
 
 def run(options: argparse.Namespace) -> int:
     engine = _engine(options.device, options.models, *DEFAULT_LIMITS)
-    setting = Setting.of(torch.device(engine.loaded()[0].device))
+    machine = device_name(engine.device)
     singles = [single_row(engine, model, options.batches) for model in options.models]
-    print(f"one engine on {setting}\n\none row, us: median (p10-p90)\n")
+    print(f"one engine on {machine}\n\none row, us: median (p10-p90)\n")
     print(_single_row_table(singles))
     small, _ = DEFAULT_LIMITS
     larger = _engine(options.device, options.models, *LARGE_LIMITS) if options.rows > small else engine
@@ -122,30 +102,11 @@ def run(options: argparse.Namespace) -> int:
     ]
     print("\nbatches back to back\n")
     print(_throughput_table(throughputs) + "\n")
-    host_times = _host_times(engine, options)
-    open_levels: list[OpenLoopLevel] = []
-    if options.open_seconds:
-        open_levels = [
-            *_rising_rates(engine, options.models, options.open_seconds),
-            *_overload(options.device, options.open_seconds),
-        ]
-        print("open loop\n")
-        print(_open_loop_table(open_levels) + "\n")
-    results: list[SingleRow | Throughput | HostTime | OpenLoopLevel] = [*singles, *throughputs, *host_times, *open_levels]
-    records = [asdict(result) | asdict(setting) for result in results]
-    write(options.out / f"engine-{slug(setting.device)}.jsonl", records)
+    environment = report.environment(machine, PACKAGES)
+    records = [asdict(single) | environment for single in singles]
+    records += [asdict(each) | environment for each in throughputs]
+    write(options.out / f"engine-{slug(machine)}.jsonl", records)
     return 0
-
-
-def _host_times(engine: DeviceEngine, options: argparse.Namespace) -> list[HostTime]:
-    """Measure and print the host's time for a request of the first model over questions, on a CPU."""
-    models = [model for model in options.models if model in QUESTIONS]
-    if engine.device.type != "cpu" or not models:
-        return []
-    host_times = [host_time(engine, models[0], *sizes, options.seconds) for sizes in BLOCKS]
-    print("processor time besides the model\n")
-    print(_host_table(host_times) + "\n")
-    return host_times
 
 
 def _engine(device: str, models: Sequence[str], rows: int, tokens: int) -> DeviceEngine:
@@ -159,28 +120,6 @@ def _engine(device: str, models: Sequence[str], rows: int, tokens: int) -> Devic
                 (Path(scratch) / model).symlink_to(servers.MODELS / model)
         settings = Settings(models=Path(scratch), device=device, max_batch_sequences=rows, max_batch_tokens=tokens)
         return build_engine(settings, Metrics())
-
-
-def _rising_rates(engine: DeviceEngine, models: Sequence[str], seconds: float) -> Iterator[OpenLoopLevel]:
-    """Measure real and mixed lengths at rising rates, and static batching at the same rates."""
-    for model, mixture in itertools.product(set(models) & {WIDE}, (REAL, MIXED)):
-        capacity = EngineLoad(engine, model, mixture, "continuous").capacity(seconds)
-        yield from levels(engine, model, mixture, "continuous", capacity, SHARES, seconds)
-        yield from levels(engine, model, mixture, "static", capacity, (COMPARED_SHARE,), seconds)
-        static_capacity = EngineLoad(engine, model, mixture, "static").capacity(seconds)
-        shares = [round(share * static_capacity / capacity, 4) for share in (COMPARED_SHARE, 0.9)]
-        for batching in ("static", "continuous"):
-            yield from levels(engine, model, mixture, batching, capacity, shares, seconds)
-
-
-def _overload(device: str, seconds: float) -> Iterator[OpenLoopLevel]:
-    """Offer up to ten times the capacity, with a deadline, to a model whose limit is the device rather than the host."""
-    engine = _engine(device, [DEEP if device.startswith("cuda") else WIDE], *DEFAULT_LIMITS)
-    [loaded] = engine.loaded()
-    deadline = DEADLINES[engine.device.type]
-    seconds = max(seconds, 10 * deadline)
-    capacity = EngineLoad(engine, loaded.name, HEAVY, "continuous").capacity(seconds)
-    yield from levels(engine, loaded.name, HEAVY, "continuous", capacity, OVERLOADS, seconds, deadline)
 
 
 def single_row(engine: DeviceEngine, model: str, count: int) -> SingleRow:
@@ -278,33 +217,8 @@ def _single_row_table(singles: Sequence[SingleRow]) -> str:
 
 
 def _throughput_table(throughputs: Sequence[Throughput]) -> str:
-    columns = {
-        "tokens": "tokens:.0f",
-        "sequences/s": "sequences_per_second:.0f",
-        "us a batch": "batch_us:.1f",
-        "device": "device_share:.2f",
-    }
-    return _table(throughputs, {"model": "model", "rows": "rows", **columns, "limit": "limit"})
-
-
-def _host_table(host_times: Sequence[HostTime]) -> str:
-    columns = {
-        "blocks": "blocks",
-        "requests a block": "requests",
-        "us a request": "request_us:.2f",
-        "us a batch": "batch_us:.1f",
-    }
-    return _table(host_times, columns)
-
-
-def _open_loop_table(open_levels: Sequence[OpenLoopLevel]) -> str:
-    labels = {"model": "model", "lengths": "mixture", "batching": "batching", "share": "share:.2f", "offered/s": "offered:.0f"}
-    outcomes = {"in time/s": "answered:.0f", "refused": "refused:.3f", "dropped": "dropped:.4f"}
-    times = {"p50 ms": "p50_ms:.3f", "p99 ms": "p99_ms:.3f", "short p99 ms": "short_p99_ms:.3f"}
-    return _table(open_levels, labels | outcomes | times)
-
-
-def _table(results: Sequence[object], columns: dict[str, str]) -> str:
-    """Return a table of attributes. columns: heading, and the attribute with its format."""
-    lines = [[f"{{0.{attribute}}}".format(result) for attribute in columns.values()] for result in results]
-    return report.table([list(columns), *lines])
+    lines = [["model", "rows", "tokens", "sequences/s", "us a batch", "device"]]
+    for each in throughputs:
+        figures = (f"{each.tokens:.0f}", f"{each.sequences_per_second:.0f}", f"{each.batch_us:.1f}", f"{each.device_share:.2f}")
+        lines.append([each.model, str(each.rows), *figures])
+    return report.table(lines)

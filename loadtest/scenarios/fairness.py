@@ -9,26 +9,23 @@ import argparse
 import json
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from loadtest import servers, synthetic_models
+from loadtest import report, servers, synthetic_models
 from loadtest.bench import CONNECTIONS, GRACE_SECONDS
-from loadtest.callers import JSON, Target
 from loadtest.discovery import CannotMeasure
 from loadtest.generator.job import Job, Result
 from loadtest.generator.process import run_in_process
-from loadtest.load import nearest_rank
-from loadtest.report import QUANTILES
 from loadtest.scenarios import rounds
-from loadtest.scenarios.rounds import Trial, Values
+from loadtest.scenarios.rounds import RATE, Trial
 from loadtest.servers import ServerProcess
+from loadtest.target import JSON, Target
 from service.access.keys import create
 from service.access.scopes import Scope
 from service.modeling.spec import EmbeddingLayer, LSTMLayer, SequenceInput
@@ -41,7 +38,7 @@ ALONE, BESIDE, UNFAIR = "alone", "beside a noisy tenant", "beside noise of its o
 NOISE = {BESIDE: NOISY, UNFAIR: SAME}
 REQUESTS = 64
 """Distinct requests, sent in a cycle."""
-COLUMNS = ("answers/s", "p50_ms", "p99_ms", "noise/s", "noise_refused/s")
+COLUMNS = (RATE, "p50_ms", "p99_ms", "noise_per_second", "noise_refused_per_second")
 RATIOS = ("p50_ms", "p99_ms")
 PACKAGES = ("torch", "uvicorn", "uvloop", "httptools", "msgspec")
 
@@ -103,14 +100,16 @@ class _Bench:
         [full] = self._run([Load(NOISY, 0.0)], number)
         if not full.answers:
             raise CannotMeasure(f"no request was answered: {full.failures}")
-        quiet = self._options.share * full.answers / full.seconds
-        print(f"  largest rate {full.answers / full.seconds:.0f}/s", file=sys.stderr)
+        quiet = self._options.share * full.rate
+        print(f"  largest rate {full.rate:.0f}/s", file=sys.stderr)
         for case in (ALONE, BESIDE, UNFAIR):
             noise = [Load(NOISE[case], self._options.noise * quiet)] if case in NOISE else []
             result, *others = self._run([Load(QUIET, quiet), *noise], number)
-            trial = Trial({"case": case}, number, result.answers, Counter(result.failures), _values(result, others))
-            print(f"  {case}: p99 {trial.values['p99_ms']:.2f} ms", file=sys.stderr)
-            yield trial
+            values = {
+                "noise_per_second": sum(other.rate for other in others),
+                "noise_refused_per_second": sum(sum(other.failures.values()) / other.seconds for other in others),
+            }
+            yield Trial.of({"case": case}, number, result, values)
 
     def _run(self, loads: Sequence[Load], number: int) -> list[Result]:
         """Run loads at the same time."""
@@ -125,34 +124,10 @@ class _Bench:
             {"model": MODEL, "inputs": [chance.integers(0, VOCABULARY, self._options.steps).tolist()]} for _ in range(REQUESTS)
         ]
         key = f"Authorization: Bearer {self._tokens[load.key]}"
-        return Job(
-            "http",
-            target.host,
-            target.port,
-            "",
-            [target.request(json.dumps(body).encode(), JSON, key) for body in bodies],
-            "answer",
-            [[]] * REQUESTS,
-            callers=load.callers,
-            seconds=self._options.seconds,
-            warm_up=self._options.seconds / 4,
-            rate=load.rate,
-            grace=GRACE_SECONDS,
-            seed=seed,
-        )
-
-
-def _values(quiet: Result, others: Sequence[Result]) -> Values:
-    """Return the rate and the latency of the quiet tenant, and the rates of the noise."""
-    latencies = quiet.ordered_latencies()
-    values: Values = {
-        f"{name}_ms": 1000 * nearest_rank(latencies, share) if latencies else 0.0 for name, share in QUANTILES.items()
-    }
-    return values | {
-        "answers/s": quiet.answers / quiet.seconds,
-        "noise/s": sum(other.answers / other.seconds for other in others),
-        "noise_refused/s": sum(sum(other.failures.values()) / other.seconds for other in others),
-    }
+        requests = [target.request(json.dumps(body).encode(), JSON, key) for body in bodies]
+        seconds = self._options.seconds
+        duration = {"seconds": seconds, "warm_up": seconds / 4, "grace": GRACE_SECONDS}
+        return Job.http(target, requests, callers=load.callers, rate=load.rate, seed=seed, **duration)
 
 
 def _table(trials: Sequence[Trial]) -> Iterator[list[str]]:
@@ -160,5 +135,5 @@ def _table(trials: Sequence[Trial]) -> Iterator[list[str]]:
     yield ["case", *rounds.headings(COLUMNS), *[f"{name} / alone" for name in rounds.headings(RATIOS)]]
     alone, *_ = cases = rounds.by_case(trials)
     for case in cases:
-        label: Any = case[0].case["case"]
-        yield [label, *rounds.spreads(case, COLUMNS), *rounds.ratios(case, alone, RATIOS)]
+        ratios = [report.spread(rounds.ratios(case, alone, name)) for name in RATIOS]
+        yield [case[0].case["case"], *rounds.spreads(case, COLUMNS), *ratios]

@@ -34,9 +34,10 @@ WINDOW_MS, STABLE_PERCENT = 2000, 25
 TIMEOUT_SECONDS = 120
 REST, GRPC, STREAM = "REST", "gRPC", "gRPC stream"
 FLAGS = {REST: ("-i", "http"), GRPC: ("-i", "grpc"), STREAM: ("-i", "grpc", "--streaming")}
+FAILED = "failed"
 COLUMNS = {
     "answers/s": "Inferences/Second",
-    **{f"{name} us": f"{name} latency" for name in report.QUANTILES},
+    **{f"{name} us": f"{name} latency" for name in ("p50", "p90", "p99")},
     "queue us": "Server Queue",
     "compute us": "Server Compute Infer",
 }
@@ -89,47 +90,37 @@ def run(options: argparse.Namespace) -> int:
 def _measure_all(options: argparse.Namespace, url: str, grpc: str | None) -> int:
     if grpc is None:
         print("gRPC is skipped: name its address with --grpc", file=sys.stderr)
-    lines, failed = [["protocol", "model", "callers", *COLUMNS]], 0
+    lines = [["protocol", "model", "callers", *COLUMNS]]
     for case in cases(options.out, url, grpc, options.callers, discovery.access_of(options)):
         record = measure(case, options.binary, options.out)
-        failed += record is None
-        if record is None:
-            figures = ["failed", *["-"] * (len(COLUMNS) - 1)]
-        else:
-            figures = [f"{float(record[column]):.0f}" for column in COLUMNS.values()]
+        figures = [f"{float(record[column]):.0f}" for column in COLUMNS.values()] if record else [FAILED] * len(COLUMNS)
         lines.append([case.protocol, case.model, str(case.callers), *figures])
         print(f"  {case.name}  {figures[0]}", file=sys.stderr, flush=True)
     print("\n".join(["", report.table(lines), ""]))
     print(f"{options.out}: the output of perf_analyzer for each case, and its figures as CSV")
-    return 1 if failed else 0
+    return 1 if any(FAILED in line for line in lines) else 0
 
 
 def cases(
     out: Path, url: str, grpc: str | None, callers: Sequence[int], access: ClientAccess = discovery.NO_ACCESS
 ) -> Iterator[PerfAnalyzerCase]:
-    """Write the inputs to the folder `out`, and yield the runs at each level of concurrent requests."""
+    """Write the inputs to the folder `out`, and return the runs at each level of concurrent requests."""
     address = url.partition("://")[2]
     questions, sequences = _questions(url, access, out / "questions.json"), _sequences(url, access, out / "sequences.json")
-    for count in callers:
-        yield PerfAnalyzerCase(REST, address, QUESTIONS, questions, count, access.key)
-        yield PerfAnalyzerCase(REST, address, SENSOR, sequences, count, access.key)
-        if grpc is not None:
-            yield PerfAnalyzerCase(GRPC, grpc, QUESTIONS, questions, count, access.key)
-            yield PerfAnalyzerCase(GRPC, grpc, SENSOR, sequences, count, access.key)
-            yield PerfAnalyzerCase(STREAM, grpc, SENSOR, sequences, count, access.key)
+    loads = [(REST, address, QUESTIONS, questions), (REST, address, SENSOR, sequences)]
+    if grpc is not None:
+        loads += [(GRPC, grpc, QUESTIONS, questions), (GRPC, grpc, SENSOR, sequences), (STREAM, grpc, SENSOR, sequences)]
+    return (PerfAnalyzerCase(*load, count, access.key) for count, load in itertools.product(callers, loads))
 
 
 def _questions(url: str, access: ClientAccess, file: Path) -> Path:
+    """Write texts, or token ids when the words of the model are unknown."""
     model = discovery.find(url, QUESTIONS, access)
     traffic = discovery.inputs(servers.MODELS, model)
-    return _write(file, [_question(traffic.input()) for _ in range(TEXTS)])
-
-
-def _question(value: Any) -> dict[str, Any]:
-    """Return a text, or token ids when the words of the model are unknown."""
-    if isinstance(value, str):
-        return {"text": {"content": [value], "shape": [1]}}
-    return {"ids": {"content": value, "shape": [len(value)]}}
+    inputs: list[Any] = [traffic.input() for _ in range(TEXTS)]
+    if isinstance(inputs[0], str):
+        return _write(file, [{"text": {"content": [text], "shape": [1]}} for text in inputs])
+    return _write(file, [{"ids": {"content": ids, "shape": [len(ids)]}} for ids in inputs])
 
 
 def _sequences(url: str, access: ClientAccess, file: Path) -> Path:

@@ -1,4 +1,4 @@
-"""Rounds of trials: the core of every scenario that compares servers under the same load.
+"""Rounds of trials: the core of every scenario that compares cases under the same load.
 
 Cases alternate within each round, so that other work on the machine affects all of them alike. Every ratio is taken within a round.
 """
@@ -6,54 +6,31 @@ Cases alternate within each round, so that other work on the machine affects all
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import date
-from itertools import product
 from typing import Any
 
 import torch
-import uvloop
 
 from kernels.bench.report import device_name, slug
 from kernels.bench.tables import write
-from loadtest import load, report
-from loadtest.callers import Connectable
-from loadtest.load import Figures
+from loadtest import report
+from loadtest.generator.job import Result
 
+RATE = "answers_per_second"
 Values = dict[str, float]
 Table = list[list[str]]
-
-
-@dataclass(frozen=True, slots=True)
-class Contender:
-    """One case and its load. sample: read before and after each trial; costs: values and stages, from the figures and both samples."""
-
-    case: dict[str, Any]
-    target: Connectable
-    requests: Iterator[bytes]
-    callers: int
-    sample: Callable[[], Any] = lambda: None
-    costs: Callable[[Figures, Any, Any], tuple[Values, Values]] = lambda *_: ({}, {})
-
-    def trial(self, round: int, seconds: float) -> Trial:
-        """Run a closed loop after a warm-up of a quarter of its time."""
-        uvloop.run(load.closed(self.target, self.requests, self.callers, seconds / 4))
-        before = self.sample()
-        figures = uvloop.run(load.closed(self.target, self.requests, self.callers, seconds))
-        costs, stages = self.costs(figures, before, self.sample())
-        print(report.progress(label(self.case), figures, seconds), file=sys.stderr, flush=True)
-        return Trial(self.case, round, len(figures.answers), figures.failures, values_of(figures) | costs, stages)
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
     """One case in one round.
 
-    case: the labels of the case; answers: how many arrived; failures: counts by reason; values: measured values by field name; stages:
-    mean ms by stage.
+    case: the labels of the case; answers: how many arrived; failures: counts by reason; values: measured values by field name.
     """
 
     case: dict[str, Any]
@@ -61,16 +38,23 @@ class Trial:
     answers: int
     failures: Counter[str]
     values: Values
-    stages: Values = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, case: Mapping[str, Any], round: int, result: Result, values: Mapping[str, float] | None = None) -> Trial:
+        """Return a trial with the rate and the latency of a load, and more values."""
+        latencies = {name: value for name, value in result.milliseconds().items() if not math.isnan(value)}
+        failures = Counter(result.failures)
+        trial = cls(dict(case), round, result.answers, failures, {RATE: result.rate, **latencies, **(values or {})})
+        failed = f"{failures.total()} failed"
+        print(f"  {label(trial.case)}: {trial.values[RATE]:.0f}/s, {failed}", file=sys.stderr, flush=True)
+        return trial
 
     def record(self) -> dict[str, Any]:
         """Return the trial as plain values."""
-        stages = {"stages_ms": {stage: round(value, 4) for stage, value in self.stages.items()}} if self.stages else {}
         return {
             **self.case,
             "round": self.round,
             **{name: round(value, 4) for name, value in self.values.items()},
-            **stages,
             "answers": self.answers,
             "failed": self.failures.total(),
         }
@@ -80,15 +64,6 @@ def add_options(parser: argparse.ArgumentParser, seconds: float, rounds: int) ->
     """Add the options that all comparisons have."""
     parser.add_argument("--seconds", type=float, default=seconds, help="duration of a trial")
     parser.add_argument("--rounds", type=int, default=rounds, help="rounds of all cases")
-
-
-def alternate(contenders: Sequence[Contender], options: argparse.Namespace) -> list[Trial]:
-    return [each.trial(number, options.seconds) for number, each in product(range(options.rounds), contenders)]
-
-
-def values_of(figures: Figures) -> Values:
-    """Return the rate and the quantiles of a trial."""
-    return {"answers/s": figures.rate} | {f"{name}_ms": value for name, value in report.milliseconds(figures).items()}
 
 
 def by_case(trials: Iterable[Trial]) -> list[list[Trial]]:
@@ -101,18 +76,19 @@ def by_case(trials: Iterable[Trial]) -> list[list[Trial]]:
 
 def spreads(trials: Sequence[Trial], columns: Iterable[str]) -> list[str]:
     """Return the spread of each column over the rounds of one case."""
-    return [report.spread([(trial.stages | trial.values)[name] for trial in trials]) for name in columns]
+    return [report.spread([trial.values[name] for trial in trials if name in trial.values]) for name in columns]
 
 
-def ratios(trials: Sequence[Trial], baseline: Sequence[Trial], columns: Iterable[str]) -> list[str]:
-    """Return the spread of each column's ratio to the baseline case in the same round."""
-    pairs = list(zip(trials, baseline, strict=True))
-    return [report.spread([trial.values[name] / base.values[name] for trial, base in pairs]) for name in columns]
+def ratios(trials: Iterable[Trial], bases: Iterable[Trial], column: str) -> list[float]:
+    """Return the ratio of a column to that of another case in each round that has both."""
+    by_round = {trial.round: trial.values.get(column) for trial in bases}
+    pairs = ((trial.values.get(column), by_round.get(trial.round)) for trial in trials)
+    return [value / base for value, base in pairs if value and base]
 
 
 def headings(columns: Iterable[str]) -> list[str]:
     """Return column headings for field names."""
-    return [name.replace("_", " ") for name in columns]
+    return [name.replace("_per_second", "/s").replace("_", " ") for name in columns]
 
 
 def publish(
@@ -141,5 +117,5 @@ def publish(
     return 1 if any(trial.failures for trial in trials) else 0
 
 
-def label(case: dict[str, Any]) -> str:
+def label(case: Mapping[str, Any]) -> str:
     return ", ".join(map(str, case.values()))

@@ -19,12 +19,12 @@ from pathlib import Path
 
 from msgspec import structs
 
-from loadtest import servers
+from loadtest import oip_requests, servers
 from loadtest.baselines.classifier import TextClassifier
 from loadtest.comparison import goals, models, tables
 from loadtest.comparison.contenders import SEQSERVE, SERVERS, Server
-from loadtest.comparison.endpoints import GRPC, GRPC_METHOD, Endpoint
-from loadtest.comparison.measurements import HELD, IN_TIME, NO_MODEL, RATE, Case, Measurements, trial_of
+from loadtest.comparison.endpoints import GRPC, Endpoint
+from loadtest.comparison.measurements import HELD, IN_TIME, NO_MODEL, Case, Measurements, trial_of
 from loadtest.discovery import CannotMeasure
 from loadtest.generator.job import Job
 from loadtest.generator.loops import WRONG
@@ -118,7 +118,7 @@ class Work:
         requests = [endpoint.write(endpoint.model or str(self.model), text) for text in self.texts]
         constant = [] if server.expected is None else [list(server.expected)] * len(requests)
         expected = self.scores if self.model else constant
-        job = Job(endpoint.transport, host, int(port), GRPC_METHOD, requests, endpoint.reader, expected)
+        job = Job(endpoint.transport, host, int(port), oip_requests.PATH, requests, endpoint.reader, expected)
         return structs.replace(job, **load)
 
 
@@ -156,10 +156,4 @@ def _check(job: Job, server: Server, endpoint: Endpoint) -> None:
 def _trial(case: Case, number: int, process: ServerProcess, job: Job) -> Trial:
     job.pids = process.pids()
     frontends = set(process.pids("service.frontend"))
-    trial = trial_of(case, number, run_in_process(job), [pid in frontends for pid in job.pids])
-    print(
-        f"  {rounds.label(trial.case)}: {trial.values[RATE]:.0f}/s, {trial.failures.total()} failed",
-        file=sys.stderr,
-        flush=True,
-    )
-    return trial
+    return trial_of(case, number, run_in_process(job), [pid in frontends for pid in job.pids])

@@ -21,8 +21,9 @@ from tritonclient.grpc import service_pb2
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake
 
-from loadtest.callers import JSON, Caller, Target
+from loadtest.target import JSON, Target
 from tests.accumulator import NEW, Account
+from tests.callers import Caller
 from tests.cluster.shipped import REPLICA_HEADER, Front
 
 SESSION_HEADER = "x-session-id"

@@ -15,9 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from loadtest.callers import Caller, Target
 from loadtest.servers import free_port
+from loadtest.target import Target
 from tests import models, proxies
+from tests.callers import Caller
 from tests.cluster.replicas import Cluster, Replica, clustered
 from tests.planted import constants
 from tests.serving import eventually

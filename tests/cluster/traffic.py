@@ -9,8 +9,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from loadtest.callers import JSON, Caller, Response, Target
+from loadtest.target import JSON, Target
 from tests.accumulator import NEW, AccumulatorSession, Chunk
+from tests.callers import Caller, Response
 from tests.cluster.replicas import Replica
 
 HEADER = "x-session-id"

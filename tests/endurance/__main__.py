@@ -16,7 +16,7 @@ from pathlib import Path
 
 import uvloop
 
-from loadtest.callers import Target
+from loadtest.target import Target
 from tests import models
 from tests.accumulator import Counts, rests
 from tests.endurance.faults import ENGINES, START_SECONDS, Explained, Faults

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Protocol
 
-from loadtest.callers import Target
-from loadtest.generator.connection import Connection
+from loadtest.generator.connection import Connection, OpenRequest
 from loadtest.generator.http import HttpConnection
+from loadtest.target import Target
 
 PATIENCE_SECONDS = 90.0
 """An answer that takes longer is lost."""
@@ -62,7 +62,7 @@ class Line(HttpConnection):
         self.leaving: asyncio.TimerHandle | None = None
 
     def send(self, request: bytes) -> None:
-        self.number, self.since = 0, time.monotonic()
+        self.open.append(OpenRequest(0, time.monotonic()))
         self._transport.write(request)
 
 
@@ -94,13 +94,13 @@ class Load:
     def answered(self, line: Connection, status: int, body: bytes) -> None:
         """Called by a line with the answer to its request."""
         assert isinstance(line, Line)
-        line.number = -1
+        request = line.open.popleft()
         if line.leaving is not None:
             line.leaving.cancel()
             line.leaving = None
         self.answers += 1
         try:
-            line.client.answered(status, body, line.since)
+            line.client.answered(status, body, request.since)
         except Exception as error:
             self._tally.wrong(f"{error!r} after {status} {body[:200]!r}")
         self._advance(line)
@@ -111,7 +111,7 @@ class Load:
         self._lines.discard(line)
         if line.leaving is not None:
             line.leaving.cancel()
-        if line.number >= 0:
+        if line.open:
             line.client.unanswered(reason)
         self._connect(line.client)
 
@@ -156,6 +156,6 @@ class Load:
 
     def _look_for_lost_answers(self) -> None:
         late = time.monotonic() - PATIENCE_SECONDS
-        for line in [line for line in self._lines if line.number >= 0 and line.since < late]:
+        for line in [line for line in self._lines if line.open and line.open[0].since < late]:
             self._tally.wrong(f"no answer in {PATIENCE_SECONDS:g} s")
             self._leave(line)

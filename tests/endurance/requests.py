@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from loadtest.callers import Target
+from loadtest.target import Target
 from service.modeling import store
 from service.modeling.spec import DenseLayer, ModelSpec, SequenceHead, SequenceInput
 from tests.accumulator import Account

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from loadtest.callers import Target
+from loadtest.target import Target
 from service.ipc import session_file
 from service.ipc.session_placement import engine_of_session
 from tests.accumulator import RESTART_STEPS, Account

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 import uvloop
 
-from loadtest.callers import Caller, Target
 from loadtest.oip_requests import PATH
+from loadtest.target import Target
 from service.errors import Overloaded
 from service.frontend import start_queue
 from service.frontend.decoder.turns import Turns
@@ -28,6 +28,7 @@ from service.frontend.start_queue import LongWaits, StartQueue
 from service.metrics import CUT_OFF, GONE
 from tests import models, planted, soak
 from tests.accumulator import LONGEST, Account, at_rest
+from tests.callers import Caller
 from tests.frontend.http2.peer import reset
 from tests.frontend.test_freed_connections import BODY, GREETING, Ports, call, hot, infer, limited, with_ports
 from tests.raw_websocket import TEXT, frame, handshake

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 
-from loadtest.callers import Target
+from loadtest.target import Target
 
 Handler = Callable[[int], Awaitable[bytes | None]]
 """Returns the response to the request with this number, counted from 0; None closes the connection."""

@@ -18,10 +18,9 @@ from urllib.parse import urlsplit
 import pytest
 from msgspec import structs
 
-from loadtest.callers import JSON, Target
-from loadtest.generator.job import Job, Result
+from loadtest.generator.job import Job, Result, nearest_rank
 from loadtest.generator.process import run_in_process
-from loadtest.load import nearest_rank
+from loadtest.target import JSON, Target
 from tests import models, planted
 from tests.long.overload import Lag
 from tests.planted import DEVICE_SECONDS

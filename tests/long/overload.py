@@ -19,9 +19,9 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from loadtest import oip_requests
-from loadtest.callers import Target
 from loadtest.generator.job import Job, Result
 from loadtest.generator.process import run_in_process
+from loadtest.target import Target
 from service.frontend.decoder.client import MAX_LOOP_BODY_BYTES
 from tests import models
 from tests.accumulator import at_rest

@@ -13,9 +13,10 @@ from urllib.parse import urlsplit
 import pytest
 import uvloop
 
-from loadtest.callers import Caller, Response, Target
+from loadtest.target import Target
 from tests import models, planted
 from tests.accumulator import NEW, Account, at_rest
+from tests.callers import Caller, Response
 from tests.long.bad_network import BadNetwork, Network
 from tests.serving import Server, serving
 

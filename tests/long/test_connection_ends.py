@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import pytest
 import uvloop
 
-from loadtest.callers import Target
+from loadtest.target import Target
 from tests import models
 from tests.accumulator import Account, at_rest
 from tests.serving import Server, eventually, serving

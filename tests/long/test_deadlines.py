@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from loadtest.callers import Target
+from loadtest.target import Target
 from tests import models, planted
 from tests.accumulator import at_rest
 from tests.serving import Server, serving

@@ -13,10 +13,10 @@ import uvloop
 from websockets.asyncio.client import connect
 
 from loadtest import oip_requests
-from loadtest.callers import Caller, Target
-from loadtest.grpc_callers import Method
+from loadtest.target import Target
 from service.settings import Settings
 from tests import models, planted
+from tests.callers import Caller, GrpcCaller
 from tests.serving import Server, eventually, serving
 from tests.steady import processes, resident_bytes
 
@@ -103,7 +103,7 @@ async def send_calls(server: Server, _: ErrorPath, numbers: Iterator[int]) -> No
     """Make gRPC calls for models that do not exist."""
 
     async def send_some() -> None:
-        caller = await Method(server.grpc, oip_requests.PATH).connect()
+        caller = GrpcCaller(server.grpc, oip_requests.PATH)
         for number in numbers:
             message = oip_requests.METHOD.request_type(model_name=f"nobody-{number}")
             assert json.loads((await caller.ask(message.SerializeToString())).body)["code"] == "NOT_FOUND"

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import uvloop
 
-from loadtest.callers import JSON, Target
-from loadtest.grpc_callers import Method
 from loadtest.oip_requests import PATH
+from loadtest.target import JSON, Target
 from service.frontend.oip.protobuf import METHODS
 from tests import models
+from tests.callers import Caller, GrpcCaller
 from tests.planted import plant
 from tests.serving import Server, serving
 from tests.steady import processes
@@ -158,8 +158,8 @@ class Account:
 async def _send(server: Server, cases: int, account: Account) -> None:
     async def work(seed: int) -> None:
         chance = random.Random(seed)
-        http = await Target.of(server.address, "/").connect()
-        calls = await Method(server.grpc, PATH).connect()
+        http = await Caller.connect(Target.of(server.address, "/"))
+        calls = GrpcCaller(server.grpc, PATH)
         while account.sent < cases:
             account.sent += 1
             if chance.random() < GRPC:
@@ -170,7 +170,7 @@ async def _send(server: Server, cases: int, account: Account) -> None:
                 path, body, headers = request = chance.choice(HTTP_CASES)(chance)
                 target = Target.of(server.address, path)
                 if not http.connected:  # the reply to a request that is too large closes the connection
-                    http = await target.connect()
+                    http = await Caller.connect(target)
                 reply = await http.ask(target.request(body, *headers))
                 refused = reply.status in (400, 413)
             if not refused:

@@ -14,10 +14,9 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from loadtest.callers import JSON, Target
-from loadtest.generator.job import Job
+from loadtest.generator.job import Job, nearest_rank
 from loadtest.generator.process import run_in_process
-from loadtest.load import nearest_rank
+from loadtest.target import JSON, Target
 from service.access.keys import create
 from service.access.scopes import Scope
 from service.engine.batching.model_queue import LEAST_STEPS

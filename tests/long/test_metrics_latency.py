@@ -20,9 +20,9 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from loadtest.callers import Target
 from loadtest.generator.job import Job
 from loadtest.generator.process import run_in_process
+from loadtest.target import Target
 from tests import planted
 from tests.long.health_checks import LIMITS_SECONDS, Checks
 from tests.serving import Server, eventually, serving

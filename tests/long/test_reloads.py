@@ -16,9 +16,10 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from loadtest.callers import Caller, Target
+from loadtest.target import Target
 from service.modeling import spec
 from tests import models, planted
+from tests.callers import Caller
 from tests.reloading import TEXT, Load, answered, load
 from tests.serving import Server, eventually, serving
 from tests.soak import Sample, sample

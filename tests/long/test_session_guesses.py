@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pytest
 import uvloop
 
-from loadtest.callers import JSON, Caller, Response, Target
+from loadtest.target import JSON, Target
 from service.access.caller import Caller as Access
 from service.access.keys import create
 from service.access.scopes import Scope
@@ -20,6 +20,7 @@ from service.frontend.validation import is_session_id
 from service.ipc.messages import Share
 from tests import models
 from tests.accumulator import Account
+from tests.callers import Caller, Response
 from tests.serving import Server, serving
 
 GUESSES, REQUESTS, CALLERS = 1_000_000, 12_000, 8
@@ -110,7 +111,7 @@ async def account(caller: Caller, data: bytes) -> Account | None:
 async def guess(tenants: Tenants) -> list[str]:
     """Guess the sessions of the owner, while both tenants use their sessions. Returns the faults."""
     target, faults = Target.of(tenants.server.address, "/infer"), list[str]()
-    owner = await target.connect()
+    owner = await Caller.connect(target)
     for session in SESSIONS:
         if (told := await account(owner, chunk(tenants, tenants.owner, session, start=True))) != ONE_CHUNK:
             faults.append(f"the owner's session began with {told}")
@@ -118,7 +119,7 @@ async def guess(tenants: Tenants) -> list[str]:
     faults += [f"{reply} for a session that never was" for reply in unknown if reply[0] != 404]
 
     async def work(seed: int) -> None:
-        caller, chance = await target.connect(), random.Random(seed)
+        caller, chance = await Caller.connect(target), random.Random(seed)
         for _ in range(REQUESTS // CALLERS // len(unknown)):
             session = chance.choice(SESSIONS[len(SHARED) :])
             for data, expected in zip(attempts(tenants, session), unknown, strict=True):

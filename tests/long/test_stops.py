@@ -24,10 +24,11 @@ from urllib.parse import urlsplit
 import pytest
 import uvloop
 
-from loadtest.callers import Caller, Target
 from loadtest.generator.arrivals import poisson
+from loadtest.target import Target
 from tests import models, planted
 from tests.accumulator import Account
+from tests.callers import Caller
 from tests.long.overload import LAGS, Lag
 from tests.serving import Server, alive, descendants, eventually
 

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from loadtest.callers import Caller, Target
+from loadtest.target import Target
 from tests import models
 from tests.accumulator import NEW, Account, rests
+from tests.callers import Caller
 from tests.planted import constants
 from tests.reloading import load, unload
 from tests.serving import Server, eventually, serving

@@ -13,10 +13,11 @@ from pathlib import Path
 
 import uvloop
 
-from loadtest.callers import JSON, Caller, Target
+from loadtest.target import JSON, Target
 from service.access.keys import create
 from service.access.refused_keys import FREE_REFUSALS, WINDOW_SECONDS
 from service.access.scopes import Scope
+from tests.callers import Caller
 from tests.long.others import BODY, ROWS_AT_ONCE, UsualClients, on_planted_device
 from tests.serving import Server, check_unharmed
 

@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from loadtest.callers import JSON, Target
 from loadtest.oip_requests import METHOD, PATH
+from loadtest.target import JSON, Target
 from tests import raw_websocket
 from tests.frontend.http2 import peer
 

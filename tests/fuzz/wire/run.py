@@ -18,12 +18,13 @@ import pytest
 import uvloop
 from prometheus_client.parser import text_string_to_metric_families
 
-from loadtest.callers import JSON, Target
+from loadtest.target import JSON, Target
 from service.access.keys import create
 from service.access.scopes import Scope
 from service.errors import BY_CODE
 from tests import models
 from tests.accumulator import at_rest
+from tests.callers import Caller
 from tests.frontend.callbacks import MAX_CALLBACK_SECONDS
 from tests.fuzz.wire.conversation import Judgement
 from tests.fuzz.wire.grpc import GrpcSource
@@ -199,7 +200,7 @@ class Fuzzer:
     async def _infer(self) -> object:
         """Return the answer to the canary, on a separate connection."""
         target = Target.of(self._server.address, "/infer")
-        caller = await target.connect()
+        caller = await Caller.connect(target)
         body = json.dumps({"model": "tagger", "inputs": ["how far is the sea"]}).encode()
         reply = await caller.ask(target.request(body, JSON, f"Authorization: Bearer {self._token}"))
         caller.hang_up()

@@ -8,7 +8,7 @@ from loadtest.generator.connection import Connection
 
 
 class Exchange:
-    """Records answers as (status, body), and the reason of a broken connection."""
+    """Records answers as (status, body), and the reason of a broken connection. An answered request stays open, for more answers."""
 
     def __init__(self) -> None:
         self.answers: list[tuple[int, bytes]] = []

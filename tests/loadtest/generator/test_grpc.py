@@ -30,7 +30,7 @@ def answer(encoder: hpack.Encoder, stream: int, message: bytes = MESSAGE, traile
 def asked(exchange: Exchange, message: bytes = b"request") -> tuple[GrpcConnection, list[bytes]]:
     connection = GrpcConnection(exchange, grpc.prepare([message], "127.0.0.1:1", "/Service/Method"))
     transport = connected(connection)
-    connection.ask(0)
+    connection.ask(0, 0.0)
     return connection, transport.written
 
 
@@ -56,15 +56,13 @@ def test_remembered_block_is_forgotten_when_the_table_changes() -> None:
     assert [status for status, _ in exchange.answers] == [200, 200, 5, 5, 200, 5, 200]
 
 
-def test_padding_priority_and_continuation_are_read() -> None:
+def test_continued_headers_and_divided_messages_are_read() -> None:
     encoder, exchange = hpack.Encoder(), Exchange()
     connection, _ = asked(exchange)
     head, tail = encoder.encode(HEADERS), encoder.encode(ENDED)
-    padded = b"\2" + b"\0\0\0\0\7" + head + b"\0\0"
-    flags = grpc.PADDED | grpc.PRIORITY | grpc.END_HEADERS
     for kind, flag, payload in (
-        (grpc.HEADERS, flags, padded),
-        (grpc.DATA, grpc.PADDED, b"\1" + MESSAGE[:6] + b"\0"),
+        (grpc.HEADERS, grpc.END_HEADERS, head),
+        (grpc.DATA, 0, MESSAGE[:6]),
         (grpc.DATA, 0, MESSAGE[6:]),
         (grpc.HEADERS, grpc.END_STREAM, tail[:2]),
         (grpc.CONTINUATION, grpc.END_HEADERS, tail[2:]),
@@ -82,14 +80,14 @@ def test_request_is_one_write_with_literal_headers() -> None:
     assert fields[b":path"] == b"/Service/Method" and fields[b"te"] == b"trailers"
     assert not decoder.header_table.dynamic_entries
     assert request[9 + length :] == frame(grpc.DATA, grpc.END_STREAM, 1, b"\0\0\0\0\7request")
-    connection.ask(0)
+    connection.ask(0, 0.0)
     assert written[-1][5:9] == struct.pack(">I", 3)
 
 
 def test_request_waits_for_the_window_of_the_server() -> None:
     connection, written = asked(Exchange(), b"x" * 16_000)
     for _ in range(4):
-        connection.ask(0)
+        connection.ask(0, 0.0)
     before = len(written)
     connection.data_received(frame(grpc.WINDOW_UPDATE, 0, 1, struct.pack(">I", 99_999)))
     assert len(written) == before, "the window of a stream is not that of the connection"

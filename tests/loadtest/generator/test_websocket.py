@@ -42,7 +42,7 @@ def test_answers_are_whole_wherever_they_are_cut(piece: int) -> None:
     exchange = Exchange()
     connection, transport = opened(exchange)
     data = ACCEPTED + answer(b'{"a": 1}') + answer(b'{"error": "no"}') + answer(LARGE)
-    connection.ask(0)
+    connection.ask(0, 0.0)
     for at in range(0, len(data), piece):
         connection.data_received(data[at : at + piece])
     assert exchange.answers == [(OK, b'{"a": 1}'), (REFUSED, b'{"error": "no"}'), (OK, LARGE)] and not exchange.reasons
@@ -51,11 +51,11 @@ def test_answers_are_whole_wherever_they_are_cut(piece: int) -> None:
 
 def test_request_waits_for_the_handshake() -> None:
     connection, transport = opened(Exchange())
-    connection.ask(1)
+    connection.ask(1, 0.0)
     assert len(transport.written) == 1
     connection.data_received(ACCEPTED)
     assert transport.written[1:] == [b"second"]
-    connection.ask(0)
+    connection.ask(0, 0.0)
     assert transport.written[2:] == [b"first"]
 
 

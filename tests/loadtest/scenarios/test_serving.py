@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,13 +14,13 @@ from loadtest import servers
 from loadtest.__main__ import main
 from loadtest.comparison import contenders
 from loadtest.comparison.contenders import LITSERVE, PLAIN, SEQSERVE
-from loadtest.comparison.measurements import NO_MODEL, RATE, Case
+from loadtest.comparison.measurements import NO_MODEL, Case
 from loadtest.comparison.models import CNN
 from loadtest.discovery import CannotMeasure
 from loadtest.generator.job import Job, Result
 from loadtest.generator.loops import WRONG
 from loadtest.scenarios import serving
-from loadtest.scenarios.rounds import Trial
+from loadtest.scenarios.rounds import RATE, Trial
 
 
 @pytest.fixture(autouse=True)
@@ -76,31 +75,14 @@ def test_interrupted_run_keeps_its_results(
     assert "medians of 1 rounds" in capsys.readouterr().out
 
 
-def test_background_run_can_stop_its_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A shell starts background jobs with the interrupt ignored, and servers would inherit that."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    monkeypatch.setattr(serving, "_trials", lambda *_: iter(()))
-    try:
-        assert main(["serving", "--out", str(tmp_path)]) == 0
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def test_server_with_other_scores_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    check = _checked(monkeypatch, Result(1.0, 0, 5, b"", {WRONG: 1}, 0.0, []))
-    with pytest.raises(CannotMeasure, match="other scores"):
-        check()
-
-
-def test_server_that_never_answers_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("answers", "failure", "reason"), [(5, {WRONG: 1}, "other scores"), (0, {"status 503": 3}, "status 503")]
+)
+def test_server_that_answers_wrongly_or_not_at_all_is_not_timed(
+    answers: int, failure: dict[str, int], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(servers, "START_SECONDS", 0.0)
-    check = _checked(monkeypatch, Result(1.0, 0, 0, b"", {"status 503": 3}, 0.0, []))
-    with pytest.raises(CannotMeasure, match="status 503"):
-        check()
-
-
-def _checked(monkeypatch: pytest.MonkeyPatch, result: Result) -> Callable[[], None]:
+    monkeypatch.setattr(serving, "run_in_process", lambda _: Result(1.0, 0, answers, b"", failure, 0.0, []))
     server = contenders.SERVERS[0]
-    monkeypatch.setattr(serving, "run_in_process", lambda _: result)
-    return lambda: serving._check(Job("http", "", 0, "", [], "scores", []), server, server.endpoints[0])
+    with pytest.raises(CannotMeasure, match=reason):
+        serving._check(Job("http", "", 0, "", [], "scores", []), server, server.endpoints[0])

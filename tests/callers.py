@@ -1,14 +1,23 @@
-"""HTTP callers with little overhead: on a shared machine, a client library would take processor time from the server under test."""
+"""Clients with little overhead, over HTTP and gRPC: each sends bytes that are prepared, and returns the reply as it is."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import NamedTuple, Protocol, cast
-from urllib.parse import urlsplit
+import json
+from typing import NamedTuple, cast
 
+import grpc
 import httptools
 
-JSON = "Content-Type: application/json"
+from loadtest.target import Target
+
+OPTIONS = (
+    # One connection for each caller, as over HTTP: the kernel balances connections between the frontends.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_http_proxy", 0),
+)
+ANSWERED = 200
+"""The HTTP status that stands for gRPC's OK."""
 
 
 class Response(NamedTuple):
@@ -16,57 +25,6 @@ class Response(NamedTuple):
 
     status: int
     body: bytes
-
-
-class Connection(Protocol):
-    """A persistent connection that carries one request at a time."""
-
-    @property
-    def connected(self) -> bool: ...
-
-    async def ask(self, request: bytes) -> Response:
-        """Send a request and return the reply. Raises OSError when no reply arrives."""
-
-    def hang_up(self) -> None: ...
-
-
-class Connectable(Protocol):
-    """A server to which a load can open connections."""
-
-    async def connect(self) -> Connection: ...
-
-
-class Target(NamedTuple):
-    """The address of an HTTP server, the path of the requests, and whether the server speaks TLS."""
-
-    host: str
-    port: int
-    path: str
-    tls: bool = False
-
-    @classmethod
-    def of(cls, url: str, path: str) -> Target:
-        """Parse an http:// or https:// address. Raises ValueError for anything else."""
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"{url} is not an address of the form http://host:port or https://host:port")
-        tls = parts.scheme == "https"
-        return cls(parts.hostname, parts.port or (443 if tls else 80), path, tls)
-
-    def request(self, body: bytes, *headers: str) -> bytes:
-        """Return the bytes of one POST. The body is JSON unless `headers` has another content type."""
-        lines = [
-            f"POST {self.path} HTTP/1.1",
-            f"Host: {self.host}",
-            *(headers or (JSON,)),
-            f"Content-Length: {len(body)}",
-            "",
-            "",
-        ]
-        return "\r\n".join(lines).encode() + body
-
-    async def connect(self) -> Caller:
-        return await Caller.connect(self)
 
 
 class Caller(asyncio.Protocol):
@@ -130,3 +88,24 @@ class Caller(asyncio.Protocol):
             self._reply.set_result(reply)
         if not self._parser.should_keep_alive():
             self.hang_up()
+
+
+class GrpcCaller:
+    """A channel for one method of a server, which reconnects when its connection breaks."""
+
+    def __init__(self, address: str, path: str) -> None:
+        self._channel = grpc.aio.insecure_channel(address, OPTIONS)
+        self._method = self._channel.unary_unary(path)
+
+    async def ask(self, request: bytes) -> Response:
+        """Return the reply to a request. For an error, the status is gRPC's number, and the body has its name as `code` and the code of
+        the service as `reason`, empty for an error of the connection."""
+        try:
+            return Response(ANSWERED, await self._method(request))
+        except grpc.aio.AioRpcError as error:
+            number, _ = error.code().value
+            reason = dict(error.trailing_metadata() or ()).get("seqserve-code", "")
+            return Response(number, json.dumps({"code": error.code().name, "reason": reason}).encode())
+
+    def hang_up(self) -> None:
+        self._closing = asyncio.ensure_future(self._channel.close())

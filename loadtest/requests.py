@@ -1,0 +1,112 @@
+"""The requests of each kind of client, as bytes that the load generator sends in a cycle."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from loadtest import discovery, oip_requests
+from loadtest.generator import websocket
+from loadtest.generator.job import Job
+from loadtest.servers import ServerProcess
+from loadtest.target import Target
+from loadtest.traffic import Traffic
+
+QUESTIONS, SENSOR = "question-type-cnn", "sensor-forecast"
+MANY = 64
+"""Inputs of a large request."""
+REQUESTS = 200
+"""Distinct requests of each kind."""
+SESSIONS = 256
+
+
+class Requests(NamedTuple):
+    """The requests of one kind of client. transport, path, requests, reader: as in `generator.job.Job`; inputs: sequences of a request."""
+
+    transport: str
+    path: str
+    requests: list[bytes]
+    reader: str
+    inputs: int = 1
+
+    def job(self, server: ServerProcess, **load: Any) -> Job:
+        """Return a job on a server. load: more values of the job."""
+        host, _, port = (server.grpc if self.transport == "grpc" else server.url.partition("//")[2]).partition(":")
+        expected: list[list[float]] = [[]] * len(self.requests)
+        return Job(self.transport, host, int(port), self.path, self.requests, self.reader, expected, **load)
+
+
+class Clients(NamedTuple):
+    """Writes the requests to a server. models: its models folder; sessions: how many sessions get chunks over POST /infer in turn."""
+
+    url: str
+    models: Path
+    sessions: int = SESSIONS
+
+    def text(self) -> Requests:
+        return self._questions(self._texts(), 1)
+
+    def texts(self) -> Requests:
+        return self._questions(self._texts(), MANY)
+
+    def ids(self) -> Requests:
+        return self._questions(Traffic(discovery.find(self.url, QUESTIONS)), MANY)
+
+    def oip(self) -> Requests:
+        return self._tensors("http", "", oip_requests.binary_text)
+
+    def grpc(self) -> Requests:
+        return self._tensors("grpc", oip_requests.PATH, oip_requests.text_message)
+
+    def chunk(self) -> Requests:
+        bodies = [
+            {"model": SENSOR, "inputs": [rows], "session": f"load-{number % self.sessions}"}
+            for number, rows in enumerate(self._chunks(2 * self.sessions))
+        ]
+        return Requests("http", "", [self._post(body) for body in bodies], "session")
+
+    def socket_text(self) -> Requests:
+        return self._socket(websocket.TEXT_FRAME, [json.dumps({"input": rows}).encode() for rows in self._chunks(REQUESTS)])
+
+    def socket_binary(self) -> Requests:
+        chunks = self._chunks(REQUESTS)
+        return self._socket(websocket.BINARY_FRAME, [np.array(rows, "<f4").tobytes() for rows in chunks])
+
+    def _texts(self) -> Traffic:
+        return discovery.inputs(self.models, discovery.find(self.url, QUESTIONS))
+
+    def _questions(self, traffic: Traffic, inputs: int) -> Requests:
+        return Requests("http", "", [self._post(traffic.body(inputs)) for _ in range(REQUESTS)], "answer", inputs)
+
+    def _tensors(self, transport: str, path: str, write: Callable[[str, str], bytes]) -> Requests:
+        traffic = self._texts()
+        return Requests(transport, path, [write(QUESTIONS, str(traffic.input())) for _ in range(REQUESTS)], "last floats")
+
+    def _chunks(self, count: int) -> list[Any]:
+        """Return chunks of one row for the sensor model."""
+        traffic = Traffic(discovery.find(self.url, SENSOR))
+        return [traffic.input(1) for _ in range(count)]
+
+    def _post(self, body: dict[str, Any]) -> bytes:
+        return Target.of(self.url, "/infer").request(json.dumps(body).encode())
+
+    def _socket(self, kind: int, payloads: list[bytes]) -> Requests:
+        return Requests("websocket", f"/stream?model={SENSOR}", [websocket.frame(kind, each) for each in payloads], "session")
+
+
+KINDS: dict[str, Callable[[Clients], Requests]] = {
+    "text": Clients.text,
+    "texts": Clients.texts,
+    "ids": Clients.ids,
+    "oip": Clients.oip,
+    "grpc": Clients.grpc,
+    "chunk": Clients.chunk,
+    "socket-text": Clients.socket_text,
+    "socket-binary": Clients.socket_binary,
+}
+"""One text a request, 64 texts, 64 lists of token ids; one text as a raw tensor over REST and over gRPC; and chunks of one row over
+POST /infer and over a WebSocket, as JSON and as raw values."""

@@ -1,0 +1,159 @@
+"""One device on a virtual clock, on which the scheduler of the service and static batching answer the same seeded arrivals.
+
+A batch takes exactly its predicted time, is chosen when the device is free, and is answered when it ends. Time outside of the engine is not
+simulated.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import accumulate, islice
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from loadtest.generator.arrivals import poisson
+from service.engine.batching.model_queue import QueuedSequence
+from service.engine.batching.scheduler import Scheduler
+from service.engine.execution.cost_model import Cost
+from service.settings import Settings
+from tests.engine.batching.fakes import MODEL, limits
+
+COST = Cost(26.2e-6, 0.596e-6, 0.0128e-6)
+"""Batches of an LSTM with 512 units on an NVIDIA H200."""
+SHORT, LONG = 10, 4096
+"""Time steps of a short and of a long sequence."""
+SLOTS = 256
+"""Sequences that have begun and not ended, as in the default settings."""
+COUNT = 20_000
+"""Sequences of a run."""
+FROM, TO = 0.1, 0.8
+"""Shares of a run between which arrivals count: before, queues are too short; after, the last sequences have the device alone."""
+GROWTH = 0.03
+"""A rate is sustained when at most this share of the steps that arrive in the second half of a run is left at its end."""
+PRECISION = 0.03
+
+
+class SimulatedSequence(QueuedSequence):
+    """One sequence from its arrival to its answer."""
+
+    __slots__ = ("answered", "came", "steps")
+
+    def __init__(self, steps: int, came: float) -> None:
+        super().__init__(steps, math.inf)
+        self.steps = steps
+        self.came = came
+        self.answered = math.nan
+
+
+class Batch(NamedTuple):
+    """A batch on the device. longest, tokens: padding included; steps: padding excluded; done: sequences that end with it."""
+
+    longest: int
+    tokens: int
+    steps: int
+    done: list[SimulatedSequence]
+
+
+class Policy(Protocol):
+    """A queue in front of the device."""
+
+    def add(self, sequence: SimulatedSequence) -> None: ...
+
+    def next_batch(self) -> Batch | None: ...
+
+
+class Continuous:
+    """The scheduler of the service."""
+
+    def __init__(self, budget_seconds: float) -> None:
+        settings = Settings()
+        sizes = limits(1 << 40, settings.max_batch_sequences, settings.max_batch_tokens, budget_seconds)
+        self._scheduler: Scheduler[SimulatedSequence] = Scheduler(
+            sizes, lambda _: COST, lambda _: SLOTS - self._scheduler.begun
+        )
+
+    def add(self, sequence: SimulatedSequence) -> None:
+        self._scheduler.add(MODEL, [sequence], now=sequence.came)
+
+    def next_batch(self) -> Batch | None:
+        scheduled = self._scheduler.next_batch()
+        if scheduled is None:
+            return None
+        steps = [part.steps for part in scheduled.parts]
+        return Batch(max(steps), sum(steps), sum(steps), [part.sequence for part in scheduled.parts if part.last])
+
+
+class Static:
+    """Runs the sequences that wait when the device is free, each sequence whole and padded to the longest."""
+
+    def __init__(self) -> None:
+        self._max_rows = Settings().max_batch_sequences
+        self._queue: deque[SimulatedSequence] = deque()
+
+    def add(self, sequence: SimulatedSequence) -> None:
+        self._queue.append(sequence)
+
+    def next_batch(self) -> Batch | None:
+        taken = [self._queue.popleft() for _ in range(min(self._max_rows, len(self._queue)))]
+        lengths = [sequence.steps for sequence in taken]
+        return Batch(max(lengths), max(lengths) * len(lengths), sum(lengths), taken) if taken else None
+
+
+def arrivals(rate: float, long_share: float, seed: int = 0) -> list[SimulatedSequence]:
+    """Return COUNT sequences that arrive at a mean rate of `rate` a second, of which a share is long."""
+    chance = random.Random(seed)
+    moments = accumulate(islice(poisson(rate, seed), COUNT))
+    return [SimulatedSequence(LONG if chance.random() < long_share else SHORT, moment) for moment in moments]
+
+
+def growth(policy: Policy, sequences: Sequence[SimulatedSequence]) -> float:
+    """Answer every sequence. Returns the share of the steps that arrived in the second half and were left at its end."""
+    half, last = len(sequences) // 2, len(sequences) - 1
+    now, left, admitted, left_at = 0.0, 0, 0, dict[int, int]()
+    while True:
+        while admitted <= last and sequences[admitted].came <= now:
+            policy.add(sequences[admitted])
+            left += sequences[admitted].steps
+            left_at[admitted] = left
+            admitted += 1
+        batch = policy.next_batch()
+        if batch is not None:
+            now += COST.of(batch.longest, batch.tokens)
+            left -= batch.steps
+            for sequence in batch.done:
+                assert math.isnan(sequence.answered), "a sequence is answered once"
+                sequence.answered = now
+        elif admitted <= last:
+            now = sequences[admitted].came
+        else:
+            return (left_at[last] - left_at[half]) / sum(sequence.steps for sequence in sequences[half:])
+
+
+def capacity(make: Callable[[], Policy], long_share: float, near: float) -> float:
+    """Return the highest sustained rate. The bisection starts at `near`."""
+
+    def is_sustained(rate: float) -> bool:
+        return growth(make(), arrivals(rate, long_share)) <= GROWTH
+
+    low = high = near
+    while not is_sustained(low):
+        low, high = low / 2, low
+    while low == high or is_sustained(high):
+        low, high = high, high * 2
+    while high > low * (1 + PRECISION):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if is_sustained(middle) else (low, middle)
+    return low
+
+
+def p99_of_short(policy: Policy, rate: float, long_share: float) -> float:
+    """Return the 99th percentile of the latency of short sequences in seconds."""
+    sequences = arrivals(rate, long_share)
+    growth(policy, sequences)
+    span = sequences[-1].came
+    counted = [each for each in sequences if each.steps == SHORT and FROM <= each.came / span <= TO]
+    return float(np.percentile([each.answered - each.came for each in counted], 99))
