@@ -1,7 +1,7 @@
 """Send recordings to a running service, and print when a model of train_keyword.py hears its keyword.
 
-A recording is a WAV file, or a `.raw` file of bare samples, with 16,000 samples a second of 16 bits, in one channel. `make recordings`
-unpacks some.
+A recording is a WAV file, or a `.raw` file of bare samples, with 16,000 samples a second of 16 bits, in one channel.
+`make programs PROGRAMS=recordings` unpacks some.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Train a model that hears a keyword while audio streams in, and write it as a model folder with a card.
 
-The data is speech of espeak-ng, which `make speech` installs; `pip install kaldi-native-fbank` turns it into frames of 10 ms. The model
-labels every frame, and depends on earlier frames only, so a session of the service answers each chunk of audio. A folder in `--data` keeps
-the frames for the next training and for `evaluate.py`.
+The data is speech of espeak-ng, which `make programs PROGRAMS=speech` installs; `pip install kaldi-native-fbank` turns it into frames of
+10 ms. The model labels every frame, and depends on earlier frames only, so a session of the service answers each chunk of audio. A folder
+in `--data` keeps the frames for the next training and for `evaluate.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Start the real proxies that `make proxies` installs: nginx, HAProxy and Envoy."""
+"""Start the real proxies that `make programs PROGRAMS=proxies` installs: nginx, HAProxy and Envoy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def running(name: str, arguments: Sequence[str], port: int, scratch: Path) -> It
     """Run a proxy from the moment it accepts connections at a port of 127.0.0.1. It logs to a file in `scratch`."""
     program = shutil.which(name)
     if program is None:
-        pytest.skip(f"{name} is missing: `make proxies` installs it")
+        pytest.skip(f"{name} is missing: `make programs PROGRAMS=proxies` installs it")
     file = scratch / f"{name}.log"
     with file.open("w") as log:
         process = subprocess.Popen([program, *arguments], stdout=log, stderr=log)

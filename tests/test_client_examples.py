@@ -56,7 +56,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
         yield Guarded(server, key)
 
 
-def installed(*programs: str, remedy: str = "make toolchains") -> str:
+def installed(*programs: str, remedy: str = "make programs PROGRAMS=toolchains") -> str:
     """Return the first of these programs that is installed. Without any it skips the test, and names the package that installs it."""
     for program in programs:
         if found := shutil.which(program):
@@ -176,7 +176,7 @@ def shown(browser: Sequence[str], origin: str, pages: type[Pages], service: str)
 @pytest.fixture
 def browser(tmp_path: Path) -> list[str]:
     """The command that shows a page in a browser without a window."""
-    program = installed("chromium", "google-chrome", remedy="make browser")
+    program = installed("chromium", "google-chrome", remedy="make programs PROGRAMS=browser")
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--remote-debugging-port=0"]
     return [program, *flags, f"--user-data-dir={tmp_path / 'profile'}"]
 

@@ -26,7 +26,7 @@ def module(name: str) -> Any:
 def speech() -> Any:
     """The module that speaks, where its program is installed."""
     if shutil.which("espeak-ng") is None:
-        pytest.skip("espeak-ng is missing: make speech")
+        pytest.skip("espeak-ng is missing: make programs PROGRAMS=speech")
     return module("training.speech")
 
 

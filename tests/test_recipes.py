@@ -163,7 +163,7 @@ def test_text_classifier_learns(evaluate: Any, data: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("espeak-ng") is None, reason="espeak-ng is missing: make speech")
+@pytest.mark.skipif(shutil.which("espeak-ng") is None, reason="espeak-ng is missing: make programs PROGRAMS=speech")
 def test_keyword_recipe_hears_through_the_service(evaluate: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The small model hears little, so only its agreement with PyTorch is checked, and that it hears in recordings."""
     models, folder = tmp_path / "models", str(tmp_path / "speech")
@@ -186,7 +186,7 @@ def test_keyword_recipe_hears_through_the_service(evaluate: Any, tmp_path: Path,
 
 @pytest.mark.parametrize(
     ("task", "message"),
-    [("text", "0 DESC, 1 ENTY"), ("spans", "make_sets.py"), ("series", "make series"), ("keyword", "make speech")],
+    [("text", "0 DESC, 1 ENTY"), ("spans", "make_sets.py"), ("series", "PROGRAMS=series"), ("keyword", "PROGRAMS=speech")],
 )
 def test_missing_data_is_explained(
     task: str, message: str, evaluate: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

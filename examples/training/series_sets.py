@@ -29,8 +29,8 @@ def read(folder: Path, name: str, part: str) -> list[Series]:
     file = next((place for place in places if place.is_file()), None)
     if file is None:
         raise MissingData(
-            f"{places[0]} is needed; the project does not ship it. `make series` unpacks some sets and prints their folder: pass it "
-            "with --data or in the environment variable DATA. More sets are at timeseriesclassification.com"
+            f"{places[0]} is needed; the project does not ship it. `make programs PROGRAMS=series` unpacks some sets and prints their "
+            "folder: pass it with --data or in the environment variable DATA. More sets are at timeseriesclassification.com"
         )
     return [parse(line) for line in file.read_text().splitlines() if line.strip() and line[0] not in "@#"]
 

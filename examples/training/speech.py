@@ -1,4 +1,4 @@
-"""Streams of synthetic speech with the places of a keyword, spoken by espeak-ng, a program that `make speech` installs.
+"""Streams of synthetic speech with the places of a keyword, spoken by espeak-ng, a program that `make programs PROGRAMS=speech` installs.
 
 Every stream has random voices, words, noise and loudness. The words are common English words, invented words, and in training near misses
 of the keyword: its beginnings and ends. Training and test streams have different speakers.
@@ -71,7 +71,9 @@ def say(text: str, voice: Voice) -> Samples:
     """Return speech that ends with the last word, at `RATE`, with a peak of 1. Raises MissingData."""
     program = shutil.which("espeak-ng")
     if program is None:
-        raise MissingData("espeak-ng is missing: install it with make speech (Debian: apt-get install espeak-ng)")
+        raise MissingData(
+            "espeak-ng is missing: install it with make programs PROGRAMS=speech (Debian: apt-get install espeak-ng)"
+        )
     settings = [f"--path={data_folder(program)}", "-v", voice.name, "-s", str(voice.speed), "-p", str(voice.pitch)]
     spoken = subprocess.run([program, *settings, "--stdout", text], check=True, capture_output=True).stdout
     samples = resample(np.frombuffer(spoken[HEADER_BYTES:], "<i2").astype(np.float32))

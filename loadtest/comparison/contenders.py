@@ -1,6 +1,6 @@
 """The compared servers: how each is started, with its best settings, and its endpoints.
 
-Every server except this service and the plain handler has a separate virtual environment, which `make bench-serve` creates.
+Every server except this service and the plain handler has a separate virtual environment, which `make loadtest SCENARIO=serving` creates.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Server:
 
 def _last_line(log: Path) -> str:
     lines = log.read_text(errors="replace").split("\n") if log.is_file() else []
-    return next((line for line in reversed(lines) if line.strip()), "run `make bench-serve`")
+    return next((line for line in reversed(lines) if line.strip()), "run `make loadtest SCENARIO=serving`")
 
 
 def _seqserve(folder: Path, scratch: Path, ports: Ports) -> Launch:

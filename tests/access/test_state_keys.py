@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from service.access.secret_file import MAX_SECRETS
-from service.access.state_keys import StateKeys, create
+from service.access.state_keys import MAX_SECRETS, StateKeys, create
 from service.errors import SettingsError
 from service.settings import Settings
 

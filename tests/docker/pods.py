@@ -56,7 +56,7 @@ class Proxy:
     def __init__(self, hosts: Sequence[str], pod_ports: tuple[int, int], ports: tuple[int, int], scratch: Path) -> None:
         program = shutil.which("haproxy")
         if program is None:
-            pytest.skip("haproxy is missing: `make proxies` installs it")
+            pytest.skip("haproxy is missing: `make programs PROGRAMS=proxies` installs it")
         self.http, self.grpc = ports
         self._control = scratch / "control"
         servers = [

@@ -1,4 +1,4 @@
-"""Requests with known answers while engines are killed. `make endurance` sends ten millions of them."""
+"""Requests with known answers while engines are killed. `python -m tests.endurance sessions` sends ten millions of them."""
 
 from __future__ import annotations
 

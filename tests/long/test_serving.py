@@ -1,4 +1,4 @@
-"""Every server of the comparison answers with the scores of the model. `make bench-serve` installs the servers."""
+"""Every server of the comparison answers with the scores of the model. `make loadtest SCENARIO=serving` installs the servers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Five minutes of the soak: mixed load with a fault every ten seconds. `make soak HOURS=8` runs it for longer."""
+"""Five minutes of the soak: mixed load with a fault every ten seconds. `python -m tests.soak --hours 8` runs it for longer."""
 
 from __future__ import annotations
 

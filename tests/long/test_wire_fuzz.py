@@ -1,4 +1,4 @@
-"""100,000 mutated requests over HTTP, WebSockets and gRPC to a running service. `make fuzz REQUESTS=2000000` sends more."""
+"""100,000 mutated requests over HTTP, WebSockets and gRPC to a running service. `python -m tests.fuzz.wire` sends more."""
 
 from __future__ import annotations
 

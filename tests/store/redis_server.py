@@ -1,4 +1,4 @@
-"""A real Redis server for tests, which `make redis` unpacks."""
+"""A real Redis server for tests, which `make programs PROGRAMS=redis` unpacks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def running_redis(folder: Path) -> Iterator[Redis]:
     """Run a server within the context; skips the test without the program or the client."""
     program = shutil.which("redis-server")
     if program is None:
-        pytest.skip("redis-server is not installed: make redis")
+        pytest.skip("redis-server is not installed: make programs PROGRAMS=redis")
     pytest.importorskip("redis")
     redis = Redis(program, folder)
     try:

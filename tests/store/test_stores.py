@@ -1,4 +1,4 @@
-"""What each store promises, a folder and Redis alike: one owner, one saved history, notes to other replicas. Redis needs `make redis`."""
+"""What each store promises, a folder and Redis alike: one owner, one saved history, notes to other replicas."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def find_browser() -> str:
     for program in PROGRAMS:
         if path := shutil.which(program):
             return path
-    pytest.skip("no Chromium is installed: make browser installs it")
+    pytest.skip("no Chromium is installed: make programs PROGRAMS=browser installs it")
 
 
 @contextmanager

@@ -16,7 +16,7 @@ def test_server_that_cannot_run_says_why(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(contenders, "ENVIRONMENTS", tmp_path)
     assert [name for name, server in BY_NAME.items() if server.why_skipped() is None] == [SEQSERVE, PLAIN]
     triton, folder = BY_NAME[TRITON], tmp_path / "triton"
-    assert triton.why_skipped() == "not installed: run `make bench-serve`"
+    assert triton.why_skipped() == "not installed: run `make loadtest SCENARIO=serving`"
     folder.mkdir()
     (folder / "install.log").write_text("one\nERROR: no such version\n\n")
     assert triton.why_skipped() == "not installed: ERROR: no such version"
