@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from fastapi.testclient import TestClient
 
-from loadtest.baselines import classifier, plain_fastapi
-from loadtest.baselines.classifier import CONSTANT, MODEL_VARIABLE, TextClassifier
+from loadtest.baselines import plain_fastapi
+from loadtest.baselines.classifier import MODEL_VARIABLE, TextClassifier
 from loadtest.comparison import models
 from loadtest.generator.readers import TOLERANCE
 from loadtest.traffic import Traffic, words
@@ -38,8 +38,3 @@ def test_baselines_return_the_scores_of_the_service(folder: Path, name: str, mon
     monkeypatch.setenv(MODEL_VARIABLE, str(version))
     answer = TestClient(plain_fastapi.build()).post("/predict", json={"text": texts[0]})
     assert answer.json() == {"scores": pytest.approx(ours[0], abs=TOLERANCE / 10)}
-
-
-def test_without_a_model_a_baseline_returns_a_constant(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(MODEL_VARIABLE, raising=False)
-    assert classifier.load()(["one", "two"]) == [list(CONSTANT)] * 2

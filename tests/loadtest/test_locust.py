@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from loadtest import discovery
 from loadtest.__main__ import main
 from tests.serving import Server
 
@@ -117,10 +116,3 @@ def test_failed_server_start_names_the_log(tmp_path: Path, capsys: pytest.Captur
     assert main(["locust", "--out", str(tmp_path), "--", "--frontends", "none"]) == 2
     assert "server.log" in capsys.readouterr().err
     assert "--frontends is 'none'" in (tmp_path / "server.log").read_text()
-
-
-def test_discovery_returns_newest_versions_and_words(server: Server, models_folder: Path, tmp_path: Path) -> None:
-    served = discovery.served(server.address)
-    assert {name: model["version"] for name, model in served.items()} == {"sensors": "1", "words": "2"}
-    assert "how" in discovery.words(models_folder, served["words"])
-    assert discovery.words(tmp_path, served["words"]) == discovery.words(models_folder, served["sensors"]) == []

@@ -37,11 +37,6 @@ def test_lengths_follow_real_questions() -> None:
     assert chi_square < 2 * len(common)
 
 
-def test_lengths_stay_within_the_limits_of_the_model() -> None:
-    source = Traffic(model({**TEXT, "max_steps": 9}, min_steps=6))
-    assert {source.steps() for _ in range(1000)} == {6, 7, 8, 9}
-
-
 def test_kind_of_input_follows_the_model() -> None:
     features, ids = Traffic(model(FEATURES)), Traffic(model(TEXT))
     rows: Any = features.input(4)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from loadtest.generator.http import MAX_HEADS, HttpConnection
+from loadtest.generator.http import HttpConnection
 from tests.loadtest.generator.exchange import Exchange, connected
 
 ANSWER = b'HTTP/1.1 200 OK\r\nDate: today\r\nCONTENT-LENGTH: 11\r\n\r\n{"a": true}'
@@ -51,11 +51,3 @@ def test_unexpected_framing_breaks_the_connection(answer: bytes) -> None:
     assert not exchange.answers and len(exchange.reasons) == 1 and transport.aborted
     connection.connection_lost(None)
     assert len(exchange.reasons) == 1, "a connection breaks once"
-
-
-def test_remembered_heads_are_limited() -> None:
-    exchange = Exchange()
-    connection = asked(exchange)
-    for number in range(MAX_HEADS + 10):
-        connection.data_received(b"HTTP/1.1 200 OK\r\nx: %d\r\ncontent-length: 1\r\n\r\n1" % number)
-    assert len(exchange.answers) == MAX_HEADS + 10 and len(connection._heads) <= MAX_HEADS

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import time
 from array import array
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
@@ -18,10 +16,9 @@ from msgspec import structs
 
 from loadtest.discovery import CannotMeasure
 from loadtest.generator import websocket
-from loadtest.generator.job import Job, Result, nearest_rank
+from loadtest.generator.job import Job, Result
 from loadtest.generator.loops import UNANSWERED, WRONG, run
 from loadtest.generator.process import divided, merged, run_in_process
-from loadtest.generator.timer import Timer
 from tests.loadtest.conftest import Handler, answering, reply
 
 SCORES = [0.5, 0.25]
@@ -112,19 +109,6 @@ def test_open_loop_counts_from_the_due_time() -> None:
     assert not result.failures, "a request that is only late has not failed"
 
 
-def test_rate_of_an_overloaded_open_loop_includes_answers_to_earlier_requests() -> None:
-    """The requests of the warm-up still wait when the load ends."""
-    result = loaded(always(RIGHT, 0.02), rate=500, warm_up=0.5, seconds=0.3, grace=0.1)
-    assert 0 < result.answers <= result.seconds / 0.02 + 1
-    assert not result.ordered_latencies()
-
-
-def test_open_loop_does_not_wait_for_answers() -> None:
-    result = loaded(always(RIGHT, 0.1), rate=200, seconds=0.5, callers=100)
-    assert 50 < result.due < 200
-    assert result.answers < result.due == len(result.ordered_latencies()), "late answers count for the latency alone"
-
-
 def test_idle_connection_that_the_server_closes_is_no_failure() -> None:
     async def measured() -> Result:
         async with answering(always(RIGHT), idle_seconds=0.1) as target:
@@ -153,62 +137,34 @@ def test_socket_has_as_many_open_requests_as_it_may(rate: float) -> None:
         async with websockets.serve(serve, "127.0.0.1", 0) as server:
             port = next(iter(server.sockets)).getsockname()[1]
             frames = [websocket.frame(websocket.TEXT_FRAME, b'{"scores": [0.5, 0.25]}')]
-            options = {"transport": "websocket", "path": "/stream", "in_flight": 4, "rate": rate, "seconds": 0.5}
+            options = {"transport": "websocket", "path": "/stream", "in_flight": 4, "rate": rate, "seconds": 1.0}
             return await run(job(port=port, requests=frames, **options))
 
     result = uvloop.run(measured())
-    assert result.answers > 8 and result.failures.get("closed by the server") == 4
+    assert result.answers > 0 and result.failures.get("closed by the server") == 4
     assert result.failures.keys() <= {"closed by the server", UNANSWERED}
 
 
-def test_timer_expires_once_and_not_before_its_time() -> None:
-    async def expired() -> list[float]:
-        times: list[float] = []
-        timer = Timer(lambda: times.append(time.monotonic()))
-        start = time.monotonic()
-        timer.set(start + 0.02)
-        await asyncio.sleep(0.1)
-        timer.set(start)  # past
-        await asyncio.sleep(0.1)
-        timer.close()
-        return [at - start for at in times]
-
-    first, second = uvloop.run(expired())
-    assert first >= 0.02 and second >= 0.09, "the loop's own timers may be a millisecond early"
-
-
-def with_grpc(method: Callable[[bytes, Any], Awaitable[bytes]], **options: Any) -> Result:
-    """Return the result of a job on a gRPC server."""
+@pytest.mark.parametrize("rate", [0, 100])
+def test_grpc_server_answers_or_refuses(rate: float) -> None:
+    async def method(request: bytes, context: Any) -> bytes:
+        if request == b"no":
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "busy")
+        return b'{"scores": %b}' % request
 
     async def measured() -> Result:
         server = grpc.aio.server()
         handler = grpc.method_handlers_generic_handler("Service", {"Method": grpc.unary_unary_rpc_method_handler(method)})
         server.add_generic_rpc_handlers((handler,))
-        port = server.add_insecure_port("127.0.0.1:0")
+        port, requests = server.add_insecure_port("127.0.0.1:0"), [b"[0.5, 0.25]", b"no"]
         await server.start()
-        result = await run(job(transport="grpc", port=port, path="/Service/Method", requests=[b"[0.5, 0.25]"], **options))
+        address = {"transport": "grpc", "port": port, "path": "/Service/Method"}
+        result = await run(job(requests=requests, expected=2 * [SCORES], callers=3, rate=rate, **address))
         await server.stop(None)
         return result
 
-    return asyncio.run(measured())
-
-
-@pytest.mark.parametrize("rate", [0, 50])
-def test_grpc_server_answers(rate: float) -> None:
-    async def method(request: bytes, context: Any) -> bytes:
-        return b'{"scores": %b}' % request
-
-    result = with_grpc(method, callers=3, rate=rate)
-    assert result.answers > 3 and not result.failures
-
-
-def test_grpc_error_is_a_failure() -> None:
-    async def method(request: bytes, context: Any) -> bytes:
-        await context.abort(grpc.StatusCode.UNAVAILABLE, "busy")
-        raise AssertionError
-
-    result = with_grpc(method)
-    assert result.failures.keys() == {"status 14"} and result.answers == 0
+    result = asyncio.run(measured())
+    assert result.answers > 0 and result.failures.keys() == {"status 14"}
 
 
 def test_job_runs_in_a_process_and_measures_others() -> None:
@@ -243,8 +199,3 @@ def test_results_of_generators_are_added() -> None:
     assert both.milliseconds() == pytest.approx({"p50_ms": 200, "p90_ms": 300, "p99_ms": 300})
     assert both.failures == {"status 503": 3, "broken": 1}
     assert both.server_cpu_seconds == [4.0, 5.5], "each generator measured the same server"
-
-
-@pytest.mark.parametrize(("share", "value"), [(0.5, 5), (0.9, 9), (0.99, 10), (1.0, 10), (0.0, 1)])
-def test_quantile_is_a_measured_value(share: float, value: float) -> None:
-    assert nearest_rank(range(1, 11), share) == value

@@ -13,12 +13,6 @@ def trial(generators: int, busy: float, rate: float) -> Measured:
     return Measured(generators, Result(2.0, 0, int(2 * rate), b"", {}, 2.0 * generators * busy, []))
 
 
-def test_figures_are_those_of_each_generator() -> None:
-    measured = trial(4, 0.5, 1000)
-    assert (measured.busy, measured.rate, measured.limited) == (0.5, 1000, False)
-    assert trial(4, 0.81, 1000).limited and not trial(4, 0.79, 1000).limited
-
-
 @pytest.mark.parametrize(
     ("trials", "most", "again"),
     [

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 from websockets.frames import Opcode, apply_mask  # type: ignore[attr-defined]
 
-from loadtest.generator import websocket
 from loadtest.generator.connection import OK
-from loadtest.generator.websocket import BINARY_FRAME, REFUSED, TEXT_FRAME, WebSocketConnection, frame
+from loadtest.generator.websocket import BINARY_FRAME, CLOSE_FRAME, REFUSED, TEXT_FRAME, WebSocketConnection, frame
 from tests.loadtest.generator.exchange import Exchange, Transport, connected
 
 ACCEPTED = b"HTTP/1.1 101 Switching Protocols\r\nupgrade: websocket\r\n\r\n"
@@ -49,30 +48,11 @@ def test_answers_are_whole_wherever_they_are_cut(piece: int) -> None:
     assert transport.written[0].startswith(b"GET /stream?model=a HTTP/1.1\r\nHost: host:1\r\n")
 
 
-def test_request_waits_for_the_handshake() -> None:
-    connection, transport = opened(Exchange())
-    connection.ask(1, 0.0)
-    assert len(transport.written) == 1
-    connection.data_received(ACCEPTED)
-    assert transport.written[1:] == [b"second"]
-    connection.ask(0, 0.0)
-    assert transport.written[2:] == [b"first"]
-
-
-def test_ping_is_answered() -> None:
-    exchange = Exchange()
-    connection, transport = opened(exchange)
-    connection.data_received(ACCEPTED + answer(b"hello", websocket.PING_FRAME))
-    [pong] = transport.written[1:]
-    assert pong[0] == websocket.PONG_FRAME and apply_mask(pong[6:], pong[2:6]) == b"hello"
-    assert not exchange.answers and not exchange.reasons
-
-
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
         (b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n", "refused handshake"),
-        (ACCEPTED + answer(b"\x03\xe8", websocket.CLOSE_FRAME), "closed by the server"),
+        (ACCEPTED + answer(b"\x03\xe8", CLOSE_FRAME), "closed by the server"),
         (ACCEPTED + answer(b"{}") * 2, "an answer to no request"),
     ],
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,13 +13,12 @@ from loadtest import servers
 from loadtest.__main__ import main
 from loadtest.comparison import contenders
 from loadtest.comparison.contenders import LITSERVE, PLAIN, SEQSERVE
-from loadtest.comparison.measurements import NO_MODEL, Case
+from loadtest.comparison.measurements import NO_MODEL
 from loadtest.comparison.models import CNN
 from loadtest.discovery import CannotMeasure
 from loadtest.generator.job import Job, Result
 from loadtest.generator.loops import WRONG
 from loadtest.scenarios import serving
-from loadtest.scenarios.rounds import RATE, Trial
 
 
 @pytest.fixture(autouse=True)
@@ -59,20 +57,6 @@ def test_every_endpoint_of_every_server_is_measured(
         assert ("frontend_us" in record) == (record["server"] == SEQSERVE)
     printed = capsys.readouterr().out
     assert f"{LITSERVE} was skipped: not installed" in printed and "rate over Triton's constant answer" in printed
-
-
-def test_interrupted_run_keeps_its_results(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def interrupted(*_: object) -> Iterator[Trial]:
-        yield Trial(Case(CNN, PLAIN, "HTTP", 1).labels(), 0, 5, Counter(), {RATE: 5.0})
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(serving, "_trials", interrupted)
-    assert main(["serving", "--servers", PLAIN, "--out", str(tmp_path)]) == 0
-    [path] = tmp_path.iterdir()
-    assert json.loads(path.read_text())["answers"] == 5
-    assert "medians of 1 rounds" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
