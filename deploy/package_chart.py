@@ -19,7 +19,7 @@ from service.settings import Settings
 Schema = dict[str, Any]
 CHART = Path(__file__).resolve().parent / "chart"
 OWNED = {
-    *("host", "port", "grpc", "grpc_port", "admin_host", "admin_port", "health_port", "allowed_hosts"),
+    *("host", "port", "grpc_port", "admin_port", "health_port", "allowed_hosts"),
     *("models", "cache", "device", "start_seconds", "lame_duck_seconds", "drain_seconds"),
     *("replicated", "session_store"),
     *("insecure", "keys", "state_keys", "tls_cert", "tls_key", "tls_client_ca"),

@@ -111,7 +111,7 @@ def request(steps: int, **options: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("least_steps, holds", [(LEAST_STEPS, True), (LONG, False)])
 def test_long_sequences_delay_short_ones_by_little(least_steps: int, holds: bool, tmp_path: Path) -> None:
     """A client sends long requests all the time. A service that does not cut them misses the goal."""
-    settings = {"max_batch_tokens": "512" if holds else str(LONG), "batch_budget_ms": "50"}
+    settings = {"max_batch_tokens": "512" if holds else str(2 * LONG), "batch_budget_ms": "50"}
     cutting = constants({"service.engine.batching.batch_builder.LEAST_STEPS": least_steps})
     with cutting, on_planted_device("stepped-device", tmp_path, **settings) as server:
         short, long = Load(request(SHORT), callers=8), Load(request(LONG), callers=1)
