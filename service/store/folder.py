@@ -6,6 +6,7 @@ the state: a file that was torn by a crash of its machine has no state. Times ar
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import secrets
@@ -42,6 +43,9 @@ class _Record(msgspec.Struct, omit_defaults=True):
     fenced: bool = False
     wanted: str = ""
     check: str = ""
+
+
+_DECODER = msgspec.json.Decoder(_Record)
 
 
 class FolderStore:
@@ -85,7 +89,7 @@ class FolderStore:
         try:
             now = self._now()
             for folder in self._sessions.iterdir():
-                with self._locked(folder):
+                with _locked(str(folder)):
                     for file in folder.iterdir():
                         if file.name != ".lock" and now - file.stat().st_mtime > self._keep_seconds:
                             file.unlink()
@@ -106,9 +110,10 @@ class FolderStore:
 
     def _apply(self, change: Change, may_seize: bool) -> Result:
         name = digest(change.message.session)
-        file = self._sessions / name[:2] / name
+        folder = f"{self._sessions}/{name[:2]}"
+        file = f"{folder}/{name}"
         try:
-            with self._locked(file.parent):
+            with _locked(folder):
                 match change.message:
                     case TakeSession():
                         return self._take(file, change.message, may_seize)
@@ -121,15 +126,15 @@ class FolderStore:
         except (OSError, msgspec.DecodeError, msgspec.ValidationError) as error:
             return StoreFailed(str(error))
 
-    def _take(self, file: Path, message: TakeSession, may_seize: bool) -> Taken:
-        record, state = self._read(file)
+    def _take(self, file: str, message: TakeSession, may_seize: bool) -> Taken:
+        record, state = _read(file)
         if record is not None and record.form > FORM:
             return Taken(TakeOutcome.NEWER)
         fenced = record is not None and record.fenced
         if record is not None and record.owner not in ("", self._replica):
             if not may_seize or self._is_alive(record.owner):
                 record.wanted = self._replica
-                self._write(file, record, state)
+                _write(file, record, state)
                 self._leave_note(record.owner, NoteKind.WANTED, message.session)
                 return Taken(TakeOutcome.HELD)
             self._leave_note(record.owner, NoteKind.SEIZED, message.session)
@@ -137,17 +142,17 @@ class FolderStore:
         if record is None or record.ended == FENCED:
             if not message.begins:
                 return Taken(TakeOutcome.ABSENT)
-            self._write(file, _Record(FORM, self._replica, message.begun, fenced=fenced), b"")
+            _write(file, _Record(FORM, self._replica, message.begun, fenced=fenced), b"")
             return Taken(TakeOutcome.NEW)
         if record.ended or not state:
-            file.unlink()
+            os.unlink(file)
             return Taken(TakeOutcome.ENDED, ended=record.ended or "lost")
         taken = Taken(TakeOutcome.TAKEN, record.begun, record.exact, state=state)
-        self._write(file, _Record(FORM, self._replica, record.begun, fenced=fenced), state)
+        _write(file, _Record(FORM, self._replica, record.begun, fenced=fenced), state)
         return taken
 
-    def _save(self, file: Path, message: SaveSession, state: bytes) -> bool:
-        record, _ = self._read(file)
+    def _save(self, file: str, message: SaveSession, state: bytes) -> bool:
+        record, _ = _read(file)
         if record is None:
             record = _Record(FORM, self._replica)
         elif record.owner != self._replica:
@@ -159,33 +164,33 @@ class FolderStore:
         record = _Record(FORM, self._replica, message.begun, message.exact, fenced=record.fenced, wanted=wanted)
         if message.releases:
             record.owner = record.wanted = ""
-        self._write(file, record, state)
+        _write(file, record, state)
         if message.releases and wanted:
             self._leave_note(wanted, NoteKind.RELEASED, message.session)
         return True
 
-    def _release(self, file: Path, message: ReleaseSession) -> bool:
-        record, state = self._read(file)
+    def _release(self, file: str, message: ReleaseSession) -> bool:
+        record, state = _read(file)
         if record is None or record.owner != self._replica:
             return False
         wanted, record.owner, record.wanted, record.exact = record.wanted, "", "", message.exact
         if state:
-            self._write(file, record, state)
+            _write(file, record, state)
         else:
-            file.unlink()
+            os.unlink(file)
         if wanted:
             self._leave_note(wanted, NoteKind.RELEASED, message.session)
         return True
 
-    def _drop(self, file: Path, message: DropSession) -> bool:
-        record, _ = self._read(file)
+    def _drop(self, file: str, message: DropSession) -> bool:
+        record, _ = _read(file)
         if record is None or record.owner != self._replica:
             return False
         ended = message.ended or (FENCED if record.fenced else "")
         if ended:
-            self._write(file, _Record(FORM, begun=record.begun, ended=ended, fenced=record.fenced), b"")
+            _write(file, _Record(FORM, begun=record.begun, ended=ended, fenced=record.fenced), b"")
         else:
-            file.unlink()
+            os.unlink(file)
         return True
 
     # Files.
@@ -193,41 +198,6 @@ class FolderStore:
     @property
     def _mine(self) -> Path:
         return self._replicas / self._replica
-
-    @contextmanager
-    def _locked(self, folder: Path) -> Iterator[None]:
-        """Lock a folder of sessions. Raises TimeoutError if another replica does not give its lock back."""
-        until = time.monotonic() + LOCK_SECONDS
-        lock = os.open(folder / ".lock", os.O_CREAT | os.O_RDWR)
-        try:
-            while True:
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() > until:
-                        raise TimeoutError(f"another replica has locked {folder} for longer than {LOCK_SECONDS:g} s") from None
-                    time.sleep(LOCK_PAUSE_SECONDS)
-            yield
-        finally:
-            os.close(lock)
-
-    @staticmethod
-    def _read(file: Path) -> tuple[_Record | None, bytes]:
-        """Return the record and the state of a session, and no state for a torn file."""
-        try:
-            header, _, state = file.read_bytes().partition(_HEADER_END)
-        except FileNotFoundError:
-            return None, b""
-        record = msgspec.json.decode(header, type=_Record)
-        return record, state if record.check == _check(state) else b""
-
-    @staticmethod
-    def _write(file: Path, record: _Record, state: bytes) -> None:
-        record.check = _check(state)
-        unfinished = file.parent / f".{secrets.token_hex(8)}"
-        unfinished.write_bytes(msgspec.json.encode(record) + _HEADER_END + state)
-        unfinished.replace(file)
 
     # Replicas.
 
@@ -260,6 +230,57 @@ class FolderStore:
             session = file.read_text()
             file.unlink()
             yield Note(NoteKind(file.name[0]), session)
+
+
+# A store has a hundred thousand files, and a path object would cost as much as the system calls: paths are texts here.
+
+
+@contextmanager
+def _locked(folder: str) -> Iterator[None]:
+    """Lock a folder of sessions. Raises TimeoutError if another replica does not give its lock back."""
+    until = time.monotonic() + LOCK_SECONDS
+    lock = os.open(f"{folder}/.lock", os.O_CREAT | os.O_RDWR)
+    try:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    raise TimeoutError(f"another replica has locked {folder} for longer than {LOCK_SECONDS:g} s") from None
+                time.sleep(LOCK_PAUSE_SECONDS)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _read(file: str) -> tuple[_Record | None, bytes]:
+    """Return the record and the state of a session, and no state for a torn file."""
+    try:
+        descriptor = os.open(file, os.O_RDONLY)
+    except FileNotFoundError:
+        return None, b""
+    try:
+        content = os.read(descriptor, os.fstat(descriptor).st_size)
+    finally:
+        os.close(descriptor)
+    header, _, state = content.partition(_HEADER_END)
+    record = _DECODER.decode(header)
+    return record, state if record.check == _check(state) else b""
+
+
+def _write(file: str, record: _Record, state: bytes) -> None:
+    """Replace the file of a session as a whole."""
+    record.check = _check(state)
+    header = msgspec.json.encode(record) + _HEADER_END
+    unfinished = f"{file}.new"
+    descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    try:
+        if os.writev(descriptor, (header, state)) < len(header) + len(state):
+            raise OSError(errno.ENOSPC, "the folder has no room for the state", file)
+    finally:
+        os.close(descriptor)
+    os.replace(unfinished, file)
 
 
 def _check(state: bytes) -> str:

@@ -36,8 +36,10 @@ class ChangeQueue(Generic[Sender]):
         self._changes: OrderedDict[str, list[Queued[Sender]]] = OrderedDict()
         self._bytes = 0
 
-    def __bool__(self) -> bool:
-        return bool(self._changes)
+    @property
+    def waiting(self) -> int:
+        """How many sessions have changes that wait."""
+        return len(self._changes)
 
     def add(self, queued: Queued[Sender]) -> Queued[Sender] | None:
         """Add a change. Returns the save that does not happen: an older save of the session, or this one if too many bytes wait."""

@@ -50,8 +50,8 @@ SWEEP_SECONDS = 60.0
 ENGINE_SECONDS = 5.0
 """How long an engine may take to release a part of its sessions."""
 FLUSHED_AT_ONCE = 1000
-PAUSE_SECONDS = 0.02
-"""Pause of a flush that makes no progress."""
+PAUSE_SECONDS = 0.01
+"""Between two looks at the progress of a flush."""
 AWAY_SECONDS = 5.0
 """A flush ends if it made no progress for this long."""
 
@@ -95,8 +95,6 @@ class StoreWorker:
         self.engines: list[Engine] = []
         self._queue = ChangeQueue[Engine]()
         self._wake = asyncio.Event()
-        self._idle = asyncio.Event()
-        self._idle.set()
         self._held: dict[str, Queued[Engine]] = {}
         """The sessions of other replicas that this one waits for."""
         self._leased_since: float | None = None
@@ -131,12 +129,14 @@ class StoreWorker:
         left, until = begun, self._now() + seconds
         give_up_at = self._now() + AWAY_SECONDS
         while left and self._now() < min(until, give_up_at):
+            if self._queue.waiting > FLUSHED_AT_ONCE:
+                await asyncio.sleep(PAUSE_SECONDS)
+                continue
             before, left = left, await self._left(FLUSHED_AT_ONCE)
             if left < before:
                 give_up_at = self._now() + AWAY_SECONDS
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._idle.wait(), max(0.0, until - self._now()))
-            await asyncio.sleep(0.0 if left < before else PAUSE_SECONDS)
+            await asyncio.sleep(PAUSE_SECONDS)
+        left = await self._left(0)
         self._metrics.sessions_not_saved.add(by=left)
         if begun:
             (self._log.warning if left else self._log.info)("sessions saved", sessions=begun - left, left=left)
@@ -160,8 +160,7 @@ class StoreWorker:
             self._finish(queued, StoreFailed("too many states wait for the session store"))
         elif lost is not None:
             self._metrics.session_saves.add("skipped")
-        if self._queue:
-            self._idle.clear()
+        if self._queue.waiting:
             self._wake.set()
 
     async def _run(self) -> None:
@@ -173,9 +172,8 @@ class StoreWorker:
             results = await asyncio.to_thread(self._store.apply, changes, may_seize=may_seize)
             for queued, result in zip(batch, results, strict=True):
                 self._finish(queued, result)
-            if not self._queue:
+            if not self._queue.waiting:
                 self._wake.clear()
-                self._idle.set()
 
     def _finish(self, queued: Queued[Engine], result: Result) -> None:
         """Tell the engine the result of its change."""

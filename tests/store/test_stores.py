@@ -190,7 +190,7 @@ def test_locked_folder_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """A replica that is stopped while it has a lock does not stop the others."""
     monkeypatch.setattr(folder, "LOCK_SECONDS", 0.0)
     store = FolderStore(tmp_path, "first", KEEP_SECONDS)
-    with store._locked(tmp_path / "sessions" / digest("s")[:2]):
+    with folder._locked(str(tmp_path / "sessions" / digest("s")[:2])):
         results = store.apply([Change(SaveSession("s", 1), b""), Change(SaveSession("t", 1), b"")], may_seize=False)
     assert isinstance(results[0], StoreFailed) and results[1] is True
 

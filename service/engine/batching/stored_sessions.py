@@ -230,13 +230,17 @@ class StoredSessions:
             self._claim(name)
 
     def release_some(self, limit: int) -> int:
-        """Begin to let go of up to `limit` sessions. Returns how many this engine still holds."""
-        stored = [name for name in self._table.names() if not _is_private(name)]
-        for name in stored:
-            if limit and name not in self._departing:
+        """Begin to let go of up to `limit` sessions. Returns how many this engine still holds, at most."""
+        names = self._table.names()
+        if not limit:
+            return sum(not _is_private(name) for name in names)
+        for name in names:
+            if not limit:
+                return len(names)
+            if name not in self._departing and not _is_private(name):
                 limit -= 1
                 self._depart(name)
-        return len(stored)
+        return len(self._departing)
 
     def step(self) -> None:
         """Refuse what has waited for too long."""
