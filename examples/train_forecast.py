@@ -55,7 +55,7 @@ class Settings:
 
 
 class ForecastRecipe(Recipe):
-    """An example is a stream, (steps + 1, channels), and an answer the forecasts after each of its readings but the last, (steps, channels, quantiles)."""
+    """An example is a stream, and an answer the forecasts after each of its readings but the last, (steps, channels, quantiles)."""
 
     task, default_set, has_sets = "forecast", "sensors", False
     settings: ClassVar = {encoder: Settings(encoder) for encoder in STEP_ENCODERS}

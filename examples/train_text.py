@@ -66,7 +66,7 @@ class TextRecipe(Recipe):
         return text_sets.read(data, name, development=settings.patience > 0)
 
     def read_test(self, data: Path, name: str) -> list[Example]:
-        return text_sets.read_test(data, name)
+        return text_sets.read_part(data, name, "test")
 
     def train(self, name: str, parts: Parts, settings: Settings, device: torch.device) -> Trained:
         texts, labels = [example.text for example in parts.train], text_sets.labels_of(name, parts.train)

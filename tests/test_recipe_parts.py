@@ -23,22 +23,21 @@ def module(name: str) -> Any:
     return importlib.import_module(name)
 
 
-def test_tenth_0_is_the_test_part_of_a_set_in_one_file(tmp_path: Path) -> None:
-    """Another tenth of the rest is the development part, unless no epoch is selected."""
+def test_tenth_of_the_training_part_selects_the_epoch(tmp_path: Path) -> None:
     sets = module("training.text_sets")
-    (tmp_path / "own.txt").write_text("".join(f"{number % 3} text {number}\n" for number in range(100)))
+    for part, count in (("train", 90), ("test", 10)):
+        (tmp_path / f"own.{part}.txt").write_text("".join(f"{number % 3} {part} {number}\n" for number in range(count)))
     parts = sets.read(tmp_path, "own", development=True)
     assert [len(part) for part in (parts.train, parts.development, parts.test)] == [81, 9, 10]
-    assert len({example.text for example in parts.train + parts.development + parts.test}) == 100
+    assert len({example.text for example in parts.train + parts.development}) == 90
     whole = sets.read(tmp_path, "own", development=False)
-    assert len(whole.train) == 90 and whole.development == [] and whole.test == sets.read_test(tmp_path, "own") == parts.test
-    assert sets.labels_of("own", parts.train) == ("0", "1", "2")
+    assert len(whole.train) == 90 and whole.development == [] and sets.labels_of("own", parts.train) == ("0", "1", "2")
 
 
 def test_texts_are_read_as_latin_1_with_the_names_of_known_labels(tmp_path: Path) -> None:
     sets = module("training.text_sets")
     (tmp_path / "trec.test.txt").write_bytes(b"3 Who is Jos\xe9 ?\n\n5\n")
-    assert sets.read_test(tmp_path, "trec") == [sets.Example("HUM", "Who is José ?"), sets.Example("NUM", "")]
+    assert sets.read_part(tmp_path, "trec", "test") == [sets.Example("HUM", "Who is José ?"), sets.Example("NUM", "")]
     assert module("training.parts").in_order({"10", "9", "2"}) == ("2", "9", "10")
 
 
@@ -185,10 +184,10 @@ def test_verses_become_words_with_points(tmp_path: Path) -> None:
 def test_readme_has_the_figures_of_the_results_file() -> None:
     """In each row a family: the quality of its models through the service on a CPU, as the mean of the seeds."""
     measured = [json.loads(line) for line in (ROOT / "examples" / "results.jsonl").read_text().splitlines()]
-    tasks = list(dict.fromkeys(each["task"] for each in measured if each["task"] != "compression"))
     for family in sorted({each["encoder"] for each in measured}):
         cells = [family]
-        for task in tasks:
+        for task in ("text", "tags", "spans", "language", "series", "forecast"):
             served = [each for each in measured if (each["task"], each["encoder"], each["kind"]) == (task, family, "served")]
-            cells.append(f"{mean(next(iter(each['quality'].values())) for each in served):.3g}")
+            figure = mean(next(iter(each["quality"].values())) for each in served)
+            cells.append(f"{figure:#.3g}".removesuffix("."))
         assert f"| {' | '.join(cells)} |" in (ROOT / "examples" / "README.md").read_text()

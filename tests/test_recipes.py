@@ -51,7 +51,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
         label = ("warm", "cold")[number % 2]
         words = [*random.choice(FILLERS, random.integers(0, 9)), random.choice(COLOURS[label])]
         lines.append(f"{label} {' '.join(random.permutation(words))}")
-    (folder / "colours.txt").write_text("\n".join(lines) + "\n", "latin-1")
+    for part, texts in (("train", lines[12:]), ("test", lines[:12])):
+        (folder / f"colours.{part}.txt").write_text("\n".join(texts) + "\n", "latin-1")
     for part, count in (("TRAIN", 40), ("TEST", 20)):
         series = []
         for number in range(count):
