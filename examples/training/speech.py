@@ -134,7 +134,7 @@ def stream(random: Generator, speakers: Sequence[str], seconds: float, keyword: 
     if random.random() < 0.5:
         behind = speech(random, speakers, seconds, keyword, 0.0, 0.0).samples
         samples = samples + decibels(random.uniform(-25, -12)) * behind
-    noise = random.normal(size=len(samples))
+    noise = random.normal(size=len(samples)).astype(np.float32)
     samples = samples + decibels(random.uniform(-45, -20)) * noise
     return Stream((samples * decibels(random.uniform(-26, -6))).astype(np.float32), front.ends)
 
