@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from pathlib import Path
 
 import train_forecast
 import train_keyword
@@ -18,9 +17,9 @@ import train_series
 import train_spans
 import train_tags
 import train_text
-from training import records, service, terminal
+from training import service, terminal
 from training.parts import MissingData
-from training.recipe import Recipe, add_data_flags
+from training.recipe import Recipe, Record, add_data_flags, append
 from training.service import Service
 
 RECIPES: dict[str, Recipe] = {
@@ -48,14 +47,11 @@ def arguments(line: list[str] | None) -> argparse.Namespace:
         add_data_flags(command, recipe)
         command.add_argument("--model", action="append", help="name of a model (default: every model of the set)")
         command.add_argument("--limit", type=int, help="number of examples (default: the whole test part)")
-        command.add_argument(
-            "--results", type=Path, help="append what was measured to this file, as a line of JSON for each model"
-        )
         service.add_flags(command)
     return parser.parse_args(line)
 
 
-def evaluate(recipe: Recipe, flags: argparse.Namespace, examples: list[object]) -> list[records.Record]:
+def evaluate(recipe: Recipe, flags: argparse.Namespace, examples: list[object]) -> list[Record]:
     """Return a record for each model."""
     server, measured = Service(flags.url, flags.key_file, flags.ca), []
     prefix = f"{recipe.prefix(flags.set)}-"
@@ -81,7 +77,6 @@ def main(line: list[str] | None = None) -> int:
     """Return 0 if the table was printed, 1 if the service does not answer or has no such model, 2 if the examples are missing."""
     flags = arguments(line)
     recipe = RECIPES[flags.task]
-    recipe.options = flags
     try:
         examples = recipe.read_test(flags.data, flags.set)[: flags.limit]
     except MissingData as error:
@@ -98,8 +93,7 @@ def main(line: list[str] | None = None) -> int:
     rows = [[each["model"], *map(terminal.number, each["quality"].values()), f"{each['seconds']:.1f}"] for each in measured]
     figures = map(terminal.heading, measured[0]["quality"])
     terminal.table([f"model, {len(examples)} examples", *figures, "seconds"], rows)
-    for record in measured:
-        records.append(flags.results, record)
+    append(flags.results, measured)
     return 0
 
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import numpy as np
 from training import service
-from training.frames import FULL_SCALE, frames, known_at
+from training.frames import FULL_SCALE, frames
 from training.service import Service
 from training.speech import RATE, Samples
-from training.spotting import LATE, Detector, in_chunks, probabilities
+from training.spotting import LATE, THRESHOLD, events, in_chunks, probabilities
 
 SAMPLE_BYTES = 2
 SILENCE = np.zeros(int(LATE * RATE), np.float32)
@@ -55,7 +55,7 @@ def main(line: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("files", type=Path, nargs="+", help="recordings")
     parser.add_argument("--model", required=True, help="name of a model by train_keyword.py")
-    parser.add_argument("--threshold", type=float, default=0.9, help="of an event (default: %(default)s)")
+    parser.add_argument("--threshold", type=float, default=THRESHOLD, help="of an event (default: %(default)s)")
     service.add_flags(parser)
     flags = parser.parse_args(line)
     try:
@@ -76,9 +76,9 @@ def main(line: list[str] | None = None) -> int:
         return 1
     keyword, count = models[flags.model]["head"]["labels"][1], 0
     for file, samples, replies in zip(flags.files, recordings, outputs, strict=True):
-        events = [known_at(frame) for frame in Detector(flags.threshold).add(probabilities(replies, keyword))]
-        count += len(events)
-        print(f"{file.name}, {len(samples) / RATE:.1f} s: {', '.join(f'{at:.2f} s' for at in events) or 'not heard'}")
+        heard = events(probabilities(replies, keyword), flags.threshold)
+        count += len(heard)
+        print(f"{file.name}, {len(samples) / RATE:.1f} s: {', '.join(f'{at:.2f} s' for at in heard) or 'not heard'}")
     print(f"{keyword!r} heard {count} times in {sum(map(len, recordings)) / RATE:.1f} s")
     return 0
 

@@ -1,9 +1,10 @@
-"""Make sets for the recipes for tags, language and spans: `python make_sets.py FOLDER [--kjv FILE]`.
+"""Make sets for the recipes for tags, language, spans and keywords: `python make_sets.py FOLDER [--kjv FILE] [--keyword WORD]`.
 
 | set | tags | text | spans | source |
 |---|---|---|---|---|
 | `facts` | parts of a sentence | yes | yes | a grammar of short passages |
 | `kjv` | punctuation after a word | yes | | the King James Bible, as Debian's package bible-kjv prints it |
+| `WORD` | | | | speech of espeak-ng with this word, as frames |
 
 `bible -f gen1:1-rev22:21 > kjv.txt` prints it; its copyright has expired. A line is a verse after its reference, such as
 `Ge1:1 In the beginning God created the heaven and the earth.`
@@ -14,14 +15,18 @@ from __future__ import annotations
 import argparse
 import random
 import re
+import sys
 from pathlib import Path
 from typing import TypeVar
 
-from training import facts, step_sets
+from training import facts, keyword_sets, step_sets
+from training.parts import MissingData
 from training.step_sets import TaggedWords
 
 SIZES = (4000, 400, 400)
 """Generated examples of the training, development and test part."""
+MINUTES = {"train": 200, "test": 120}
+"""Streams of a minute in each part of the speech with a keyword."""
 VERSES = 12_000
 """Training verses of a language model. A verse has five times as many steps as for a tagger, and every step needs an answer."""
 POINTS = {"": "none", ",": "comma", ".": "stop", ";": "semicolon", ":": "colon", "?": "question", "!": "exclamation"}
@@ -63,13 +68,21 @@ def main(line: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="folder to write the sets to")
     parser.add_argument("--kjv", type=Path, help="file of verses")
+    parser.add_argument("--keyword", metavar="WORD", help="an English word to speak")
     parser.add_argument("--quick", action="store_true", help="sets of a twentieth of the size")
     flags = parser.parse_args(line)
-    make_facts(flags.folder, tuple(size // 20 for size in SIZES) if flags.quick else SIZES)
+    share = 20 if flags.quick else 1
+    make_facts(flags.folder, tuple(size // share for size in SIZES))
     if flags.kjv:
         make_kjv(flags.folder, flags.kjv)
+    if flags.keyword:
+        try:
+            keyword_sets.make(flags.folder, flags.keyword, {part: count // share for part, count in MINUTES.items()})
+        except MissingData as error:
+            print(error, file=sys.stderr)
+            return 2
     return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -18,13 +18,12 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from training.encoders import STEP_ENCODERS
 from training.fitting import fit
-from training.intervals import QUANTILES, coverage, ordered, pinball, width
 from training.model import Model, Raw, Scaled
 from training.parts import Parts
-from training.recipe import EXAMPLES, Recipe, Trained, main
+from training.recipe import Recipe, Trained, main
 from training.recurrent import LSTMEncoder
 from training.service import Advance, Service, ignore
-from training.signals import CHANNELS, JUMP_EVERY, JUMP_SPREAD, MAX_STEPS, NOISE, streams
+from training.signals import CHANNELS, JUMP_EVERY, JUMP_SPREAD, MAX_STEPS, NOISE, Readings, streams
 
 from service.modeling.spec import RegressHead, SequenceInput
 
@@ -33,11 +32,11 @@ EXPECTED, TRAINING, TEST = 0, 10, 12
 TEST_STREAMS, TEST_STEPS = 32, 1000
 FIRST = 8
 """Steps of each stream that figures skip."""
+QUANTILES = (0.1, 0.5, 0.9)
+"""Quantiles of the next reading; the first and the last bound an interval that has it with a probability of 80 %."""
 INPUTS = SequenceInput(kind="features", features=len(CHANNELS), max_steps=MAX_STEPS)
 OUTPUTS = len(CHANNELS) * len(QUANTILES)
 
-Stream = NDArray[np.float32]
-"""(steps + 1, channels)"""
 Chunk = tuple[Tensor, Tensor, bool]
 """Readings and the readings after them, (streams, steps, channels), and whether the streams begin."""
 
@@ -58,7 +57,7 @@ class Settings:
 class ForecastRecipe(Recipe):
     """An example is a stream, and an answer the forecasts after each of its readings but the last, (steps, channels, quantiles)."""
 
-    task, default_set, set_flag = "forecast", "sensors", None
+    task, default_set, has_sets = "forecast", "sensors", False
     settings: ClassVar = {encoder: Settings(encoder) for encoder in STEP_ENCODERS}
     quick: ClassVar = {"hidden": 8, "rounds": 10, "streams": 16, "steps": 64}
 
@@ -66,7 +65,7 @@ class ForecastRecipe(Recipe):
         """Return the test part alone: the training makes new streams in each round."""
         return Parts([], [], self.read_test(data, name))
 
-    def read_test(self, data: Path, name: str) -> list[Stream]:
+    def read_test(self, data: Path, name: str) -> list[Readings]:
         return list(streams((TEST, 1, 0), TEST_STREAMS, TEST_STEPS + 1))
 
     def train(self, name: str, parts: Parts, settings: Any, device: torch.device) -> Trained:
@@ -90,35 +89,37 @@ class ForecastRecipe(Recipe):
         return Trained(model, fitted, description, INPUTS, head)
 
     def values(self, outputs: NDArray[Any]) -> NDArray[Any]:
-        """Return the forecasts of the outputs of a model, (steps, outputs)."""
-        return ordered(outputs, len(CHANNELS))
+        """Return the forecasts of the outputs of a model, (steps, outputs), with the quantiles of each in order."""
+        return np.sort(outputs.reshape(len(outputs), len(CHANNELS), -1))
 
-    def answers(self, trained: Trained, examples: list[Stream]) -> list[NDArray[Any]]:
+    def answers(self, trained: Trained, examples: list[Readings]) -> list[NDArray[Any]]:
         scores = trained.model.scores([torch.from_numpy(stream[:-1]) for stream in examples])
         return [self.values(each.double().numpy()) for each in scores]
 
-    def ask(self, service: Service, model: str, examples: list[Stream], advance: Advance = ignore) -> list[NDArray[Any]]:
+    def ask(self, service: Service, model: str, examples: list[Readings], advance: Advance = ignore) -> list[NDArray[Any]]:
         """Send each stream through a session, one reading in a chunk."""
         outputs = service.streams(model, [[row[None] for row in stream[:-1]] for stream in examples], advance)
         return [self.values(np.array([output["value"] for output in each])) for each in outputs]
 
-    def quality(self, examples: list[Stream], answers: list[NDArray[Any]]) -> dict[str, float]:
-        following = np.stack(examples)[:, 1 + FIRST :].astype(np.float64)
-        forecasts = np.stack(answers)[:, FIRST:]
-        return {
-            "pinball_loss": pinball(forecasts, following),
-            "inside_percent": 100 * coverage(forecasts, following),
-            "width": width(forecasts),
-        }
+    def quality(self, examples: list[Readings], answers: list[NDArray[Any]]) -> dict[str, float]:
+        """Return the loss, and the percentage of readings between the outer quantiles."""
+        following = torch.from_numpy(np.stack(examples)[:, 1 + FIRST :].astype(np.float64))
+        forecasts = torch.from_numpy(np.stack(answers)[:, FIRST:])
+        is_inside = (forecasts[..., 0] <= following) & (following <= forecasts[..., -1])
+        loss, inside = pinball_loss(forecasts, following), is_inside.double().mean()
+        return {"pinball_loss": float(loss), "inside_percent": 100 * float(inside)}
 
     def prefix(self, name: str) -> str:
         return self.task
 
 
 def pinball_loss(forecasts: Tensor, following: Tensor) -> Tensor:
-    """Return `intervals.pinball` as a tensor with gradients."""
+    """Return the mean pinball loss, which only the true quantiles minimise.
+
+    forecasts: (streams, steps, channels, quantiles), of the next readings; following: (streams, steps, channels), the next readings.
+    """
     above = following[..., None] - forecasts
-    quantiles = torch.tensor(QUANTILES, device=above.device)
+    quantiles = torch.tensor(QUANTILES, dtype=above.dtype, device=above.device)
     return torch.maximum(quantiles * above, (quantiles - 1) * above).mean()
 
 
@@ -144,7 +145,6 @@ class ExpectedRecipe(ForecastRecipe):
     task = "expected"
     settings: ClassVar = {"lstm": ExpectedSettings()}
     quick: ClassVar = {"hidden": 8, "rounds": 1, "streams": 16, "batch": 8}
-    template = EXAMPLES / "sensor-forecast.card.md"
 
     def train(self, name: str, parts: Parts, settings: Any, device: torch.device) -> Trained:
         encoder = LSTMEncoder(len(CHANNELS), settings.hidden, causal=True)
@@ -175,7 +175,7 @@ class ExpectedRecipe(ForecastRecipe):
     def values(self, outputs: NDArray[Any]) -> NDArray[Any]:
         return outputs
 
-    def quality(self, examples: list[Stream], answers: list[NDArray[Any]]) -> dict[str, float]:
+    def quality(self, examples: list[Readings], answers: list[NDArray[Any]]) -> dict[str, float]:
         """Return the root mean squared error of the forecasts, and of forecasts that repeat the last reading."""
         readings = np.stack(examples).astype(np.float64)
         differences = {

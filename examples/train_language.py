@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,7 +32,6 @@ class LanguageRecipe(StepRecipe):
     task, kind, default_set, causal = "language", "text", "facts", True
     settings = families(dropout=0.0, epochs=2)
     description = "The next byte of a text"
-    more: ClassVar = {"fold": "never"}  # a session can only be forked if the embedding is not folded into a QRNN
 
     def prepare(self, examples: list[str], settings: Settings) -> tuple[Head, int, None]:
         return NextHead(kind="next", top=BYTES), BYTES, None

@@ -6,7 +6,6 @@ tenth of the training part. With `--patience 0`, the model of the last epoch on 
 
 from __future__ import annotations
 
-import argparse
 import random
 import sys
 from collections.abc import Sequence
@@ -62,16 +61,12 @@ class TextRecipe(Recipe):
     task, default_set = "text", "trec"
     settings: ClassVar = {encoder: Settings(encoder, hidden=100 if encoder == "cnn" else 128) for encoder in FAMILIES}
     quick: ClassVar = {"width": 16, "hidden": 8, "epochs": 2}
-    options = argparse.Namespace(card=None)
-
-    def add_options(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--card", type=Path, help="template of the card (default: text.card.md)")
 
     def read(self, data: Path, name: str, settings: Settings) -> Parts:
         return text_sets.read(data, name, development=settings.patience > 0)
 
     def read_test(self, data: Path, name: str) -> list[Example]:
-        return text_sets.read_test(data, name)
+        return text_sets.read_part(data, name, "test")
 
     def train(self, name: str, parts: Parts, settings: Settings, device: torch.device) -> Trained:
         texts, labels = [example.text for example in parts.train], text_sets.labels_of(name, parts.train)
@@ -115,10 +110,6 @@ class TextRecipe(Recipe):
     def quality(self, examples: list[Example], answers: list[str]) -> dict[str, float]:
         right = sum(example.label == answer for example, answer in zip(examples, answers, strict=True))
         return {"accuracy_percent": 100 * right / len(examples)}
-
-    @property
-    def template(self) -> Path:
-        return self.options.card or super().template
 
     def card_values(self, name: str, parts: Parts, trained: Trained) -> dict[str, Any]:
         score, epoch = trained.fitted.score, trained.fitted.epoch

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 import re
@@ -107,7 +106,7 @@ def test_shipped_cards_of_classifiers_are_generated_by_the_script(family: str) -
     script, text_sets = importlib.import_module("train_text"), importlib.import_module("training.text_sets")
     card = (ROOT / "models" / f"question-type-{family}" / "1" / spec.CARD).read_text()
     recipe, settings = script.TextRecipe(), replace(script.TextRecipe.settings[family], patience=0)
-    recipe.options = argparse.Namespace(card=ROOT / "examples" / "question-type.card.md")
+    recipe.template = ROOT / "examples" / "question-type.card.md"
     encoder = script.ENCODERS[family](settings.width, settings.hidden)
     trained = SimpleNamespace(
         model=SimpleNamespace(encoder=encoder),

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import json
 import math
 import random
 from pathlib import Path
-from statistics import mean, median, stdev
+from statistics import mean
 from typing import Any
 
 import numpy as np
@@ -22,22 +23,21 @@ def module(name: str) -> Any:
     return importlib.import_module(name)
 
 
-def test_tenth_0_is_the_test_part_of_a_set_in_one_file(tmp_path: Path) -> None:
-    """Another tenth of the rest is the development part, unless no epoch is selected."""
+def test_tenth_of_the_training_part_selects_the_epoch(tmp_path: Path) -> None:
     sets = module("training.text_sets")
-    (tmp_path / "own.txt").write_text("".join(f"{number % 3} text {number}\n" for number in range(100)))
+    for part, count in (("train", 90), ("test", 10)):
+        (tmp_path / f"own.{part}.txt").write_text("".join(f"{number % 3} {part} {number}\n" for number in range(count)))
     parts = sets.read(tmp_path, "own", development=True)
     assert [len(part) for part in (parts.train, parts.development, parts.test)] == [81, 9, 10]
-    assert len({example.text for example in parts.train + parts.development + parts.test}) == 100
+    assert len({example.text for example in parts.train + parts.development}) == 90
     whole = sets.read(tmp_path, "own", development=False)
-    assert len(whole.train) == 90 and whole.development == [] and whole.test == sets.read_test(tmp_path, "own") == parts.test
-    assert sets.labels_of("own", parts.train) == ("0", "1", "2")
+    assert len(whole.train) == 90 and whole.development == [] and sets.labels_of("own", parts.train) == ("0", "1", "2")
 
 
 def test_texts_are_read_as_latin_1_with_the_names_of_known_labels(tmp_path: Path) -> None:
     sets = module("training.text_sets")
     (tmp_path / "trec.test.txt").write_bytes(b"3 Who is Jos\xe9 ?\n\n5\n")
-    assert sets.read_test(tmp_path, "trec") == [sets.Example("HUM", "Who is José ?"), sets.Example("NUM", "")]
+    assert sets.read_part(tmp_path, "trec", "test") == [sets.Example("HUM", "Who is José ?"), sets.Example("NUM", "")]
     assert module("training.parts").in_order({"10", "9", "2"}) == ("2", "9", "10")
 
 
@@ -98,7 +98,7 @@ def test_padding_changes_no_score_of_a_whole_sequence(family: str) -> None:
     models, encoders = module("training.model"), module("training.encoders")
     for inputs, encoder in (
         (models.Embedding(20, 7), encoders.ENCODERS[family](7, 5)),
-        (models.Scaled(torch.randn(50, 7), 3, 7), encoders.STEP_ENCODERS[family](7, 5, False)),
+        (models.Scaled(torch.randn(50, 7)), encoders.STEP_ENCODERS[family](7, 5, False)),
     ):
         model = models.Model(inputs, encoder, 3, pooled=True).eval()
         is_ids = isinstance(inputs, models.Embedding)
@@ -138,16 +138,13 @@ def test_figures_of_quality() -> None:
 
 
 def test_true_quantiles_have_the_least_loss_and_cover_four_fifths() -> None:
-    intervals, recipe = module("training.intervals"), module("train_forecast")
-    following = np.random.default_rng(0).normal(size=(10, 2000, 1))
-    true = np.broadcast_to([-1.2816, 0.0, 1.2816], (*following.shape, 3))
-    assert intervals.coverage(true, following) == pytest.approx(0.8, abs=0.01)
-    assert intervals.width(true) == pytest.approx(2.5632)
+    recipe = module("train_forecast").ForecastRecipe()
+    streams = np.random.default_rng(0).normal(size=(10, 2000, 1))
+    true = np.broadcast_to([-1.2816, 0.0, 1.2816], (10, 1999, 1, 3))
+    figures = recipe.quality(list(streams), list(true))
+    assert figures["inside_percent"] == pytest.approx(80.0, abs=1.0)
     for wrong in (0.8 * true, 1.2 * true, true + 0.2):
-        assert intervals.pinball(wrong, following) > intervals.pinball(true, following)
-    trained = recipe.pinball_loss(torch.from_numpy(true.copy()), torch.from_numpy(following))
-    assert float(trained) == pytest.approx(intervals.pinball(true, following)), "the loss of the training is that of the test"
-    assert intervals.ordered(np.array([[3.0, 1.0, 2.0]]), 1).tolist() == [[[1.0, 2.0, 3.0]]]
+        assert recipe.quality(list(streams), list(wrong))["pinball_loss"] > figures["pinball_loss"]
 
 
 def test_input_of_spans_marks_the_words_of_the_question() -> None:
@@ -184,42 +181,13 @@ def test_verses_become_words_with_points(tmp_path: Path) -> None:
     assert parts.test[0].labels == [*["none"] * 2, "comma", *["none"] * 3, "colon", "none", "question", "exclamation"]
 
 
-def test_readme_has_the_tables_of_the_results_file() -> None:
-    records, page = module("training.records"), (ROOT / "examples" / "README.md").read_text()
-    measured = records.read(ROOT / "examples" / "results.jsonl")
-    for task in sorted({record["task"] for record in measured} - {"compression"}):
-        expected = "\n".join(lines([record for record in measured if record["task"] == task]))
-        assert f"{expected}\n" in page, f"the table of {task} is\n{expected}"
-
-
-def lines(measured: list[dict[str, Any]]) -> list[str]:
-    """Return the table of a task: in each row the main figure in PyTorch and through the service, and medians of costs and speeds."""
-    families = sorted({record["encoder"] for record in measured})
-    [figure] = {next(iter(each["quality"])) for each in measured if "quality" in each}
-    columns = ["family", module("training.terminal").heading(figure), "CPU", "GPU", "training, s", "bytes"]
-    columns += [f"{device} {unit}" for device in ("CPU", "GPU") for unit in ("ms", "sequences/s")]
-    rows = [row([record for record in measured if record["encoder"] == family], figure) for family in families]
-    return [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}", *(f"| {' | '.join(cells)} |" for cells in rows)]
-
-
-def row(measured: list[dict[str, Any]], figure: str) -> list[str]:
-    training = [record for record in measured if record["kind"] == "training"]
-    cells = [spread([record["quality"][figure] for record in training if "quality" in record])]
-    for is_gpu in (False, True):
-        served = [each for each in measured if each["kind"] == "served" and (each["device"] != "cpu") == is_gpu]
-        cells.append(spread([record["quality"][figure] for record in served]))
-    cells.append(f"{median(record['training_seconds'] for record in training):.0f}")
-    cells.append(f"{median(record['bytes'] for record in training):,.0f}")
-    for is_gpu in (False, True):
-        speeds = [each for each in measured if each["kind"] == "speed" and (each["device"] != "cpu") == is_gpu]
-        cells.append(f"{min(speeds, key=lambda load: load['callers'])['p50_ms']:.2f}")
-        cells.append(f"{max(load['answers_per_second'] for load in speeds):,.0f}")
-    return [training[0]["encoder"], *cells]
-
-
-def spread(values: list[float]) -> str:
-    """Return the mean, with the standard deviation over several runs."""
-    if not values:
-        return "–"
-    digits = 4 if max(values) < 1 else 1 if max(values) > 10 else 2
-    return f"{mean(values):.{digits}f}" + (f" ± {stdev(values):.1f}" if len(values) > 1 else "")
+def test_readme_has_the_figures_of_the_results_file() -> None:
+    """In each row a family: the quality of its models through the service on a CPU, as the mean of the seeds."""
+    measured = [json.loads(line) for line in (ROOT / "examples" / "results.jsonl").read_text().splitlines()]
+    for family in sorted({each["encoder"] for each in measured}):
+        cells = [family]
+        for task in ("text", "tags", "spans", "language", "series", "forecast"):
+            served = [each for each in measured if (each["task"], each["encoder"], each["kind"]) == (task, family, "served")]
+            figure = mean(next(iter(each["quality"].values())) for each in served)
+            cells.append(f"{figure:#.3g}".removesuffix("."))
+        assert f"| {' | '.join(cells)} |" in (ROOT / "examples" / "README.md").read_text()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -50,7 +51,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
         label = ("warm", "cold")[number % 2]
         words = [*random.choice(FILLERS, random.integers(0, 9)), random.choice(COLOURS[label])]
         lines.append(f"{label} {' '.join(random.permutation(words))}")
-    (folder / "colours.txt").write_text("\n".join(lines) + "\n", "latin-1")
+    for part, texts in (("train", lines[12:]), ("test", lines[:12])):
+        (folder / f"colours.{part}.txt").write_text("\n".join(texts) + "\n", "latin-1")
     for part, count in (("TRAIN", 40), ("TEST", 20)):
         series = []
         for number in range(count):
@@ -66,12 +68,15 @@ def train(evaluate: Any, task: str, data: Path, models: Path, *more: str) -> dic
     """Train a quick model, and return its record."""
     recipe, results = evaluate.RECIPES[task], models / "results.jsonl"
     models.mkdir(parents=True, exist_ok=True)
-    name = [recipe.set_flag, SETS[task]] if task in SETS else []
+    name = ["--set", SETS[task]] if task in SETS else []
     family = [] if task == "expected" else ["--encoder", "gru"]
     line = ["--quick", "--data", str(data), "--models", str(models), "--results", str(results), *name, *family, *more]
     assert importlib.import_module("training.recipe").main(recipe, "", line) == 0
-    record: dict[str, Any] = importlib.import_module("training.records").read(results)[-1]
-    return record
+    return records(results)[-1]
+
+
+def records(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +112,7 @@ def test_quality_through_the_service_is_that_of_the_training(
     name = ["--set", SETS[task]] if task in SETS else []
     line = [task, "--data", str(data), "--url", server.address, "--limit", str(limit), *name]
     assert evaluate.main([*line, "--results", str(tmp_path / "r.jsonl")]) == 0
-    [served] = importlib.import_module("training.records").read(tmp_path / "r.jsonl")
+    [served] = records(tmp_path / "r.jsonl")
     assert served["model"] == NAMES[task] and served["quality"].keys() == trained[1][task]["quality"].keys()
     if limit == 200:
         assert served["quality"] == pytest.approx(trained[1][task]["quality"], abs=2.0), "close scores may round differently"
@@ -133,19 +138,6 @@ def test_streams_get_the_answers_of_whole_sequences(
         np.testing.assert_allclose(served, expected, atol=1e-3)
 
 
-def test_beam_search_forks_sessions_of_the_service(evaluate: Any, server: Server) -> None:
-    """The logarithm of a found line is that of the line sent alone, and no session stays open."""
-    generate, service = (importlib.import_module(name) for name in ("generate", "training.service"))
-    client, open_before = service.Service(server.address), server.metric("seqserve_sessions")
-    found = generate.search(generate.Writer(client, NAMES["language"]), "Anna", 8, 3)
-    assert len(found) == 3 and server.metric("seqserve_sessions") == open_before
-    texts = [line.text.decode("latin-1") for line in found if max(line.text) < 128]
-    alone = evaluate.RECIPES["language"].ask(client, NAMES["language"], texts)
-    for answer, line in zip(alone, (line for line in found if max(line.text) < 128), strict=True):
-        sums = (sum(answer[4:]), sum(answer[4:-1]))  # of an ended line, and of a line that was cut
-        assert any(line.logarithm == pytest.approx(total, abs=1e-2) for total in sums)
-
-
 def test_text_classifier_learns(evaluate: Any, data: Path, tmp_path: Path) -> None:
     record = train(
         evaluate,
@@ -166,19 +158,17 @@ def test_text_classifier_learns(evaluate: Any, data: Path, tmp_path: Path) -> No
 @pytest.mark.skipif(shutil.which("espeak-ng") is None, reason="espeak-ng is missing: make programs PROGRAMS=speech")
 def test_keyword_recipe_hears_through_the_service(evaluate: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The small model hears little, so only its agreement with PyTorch is checked, and that it hears in recordings."""
-    models, folder = tmp_path / "models", str(tmp_path / "speech")
-    record = train(evaluate, "keyword", tmp_path / "speech", models, "--threshold", "0.2")
-    card = (models / NAMES["keyword"] / "1" / spec.CARD).read_text()
-    assert "--keyword computer --quick" in card and "$" not in card
-    raw = tmp_path / "noise.raw"
+    models, folder, raw = tmp_path / "models", tmp_path / "speech", tmp_path / "noise.raw"
+    importlib.import_module("training.keyword_sets").make(folder, "computer", {"train": 2, "test": 2})
+    record = train(evaluate, "keyword", folder, models)
     raw.write_bytes(np.random.default_rng(0).normal(0, 3000, 32_000).astype("<i2").tobytes())
     with serving(models, tmp_path) as server:
-        line = ["keyword", "--data", folder, "--hours", "0.05", "--threshold", "0.2", "--url", server.address]
+        line = ["keyword", "--data", str(folder), "--url", server.address]
         assert evaluate.main([*line, "--results", str(tmp_path / "r.jsonl")]) == 0
         hear = importlib.import_module("hear_keyword").main
         assert hear(["--model", NAMES["keyword"], "--url", server.address, str(raw)]) == 0
         assert hear(["--model", "other", "--url", server.address, str(raw)]) == 1
-    [served] = importlib.import_module("training.records").read(tmp_path / "r.jsonl")
+    [served] = records(tmp_path / "r.jsonl")
     assert served["quality"] == pytest.approx(record["quality"], nan_ok=True)
     printed = capsys.readouterr()
     assert "noise.raw, 2.0 s: " in printed.out and "has no model 'other'" in printed.err

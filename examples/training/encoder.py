@@ -32,9 +32,6 @@ class Encoder(nn.Module, ABC):
         """Return (rows, steps, outputs) of (rows, steps, inputs). Padding beyond a row's length must not change the steps before it;
         the output for the padding itself is arbitrary."""
 
-    def remember(self, steps: float) -> None:
-        """Let the gates of a training's start keep cells for 1 to `steps` steps. Convolutions have no cells."""
-
     @abstractmethod
     def tensors(self, first: int) -> dict[str, Tensor]:
         """Return views of the parameters, in the names and layouts of the model folder. first: the index of the first of `layers`."""

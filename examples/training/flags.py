@@ -9,17 +9,12 @@ from typing import Any
 
 
 def add(parser: argparse.ArgumentParser, settings: Mapping[str, Any]) -> None:
-    """Add a flag for each setting. `settings` has dataclasses with the defaults, by the word that chooses it, such as an encoder."""
-    values = {word: asdict(defaults) for word, defaults in settings.items()}
+    """Add a flag for each setting. `settings` has dataclasses with the defaults, by the family that chooses it."""
+    values = {family: asdict(defaults) for family, defaults in settings.items()}
     for name, default in next(iter(values.values())).items():
-        if isinstance(default, bool):
-            parser.add_argument(flag(name), action="store_true", default=argparse.SUPPRESS)
-        else:
-            defaults = ", ".join(sorted({str(settings[name]) for settings in values.values()}))
-            choices = tuple(values) if default in values else None
-            parser.add_argument(
-                flag(name), type=type(default), choices=choices, default=argparse.SUPPRESS, help=f"default: {defaults}"
-            )
+        shown = "default: " + ", ".join(sorted({str(defaults[name]) for defaults in values.values()}))
+        choices = tuple(values) if default in values else None
+        parser.add_argument(flag(name), type=type(default), choices=choices, default=argparse.SUPPRESS, help=shown)
 
 
 def given(flags: argparse.Namespace, settings: Any) -> dict[str, Any]:
@@ -29,8 +24,7 @@ def given(flags: argparse.Namespace, settings: Any) -> dict[str, Any]:
 
 def words(settings: Any) -> str:
     """Return the flags that give these settings."""
-    values = asdict(settings).items()
-    return " ".join(flag(name) if value is True else f"{flag(name)} {value}" for name, value in values if value is not False)
+    return " ".join(f"{flag(name)} {value}" for name, value in asdict(settings).items())
 
 
 def flag(name: str) -> str:

@@ -7,14 +7,11 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
 from service.modeling import spec, store
-from service.modeling.spec import BatchNormLayer, ConvLayer, EmbeddingLayer, Head, Layer, ModelSpec, SequenceInput
+from service.modeling.spec import BatchNormLayer, EmbeddingLayer, Head, Layer, ModelSpec, SequenceInput
 from training.batches import Row, batches
-from training.convolutions import parameters
 from training.encoder import Encoder
-from training.steps import without_padding
 
 EPSILON = BatchNormLayer(kind="batch_norm").epsilon
 
@@ -57,36 +54,26 @@ class Embedding(Inputs):
 class Scaled(Inputs):
     """Rows of numbers, scaled by the mean and the variance of the columns of the training rows, so that clients send raw rows.
 
-    rows: (any, columns), of the training part. front: the width of a causal convolution with ReLU to `filters` channels, or 0.
+    rows: (any, columns), of the training part.
     """
 
     norm: Tensor
     """(4, columns): gain, offset, mean and variance, as in the model folder."""
 
-    def __init__(self, rows: Tensor, front: int = 0, filters: int = 0) -> None:
+    layers = (BatchNormLayer(kind="batch_norm"),)
+
+    def __init__(self, rows: Tensor) -> None:
         super().__init__()
         ones, zeros = torch.ones(rows.shape[1]), torch.zeros(rows.shape[1])
         self.register_buffer("norm", torch.stack([ones, zeros, rows.mean(0), rows.var(0, correction=0)]).half().float())
-        self.front = nn.Conv1d(rows.shape[1], filters, front) if front else None
 
     def forward(self, rows: Tensor, lengths: Tensor) -> Tensor:
         gain, offset, mean, variance = self.norm
         scaled: Tensor = gain * (rows - mean) / (variance + EPSILON).sqrt() + offset
-        if self.front is None:
-            return scaled
-        before = (self.front.kernel_size[0] - 1, 0)
-        convolved: Tensor = self.front(pad(without_padding(scaled, lengths).transpose(1, 2), before))
-        return convolved.relu().transpose(1, 2)
-
-    @property
-    def layers(self) -> tuple[Layer, ...]:
-        if self.front is None:
-            return (BatchNormLayer(kind="batch_norm"),)
-        width, filters = self.front.kernel_size[0], self.front.out_channels
-        return BatchNormLayer(kind="batch_norm"), ConvLayer(kind="conv", filters=filters, width=width, padding="causal")
+        return scaled
 
     def tensors(self) -> dict[str, Tensor]:
-        return {"layers.0.norm": self.norm, **(parameters(self.front, "layers.1") if self.front else {})}
+        return {"layers.0.norm": self.norm}
 
 
 class Raw(Inputs):
@@ -135,10 +122,9 @@ class Model(nn.Module):
         head = {"head.weight": self.head.weight.T, "head.bias": self.head.bias}
         return {**self.inputs.tensors(), **self.encoder.tensors(len(self.inputs.layers)), **head}
 
-    def spec(self, name: str, description: str, inputs: SequenceInput, head: Head, **more: str) -> ModelSpec:
+    def spec(self, name: str, description: str, inputs: SequenceInput, head: Head) -> ModelSpec:
         layers = (*self.inputs.layers, *self.encoder.layers)
-        described = ModelSpec(name=name, description=description, precision="float16", input=inputs, layers=layers, head=head)
-        return described.model_copy(update=more)
+        return ModelSpec(name=name, description=description, precision="float16", input=inputs, layers=layers, head=head)
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:

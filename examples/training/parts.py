@@ -32,12 +32,12 @@ def spread(examples: list[T], size: int) -> list[T]:
     return examples[:: max(1, -(-len(examples) // size))]
 
 
-def hold_out(examples: list[T], tenth: int = 0) -> tuple[list[T], list[T]]:
+def hold_out(examples: list[T]) -> tuple[list[T], list[T]]:
     """Return nine tenths of the examples, and one tenth. The division is the same for every seed of a training."""
     shuffled = list(examples)
     random.Random(SPLIT_SEED).shuffle(shuffled)
-    begin, end = (len(shuffled) * number // TENTHS for number in (tenth, tenth + 1))
-    return shuffled[:begin] + shuffled[end:], shuffled[begin:end]
+    end = len(shuffled) // TENTHS
+    return shuffled[end:], shuffled[:end]
 
 
 def in_order(labels: set[str]) -> tuple[str, ...]:

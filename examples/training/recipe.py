@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import string
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,7 +19,7 @@ from tokenizers import Tokenizer
 from service.modeling import spec, store
 from service.modeling.spec import Head, SequenceInput
 from training import flags as setting_flags
-from training import records, terminal
+from training import terminal
 from training.fitting import Fitted
 from training.model import Model
 from training.parts import MissingData, Parts
@@ -28,10 +29,13 @@ EXAMPLES = Path(__file__).parent.parent
 QUICK_EXAMPLES = 200
 """Examples of each part in a quick trial."""
 
+Record = dict[str, Any]
+"""A measurement: the quality of a model by figure, with its kind, task, set and name."""
+
 
 @dataclass(frozen=True)
 class Trained:
-    """A trained model with what its folder says about it. more: other keys of model.toml."""
+    """A trained model with what its folder says about it."""
 
     model: Model
     fitted: Fitted
@@ -39,7 +43,6 @@ class Trained:
     inputs: SequenceInput
     head: Head
     tokenizer: Tokenizer | None = None
-    more: Mapping[str, str] = field(default_factory=dict)
 
 
 class Recipe(ABC):
@@ -47,19 +50,16 @@ class Recipe(ABC):
 
     task: str
     default_set: str
-    set_flag: str | None = "--set"
-    """The flag that names the set, None where there is one set."""
+    has_sets = True
+    """Whether there is more than one set."""
     settings: ClassVar[Mapping[str, Any]]
     """The default settings by family, dataclasses with a field for each flag. The first family is the default."""
     quick: ClassVar[Mapping[str, Any]]
     """The settings of a quick trial that differ."""
-    quick_options: ClassVar[Mapping[str, Any]] = {}
-    """The values of a quick trial for flags of `add_options`."""
-    options = argparse.Namespace()
-    """The values of the flags of `add_options`."""
 
-    def add_options(self, parser: argparse.ArgumentParser) -> None:  # noqa: B027 most recipes have none
-        """Add the flags that are no settings."""
+    def __init__(self) -> None:
+        self.template = EXAMPLES / f"{self.task}.card.md"
+        """The template of the card, with `$` before the names of values."""
 
     @abstractmethod
     def read(self, data: Path, name: str, settings: Any) -> Parts:
@@ -85,11 +85,6 @@ class Recipe(ABC):
     def quality(self, examples: list[Any], answers: list[Any]) -> dict[str, float]:
         """Return the figures of quality by name, the main figure first."""
 
-    @property
-    def template(self) -> Path:
-        """The template of the card, with `$` before the names of values."""
-        return EXAMPLES / f"{self.task}.card.md"
-
     def card_values(self, name: str, parts: Parts, trained: Trained) -> dict[str, Any]:
         """Return the values of the template that only this recipe has."""
         return {}
@@ -102,15 +97,13 @@ class Recipe(ABC):
         return f"{self.prefix(name)}-{encoder}"
 
 
-def run(
-    recipe: Recipe, name: str, parts: Parts, settings: Any, folder: Path, device: torch.device, source: str
-) -> records.Record:
+def run(recipe: Recipe, name: str, parts: Parts, settings: Any, folder: Path, device: torch.device, source: str) -> Record:
     """Train, write the version folder, read it back and return the record. source: the flags of the data, for the card."""
     torch.manual_seed(settings.seed)
     trained = recipe.train(name, parts, settings, device)
     model = trained.model.to("cpu")
     tokenizer = trained.tokenizer.to_str(pretty=True) if trained.tokenizer else None
-    described = model.spec(folder.parent.name, trained.description, trained.inputs, trained.head, **trained.more)
+    described = model.spec(folder.parent.name, trained.description, trained.inputs, trained.head)
     store.write(folder, described, model.tensors(), tokenizer=tokenizer, card="")
     model.load(folder)
     quality = recipe.quality(parts.test, recipe.answers(trained, parts.test))
@@ -130,7 +123,7 @@ def run(
     return record | {"bytes": sum(file.stat().st_size for file in folder.iterdir())}
 
 
-def card(recipe: Recipe, parts: Parts, trained: Trained, settings: Any, record: records.Record, source: str) -> str:
+def card(recipe: Recipe, parts: Parts, trained: Trained, settings: Any, record: Record, source: str) -> str:
     """Return the card of a model."""
     values = asdict(settings) | {
         "name": record["model"],
@@ -153,29 +146,36 @@ def arguments(recipe: Recipe, description: str, line: list[str] | None) -> argpa
     parser.add_argument("--name", help="name of the model (default: from the set and the family)")
     parser.add_argument("--device", type=torch.device, default="cpu", help="device to train on (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="a small model of a few examples, in seconds")
-    parser.add_argument("--results", type=Path, help="append what was measured to this file, as a line of JSON")
+    parser.add_argument("--card", type=Path, default=recipe.template, help="template of the card (default: %(default)s)")
     setting_flags.add(parser, recipe.settings)
     return parser.parse_args(line)
 
 
 def add_data_flags(parser: argparse.ArgumentParser, recipe: Recipe) -> None:
-    """Add the flags of a set, and those of the recipe alone."""
+    """Add the flags of a set, and of the results."""
     data = Path(os.environ.get("DATA", "."))
     parser.add_argument("--data", type=Path, default=data, help="folder of the sets (default: $DATA, or else this folder)")
+    parser.add_argument("--results", type=Path, help="append what was measured to this file, as lines of JSON")
     parser.set_defaults(set=recipe.default_set)
-    if recipe.set_flag:
-        parser.add_argument(recipe.set_flag, dest="set", default=recipe.default_set, help="(default: %(default)s)")
-    recipe.add_options(parser)
+    if recipe.has_sets:
+        parser.add_argument("--set", default=recipe.default_set, help="name of the set (default: %(default)s)")
+
+
+def append(file: Path | None, measured: list[Record]) -> None:
+    """Append records to a file, if it is named."""
+    if file is not None:
+        with file.open("a") as lines:
+            lines.writelines(f"{json.dumps(record)}\n" for record in measured)
 
 
 def main(recipe: Recipe, description: str | None, line: list[str] | None = None) -> int:
     """Run the command. Return 0 if the model was written, 2 if the set is missing."""
-    flags = recipe.options = arguments(recipe, description or "", line)
+    flags = arguments(recipe, description or "", line)
+    recipe.template = flags.card
     torch.set_num_threads(1)  # the model is small, and one thread sums in a fixed order
     settings = recipe.settings[getattr(flags, "encoder", next(iter(recipe.settings)))]
     if flags.quick:
         settings = replace(settings, **recipe.quick)
-        vars(flags).update(recipe.quick_options)
     settings = replace(settings, **setting_flags.given(flags, settings))
     try:
         parts = recipe.read(flags.data, flags.set, settings)
@@ -185,9 +185,10 @@ def main(recipe: Recipe, description: str | None, line: list[str] | None = None)
     if flags.quick:
         parts = parts.sample(QUICK_EXAMPLES)
     name = flags.name or recipe.model_name(flags.set, settings.encoder)
-    source = [*([recipe.set_flag, flags.set] if recipe.set_flag else []), *(["--quick"] if flags.quick else [])]
+    chosen = ["--set", flags.set] if recipe.has_sets else []
+    source = [*chosen, *(["--quick"] if flags.quick else [])]
     record = run(recipe, flags.set, parts, settings, flags.models / name / "1", flags.device, " ".join(source))
-    records.append(flags.results, record)
+    append(flags.results, [record])
     quality, seconds = record["quality"], f"{record['training_seconds']:.0f}"
     row = [name, *map(terminal.number, quality.values()), str(record["epoch"]), seconds, f"{record['bytes']:,}"]
     columns = (f"model, {len(parts.test)} examples", *map(terminal.heading, quality), "epoch", "training, s", "bytes")
@@ -195,5 +196,5 @@ def main(recipe: Recipe, description: str | None, line: list[str] | None = None)
     print(
         f"{flags.models / name / '1'} is written. Serve it with `seqserve serve --models {flags.models}`, and measure it there"
     )
-    print(f"with `python examples/evaluate.py {' '.join([recipe.task, *source[: 2 * bool(recipe.set_flag)]])} --model {name}`.")
+    print(f"with `python examples/evaluate.py {' '.join([recipe.task, *chosen])} --model {name}`.")
     return 0

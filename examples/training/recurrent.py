@@ -32,12 +32,6 @@ class TorchRecurrentEncoder(Encoder):
         outputs: Tensor = pad_packed_sequence(self.recurrent(packed)[0], batch_first=True, total_length=inputs.shape[1])[0]
         return outputs
 
-    @torch.no_grad()
-    def remember(self, steps: float) -> None:
-        for direction in self.directions:
-            gates = self.recurrent.get_parameter(f"bias_ih_l0{SUFFIXES[direction]}").view(-1, self.recurrent.hidden_size)
-            gates[1] = kept_for(steps, gates[1])  # the forget gate of an LSTM, the update gate of a GRU
-
     def tensors(self, first: int) -> dict[str, Tensor]:
         views = {}
         for direction in self.directions:
@@ -95,13 +89,6 @@ class ScanEncoder(Encoder):
             inputs = level(inputs, lengths)
         return inputs
 
-    @torch.no_grad()
-    def remember(self, steps: float) -> None:
-        for level in self.levels:
-            assert isinstance(level, Level)
-            gates = level.bias.view(len(level.bias), -1, self.outputs // len(self.directions))
-            gates[:, level.forget] = kept_for(steps, gates[:, level.forget])
-
     def tensors(self, first: int) -> dict[str, Tensor]:
         views = {}
         for index, level in enumerate(self.levels):
@@ -132,11 +119,6 @@ class QRNNEncoder(ScanEncoder):
         super().__init__(layer, f" over windows of {self.window} steps")
         inputs = [width] + [self.outputs] * (self.depth - 1)
         self.levels = nn.ModuleList(QRNNLevel(size, hidden, self.window, len(self.directions)) for size in inputs)
-
-
-def kept_for(steps: float, bias: Tensor) -> Tensor:
-    """Return biases of gates that keep cells for 1 to `steps` steps (Tallec and Ollivier, 2018)."""
-    return torch.empty_like(bias).uniform_(1, steps).log()
 
 
 def adverb(bidirectional: bool) -> str:

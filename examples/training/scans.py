@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from training.cells import before, forget_cells, pool
 from training.steps import reverse_rows
 
 
@@ -22,9 +21,6 @@ class Level(nn.Module, ABC):
 
     bias: nn.Parameter
     """(directions, gates·hidden)"""
-
-    forget: int
-    """The place of the forget gate among the gates of `bias`."""
 
     def forward(self, rows: Tensor, lengths: Tensor) -> Tensor:
         """Return (rows, steps, [forward | backward]), or only forward, of (rows, steps, inputs)."""
@@ -40,7 +36,6 @@ class Level(nn.Module, ABC):
 
 class SRULevel(Level):
     names = ("input", "bias", "cell")
-    forget = 0
 
     def __init__(self, inputs: int, hidden: int, blocks: int, directions: int) -> None:
         super().__init__()
@@ -51,24 +46,28 @@ class SRULevel(Level):
 
     def scan(self, inputs: Tensor) -> Tensor:
         hidden = self.bias.shape[1] // 2
-        product = torch.bmm(inputs.flatten(1, 2), self.input).float().view(*inputs.shape[:3], -1)  # if it was bfloat16
+        product = torch.bmm(inputs.flatten(1, 2), self.input).view(*inputs.shape[:3], -1)
         parts = product.chunk(product.shape[-1] // hidden, dim=-1)  # candidate, forget, reset, and a skip if there is any
         if len(parts) == 3:  # the skip is the input itself, an equal part for each direction
             skips = [rows[..., index * hidden :][..., :hidden] for index, rows in enumerate(inputs)]
-            parts = (*parts, torch.stack(skips).float())
+            parts = (*parts, torch.stack(skips))
         candidate, forget, reset, skipped = parts
         forget_bias, reset_bias = self.bias[:, None, None].chunk(2, dim=-1)
         forget_cell, reset_cell = self.cell[:, None, None].chunk(2, dim=-1)
-        cells = forget_cells(candidate, forget + forget_bias, forget_cell)
-        r = torch.sigmoid(reset + reset_cell * before(cells) + reset_bias)
-        return torch.lerp(skipped, cells, r).transpose(1, 2)
+        cell = torch.zeros_like(candidate[:, 0])
+        before, cells = [], []
+        for new, gate in zip(candidate.unbind(1), (forget + forget_bias).unbind(1), strict=True):
+            before.append(cell)
+            cell = torch.lerp(new, cell, torch.sigmoid(torch.addcmul(gate, forget_cell[:, 0], cell)))
+            cells.append(cell)
+        r = torch.sigmoid(reset + reset_cell * torch.stack(before, dim=1) + reset_bias)
+        return torch.lerp(skipped, torch.stack(cells, dim=1), r).transpose(1, 2)
 
 
 class QRNNLevel(Level):
     """fo-pooling over windows of the current and the previous steps; matrix 0 of `input` is for the current step."""
 
     names = ("input", "bias")
-    forget = 1
 
     def __init__(self, inputs: int, hidden: int, window: int, directions: int) -> None:
         super().__init__()
@@ -81,6 +80,9 @@ class QRNNLevel(Level):
         seen = pad(inputs, (0, 0, 0, 0, window - 1, 0))  # zeros before the sequence
         taps = torch.cat([seen[:, window - 1 - back :][:, :steps] for back in range(window)], dim=-1)
         product = torch.baddbmm(self.bias[:, None], taps.flatten(1, 2), self.input.flatten(1, 2))
-        candidate, forget, output = product.float().view(*inputs.shape[:3], -1).chunk(3, dim=-1)
-        candidate, f, o = candidate.tanh(), forget.sigmoid(), output.sigmoid()
-        return (o * pool(f, (1 - f) * candidate)).transpose(1, 2)
+        candidate, forget, output = product.view(*inputs.shape[:3], -1).chunk(3, dim=-1)
+        cell, cells = torch.zeros_like(candidate[:, 0]), []
+        for new, f in zip(candidate.tanh().unbind(1), forget.sigmoid().unbind(1), strict=True):
+            cell = torch.lerp(new, cell, f)
+            cells.append(cell)
+        return (output.sigmoid() * torch.stack(cells, dim=1)).transpose(1, 2)

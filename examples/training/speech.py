@@ -1,7 +1,7 @@
 """Streams of synthetic speech with the places of a keyword, spoken by espeak-ng, a program that `make programs PROGRAMS=speech` installs.
 
-Every stream has random voices, words, noise and loudness. The words are common English words, invented words, and in training near misses
-of the keyword: its beginnings and ends. Training and test streams have different speakers.
+Every stream has random voices, words, noise and loudness. The words are common English words and in training near misses of the keyword:
+its beginnings and ends. Training and test streams have different speakers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 
 from training.parts import MissingData
-from training.speakers import data_folder
 
 RATE = 16_000
 """Samples per second of every stream."""
@@ -27,20 +26,21 @@ SPOKEN_RATE = 22_050
 HEADER_BYTES = 44
 LOUD = 0.02
 """Share of the peak below which the end of an utterance is silence."""
+SHARE, NEAR = 0.6, 0.05
+"""Share of the utterances that end with the keyword, and in training of near misses among the words."""
 ACCENTS = ("en-us", "en-gb", "en-gb-scotland", "en-gb-x-rp", "en-gb-x-gbclan", "en-gb-x-gbcwmd", "en-029", "en-us-nyc")
-WORDS = Path(__file__).with_name("words.txt").read_text().split()
 # fmt: off
-ONSETS = (
-    "", "b", "br", "ch", "d", "f", "fl", "g", "h", "j", "k", "l", "m", "n", "p", "pl", "r", "s", "sh", "st", "t", "tr", "v",
-    "w", "y",
+TRAINING = (
+    "m1", "m3", "m4", "m6", "m7", "f1", "f2", "f4", "klatt2", "klatt4", "croak", "adam", "Alex", "Andrea", "Annie", "belinda",
+    "benjamin", "boris", "caleb", "david", "Denis", "Diogo", "ed", "gustave", "Hugo", "iven", "Jacky", "john", "linda",
+    "marcelo", "max", "michel", "pablo", "paul", "quincy", "rob", "sandro", "shelby", "steph", "travis", "victor", "zac",
 )
-VOWELS = (
-    "a", "ay", "e", "ee", "i", "o", "oo", "oy", "ow", "u", "er",
-)
-CODAS = (
-    "", "", "b", "d", "k", "l", "m", "n", "nd", "p", "r", "s", "st", "t", "x", "z",
+TEST = (
+    "m2", "m5", "m8", "f3", "f5", "klatt3", "Alicia", "Andy", "anika", "antonio", "edward", "Gene", "Henrique", "iven3",
+    "Lee", "Marco", "Mario", "Michael", "miguel", "Mike", "norbert", "pedro", "robert", "steph2",
 )
 # fmt: on
+WORDS = Path(__file__).with_name("words.txt").read_text().split()
 
 Samples = NDArray[np.float32]
 
@@ -54,8 +54,8 @@ class Voice:
     pitch: int
 
     @classmethod
-    def random(cls, random: Generator, names: tuple[str, ...]) -> Voice:
-        name = f"{pick(random, ACCENTS)}+{pick(random, names)}"
+    def random(cls, random: Generator, speakers: Sequence[str]) -> Voice:
+        name = f"{pick(random, ACCENTS)}+{pick(random, speakers)}"
         return cls(name, int(random.integers(120, 221)), int(random.integers(20, 81)))
 
 
@@ -74,7 +74,7 @@ def say(text: str, voice: Voice) -> Samples:
         raise MissingData(
             "espeak-ng is missing: install it with make programs PROGRAMS=speech (Debian: apt-get install espeak-ng)"
         )
-    settings = [f"--path={data_folder(program)}", "-v", voice.name, "-s", str(voice.speed), "-p", str(voice.pitch)]
+    settings = ["-v", voice.name, "-s", str(voice.speed), "-p", str(voice.pitch)]
     spoken = subprocess.run([program, *settings, "--stdout", text], check=True, capture_output=True).stdout
     samples = resample(np.frombuffer(spoken[HEADER_BYTES:], "<i2").astype(np.float32))
     peak = np.abs(samples).max(initial=1e-9)
@@ -102,21 +102,10 @@ def pick(random: Generator, choices: Sequence[str]) -> str:
     return choices[int(random.integers(len(choices)))]
 
 
-def word(random: Generator, keyword: str, near: float) -> str:
-    """Return a common word, an invented word, or with the probability `near` a near miss."""
-    kind = random.random()
-    if kind < near:
-        return pick(random, near_misses(keyword))
-    if kind < 0.5:
-        return pick(random, WORDS)
-    syllables = (pick(random, ONSETS) + pick(random, VOWELS) + pick(random, CODAS) for _ in range(random.integers(1, 4)))
-    return "".join(syllables)
-
-
 def phrase(random: Generator, keyword: str, near: float, least: int, most: int) -> str:
     """Return words without the keyword, each followed by a space. No near miss follows another, which would sound like the keyword."""
-    words = [word(random, keyword, near) for _ in range(random.integers(least, most))]
-    alike = {keyword, *near_misses(keyword)}
+    alike = near_misses(keyword) if near else ()
+    words = [pick(random, alike if alike and random.random() < near else WORDS) for _ in range(random.integers(least, most))]
     pairs = zip(["", *words], words, strict=False)
     return "".join(f"{spoken} " for before, spoken in pairs if spoken != keyword and not (before in alike and spoken in alike))
 
@@ -126,14 +115,11 @@ def sentences(random: Generator, keyword: str, near: float) -> str:
     return ". ".join(phrase(random, keyword, near, 2, 12) for _ in range(random.integers(1, 5)))
 
 
-def speech(random: Generator, names: tuple[str, ...], seconds: float, keyword: str, share: float, near: float) -> Stream:
+def speech(random: Generator, speakers: Sequence[str], seconds: float, keyword: str, share: float, near: float) -> Stream:
     """Return speech with pauses. `share` of the utterances end with the keyword, the others are sentences without it."""
     parts, ends, length = [], [], 0
-    voice = Voice.random(random, names)
     while length < seconds * RATE:
-        if random.random() < 0.3:
-            voice = Voice.random(random, names)
-        has_keyword = random.random() < share
+        voice, has_keyword = Voice.random(random, speakers), random.random() < share
         samples = say(phrase(random, keyword, near, 0, 4) + keyword if has_keyword else sentences(random, keyword, near), voice)
         pause = np.zeros(int(RATE * random.uniform(0.05, 1.0)), np.float32)
         parts += [samples, pause]
@@ -143,23 +129,16 @@ def speech(random: Generator, names: tuple[str, ...], seconds: float, keyword: s
     return Stream(np.concatenate(parts)[: int(seconds * RATE)], tuple(ends))
 
 
-def stream(random: Generator, names: tuple[str, ...], seconds: float, keyword: str, share: float, near: float = 0.0) -> Stream:
-    """Return speech with noise, in half of the streams over another voice, and at a random loudness. near: the share of near misses."""
-    front = speech(random, names, seconds, keyword, share, near)
+def stream(random: Generator, speakers: Sequence[str], seconds: float, keyword: str, share: float, near: float) -> Stream:
+    """Return speech with noise, in half of the streams over another voice, and at a random loudness."""
+    front = speech(random, speakers, seconds, keyword, share, near)
     samples = front.samples
     if random.random() < 0.5:
-        behind = speech(random, names, seconds, keyword, 0.0, 0.0).samples
+        behind = speech(random, speakers, seconds, keyword, 0.0, 0.0).samples
         samples = samples + decibels(random.uniform(-25, -12)) * behind
-    samples = samples + decibels(random.uniform(-45, -20)) * noise(random, len(samples))
+    noise = random.normal(size=len(samples)).astype(np.float32)
+    samples = samples + decibels(random.uniform(-45, -20)) * noise
     return Stream((samples * decibels(random.uniform(-26, -6))).astype(np.float32), front.ends)
-
-
-def noise(random: Generator, count: int) -> Samples:
-    """Return noise of standard deviation 1 whose spectrum falls by 0 to 6 dB an octave."""
-    spectrum = np.fft.rfft(random.normal(size=count)) / np.maximum(1, np.arange(count // 2 + 1)) ** random.uniform(0, 1)
-    samples = np.fft.irfft(spectrum, count)
-    scaled: Samples = (samples / samples.std()).astype(np.float32)
-    return scaled
 
 
 def decibels(level: float) -> float:

@@ -60,8 +60,6 @@ class StepRecipe(Recipe):
     kind: str
     """The kind of set in `step_sets.py`."""
     causal = False
-    more: ClassVar[Mapping[str, str]] = {}
-    """Keys of model.toml."""
 
     @abstractmethod
     def prepare(self, examples: list[Any], settings: Settings) -> tuple[Head, int, Tokenizer | None]:
@@ -112,7 +110,7 @@ class StepRecipe(Recipe):
         longest = max(len(row.inputs) for row in train)
         kind, max_steps = "text" if tokenizer else "ids", max(MAX_STEPS, 2 * longest)
         inputs = SequenceInput.model_validate({"kind": kind, "vocabulary": vocabulary, "max_steps": max_steps})
-        return Trained(model, fitted, self.description, inputs, head, tokenizer, self.more)
+        return Trained(model, fitted, self.description, inputs, head, tokenizer)
 
     @torch.no_grad()
     def mean_loss(self, model: Model, rows: list[Row], size: int) -> float:

@@ -1,7 +1,7 @@
 """Reads sets of labelled texts. Requires the standard library only.
 
-A set NAME is one file, `NAME.txt`, whose tenth 0 is the test part, or the files `NAME.train.txt` and `NAME.test.txt`, with `NAME.dev.txt`
-where it has a development part. A line is `LABEL text`, in latin-1, with tokens separated by spaces.
+A set NAME is the files `NAME.train.txt` and `NAME.test.txt`, with `NAME.dev.txt` where it has a development part. A line is `LABEL text`,
+in latin-1, with tokens separated by spaces.
 """
 
 from __future__ import annotations
@@ -27,9 +27,6 @@ KNOWN = {
         "What an English question asks for: a description, entity, abbreviation, human, location or number",
         ("DESC", "ENTY", "ABBR", "HUM", "LOC", "NUM"),
     ),
-    "mr": KnownSet("mr", "Whether a sentence of a film review is negative or positive", ("negative", "positive")),
-    "subj": KnownSet("subj", "Whether a sentence about a film is subjective or objective", ("subjective", "objective")),
-    "cr": KnownSet("cr", "Whether a sentence of a product review is negative or positive", ("negative", "positive")),
 }
 
 
@@ -41,20 +38,12 @@ class Example:
 
 def read(folder: Path, name: str, *, development: bool) -> Parts:
     """Return a set. Raises MissingData. development: hold out tenth 0 of the training part if there is no development part."""
-    if _file(folder, name, "").is_file():
-        train, test = hold_out(_read(folder, name, ""))
-    else:
-        train, test = _read(folder, name, "train"), _read(folder, name, "test")
+    train, test = read_part(folder, name, "train"), read_part(folder, name, "test")
     if not development:
         return Parts(train, [], test)
-    if _file(folder, name, "dev").is_file():
-        return Parts(train, _read(folder, name, "dev"), test)
+    if (folder / f"{name}.dev.txt").is_file():
+        return Parts(train, read_part(folder, name, "dev"), test)
     return Parts(*hold_out(train), test)
-
-
-def read_test(folder: Path, name: str) -> list[Example]:
-    """Return the test part of a set, which needs no other file. Raises MissingData."""
-    return hold_out(_read(folder, name, ""))[1] if _file(folder, name, "").is_file() else _read(folder, name, "test")
 
 
 def description(name: str) -> str:
@@ -66,8 +55,9 @@ def labels_of(name: str, examples: list[Example]) -> tuple[str, ...]:
     return KNOWN[name].labels if name in KNOWN else in_order({example.label for example in examples})
 
 
-def _read(folder: Path, name: str, part: str) -> list[Example]:
-    file = _file(folder, name, part)
+def read_part(folder: Path, name: str, part: str) -> list[Example]:
+    """Return a part of a set: train, dev or test. Raises MissingData."""
+    file = folder / f"{name}.{part}.txt"
     if not file.is_file():
         raise MissingData(_instructions(name))
     lines = [line.split(maxsplit=1) for line in file.read_text("latin-1").split("\n") if line.strip()]
@@ -75,15 +65,10 @@ def _read(folder: Path, name: str, part: str) -> list[Example]:
     return [Example(names[int(label)] if names else label, "".join(text)) for label, *text in lines]
 
 
-def _file(folder: Path, name: str, part: str) -> Path:
-    return folder / ".".join(filter(None, (name, part, "txt")))
-
-
 def _instructions(name: str) -> str:
     """Return instructions for a user with a folder that lacks the files of a set."""
     labels = ", ".join(f"{index} {label}" for index, label in enumerate(KNOWN[name].labels)) if name in KNOWN else ""
     return f"""\
-The set {name} is needed; the project does not ship it. Make a folder with {name}.txt, whose tenth 0 is the test part, or with
-{name}.train.txt and {name}.test.txt, and {name}.dev.txt if there is a development part,
-one example per line, "LABEL text", tokens separated by spaces, latin-1, and pass the folder with --data or in the environment
-variable DATA. {labels and f"The labels of {name} are {labels}."}"""
+The set {name} is needed; the project does not ship it. Make a folder with {name}.train.txt and
+{name}.test.txt, and {name}.dev.txt if there is a development part, one example per line, "LABEL text", tokens separated by
+spaces, latin-1, and pass the folder with --data or in the environment variable DATA. {labels and f"The labels of {name} are {labels}."}"""
