@@ -78,15 +78,3 @@ def test_share_is_relative_to_a_product_with_the_same_timing() -> None:
     after = with_shares_of_product(measurements)
     assert [one.extra for one in after] == [{}, {}, {SHARE: 0.5}, {SHARE: 1.0}, {}, {}, {}]
     assert [replace(one, extra={}) for one in after] == measurements
-
-
-def test_other_families_have_no_shares_of_a_product() -> None:
-    others = [tiny("lstm"), tiny("qrnn", "copy", form="")]
-    measurements = [timed(PRODUCT, "one product", 1.0), *(timed(one, "quick", 1.0) for one in others)]
-    assert with_shares_of_product(measurements) == measurements
-
-
-def test_share_is_added_to_other_extra_values() -> None:
-    measurement = replace(timed(DENSE, "im2col + product", 2.268), extra={MEMORY: 3.0})
-    after = with_shares_of_product([timed(PRODUCT, "one product", 1.0), measurement])
-    assert after[1].extra == {MEMORY: 3.0, SHARE: 1.0}
