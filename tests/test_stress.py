@@ -47,7 +47,6 @@ from tests.accumulator import (
     at_rest,
     counts,
     faults_of,
-    held,
     rests,
     start_sessions,
     tell,
@@ -165,27 +164,6 @@ def test_sums_are_exact_while_versions_are_replaced(tmp_path: Path) -> None:
         eventually(lambda: len(server.events("unloaded")) == loaded - 1, within_seconds=REST_SECONDS)
 
 
-def test_wrong_sum_is_detected(small: Server) -> None:
-    """Three clients each send one step that differs from the step in their account."""
-    before = at_rest(small)
-    told = tell(small.address, callers=16, sequences=3, seed=1, wrong=3)
-    assert len(told.faults) == 3, faults_of(told.faults)
-    told.ledger.check(at_rest(small).since(before))
-
-
-def test_state_of_another_session_is_detected(small: Server) -> None:
-    """The test replaces the state, as a slot with two owners would do."""
-    one, other = AccumulatorSession("mixed up one"), AccumulatorSession("mixed up other")
-    for session, values in ((one, [1, 1, 0]), (other, [-1, 1, 1])):
-        assert not _told(small, session, accumulator.Chunk(values))
-    state = small.client.get(f"/sessions/{other.name}/state").content
-    assert small.client.delete(f"/sessions/{one.name}/state").status_code == 200
-    assert small.client.put(f"/sessions/{one.name}/state", content=state).status_code == 200
-    fault = _told(small, one, accumulator.Chunk([0], ends=True))
-    assert fault is not None and "Account(sum=1, steps=4)" in fault
-    assert not _told(small, other, accumulator.Chunk([0], ends=True))
-
-
 def _told(server: Server, session: AccumulatorSession, chunk: accumulator.Chunk) -> str | None:
     body = {"session": session.name, "end": chunk.ends}
     answer = server.infer("accumulator", [[value + 1 for value in chunk.values]], **body)
@@ -209,24 +187,6 @@ COUNTED = Counts(5, 0, Counter(ok=4, overloaded=1))
 def test_ledger_agrees_with_matching_counts() -> None:
     LEDGER.check(COUNTED)
     LEDGER.check(COUNTED._replace(outcomes=Counter(ok=3, overloaded=1, client_gone=1)))
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        COUNTED._replace(accepted=6),
-        COUNTED._replace(in_flight=1),
-        COUNTED._replace(accepted=6, in_flight=1),
-        COUNTED._replace(outcomes=Counter(ok=5, overloaded=1)),
-        COUNTED._replace(outcomes=Counter(ok=5)),
-        COUNTED._replace(accepted=6, outcomes=Counter(ok=5, overloaded=1)),
-        COUNTED._replace(outcomes=Counter(ok=2, overloaded=1, client_gone=2)),
-    ],
-    ids=["lost", "in two places", "unanswered", "counted twice", "another outcome", "one too many", "told and taken for gone"],
-)
-def test_ledger_detects_wrong_counts(wrong: Counts) -> None:
-    with pytest.raises(AssertionError):
-        LEDGER.check(wrong)
 
 
 # Clients that disconnect.
@@ -317,15 +277,6 @@ def test_disconnected_clients_leave_nothing_behind(busy: Server) -> None:
     eventually(lambda: open_files(busy) == files, REST_SECONDS)
     for where, so_far in zip(("waiting", "running"), cancelled, strict=True):
         assert busy.metric("seqserve_cancelled_total", **{"while": where}) > so_far, f"some were {where}"
-
-
-def test_held_resources_are_detected(busy: Server) -> None:
-    at_rest(busy)
-    assert busy.infer("sensors", [rows(3)], session="held").status_code == 200
-    assert {name for name, count in held(busy).items() if count} == {"sessions", "state_slots_used"}
-    assert not rests(busy)
-    assert busy.client.delete("/sessions/held/state").status_code == 200
-    assert rests(busy)
 
 
 @pytest.mark.parametrize("model, steps", [("sensors", 600), ("both", 60)])
@@ -506,23 +457,6 @@ def test_overload_answers_by_the_deadline_and_refuses_at_once(busy: Server) -> N
 
 
 IN_TIME = [Heard(1.0, 0.9, "ok"), Heard(0.5, 0.55, "deadline_exceeded"), Heard(2.0, 0.01, "overloaded")] * 100
-
-
-@pytest.mark.parametrize(
-    "late",
-    [
-        [Heard(1.0, 1.6, "ok")],
-        [Heard(1.0, 1.2, "deadline_exceeded")] * 5,
-        [Heard(2.0, 0.2, "overloaded")] * 101,
-        [Heard(2.0, 0.6, "overloaded")] * 5,
-        [Heard(1.0, 0.1, "inference_failed")],
-    ],
-    ids=["an answer", "more than one in a hundred", "most refusals", "some refusals", "a fault"],
-)
-def test_late_replies_are_detected(late: list[Heard]) -> None:
-    check_in_time(IN_TIME)
-    with pytest.raises(AssertionError):
-        check_in_time(IN_TIME + late)
 
 
 # Abandoned sessions.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
@@ -31,7 +30,6 @@ from tests.kernels.devices import (
     RTX_5090,
     Device,
     FakeKernel,
-    FakeLaunch,
     emulated,
 )
 from tests.kernels.families import Form
@@ -247,52 +245,6 @@ def test_text_cnn_over_tables_is_one_launch(rows: int, labels: int, device: Devi
 )
 def test_resident_blocks_by_hand(device: Device, registers: int, threads: int, shared: int, blocks: int) -> None:
     assert device.resident_blocks(threads, registers, shared) == blocks
-
-
-def planted(device: Device, source: str = "scan/gate_inputs.cu", **changes: int) -> FakeLaunch:
-    """Return a launch that keeps the limits of any device except for the changes."""
-    values = {
-        "threads": 256,
-        "cluster": 1,
-        "cooperative": 0,
-        "blocks": 8,
-        "shared": 1024,
-        "REGISTERS": 0,
-        "PARTS": 4,
-        **changes,
-    }
-    constants = {"REGISTERS": values["REGISTERS"], "PARTS": values["PARTS"]}
-    path = Path(compiler.__file__).parent / source
-    kernel = FakeKernel(device, path, values["threads"], values["cluster"], bool(values["cooperative"]), constants)
-    return FakeLaunch(kernel, (values["blocks"], 1, 1), values["shared"])
-
-
-@pytest.mark.parametrize(
-    "launch, broken",
-    [
-        (planted(L4), []),
-        (planted(L4, threads=1056), ["threads of a block"]),
-        (planted(L4, threads=100), ["threads of a block"]),
-        (planted(L4, shared=101_377), ["shared memory of a block", "registers of a block"]),
-        (planted(A100, shared=101_377), []),
-        (planted(A100, blocks=0), ["blocks along an axis"]),
-        (planted(A100, cluster=2), ["clusters need 9.0"]),
-        (planted(B200, cluster=2), []),
-        (planted(B200, cluster=3), ["blocks of a cluster"]),
-        (planted(A10, "persistent/grid.cu", cooperative=1, blocks=144), []),
-        (planted(A10, "persistent/grid.cu", cooperative=1, blocks=145), ["all blocks of a cooperative launch at once"]),
-        (
-            planted(A10, "persistent/grid.cu", cooperative=1, blocks=144, shared=50_177),
-            ["all blocks of a cooperative launch at once"],
-        ),
-        (planted(RTX_4090, "scan/product.cu"), ["wgmma needs 9.0"]),
-        (planted(B200, "conv/product.cu"), ["wgmma needs 9.0"]),
-        (planted(RTX_4090, "persistent/grid.cu", REGISTERS=200), ["warps lend registers from 9.0 on"]),
-    ],
-    ids=str,
-)
-def test_broken_limits_are_found(launch: FakeLaunch, broken: list[str]) -> None:
-    assert launch.broken_limits() == broken
 
 
 @pytest.mark.usefixtures("made")
