@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from kernels import compile as compiler
-from kernels import launching
 from kernels.backend import PINNED
 from kernels.conv.tables import TABLES
 from kernels.persistent import grid
@@ -224,31 +223,3 @@ def test_text_cnn_over_tables_is_one_launch(rows: int, labels: int, device: Devi
         assert launch.kernel.source.name == "folded.cu"
         assert launch.kernel.cluster == 1 or (labels and device.capability >= (9, 0))
         assert not launch.broken_limits(), launch
-
-
-# The limits themselves.
-
-
-@pytest.mark.parametrize(
-    "device, registers, threads, shared, blocks",
-    [
-        (A100, 128, 256, 0, 2),
-        (A100, 128, 256, 100_000, 1),
-        (A10, 32, 1024, 0, 1),
-        (A100, 32, 1024, 0, 2),
-        (L4, 168, 192, 50_176, 2),
-        (L4, 168, 192, 50_177, 1),
-        (H100, 255, 288, 0, 0),
-        (B200, 16, 32, 0, 32),
-    ],
-    ids=str,
-)
-def test_resident_blocks_by_hand(device: Device, registers: int, threads: int, shared: int, blocks: int) -> None:
-    assert device.resident_blocks(threads, registers, shared) == blocks
-
-
-@pytest.mark.usefixtures("made")
-def test_launchers_see_the_emulated_device(device: Device) -> None:
-    assert launching.multiprocessors(0) == device.multi_processor_count
-    assert compiler.shared_limit(0) == device.shared_memory_per_block_optin
-    assert compiler._architecture(0) == device.architecture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import weakref
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -65,7 +64,6 @@ class Pair:
     last_id: int = 0
     single_sequences: dict[int, list[NamedSequence]] = field(default_factory=dict)
     block_sequences: dict[int, list[NamedSequence]] = field(default_factory=dict)
-    counts: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         choose = self.chance.choice
@@ -115,7 +113,6 @@ class Pair:
         made = block(requests, _values(requests), **options)  # type: ignore[arg-type]
         answers = self.blocks.add_block(made, now=self.now, busy=busy)
         assert {id: (type(error), error.message) for ids, error in answers for id in ids} == refused
-        self.counts["refused"] += len(refused)
 
     def add_chunk(self) -> None:
         """Add a chunk of a session, which is never in a block."""
@@ -153,8 +150,6 @@ class Pair:
             for id, row in zip(whole.ids, whole.rows, strict=True):
                 rows += [(id, number, whole.lengths[row.first + number], True, True) for number in range(row.sequences)]
         assert sorted((part.sequence.id, part.sequence.number, *part[1:]) for part in single.parts) == sorted(rows)
-        self.counts["in blocks"] += len(rows) - len(blocks.parts)
-        self.counts["one by one"] += len(blocks.parts)
 
     def time_passes(self) -> None:
         self.now += self.chance.choice([0.0, 0.3, 5.0, 50.0])
@@ -177,7 +172,6 @@ class Pair:
             id for whole in blocks.blocks for id, row in zip(whole.ids, whole.rows, strict=True) for _ in range(row.sequences)
         ]
         assert sorted(sequence.id for sequence in single.sequences) == sorted(late)
-        self.counts["late"] += len(late)
 
     def _unpack(self, one: RequestBlock) -> list[NamedSequence]:
         [id] = one.ids
@@ -227,19 +221,6 @@ def test_requests_of_one_sequence_run_as_they_would_one_by_one(seed: int) -> Non
     pair = Pair(random.Random(seed), sequences=[1])
     for _ in range(EVENTS):
         pair.event()
-
-
-@pytest.mark.parametrize(
-    ("shares", "sequences"), [((NO_TENANT,), (1, 1, 1, 2, 4)), (TENANTS, [1])], ids=["no tenants", "tenants"]
-)
-def test_every_kind_of_event_occurs(shares: Sequence[Share], sequences: Sequence[int]) -> None:
-    counts: Counter[str] = Counter()
-    for seed in range(12):
-        pair = Pair(random.Random(seed), shares, sequences)
-        for _ in range(EVENTS):
-            pair.event()
-        counts.update(pair.counts)
-    assert all(counts[kind] > 50 for kind in ("in blocks", "one by one", "refused", "late"))
 
 
 def test_first_requests_are_taken_in_columns(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from kernels.bench.baselines.baseline import TimedCall
 from kernels.bench.case import BenchCase
 from kernels.bench.ladder import climb as climbing
 from kernels.bench.ladder import command as ladder
-from kernels.bench.ladder import figure, report
+from kernels.bench.ladder import report
 from kernels.bench.ladder.climb import Climb, climb, workload_for
 from kernels.bench.ladder.rungs import RUNGS, Rung
 from kernels.bench.report import Setting
@@ -111,15 +110,3 @@ def test_ladder_writes_records_and_text(
     assert text.read_text() in printed.out and "install matplotlib" in printed.out
     assert "3 two streams is skipped: a CPU has no streams" in text.read_text()
     assert f"1 products and operations by gate, {STACK}" in printed.err
-
-
-def test_chart_has_every_speed_up(tiny_ladder: None, tmp_path: Path) -> None:
-    records = [*report.records(timed((1, 8000.0, 4000.0), (10, 611.0, 611.0)), SETTING)]
-    path = tmp_path / "ladder.jsonl"
-    path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
-    assert figure.main([str(path)]) == figure.main([str(path), str(tmp_path / "again.svg")]) == 0
-    drawn = (tmp_path / "ladder.svg").read_bytes()
-    assert drawn == (tmp_path / "again.svg").read_bytes()
-    texts = [element.text for element in ElementTree.fromstring(drawn).iter() if element.tag.endswith("text")]
-    assert texts.count("11.1") == 2 and {"13.1", "6.55", "float16", "published: Tesla M40, float32"} <= set(texts)
-    assert "LSTM, 4 layers of 512 units, 64 rows of 100 steps, Abacus, 2 cores, 2026-01-02" in texts

@@ -98,15 +98,3 @@ def test_wrong_baseline_sets_exit_status_1(
     assert command.main(["lstm", "--quick", "--out", str(tmp_path)]) == 1
     assert "WRONG: broken on lstm" in capsys.readouterr().out
     assert "broken" not in next(tmp_path.iterdir()).read_text()
-
-
-def test_run_with_two_threads_has_its_own_file_and_no_goals(
-    few_workloads: Callable[[Baseline], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    few_workloads(RIGHT)
-    monkeypatch.setattr(command, "workloads", lambda *_: [])  # two threads would slow each other down on a busy machine
-    monkeypatch.setattr("kernels.bench.goals.table", lambda goals, *_: f"{len(goals)} goals" if goals else "")
-    for threads in ("1", "2"):
-        assert command.main(["gru", "--quick", "--threads", threads, "--out", str(tmp_path)]) == 0
-    name = f"gru-{report.slug(report.device_name(CPU))}"
-    assert {path.name for path in tmp_path.iterdir()} == {f"{name}.jsonl", f"{name}-goals.txt", f"{name}-2-threads.jsonl"}

@@ -8,7 +8,7 @@ import pytest
 
 from kernels.bench import report
 from kernels.bench.peaks import Peaks
-from kernels.bench.report import FMA_SHARE, MEMORY, READ_SHARE, SHARE
+from kernels.bench.report import FMA_SHARE, READ_SHARE, SHARE
 from kernels.bench.shares import bound, with_shares_of_peaks, with_shares_of_product
 from kernels.bench.workload import Workload
 from tests.kernels.bench.conftest import timed, tiny
@@ -41,18 +41,6 @@ def one_row(hidden: int, rows: int = 1) -> Workload:
 def test_larger_of_two_times_is_the_bound(workload: Workload, name: str, least_us: float) -> None:
     lower = bound(workload, PEAKS)
     assert lower.share == name and lower.least_us == pytest.approx(least_us)
-
-
-def test_every_measurement_has_the_share_of_its_bound() -> None:
-    many = replace(PRODUCT, steps=100)
-    measurements = [
-        timed(PRODUCT, "quick", 8.0, "eager"),
-        replace(timed(many, "quick", 20.0, "eager"), extra={MEMORY: 3.0}),
-        timed(many, "slow", 80.0, "eager"),
-    ]
-    after = with_shares_of_peaks(measurements, PEAKS)
-    assert [one.extra for one in after] == [{READ_SHARE: 0.5}, {MEMORY: 3.0, FMA_SHARE: 0.5}, {FMA_SHARE: 0.125}]
-    assert [one.spread for one in after] == [one.spread for one in measurements]
 
 
 def test_table_names_the_bound_of_each_workload() -> None:
