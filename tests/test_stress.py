@@ -14,36 +14,24 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-import torch
 import uvloop
 from websockets.asyncio.client import connect
 
 from loadtest.target import Target
-from service.engine.batch import Batch, Chunk
-from service.engine.batching.state_slots import DISCARD_SLOT, FIRST_SLOT, ZERO_SLOT
-from service.engine.execution.device_engine import DeviceEngine
-from service.ipc.messages import IDS, ModelKey, Returns
-from service.metrics import Metrics
-from service.modeling import store
-from service.modeling.encoder import Encoder
 from service.supervisor.repository import POLICY
 from tests import accumulator, models
 from tests.accumulator import (
     CALLERS,
-    LONGEST,
     NEW,
     REST_SECONDS,
     SMALL,
     Account,
     AccumulatorSession,
-    Counts,
-    Ledger,
     at_rest,
     counts,
     faults_of,
@@ -92,33 +80,6 @@ def busy(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
         yield running
 
 
-# The oracle.
-
-
-def test_accumulator_counts_exactly_up_to_the_longest_sequence(tmp_path: Path) -> None:
-    """The sum goes up to LONGEST and down to -LONGEST, whole and in chunks. The second cell counts the steps."""
-    spec, key = models.accumulator(tmp_path), ModelKey("accumulator", "1")
-    encoder = Encoder(spec, store.read_arrays(tmp_path / "accumulator" / "1", spec), torch.device("cpu"))
-    engine = DeviceEngine({key: encoder}, Metrics(), max_batch_sequences=4, max_batch_tokens=64)
-    values = np.array([1] * LONGEST + [0] + [-1] * 2 * LONGEST)
-    sums = values.cumsum()
-    for cuts in ([0, len(values)], [*range(0, len(values), 1000), len(values)]):
-        found, last = [], []
-        for begin, end in pairwise(cuts):
-            data = (values[begin:end] + 1).astype(IDS).tobytes()
-            slots = (FIRST_SLOT if begin else ZERO_SLOT, DISCARD_SLOT if end == len(values) else FIRST_SLOT)
-            engine.launch(Batch(key, [Chunk(data, end - begin, Returns(sequence=True), None, *slots)]))
-            [(_, encoded)] = engine.finished()
-            assert encoded.sequence is not None and encoded.scores is not None
-            found.append(encoded.sequence.astype(float))
-            last.append((encoded.scores[0], encoded.sequence[-1]))
-        cells = np.arctanh(np.concatenate(found)) / models.COUNT
-        assert np.abs(cells[:, 0] - sums).max() < 0.1
-        assert np.abs(cells[:LONGEST, 1] - np.arange(1, LONGEST + 1)).max() < 0.1
-        assert all((one == other).all() for one, other in last), "the head returns the layer's values"
-        assert [accumulator.integer(value) for value in np.concatenate(found)[:, 0]] == sums.tolist()
-
-
 # Sums.
 
 
@@ -164,12 +125,6 @@ def test_sums_are_exact_while_versions_are_replaced(tmp_path: Path) -> None:
         eventually(lambda: len(server.events("unloaded")) == loaded - 1, within_seconds=REST_SECONDS)
 
 
-def _told(server: Server, session: AccumulatorSession, chunk: accumulator.Chunk) -> str | None:
-    body = {"session": session.name, "end": chunk.ends}
-    answer = server.infer("accumulator", [[value + 1 for value in chunk.values]], **body)
-    return session.answered(chunk, answer.content)
-
-
 def test_session_after_a_disconnect_has_the_state_before_or_after_the_chunk() -> None:
     session = AccumulatorSession("a")
     session.unheard(accumulator.Chunk([1, 1]))
@@ -178,15 +133,6 @@ def test_session_after_a_disconnect_has_the_state_before_or_after_the_chunk() ->
     assert session.possible == {NEW, Account(2, 2), Account(-1, 2)} and not session.distinct
     session.unheard(accumulator.Chunk([1], ends=True))
     assert session.possible == {NEW, Account(2, 2), Account(-1, 2)}
-
-
-LEDGER = Ledger(sent=5, told=Counter(ok=3, overloaded=1), gone=1)
-COUNTED = Counts(5, 0, Counter(ok=4, overloaded=1))
-
-
-def test_ledger_agrees_with_matching_counts() -> None:
-    LEDGER.check(COUNTED)
-    LEDGER.check(COUNTED._replace(outcomes=Counter(ok=3, overloaded=1, client_gone=1)))
 
 
 # Clients that disconnect.
@@ -454,9 +400,6 @@ def test_overload_answers_by_the_deadline_and_refuses_at_once(busy: Server) -> N
     now = at_rest(busy).since(before)
     now.check()
     assert codes["overloaded"] == now.outcomes["overloaded"] and codes["deadline_exceeded"] == now.outcomes["deadline_exceeded"]
-
-
-IN_TIME = [Heard(1.0, 0.9, "ok"), Heard(0.5, 0.55, "deadline_exceeded"), Heard(2.0, 0.01, "overloaded")] * 100
 
 
 # Abandoned sessions.

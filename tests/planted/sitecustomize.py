@@ -17,7 +17,6 @@ PLANTED names faults of a server, separated by commas:
 - stepped-device: each batch waits STEP_SECONDS for each time step of its longest row;
 - gated-device: a batch stays in flight until the file GATE lets it end. It contains `open`, or a number of batches;
 - census: once the file CENSUS/wanted exists, processes write their resources to the file CENSUS/<process id>, with their metrics;
-- ignores-priorities: an engine runs requests of all priorities in the order of their arrival;
 - dated-device: as slow-device, and the engine appends a line to the file ROWS for each batch: its rows, and how many of their deadlines had
   passed when the batch was formed;
 - stalled-read: reading a model.toml does not return while a file STALL is next to it; a file STALLED shows that it has begun;
@@ -275,10 +274,6 @@ def into_models(encoder: Any, fault: str) -> None:
 
 def into_schedulers(scheduler: Any, fault: str) -> None:
     scheduler.Scheduler._surely_in_time = lambda *_: True
-
-
-def into_queues(module: Any, fault: str) -> None:
-    module.HEAD_START_SECONDS = 0.0
 
 
 def into_batchers(batcher: Any, fault: str) -> None:
@@ -588,9 +583,6 @@ PLANTS: dict[str, Plants] = {
     "short-ticks": (STARTS,),
     "stepped-device": (DEVICE,),
     "dated-device": (DEVICE, (BATCHER, into_batchers)),
-    "ignores-priorities": tuple(
-        (f"service.engine.batching.{module}", into_queues) for module in ("model_queue", "request_block")
-    ),
     "gated-device": ((DEVICE_ENGINE, into_gates), (SCHEDULER, into_schedulers)),
     "census": (("service.metrics", into_censuses),),
     "damaged": ((ENCODER, into_models),),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -162,8 +161,3 @@ def test_prometheus_adapter_serves_the_metrics_of_the_autoscaler() -> None:
     served = {rule.get("name", {}).get("as") or re.match(r"\w+", rule["seriesQuery"])[0] for rule in rules}  # type: ignore[index]
     metrics = one(objects_of("mig"), "HorizontalPodAutoscaler")["spec"]["metrics"]
     assert served == {each["pods"]["metric"]["name"] for each in metrics}
-
-
-def test_make_installs_what_these_tests_need() -> None:
-    dry = subprocess.run(["make", "--dry-run", "--always-make", "test"], cwd=ROOT, capture_output=True, text=True)
-    assert "tests/deploy/kubernetes/requirements.txt" in dry.stdout

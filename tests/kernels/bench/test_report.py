@@ -12,14 +12,13 @@ from kernels.bench import __main__ as command
 from kernels.bench import report
 from kernels.bench.baselines.baseline import Baseline, TimedCall
 from kernels.bench.peaks import Peaks
-from kernels.bench.report import Measurement, Setting
+from kernels.bench.report import Measurement
 from kernels.bench.timing import Spread
 from kernels.bench.workloads import FAMILIES, workloads
 from tests.kernels.bench.conftest import CPU, TINY, tiny
 from tests.kernels.families import cpu_backends
 
 PEAKS = Peaks(1000.0, {1 << 18: 100.0})
-SETTING = Setting("Abacus, 2 cores", "2026-01-02", {"torch": "2"}, threads=1)
 
 
 def measurement(backend: str, timing: str, median_us: float) -> Measurement:

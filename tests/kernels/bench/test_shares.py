@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from kernels.bench import report
 from kernels.bench.peaks import Peaks
 from kernels.bench.report import FMA_SHARE, READ_SHARE, SHARE
-from kernels.bench.shares import bound, with_shares_of_peaks, with_shares_of_product
+from kernels.bench.shares import bound, with_shares_of_product
 from kernels.bench.workload import Workload
 from tests.kernels.bench.conftest import timed, tiny
 
@@ -41,16 +40,6 @@ def one_row(hidden: int, rows: int = 1) -> Workload:
 def test_larger_of_two_times_is_the_bound(workload: Workload, name: str, least_us: float) -> None:
     lower = bound(workload, PEAKS)
     assert lower.share == name and lower.least_us == pytest.approx(least_us)
-
-
-def test_table_names_the_bound_of_each_workload() -> None:
-    many = replace(PRODUCT, steps=100)
-    measurements = [timed(PRODUCT, "quick", 8.0), timed(many, "quick", 14.0), timed(many, "slow", 80.0)]
-    heading, first, second = report.shares(with_shares_of_peaks(measurements, PEAKS)).splitlines()
-    assert heading.split() == ["workload", "share", "of", "quick", "slow"]
-    assert first.split()[-4:] == ["memory", "50", "%", "-"]
-    assert second.split()[-6:] == ["peak", "FMA", "71", "%", "12", "%"]
-    assert report.shares(measurements) == ""
 
 
 def test_share_is_relative_to_a_product_with_the_same_timing() -> None:
