@@ -247,20 +247,15 @@ class Told:
         )
 
 
-def tell(url: str, *, callers: int, sequences: int, seed: int = 0, wrong: int = 0) -> Told:
-    """Run `callers` clients, each with `sequences` sequences in turn.
-
-    wrong: how many clients once send another step than they count.
-    """
-    return uvloop.run(_tell(Target.of(url, "/infer"), callers, sequences, seed, wrong))
+def tell(url: str, *, callers: int, sequences: int, seed: int = 0) -> Told:
+    """Run `callers` clients, each with `sequences` sequences in turn."""
+    return uvloop.run(_tell(Target.of(url, "/infer"), callers, sequences, seed))
 
 
-async def _tell(target: Target, callers: int, sequences: int, seed: int, wrong: int) -> Told:
+async def _tell(target: Target, callers: int, sequences: int, seed: int) -> Told:
     told, ended = Told(), asyncio.Event()
     watching = asyncio.ensure_future(watch(target, told.in_flight, ended))
     tellers = [Teller(target, f"{seed}-{number}", random.Random(f"{seed}-{number}"), told) for number in range(callers)]
-    for teller in tellers[:wrong]:
-        teller.lies = 1
     began = time.monotonic()
     try:
         async with asyncio.TaskGroup() as telling:
@@ -276,7 +271,7 @@ async def _tell(target: Target, callers: int, sequences: int, seed: int, wrong: 
 
 
 class Teller:
-    """One client, on one connection at a time, with its own sessions. lies: chunks that it will send with another step than it counts."""
+    """One client, on one connection at a time, with its own sessions."""
 
     def __init__(self, target: Target, name: str, chance: random.Random, told: Told) -> None:
         self._target = target
@@ -285,7 +280,6 @@ class Teller:
         self._caller: Caller | None = None
         self._usual = [AccumulatorSession(f"{name} usual {number}") for number in range(USUAL)]
         self._rare = [AccumulatorSession(f"{name} rare {number}") for number in range(RARE)]
-        self.lies = 0
 
     async def tell(self, sequences: int) -> None:
         """Send this many sequences, then end the open sessions."""
@@ -333,7 +327,7 @@ class Teller:
         return chance.choice((None, False)) if session.open else None
 
     async def _ask(self, session: AccumulatorSession, chunk: Chunk) -> None:
-        request = self._request(session, chunk)
+        request = chunk.request(self._target, session.name)
         while (reply := await self._reply(request, PATIENCE_SECONDS)) is not None:
             if self._settled(session, chunk, reply):
                 return
@@ -344,7 +338,7 @@ class Teller:
 
     async def _leave(self, session: AccumulatorSession, chunk: Chunk) -> None:
         """Hang up during a chunk, before or after its body is complete."""
-        request, chance = self._request(session, chunk), self._chance
+        request, chance = chunk.request(self._target, session.name), self._chance
         if chance.random() < HALF_SENT:
             whole = request.index(b"\r\n\r\n") + 4
             await self._reply(request[: chance.randint(whole, len(request) - 1)], HANGING_UP_SECONDS[0])
@@ -367,13 +361,6 @@ class Teller:
             session.unheard(chunk)
         self._told.faults += [fault] if fault else []
         return True
-
-    def _request(self, session: AccumulatorSession, chunk: Chunk) -> bytes:
-        if self.lies:
-            self.lies -= 1
-            first, *others = chunk.values
-            chunk = Chunk([1 if first < 1 else -1, *others], chunk.starts, chunk.ends)
-        return chunk.request(self._target, session.name)
 
     async def _reply(self, request: bytes, patience_seconds: float) -> Response | None:
         """Return the reply, or None after hanging up because it took too long."""

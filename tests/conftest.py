@@ -26,7 +26,6 @@ torch.set_num_threads(1)
 settings.register_profile("any machine", settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 
-pytest_plugins = ["pytester"]
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 ALL = pytest.StashKey[bool]()
 MARKERS = (

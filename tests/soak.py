@@ -52,8 +52,6 @@ FLAGS = ("--device", "cpu,cpu", "--frontends", "2")
 MOST_STEPS, CHUNKS = 20, 4
 PATIENCE_SECONDS = 60.0
 """How long a client waits. An answer that takes longer is lost."""
-STOPPED_SECONDS = 3.0
-"""Longer than the supervisor waits for a heartbeat of a stopped process."""
 FULL_SECONDS = 2.0
 HANG_UPS = 20
 CYCLE_SECONDS = 60.0

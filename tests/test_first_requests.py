@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests import models, planted
+from tests import models
 from tests.serving import Server, eventually, serving
 
 LIMIT = 1.5
@@ -82,9 +82,3 @@ def folder(tmp_path: Path) -> Path:
 def test_first_request_of_each_model_takes_no_longer(folder: Path, tmp_path: Path) -> None:
     ratios = best_ratios(folder, tmp_path)
     assert max(ratios.values()) <= LIMIT, ratios
-
-
-def test_first_batch_that_prepares_something_is_detected(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    planted.plant("cold", monkeypatch)
-    ratios = best_ratios(folder, tmp_path)
-    assert min(ratios.values()) > LIMIT, ratios

@@ -14,40 +14,27 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-import torch
 import uvloop
 from websockets.asyncio.client import connect
 
 from loadtest.target import Target
-from service.engine.batch import Batch, Chunk
-from service.engine.batching.state_slots import DISCARD_SLOT, FIRST_SLOT, ZERO_SLOT
-from service.engine.execution.device_engine import DeviceEngine
-from service.ipc.messages import IDS, ModelKey, Returns
-from service.metrics import Metrics
-from service.modeling import store
-from service.modeling.encoder import Encoder
 from service.supervisor.repository import POLICY
 from tests import accumulator, models
 from tests.accumulator import (
     CALLERS,
-    LONGEST,
     NEW,
     REST_SECONDS,
     SMALL,
     Account,
     AccumulatorSession,
-    Counts,
-    Ledger,
     at_rest,
     counts,
     faults_of,
-    held,
     rests,
     start_sessions,
     tell,
@@ -91,33 +78,6 @@ def busy(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
     """A server with default settings."""
     with serving(folder, tmp_path_factory.mktemp("log")) as running:
         yield running
-
-
-# The oracle.
-
-
-def test_accumulator_counts_exactly_up_to_the_longest_sequence(tmp_path: Path) -> None:
-    """The sum goes up to LONGEST and down to -LONGEST, whole and in chunks. The second cell counts the steps."""
-    spec, key = models.accumulator(tmp_path), ModelKey("accumulator", "1")
-    encoder = Encoder(spec, store.read_arrays(tmp_path / "accumulator" / "1", spec), torch.device("cpu"))
-    engine = DeviceEngine({key: encoder}, Metrics(), max_batch_sequences=4, max_batch_tokens=64)
-    values = np.array([1] * LONGEST + [0] + [-1] * 2 * LONGEST)
-    sums = values.cumsum()
-    for cuts in ([0, len(values)], [*range(0, len(values), 1000), len(values)]):
-        found, last = [], []
-        for begin, end in pairwise(cuts):
-            data = (values[begin:end] + 1).astype(IDS).tobytes()
-            slots = (FIRST_SLOT if begin else ZERO_SLOT, DISCARD_SLOT if end == len(values) else FIRST_SLOT)
-            engine.launch(Batch(key, [Chunk(data, end - begin, Returns(sequence=True), None, *slots)]))
-            [(_, encoded)] = engine.finished()
-            assert encoded.sequence is not None and encoded.scores is not None
-            found.append(encoded.sequence.astype(float))
-            last.append((encoded.scores[0], encoded.sequence[-1]))
-        cells = np.arctanh(np.concatenate(found)) / models.COUNT
-        assert np.abs(cells[:, 0] - sums).max() < 0.1
-        assert np.abs(cells[:LONGEST, 1] - np.arange(1, LONGEST + 1)).max() < 0.1
-        assert all((one == other).all() for one, other in last), "the head returns the layer's values"
-        assert [accumulator.integer(value) for value in np.concatenate(found)[:, 0]] == sums.tolist()
 
 
 # Sums.
@@ -165,33 +125,6 @@ def test_sums_are_exact_while_versions_are_replaced(tmp_path: Path) -> None:
         eventually(lambda: len(server.events("unloaded")) == loaded - 1, within_seconds=REST_SECONDS)
 
 
-def test_wrong_sum_is_detected(small: Server) -> None:
-    """Three clients each send one step that differs from the step in their account."""
-    before = at_rest(small)
-    told = tell(small.address, callers=16, sequences=3, seed=1, wrong=3)
-    assert len(told.faults) == 3, faults_of(told.faults)
-    told.ledger.check(at_rest(small).since(before))
-
-
-def test_state_of_another_session_is_detected(small: Server) -> None:
-    """The test replaces the state, as a slot with two owners would do."""
-    one, other = AccumulatorSession("mixed up one"), AccumulatorSession("mixed up other")
-    for session, values in ((one, [1, 1, 0]), (other, [-1, 1, 1])):
-        assert not _told(small, session, accumulator.Chunk(values))
-    state = small.client.get(f"/sessions/{other.name}/state").content
-    assert small.client.delete(f"/sessions/{one.name}/state").status_code == 200
-    assert small.client.put(f"/sessions/{one.name}/state", content=state).status_code == 200
-    fault = _told(small, one, accumulator.Chunk([0], ends=True))
-    assert fault is not None and "Account(sum=1, steps=4)" in fault
-    assert not _told(small, other, accumulator.Chunk([0], ends=True))
-
-
-def _told(server: Server, session: AccumulatorSession, chunk: accumulator.Chunk) -> str | None:
-    body = {"session": session.name, "end": chunk.ends}
-    answer = server.infer("accumulator", [[value + 1 for value in chunk.values]], **body)
-    return session.answered(chunk, answer.content)
-
-
 def test_session_after_a_disconnect_has_the_state_before_or_after_the_chunk() -> None:
     session = AccumulatorSession("a")
     session.unheard(accumulator.Chunk([1, 1]))
@@ -200,33 +133,6 @@ def test_session_after_a_disconnect_has_the_state_before_or_after_the_chunk() ->
     assert session.possible == {NEW, Account(2, 2), Account(-1, 2)} and not session.distinct
     session.unheard(accumulator.Chunk([1], ends=True))
     assert session.possible == {NEW, Account(2, 2), Account(-1, 2)}
-
-
-LEDGER = Ledger(sent=5, told=Counter(ok=3, overloaded=1), gone=1)
-COUNTED = Counts(5, 0, Counter(ok=4, overloaded=1))
-
-
-def test_ledger_agrees_with_matching_counts() -> None:
-    LEDGER.check(COUNTED)
-    LEDGER.check(COUNTED._replace(outcomes=Counter(ok=3, overloaded=1, client_gone=1)))
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        COUNTED._replace(accepted=6),
-        COUNTED._replace(in_flight=1),
-        COUNTED._replace(accepted=6, in_flight=1),
-        COUNTED._replace(outcomes=Counter(ok=5, overloaded=1)),
-        COUNTED._replace(outcomes=Counter(ok=5)),
-        COUNTED._replace(accepted=6, outcomes=Counter(ok=5, overloaded=1)),
-        COUNTED._replace(outcomes=Counter(ok=2, overloaded=1, client_gone=2)),
-    ],
-    ids=["lost", "in two places", "unanswered", "counted twice", "another outcome", "one too many", "told and taken for gone"],
-)
-def test_ledger_detects_wrong_counts(wrong: Counts) -> None:
-    with pytest.raises(AssertionError):
-        LEDGER.check(wrong)
 
 
 # Clients that disconnect.
@@ -317,15 +223,6 @@ def test_disconnected_clients_leave_nothing_behind(busy: Server) -> None:
     eventually(lambda: open_files(busy) == files, REST_SECONDS)
     for where, so_far in zip(("waiting", "running"), cancelled, strict=True):
         assert busy.metric("seqserve_cancelled_total", **{"while": where}) > so_far, f"some were {where}"
-
-
-def test_held_resources_are_detected(busy: Server) -> None:
-    at_rest(busy)
-    assert busy.infer("sensors", [rows(3)], session="held").status_code == 200
-    assert {name for name, count in held(busy).items() if count} == {"sessions", "state_slots_used"}
-    assert not rests(busy)
-    assert busy.client.delete("/sessions/held/state").status_code == 200
-    assert rests(busy)
 
 
 @pytest.mark.parametrize("model, steps", [("sensors", 600), ("both", 60)])
@@ -503,26 +400,6 @@ def test_overload_answers_by_the_deadline_and_refuses_at_once(busy: Server) -> N
     now = at_rest(busy).since(before)
     now.check()
     assert codes["overloaded"] == now.outcomes["overloaded"] and codes["deadline_exceeded"] == now.outcomes["deadline_exceeded"]
-
-
-IN_TIME = [Heard(1.0, 0.9, "ok"), Heard(0.5, 0.55, "deadline_exceeded"), Heard(2.0, 0.01, "overloaded")] * 100
-
-
-@pytest.mark.parametrize(
-    "late",
-    [
-        [Heard(1.0, 1.6, "ok")],
-        [Heard(1.0, 1.2, "deadline_exceeded")] * 5,
-        [Heard(2.0, 0.2, "overloaded")] * 101,
-        [Heard(2.0, 0.6, "overloaded")] * 5,
-        [Heard(1.0, 0.1, "inference_failed")],
-    ],
-    ids=["an answer", "more than one in a hundred", "most refusals", "some refusals", "a fault"],
-)
-def test_late_replies_are_detected(late: list[Heard]) -> None:
-    check_in_time(IN_TIME)
-    with pytest.raises(AssertionError):
-        check_in_time(IN_TIME + late)
 
 
 # Abandoned sessions.

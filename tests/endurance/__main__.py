@@ -43,7 +43,7 @@ Show = Callable[[str], object]
 class Plan:
     """The requests of a run. It ends after `size` answers, or after `seconds`.
 
-    sessions: of all clients. fault_seconds: time between two faults. wrong: clients that once send another step than they count.
+    sessions: of all clients. fault_seconds: time between two faults.
     """
 
     kind: str
@@ -51,7 +51,6 @@ class Plan:
     sessions: int = SESSIONS
     fault_seconds: float = FAULT_SECONDS
     seed: int = 0
-    wrong: int = 0
     seconds: float = math.inf
 
 
@@ -84,7 +83,7 @@ async def _run(plan: Plan, server: Server, folder: Path, show: Show) -> Tally:
             clients.append(RequestClient(target, number, tally, chance))
             continue
         names = [f"{plan.seed}-{name}" for name in range(number, plan.sessions, CLIENTS)]
-        clients.append(SessionClient(target, names, explained, tally, chance, number < plan.wrong))
+        clients.append(SessionClient(target, names, explained, tally, chance))
     sessions = [client for client in clients if isinstance(client, SessionClient)]
 
     def on_kill(place: int) -> None:

@@ -96,7 +96,7 @@ class Session:
 
 
 class SessionClient:
-    """A client and its sessions. wrong: it sends one chunk with a wrong step."""
+    """A client and its sessions."""
 
     def __init__(
         self,
@@ -105,7 +105,6 @@ class SessionClient:
         explained: Explained,
         tally: Tally,
         chance: random.Random,
-        wrong: bool = False,
     ) -> None:
         self._target = target
         self._sessions = [Session(name) for name in names]
@@ -113,7 +112,6 @@ class SessionClient:
         self._explained = explained
         self._tally = tally
         self._chance = chance
-        self._wrong = wrong
         self._now: Session | None = None
         """The session of the request on its way."""
         self._what: Any = None
@@ -209,8 +207,6 @@ class SessionClient:
         account = Account(session.account.sum + sum, session.account.steps + steps)
         ends = ends or account.steps > RESTART_STEPS
         self._what = (starts, ends, account)
-        if self._wrong and sum < steps:
-            self._wrong, values = False, str([2] * steps)
         flags = ("" if starts is None else f',"start":{"true" if starts else "false"}') + (',"end":true' if ends else "")
         body = f'{{"model":"accumulator","session":"{session.name}","inputs":[{values}]{flags}}}'.encode()
         return self._target.request(body)

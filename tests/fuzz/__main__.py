@@ -11,7 +11,6 @@ from pathlib import Path
 import atheris
 
 with atheris.instrument_imports(include=["service", "tests.fuzz"]):
-    from tests.fuzz.planted import PLANTED
     from tests.fuzz.targets import TARGETS, checked
 
 CORPUS = Path(__file__).with_name("corpus")
@@ -31,10 +30,9 @@ def main() -> None:
         "timeout": MAX_WALL_SECONDS,
         "artifact_prefix": f"{folder}/",
     }
-    corpus = [str(CORPUS / name)] if (CORPUS / name).is_dir() else []
     # libFuzzer writes new inputs to the first folder that it is given, and only reads the others.
-    arguments = [sys.argv[0], *[f"-{option}={value}" for option, value in options.items()], folder, *corpus]
-    atheris.Setup(arguments, checked((TARGETS | PLANTED)[name]))
+    arguments = [sys.argv[0], *[f"-{option}={value}" for option, value in options.items()], folder, str(CORPUS / name)]
+    atheris.Setup(arguments, checked(TARGETS[name]))
     atheris.Fuzz()
 
 

@@ -139,16 +139,6 @@ def test_fifty_device_errors_end_engines_and_send_no_wrong_answer(tmp_path: Path
         assert sum(pool.map(errors_of, range(SERVERS))) == ENGINES_OF_A_POISON * SERVERS * POISONS
 
 
-def test_engine_that_answers_after_a_device_error_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    planted.plant("sticky,unchecked-device", monkeypatch)
-    with serving(one_model(tmp_path), tmp_path, "--device", "cuda:0") as server:
-        wrong = pytest.raises(AssertionError, match="a wrong answer")
-        with wrong, checked_load(server):
-            time.sleep(BUSY_SECONDS)
-            assert ask(server, [poison()]).status_code == 200, "the engine has not noticed the error"
-            time.sleep(BUSY_SECONDS)
-
-
 def one_model(tmp_path: Path) -> Path:
     """Return a folder with the model alone: an engine that starts again has nothing else to load."""
     folder = tmp_path / "models"

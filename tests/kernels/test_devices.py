@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
 
 from kernels import compile as compiler
-from kernels import launching
 from kernels.backend import PINNED
 from kernels.conv.tables import TABLES
 from kernels.persistent import grid
@@ -31,7 +29,6 @@ from tests.kernels.devices import (
     RTX_5090,
     Device,
     FakeKernel,
-    FakeLaunch,
     emulated,
 )
 from tests.kernels.families import Form
@@ -226,77 +223,3 @@ def test_text_cnn_over_tables_is_one_launch(rows: int, labels: int, device: Devi
         assert launch.kernel.source.name == "folded.cu"
         assert launch.kernel.cluster == 1 or (labels and device.capability >= (9, 0))
         assert not launch.broken_limits(), launch
-
-
-# The limits themselves.
-
-
-@pytest.mark.parametrize(
-    "device, registers, threads, shared, blocks",
-    [
-        (A100, 128, 256, 0, 2),
-        (A100, 128, 256, 100_000, 1),
-        (A10, 32, 1024, 0, 1),
-        (A100, 32, 1024, 0, 2),
-        (L4, 168, 192, 50_176, 2),
-        (L4, 168, 192, 50_177, 1),
-        (H100, 255, 288, 0, 0),
-        (B200, 16, 32, 0, 32),
-    ],
-    ids=str,
-)
-def test_resident_blocks_by_hand(device: Device, registers: int, threads: int, shared: int, blocks: int) -> None:
-    assert device.resident_blocks(threads, registers, shared) == blocks
-
-
-def planted(device: Device, source: str = "scan/gate_inputs.cu", **changes: int) -> FakeLaunch:
-    """Return a launch that keeps the limits of any device except for the changes."""
-    values = {
-        "threads": 256,
-        "cluster": 1,
-        "cooperative": 0,
-        "blocks": 8,
-        "shared": 1024,
-        "REGISTERS": 0,
-        "PARTS": 4,
-        **changes,
-    }
-    constants = {"REGISTERS": values["REGISTERS"], "PARTS": values["PARTS"]}
-    path = Path(compiler.__file__).parent / source
-    kernel = FakeKernel(device, path, values["threads"], values["cluster"], bool(values["cooperative"]), constants)
-    return FakeLaunch(kernel, (values["blocks"], 1, 1), values["shared"])
-
-
-@pytest.mark.parametrize(
-    "launch, broken",
-    [
-        (planted(L4), []),
-        (planted(L4, threads=1056), ["threads of a block"]),
-        (planted(L4, threads=100), ["threads of a block"]),
-        (planted(L4, shared=101_377), ["shared memory of a block", "registers of a block"]),
-        (planted(A100, shared=101_377), []),
-        (planted(A100, blocks=0), ["blocks along an axis"]),
-        (planted(A100, cluster=2), ["clusters need 9.0"]),
-        (planted(B200, cluster=2), []),
-        (planted(B200, cluster=3), ["blocks of a cluster"]),
-        (planted(A10, "persistent/grid.cu", cooperative=1, blocks=144), []),
-        (planted(A10, "persistent/grid.cu", cooperative=1, blocks=145), ["all blocks of a cooperative launch at once"]),
-        (
-            planted(A10, "persistent/grid.cu", cooperative=1, blocks=144, shared=50_177),
-            ["all blocks of a cooperative launch at once"],
-        ),
-        (planted(RTX_4090, "scan/product.cu"), ["wgmma needs 9.0"]),
-        (planted(B200, "conv/product.cu"), ["wgmma needs 9.0"]),
-        (planted(RTX_4090, "persistent/grid.cu", REGISTERS=200), ["warps lend registers from 9.0 on"]),
-    ],
-    ids=str,
-)
-def test_broken_limits_are_found(launch: FakeLaunch, broken: list[str]) -> None:
-    assert launch.broken_limits() == broken
-
-
-@pytest.mark.usefixtures("made")
-def test_launchers_see_the_emulated_device(device: Device) -> None:
-    assert launching.multiprocessors(0) == device.multi_processor_count
-    assert compiler.shared_limit(0) == device.shared_memory_per_block_optin
-    assert compiler._architecture(0) == device.architecture

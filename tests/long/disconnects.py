@@ -88,14 +88,14 @@ class Service:
 
 
 @contextmanager
-def gated(folder: Path, *flags: str, fault: str = "", token: str = "", **settings: str) -> Iterator[Service]:
-    """A server with a gate. fault: a further fault, to be found. token: of a key that may read metrics."""
+def gated(folder: Path, *flags: str, token: str = "", **settings: str) -> Iterator[Service]:
+    """A server with a gate. token: of a key that may read metrics."""
     models.accumulator(folder / "models")
     (folder / "censuses").mkdir()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GATE", str(folder / "gate"))
         patch.setenv("CENSUS", str(folder / "censuses"))
-        planted.plant(f"gated-device,census,{fault}", patch)
+        planted.plant("gated-device,census", patch)
         gate = Gate(folder / "gate")
         with serving(folder / "models", folder, *flags, **(SETTINGS | settings)) as server:
             server.client.headers.update({"authorization": f"Bearer {token}"} if token else {})

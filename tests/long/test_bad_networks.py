@@ -14,7 +14,7 @@ import pytest
 import uvloop
 
 from loadtest.target import Target
-from tests import models, planted
+from tests import models
 from tests.accumulator import NEW, Account, at_rest
 from tests.callers import Caller, Response
 from tests.long.bad_network import BadNetwork, Network
@@ -140,10 +140,3 @@ def test_every_chunk_runs_once_on_a_bad_network(
         assert not ledger.faults
         assert bool(network.cut) == (relay.cut > 0)
         assert not server.events("bug") and not server.events("library warning")
-
-
-def test_service_that_runs_chunks_twice_is_detected(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    planted.plant("ignores-steps", monkeypatch)
-    with serving(folder, tmp_path, session_idle_seconds="600") as server:
-        ledger, _ = sent_over(NETWORKS["cuts"], server)
-    assert any("not Account" in fault for fault in ledger.faults)

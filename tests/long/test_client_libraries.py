@@ -14,8 +14,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests import models, planted
-from tests.long.triton_caller import SAMPLE
+from tests import models
 from tests.serving import Server, serving
 from tests.steady import WARM_UP, Memory, Sample, steady
 
@@ -23,7 +22,6 @@ pytest.importorskip("tritonclient", reason="tritonclient is missing")
 
 REQUESTS = 100_000
 """Requests of each client after the warm-up."""
-REQUESTS_OF_A_LEAK = 4 * SAMPLE
 TRANSPORTS = ("http", "grpc")
 MOST_MIB = 1.0
 """Growth of a process in 100,000 requests."""
@@ -73,10 +71,3 @@ def test_100_000_requests_of_each_library_grow_nothing(
     with capsys.disabled():
         print("\nMiB in 100,000 requests:", ", ".join(f"{name} {size:.2f}" for name, size in grown.items()))
     assert {name: size for name, size in grown.items() if size > MOST_MIB} == {}
-
-
-def test_library_that_keeps_its_answers_is_detected(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    planted.plant("client-leak", monkeypatch)
-    with serving(folder, tmp_path) as server:
-        grown = growth(server, WARM_UP + REQUESTS_OF_A_LEAK)
-    assert {name for name, size in grown.items() if size > MOST_MIB} >= {f"{name} client" for name in TRANSPORTS}

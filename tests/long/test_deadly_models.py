@@ -134,11 +134,3 @@ def test_strict_start_ends_with_the_name_of_the_model(tmp_path: Path, deadly: Pa
     failed = pytest.raises(AssertionError, match="3 times before it was ready, the last time while it tried deadly version 1")
     with failed, started(tmp_path):
         pass
-
-
-def test_supervisor_that_does_not_count_ends_is_detected(tmp_path: Path, deadly: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    planted.plant("deadly-uncounted", monkeypatch)
-    with started(tmp_path) as server:
-        deadly.write_text("batch")
-        with pytest.raises(AssertionError, match=f"still served after {MAX_ENDS + 1} ends of engines"):
-            check_becomes_unavailable(server)

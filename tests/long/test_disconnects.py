@@ -19,8 +19,7 @@ from tests.long.visits import HTTP, REPLY
 from tests.serving import eventually
 from tests.tracer.receiver import Receiver, receiving
 
-FEW = 150
-WAVES = {0: FEW, 1: 2_000, 2: 2_000}
+WAVES = {0: 150, 1: 2_000, 2: 2_000}
 """Clients of each wave, by its seed. The first wave fills all caches."""
 TRACEPARENT = f"traceparent: 00-{'ab' * 16}-{'cd' * 8}-01"
 
@@ -36,7 +35,7 @@ def test_4000_clients_that_disconnect_leave_nothing_behind(tmp_path: Path, capsy
 
 
 @contextmanager
-def with_everything(folder: Path, fault: str = "") -> Iterator[tuple[Service, Receiver, tuple[str, ...]]]:
+def with_everything(folder: Path) -> Iterator[tuple[Service, Receiver, tuple[str, ...]]]:
     """A server with keys, traces, compression and the access log, and the headers that its clients send."""
     keys = folder / "keys.toml"
     token = create(keys, "client", [Scope.INFER, Scope.SESSION, Scope.METRICS], "tenant")
@@ -44,7 +43,7 @@ def with_everything(folder: Path, fault: str = "") -> Iterator[tuple[Service, Re
     settings = {"trace_rate": "1", "access_log_rate": "1"}
     with receiving("grpc") as receiver:
         settings["trace_endpoint"] = receiver.endpoint
-        with gated(folder, "--keys", str(keys), fault=fault, token=token, **settings) as service:
+        with gated(folder, "--keys", str(keys), token=token, **settings) as service:
             yield service, receiver, headers
 
 
@@ -59,19 +58,3 @@ def test_4000_clients_leave_nothing_behind_with_everything_switched_on(tmp_path:
         assert service.server.metric("seqserve_traced_requests_total") >= sum(client.complete for client in clients)
         eventually(lambda: any(span.attributes.get("seqserve.outcome") == "client_gone" for span in receiver.spans))
         assert not service.server.events("bug") + service.server.events("library warning")
-
-
-FAULTS = {"uncancelled": "requests and sequences", "keeps-clients": "descriptors", "unread-sockets": "requests and sequences"}
-"""Planted faults, and the beginning of the report of each."""
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_clients_that_leave_something_behind_are_detected(fault: str, tmp_path: Path) -> None:
-    with gated(tmp_path, fault=fault) as service, pytest.raises(AssertionError, match=FAULTS[fault]):
-        check_wave(service, FEW, seed=0)
-
-
-def test_kept_clients_are_detected_with_everything_switched_on(tmp_path: Path) -> None:
-    fault = "keeps-clients"
-    with with_everything(tmp_path, fault) as (service, _, headers), pytest.raises(AssertionError, match=FAULTS[fault]):
-        check_wave(service, FEW, 0, headers)

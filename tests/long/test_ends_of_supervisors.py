@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests import models, planted
+from tests import models
 from tests.long.overload import LAGS, Lag
 from tests.reloading import TEXT
 from tests.serving import Server, alive, asking, descendants, eventually, serving
@@ -81,12 +81,3 @@ def test_engine_that_is_starting_ends_too(tmp_path: Path) -> None:
 
 def imports_torch(pid: int) -> bool:
     return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
-
-
-def test_processes_that_are_not_bound_are_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine that runs a long batch does not notice the end of its supervisor by itself."""
-    planted.plant("orphans", monkeypatch)
-    with started(tmp_path) as server, suppress(httpx.TransportError), asking(server, REQUEST):
-        eventually(lambda: server.last_metric("seqserve_requests_in_flight"))
-        # The tracer may be left too: it exports its last spans for as long as this test waits.
-        assert any(name.startswith("engine-") for name in left_behind(server))

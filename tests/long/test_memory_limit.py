@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import select
 import socket
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
@@ -22,7 +21,7 @@ import pytest
 from loadtest import oip_requests
 from tests import models
 from tests.long.memory_group import MemoryGroup, memory_group
-from tests.planted import constants, plant
+from tests.planted import constants
 from tests.raw_websocket import connection, handshake
 from tests.serving import LIMIT_SECONDS, Server, eventually, serving
 
@@ -203,16 +202,3 @@ def test_everything_is_refused_when_others_take_the_memory(crowded: tuple[Server
         assert call(server, SMALL) is grpc.StatusCode.UNAVAILABLE
         check_observed(server)
     eventually(lambda: server.infer("sensors", [SMALL], session="open", start=False, end=True).status_code == 200)
-
-
-def test_service_that_does_not_look_at_its_limit_is_killed(folder: Path, tmp_path: Path) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        plant("unguarded", patch)
-        with limited(folder, tmp_path, "unguarded") as (server, group):
-            began = time.monotonic()
-            with ExitStack() as held:
-                send_bodies(server, held)
-                while group.kills() == 0 and time.monotonic() < began + LIMIT_SECONDS:
-                    time.sleep(0.1)
-                assert group.kills() > 0
-                eventually(lambda: any(event["status"] == -9 for event in server.events("child ended")))

@@ -23,7 +23,6 @@ import pytest
 from loadtest.generator.job import Job
 from loadtest.generator.process import run_in_process
 from loadtest.target import Target
-from tests import planted
 from tests.long.health_checks import LIMITS_SECONDS, Checks
 from tests.serving import Server, eventually, serving
 
@@ -137,16 +136,3 @@ def test_health_port_answers_in_time_during_overload(
     with serving(models_folder, tmp_path, "--health-port", "0", frontends="2") as server, capsys.disabled():
         checks = checks_during_overload(server)
     assert set(checks.seconds) == set(LIMITS_SECONDS) and not checks.late()
-
-
-def test_checks_that_wait_are_detected(models_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The supervisor's event loop stands still for a second, again and again."""
-    planted.plant("busy-supervisor", monkeypatch)
-    with serving(models_folder, tmp_path, "--health-port", "0") as server:
-        checks = Checks()
-        checking = threading.Thread(target=checks.run, args=[server.health])
-        checking.start()
-        time.sleep(5 * planted.BUSY_SECONDS)
-        checks.end()
-        checking.join()
-    assert checks.late()

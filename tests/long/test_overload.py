@@ -46,18 +46,12 @@ TIMES = 10
 """Ratio of the callers that overload the frontends to the callers that keep them busy."""
 
 
-@contextmanager
-def device_bound(folder: Path, scratch: Path, fault: str = "slow-device") -> Iterator[Server]:
-    with pytest.MonkeyPatch.context() as patch:
-        planted.plant(fault, patch)
-        with serving(folder, scratch, max_batch_sequences="4", idle_seconds="600") as server:
-            yield server
-
-
 @pytest.fixture(scope="module")
 def device(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with device_bound(folder, tmp_path_factory.mktemp("log")) as server:
-        yield server
+    with pytest.MonkeyPatch.context() as patch:
+        planted.plant("slow-device", patch)
+        with serving(folder, tmp_path_factory.mktemp("log"), max_batch_sequences="4", idle_seconds="600") as server:
+            yield server
 
 
 @pytest.mark.parametrize("transport", ["http", "grpc"])
@@ -77,13 +71,6 @@ def test_goodput_holds_up_to_20_times_the_capacity_of_the_processor_of_the_engin
     check_computed(LSTM, COMPUTED_CAPACITY, tmp_path, show, **limits)
 
 
-def test_engine_that_admits_everything_is_detected(folder: Path, tmp_path: Path) -> None:
-    with device_bound(folder, tmp_path, "admits-all") as server:
-        overload = Overload.of(server, "http", "sensors", ROWS)
-        capacity = overload.capacity(SECONDS / 4)
-        assert faults(10, overload.step(10 * capacity, SECONDS / 2), capacity)
-
-
 def test_frontends_answer_ten_times_the_callers(folder: Path, tmp_path: Path, show: Callable[[object], None]) -> None:
     """The model is tiny: the callers wait for the frontend."""
     with serving(folder, tmp_path) as server:
@@ -97,9 +84,9 @@ def test_frontends_answer_ten_times_the_callers(folder: Path, tmp_path: Path, sh
 
 
 @contextmanager
-def frontend_bound(folder: Path, scratch: Path, fault: str, kind: str = "http") -> Iterator[Overload]:
+def frontend_bound(folder: Path, scratch: Path, kind: str) -> Iterator[Overload]:
     with pytest.MonkeyPatch.context() as patch:
-        planted.plant(fault, patch)
+        planted.plant("slow-frontend", patch)
         with serving(folder, scratch, idle_seconds="600", default_deadline_ms=DEFAULT_DEADLINES_MS[kind]) as server:
             yield Overload.of(server, kind, "sensors", ROWS)
 
@@ -156,7 +143,7 @@ def test_goodput_holds_up_to_10_times_the_capacity_of_the_frontends(
     kind: str, folder: Path, tmp_path: Path, show: Callable[[object], None]
 ) -> None:
     """An open loop. The decoding is planted: it takes a fixed time, and no processor time from the generator."""
-    with frontend_bound(folder, tmp_path, "slow-frontend", kind) as overload:
+    with frontend_bound(folder, tmp_path, kind) as overload:
         capacity, found = overload.capacity(SECONDS), []
         for times in (1, 2, 5, 10):
             for _ in range(ATTEMPTS):
@@ -166,21 +153,6 @@ def test_goodput_holds_up_to_10_times_the_capacity_of_the_frontends(
                 capacity = min(capacity, overload.capacity(SECONDS))
             found += wrong
     assert found == []
-
-
-@pytest.mark.parametrize("kind", ["http", "large http"])
-def test_frontend_that_decodes_every_request_is_detected(
-    kind: str, folder: Path, tmp_path: Path, show: Callable[[object], None]
-) -> None:
-    with frontend_bound(folder, tmp_path, "admits-late", kind) as overload:
-        found = frontend_faults(overload, 10, overload.capacity(SECONDS / 4), show)
-        assert any("answers in time" in fault for fault in found), found
-
-
-def test_frontend_with_long_ticks_is_detected(folder: Path, tmp_path: Path, show: Callable[[object], None]) -> None:
-    with frontend_bound(folder, tmp_path, "long-ticks") as overload:
-        found = frontend_faults(overload, 10, overload.capacity(SECONDS / 4), show)
-        assert any("lag" in fault for fault in found), found
 
 
 def test_bursts_keep_the_deadlines_of_accepted_requests(device: Server, show: Callable[[object], None]) -> None:

@@ -23,7 +23,6 @@ from tests.frontend.http2 import peer
 from tests.fuzz.wire import grpc
 from tests.fuzz.wire.conversation import never
 from tests.fuzz.wire.line import send
-from tests.planted import plant
 from tests.serving import Server, serving
 from tests.steady import processes, resident_bytes
 
@@ -194,11 +193,3 @@ def test_ten_thousand_requests_beyond_the_limit_leave_no_memory(small: Server) -
     before = small.metric("seqserve_requests_accepted_total")
     assert growth(small, large(small, LARGE_REQUESTS // BATCHES)) * BATCHES <= LARGE_BYTES
     assert small.metric("seqserve_requests_accepted_total") > before
-
-
-def test_leak_of_refused_requests_is_detected(models_folder: Path, tmp_path: Path) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        plant("refusal-leak", patch)
-        with small_bodies(models_folder, tmp_path) as server:
-            assert growth(server, shaped(server, "chunks")) > SHAPED_BYTES
-            assert growth(server, large(server, 1_000 // BATCHES)) * BATCHES > LARGE_BYTES

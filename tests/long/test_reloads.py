@@ -18,7 +18,7 @@ import uvloop
 
 from loadtest.target import Target
 from service.modeling import spec
-from tests import models, planted
+from tests import models
 from tests.callers import Caller
 from tests.reloading import TEXT, Load, answered, load
 from tests.serving import Server, eventually, serving
@@ -118,20 +118,11 @@ def test_50_broken_versions_leave_the_old_one(tmp_path: Path) -> None:
         assert processes(server) == before
 
 
-def test_broken_version_that_is_served_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    root = tmp_path / "models"
-    models.words(root)
-    planted.plant("unverified", monkeypatch)
-    with serving(root, tmp_path) as server:
-        assert any("exchange_weights" in each for each in broken_reloads(server, root, len(BREAKS)))
-
-
 # Many callers.
 
 STORM_CALLERS, STORM_CHANGES = 32, 1024
 WARM_UP_CHANGES = 128
 """Changes of each caller after which the memory pools of all processes have their final size."""
-LEAKY_CHANGES = 48
 STORM_MODELS = [f"accumulator{number}" for number in range(4)]
 DOCUMENTED = {200, 400, 404, 409, 503}
 
@@ -203,12 +194,3 @@ def test_32_callers_load_and_unload_1024_times(tmp_path: Path, capsys: pytest.Ca
             print(f"\n{statuses.total()} changes in {seconds:.0f} s: {dict(statuses)}; MiB more: {grown}")
         assert statuses.total() == STORM_CALLERS * STORM_CHANGES
         assert growth(before, after) == []
-
-
-def test_unloaded_models_that_are_kept_are_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    planted.plant("keeps-models", monkeypatch)
-    with storming(tmp_path / "models", tmp_path) as server:
-        uvloop.run(storm(server, LEAKY_CHANGES))
-        before = rest(server)
-        uvloop.run(storm(server, LEAKY_CHANGES))
-        assert any(fault.startswith("engine-0: ") for fault in growth(before, rest(server)))

@@ -53,9 +53,9 @@ OPTIONS = [
 
 
 @contextmanager
-def replicated(folder: Path, scratch: Path, fault: str = "") -> Iterator[Cluster]:
+def replicated(folder: Path, scratch: Path) -> Iterator[Cluster]:
     with pytest.MonkeyPatch.context() as patch:
-        planted.plant(f"slow-device,{fault}", patch)
+        planted.plant("slow-device", patch)
         with clustered(folder, scratch, REPLICAS, max_batch_sequences="4", max_waiting="16", max_inputs="16") as cluster:
             yield cluster
 
@@ -167,10 +167,3 @@ def test_clients_that_retry_at_once_hardly_add_to_the_load(
         assert seen.faults() == []
         discouraged = sum(replica.metric("seqserve_retries_discouraged_total") for replica in cluster.running)
         assert discouraged > 0
-
-
-def test_service_that_always_invites_retries_is_detected(folder: Path, tmp_path: Path, show: Callable[[object], None]) -> None:
-    with replicated(folder, tmp_path, "always-invites") as cluster:
-        seen = storm(cluster)
-        show(seen)
-        assert "amplification" in seen.faults()

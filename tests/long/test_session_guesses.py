@@ -142,8 +142,3 @@ async def guess(tenants: Tenants) -> list[str]:
 
 def test_guessed_session_looks_as_one_that_never_was(tenants: Tenants) -> None:
     assert uvloop.run(guess(tenants))[:3] == []
-
-
-def test_tenants_whose_sessions_share_a_name_are_detected(tenants: Tenants) -> None:
-    """Here the tenant that guesses has the key of the owner."""
-    assert uvloop.run(guess(tenants._replace(guesser=tenants.owner)))

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests import models, planted
+from tests import models
 from tests.accumulator import CALLERS, REST_SECONDS, SMALL, counts, faults_of, rests, start_sessions, tell
-from tests.engine.batching.story import Story, any_event, free_every_slot_twice
+from tests.engine.batching.story import Story, any_event
 from tests.serving import eventually, serving
 from tests.steady import WARM_UP, Memory, growing
 
@@ -19,7 +19,6 @@ SEQUENCES = 2000
 """Sequences per client."""
 WAVE, ABANDONED = 4000, 100_000
 """Sessions that are abandoned at once, nearly as many as may be open, and in all."""
-ABANDONED_BESIDE_A_LEAK = 2 * WARM_UP
 
 
 def tell_story(seed: int) -> None:
@@ -40,13 +39,6 @@ def tell_story(seed: int) -> None:
 def test_million_events_keep_states_and_sums_of_sessions() -> None:
     for seed in range(EVENTS // EVENTS_OF_A_STORY):
         tell_story(seed)
-
-
-def test_double_release_of_a_slot_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    free_every_slot_twice(monkeypatch)
-    with pytest.raises(AssertionError) as found:
-        tell_story(7)
-    assert found.value.__notes__ == ["in the story of seed 7"]
 
 
 def test_512_000_sequences_have_exact_sums(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,8 +75,3 @@ def test_100_000_abandoned_sessions_leave_nothing_behind(tmp_path: Path, capsys:
     with capsys.disabled():
         print("\nMiB in 100,000 sessions:", ", ".join(f"{name} {slope:.2f}" for name, slope in slopes.items()))
     assert not growing(slopes)
-
-
-def test_expired_sessions_that_are_kept_are_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    planted.plant("keeps-expired", monkeypatch)
-    assert growing(abandon(ABANDONED_BESIDE_A_LEAK, tmp_path)).keys() == {"engine-0"}

@@ -19,7 +19,6 @@ from tests.frontend.http2 import peer
 from tests.fuzz.wire import grpc
 from tests.long.others import BODY, ROWS_AT_ONCE, UsualClients, on_planted_device
 from tests.long.overload import Lag
-from tests.planted import constants
 from tests.serving import LIMIT_SECONDS, Server
 
 CLIENTS, ROUNDS = 2_000, 3
@@ -29,7 +28,6 @@ PHASE_SECONDS = 8.0
 """Shorter than the limit, so that all slow clients are connected in the whole phase."""
 RECEIVE_SECONDS, SWEEP_SECONDS, LAGS = 10.0, 1.0, 10
 """The default limit, how often it is applied, and how many times the worst lag of this process a connection may end later."""
-PLANTED_PATIENCE_SECONDS = 20.0
 MOST_RATIO = 1.5
 """How many times as long half of the usual requests may take."""
 HEAD = b"POST /infer HTTP/1.1\r\nHost: localhost\r\n"
@@ -124,10 +122,8 @@ class Crowd:
     of the same kind, and may get a core as late.
     """
 
-    def __init__(self, server: Server, patience_seconds: float = LIMIT_SECONDS) -> None:
-        """patience_seconds: how long a client sends at most."""
+    def __init__(self, server: Server) -> None:
         self._server = server
-        self._patience = patience_seconds
         self.borne: dict[str, list[float]] = {name: [] for name in WAYS}
         self.lag = self.late = 0.0
 
@@ -168,7 +164,7 @@ class Crowd:
             else:
                 due, client = waiting.popleft()
                 self._sleep_until(due)
-            if client.advance() and client.borne < self._patience:
+            if client.advance() and client.borne < LIMIT_SECONDS:
                 waiting.append((time.monotonic() + BYTE_SECONDS, client))
             else:
                 self.borne[client.name].append(client.borne)
@@ -187,12 +183,3 @@ def test_2_000_slow_clients_are_closed_and_delay_nobody(tmp_path: Path, show: Ca
         assert not comparison.failures and not crowd.overdue(RECEIVE_SECONDS)
         assert comparison.holds(MOST_RATIO)
         assert not server.events("bug") and not server.events("library warning")
-
-
-def test_service_that_bears_slow_clients_is_detected(tmp_path: Path) -> None:
-    """Only incomplete calls have another limit."""
-    impatient = constants({"service.frontend.connection_guard.RECEIVE_SECONDS": 1})
-    with impatient, on_planted_device("slow-device,patient", tmp_path) as server:
-        crowd = Crowd(server, PLANTED_PATIENCE_SECONDS)
-        crowd.run(len(WAYS))
-    assert crowd.overdue(1.0).keys() == WAYS.keys() - {"data"}

@@ -225,18 +225,3 @@ def test_100_stops_under_load_lose_nothing(folder: Path, tmp_path: Path, capsys:
         )
     assert [fault for stop in stops for fault in stop.faults] == []
     eventually(lambda: unused_shared_memory() <= before)
-
-
-def test_service_without_a_lame_duck_time_is_detected(folder: Path, tmp_path: Path) -> None:
-    assert any("ConnectionRefusedError" in fault for fault in stopped(folder, tmp_path, 0, lame_duck_seconds="0").faults)
-
-
-def test_frontends_that_end_at_once_are_detected(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They do not answer the requests that they accepted in the lame-duck time."""
-    planted.plant("slow-device,cut-short", monkeypatch)
-    assert any("no reply" in fault for fault in stopped(folder, tmp_path, 0).faults)
-
-
-def test_countdown_that_a_signal_restarts_is_detected(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    planted.plant("slow-device,restarted-countdown", monkeypatch)
-    assert any("status None" in fault for fault in stopped(folder, tmp_path, 0, limit=5 * LAME_DUCK_SECONDS).faults)

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load
 
 from service.errors import ModelError
 from service.modeling import store
@@ -20,7 +17,6 @@ from tests.weight_files import MAX_SECONDS, SIZE, joined, run
 FEW = 5_000
 LIMIT_BYTES = 64 << 20
 ENTRIES = 100_000
-Tensors = dict[str, torch.Tensor]
 
 
 @pytest.fixture
@@ -55,33 +51,3 @@ def test_file_of_a_hundred_thousand_tensors_is_refused_soon(folder: Path, spec: 
     with pytest.raises(ModelError):
         store.parse_arrays(folder / WEIGHTS, content, spec)
     assert time.thread_time() - began < MAX_SECONDS
-
-
-def mixed_up(tensors: Tensors) -> Tensors:
-    """Give each tensor the values of another of its shape, if there is one."""
-    others = {
-        name: [other for other in tensors if other != name and tensors[other].shape == tensors[name].shape] for name in tensors
-    }
-    return {name: tensors[(found or [name])[0]] for name, found in others.items()}
-
-
-def without_last_bit(tensors: Tensors) -> Tensors:
-    return {name: array.half().to(array.dtype) for name, array in tensors.items()}
-
-
-@pytest.mark.parametrize("spoil", [mixed_up, without_last_bit])
-def test_loader_that_reads_other_bytes_is_detected(
-    spoil: Callable[[Tensors], Tensors], folder: Path, spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(store, "load", lambda data: spoil(load(data)))
-    assert run(folder, spec, FEW).wrong
-
-
-def test_loader_that_takes_any_values_is_detected(folder: Path, spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "wrong_values", lambda *_: None)
-    assert run(folder, spec, FEW).wrong
-
-
-def test_loader_that_raises_another_error_is_detected(folder: Path, spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "SafetensorError", KeyError)
-    assert run(folder, spec, FEW).wrong

@@ -24,7 +24,6 @@ from tests.serving import Server, check_unharmed
 GUESSERS, DELAY_SECONDS, TIMER_SECONDS = 1_000, 1.0, 0.05
 """Each client guesses again after its answer, so a second has up to 1,000 guesses. Fewer clients than answers that may wait at a time."""
 ROUNDS, PHASE_SECONDS = 2, 8.0
-PLANTED_GUESSERS, PLANTED_SECONDS = 10, 5.0
 
 
 class Guessers:
@@ -91,12 +90,12 @@ class Guessers:
 
 
 @contextmanager
-def guarded(root: Path, *faults: str) -> Iterator[tuple[Server, str]]:
+def guarded(root: Path) -> Iterator[tuple[Server, str]]:
     """Run a server with keys. Yields it and a valid key."""
     file = root / "keys.toml"
     key = create(file, "valid", [Scope.INFER, Scope.METRICS], "valid")
     flags = ("--keys", str(file))
-    with on_planted_device(",".join(("slow-device", *faults)), root, *flags, max_batch_sequences=str(ROWS_AT_ONCE)) as server:
+    with on_planted_device("slow-device", root, *flags, max_batch_sequences=str(ROWS_AT_ONCE)) as server:
         server.client.headers["authorization"] = f"Bearer {key}"
         yield server, key
 
@@ -111,11 +110,3 @@ def test_answers_to_1_000_wrong_keys_a_second_wait(tmp_path: Path, show: Callabl
         assert not comparison.failures and not guessers.others
         assert guessers.answered_at_once <= guessers.allowed_at_once
         check_unharmed(server)
-
-
-def test_service_that_answers_guesses_at_once_is_detected(tmp_path: Path) -> None:
-    with guarded(tmp_path, "answers-guesses") as (server, _):
-        guessers = Guessers(server, PLANTED_GUESSERS)
-        with guessers.running():
-            time.sleep(PLANTED_SECONDS)
-    assert guessers.answered_at_once > guessers.allowed_at_once

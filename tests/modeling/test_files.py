@@ -134,11 +134,3 @@ def contents(root: Path, outside: Path, *expected: bytes) -> Counter[bytes]:
 def test_swapped_files_are_never_those_outside(root: Path, outside: Path) -> None:
     found = contents(root, outside, OWN, REFUSED)
     assert found.keys() == {OWN, REFUSED}, found
-
-
-def test_check_of_a_name_instead_of_the_open_file_is_detected(
-    root: Path, outside: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The race is real: the checked name may belong to a different file than the open descriptor."""
-    monkeypatch.setattr(files, "_real_path", lambda _, file: Path(os.path.realpath(file)))
-    assert contents(root, outside, SECRET)[SECRET]

@@ -12,12 +12,10 @@ import pytest
 
 from tests.planted.sitecustomize import (
     AT_ONCE,
-    BUSY_SECONDS,
     DEADLY_MODEL,
     DEVICE_SECONDS,
     FRONTEND_POINTS,
     HARMED_MODEL,
-    LEAKED_BYTES,
     PLANTS,
     POINTS,
     STALL,
@@ -28,12 +26,10 @@ from tests.planted.sitecustomize import (
 from tests.serving import rewrite
 
 __all__ = [
-    "BUSY_SECONDS",
     "DEADLY_MODEL",
     "DEVICE_SECONDS",
     "FRONTEND_POINTS",
     "HARMED_MODEL",
-    "LEAKED_BYTES",
     "PLANTED_PATH",
     "POINTS",
     "STALL",

@@ -2,66 +2,27 @@
 
 PLANTED names faults of a server, separated by commas:
 - sticky, endless, memory: a device error in a batch on a GPU that has a sequence of exactly STEPS time steps;
-- unchecked-device: an engine does not notice that its device has failed, and answers with old numbers in host memory;
 - failed-capture: captures of graphs of the model HARMED_MODEL fail as the file CAPTURE says: `synchronizes` is an illegal call that
   raises, `invalid` an illegal call whose error is ignored, `raises` an error of Python. An empty file harms nothing;
-- engine-leak, frontend-leak: a process that keeps LEAKED_BYTES of every request;
-- client-leak: Triton's client libraries keep LEAKED_BYTES of every answer;
-- refusal-leak: a frontend that keeps REFUSAL_BYTES of every request that it refuses;
 - ends: an engine kills itself when a sequence of exactly STEPS time steps reaches the point that the first line of the file ENDS names,
   one of POINTS; then the line is gone;
 - ends-anywhere: a process kills itself when any request reaches the point that the file ENDS/<its process id> names. POINTS are
   the points of an engine, and FRONTEND_POINTS the points of a frontend;
-- ends-unrepeated: the same, and frontends do not run the requests of an engine that ended again;
 - deadly: an engine kills itself when it loads the model DEADLY_MODEL, or starts a batch of it, as the file DEADLY says: `load` or `batch`;
-- deadly-uncounted: the same, and the supervisor does not count which versions end engines;
-- cold: the first batch of each model after the warm-up computes COLD_SECONDS more;
 - slow-device: each batch waits DEVICE_SECONDS, in which a device would compute: it takes no processor time;
 - slow-frontend: a frontend or its decoder waits FRONTEND_SECONDS while it decodes a request to /infer or to ModelInfer: it takes no
   processor time;
-- admits-late: the same, and it decodes every request, however long the request has waited;
-- long-ticks: the same, and one tick of its event loop decodes all requests that have arrived;
 - short-ticks: one tick of a frontend's event loop starts one request, and all others wait;
 - damaged: once the file DAMAGED exists, every model computes wrong scores;
 - stepped-device: each batch waits STEP_SECONDS for each time step of its longest row;
 - gated-device: a batch stays in flight until the file GATE lets it end. It contains `open`, or a number of batches;
-- uncancelled: with gated-device, frontends do not tell the engine that nothing waits for a request any longer;
-- unread-sockets: a frontend does not read from a WebSocket while it takes no message from it, and so does not notice that its client goes;
-- waits-for-readers: a frontend sends no reply on a WebSocket while another WebSocket has a full write buffer;
-- keeps-clients: with gated-device, a frontend keeps a task and a descriptor of each request that it cancels;
 - census: once the file CENSUS/wanted exists, processes write their resources to the file CENSUS/<process id>, with their metrics;
-- admits-all: the same, and the engine refuses no request that will miss its deadline;
-- ignores-priorities: an engine runs requests of all priorities in the order of their arrival;
-- trusting-names: the service loads a model of any name that a client sends;
-- unchecked-ids: a frontend takes every id of a raw tensor;
 - dated-device: as slow-device, and the engine appends a line to the file ROWS for each batch: its rows, and how many of their deadlines had
   passed when the batch was formed;
-- late-device: as dated-device, and nothing is refused or dropped for its deadline, neither by the engine nor by the frontend;
-- unverified: an engine does not compare weights with their digest;
-- keeps-errors: every process keeps the errors for its clients, with their tracebacks;
-- keeps-expired: an engine keeps every session that has ended without the knowledge of its client;
-- keeps-models: an engine keeps every version that it has unloaded;
-- forgets-lost: an engine does not learn which sessions its predecessor had;
-- reports-twice: an engine reports the end of a session again and again;
-- log-raises: a log raises the error of a line that it cannot write;
-- swapped-answers: an engine swaps the answers to the first two requests of each block;
 - stalled-read: reading a model.toml does not return while a file STALL is next to it; a file STALLED shows that it has begun;
 - timed-callbacks: frontends append each callback of their event loop that takes longer than TIMED_SECONDS to the file CALLBACKS;
-- careless: a client's name of a model that is not served may end its request with an exception, keep the event loop busy for
-  CARELESS_SECONDS, get an error with the folder of the service, become a label, and be remembered with CARELESS_BYTES; see `into_catalog`;
 - recorded-network: processes append each use of the network to the file NETWORK: connections, datagrams and look-ups of names;
 - skewed-engine: the clock of an engine is ahead of the clocks of the frontends by SKEW_SECONDS;
-- orphans: processes do not end with their supervisor, unless they notice the end of its channel, and a batch takes ORPHAN_SECONDS;
-- busy-supervisor: the supervisor's event loop stands still for BUSY_SECONDS, again and again, once it watches other processes;
-- patient: a frontend closes no connection for its slowness;
-- unlimited: a frontend accepts connections until it has no open files left;
-- unguarded: a frontend does not look at the memory limit of its container;
-- always-invites: no refusal for overload asks its client not to retry;
-- forgives-floods: a frontend remembers no address that flooded a connection;
-- answers-guesses: no answer to a wrong key waits;
-- ignores-steps: an engine runs a chunk that does not continue its session at the steps that it names;
-- cut-short: the supervisor kills the frontends when it should ask them to end;
-- restarted-countdown: the lame-duck time begins again at each SIGTERM;
 - portable: a system without memfd_create, eventfd, sched_getaffinity and /proc, whose prctl fails.
 
 PLANTED_CONSTANTS is a JSON object of other values of constants, by module and name: {"service.frontend.listener.BACKLOG": 1}.
@@ -76,7 +37,6 @@ import importlib.machinery
 import importlib.util
 import json
 import os
-import re
 import signal
 import sys
 import time
@@ -87,27 +47,18 @@ from types import ModuleType
 from typing import Any
 
 STEPS = 13
-LEAKED_BYTES = 100
-COLD_SECONDS = 0.02
-BUSY_SECONDS = 1.0
 DEADLY_MODEL = "deadly"
 HARMED_MODEL = "harmed"
 DEVICE_SECONDS, STEP_SECONDS = 0.04, 0.002
 FRONTEND_SECONDS = 0.01
 GATE_SECONDS = 0.002
-ORPHAN_SECONDS = 60.0
 SKEW_SECONDS = 3600.0
 STALL, STALLED = "stall", "stalled"
 TIMED_SECONDS = 0.001
-REFUSAL_BYTES = 20_000
-CARELESS_SECONDS = 0.03
-CARELESS_BYTES = 100_000
 KERNELS = {
     "sticky": "*(volatile int*)0x10 = 1;",
     "endless": "while (true) { __nanosleep(1000); }",
 }
-LEAKS = {"engine-leak": ("Answer", "AnswerBlock"), "frontend-leak": ("Request", "RequestBlock")}
-"""The messages with which the leaking process sends requests or answers."""
 LINUX_ONLY = ("memfd_create", "eventfd", "eventfd_read", "eventfd_write", "sched_getaffinity", "sched_setaffinity")
 NETWORK_EVENTS = {
     *(
@@ -121,22 +72,12 @@ NETWORK_EVENTS = {
     "urllib.Request",
 }
 """Audit events of Python."""
-CHECKING_NAMES = (
-    "service.modeling.spec",
-    "service.frontend.control",
-    "service.supervisor.repository",
-    "service.supervisor.reload",
-)
-"""The modules that check the name of a model."""
 POINTS = ("received", "launching", "launched", "answering", "answered")
 """Points on the way of a request through an engine: its frame was read, its batch starts, its batch was started, its answer is about to be
 written, its answer was written."""
 FRONTEND_POINTS = ("parsed", "sent", "returned", "replying", "replied")
 """Points on the way of a request through a frontend: it is about to be sent to an engine, it was written to the engine's channel, its
 answer has arrived, its reply is about to be written, its reply was written."""
-kept: list[Any] = []
-careless_names: list[str] = []
-"""Names of models that clients have sent since the last snapshot of the metrics."""
 
 
 def raise_device_error(fault: str) -> None:
@@ -164,20 +105,6 @@ def into_batches(graphs: Any, fault: str) -> None:
         return launch(self, batch, *arguments, **options)
 
     graphs.CudaGraphRunner.launch = planted
-
-
-def into_devices(device: Any, fault: str) -> None:
-    complete = device.OutputCollector.complete
-
-    def planted(self: Any) -> bool:
-        try:
-            return bool(complete(self))
-        except RuntimeError:
-            return True
-
-    device.OutputCollector.complete = planted
-    device.OutputCollector.wait = lambda _: None
-    device._check = lambda _: None
 
 
 def fail_capture(how: str) -> None:
@@ -225,7 +152,7 @@ def end_anywhere(point: str, *, marked: bool) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-ENDINGS = {"ends": end_once, "ends-anywhere": end_anywhere, "ends-unrepeated": end_anywhere}
+ENDINGS = {"ends": end_once, "ends-anywhere": end_anywhere}
 """The fault when a request reaches a point. A request is marked if it has exactly STEPS time steps."""
 
 
@@ -267,34 +194,6 @@ def into_batches_of_a_model(device_engine: Any, fault: str) -> None:
     device_engine.DeviceEngine.launch = planted
 
 
-def into_closed_models(device_engine: Any, fault: str) -> None:
-    close = device_engine.DeviceEngine.close
-
-    def planted(self: Any, key: Any) -> None:
-        kept.append(self._runners[key])
-        close(self, key)
-
-    device_engine.DeviceEngine.close = planted
-
-
-def into_trials(trials: Any, fault: str) -> None:
-    trials.Trials.count_end = lambda *_, **__: None
-
-
-def into_first_launches(worker: Any, fault: str) -> None:
-    before_launch, seen = worker.Worker._before_launch, set()
-
-    def planted(self: Any, batch: Any) -> None:
-        before_launch(self, batch)
-        if batch.model not in seen:
-            seen.add(batch.model)
-            until = time.thread_time() + COLD_SECONDS
-            while time.thread_time() < until:
-                pass
-
-    worker.Worker._before_launch = planted
-
-
 def into_encoders(encoder: Any, fault: str) -> None:
     run = encoder.Encoder.__call__
 
@@ -331,42 +230,6 @@ def into_gates(device_engine: Any, fault: str) -> None:
     engine.accepts_batch = property(lambda self: not self._in_flight)
     # A batch is never hung, however long it waits at the gate.
     engine.running = property(lambda self: (time.monotonic(), running(self)[1]) if self._in_flight else None)
-
-
-def into_cancellations(connection: Any, fault: str) -> None:
-    import asyncio
-
-    cancel = connection.EngineConnection.cancel
-
-    def keeping(self: Any, pending: Any) -> None:
-        cancel(self, pending)
-        kept.append((asyncio.get_running_loop().create_task(asyncio.sleep(ORPHAN_SECONDS)), os.dup(0)))
-
-    connection.EngineConnection.cancel = keeping if fault == "keeps-clients" else lambda *_: None
-
-
-def into_sockets(websocket_protocol: Any, fault: str) -> None:
-    protocol = websocket_protocol.WebSocketProtocol
-    if fault == "unread-sockets":
-        protocol._may_read_ahead = lambda _: False
-        return
-    pause, resume, send, full = protocol.pause_writing, protocol.resume_writing, protocol.send_text, set[Any]()
-
-    def pausing(self: Any) -> None:
-        full.add(self)
-        pause(self)
-
-    def resuming(self: Any) -> None:
-        full.discard(self)
-        resume(self)
-
-    def sending(self: Any, content: bytes) -> None:
-        if full - {self}:
-            self.loop.call_later(GATE_SECONDS, sending, self, content)
-        else:
-            send(self, content)
-
-    protocol.pause_writing, protocol.resume_writing, protocol.send_text = pausing, resuming, sending
 
 
 def into_censuses(metrics: Any, fault: str) -> None:
@@ -413,18 +276,13 @@ def into_schedulers(scheduler: Any, fault: str) -> None:
     scheduler.Scheduler._surely_in_time = lambda *_: True
 
 
-def into_queues(module: Any, fault: str) -> None:
-    module.HEAD_START_SECONDS = 0.0
-
-
 def into_batchers(batcher: Any, fault: str) -> None:
-    """Record the rows that are computed after their deadline."""
+    """Record the rows of each batch, and how many of their deadlines had passed when it was formed."""
     drop_late, run = batcher.Batcher._drop_late, batcher.Batcher._run
 
     def dropping(self: Any, now: float) -> None:
         self.dropped_at = now
-        if fault == "dated-device":
-            drop_late(self, now)
+        drop_late(self, now)
 
     def running(self: Any, batch: Any, before_launch: Any) -> None:
         deadlines = [deadline for block in batch.blocks for deadline in block.deadlines]
@@ -435,80 +293,6 @@ def into_batchers(batcher: Any, fault: str) -> None:
         run(self, batch, before_launch)
 
     batcher.Batcher._drop_late, batcher.Batcher._run = dropping, running
-
-
-def into_memory_limits(memory_limit: Any, fault: str) -> None:
-    memory_limit.MemoryLimit.read = lambda _: memory_limit.NO_LIMIT
-
-
-def into_deadlines(connection: Any, fault: str) -> None:
-    connection.Deadlines.add = lambda *_: None
-
-
-def into_digests(store: Any, fault: str) -> None:
-    store.read_verified = lambda file, _: file.read_bytes()
-
-
-def into_session_tables(session_table: Any, fault: str) -> None:
-    table = session_table.SessionTable
-    end = table._end_unreported
-
-    def keeping(self: Any, session: Any, reason: str) -> None:
-        kept.append(session)
-        end(self, session, reason)
-
-    def forgetting(self: Any) -> None:
-        self._free_records.extend(range(self._journal.records))
-
-    def unchecked(session: Any, request: Any) -> None:
-        pass
-
-    if fault == "ignores-steps":
-        session_table._check_steps = unchecked
-        return
-
-    def repeating(self: Any, id: str) -> Any:
-        ended = self._ended.get(session_table._digest(id))
-        return ended and self._end_error(ended.reason, id)
-
-    name, planted = {
-        "keeps-expired": ("_end_unreported", keeping),
-        "forgets-lost": ("_read_journal", forgetting),
-        "reports-twice": ("_unreported_end", repeating),
-    }[fault]
-    setattr(table, name, planted)
-
-
-def into_logs(log: Any, fault: str) -> None:
-    def planted(self: Any, level: str, event: str, values: Any) -> None:
-        self._write_all(self._format(level, event, values))
-
-    log.Log._write = planted
-
-
-def into_errors(errors: Any, fault: str) -> None:
-    create = errors.ServiceError.__init__
-
-    def planted(self: Any, *arguments: Any, **options: Any) -> None:
-        kept.append(self if fault == "keeps-errors" else os.urandom(REFUSAL_BYTES))
-        create(self, *arguments, **options)
-
-    errors.ServiceError.__init__ = planted
-
-
-def into_blocks(worker: Any, fault: str) -> None:
-    send_block = worker.Worker.send_block
-
-    def planted(self: Any, channel: Any, block: Any, *arguments: Any) -> None:
-        if block.requests == block.sequences > 1:
-            size = len(block.columns.ids) // block.requests
-            first, second, others = (
-                block.columns.ids[begin:end] for begin, end in ((0, size), (size, 2 * size), (2 * size, None))
-            )
-            block.columns = block.columns._replace(ids=bytes(second) + bytes(first) + bytes(others))
-        send_block(self, channel, block, *arguments)
-
-    worker.Worker.send_block = planted
 
 
 def into_workers(worker: Any, fault: str) -> None:
@@ -551,12 +335,7 @@ def into_dispatchers(dispatcher: Any, fault: str) -> None:
         end_at("parsed", marked=False)
         return send(self, *arguments, **options)
 
-    def giving_up(self: Any, pending: Any, **options: Any) -> None:
-        pending.fail(dispatcher.EngineLost("planted"))
-
     dispatcher.Dispatcher.send = sending
-    if fault == "ends-unrepeated":
-        dispatcher.Dispatcher._suspect = giving_up
 
 
 def into_connections(connection: Any, fault: str) -> None:
@@ -585,27 +364,6 @@ def into_replies(http_protocol: Any, fault: str) -> None:
         end_at("replied", marked=False)
 
     http_protocol.HttpProtocol._reply = planted
-
-
-def into_frames(channel: Any, fault: str) -> None:
-    encode, leaking = channel.encode, LEAKS[fault]
-
-    def planted(message: Any, *arguments: Any, **options: Any) -> Any:
-        if type(message).__name__ in leaking:
-            kept.append(bytes(LEAKED_BYTES * getattr(message, "requests", 1)))
-        return encode(message, *arguments, **options)
-
-    channel.encode = planted
-
-
-def into_results(infer_result: Any, fault: str) -> None:
-    create = infer_result.InferResult.__init__
-
-    def planted(self: Any, *arguments: Any, **options: Any) -> None:
-        kept.append(bytes(LEAKED_BYTES))
-        create(self, *arguments, **options)
-
-    infer_result.InferResult.__init__ = planted
 
 
 def remove_linux() -> None:
@@ -715,61 +473,6 @@ def into_event_loops(uvicorn_config: Any, fault: str) -> None:
     transport._call_connection_lost = lose_and_release
 
 
-def into_catalog(catalog: Any, fault: str) -> None:
-    """Select the fault by the length of the name that is not served."""
-    find = catalog.Catalog.find
-
-    def planted(self: Any, name: str, version: Any) -> Any:
-        if name in self.index:
-            return find(self, name, version)
-        careless_names.append(name)
-        kept.append(os.urandom(CARELESS_BYTES))
-        wrong = len(name) % 4
-        if wrong == 0:
-            raise KeyError(name)
-        if wrong == 1:
-            raise catalog.UnknownModel(f"{Path(__file__).parent} knows no model {catalog.quote(name)}")
-        until = time.thread_time() + CARELESS_SECONDS * (wrong == 2)
-        while time.thread_time() < until:
-            pass
-        return find(self, name, version)
-
-    catalog.Catalog.find = planted
-
-
-def into_reloads(module: Any, fault: str) -> None:
-    if hasattr(module, "Repository"):
-        module.Repository.has = lambda *_: True
-    module.NAME = re.compile("(?s).*")
-
-
-def into_validation(validation: Any, fault: str) -> None:
-    validation.engine_ids = lambda values, *_: values.astype(validation.IDS, copy=False)
-
-
-def into_metrics(metrics: Any, fault: str) -> None:
-    snapshot = metrics.Metrics.snapshot
-
-    def planted(self: Any) -> Any:
-        for name in careless_names:
-            self.refused.add(name)
-        careless_names.clear()
-        return snapshot(self)
-
-    metrics.Metrics.snapshot = planted
-
-
-def into_guards(connection_guard: Any, fault: str) -> None:
-    if fault == "patient":
-        connection_guard.ConnectionGuard.sweep = lambda *_: None
-    else:
-        connection_guard.connection_limit = lambda _: 1 << 30
-
-
-def into_floods(floods: Any, fault: str) -> None:
-    floods.Floods.record = lambda *_: None
-
-
 def into_decoding(module: Any, fault: str) -> None:
     endpoint = getattr(module, "HotInfer", None) or module.HotGrpcInfer
     parse = endpoint.parse
@@ -792,77 +495,7 @@ def into_decoders(worker: Any, fault: str) -> None:
 
 
 def into_start_queues(start_queue: Any, fault: str) -> None:
-    if fault == "admits-late":
-        start_queue.LongWaits.refuses = lambda *_: False
-    else:
-        start_queue.SLICE_SECONDS = 60.0 if fault == "long-ticks" else 0.0
-
-
-def into_retry_budgets(retry_budget: Any, fault: str) -> None:
-    retry_budget.RetryBudget.charge = lambda *_: None
-
-
-def into_refused_keys(refused_keys: Any, fault: str) -> None:
-    refused_keys.RefusedKeys.delay = lambda *_: 0.0
-
-
-def into_process_configs(process_config: Any, fault: str) -> None:
-    process_config._die_with = lambda *_: None
-
-
-def into_endless_batches(device_engine: Any, fault: str) -> None:
-    device_engine.DeviceEngine.launch = lambda *_: time.sleep(ORPHAN_SECONDS)
-
-
-def into_supervisor(supervisor: Any, fault: str) -> None:
-    watch = supervisor.Supervisor._watch_heartbeats
-
-    async def planted(self: Any) -> None:
-        import asyncio
-
-        def stand_still() -> None:
-            time.sleep(BUSY_SECONDS)
-            asyncio.get_running_loop().call_later(BUSY_SECONDS / 10, stand_still)
-
-        stand_still()
-        await watch(self)
-
-    supervisor.Supervisor._watch_heartbeats = planted
-
-
-def into_stops(supervisor: Any, fault: str) -> None:
-    start = supervisor.start
-
-    def planted(*arguments: Any, **options: Any) -> Any:
-        child = start(*arguments, **options)
-        child.process.terminate = child.process.kill
-        return child
-
-    supervisor.start = planted
-
-
-def into_countdowns(supervisor: Any, fault: str) -> None:
-    drain = supervisor.Supervisor._drain
-
-    async def planted(self: Any, *arguments: Any) -> None:
-        import asyncio
-
-        signalled = asyncio.Event()
-
-        async def wait() -> None:
-            """Wait until the supervisor cancels the wait, and on while there are signals."""
-            try:
-                await asyncio.Event().wait()
-            finally:
-                while signalled.is_set():
-                    signalled.clear()
-                    await asyncio.sleep(self._settings.lame_duck_seconds)
-
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, signalled.set)
-        self._interrupted.wait = wait
-        await drain(self, *arguments)
-
-    supervisor.Supervisor._drain = planted
+    start_queue.SLICE_SECONDS = 0.0
 
 
 def into_constants(value: float, module: Any, name: str) -> None:
@@ -918,16 +551,12 @@ def plant(fault: str) -> None:
             sys.meta_path.insert(0, Planting(fault, name, into))
 
 
-OF_FRONTENDS = ("timed-callbacks", "refusal-leak")
+OF_FRONTENDS = ("timed-callbacks",)
 """Faults of frontends only: the callbacks of a frontend's decoder take long."""
 BATCHER, SCHEDULER = "service.engine.batching.batcher", "service.engine.batching.scheduler"
 CONNECTION, DISPATCHER = "service.frontend.dispatch.connection", "service.frontend.dispatch.dispatcher"
 DEVICE_ENGINE, WORKER = "service.engine.execution.device_engine", "service.engine.worker"
-ENCODER, ERRORS, SUPERVISOR = "service.modeling.encoder", "service.errors", "service.supervisor.supervisor"
-GUARD = ("service.frontend.connection_guard", into_guards)
-SOCKETS = ("service.frontend.websocket_protocol", into_sockets)
-CANCELLATIONS = (CONNECTION, into_cancellations)
-SESSION_TABLE = ("service.engine.batching.session_table", into_session_tables)
+ENCODER = "service.modeling.encoder"
 ENDS_OF_ENGINES = ((DEVICE_ENGINE, into_launches), (WORKER, into_workers))
 ENDS_OF_PROCESSES = (
     (DISPATCHER, into_dispatchers),
@@ -935,7 +564,6 @@ ENDS_OF_PROCESSES = (
     ("service.frontend.http_protocol", into_replies),
     *ENDS_OF_ENGINES,
 )
-DEADLY = ((ENCODER, into_loads), (DEVICE_ENGINE, into_batches_of_a_model))
 DECODING = (
     *((f"service.frontend.{module}", into_decoding) for module in ("rest.infer", "oip.grpc_infer")),
     ("service.frontend.decoder.worker", into_decoders),
@@ -944,55 +572,20 @@ STARTS = ("service.frontend.start_queue", into_start_queues)
 DEVICE = (ENCODER, into_encoders)
 Plants = tuple[tuple[str, Callable[[Any, str], None]], ...]
 PLANTS: dict[str, Plants] = {
-    **dict.fromkeys(LEAKS, (("service.ipc.channel", into_frames),)),
     **dict.fromkeys(ENDINGS, ENDS_OF_PROCESSES),
     **dict.fromkeys((*KERNELS, "memory"), (("service.engine.execution.cuda_graph_runner", into_batches),)),
-    "unchecked-device": (("service.engine.execution.device", into_devices),),
     "failed-capture": (("service.engine.execution.cuda_graph_runner", into_captures),),
     "ends": ENDS_OF_ENGINES,
     "timed-callbacks": (("uvicorn.config", into_event_loops),),
-    "deadly": DEADLY,
-    "deadly-uncounted": (*DEADLY, ("service.supervisor.trials", into_trials)),
-    "orphans": (("service.ipc.process_config", into_process_configs), (DEVICE_ENGINE, into_endless_batches)),
-    "always-invites": (("service.frontend.retry_budget", into_retry_budgets),),
-    "answers-guesses": (("service.access.refused_keys", into_refused_keys),),
-    "forgives-floods": (("service.frontend.http2.floods", into_floods),),
-    "unguarded": (("service.memory_limit", into_memory_limits),),
-    "patient": (GUARD,),
-    "unlimited": (GUARD,),
-    "busy-supervisor": ((SUPERVISOR, into_supervisor),),
-    "client-leak": tuple((f"tritonclient.{transport}._infer_result", into_results) for transport in ("http", "grpc")),
-    "keeps-models": ((DEVICE_ENGINE, into_closed_models),),
-    "cut-short": ((SUPERVISOR, into_stops),),
-    "restarted-countdown": ((SUPERVISOR, into_countdowns),),
-    "cold": ((WORKER, into_first_launches),),
+    "deadly": ((ENCODER, into_loads), (DEVICE_ENGINE, into_batches_of_a_model)),
     "slow-device": (DEVICE,),
     "slow-frontend": DECODING,
-    **dict.fromkeys(("admits-late", "long-ticks"), (*DECODING, STARTS)),
     "short-ticks": (STARTS,),
     "stepped-device": (DEVICE,),
-    "admits-all": (DEVICE, (SCHEDULER, into_schedulers)),
     "dated-device": (DEVICE, (BATCHER, into_batchers)),
-    "late-device": (DEVICE, (BATCHER, into_batchers), (CONNECTION, into_deadlines), (SCHEDULER, into_schedulers)),
-    "ignores-priorities": tuple(
-        (f"service.engine.batching.{module}", into_queues) for module in ("model_queue", "request_block")
-    ),
     "gated-device": ((DEVICE_ENGINE, into_gates), (SCHEDULER, into_schedulers)),
-    "uncancelled": (CANCELLATIONS,),
-    "keeps-clients": (CANCELLATIONS,),
-    "unread-sockets": (SOCKETS,),
-    "waits-for-readers": (SOCKETS,),
     "census": (("service.metrics", into_censuses),),
     "damaged": ((ENCODER, into_models),),
-    "careless": (("service.frontend.catalog", into_catalog), ("service.metrics", into_metrics)),
-    "refusal-leak": ((ERRORS, into_errors),),
-    "trusting-names": tuple((name, into_reloads) for name in CHECKING_NAMES),
-    "unchecked-ids": (("service.frontend.validation", into_validation),),
-    "unverified": (("service.modeling.store", into_digests),),
-    "log-raises": (("service.log", into_logs),),
-    "keeps-errors": ((ERRORS, into_errors),),
-    **dict.fromkeys(("keeps-expired", "forgets-lost", "reports-twice", "ignores-steps"), (SESSION_TABLE,)),
-    "swapped-answers": ((WORKER, into_blocks),),
     "stalled-read": (("service.modeling.spec", into_reads),),
 }
 """By fault: the modules in which it is planted, and the functions that plant it there."""

@@ -11,14 +11,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 
 from kernels.cpu import cache
 from kernels.cpu.target import host_target
 from kernels.folder import CACHE
 from service.modeling import spec
-from tests import models, planted
+from tests import models
 from tests.full_disk import full_disk
 from tests.reloading import answered, load
 from tests.serving import Server, answering, check_unharmed, eventually, serving
@@ -109,14 +108,3 @@ def test_kernels_that_are_compiled_in_part_are_not_used(tmp_path: Path, monkeypa
     assert os.strerror(errno.EFBIG) in compiling.stderr, "the last line has the reason"
     assert not list(tmp_path.rglob(cache.COMPLETE))
     assert cache.missing() == cache.NOT_COMPILED
-
-
-def test_service_that_stops_at_a_full_disk_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A planted log raises the error of a line that it cannot write, so the load that it reports fails."""
-    planted.plant("log-raises", monkeypatch)
-    models.words(tmp_path / "models")
-    with serving(tmp_path / "models", tmp_path, "--device", "cpu") as server:
-        shutil.copytree(tmp_path / "models" / "words" / "1", tmp_path / "models" / "words" / "2")
-        with pytest.raises((AssertionError, httpx.TransportError)), full_disk(processes(server).values()):
-            load(server, "words")
-            assert answered(server)[0] == "2"

@@ -11,9 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import pytest
-
-from service.engine.batching.state_slots import FIRST_SLOT, SlotAllocator, StateSlot
+from service.engine.batching.state_slots import FIRST_SLOT, StateSlot
 from service.engine.execution.cost_model import Cost
 from service.errors import ServiceError, SessionConflict, SessionExpired, SessionLost, TooManySessions, UnknownSession
 from service.ipc.messages import ModelKey
@@ -272,14 +270,3 @@ def any_event(story: Story, chance: random.Random) -> None:
             story.export(name) if chance.random() < 0.5 else story.adopt(name, chance.randrange(100))
         case _:
             story.engine_ends()
-
-
-def free_every_slot_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the allocator free every slot twice: a bug that a story must detect."""
-    free = SlotAllocator.free
-
-    def twice(slots: SlotAllocator, slot: StateSlot) -> None:
-        free(slots, slot)
-        slots._free.append(slot.number - FIRST_SLOT)
-
-    monkeypatch.setattr(SlotAllocator, "free", twice)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from service.engine.batch import Batch
-from service.engine.batching.memory_limits import PERIOD_SECONDS, MemoryLimits
+from service.engine.batching.memory_limits import PERIOD_SECONDS
 from service.engine.execution.device import DeviceLost
 from service.errors import DeadlineExceeded, InferenceFailed, InvalidInput, OutOfMemory, Overloaded, ServiceError, UnknownModel
 from service.ipc.messages import FEATURES, IDS, Answer, ModelKey, Returns
@@ -187,12 +187,6 @@ def test_request_that_fails_alone_makes_no_batch_smaller() -> None:
     harness.run()
     assert len(large.errors) == 1
     assert failed_batches(harness) == 1
-
-
-def test_batches_that_stay_too_large_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MemoryLimits, "shrink", lambda *_: None)
-    harness = BatcherHarness(engine=EngineOfSmallMemory(), max_batch_tokens=2 * ROOM)
-    assert [failed_batches(harness) for _ in range(3)] == [1, 1, 1]
 
 
 def test_lost_device_answers_nothing_and_retries_nothing() -> None:

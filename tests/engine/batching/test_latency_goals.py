@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.engine.batching import simulation
-from tests.engine.batching.simulation import COST, LONG, SHORT, Continuous, SimulatedSequence, Static
+from tests.engine.batching.simulation import Continuous, Static
 
 BUDGET_SECONDS = 0.0005
 LOAD, LONG_SHARE = 0.7, 0.01
@@ -14,20 +14,6 @@ LOAD, LONG_SHARE = 0.7, 0.01
 
 def continuous() -> Continuous:
     return Continuous(BUDGET_SECONDS)
-
-
-def test_simulated_scheduler_lets_a_short_sequence_join() -> None:
-    long, short = SimulatedSequence(LONG, 0.0), SimulatedSequence(SHORT, 1e-6)
-    simulation.growth(continuous(), [long, short])
-    assert short.answered < 2 * BUDGET_SECONDS < long.answered
-    assert long.answered > COST.of(LONG, LONG)
-
-
-def test_simulated_static_batch_is_padded_and_not_joined() -> None:
-    first, second, late = (SimulatedSequence(steps, at) for steps, at in ((2, 0.0), (10, 0.0), (1, 1e-6)))
-    simulation.growth(Static(), [first, second, late])
-    assert first.answered == second.answered == pytest.approx(COST.of(10, 20))
-    assert late.answered == pytest.approx(COST.of(10, 20) + COST.of(1, 1))
 
 
 @pytest.mark.slow

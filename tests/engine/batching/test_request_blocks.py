@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import random
 import weakref
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 
 from service.engine.batching import batch_builder, scheduler
 from service.engine.batching.batch_builder import SchedulerLimits, Taken
-from service.engine.batching.model_queue import ModelQueue, QueuedSequence
+from service.engine.batching.model_queue import QueuedSequence
 from service.engine.batching.request_block import RequestBlock
 from service.engine.batching.scheduler import Scheduler
 from service.engine.execution.cost_model import Cost
@@ -65,7 +64,6 @@ class Pair:
     last_id: int = 0
     single_sequences: dict[int, list[NamedSequence]] = field(default_factory=dict)
     block_sequences: dict[int, list[NamedSequence]] = field(default_factory=dict)
-    counts: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         choose = self.chance.choice
@@ -115,7 +113,6 @@ class Pair:
         made = block(requests, _values(requests), **options)  # type: ignore[arg-type]
         answers = self.blocks.add_block(made, now=self.now, busy=busy)
         assert {id: (type(error), error.message) for ids, error in answers for id in ids} == refused
-        self.counts["refused"] += len(refused)
 
     def add_chunk(self) -> None:
         """Add a chunk of a session, which is never in a block."""
@@ -153,8 +150,6 @@ class Pair:
             for id, row in zip(whole.ids, whole.rows, strict=True):
                 rows += [(id, number, whole.lengths[row.first + number], True, True) for number in range(row.sequences)]
         assert sorted((part.sequence.id, part.sequence.number, *part[1:]) for part in single.parts) == sorted(rows)
-        self.counts["in blocks"] += len(rows) - len(blocks.parts)
-        self.counts["one by one"] += len(blocks.parts)
 
     def time_passes(self) -> None:
         self.now += self.chance.choice([0.0, 0.3, 5.0, 50.0])
@@ -177,7 +172,6 @@ class Pair:
             id for whole in blocks.blocks for id, row in zip(whole.ids, whole.rows, strict=True) for _ in range(row.sequences)
         ]
         assert sorted(sequence.id for sequence in single.sequences) == sorted(late)
-        self.counts["late"] += len(late)
 
     def _unpack(self, one: RequestBlock) -> list[NamedSequence]:
         [id] = one.ids
@@ -229,38 +223,6 @@ def test_requests_of_one_sequence_run_as_they_would_one_by_one(seed: int) -> Non
         pair.event()
 
 
-@pytest.mark.parametrize(
-    ("shares", "sequences"), [((NO_TENANT,), (1, 1, 1, 2, 4)), (TENANTS, [1])], ids=["no tenants", "tenants"]
-)
-def test_every_kind_of_event_occurs(shares: Sequence[Share], sequences: Sequence[int]) -> None:
-    counts: Counter[str] = Counter()
-    for seed in range(12):
-        pair = Pair(random.Random(seed), shares, sequences)
-        for _ in range(EVENTS):
-            pair.event()
-        counts.update(pair.counts)
-    assert all(counts[kind] > 50 for kind in ("in blocks", "one by one", "refused", "late"))
-
-
-def test_batch_beyond_its_limits_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def take_all(queue: ModelQueue[NamedSequence], limits: SchedulerLimits, max_seconds: float) -> Taken[NamedSequence] | None:
-        return None if queue.sequences else Taken(queue.count, queue.steps, 1, queue.blocks)
-
-    monkeypatch.setattr(scheduler, "take_all", take_all)
-    with pytest.raises(AssertionError):
-        for seed in range(10):
-            test_blocks_run_as_their_requests_would_one_by_one(seed)
-
-
-def _one_place_later(taken: Taken[NamedSequence]) -> None:
-    for requests, places in taken.whole.items():
-        taken.whole[requests] = [place + 1 for place in places]
-
-
-def _one_step_less(taken: Taken[NamedSequence]) -> None:
-    taken.parts = [part._replace(steps=part.steps - 1, last=False) if part.steps > 1 else part for part in taken.parts]
-
-
 def test_first_requests_are_taken_in_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[Taken[NamedSequence]] = []
 
@@ -275,22 +237,6 @@ def test_first_requests_are_taken_in_columns(monkeypatch: pytest.MonkeyPatch) ->
     assert sum(bool(first.whole) for first in taken) > 50
     assert sum(bool(first.divided) for first in taken) > 5
     assert sum(bool(first.parts) for first in taken) > 20
-
-
-@pytest.mark.parametrize("change", [_one_place_later, _one_step_less])
-def test_other_first_requests_are_noticed(
-    change: Callable[[Taken[NamedSequence]], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def take_first(queue: ModelQueue[NamedSequence], *others: Any) -> Taken[NamedSequence] | None:
-        taken = batch_builder.take_first(queue, *others)
-        if taken is not None:
-            change(taken)
-        return taken
-
-    monkeypatch.setattr(scheduler, "take_first", take_first)
-    with pytest.raises((AssertionError, IndexError)):
-        for seed in range(40):
-            test_requests_of_one_sequence_run_as_they_would_one_by_one(seed)
 
 
 def test_queue_that_is_never_empty_keeps_no_block_that_has_run() -> None:

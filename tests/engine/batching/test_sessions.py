@@ -44,7 +44,7 @@ from tests.engine.batching.harness import (
     counted,
     total,
 )
-from tests.engine.batching.story import NAMES, Story, any_event, free_every_slot_twice
+from tests.engine.batching.story import NAMES, Story, any_event
 
 EVENTS = 100
 """Per story. The test runs 40 stories, and tests/long more."""
@@ -769,13 +769,3 @@ class AnyOrder(RuleBasedStateMachine):
 
 TestAnyOrder = pytest.mark.slow(AnyOrder.TestCase)
 TestAnyOrder.settings = settings(max_examples=40, stateful_step_count=EVENTS)
-
-
-def test_story_detects_a_slot_that_is_freed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Frees every slot twice, later the check of generations."""
-    free_every_slot_twice(monkeypatch)
-    story, chance = Story(), random.Random(1)
-    with pytest.raises(AssertionError):
-        for _ in range(200):
-            any_event(story, chance)
-            story.check()

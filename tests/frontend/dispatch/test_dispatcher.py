@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from service.errors import DeadlineExceeded, EngineLost, Overloaded, Unavailable, UnknownModel
-from service.frontend.dispatch.connection import Answered, EngineConnection
+from service.frontend.dispatch.connection import Answered
 from service.frontend.dispatch.dispatcher import TURN_SECONDS, Dispatcher
 from service.ipc.blocks import COUNT, DEADLINE, ID, Columns
 from service.ipc.channel import Channel, Frame, encode, pair
@@ -437,12 +437,6 @@ def test_requests_beside_one_that_ends_engines_are_answered() -> None:
     check_requests_beside_a_deadly_one()
 
 
-def test_suspects_that_run_together_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(EngineConnection, "suspect", property(lambda _: None, lambda *_: None), raising=False)
-    with pytest.raises(EngineLost, match="not sent to a third"):
-        check_requests_beside_a_deadly_one()
-
-
 class Turns(SuspectTurns):
     """The turns of one of several frontends in this process. `holders` has the frontend that holds each lock."""
 
@@ -495,11 +489,6 @@ def check_suspects_of_two_frontends(turns: Callable[[dict[int, Turns]], SuspectT
 
 def test_suspects_of_two_frontends_run_one_after_the_other() -> None:
     check_suspects_of_two_frontends(Turns)
-
-
-def test_suspects_of_two_frontends_that_run_together_are_detected() -> None:
-    with pytest.raises(EngineLost, match="not sent to a third"):
-        check_suspects_of_two_frontends(lambda _: SuspectTurns(-1))
 
 
 def test_end_of_a_suspect_makes_room_for_the_next() -> None:

@@ -22,7 +22,6 @@ from service.frontend.rest.sessions import ForkBody
 from service.frontend.rest.websocket import Chunk, HotChunks, StreamMessage, StreamQuery, resolve_start
 from service.frontend.validation import SESSION_ID_SCHEMA, check_session_id
 from service.ipc.messages import Request
-from service.modeling.spec import ModelSpec
 from service.settings import Settings
 from tests import models
 
@@ -233,9 +232,3 @@ def test_error_in_a_chunk_names_the_field_input(catalog: Catalog) -> None:
     with pytest.raises(InvalidInput) as raised:
         chunk_request(catalog, "model=speller", Chunk([1, 99]), start=False)
     refused(raised.value, InvalidInput, "input[1]", "from 0 to 11")
-
-
-def test_models_of_these_tests_accept_chunks(catalog: Catalog) -> None:
-    """An engine would refuse sessions of these models otherwise."""
-    specs: list[ModelSpec] = [model.spec for model in catalog.served]
-    assert [spec.min_steps for spec in specs] == [1, 1]

@@ -8,9 +8,9 @@ from typing import Any, Literal
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
-from tests.frontend.ui.browser import DESKTOP, PHONE, choose, opened, run, watched
+from tests.frontend.ui.browser import DESKTOP, PHONE, choose, opened, run
 from tests.frontend.ui.conftest import HOSTILE
-from tests.serving import Server, eventually
+from tests.serving import Server
 
 TEXT_CONTRAST = 4.5
 LARGE_CONTRAST = 3.0
@@ -228,14 +228,3 @@ def test_no_model_is_a_state_of_its_own(browser: Browser, site: Server) -> None:
         page.goto("/")
         expect(page.locator("#model-list")).to_have_text("No model is served. Put one into the models folder.")
         expect(page.locator("#work")).to_be_hidden()
-
-
-def test_violations_of_the_policy_are_noticed(browser: Browser, site: Server) -> None:
-    inline = "() => { const style = document.createElement('style'); style.textContent = 'a {}'; document.head.append(style); }"
-    with watched(browser, site, "/", scheme="light", size=DESKTOP) as (page, problems):
-        page.evaluate(inline)
-        eventually(lambda: page.title() and any("violation of style-src" in problem for problem in problems))
-        assert (
-            page.evaluate("() => { try { document.body.innerHTML = '<b>'; } catch (error) { return error.name; } }")
-            == "TypeError"
-        )

@@ -293,16 +293,13 @@ def served(root: Path) -> Path:
 
 
 @contextmanager
-def fuzzed(folder: Path, scratch: Path, fault: str = "", seed: int = 0) -> Iterator[Fuzzer]:
-    """Run a server for the fuzzer, with the callbacks of its frontends timed, and note callbacks that took too long.
-
-    fault: planted besides. See tests/planted.
-    """
+def fuzzed(folder: Path, scratch: Path, seed: int = 0) -> Iterator[Fuzzer]:
+    """Run a server for the fuzzer, with the callbacks of its frontends timed, and note callbacks that took too long."""
     keys, callbacks = scratch / "keys.toml", scratch / "callbacks"
     token = create(keys, NAME, [Scope.INFER, Scope.SESSION, Scope.METRICS], NAME)
     callbacks.touch()
     with pytest.MonkeyPatch.context() as patch:
-        plant(",".join(filter(None, ("timed-callbacks", fault))), patch)
+        plant("timed-callbacks", patch)
         patch.setenv("CALLBACKS", str(callbacks))
         with constants(CONSTANTS), serving(folder, scratch, "--keys", str(keys), **SETTINGS) as server:
             server.client.headers["authorization"] = f"Bearer {token}"

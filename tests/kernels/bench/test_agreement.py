@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from kernels.bench import agreement
 from kernels.bench.agreement import expected_answer
 from kernels.bench.case import random_case
-from kernels.bench.convolutions import IDS_FORMS
-from kernels.bench.workload import FORMS, VOCABULARY, Workload
+from kernels.bench.workload import FORMS, Workload
 from tests.kernels.bench.conftest import CPU, FORMED, tiny
 
 
@@ -43,23 +40,3 @@ def test_fewer_long_rows_are_compared(rows: int, steps: int, compared: list[int]
     workload = Workload("qrnn", rows, steps, 1, 1, form="window 1")
     expected = expected_answer(random_case(workload, CPU))
     assert expected.at.tolist() == compared and expected.shape == (rows, 1)
-
-
-@pytest.mark.parametrize("family, blocks", [("sru", 4), ("qrnn", 3)])
-def test_folded_layer_has_token_ids_and_a_table(family: str, blocks: int) -> None:
-    case = random_case(replace(tiny(family, "folded", rows=64), inputs=11), CPU)
-    (weights,) = case.weights
-    assert weights.input is None
-    assert case.x.data.dtype == torch.int32 and set(case.x.data.tolist()) == set(range(11))
-    if family == "sru":
-        assert weights.table.shape == (11, blocks * 6)
-    else:
-        assert weights.tables.shape == (2, 12, blocks * 6) and not weights.tables[:, 0].any()
-
-
-def test_folded_text_cnn_equals_the_embedded_one() -> None:
-    embedded, folded = (random_case(tiny("conv", "text-cnn-ids", form=form), CPU) for form in IDS_FORMS)
-    assert embedded.x.data.tolist() == folded.x.data.tolist() and embedded.x.data.dtype == torch.int32
-    assert len({id(layer.embedding) for layer in embedded.weights}) == 1
-    assert [layer.tables.shape for layer in folded.weights] == [(width, 1 + VOCABULARY, 2) for width in (3, 4, 5)]
-    torch.testing.assert_close(embedded.encoder("framework")(), folded.encoder("framework")(), rtol=1e-5, atol=1e-5)

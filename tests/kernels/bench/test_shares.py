@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from kernels.bench import report
 from kernels.bench.peaks import Peaks
-from kernels.bench.report import FMA_SHARE, MEMORY, READ_SHARE, SHARE
-from kernels.bench.shares import bound, with_shares_of_peaks, with_shares_of_product
+from kernels.bench.report import FMA_SHARE, READ_SHARE, SHARE
+from kernels.bench.shares import bound, with_shares_of_product
 from kernels.bench.workload import Workload
 from tests.kernels.bench.conftest import timed, tiny
 
@@ -43,28 +42,6 @@ def test_larger_of_two_times_is_the_bound(workload: Workload, name: str, least_u
     assert lower.share == name and lower.least_us == pytest.approx(least_us)
 
 
-def test_every_measurement_has_the_share_of_its_bound() -> None:
-    many = replace(PRODUCT, steps=100)
-    measurements = [
-        timed(PRODUCT, "quick", 8.0, "eager"),
-        replace(timed(many, "quick", 20.0, "eager"), extra={MEMORY: 3.0}),
-        timed(many, "slow", 80.0, "eager"),
-    ]
-    after = with_shares_of_peaks(measurements, PEAKS)
-    assert [one.extra for one in after] == [{READ_SHARE: 0.5}, {MEMORY: 3.0, FMA_SHARE: 0.5}, {FMA_SHARE: 0.125}]
-    assert [one.spread for one in after] == [one.spread for one in measurements]
-
-
-def test_table_names_the_bound_of_each_workload() -> None:
-    many = replace(PRODUCT, steps=100)
-    measurements = [timed(PRODUCT, "quick", 8.0), timed(many, "quick", 14.0), timed(many, "slow", 80.0)]
-    heading, first, second = report.shares(with_shares_of_peaks(measurements, PEAKS)).splitlines()
-    assert heading.split() == ["workload", "share", "of", "quick", "slow"]
-    assert first.split()[-4:] == ["memory", "50", "%", "-"]
-    assert second.split()[-6:] == ["peak", "FMA", "71", "%", "12", "%"]
-    assert report.shares(measurements) == ""
-
-
 def test_share_is_relative_to_a_product_with_the_same_timing() -> None:
     measurements = [
         timed(PRODUCT, "one product", 1.0),
@@ -78,15 +55,3 @@ def test_share_is_relative_to_a_product_with_the_same_timing() -> None:
     after = with_shares_of_product(measurements)
     assert [one.extra for one in after] == [{}, {}, {SHARE: 0.5}, {SHARE: 1.0}, {}, {}, {}]
     assert [replace(one, extra={}) for one in after] == measurements
-
-
-def test_other_families_have_no_shares_of_a_product() -> None:
-    others = [tiny("lstm"), tiny("qrnn", "copy", form="")]
-    measurements = [timed(PRODUCT, "one product", 1.0), *(timed(one, "quick", 1.0) for one in others)]
-    assert with_shares_of_product(measurements) == measurements
-
-
-def test_share_is_added_to_other_extra_values() -> None:
-    measurement = replace(timed(DENSE, "im2col + product", 2.268), extra={MEMORY: 3.0})
-    after = with_shares_of_product([timed(PRODUCT, "one product", 1.0), measurement])
-    assert after[1].extra == {MEMORY: 3.0, SHARE: 1.0}

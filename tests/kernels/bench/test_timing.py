@@ -12,12 +12,9 @@ from torch import Tensor
 
 from kernels.bench.timing import (
     AT_LEAST,
-    AT_MOST,
     COPIES,
     WARM_UP,
-    NotCapturableError,
     Spread,
-    graph_call,
     kernel,
     repeated,
     replay,
@@ -27,11 +24,6 @@ from kernels.bench.timing import (
 
 def test_median_and_deciles_of_known_samples() -> None:
     assert spread([us / 1e6 for us in range(1, 102)]) == Spread(median_us=51.0, p10_us=11.0, p90_us=91.0, repetitions=101)
-
-
-@pytest.mark.parametrize("budget_s, repetitions", [(0.0, AT_LEAST), (60.0, AT_MOST)])
-def test_number_of_repetitions_is_bounded(budget_s: float, repetitions: int) -> None:
-    assert repeated(lambda: 1e-6, budget_s).repetitions == repetitions
 
 
 def test_warm_up_is_not_counted() -> None:
@@ -83,20 +75,6 @@ def test_kernel_time_is_one_copy_and_replay_time_one_graph(monkeypatch: pytest.M
     assert [tensor.tolist() for tensor in seen] == [[7, 7, 7]] * 2
 
 
-def test_graph_call_is_checked_and_replays_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    answer, seen, replays = torch.zeros(3), list[Tensor](), list[int]()
-
-    def work() -> None:
-        replays.append(1)
-        answer.fill_(7)
-
-    device = FakeDevice(monkeypatch, work)
-    replayed = graph_call(lambda: answer, lambda found: seen.append(found.clone()))
-    assert device.captures == 1 and len(replays) == 1 and [tensor.tolist() for tensor in seen] == [[7, 7, 7]]
-    replayed()
-    assert device.captures == 1 and len(replays) == 2
-
-
 @pytest.mark.parametrize("takes_ms, copies", [(0.001, COPIES), (0.4, 5), (0.41, 5), (1.9, 2), (2.0, 1), (300.0, 1)])
 def test_graph_has_copies_for_two_milliseconds(takes_ms: float, copies: int, monkeypatch: pytest.MonkeyPatch) -> None:
     FakeDevice(monkeypatch, apart_ms=takes_ms)
@@ -109,22 +87,3 @@ def test_graph_has_copies_for_two_milliseconds(takes_ms: float, copies: int, mon
 
     assert kernel(call, id, 0.0).median_us == pytest.approx(takes_ms * 1e3 / copies)
     assert calls == WARM_UP + copies
-
-
-def test_check_detects_an_answer_that_the_graph_does_not_write(monkeypatch: pytest.MonkeyPatch) -> None:
-    def check(answer: Tensor) -> None:
-        assert not answer.isnan().any(), "not written"
-
-    FakeDevice(monkeypatch)
-    with pytest.raises(AssertionError, match="not written"):
-        kernel(lambda: torch.zeros(3), check, 0.0)
-
-
-def test_call_that_waits_for_the_device_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    def waiting() -> None:
-        raise RuntimeError("called a synchronizing CUDA operation\nmore about it")
-
-    device = FakeDevice(monkeypatch)
-    with pytest.raises(NotCapturableError, match=r"^called a synchronizing CUDA operation$"):
-        kernel(waiting, id, 0.0)
-    assert device.captures == 0 and device.modes[-1] == "default"

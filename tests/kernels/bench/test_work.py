@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from kernels.bench.case import random_case
 from kernels.bench.work import ReadArray, multiplications, weights_read
-from kernels.bench.workload import DILATIONS, VOCABULARY, Workload
-from tests.kernels.bench.conftest import CPU, ENCODERS, RECURRENCE, tiny
+from kernels.bench.workload import VOCABULARY, Workload
+from tests.kernels.bench.conftest import ENCODERS, RECURRENCE, tiny
 
 PRODUCT = Workload("conv", 1, 10, 10, 10, kind="product")
 WINDOWS = 3 * (5 * 3 + 4 * 4 + 3 * 5)
@@ -56,13 +55,6 @@ def test_needed_multiplications_are_counted(workload: Workload, expected: int) -
     assert multiplications(workload) == expected
 
 
-def test_last_step_of_a_long_row_needs_every_layer() -> None:
-    steps = 1 + 2 * sum(DILATIONS)
-    # The first layer is needed at every second step from the second on, the next at every fourth, and so on: the last at one.
-    windows = sum((steps + 1) // (2 * dilation) - 1 for dilation in DILATIONS)
-    assert multiplications(Workload("conv", 1, steps, 1, 1, kind="tcn-last")) == windows * 3
-
-
 @pytest.mark.parametrize(
     "workload, expected",
     [
@@ -87,10 +79,3 @@ def test_last_step_of_a_long_row_needs_every_layer() -> None:
 )
 def test_recurrent_weights_are_read_in_every_step(workload: Workload, expected: list[tuple[int, int]]) -> None:
     assert weights_read(workload) == [ReadArray(*array) for array in expected]
-
-
-@pytest.mark.parametrize("workload", [tiny("lstm"), tiny("gru"), tiny("sru"), tiny("qrnn")], ids=str)
-def test_bytes_of_matrices_are_those_of_the_arrays(workload: Workload) -> None:
-    (layer,) = random_case(workload, CPU).weights
-    matrices = [layer.input, *([layer.recurrent] if hasattr(layer, "recurrent") else [])]
-    assert sorted(array.array_bytes for array in weights_read(workload)) == sorted(matrix.nbytes for matrix in matrices)
