@@ -1,11 +1,10 @@
 """The compared servers: how each is started, with its best settings, and its endpoints.
 
-Every server except this service and the plain handler has a separate virtual environment, which `make loadtest SCENARIO=serving` creates.
+Triton has a separate virtual environment, which `make loadtest SCENARIO=serving` creates.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import sys
@@ -13,26 +12,24 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from loadtest import servers
 from loadtest.baselines.classifier import CONSTANT, MODEL_VARIABLE
-from loadtest.comparison import endpoints
 from loadtest.comparison.endpoints import INFER, OIP_BINARY, OIP_GRPC, PREDICT, Endpoint
 from loadtest.servers import ServerProcess
 
 ENVIRONMENTS = servers.ROOT / ".venv-baselines"
 BASELINES = servers.ROOT / "loadtest" / "baselines"
 SERVED = "classifier"
-"""Name of the model in the other servers."""
+"""Name of the model in Triton."""
 MAX_BATCH = 32
-SEQSERVE, PLAIN, LITSERVE, MLSERVER, TRITON = "seqserve", "plain FastAPI", "LitServe", "MLServer", "Triton"
+SEQSERVE, PLAIN, TRITON = "seqserve", "plain FastAPI", "Triton"
 
 
 class Ports(NamedTuple):
     http: int
     grpc: int
-    other: int
 
 
 class Launch(NamedTuple):
@@ -48,16 +45,15 @@ class Server:
     """One compared server.
 
     launch: returns the command from its environment's folder, an empty folder for its files, and its ports. environment: name of its
-    virtual environment in ENVIRONMENTS; None: the environment of this project. constant: the endpoints that return a constant when no model
-    is loaded; `expected`: their answer; None: any fixed answer.
+    virtual environment in ENVIRONMENTS; None: the environment of this project. constant: whether it is also measured without a model,
+    when it returns a constant.
     """
 
     name: str
     launch: Callable[[Path, Path, Ports], Launch]
     endpoints: tuple[Endpoint, ...]
-    constant: tuple[Endpoint, ...]
-    expected: tuple[float, ...] | None = CONSTANT
     environment: str | None = None
+    constant: bool = False
 
     def why_skipped(self) -> str | None:
         """Return why the server cannot run here."""
@@ -69,7 +65,7 @@ class Server:
     @contextmanager
     def running(self, models: Path, model: str | None, scratch: Path) -> Iterator[ServerProcess]:
         """Run the server with a model, or without to get its constant answer. `scratch` gets its files and its log."""
-        ports = Ports(*servers.free_ports(3))
+        ports = Ports(*servers.free_ports(2))
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir(parents=True)
         launch = self.launch(ENVIRONMENTS / str(self.environment), scratch, ports)
@@ -96,22 +92,6 @@ def _plain(folder: Path, scratch: Path, ports: Ports) -> Launch:
     return Launch((sys.executable, "-m", "loadtest.baselines.plain_fastapi", "--port", str(ports.http)), "/health")
 
 
-def _litserve(folder: Path, scratch: Path, ports: Ports) -> Launch:
-    python = str(folder / "bin" / "python")
-    return Launch((python, "-m", "loadtest.baselines.litserve_server", "--port", str(ports.http)), "/health")
-
-
-def _mlserver(folder: Path, scratch: Path, ports: Ports) -> Launch:
-    """Write its settings. Inference runs in the server's process: with one model, a worker process would only add a hop."""
-    settings = {"http_port": ports.http, "grpc_port": ports.grpc, "metrics_port": ports.other, "host": "127.0.0.1"}
-    settings |= {"parallel_workers": 0, "metrics_endpoint": None, "use_structured_logging": False}
-    implementation = "loadtest.baselines.mlserver_runtime.Classifier"
-    model = {"name": SERVED, "implementation": implementation, "max_batch_size": MAX_BATCH, "max_batch_time": 0.002}
-    _write_json(scratch / "settings.json", settings)
-    _write_json(scratch / "model-settings.json", model)
-    return Launch((str(folder / "bin" / "mlserver"), "start", str(scratch)), f"/v2/models/{SERVED}/ready")
-
-
 def _triton(folder: Path, scratch: Path, ports: Ports) -> Launch:
     """Write a model repository. Batches form without a delay, which measured best at every number of callers."""
     [packages] = (folder / "lib").glob("python*/site-packages")
@@ -124,7 +104,7 @@ def _triton(folder: Path, scratch: Path, ports: Ports) -> Launch:
     flags = {"http-port": ports.http, "grpc-port": ports.grpc, "model-repository": repository}
     flags |= {"backend-directory": _triton_backends(program, version, scratch), "allow-metrics": "false", "log-info": "false"}
     environment = {
-        "PATH": _path(folder),
+        "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
         "PYTHONPATH": f"{servers.python_path()}:{packages}",
         "LD_LIBRARY_PATH": str(packages / "nvidia_pytriton.libs"),
     }
@@ -153,25 +133,10 @@ dynamic_batching {{ max_queue_delay_microseconds: 0 }}
 """
 
 
-def _path(folder: Path) -> str:
-    return f"{folder / 'bin'}:{os.environ['PATH']}"
-
-
-def _write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value))
-
-
-def _served(*compared: Endpoint) -> tuple[Endpoint, ...]:
-    return tuple(endpoint._replace(model=SERVED) for endpoint in compared)
-
-
-_OIP_JSON = Endpoint("HTTP", endpoints.HTTP, "tensor", endpoints.oip_json)
-_HEALTH = Endpoint("/healthz", endpoints.HTTP, "scores", endpoints.health)
+_HTTP, _GRPC = (endpoint._replace(model=SERVED) for endpoint in (OIP_BINARY, OIP_GRPC))
 
 SERVERS = (
-    Server(SEQSERVE, _seqserve, (INFER, OIP_BINARY, OIP_GRPC), (_HEALTH,), expected=None),
-    Server(PLAIN, _plain, (PREDICT,), (PREDICT,)),
-    Server(LITSERVE, _litserve, (PREDICT,), (PREDICT,), environment="litserve"),
-    Server(MLSERVER, _mlserver, *2 * (_served(_OIP_JSON, OIP_GRPC),), environment="mlserver"),
-    Server(TRITON, _triton, *2 * (_served(OIP_BINARY, OIP_GRPC),), environment="triton"),
+    Server(SEQSERVE, _seqserve, (INFER, OIP_BINARY, OIP_GRPC)),
+    Server(PLAIN, _plain, (PREDICT,)),
+    Server(TRITON, _triton, (_HTTP, _GRPC), environment="triton", constant=True),
 )

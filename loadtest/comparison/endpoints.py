@@ -33,16 +33,6 @@ def predict(model: str, text: str) -> bytes:
     return _post("/predict", json.dumps({"text": text}).encode(), JSON)
 
 
-def health(model: str, text: str) -> bytes:
-    return b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
-
-
-def oip_json(model: str, text: str) -> bytes:
-    """Without an id MLServer would invent one: answers to equal requests would differ."""
-    tensor = {"name": oip_requests.TEXT_INPUT, "shape": (1, 1), "datatype": "BYTES", "data": [text]}
-    return _post(f"/v2/models/{model}/infer", json.dumps({"id": "1", "inputs": [tensor]}).encode(), JSON)
-
-
 def _post(path: str, body: bytes, *headers: str) -> bytes:
     return Target("127.0.0.1", 0, path).request(body, *headers)
 
