@@ -100,10 +100,11 @@ def test_perf_analyzer_sends_the_key_over_each_protocol(
     if guarded.ca is None:
         cases = list(perf_analyzer.cases(tmp_path, guarded.url, "there:1", [1], ClientAccess.read(guarded.key_file, None)))
         assert {case.protocol for case in cases} == {REST, GRPC, STREAM}
-        for command in [case.command(tmp_path, tmp_path) for case in cases]:
+        for command in [case.command(tmp_path) for case in cases]:
             assert command[command.index("-H") + 1] == f"authorization:Bearer {guarded.key()}"
     else:
-        assert loadtest(["perf-analyzer", *guarded.flags, "--binary", str(EVALUATE), "--out", str(tmp_path)]) == 2
+        monkeypatch.setattr(perf_analyzer, "BINARY", EVALUATE)
+        assert loadtest(["perf-analyzer", *guarded.flags, "--out", str(tmp_path)]) == 2
         assert "measures without TLS" in capsys.readouterr().err
 
 

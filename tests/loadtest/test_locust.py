@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -16,7 +15,7 @@ import pytest
 from loadtest.__main__ import main
 from tests.serving import Server
 
-KINDS = ["BatchOfTen", "FloatFeatures", "OneText", "SensorStream"]
+KINDS = ["OneText", "TenTexts", "TokenIds", "Session", "OpenInference"]
 
 
 def figures(printed: str) -> dict[str, tuple[int, int]]:
@@ -29,7 +28,7 @@ def test_every_kind_of_user_gets_answers_without_failures(
     server: Server, models_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     sessions, open_sessions = server.metric("seqserve_sessions_ended_total", reason="ended"), server.metric("seqserve_sessions")
-    disconnected, out = server.metric("seqserve_requests_total", outcome="client_gone"), tmp_path / "deep" / "out"
+    out = tmp_path / "deep" / "out"
     words = ("--models", str(models_folder), "--users", "8", "--seconds", "3", "--out", str(out))
     assert main(["locust", "--url", f"{server.address}/", *words]) == 0
     printed = capfd.readouterr()
@@ -40,13 +39,11 @@ def test_every_kind_of_user_gets_answers_without_failures(
     assert "<html" in (out / "locust.html").read_text()
     assert server.metric("seqserve_sessions_ended_total", reason="ended") > sessions
     assert server.metric("seqserve_sessions") <= open_sessions, "each user ends its session"
-    noticed = server.metric("seqserve_requests_total", outcome="client_gone") - disconnected
-    assert 0 < noticed <= rows["ImpatientCaller hung up"][0]
 
 
-def test_new_server_has_the_embedded_models_and_the_sensors(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_new_server_has_the_embedded_models(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["locust", "--users", "7", "--seconds", "5", "--out", str(tmp_path), "--", "--device", "cpu"]) == 0
-    served = "question-type-cnn 1, question-type-lstm 1, question-type-sru 1, sensor-forecast 1, sensors 1"
+    served = "question-type-cnn 1, question-type-lstm 1, question-type-sru 1, sensor-forecast 1"
     printed = capfd.readouterr()
     assert served in printed.out
     assert {*KINDS} < figures(printed.err).keys()
@@ -54,16 +51,14 @@ def test_new_server_has_the_embedded_models_and_the_sensors(tmp_path: Path, capf
 
 
 TIRED = {"name": "tired", "version": "1", "min_steps": 1, "input": {"kind": "text", "max_steps": 9, "vocabulary": 5}}
-SLOW_SECONDS = 1.5
 
 
 class Overloaded(BaseHTTPRequestHandler):
-    """Describes one text model, slowly, and refuses every inference request."""
+    """Describes one text model and refuses every inference request."""
 
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
-        time.sleep(SLOW_SECONDS)
         self._respond(200, {"models": [TIRED]})
 
     def do_POST(self) -> None:
@@ -96,13 +91,10 @@ def overloaded() -> Iterator[str]:
 
 def test_failed_request_is_reported_with_status_1(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with overloaded() as url:
-        seconds = "1"
-        assert float(seconds) < SLOW_SECONDS, "the start takes longer than the load"
-        assert main(["locust", "--url", url, "--users", "2", "--seconds", seconds, "--out", str(tmp_path)]) == 1
+        assert main(["locust", "--url", url, "--users", "2", "--seconds", "1", "--out", str(tmp_path)]) == 1
     printed = capfd.readouterr().err
     assert "503 overloaded" in printed
-    assert "FloatFeatures is skipped" in printed, "no model with features is served"
-    assert "SensorStream is skipped: the server has no model that streams" in printed
+    assert "Session is skipped: the server has no model for it" in printed, "no model streams"
     requests, failures = figures(printed)["Aggregated"]
     assert requests == failures > 0
 
