@@ -38,13 +38,24 @@ class Client(FastHttpUser):
     insecure = False
     models: ClassVar[Iterator[Traffic]]
     """The inputs of one model after the other; set when a test starts."""
+    count = 1
+    """Inputs of a request."""
     texts = True
     """Whether it sends texts, and needs the words of a model. Otherwise it sends token ids or numbers."""
 
     @classmethod
     def can_use(cls, model: dict[str, Any]) -> bool:
         """Return whether it can send to a model, as GET /models describes it."""
-        return bool(model["input"]["kind"] == "text")
+        kind: str = model["input"]["kind"]
+        return kind == "text"
+
+    @task
+    def run_task(self) -> None:
+        self.ask()
+
+    def ask(self) -> None:
+        """Send the next request."""
+        self.post(next(self.models).body(self.count))
 
     def post(self, body: dict[str, Any], path: str = "/infer") -> None:
         """Send a request. The reason of a failure is the status and the error code."""
@@ -58,17 +69,11 @@ class OneText(Client):
 
     weight = 3
 
-    @task
-    def ask(self) -> None:
-        self.post(next(self.models).body())
-
 
 class TenTexts(Client):
     """Sends ten texts in a request."""
 
-    @task
-    def ask(self) -> None:
-        self.post(next(self.models).body(10))
+    count = 10
 
 
 class TokenIds(Client):
@@ -80,10 +85,6 @@ class TokenIds(Client):
     def can_use(cls, model: dict[str, Any]) -> bool:
         return model["input"]["kind"] in ("text", "ids")
 
-    @task
-    def ask(self) -> None:
-        self.post(next(self.models).body())
-
 
 class Session(Client):
     """Sends the chunks of one session after the other, like a sensor."""
@@ -94,8 +95,7 @@ class Session(Client):
     def can_use(cls, model: dict[str, Any]) -> bool:
         return model.get("streams", False) and model["input"]["kind"] != "text"
 
-    @task
-    def stream(self) -> None:
+    def ask(self) -> None:
         model, name = next(self.models), f"load-{uuid.uuid4().hex}"
         for number in range(1, CHUNKS + 1):
             self.post(model.body() | {"session": name, "end": number == CHUNKS})
@@ -104,7 +104,6 @@ class Session(Client):
 class OpenInference(Client):
     """Sends one text as a tensor of the Open Inference Protocol."""
 
-    @task
     def ask(self) -> None:
         model = next(self.models)
         tensor = {"name": "text", "shape": [1, 1], "datatype": "BYTES", "data": [model.input()]}

@@ -12,10 +12,6 @@ from loadtest.servers import MODELS, named_or_new
 
 SUMMARY = "mixed traffic from many users"
 LOCUSTFILE = Path(__file__).parent.parent / "locustfile.py"
-USERS_A_SECOND = 100
-"""Maximum spawn rate: locust warns above it."""
-STOP_SECONDS = 30
-"""Time for the requests and sessions that are open at the end."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -47,9 +43,9 @@ def _command(options: argparse.Namespace, url: str) -> list[str]:
         "--models": options.models,
         "--seed": options.seed,
         "--users": options.users,
-        "--spawn-rate": min(options.users, USERS_A_SECOND),
+        "--spawn-rate": 100,  # locust warns above it
         "--seconds": options.seconds,
-        "--stop-timeout": f"{STOP_SECONDS}s",
+        "--stop-timeout": "30s",  # for the requests and sessions that are open at the end
         "--html": options.out / "locust.html",
         "--key-file": options.key_file,
         "--ca": options.ca,

@@ -22,8 +22,7 @@ from msgspec import structs
 from loadtest import oip_requests, servers
 from loadtest.baselines.classifier import CONSTANT, TextClassifier
 from loadtest.comparison import goals, models, tables
-from loadtest.comparison.contenders import SEQSERVE, SERVERS, Server
-from loadtest.comparison.endpoints import GRPC, Endpoint
+from loadtest.comparison.contenders import GRPC, SEQSERVE, SERVERS, Endpoint, Server
 from loadtest.comparison.measurements import HELD, IN_TIME, NO_MODEL, Case, Measurements, trial_of
 from loadtest.discovery import CannotMeasure
 from loadtest.generator.job import Job
@@ -69,9 +68,8 @@ def run(options: argparse.Namespace) -> int:
             trials.append(trial)  # an interrupt keeps the trials before it
     measured = Measurements(trials)
     options.rounds = len({trial.round for trial in trials})
-    notes = [{"server": name, "skipped": reason} for name, reason in skipped.items()]
     shown = [*tables.of(measured), [list(line) for line in goals.lines(measured)]]
-    status = rounds.publish("serving", trials, shown, options, PACKAGES, notes=notes)
+    status = rounds.publish("serving", trials, shown, options, PACKAGES)
     for name, reason in skipped.items():
         print(f"{name} was skipped: {reason}")
     return 1 if SEQSERVE in skipped else status

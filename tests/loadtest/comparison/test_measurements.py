@@ -9,8 +9,7 @@ import pytest
 
 from kernels.bench.goals.limit import Limit
 from loadtest.comparison import tables
-from loadtest.comparison.contenders import PLAIN, SEQSERVE, TRITON
-from loadtest.comparison.endpoints import INFER, OIP_BINARY, PREDICT
+from loadtest.comparison.contenders import INFER, OIP_BINARY, PLAIN, PREDICT, SEQSERVE, TRITON
 from loadtest.comparison.goals import Goal
 from loadtest.comparison.measurements import CPU, FRONTEND, GENERATOR, IN_TIME, NO_MODEL, P50, P99, Case, Measurements, trial_of
 from loadtest.comparison.models import CNN, LSTM
@@ -41,8 +40,8 @@ def test_trial_has_the_cost_of_each_answer() -> None:
 
 def test_ratios_are_taken_within_a_round_that_has_both() -> None:
     measured = Measurements([*rates(OURS, 10, 20, 30), *rates(TRITONS, 10, 10, 60)])
-    assert measured.ratios(OURS, TRITONS, RATE) == [1, 2, 0.5] and measured.ratio(OURS, TRITONS, RATE) == 1
-    assert measured.ratio(OURS, OURS._replace(callers=8), RATE) is None
+    assert measured.ratios(OURS, TRITONS, RATE) == [1, 2, 0.5] and measured.median(OURS, RATE, TRITONS) == 1
+    assert measured.median(OURS, RATE, OURS._replace(callers=8)) is None
     assert Measurements([*rates(OURS, 10, 20), trial(TRITONS, 1, **{RATE: 5})]).ratios(OURS, TRITONS, RATE) == [4]
 
 
