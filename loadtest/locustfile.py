@@ -110,7 +110,6 @@ class OpenInference(Client):
         self.post({"inputs": [tensor]}, f"/v2/models/{model.name}/infer")
 
 
-@events.init_command_line_parser.add_listener
 def add_options(parser: LocustArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="Seed of the traffic")
     parser.add_argument("--models", type=Path, default=MODELS, help="Folder with the words of the text models")
@@ -119,7 +118,6 @@ def add_options(parser: LocustArgumentParser) -> None:
     parser.add_argument("--ca", type=Path, include_in_web_ui=False, help="Authority of the server's certificate")
 
 
-@events.test_start.add_listener
 def discover_models(environment: Environment, **_: Any) -> None:
     """Assign the server's models to the kinds of user, and remove the kinds without a model. All users send the same key."""
     options = environment.parsed_options
@@ -142,9 +140,13 @@ def discover_models(environment: Environment, **_: Any) -> None:
             logger.warning("%s is skipped: the server has no model for it, or --models does not have its words", kind.__name__)
 
 
-@events.init.add_listener
 def end_after_seconds(environment: Environment, runner: Runner, **_: Any) -> None:
     """End the test --seconds after all users have started. Locust's --run-time also counts the time that this takes."""
     assert environment.parsed_options is not None
     if (seconds := environment.parsed_options.seconds) is not None:
         environment.events.spawning_complete.add_listener(lambda **_: gevent.spawn_later(seconds, runner.quit))
+
+
+events.init_command_line_parser.add_listener(add_options)
+events.test_start.add_listener(discover_models)
+events.init.add_listener(end_after_seconds)
