@@ -46,8 +46,7 @@ class Client(FastHttpUser):
     @classmethod
     def can_use(cls, model: dict[str, Any]) -> bool:
         """Return whether it can send to a model, as GET /models describes it."""
-        kind: str = model["input"]["kind"]
-        return kind == "text"
+        return bool(model["input"]["kind"] == "text")
 
     @task
     def run_task(self) -> None:
@@ -93,7 +92,7 @@ class Session(Client):
 
     @classmethod
     def can_use(cls, model: dict[str, Any]) -> bool:
-        return model.get("streams", False) and model["input"]["kind"] != "text"
+        return bool(model.get("streams") and model["input"]["kind"] != "text")
 
     def ask(self) -> None:
         model, name = next(self.models), f"load-{uuid.uuid4().hex}"

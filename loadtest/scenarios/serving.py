@@ -56,9 +56,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Measure every server. An interrupt ends the run and keeps its results so far. Returns 1 when a request failed."""
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # a job in the background ignores interrupts, and its servers would too
+    # A job in the background ignores interrupts, and its servers would too.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])  # all processes inherit it
     skipped = {server.name: reason for server in SERVERS if (reason := server.why_skipped()) and server.name in options.servers}
     trials: list[Trial] = []
