@@ -105,7 +105,7 @@ endef
 	@tools/programs.sh libb64
 	@touch $@
 
-# The servers beside which this one is measured. What cannot be installed is skipped there, with the reason.
+# Triton, beside which this server is measured. If it cannot be installed, it is skipped there, with the reason.
 BASELINES := $(patsubst loadtest/baselines/%.txt,.venv-baselines/%/installed,$(wildcard loadtest/baselines/*.txt))
 
 .venv-baselines/%/installed: loadtest/baselines/%.txt
@@ -184,7 +184,7 @@ bench: install .venv/baselines
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m kernels.bench all --device $(DEVICE)
 
 # `locust` sends mixed traffic to a new server with the flags in $(ARGS), or to the server at $(URL). The other scenarios have the flags of
-# `python -m loadtest SCENARIO --help` in $(ARGS), and write to loadtest/results. `serving` takes an hour:
+# `python -m loadtest SCENARIO --help` in $(ARGS), and write to loadtest/results. `serving` takes half an hour:
 # ARGS="--rounds 1 --seconds 1 --servers seqserve Triton" shortens it.
 FLAGS_locust   := --users $(USERS) --seconds $(SECONDS) --out $(OUT) $(if $(URL),--url $(URL)) $(ACCESS) $(if $(ARGS),-- $(ARGS))
 FLAGS_serving  := $(ARGS)

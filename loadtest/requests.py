@@ -22,6 +22,7 @@ MANY = 64
 REQUESTS = 200
 """Distinct requests of each kind."""
 SESSIONS = 256
+"""Sessions that get chunks over POST /infer in turn."""
 
 
 class Requests(NamedTuple):
@@ -41,11 +42,10 @@ class Requests(NamedTuple):
 
 
 class Clients(NamedTuple):
-    """Writes the requests to a server. models: its models folder; sessions: how many sessions get chunks over POST /infer in turn."""
+    """Writes the requests to a server. models: its models folder."""
 
     url: str
     models: Path
-    sessions: int = SESSIONS
 
     def text(self) -> Requests:
         return self._questions(self._texts(), 1)
@@ -64,8 +64,8 @@ class Clients(NamedTuple):
 
     def chunk(self) -> Requests:
         bodies = [
-            {"model": SENSOR, "inputs": [rows], "session": f"load-{number % self.sessions}"}
-            for number, rows in enumerate(self._chunks(2 * self.sessions))
+            {"model": SENSOR, "inputs": [rows], "session": f"load-{number % SESSIONS}"}
+            for number, rows in enumerate(self._chunks(2 * SESSIONS))
         ]
         return Requests("http", "", [self._post(body) for body in bodies], "session")
 

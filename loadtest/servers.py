@@ -21,6 +21,7 @@ from loadtest.discovery import CannotMeasure
 
 ROOT = Path(__file__).resolve().parent.parent
 MODELS = ROOT / "models"
+SEQSERVE = ("-m", "service", "serve")
 PORTS = range(12_000, 30_000)
 """Below the ports that systems choose for connections and for sockets without a port."""
 START_SECONDS = 60.0
@@ -47,11 +48,11 @@ class ServerProcess:
 
 
 @contextmanager
-def running(*command: str, log: Path | None = None) -> Iterator[ServerProcess]:
-    """Run `python COMMAND --port PORT` until the end of the block. The block starts when the server is ready; stderr goes to `log`."""
+def running(*flags: str, log: Path | None = None) -> Iterator[ServerProcess]:
+    """Run this service until the end of the block, with the embedded models unless a flag names others. stderr goes to `log`."""
     port, grpc_port = free_ports(2)
     environment = {"PYTHONPATH": python_path(), "SEQSERVE_GRPC_PORT": str(grpc_port)}
-    command = (sys.executable, *command, "--port", str(port))
+    command = (sys.executable, *SEQSERVE, "--port", str(port), *flags)
     with started(command, environment, f"http://127.0.0.1:{port}", f"127.0.0.1:{grpc_port}", log=log) as server:
         yield server
 
@@ -96,13 +97,8 @@ def named_or_new(url: str | None, grpc: str | None, log: Path, *flags: str) -> I
     if url:
         yield url.rstrip("/"), grpc
         return
-    with running(*seqserve(*flags), log=log) as server:
+    with running(*flags, log=log) as server:
         yield server.url, server.grpc
-
-
-def seqserve(*flags: str) -> tuple[str, ...]:
-    """Return the command that starts this service; it serves the embedded models unless a flag names others."""
-    return ("-m", "service", "serve", *flags)
 
 
 def free_port() -> int:

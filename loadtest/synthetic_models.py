@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from service.modeling import store
-from service.modeling.spec import ALIASES, ClassifyHead, GRULayer, Layer, ModelSpec, SequenceInput
+from service.modeling.spec import ClassifyHead, Layer, ModelSpec, SequenceInput
 
 CARD = "Random weights, for load tests.\n"
 LABELS = ("steady", "rising", "falling")
-SENSOR_SCALE = 0.2
-"""Scale of the weights of `sensors`: gates neither vanish nor saturate."""
 
 
 def write(
@@ -34,18 +31,3 @@ def write(
     seeded = torch.Generator().manual_seed(0)
     weights = {key: scale * torch.randn(shape, generator=seeded) for key, shape in spec.tensors().items()}
     return store.write(root / name / "1", spec, weights, card=CARD, tokenizer=tokenizer)
-
-
-def with_sensors(models: Path, root: Path) -> Path:
-    """Fill `root` with copies of everything in `models` and with the model `sensors`, a GRU over 16 features. Returns `root`.
-
-    A service follows no link out of its models folder.
-    """
-    for path in models.iterdir():
-        if path.is_dir():
-            shutil.copytree(path, root / path.name)
-        elif path.name == ALIASES:
-            shutil.copy(path, root)
-    features = SequenceInput(kind="features", features=16, max_steps=1024)
-    write(root, "sensors", features, GRULayer(kind="gru", hidden=64), precision="float32", scale=SENSOR_SCALE)
-    return root

@@ -20,7 +20,7 @@ class Traffic:
     """
 
     def __init__(self, model: Mapping[str, Any], words: Sequence[str] = (), seed: int = 0) -> None:
-        self._name = model["name"]
+        self.name = model["name"]
         self._version = model["version"]
         self._input = model["input"]
         self._shortest: int = model["min_steps"]
@@ -50,7 +50,7 @@ class Traffic:
 
     def body(self, inputs: int = 1) -> dict[str, Any]:
         """Return the body of one POST /infer."""
-        return {"model": self._name, "version": self._version, "inputs": [self.input() for _ in range(inputs)]}
+        return {"model": self.name, "version": self._version, "inputs": [self.input() for _ in range(inputs)]}
 
 
 def words(tokenizer: str) -> list[str]:

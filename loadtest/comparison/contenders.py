@@ -1,6 +1,6 @@
-"""The compared servers: how each is started, with its best settings, and its endpoints.
+"""The compared servers: how each is started, with its best settings, and its endpoints. Each request has one text.
 
-Every server except this service and the plain handler has a separate virtual environment, which `make loadtest SCENARIO=serving` creates.
+Triton has a separate virtual environment, which `make loadtest SCENARIO=serving` creates.
 """
 
 from __future__ import annotations
@@ -13,26 +13,53 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from loadtest import servers
+from loadtest import oip_requests, servers
 from loadtest.baselines.classifier import CONSTANT, MODEL_VARIABLE
-from loadtest.comparison import endpoints
-from loadtest.comparison.endpoints import INFER, OIP_BINARY, OIP_GRPC, PREDICT, Endpoint
 from loadtest.servers import ServerProcess
+from loadtest.target import Target
 
-ENVIRONMENTS = servers.ROOT / ".venv-baselines"
+ENVIRONMENT = servers.ROOT / ".venv-baselines" / "triton"
+"""The virtual environment of Triton."""
 BASELINES = servers.ROOT / "loadtest" / "baselines"
 SERVED = "classifier"
-"""Name of the model in the other servers."""
+"""Name of the model in Triton."""
 MAX_BATCH = 32
-SEQSERVE, PLAIN, LITSERVE, MLSERVER, TRITON = "seqserve", "plain FastAPI", "LitServe", "MLServer", "Triton"
+SEQSERVE, PLAIN, TRITON = "seqserve", "plain FastAPI", "Triton"
+HTTP, GRPC = "http", "grpc"
 
 
-class Ports(NamedTuple):
-    http: int
-    grpc: int
-    other: int
+class Endpoint(NamedTuple):
+    """One endpoint of a server.
+
+    transport, reader: as in `generator.job.Job`. write: returns the bytes of a request from the name of the model and a text. model: its
+    name in requests, if not the model's own.
+    """
+
+    name: str
+    transport: str
+    reader: str
+    write: Callable[[str, str], bytes]
+    model: str | None = None
+
+
+def infer(model: str, text: str) -> bytes:
+    return _post("/infer", {"model": model, "inputs": [text]})
+
+
+def predict(model: str, text: str) -> bytes:
+    return _post("/predict", {"text": text})
+
+
+def _post(path: str, body: object) -> bytes:
+    return Target("127.0.0.1", 0, path).request(json.dumps(body).encode())
+
+
+INFER = Endpoint("/infer", HTTP, "infer", infer)
+OIP_BINARY = Endpoint("OIP binary", HTTP, "last floats", oip_requests.binary_text)
+OIP_GRPC = Endpoint("gRPC", GRPC, "last floats", oip_requests.text_message)
+PREDICT = Endpoint("HTTP", HTTP, "scores", predict)
 
 
 class Launch(NamedTuple):
@@ -47,84 +74,60 @@ class Launch(NamedTuple):
 class Server:
     """One compared server.
 
-    launch: returns the command from its environment's folder, an empty folder for its files, and its ports. environment: name of its
-    virtual environment in ENVIRONMENTS; None: the environment of this project. constant: the endpoints that return a constant when no model
-    is loaded; `expected`: their answer; None: any fixed answer.
+    launch: returns the command from an empty folder for its files, and its ports for HTTP and gRPC. constant: whether it is also measured
+    without a model, when it returns a constant.
     """
 
     name: str
-    launch: Callable[[Path, Path, Ports], Launch]
+    launch: Callable[[Path, int, int], Launch]
     endpoints: tuple[Endpoint, ...]
-    constant: tuple[Endpoint, ...]
-    expected: tuple[float, ...] | None = CONSTANT
-    environment: str | None = None
+    constant: bool = False
 
     def why_skipped(self) -> str | None:
         """Return why the server cannot run here."""
-        if self.environment is None:
+        if self.name != TRITON or (ENVIRONMENT / "installed").is_file():
             return None
-        folder = ENVIRONMENTS / self.environment
-        return None if (folder / "installed").is_file() else f"not installed: {_last_line(folder / 'install.log')}"
+        return f"not installed by `make loadtest SCENARIO=serving`: read {ENVIRONMENT / 'install.log'}"
 
     @contextmanager
     def running(self, models: Path, model: str | None, scratch: Path) -> Iterator[ServerProcess]:
         """Run the server with a model, or without to get its constant answer. `scratch` gets its files and its log."""
-        ports = Ports(*servers.free_ports(3))
+        port, grpc_port = servers.free_ports(2)
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir(parents=True)
-        launch = self.launch(ENVIRONMENTS / str(self.environment), scratch, ports)
+        launch = self.launch(scratch, port, grpc_port)
         environment = {"PYTHONPATH": servers.python_path(), "TOKENIZERS_PARALLELISM": "false", "SEQSERVE_MODELS": str(models)}
         if model is not None:
             environment[MODEL_VARIABLE] = str((models / model / "1").resolve())
-        url, grpc = f"http://127.0.0.1:{ports.http}", f"127.0.0.1:{ports.grpc}"
+        url, grpc = f"http://127.0.0.1:{port}", f"127.0.0.1:{grpc_port}"
         everything = environment | dict(launch.environment)
         with servers.started(launch.command, everything, url, grpc, launch.ready, scratch / "server.log") as server:
             yield server
 
 
-def _last_line(log: Path) -> str:
-    lines = log.read_text(errors="replace").split("\n") if log.is_file() else []
-    return next((line for line in reversed(lines) if line.strip()), "run `make loadtest SCENARIO=serving`")
+def _seqserve(scratch: Path, port: int, grpc_port: int) -> Launch:
+    flags = ("--port", str(port), "--grpc-port", str(grpc_port), "--device", "cpu")
+    return Launch((sys.executable, *servers.SEQSERVE, *flags), "/readyz")
 
 
-def _seqserve(folder: Path, scratch: Path, ports: Ports) -> Launch:
-    flags = ("--port", str(ports.http), "--grpc-port", str(ports.grpc), "--device", "cpu")
-    return Launch((sys.executable, *servers.seqserve(*flags)), "/readyz")
+def _plain(scratch: Path, port: int, grpc_port: int) -> Launch:
+    flags = ("--factory", "--port", str(port), "--no-access-log", "--log-level", "warning")
+    return Launch((sys.executable, "-m", "uvicorn", "loadtest.baselines.plain_fastapi:build", *flags), "/openapi.json")
 
 
-def _plain(folder: Path, scratch: Path, ports: Ports) -> Launch:
-    return Launch((sys.executable, "-m", "loadtest.baselines.plain_fastapi", "--port", str(ports.http)), "/health")
-
-
-def _litserve(folder: Path, scratch: Path, ports: Ports) -> Launch:
-    python = str(folder / "bin" / "python")
-    return Launch((python, "-m", "loadtest.baselines.litserve_server", "--port", str(ports.http)), "/health")
-
-
-def _mlserver(folder: Path, scratch: Path, ports: Ports) -> Launch:
-    """Write its settings. Inference runs in the server's process: with one model, a worker process would only add a hop."""
-    settings = {"http_port": ports.http, "grpc_port": ports.grpc, "metrics_port": ports.other, "host": "127.0.0.1"}
-    settings |= {"parallel_workers": 0, "metrics_endpoint": None, "use_structured_logging": False}
-    implementation = "loadtest.baselines.mlserver_runtime.Classifier"
-    model = {"name": SERVED, "implementation": implementation, "max_batch_size": MAX_BATCH, "max_batch_time": 0.002}
-    _write_json(scratch / "settings.json", settings)
-    _write_json(scratch / "model-settings.json", model)
-    return Launch((str(folder / "bin" / "mlserver"), "start", str(scratch)), f"/v2/models/{SERVED}/ready")
-
-
-def _triton(folder: Path, scratch: Path, ports: Ports) -> Launch:
+def _triton(scratch: Path, port: int, grpc_port: int) -> Launch:
     """Write a model repository. Batches form without a delay, which measured best at every number of callers."""
-    [packages] = (folder / "lib").glob("python*/site-packages")
+    [packages] = (ENVIRONMENT / "lib").glob("python*/site-packages")
     program = packages / "pytriton" / "tritonserver"
     version = packages.parent.name.removeprefix("python")
     repository = scratch / "repository"
     (repository / SERVED / "1").mkdir(parents=True)
     shutil.copy(BASELINES / "triton_model.py", repository / SERVED / "1" / "model.py")
     (repository / SERVED / "config.pbtxt").write_text(_TRITON_MODEL)
-    flags = {"http-port": ports.http, "grpc-port": ports.grpc, "model-repository": repository}
+    flags = {"http-port": port, "grpc-port": grpc_port, "model-repository": repository}
     flags |= {"backend-directory": _triton_backends(program, version, scratch), "allow-metrics": "false", "log-info": "false"}
     environment = {
-        "PATH": _path(folder),
+        "PATH": f"{ENVIRONMENT / 'bin'}:{os.environ['PATH']}",
         "PYTHONPATH": f"{servers.python_path()}:{packages}",
         "LD_LIBRARY_PATH": str(packages / "nvidia_pytriton.libs"),
     }
@@ -153,25 +156,10 @@ dynamic_batching {{ max_queue_delay_microseconds: 0 }}
 """
 
 
-def _path(folder: Path) -> str:
-    return f"{folder / 'bin'}:{os.environ['PATH']}"
-
-
-def _write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value))
-
-
-def _served(*compared: Endpoint) -> tuple[Endpoint, ...]:
-    return tuple(endpoint._replace(model=SERVED) for endpoint in compared)
-
-
-_OIP_JSON = Endpoint("HTTP", endpoints.HTTP, "tensor", endpoints.oip_json)
-_HEALTH = Endpoint("/healthz", endpoints.HTTP, "scores", endpoints.health)
+_HTTP, _GRPC = (endpoint._replace(model=SERVED) for endpoint in (OIP_BINARY, OIP_GRPC))
 
 SERVERS = (
-    Server(SEQSERVE, _seqserve, (INFER, OIP_BINARY, OIP_GRPC), (_HEALTH,), expected=None),
-    Server(PLAIN, _plain, (PREDICT,), (PREDICT,)),
-    Server(LITSERVE, _litserve, (PREDICT,), (PREDICT,), environment="litserve"),
-    Server(MLSERVER, _mlserver, *2 * (_served(_OIP_JSON, OIP_GRPC),), environment="mlserver"),
-    Server(TRITON, _triton, *2 * (_served(OIP_BINARY, OIP_GRPC),), environment="triton"),
+    Server(SEQSERVE, _seqserve, (INFER, OIP_BINARY, OIP_GRPC)),
+    Server(PLAIN, _plain, (PREDICT,)),
+    Server(TRITON, _triton, (_HTTP, _GRPC), constant=True),
 )

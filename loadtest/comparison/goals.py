@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kernels.bench.goals.limit import HEADING, Limit, Line
-from loadtest.comparison.contenders import PLAIN, SEQSERVE, TRITON
-from loadtest.comparison.endpoints import INFER, OIP_BINARY, OIP_GRPC, PREDICT
+from loadtest.comparison.contenders import INFER, OIP_BINARY, OIP_GRPC, PLAIN, PREDICT, SEQSERVE, TRITON
 from loadtest.comparison.measurements import FRONTEND, GENERATOR, NO_MODEL, P50, P99, Case, Measurements
 from loadtest.comparison.models import CNN, LSTM, MODELS
 from loadtest.scenarios.rounds import RATE
@@ -29,19 +28,12 @@ class Goal:
     base: Case | None = None
 
     def line(self, measured: Measurements) -> Line:
-        value = self._value(measured)
-        if value is not None:
-            return self.limit.line(self.name, value)
-        if self.case.rate and measured.values(self.case, RATE):
-            return self.name, "beyond", str(self.limit), "missed"
-        return self.name, "not measured", str(self.limit), "open"
-
-    def _value(self, measured: Measurements) -> float | None:
-        if self.base is not None:
-            return measured.ratio(self.case, self.base, self.column)
+        value = measured.median(self.case, self.column, self.base)
+        if value is None:
+            return self.name, "not measured", str(self.limit), "open"
         if self.case.rate and not measured.holds(self.case):
-            return None
-        return measured.median(self.case, self.column)
+            return self.name, "beyond", str(self.limit), "missed"
+        return self.limit.line(self.name, value)
 
 
 def lines(measured: Measurements) -> list[Line]:

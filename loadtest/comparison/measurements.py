@@ -55,17 +55,14 @@ class Measurements:
         """Return the values of all rounds that have a value."""
         return [trial.values[column] for trial in self._cases.get(case, ()) if column in trial.values]
 
-    def median(self, case: Case, column: str) -> float | None:
-        values = self.values(case, column)
+    def median(self, case: Case, column: str, base: Case | None = None) -> float | None:
+        """Return the median of the values, or of the ratios to another case in the same rounds."""
+        values = self.ratios(case, base, column) if base else self.values(case, column)
         return statistics.median(values) if values else None
 
     def ratios(self, case: Case, base: Case, column: str) -> list[float]:
         """Return the ratio of two cases in each round that has both."""
         return ratios(self._cases.get(case, ()), self._cases.get(base, ()), column)
-
-    def ratio(self, case: Case, base: Case, column: str) -> float | None:
-        ratios = self.ratios(case, base, column)
-        return statistics.median(ratios) if ratios else None
 
     def holds(self, case: Case) -> bool:
         """Return whether a server holds a rate in most rounds."""

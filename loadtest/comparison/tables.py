@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from loadtest import report
-from loadtest.comparison.contenders import SEQSERVE
-from loadtest.comparison.endpoints import INFER, OIP_BINARY, OIP_GRPC
+from loadtest.comparison.contenders import INFER, OIP_BINARY, OIP_GRPC, SEQSERVE
 from loadtest.comparison.measurements import CPU, FRONTEND, GENERATOR, NO_MODEL, P50, P99, Case, Measurements
-from loadtest.comparison.models import CNN
 from loadtest.scenarios.rounds import RATE, Table, headings
 
 COLUMNS = (RATE, P50, P99, CPU, FRONTEND, GENERATOR)
@@ -27,22 +25,18 @@ def closed_loop(measured: Measurements, model: str) -> Table:
 
 
 def ratios(measured: Measurements, model: str) -> Table:
-    """Return the service's rate and p99 as ratios to each other server's in the same round.
-
-    Constant answers are compared with the service's answers of CNN, because it has no endpoint without work.
-    """
-    ours = CNN if model == NO_MODEL else model
+    """Return the service's rate and p99 as ratios to each other server's in the same round."""
     cases = [case for case in measured.cases() if case.model == model and case.callers and case.server != SEQSERVE]
     levels = sorted({case.callers for case in cases})
-    lines = [[f"seqserve, {ours}, over", "endpoint", "", *(f"{count} callers" for count in levels)]]
+    lines = [["seqserve over", "endpoint", "", *(f"{count} callers" for count in levels)]]
     for server, endpoint in dict.fromkeys((case.server, case.endpoint) for case in cases):
         own = COUNTERPARTS.get(endpoint, INFER.name)
-        pairs = [(Case(ours, SEQSERVE, own, count), Case(model, server, endpoint, count)) for count in levels]
+        pairs = [(Case(model, SEQSERVE, own, count), Case(model, server, endpoint, count)) for count in levels]
         for column in (RATE, P99):
             lines.append(
                 [server, endpoint, *headings([column]), *(report.spread(measured.ratios(*pair, column)) for pair in pairs)]
             )
-    return lines if cases else []
+    return lines if cases and model != NO_MODEL else []
 
 
 def open_loop(measured: Measurements, model: str) -> Table:
@@ -51,13 +45,10 @@ def open_loop(measured: Measurements, model: str) -> Table:
     rates = sorted({case.rate for case in cases})
     lines = [["p99 ms", "endpoint", *(f"{rate:,}/s" for rate in rates)]]
     for server, endpoint in dict.fromkeys((case.server, case.endpoint) for case in cases):
-        cells = [_open_cell(measured, Case(model, server, endpoint, rate=rate)) for rate in rates]
+        loads = [Case(model, server, endpoint, rate=rate) for rate in rates]
+        cells = [report.spread(measured.values(case, P99)) if measured.holds(case) else "beyond" for case in loads]
         lines.append([server, endpoint, *cells])
     return lines if cases else []
-
-
-def _open_cell(measured: Measurements, case: Case) -> str:
-    return report.spread(measured.values(case, P99)) if measured.holds(case) else "beyond"
 
 
 def of(measured: Measurements) -> Iterator[Table]:

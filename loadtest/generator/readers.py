@@ -15,12 +15,6 @@ def _infer(body: bytes, count: int) -> Sequence[float]:
     return list(json.loads(body)["outputs"][0]["scores"].values())
 
 
-def _tensor(body: bytes, count: int) -> Sequence[float]:
-    """Read an answer of the Open Inference Protocol in JSON."""
-    data: Sequence[float] = json.loads(body)["outputs"][0]["data"]
-    return data
-
-
 def _last_floats(body: bytes, count: int) -> Sequence[float]:
     """Read the raw scores that end a binary answer and a gRPC message."""
     return struct.unpack_from(f"<{count}f", body, len(body) - 4 * count)
@@ -46,7 +40,6 @@ def _session(body: bytes, count: int) -> Sequence[float]:
 
 READERS: dict[str, Callable[[bytes, int], Sequence[float]]] = {
     "infer": _infer,
-    "tensor": _tensor,
     "last floats": _last_floats,
     "scores": _scores,
     "answer": _answer,

@@ -27,7 +27,7 @@ FEWER = 4
 STEPS, WAITING = 64, 16
 """Time steps in a batch and sequences in the queue of an engine for each sequence in a batch, as in the service's defaults."""
 COLUMNS = (RATE, "inputs_per_second", "p50_ms", "p99_ms", "frontends_us", "engine_us", "generators_us", "generators_busy")
-LABELS = ("request", "frontends", "batch", "generators", "callers", "in_flight", "loop")
+LABELS = ("request", "frontends", "batch", "generators", "callers", "loop")
 PACKAGES = ("torch", "uvicorn", "uvloop", "httptools", "msgspec", "orjson")
 
 
@@ -37,7 +37,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[64], help="most sequences in a batch")
     parser.add_argument("--generators", type=int, default=1, help="load generator processes")
     parser.add_argument("--callers", type=int, nargs="+", default=[32], help="concurrent callers of each generator")
-    parser.add_argument("--in-flight", type=int, default=1, help="open chunks of a WebSocket")
     parser.add_argument(
         "--share", type=float, nargs="*", default=[0.7], help="rates of open loops as shares of the closed loop's"
     )
@@ -58,26 +57,27 @@ def _round(number: int, options: argparse.Namespace) -> Iterator[Trial]:
         with _serving(frontends, batch, options) as server:
             for kind, callers in product(options.kinds, options.callers):
                 requests = KINDS[kind](Clients(server.url, options.models))
-                callers = callers if requests.inputs == 1 else _fewer(callers, batch, options.generators)
-                case = {"request": kind, "frontends": frontends, "batch": batch, "generators": options.generators}
-                case |= {"callers": callers, "in_flight": options.in_flight if requests.transport == "websocket" else 1}
+                if requests.inputs > 1:
+                    callers = max(1, min(callers // FEWER, WAITING * batch // MANY // options.generators))
+                case = {
+                    "request": kind,
+                    "frontends": frontends,
+                    "batch": batch,
+                    "generators": options.generators,
+                    "callers": callers,
+                }
                 yield from _measure(server, requests, case, number, options)
-
-
-def _fewer(callers: int, batch: int, generators: int) -> int:
-    """Return the callers of each generator for requests with many inputs."""
-    return max(1, min(callers // FEWER, WAITING * batch // MANY // generators))
 
 
 @contextmanager
 def _serving(frontends: int, batch: int, options: argparse.Namespace) -> Iterator[ServerProcess]:
     """Run a server with batches of at most `batch` sequences."""
-    limits = {"max_batch_sequences": batch, "max_batch_tokens": STEPS * batch, "max_waiting": WAITING * batch}
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder, "settings.toml")
-        config.write_text("".join(f"{name} = {value}\n" for name, value in limits.items()))
+        sizes = f"max_batch_sequences = {batch}\nmax_batch_tokens = {STEPS * batch}\n"
+        config.write_text(f"{sizes}[limits]\nmax_waiting = {WAITING * batch}\n")
         flags = ("--models", str(options.models), "--device", options.device, "--frontends", str(frontends))
-        with servers.running(*servers.seqserve(*flags, "--config", str(config)), log=options.log) as server:
+        with servers.running(*flags, "--config", str(config), log=options.log) as server:
             yield server
 
 
@@ -108,7 +108,6 @@ def _trial(
     job = requests.job(
         server,
         callers=max(CONNECTIONS, callers) if rate and requests.inputs == 1 else callers,
-        in_flight=case["in_flight"],
         seconds=options.seconds,
         warm_up=options.seconds / 4,
         rate=rate,

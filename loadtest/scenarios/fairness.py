@@ -38,7 +38,7 @@ ALONE, BESIDE, UNFAIR = "alone", "beside a noisy tenant", "beside noise of its o
 NOISE = {BESIDE: NOISY, UNFAIR: SAME}
 REQUESTS = 64
 """Distinct requests, sent in a cycle."""
-COLUMNS = (RATE, "p50_ms", "p99_ms", "noise_per_second", "noise_refused_per_second")
+COLUMNS = (RATE, "p50_ms", "p99_ms", "noise_per_second")
 RATIOS = ("p50_ms", "p99_ms")
 PACKAGES = ("torch", "uvicorn", "uvloop", "httptools", "msgspec")
 
@@ -48,7 +48,6 @@ class Load(NamedTuple):
 
     key: str
     rate: float
-    callers: int = CONNECTIONS
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -83,7 +82,7 @@ def _serving(folder: Path, options: argparse.Namespace) -> Iterator[tuple[Server
     config = folder / "settings.toml"
     config.write_text(f"batch_budget_ms = {options.budget}\n")
     flags = ("--models", str(folder / "models"), "--device", options.device, "--keys", str(file), "--config", str(config))
-    with servers.running(*servers.seqserve(*flags), log=options.log) as server:
+    with servers.running(*flags, log=options.log) as server:
         yield server, tokens
 
 
@@ -105,10 +104,7 @@ class _Bench:
         for case in (ALONE, BESIDE, UNFAIR):
             noise = [Load(NOISE[case], self._options.noise * quiet)] if case in NOISE else []
             result, *others = self._run([Load(QUIET, quiet), *noise], number)
-            values = {
-                "noise_per_second": sum(other.rate for other in others),
-                "noise_refused_per_second": sum(sum(other.failures.values()) / other.seconds for other in others),
-            }
+            values = {"noise_per_second": sum(other.rate for other in others)}
             yield Trial.of({"case": case}, number, result, values)
 
     def _run(self, loads: Sequence[Load], number: int) -> list[Result]:
@@ -127,7 +123,7 @@ class _Bench:
         requests = [target.request(json.dumps(body).encode(), JSON, key) for body in bodies]
         seconds = self._options.seconds
         duration = {"seconds": seconds, "warm_up": seconds / 4, "grace": GRACE_SECONDS}
-        return Job.http(target, requests, callers=load.callers, rate=load.rate, seed=seed, **duration)
+        return Job.http(target, requests, callers=CONNECTIONS, rate=load.rate, seed=seed, **duration)
 
 
 def _table(trials: Sequence[Trial]) -> Iterator[list[str]]:

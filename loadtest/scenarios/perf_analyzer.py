@@ -13,9 +13,8 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from loadtest import discovery, report, servers
 from loadtest.discovery import CannotMeasure
@@ -29,8 +28,8 @@ SUMMARY = "Triton's load generator on every protocol"
 QUESTIONS, SENSOR = "question-type", "sensor-forecast"
 TEXTS, SEQUENCES, CHUNKS, STEPS = 200, 50, 4, 16
 """Distinct questions; sequences, chunks of a sequence, and rows of a chunk."""
-WINDOW_MS, STABLE_PERCENT = 2000, 25
-"""It measures windows of this length until three in a row differ by at most this much, which a shared machine can reach."""
+WINDOWS = ("--measurement-interval", "2000", "--stability-percentage", "25")
+"""It measures windows of 2 s until three in a row differ by at most 25 %, which a shared machine can reach."""
 TIMEOUT_SECONDS = 120
 REST, GRPC, STREAM = "REST", "gRPC", "gRPC stream"
 FLAGS = {REST: ("-i", "http"), GRPC: ("-i", "grpc"), STREAM: ("-i", "grpc", "--streaming")}
@@ -44,8 +43,7 @@ COLUMNS = {
 """Our column, and the column of perf_analyzer."""
 
 
-@dataclass(frozen=True, slots=True)
-class PerfAnalyzerCase:
+class Case(NamedTuple):
     """One run: `callers` concurrent requests to a model over a protocol in FLAGS."""
 
     protocol: str
@@ -59,12 +57,11 @@ class PerfAnalyzerCase:
     def name(self) -> str:
         return f"{self.protocol.replace(' ', '-').lower()}-{self.model}-{self.callers}"
 
-    def command(self, binary: Path, out: Path) -> list[str]:
-        windows = ("--measurement-interval", str(WINDOW_MS), "--stability-percentage", str(STABLE_PERCENT))
+    def command(self, out: Path) -> list[str]:
         # perf_analyzer reads headers, for gRPC too, from its command line only.
         key = ("-H", f"authorization:Bearer {self.key}") if self.key else ()
         load = ("-m", self.model, "-u", self.address, *FLAGS[self.protocol], "--input-data", str(self.data))
-        return [str(binary), *load, "--concurrency-range", str(self.callers), *windows, *key, "-f", str(out)]
+        return [str(BINARY), *load, "--concurrency-range", str(self.callers), *WINDOWS, *key, "-f", str(out)]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -74,63 +71,55 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     discovery.add_access_options(parser)
     parser.add_argument("--grpc", help="host:port of its gRPC endpoint; without it, gRPC is skipped")
     parser.add_argument("--callers", type=int, nargs="+", default=(1, 8, 32), help="levels of concurrent requests")
-    parser.add_argument("--binary", type=Path, default=BINARY, help="path of perf_analyzer")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Return 0, or 1 when a case could not be measured."""
-    if not options.binary.is_file():
-        raise CannotMeasure(f"{options.binary} is missing: install it with `make perf-analyzer`")
+    """Print a line for each case. Returns 0, or 1 when a case could not be measured."""
+    if not BINARY.is_file():
+        raise CannotMeasure(f"{BINARY} is missing: install it with `make perf-analyzer`")
     if options.url and not options.url.startswith("http://"):
         raise CannotMeasure(f"perf-analyzer measures without TLS, and --url is {options.url}: name an address with http://")
-    with servers.named_or_new(options.url, options.grpc, options.out / "server.log") as (url, grpc):
-        return _measure_all(options, url, grpc)
-
-
-def _measure_all(options: argparse.Namespace, url: str, grpc: str | None) -> int:
-    if grpc is None:
-        print("gRPC is skipped: name its address with --grpc", file=sys.stderr)
     lines = [["protocol", "model", "callers", *COLUMNS]]
-    for case in cases(options.out, url, grpc, options.callers, discovery.access_of(options)):
-        record = measure(case, options.binary, options.out)
-        figures = [f"{float(record[column]):.0f}" for column in COLUMNS.values()] if record else [FAILED] * len(COLUMNS)
-        lines.append([case.protocol, case.model, str(case.callers), *figures])
-        print(f"  {case.name}  {figures[0]}", file=sys.stderr, flush=True)
-    print("\n".join(["", report.table(lines), ""]))
-    print(f"{options.out}: the output of perf_analyzer for each case, and its figures as CSV")
+    with servers.named_or_new(options.url, options.grpc, options.out / "server.log") as (url, grpc):
+        for case in cases(options.out, url, grpc, options.callers, discovery.access_of(options)):
+            record = measure(case, options.out)
+            figures = [f"{float(record[column]):.0f}" for column in COLUMNS.values()] if record else [FAILED] * len(COLUMNS)
+            lines.append([case.protocol, case.model, str(case.callers), *figures])
+            print(f"  {case.name}  {figures[0]}", file=sys.stderr, flush=True)
+    print(f"\n{report.table(lines)}\n")
     return 1 if any(FAILED in line for line in lines) else 0
 
 
 def cases(
     out: Path, url: str, grpc: str | None, callers: Sequence[int], access: ClientAccess = discovery.NO_ACCESS
-) -> Iterator[PerfAnalyzerCase]:
+) -> Iterator[Case]:
     """Write the inputs to the folder `out`, and return the runs at each level of concurrent requests."""
     address = url.partition("://")[2]
-    questions, sequences = _questions(url, access, out / "questions.json"), _sequences(url, access, out / "sequences.json")
+    questions = _write(out / "questions.json", _questions(discovery.find(url, QUESTIONS, access)))
+    sequences = _write(out / "sequences.json", _sequences(discovery.find(url, SENSOR, access)))
     loads = [(REST, address, QUESTIONS, questions), (REST, address, SENSOR, sequences)]
     if grpc is not None:
         loads += [(GRPC, grpc, QUESTIONS, questions), (GRPC, grpc, SENSOR, sequences), (STREAM, grpc, SENSOR, sequences)]
-    return (PerfAnalyzerCase(*load, count, access.key) for count, load in itertools.product(callers, loads))
+    return (Case(*load, count, access.key) for count, load in itertools.product(callers, loads))
 
 
-def _questions(url: str, access: ClientAccess, file: Path) -> Path:
-    """Write texts, or token ids when the words of the model are unknown."""
-    model = discovery.find(url, QUESTIONS, access)
+def _questions(model: dict[str, Any]) -> list[Any]:
+    """Return texts, or token ids when the words of the model are unknown."""
     traffic = discovery.inputs(servers.MODELS, model)
     inputs: list[Any] = [traffic.input() for _ in range(TEXTS)]
     if isinstance(inputs[0], str):
-        return _write(file, [{"text": {"content": [text], "shape": [1]}} for text in inputs])
-    return _write(file, [{"ids": {"content": ids, "shape": [len(ids)]}} for ids in inputs])
+        return [{"text": {"content": [text], "shape": [1]}} for text in inputs]
+    return [{"ids": {"content": ids, "shape": [len(ids)]}} for ids in inputs]
 
 
-def _sequences(url: str, access: ClientAccess, file: Path) -> Path:
-    traffic = Traffic(discovery.find(url, SENSOR, access))
+def _sequences(model: dict[str, Any]) -> list[Any]:
+    traffic = Traffic(model)
 
     def chunk() -> dict[str, Any]:
         rows: Any = traffic.input(STEPS)
         return {"inputs": {"content": list(itertools.chain.from_iterable(rows)), "shape": [STEPS, len(rows[0])]}}
 
-    return _write(file, [[chunk() for _ in range(CHUNKS)] for _ in range(SEQUENCES)])
+    return [[chunk() for _ in range(CHUNKS)] for _ in range(SEQUENCES)]
 
 
 def _write(file: Path, data: list[Any]) -> Path:
@@ -138,25 +127,19 @@ def _write(file: Path, data: list[Any]) -> Path:
     return file
 
 
-def measure(case: PerfAnalyzerCase, binary: Path, out: Path, *flags: str) -> dict[str, str] | None:
+def measure(case: Case, out: Path, *flags: str) -> dict[str, str] | None:
     """Run perf_analyzer. Returns the line of its CSV file, or None after printing its output when it fails.
 
     flags: more flags of perf_analyzer.
     """
     figures = out / f"{case.name}.csv"
     figures.unlink(missing_ok=True)
-    folders = map(str, binary.parent.parent.glob(LIBRARIES))
+    folders = map(str, BINARY.parent.parent.glob(LIBRARIES))
     environment = os.environ | {"LD_LIBRARY_PATH": os.pathsep.join(filter(None, (*folders, os.environ.get("LD_LIBRARY_PATH"))))}
-    try:
-        completed = subprocess.run(
-            [*case.command(binary, figures), *flags], env=environment, capture_output=True, text=True, timeout=TIMEOUT_SECONDS
-        )
-        printed, status = completed.stdout + completed.stderr, completed.returncode
-    except subprocess.TimeoutExpired:
-        printed, status = f"perf_analyzer did not finish within {TIMEOUT_SECONDS} s\n", 1
-    (out / f"{case.name}.txt").write_text(printed)
-    if status or not figures.is_file():
-        print(f"{case.name}, status {status}:\n{printed}", file=sys.stderr)
+    command = ["timeout", str(TIMEOUT_SECONDS), *case.command(figures), *flags]
+    completed = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if completed.returncode or not figures.is_file():
+        print(f"{case.name}, status {completed.returncode}:\n{completed.stdout}", file=sys.stderr)
         return None
     with figures.open(newline="") as lines:
         return next(csv.DictReader(lines))

@@ -98,19 +98,14 @@ def publish(
     options: argparse.Namespace,
     packages: Iterable[str],
     device: str = "cpu",
-    notes: Iterable[dict[str, Any]] = (),
 ) -> int:
-    """Print the tables and the reasons of failed requests, and write all records and notes.
-
-    Returns 1 when a request failed, 0 otherwise.
-    """
+    """Print the tables and the reasons of failed requests, and write all records. Returns 1 when a request failed, 0 otherwise."""
     machine = device_name(torch.device(device))
     print(f"\n{name}, {machine}, {date.today()}: medians of {options.rounds} rounds (lowest to highest)\n")
     for lines in tables:
         print(report.table(lines) + "\n", flush=True)
     environment = report.environment(machine, packages)
-    records = [*(trial.record() for trial in trials), *notes]
-    write(options.out / f"{name}-{slug(machine)}.jsonl", [record | environment for record in records])
+    write(options.out / f"{name}-{slug(machine)}.jsonl", [trial.record() | environment for trial in trials])
     for trial in trials:
         for reason, count in trial.failures.most_common():
             print(f"{label(trial.case)}: {count} failed with {reason}")

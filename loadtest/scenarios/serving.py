@@ -14,16 +14,15 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from msgspec import structs
 
 from loadtest import oip_requests, servers
-from loadtest.baselines.classifier import TextClassifier
+from loadtest.baselines.classifier import CONSTANT, TextClassifier
 from loadtest.comparison import goals, models, tables
-from loadtest.comparison.contenders import SEQSERVE, SERVERS, Server
-from loadtest.comparison.endpoints import GRPC, Endpoint
+from loadtest.comparison.contenders import GRPC, SEQSERVE, SERVERS, Endpoint, Server
 from loadtest.comparison.measurements import HELD, IN_TIME, NO_MODEL, Case, Measurements, trial_of
 from loadtest.discovery import CannotMeasure
 from loadtest.generator.job import Job
@@ -51,16 +50,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", nargs="*", choices=models.MODELS, default=models.MODELS, help="compared models")
     parser.add_argument("--callers", type=int, nargs="*", default=CALLERS, help="levels of a closed loop")
     parser.add_argument("--rates", type=int, nargs="*", default=RATES, help="requests a second of an open loop, rising")
-    parser.add_argument("--no-constant", action="store_true", help="leave the constant answers out")
     parser.add_argument("--logs", type=Path, default=Path("build/serving"), help="folder of the servers' files and logs")
     rounds.add_options(parser, seconds=3.0, rounds=5)
 
 
 def run(options: argparse.Namespace) -> int:
     """Measure every server. An interrupt ends the run and keeps its results so far. Returns 1 when a request failed."""
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # a job in the background ignores interrupts, and its servers would too
+    # A job in the background ignores interrupts, and its servers would too.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])  # all processes inherit it
     skipped = {server.name: reason for server in SERVERS if (reason := server.why_skipped()) and server.name in options.servers}
     trials: list[Trial] = []
@@ -70,9 +67,8 @@ def run(options: argparse.Namespace) -> int:
             trials.append(trial)  # an interrupt keeps the trials before it
     measured = Measurements(trials)
     options.rounds = len({trial.round for trial in trials})
-    notes = [{"server": name, "skipped": reason} for name, reason in skipped.items()]
     shown = [*tables.of(measured), [list(line) for line in goals.lines(measured)]]
-    status = rounds.publish("serving", trials, shown, options, PACKAGES, notes=notes)
+    status = rounds.publish("serving", trials, shown, options, PACKAGES)
     for name, reason in skipped.items():
         print(f"{name} was skipped: {reason}")
     return 1 if SEQSERVE in skipped else status
@@ -80,12 +76,11 @@ def run(options: argparse.Namespace) -> int:
 
 def _trials(folder: Path, options: argparse.Namespace, skipped: dict[str, str]) -> Iterator[Trial]:
     """Yield the trials of all rounds. A server that does not start or answers wrongly is added to `skipped`."""
-    works = [Work.of(folder, model) for model in options.models]
-    works += [] if options.no_constant else [Work(folder)]
+    works = [*(Work.of(folder, model) for model in options.models), Work(folder)]
     for number in range(options.rounds):
         for work in works:
             for server in SERVERS:
-                if server.name in options.servers and server.name not in skipped:
+                if server.name in options.servers and server.name not in skipped and (work.model or server.constant):
                     try:
                         yield from _measure(server, work, number, options)
                     except CannotMeasure as error:
@@ -95,12 +90,12 @@ def _trials(folder: Path, options: argparse.Namespace, skipped: dict[str, str]) 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A model in `folder`, texts for it, and their scores; without a model, the servers answer with a constant."""
+    """A model in `folder`, texts for it, and their scores; without a model, a server answers with a constant."""
 
     folder: Path
     model: str | None = None
     texts: Sequence[str] = ("a constant answer",)
-    scores: list[list[float]] = field(default_factory=list)
+    scores: Sequence[list[float]] = (list(CONSTANT),)
 
     @classmethod
     def of(cls, folder: Path, model: str) -> Work:
@@ -110,15 +105,10 @@ class Work:
         texts = [str(traffic.input()) for _ in range(REQUESTS)]
         return cls(folder, model, texts, TextClassifier(version).scores(texts))
 
-    def endpoints(self, server: Server) -> Sequence[Endpoint]:
-        return server.endpoints if self.model else server.constant
-
-    def job(self, server: Server, process: ServerProcess, endpoint: Endpoint, **load: float) -> Job:
+    def job(self, process: ServerProcess, endpoint: Endpoint, **load: float) -> Job:
         host, _, port = (process.grpc if endpoint.transport == GRPC else process.url.partition("//")[2]).partition(":")
         requests = [endpoint.write(endpoint.model or str(self.model), text) for text in self.texts]
-        constant = [] if server.expected is None else [list(server.expected)] * len(requests)
-        expected = self.scores if self.model else constant
-        job = Job(endpoint.transport, host, int(port), oip_requests.PATH, requests, endpoint.reader, expected)
+        job = Job(endpoint.transport, host, int(port), oip_requests.PATH, requests, endpoint.reader, list(self.scores))
         return structs.replace(job, **load)
 
 
@@ -127,15 +117,15 @@ def _measure(server: Server, work: Work, number: int, options: argparse.Namespac
     name = work.model or NO_MODEL
     scratch = options.logs.resolve() / f"{server.name}-{name}".replace(" ", "-")
     with server.running(work.folder, work.model, scratch) as process:
-        for endpoint in work.endpoints(server):
-            _check(work.job(server, process, endpoint, seconds=CHECK_SECONDS), server, endpoint)
+        for endpoint in server.endpoints:
+            _check(work.job(process, endpoint, seconds=CHECK_SECONDS), server, endpoint)
             load = {"seconds": options.seconds, "warm_up": options.seconds / 4, "seed": number}
             for callers in options.callers:
                 case = Case(name, server.name, endpoint.name, callers)
-                yield _trial(case, number, process, work.job(server, process, endpoint, callers=callers, **load))
+                yield _trial(case, number, process, work.job(process, endpoint, callers=callers, **load))
             for rate in options.rates if work.model else ():
                 case = Case(name, server.name, endpoint.name, rate=rate)
-                job = work.job(server, process, endpoint, callers=OPEN_CONNECTIONS, rate=rate, **load)
+                job = work.job(process, endpoint, callers=OPEN_CONNECTIONS, rate=rate, **load)
                 yield (trial := _trial(case, number, process, job))
                 if trial.values[IN_TIME] < HELD:
                     break

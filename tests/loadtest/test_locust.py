@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -16,7 +10,7 @@ import pytest
 from loadtest.__main__ import main
 from tests.serving import Server
 
-KINDS = ["BatchOfTen", "FloatFeatures", "OneText", "SensorStream"]
+KINDS = ["OneText", "TenTexts", "TokenIds", "Session", "OpenInference"]
 
 
 def figures(printed: str) -> dict[str, tuple[int, int]]:
@@ -29,7 +23,7 @@ def test_every_kind_of_user_gets_answers_without_failures(
     server: Server, models_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     sessions, open_sessions = server.metric("seqserve_sessions_ended_total", reason="ended"), server.metric("seqserve_sessions")
-    disconnected, out = server.metric("seqserve_requests_total", outcome="client_gone"), tmp_path / "deep" / "out"
+    out = tmp_path / "deep" / "out"
     words = ("--models", str(models_folder), "--users", "8", "--seconds", "3", "--out", str(out))
     assert main(["locust", "--url", f"{server.address}/", *words]) == 0
     printed = capfd.readouterr()
@@ -40,71 +34,20 @@ def test_every_kind_of_user_gets_answers_without_failures(
     assert "<html" in (out / "locust.html").read_text()
     assert server.metric("seqserve_sessions_ended_total", reason="ended") > sessions
     assert server.metric("seqserve_sessions") <= open_sessions, "each user ends its session"
-    noticed = server.metric("seqserve_requests_total", outcome="client_gone") - disconnected
-    assert 0 < noticed <= rows["ImpatientCaller hung up"][0]
-
-
-def test_new_server_has_the_embedded_models_and_the_sensors(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["locust", "--users", "7", "--seconds", "5", "--out", str(tmp_path), "--", "--device", "cpu"]) == 0
-    served = "question-type-cnn 1, question-type-lstm 1, question-type-sru 1, sensor-forecast 1, sensors 1"
-    printed = capfd.readouterr()
-    assert served in printed.out
-    assert {*KINDS} < figures(printed.err).keys()
-    assert '"ended"' in (tmp_path / "server.log").read_text()
-
-
-TIRED = {"name": "tired", "version": "1", "min_steps": 1, "input": {"kind": "text", "max_steps": 9, "vocabulary": 5}}
-SLOW_SECONDS = 1.5
-
-
-class Overloaded(BaseHTTPRequestHandler):
-    """Describes one text model, slowly, and refuses every inference request."""
-
-    protocol_version = "HTTP/1.1"
-
-    def do_GET(self) -> None:
-        time.sleep(SLOW_SECONDS)
-        self._respond(200, {"models": [TIRED]})
-
-    def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["Content-Length"]))
-        self._respond(503, {"error": "9 wait", "code": "overloaded"})
-
-    def _respond(self, status: int, value: object) -> None:
-        body = json.dumps(value).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *values: object) -> None:
-        """Log nothing."""
-
-
-@contextmanager
-def overloaded() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Overloaded)
-    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
 
 
 def test_failed_request_is_reported_with_status_1(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with overloaded() as url:
-        seconds = "1"
-        assert float(seconds) < SLOW_SECONDS, "the start takes longer than the load"
-        assert main(["locust", "--url", url, "--users", "2", "--seconds", seconds, "--out", str(tmp_path)]) == 1
-    printed = capfd.readouterr().err
-    assert "503 overloaded" in printed
-    assert "FloatFeatures is skipped" in printed, "no model with features is served"
-    assert "SensorStream is skipped: the server has no model that streams" in printed
-    requests, failures = figures(printed)["Aggregated"]
-    assert requests == failures > 0
+    """A new server with the embedded models refuses requests with more than five inputs."""
+    config = tmp_path / "settings.toml"
+    config.write_text("[limits]\nmax_inputs = 5\n")
+    words = ["--users", "7", "--seconds", "3", "--out", str(tmp_path), "--", "--device", "cpu", "--config", str(config)]
+    assert main(["locust", *words]) == 1
+    printed = capfd.readouterr()
+    assert "question-type-cnn 1, question-type-lstm 1, question-type-sru 1, sensor-forecast 1" in printed.out
+    assert "TenTexts: 413 too_large" in printed.err
+    rows = figures(printed.err)
+    assert [kind for kind in KINDS if rows[kind][1]] == ["TenTexts"]
+    assert '"ended"' in (tmp_path / "server.log").read_text()
 
 
 def test_missing_server_is_reported_with_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

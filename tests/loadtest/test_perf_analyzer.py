@@ -29,38 +29,30 @@ with open(flags["-f"], "w") as file:
 """
 
 
-@pytest.fixture
-def binary(tmp_path: Path) -> Path:
-    """A script in the layout of the installation, with the folder of the CUDA library."""
+@pytest.fixture(autouse=True)
+def _script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace the program by a script in the layout of the installation, with the folder of the CUDA library; and the models."""
     (tmp_path / "lib" / "python3" / "site-packages" / "nvidia" / "cuda_runtime" / "lib").mkdir(parents=True)
     file = tmp_path / "bin" / "perf_analyzer"
     file.parent.mkdir()
     file.write_text(f"#!{sys.executable}\n{SCRIPT}")
     file.chmod(0o755)
-    return file
-
-
-@pytest.fixture(autouse=True)
-def _test_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(perf_analyzer, "BINARY", file)
     monkeypatch.setattr(perf_analyzer, "QUESTIONS", "words")
     monkeypatch.setattr(perf_analyzer, "SENSOR", "sensors")
 
 
-def run(server: Server, binary: Path, out: Path, *words: str) -> int:
-    return main(
-        ["perf-analyzer", "--url", f"{server.address}/", "--binary", str(binary), "--out", str(out), "--callers", "3", *words]
-    )
+def run(server: Server, out: Path, *words: str) -> int:
+    return main(["perf-analyzer", "--url", f"{server.address}/", "--out", str(out), "--callers", "3", *words])
 
 
 def calls(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (out / "calls.jsonl").read_text().splitlines()]
 
 
-def test_every_protocol_and_model_is_measured(
-    server: Server, binary: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_protocol_and_model_is_measured(server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "deep" / "out"
-    assert run(server, binary, out, "--grpc", "127.0.0.1:9") == 0
+    assert run(server, out, "--grpc", "127.0.0.1:9") == 0
     cases = [(call["flags"]["-i"], call["streams"], call["flags"]["-m"], call["flags"]["-u"]) for call in calls(out)]
     rest, rpc = server.address.removeprefix("http://"), "127.0.0.1:9"
     assert cases == [
@@ -72,7 +64,6 @@ def test_every_protocol_and_model_is_measured(
     lines = [line.split() for line in capsys.readouterr().out.splitlines() if "1235" in line]
     assert lines[0][-8:] == ["words", "3", "1235", "1000", "2000", "3000", "11", "400"]
     assert [" ".join(line[:-8]) for line in lines] == [REST, REST, GRPC, GRPC, STREAM]
-    assert (out / "rest-words-3.txt").read_text() == "output of the script\n"
     questions, sequences = (json.loads((out / f"{name}.json").read_text())["data"] for name in ("questions", "sequences"))
     ids = [question["ids"] for question in questions]
     assert all(len(tensor["content"]) == tensor["shape"][0] for tensor in ids), "the words of this model are unknown here"
@@ -81,18 +72,20 @@ def test_every_protocol_and_model_is_measured(
 
 
 def test_unmeasured_case_is_reported_with_status_1(
-    server: Server, binary: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("REFUSED", "http")
-    assert run(server, binary, tmp_path / "out") == 1
+    assert run(server, tmp_path / "out") == 1
     printed = capsys.readouterr()
-    assert "gRPC is skipped: name its address with --grpc" in printed.err
     assert "rest-words-3, status 99:\noutput of the script" in printed.err
     assert len([line for line in printed.out.splitlines() if line.endswith("failed")]) == 2
 
 
-def test_missing_program_or_server_has_status_2(binary: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["perf-analyzer", "--binary", str(tmp_path / "nothing"), "--out", str(tmp_path)]) == 2
-    assert "make perf-analyzer" in capsys.readouterr().err
-    assert main(["perf-analyzer", "--url", "http://127.0.0.1:9", "--binary", str(binary), "--out", str(tmp_path)]) == 2
+def test_missing_program_or_server_has_status_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["perf-analyzer", "--url", "http://127.0.0.1:9", "--out", str(tmp_path)]) == 2
     assert "http://127.0.0.1:9" in capsys.readouterr().err
+    monkeypatch.setattr(perf_analyzer, "BINARY", tmp_path / "nothing")
+    assert main(["perf-analyzer", "--out", str(tmp_path)]) == 2
+    assert "make perf-analyzer" in capsys.readouterr().err

@@ -170,7 +170,7 @@ def test_cpp_client(served: Server, tmp_path: Path) -> None:
     before = served.metric("seqserve_requests_total", outcome="ok")
     for case in cases:
         # A fixed number of calls: a busy machine takes longer, and no figure has to be stable.
-        figures = perf_analyzer.measure(case, perf_analyzer.BINARY, tmp_path, "--request-count", str(ANALYZER_CALLS))
+        figures = perf_analyzer.measure(case, tmp_path, "--request-count", str(ANALYZER_CALLS))
         assert figures is not None, f"{case.name} failed"
     eventually(lambda: served.metric("seqserve_requests_total", outcome="ok") - before >= len(cases) * ANALYZER_CALLS)
     check_unharmed(served)

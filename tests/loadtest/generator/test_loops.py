@@ -11,11 +11,9 @@ from typing import Any
 import grpc
 import pytest
 import uvloop
-import websockets
 from msgspec import structs
 
 from loadtest.discovery import CannotMeasure
-from loadtest.generator import websocket
 from loadtest.generator.job import Job, Result
 from loadtest.generator.loops import UNANSWERED, WRONG, run
 from loadtest.generator.process import divided, merged, run_in_process
@@ -91,11 +89,6 @@ def test_fault_is_a_failure_and_no_answer(fault: bytes | None, reason: str, rate
     assert result.answers <= len(result.ordered_latencies())
 
 
-def test_constant_answers_must_all_equal_the_first() -> None:
-    assert not loaded(alternating(reply(b"same")), expected=[]).failures
-    assert loaded(alternating(reply(b"same"), reply(b"same"), reply(b"other")), expected=[]).failures.keys() == {WRONG}
-
-
 def test_request_without_an_answer_is_a_failure_of_a_closed_loop() -> None:
     result = loaded(always(RIGHT, 5.0), callers=2)
     assert result.failures == {UNANSWERED: 2} and result.answers == 0
@@ -116,33 +109,6 @@ def test_idle_connection_that_the_server_closes_is_no_failure() -> None:
 
     result = uvloop.run(measured())
     assert not result.failures and not result.due
-
-
-@pytest.mark.parametrize("rate", [0, 400])
-def test_socket_has_as_many_open_requests_as_it_may(rate: float) -> None:
-    """The server answers only when four requests are open, and closes the first socket: all four have failed."""
-    sockets = 0
-
-    async def serve(socket: websockets.ServerConnection) -> None:
-        nonlocal sockets
-        sockets += 1
-        while sockets > 0:
-            requests = [await socket.recv() for _ in range(4)]
-            if sockets == 1:
-                return
-            for request in requests:
-                await socket.send(request)
-
-    async def measured() -> Result:
-        async with websockets.serve(serve, "127.0.0.1", 0) as server:
-            port = next(iter(server.sockets)).getsockname()[1]
-            frames = [websocket.frame(websocket.TEXT_FRAME, b'{"scores": [0.5, 0.25]}')]
-            options = {"transport": "websocket", "path": "/stream", "in_flight": 4, "rate": rate, "seconds": 1.0}
-            return await run(job(port=port, requests=frames, **options))
-
-    result = uvloop.run(measured())
-    assert result.answers > 0 and result.failures.get("closed by the server") == 4
-    assert result.failures.keys() <= {"closed by the server", UNANSWERED}
 
 
 @pytest.mark.parametrize("rate", [0, 100])
