@@ -49,14 +49,10 @@ LIMITS: dict[str, Schema] = {
     "autoscaling.by": {"enum": ["none", "hpa", "keda"]},
     "networkPolicy.prometheus": {"type": "array", "items": {"type": "object"}, "minItems": 1},
     "affinity": {"type": "object"},
-    "seccompProfile": {
-        "type": "object",
-        "properties": {"type": {"enum": ["RuntimeDefault", "Localhost"]}},
-        "required": ["type"],
-    },
+    "seccompProfile": {"type": "object", "properties": {"type": {"enum": ["RuntimeDefault", "Localhost"]}}},
 }
 """Schemas of values that need more than the type of their default. A key is a name, or the names of the parent and the value. Kubernetes
-itself refuses wrong names of objects, durations, image pull policies and types of services."""
+itself refuses wrong names of objects, durations, pull policies and types of services."""
 
 
 def values_schema(values: dict[str, Any]) -> Schema:
