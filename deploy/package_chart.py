@@ -25,64 +25,34 @@ OWNED = {
     *("insecure", "keys", "state_keys", "tls_cert", "tls_key", "tls_client_ca"),
 }
 """Settings that the chart sets from other values, or that its probes could not work with."""
-TYPES = {bool: "boolean", int: "integer", str: "string"}
-NAME = {"type": "string", "pattern": "^([a-z0-9]([-a-z0-9.]*[a-z0-9])?)?$", "maxLength": 253}
-FILE = {"type": "string", "pattern": "^[-._a-zA-Z0-9]+$"}
-QUANTITY = {"type": ["string", "integer", "number"]}
-QUANTITIES = {"type": "object", "additionalProperties": QUANTITY}
+TYPES = {bool: "boolean", int: "integer", str: "string", list: "array"}
+QUANTITIES = {"type": "object", "additionalProperties": {"type": ["string", "integer", "number"]}}
 STRINGS = {"type": "object", "additionalProperties": {"type": "string"}}
-DURATION = {"type": "string", "pattern": "^[0-9]+(ms|s|m)$"}
-PERCENT = {"type": "integer", "minimum": 1, "maximum": 100}
+TEXTS = {"type": "array", "items": {"type": "string", "minLength": 1}}
 AT_LEAST_1 = {"type": "integer", "minimum": 1}
+PERCENT = {**AT_LEAST_1, "maximum": 100}
 PORT = {"type": "integer", "minimum": 0, "maximum": 65535, "not": {"enum": [8000, 8001]}}
-PULL_POLICY = {"enum": ["Always", "IfNotPresent", "Never"]}
-VARIABLES = {
-    "type": "array",
-    "items": {
-        "type": "object",
-        "required": ["name"],
-        "properties": {"name": {"type": "string"}, "value": {"type": "string"}, "valueFrom": {"type": "object"}},
-        "additionalProperties": False,
-    },
-}
 LIMITS: dict[str, Schema] = {
-    **dict.fromkeys(("secret", "serviceAccountName", "priorityClassName", "gpu.runtimeClassName"), NAME),
-    **dict.fromkeys(("claim.name", "cache.claim", "keda.authentication"), NAME),
-    **dict.fromkeys(("file", "entry"), FILE),
-    **dict.fromkeys(("interval", "scrapeTimeout"), DURATION),
     **dict.fromkeys(("requests", "limits"), QUANTITIES),
     **dict.fromkeys(("labels", "annotations", "podLabels", "podAnnotations", "nodeSelector"), STRINGS),
+    **dict.fromkeys(("pullSecrets", "allowedHosts", "command"), TEXTS),
     **dict.fromkeys(("adminPort", "healthPort"), PORT),
     **dict.fromkeys(("busyPercent", "sessionPercent"), PERCENT),
     **dict.fromkeys(("timing.start", "timing.drain", "minReplicas", "maxReplicas", "pods"), AT_LEAST_1),
-    **dict.fromkeys(("backlogMilliseconds", "pollingInterval"), AT_LEAST_1),
-    **dict.fromkeys(("extraEnv", "env"), VARIABLES),
-    "sizeLimit": QUANTITY,
-    "pullPolicy": PULL_POLICY,
-    "image.repository": {"type": "string", "minLength": 1},
+    **dict.fromkeys(("backlogMilliseconds", "pollingInterval", "periodSeconds"), AT_LEAST_1),
+    "sizeLimit": {"type": ["string", "integer", "number"]},
     "digest": {"type": "string", "pattern": "^(sha256:[0-9a-f]{64})?$"},
-    "pullSecrets": {"type": "array", "items": NAME},
-    "allowedHosts": {"type": "array", "items": {"type": "string", "minLength": 1}},
     "models.from": {"enum": ["image", "claim", "imageVolume", "init"]},
-    "command": {"type": "array", "items": {"type": "string"}},
     "gpu.resource": {"type": "string", "pattern": "^[a-z0-9.-]+/[a-zA-Z0-9._-]+$"},
-    "gpu.count": {"type": "integer", "minimum": 1, "maximum": 16},
+    "gpu.count": {**AT_LEAST_1, "maximum": 16},
     "timing.margin": {"type": "integer", "minimum": 8},
     "autoscaling.by": {"enum": ["none", "hpa", "keda"]},
-    "stabilizationSeconds": {"type": "integer", "minimum": 0, "maximum": 3600},
-    "periodSeconds": {"type": "integer", "minimum": 1, "maximum": 1800},
-    "serverAddress": {"type": "string", "pattern": "^https?://"},
-    "service.type": {"enum": ["ClusterIP", "NodePort", "LoadBalancer"]},
     "networkPolicy.prometheus": {"type": "array", "items": {"type": "object"}, "minItems": 1},
     "affinity": {"type": "object"},
-    "seccompProfile": {
-        "type": "object",
-        "additionalProperties": False,
-        "properties": {"type": {"enum": ["RuntimeDefault", "Localhost"]}, "localhostProfile": {"type": "string"}},
-        "required": ["type"],
-    },
+    "seccompProfile": {"type": "object", "properties": {"type": {"enum": ["RuntimeDefault", "Localhost"]}}},
 }
-"""Schemas of values that need more than the type of their default. A key is a name, or the names of the parent and the value."""
+"""Schemas of values that need more than the type of their default. A key is a name, or the names of the parent and the value. Kubernetes
+itself refuses wrong names of objects, durations, pull policies and types of services."""
 
 
 def values_schema(values: dict[str, Any]) -> Schema:
@@ -99,24 +69,22 @@ def _schema(path: str, default: Any) -> Schema:
     if limits is not None:
         return limits
     if isinstance(default, dict):
-        properties = {key: _schema(f"{name}.{key}" if name else key, value) for key, value in default.items()}
-        return {"type": "object", "additionalProperties": False, "properties": properties}
-    if isinstance(default, list):
-        return {"type": "array", "items": {"type": "object"}}
-    schema: Schema = {"type": TYPES[type(default)]}
-    return schema | {"minimum": 0} if schema["type"] == "integer" else schema
+        return _object({key: _schema(f"{name}.{key}" if name else key, value) for key, value in default.items()})
+    more: dict[str, Schema] = {"integer": {"minimum": 0}, "array": {"items": {"type": "object"}}}
+    kind = TYPES[type(default)]
+    return {"type": kind, **more.get(kind, {})}
 
 
 def _settings_schema() -> Schema:
-    """Return the schema of `settings`: every setting that the chart does not set itself, and no other name."""
+    """Return the schema of `settings`: every setting that the chart does not set itself, with its description, and no other name."""
     properties = Settings.model_json_schema()["properties"]
-    free = {name: _scalar(schema) for name, schema in properties.items() if name not in OWNED}
-    return {"type": "object", "additionalProperties": False, "properties": free}
+    unwanted = ("title", "default", "format")
+    free = {name: schema for name, schema in properties.items() if name not in OWNED}
+    return _object({name: {key: schema[key] for key in schema if key not in unwanted} for name, schema in free.items()})
 
 
-def _scalar(schema: Schema) -> Schema:
-    """Return the schema of a setting, with its description."""
-    return {key: value for key, value in schema.items() if key not in ("title", "default", "format")}
+def _object(properties: Schema) -> Schema:
+    return {"type": "object", "additionalProperties": False, "properties": properties}
 
 
 def package(folder: Path) -> None:

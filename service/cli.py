@@ -19,7 +19,7 @@ from service.access.policy import check_start
 from service.access.scopes import KEY_SCOPES, Scope
 from service.client_access import ClientAccess
 from service.errors import ServiceError, SettingsError, StartError
-from service.exporters.formats import SUFFIXES
+from service.exporters import SUFFIXES
 from service.frontend.tls import build_context
 from service.importers.formats import FORMATS, LAYER_TABLES
 from service.ipc.messages import Manifest
@@ -126,11 +126,11 @@ class _ListLayers(argparse.Action):
         parser.exit()
 
 
-def export_checkpoint(settings: Settings, model_version: int | None, **request: Any) -> int:
+def export_checkpoint(settings: Settings, model: str, model_version: int | None, format: str, out: Path) -> int:
     """Write a version of a model as a foreign checkpoint."""
-    from service.exporters.command import Request, export_model  # imports torch
+    from service.exporters.command import export_model  # imports torch
 
-    export_model(settings, Request(version=model_version, **request), print)
+    export_model(settings, model, model_version, format, out, print)
     return 0
 
 

@@ -1,121 +1,133 @@
-"""Runs two versions of a model on the same inputs, and compares their answers and their times."""
+"""Compares the answers of two versions of a model on the same inputs: labelled texts of a file, or random sequences."""
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kernels.ragged import Ragged
-from service.compress.inputs import Inputs
-from service.modeling.encoder import Encoder, Encoding
+from service.errors import InvalidInput, ModelError
+from service.modeling.encoder import Encoder
+from service.modeling.spec import ClassifyHead, ModelSpec
+from service.modeling.spec.files import read_file
+from service.modeling.tokenizer import Tokenizer
 
-BATCH_SEQUENCES = 32
-TIMED, ROUNDS = 64, 5
-"""Number of inputs that are timed one by one, and runs of each."""
+RANDOM_SEQUENCES, RANDOM_STEPS, SEED = 256, 64, 0
+"""Number of random sequences, their largest length unless the model needs more steps, and their seed."""
 
 
-class Answer(NamedTuple):
-    """The answer for one input. values: probabilities, scores, or the numbers that the head returns; best: the chosen labels, positions
-    or token, empty for a head that chooses nothing."""
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """Sequences as an encoder takes them, where they come from, and for texts the number of the label of each."""
 
-    values: Tensor
-    best: list[int]
+    origin: str
+    sequences: list[Tensor]
+    labels: list[int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """How two versions differ. precisions, accuracies: before and after; accuracies is None without labels.
+    """How two versions differ.
 
-    origin: the inputs; same_best: the share of them with the same best answer, or None for a head that chooses nothing; times: the median
-    seconds of one input before and after, by the name of the device.
+    largest, mean: differences of the outputs; same_best: the share of inputs with the same best answer, or None for a head that chooses
+    nothing; accuracies: of both versions, empty without labels.
     """
 
-    origin: str
-    precisions: tuple[str, str]
-    same_best: float | None
     largest: float
     mean: float
-    accuracies: tuple[float, float] | None
-    times: Mapping[str, tuple[float, float]]
+    same_best: float | None
+    accuracies: list[float]
 
 
-def compare(encoders: Sequence[Encoder], inputs: Inputs, times: Mapping[str, tuple[float, float]]) -> Comparison:
-    """Return how the answers of two versions of a model differ. times: as in `Comparison`."""
-    first, second = (_answers(encoder, inputs.sequences) for encoder in encoders)
-    before, after = encoders
-    differences = torch.cat([(one.values - other.values).abs().flatten() for one, other in zip(first, second, strict=True)])
-    same = sum(one.best == other.best for one, other in zip(first, second, strict=True))
-    return Comparison(
-        origin=inputs.origin,
-        precisions=(before.spec.precision, after.spec.precision),
-        same_best=same / len(first) if first[0].best else None,
-        largest=differences.max().item(),
-        mean=differences.double().mean().item(),
-        accuracies=None if inputs.labels is None else (_accuracy(first, inputs.labels), _accuracy(second, inputs.labels)),
-        times=times,
-    )
+def random_inputs(model: ModelSpec) -> Inputs:
+    """Return random token ids, or normal values of features, the same in every call."""
+    generator = torch.Generator().manual_seed(SEED)
+    longest = min(max(model.min_steps, RANDOM_STEPS), model.input.max_steps)
+    lengths = torch.randint(model.min_steps, longest + 1, (RANDOM_SEQUENCES,), generator=generator).tolist()
+    if model.input.features is None:
+        data = torch.randint(model.input.vocabulary or 1, (sum(lengths),), generator=generator, dtype=torch.int32)
+    else:
+        data = torch.randn(sum(lengths), model.input.features, generator=generator)
+    kind = "token ids" if model.input.features is None else "values"
+    origin = f"{RANDOM_SEQUENCES} sequences of random {kind} (seed {SEED}), which say less than real inputs"
+    return Inputs(origin, list(torch.split(data, lengths)))
 
 
-def median_seconds(encoders: Sequence[Encoder], sequences: Sequence[Tensor]) -> tuple[float, float]:
-    """Return the median time of one input in each version. The versions take turns, so that a change of the machine affects both."""
-    times: tuple[list[float], list[float]] = ([], [])
-    for sequence in sequences[:TIMED]:
-        for _ in range(ROUNDS):
-            for encoder, seconds in zip(encoders, times, strict=True):
-                seconds.append(_seconds(encoder, sequence))
-    first, second = map(statistics.median, times)
-    return first, second
+def read_labelled_texts(file: Path, model: ModelSpec, tokenizer: Tokenizer | None) -> Inputs:
+    """Return the texts of a file in UTF-8 or Latin-1 with lines `LABEL text`; raises ModelError for a line that does not fit the model.
+
+    LABEL is a label of the model, a label with a colon and more after it, or the number of a label, from 0.
+    """
+    if tokenizer is None or not isinstance(model.head, ClassifyHead):
+        raise ModelError(f"--data needs a model that classifies texts, and {model.name} does not: leave --data out")
+    try:
+        data = read_file(file)
+    except OSError as error:
+        raise ModelError(f"{file} cannot be read: {error.strerror}") from error
+    try:
+        content = data.decode()
+    except UnicodeDecodeError:
+        content = data.decode("latin-1")
+    sequences, labels = [], []
+    for number, line in enumerate(content.split("\n"), start=1):
+        if line.strip():
+            label, _, text = line.strip().partition(" ")
+            where = f"{file} line {number}"
+            labels.append(_label_number(label, model.head.labels, where))
+            sequences.append(_tokenise(text.strip(), model, tokenizer, where))
+    if not sequences:
+        raise ModelError(f"{file} has no lines: give a file with lines of a label, a space and a text")
+    count = "1 text" if len(sequences) == 1 else f"{len(sequences)} texts"
+    return Inputs(f"{count} of {file.name}", sequences, labels)
 
 
-def _seconds(encoder: Encoder, sequence: Tensor) -> float:
-    offsets = torch.tensor([0, len(sequence)], dtype=torch.int32, device=encoder.device)
-    x = Ragged(sequence.to(encoder.device), offsets)
-    if encoder.device.type == "cuda":
-        torch.cuda.synchronize(encoder.device)
-    start = time.perf_counter()
-    encoder(x)
-    if encoder.device.type == "cuda":
-        torch.cuda.synchronize(encoder.device)
-    return time.perf_counter() - start
+def _label_number(label: str, labels: tuple[str, ...], where: str) -> int:
+    for name in (label, label.partition(":")[0]):
+        if name in labels:
+            return labels.index(name)
+    if label.isascii() and label.isdigit() and int(label) < len(labels):
+        return int(label)
+    raise ModelError(f"{where}: {label!r} is no label of the model: the labels are {', '.join(labels)}")
 
 
-def _accuracy(answers: Sequence[Answer], labels: Sequence[int]) -> float:
-    """Return the share of answers whose best label is correct."""
-    return sum(answer.best == [label] for answer, label in zip(answers, labels, strict=True)) / len(labels)
+def _tokenise(text: str, model: ModelSpec, tokenizer: Tokenizer, where: str) -> Tensor:
+    try:
+        ids = np.frombuffer(tokenizer.packed_ids(text, where), dtype="<i4")
+    except InvalidInput as error:
+        raise ModelError(error.message) from error
+    if not model.min_steps <= len(ids) <= model.input.max_steps:
+        raise ModelError(
+            f"{where} has {len(ids)} tokens and {model.name} takes {model.min_steps} to {model.input.max_steps}: change the line"
+        )
+    return torch.from_numpy(ids.astype(np.int32))
 
 
-def _answers(encoder: Encoder, sequences: Sequence[Tensor]) -> list[Answer]:
-    answers: list[Answer] = []
-    for begin in range(0, len(sequences), BATCH_SEQUENCES):
-        batch = list(sequences[begin : begin + BATCH_SEQUENCES])
-        offsets = torch.tensor([0, *map(len, batch)], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        encoding = encoder(Ragged(torch.cat(batch), offsets), sequence=encoder.spec.head.kind == "sequence")
-        answers += _by_input(encoding, encoder.spec.head.kind)
-    return answers
+def compare(encoders: Sequence[Encoder], inputs: Inputs) -> Comparison:
+    """Return how the answers of two versions of a model differ."""
+    (first, chosen), (second, chosen_then) = (_answers(encoder, inputs.sequences) for encoder in encoders)
+    differences = (first - second).abs()
+    same = sum(map(list.__eq__, chosen, chosen_then)) / len(inputs.sequences) if chosen else None
+    labels = [[label] for label in inputs.labels or ()]
+    accuracies = [sum(map(list.__eq__, best, labels)) / len(labels) for best in (chosen, chosen_then) if labels]
+    return Comparison(differences.max().item(), differences.double().mean().item(), same, accuracies)
 
 
-def _by_input(encoding: Encoding, head: str) -> list[Answer]:
-    """Return the answer for each input of a batch."""
-    output, rows = encoding.head_output, len(encoding.offsets) - 1
-    values = next(tensor for tensor in (encoding.sequence, output.scores, output.embedding) if tensor is not None)
-    best = _best(encoding, head)
-    lines = encoding.offsets.diff().tolist() if output.per_step or encoding.sequence is not None else [1] * rows
-    chosen = [[] for _ in lines] if best is None else [part.flatten().tolist() for part in torch.split(best, lines)]
-    return [Answer(part, numbers) for part, numbers in zip(torch.split(values, lines), chosen, strict=True)]
-
-
-def _best(encoding: Encoding, head: str) -> Tensor | None:
-    output = encoding.head_output
-    if head == "classify":
-        assert output.scores is not None
-        return output.scores.argmax(dim=1)
-    if head == "next":
-        assert output.picks is not None
-        return output.picks[:, 0]
-    return output.picks
+def _answers(encoder: Encoder, sequences: Sequence[Tensor]) -> tuple[Tensor, list[list[int]]]:
+    """Return all numbers of the answers, and for each input the labels, positions or token that the head chooses, if it does."""
+    head = encoder.spec.head.kind
+    values: list[Tensor] = []
+    chosen: list[list[int]] = []
+    for sequence in sequences:
+        x = Ragged(sequence, torch.tensor([0, len(sequence)], dtype=torch.int32))
+        encoding = encoder(x, sequence=head == "sequence")
+        output = encoding.head_output
+        values.append(next(part for part in (encoding.sequence, output.scores, output.embedding) if part is not None).flatten())
+        best = output.scores.argmax(dim=1) if head == "classify" and output.scores is not None else output.picks
+        if best is not None:
+            chosen.append((best[:, 0] if head == "next" else best).flatten().tolist())
+    return torch.cat(values), chosen

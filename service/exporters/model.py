@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,11 +28,6 @@ class Part:
     inputs: int
     arrays: dict[str, Tensor]
 
-    @property
-    def label(self) -> str:
-        """The part as messages name it."""
-        return f"{self.place} ({self.kind})"
-
     def numpy(self, name: str) -> Array:
         """Return a tensor in float32."""
         return np.ascontiguousarray(self.arrays[name].float().numpy())
@@ -40,7 +35,7 @@ class Part:
     def refuse(self, condition: object, what: str, advice: str) -> None:
         """Raise ExportRefused if a condition holds. what: states the option that the format lacks."""
         if condition:
-            raise ExportRefused(f"{self.label}: {what}. {advice}")
+            raise ExportRefused(f"{self.place} ({self.kind}): {what}. {advice}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,21 +52,27 @@ class Model:
             yield layer, self._part(f"layers.{index}", layer.kind, inputs)
             inputs = layer.output_width(inputs)
 
+    def recipe(self) -> dict[str, Any]:
+        """Return the recipe's keys of the top level. A model that is imported has no int8 weights: `seqserve compress` makes them."""
+        tables = self.spec.model_dump(exclude_defaults=True, exclude={"name", "sha256", "input", "layers", "head"})
+        return tables | ({"precision": "float32"} if self.spec.precision == "int8" else {})
+
     def head(self) -> Part:
         return self._part("head", self.spec.head.kind, self.spec.output_width)
 
     def _part(self, place: str, kind: str, inputs: int) -> Part:
-        own = {name: array for name, array in self.arrays.items() if name.startswith(f"{place}.")}
-        return Part(place, kind, inputs, {name.removeprefix(f"{place}."): array for name, array in own.items()})
+        start = f"{place}."
+        own = {name.removeprefix(start): array for name, array in self.arrays.items() if name.startswith(start)}
+        return Part(place, kind, inputs, own)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Export:
     """An exported model.
 
-    content: the file; recipe: for `seqserve import --recipe`, which then reads the same model; notes: for the user of the file.
+    content: the file; recipe: for `seqserve import --recipe`, which then reads the same model; note: for the user of the file, or empty.
     """
 
     content: bytes
     recipe: dict[str, Any]
-    notes: list[str] = field(default_factory=list)
+    note: str = ""

@@ -26,7 +26,6 @@ from safetensors.torch import save
 from torch import Tensor
 
 from service.exporters.model import Export, ExportRefused, Model, Part
-from service.exporters.recipe import common
 from service.modeling.spec import (
     BatchNormLayer,
     ConvLayer,
@@ -77,7 +76,7 @@ def _recipe(model: Model, tables: dict[str, Any]) -> dict[str, Any]:
     """Return the recipe. The vocabulary and the kind of the input follow from the tensors and from the tokenizer."""
     given = {"max_steps": model.spec.input.max_steps}
     given |= {} if model.spec.input.features is None else {"features": model.spec.input.features}
-    return {**common(model.spec), "input": given, "layers": tables["layers"], "head": tables["head"]}
+    return {**model.recipe(), "input": given, "layers": tables["layers"], "head": tables["head"]}
 
 
 def _head(part: Part, table: dict[str, Any]) -> State:

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from service import compress, local
-from service.compress.comparison import compare
-from service.compress.inputs import random_inputs
+from service.compress.comparison import compare, random_inputs
 from service.errors import ModelError
 from service.modeling import spec, store
 from service.modeling.spec import CARD, WEIGHTS, ModelSpec

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from service.exporters.command import Request, export_model
+from service.exporters.command import export_model
 from service.importers.command import Request as ImportRequest
 from service.importers.command import import_model
 from service.modeling import store
@@ -49,7 +49,7 @@ def write_case(folder: Path, case: Case, **changes: Any) -> ModelSpec:
 def export(folder: Path, format: str, suffix: str, name: str = "exported") -> tuple[Path, list[str]]:
     """Export a model of folder/models; return the file and the lines of the report."""
     file, lines = folder / f"exported{suffix}", list[str]()
-    export_model(Settings(models=folder / "models"), Request(name, format, file), lines.append)
+    export_model(Settings(models=folder / "models"), name, None, format, file, lines.append)
     return file, lines
 
 

@@ -7,14 +7,15 @@ the number of steps takes one sequence: (1, steps, ...).
 
 from __future__ import annotations
 
+from typing import Any
+
 from service.exporters.model import Export, Model
 from service.exporters.onnx import heads
 from service.exporters.onnx.graph import INPUT, Graph
 from service.exporters.onnx.heads import Encoded
 from service.exporters.onnx.layers import LAYERS, takes_batches
 from service.exporters.onnx.recurrent import recurrent
-from service.exporters.recipe import recipe
-from service.modeling.spec import ModelSpec
+from service.modeling.spec import ClassifyHead, ModelSpec, RegressHead
 from service.modeling.spec.layers import GatedLayer
 
 ONE_SEQUENCE = "the graph takes one sequence, (1, steps, ...): a layer has another number of steps than the input"
@@ -35,7 +36,20 @@ def export(model: Model) -> Export:
             x = LAYERS[part.kind](graph, layer, part, x)
     answer = heads.answer(graph, model.spec.head, model.head(), Encoded(x, final, model.spec.has_steps))
     content = graph.model(model.spec.name, answer, heads.OUTPUTS[model.spec.head.kind], _output_shape(model.spec))
-    return Export(content.SerializeToString(), recipe(model.spec), [] if has_batch else [ONE_SEQUENCE])
+    return Export(content.SerializeToString(), _recipe(model), "" if has_batch else ONE_SEQUENCE)
+
+
+def _recipe(model: Model) -> dict[str, Any]:
+    """Return the labels, and the use of the output. An import reads one number from a logistic function as the probability of the second
+    of two labels."""
+    tables = model.spec.model_dump(exclude_defaults=True)
+    head, described = tables["head"], model.spec.head
+    head.pop("dense", None)
+    if isinstance(described, ClassifyHead) and len(described.labels) == 1:
+        head = {"labels": [f"not {described.labels[0]}", described.labels[0]]}
+    elif isinstance(described, RegressHead) and described.outputs == 1 and described.activation.kind == "sigmoid":
+        head = {}
+    return {**model.recipe(), "input": {"max_steps": model.spec.input.max_steps}, **({"head": head} if head else {})}
 
 
 def _output_shape(spec: ModelSpec) -> tuple[int | str, ...]:
