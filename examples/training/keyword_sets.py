@@ -40,7 +40,8 @@ def read(folder: Path, keyword: str, part: str) -> list[Spoken]:
     file = folder / f"{keyword}.{part}.npz"
     if not file.is_file():
         raise MissingData(
-            f"{file} is missing: after make programs PROGRAMS=speech, examples/make_sets.py FOLDER --keyword {keyword} makes it. Pass the folder with "
+            f"{file} is missing: after make programs PROGRAMS=speech, examples/make_sets.py FOLDER --keyword {keyword} makes it. "
+            "Pass the folder with "
             "--data or in the environment variable DATA."
         )
     stored = np.load(file)
