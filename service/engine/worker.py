@@ -203,6 +203,8 @@ class Worker:
         channel.send(encode(self._status()))
         if message.store:
             assert self._batcher.sessions.stored is not None, "a service with a session store has engines that use it"
+            if self._store is not None:
+                self._forget(self._store)  # its process has ended, and the end of the channel was not read yet
             self._store = channel
             self._batcher.sessions.stored.attach(lambda message, tail: channel.send(encode(message, tail=(tail,))))
         else:

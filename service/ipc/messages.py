@@ -453,11 +453,12 @@ class SaveSession(Message, frozen=True):
 class SaveEnded(Message, frozen=True):
     """The end of a SaveSession with `releases` or `anew`, or that was refused: `owned` is then false, another replica owns the session.
 
-    failed: the store does not answer.
+    releases: as in the SaveSession. failed: the state was not saved.
     """
 
     session: str
     owned: bool
+    releases: bool
     failed: bool = False
 
 

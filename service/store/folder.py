@@ -23,11 +23,13 @@ from service.errors import SettingsError
 from service.ipc.messages import DropSession, ReleaseSession, SaveSession, TakeOutcome, TakeSession
 from service.store.records import FENCED, FORM, LEASE_SECONDS, Change, Note, NoteKind, Result, StoreFailed, Taken, digest
 
-LOCK_SECONDS = 1.0
-"""How long another replica may hold a lock: it may be stopped."""
+LOCK_SECONDS = 0.1
+"""How long another replica may hold a lock: it may be stopped, and then changes of this part fail, one after the other."""
 LOCK_PAUSE_SECONDS = 0.002
 INBOX_PAUSE_SECONDS = 0.01
 CHECK_BYTES = 16
+PARTS = 256
+"""Folders with a part of the sessions each."""
 _HEADER_END = b"\n"
 _NOTES = tuple(kind.value for kind in NoteKind)
 
@@ -58,7 +60,7 @@ class FolderStore:
         self._keep_seconds = keep_seconds
         try:
             self._mine.mkdir(parents=True, exist_ok=True)
-            for number in range(256):
+            for number in range(PARTS):
                 (self._sessions / f"{number:02x}").mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise SettingsError(f"sessions cannot be saved in {folder} (SEQSERVE_SESSION_STORE): {error}") from None
@@ -88,13 +90,14 @@ class FolderStore:
     def sweep(self) -> None:
         try:
             now = self._now()
-            for folder in self._sessions.iterdir():
-                with _locked(str(folder)):
+            for number in range(PARTS):
+                folder = self._sessions / f"{number:02x}"
+                with suppress(TimeoutError), _locked(str(folder)):
                     for file in folder.iterdir():
                         if file.name != ".lock" and now - file.stat().st_mtime > self._keep_seconds:
                             file.unlink()
             for replica in self._replicas.iterdir():
-                with suppress(FileNotFoundError):
+                with suppress(FileNotFoundError, NotADirectoryError):
                     if now - replica.stat().st_mtime > self._keep_seconds and not self._is_alive(replica.name):
                         shutil.rmtree(replica)
         except OSError as error:
@@ -133,8 +136,9 @@ class FolderStore:
         fenced = record is not None and record.fenced
         if record is not None and record.owner not in ("", self._replica):
             if not may_seize or self._is_alive(record.owner):
-                record.wanted = self._replica
-                _write(file, record, state)
+                if record.wanted != self._replica:
+                    record.wanted = self._replica
+                    _write(file, record, state)
                 self._leave_note(record.owner, NoteKind.WANTED, message.session)
                 return Taken(TakeOutcome.HELD)
             self._leave_note(record.owner, NoteKind.SEIZED, message.session)
@@ -145,7 +149,7 @@ class FolderStore:
             _write(file, _Record(FORM, self._replica, message.begun, fenced=fenced), b"")
             return Taken(TakeOutcome.NEW)
         if record.ended or not state:
-            os.unlink(file)
+            _remove(file, record, fenced)
             return Taken(TakeOutcome.ENDED, ended=record.ended or "lost")
         taken = Taken(TakeOutcome.TAKEN, record.begun, record.exact, state=state)
         _write(file, _Record(FORM, self._replica, record.begun, fenced=fenced), state)
@@ -177,7 +181,7 @@ class FolderStore:
         if state:
             _write(file, record, state)
         else:
-            os.unlink(file)
+            _remove(file, record, record.fenced)
         if wanted:
             self._leave_note(wanted, NoteKind.RELEASED, message.session)
         return True
@@ -214,12 +218,12 @@ class FolderStore:
             return False
 
     def _leave_note(self, replica: str, kind: NoteKind, session: str) -> None:
-        """Leave a note in the inbox of a replica, unless the replica has ended, or there is none."""
+        """Leave a note in the inbox of a replica, if it can be written: a note only saves the time until the next look."""
         if not replica:
             return
         note = self._replicas / replica / f"{kind}{digest(session)}"
         unfinished = self._replicas / replica / f".{secrets.token_hex(8)}"
-        with suppress(FileNotFoundError):
+        with suppress(OSError):
             unfinished.write_text(session)
             unfinished.replace(note)
 
@@ -227,7 +231,7 @@ class FolderStore:
         with os.scandir(self._mine) as entries:
             files = [Path(entry.path) for entry in entries if entry.name[0] in _NOTES]
         for file in files:
-            session = file.read_text()
+            session = file.read_text(errors="replace")
             file.unlink()
             yield Note(NoteKind(file.name[0]), session)
 
@@ -265,8 +269,21 @@ def _read(file: str) -> tuple[_Record | None, bytes]:
     finally:
         os.close(descriptor)
     header, _, state = content.partition(_HEADER_END)
-    record = _DECODER.decode(header)
+    try:
+        record = _DECODER.decode(header)
+    except msgspec.ValidationError:
+        raise  # a later form
+    except msgspec.DecodeError:
+        return _Record(FORM, fenced=True), b""
     return record, state if record.check == _check(state) else b""
+
+
+def _remove(file: str, record: _Record, fenced: bool) -> None:
+    """Remove a session without a state. fenced: an earlier owner may still try to save it."""
+    if fenced:
+        _write(file, _Record(FORM, begun=record.begun, ended=FENCED, fenced=True), b"")
+    else:
+        Path(file).unlink()
 
 
 def _write(file: str, record: _Record, state: bytes) -> None:

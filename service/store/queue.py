@@ -16,11 +16,12 @@ MAX_CHANGES, MAX_BYTES = 256, 16 << 20
 
 
 class Queued(NamedTuple, Generic[Sender]):
-    """A change, the engine that sent it, and when it arrived."""
+    """A change, the engine that sent it, and when it arrived. is_retried: it may have been made before."""
 
     change: Change
     sender: Sender
     since: float
+    is_retried: bool = False
 
     @property
     def is_urgent(self) -> bool:
@@ -33,36 +34,40 @@ class ChangeQueue(Generic[Sender]):
     """Up to MAX_WAITING_BYTES of states, and any number of changes without a state."""
 
     def __init__(self) -> None:
-        self._changes: OrderedDict[str, list[Queued[Sender]]] = OrderedDict()
+        self._urgent: OrderedDict[str, list[Queued[Sender]]] = OrderedDict()
+        self._others: OrderedDict[str, list[Queued[Sender]]] = OrderedDict()
         self._bytes = 0
 
     @property
     def waiting(self) -> int:
         """How many sessions have changes that wait."""
-        return len(self._changes)
+        return len(self._urgent) + len(self._others)
 
     def add(self, queued: Queued[Sender]) -> Queued[Sender] | None:
         """Add a change. Returns the save that does not happen: an older save of the session, or this one if too many bytes wait."""
-        name, size = queued.change.message.session, len(queued.change.state)
-        changes = self._changes.get(name, [])
-        replaced = changes.pop() if changes and _replaces(queued, changes[-1]) else None
-        if replaced is not None:
-            self._bytes -= len(replaced.change.state)
-        if self._bytes + size > MAX_WAITING_BYTES:
+        name = queued.change.message.session
+        changes = self._urgent.get(name) or self._others.get(name, [])
+        replaced = changes[-1] if changes and _replaces(queued, changes[-1]) else None
+        added = len(queued.change.state) - (0 if replaced is None else len(replaced.change.state))
+        if added > 0 and self._bytes + added > MAX_WAITING_BYTES:
             return queued
+        if replaced is not None:
+            changes.pop()
         changes.append(queued)
-        self._changes[name] = changes
-        self._bytes += size
-        if queued.is_urgent:
-            self._changes.move_to_end(name, last=False)
+        self._bytes += added
+        if queued.is_urgent or name in self._urgent:
+            self._others.pop(name, None)
+            self._urgent[name] = changes
+        else:
+            self._others[name] = changes
         return replaced
 
     def next_batch(self) -> list[Queued[Sender]]:
         """Remove and return the next changes, with all changes of each session."""
         batch: list[Queued[Sender]] = []
         size = 0
-        while self._changes and len(batch) < MAX_CHANGES and size < MAX_BYTES:
-            _, changes = self._changes.popitem(last=False)
+        while self.waiting and len(batch) < MAX_CHANGES and size < MAX_BYTES:
+            _, changes = (self._urgent or self._others).popitem(last=False)
             batch += changes
             size += sum(len(queued.change.state) for queued in changes)
         self._bytes -= size

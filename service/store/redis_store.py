@@ -5,7 +5,8 @@ Redis runs each change as one script. All keys have the same hash tag, so they a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 from service.errors import SettingsError
@@ -55,7 +56,13 @@ if not there[1] or ended == ARGV[9] then
   return {'new'}
 end
 if ended ~= '' or there[6] == '' then
-  redis.call('DEL', session)
+  if fenced == '1' then
+    redis.call('HSET', session, 'form', form, 'owner', '', 'ended', ARGV[9], 'state', '', 'fenced', '1')
+    redis.call('HDEL', session, 'wanted')
+    redis.call('PEXPIRE', session, keep)
+  else
+    redis.call('DEL', session)
+  end
   return {'ended', ended == '' and 'lost' or ended}
 end
 redis.call('HSET', session, 'form', form, 'owner', me, 'exact', '0', 'fenced', fenced)
@@ -88,9 +95,11 @@ return 1
 """KEYS: the session, the prefix of inboxes. ARGV: its name, this replica, the form, when it began, exact, releases, anew, milliseconds to
 keep it, seconds to keep a note, the state."""
 _RELEASE = """
-local there = redis.call('HMGET', KEYS[1], 'owner', 'state', 'wanted')
+local there = redis.call('HMGET', KEYS[1], 'owner', 'state', 'wanted', 'fenced')
 if there[1] ~= ARGV[2] then return 0 end
-if there[2] == '' then redis.call('DEL', KEYS[1]) else redis.call('HSET', KEYS[1], 'owner', '', 'exact', ARGV[3]) end
+if there[2] ~= '' then redis.call('HSET', KEYS[1], 'owner', '', 'exact', ARGV[3])
+elseif there[4] == '1' then redis.call('HSET', KEYS[1], 'owner', '', 'ended', ARGV[5])
+else redis.call('DEL', KEYS[1]) end
 if there[3] then
   redis.call('HDEL', KEYS[1], 'wanted')
   redis.call('RPUSH', KEYS[2] .. there[3], 'r' .. ARGV[1])
@@ -98,7 +107,7 @@ if there[3] then
 end
 return 1
 """
-"""KEYS: the session, the prefix of inboxes. ARGV: its name, this replica, exact, seconds to keep a note."""
+"""KEYS: the session, the prefix of inboxes. ARGV: its name, this replica, exact, seconds to keep a note, FENCED."""
 _DROP = """
 local there = redis.call('HMGET', KEYS[1], 'owner', 'fenced')
 if there[1] ~= ARGV[1] then return 0 end
@@ -126,7 +135,10 @@ class RedisStore:
             ) from None
         self._error: type[Exception] = redis.RedisError
         self._unknown_script: type[Exception] = redis.exceptions.NoScriptError
-        self._client: Any = redis.Redis.from_url(url, socket_timeout=ANSWER_SECONDS, socket_connect_timeout=ANSWER_SECONDS)
+        try:
+            self._client: Any = redis.Redis.from_url(url, socket_timeout=ANSWER_SECONDS, socket_connect_timeout=ANSWER_SECONDS)
+        except ValueError as error:
+            raise SettingsError(f"SEQSERVE_SESSION_STORE is {url!r}, which is no URL of a Redis server: {error}") from None
         # Its only command waits for a note.
         self._inbox_client: Any = redis.Redis.from_url(
             url, socket_timeout=INBOX_WAIT_SECONDS + ANSWER_SECONDS, socket_connect_timeout=ANSWER_SECONDS
@@ -164,7 +176,7 @@ class RedisStore:
             first = self._inbox_client.blpop(self._inbox, timeout=seconds)
             if first is None:
                 return []
-            return [_note(first[1]), *map(_note, self._client.lpop(self._inbox, MAX_NOTES) or ())]
+            return [*_notes([first[1], *(self._client.lpop(self._inbox, MAX_NOTES) or ())])]
         except self._error as error:
             raise StoreFailed(str(error)) from None
 
@@ -206,7 +218,7 @@ class RedisStore:
                 options = int(exact), int(releases), int(anew), self._keep_ms, INBOX_SECONDS
                 return script, 2, key, inboxes, name, self._replica, FORM, begun, *options, change.state
             case ReleaseSession(session=name, exact=exact):
-                return script, 2, key, inboxes, name, self._replica, int(exact), INBOX_SECONDS
+                return script, 2, key, inboxes, name, self._replica, int(exact), INBOX_SECONDS, FENCED
             case DropSession(ended=ended):
                 return script, 1, key, self._replica, ended, self._keep_ms, FENCED
 
@@ -216,12 +228,23 @@ class RedisStore:
             return StoreFailed(str(result))
         if not isinstance(change.message, TakeSession):
             return bool(result)
-        outcome, values = TakeOutcome(result[0].decode()), result[1:]
-        if outcome is TakeOutcome.TAKEN:
-            begun, exact, state = values
-            return Taken(outcome, int(begun), exact == b"1", state=state)
-        return Taken(outcome, ended=values[0].decode() if values else "")
+        try:
+            return _taken(result)
+        except (TypeError, ValueError) as error:
+            return StoreFailed(f"a record is damaged: {error}")
 
 
-def _note(entry: bytes) -> Note:
-    return Note(NoteKind(entry[:1].decode()), entry[1:].decode())
+def _taken(result: Any) -> Taken:
+    """Return the outcome that the script returned. Raises TypeError or ValueError for a record that was written by something else."""
+    outcome, values = TakeOutcome(result[0].decode()), result[1:]
+    if outcome is TakeOutcome.TAKEN:
+        begun, exact, state = values
+        return Taken(outcome, int(begun), exact == b"1", state=state)
+    return Taken(outcome, ended=values[0].decode() if values else "")
+
+
+def _notes(entries: Sequence[bytes]) -> Iterator[Note]:
+    """Yield the notes of known kinds: a later version may have more."""
+    for entry in entries:
+        with suppress(ValueError):
+            yield Note(NoteKind(entry[:1].decode()), entry[1:].decode())

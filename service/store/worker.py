@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Coroutine
 from contextlib import suppress
 from typing import Any
@@ -44,7 +45,7 @@ from service.store.records import (
 
 PATIENCE_SECONDS = 4.0
 """How long a chunk waits for a session of another replica: longer than the lease of a replica that has crashed."""
-TAKE_AGAIN_SECONDS = 0.05
+TAKE_AGAIN_SECONDS = 0.2
 """How often this replica tries to take a session that another one holds, without a note from it."""
 SWEEP_SECONDS = 60.0
 ENGINE_SECONDS = 5.0
@@ -64,6 +65,8 @@ class Engine:
         self._channel = AsyncChannel(channel, self._handle, self._lose)
         self.rpc = Rpc(self._channel.send, "an engine")
         self.place: int | None = None
+        self.left = 1
+        """How many sessions it still holds in a flush, as far as it has said."""
 
     def send(self, message: Message, tail: bytes = b"") -> None:
         """Send a message to the engine, unless it has ended."""
@@ -99,6 +102,8 @@ class StoreWorker:
         """The sessions of other replicas that this one waits for."""
         self._leased_since: float | None = None
         """Since when this replica has a lease without a gap. None: the store does not answer."""
+        self._unsure: list[Queued[Engine]] = []
+        """Releases without a result: they may have been made. They are sent again when the store answers."""
         self._flushing = False
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -118,23 +123,21 @@ class StoreWorker:
         if isinstance(change.message, TakeSession):
             self._held.pop(change.message.session, None)
         if self._leased_since is None or (self._flushing and isinstance(change.message, TakeSession)):
-            self._finish(queued, StoreFailed("the session store does not answer"))
-            return
-        self._add(queued)
+            self._reject(queued, StoreFailed("the session store does not answer"))
+        else:
+            self._add(queued)
 
     async def flush(self, seconds: float) -> None:
         """Save all sessions, let go of them, and end the lease of this replica. Takes no more sessions."""
         self._flushing = True
         begun = await self._left(0)
-        left, until = begun, self._now() + seconds
+        left, least, until = begun, begun, self._now() + seconds
         give_up_at = self._now() + AWAY_SECONDS
         while left and self._now() < min(until, give_up_at):
-            if self._queue.waiting > FLUSHED_AT_ONCE:
-                await asyncio.sleep(PAUSE_SECONDS)
-                continue
-            before, left = left, await self._left(FLUSHED_AT_ONCE)
-            if left < before:
-                give_up_at = self._now() + AWAY_SECONDS
+            if self._queue.waiting < FLUSHED_AT_ONCE:
+                left = await self._left(1 + FLUSHED_AT_ONCE // max(1, len(self.engines)))
+            if left + self._queue.waiting < least:
+                least, give_up_at = left + self._queue.waiting, self._now() + AWAY_SECONDS
             await asyncio.sleep(PAUSE_SECONDS)
         left = await self._left(0)
         self._metrics.sessions_not_saved.add(by=left)
@@ -145,23 +148,31 @@ class StoreWorker:
 
     async def _left(self, limit: int) -> int:
         """Release up to `limit` sessions of each engine. Returns how many are left in all engines."""
-        left = 0
         for engine in list(self.engines):
-            with suppress(ServiceError):
+            with suppress(ServiceError):  # it holds what it held before, unless it has ended
                 reply, _ = await engine.rpc.call(ReleaseSessions(limit), SessionsLeft, timeout=ENGINE_SECONDS)
-                left += reply.sessions
-        return left
+                engine.left = reply.sessions
+        return sum(engine.left for engine in self.engines)
 
     # Changes.
 
     def _add(self, queued: Queued[Engine]) -> None:
         lost = self._queue.add(queued)
         if lost is queued:
-            self._finish(queued, StoreFailed("too many states wait for the session store"))
+            self._reject(queued, StoreFailed("too many states wait for the session store"))
         elif lost is not None:
             self._metrics.session_saves.add("skipped")
         if self._queue.waiting:
             self._wake.set()
+
+    def _reject(self, queued: Queued[Engine], error: StoreFailed) -> None:
+        """Tell the engine that its change was not tried."""
+        message = queued.change.message
+        if isinstance(message, SaveSession) and message.releases and not queued.is_retried:
+            self._metrics.session_saves.add("failed")
+            queued.sender.send(SaveEnded(message.session, owned=True, releases=True, failed=True))
+        else:
+            self._finish(queued, error)
 
     async def _run(self) -> None:
         while True:
@@ -199,12 +210,21 @@ class StoreWorker:
 
     def _finish_save(self, queued: Queued[Engine], message: SaveSession, result: Result) -> None:
         failed = isinstance(result, StoreFailed)
+        if failed and message.releases and not queued.is_retried:
+            self._unsure.append(queued._replace(is_retried=True))
+            return
+        if message.releases and queued.is_retried:
+            # It is refused if it was made before.
+            if failed:
+                self._unsure.append(queued)
+                return
+            result = True
         outcome = "failed" if failed else "saved" if result else "refused"
         self._metrics.session_saves.add(outcome)
         if outcome == "saved":
             self._metrics.session_save_seconds.observe(self._now() - queued.since)
         if message.releases or message.anew or outcome == "refused":
-            queued.sender.send(SaveEnded(message.session, owned=outcome != "refused", failed=failed))
+            queued.sender.send(SaveEnded(message.session, outcome != "refused", message.releases, failed))
 
     async def _take_held(self) -> None:
         """Try again to take sessions of other replicas: the lease of their owner may have ended."""
@@ -261,6 +281,9 @@ class StoreWorker:
         if self._leased_since is None or not had_lease:
             self._leased_since = self._now()
         self._metrics.session_store_up.set(1)
+        unsure, self._unsure = self._unsure, []
+        for queued in unsure:
+            self._add(queued)
 
     async def _sweep(self) -> None:
         while True:
@@ -273,7 +296,13 @@ class StoreWorker:
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._end)
+
+    def _end(self, task: asyncio.Task[None]) -> None:
+        """End the process after a bug in its work: the supervisor starts another, and the engines send again."""
+        if not task.cancelled() and task.exception() is not None:
+            self._log.error("bug", error=repr(task.exception()))
+            os._exit(1)
 
     @staticmethod
     def _now() -> float:

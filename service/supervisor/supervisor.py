@@ -205,8 +205,8 @@ class Supervisor:
             await asyncio.sleep(delay)
 
     def _is_closed(self, name: str) -> bool:
-        """Whether this process is not restarted any more: while frontends drain, they still need the engines."""
-        return self._frontends_closed and name not in self._engine_names
+        """Whether this process is not restarted any more: while frontends drain, they need the engines, and the engines the store."""
+        return self._frontends_closed and name not in self._engine_names and not name.startswith(STORE)
 
     def _start(self, name: str) -> Child:
         """Start a process and connect it with all processes of the other role; raises OSError, with nothing left behind."""

@@ -26,5 +26,5 @@ def test_server_answers_every_request_rightly(server: Server, tmp_path: Path) ->
     [path] = tmp_path.glob("serving-*.jsonl")
     records = [json.loads(line) for line in path.read_text().splitlines()]
     assert not [record["skipped"] for record in records if "skipped" in record]
-    assert len(records) == 2 * 3 * len(server.endpoints) + 2 * len(server.constant)
+    assert len(records) == 2 * 3 * len(server.endpoints) + 2 * server.constant
     assert all(record["answers"] > 0 == record["failed"] for record in records)

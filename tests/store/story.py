@@ -70,6 +70,8 @@ class Replica:
         self.local: deque[tuple[Message, bytes]] = deque()
         self.answers: deque[tuple[Message, bytes]] = deque()
         self.held: dict[str, TakeSession] = {}
+        self.unsure: list[Change] = []
+        """Releases that were made, but whose result was lost."""
         assert self.harness.stored is not None
         self.stored = self.harness.stored
         self.stored.attach(lambda message, tail: self.local.append((message, bytes(tail))))
@@ -77,8 +79,13 @@ class Replica:
     def renew(self) -> None:
         if self.story.away:
             self.leased_since = None
-        elif not self.store.renew() or self.leased_since is None:
+            return
+        if not self.store.renew() or self.leased_since is None:
             self.leased_since = self.story.now
+        unsure, self.unsure = self.unsure, []
+        for change in unsure:
+            self.store.apply([change], may_seize=False)
+            self.answers.append((SaveEnded(change.message.session, owned=True, releases=True), b""))
 
     def pass_change(self) -> None:
         """Make the oldest change of the engine."""
@@ -104,8 +111,12 @@ class Replica:
                 self.answers.append((reply, taken.state))
             case SaveSession() as message:
                 failed = isinstance(result, StoreFailed)
-                if message.releases or message.anew or not (failed or result):
-                    self.answers.append((SaveEnded(message.session, owned=failed or bool(result), failed=failed), b""))
+                if message.releases and not failed and self.story.chance.random() < 0.1:
+                    self.unsure.append(change)
+                    self.story.counts["lost results"] += 1
+                elif message.releases or message.anew or not (failed or result):
+                    ended = SaveEnded(message.session, failed or bool(result), message.releases, failed)
+                    self.answers.append((ended, b""))
 
     def pass_answer(self) -> None:
         """Deliver the oldest message to the engine."""

@@ -93,6 +93,23 @@ def test_session_of_a_replica_without_a_lease_is_seized(open_replica: Open) -> N
     assert take(second) == ABSENT
 
 
+@pytest.mark.parametrize("end", [DropSession("s", "expired"), ReleaseSession("s")])
+def test_earlier_owner_cannot_bring_a_session_back(open_replica: Open, end: DropSession | ReleaseSession) -> None:
+    """Its session was seized, and ended at the other replica with a report, or without a chunk that was answered."""
+    first, second = open_replica("first"), open_replica("second")
+    begin(first)
+    apply(first, SaveSession("s", 5), b"state")
+    first.end()
+    take(second)
+    if isinstance(end, ReleaseSession):
+        apply(second, DropSession("s"))
+        begin(second, 6)
+    assert apply(second, end) is True
+    take(second)
+    assert apply(first, SaveSession("s", 5), b"late") is False
+    assert take(second) == ABSENT
+
+
 def test_replica_that_returns_learns_what_was_seized(open_replica: Open) -> None:
     first, second = open_replica("first"), open_replica("second")
     begin(first)
@@ -162,12 +179,14 @@ def test_rolling_update_reads_earlier_forms_and_spares_later_ones(open_replica: 
     assert apply(old, SaveSession("s", 5), b"late") is False
 
 
-def test_torn_file_is_no_state(tmp_path: Path) -> None:
+@pytest.mark.parametrize("left", [-1, 10, 0])
+def test_torn_file_is_no_state(left: int, tmp_path: Path) -> None:
     store = FolderStore(tmp_path, "first", KEEP_SECONDS)
     apply(store, SaveSession("s", 1), b"whole")
     [file] = tmp_path.glob("sessions/*/[0-9a-f]*")
-    file.write_bytes(file.read_bytes()[:-1])
+    file.write_bytes(file.read_bytes()[:left])
     assert take(store) == Taken(TakeOutcome.ENDED, ended="lost")
+    assert apply(store, SaveSession("s", 2, anew=True), b"new") is True
 
 
 def test_sweep_removes_old_sessions_and_replicas(tmp_path: Path) -> None:

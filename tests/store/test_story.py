@@ -24,7 +24,18 @@ def tell(seed: int, events: int, folder: Path, *, gentle: bool = False) -> Count
 
 def test_stories_end_well(tmp_path: Path) -> None:
     counts = sum((tell(seed, EVENTS, tmp_path / str(seed)) for seed in range(STORIES)), start=Counter[str]())
-    for event in ("answers", "taken", "held", "ended", "away", "session_lost", "session_unreachable", "lost replies", "ends"):
+    for event in (
+        "answers",
+        "taken",
+        "held",
+        "ended",
+        "away",
+        "session_lost",
+        "session_unreachable",
+        "lost replies",
+        "lost results",
+        "ends",
+    ):
         assert counts[event], f"{event} never happened: {counts}"
 
 

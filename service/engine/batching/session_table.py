@@ -141,7 +141,8 @@ class SessionTable:
         if self._forget(_digest(id)) is None and not self._free_records:
             self._forget(next(iter(self._ended)))
         record = self._free_records.pop()
-        self._ended[_digest(id)] = _EndedSession(reason, record)
+        known = reason if reason in UNREPORTED_ENDS else "lost"  # a later version may have more reasons
+        self._ended[_digest(id)] = _EndedSession(known, record)
         self._journal.write(record, _digest(id))
 
     def of(self, key: ModelKey) -> list[Session]:

@@ -137,12 +137,16 @@ class StoredSessions:
     def _ask(self, name: str) -> None:
         self._tell(messages.TakeSession(name, now_ms(), self._waiting[name][0].begins))
 
-    def _proceed(self, name: str, *, owned: bool, unread: ServiceError | None = None) -> None:
+    def _proceed(self, name: str, *, owned: bool, exact: bool = False, unread: ServiceError | None = None) -> None:
         """Do the work that waits for a session, in its order. owned: whether this replica owns the session, so that it may open here.
 
-        unread: why its saved state is of no use. Then it can only begin anew.
+        exact: of its saved state, for another replica if the session does not open here. unread: why its saved state is of no use here.
+        Then it can only begin anew.
         """
         for index, waiting in enumerate(self._take_waiting(name)):
+            if index and owned and self._table.find(name) is None and unread is None:
+                owned = False  # the session has opened and ended, and its record with it
+                self._tell(messages.ReleaseSession(name, exact))
             if unread is not None and not waiting.anew and self._table.find(name) is None:
                 waiting.refuse(unread)
                 continue
@@ -158,7 +162,7 @@ class StoredSessions:
         if session is not None:
             session.anew = not owned
         elif owned:
-            self._tell(messages.ReleaseSession(name))
+            self._tell(messages.ReleaseSession(name, exact))
 
     def _hold_again(self, name: str, waiting: Waiting) -> None:
         try:
@@ -286,9 +290,8 @@ class StoredSessions:
 
     def _handle_taken(self, message: messages.SessionTaken, tail: bytes | memoryview) -> None:
         name = message.session
-        if name not in self._claims:  # too late
-            if message.outcome in (TakeOutcome.NEW, TakeOutcome.TAKEN) and self._table.find(name) is None:
-                self._tell(messages.ReleaseSession(name, message.exact))
+        if name not in self._claims:
+            self._handle_late(message)
             return
         self._claims.discard(name)
         match message.outcome:
@@ -306,20 +309,29 @@ class StoredSessions:
             case _:
                 self._without_store(name, _unreachable(name))
 
+    def _handle_late(self, message: messages.SessionTaken) -> None:
+        """Give back what came too late, and keep the reason of an end for the next chunk."""
+        if self._table.find(message.session) is not None:
+            return
+        if message.outcome in (TakeOutcome.NEW, TakeOutcome.TAKEN):
+            self._tell(messages.ReleaseSession(message.session, message.exact))
+        elif message.outcome is TakeOutcome.ENDED:
+            self._table.note_end(message.session, message.ended)
+
     def _import(self, message: messages.SessionTaken, tail: bytes | memoryview) -> None:
         name = message.session
         limit = next((waiting.limit for waiting in self._waiting.get(name, ())), 0)
         try:
             session = self.states.import_file(name, session_file.read(tail, with_ids=True), limit)
         except ServiceError as error:
-            self._proceed(name, owned=True, unread=error)
+            self._proceed(name, owned=True, exact=message.exact, unread=error)
             return
         session.begun, session.uncertain = message.begun, not message.exact
         self._proceed(name, owned=True)
 
     def _handle_save_ended(self, message: messages.SaveEnded, tail: bytes | memoryview) -> None:
         name = message.session
-        session, departing = self._table.find(name), name in self._departing
+        session, departing = self._table.find(name), message.releases and name in self._departing
         if session is None:
             return
         if message.failed:

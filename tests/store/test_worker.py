@@ -1,0 +1,134 @@
+"""The loop between engines and the store: lost results, refused work, and the order of changes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from service.ipc.messages import Message, ReleaseSession, SaveEnded, SaveSession, SessionTaken, TakeOutcome, TakeSession
+from service.log import Log
+from service.metrics import Metrics
+from service.store import queue
+from service.store.queue import ChangeQueue, Queued
+from service.store.records import Change, Note, Result, StoreFailed, Taken
+from service.store.worker import StoreWorker
+
+LIMIT_SECONDS = 60.0
+RELEASE = Change(SaveSession("s", 1, exact=True, releases=True), b"state")
+
+
+class FakeStore:
+    """Answers each change with the next of `results`, then with `True`."""
+
+    def __init__(self, *results: Result) -> None:
+        self.results = list(results)
+        self.applied: list[Message] = []
+        self.away = False
+
+    def apply(self, changes: Sequence[Change], *, may_seize: bool) -> list[Result]:
+        self.applied += [change.message for change in changes]
+        return [self.results.pop(0) if self.results else True for _ in changes]
+
+    def renew(self) -> bool:
+        if self.away:
+            raise StoreFailed("away")
+        return True
+
+    def read_inbox(self, seconds: float) -> list[Note]:
+        time.sleep(0.01)
+        return []
+
+    def sweep(self) -> None: ...
+
+    def end(self) -> None: ...
+
+
+class FakeEngine:
+    """Keeps what the worker sends."""
+
+    def __init__(self) -> None:
+        self.received: list[Message] = []
+
+    def send(self, message: Message, tail: bytes = b"") -> None:
+        self.received.append(message)
+
+
+def run(store: FakeStore, act: Callable[[StoreWorker, Any], None], replies: int) -> list[Message]:
+    """Run a worker until its engine has this many replies. Returns them."""
+
+    async def work() -> list[Message]:
+        worker, engine = StoreWorker(store, 1, Metrics(), Log("store")), FakeEngine()
+        await worker.start()
+        act(worker, engine)
+        async with asyncio.timeout(LIMIT_SECONDS):
+            while len(engine.received) < replies:
+                await asyncio.sleep(0.01)
+        return engine.received
+
+    return asyncio.run(work())
+
+
+def test_release_without_a_result_is_sent_again() -> None:
+    """It may have been made: then it is refused, and the session is another replica's."""
+    store = FakeStore(StoreFailed("timeout"), StoreFailed("timeout"), False)
+    [reply] = run(store, lambda worker, engine: worker.add(RELEASE, engine), 1)
+    assert reply == SaveEnded("s", owned=True, releases=True)
+    assert store.applied == [RELEASE.message] * 3
+
+
+def test_work_is_refused_at_once_while_the_store_is_away() -> None:
+    store = FakeStore()
+    store.away = True
+
+    def act(worker: StoreWorker, engine: Any) -> None:
+        worker.add(RELEASE, engine)
+        worker.add(Change(TakeSession("t", 1, begins=True)), engine)
+
+    assert run(store, act, 2) == [
+        SaveEnded("s", owned=True, releases=True, failed=True),
+        SessionTaken("t", TakeOutcome.AWAY),
+    ]
+    assert store.applied == []
+
+
+def test_refused_save_is_reported() -> None:
+    store = FakeStore(False)
+    [reply] = run(store, lambda worker, engine: worker.add(Change(SaveSession("s", 1), b"state"), engine), 1)
+    assert reply == SaveEnded("s", owned=False, releases=False)
+
+
+def test_take_of_a_held_session_is_tried_again() -> None:
+    store = FakeStore(Taken(TakeOutcome.HELD), Taken(TakeOutcome.HELD), Taken(TakeOutcome.NEW))
+    [reply] = run(store, lambda worker, engine: worker.add(Change(TakeSession("s", 1, begins=True)), engine), 1)
+    assert reply == SessionTaken("s", TakeOutcome.NEW)
+
+
+def queued(change: Change) -> Queued[str]:
+    return Queued(change, "engine", 0.0)
+
+
+def test_changes_of_a_session_stay_in_order_and_urgent_ones_come_first() -> None:
+    changes = ChangeQueue[str]()
+    sent = [
+        Change(SaveSession("a", 1), b"old"),
+        Change(SaveSession("a", 1), b"new"),
+        Change(SaveSession("b", 1), b"b"),
+        Change(TakeSession("c", 1, begins=True)),
+        Change(ReleaseSession("b")),
+        Change(TakeSession("b", 1, begins=True)),
+    ]
+    lost = [changes.add(queued(change)) for change in sent]
+    assert [each and each.change.state for each in lost] == [None, b"old", None, None, None, None]
+    assert [each.change for each in changes.next_batch()] == [sent[3], sent[2], sent[4], sent[5], sent[1]]
+    assert not changes.waiting
+
+
+def test_full_queue_keeps_the_older_state(monkeypatch: Any) -> None:
+    monkeypatch.setattr(queue, "MAX_WAITING_BYTES", 4)
+    changes = ChangeQueue[str]()
+    assert changes.add(queued(Change(SaveSession("a", 1), b"1234"))) is None
+    refused = queued(Change(SaveSession("a", 1), b"12345"))
+    assert changes.add(refused) is refused
+    assert [each.change.state for each in changes.next_batch()] == [b"1234"]
