@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 
 from service.errors import StartError
 from service.ipc.async_channel import AsyncChannel
@@ -17,6 +18,8 @@ from service.log import Log
 from service.metrics import Metrics
 from service.store.open import open_store
 from service.store.worker import StoreWorker
+
+SWITCH_SECONDS = 0.0002
 
 
 async def main() -> None:
@@ -55,4 +58,6 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
+    # The thread that changes the store gives up the interpreter at every system call, and would wait for it for 5 ms each time.
+    sys.setswitchinterval(SWITCH_SECONDS)
     asyncio.run(main())
