@@ -12,41 +12,29 @@ import subprocess
 import sys
 import tokenize
 import tomllib
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 from service.settings import Settings
 
 ROOT = Path(__file__).resolve().parent.parent
 BUDGETS = Path(__file__).with_name("budgets.toml")
-SOURCES = {".py", ".cu", ".cuh", ".js", ".css", ".html", ".proto", ".java", ".go", ".sh", ".c"}
+SOURCES = {".py", ".cu", ".cuh", ".js", ".css", ".html", ".proto", ".java", ".go", ".c"}
+"""Programming languages. The Makefile and scripts that install programs are not counted."""
 RESULTS = re.compile(r"(kernels/bench|loadtest)/results/(?!README)|examples/\w*results\w*\.jsonl")
 MAX_FILE_LINES = 500
 UNCOUNTED = {"models"}
 
 
-@dataclass
-class Weight:
+class Weight(NamedTuple):
     """The size of some files. prose: lines of comments and docstrings; characters: of all lines."""
 
-    lines: int = 0
-    statements: int = 0
-    prose: int = 0
-    characters: int = 0
-
-    def __add__(self, other: Weight) -> Weight:
-        return Weight(
-            self.lines + other.lines,
-            self.statements + other.statements,
-            self.prose + other.prose,
-            self.characters + other.characters,
-        )
-
-    def __str__(self) -> str:
-        share, length = (100 * self.prose / self.lines, self.characters / self.lines) if self.lines else (0.0, 0.0)
-        return f"{self.lines:>8,} {self.statements:>11,} {share:>9.1f} {length:>12.1f}"
+    lines: int
+    statements: int
+    prose: int
+    characters: int
 
 
 def main() -> int:
@@ -97,12 +85,12 @@ def folder_of(name: str) -> str:
 def weigh(file: Path) -> Weight:
     """Return the size of one file. Only Python has statements and prose that are counted."""
     text = file.read_text()
-    weight = Weight(lines=text.count("\n"), characters=sum(map(len, text.splitlines())))
+    statements = prose = 0
     if file.suffix == ".py":
         tree = ast.parse(text)
-        weight.statements = sum(isinstance(node, ast.stmt) for node in ast.walk(tree))
-        weight.prose = len(prose_lines(text, tree))
-    return weight
+        statements = sum(isinstance(node, ast.stmt) for node in ast.walk(tree))
+        prose = len(prose_lines(text, tree))
+    return Weight(text.count("\n"), statements, prose, sum(map(len, text.splitlines())))
 
 
 def prose_lines(text: str, tree: ast.AST) -> set[int]:
@@ -126,19 +114,16 @@ def lines(weights: Iterable[Weight]) -> int:
 
 
 def print_folders(weights: dict[str, Weight]) -> None:
-    """Print the size of each folder, and of all product files, tests and pages."""
-    totals: dict[str, Weight] = {}
-    folders: dict[str, Weight] = {}
+    """Print the size of each folder, then of all product files, tests and pages."""
+    folders, totals = defaultdict[str, list[Weight]](list), defaultdict[str, list[Weight]](list)
     for name, weight in weights.items():
-        whole = "pages" if is_page(name) else kind(name)
-        totals[whole] = totals.get(whole, Weight()) + weight
-        folder = f"{folder_of(name)} (pages)" if is_page(name) else folder_of(name)
-        folders[folder] = folders.get(folder, Weight()) + weight
-    rows: Sequence[tuple[str, Weight]] = [*sorted(folders.items()), *sorted(totals.items())]
-    counts = Counter(f"{folder_of(name)} (pages)" if is_page(name) else folder_of(name) for name in weights)
+        folders[folder_of(name) + (" (pages)" if is_page(name) else "")].append(weight)
+        totals["pages" if is_page(name) else kind(name)].append(weight)
     print(f"{'folder':<28} {'files':>6} {'lines':>8} {'statements':>11} {'prose, %':>9} {'line length':>12}")
-    for name, weight in rows:
-        print(f"{name:<28} {counts.get(name, ''):>6} {weight}")
+    for name, found in [*sorted(folders.items()), *sorted(totals.items())]:
+        count, statements, prose, characters = map(sum, zip(*found, strict=True))
+        share, length = 100 * prose / max(1, count), characters / max(1, count)
+        print(f"{name:<28} {len(found):>6} {count:>8,} {statements:>11,} {share:>9.1f} {length:>12.1f}")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from pathlib import Path
 
 from service.errors import StartError
 from service.ipc.async_channel import AsyncChannel
@@ -16,7 +17,10 @@ from service.ipc.messages import Attach, CollectMetrics, Done, Failed, FlushSess
 from service.ipc.process_config import ProcessConfig
 from service.log import Log
 from service.metrics import Metrics
-from service.store.open import open_store
+from service.settings import Settings
+from service.store.folder import FolderStore
+from service.store.records import Store
+from service.store.redis_store import RedisStore
 from service.store.worker import StoreWorker
 
 SWITCH_SECONDS = 0.0002
@@ -55,6 +59,15 @@ async def main() -> None:
     channel.send_message(Ready())
     await ended.wait()
     os._exit(0)  # a thread may still wait for the store
+
+
+def open_store(settings: Settings, replica: str) -> Store:
+    """Return the store of the setting `session_store`. replica: the id of this replica. Raises SettingsError."""
+    # The last chunk of a session may come this long after its last save.
+    keep_seconds = settings.session_idle_seconds * (settings.checkpoint_chunks + 1)
+    if "://" in settings.session_store:
+        return RedisStore(settings.session_store, replica, keep_seconds)
+    return FolderStore(Path(settings.session_store), replica, keep_seconds)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ from service.errors import SettingsError
 from service.ipc.messages import DropSession, ReleaseSession, SaveSession, TakeOutcome, TakeSession
 from service.settings import Settings
 from service.store import folder, redis_store
+from service.store.__main__ import open_store
 from service.store.folder import FolderStore
-from service.store.open import open_store
 from service.store.records import FORM, LEASE_SECONDS, Change, Note, NoteKind, Result, Store, StoreFailed, Taken, digest
 from service.store.redis_store import RedisStore
 from tests.serving import eventually
