@@ -126,7 +126,7 @@ class FolderStore:
                         return self._release(file, change.message)
                     case DropSession():
                         return self._drop(file, change.message)
-        except (OSError, msgspec.DecodeError, msgspec.ValidationError) as error:
+        except (OSError, msgspec.DecodeError) as error:
             return StoreFailed(str(error))
 
     def _take(self, file: str, message: TakeSession, may_seize: bool) -> Taken:
@@ -197,13 +197,11 @@ class FolderStore:
             os.unlink(file)
         return True
 
-    # Files.
+    # Replicas.
 
     @property
     def _mine(self) -> Path:
         return self._replicas / self._replica
-
-    # Replicas.
 
     def _now(self) -> float:
         """Return the time of the file system at which this replica renewed its lease last."""
@@ -283,7 +281,7 @@ def _remove(file: str, record: _Record, fenced: bool) -> None:
     if fenced:
         _write(file, _Record(FORM, begun=record.begun, ended=FENCED, fenced=True), b"")
     else:
-        Path(file).unlink()
+        os.unlink(file)
 
 
 def _write(file: str, record: _Record, state: bytes) -> None:

@@ -210,16 +210,11 @@ class StoreWorker:
 
     def _finish_save(self, queued: Queued[Engine], message: SaveSession, result: Result) -> None:
         failed = isinstance(result, StoreFailed)
-        if failed and message.releases and not queued.is_retried:
+        if failed and message.releases:
             self._unsure.append(queued._replace(is_retried=True))
             return
-        if message.releases and queued.is_retried:
-            # It is refused if it was made before.
-            if failed:
-                self._unsure.append(queued)
-                return
-            result = True
-        outcome = "failed" if failed else "saved" if result else "refused"
+        # A release that is sent again is refused if it was made before.
+        outcome = "failed" if failed else "saved" if result or queued.is_retried else "refused"
         self._metrics.session_saves.add(outcome)
         if outcome == "saved":
             self._metrics.session_save_seconds.observe(self._now() - queued.since)

@@ -153,16 +153,20 @@ class StoredSessions:
             if index and not owned and self._table.find(name) is None:
                 self._hold_again(name, waiting)
                 continue
-            self._proceeding = name
-            try:
-                waiting.proceed()
-            finally:
-                self._proceeding = ""
+            self._do(name, waiting)
         session = self._table.find(name)
         if session is not None:
             session.anew = not owned
         elif owned:
             self._tell(messages.ReleaseSession(name, exact))
+
+    def _do(self, name: str, waiting: Waiting) -> None:
+        """Do work that no longer waits for its session."""
+        self._proceeding = name
+        try:
+            waiting.proceed()
+        finally:
+            self._proceeding = ""
 
     def _hold_again(self, name: str, waiting: Waiting) -> None:
         try:
@@ -189,11 +193,7 @@ class StoredSessions:
         for waiting in self._take_waiting(name):
             is_known = self._table.find(name) is not None or self._table.end_reason(name) not in ("", "lost")
             if waiting.anew or is_known:
-                self._proceeding = name
-                try:
-                    waiting.proceed()
-                finally:
-                    self._proceeding = ""
+                self._do(name, waiting)
             else:
                 waiting.refuse(error)
         session = self._table.find(name)
@@ -267,11 +267,10 @@ class StoredSessions:
         assert session is not None, "only open sessions depart"
         self._departing.add(name)
         if not session.chunks:
-            self._table.wake(session)  # it cannot expire while it is saved
             self._release(session)
 
     def _release(self, session: Session) -> None:
-        self._table.wake(session)
+        self._table.wake(session)  # it cannot expire while it is saved
         exact = not session.uncertain
         self._tell(
             messages.SaveSession(session.id, session.begun, exact, releases=True, anew=session.anew),
