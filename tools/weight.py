@@ -104,7 +104,7 @@ def prose_lines(text: str, tree: ast.AST) -> set[int]:
 
 
 def targets(makefile: str) -> list[str]:
-    """Return the targets that are no files: those of .PHONY."""
+    """Return the targets of .PHONY, which are commands and no files."""
     joined = makefile.replace("\\\n", " ")
     return [name for line in joined.splitlines() if line.startswith(".PHONY:") for name in line.split()[1:]]
 

@@ -50,7 +50,7 @@ class Taken(NamedTuple):
 class NoteKind(StrEnum):
     """WANTED: another replica needs the session. RELEASED: the session that this replica waits for is free.
 
-    SEIZED: another replica took over the session of this one, whose lease had ended, or which the store could not ask.
+    SEIZED: another replica took over a session of this replica, because its lease had ended or the store was away.
     """
 
     WANTED = "w"

@@ -46,7 +46,7 @@ from service.store.records import (
 PATIENCE_SECONDS = 4.0
 """How long a chunk waits for a session of another replica: longer than the lease of a replica that has crashed."""
 TAKE_AGAIN_SECONDS = 0.2
-"""How often this replica tries to take a session that another one holds, without a note from it."""
+"""How often this replica tries again to take a session of another replica without a note from that replica."""
 SWEEP_SECONDS = 60.0
 ENGINE_SECONDS = 5.0
 """How long an engine may take to release a part of its sessions."""
@@ -99,7 +99,7 @@ class StoreWorker:
         self._queue = ChangeQueue[Engine]()
         self._wake = asyncio.Event()
         self._held: dict[str, Queued[Engine]] = {}
-        """The sessions of other replicas that this one waits for."""
+        """The sessions of other replicas that this replica waits for."""
         self._leased_since: float | None = None
         """Since when this replica has a lease without a gap. None: the store does not answer."""
         self._unsure: list[Queued[Engine]] = []
