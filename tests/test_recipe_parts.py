@@ -107,17 +107,25 @@ def test_padding_changes_no_score_of_a_whole_sequence(family: str) -> None:
             torch.testing.assert_close(together, alone)
 
 
-def test_adversarial_step_moves_the_embedding_only_for_its_gradient() -> None:
+def test_adversarial_step_adds_the_gradients_of_embeddings_with_a_higher_loss() -> None:
     recipe, models, batches = module("train_text"), module("training.model"), module("training.batches")
     model = models.Model(models.Embedding(9, 4), module("training.encoders").ENCODERS["lstm"](4, 3), 2, pooled=True)
     [batch] = batches.batches([batches.Row(torch.tensor([1, 2]), torch.tensor([1]))], 1)
-    before, gradients = model.inputs.table.weight.detach().clone(), []
-    for push in (0.0, 4.0):
+    table = model.inputs.table.weight
+
+    def step(push: float) -> tuple[float, torch.Tensor]:
         model.zero_grad()
-        recipe.adversarial(model, batch, recipe.Settings("lstm", push=push))
-        gradients.append(model.head.weight.grad.clone())
-    torch.testing.assert_close(model.inputs.table.weight.detach(), before)
-    assert gradients[1].norm() > 1.2 * gradients[0].norm(), "the second pass adds the gradient at a higher loss"
+        loss = recipe.adversarial(model, batch, recipe.Settings("lstm", push=push))
+        return float(loss), table.grad.clone()
+
+    before = table.detach().clone()
+    loss, gradient = step(0.0)
+    _, both = step(0.1)
+    torch.testing.assert_close(table.detach(), before)
+    table.data.add_(gradient / gradient.norm(), alpha=0.1)
+    higher, moved = step(0.0)
+    assert higher > loss
+    torch.testing.assert_close(both, gradient + moved)
 
 
 def test_figures_of_quality() -> None:
