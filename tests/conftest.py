@@ -92,6 +92,7 @@ def pytest_collection_finish() -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if _misses_a_gpu(item):
         pytest.skip("needs a GPU, and torch sees none")
+    torch.manual_seed(0)  # the weights of a test do not depend on the tests before it
 
 
 @pytest.hookimpl(wrapper=True)
