@@ -29,17 +29,16 @@ WITH_PROGRAMS := PATH="$(CURDIR)/.venv-redis/bin:$(CURDIR)/.venv-proxies/bin:$$P
 # Containers often set it. The tests start hundreds of Python processes, and each would compile the sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install serve test test-fast test-long test-gpu cluster-test docker-test lint weight programs eval bench loadtest perf-analyzer \
+.PHONY: help install serve test test-fast test-all test-gpu mutants lint weight programs eval bench loadtest perf-analyzer \
         chart lock audit proto
 
 help:
 	@echo "make serve          install, then serve the embedded models on 127.0.0.1:8000"
 	@echo "make test           install, then lint and run the tests that need no GPU"
 	@echo "make test-fast      run the short tests that start no server"
-	@echo "make test-long      run the tests under long load and other slow tests: minutes. FILES selects some"
+	@echo "make test-all       run everything that needs no GPU: also load, faults, proxies, containers. FILES=tests/cluster selects some"
 	@echo "make test-gpu       run the tests that need a GPU"
-	@echo "make cluster-test   run the tests of several replicas behind real proxies: minutes"
-	@echo "make docker-test    build the image, start the compose files on a container engine, test and remove them"
+	@echo "make mutants        plant small faults in the service, and count those that the tests find: hours"
 	@echo "make lint           run ruff and mypy, and compare the size of the project with its budgets"
 	@echo "make weight         print lines, statements and other sizes by folder, and the budget of each"
 	@echo "make programs       install programs that tests and recipes use: PROGRAMS=\"browser speech recordings series redis proxies\""
@@ -74,6 +73,10 @@ endef
 
 .venv/load: .venv/installed
 	@$(PIP) --editable '.[load]'
+	@touch $@
+
+.venv/mutants: .venv/installed
+	@$(PIP) --editable '.[mutants]'
 	@touch $@
 
 .venv/baselines: .venv/installed
@@ -143,26 +146,21 @@ test: lint $(TESTED)
 test-fast: $(TESTED)
 	$(BIN)/python -m pytest $(PARALLEL) --numprocesses $(CORES) -m "not server and not slow and not gpu"
 
-# Prints how much each process grew. A busy machine only takes longer. Before a release, run longer: `python -m tests.soak --hours 8`,
+# Also several replicas on addresses of loopback behind real proxies and on a Ray cluster, and the image and the compose files on the
+# container engine of DOCKER_HOST or docker's context. Before a release, run longer: `python -m tests.soak --hours 8`,
 # `python -m tests.endurance sessions --size 10000000` and `python -m tests.fuzz.wire --requests 2000000`.
-test-long: install .venv/tools .venv-perf/installed
-	@tools/programs.sh proxies
-	$(WITH_PROGRAMS) $(BIN)/python -m pytest -rs $(or $(FILES),tests/long)
-
-# Several replicas on addresses of loopback, behind real proxies with the files in deploy/proxies, and on a Ray cluster.
-cluster-test: install .venv/tools .venv-ray/installed
-	@tools/programs.sh proxies redis
-	$(WITH_PROGRAMS) $(BIN)/python -m pytest -rs $(or $(FILES),tests/cluster)
-
-# On the container engine of DOCKER_HOST or docker's context. COMPOSE_FILE may name more compose files.
-docker-test: .venv/tools .venv-kubernetes/installed
-	@tools/programs.sh proxies
-	$(WITH_PROGRAMS) $(BIN)/python -m pytest -rs $(or $(FILES),tests/docker)
+test-all: $(TESTED) .venv-perf/installed .venv-ray/installed
+	@tools/programs.sh $(PROGRAMS)
+	$(WITH_PROGRAMS) $(BIN)/python -m pytest -rs $(or $(FILES),tests tests/long tests/cluster tests/docker)
 
 # Most of the time goes to the reference on the CPU. The test of overload runs last, because it needs the whole GPU.
 test-gpu: install .venv/tools
 	$(BIN)/python -m pytest $(PARALLEL) --numprocesses 4 --ignore tests/gpu/test_overload.py tests/gpu
 	$(BIN)/python -m pytest tests/gpu/test_overload.py
+
+# ARGS selects parts and the seed: see `python -m tools.mutants --help`.
+mutants: $(TESTED) .venv/mutants
+	$(WITH_PROGRAMS) $(BIN)/python -m tools.mutants $(ARGS)
 
 lint: .venv/tools weight
 	$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""Sessions stream over HTTP, WebSockets and gRPC while replicas are replaced, added and removed. `make cluster-test` runs this folder."""
+"""Sessions stream over HTTP, WebSockets and gRPC while replicas are replaced, added and removed. `make test-all` runs this folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A new replica gets its share of the clients that keep their connections. `make cluster-test` runs this folder.
+"""A new replica gets its share of the clients that keep their connections. `make test-all` runs this folder.
 
 The balancer knows only connections, as a Service of Kubernetes does: HAProxy in TCP mode places each new connection on the next replica.
 """

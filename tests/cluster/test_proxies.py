@@ -1,4 +1,4 @@
-"""Sessions behind the shipped configurations of real proxies, while replicas fail, come and go. `make cluster-test` runs this folder."""
+"""Sessions behind the shipped configurations of real proxies, while replicas fail, come and go. `make test-all` runs this folder."""
 
 from __future__ import annotations
 

@@ -165,7 +165,7 @@ def check_some_sessions_stay(urls: list[str], steps: dict[str, int]) -> None:
 @pytest.fixture
 def nodes() -> Iterator[Nodes]:
     if not RAY.exists():
-        pytest.skip("Ray is missing: `make cluster-test` installs it into .venv-ray")
+        pytest.skip("Ray is missing: `make test-all` installs it into .venv-ray")
     # Ray's sockets have long names below this folder, and a socket's name has at most 107 characters.
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
         made = Nodes(Path(folder))

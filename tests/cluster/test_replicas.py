@@ -1,4 +1,4 @@
-"""Replicas start, end and start again at their own addresses. `make cluster-test` runs this folder."""
+"""Replicas start, end and start again at their own addresses. `make test-all` runs this folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sessions of real replicas in a shared store: they move, survive crashes, and go on without it. `make cluster-test` runs this folder."""
+"""Sessions of real replicas in a shared store: they move, survive crashes, and go on without it. `make test-all` runs this folder."""
 
 from __future__ import annotations
 

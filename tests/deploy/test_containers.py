@@ -1,4 +1,4 @@
-"""The container files, without a container engine. `make docker-test` builds and runs them."""
+"""The container files, without a container engine. `make test-all` builds and runs them."""
 
 from __future__ import annotations
 

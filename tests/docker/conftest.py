@@ -1,4 +1,4 @@
-"""The tests of this folder need a container engine. `make docker-test` runs them."""
+"""The tests of this folder need a container engine. `make test-all` runs them."""
 
 from __future__ import annotations
 

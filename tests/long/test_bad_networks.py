@@ -1,4 +1,4 @@
-"""Sessions over networks that lose, throttle, stall and cut: no chunk is lost or runs twice. `make test-long` runs it."""
+"""Sessions over networks that lose, throttle, stall and cut: no chunk is lost or runs twice. `make test-all` runs it."""
 
 from __future__ import annotations
 

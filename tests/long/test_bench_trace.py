@@ -1,4 +1,4 @@
-"""`seqserve bench --trace` records batches of its last level. `make test-long` runs this folder."""
+"""`seqserve bench --trace` records batches of its last level. `make test-all` runs this folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Usual clients, new clients and health checks with 10,000 idle connections and 2,000 new ones a second. `make test-long` runs it."""
+"""Usual clients, new clients and health checks with 10,000 idle connections and 2,000 new ones a second. `make test-all` runs it."""
 
 from __future__ import annotations
 

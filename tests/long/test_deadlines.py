@@ -1,4 +1,4 @@
-"""Five minutes at twice the capacity, with random deadlines. `make test-long` runs it.
+"""Five minutes at twice the capacity, with random deadlines. `make test-all` runs it.
 
 The device is planted: a batch takes a fixed time and no processor time, so that the clients, which share the cores with the server, take
 nothing from it.

@@ -1,4 +1,4 @@
-"""POST /debug/trace on two engines. `make test-long` runs this folder."""
+"""POST /debug/trace on two engines. `make test-all` runs this folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""4,000 clients that disconnect at every point of their requests leave nothing behind. `make test-long` runs it.
+"""4,000 clients that disconnect at every point of their requests leave nothing behind. `make test-all` runs it.
 
 The times are steps of a planted device: see disconnects.py.
 """

@@ -1,4 +1,4 @@
-"""Memory, descriptors and threads of a server's processes during a million requests of many kinds. `make test-long` runs this folder."""
+"""Memory, descriptors and threads of a server's processes during a million requests of many kinds. `make test-all` runs this folder."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """gRPC calls by independent implementations: nghttp2, gRPC for JavaScript, for Go and for C++.
 
 Debian's packages nghttp2-client, nodejs, npm, golang-go and golang-google-grpc-dev provide the programs and the library for Go. npm
-installs the library for JavaScript. The client in C++ is Triton's load generator, which `make test-long` installs.
+installs the library for JavaScript. The client in C++ is Triton's load generator, which `make test-all` installs.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def go_client(folder: Path) -> Path:
 def test_cpp_client(served: Server, tmp_path: Path) -> None:
     """Triton's load generator calls with gRPC for C++: questions, and sessions in single calls and on streams."""
     if not perf_analyzer.BINARY.is_file():
-        pytest.skip(f"{perf_analyzer.BINARY} is missing: `make test-long` installs it")
+        pytest.skip(f"{perf_analyzer.BINARY} is missing: `make test-all` installs it")
     cases = [
         case
         for case in perf_analyzer.cases(tmp_path, served.address, served.grpc, callers=[8])

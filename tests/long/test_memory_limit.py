@@ -1,6 +1,6 @@
 """Clients fill the memory that a control group of the kernel allows the service. It refuses them, and the kernel kills nothing.
 
-`make test-long` runs it. The memory that is in use without clients is BASE_SHARE of the limit, on every machine.
+`make test-all` runs it. The memory that is in use without clients is BASE_SHARE of the limit, on every machine.
 """
 
 from __future__ import annotations

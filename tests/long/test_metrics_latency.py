@@ -1,6 +1,6 @@
 """Health checks and /metrics answer soon, whichever other process hangs and however many requests arrive.
 
-Runs only when the folder is named: `make test-long`.
+Runs only when the folder is named: `make test-all`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Overload up to 20 times the capacity, bound by the device, the engine's processor and the frontends. `make test-long` runs it.
+"""Overload up to 20 times the capacity, bound by the device, the engine's processor and the frontends. `make test-all` runs it.
 
 All figures are ratios within one run. The device is planted, but in one test: a batch takes a fixed time and no processor time, so that the
 load generator, which shares the cores with the server, takes nothing from it.

@@ -1,4 +1,4 @@
-"""All ordered pairs of events that end a request, each for many seeds. `make test-long` runs it. tests/test_races.py plants faults."""
+"""All ordered pairs of events that end a request, each for many seeds. `make test-all` runs it. tests/test_races.py plants faults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Versions that are replaced 200 times, broken versions under load, and callers that load and unload. `make test-long` runs it."""
+"""Versions that are replaced 200 times, broken versions under load, and callers that load and unload. `make test-all` runs it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Clients retry at once while one of three replicas is dead: they hardly add to the load, and the service recovers soon after its return.
 
-`make test-long` runs it. The device is planted as in test_overload.py. The clients are gRPC's own, which spread their calls over the
+`make test-all` runs it. The device is planted as in test_overload.py. The clients are gRPC's own, which spread their calls over the
 replicas and repeat a refused call at another replica.
 """
 

@@ -1,4 +1,4 @@
-"""Sessions under long load: a million events in an engine, 512,000 sequences on a server. `make test-long` runs this folder."""
+"""Sessions under long load: a million events in an engine, 512,000 sequences on a server. `make test-all` runs this folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""2,000 clients send their requests a byte at a time while usual clients take 0.7 of the capacity. `make test-long` runs it."""
+"""2,000 clients send their requests a byte at a time while usual clients take 0.7 of the capacity. `make test-all` runs it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""512 streams of one batch, and 64 of them read slowly or not at all. `make test-long` runs it.
+"""512 streams of one batch, and 64 of them read slowly or not at all. `make test-all` runs it.
 
 The times are steps of a planted device, see disconnects.py: a reply must arrive before the next step may end. Only the limit after which
 the service closes a client that has stopped reading is a time.

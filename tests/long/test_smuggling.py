@@ -1,4 +1,4 @@
-"""A proxy and the service agree where each request ends, whatever a client sends. `make test-long` runs this folder.
+"""A proxy and the service agree where each request ends, whatever a client sends. `make test-all` runs this folder.
 
 A client sends an ambiguous request through a proxy, and another client sends a marker, which the proxy writes to the same connection if
 it can. A relay between proxy and service records the responses of the service: a smuggled request would cause an additional response,

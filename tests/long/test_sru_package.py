@@ -1,4 +1,4 @@
-"""The `sru` package as a baseline: its first use compiles it. `make test-long` runs this folder."""
+"""The `sru` package as a baseline: its first use compiles it. `make test-all` runs this folder."""
 
 from __future__ import annotations
 

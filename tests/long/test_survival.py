@@ -1,4 +1,4 @@
-"""A stopped frontend is noticed after its long patience. `make test-long` runs this folder."""
+"""A stopped frontend is noticed after its long patience. `make test-all` runs this folder."""
 
 from __future__ import annotations
 

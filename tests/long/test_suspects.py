@@ -1,4 +1,4 @@
-"""A request that ends engines while two frontends of a running service have other requests. `make test-long` runs it."""
+"""A request that ends engines while two frontends of a running service have other requests. `make test-all` runs it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""1,000 guesses of a key each second: their answers wait, and clients with valid keys are answered. `make test-long` runs it."""
+"""1,000 guesses of a key each second: their answers wait, and clients with valid keys are answered. `make test-all` runs it."""
 
 from __future__ import annotations
 

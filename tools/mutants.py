@@ -1,0 +1,217 @@
+"""`python -m tools.mutants`: plants small faults in the parts of mutants.toml, and prints how many of them the tests find.
+
+Cosmic Ray has the faults, one at a time: another operator, number, condition or loop. Faults are planted in functions; annotations and
+module constants are left as they are. The same seed takes the same places as long as the code is the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import difflib
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import astuple, dataclass
+from functools import partial
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+from cosmic_ray.ast import ast_nodes, get_ast
+from cosmic_ray.mutating import mutate_code
+from cosmic_ray.plugins import get_operator, operator_names
+from parso.tree import search_ancestor
+
+ROOT = Path(__file__).resolve().parent.parent
+PARTS: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+STAGES = ("not server and not slow and not gpu", "server or slow")
+"""The tests of a part in the order in which they run: most faults are found before a server starts."""
+SLOWER, MORE_SECONDS = 3, 30.0
+"""Tests that take longer than without a fault, by this factor and time, have found it: it ends no loop, or no wait."""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A fault in a part. occurrence: of the operator in the file."""
+
+    part: str
+    file: str
+    line: int
+    operator: str
+    occurrence: int
+
+    def code(self) -> str | None:
+        """Return the file with the fault, or None if the fault changes no statement that runs."""
+        source = (ROOT / self.file).read_text()
+        try:
+            mutated = mutate_code(source, get_operator(self.operator)(), self.occurrence)
+            return None if mutated is None or _running(mutated) == _running(source) else str(mutated)
+        except SyntaxError:
+            return None
+
+    def difference(self) -> str:
+        lines = difflib.unified_diff(
+            (ROOT / self.file).read_text().splitlines(), (self.code() or "").splitlines(), n=0, lineterm=""
+        )
+        return "\n".join(f"    {line}" for line in list(lines)[3:])
+
+
+def main() -> int:
+    """Return 1 if the tests miss too many faults, otherwise 0."""
+    parser = argparse.ArgumentParser(prog="python -m tools.mutants", description=__doc__)
+    parser.add_argument("parts", nargs="*", default=list(PARTS), help=f"of {', '.join(PARTS)}; by default all")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--each", type=int, default=35, help="faults in each part")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--quick", action="store_true", help="run only tests that start no server")
+    parser.add_argument("--least", type=float, default=90.0, help="percentage of the faults that the tests must find")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=ROOT / "build" / "mutants.jsonl",
+        help="file for the result of each fault, which a later call reads",
+    )
+    options = parser.parse_args()
+    mutants = [mutant for part in options.parts for mutant in draw(part, options.each, options.seed)]
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    known = read(options.out)
+    with options.out.open("a") as out, ThreadPoolExecutor(options.jobs) as pool, tempfile.TemporaryDirectory() as scratch:
+        trees = SimpleQueue[Path]()
+        for number in range(options.jobs):
+            trees.put(copy(Path(scratch) / str(number)))
+        for stage in STAGES[: 1 if options.quick else None]:
+            left = [mutant for mutant in mutants if (mutant, stage) not in known and not is_found(mutant, known)]
+            parts = list(dict.fromkeys(mutant.part for mutant in left))
+            limits = dict(zip(parts, pool.map(partial(limit, stage=stage, trees=trees), parts), strict=True))
+            print(stage, {part: round(seconds) for part, seconds in limits.items()}, flush=True)
+            for mutant, passed in zip(
+                left, pool.map(partial(passes, stage=stage, limits=limits, trees=trees), left), strict=True
+            ):
+                known[mutant, stage] = not passed
+                print(json.dumps([*astuple(mutant), stage, not passed]), file=out, flush=True)
+    missed = [mutant for mutant in mutants if not is_found(mutant, known)]
+    for mutant in missed:
+        print(f"missed: {mutant.file}:{mutant.line}\n{mutant.difference()}")
+    return report(mutants, missed, options.least)
+
+
+def read(file: Path) -> dict[tuple[Mutant, str], bool]:
+    """Return what an earlier call wrote to a file: by fault and stage, whether its tests found the fault."""
+    lines = file.read_text().splitlines() if file.exists() else []
+    return {(Mutant(*values), stage): found for *values, stage, found in map(json.loads, lines)}
+
+
+def is_found(mutant: Mutant, known: dict[tuple[Mutant, str], bool]) -> bool:
+    return any(known.get((mutant, stage), False) for stage in STAGES)
+
+
+def draw(part: str, count: int, seed: int) -> Iterator[Mutant]:
+    """Yield up to `count` faults of a part, each at another place."""
+    files = sorted(
+        {
+            file
+            for folder, names in PARTS[part]["files"].items()
+            for name in names
+            for file in (ROOT / folder).glob(f"{name}.py")
+            if file.stem != "__init__"
+        }
+    )
+    places: dict[tuple[str, int, int], list[Mutant]] = defaultdict(list)
+    for file in files:
+        name = str(file.relative_to(ROOT))
+        for operator, occurrence, line, column in occurrences(file.read_text()):
+            places[name, line, column].append(Mutant(part, name, line, operator, occurrence))
+    chance, drawn = random.Random(f"{seed} {part}"), 0
+    for place in chance.sample(sorted(places), len(places)):
+        mutant = chance.choice(places[place])
+        if drawn < count and mutant.code() is not None:
+            drawn += 1
+            yield mutant
+
+
+def occurrences(source: str) -> Iterator[tuple[str, int, int, int]]:
+    """Yield each operator with its occurrences in functions of a file, and their lines and columns."""
+    nodes = list(ast_nodes(get_ast(source)))
+    for name in operator_names():
+        operator = get_operator(name)
+        if operator.arguments():
+            continue
+        found = ((node, start) for node in nodes for start, _ in operator().mutation_positions(node))
+        for occurrence, (node, start) in enumerate(found):
+            if search_ancestor(node, "funcdef") is not None:
+                yield name, occurrence, *start
+
+
+def copy(tree: Path) -> Path:
+    """Copy the files of the project that git tracks, or may track."""
+    listed = subprocess.check_output(["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, text=True)  # noqa: S607
+    for name in listed.splitlines():
+        if (ROOT / name).is_file():
+            (tree / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, tree / name)
+    return tree
+
+
+def limit(part: str, stage: str, trees: SimpleQueue[Path]) -> float:
+    """Return how many seconds the tests of a part may take with a fault. Raises SystemExit if they fail without a fault."""
+    tree, started = trees.get(), time.monotonic()
+    failed = run(tree, part, stage, None)
+    trees.put(tree)
+    if failed:
+        raise SystemExit(f"the tests of {part} fail without a fault:\n{failed}")
+    return SLOWER * (time.monotonic() - started) + MORE_SECONDS
+
+
+def passes(mutant: Mutant, stage: str, limits: dict[str, float], trees: SimpleQueue[Path]) -> bool:
+    """Return whether the tests of a stage pass in a copy of the project with a fault."""
+    tree, code = trees.get(), mutant.code()
+    assert code is not None
+    try:
+        (tree / mutant.file).write_text(code)
+        return not run(tree, mutant.part, stage, limits[mutant.part])
+    except subprocess.TimeoutExpired:
+        return False
+    finally:
+        shutil.copy2(ROOT / mutant.file, tree / mutant.file)
+        trees.put(tree)
+
+
+def run(tree: Path, part: str, stage: str, seconds: float | None) -> str:
+    """Run the tests of a part until one fails. Return the output of the failed test. Raises TimeoutExpired."""
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-m", stage, *PARTS[part]["tests"]]
+    environment = os.environ | {"PYTHONPATH": f"{tree}:{os.environ.get('PYTHONPATH', '')}", "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=seconds, check=False)
+    return "" if done.returncode in (0, 5) else done.stdout + done.stderr  # 5: no test was selected
+
+
+def report(mutants: list[Mutant], missed: list[Mutant], least: float) -> int:
+    """Print the share of found faults by part. Returns 1 if it is too small in all parts together, otherwise 0."""
+    drawn, lost = Counter(mutant.part for mutant in mutants), Counter(mutant.part for mutant in missed)
+    print(f"{'part':<14} {'faults':>7} {'found':>6} {'%':>6}")
+    for part, count, misses in [*((part, drawn[part], lost[part]) for part in drawn), ("all", len(mutants), len(missed))]:
+        print(f"{part:<14} {count:>7} {count - misses:>6} {100 * (count - misses) / count:>6.1f}")
+    return 1 if 100 * (len(mutants) - len(missed)) < least * len(mutants) else 0
+
+
+def _running(source: str) -> str:
+    """Return the syntax tree of a file without its annotations."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        for name in ("annotation", "returns"):
+            if hasattr(node, name):
+                setattr(node, name, None)
+    return ast.dump(tree)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
