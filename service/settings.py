@@ -260,6 +260,11 @@ def load(flags: Mapping[str, Any], environment: Mapping[str, str]) -> Settings:
     return _validated(values)
 
 
+def without_password(text: str) -> str:
+    """Return a text that may have a URL without the user and the password in it."""
+    return re.sub(r"(?<=://).*@", "***@", text)
+
+
 def _is_service_link(variable: str, value: str) -> bool:
     """Return whether Kubernetes set a variable, as it does in pods for each Service with a name such as seqserve-grpc."""
     return bool(SERVICE_LINK.fullmatch(variable) or (variable.endswith("PORT") and LINKED_ADDRESS.match(value)))
@@ -293,7 +298,8 @@ def _validated(values: Mapping[str, tuple[str, Any]]) -> Settings:
     try:
         return Settings.model_validate({name: value for name, (_, value) in values.items()})
     except ValidationError as error:
-        raise SettingsError("; ".join(_describe(dict(detail), values) for detail in error.errors())) from error
+        described = "; ".join(_describe(dict(detail), values) for detail in error.errors())
+        raise SettingsError(without_password(described)) from None
 
 
 def _describe(error: Mapping[str, Any], values: Mapping[str, tuple[str, Any]]) -> str:
@@ -321,5 +327,5 @@ def as_toml(settings: Settings) -> str:
 def _as_toml(settings: Settings, name: str) -> str:
     """Return a setting as lines of TOML. JSON writes its value in the same way."""
     description = (Settings.model_fields[name].description or "").splitlines()
-    value = json.dumps(getattr(settings, name), default=str, ensure_ascii=False)
+    value = without_password(json.dumps(getattr(settings, name), default=str, ensure_ascii=False))
     return "\n".join([*(f"# {line}" for line in description), f"{name} = {value}"])

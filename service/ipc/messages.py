@@ -416,11 +416,17 @@ class TakeOutcome(StrEnum):
 
 
 class TakeSession(Message, frozen=True):
-    """This replica wants to own a session. begins: whether it may begin. begun: when it does, in milliseconds of Unix time."""
+    """This replica wants to own a session.
+
+    turn: names the ownership, if the replica gets it; no other ownership has this number. begun: when the session begins, if it does, in
+    milliseconds of Unix time. begins: whether it may begin. anew: if the replica owns it already, it begins again without a state.
+    """
 
     session: str
+    turn: int
     begun: int
     begins: bool
+    anew: bool = False
 
 
 class SessionTaken(Message, frozen=True):
@@ -437,13 +443,14 @@ class SessionTaken(Message, frozen=True):
 
 
 class SaveSession(Message, frozen=True):
-    """The state of a session as a session file in the trailing bytes. It is saved if this replica owns the session.
+    """The state of a session as a session file in the trailing bytes. It is saved if `turn` still names the ownership of the session.
 
     exact: no chunk was answered after this state. releases: the session is then free for other replicas, and SaveEnded follows. anew: the
-    session began while the store was away, and also replaces a session of another replica that began earlier.
+    session began while the store was away, and also replaces a session that began earlier.
     """
 
     session: str
+    turn: int
     begun: int
     exact: bool = False
     releases: bool = False
@@ -451,28 +458,34 @@ class SaveSession(Message, frozen=True):
 
 
 class SaveEnded(Message, frozen=True):
-    """The end of a SaveSession with `releases` or `anew`, or that was refused: `owned` is then false, another replica owns the session.
+    """The end of a SaveSession with `releases` or `anew`, or that was refused: `owned` is then false, the ownership has ended.
 
-    releases: as in the SaveSession. failed: the state was not saved.
+    turn, releases: as in the SaveSession. failed: the state was not saved.
     """
 
     session: str
+    turn: int
     owned: bool
     releases: bool
     failed: bool = False
 
 
 class ReleaseSession(Message, frozen=True):
-    """The engine does not hold this session: others may take its saved state, if it has one. exact: as the state was taken."""
+    """The engine does not hold this session: others may take its saved state, if it has one.
+
+    turn: of the ownership that ends, or 0 for any of this replica: without a state, its session is lost. exact: as the state was taken.
+    """
 
     session: str
+    turn: int = 0
     exact: bool = False
 
 
 class DropSession(Message, frozen=True):
-    """The session has ended. ended: why, if its client does not know."""
+    """The session has ended, and with it the ownership `turn`. ended: why, if its client does not know."""
 
     session: str
+    turn: int
     ended: str = ""
 
 

@@ -21,7 +21,19 @@ import msgspec
 
 from service.errors import SettingsError
 from service.ipc.messages import DropSession, ReleaseSession, SaveSession, TakeOutcome, TakeSession
-from service.store.records import FENCED, FORM, LEASE_SECONDS, Change, Note, NoteKind, Result, StoreFailed, Taken, digest
+from service.store.records import (
+    FORGOTTEN,
+    FORGOTTEN_SECONDS,
+    FORM,
+    LEASE_SECONDS,
+    Change,
+    Note,
+    NoteKind,
+    Result,
+    StoreFailed,
+    Taken,
+    digest,
+)
 
 LOCK_SECONDS = 0.1
 """How long another replica may hold a lock: it may be stopped, and then changes of this part fail, one after the other."""
@@ -35,14 +47,14 @@ _NOTES = tuple(kind.value for kind in NoteKind)
 
 
 class _Record(msgspec.Struct, omit_defaults=True):
-    """The header of a session's file. owner: empty if it is free. fenced: it has changed its owner by force. wanted: who waits for it."""
+    """The header of a session's file. owner: empty if it is free. turn: of the last ownership. wanted: who waits for the session."""
 
     form: int
     owner: str = ""
+    turn: int = 0
     begun: int = 0
     exact: bool = False
     ended: str = ""
-    fenced: bool = False
     wanted: str = ""
     check: str = ""
 
@@ -74,7 +86,7 @@ class FolderStore:
             before = lease.stat().st_mtime if lease.exists() else 0.0
             self._mine.mkdir(parents=True, exist_ok=True)
             lease.touch()
-            return lease.stat().st_mtime - before < LEASE_SECONDS
+            return abs(lease.stat().st_mtime - before) < LEASE_SECONDS
         except OSError as error:
             raise StoreFailed(str(error)) from None
 
@@ -94,8 +106,9 @@ class FolderStore:
                 folder = self._sessions / f"{number:02x}"
                 with suppress(TimeoutError), _locked(str(folder)):
                     for file in folder.iterdir():
-                        if file.name != ".lock" and now - file.stat().st_mtime > self._keep_seconds:
-                            file.unlink()
+                        with suppress(OSError):  # what else lies in the folder stays
+                            if file.name != ".lock" and self._is_old(file, now):
+                                file.unlink()
             for replica in self._replicas.iterdir():
                 with suppress(FileNotFoundError, NotADirectoryError):
                     if now - replica.stat().st_mtime > self._keep_seconds and not self._is_alive(replica.name):
@@ -126,14 +139,13 @@ class FolderStore:
                         return self._release(file, change.message)
                     case DropSession():
                         return self._drop(file, change.message)
-        except (OSError, msgspec.DecodeError) as error:
-            return StoreFailed(str(error))
+        except Exception as error:  # whatever a damaged file has
+            return StoreFailed(f"{name}: {error}")
 
     def _take(self, file: str, message: TakeSession, may_seize: bool) -> Taken:
         record, state = _read(file)
         if record is not None and record.form > FORM:
             return Taken(TakeOutcome.NEWER)
-        fenced = record is not None and record.fenced
         if record is not None and record.owner not in ("", self._replica):
             if not may_seize or self._is_alive(record.owner):
                 if record.wanted != self._replica:
@@ -142,60 +154,67 @@ class FolderStore:
                 self._leave_note(record.owner, NoteKind.WANTED, message.session)
                 return Taken(TakeOutcome.HELD)
             self._leave_note(record.owner, NoteKind.SEIZED, message.session)
-            fenced = True
-        if record is None or record.ended == FENCED:
-            if not message.begins:
-                return Taken(TakeOutcome.ABSENT)
-            _write(file, _Record(FORM, self._replica, message.begun, fenced=fenced), b"")
+        is_known = record is not None and record.ended != FORGOTTEN
+        if not is_known and not message.begins:
+            return Taken(TakeOutcome.ABSENT)
+        begins = record is None or not is_known or (message.anew and record.owner == self._replica)
+        if record is None or begins or (record.turn == message.turn and not state):
+            _write(file, _Record(FORM, self._replica, message.turn, message.begun), b"")
             return Taken(TakeOutcome.NEW)
         if record.ended or not state:
-            _remove(file, record, fenced)
+            _forget(file, record)
             return Taken(TakeOutcome.ENDED, ended=record.ended or "lost")
         taken = Taken(TakeOutcome.TAKEN, record.begun, record.exact, state=state)
-        _write(file, _Record(FORM, self._replica, record.begun, fenced=fenced), state)
+        _write(file, _Record(FORM, self._replica, message.turn, record.begun), state)
         return taken
 
     def _save(self, file: str, message: SaveSession, state: bytes) -> bool:
         record, _ = _read(file)
-        if record is None:
-            record = _Record(FORM, self._replica)
-        elif record.owner != self._replica:
-            if not (message.anew and record.begun < message.begun):
+        wanted = ""
+        if record is not None:
+            if record.form > FORM:
                 return False
-            record.fenced = True
-            self._leave_note(record.owner, NoteKind.SEIZED, message.session)
-        wanted = record.wanted
-        record = _Record(FORM, self._replica, message.begun, message.exact, fenced=record.fenced, wanted=wanted)
+            if record.turn != message.turn:
+                if not (message.anew and record.begun < message.begun):
+                    return False
+                if record.owner != self._replica:
+                    self._leave_note(record.owner, NoteKind.SEIZED, message.session)
+            wanted = record.wanted
+        saved = _Record(FORM, self._replica, message.turn, message.begun, message.exact, wanted=wanted)
         if message.releases:
-            record.owner = record.wanted = ""
-        _write(file, record, state)
+            saved.owner = saved.wanted = ""
+        _write(file, saved, state)
         if message.releases and wanted:
             self._leave_note(wanted, NoteKind.RELEASED, message.session)
         return True
 
     def _release(self, file: str, message: ReleaseSession) -> bool:
         record, state = _read(file)
-        if record is None or record.owner != self._replica:
+        if record is None or record.owner != self._replica or message.turn not in (0, record.turn):
             return False
         wanted, record.owner, record.wanted, record.exact = record.wanted, "", "", message.exact
         if state:
             _write(file, record, state)
         else:
-            _remove(file, record, record.fenced)
+            _forget(file, record, "" if message.turn else "lost")
         if wanted:
             self._leave_note(wanted, NoteKind.RELEASED, message.session)
         return True
 
     def _drop(self, file: str, message: DropSession) -> bool:
         record, _ = _read(file)
-        if record is None or record.owner != self._replica:
+        if record is None or record.turn != message.turn:
             return False
-        ended = message.ended or (FENCED if record.fenced else "")
-        if ended:
-            _write(file, _Record(FORM, begun=record.begun, ended=ended, fenced=record.fenced), b"")
-        else:
-            os.unlink(file)
+        _forget(file, record, message.ended)
         return True
+
+    def _is_old(self, file: Path, now: float) -> bool:
+        age = now - file.stat().st_mtime
+        if FORGOTTEN_SECONDS < age <= self._keep_seconds:
+            with suppress(msgspec.DecodeError):
+                record, _ = _read(str(file))
+                return record is not None and record.ended == FORGOTTEN
+        return age > self._keep_seconds
 
     # Replicas.
 
@@ -211,7 +230,8 @@ class FolderStore:
 
     def _is_alive(self, replica: str) -> bool:
         try:
-            return self._now() - (self._replicas / replica / "lease").stat().st_mtime < LEASE_SECONDS
+            # The clock of the file system may be set back.
+            return abs(self._now() - (self._replicas / replica / "lease").stat().st_mtime) < LEASE_SECONDS
         except FileNotFoundError:
             return False
 
@@ -227,7 +247,7 @@ class FolderStore:
 
     def _notes(self) -> Iterator[Note]:
         with os.scandir(self._mine) as entries:
-            files = [Path(entry.path) for entry in entries if entry.name[0] in _NOTES]
+            files = [Path(entry.path) for entry in entries if entry.name[0] in _NOTES and entry.is_file(follow_symlinks=False)]
         for file in files:
             session = file.read_text(errors="replace")
             file.unlink()
@@ -259,7 +279,7 @@ def _locked(folder: str) -> Iterator[None]:
 def _read(file: str) -> tuple[_Record | None, bytes]:
     """Return the record and the state of a session, and no state for a torn file."""
     try:
-        descriptor = os.open(file, os.O_RDONLY)
+        descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         return None, b""
     try:
@@ -272,16 +292,13 @@ def _read(file: str) -> tuple[_Record | None, bytes]:
     except msgspec.ValidationError:
         raise  # a later form
     except msgspec.DecodeError:
-        return _Record(FORM, fenced=True), b""
+        return _Record(FORM), b""
     return record, state if record.check == _check(state) else b""
 
 
-def _remove(file: str, record: _Record, fenced: bool) -> None:
-    """Remove a session without a state. fenced: an earlier owner may still try to save it."""
-    if fenced:
-        _write(file, _Record(FORM, begun=record.begun, ended=FENCED, fenced=True), b"")
-    else:
-        os.unlink(file)
+def _forget(file: str, record: _Record, ended: str = "") -> None:
+    """Record that a session has ended, and why if its client does not know. Nobody owns it any more."""
+    _write(file, _Record(FORM, begun=record.begun, ended=ended or FORGOTTEN), b"")
 
 
 def _write(file: str, record: _Record, state: bytes) -> None:
@@ -289,7 +306,7 @@ def _write(file: str, record: _Record, state: bytes) -> None:
     record.check = _check(state)
     header = msgspec.json.encode(record) + _HEADER_END
     unfinished = f"{file}.new"
-    descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
     try:
         if os.writev(descriptor, (header, state)) < len(header) + len(state):
             raise OSError(errno.ENOSPC, "the folder has no room for the state", file)

@@ -1,8 +1,9 @@
 """What a store keeps of each session, and what it promises. A store is a folder or a Redis server that all replicas share.
 
-A record names the owner of its session, a replica. Every change is atomic and compares the owner first, so a session has one saved
-history. Each replica renews one lease; the sessions of a replica whose lease has ended may be taken over. A replica that needs a session of
-a living owner leaves a mark in the owner's inbox, and the owner saves the session and lets go of it.
+A record names the owner of its session, a replica, and has the number of this ownership. Every change is atomic and compares that number
+first, so a session has one saved history, and a change that comes late is refused. Each replica renews one lease; the sessions of a replica
+whose lease has ended may be taken over. A replica that needs a session of a living owner leaves a mark in the owner's inbox, and the owner
+saves the session and lets go of it.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ INBOX_WAIT_SECONDS = 1.0
 """How long a call waits for notes at most."""
 DIGEST_BYTES = 16
 """Size of the digest of a session's name, which may have characters that a file name cannot have."""
-FENCED = "-"
-"""Value of `ended` for a session that ended after it had changed its owner by force: an earlier owner may still try to save it."""
+FORGOTTEN = "-"
+"""Value of `ended` for a session that ended with its client's knowledge. The record stays for FORGOTTEN_SECONDS: a late save is refused."""
+FORGOTTEN_SECONDS = 60.0
 
 
 class StoreFailed(Exception):
@@ -66,7 +68,7 @@ class Note(NamedTuple):
 
 
 Result = Taken | bool | StoreFailed
-"""Of a change: Taken for a TakeSession, otherwise whether this replica owned the session. StoreFailed: the change was not made."""
+"""Of a change: Taken for a TakeSession, otherwise whether its ownership had not ended. StoreFailed: nobody knows whether it was made."""
 
 
 class Store(Protocol):

@@ -11,8 +11,10 @@ from typing import Any
 
 from service.errors import SettingsError
 from service.ipc.messages import DropSession, Message, ReleaseSession, SaveSession, TakeOutcome, TakeSession
+from service.settings import without_password
 from service.store.records import (
-    FENCED,
+    FORGOTTEN,
+    FORGOTTEN_SECONDS,
     FORM,
     INBOX_WAIT_SECONDS,
     LEASE_SECONDS,
@@ -30,95 +32,98 @@ ANSWER_SECONDS = 1.0
 INBOX_SECONDS = 60
 """Notes for a replica that has ended expire."""
 MAX_NOTES = 1000
+FORGOTTEN_MS = round(FORGOTTEN_SECONDS * 1000)
 PREFIX = "{seqserve}:"
 _TAKE = """
-local session, name, me, form, begun = KEYS[1], ARGV[1], ARGV[2], ARGV[3], ARGV[4]
-local begins, may_seize, keep = ARGV[5] == '1', ARGV[6] == '1', ARGV[7]
-local there = redis.call('HMGET', session, 'form', 'owner', 'begun', 'exact', 'ended', 'state', 'fenced')
-local owner, ended, fenced = there[2] or '', there[5] or '', there[7] or '0'
+local session, name, me, form, turn, begun = KEYS[1], ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
+local begins, anew, may_seize, keep = ARGV[6] == '1', ARGV[7] == '1', ARGV[8] == '1', ARGV[9]
+local there = redis.call('HMGET', session, 'form', 'owner', 'turn', 'begun', 'exact', 'ended', 'state')
+local owner, ended = there[2] or '', there[6] or ''
 if there[1] and tonumber(there[1]) > tonumber(form) then return {'newer'} end
 if there[1] and owner ~= '' and owner ~= me then
   local inbox = KEYS[3] .. owner
-  local is_alive = not may_seize or redis.call('EXISTS', KEYS[2] .. owner) == 1
+  -- All leases end while Redis is stopped. This replica may seize a session only if it renewed its own since then.
+  local is_alive = not may_seize or redis.call('EXISTS', KEYS[2] .. owner) == 1 or redis.call('EXISTS', KEYS[2] .. me) == 0
   redis.call('RPUSH', inbox, (is_alive and 'w' or 's') .. name)
-  redis.call('EXPIRE', inbox, ARGV[8])
+  redis.call('EXPIRE', inbox, ARGV[10])
   if is_alive then
     redis.call('HSET', session, 'wanted', me)
     return {'held'}
   end
-  fenced = '1'
 end
-if not there[1] or ended == ARGV[9] then
-  if not begins then return {'absent'} end
-  redis.call('DEL', session)
-  redis.call('HSET', session, 'form', form, 'owner', me, 'begun', begun, 'exact', '0', 'ended', '', 'state', '', 'fenced', fenced)
+local is_known = there[1] and ended ~= ARGV[11]
+if not is_known and not begins then return {'absent'} end
+if not is_known or (anew and owner == me) or (there[3] == turn and there[7] == '') then
+  redis.call('HSET', session, 'form', form, 'owner', me, 'turn', turn, 'begun', begun, 'exact', '0', 'ended', '', 'state', '')
+  redis.call('HDEL', session, 'wanted')
   redis.call('PEXPIRE', session, keep)
   return {'new'}
 end
-if ended ~= '' or there[6] == '' then
-  if fenced == '1' then
-    redis.call('HSET', session, 'form', form, 'owner', '', 'ended', ARGV[9], 'state', '', 'fenced', '1')
-    redis.call('HDEL', session, 'wanted')
-    redis.call('PEXPIRE', session, keep)
-  else
-    redis.call('DEL', session)
-  end
+if ended ~= '' or there[7] == '' then
+  redis.call('HSET', session, 'owner', '', 'turn', '0', 'ended', ARGV[11], 'state', '')
+  redis.call('HDEL', session, 'wanted')
+  redis.call('PEXPIRE', session, ARGV[12])
   return {'ended', ended == '' and 'lost' or ended}
 end
-redis.call('HSET', session, 'form', form, 'owner', me, 'exact', '0', 'fenced', fenced)
+redis.call('HSET', session, 'form', form, 'owner', me, 'turn', turn, 'exact', '0')
 redis.call('HDEL', session, 'wanted')
 redis.call('PEXPIRE', session, keep)
-return {'taken', there[3], there[4], there[6]}
+return {'taken', there[4], there[5], there[7]}
 """
-"""KEYS: the session, the prefixes of leases and of inboxes. ARGV: its name, this replica, the form, when it began, begins, may_seize,
-milliseconds to keep it, seconds to keep a note, FENCED."""
+"""KEYS: the session, the prefixes of leases and of inboxes. ARGV: its name, this replica, the form, the turn, when it begins, begins, anew,
+may_seize, milliseconds to keep it, seconds to keep a note, FORGOTTEN, milliseconds to keep that."""
 _SAVE = """
-local session, name, me, begun = KEYS[1], ARGV[1], ARGV[2], ARGV[4]
-local releases, anew = ARGV[6] == '1', ARGV[7] == '1'
-local there = redis.call('HMGET', session, 'owner', 'begun', 'wanted')
-if there[1] and there[1] ~= me then
-  if not (anew and tonumber(there[2]) < tonumber(begun)) then return 0 end
-  redis.call('HSET', session, 'fenced', '1')
-  redis.call('RPUSH', KEYS[2] .. there[1], 's' .. name)
-  redis.call('EXPIRE', KEYS[2] .. there[1], ARGV[9])
+local session, name, me, form, turn, begun = KEYS[1], ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
+local releases, anew = ARGV[7] == '1', ARGV[8] == '1'
+local there = redis.call('HMGET', session, 'form', 'owner', 'turn', 'begun', 'wanted')
+if there[1] then
+  if tonumber(there[1]) > tonumber(form) then return 0 end
+  if there[3] ~= turn then
+    if not (anew and tonumber(there[4]) < tonumber(begun)) then return 0 end
+    if there[2] ~= '' and there[2] ~= me then
+      redis.call('RPUSH', KEYS[2] .. there[2], 's' .. name)
+      redis.call('EXPIRE', KEYS[2] .. there[2], ARGV[10])
+    end
+  end
 end
-redis.call('HSET', session, 'form', ARGV[3], 'owner', releases and '' or me, 'begun', begun, 'exact', ARGV[5], 'ended', '',
-  'state', ARGV[10])
-redis.call('PEXPIRE', session, ARGV[8])
-if releases and there[3] then
+redis.call('HSET', session, 'form', form, 'owner', releases and '' or me, 'turn', turn, 'begun', begun, 'exact', ARGV[6], 'ended', '',
+  'state', ARGV[11])
+redis.call('PEXPIRE', session, ARGV[9])
+if releases and there[5] then
   redis.call('HDEL', session, 'wanted')
-  redis.call('RPUSH', KEYS[2] .. there[3], 'r' .. name)
-  redis.call('EXPIRE', KEYS[2] .. there[3], ARGV[9])
+  redis.call('RPUSH', KEYS[2] .. there[5], 'r' .. name)
+  redis.call('EXPIRE', KEYS[2] .. there[5], ARGV[10])
 end
 return 1
 """
-"""KEYS: the session, the prefix of inboxes. ARGV: its name, this replica, the form, when it began, exact, releases, anew, milliseconds to
-keep it, seconds to keep a note, the state."""
+"""KEYS: the session, the prefix of inboxes. ARGV: its name, this replica, the form, the turn, when it began, exact, releases, anew,
+milliseconds to keep it, seconds to keep a note, the state."""
 _RELEASE = """
-local there = redis.call('HMGET', KEYS[1], 'owner', 'state', 'wanted', 'fenced')
-if there[1] ~= ARGV[2] then return 0 end
-if there[2] ~= '' then redis.call('HSET', KEYS[1], 'owner', '', 'exact', ARGV[3])
-elseif there[4] == '1' then redis.call('HSET', KEYS[1], 'owner', '', 'ended', ARGV[5])
-else redis.call('DEL', KEYS[1]) end
-if there[3] then
+local there = redis.call('HMGET', KEYS[1], 'owner', 'turn', 'state', 'wanted')
+if there[1] ~= ARGV[2] or (ARGV[3] ~= '0' and ARGV[3] ~= there[2]) then return 0 end
+if there[3] ~= '' then
+  redis.call('HSET', KEYS[1], 'owner', '', 'exact', ARGV[4])
+else
+  redis.call('HSET', KEYS[1], 'owner', '', 'turn', '0', 'ended', ARGV[6])
+  redis.call('PEXPIRE', KEYS[1], ARGV[7])
+end
+if there[4] then
   redis.call('HDEL', KEYS[1], 'wanted')
-  redis.call('RPUSH', KEYS[2] .. there[3], 'r' .. ARGV[1])
-  redis.call('EXPIRE', KEYS[2] .. there[3], ARGV[4])
+  redis.call('RPUSH', KEYS[2] .. there[4], 'r' .. ARGV[1])
+  redis.call('EXPIRE', KEYS[2] .. there[4], ARGV[5])
 end
 return 1
 """
-"""KEYS: the session, the prefix of inboxes. ARGV: its name, this replica, exact, seconds to keep a note, FENCED."""
+"""KEYS: the session, the prefix of inboxes. ARGV: its name, this replica, the turn, exact, seconds to keep a note, how a session without a
+state has ended, milliseconds to keep that."""
 _DROP = """
-local there = redis.call('HMGET', KEYS[1], 'owner', 'fenced')
-if there[1] ~= ARGV[1] then return 0 end
-local ended = ARGV[2]
-if ended == '' and there[2] == '1' then ended = ARGV[4] end
-if ended == '' then redis.call('DEL', KEYS[1]) return 1 end
-redis.call('HSET', KEYS[1], 'owner', '', 'ended', ended, 'state', '')
+if redis.call('HGET', KEYS[1], 'turn') ~= ARGV[1] then return 0 end
+redis.call('HSET', KEYS[1], 'owner', '', 'turn', '0', 'ended', ARGV[2], 'state', '')
+redis.call('HDEL', KEYS[1], 'wanted')
 redis.call('PEXPIRE', KEYS[1], ARGV[3])
 return 1
 """
-"""KEYS: the session. ARGV: this replica, why the session ended, milliseconds to keep the reason, FENCED."""
+"""KEYS: the session. ARGV: the turn, why the session ended, milliseconds to keep that."""
 _SCRIPTS: dict[type[Message], str] = {TakeSession: _TAKE, SaveSession: _SAVE, ReleaseSession: _RELEASE, DropSession: _DROP}
 
 
@@ -131,14 +136,18 @@ class RedisStore:
             import redis
         except ImportError:
             raise SettingsError(
-                f"SEQSERVE_SESSION_STORE is {url} and needs a package that is not installed: pip install 'seqserve[redis]'"
+                f"SEQSERVE_SESSION_STORE is {without_password(url)} and needs a missing package: pip install 'seqserve[redis]'"
             ) from None
-        self._error: type[Exception] = redis.RedisError
+        # UnicodeError: a host name that is none is only noticed when it is looked up.
+        self._errors: tuple[type[Exception], ...] = (redis.RedisError, UnicodeError)
         self._unknown_script: type[Exception] = redis.exceptions.NoScriptError
         try:
             self._client: Any = redis.Redis.from_url(url, socket_timeout=ANSWER_SECONDS, socket_connect_timeout=ANSWER_SECONDS)
-        except ValueError as error:
-            raise SettingsError(f"SEQSERVE_SESSION_STORE is {url!r}, which is no URL of a Redis server: {error}") from None
+            self._client.connection_pool.make_connection()
+        except (TypeError, ValueError) as error:
+            raise SettingsError(
+                f"SEQSERVE_SESSION_STORE is {without_password(url)!r}, which is no URL of a Redis server: {without_password(str(error))}"
+            ) from None
         # Its only command waits for a note.
         self._inbox_client: Any = redis.Redis.from_url(
             url, socket_timeout=INBOX_WAIT_SECONDS + ANSWER_SECONDS, socket_connect_timeout=ANSWER_SECONDS
@@ -157,7 +166,7 @@ class RedisStore:
                     self._client.script_load(script.script)
                 for index, result in zip(missing, self._run([commands[index] for index in missing]), strict=True):
                     results[index] = result
-        except self._error as error:
+        except self._errors as error:
             return [StoreFailed(str(error))] * len(changes)
         return [self._result(change, result) for change, result in zip(changes, results, strict=True)]
 
@@ -167,7 +176,7 @@ class RedisStore:
             pipeline.exists(self._lease)
             pipeline.set(self._lease, 1, px=round(LEASE_SECONDS * 1000))
             existed, _ = pipeline.execute()
-        except self._error as error:
+        except self._errors as error:
             raise StoreFailed(str(error)) from None
         return bool(existed)
 
@@ -177,7 +186,7 @@ class RedisStore:
             if first is None:
                 return []
             return [*_notes([first[1], *(self._client.lpop(self._inbox, MAX_NOTES) or ())])]
-        except self._error as error:
+        except self._errors as error:
             raise StoreFailed(str(error)) from None
 
     def sweep(self) -> None:
@@ -186,7 +195,7 @@ class RedisStore:
     def end(self) -> None:
         try:
             self._client.delete(self._lease, self._inbox)
-        except self._error as error:
+        except self._errors as error:
             raise StoreFailed(str(error)) from None
 
     @property
@@ -210,17 +219,21 @@ class RedisStore:
         message = change.message
         script, key, inboxes = self._scripts[type(message)].sha, f"{PREFIX}session:{digest(message.session)}", f"{PREFIX}inbox:"
         match message:
-            case TakeSession(session=name, begun=begun, begins=begins):
-                limits = self._keep_ms, INBOX_SECONDS, FENCED
-                leases = f"{PREFIX}lease:"
-                return script, 3, key, leases, inboxes, name, self._replica, FORM, begun, int(begins), int(may_seize), *limits
-            case SaveSession(session=name, begun=begun, exact=exact, releases=releases, anew=anew):
-                options = int(exact), int(releases), int(anew), self._keep_ms, INBOX_SECONDS
-                return script, 2, key, inboxes, name, self._replica, FORM, begun, *options, change.state
-            case ReleaseSession(session=name, exact=exact):
-                return script, 2, key, inboxes, name, self._replica, int(exact), INBOX_SECONDS, FENCED
-            case DropSession(ended=ended):
-                return script, 1, key, self._replica, ended, self._keep_ms, FENCED
+            case TakeSession(session=name, turn=turn, begun=begun, begins=begins, anew=anew):
+                flags, limits = (
+                    (int(begins), int(anew), int(may_seize)),
+                    (self._keep_ms, INBOX_SECONDS, FORGOTTEN, FORGOTTEN_MS),
+                )
+                return script, 3, key, f"{PREFIX}lease:", inboxes, name, self._replica, FORM, turn, begun, *flags, *limits
+            case SaveSession(session=name, turn=turn, begun=begun, exact=exact, releases=releases, anew=anew):
+                flags = int(exact), int(releases), int(anew)
+                state = self._keep_ms, INBOX_SECONDS, change.state
+                return script, 2, key, inboxes, name, self._replica, FORM, turn, begun, *flags, *state
+            case ReleaseSession(session=name, turn=turn, exact=exact):
+                end = (FORGOTTEN, FORGOTTEN_MS) if turn else ("lost", self._keep_ms)
+                return script, 2, key, inboxes, name, self._replica, turn, int(exact), INBOX_SECONDS, *end
+            case DropSession(turn=turn, ended=ended):
+                return script, 1, key, turn, ended or FORGOTTEN, self._keep_ms if ended else FORGOTTEN_MS
 
     @staticmethod
     def _result(change: Change, result: Any) -> Result:

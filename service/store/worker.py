@@ -53,8 +53,10 @@ ENGINE_SECONDS = 5.0
 FLUSHED_AT_ONCE = 1000
 PAUSE_SECONDS = 0.01
 """Between two looks at the progress of a flush."""
+UNSURE_SECONDS = 60.0
+"""A release without a result is sent again for this long: the store may be away, or the record may be damaged."""
 AWAY_SECONDS = 5.0
-"""A flush ends if it made no progress for this long."""
+"""A flush ends if the store was away for this long."""
 
 
 class Engine:
@@ -84,7 +86,7 @@ class Engine:
 
     def _lose(self) -> None:
         self.rpc.close(EngineLost("the engine ended"))
-        self._worker.engines.remove(self)
+        self._worker.lose(self)
 
 
 class StoreWorker:
@@ -104,7 +106,7 @@ class StoreWorker:
         """Since when this replica has a lease without a gap. None: the store does not answer."""
         self._unsure: list[Queued[Engine]] = []
         """Releases without a result: they may have been made. They are sent again when the store answers."""
-        self._flushing = False
+        self._flushing = self._ended = False
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
@@ -116,6 +118,11 @@ class StoreWorker:
     def attach(self, channel: Channel) -> None:
         """Add an engine."""
         self.engines.append(Engine(self, channel))
+
+    def lose(self, engine: Engine) -> None:
+        """Forget an engine that has ended, and what it waits for."""
+        self.engines.remove(engine)
+        self._held = {session: queued for session, queued in self._held.items() if queued.sender is not engine}
 
     def add(self, change: Change, sender: Engine) -> None:
         """Make a change soon."""
@@ -130,19 +137,20 @@ class StoreWorker:
     async def flush(self, seconds: float) -> None:
         """Save all sessions, let go of them, and end the lease of this replica. Takes no more sessions."""
         self._flushing = True
-        begun = await self._left(0)
-        left, least, until = begun, begun, self._now() + seconds
+        begun = left = await self._left(0)
+        until = self._now() + seconds
         give_up_at = self._now() + AWAY_SECONDS
         while left and self._now() < min(until, give_up_at):
-            if self._queue.waiting < FLUSHED_AT_ONCE:
-                left = await self._left(1 + FLUSHED_AT_ONCE // max(1, len(self.engines)))
-            if left + self._queue.waiting < least:
-                least, give_up_at = left + self._queue.waiting, self._now() + AWAY_SECONDS
+            if self._leased_since is not None:
+                give_up_at = self._now() + AWAY_SECONDS
+                if self._queue.waiting < FLUSHED_AT_ONCE:
+                    left = await self._left(1 + FLUSHED_AT_ONCE // max(1, len(self.engines)))
             await asyncio.sleep(PAUSE_SECONDS)
         left = await self._left(0)
         self._metrics.sessions_not_saved.add(by=left)
         if begun:
             (self._log.warning if left else self._log.info)("sessions saved", sessions=begun - left, left=left)
+        self._ended = True
         with suppress(StoreFailed):
             await asyncio.to_thread(self._store.end)
 
@@ -170,7 +178,7 @@ class StoreWorker:
         message = queued.change.message
         if isinstance(message, SaveSession) and message.releases and not queued.is_retried:
             self._metrics.session_saves.add("failed")
-            queued.sender.send(SaveEnded(message.session, owned=True, releases=True, failed=True))
+            queued.sender.send(SaveEnded(message.session, message.turn, owned=True, releases=True, failed=True))
         else:
             self._finish(queued, error)
 
@@ -210,16 +218,18 @@ class StoreWorker:
 
     def _finish_save(self, queued: Queued[Engine], message: SaveSession, result: Result) -> None:
         failed = isinstance(result, StoreFailed)
-        if failed and message.releases:
+        if failed and message.releases and self._now() - queued.since < UNSURE_SECONDS:
             self._unsure.append(queued._replace(is_retried=True))
             return
-        # A release that is sent again is refused if it was made before.
-        outcome = "failed" if failed else "saved" if result or queued.is_retried else "refused"
+        outcome = "failed" if failed else "saved" if result else "refused"
         self._metrics.session_saves.add(outcome)
         if outcome == "saved":
             self._metrics.session_save_seconds.observe(self._now() - queued.since)
         if message.releases or message.anew or outcome == "refused":
-            queued.sender.send(SaveEnded(message.session, outcome != "refused", message.releases, failed))
+            # The engine lets go of a session whose release failed for so long.
+            failed = failed and not message.releases
+            owned = failed or outcome == "saved"
+            queued.sender.send(SaveEnded(message.session, message.turn, owned, message.releases, failed))
 
     async def _take_held(self) -> None:
         """Try again to take sessions of other replicas: the lease of their owner may have ended."""
@@ -261,9 +271,9 @@ class StoreWorker:
     # Time.
 
     async def _renew(self) -> None:
-        while True:
-            await asyncio.sleep(RENEW_SECONDS)
+        while not self._ended:
             await self._renew_once()
+            await asyncio.sleep(RENEW_SECONDS)
 
     async def _renew_once(self) -> None:
         try:

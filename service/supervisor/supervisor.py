@@ -56,6 +56,7 @@ STARTS_ALLOWED = 3
 """A process that ends this often before the service was ever ready stops the start."""
 FLUSH_SECONDS = 5.0
 """How long the sessions may take to be saved at the end, at least. What remains of drain_seconds comes on top."""
+FLUSH_AGAIN_SECONDS = 0.1
 KILL_MARGIN_SECONDS = 1.0
 """How much longer than drain_seconds a frontend may take to exit."""
 
@@ -445,10 +446,19 @@ class Supervisor:
             await asyncio.wait(draining, timeout=self._settings.drain_seconds + KILL_MARGIN_SECONDS)
         for frontend in self._frontends:
             frontend.kill("ended")
-        for store in [child for child in self._children.values() if child.role == STORE]:
-            seconds = max(FLUSH_SECONDS, until - time.monotonic())
-            with contextlib.suppress(ServiceError):
-                await store.call(FlushSessions(seconds), Done, timeout=seconds + KILL_MARGIN_SECONDS)
+        if self._settings.session_store:
+            await self._flush_sessions(max(FLUSH_SECONDS, until - time.monotonic()))
+
+    async def _flush_sessions(self, seconds: float) -> None:
+        """Save all sessions. The process of the store may end meanwhile, and start again."""
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            for store in [child for child in self._children.values() if child.role == STORE and child.ready]:
+                with contextlib.suppress(ServiceError):
+                    await store.call(FlushSessions(left), Done, timeout=left + KILL_MARGIN_SECONDS)
+                    return
+            await asyncio.sleep(FLUSH_AGAIN_SECONDS)
+        self._log.error("sessions not saved", seconds=seconds)
 
     @property
     def _frontends(self) -> list[Child]:

@@ -1,7 +1,8 @@
 """Replicas with real batchers over one real store, in which anything happens at any time. The time is the story's.
 
-Replicas stop, continue, crash and end in order; engines crash; the store goes away and returns. Clients send the chunks of their sessions
-to any replica, lose replies and send chunks again. A client always sends the same values, and checks every answer against them.
+Replicas stop, continue, crash and end in order; engines and store processes crash; the store goes away and returns. Clients send the chunks
+of their sessions to any replica, lose replies and send chunks again, and begin and end sessions. A client checks every answer against the
+values that it has sent.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from service.ipc.messages import (
 )
 from service.ipc.session_journal import SessionJournal
 from service.store.folder import FolderStore
-from service.store.records import LEASE_SECONDS, Change, NoteKind, StoreFailed, Taken
+from service.store.records import LEASE_SECONDS, Change, NoteKind, Result, StoreFailed, Taken
 from tests.engine.batching.harness import BatcherHarness, FakeClient
 
 NAMES = ("a", "b")
@@ -71,10 +72,24 @@ class Replica:
         self.answers: deque[tuple[Message, bytes]] = deque()
         self.held: dict[str, TakeSession] = {}
         self.unsure: list[Change] = []
-        """Releases that were made, but whose result was lost."""
+        """Releases whose result was lost. They may have been made."""
         assert self.harness.stored is not None
         self.stored = self.harness.stored
+        self._attach()
+
+    def _attach(self) -> None:
         self.stored.attach(lambda message, tail: self.local.append((message, bytes(tail))))
+
+    def crash_store_process(self) -> None:
+        """Lose what the store process has, after it made some changes whose results it did not report."""
+        for _ in range(self.story.chance.randint(0, len(self.local))):
+            self.pass_change()
+        for waiting in (self.local, self.answers, self.held, self.unsure):
+            waiting.clear()
+        self.leased_since = None
+        self.stored.detach()
+        self._attach()
+        self.renew()
 
     def renew(self) -> None:
         if self.story.away:
@@ -84,8 +99,7 @@ class Replica:
             self.leased_since = self.story.now
         unsure, self.unsure = self.unsure, []
         for change in unsure:
-            self.store.apply([change], may_seize=False)
-            self.answers.append((SaveEnded(change.message.session, owned=True, releases=True), b""))
+            self._save_ended(change, self.store.apply([change], may_seize=False)[0])
 
     def pass_change(self) -> None:
         """Make the oldest change of the engine."""
@@ -96,10 +110,11 @@ class Replica:
 
     def _change(self, change: Change) -> None:
         may_seize = self.leased_since is not None and self.story.now - self.leased_since > LEASE_SECONDS
-        if self.story.away:
-            result = StoreFailed("away")
+        not_made = isinstance(change.message, SaveSession) and change.message.releases and self.story.chance.random() < 0.05
+        if self.story.away or not_made:
+            result: Result = StoreFailed("away")
         else:
-            [result] = self.store.apply([change], may_seize=may_seize)  # type: ignore[assignment]
+            [result] = self.store.apply([change], may_seize=may_seize)
         match change.message:
             case TakeSession() as message:
                 taken = result if isinstance(result, Taken) else Taken(TakeOutcome.AWAY)
@@ -109,14 +124,19 @@ class Replica:
                     return
                 reply = SessionTaken(message.session, taken.outcome, taken.begun, taken.exact, taken.ended)
                 self.answers.append((reply, taken.state))
-            case SaveSession() as message:
-                failed = isinstance(result, StoreFailed)
-                if message.releases and not failed and self.story.chance.random() < 0.1:
-                    self.unsure.append(change)
-                    self.story.counts["lost results"] += 1
-                elif message.releases or message.anew or not (failed or result):
-                    ended = SaveEnded(message.session, failed or bool(result), message.releases, failed)
-                    self.answers.append((ended, b""))
+            case SaveSession(releases=True) if not self.story.away and self.story.chance.random() < 0.1:
+                self.unsure.append(change)
+                self.story.counts["lost results"] += 1
+            case SaveSession():
+                self._save_ended(change, result)
+
+    def _save_ended(self, change: Change, result: Result) -> None:
+        message = change.message
+        assert isinstance(message, SaveSession)
+        failed = isinstance(result, StoreFailed)
+        if message.releases or message.anew or not (failed or result):
+            ended = SaveEnded(message.session, message.turn, failed or bool(result), message.releases, failed)
+            self.answers.append((ended, b""))
 
     def pass_answer(self) -> None:
         """Deliver the oldest message to the engine."""
@@ -154,7 +174,11 @@ class Replica:
 
 @dataclass
 class Client:
-    """A client and the values of its session. known: how many of them were answered. sent: a chunk without a reply, and its replica."""
+    """A client and the values of its session. known: how many of them were answered. sent: a chunk without a reply, and its replica.
+
+    ends: whether that is the last chunk of its session. told: an error has said how many steps are left. healed: a chunk was answered
+    after everything had healed.
+    """
 
     values: list[int] = field(default_factory=list)
     known: int = 0
@@ -162,51 +186,66 @@ class Client:
     sent: FakeClient | None = None
     replica: Replica | None = None
     starts: bool = False
+    ends: bool = False
+    told: bool = False
+    healed: bool = False
 
 
 @dataclass
 class Story:
-    """The replicas, the store and the clients. `counts` counts the events. gentle: replicas only end in order, and nothing fails."""
+    """The replicas, the store and the clients. `counts` counts the events.
+
+    gentle: replicas only end in order, and nothing fails. connected: replicas reach the store at any time. Then every session has other
+    values, and half of the chunks do not name the steps before them. Otherwise an earlier copy of a session could answer.
+    """
 
     folder: Path
     chance: random.Random
     gentle: bool = False
+    connected: bool = False
     now: float = 100.0
     away: bool = False
     counts: Counter[str] = field(default_factory=Counter)
     leases: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.generation = 0
+        self.generation, self.heals = 0, False
         self.replicas = [Replica(place, 0, self) for place in range(REPLICAS)]
         self.clients = {name: Client() for name in NAMES}
 
     # Clients.
 
     def chunk(self, name: str) -> None:
-        """Send the next chunk of a session, with its steps, to any replica that runs."""
+        """Send the next chunk of a session, to any replica that runs."""
         client, replica = self.clients[name], self.chance.choice(self.replicas)
         if client.sent is not None or not replica.running:
             return
-        client.starts = not client.open
+        client.starts = not client.open or self.chance.random() < 0.03
+        client.ends = not self.heals and self.chance.random() < 0.05
         if client.starts:
-            client.known = 0
+            client.known, client.values = 0, [] if self.connected else client.values
         size = self.chance.randint(1, STEPS)
         while len(client.values) < client.known + size:
             client.values.append(self.chance.randint(1, 9))
-        chunk, at = client.values[client.known : client.known + size], None if client.starts else client.known
+        chunk = client.values[client.known : client.known + size]
+        names_steps = not client.starts and (client.told or not self.connected or self.chance.random() < 0.5)
         replica.harness.now = self.now
-        client.replica = replica
-        client.sent = replica.harness.call(chunk, session=name, starts=client.starts, at=at)
+        client.replica, client.told = replica, False
+        client.sent = replica.harness.call(
+            chunk, session=name, starts=client.starts or None, ends=client.ends, at=client.known if names_steps else None
+        )
 
     def lose_reply(self, name: str) -> None:
-        """The client stops waiting for a reply, and sends the chunk again later."""
+        """The client stops waiting for a reply. With steps, it sends the chunk again later."""
         client = self.clients[name]
         if client.sent is not None and client.replica is not None and not client.sent.replies:
             client.replica.harness.disconnect(client.sent)
-            client.sent = None
-            client.open = client.open and not client.starts
+            self._forget_chunk(client)
             self.counts["lost replies"] += 1
+
+    def _forget_chunk(self, client: Client) -> None:
+        client.sent = None
+        client.open = client.open and not (client.starts or client.ends or self.connected)
 
     def read_replies(self) -> None:
         for client in self.clients.values():
@@ -219,16 +258,17 @@ class Story:
 
     def _answered(self, client: Client, sent: FakeClient) -> None:
         [(answer, _)] = sent.answers
-        client.known, client.open = client.known + len(sent.sequences[0]), True
+        client.known, client.open = client.known + len(sent.sequences[0]), not client.ends
         assert answer.session_steps == client.known
         assert sent.sums == [float(sum(client.values[: client.known]))], "the sum of all values so far"
+        client.healed = self.heals
         self.counts["answers"] += 1
 
     def _refused(self, client: Client, error: ServiceError) -> None:
         self.counts[error.code] += 1
         if isinstance(error, SessionConflict | SessionLost) and error.steps:
             assert error.steps <= len(client.values), "a state of this session"
-            client.known = error.steps
+            client.known, client.told = error.steps, True
         elif isinstance(error, SessionLost | SessionExpired | UnknownSession | SessionConflict):
             client.open = False
         else:
@@ -265,15 +305,15 @@ class Story:
     def _lose_requests(self, replica: Replica) -> None:
         for client in self.clients.values():
             if client.replica is replica and client.sent is not None:
-                client.sent = None
-                client.open = client.open and not client.starts
+                self._forget_chunk(client)
 
     def any_event(self) -> None:
         """Cause a random event."""
         name, place = self.chance.choice(NAMES), self.chance.randrange(REPLICAS)
         replica = self.replicas[place]
-        faults = (0, 0, 0, 0) if self.gentle else (3, 1, 1, 1)
-        match self.chance.choices(range(10), (30, 30, 30, 5, *faults, 1, 12))[0]:
+        is_apart = 0 if self.gentle or self.connected else 1
+        faults = (3 * is_apart, 0 if self.gentle else 1, 0 if self.gentle else 1, is_apart, 0 if self.gentle else 1)
+        match self.chance.choices(range(11), (30, 30, 30, 5, *faults, 1, 12))[0]:
             case 0:
                 self.chunk(name)
             case 1 if replica.running:
@@ -295,18 +335,24 @@ class Story:
                 self.away = not self.away
                 self.counts["away"] += 1
             case 8:
+                if replica.running:
+                    replica.crash_store_process()
+                    self.counts["store process crashes"] += 1
+            case 9:
                 self.end(place)
                 self.counts["ends"] += 1
             case _:
                 self.now += self.chance.choice((0.01, 0.1) if self.gentle else (0.01, 0.1, 0.4, 0.4, 1.0))
                 for other in self.replicas:
-                    if other.running and (self.gentle or self.chance.random() < 0.8):
+                    if self.connected:
+                        other.everything()
+                    elif other.running and (self.gentle or self.chance.random() < 0.8):
                         other.renew()
         self.read_replies()
 
     def finish(self) -> None:
         """Everything heals: then each session is served again, and no work waits."""
-        self.away = False
+        self.away, self.heals = False, True
         for replica in self.replicas:
             replica.running = True
         for round in range(60):
@@ -321,5 +367,5 @@ class Story:
                 replica.everything()
             self.read_replies()
             self.now += 0.3
-        assert all(client.open and client.sent is None for client in self.clients.values())
+        assert all(client.healed and client.sent is None for client in self.clients.values())
         assert not any(replica.stored._waiting or replica.stored._departing for replica in self.replicas)

@@ -16,12 +16,24 @@ from service.settings import Settings
 from service.store import folder, redis_store
 from service.store.__main__ import open_store
 from service.store.folder import FolderStore
-from service.store.records import FORM, LEASE_SECONDS, Change, Note, NoteKind, Result, Store, StoreFailed, Taken, digest
+from service.store.records import (
+    FORGOTTEN_SECONDS,
+    FORM,
+    LEASE_SECONDS,
+    Change,
+    Note,
+    NoteKind,
+    Result,
+    Store,
+    StoreFailed,
+    Taken,
+    digest,
+)
 from service.store.redis_store import RedisStore
 from tests.serving import eventually
 from tests.store.redis_server import Redis, running_redis
 
-KEEP_SECONDS = 60.0
+KEEP_SECONDS = 600.0
 NEW, ABSENT, HELD = Taken(TakeOutcome.NEW), Taken(TakeOutcome.ABSENT), Taken(TakeOutcome.HELD)
 Open = Callable[[str], Store]
 
@@ -55,13 +67,17 @@ def apply(store: Store, message: TakeSession | SaveSession | ReleaseSession | Dr
     return result
 
 
-def begin(store: Store, begun: int = 5) -> None:
-    assert apply(store, TakeSession("s", begun, begins=True)) == NEW
+def begin(store: Store, turn: int = 1, begun: int = 5) -> None:
+    assert apply(store, TakeSession("s", turn, begun, begins=True)) == NEW
 
 
-def take(store: Store) -> Result:
+def take(store: Store, turn: int = 2) -> Result:
     """Take a session that must exist."""
-    return apply(store, TakeSession("s", 9, begins=False))
+    return apply(store, TakeSession("s", turn, 9, begins=False))
+
+
+def save(store: Store, state: bytes, turn: int = 1, *, releases: bool = False) -> Result:
+    return apply(store, SaveSession("s", turn, 5, releases, releases), state)
 
 
 def taken(state: bytes, begun: int = 5, *, exact: bool = False) -> Taken:
@@ -73,47 +89,69 @@ def test_released_session_continues_at_another_replica(open_replica: Open) -> No
     begin(first)
     assert take(second) == HELD
     assert first.read_inbox(1.0) == [Note(NoteKind.WANTED, "s")]
-    assert apply(first, SaveSession("s", 5, exact=True, releases=True), b"state") is True
+    assert save(first, b"state", releases=True) is True
     assert second.read_inbox(1.0) == [Note(NoteKind.RELEASED, "s")]
     assert take(second) == taken(b"state", exact=True)
-    assert apply(first, SaveSession("s", 5), b"late") is False, "it is no longer the owner"
+    assert save(first, b"late") is False, "it is no longer the owner"
     assert take(second) == taken(b"state"), "chunks may have been answered since"
+
+
+def test_release_that_is_sent_again_changes_nothing_later(open_replica: Open) -> None:
+    """Its first result was lost. It may be made twice, unless another replica has taken the session since."""
+    first, second = open_replica("first"), open_replica("second")
+    begin(first)
+    for _ in range(2):
+        assert save(first, b"state", releases=True) is True
+    assert take(second, 2) == taken(b"state", exact=True)
+    assert save(second, b"newer", 2, releases=True) is True
+    assert save(first, b"state", releases=True) is False
+    assert take(first, 3) == taken(b"newer", exact=True)
+    assert save(first, b"state", 1, releases=True) is False, "the same replica has taken it again"
+    assert apply(first, DropSession("s", 3)) is True
+    assert save(first, b"state", 3, releases=True) is False, "an ended session does not come back"
+    assert take(second) == ABSENT
 
 
 def test_session_of_a_replica_without_a_lease_is_seized(open_replica: Open) -> None:
     first, second = open_replica("first"), open_replica("second")
     begin(first)
-    apply(first, SaveSession("s", 5), b"state")
+    save(first, b"state")
     first.end()
-    assert second.apply([Change(TakeSession("s", 9, begins=False))], may_seize=False) == [HELD]
+    assert second.apply([Change(TakeSession("s", 2, 9, begins=False))], may_seize=False) == [HELD]
     assert take(second) == taken(b"state")
-    assert apply(first, SaveSession("s", 5), b"late") is False
-    assert apply(second, DropSession("s")) is True
-    assert apply(first, SaveSession("s", 5), b"late") is False, "an earlier owner cannot bring an ended session back"
+    assert save(first, b"late") is False
+    assert apply(first, DropSession("s", 1)) is False
+    assert apply(first, ReleaseSession("s", 1)) is False
+    assert apply(second, DropSession("s", 2)) is True
+    assert save(first, b"late") is False, "an earlier owner cannot bring an ended session back"
     assert take(second) == ABSENT
 
 
-@pytest.mark.parametrize("end", [DropSession("s", "expired"), ReleaseSession("s")])
-def test_earlier_owner_cannot_bring_a_session_back(open_replica: Open, end: DropSession | ReleaseSession) -> None:
-    """Its session was seized, and ended at the other replica with a report, or without a chunk that was answered."""
+def test_only_the_owner_begins_a_session_anew(open_replica: Open) -> None:
     first, second = open_replica("first"), open_replica("second")
     begin(first)
-    apply(first, SaveSession("s", 5), b"state")
+    save(first, b"state")
+    assert apply(second, TakeSession("s", 2, 9, begins=True, anew=True)) == HELD
+    assert apply(first, TakeSession("s", 3, 9, begins=True, anew=True)) == NEW
+    assert save(first, b"late") is False, "the state of the earlier session"
     first.end()
-    take(second)
-    if isinstance(end, ReleaseSession):
-        apply(second, DropSession("s"))
-        begin(second, 6)
-    assert apply(second, end) is True
-    take(second)
-    assert apply(first, SaveSession("s", 5), b"late") is False
-    assert take(second) == ABSENT
+    assert take(second) == Taken(TakeOutcome.ENDED, ended="lost")
+
+
+def test_take_that_is_sent_again_has_the_same_outcome(open_replica: Open) -> None:
+    """The process of the store may end before it replies."""
+    store = open_replica("first")
+    for _ in range(2):
+        begin(store)
+    save(store, b"state", releases=True)
+    take(store, 2)
+    assert take(store, 2) == taken(b"state")
 
 
 def test_replica_that_returns_learns_what_was_seized(open_replica: Open) -> None:
     first, second = open_replica("first"), open_replica("second")
     begin(first)
-    apply(first, SaveSession("s", 5), b"state")
+    save(first, b"state")
     eventually(lambda: second.renew() and take(second) == taken(b"state"), 2 * LEASE_SECONDS + 5)
     notes = first.read_inbox(1.0)
     assert Note(NoteKind.SEIZED, "s") in notes
@@ -130,74 +168,114 @@ def test_session_that_was_never_saved_is_lost_with_its_owner(open_replica: Open)
 def test_end_without_the_clients_knowledge_is_reported_once(open_replica: Open) -> None:
     first, second = open_replica("first"), open_replica("second")
     begin(first)
-    assert apply(first, DropSession("s", "expired")) is True
-    assert apply(second, TakeSession("s", 9, begins=True)) == Taken(TakeOutcome.ENDED, ended="expired")
-    assert apply(second, TakeSession("s", 9, begins=True)) == NEW
+    assert apply(first, DropSession("s", 1, "expired")) is True
+    assert apply(second, TakeSession("s", 2, 9, begins=True)) == Taken(TakeOutcome.ENDED, ended="expired")
+    begin(second, 3)
 
 
 def test_session_that_began_without_the_store_replaces_an_older_one(open_replica: Open) -> None:
     first, second = open_replica("first"), open_replica("second")
-    begin(first, 5)
-    assert apply(second, SaveSession("s", 4, anew=True), b"older") is False
-    assert apply(second, SaveSession("s", 6, anew=True), b"newer") is True
+    begin(first)
+    assert apply(second, SaveSession("s", 2, 4, anew=True), b"older") is False
+    assert apply(second, SaveSession("s", 2, 6, anew=True), b"newer") is True
     assert first.read_inbox(1.0) == [Note(NoteKind.SEIZED, "s")]
-    assert apply(first, SaveSession("s", 5), b"late") is False
-    assert apply(second, SaveSession("t", 6), b"state") is True, "a store that lost its data gets it again"
+    assert save(first, b"late") is False
+    assert apply(second, SaveSession("t", 3, 6), b"state") is True, "a store that lost its data gets it again"
 
 
-def test_claim_without_a_state_is_given_back(open_replica: Open) -> None:
+def test_claim_is_given_back(open_replica: Open) -> None:
     first, second = open_replica("first"), open_replica("second")
     begin(first)
+    assert apply(second, ReleaseSession("s", 1)) is False
+    assert apply(first, ReleaseSession("s", 1)) is True
+    assert take(second) == ABSENT
+    begin(first, 2)
+    save(first, b"state", 2)
+    assert apply(first, ReleaseSession("s", 2, exact=True)) is True
+    assert take(second, 3) == taken(b"state", exact=True)
+
+
+@pytest.mark.parametrize(("state", "left"), [(b"state", taken(b"state")), (b"", Taken(TakeOutcome.ENDED, ended="lost"))])
+def test_engine_that_has_crashed_gives_up_what_it_had(open_replica: Open, state: bytes, left: Taken) -> None:
+    """The next engine of this replica does not know in which turn the session was."""
+    first, second = open_replica("first"), open_replica("second")
+    begin(first)
+    if state:
+        save(first, state)
     assert apply(second, ReleaseSession("s")) is False
     assert apply(first, ReleaseSession("s")) is True
-    assert take(second) == ABSENT
-    begin(first)
-    apply(first, SaveSession("s", 5), b"state")
-    assert apply(first, ReleaseSession("s", exact=True)) is True
-    assert take(second) == taken(b"state", exact=True)
+    assert take(second) == left
 
 
 @pytest.mark.parametrize("name", ["a\x1ftenant / ..", "ö" * 100])
 def test_names_and_states_have_any_bytes(open_replica: Open, name: str) -> None:
     store, state = open_replica("first"), bytes(range(256)) * 1000
-    apply(store, SaveSession(name, 1), state)
-    assert apply(store, TakeSession(name, 9, begins=False)) == taken(state, 1)
+    apply(store, SaveSession(name, 1, 5), state)
+    assert apply(store, TakeSession(name, 2, 9, begins=False)) == taken(state)
 
 
 def test_rolling_update_reads_earlier_forms_and_spares_later_ones(open_replica: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     """A replica of the next version takes sessions of this one. This one leaves the records of the next version alone."""
     old, new = open_replica("old"), open_replica("new")
     begin(old)
-    apply(old, SaveSession("s", 5, exact=True, releases=True), b"state")
+    save(old, b"state", releases=True)
     with monkeypatch.context() as later:
         for module in (folder, redis_store):
             later.setattr(module, "FORM", FORM + 1)
         assert take(new) == taken(b"state", exact=True)
-        assert apply(new, SaveSession("s", 5, exact=True, releases=True), b"next") is True
+        assert save(new, b"next", 2, releases=True) is True
     assert take(old) == Taken(TakeOutcome.NEWER)
-    assert apply(old, TakeSession("s", 9, begins=True)) == Taken(TakeOutcome.NEWER)
-    assert apply(old, SaveSession("s", 5), b"late") is False
+    assert apply(old, SaveSession("s", 3, 9, anew=True), b"late") is False
 
 
 @pytest.mark.parametrize("left", [-1, 10, 0])
 def test_torn_file_is_no_state(left: int, tmp_path: Path) -> None:
     store = FolderStore(tmp_path, "first", KEEP_SECONDS)
-    apply(store, SaveSession("s", 1), b"whole")
+    save(store, b"whole")
     [file] = tmp_path.glob("sessions/*/[0-9a-f]*")
     file.write_bytes(file.read_bytes()[:left])
     assert take(store) == Taken(TakeOutcome.ENDED, ended="lost")
-    assert apply(store, SaveSession("s", 2, anew=True), b"new") is True
+    assert apply(store, SaveSession("s", 2, 6, anew=True), b"new") is True
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe\n", b"[" * 100_000, b"5\n", b'{"form": 1, "turn": 1, "begun": "x"}\n'])
+def test_damaged_file_fails_alone(content: bytes, tmp_path: Path) -> None:
+    """It may have been written by something else."""
+    store = FolderStore(tmp_path, "first", KEEP_SECONDS)
+    save(store, b"whole")
+    [file] = tmp_path.glob("sessions/*/[0-9a-f]*")
+    file.write_bytes(content)
+    assert isinstance(take(store), StoreFailed | Taken)
+    assert apply(store, SaveSession("t", 1, 5), b"") is True
+
+
+def test_what_is_no_file_of_a_session_stays(tmp_path: Path) -> None:
+    """A pipe does not stop the store, and a link is not followed."""
+    store = FolderStore(tmp_path, "first", KEEP_SECONDS)
+    store.renew()
+    path = tmp_path / "sessions" / digest("s")[:2] / digest("s")
+    os.mkfifo(path)
+    assert take(store) == Taken(TakeOutcome.ENDED, ended="lost")
+    path.unlink()
+    other = tmp_path / "other"
+    other.write_bytes(b"kept")
+    path.with_name(f"{path.name}.new").symlink_to(other)
+    assert isinstance(save(store, b"state"), StoreFailed)
+    (path.parent / "folder").mkdir()
+    store.sweep()
+    assert other.read_bytes() == b"kept"
 
 
 def test_sweep_removes_old_sessions_and_replicas(tmp_path: Path) -> None:
     store, ended = FolderStore(tmp_path, "first", KEEP_SECONDS), FolderStore(tmp_path, "ended", KEEP_SECONDS)
     store.renew()
     ended.renew()
-    for name in ("old", "young"):
-        apply(store, SaveSession(name, 1), name.encode())
-    for file in tmp_path.glob("sessions/*/[0-9a-f]*"):
-        if b"old" in file.read_bytes():
-            os.utime(file, (0, 0))
+    for name in ("old", "young", "forgotten"):
+        apply(store, SaveSession(name, 1, 5), name.encode())
+    apply(store, DropSession("forgotten", 1))
+    now = time.time()
+    for name, age in (("old", 2 * KEEP_SECONDS), ("forgotten", 2 * FORGOTTEN_SECONDS), ("young", 2 * FORGOTTEN_SECONDS)):
+        os.utime(tmp_path / "sessions" / digest(name)[:2] / digest(name), (now - age, now - age))
     for path in (tmp_path / "replicas" / "ended" / "lease", tmp_path / "replicas" / "ended"):
         os.utime(path, (0, 0))
     store.sweep()
@@ -210,7 +288,7 @@ def test_locked_folder_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(folder, "LOCK_SECONDS", 0.0)
     store = FolderStore(tmp_path, "first", KEEP_SECONDS)
     with folder._locked(str(tmp_path / "sessions" / digest("s")[:2])):
-        results = store.apply([Change(SaveSession("s", 1), b""), Change(SaveSession("t", 1), b"")], may_seize=False)
+        results = store.apply([Change(SaveSession("s", 1, 5), b""), Change(SaveSession("t", 1, 5), b"")], may_seize=False)
     assert isinstance(results[0], StoreFailed) and results[1] is True
 
 
@@ -223,7 +301,7 @@ def test_folder_that_cannot_be_written_stops_the_start(tmp_path: Path) -> None:
 def test_redis_that_does_not_answer_is_an_error() -> None:
     pytest.importorskip("redis")
     store = RedisStore(f"redis://127.0.0.1:{free_port()}/0", "first", KEEP_SECONDS)
-    assert isinstance(apply(store, SaveSession("s", 1), b""), StoreFailed)
+    assert isinstance(save(store, b""), StoreFailed)
     for call in (store.renew, lambda: store.read_inbox(0.1), store.end):
         with pytest.raises(StoreFailed):
             call()
@@ -233,7 +311,25 @@ def test_redis_that_lost_its_scripts_gets_them_again(redis: Redis) -> None:
     store = RedisStore(redis.url, "first", KEEP_SECONDS)
     redis.stop()
     redis.start()
-    assert apply(store, SaveSession("s", 1), b"state") is True
+    assert save(store, b"state") is True
+
+
+def test_redis_that_was_stopped_lets_nobody_seize_a_session(redis: Redis) -> None:
+    """All leases have ended then, also that of the replica whose work comes first."""
+    first, second = (RedisStore(redis.url, replica, KEEP_SECONDS) for replica in ("owner", "other"))
+    first.renew()
+    assert apply(first, TakeSession("stopped", 1, 5, begins=True)) == NEW
+    assert apply(second, TakeSession("stopped", 2, 9, begins=False)) == HELD
+    second.renew()
+    first.end()
+    assert apply(second, TakeSession("stopped", 2, 9, begins=False)) == Taken(TakeOutcome.ENDED, ended="lost")
+
+
+@pytest.mark.parametrize("url", ["redis://:secret@h:port/0", "redis://user:secret@h/?unknown=1", "redis://:secret@[::1"])
+def test_url_that_is_none_stops_the_start_without_its_password(url: str) -> None:
+    with pytest.raises(SettingsError, match="SEQSERVE_SESSION_STORE") as failed:
+        RedisStore(url, "first", KEEP_SECONDS)
+    assert "secret" not in str(failed.value)
 
 
 def test_waiting_for_notes_ends_with_the_first(open_replica: Open) -> None:

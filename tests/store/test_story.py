@@ -13,9 +13,9 @@ from tests.store.story import Story
 STORIES, GENTLE, EVENTS = 16, 6, 400
 
 
-def tell(seed: int, events: int, folder: Path, *, gentle: bool = False) -> Counter[str]:
+def tell(seed: int, events: int, folder: Path, *, gentle: bool = False, connected: bool = False) -> Counter[str]:
     """Return how often each event happened in one story."""
-    story = Story(folder, random.Random(seed), gentle)
+    story = Story(folder, random.Random(seed), gentle, connected)
     for _ in range(events):
         story.any_event()
     story.finish()
@@ -34,9 +34,15 @@ def test_stories_end_well(tmp_path: Path) -> None:
         "session_unreachable",
         "lost replies",
         "lost results",
+        "store process crashes",
         "ends",
     ):
         assert counts[event], f"{event} never happened: {counts}"
+
+
+def test_stories_of_connected_replicas_end_well(tmp_path: Path) -> None:
+    counts = sum((tell(seed, EVENTS, tmp_path / str(seed), connected=True) for seed in range(STORIES)), start=Counter[str]())
+    assert counts["crashes"] and counts["engine crashes"] and counts["store process crashes"] and counts["taken"]
 
 
 @pytest.mark.parametrize("seed", range(GENTLE))

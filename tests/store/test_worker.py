@@ -16,7 +16,7 @@ from service.store.records import Change, Note, Result, StoreFailed, Taken
 from service.store.worker import StoreWorker
 
 LIMIT_SECONDS = 60.0
-RELEASE = Change(SaveSession("s", 1, exact=True, releases=True), b"state")
+RELEASE = Change(SaveSession("s", 1, 5, exact=True, releases=True), b"state")
 
 
 class FakeStore:
@@ -74,7 +74,7 @@ def test_release_without_a_result_is_sent_again() -> None:
     """It may have been made: then it is refused, and the session is another replica's."""
     store = FakeStore(StoreFailed("timeout"), StoreFailed("timeout"), False)
     [reply] = run(store, lambda worker, engine: worker.add(RELEASE, engine), 1)
-    assert reply == SaveEnded("s", owned=True, releases=True)
+    assert reply == SaveEnded("s", 1, owned=False, releases=True)
     assert store.applied == [RELEASE.message] * 3
 
 
@@ -84,10 +84,10 @@ def test_work_is_refused_at_once_while_the_store_is_away() -> None:
 
     def act(worker: StoreWorker, engine: Any) -> None:
         worker.add(RELEASE, engine)
-        worker.add(Change(TakeSession("t", 1, begins=True)), engine)
+        worker.add(Change(TakeSession("t", 1, 5, begins=True)), engine)
 
     assert run(store, act, 2) == [
-        SaveEnded("s", owned=True, releases=True, failed=True),
+        SaveEnded("s", 1, owned=True, releases=True, failed=True),
         SessionTaken("t", TakeOutcome.AWAY),
     ]
     assert store.applied == []
@@ -95,13 +95,13 @@ def test_work_is_refused_at_once_while_the_store_is_away() -> None:
 
 def test_refused_save_is_reported() -> None:
     store = FakeStore(False)
-    [reply] = run(store, lambda worker, engine: worker.add(Change(SaveSession("s", 1), b"state"), engine), 1)
-    assert reply == SaveEnded("s", owned=False, releases=False)
+    [reply] = run(store, lambda worker, engine: worker.add(Change(SaveSession("s", 1, 5), b"state"), engine), 1)
+    assert reply == SaveEnded("s", 1, owned=False, releases=False)
 
 
 def test_take_of_a_held_session_is_tried_again() -> None:
     store = FakeStore(Taken(TakeOutcome.HELD), Taken(TakeOutcome.HELD), Taken(TakeOutcome.NEW))
-    [reply] = run(store, lambda worker, engine: worker.add(Change(TakeSession("s", 1, begins=True)), engine), 1)
+    [reply] = run(store, lambda worker, engine: worker.add(Change(TakeSession("s", 1, 5, begins=True)), engine), 1)
     assert reply == SessionTaken("s", TakeOutcome.NEW)
 
 
@@ -112,12 +112,12 @@ def queued(change: Change) -> Queued[str]:
 def test_changes_of_a_session_stay_in_order_and_urgent_ones_come_first() -> None:
     changes = ChangeQueue[str]()
     sent = [
-        Change(SaveSession("a", 1), b"old"),
-        Change(SaveSession("a", 1), b"new"),
-        Change(SaveSession("b", 1), b"b"),
-        Change(TakeSession("c", 1, begins=True)),
+        Change(SaveSession("a", 1, 5), b"old"),
+        Change(SaveSession("a", 1, 5), b"new"),
+        Change(SaveSession("b", 1, 5), b"b"),
+        Change(TakeSession("c", 1, 5, begins=True)),
         Change(ReleaseSession("b")),
-        Change(TakeSession("b", 1, begins=True)),
+        Change(TakeSession("b", 1, 5, begins=True)),
     ]
     lost = [changes.add(queued(change)) for change in sent]
     assert [each and each.change.state for each in lost] == [None, b"old", None, None, None, None]
@@ -128,7 +128,7 @@ def test_changes_of_a_session_stay_in_order_and_urgent_ones_come_first() -> None
 def test_full_queue_keeps_the_older_state(monkeypatch: Any) -> None:
     monkeypatch.setattr(queue, "MAX_WAITING_BYTES", 4)
     changes = ChangeQueue[str]()
-    assert changes.add(queued(Change(SaveSession("a", 1), b"1234"))) is None
-    refused = queued(Change(SaveSession("a", 1), b"12345"))
+    assert changes.add(queued(Change(SaveSession("a", 1, 5), b"1234"))) is None
+    refused = queued(Change(SaveSession("a", 1, 5), b"12345"))
     assert changes.add(refused) is refused
     assert [each.change.state for each in changes.next_batch()] == [b"1234"]

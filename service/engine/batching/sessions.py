@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from service.engine.batching import session_state
 from service.engine.batching.session_table import SessionTable
 from service.engine.batching.state_cache import StateCache
 from service.engine.batching.state_slots import ZERO_SLOT
-from service.engine.batching.stored_sessions import StoredSessions, now_ms
+from service.engine.batching.stored_sessions import StoredSessions
 from service.engine.batching.ticket import RequestSequence, Session, Ticket
 from service.engine.engine import Engine
 from service.errors import InvalidInput, Overloaded, ServiceError, SessionConflict, SessionLost
@@ -96,7 +96,9 @@ class Sessions:
         session_state.check_origin(origin, self._origin(key, origin.steps))
         state = session_state.unpack(tensors, data, self._engine.save(key, ZERO_SLOT), trusted=stored)
         session = self._table.open(id, key, limit)
-        session.location.on_host, session.steps, session.begun = state, origin.steps, now_ms()
+        session.location.on_host, session.steps = state, origin.steps
+        if self.stored is not None:
+            session.turn = self.stored.next_turn()
         self._table.rest(session, self._clock())
         return session
 
@@ -149,7 +151,6 @@ class Sessions:
         session = self._table.resume(request, again)
         if session is None:
             session = self._table.open(id, request.key, request.session_limit)
-            session.begun = now_ms()
         return session
 
     def _check_uncertain(self, session: Session, request: Request) -> None:
@@ -164,6 +165,11 @@ class Sessions:
 
     def append(self, session: Session, chunk: RequestSequence) -> None:
         """Add a queued chunk to its session. It is ready once every chunk before it has been answered."""
+        if self.stored is not None:
+            if session.turn is None:
+                session.turn = self.stored.next_turn()
+            elif chunk.restarts:
+                chunk.turn = self.stored.next_turn()
         chunk.ready = not session.chunks
         session.chunks.append(chunk)
         self._table.wake(session)
@@ -172,7 +178,7 @@ class Sessions:
         """Keep the state of a chunk that has been answered."""
         if chunk.restarts and session.steps:
             self._metrics.sessions_ended.add("restarted")
-            session.begun = max(now_ms(), session.begun + 1)
+        session.turn = chunk.turn or session.turn
         session.steps, session.uncertain = chunk.session_steps, False
         session.chunks.popleft()
         if not chunk.keeps_state:
@@ -194,6 +200,7 @@ class Sessions:
             return
         index = session.chunks.index(chunk)
         later = list(session.chunks)[index + 1 :]
+        self._follow(session, list(session.chunks)[index:])
         while len(session.chunks) > index:
             session.chunks.pop()
         message = f"an earlier chunk of session {session_id(session.id)!r} was not run: send both again, in their order"
@@ -254,11 +261,19 @@ class Sessions:
 
     def _end(self, session: Session, reason: str, kind: type[ServiceError] = SessionConflict) -> None:
         chunks, session.chunks = session.chunks, deque()
+        self._follow(session, chunks)
         for chunk in chunks:
             message = f"session {session_id(session.id)!r} was {reason.replace('_', ' ')} before this chunk was answered"
             self._refuse(chunk.ticket, kind(message, field="session"))
         self._states.discard(session.location)
         self._table.close(session, reason)
+
+    def _follow(self, session: Session, chunks: Iterable[RequestSequence]) -> None:
+        """Note that the store has given a session the turns of chunks that will not run."""
+        for chunk in chunks:
+            if chunk.turn is not None:
+                assert self.stored is not None
+                self.stored.adopt(session, chunk.turn)
 
     def _origin(self, key: ModelKey, steps: int) -> Origin:
         return session_state.origin_of(self._engine.spec(key), key, steps)

@@ -6,13 +6,14 @@ replica needs is saved after its last chunk, and closes once the store has the s
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
 from service.engine.batching.session_table import TAKEN_OVER, UNREPORTED_ENDS, SessionTable
-from service.engine.batching.ticket import Session
+from service.engine.batching.ticket import Session, Turn
 from service.errors import Overloaded, ServiceError, SessionUnreachable
 from service.ipc import messages, session_file
 from service.ipc.messages import RESERVED_SESSION_PREFIX, Message, TakeOutcome, session_id
@@ -75,14 +76,14 @@ class StoredSessions:
         """By session, in the order of arrival."""
         self._waiting_until: dict[str, float] = {}
         self._waiters = 0
-        self._claims: set[str] = set()
-        """The sessions that the store is asked for."""
+        self._claims: dict[str, messages.TakeSession] = {}
+        """What the store is asked for: one claim of a session at a time, until the store has replied."""
         self._departing: set[str] = set()
         """The open sessions that this engine lets go of. Their chunks wait."""
-        self._released_twice: set[str] = set()
-        """Those of them whose release was sent again, to the next process of the store: the first may have been made."""
         self._proceeding = ""
         """The session whose work proceeds now."""
+        self._granted: Turn | None = None
+        """The turn that this work may use, once."""
         self._send: SendToStore | None = None
         self._handlers: dict[type[Message], Callable[[Any, bytes | memoryview], None]] = {
             messages.SessionTaken: self._handle_taken,
@@ -94,12 +95,11 @@ class StoredSessions:
     def attach(self, send: SendToStore) -> None:
         """The process of the store has started. An earlier one may have ended before it replied."""
         self._send = send
-        for name in self._claims:
-            self._ask(name)
+        for claim in self._claims.values():
+            self._tell(claim)
         for name in self._departing:
             session = self._table.find(name)
             if session is not None and not session.chunks:
-                self._released_twice.add(name)
                 self._release(session)
 
     def detach(self) -> None:
@@ -113,65 +113,91 @@ class StoredSessions:
         if name == self._proceeding or _is_private(name):
             return False
         departing = name in self._departing
-        if not departing:
+        if not departing and name not in self._waiting and not waiting.anew:
             if self._table.find(name) is not None:
                 return False
-            if not waiting.anew and self._table.end_reason(name) == TAKEN_OVER:
+            if self._table.end_reason(name) == TAKEN_OVER:
                 return False  # the client learns that first
         if self._waiters >= self._max_waiting:
             raise Overloaded(
                 f"{self._waiters} requests wait for the session store and SEQSERVE_MAX_WAITING is {self._max_waiting}: retry later",
                 retry_after=RETRY_SECONDS,
             )
+        if self._first(name) is None:
+            self._waiting_until[name] = self._clock() + PATIENCE_SECONDS
         self._waiting.setdefault(name, []).append(waiting)
-        self._waiting_until.setdefault(name, self._clock() + PATIENCE_SECONDS)
         self._waiters += 1
-        if not departing and name not in self._claims:
+        if not departing:
             self._claim(name)
         return True
 
-    def _claim(self, name: str) -> None:
-        self._claims.add(name)
-        self._ask(name)
+    def _claim(self, name: str, *, is_taken: bool = False) -> None:
+        """Ask the store for a session that work waits for, unless it is asked already.
 
-    def _ask(self, name: str) -> None:
-        self._tell(messages.TakeSession(name, now_ms(), self._waiting[name][0].begins))
-
-    def _proceed(self, name: str, *, owned: bool, exact: bool = False, unread: ServiceError | None = None) -> None:
-        """Do the work that waits for a session, in its order. owned: whether this replica owns the session, so that it may open here.
-
-        exact: of its saved state, for another replica if the session does not open here. unread: why its saved state is of no use here.
-        Then it can only begin anew.
+        is_taken: this replica owns the session, which is not open. Only the owner begins it anew: a claim may outlive what waits for it.
         """
-        for index, waiting in enumerate(self._take_waiting(name)):
-            if index and owned and self._table.find(name) is None and unread is None:
-                owned = False  # the session has opened and ended, and its record with it
-                self._tell(messages.ReleaseSession(name, exact))
-            if unread is not None and not waiting.anew and self._table.find(name) is None:
-                waiting.refuse(unread)
-                continue
-            if index and not owned and self._table.find(name) is None:
-                self._hold_again(name, waiting)
-                continue
-            self._do(name, waiting)
-        session = self._table.find(name)
-        if session is not None:
-            session.anew = not owned
-        elif owned:
-            self._tell(messages.ReleaseSession(name, exact))
+        first = self._first(name)
+        if name in self._claims or first is None:
+            return
+        is_owned = is_taken or self._table.find(name) is not None
+        claim = messages.TakeSession(name, _new_turn(), now_ms(), first.begins or first.anew, first.anew and is_owned)
+        self._claims[name] = claim
+        self._tell(claim)
 
-    def _do(self, name: str, waiting: Waiting) -> None:
-        """Do work that no longer waits for its session."""
-        self._proceeding = name
+    def _first(self, name: str) -> Waiting | None:
+        """Return the oldest work that still waits for a session."""
+        return next((waiting for waiting in self._waiting.get(name, ()) if not waiting.ended()), None)
+
+    def next_turn(self) -> Turn:
+        """Return the turn of a session that begins: the one that the store has granted, or one of which it does not know."""
+        turn, self._granted = self._granted, None
+        return turn or Turn(_new_turn(), now_ms(), anew=True)
+
+    def _proceed(self, name: str, granted: Turn | None = None, unread: ServiceError | None = None) -> None:
+        """Do the work that waits for a session, in its order, until one must be granted a turn first.
+
+        granted: for the first work that begins the session. unread: why its saved state is of no use here. Then it can only begin anew.
+        """
+        for waiting in self._take_waiting(name):
+            is_open = self._table.find(name) is not None
+            if name in self._waiting:
+                self._hold_again(name, waiting)
+            elif unread is not None and not is_open and not waiting.anew:
+                waiting.refuse(unread)
+            elif granted is None and (waiting.anew or (waiting.begins and not is_open)):
+                self._hold_again(name, waiting)
+            else:
+                granted = self._do(name, waiting, granted)
+        if granted is not None:
+            self._return(name, granted)
+
+    def _do(self, name: str, waiting: Waiting, granted: Turn | None) -> Turn | None:
+        """Do work that no longer waits for its session. Returns the turn if the work did not use it."""
+        self._proceeding, self._granted = name, granted
         try:
             waiting.proceed()
+            return self._granted
         finally:
-            self._proceeding = ""
+            self._proceeding, self._granted = "", None
+
+    def _return(self, name: str, granted: Turn) -> None:
+        """Use a turn that no work has used: for the session if it is open, and otherwise give it back."""
+        session = self._table.find(name)
+        if session is None:
+            self._tell(messages.ReleaseSession(name, granted.number))
+        else:
+            self.adopt(session, granted)
+
+    def adopt(self, session: Session, turn: Turn) -> None:
+        """Continue a session in another turn. The store has no state of it in this turn yet."""
+        session.turn, session.unsaved = turn, self._checkpoint_chunks
+        if session.steps and not session.chunks:
+            self._save(session)
 
     def _hold_again(self, name: str, waiting: Waiting) -> None:
         try:
             if not self.hold(name, waiting):
-                waiting.proceed()
+                self._do(name, waiting, None)
         except ServiceError as error:
             waiting.refuse(error)
 
@@ -193,20 +219,16 @@ class StoredSessions:
         for waiting in self._take_waiting(name):
             is_known = self._table.find(name) is not None or self._table.end_reason(name) not in ("", "lost")
             if waiting.anew or is_known:
-                self._do(name, waiting)
+                self._do(name, waiting, None)
             else:
                 waiting.refuse(error)
-        session = self._table.find(name)
-        if session is not None:
-            session.anew = True
 
     # Sessions of this engine.
 
     def answered(self, session: Session) -> None:
         """Save a session if that is due, after a chunk of it was answered."""
         session.unsaved += 1
-        is_due = session.unsaved >= self._checkpoint_chunks or session.anew
-        if is_due and self._send is not None and not _is_private(session.id):
+        if session.unsaved >= self._checkpoint_chunks or _turn(session).anew:
             self._save(session)
 
     def rested(self, session: Session) -> None:
@@ -216,21 +238,17 @@ class StoredSessions:
 
     def closed(self, session: Session, reason: str) -> None:
         """Note that a session has ended. reason: from metrics.SESSION_ENDS."""
-        name = session.id
-        if _is_private(name):
-            return
+        name, turn = session.id, session.turn
         self._departing.discard(name)
-        self._released_twice.discard(name)
+        if turn is None or _is_private(name):
+            return  # nothing began
         if reason == "unbegun":
-            self._tell(messages.ReleaseSession(name))
+            self._tell(messages.ReleaseSession(name, turn.number))
         elif reason not in ("moved", TAKEN_OVER):
-            self._tell(messages.DropSession(name, reason if reason in UNREPORTED_ENDS and reason != "lost" else ""))
+            self._tell(
+                messages.DropSession(name, turn.number, reason if reason in UNREPORTED_ENDS and reason != "lost" else "")
+            )
         if reason != TAKEN_OVER and name != self._proceeding:
-            self._claim_again(name)
-
-    def _claim_again(self, name: str) -> None:
-        """Ask the store for a session if work waits for it."""
-        if name in self._waiting and name not in self._claims:
             self._claim(name)
 
     def release_some(self, limit: int) -> int:
@@ -252,15 +270,17 @@ class StoredSessions:
             return
         now = self._clock()
         for name in [name for name, until in self._waiting_until.items() if until <= now]:
-            if name in self._claims:
-                self._claims.discard(name)
-                self._without_store(name, _unreachable(name))
-            else:
+            if name in self._departing:
                 self._refuse(name, _unreachable(name))
+            else:
+                self._without_store(name, _unreachable(name))
 
     def _save(self, session: Session) -> None:
-        session.unsaved = 0
-        self._tell(messages.SaveSession(session.id, session.begun, anew=session.anew), self.states.export(session))
+        """Save a session behind the stream, unless it begins again: then the store has no use for its state."""
+        begins_again = session.id in self._claims or any(chunk.turn for chunk in session.chunks)
+        if self._send is not None and not begins_again and not _is_private(session.id):
+            session.unsaved = 0
+            self._send(self._message(session), self.states.export(session))
 
     def _depart(self, name: str) -> None:
         session = self._table.find(name)
@@ -271,11 +291,13 @@ class StoredSessions:
 
     def _release(self, session: Session) -> None:
         self._table.wake(session)  # it cannot expire while it is saved
-        exact = not session.uncertain
-        self._tell(
-            messages.SaveSession(session.id, session.begun, exact, releases=True, anew=session.anew),
-            self.states.export(session),
-        )
+        self._tell(self._message(session, releases=True), self.states.export(session))
+
+    @staticmethod
+    def _message(session: Session, *, releases: bool = False) -> messages.SaveSession:
+        turn = _turn(session)
+        exact = releases and not session.uncertain
+        return messages.SaveSession(session.id, turn.number, turn.begun, exact, releases, turn.anew)
 
     # Messages of the store.
 
@@ -289,69 +311,67 @@ class StoredSessions:
 
     def _handle_taken(self, message: messages.SessionTaken, tail: bytes | memoryview) -> None:
         name = message.session
-        if name not in self._claims:
-            self._handle_late(message)
-            return
-        self._claims.discard(name)
+        claim = self._claims.pop(name, None)
+        if claim is None:
+            return  # an earlier process of the store has replied
+        turn = Turn(claim.turn, claim.begun)
         match message.outcome:
-            case TakeOutcome.NEW:
-                self._proceed(name, owned=True)
-            case TakeOutcome.TAKEN:
-                self._import(message, tail)
+            case TakeOutcome.TAKEN if self._table.find(name) is None:
+                self._import(message, tail, turn)
+            case TakeOutcome.NEW | TakeOutcome.TAKEN:
+                self._proceed(name, turn)
             case TakeOutcome.ENDED:
                 self._table.note_end(name, message.ended)
-                self._proceed(name, owned=False)
+                self._proceed(name)
             case TakeOutcome.ABSENT:
-                self._proceed(name, owned=False)
+                self._proceed(name)
             case TakeOutcome.NEWER:
                 self._without_store(name, _newer(name))
             case _:
                 self._without_store(name, _unreachable(name))
 
-    def _handle_late(self, message: messages.SessionTaken) -> None:
-        """Give back what came too late, and keep the reason of an end for the next chunk."""
-        if self._table.find(message.session) is not None:
-            return
-        if message.outcome in (TakeOutcome.NEW, TakeOutcome.TAKEN):
-            self._tell(messages.ReleaseSession(message.session, message.exact))
-        elif message.outcome is TakeOutcome.ENDED:
-            self._table.note_end(message.session, message.ended)
-
-    def _import(self, message: messages.SessionTaken, tail: bytes | memoryview) -> None:
+    def _import(self, message: messages.SessionTaken, tail: bytes | memoryview, turn: Turn) -> None:
+        """Open a session with its saved state, and do the work that waits for it, or give it back."""
         name = message.session
-        limit = next((waiting.limit for waiting in self._waiting.get(name, ())), 0)
-        try:
-            session = self.states.import_file(name, session_file.read(tail, with_ids=True), limit)
-        except ServiceError as error:
-            self._proceed(name, owned=True, exact=message.exact, unread=error)
+        first = self._first(name)
+        if first is None:
+            self._tell(messages.ReleaseSession(name, turn.number, message.exact))
             return
-        session.begun, session.uncertain = message.begun, not message.exact
-        self._proceed(name, owned=True)
+        if first.anew:
+            self._claim(name, is_taken=True)
+            return
+        try:
+            session = self.states.import_file(name, session_file.read(tail, with_ids=True), first.limit)
+        except ServiceError as error:
+            self._tell(messages.ReleaseSession(name, turn.number, message.exact))
+            self._proceed(name, unread=error)
+            return
+        session.turn, session.uncertain = turn._replace(begun=message.begun), not message.exact
+        self._proceed(name)
 
     def _handle_save_ended(self, message: messages.SaveEnded, tail: bytes | memoryview) -> None:
         name = message.session
-        session, departing = self._table.find(name), message.releases and name in self._departing
-        if session is None:
-            return
+        session = self._table.find(name)
+        if session is None or message.turn != _turn(session).number:
+            return  # it has ended, or has begun again
+        departing = message.releases and name in self._departing
         if message.failed:
             if departing:
                 self._departing.discard(name)
                 self.states.rest(session)
-                self._proceed(name, owned=not session.anew)
-        elif departing and not session.chunks and (message.owned or name in self._released_twice):
-            self.states.let_go(session)
+                self._proceed(name)
+        elif departing:
+            if not session.chunks:
+                self.states.let_go(session)
         elif message.owned:
-            session.anew = False
+            session.turn = _turn(session)._replace(anew=False)
         else:
             self._lose(session)
 
     def _lose(self, session: Session) -> None:
         """End a session that another replica has taken over. Work that waits learns of it."""
         self.states.lose(session, TAKEN_OVER)
-        if self._table.end_reason(session.id):
-            self._proceed(session.id, owned=False)
-        else:
-            self._claim_again(session.id)
+        self._proceed(session.id)
 
     def _handle_wanted(self, message: messages.SessionWanted, tail: bytes | memoryview) -> None:
         name = message.session
@@ -371,6 +391,15 @@ class StoredSessions:
 def now_ms() -> int:
     """Return Unix time in milliseconds."""
     return round(datetime.now(UTC).timestamp() * 1000)
+
+
+def _new_turn() -> int:
+    return secrets.randbits(62) + 1
+
+
+def _turn(session: Session) -> Turn:
+    assert session.turn is not None, "with a session store, every chunk gives its session a turn"
+    return session.turn
 
 
 def _is_private(name: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from service.engine.batching.model_queue import QueuedSequence
 from service.engine.batching.request_block import RequestBlock
@@ -44,6 +44,17 @@ class StateLocation:
     on_host: State | None = None
 
 
+class Turn(NamedTuple):
+    """The ownership of a session in the session store.
+
+    number: no other ownership has it. begun: when the session began, in milliseconds of Unix time. anew: the store has no record of it yet.
+    """
+
+    number: int
+    begun: int
+    anew: bool = False
+
+
 @dataclass(slots=True, eq=False)
 class Session:
     """A sequence that arrives in chunks.
@@ -53,10 +64,9 @@ class Session:
     idle_since: when its last chunk left.
     chunks: chunks without an answer, oldest first; only the first may run.
     earlier_end: why the session of the same id before it ended without its client's knowledge, or None.
-    begun: when it began, in milliseconds of Unix time.
+    turn: the ownership of this replica, None without a session store.
     uncertain: its client may have answers to later chunks than this state has. Only a chunk that names these steps may continue.
     unsaved: chunks since it was saved last.
-    anew: it has no record in the session store yet. Each of its chunks is saved until the store has one.
     """
 
     id: str
@@ -66,10 +76,9 @@ class Session:
     idle_since: float = 0.0
     chunks: deque[RequestSequence] = field(default_factory=deque)
     earlier_end: str | None = None
-    begun: int = 0
+    turn: Turn | None = None
     uncertain: bool = False
     unsaved: int = 0
-    anew: bool = False
 
     @property
     def key(self) -> ModelKey:
@@ -94,6 +103,7 @@ class RequestSequence(QueuedSequence):
 
     data: the bytes of the steps that have not been launched, `step_bytes` per step.
     session: the session that this sequence continues, if any.
+    turn: the turn of this session from this sequence on, if it begins an open session again.
     slot: where its state is after its newest batch.
     read_slot: where that batch reads its state, until the batch is launched.
     results: of its finished chunks.
@@ -112,6 +122,7 @@ class RequestSequence(QueuedSequence):
         "slot",
         "step_bytes",
         "ticket",
+        "turn",
     )
 
     def __init__(
@@ -132,6 +143,7 @@ class RequestSequence(QueuedSequence):
         self.data = data
         self.step_bytes = step_bytes
         self.session = session
+        self.turn: Turn | None = None
         self.slot: StateSlot | None = None
         self.read_slot: StateSlot | None = None
         self.launched = 0
