@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -155,6 +156,54 @@ def test_replica_that_returns_learns_what_was_seized(open_replica: Open) -> None
     eventually(lambda: second.renew() and take(second) == taken(b"state"), 2 * LEASE_SECONDS + 5)
     notes = first.read_inbox(1.0)
     assert Note(NoteKind.SEIZED, "s") in notes
+
+
+def random_change(chance: random.Random) -> TakeSession | SaveSession | ReleaseSession | DropSession:
+    name, turn, begun = chance.choice("xy"), chance.randint(1, 6), chance.randint(1, 9)
+    flags = [chance.random() < 0.5 for _ in range(3)]
+    return chance.choice(
+        [
+            TakeSession(name, turn, begun, *flags[:2]),
+            SaveSession(name, turn, begun, *flags),
+            ReleaseSession(name, turn * flags[0], flags[1]),
+            DropSession(name, turn, chance.choice(["", "expired"])),
+        ]
+    )
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_both_stores_follow_the_same_rules(seed: int, redis: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (folder, redis_store):
+        monkeypatch.setattr(module, "LEASE_SECONDS", 3600.0)
+    redis.stop()
+    redis.start()
+    chance = random.Random(seed)
+    stores = {
+        replica: (FolderStore(tmp_path, replica, KEEP_SECONDS), RedisStore(redis.url, replica, KEEP_SECONDS))
+        for replica in "abc"
+    }
+    alive = set[str]()
+    for _ in range(300):
+        replica, change, may_seize = (
+            chance.choice("abc"),
+            Change(random_change(chance), chance.randbytes(4)),
+            chance.random() < 0.7,
+        )
+        pair = stores[replica]
+        if chance.random() < 0.1:
+            for store in pair:
+                if replica in alive:
+                    store.end()
+                else:
+                    store.renew()
+                    store.read_inbox(0.01)  # Redis keeps notes for a replica that has ended
+            alive ^= {replica}
+        elif chance.random() < 0.2 and replica in alive:
+            by_folder, by_redis = (set(store.read_inbox(0.01)) for store in pair)
+            assert by_folder == by_redis
+        else:
+            [by_folder], [by_redis] = (store.apply([change], may_seize=may_seize) for store in pair)
+            assert by_folder == by_redis, change
 
 
 def test_session_that_was_never_saved_is_lost_with_its_owner(open_replica: Open) -> None:
