@@ -198,13 +198,12 @@ class Sessions:
         """Remove a chunk that will not run, and refuse the chunks that arrived after it."""
         if chunk not in session.chunks:
             return
-        index = session.chunks.index(chunk)
-        later = list(session.chunks)[index + 1 :]
-        self._follow(session, list(session.chunks)[index:])
-        while len(session.chunks) > index:
+        removed = list(session.chunks)[session.chunks.index(chunk) :]
+        for _ in removed:
             session.chunks.pop()
+        self._follow(session, removed)
         message = f"an earlier chunk of session {session_id(session.id)!r} was not run: send both again, in their order"
-        for sequence in later:
+        for sequence in removed[1:]:
             self._refuse(sequence.ticket, SessionConflict(message, field="session"))
         self.leave(session)
 

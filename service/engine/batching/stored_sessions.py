@@ -113,7 +113,7 @@ class StoredSessions:
         if name == self._proceeding or _is_private(name):
             return False
         departing = name in self._departing
-        if not departing and name not in self._waiting and not waiting.anew:
+        if not departing and not waiting.anew and self._first(name) is None:
             if self._table.find(name) is not None:
                 return False
             if self._table.end_reason(name) == TAKEN_OVER:
