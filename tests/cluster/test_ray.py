@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
 from loadtest.servers import free_ports
-from tests.serving import eventually
+from tests.serving import eventually, sum_of
 from tests.test_readme import ROOT, requests
 
 RAY = ROOT / ".venv-ray" / "bin"
@@ -49,6 +50,7 @@ class Nodes:
             "RAY_TMPDIR": str(folder),
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_worker_niceness": "0",
+            "SEQSERVE_CHECKPOINT_CHUNKS": "3",
             "SEQSERVE_DEVICE": "cpu",
             "SEQSERVE_FRONTENDS": "1",
             "SEQSERVE_DEFAULT_DEADLINE_MS": "60000",
@@ -95,9 +97,10 @@ class Nodes:
         ).stdout
 
     def deploy(self, **changes: str) -> None:
-        """Deploy serve.yaml with another port, and with changes of its values. Wait until Ray has made them."""
-        text = (ROOT / CONFIG).read_text()
-        for name, value in {"port": str(self.port), **changes}.items():
+        """Deploy serve.yaml with another port, a session store, and changes of its values. Wait until Ray has made them."""
+        text = (ROOT / CONFIG).read_text().replace("# SEQSERVE_SESSION_STORE", "SEQSERVE_SESSION_STORE")
+        changes |= {"port": str(self.port), "SEQSERVE_SESSION_STORE": str(self._folder / "sessions")}
+        for name, value in changes.items():
             text, count = re.subn(rf"\b{name}: [^ ,}}]+", f"{name}: {value}", text)
             assert count == 1, name
         (self._folder / CONFIG).parent.mkdir(parents=True, exist_ok=True)
@@ -128,19 +131,45 @@ def arguments(process: psutil.Process) -> list[str]:
     return words
 
 
-def send_chunks(url: str, steps: dict[str, int]) -> set[str]:
-    """Send a chunk of each session and count its steps. Returns the sessions that are lost, and forgets them."""
-    lost = set()
-    for name, count in list(steps.items()):
-        body = {"model": "sensor-forecast", "session": name, "start": count == 0, "inputs": [[[0.1, -0.4, 0.2]]]}
-        reply = httpx.post(f"{url}/infer", json=body, headers={"x-session-id": name}, timeout=60, trust_env=False)
-        if reply.status_code == 404:
+def open_sessions(server: psutil.Process) -> int:
+    words = arguments(server)
+    metrics = httpx.get(f"http://127.0.0.1:{words[words.index('--port') + 1]}/metrics", timeout=60, trust_env=False)
+    return int(sum_of(metrics.text, "seqserve_sessions", {}))
+
+
+def infer(url: str, body: dict[str, object], session: str = "") -> httpx.Response:
+    headers = {"x-session-id": session} if session else {}
+    return httpx.post(f"{url}/infer", json=body, headers=headers, timeout=60, trust_env=False)
+
+
+def inputs(session: str, steps: int) -> list[list[float]]:
+    """Return the first steps of a session."""
+    chance = random.Random(session)
+    return [[chance.uniform(-1, 1) for _ in range(3)] for _ in range(steps)]
+
+
+def send_chunks(url: str, steps: dict[str, int], *, naming: Collection[str] = ()) -> set[str]:
+    """Send the next step of each session, and check that the answers are those for whole sequences.
+
+    steps: of each session so far. naming: sessions whose chunks name these steps. Returns the sessions that are lost: `steps` then has the
+    steps that are left.
+    """
+    lost, values = set(), {}
+    for name, count in steps.items():
+        body = {"model": "sensor-forecast", "session": name, "start": count == 0, "inputs": [inputs(name, count + 1)[count:]]}
+        reply = infer(url, body | ({"steps": count} if name in naming else {}), name)
+        answer = reply.json()
+        if reply.status_code == 409 and answer["code"] == "session_lost":
             lost.add(name)
-            del steps[name]
+            steps[name] = answer.get("steps", 0)
         else:
             assert reply.status_code == 200, reply.text
-            steps[name] = count + 1
-            assert reply.json()["session"]["steps"] == steps[name]
+            steps[name] += 1
+            assert answer["session"]["steps"] == steps[name]
+            values[name] = answer["outputs"][0]["value"]
+    whole = infer(url, {"model": "sensor-forecast", "inputs": [inputs(name, steps[name]) for name in values]}).json()
+    for value, output in zip(values.values(), whole["outputs"], strict=True):
+        assert value == pytest.approx(output["value"], rel=1e-4, abs=1e-5)
     return lost
 
 
@@ -149,17 +178,10 @@ def check_websocket(url: str) -> None:
     stream = url.replace("http", "ws") + "/stream"
     with connect(f"{stream}?model=sensor-forecast", additional_headers={"x-session-id": "stream"}) as socket:
         for steps in (1, 2):
-            socket.send('{"input": [[0.1, -0.4, 0.2]]}')
+            socket.send(json.dumps({"input": [[0.1, -0.4, 0.2]], "end": steps == 2}))
             assert json.loads(socket.recv(60))["session"] == {"id": "stream", "steps": steps}
     with pytest.raises(InvalidStatus, match="400"), connect(stream):
         pass
-
-
-def check_some_sessions_stay(urls: list[str], steps: dict[str, int]) -> None:
-    """Check that a change of the replicas lost some sessions, but not all, and that both proxies agree where the others are."""
-    lost = send_chunks(urls[0], steps)
-    assert lost and steps
-    assert send_chunks(urls[1], steps) == set()
 
 
 @pytest.fixture
@@ -179,7 +201,7 @@ def test_page_deploys_replicas_that_scale_and_come_back(nodes: Nodes) -> None:
     urls = [f"http://127.0.0.1:{port}" for port in (nodes.port, nodes.other_port)]
     [example] = requests(PAGE)
     for url in urls:
-        reply = httpx.post(f"{url}/infer", json=example.bodies[0], timeout=60, trust_env=False)
+        reply = infer(url, example.bodies[0])
         assert reply.status_code == 200, reply.text
         assert reply.json()["outputs"][0]["label"] == "HUM"
 
@@ -190,14 +212,23 @@ def test_page_deploys_replicas_that_scale_and_come_back(nodes: Nodes) -> None:
     first = nodes.servers()
     nodes.deploy(min_replicas="3")
     nodes.await_replicas(3)
-    assert first < nodes.servers() and len(nodes.servers()) == 3
-    check_some_sessions_stay(urls, steps)
+    [third] = nodes.servers() - first
+    assert [send_chunks(url, steps) for url in urls] == [set()] * 2
+    eventually(lambda: sum(map(open_sessions, nodes.servers())) == SESSIONS)
+    assert open_sessions(third) > 0
 
     killed = first.pop()
+    owned = open_sessions(killed)
     killed.kill()
     eventually(lambda: len(nodes.servers() - {killed}) == 3, START_SECONDS)
     nodes.await_replicas(3)
-    check_some_sessions_stay(urls, steps)
+    lost = send_chunks(urls[0], steps, naming=set(list(steps)[::2]))
+    assert 0 < len(lost) <= owned
+    assert send_chunks(urls[1], steps, naming=steps) == set()
+
+    nodes.deploy(max_replicas="2")
+    nodes.await_replicas(2)
+    assert [send_chunks(url, steps) for url in urls] == [set()] * 2
 
     nodes.run("serve", "shutdown", "--yes")
     eventually(lambda: not nodes.servers(), START_SECONDS)

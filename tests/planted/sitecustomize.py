@@ -25,7 +25,7 @@ PLANTED names faults of a server, separated by commas:
 - skewed-engine: the clock of an engine is ahead of the clocks of the frontends by SKEW_SECONDS;
 - portable: a system without memfd_create, eventfd, sched_getaffinity and /proc, whose prctl fails.
 
-PLANTED_CONSTANTS is a JSON object of other values of constants, by module and name: {"service.frontend.listener.BACKLOG": 1}.
+PLANTED_CONSTANTS is a JSON object of other values of constants, by module and name: {"service.supervisor.ports.BACKLOG": 1}.
 MONOTONIC_SHIFT is added to time.monotonic(): the machine seems to have booted at another time. See tests/anywhere.py.
 """
 

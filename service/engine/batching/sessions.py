@@ -156,10 +156,14 @@ class Sessions:
     def _check_uncertain(self, session: Session, request: Request) -> None:
         """Raise SessionLost unless a chunk names the session's step count. If it names none, the session ends: its client knows."""
         if request.session_at is None:
-            error = _uncertain(session)
             self._states.discard(session.location)
             self._table.close(session, "lost")
-            raise error
+            raise SessionLost(
+                f"the newest state of session {session_id(session.id)!r} was lost, and only a chunk that names steps can continue an "
+                "earlier one: start the session again from its first step",
+                field="session",
+                steps=0,
+            )
         if request.session_at != session.steps:
             raise _uncertain(session)
 
