@@ -226,9 +226,9 @@ class StoreWorker:
         if outcome == "saved":
             self._metrics.session_save_seconds.observe(self._now() - queued.since)
         if message.releases or message.anew or outcome == "refused":
-            # The engine lets go of a session whose release failed for so long.
-            failed = failed and not message.releases
-            owned = failed or outcome == "saved"
+            # A release that is sent again may have been made before: then another replica may have the session rightly.
+            failed = failed and not queued.is_retried
+            owned = failed or outcome == "saved" or queued.is_retried
             queued.sender.send(SaveEnded(message.session, message.turn, owned, message.releases, failed))
 
     async def _take_held(self) -> None:

@@ -81,27 +81,23 @@ def test_ended_session_is_reported_once_at_any_replica(cluster: Cluster) -> None
 
 
 def test_crash_loses_what_was_not_saved(cluster: Cluster) -> None:
-    """The client learns how many steps were saved, sends the steps after them again, and gets the right sum.
-
-    A client that names no steps begins again.
-    """
+    """The client learns how many steps were saved, sends the steps after them again, and gets the right sum."""
     first, second = cluster.replicas
     assert [steps(chunk(first, "a")) for _ in range(3)] == [2, 4, 6]
-    assert [steps(chunk(first, "b")) for _ in range(3)] == [2, 4, 6]
     assert steps(chunk(first, "young")) == 2
-    eventually(lambda: first.metric("seqserve_session_saves_total", outcome="saved") >= 2)
+    eventually(lambda: first.metric("seqserve_session_saves_total", outcome="saved") >= 1)
     first.kill()
     began = time.monotonic()
     reply = chunk(second, "a", steps=6)
     assert time.monotonic() - began < TAKE_OVER_SECONDS
     assert code(reply) == (409, "session_lost") and reply[1]["steps"] == 4
+    for _ in range(2):
+        assert chunk(second, "a")[1]["steps"] == 4, "a chunk without steps changes nothing"
     reply = chunk(second, "a", steps=4)
     assert steps(reply) == 6
     assert Account.told(reply[1]["outputs"][0]["value"]) == Account(3, 6)  # type: ignore[index]
-    for name in ("b", "young"):
-        reply = chunk(second, name)
-        assert code(reply) == (409, "session_lost") and not reply[1].get("steps")
-        assert steps(chunk(second, name)) == 2
+    assert code(chunk(second, "young")) == (409, "session_lost")
+    assert steps(chunk(second, "young")) == 2
 
 
 def test_crashed_engine_takes_its_sessions_back(cluster: Cluster) -> None:

@@ -99,7 +99,8 @@ class Replica:
             self.leased_since = self.story.now
         unsure, self.unsure = self.unsure, []
         for change in unsure:
-            self._save_ended(change, self.store.apply([change], may_seize=False)[0])
+            self.store.apply([change], may_seize=False)
+            self._save_ended(change, True)
 
     def pass_change(self) -> None:
         """Make the oldest change of the engine."""

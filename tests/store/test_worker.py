@@ -74,7 +74,7 @@ def test_release_without_a_result_is_sent_again() -> None:
     """It may have been made: then it is refused, and the session is another replica's."""
     store = FakeStore(StoreFailed("timeout"), StoreFailed("timeout"), False)
     [reply] = run(store, lambda worker, engine: worker.add(RELEASE, engine), 1)
-    assert reply == SaveEnded("s", 1, owned=False, releases=True)
+    assert reply == SaveEnded("s", 1, owned=True, releases=True)
     assert store.applied == [RELEASE.message] * 3
 
 

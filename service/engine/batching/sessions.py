@@ -146,26 +146,18 @@ class Sessions:
             )
         if old is not None and request.session_starts and (old.ending or old.key != request.key):
             self._end(old, "restarted")
-        elif old is not None and old.uncertain and not old.chunks and request.session_starts is not True:
-            self._check_uncertain(old, request)
+        elif (
+            old is not None
+            and old.uncertain
+            and not old.chunks
+            and not request.session_starts
+            and request.session_at != old.steps
+        ):
+            raise _uncertain(old)
         session = self._table.resume(request, again)
         if session is None:
             session = self._table.open(id, request.key, request.session_limit)
         return session
-
-    def _check_uncertain(self, session: Session, request: Request) -> None:
-        """Raise SessionLost unless a chunk names the session's step count. If it names none, the session ends: its client knows."""
-        if request.session_at is None:
-            self._states.discard(session.location)
-            self._table.close(session, "lost")
-            raise SessionLost(
-                f"the newest state of session {session_id(session.id)!r} was lost, and only a chunk that names steps can continue an "
-                "earlier one: start the session again from its first step",
-                field="session",
-                steps=0,
-            )
-        if request.session_at != session.steps:
-            raise _uncertain(session)
 
     def append(self, session: Session, chunk: RequestSequence) -> None:
         """Add a queued chunk to its session. It is ready once every chunk before it has been answered."""
@@ -285,7 +277,7 @@ class Sessions:
 def _uncertain(session: Session) -> SessionLost:
     return SessionLost(
         f"the newest state of session {session_id(session.id)!r} was lost, and one with {session.steps} steps is left: "
-        f"send the steps after it again, with steps = {session.steps}, or start the session again",
+        f"send the steps after it again, with steps = {session.steps}, or begin the session again with start = true",
         field="session",
         steps=session.steps,
     )

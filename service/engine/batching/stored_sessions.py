@@ -360,13 +360,12 @@ class StoredSessions:
                 self._departing.discard(name)
                 self.states.rest(session)
                 self._proceed(name)
-        elif departing:
-            if not session.chunks:
-                self.states.let_go(session)
-        elif message.owned:
-            session.turn = _turn(session)._replace(anew=False)
-        else:
+        elif not message.owned:
             self._lose(session)
+        elif not departing:
+            session.turn = _turn(session)._replace(anew=False)
+        elif not session.chunks:
+            self.states.let_go(session)
 
     def _lose(self, session: Session) -> None:
         """End a session that another replica has taken over. Work that waits learns of it."""
