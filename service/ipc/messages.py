@@ -419,14 +419,14 @@ class TakeSession(Message, frozen=True):
     """This replica wants to own a session.
 
     turn: names the ownership, if the replica gets it; no other ownership has this number. begun: when the session begins, if it does, in
-    milliseconds of Unix time. begins: whether it may begin. anew: if the replica owns it already, it begins again without a state.
+    milliseconds of Unix time. begins: whether it may begin. replaces: if the session still has this turn, it begins again without a state.
     """
 
     session: str
     turn: int
     begun: int
     begins: bool
-    anew: bool = False
+    replaces: int = 0
 
 
 class SessionTaken(Message, frozen=True):
@@ -446,7 +446,7 @@ class SaveSession(Message, frozen=True):
     """The state of a session as a session file in the trailing bytes. It is saved if `turn` still names the ownership of the session.
 
     exact: no chunk was answered after this state. releases: the session is then free for other replicas, and SaveEnded follows. anew: the
-    session began while the store was away, and also replaces a session that began earlier.
+    session began while the store was away, and also replaces a session that began earlier. again: it may have been made before.
     """
 
     session: str
@@ -455,6 +455,7 @@ class SaveSession(Message, frozen=True):
     exact: bool = False
     releases: bool = False
     anew: bool = False
+    again: bool = False
 
 
 class SaveEnded(Message, frozen=True):

@@ -154,19 +154,18 @@ class FolderStore:
                 self._leave_note(record.owner, NoteKind.WANTED, message.session)
                 return Taken(TakeOutcome.HELD)
             self._leave_note(record.owner, NoteKind.SEIZED, message.session)
-        is_known = record is not None and record.ended != FORGOTTEN
-        if not is_known and not message.begins:
-            return Taken(TakeOutcome.ABSENT)
-        begins = record is None or not is_known or (message.anew and record.owner == self._replica)
-        if record is None or begins or (record.turn == message.turn and not state):
-            _write(file, _Record(FORM, self._replica, message.turn, message.begun), b"")
-            return Taken(TakeOutcome.NEW)
-        if record.ended or not state:
-            _forget(file, record)
-            return Taken(TakeOutcome.ENDED, ended=record.ended or "lost")
-        taken = Taken(TakeOutcome.TAKEN, record.begun, record.exact, state=state)
-        _write(file, _Record(FORM, self._replica, message.turn, record.begun), state)
-        return taken
+        if record is None or record.ended == FORGOTTEN:
+            # Only a store that has lost its data begins a session anew that it does not know.
+            if not message.begins or (record is not None and message.replaces):
+                return Taken(TakeOutcome.ABSENT)
+        elif not (_is_replaced(record, message) or _is_begun(record, state, message)):
+            ended = record.ended or ("" if state else "lost")
+            _write(file, _Record(FORM, self._replica, message.turn, record.begun, ended=ended), state)
+            if ended:
+                return Taken(TakeOutcome.ENDED, ended=ended)
+            return Taken(TakeOutcome.TAKEN, record.begun, record.exact, state=state)
+        _write(file, _Record(FORM, self._replica, message.turn, message.begun), b"")
+        return Taken(TakeOutcome.NEW)
 
     def _save(self, file: str, message: SaveSession, state: bytes) -> bool:
         record, _ = _read(file)
@@ -193,7 +192,7 @@ class FolderStore:
         if record is None or record.owner != self._replica or message.turn not in (0, record.turn):
             return False
         wanted, record.owner, record.wanted, record.exact = record.wanted, "", "", message.exact
-        if state:
+        if state or record.ended:
             _write(file, record, state)
         else:
             _forget(file, record, "" if message.turn else "lost")
@@ -296,6 +295,15 @@ def _read(file: str) -> tuple[_Record | None, bytes]:
     except msgspec.DecodeError:
         return _Record(FORM), b""
     return record, state if record.check == _check(state) else b""
+
+
+def _is_replaced(record: _Record, message: TakeSession) -> bool:
+    return bool(message.replaces) and record.turn == message.replaces
+
+
+def _is_begun(record: _Record, state: bytes, message: TakeSession) -> bool:
+    """Return whether a take was made before, without a reply."""
+    return record.turn == message.turn and not (state or record.ended)
 
 
 def _forget(file: str, record: _Record, ended: str = "") -> None:

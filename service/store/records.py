@@ -25,7 +25,7 @@ DIGEST_BYTES = 16
 """Size of the digest of a session's name, which may have characters that a file name cannot have."""
 FORGOTTEN = "-"
 """Value of `ended` for a session that ended with its client's knowledge. The record stays for FORGOTTEN_SECONDS: a late save is refused."""
-FORGOTTEN_SECONDS = 60.0
+FORGOTTEN_SECONDS = 300.0
 
 
 class StoreFailed(Exception):

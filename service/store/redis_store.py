@@ -36,7 +36,7 @@ FORGOTTEN_MS = round(FORGOTTEN_SECONDS * 1000)
 PREFIX = "{seqserve}:"
 _TAKE = """
 local session, name, me, form, turn, begun = KEYS[1], ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
-local begins, anew, may_seize, keep = ARGV[6] == '1', ARGV[7] == '1', ARGV[8] == '1', ARGV[9]
+local begins, replaces, may_seize, keep = ARGV[6] == '1', ARGV[7], ARGV[8] == '1', ARGV[9]
 local there = redis.call('HMGET', session, 'form', 'owner', 'turn', 'begun', 'exact', 'ended', 'state')
 local owner, ended = there[2] or '', there[6] or ''
 if there[1] and tonumber(there[1]) > tonumber(form) then return {'newer'} end
@@ -51,27 +51,27 @@ if there[1] and owner ~= '' and owner ~= me then
     return {'held'}
   end
 end
-local is_known = there[1] and ended ~= ARGV[11]
-if not is_known and not begins then return {'absent'} end
-if not is_known or (anew and owner == me) or (there[3] == turn and there[7] == '') then
+local is_begun
+if not there[1] or ended == ARGV[11] then
+  if not begins or (there[1] and replaces ~= '0') then return {'absent'} end
+  is_begun = true
+else
+  is_begun = (replaces ~= '0' and there[3] == replaces) or (there[3] == turn and there[7] == '' and ended == '')
+end
+redis.call('HDEL', session, 'wanted')
+if is_begun then
   redis.call('HSET', session, 'form', form, 'owner', me, 'turn', turn, 'begun', begun, 'exact', '0', 'ended', '', 'state', '')
-  redis.call('HDEL', session, 'wanted')
   redis.call('PEXPIRE', session, keep)
   return {'new'}
 end
-if ended ~= '' or there[7] == '' then
-  redis.call('HSET', session, 'owner', '', 'turn', '0', 'ended', ARGV[11], 'state', '')
-  redis.call('HDEL', session, 'wanted')
-  redis.call('PEXPIRE', session, ARGV[12])
-  return {'ended', ended == '' and 'lost' or ended}
-end
-redis.call('HSET', session, 'form', form, 'owner', me, 'turn', turn, 'exact', '0')
-redis.call('HDEL', session, 'wanted')
 redis.call('PEXPIRE', session, keep)
+if ended == '' and there[7] == '' then ended = 'lost' end
+redis.call('HSET', session, 'form', form, 'owner', me, 'turn', turn, 'exact', '0', 'ended', ended)
+if ended ~= '' then return {'ended', ended} end
 return {'taken', there[4], there[5], there[7]}
 """
-"""KEYS: the session, the prefixes of leases and of inboxes. ARGV: its name, this replica, the form, the turn, when it begins, begins, anew,
-may_seize, milliseconds to keep it, seconds to keep a note, FORGOTTEN, milliseconds to keep that."""
+"""KEYS: the session, the prefixes of leases and of inboxes. ARGV: its name, this replica, the form, the turn, when it begins, begins, the
+turn that it replaces, may_seize, milliseconds to keep it, seconds to keep a note, FORGOTTEN."""
 _SAVE = """
 local session, name, me, form, turn, begun = KEYS[1], ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
 local releases, anew = ARGV[7] == '1', ARGV[8] == '1'
@@ -99,9 +99,9 @@ return 1
 """KEYS: the session, the prefix of inboxes. ARGV: its name, this replica, the form, the turn, when it began, exact, releases, anew,
 milliseconds to keep it, seconds to keep a note, the state."""
 _RELEASE = """
-local there = redis.call('HMGET', KEYS[1], 'owner', 'turn', 'state', 'wanted')
+local there = redis.call('HMGET', KEYS[1], 'owner', 'turn', 'state', 'wanted', 'ended')
 if there[1] ~= ARGV[2] or (ARGV[3] ~= '0' and ARGV[3] ~= there[2]) then return 0 end
-if there[3] ~= '' then
+if there[3] ~= '' or there[5] ~= '' then
   redis.call('HSET', KEYS[1], 'owner', '', 'exact', ARGV[4])
 else
   redis.call('HSET', KEYS[1], 'owner', '', 'turn', '0', 'ended', ARGV[6])
@@ -219,12 +219,9 @@ class RedisStore:
         message = change.message
         script, key, inboxes = self._scripts[type(message)].sha, f"{PREFIX}session:{digest(message.session)}", f"{PREFIX}inbox:"
         match message:
-            case TakeSession(session=name, turn=turn, begun=begun, begins=begins, anew=anew):
-                flags, limits = (
-                    (int(begins), int(anew), int(may_seize)),
-                    (self._keep_ms, INBOX_SECONDS, FORGOTTEN, FORGOTTEN_MS),
-                )
-                return script, 3, key, f"{PREFIX}lease:", inboxes, name, self._replica, FORM, turn, begun, *flags, *limits
+            case TakeSession(session=name, turn=turn, begun=begun, begins=begins, replaces=replaces):
+                options = int(begins), replaces, int(may_seize), self._keep_ms, INBOX_SECONDS, FORGOTTEN
+                return script, 3, key, f"{PREFIX}lease:", inboxes, name, self._replica, FORM, turn, begun, *options
             case SaveSession(session=name, turn=turn, begun=begun, exact=exact, releases=releases, anew=anew):
                 flags = int(exact), int(releases), int(anew)
                 state = self._keep_ms, INBOX_SECONDS, change.state

@@ -126,7 +126,8 @@ class StoreWorker:
 
     def add(self, change: Change, sender: Engine) -> None:
         """Make a change soon."""
-        queued = Queued(change, sender, self._now())
+        is_retried = isinstance(change.message, SaveSession) and change.message.again
+        queued = Queued(change, sender, self._now(), is_retried)
         if isinstance(change.message, TakeSession):
             self._held.pop(change.message.session, None)
         if self._leased_since is None or (self._flushing and isinstance(change.message, TakeSession)):

@@ -57,7 +57,7 @@ class Replica:
     def __init__(self, place: int, generation: int, story: Story) -> None:
         self.id = f"{generation:03d}-{place}"
         self.story = story
-        self.running = True
+        self.running, self.flushes = True, False
         self.store = TimedStore(story.folder, self.id, story)
         self.journal = SessionJournal(32)
         self.leased_since: float | None = None
@@ -112,7 +112,8 @@ class Replica:
     def _change(self, change: Change) -> None:
         may_seize = self.leased_since is not None and self.story.now - self.leased_since > LEASE_SECONDS
         not_made = isinstance(change.message, SaveSession) and change.message.releases and self.story.chance.random() < 0.05
-        if self.story.away or not_made:
+        flushes = self.flushes and isinstance(change.message, TakeSession)
+        if self.story.away or not_made or flushes:
             result: Result = StoreFailed("away")
         else:
             [result] = self.store.apply([change], may_seize=may_seize)
@@ -289,10 +290,18 @@ class Story:
             self.replicas[place].start_engine()
 
     def end(self, place: int) -> None:
-        """End a replica in order: it saves its sessions and lets go of them."""
+        """End a replica in order: it answers what it can, saves its sessions and lets go of them."""
         replica = self.replicas[place]
         if not replica.running or self.away:
             return
+        for _ in range(5):
+            replica.everything()
+            self.read_replies()
+        for client in self.clients.values():
+            if client.replica is replica and client.sent is not None:
+                replica.harness.disconnect(client.sent)  # the frontends end first
+        self._lose_requests(replica)
+        replica.flushes = True
         for _ in range(20):
             replica.everything()
             self.read_replies()

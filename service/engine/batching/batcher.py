@@ -122,6 +122,7 @@ class Batcher:
                     request.session_limit,
                     begins=request.session_starts is not False and not request.session_at,
                     anew=request.session_starts is True,
+                    is_chunk=True,
                 )
                 if self.sessions.stored.hold(request.session, waiting):
                     return

@@ -97,9 +97,9 @@ class Sessions:
         state = session_state.unpack(tensors, data, self._engine.save(key, ZERO_SLOT), trusted=stored)
         session = self._table.open(id, key, limit)
         session.location.on_host, session.steps = state, origin.steps
-        if self.stored is not None:
-            session.turn = self.stored.next_turn()
         self._table.rest(session, self._clock())
+        if self.stored is not None and not stored:
+            self.stored.adopt(session, self.stored.next_turn())
         return session
 
     def model_of(self, id: str) -> ModelKey | None:
@@ -266,7 +266,7 @@ class Sessions:
     def _follow(self, session: Session, chunks: Iterable[RequestSequence]) -> None:
         """Note that the store has given a session the turns of chunks that will not run."""
         for chunk in chunks:
-            if chunk.turn is not None:
+            if chunk.turn is not None and not chunk.turn.anew:
                 assert self.stored is not None
                 self.stored.adopt(session, chunk.turn)
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from service.engine.batching.session_table import TAKEN_OVER, UNREPORTED_ENDS, SessionTable
 from service.engine.batching.ticket import Session, Turn
-from service.errors import Overloaded, ServiceError, SessionUnreachable
+from service.errors import Overloaded, ServiceError, SessionUnreachable, TooManySessions
 from service.ipc import messages, session_file
 from service.ipc.messages import RESERVED_SESSION_PREFIX, Message, TakeOutcome, session_id
 from service.ipc.session_file import SessionFile
@@ -22,6 +22,8 @@ from service.ipc.session_file import SessionFile
 RETRY_SECONDS = 1
 PATIENCE_SECONDS = 5.0
 """How long work waits for a session. The store takes at most 4 s, and its process may have to start again."""
+_ELSEWHERE = (TakeOutcome.TAKEN, TakeOutcome.ENDED, TakeOutcome.ABSENT)
+"""Outcomes by which the copy of a session that this replica has is not the newest: another replica has continued or ended it."""
 SendToStore = Callable[[Message, bytes], None]
 """Sends a message with its trailing bytes."""
 
@@ -31,7 +33,7 @@ class Waiting:
     """Work that waits for a session. `proceed` does it, `refuse` ends it with an error, and nothing waits for it any more if `ended`.
 
     limit: how many sessions the tenant may have, 0 for no limit. begins: whether it may begin the session. anew: whether it begins the
-    session in any case.
+    session in any case. is_chunk: whether its client learns why the session ended.
     """
 
     proceed: Callable[[], None]
@@ -40,6 +42,7 @@ class Waiting:
     limit: int = 0
     begins: bool = False
     anew: bool = False
+    is_chunk: bool = False
 
 
 class SessionStates(Protocol):
@@ -97,10 +100,11 @@ class StoredSessions:
         self._send = send
         for claim in self._claims.values():
             self._tell(claim)
-        for name in self._departing:
-            session = self._table.find(name)
-            if session is not None and not session.chunks:
-                self._release(session)
+        for name in self._table.names():
+            session = self._table.get(name)
+            session.unsaved = self._checkpoint_chunks  # its last save may not have been made
+            if name in self._departing and not session.chunks:
+                self._release(session, again=True)
 
     def detach(self) -> None:
         """The process of the store has ended. Work waits for its successor."""
@@ -113,34 +117,41 @@ class StoredSessions:
         if name == self._proceeding or _is_private(name):
             return False
         departing = name in self._departing
-        if not departing and not waiting.anew and self._first(name) is None:
-            if self._table.find(name) is not None:
+        if not departing and self._first(name) is None:
+            session = self._table.find(name)
+            if session is not None and (not waiting.anew or _turn(session).anew):
                 return False
-            if self._table.end_reason(name) == TAKEN_OVER:
+            if waiting.is_chunk and not waiting.anew and self._table.end_reason(name) == TAKEN_OVER:
                 return False  # the client learns that first
         if self._waiters >= self._max_waiting:
             raise Overloaded(
                 f"{self._waiters} requests wait for the session store and SEQSERVE_MAX_WAITING is {self._max_waiting}: retry later",
                 retry_after=RETRY_SECONDS,
             )
-        if self._first(name) is None:
-            self._waiting_until[name] = self._clock() + PATIENCE_SECONDS
-        self._waiting.setdefault(name, []).append(waiting)
-        self._waiters += 1
+        self._keep(name, waiting)
         if not departing:
             self._claim(name)
         return True
 
-    def _claim(self, name: str, *, is_taken: bool = False) -> None:
+    def _keep(self, name: str, waiting: Waiting) -> None:
+        if self._first(name) is None:
+            self._waiting_until[name] = self._clock() + PATIENCE_SECONDS
+        self._waiting.setdefault(name, []).append(waiting)
+        self._waiters += 1
+
+    def _claim(self, name: str, replaces: int = 0) -> None:
         """Ask the store for a session that work waits for, unless it is asked already.
 
-        is_taken: this replica owns the session, which is not open. Only the owner begins it anew: a claim may outlive what waits for it.
+        replaces: the turn in which this replica owns the session. Only its owner begins a session anew, because a claim may outlive what
+        waits for it, and a copy may be older than the session of another replica.
         """
         first = self._first(name)
         if name in self._claims or first is None:
             return
-        is_owned = is_taken or self._table.find(name) is not None
-        claim = messages.TakeSession(name, _new_turn(), now_ms(), first.begins or first.anew, first.anew and is_owned)
+        session = self._table.find(name)
+        if session is not None:
+            replaces = _turn(session).number
+        claim = messages.TakeSession(name, _new_turn(), now_ms(), first.begins or first.anew, replaces if first.anew else 0)
         self._claims[name] = claim
         self._tell(claim)
 
@@ -153,23 +164,17 @@ class StoredSessions:
         turn, self._granted = self._granted, None
         return turn or Turn(_new_turn(), now_ms(), anew=True)
 
-    def _proceed(self, name: str, granted: Turn | None = None, unread: ServiceError | None = None) -> None:
-        """Do the work that waits for a session, in its order, until one must be granted a turn first.
-
-        granted: for the first work that begins the session. unread: why its saved state is of no use here. Then it can only begin anew.
-        """
+    def _proceed(self, name: str, claim: messages.TakeSession | None = None) -> None:
+        """Do the work that waits for a session, in its order, until one must be granted a turn first. claim: what the store has granted."""
+        granted = None if claim is None else Turn(claim.turn, claim.begun)
         for waiting in self._take_waiting(name):
-            is_open = self._table.find(name) is not None
-            if name in self._waiting:
-                self._hold_again(name, waiting)
-            elif unread is not None and not is_open and not waiting.anew:
-                waiting.refuse(unread)
-            elif granted is None and (waiting.anew or (waiting.begins and not is_open)):
+            begins = waiting.anew or (waiting.begins and self._table.find(name) is None)
+            if name in self._waiting or (begins and granted is None):
                 self._hold_again(name, waiting)
             else:
                 granted = self._do(name, waiting, granted)
-        if granted is not None:
-            self._return(name, granted)
+        if claim is not None and granted is not None:
+            self._return(name, granted, lost=bool(claim.replaces))
 
     def _do(self, name: str, waiting: Waiting, granted: Turn | None) -> Turn | None:
         """Do work that no longer waits for its session. Returns the turn if the work did not use it."""
@@ -180,16 +185,18 @@ class StoredSessions:
         finally:
             self._proceeding, self._granted = "", None
 
-    def _return(self, name: str, granted: Turn) -> None:
-        """Use a turn that no work has used: for the session if it is open, and otherwise give it back."""
+    def _return(self, name: str, granted: Turn, *, lost: bool) -> None:
+        """Use a turn that no work has used: for the session if it is open, and otherwise give it back. lost: with the session before it."""
         session = self._table.find(name)
-        if session is None:
-            self._tell(messages.ReleaseSession(name, granted.number))
-        else:
+        if session is not None:
             self.adopt(session, granted)
+        elif lost:
+            self._tell(messages.DropSession(name, granted.number, "lost"))
+        else:
+            self._tell(messages.ReleaseSession(name, granted.number))
 
     def adopt(self, session: Session, turn: Turn) -> None:
-        """Continue a session in another turn. The store has no state of it in this turn yet."""
+        """Continue a session in a turn in which the store has no state of it yet."""
         session.turn, session.unsaved = turn, self._checkpoint_chunks
         if session.steps and not session.chunks:
             self._save(session)
@@ -217,8 +224,8 @@ class StoredSessions:
         A session that was lost with its engine may be saved.
         """
         for waiting in self._take_waiting(name):
-            is_known = self._table.find(name) is not None or self._table.end_reason(name) not in ("", "lost")
-            if waiting.anew or is_known:
+            has_ended = waiting.is_chunk and self._table.end_reason(name) not in ("", "lost")
+            if waiting.anew or has_ended or self._table.find(name) is not None:
                 self._do(name, waiting, None)
             else:
                 waiting.refuse(error)
@@ -253,16 +260,12 @@ class StoredSessions:
 
     def release_some(self, limit: int) -> int:
         """Begin to let go of up to `limit` sessions. Returns how many this engine still holds, at most."""
-        names = self._table.names()
-        if not limit:
-            return sum(not _is_private(name) for name in names)
-        for name in names:
-            if not limit:
-                return len(names)
-            if name not in self._departing and not _is_private(name):
-                limit -= 1
-                self._depart(name)
-        return len(self._departing)
+        names = [name for name in self._table.names() if not _is_private(name)]
+        # The store answers a claim of an open session first.
+        ready = [name for name in names if name not in self._departing and name not in self._claims]
+        for name in ready[:limit]:
+            self._depart(name)
+        return len(names)
 
     def step(self) -> None:
         """Refuse what has waited for too long."""
@@ -289,15 +292,16 @@ class StoredSessions:
         if not session.chunks:
             self._release(session)
 
-    def _release(self, session: Session) -> None:
+    def _release(self, session: Session, *, again: bool = False) -> None:
+        """again: an earlier process of the store may have made it."""
         self._table.wake(session)  # it cannot expire while it is saved
-        self._tell(self._message(session, releases=True), self.states.export(session))
+        self._tell(self._message(session, releases=True, again=again), self.states.export(session))
 
     @staticmethod
-    def _message(session: Session, *, releases: bool = False) -> messages.SaveSession:
+    def _message(session: Session, *, releases: bool = False, again: bool = False) -> messages.SaveSession:
         turn = _turn(session)
         exact = releases and not session.uncertain
-        return messages.SaveSession(session.id, turn.number, turn.begun, exact, releases, turn.anew)
+        return messages.SaveSession(session.id, turn.number, turn.begun, exact, releases, turn.anew, again)
 
     # Messages of the store.
 
@@ -314,14 +318,19 @@ class StoredSessions:
         claim = self._claims.pop(name, None)
         if claim is None:
             return  # an earlier process of the store has replied
-        turn = Turn(claim.turn, claim.begun)
+        session = self._table.find(name)
+        if session is not None and not _turn(session).anew and message.outcome in _ELSEWHERE:
+            self.states.lose(session, TAKEN_OVER)
+            session = None
         match message.outcome:
-            case TakeOutcome.TAKEN if self._table.find(name) is None:
-                self._import(message, tail, turn)
+            case TakeOutcome.TAKEN if session is None:
+                self._import(message, tail, claim)
             case TakeOutcome.NEW | TakeOutcome.TAKEN:
-                self._proceed(name, turn)
+                self._proceed(name, claim)
+            case TakeOutcome.ENDED if session is None:
+                self._report_end(name, message.ended, claim)
             case TakeOutcome.ENDED:
-                self._table.note_end(name, message.ended)
+                self._tell(messages.ReleaseSession(name, claim.turn))
                 self._proceed(name)
             case TakeOutcome.ABSENT:
                 self._proceed(name)
@@ -330,24 +339,51 @@ class StoredSessions:
             case _:
                 self._without_store(name, _unreachable(name))
 
-    def _import(self, message: messages.SessionTaken, tail: bytes | memoryview, turn: Turn) -> None:
-        """Open a session with its saved state, and do the work that waits for it, or give it back."""
-        name = message.session
+    def _report_end(self, name: str, ended: str, claim: messages.TakeSession) -> None:
+        """Report the end of a session to the first client that continues it. Until a client has learned it, the store keeps it."""
         first = self._first(name)
         if first is None:
-            self._tell(messages.ReleaseSession(name, turn.number, message.exact))
-            return
-        if first.anew:
-            self._claim(name, is_taken=True)
+            self._tell(messages.ReleaseSession(name, claim.turn))
+        elif first.anew:
+            self._claim(name, replaces=claim.turn)
+        else:
+            self._table.note_end(name, ended)
+            first, *others = self._take_waiting(name)
+            self._do(name, first, None)
+            is_told = not self._table.end_reason(name)
+            self._tell(messages.DropSession(name, claim.turn) if is_told else messages.ReleaseSession(name, claim.turn))
+            for waiting in others:
+                self._hold_again(name, waiting)
+
+    def _import(self, message: messages.SessionTaken, tail: bytes | memoryview, claim: messages.TakeSession) -> None:
+        """Open a session with its saved state and do the work that waits for it, or give it back."""
+        name, first = message.session, self._first(message.session)
+        give_back = messages.ReleaseSession(name, claim.turn, message.exact)
+        if first is None:
+            self._tell(give_back)
             return
         try:
             session = self.states.import_file(name, session_file.read(tail, with_ids=True), first.limit)
+        except TooManySessions as error:
+            self._tell(give_back)
+            self._refuse(name, error)
         except ServiceError as error:
-            self._tell(messages.ReleaseSession(name, turn.number, message.exact))
-            self._proceed(name, unread=error)
-            return
-        session.turn, session.uncertain = turn._replace(begun=message.begun), not message.exact
-        self._proceed(name)
+            self._begin_anew(name, claim.turn, give_back, error)
+        else:
+            session.turn, session.uncertain = Turn(claim.turn, message.begun), not message.exact
+            self._proceed(name)
+
+    def _begin_anew(self, name: str, turn: int, give_back: messages.ReleaseSession, error: ServiceError) -> None:
+        """Begin a session anew whose saved state is of no use here, or give it back. error: for all other work."""
+        for waiting in self._take_waiting(name):
+            if waiting.anew:
+                self._keep(name, waiting)
+            else:
+                waiting.refuse(error)
+        if self._first(name) is None:
+            self._tell(give_back)
+        else:
+            self._claim(name, replaces=turn)
 
     def _handle_save_ended(self, message: messages.SaveEnded, tail: bytes | memoryview) -> None:
         name = message.session
@@ -358,7 +394,8 @@ class StoredSessions:
         if message.failed:
             if departing:
                 self._departing.discard(name)
-                self.states.rest(session)
+                if not session.chunks:
+                    self.states.rest(session)
                 self._proceed(name)
         elif not message.owned:
             self._lose(session)
