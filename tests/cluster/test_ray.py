@@ -21,7 +21,7 @@ from websockets.sync.client import connect
 
 from loadtest.servers import free_ports
 from tests.serving import eventually
-from tests.test_readme import ROOT, requests
+from tests.docs.test_pages import ROOT, requests
 
 RAY = ROOT / ".venv-ray" / "bin"
 PAGE = (ROOT / "docs" / "ray.md").read_text()

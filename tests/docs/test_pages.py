@@ -20,7 +20,7 @@ from service.settings import NO_SETTINGS, PREFIX, Settings
 from tests.serving import Server, serving
 from tests.steady import processes
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent
 README = (ROOT / "README.md").read_text()
 PAGES = {
     page.relative_to(ROOT).as_posix(): page.read_text() for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -206,3 +206,9 @@ def test_settings_and_make_targets_exist(name: str) -> None:
     )
     for target in commands:
         assert re.search(rf"^{target}:", MAKEFILE, re.MULTILINE), target
+
+
+def test_tables_of_reliability_name_files_that_exist() -> None:
+    files = set(re.findall(r"`(tests/[\w/]+\.py)`", PAGES["docs/reliability.md"]))
+    assert len(files) > 50
+    assert [file for file in files if not (ROOT / file).is_file()] == []
