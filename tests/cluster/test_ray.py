@@ -20,8 +20,8 @@ from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
 from loadtest.servers import free_ports
-from tests.serving import eventually
 from tests.docs.test_pages import ROOT, requests
+from tests.serving import eventually
 
 RAY = ROOT / ".venv-ray" / "bin"
 PAGE = (ROOT / "docs" / "ray.md").read_text()

@@ -16,8 +16,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.serving import Server  # noqa: F401  # tests/conftest.py runs modules that start servers first
 from tests.docs.test_pages import README, requests
+from tests.serving import Server  # noqa: F401  # tests/conftest.py runs modules that start servers first
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SOURCES = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "service", "kernels", "loadtest", "models")
