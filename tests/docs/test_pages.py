@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Iterator
 from itertools import pairwise
@@ -18,7 +17,6 @@ from service.cli import main
 from service.errors import STATUS
 from service.settings import NO_SETTINGS, PREFIX, Settings
 from tests.serving import Server, serving
-from tests.steady import processes
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 README = (ROOT / "README.md").read_text()
@@ -54,15 +52,17 @@ PROGRAMS = [(name, code) for name, page in PAGES.items() for language, code in B
 
 
 @pytest.fixture(scope="module")
-def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, float]]:
-    """A server over the embedded models, and the processor time of its start."""
+def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server over the embedded models."""
     with serving(ROOT / "models", tmp_path_factory.mktemp("log")) as running:
-        yield running, sum(map(processor_seconds, processes(running).values()))
+        yield running
 
 
-@pytest.fixture(scope="module")
-def embedded(started: tuple[Server, float]) -> Server:
-    return started[0]
+def run(code: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """Run a program in this process, in which its libraries are loaded already, and return what it prints."""
+    capsys.readouterr()
+    exec(compile(code, "a page", "exec"), {"__name__": "__main__"})
+    return capsys.readouterr().out.strip()
 
 
 def test_pages_show_requests_and_programs() -> None:
@@ -93,41 +93,38 @@ def assert_alike(actual: Any, shown: Any) -> None:
 
 
 @pytest.mark.parametrize(("name", "code"), PROGRAMS, ids=[name for name, _ in PROGRAMS])
-def test_program_prints_what_the_page_shows(name: str, code: str, embedded: Server, tmp_path: Path) -> None:
+def test_program_prints_what_the_page_shows(
+    name: str,
+    code: str,
+    embedded: Server,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The importing page's program writes the checkpoint that its command imports."""
+    monkeypatch.chdir(tmp_path)
     address = embedded.address.removeprefix("http://")
-    program = code.replace("127.0.0.1:8000", address).replace("127.0.0.1:8001", embedded.grpc)
-    printed = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=True
-    ).stdout.strip()
+    printed = run(code.replace("127.0.0.1:8000", address).replace("127.0.0.1:8001", embedded.grpc), capsys)
     shown = re.search(r"  # (.+)\n$", code)
-    assert printed
+    assert printed or name == "docs/importing.md"
     if shown:
         assert printed.splitlines()[-1] == shown[1]
+    if name == "docs/importing.md":
+        command = re.search(r"^seqserve (import .+)$", PAGES[name], re.MULTILINE)
+        assert command
+        assert main(command[1].split()) == 0
+        imported = capsys.readouterr().out
+        assert re.search(r"^.*logits.*$", imported, re.MULTILINE) and "is complete" in imported
+        assert (tmp_path / "my-models" / "sentiment" / "1" / "card.md").exists()
 
 
-def test_checkpoint_of_the_page_is_imported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    page = PAGES["docs/importing.md"]
-    [code] = [code for name, code in PROGRAMS if name == "docs/importing.md"]
-    command = re.search(r"^seqserve (import .+)$", page, re.MULTILINE)
-    assert command
-    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, timeout=300, check=True)
-    monkeypatch.chdir(tmp_path)
-    assert main(command[1].split()) == 0
-    printed = capsys.readouterr().out
-    assert re.search(r"^.*logits.*$", printed, re.MULTILINE) and "is complete" in printed
-    assert (tmp_path / "my-models" / "sentiment" / "1" / "card.md").exists()
-
-
-def test_stream_ends_with_the_reply_of_the_whole_sequence(embedded: Server) -> None:
+def test_stream_ends_with_the_reply_of_the_whole_sequence(embedded: Server, capsys: pytest.CaptureFixture[str]) -> None:
     page = PAGES["docs/streams.md"]
     [code] = [code for name, code in PROGRAMS if name == "docs/streams.md"]
     [example] = requests(page)
     assert example.reply is not None
     program = code.replace("127.0.0.1:8000", embedded.address.removeprefix("http://"))
-    printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=True).stdout
-    last = json.loads(printed.splitlines()[-1])
+    last = json.loads(run(program, capsys).splitlines()[-1])
     assert_alike(last["outputs"], example.reply["outputs"])
     assert last["session"]["steps"] == example.reply["session"]["steps"]
 
@@ -156,17 +153,13 @@ def test_table_of_errors_is_the_one_in_errors_py() -> None:
     assert sorted(rows) == sorted((str(status.http), error.code, status.grpc) for error, status in STATUS.items())
 
 
-def test_embedded_models_are_ready_after_10_seconds_of_processor_time(started: tuple[Server, float]) -> None:
-    """Processor time, because wall-clock time depends on the other work of the machine."""
-    running, seconds = started
-    assert running.ready()
-    assert 0 < seconds < 10
-
-
-def processor_seconds(pid: int) -> float:
-    """Return the processor time of a process, in which the kernel counts in hundredths of a second."""
-    user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
-    return (int(user) + int(system)) / 100
+def test_client_of_the_examples_prints_an_answer(
+    embedded: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The clients in other languages run in tests/long."""
+    monkeypatch.setattr(sys, "argv", ["http_client.py", embedded.address])
+    printed = run((ROOT / "examples" / "clients" / "http_client.py").read_text(), capsys)
+    assert re.search(r"^NUM$", printed, re.MULTILINE) and "unknown model nobody" in printed
 
 
 def test_command_without_a_server_answers(capsys: pytest.CaptureFixture[str]) -> None:

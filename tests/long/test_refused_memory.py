@@ -20,9 +20,9 @@ import uvloop
 
 from loadtest.oip_requests import PATH
 from tests.frontend.http2 import peer
-from tests.fuzz.wire import grpc
-from tests.fuzz.wire.conversation import never
-from tests.fuzz.wire.line import send
+from tests.long.fuzz.wire import grpc
+from tests.long.fuzz.wire.conversation import never
+from tests.long.fuzz.wire.line import send
 from tests.serving import Server, serving
 from tests.steady import processes, resident_bytes
 

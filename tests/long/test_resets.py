@@ -24,7 +24,7 @@ from service.frontend.http2.floods import HOLD_SECONDS, RESETS, RESETS_PER_SECON
 from service.frontend.oip.protobuf import METHODS
 from tests import models
 from tests.frontend.http2 import peer
-from tests.fuzz.wire import grpc
+from tests.long.fuzz.wire import grpc
 from tests.long.others import ROWS_AT_ONCE, UsualClients, on_planted_device
 from tests.serving import LIMIT_SECONDS, Server, eventually, serving
 

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from loadtest.oip_requests import PATH
 from tests.frontend.http2 import peer
-from tests.fuzz.wire import grpc
+from tests.long.fuzz.wire import grpc
 from tests.long.others import BODY, ROWS_AT_ONCE, UsualClients, on_planted_device
 from tests.long.overload import Lag
 from tests.serving import LIMIT_SECONDS, Server

@@ -1,6 +1,6 @@
-"""`python -m tests.fuzz TARGET SECONDS FOLDER`: fuzz one parser, guided by the coverage of the service's code.
+"""`python -m tests.long.fuzz TARGET SECONDS FOLDER`: fuzz one parser, guided by the coverage of the service's code.
 
-Starts from tests/fuzz/corpus/TARGET. A finding ends the run with its traceback, and its bytes are a file in FOLDER.
+Starts from tests/long/fuzz/corpus/TARGET. A finding ends the run with its traceback, and its bytes are a file in FOLDER.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from pathlib import Path
 
 import atheris
 
-with atheris.instrument_imports(include=["service", "tests.fuzz"]):
-    from tests.fuzz.targets import TARGETS, checked
+with atheris.instrument_imports(include=["service", "tests.long.fuzz"]):
+    from tests.long.fuzz.targets import TARGETS, checked
 
 CORPUS = Path(__file__).with_name("corpus")
 MAX_BYTES = 8192

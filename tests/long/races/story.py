@@ -23,8 +23,8 @@ from service.metrics import Metrics
 from tests.engine.batching.fakes import MODEL, ids, request
 from tests.engine.batching.harness import IDLE_SECONDS
 from tests.frontend.http2.peer import ClockLoop
-from tests.races import CODES, FRONTEND_POINTS, POINTS, Event
-from tests.races.processes import MARKED, EngineProcess
+from tests.long.races import CODES, FRONTEND_POINTS, POINTS, Event
+from tests.long.races.processes import MARKED, EngineProcess
 
 PATIENT_SECONDS, IMPATIENT_SECONDS = 3600.0, 10.0
 TICKS, TURNS, LATER, RESTART = 4, 34, 12, 3

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from service.memory_limit import NO_LIMIT, MemoryLimit, MemoryUse
-from tests.test_cores import write
+from tests.service.test_cores import write
 
 V2, V1 = "proc/self/cgroup", "sys/fs/cgroup/memory/box/memory"
 BOX = "sys/fs/cgroup/box/memory"

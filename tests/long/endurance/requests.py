@@ -12,8 +12,8 @@ from loadtest.target import Target
 from service.modeling import store
 from service.modeling.spec import DenseLayer, ModelSpec, SequenceHead, SequenceInput
 from tests.accumulator import Account
-from tests.endurance.load import Tally
-from tests.endurance.sessions import CHUNKS
+from tests.long.endurance.load import Tally
+from tests.long.endurance.sessions import CHUNKS
 
 HANGS_UP, HANGING_UP_SECONDS = 0.01, 0.02
 SUMS, SEVERAL, MOST_INPUTS = 0.2, 0.1, 6

@@ -16,7 +16,7 @@ import torch
 
 pytestmark = pytest.mark.usefixtures("examples")
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def module(name: str) -> Any:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from urllib.parse import urlsplit
 
-from tests.fuzz.wire.conversation import Conversation, Judgement, never
+from tests.long.fuzz.wire.conversation import Conversation, Judgement, never
 
 QUIET_SECONDS = 1.0
 """A client that gets nothing for this time closes its side, where the service waits for more without a limit."""

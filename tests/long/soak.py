@@ -1,4 +1,4 @@
-"""Mixed load with one fault in each cycle, and an account of every request: `python -m tests.soak --hours 8`.
+"""Mixed load with one fault in each cycle, and an account of every request: `python -m tests.long.soak --hours 8`.
 
 In each cycle clients send requests over HTTP and gRPC, chunks of sessions, and chunks over WebSockets, while one fault happens. Then the
 clients finish, the server must come to rest, and the memory, the descriptors and the threads of each process are sampled.

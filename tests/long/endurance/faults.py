@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.endurance.load import Tally
+from tests.long.endurance.load import Tally
 from tests.reloading import load
 from tests.serving import Server, eventually
 

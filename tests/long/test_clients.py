@@ -23,7 +23,7 @@ from service.access.scopes import Scope
 from service.settings import CLIENT_KEY
 from tests.serving import LIMIT_SECONDS, Server, eventually, serving
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent
 CLIENTS = ROOT / "examples" / "clients"
 MAX_LINES = 60
 HTTP = ("http_client.py", "client.sh", "Client.java", "client.go")

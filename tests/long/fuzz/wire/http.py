@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from service.errors import BY_CODE, STATUS, InferenceFailed
-from tests.fuzz.wire.conversation import Conversation, Judgement
-from tests.fuzz.wire.mutations import TOKENS, mutated
+from tests.long.fuzz.wire.conversation import Conversation, Judgement
+from tests.long.fuzz.wire.mutations import TOKENS, mutated
 
 MOST_REQUESTS = 6
 """Requests on one connection."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import re
-import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,16 +15,14 @@ import pytest
 import torch
 
 from kernels.ragged import Ragged
-from service.cli import main
 from service.engine.batching.state_slots import FIRST_SLOT, ZERO_SLOT
 from service.modeling import spec, store
 from service.modeling.encoder import Encoder
 from service.modeling.state_slabs import RowSlots
-from tests.serving import Server, serving
 
 pytestmark = pytest.mark.usefixtures("examples")
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent
 FOLDER = ROOT / "models" / "sensor-forecast" / "1"
 STEPS = 300
 ROUNDING = 1e-4
@@ -58,15 +54,6 @@ def readings(recipe: Any) -> Any:
 def forecasts(recipe: Any, trained: Any, readings: Any) -> Any:
     """PyTorch's forecasts after each step of the stream."""
     return recipe.answers(trained, [np.concatenate([readings[0], readings[0, -1:]])])[0]
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Path]]:
-    """A server of the shipped model, and its models folder."""
-    root = tmp_path_factory.mktemp("models")
-    shutil.copytree(FOLDER, root / "sensor-forecast" / "1")
-    with serving(root, tmp_path_factory.mktemp("log")) as server:
-        yield server, root
 
 
 @pytest.fixture
@@ -149,13 +136,3 @@ def test_readme_shows_the_errors_of_the_card() -> None:
     match = re.search(r"sensor-forecast.+\| error (\S+) \(last reading again: (\S+)\) \|", (ROOT / "README.md").read_text())
     rows = re.findall(r"^\| \S.+ \| (\d\.\d+) \(.+\) \|$", (FOLDER / spec.CARD).read_text(), re.MULTILINE)
     assert match and list(match.groups()) == rows[:2]
-
-
-def test_shipped_model_is_listed_and_served(
-    forecasts: Any, readings: Any, served: tuple[Server, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["models", "--models", str(ROOT / "models")]) == 0
-    assert "sensor-forecast  version 1  features > lstm > regress  float16" in capsys.readouterr().out
-    inputs = [readings[0, :10].tolist(), readings[0].tolist()]
-    outputs = served[0].infer("sensor-forecast", inputs, version=1).json()["outputs"]
-    np.testing.assert_allclose([output["value"] for output in outputs], forecasts[[9, -1]], atol=ROUNDING)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 import shutil
 import signal
 from pathlib import Path
@@ -11,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from service import __main__
-from service.cli import main
+from service.cli import _example, main
+from service.supervisor.repository import Repository
 from tests import models
-from tests.serving import Server, serving
+from tests.serving import Server
 
 QUESTIONS = ["how far is the sea ?", "who was first"]
 
@@ -78,16 +78,12 @@ def test_compress_command_writes_a_version_and_prints_its_card(tmp_path: Path, c
         main([*command[:2], "--precision", "int4"])
 
 
-def test_serve_shows_a_request_that_an_alias_answers(models_folder: Path, tmp_path: Path) -> None:
-    root = tmp_path / "models"
-    shutil.copytree(models_folder, root)
-    (root / "aliases.toml").write_text('stable = "words/1"')
-    with serving(root, tmp_path) as server:
-        assert server.process.stdout is not None
-        shown = next(line for line in server.process.stdout if line.startswith("curl "))
-        body = json.loads(shlex.split(shown)[-1])
-        answer = server.client.post("/infer", json=body)
-    assert (body["model"], answer.status_code, answer.json()["version"]) == ("stable", 200, "1")
+def test_shown_request_is_answered(models_folder: Path, server: Server, tmp_path: Path) -> None:
+    """It names an alias, if there is one."""
+    assert server.client.post("/infer", json=_example(Repository(models_folder).manifest())).status_code == 200
+    shutil.copytree(models_folder, tmp_path / "models")
+    (tmp_path / "models" / "aliases.toml").write_text('stable = "words/1"')
+    assert _example(Repository(tmp_path / "models").manifest())["model"] == "stable"
 
 
 def test_error_names_a_folder_without_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,15 +26,15 @@ from tests import models
 from tests.accumulator import at_rest
 from tests.callers import Caller
 from tests.frontend.callbacks import MAX_CALLBACK_SECONDS
-from tests.fuzz.wire.conversation import Judgement
-from tests.fuzz.wire.grpc import GrpcSource
-from tests.fuzz.wire.http import HttpSource
-from tests.fuzz.wire.line import PATIENCE_SECONDS, Line
-from tests.fuzz.wire.mutations import pieces
-from tests.fuzz.wire.websocket import WebSocketSource
+from tests.long.fuzz.wire.conversation import Judgement
+from tests.long.fuzz.wire.grpc import GrpcSource
+from tests.long.fuzz.wire.http import HttpSource
+from tests.long.fuzz.wire.line import PATIENCE_SECONDS, Line
+from tests.long.fuzz.wire.mutations import pieces
+from tests.long.fuzz.wire.websocket import WebSocketSource
+from tests.long.soak import slope
 from tests.planted import constants, plant
 from tests.serving import Server, serving
-from tests.soak import slope
 from tests.steady import processes, resident_bytes
 
 ROUNDS = 40
@@ -57,7 +57,7 @@ MOST_GROWTH_BYTES = 8 << 20
 """Growth of a process."""
 MOST_SLOPE, LONG_RUN = 1.0, 1_000_000
 """MiB in 100,000 requests of a process, in runs of this many requests: a shorter run only shows the steps of an allocator."""
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 MOST_FAULTS = 5
 """Descriptions of a kind that are kept."""
 SETTINGS = {"idle_seconds": "20", "session_idle_seconds": "2"}

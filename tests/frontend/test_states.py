@@ -101,8 +101,7 @@ def test_sequence_starts_as_usual_from_states_that_it_lacks(server: Server, spec
     assert mixed[0] != plain[0] and mixed[1:] == plain[1:]
 
 
-@pytest.mark.parametrize("protocol", ["rest", "grpc"])
-@pytest.mark.parametrize("name", ["forward", "both"])
+@pytest.mark.parametrize(("protocol", "name"), [("rest", "forward"), ("grpc", "both")])
 def test_clients_of_the_inference_protocol_send_and_get_states(
     server: Server, specs: tuple[Path, dict[str, ModelSpec]], protocol: str, name: str
 ) -> None:

@@ -18,8 +18,8 @@ from loadtest.target import Target
 from service.ipc import session_file
 from service.ipc.session_placement import engine_of_session
 from tests.accumulator import RESTART_STEPS, Account
-from tests.endurance.faults import ENGINES, Explained
-from tests.endurance.load import Tally
+from tests.long.endurance.faults import ENGINES, Explained
+from tests.long.endurance.load import Tally
 
 IDLE_SECONDS = 20.0
 """After this time without a chunk a session expires."""

@@ -1,4 +1,4 @@
-"""`python -m tests.fuzz.wire --requests 2000000`: fuzz a new service over its sockets, and print what came back and what is wrong."""
+"""`python -m tests.long.fuzz.wire --requests 2000000`: fuzz a new service over its sockets, and print what came back and what is wrong."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.fuzz.wire.run import Account, fuzzed, served
+from tests.long.fuzz.wire.run import Account, fuzzed, served
 
 
 def main() -> int:
     """Return the exit status: 1 if anything is wrong."""
-    parser = argparse.ArgumentParser(prog="python -m tests.fuzz.wire", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.long.fuzz.wire", description=__doc__)
     parser.add_argument("--requests", type=int, default=2_000_000)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()

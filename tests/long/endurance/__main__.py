@@ -1,4 +1,4 @@
-"""Run one kind of load: `python -m tests.endurance sessions|requests --size 10000000`. Fails if anything was wrong."""
+"""Run one kind of load: `python -m tests.long.endurance sessions|requests --size 10000000`. Fails if anything was wrong."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ import uvloop
 from loadtest.target import Target
 from tests import models
 from tests.accumulator import Counts, rests
-from tests.endurance.faults import ENGINES, START_SECONDS, Explained, Faults
-from tests.endurance.load import Client, Load, Tally
-from tests.endurance.requests import RequestClient, echo
-from tests.endurance.sessions import IDLE_SECONDS, SessionClient
+from tests.long.endurance.faults import ENGINES, START_SECONDS, Explained, Faults
+from tests.long.endurance.load import Client, Load, Tally
+from tests.long.endurance.requests import RequestClient, echo
+from tests.long.endurance.sessions import IDLE_SECONDS, SessionClient
 from tests.planted import constants
 from tests.serving import Server, eventually, serving
 

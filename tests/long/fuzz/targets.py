@@ -30,7 +30,7 @@ from service.modeling.spec import ModelSpec
 from service.modeling.tokenizer import Tokenizer
 from service.settings import Settings
 
-MODELS = Path(__file__).resolve().parents[2] / "models"
+MODELS = Path(__file__).resolve().parents[3] / "models"
 IDS = {
     "name": "speller",
     "precision": "float32",

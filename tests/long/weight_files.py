@@ -1,4 +1,4 @@
-"""Mutated weight files, each either refused or loaded bit by bit: `python -m tests.weight_files --size 1000000`.
+"""Mutated weight files, each either refused or loaded bit by bit: `python -m tests.long.weight_files --size 1000000`.
 
 This module reads the files without the library that the service uses: the header is JSON, and the bytes of the tensors follow it.
 """
