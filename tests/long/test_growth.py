@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import models, soak
+from tests import models
+from tests.long import soak
 from tests.long.soak import Sample, Slope
 from tests.mixed import ROUND, mixed, send
 from tests.serving import eventually, serving

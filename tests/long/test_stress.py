@@ -27,20 +27,16 @@ from service.supervisor.repository import POLICY
 from tests import accumulator, models
 from tests.accumulator import (
     CALLERS,
-    NEW,
     REST_SECONDS,
     SMALL,
-    Account,
-    AccumulatorSession,
     at_rest,
     counts,
     faults_of,
     rests,
-    start_sessions,
     tell,
     watch,
 )
-from tests.callers import Caller, Response
+from tests.callers import Caller
 from tests.planted import constants
 from tests.reloading import load
 from tests.serving import Server, eventually, serving
@@ -123,16 +119,6 @@ def test_sums_are_exact_while_versions_are_replaced(tmp_path: Path) -> None:
         assert loaded > 2
         told.ledger.check(at_rest(server).since(before))
         eventually(lambda: len(server.events("unloaded")) == loaded - 1, within_seconds=REST_SECONDS)
-
-
-def test_session_after_a_disconnect_has_the_state_before_or_after_the_chunk() -> None:
-    session = AccumulatorSession("a")
-    session.unheard(accumulator.Chunk([1, 1]))
-    assert session.possible == {NEW, Account(2, 2)} and not session.open and session.distinct
-    session.unheard(accumulator.Chunk([-1, 0], starts=True))
-    assert session.possible == {NEW, Account(2, 2), Account(-1, 2)} and not session.distinct
-    session.unheard(accumulator.Chunk([1], ends=True))
-    assert session.possible == {NEW, Account(2, 2), Account(-1, 2)}
 
 
 # Clients that disconnect.
@@ -223,57 +209,6 @@ def test_disconnected_clients_leave_nothing_behind(busy: Server) -> None:
     eventually(lambda: open_files(busy) == files, REST_SECONDS)
     for where, so_far in zip(("waiting", "running"), cancelled, strict=True):
         assert busy.metric("seqserve_cancelled_total", **{"while": where}) > so_far, f"some were {where}"
-
-
-@pytest.mark.parametrize("model, steps", [("sensors", 600), ("both", 60)])
-def test_cancelled_request_keeps_its_batch_mates(busy: Server, model: str, steps: int) -> None:
-    """The requests arrive while the engine is busy. Short sequences that cannot be cut form one batch."""
-    target, chance = Target.of(busy.address, "/infer"), random.Random(0)
-    inputs = [rows(steps + seed, seed) for seed in range(32)]
-    alone = [busy.infer(model, [one]).json()["outputs"][0]["scores"] for one in inputs]
-    requests = [asked(target, model, [one]) for one in inputs] + [asked(target, "both", [rows(8000)])]
-    gone, together = busy.metric("seqserve_requests_total", outcome="client_gone"), large_batches(busy, model)
-
-    def seen() -> bool:
-        """Whether a client left in time, and a batch was large. Both depend on how the clients are scheduled."""
-        left = busy.metric("seqserve_requests_total", outcome="client_gone") > gone
-        return left and large_batches(busy, model) > together
-
-    for number_of_wave in range(40):
-        if number_of_wave and seen():
-            break
-        leaver = chance.randrange(32)
-        replies = uvloop.run(_but_one(target, requests, leaver, chance.uniform(0.02, 0.1)))
-        for number, (reply, expected) in enumerate(zip(replies, alone, strict=False)):
-            if number != leaver:
-                assert reply is not None and reply.status == 200, reply
-                assert json.loads(reply.body)["outputs"][0]["scores"] == pytest.approx(expected, abs=1e-4)
-    assert seen()
-
-
-def large_batches(server: Server, model: str) -> float:
-    """Return the number of batches with more than 16 sequences."""
-    all, few = (server.metric("seqserve_batch_sequences_bucket", model=model, le=most) for most in ("+Inf", "16.0"))
-    return all - few
-
-
-async def _but_one(target: Target, requests: Sequence[bytes], leaver: int, seconds: float) -> list[Response | None]:
-    """Send the last request first, then the others, and return all replies. The client `leaver` usually gets none."""
-
-    async def ask(number: int, request: bytes) -> Response | None:
-        caller = await Caller.connect(target)
-        try:
-            async with asyncio.timeout(seconds if number == leaver else 60):
-                return await caller.ask(request)
-        except TimeoutError:
-            return None
-        finally:
-            caller.hang_up()
-
-    *batch, first = [ask(number, request) for number, request in enumerate(requests)]
-    blocking = asyncio.ensure_future(first)
-    await asyncio.sleep(0.02)
-    return [*await asyncio.gather(*batch), await blocking]
 
 
 # Deadlines.
@@ -383,49 +318,3 @@ async def overloaded(crowd: Crowd, seconds: float) -> float:
         return capacity
     finally:
         crowd.close()
-
-
-def test_overload_answers_by_the_deadline_and_refuses_at_once(busy: Server) -> None:
-    before = at_rest(busy)
-    crowd = Crowd(Target.of(busy.address, "/infer"))
-    capacity = uvloop.run(overloaded(crowd, LOAD_SECONDS))
-    heard = crowd.heard
-    codes = Counter(one.code for one in heard)
-    print(f"{capacity:.0f} requests/s, {len(heard)} sent: {dict(codes)}; the client's worst lag was {crowd.lag * 1000:.1f} ms")
-    for code in codes:
-        over = sorted(one.over for one in heard if one.code == code)
-        print(code, *(f"p{share:.0%} {quantile(over, share) * 1000:.1f} ms" for share in (0.5, 0.9, 0.99, 1.0)))
-    check_in_time(heard, crowd.lag)
-    assert codes["ok"] > 0 and codes["overloaded"] + codes["deadline_exceeded"] > 0
-    now = at_rest(busy).since(before)
-    now.check()
-    assert codes["overloaded"] == now.outcomes["overloaded"] and codes["deadline_exceeded"] == now.outcomes["deadline_exceeded"]
-
-
-# Abandoned sessions.
-
-
-def test_abandoned_sessions_expire(folder: Path, tmp_path: Path) -> None:
-    with serving(folder, tmp_path, session_idle_seconds=str(IDLE_SECONDS)) as own:
-        assert start_sessions(own.address, [f"left {number}" for number in range(ABANDONED)]) == {"ok": ABANDONED}
-        left = time.monotonic()
-        most = own.metric("seqserve_sessions")
-        eventually(lambda: rests(own))
-        print(f"{most:.0f} were open at the end, and none {time.monotonic() - left:.2f} s later")
-        assert own.metric("seqserve_sessions_ended_total", reason="expired") == ABANDONED
-
-
-def test_sessions_over_the_limit_are_refused_and_others_continue(small: Server) -> None:
-    limit = int(SMALL["max_sessions"])
-    at_rest(small)
-    names = [f"limited {number}" for number in range(limit + 100)]
-    assert start_sessions(small.address, names) == {"ok": limit, "too_many_sessions": 100}
-    assert small.metric("seqserve_sessions") == limit
-    goes_on = Counter(_goes_on(small, name) for name in names)
-    assert goes_on == {(200, Account(3, 3)): limit, (404, None): 100}
-    assert rests(small)
-
-
-def _goes_on(server: Server, name: str) -> tuple[int, Account | None]:
-    answer = server.infer("accumulator", [[2, 2]], session=name, start=False, end=True)
-    return answer.status_code, Account.told(answer.json()["outputs"][0]["value"]) if answer.status_code == 200 else None
