@@ -40,7 +40,7 @@ from service.ipc.messages import IDS
 from tests import models
 from tests.accumulator import Account, Counts
 from tests.callers import Caller, GrpcCaller, Response
-from tests.full_disk import full_disk
+from tests.long.full_disk import full_disk
 from tests.reloading import load
 from tests.serving import Server, eventually, serving
 from tests.steady import processes, resident_bytes

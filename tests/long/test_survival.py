@@ -18,7 +18,7 @@ from tritonclient.utils import InferenceServerException
 from kernels.folder import CACHE
 from service.modeling import spec
 from tests import models
-from tests.full_disk import full_disk
+from tests.long.full_disk import full_disk
 from tests.planted import constants
 from tests.reloading import answered, load
 from tests.serving import Server, alive, answering, check_unharmed, eventually, serving
