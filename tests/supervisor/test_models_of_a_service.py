@@ -54,7 +54,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, 
     models.words(root, "weightless")
     (root / "weightless" / "1" / spec.WEIGHTS).write_bytes(b"")
     (root / spec.ALIASES).write_text('any = "weightless"\npinned = "weightless/1"\n')
-    with serving(root, scratch, "--frontends", "2", "--device", "cpu", strict="0", max_model_bytes="4000000") as server:
+    with serving(root, scratch, "--device", "cpu", strict="0", max_model_bytes="4000000") as server:
         yield server, root
 
 
@@ -280,7 +280,7 @@ def test_restarted_processes_leave_out_a_model_whose_files_were_overwritten(relo
         weights.write(bytes(64))
     (root / "words" / "1" / spec.TOKENIZER).write_bytes(b"")
     assert answered(server) == before
-    for child in ("engine-0", "frontend-0", "frontend-1"):
+    for child in ("engine-0", "frontend-0"):
         kill(server, child)
     assert summed(server, [1], "s") == ("1", 1)
     assert "words version 1 cannot be served" in refused(server, 503, "unavailable", "words")
