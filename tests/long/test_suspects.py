@@ -18,7 +18,8 @@ PATIENT_SECONDS = 600
 PATIENT = {"max_deadline_ms": str(1000 * PATIENT_SECONDS)}
 STEP = [0.1, 0.2, 0.3]
 MARKED = {"model": "sensors", "inputs": [[STEP] * planted.STEPS], "deadline_ms": 1000 * PATIENT_SECONDS}
-OTHER = MARKED | {"inputs": [[STEP] * 5]}
+SLOW = MARKED | {"inputs": [[STEP] * 30_000]}
+"""Computed in several batches: none is answered before the engine ends."""
 BESIDE = 3
 """Requests of each frontend besides the request that ends engines."""
 
@@ -60,7 +61,7 @@ def test_request_that_ends_engines_harms_no_request_of_another_frontend(
         callers = stack.enter_context(ThreadPoolExecutor(len(beside) + 1))
         before = arrived(server)
         gate.let(0)
-        calls = [callers.submit(client.post, "/infer", json=OTHER) for client in beside]
+        calls = [callers.submit(client.post, "/infer", json=SLOW) for client in beside]
         eventually(lambda: arrived(server) == before + len(beside))
         ends.write_text("launching\n" * 3)
         call = callers.submit(deadly.post, "/infer", json=MARKED)

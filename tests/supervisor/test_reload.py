@@ -49,7 +49,7 @@ class Supervised:
         self.root = root
         self.engine, self.frontend = FakeChild("engine-0"), FakeChild("frontend-0")
         self.metrics, self.trials, self.unloaded = Metrics(), Trials(), list[ModelKey]()
-        given = Settings(models=str(root), **settings)
+        given = Settings(models=root, **settings)
         self.reloader = ModelReloader(
             Repository(root, given.versions),
             given,

@@ -45,10 +45,11 @@ class Started:
 
     def __init__(self, root: Path) -> None:
         self.announced: list[Any] = []
-        settings = Settings(models=str(root), device="cpu", frontends=1, port=0, grpc_port="off", strict=False)
+        settings = Settings(models=root, device="cpu", frontends=1, port=0, grpc_port="off", strict=False)
         self.supervisor: Any = Supervisor(settings, Log("test"), self.announced.append)
         self.engine, self.frontend = FakeChild("engine-0", ready=False), FakeChild("frontend-0", ready=False)
-        self.supervisor._children.update({child.name: child for child in (self.engine, self.frontend)})
+        children: dict[str, Any] = self.supervisor._children
+        children |= {"engine-0": self.engine, "frontend-0": self.frontend}
         [self.version] = self.supervisor.manifest.model_versions
 
     def tell(self, child: FakeChild, message: Any) -> None:
@@ -156,7 +157,7 @@ def test_hung_process_is_killed_and_a_pause_of_the_whole_machine_kills_none(
     root: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario(at: Started) -> None:
-        monkeypatch.setattr(supervisor.asyncio, "sleep", clock.wait)
+        monkeypatch.setattr(asyncio, "sleep", clock.wait)
         watching = asyncio.ensure_future(at.supervisor._watch_heartbeats())
         await settle(at)
         assert not at.engine.killed
