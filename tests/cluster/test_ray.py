@@ -21,8 +21,8 @@ from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
 from loadtest.servers import free_ports
+from tests.docs.test_pages import ROOT, requests
 from tests.serving import eventually, sum_of
-from tests.test_readme import ROOT, requests
 
 RAY = ROOT / ".venv-ray" / "bin"
 PAGE = (ROOT / "docs" / "ray.md").read_text()

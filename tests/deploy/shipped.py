@@ -55,22 +55,6 @@ def expressions() -> dict[str, str]:
     return {f"{one['id']} {one['title']} {each['refId']}": each["expr"] for one in panels() for each in one.get("targets", [])}
 
 
-def exemplar_expressions() -> dict[str, str]:
-    """Return the expressions of the dashboard for which Grafana also requests exemplars, by panel and letter."""
-    return {
-        f"{panel['id']} {panel['title']} {target['refId']}": target["expr"]
-        for panel in panels()
-        for target in panel.get("targets", [])
-        if target.get("exemplar")
-    }
-
-
-def features() -> list[str]:
-    """Return the flags with which docker-compose.yml enables features of Prometheus."""
-    command = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]["prometheus"]["command"]
-    return [flag for flag in command if flag.startswith("--enable-feature")]
-
-
 def named(expression: str) -> set[str]:
     """Return the series of the service in an expression. Quoted text is a label value."""
     return set(re.findall(r"\bseqserve[\w:]*", re.sub(r'"[^"]*"', "", expression)))

@@ -109,10 +109,3 @@ def test_every_series_of_the_dashboard_exists(expression: str) -> None:
 def test_failed_panel_counts_the_server_s_faults() -> None:
     [failed] = [panel for panel in panels() if panel["title"] == "Failed"]
     assert f'outcome=~"{"|".join(FAULTS)}"' in failed["targets"][0]["expr"]
-
-
-def test_provisioned_paths_exist_in_the_containers() -> None:
-    assert provisioned()["url"] == "http://prometheus:9090"
-    assert provisioned()["isDefault"]
-    [provider] = read("grafana/provisioning/dashboards/seqserve.yml")["providers"]
-    assert provider["options"]["path"] == "/var/lib/grafana/dashboards"

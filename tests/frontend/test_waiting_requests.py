@@ -26,11 +26,12 @@ from service.frontend.http_protocol import HttpProtocol
 from service.frontend.inference import Frontend
 from service.frontend.start_queue import LongWaits, StartQueue
 from service.metrics import CUT_OFF, GONE
-from tests import models, planted, soak
+from tests import models, planted
 from tests.accumulator import LONGEST, Account, at_rest
 from tests.callers import Caller
 from tests.frontend.http2.peer import reset
 from tests.frontend.test_freed_connections import BODY, GREETING, Ports, call, hot, infer, limited, with_ports
+from tests.long import soak
 from tests.raw_websocket import TEXT, frame, handshake
 from tests.serving import Server, eventually, serving
 

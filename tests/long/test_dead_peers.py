@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from service.frontend.oip.grpc_application import STREAM_PATH
 from tests.frontend.http2 import peer
-from tests.fuzz.wire.grpc import frames_of
+from tests.long.fuzz.wire.grpc import frames_of
 from tests.long.overload import Lag
 from tests.raw_websocket import PING, PONG, close_code, frame, open_socket, receive_frame
 from tests.serving import serving

@@ -17,8 +17,8 @@ import uvloop
 from loadtest.target import Target
 from tests import models, planted
 from tests.accumulator import at_rest
+from tests.long.test_stress import Crowd, check_in_time, overloaded
 from tests.serving import Server, serving
-from tests.test_stress import Crowd, check_in_time, overloaded
 
 SECONDS = 300.0
 STEPS = 20

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -87,17 +85,6 @@ def test_model_that_ends_engines_becomes_unavailable_and_the_other_is_served(tmp
         assert server.metric("seqserve_requests_total", model="words", outcome="engine_lost") == 0
 
 
-def test_only_engine_serves_the_other_model_again(tmp_path: Path, deadly: Path) -> None:
-    """While it restarts, requests get 503."""
-    with started(tmp_path) as server:
-        deadly.write_text("batch")
-        with asking(server, OTHER) as replies:
-            check_becomes_unavailable(server)
-            eventually(lambda: server.infer("words", [TEXT]).status_code == 200)
-        assert {reply.status_code for reply in replies} <= {200, 503}
-        assert all("retry-after" in reply.headers for reply in replies if reply.status_code == 503)
-
-
 def test_model_whose_load_ends_engines_is_not_loaded(tmp_path: Path, deadly: Path) -> None:
     """The load fails with the first end. The version that was served before is served on."""
     with started(tmp_path, "--device", "cpu,cpu") as server:
@@ -111,26 +98,9 @@ def test_model_whose_load_ends_engines_is_not_loaded(tmp_path: Path, deadly: Pat
         assert ends(server) == [[f"{DEADLY_MODEL}/2"]] * 2, "each engine ended once"
 
 
-def test_restarted_engine_that_ends_with_a_load_leaves_the_model_out(tmp_path: Path, deadly: Path) -> None:
-    with started(tmp_path) as server:
-        deadly.write_text("load")
-        os.kill(server.pid("engine-0"), signal.SIGKILL)
-        eventually(lambda: reason(server) == REASON)
-        eventually(lambda: server.infer("words", [TEXT]).status_code == 200)
-        assert ends(server) == [[], *[[f"{DEADLY_MODEL}/1"]] * MAX_ENDS]
-        check_listed(server)
-
-
 def test_start_leaves_out_a_model_that_ends_engines(tmp_path: Path, deadly: Path) -> None:
     deadly.write_text("load")
     with started(tmp_path, strict="0") as server:
         assert server.infer("words", [TEXT]).status_code == 200
         check_listed(server)
         assert ends(server) == [[f"{DEADLY_MODEL}/1"]] * MAX_ENDS
-
-
-def test_strict_start_ends_with_the_name_of_the_model(tmp_path: Path, deadly: Path) -> None:
-    deadly.write_text("load")
-    failed = pytest.raises(AssertionError, match="3 times before it was ready, the last time while it tried deadly version 1")
-    with failed, started(tmp_path):
-        pass

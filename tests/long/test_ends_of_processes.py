@@ -23,8 +23,8 @@ import uvloop
 from service.ipc.session_placement import engine_of_session
 from tests import models, planted
 from tests.accumulator import NEW, Account
+from tests.long.soak import CUT, FLAGS, Client, GrpcClient, HttpClient, Ledger
 from tests.serving import Server, alive, client_ports, eventually, idle, serving
-from tests.soak import CUT, FLAGS, Client, GrpcClient, HttpClient, Ledger
 from tests.steady import open_files
 
 ENDS = 200

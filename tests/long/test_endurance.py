@@ -1,4 +1,4 @@
-"""Requests with known answers while engines are killed. `python -m tests.endurance sessions` sends ten millions of them."""
+"""Requests with known answers while engines are killed. `python -m tests.long.endurance sessions` sends ten millions of them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.endurance.__main__ import Plan, run
+from tests.long.endurance.__main__ import Plan, run
 
 CHUNKS, SESSIONS, REQUESTS = 300_000, 3_000, 500_000
 FAULT_SECONDS = 10.0

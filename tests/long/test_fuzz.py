@@ -1,4 +1,4 @@
-"""No bytes from a client make a parser take long, or raise anything except the error for that client. See tests/fuzz."""
+"""No bytes from a client make a parser take long, or raise anything except the error for that client. See tests/long/fuzz."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fuzz.targets import TARGETS
+from tests.long.fuzz.targets import TARGETS
 
 pytest.importorskip("atheris")
 SECONDS = 8
@@ -17,7 +17,7 @@ SECONDS = 8
 
 def fuzz(target: str, seconds: int, folder: Path) -> tuple[int, str]:
     """Return the exit status of the fuzzer, and the end of its output."""
-    command = [sys.executable, "-m", "tests.fuzz", target, str(seconds), str(folder)]
+    command = [sys.executable, "-m", "tests.long.fuzz", target, str(seconds), str(folder)]
     run = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
     return run.returncode, run.stdout[-4000:]
 

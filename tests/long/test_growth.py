@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tests import models, soak
+from tests import models
+from tests.long import soak
+from tests.long.soak import Sample, Slope
 from tests.mixed import ROUND, mixed, send
 from tests.serving import eventually, serving
-from tests.soak import Sample, Slope
 from tests.steady import open_files, settled_open_files
 
 ROOT = Path(__file__).resolve().parent.parent.parent

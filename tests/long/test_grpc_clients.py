@@ -1,12 +1,11 @@
-"""gRPC calls by independent implementations: nghttp2, gRPC for JavaScript, for Go and for C++.
+"""gRPC calls by independent implementations: nghttp2, gRPC for JavaScript and for C++.
 
-Debian's packages nghttp2-client, nodejs, npm, golang-go and golang-google-grpc-dev provide the programs and the library for Go. npm
-installs the library for JavaScript. The client in C++ is Triton's load generator, which `make test-all` installs.
+Debian's packages nghttp2-client, nodejs and npm provide the programs. npm installs the library for JavaScript. The client in C++ is
+Triton's load generator, which `make test-all` installs.
 """
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import struct
@@ -14,7 +13,6 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from loadtest.scenarios import perf_analyzer
@@ -30,14 +28,9 @@ QUESTION = ("text", "BYTES", [1], struct.pack("<I", len(TEXT)) + TEXT)
 """The input of a request: name, datatype, shape and contents."""
 HEADERS = ("-Hte: trailers", "-Hcontent-type: application/grpc")
 JAVASCRIPT_CLIENT = Path(__file__).with_name("grpc_client.js")
-GO_CLIENT = Path(__file__).with_name("grpc_client.go")
 MODULES = ("@grpc/grpc-js@1.14", "@grpc/proto-loader@0.8")
-PACKAGES = {"nghttp": "nghttp2-client", "h2load": "nghttp2-client", "node": "nodejs", "npm": "npm", "go": "golang-go"}
+PACKAGES = {"nghttp": "nghttp2-client", "h2load": "nghttp2-client", "node": "nodejs", "npm": "npm"}
 """The Debian package of each program."""
-GO_PATH = Path("/usr/share/gocode")
-"""Where Debian's packages install libraries for Go. They are used without modules, so nothing is downloaded."""
-STEPS = 4096
-"""The most rows of a sequence that sensor-forecast takes."""
 ANALYZER_CALLS = 500
 """The calls of one run of Triton's load generator."""
 
@@ -111,51 +104,6 @@ def test_javascript_client(served: Server, tmp_path: Path) -> None:
         "ready true",
     ], said.stderr
     check_unharmed(served)
-
-
-def test_go_client(served: Server, tmp_path: Path) -> None:
-    client = go_client(tmp_path)
-    sequences = np.random.default_rng(0).standard_normal((1, STEPS, 3), np.float32).repeat(2, axis=0)
-    # Scores may differ in the last digit from call to call; labels do not, so the client can compare replies.
-    requests = {
-        "question": infer_request("question-type", *QUESTION, "label"),
-        "long": infer_request("sensor-forecast", "inputs", "FP32", sequences.shape, sequences.tobytes(), "sequence"),
-        "unknown": infer_request("nobody", *QUESTION),
-        "large": infer_request("question-type", "text", "BYTES", [1], bytes(20 << 20)),
-        "ready": b"",
-    }
-    for name, data in requests.items():
-        (tmp_path / name).write_bytes(data)
-    said = subprocess.run([client, served.grpc, tmp_path], capture_output=True, text=True, timeout=300)
-    assert said.stdout.splitlines() == [
-        "compressed true",
-        "500 answers",
-        "code 5 unknown_model",
-        "code 8 too_large",
-        "50 replies on a stream",
-        "cancelled 1",
-        "deadline 4",
-    ], said.stderr
-    question, long, ready = (
-        protobuf.METHODS[method].response_type.FromString((tmp_path / f"{name}.reply").read_bytes())
-        for method, name in [("ModelInfer", "question"), ("ModelInfer", "long"), ("ServerReady", "ready")]
-    )
-    assert question.raw_output_contents[0][4:] == b"HUM" and ready.ready
-    # 2 MiB, many times the first window of the client: bytes in a wrong place would make a difference.
-    first, second = np.frombuffer(long.raw_output_contents[0], np.float32).reshape(2, STEPS, -1)
-    np.testing.assert_allclose(first, second, atol=1e-5)
-    check_unharmed(served)
-
-
-def go_client(folder: Path) -> Path:
-    """Build the client in Go, and return its program."""
-    go = program("go")
-    if not (GO_PATH / "src" / "google.golang.org" / "grpc").is_dir():
-        pytest.skip("gRPC for Go is missing: install Debian's package golang-google-grpc-dev")
-    client = folder / "client"
-    environment = os.environ | {"GO111MODULE": "off", "GOPATH": str(GO_PATH), "CGO_ENABLED": "0"}
-    subprocess.run([go, "build", "-o", client, GO_CLIENT], env=environment, timeout=600, check=True)
-    return client
 
 
 def test_cpp_client(served: Server, tmp_path: Path) -> None:

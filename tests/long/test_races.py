@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.races import POINTS, Event
-from tests.races.story import run_stories
+from tests.long.races import POINTS, Event
+from tests.long.races.story import run_stories
 
 SEEDS = 200
 

@@ -20,9 +20,9 @@ from loadtest.target import Target
 from service.modeling import spec
 from tests import models
 from tests.callers import Caller
+from tests.long.soak import Sample, sample
 from tests.reloading import TEXT, Load, answered, load
 from tests.serving import Server, eventually, serving
-from tests.soak import Sample, sample
 from tests.steady import open_files, processes, resident_bytes, settled_open_files
 
 WARM_UP, RELOADS = 40, 200

@@ -1,4 +1,4 @@
-"""Five minutes of the soak: mixed load with a fault every ten seconds. `python -m tests.soak --hours 8` runs it for longer."""
+"""Five minutes of the soak: mixed load with a fault every ten seconds. `python -m tests.long.soak --hours 8` runs it for longer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import models, soak
+from tests import models
+from tests.long import soak
 from tests.serving import serving
 
 SECONDS, CYCLE_SECONDS = 300.0, 10.0

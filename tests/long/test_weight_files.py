@@ -1,4 +1,4 @@
-"""A million mutated weight files: each is refused, or loaded bit by bit. `python -m tests.weight_files` takes another seed."""
+"""A million mutated weight files: each is refused, or loaded bit by bit. `python -m tests.long.weight_files` takes another seed."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from service.errors import ModelError
 from service.modeling import store
 from service.modeling.spec import WEIGHTS, ModelSpec
 from tests import models
+from tests.long.weight_files import MAX_SECONDS, SIZE, joined, run
 from tests.steady import resident_bytes
-from tests.weight_files import MAX_SECONDS, SIZE, joined, run
 
 FEW = 5_000
 LIMIT_BYTES = 64 << 20

@@ -1,4 +1,4 @@
-"""100,000 mutated requests over HTTP, WebSockets and gRPC to a running service. `python -m tests.fuzz.wire` sends more."""
+"""100,000 mutated requests over HTTP, WebSockets and gRPC to a running service. `python -m tests.long.fuzz.wire` sends more."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fuzz.wire.run import fuzzed, served
+from tests.long.fuzz.wire.run import fuzzed, served
 
 REQUESTS = 100_000
 

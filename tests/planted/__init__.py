@@ -13,29 +13,21 @@ import pytest
 from tests.planted.sitecustomize import (
     AT_ONCE,
     DEADLY_MODEL,
-    DEVICE_SECONDS,
     FRONTEND_POINTS,
     HARMED_MODEL,
     PLANTS,
     POINTS,
-    STALL,
-    STALLED,
-    STEP_SECONDS,
     STEPS,
 )
 from tests.serving import rewrite
 
 __all__ = [
     "DEADLY_MODEL",
-    "DEVICE_SECONDS",
     "FRONTEND_POINTS",
     "HARMED_MODEL",
     "PLANTED_PATH",
     "POINTS",
-    "STALL",
-    "STALLED",
     "STEPS",
-    "STEP_SECONDS",
     "Gate",
     "constants",
     "plant",

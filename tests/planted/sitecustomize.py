@@ -14,12 +14,9 @@ PLANTED names faults of a server, separated by commas:
   processor time;
 - short-ticks: one tick of a frontend's event loop starts one request, and all others wait;
 - damaged: once the file DAMAGED exists, every model computes wrong scores;
-- stepped-device: each batch waits STEP_SECONDS for each time step of its longest row;
 - gated-device: a batch stays in flight until the file GATE lets it end. It contains `open`, or a number of batches;
-- census: once the file CENSUS/wanted exists, processes write their resources to the file CENSUS/<process id>, with their metrics;
 - dated-device: as slow-device, and the engine appends a line to the file ROWS for each batch: its rows, and how many of their deadlines had
   passed when the batch was formed;
-- stalled-read: reading a model.toml does not return while a file STALL is next to it; a file STALLED shows that it has begun;
 - timed-callbacks: frontends append each callback of their event loop that takes longer than TIMED_SECONDS to the file CALLBACKS;
 - recorded-network: processes append each use of the network to the file NETWORK: connections, datagrams and look-ups of names;
 - skewed-engine: the clock of an engine is ahead of the clocks of the frontends by SKEW_SECONDS;
@@ -49,11 +46,10 @@ from typing import Any
 STEPS = 13
 DEADLY_MODEL = "deadly"
 HARMED_MODEL = "harmed"
-DEVICE_SECONDS, STEP_SECONDS = 0.04, 0.002
+DEVICE_SECONDS = 0.04
 FRONTEND_SECONDS = 0.01
 GATE_SECONDS = 0.002
 SKEW_SECONDS = 3600.0
-STALL, STALLED = "stall", "stalled"
 TIMED_SECONDS = 0.001
 KERNELS = {
     "sticky": "*(volatile int*)0x10 = 1;",
@@ -198,7 +194,7 @@ def into_encoders(encoder: Any, fault: str) -> None:
     run = encoder.Encoder.__call__
 
     def planted(self: Any, x: Any, *arguments: Any, **options: Any) -> Any:
-        time.sleep(STEP_SECONDS * int(x.offsets.diff().max()) if fault == "stepped-device" else DEVICE_SECONDS)
+        time.sleep(DEVICE_SECONDS)
         return run(self, x, *arguments, **options)
 
     encoder.Encoder.__call__ = planted
@@ -230,31 +226,6 @@ def into_gates(device_engine: Any, fault: str) -> None:
     engine.accepts_batch = property(lambda self: not self._in_flight)
     # A batch is never hung, however long it waits at the gate.
     engine.running = property(lambda self: (time.monotonic(), running(self)[1]) if self._in_flight else None)
-
-
-def into_censuses(metrics: Any, fault: str) -> None:
-    snapshot, folder = metrics.Metrics.snapshot, Path(os.environ["CENSUS"])
-
-    def planted(self: Any) -> Any:
-        if (folder / "wanted").exists():
-            (folder / f"{os.getpid()}.new").write_text(json.dumps(census()))
-            (folder / f"{os.getpid()}.new").rename(folder / str(os.getpid()))
-        return snapshot(self)
-
-    metrics.Metrics.snapshot = planted
-
-
-def census() -> dict[str, int]:
-    """Return how many tasks, connections and objects of the service this process holds, by type, and the bytes of bodies."""
-    gc.collect()
-    counts: dict[str, int] = {}
-    for held in gc.get_objects():
-        kind = type(held)
-        if str(kind.__module__).startswith("service.") or kind.__name__ in ("Task", "TCPTransport"):
-            counts[kind.__name__] = counts.get(kind.__name__, 0) + 1
-        if kind.__name__ == "BodyBudget":
-            counts["bytes of bodies"] = counts.get("bytes of bodies", 0) + held.held_bytes
-    return counts
 
 
 def into_models(encoder: Any, fault: str) -> None:
@@ -419,18 +390,6 @@ def skew_engine() -> None:
         shift_monotonic(SKEW_SECONDS)
 
 
-def into_reads(spec: Any, fault: str) -> None:
-    read = spec.read
-
-    def planted(folder: Any, *arguments: Any) -> Any:
-        while (folder / STALL).exists():
-            (folder / STALLED).touch()
-            time.sleep(0.01)
-        return read(folder, *arguments)
-
-    spec.read = planted
-
-
 def into_event_loops(uvicorn_config: Any, fault: str) -> None:
     """Record the CPU time of long callbacks. The event loop is asyncio's: uvloop has no place where its callbacks could be timed."""
     import asyncio
@@ -581,12 +540,9 @@ PLANTS: dict[str, Plants] = {
     "slow-device": (DEVICE,),
     "slow-frontend": DECODING,
     "short-ticks": (STARTS,),
-    "stepped-device": (DEVICE,),
     "dated-device": (DEVICE, (BATCHER, into_batchers)),
     "gated-device": ((DEVICE_ENGINE, into_gates), (SCHEDULER, into_schedulers)),
-    "census": (("service.metrics", into_censuses),),
     "damaged": ((ENCODER, into_models),),
-    "stalled-read": (("service.modeling.spec", into_reads),),
 }
 """By fault: the modules in which it is planted, and the functions that plant it there."""
 AT_ONCE: dict[str, Callable[[], None]] = {

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
-import signal
-import socket
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-import httpx
 import pytest
 
 from service.access.keys import create
@@ -22,7 +18,6 @@ from service.settings import Settings
 from service.supervisor import health
 from service.supervisor.health import MAX_CONNECTIONS, HealthPort
 from service.supervisor.ports import open_sockets
-from tests.serving import Server, eventually, is_fresh, serving
 
 Scenario = Callable[[int], Awaitable[None]]
 
@@ -175,33 +170,3 @@ def test_connections_are_few_and_short(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (await get(port, "/healthz"))[0] == 200
 
     run(scenario)
-
-
-@pytest.fixture(scope="module")
-def running(models_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving(models_folder, tmp_path_factory.mktemp("log"), "--health-port", "0", lame_duck_seconds="60") as server:
-        yield server
-
-
-def names(text: str) -> set[str]:
-    return set(re.findall(r"^# TYPE (\S+)", text, re.MULTILINE))
-
-
-def test_health_port_has_the_metrics_of_all_processes(running: Server) -> None:
-    running.infer("words", ["how far"])
-    here = running.scrape()
-    there = eventually(lambda: is_fresh(text := httpx.get(f"{running.health}/metrics").text) and text)
-    assert names(there) == names(here) and 'seqserve_requests_total{model="words"' in there
-
-
-def test_service_that_drains_is_live_and_not_ready(running: Server) -> None:
-    """The last test with this server."""
-    assert httpx.get(f"{running.health}/readyz").status_code == 200
-    running.process.terminate()
-    eventually(lambda: httpx.get(f"{running.health}/readyz").status_code == 503)
-    assert httpx.get(f"{running.health}/healthz").status_code == 200
-    running.process.send_signal(signal.SIGINT)  # ends the lame-duck time
-    assert running.process.wait(60) == 0
-    port = int(running.health.rpartition(":")[2])
-    with pytest.raises(OSError):
-        socket.create_connection(("127.0.0.1", port), 5).close()

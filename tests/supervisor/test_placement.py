@@ -1,4 +1,4 @@
-"""The placement of the processes on a machine, from fake files of the system, and on this machine."""
+"""The placement of the processes on a machine, from fake files of the system."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from service.settings import Settings
 from service.supervisor import gpus, placement
 from service.supervisor.placement import Placement, place_processes
 from service.supervisor.process import pinned
-from tests.serving import serving
 
 ADDRESSES = ["0000:1b:00.0", "0000:c3:00.0"]
 WHERE = [sys.executable, "-c", "import os; print(sorted(os.sched_getaffinity(0)))"]
@@ -148,25 +147,3 @@ def test_pinned_process_has_its_cores_and_the_parent_keeps_its_own(core: int) ->
     for cores in (None, {1 << 15}):
         with pinned(cores):
             assert json.loads(subprocess.check_output(WHERE)) == sorted(before)
-
-
-PINNED = """
-import sys
-from service import cli
-from service.supervisor import supervisor
-from service.supervisor.placement import Placement
-cores = frozenset({{{core}}})
-supervisor.place_processes = lambda settings: Placement(1, 1, 1, {{"engine-0": (3, cores), "frontend-0": (3, cores)}})
-sys.exit(cli.main(sys.argv[1:]))
-"""
-
-
-def test_service_pins_its_processes_and_logs_where(core: int, models_folder: Path, tmp_path: Path) -> None:
-    program = PINNED.format(core=core)
-    with serving(models_folder, tmp_path, "--device", "cpu", program=("-c", program)) as server:
-        started = server.events("started")
-        assert {event["child"]: (event["numa_node"], event["cores"]) for event in started} == {
-            "engine-0": (3, str(core)),
-            "frontend-0": (3, str(core)),
-        }
-        assert all(os.sched_getaffinity(event["pid"]) == {core} for event in started)

@@ -1,454 +1,441 @@
-"""Models are loaded, replaced and unloaded while a real server answers: every request gets the answer of the version that it names."""
+"""Changes of the served models, with a real models folder and fake processes: order of calls, refusals, index, polling."""
 
 from __future__ import annotations
 
-import json
-import os
+import asyncio
 import shutil
-import signal
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, cast
 
 import pytest
-import uvloop
-from websockets.sync.client import ClientConnection, connect
 
+from service.errors import (
+    InvalidInput,
+    InvalidModel,
+    ModelError,
+    NoRoom,
+    Unavailable,
+    UnknownModel,
+    Unsupported,
+)
+from service.ipc.messages import (
+    MAX_POLICY_CHARACTERS,
+    CloseModel,
+    Done,
+    ForgetModel,
+    ModelKey,
+    PrepareModel,
+    ServeModels,
+)
+from service.log import Log
+from service.metrics import GONE, Metrics
 from service.modeling import spec
+from service.settings import Settings
+from service.supervisor import reload
+from service.supervisor.process import Child
+from service.supervisor.reload import ModelReloader
+from service.supervisor.repository import Repository
+from service.supervisor.trials import Trials
 from tests import models
-from tests.planted import constants
-from tests.reloading import TEXT, Load, answered, load, unload
-from tests.serving import Server, eventually, serving
-
-RELOADS = 10
-LOAD_SHARE = 0.8
-"""Request rate during reloads, as a share of the capacity."""
-POLL_SECONDS = 0.1
-SESSIONS = ("old", "new", "other", "s")
+from tests.supervisor.fakes import FakeChild
 
 
-def index(server: Server, name: str) -> dict[str, tuple[str, str]]:
-    """Return the state and reason of every version."""
-    rows = server.client.post("/v2/repository/index").json()
-    return {row["version"]: (row["state"], row["reason"]) for row in rows if row["name"] == name}
+class Supervised:
+    """A reloader over a folder with version 1 of words, with one engine and one frontend."""
 
+    def __init__(self, root: Path, **settings: Any) -> None:
+        self.root = root
+        self.engine, self.frontend = FakeChild("engine-0"), FakeChild("frontend-0")
+        self.metrics, self.trials, self.unloaded = Metrics(), Trials(), list[ModelKey]()
+        given = Settings(models=root, **settings)
+        self.reloader = ModelReloader(
+            Repository(root, given.versions),
+            given,
+            lambda: cast("list[Child]", [self.frontend, self.engine]),
+            self.unloaded.append,
+            self.trials,
+            self.metrics,
+            Log("test"),
+        )
 
-def summed(server: Server, values: Sequence[int], session: str, model: str = "accumulator", **options: Any) -> tuple[str, int]:
-    """Send a chunk to a session of an accumulator; return the version that answered and the steps of the session."""
-    reply = server.infer(model, [[value + 1 for value in values]], session=session, **options)
-    assert reply.status_code == 200, reply.text
-    return reply.json()["version"], reply.json()["session"]["steps"]
+    def served(self) -> list[tuple[str, str]]:
+        return [(version.name, version.version) for version in self.reloader.manifest.model_versions]
 
+    async def states(self, name: str = "words") -> dict[str, tuple[str, str]]:
+        return {entry.version: (entry.state, entry.reason) for entry in await self.reloader.index() if entry.name == name}
 
-def refused(server: Server, status: int, code: str, model: str = "accumulator", **options: Any) -> str:
-    """Send a request that is refused; return the error message."""
-    reply = server.infer(model, [[1, 2]], **options)
-    assert (reply.status_code, reply.json()["code"]) == (status, code), reply.text
-    message: str = reply.json()["error"]
-    return message
+    async def closed(self, count: int = 1) -> list[CloseModel]:
+        """Return the versions that the engine is told to unload, which happens in the background."""
+        while len(found := self.engine.took(CloseModel)) < count:
+            await asyncio.sleep(0)
+        return found
 
-
-def copy_version(root: Path, name: str, version: int) -> None:
-    """Add a version with the files of version 1."""
-    shutil.copytree(root / name / "1", root / name / str(version))
-
-
-@contextmanager
-def reloading(tmp_path: Path, *flags: str, **settings: str) -> Iterator[tuple[Server, Path]]:
-    root = tmp_path / "models"
-    models.words(root)
-    models.accumulator(root)
-    with serving(root, tmp_path, *flags, **settings) as server:
-        yield server, root
-
-
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Path]]:
-    with reloading(tmp_path_factory.mktemp("reloading"), "--frontends", "2") as both:
-        yield both
-
-
-class Reloaded(NamedTuple):
-    """A server that tests share, its models folder, and the size of its log when the test began."""
-
-    server: Server
-    root: Path
-    log_bytes: int
-
-    def events(self, name: str) -> list[dict[str, Any]]:
-        return self.server.events(name, since=self.log_bytes)
+    def changes(self) -> dict[str, float]:
+        return {labels[0]: values[0] for labels, values in self.metrics.snapshot()["seqserve_model_changes"] if values[0]}
 
 
 @pytest.fixture
-def reloaded(shared: tuple[Server, Path]) -> Iterator[Reloaded]:
-    """The shared server without sessions. It serves version 1 of words and of accumulator, loaded for this test."""
-    server, root = shared
-    log_bytes = server.log_bytes
-    for name in SESSIONS:
-        server.client.delete(f"/sessions/{name}/state")
-    for name in {model["name"] for model in server.client.get("/models").json()["models"]}:
-        unload(server, name)
-    eventually(lambda: server.metric("seqserve_model_weight_bytes") == 0)
-    eventually(lambda: 'model="words"' not in server.scrape())
-    shutil.rmtree(root)
-    models.words(root)
-    models.accumulator(root)
-    for name in ("words", "accumulator"):
-        load(server, name, policy={"all": {}})
-    yield Reloaded(server, root, server.log_bytes)
-    print(server.log_file.read_bytes()[log_bytes:].decode())
+def root(tmp_path: Path) -> Path:
+    models.words(tmp_path / "models")
+    return tmp_path / "models"
 
 
-# Under load.
+def run(scenario: Callable[[Supervised], Coroutine[Any, Any, None]], root: Path, **settings: Any) -> None:
+    async def within() -> None:
+        supervised = Supervised(root, **settings)
+        try:
+            async with asyncio.timeout(60):
+                await scenario(supervised)
+        finally:
+            supervised.reloader.close()
+
+    asyncio.run(within())
 
 
-def test_reloads_under_load_lose_no_request_and_mix_no_versions(tmp_path: Path) -> None:
-    with reloading(tmp_path, "--frontends", "2") as (server, root):
-        load_of = Load(server)
-        rate = LOAD_SHARE * uvloop.run(load_of.capacity())
-        load_of = Load(server)
-        expected = {"1": answered(server)[1]}
-        with ThreadPoolExecutor(1) as thread:
-            running = thread.submit(uvloop.run, load_of.keep(rate))
-            try:
-                for version in range(2, RELOADS + 2):
-                    models.words(root, version=version, seed=version)
-                    load(server, "words", policy={"latest": {"num_versions": 1}})
-                    newest, scores = answered(server)
-                    assert newest == str(version)
-                    expected[newest] = scores
-            finally:
-                load_of.ended.set()
-            running.result()
-        sent = load_of.check(expected)
-        assert len(load_of.answers) > RELOADS / 2, "requests were answered between most reloads"
-        assert len({json.dumps(scores) for scores in expected.values()}) == RELOADS + 1, "each version has its own answer"
-        print(f"{sent} requests at {rate:.0f}/s, {LOAD_SHARE} of capacity, {RELOADS} reloads: 0 failed")
-        eventually(lambda: list(index(server, "words").values()).count(("READY", "")) == 1, within_seconds=10)
-        eventually(lambda: len(server.events("unloaded")) == RELOADS, within_seconds=10)
+def other_weights(folder: Path) -> None:
+    file = folder / spec.WEIGHTS
+    file.write_bytes(file.read_bytes()[:-4] + b"\0\0\0\0")
 
 
-# Served versions.
-
-
-def test_version_with_changed_files_is_loaded_again(reloaded: Reloaded) -> None:
-    server, root, _ = reloaded
-    _, before = answered(server)
-    load(server, "words")
-    assert not reloaded.events("loaded"), "nothing had changed"
-    models.words(root, seed=5)
-    load(server, "words")
-    version, after = answered(server)
-    assert (version, before == after) == ("1", False)
-
-
-def test_policy_of_a_load_selects_the_versions(reloaded: Reloaded) -> None:
-    server, root, _ = reloaded
-    for version in (2, 3):
-        models.words(root, version=version, seed=version)
-    load(server, "words", policy={"latest": {"num_versions": 1}})
-    assert list(index(server, "words")) == ["1", "2", "3"]
-    assert answered(server)[0] == "3"
-    assert "served are 3" in refused(server, 404, "unknown_model", "words", version="2")
-    load(server, "words", policy={"specific": {"versions": [1, 2]}})
-    assert [answered(server)[0], answered(server, version=1)[0]] == ["2", "1"]
-    load(server, "words", policy={"all": {}})
-    assert [answered(server, version=version)[0] for version in (1, 2, 3)] == ["1", "2", "3"]
-
-
-def test_unloaded_model_is_unknown_and_has_no_metrics(reloaded: Reloaded) -> None:
-    server, *_ = reloaded
-    ok = server.metric("seqserve_requests_total", model="unloaded", outcome="ok")
-    answered(server)
-    unload(server, "words")
-    assert "served are accumulator" in refused(server, 404, "unknown_model", "words")
-    assert unload(server, "words", status=404)["code"] == "unknown_model"
-    assert index(server, "words")["1"][0] in ("UNLOADING", "UNAVAILABLE")
-    eventually(lambda: 'model="words"' not in server.scrape(), within_seconds=10)
-    assert server.metric("seqserve_requests_total", model="unloaded", outcome="ok") == ok + 1
-    load(server, "words")
-    assert answered(server)[0] == "1"
-
-
-def test_last_model_can_be_replaced_by_another(reloaded: Reloaded) -> None:
-    server, root, _ = reloaded
-    unload(server, "words")
-    unload(server, "accumulator")
-    assert server.ready()
-    eventually(lambda: len(reloaded.events("unloaded")) == 2, within_seconds=10)
-    models.tagger(root)
-    load(server, "tagger")
-    assert server.infer("tagger", [TEXT]).status_code == 200
-
-
-def test_aliases_are_read_again_with_each_load(reloaded: Reloaded) -> None:
-    server, root, _ = reloaded
-    models.words(root, version=2, seed=2)
-    (root / spec.ALIASES).write_text('any = "words"\nstable = "words/1"')
-    load(server, "words")
-    assert [answered(server, name)[0] for name in ("any", "stable")] == ["2", "1"]
-    listed = {
-        model["version"]: model["aliases"]
-        for model in server.client.get("/models").json()["models"]
-        if model["name"] == "words"
-    }
-    assert listed == {"1": ["any", "stable"], "2": ["any"]}
-    unload(server, "words")
-    load(server, "accumulator")
-    assert "unknown model any" in refused(server, 404, "unknown_model", "any"), "its model is not served"
-    load(server, "words")
-    (root / spec.ALIASES).write_text('any = "nobody"')
-    assert "any stands for 'nobody'" in load(server, "words", status=400)["error"]
-    assert answered(server, "any")[0] == "2"
-
-
-# Refusals.
-
-
-def test_invalid_model_is_refused_while_the_old_one_serves(
-    reloaded: Reloaded,
-) -> None:
-    server, root, _ = reloaded
-    before, invalid = answered(server), server.metric("seqserve_model_changes_total", outcome="invalid_model")
-    models.words(root, version=2, seed=2)
-    truncated = root / "words" / "2" / spec.WEIGHTS
-    truncated.write_bytes(truncated.read_bytes()[:100])
-    refusal = load(server, "words", status=400)
-    assert refusal["code"] == "invalid_model"
-    message = refusal["error"]
-    assert message.startswith("words/2/weights.safetensors does not have the digest"), "without the path of the models folder"
-    assert index(server, "words")["2"] == ("UNAVAILABLE", message)
-    truncated.unlink()
-    assert "cannot be read" in load(server, "words", status=400)["error"]
-    (root / "words" / "2" / spec.MODEL).unlink()
-    assert "model.toml is missing" in load(server, "words", status=400)["error"]
-    assert answered(server) == before
-    assert server.metric("seqserve_model_changes_total", outcome="invalid_model") == invalid + 3
-    weights = root / "words" / "1" / spec.WEIGHTS
-    content = weights.read_bytes()
-    weights.write_bytes(content[::-1])
-    assert "does not have the digest" in load(server, "words", status=400, policy={"specific": {"versions": [1]}})["error"]
-    weights.write_bytes(content)
-    shutil.rmtree(root / "words" / "2")
-    load(server, "words")
-    assert index(server, "words") == {"1": ("READY", "")}
-
-
-@pytest.mark.parametrize("name", ["nobody", "..%2Fmodels", "%2Fetc", "."])
-def test_only_folders_in_the_models_folder_can_be_loaded(reloaded: Reloaded, name: str) -> None:
-    answer = reloaded.server.client.post(f"/v2/repository/models/{name}/load")
-    assert answer.status_code in (400, 404), answer.text
-
-
-def test_version_without_memory_next_to_the_old_one_is_refused(tmp_path: Path) -> None:
-    with reloading(tmp_path, max_model_bytes="6000") as (server, root):
-        weights = server.metric("seqserve_model_weight_bytes", model="words")
-        assert weights > 3000
+def test_engines_prepare_before_frontends_switch_and_engines_unload(root: Path) -> None:
+    async def scenario(at: Supervised) -> None:
         models.words(root, version=2, seed=2)
-        refusal = load(server, "words", status=507)
-        assert refusal["code"] == "no_room"
-        assert "unload another version" in refusal["error"]
-        assert answered(server)[0] == "1"
-        unload(server, "words")
-        eventually(lambda: len(server.events("unloaded")) == 1, within_seconds=10)
-        load(server, "words", policy={"latest": {"num_versions": 1}})
-        assert answered(server)[0] == "2"
+        await at.reloader.load("words", "latest")
+        assert at.served() == [("words", "2")]
+        [prepared], [switched] = at.engine.took(PrepareModel), at.frontend.took(ServeModels)
+        assert (prepared.model_version.version, switched.manifest) == ("2", at.reloader.manifest)
+        assert [type(call) for call in at.frontend.calls] == [PrepareModel, ServeModels]
+        assert (await at.states())["1"][0] == "UNLOADING" and (await at.states())["2"][0] == "READY"
+        [closing] = await at.closed()
+        assert (closing.key.version, closing.seconds) == ("1", reload.UNLOAD_SECONDS)
+        assert not at.unloaded and not at.frontend.took(ForgetModel)
+        at.engine.unused.set()
+        while not at.unloaded:
+            await asyncio.sleep(0)
+        assert [key.version for key in at.unloaded] == ["1"] and at.frontend.took(ForgetModel)
+        assert (await at.states())["1"] == ("UNAVAILABLE", "the version policy does not select it")
+
+    run(scenario, root)
 
 
-def test_load_is_refused_when_reload_is_off(tmp_path: Path) -> None:
-    with reloading(tmp_path, reload="off") as (server, root):
+def test_only_changed_versions_are_prepared(root: Path) -> None:
+    async def scenario(at: Supervised) -> None:
+        first = at.reloader.manifest
+        await at.reloader.load("words")
+        assert at.reloader.manifest is first and not at.engine.calls and not at.frontend.calls
+        models.words(root, seed=5)
+        await at.reloader.load("words")
+        [prepared], [closed] = at.engine.took(PrepareModel), await at.closed()
+        assert closed.key == first.model_versions[0].key != prepared.model_version.key
+        at.engine.unused.set()
+        await asyncio.sleep(0.01)
+        assert not at.unloaded, "the version is served, so its metrics stay"
+
+    run(scenario, root)
+
+
+def test_policy_of_a_client_holds_until_the_next(root: Path) -> None:
+    async def scenario(at: Supervised) -> None:
+        for version in (2, 3):
+            models.words(root, version=version, seed=version)
+        for policy, served in (
+            ("latest", ["3"]),
+            (None, ["3"]),
+            ("1,2", ["1", "2"]),
+            (None, ["1", "2"]),
+            ("all", ["1", "2", "3"]),
+        ):
+            await at.reloader.load("words", policy)
+            assert [version for _, version in at.served()] == served
+        with pytest.raises(InvalidInput, match="shorten it"):
+            await at.reloader.load("words", "1" * (MAX_POLICY_CHARACTERS + 1))
+
+    run(scenario, root)
+
+
+def test_versions_are_unloaded_and_may_be_loaded_again(root: Path) -> None:
+    async def scenario(at: Supervised) -> None:
+        models.tagger(root)
+        await at.reloader.load("tagger")
+        await at.reloader.unload("words")
+        assert at.served() == [("tagger", "1")]
+        with pytest.raises(UnknownModel, match="served are tagger"):
+            await at.reloader.unload("words")
+        await at.reloader.unload("tagger")
+        with pytest.raises(UnknownModel, match="served are none"):
+            await at.reloader.unload("tagger")
+        await at.reloader.load("words")
+        assert at.served() == [("words", "1")]
+        assert at.changes() == {"ok": 4, "unknown_model": 2}
+
+    run(scenario, root)
+
+
+def test_aliases_are_read_with_each_load(root: Path) -> None:
+    async def scenario(at: Supervised) -> None:
+        (root / spec.ALIASES).write_text('any = "words"')
+        await at.reloader.load("words")
+        assert at.frontend.took(ServeModels)[-1].manifest.aliases == {"any": "words"}
+        (root / spec.ALIASES).write_text('any = "nobody"')
+        with pytest.raises(InvalidModel, match="any stands for 'nobody'"):
+            await at.reloader.load("words")
+        assert at.reloader.manifest.aliases == {"any": "words"}
+
+    run(scenario, root)
+
+
+def test_invalid_version_leaves_the_old_one_and_its_reason_is_listed(root: Path) -> None:
+    """Without the path of the models folder."""
+
+    async def scenario(at: Supervised) -> None:
+        before = at.reloader.manifest
         models.words(root, version=2, seed=2)
-        assert load(server, "words", status=501)["code"] == "unsupported"
-        assert answered(server)[0] == "1"
+        other_weights(root / "words" / "2")
+        at.engine.errors[PrepareModel] = InvalidModel(f"{root}/words/2/weights.safetensors does not have the digest")
+        with pytest.raises(InvalidModel, match=r"^words/2/weights.safetensors"):
+            await at.reloader.load("words")
+        assert at.reloader.manifest == before
+        assert (await at.states())["2"] == ("UNAVAILABLE", "words/2/weights.safetensors does not have the digest")
+        [closed] = await at.closed()
+        assert (closed.key.version, closed.seconds) == ("2", 0.0), "processes drop what they prepared"
+        shutil.rmtree(root / "words" / "2")
+        await at.reloader.load("words")
+        assert await at.states() == {"1": ("READY", "")}
+
+    run(scenario, root)
 
 
-def test_one_of_several_replicas_changes_no_models_alone(tmp_path: Path) -> None:
-    with reloading(tmp_path, replicated="1") as (server, root):
+def test_served_version_whose_files_were_overwritten_is_refused(root: Path) -> None:
+    async def scenario(at: Supervised) -> None:
         models.words(root, version=2, seed=2)
-        for path in ("load", "unload"):
-            answer = server.client.post(f"/v2/repository/models/words/{path}")
-            assert answer.status_code == 501
-            assert "SEQSERVE_REPLICATED is set" in answer.json()["error"] and "SEQSERVE_RELOAD=poll" in answer.json()["error"]
-        assert answered(server)[0] == "1"
+        file = root / "words" / "1" / spec.WEIGHTS
+        content = file.read_bytes()
+        with file.open("r+b") as weights:
+            weights.write(content[::-1])
+        with pytest.raises(InvalidModel, match="does not have the digest"):
+            await at.reloader.load("words")
+        file.write_bytes(content)
+        await at.reloader.load("words")
+        assert at.served() == [("words", "1"), ("words", "2")]
+
+    run(scenario, root)
 
 
-def test_replicas_that_poll_the_models_folder_take_loads(tmp_path: Path) -> None:
-    never = {"service.supervisor.reload.POLL_SECONDS": 600}
-    with constants(never), reloading(tmp_path, replicated="1", reload="poll") as (server, root):
+@pytest.mark.parametrize("refuses", ["engine", "frontend"])
+def test_refusal_of_one_process_is_a_refusal_of_the_load(refuses: str, root: Path) -> None:
+    async def scenario(at: Supervised) -> None:
         models.words(root, version=2, seed=2)
-        load(server, "words")
-        assert answered(server)[0] == "2"
-        assert "versions.toml" in load(server, "words", status=501, policy={"latest": {"num_versions": 1}})["error"]
-        assert "versions.toml" in server.client.post("/v2/repository/models/words/unload").json()["error"]
-        assert answered(server)[0] == "2"
+        child: FakeChild = getattr(at, refuses)
+        child.errors[PrepareModel] = NoRoom("unload another version")
+        with pytest.raises(NoRoom):
+            await at.reloader.load("words")
+        assert at.served() == [("words", "1")]
+        child.ended.set()
+        await at.reloader.load("words")
+        assert len(at.served()) == 2, "the successor of a process that ended starts with the manifest"
+
+    run(scenario, root)
 
 
-# Sessions.
+def test_load_fails_when_its_engine_ends_with_it(root: Path) -> None:
+    async def scenario(at: Supervised) -> None:
+        models.words(root, version=2, seed=2)
+        preparing, call = asyncio.Event(), at.engine.call
+
+        async def ending(message: Any, reply: type, *, timeout: float | None = None) -> Done:
+            if isinstance(message, PrepareModel):
+                at.engine.on_trial.add(message.model_version.key)
+                at.engine.ended.set()
+                assert [version.version for version in at.reloader.engine_manifest().model_versions] == ["1", "2"]
+                assert (await at.states())["2"][0] == "LOADING"
+                at.trials.count_end(message.model_version.key, survived=frozenset(), ran_elsewhere=False)
+                assert [version.version for version in at.reloader.engine_manifest().model_versions] == ["1"]
+                preparing.set()
+                raise Unavailable("engine-0 has ended")
+            return await call(message, reply, timeout=timeout)
+
+        at.engine.call = ending  # type: ignore[method-assign]
+        with pytest.raises(Unavailable, match="ended while it loaded words version 2"):
+            await at.reloader.load("words")
+        assert preparing.is_set() and at.served() == [("words", "1")]
+
+    run(scenario, root)
 
 
-def test_session_stays_with_its_first_version(reloaded: Reloaded) -> None:
-    server, root, _ = reloaded
-    assert summed(server, [1, 1], "old") == ("1", 2)
-    copy_version(root, "accumulator", 2)
-    load(server, "accumulator")
-    assert summed(server, [1], "old") == ("1", 3)
-    assert summed(server, [1], "new") == ("2", 1)
-    assert "belongs to accumulator version 1" in refused(server, 409, "session_conflict", session="old", version="2")
-    assert summed(server, [1], "old", start=True) == ("2", 1), "the session was restarted"
+def test_frontend_that_does_not_switch_is_killed(root: Path) -> None:
+    async def scenario(at: Supervised) -> None:
+        at.frontend.errors[ServeModels] = Unavailable("busy")
+        await at.reloader.unload("words")
+        assert at.served() == [] and at.frontend.killed == "ended"
+
+    run(scenario, root)
 
 
-def test_chunk_is_validated_for_the_session_s_version(reloaded: Reloaded, tmp_path: Path) -> None:
-    server, root, _ = reloaded
-    models.sensors(root, features=3)
-    load(server, "sensors")
-    assert server.infer("sensors", [[[0.1, 0.2, 0.3]]], session="old").status_code == 200
-    models.sensors(tmp_path / "wider", features=4)
-    shutil.move(tmp_path / "wider" / "sensors" / "1", root / "sensors" / "2")
-    load(server, "sensors")
-    for session, row, version in (("old", [0.1] * 3, "1"), ("new", [0.1] * 4, "2"), ("old", [0.2] * 3, "1")):
-        reply = server.infer("sensors", [[row]], session=session)
-        assert (reply.status_code, reply.json().get("version")) == (200, version), reply.text
-    assert server.infer("sensors", [[[0.1] * 4]], session="old").json()["field"] == "inputs[0][0]"
-    refusal = server.infer("sensors", [[[0.1] * 3]], session="old", version="2")
-    assert refusal.status_code == 400, "the request names the version"
-    assert server.infer("sensors", [[[0.1] * 3]], session="other").status_code == 400
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_version_that_a_process_started_without_is_loaded_again(everywhere: bool, root: Path) -> None:
+    async def scenario(at: Supervised) -> None:
+        [version] = at.reloader.manifest.model_versions
+        await at.reloader.leave_out(version.key, InvalidModel(f"{root}/words is damaged"), everywhere=everywhere)
+        await at.reloader.leave_out(version.key, InvalidModel("again"), everywhere=everywhere)
+        assert at.served() == ([] if everywhere else [("words", "1")])
+        assert at.changes() == {"invalid_model": 1}
+        listed = at.reloader.manifest.unavailable
+        assert [entry.reason for entry in listed] == (["words is damaged"] if everywhere else [])
+        await at.reloader.load("words")
+        assert at.served() == [("words", "1")] and at.engine.took(PrepareModel) and not at.reloader.manifest.unavailable
+
+    run(scenario, root)
 
 
-def test_socket_continues_the_version_of_its_session(reloaded: Reloaded, tmp_path: Path) -> None:
-    """A second socket finds the version too, although its first chunk is not valid for the newest version."""
-    server, root, _ = reloaded
-    models.sensors(root, features=3)
-    load(server, "sensors")
+@pytest.mark.parametrize("name", ["nobody", "../models", "/etc", "."])
+def test_only_folders_of_the_models_folder_are_loaded(name: str, root: Path) -> None:
+    async def scenario(at: Supervised) -> None:
+        with pytest.raises(UnknownModel):
+            await at.reloader.load(name)
+        assert at.reloader.manifest.unavailable == [], "names of clients are not kept"
 
-    def send(stream: ClientConnection, features: int, **options: Any) -> tuple[str, int]:
-        stream.send(json.dumps({"input": [[0.1] * features], **options}))
-        reply = json.loads(stream.recv(timeout=30))
-        return reply.get("version") or reply["code"], reply.get("session", {}).get("steps", 0)
-
-    def open_stream(query: str) -> ClientConnection:
-        return connect(server.address.replace("http", "ws") + f"/stream?model=sensors&{query}", proxy=None)
-
-    with open_stream("session=old") as first:
-        assert send(first, 3) == ("1", 1)
-        models.sensors(tmp_path / "wider", features=4)
-        shutil.move(tmp_path / "wider" / "sensors" / "1", root / "sensors" / "2")
-        load(server, "sensors")
-        assert send(first, 3) == ("1", 2)
-        assert send(first, 4) == ("invalid_input", 0)
-        with open_stream("session=old") as second:
-            assert [send(second, 3), send(second, 3)] == [("1", 3), ("1", 4)]
-        assert server.client.delete("/sessions/old/state").status_code == 200
-        assert send(first, 3) == ("unknown_session", 0)
-        assert send(first, 4, start=True) == ("2", 1)
-        assert [send(first, 4), send(first, 4, end=True), send(first, 4)] == [("2", 2), ("2", 3), ("2", 1)]
-    with open_stream("version=2&session=new") as exact, open_stream("version=1&session=new") as conflicting:
-        assert [send(exact, 4), send(conflicting, 3)] == [("2", 1), ("session_conflict", 0)]
+    run(scenario, root)
 
 
-def test_sessions_of_an_unloaded_version_continue_to_their_end(reloaded: Reloaded) -> None:
-    server, *_ = reloaded
-    assert summed(server, [1, 1], "old") == ("1", 2)
-    unload(server, "accumulator")
-    assert summed(server, [1], "old") == ("1", 3)
-    refused(server, 404, "unknown_session", session="other")
-    refused(server, 404, "unknown_model", session="old", start=True)
-    assert not reloaded.events("unloaded")
-    assert summed(server, [1], "old", end=True) == ("1", 4)
-    eventually(lambda: reloaded.events("unloaded"), within_seconds=10)
-    refused(server, 404, "unknown_model", session="old")
+@pytest.mark.parametrize("change", ["load", "unload"])
+@pytest.mark.parametrize(
+    ("settings", "refusal"),
+    [
+        ({"reload": "off"}, "SEQSERVE_RELOAD is off"),
+        ({"reload": "off", "replicated": True}, "SEQSERVE_RELOAD is off"),
+        ({"replicated": True}, "set SEQSERVE_RELOAD=poll"),
+    ],
+    ids=str,
+)
+def test_settings_refuse_changes(change: str, settings: dict[str, Any], refusal: str, root: Path) -> None:
+    async def scenario(at: Supervised) -> None:
+        with pytest.raises(Unsupported, match=refusal):
+            await getattr(at.reloader, change)("words")
+        assert at.served() == [("words", "1")]
+
+    run(scenario, root, **settings)
 
 
-def test_session_that_outlasts_its_version_gets_one_409(tmp_path: Path) -> None:
-    with constants({"service.supervisor.reload.UNLOAD_SECONDS": 3}), reloading(tmp_path) as (server, root):
-        assert summed(server, [1, 1], "old") == ("1", 2)
-        copy_version(root, "accumulator", 2)
-        load(server, "accumulator", policy={"latest": {"num_versions": 1}})
-        assert summed(server, [1], "old") == ("1", 3)
-        eventually(lambda: server.events("unloaded"), within_seconds=10)
-        assert "was unloaded" in refused(server, 409, "session_lost", session="old")
-        assert summed(server, [1], "old") == ("2", 1)
-        assert server.metric("seqserve_sessions_ended_total", reason="unloaded") == 1
+def test_replicas_that_poll_take_loads_of_what_all_will_serve(root: Path) -> None:
+    async def scenario(at: Supervised) -> None:
+        models.words(root, version=2, seed=2)
+        await at.reloader.load("words")
+        assert len(at.served()) == 2
+        for change in (at.reloader.load("words", "latest"), at.reloader.unload("words")):
+            with pytest.raises(Unsupported, match=r"versions\.toml"):
+                await change
+
+    run(scenario, root, replicated=True, reload="poll")
 
 
-def test_sessions_of_a_replaced_version_keep_its_weights(reloaded: Reloaded) -> None:
-    server, root, _ = reloaded
-    assert summed(server, [1, 1], "old") == ("1", 2)
-    text = root / "accumulator" / "1" / spec.MODEL
-    text.write_text('description = "the same, described"\n' + text.read_text())
-    load(server, "accumulator")
-    assert reloaded.events("loaded")
-    assert summed(server, [1], "old", version="1") == ("1", 3)
-    assert summed(server, [1], "new", version="1") == ("1", 1)
+def test_hung_folder_delays_one_change(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stall = threading.Event()
+
+    async def scenario(at: Supervised) -> None:
+        models.tagger(root)
+        read = Repository.read
+        monkeypatch.setattr(ModelReloader._read, "__defaults__", (0.05,))
+        monkeypatch.setattr(
+            Repository, "read", lambda self, name, policy: stall.wait() if name == "words" else read(self, name, policy)
+        )
+        with pytest.raises(Unavailable, match="did not answer within"):
+            await at.reloader.load("words")
+        monkeypatch.setattr(ModelReloader._read, "__defaults__", (60.0,))
+        await at.reloader.load("tagger")
+        assert len(at.served()) == 2
+
+    try:
+        run(scenario, root)
+    finally:
+        stall.set()
 
 
-# Processes.
+@pytest.mark.parametrize("change", ["load", "unload"])
+def test_change_whose_client_has_gone_is_cancelled(change: str, root: Path) -> None:
+    """Also while it waits for another change."""
+
+    async def scenario(at: Supervised) -> None:
+        models.words(root, version=2, seed=2)
+        models.tagger(root)
+        await at.reloader.load("tagger")
+        reached, call = asyncio.Event(), at.engine.call
+
+        async def stalled(message: Any, reply: type, *, timeout: float | None = None) -> Done:
+            if isinstance(message, PrepareModel):
+                reached.set()
+                await asyncio.Event().wait()
+            return await call(message, reply, timeout=timeout)
+
+        at.engine.call = stalled  # type: ignore[method-assign]
+        first = asyncio.ensure_future(at.reloader.load("words"))
+        await reached.wait()
+        second = asyncio.ensure_future(getattr(at.reloader, change)("tagger"))
+        await asyncio.sleep(0)
+        for task in (second, first):
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        assert at.served() == [("tagger", "1"), ("words", "1")]
+        assert at.changes() == {"ok": 1, GONE: 2}
+        [dropped] = await at.closed()
+        assert (dropped.key.version, dropped.seconds) == ("2", 0.0)
+
+    run(scenario, root)
 
 
-def test_restarted_engine_serves_what_was_loaded_last(reloaded: Reloaded) -> None:
-    server, root, _ = reloaded
-    models.words(root, version=2, seed=2)
-    load(server, "words", policy={"latest": {"num_versions": 1}})
-    before = answered(server)
-    kill(server, "engine-0")
-    assert answered(server) == before
+def test_closed_reloader_begins_no_change(root: Path) -> None:
+    async def scenario(at: Supervised) -> None:
+        at.reloader.close()
+        with pytest.raises(Unavailable, match="shutting down"):
+            await at.reloader.load("words")
+
+    run(scenario, root)
 
 
-def test_restarted_processes_leave_out_a_broken_model(
-    reloaded: Reloaded,
-) -> None:
-    server, root, _ = reloaded
-    (root / "words" / "1" / spec.WEIGHTS).write_bytes(b"")
-    (root / "words" / "1" / spec.TOKENIZER).write_bytes(b"")
-    for child in ("engine-0", "frontend-0", "frontend-1"):
-        kill(server, child)
-    assert summed(server, [1], "s") == ("1", 1)
-    assert "words version 1 cannot be served" in refused(server, 503, "unavailable", "words")
-    models.words(root)
-    load(server, "words")
-    assert answered(server)[0] == "1"
+def test_polled_folder_is_served_as_it_changes(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A version is loaded when its files have not changed between two reads, so most copies are complete."""
+    monkeypatch.setattr(reload, "POLL_SECONDS", 0.001)
+
+    async def until(holds: Callable[[], bool]) -> None:
+        while not holds():
+            await asyncio.sleep(0.001)
+
+    async def scenario(at: Supervised) -> None:
+        polling = asyncio.ensure_future(at.reloader.poll())
+        models.words(tmp_path / "elsewhere", version=2, seed=2)
+        folder, source = root / "words" / "2", tmp_path / "elsewhere" / "words" / "2"
+        folder.mkdir()
+        (folder / spec.MODEL).write_text("name = ")
+        await until(lambda: at.changes().get("invalid_model", 0) == 1)
+        shutil.copytree(source, folder, dirs_exist_ok=True)
+        await until(lambda: at.served() == [("words", "2")])
+        models.tagger(root)
+        await until(lambda: ("tagger", "1") in at.served())
+        (root / spec.ALIASES).write_text('any = "words"')
+        await until(lambda: at.reloader.manifest.aliases == {"any": "words"})
+        shutil.rmtree(root / "tagger")
+        await until(lambda: at.served() == [("words", "2")])
+        at.reloader.close()
+        await polling
+
+    run(scenario, root, reload="poll", versions="latest")
 
 
-def kill(server: Server, child: str) -> None:
-    """Kill a process and wait until its successor serves."""
-    before = len(server.events("started"))
-    os.kill(server.pid(child), signal.SIGKILL)
-    eventually(lambda: len(server.events("started")) > before and server.ready(), within_seconds=30)
+def test_broken_models_are_left_out_at_the_start_unless_it_is_strict(root: Path) -> None:
+    async def scenario(at: Supervised) -> None:
+        assert at.served() == [("words", "1")] and at.changes() == {"invalid_model": 2}
+        reasons = {entry.name: entry.reason for entry in at.reloader.manifest.unavailable}
+        assert reasons["broken"].startswith("broken/1/model.toml") and "has no version folder" in reasons["empty"]
+        models.words(root, "broken")
+        await at.reloader.load("broken")
+        assert ("broken", "1") in at.served()
 
-
-# A polled folder.
-
-
-@pytest.fixture(scope="module")
-def polled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Path]]:
-    polling, folder = {"service.supervisor.reload.POLL_SECONDS": POLL_SECONDS}, tmp_path_factory.mktemp("polled")
-    with constants(polling), reloading(folder, reload="poll", versions="latest") as both:
-        yield both
-
-
-def test_polled_folder_is_served_as_it_changes(polled: tuple[Server, Path]) -> None:
-    server, root = polled
-    models.words(root, version=2, seed=2)
-    eventually(lambda: answered(server)[0] == "2", within_seconds=10)
-    models.tagger(root)
-    eventually(lambda: server.infer("tagger", [TEXT]).status_code == 200, within_seconds=10)
-    (root / spec.ALIASES).write_text('any = "words"')
-    eventually(lambda: server.infer("any", [TEXT]).status_code == 200, within_seconds=10)
-    shutil.rmtree(root / "tagger")
-    eventually(lambda: server.infer("tagger", [TEXT]).status_code == 404, within_seconds=10)
-
-
-def test_version_is_served_when_its_copy_is_complete(polled: tuple[Server, Path], tmp_path: Path) -> None:
-    server, root = polled
-    before = answered(server)[0]
-    models.words(tmp_path, version=3, seed=3)
-    source, copy = tmp_path / "words" / "3", root / "words" / "3"
-    copy.mkdir()
-    shutil.copy(source / spec.MODEL, copy)
-    eventually(lambda: index(server, "words")["3"][0] == "UNAVAILABLE" and index(server, "words")["3"][1], within_seconds=10)
-    assert answered(server)[0] == before
-    for file in (spec.TOKENIZER, spec.WEIGHTS):
-        shutil.copy(source / file, copy)
-    eventually(lambda: answered(server)[0] == "3", within_seconds=10)
-    assert index(server, "words")["3"] == ("READY", "")
+    (root / "empty").mkdir()
+    models.words(root, "broken")
+    (root / "broken" / "1" / spec.MODEL).write_text("name = ")
+    run(scenario, root, strict=False)
+    (root / "broken" / "1" / spec.MODEL).write_text("name = ")
+    with pytest.raises(ModelError, match=r"broken/1/model\.toml|has no version folder"):
+        Supervised(root, strict=True)

@@ -1,23 +1,14 @@
-"""The objects for KServe: their schemas, KServe's use of their ports and names, and models as its storage initializer leaves them."""
+"""The objects for KServe: their schemas, and KServe's use of their ports and names."""
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
-import tritonclient.grpc
-from tritonclient.grpc import InferInput
 
 from service.settings import Settings, load
-from tests import models
 from tests.deploy.kubernetes.tools import Object, kserve_objects, validate
 from tests.deploy.test_containers import instructions
-from tests.serving import Server, serving
 
 NAME = "question-type"
 """Name of the InferenceService, which differs from the name of the model."""
@@ -119,59 +110,3 @@ def test_keda_divides_a_sum() -> None:
     busy, backlog = (each["external"]["metric"]["query"] for each in scaled["autoScaling"]["metrics"])
     assert busy.startswith("sum(max by (pod) (rate(seqserve_device_busy_seconds_total{")
     assert backlog.startswith("sum(max by (pod) (max_over_time(seqserve_backlog_seconds{")
-
-
-def layout(kind: str, folder: Path) -> None:
-    """Write read-only files as the storage initializer leaves them for each habit of naming a storage URI."""
-    made = folder.parent / f"made-{kind}"
-    models.words(made, "words", version=1, seed=1)
-    if kind != "one version":
-        models.words(made, "words", version=2, seed=2)
-    source = {"models": made, "one model": made / "words", "one version": made / "words" / "1"}[kind]
-    shutil.copytree(source, folder)
-    for path in [folder, *folder.rglob("*")]:
-        path.chmod(0o555 if path.is_dir() else 0o444)
-
-
-@contextmanager
-def started(runtime: Object, folder: Path, scratch: Path) -> Iterator[Server]:
-    """Start the service with the arguments and variables of a runtime, in another folder and on free ports."""
-    variables = {name.removeprefix("SEQSERVE_").lower(): value for name, value in environment(runtime).items()}
-    for name in ("port", "grpc_port", "models", "host"):
-        del variables[name]
-    with serving(folder, scratch, *arguments(runtime, NAME)[1:], **variables) as server:
-        yield server
-
-
-@pytest.mark.parametrize("kind", ["models", "one model", "one version"])
-def test_model_answers_under_the_name_of_its_service(kind: str, tmp_path: Path) -> None:
-    """And under its own, over HTTP and gRPC."""
-    folder = tmp_path / "mnt"
-    layout(kind, folder)
-    body = {"inputs": [{"name": "text", "shape": [1], "datatype": "BYTES", "data": ["how far is the sea ?"]}]}
-    with started(runtimes()["seqserve"], folder, tmp_path) as server:
-        for name in (NAME, "words"):
-            described = server.client.get(f"/v2/models/{name}")
-            assert (described.status_code, described.json()["versions"]) == (
-                200,
-                ["1"] if kind == "one version" else ["1", "2"],
-            )
-            assert server.client.get(f"/v2/models/{name}/ready").status_code == 200
-            answer = server.client.post(f"/v2/models/{name}/infer", json=body)
-            assert answer.status_code == 200, answer.text
-            assert answer.json()["outputs"][0]["shape"][0] == 1
-        with tritonclient.grpc.InferenceServerClient(server.grpc) as client:
-            assert client.is_model_ready(NAME)
-            text = InferInput("text", [1], "BYTES")
-            text.set_data_from_numpy(numpy.array([b"how far is the sea ?"], object))
-            over_grpc = client.infer(NAME, [text]).get_response()
-        assert [each.name for each in over_grpc.outputs] == [each["name"] for each in answer.json()["outputs"]]
-
-
-def test_models_of_a_folder_answer_under_their_own_names(tmp_path: Path) -> None:
-    """The name of the service does not select one of several models."""
-    models.words(tmp_path / "mnt", "words")
-    models.words(tmp_path / "mnt", "verbs")
-    with started(runtimes()["seqserve"], tmp_path / "mnt", tmp_path) as server:
-        paths = [f"/v2/models/{name}" for name in ("words", "verbs", NAME)]
-        assert [server.client.get(path).status_code for path in paths] == [200, 200, 404]

@@ -1,0 +1,124 @@
+"""The commands, as a user types them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from service import __main__
+from service.cli import _example, main
+from service.supervisor.repository import Repository
+from tests import models
+from tests.serving import Server
+
+QUESTIONS = ["how far is the sea ?", "who was first"]
+
+
+def test_infer_command_answers_as_the_server_does(
+    models_folder: Path, server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["infer", "--models", str(models_folder), "--device", "cpu", "--model", "words", *QUESTIONS]) == 0
+    printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    served = server.infer("words", QUESTIONS).json()["outputs"]
+    for one, other in zip(printed, served, strict=True):
+        assert one["label"] == other["label"]
+        assert one["scores"] == pytest.approx(other["scores"], rel=1e-5)
+
+
+def test_infer_command_names_the_models_for_an_unknown_name(models_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["infer", "--models", str(models_folder), "--model", "nobody", "status"]) == 1
+    assert "served are sensors, words" in capsys.readouterr().err
+
+
+def test_models_command_lists_the_folder(models_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["models", "--models", str(models_folder)]) == 0
+    printed = capsys.readouterr().out
+    assert "words  version 2  text > embedding > lstm > classify  float32" in printed
+    assert "sensors  version 1  features > lstm > classify  float32" in printed
+
+
+@pytest.mark.parametrize("place", ["words", "words/2"])
+def test_commands_read_the_folder_of_one_model(
+    place: str, models_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The model is also known by the alias of the service. No command adds a model there."""
+    folder = str(models_folder / place)
+    assert main(["models", "--models", folder]) == 0
+    assert "words  version " in capsys.readouterr().out
+    monkeypatch.setenv("SEQSERVE_ALIAS", "my-service")
+    answers = []
+    for root, name in ((str(models_folder), "words"), (folder, "words"), (folder, "my-service")):
+        assert main(["infer", "--models", root, "--device", "cpu", "--model", name, *QUESTIONS]) == 0
+        answers.append(capsys.readouterr().out)
+    assert answers[0] == answers[1] == answers[2]
+    assert main(["compress", "words", "--precision", "int8", "--models", folder]) == 1
+    assert "is the folder of one model, to which none can be added" in capsys.readouterr().err
+
+
+def test_compress_command_writes_a_version_and_prints_its_card(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    models.words(tmp_path / "models")
+    data = tmp_path / "texts.txt"
+    data.write_text("near how far is the sea ?\nfar who was first\n")
+    command = ["compress", "words", "--precision", "int8", "--models", str(tmp_path / "models"), "--version", "1"]
+    assert main([*command, "--name", "small", "--data", str(data)]) == 0
+    folder = tmp_path / "models" / "small" / "1"
+    first, _, section = capsys.readouterr().out.partition("\n\n")
+    assert first == f"{folder} is complete. Its card says:"
+    assert (folder / "card.md").read_text() == f"made up\n\n{section}"
+    assert "| precision | float32 | int8 |" in section and "answered 2 texts of texts.txt" in section
+    assert main(["models", "--models", str(tmp_path / "models")]) == 0
+    assert "small  version 1  text > embedding > lstm > classify  int8" in capsys.readouterr().out
+    assert main([*command, "--name", "small"]) == 1
+    assert "small exists in" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main([*command[:2], "--precision", "int4"])
+
+
+def test_shown_request_is_answered(models_folder: Path, server: Server, tmp_path: Path) -> None:
+    """It names an alias, if there is one."""
+    assert server.client.post("/infer", json=_example(Repository(models_folder).manifest())).status_code == 200
+    shutil.copytree(models_folder, tmp_path / "models")
+    (tmp_path / "models" / "aliases.toml").write_text('stable = "words/1"')
+    assert _example(Repository(tmp_path / "models").manifest())["model"] == "stable"
+
+
+def test_error_names_a_folder_without_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["models", "--models", str(tmp_path)]) == 1
+    assert str(tmp_path) in capsys.readouterr().err
+    assert main(["serve", "--models", str(tmp_path / "nowhere")]) == 1
+    assert "does not exist" in capsys.readouterr().err
+
+
+def test_impossible_setting_exits_with_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--port", "70000"]) == 2
+    assert "--port is '70000'" in capsys.readouterr().err
+
+
+def test_sigterm_during_imports_ends_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first process of a container would not even notice a signal that it does not handle."""
+    monkeypatch.setattr("service.cli.main", lambda: signal.raise_signal(signal.SIGTERM))
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit, match="143"):
+            __main__.main()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_state_key_command_adds_secrets_that_the_service_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "state-keys"
+    command = ["state-key", "new", "--state-keys", str(file)]
+    assert main(command) == 0
+    assert capsys.readouterr().out == f"{file} has a new secret. Give this file to all replicas.\n"
+    assert main(command) == 0
+    assert "the last of 2" in (printed := capsys.readouterr().out) and "first line" in printed
+    assert not any(line in printed for line in file.read_text().splitlines())
+    assert main(command[:2]) == 2
+    assert "--state-keys FILE" in capsys.readouterr().err
+    file.write_text("secret")
+    assert main(["serve", "--state-keys", str(file)]) == 2
+    assert f"state key file {file}, line 1" in capsys.readouterr().err
