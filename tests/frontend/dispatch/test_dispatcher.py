@@ -82,12 +82,19 @@ def requests_of(frame: Frame) -> list[Frame]:
     if not isinstance(message, RequestBlock):
         return [frame]
     columns = Columns.read(frame.tail, message.requests, message.sequences)
-    lengths, deadlines = np.frombuffer(columns.lengths, COUNT).tolist(), np.frombuffer(columns.deadlines, DEADLINE)
-    frames, begin, size = [], 0, len(columns.values) // message.requests
-    for id, deadline, steps in zip(np.frombuffer(columns.ids, ID).tolist(), deadlines.tolist(), lengths, strict=True):
-        sent = Request(message.model, message.version, [steps], deadline, message.sent, message.priority, message.returns)
+    lengths, deadlines = np.frombuffer(columns.lengths, COUNT).tolist(), np.frombuffer(columns.deadlines, DEADLINE).tolist()
+    frames, row, begin, step_bytes = [], 0, 0, len(columns.values) // max(message.steps, 1)
+    counts = np.frombuffer(columns.counts, COUNT).tolist()
+    for id, deadline, count in zip(np.frombuffer(columns.ids, ID).tolist(), deadlines, counts, strict=True):
+        own = lengths[row : row + count]
+        sent = Request(
+            *(message.model, message.version, own, deadline, message.sent, message.priority, message.returns),
+            generation=message.generation,
+            timed=message.timed,
+        )
+        size = sum(own) * step_bytes
         frames.append(Frame(sent, id, columns.values[begin : begin + size]))
-        begin += size
+        row, begin = row + count, begin + size
     return frames
 
 

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
-import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from service.metrics import Metrics, render
 from service.triton_statistics import families, statistics
-from tests import models
-from tests.serving import Server, serving
+from tests.serving import Server
 
 TEXT = "how far is the sea ?"
 COUNTS = ("request_success", "count", "exec_count")
@@ -84,44 +79,26 @@ def test_statistics_of_an_unused_model_are_zero() -> None:
     assert model["inference_stats"]["success"] == {"count": 0, "ns": 0}
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    root: Path = tmp_path_factory.mktemp("models")
-    models.words(root)
-    models.sensors(root)
-    with serving(root, tmp_path_factory.mktemp("log")) as server:
-        yield server
-
-
 def test_server_counts_and_times_its_requests(server: Server) -> None:
+    def counts() -> list[float]:
+        named = [f"nv_inference_{name}" for name in COUNTS]
+        return [server.metric(name, model="words", version="2") for name in (*named, "seqserve_batches_total")]
+
+    before = counts()
     for _ in range(5):
         assert server.infer("words", [TEXT, TEXT]).status_code == 200
-    assert server.infer("words", [1]).status_code == 400
-    counts = [server.metric(f"nv_inference_{name}", model="words", version="1") for name in COUNTS]
-    assert counts == [5, 10, server.metric("seqserve_batches_total", model="words")]
+    answered, sequences, runs, batches = (after - count for after, count in zip(counts(), before, strict=True))
+    assert (answered, sequences, runs) == (5, 10, batches)
     assert all(server.metric(f"nv_inference_{name}_duration_us", model="words") > 0 for name in TIMES)
-    assert server.metric("nv_inference_request_failure", model="words", reason="OTHER") == 1
+    failed = server.metric("nv_inference_request_failure", model="words", reason="OTHER")
+    assert server.infer("words", [1]).status_code == 400
+    assert server.metric("nv_inference_request_failure", model="words", reason="OTHER") == failed + 1
     assert server.metric("nv_inference_pending_request_count", model="words") == 0
-
-
-@pytest.mark.parametrize(
-    ("path", "names"),
-    [
-        ("/v2/models/stats", ["sensors", "words"]),
-        ("/v2/models/words/stats", ["words"]),
-        ("/v2/models/words/versions/1/stats", ["words"]),
-    ],
-)
-def test_statistics_of_a_version_a_model_or_all(server: Server, path: str, names: list[str]) -> None:
-    server.infer("words", [TEXT])
-    models = server.client.get(path).json()["model_stats"]
-    assert [model["name"] for model in models] == names
-    words = models[-1]
-    assert words["inference_stats"]["success"]["count"] >= 1
+    for path, names in (("", ["sensors", "words", "words"]), ("/words", ["words"] * 2), ("/words/versions/2", ["words"])):
+        found = server.client.get(f"/v2/models{path}/stats").json()["model_stats"]
+        assert [model["name"] for model in found] == names
+    [words] = found
     assert 0 < words["inference_stats"]["compute_infer"]["ns"] < words["inference_stats"]["success"]["ns"]
     assert words["last_inference"] > 1_600_000_000_000
-
-
-def test_statistics_of_an_unknown_model_are_not_found(server: Server) -> None:
-    for path in ("/v2/models/nobody/stats", "/v2/models/words/versions/2/stats"):
+    for path in ("/v2/models/nobody/stats", "/v2/models/words/versions/3/stats"):
         assert server.client.get(path).status_code == 404
