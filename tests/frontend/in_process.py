@@ -59,6 +59,7 @@ from service.ipc.messages import (
     TrialEnded,
     session_tenant,
 )
+from service.ipc.quota_counts import QuotaCounts
 from service.ipc.session_file import Origin
 from service.log import Log
 from service.metrics import Metrics, Snapshot
@@ -106,7 +107,9 @@ class StandInEngine:
         asyncio.get_running_loop().add_reader(near, self._read)
 
     def close(self) -> None:
-        asyncio.get_running_loop().remove_reader(self._channel.fileno())
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._channel.fileno())
+        loop.remove_writer(self._channel.fileno())
         self._channel.close()
 
     def release(self) -> None:
@@ -118,7 +121,15 @@ class StandInEngine:
 
     def _send(self, data: bytes) -> None:
         self._channel.send(data)
+        self._flush()
+
+    def _flush(self) -> None:
         self._channel.flush()
+        loop = asyncio.get_running_loop()
+        if self._channel.outgoing:
+            loop.add_writer(self._channel.fileno(), self._flush)
+        else:
+            loop.remove_writer(self._channel.fileno())
 
     def _read(self) -> None:
         for frame in [part for whole in self._channel.receive() for part in requests_of(whole)]:
@@ -280,7 +291,9 @@ class StandInSupervisor:
 class InProcess:
     """A frontend in a thread, with the methods of a Server that tests use."""
 
-    def __init__(self, models: Path, scratch: Path, *, admin: bool, tls: bool, settings: Settings) -> None:
+    def __init__(
+        self, models: Path, scratch: Path, *, admin: bool, tls: bool, quota_counts: QuotaCounts, settings: Settings
+    ) -> None:
         self.log_file = scratch / f"log-{id(self)}"
         self._descriptor = os.open(self.log_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         log, metrics = Log("frontend", self._descriptor), Metrics()
@@ -288,7 +301,7 @@ class InProcess:
         supervisor = StandInSupervisor()
         dispatcher = Dispatcher(metrics, channel_limit(settings), lambda: None)
         self.engine = StandInEngine(catalog)
-        self.frontend = supervisor.frontend = Frontend(settings, catalog, dispatcher, metrics, log, supervisor)
+        self.frontend = supervisor.frontend = Frontend(settings, catalog, dispatcher, metrics, log, supervisor, quota_counts)
         metrics.start(model.key.labels for model in catalog.served)
         self._listening = {port: socket.create_server(("127.0.0.1", 0), backlog=256) for port in Port}
         ports = {
@@ -396,10 +409,15 @@ class InProcess:
 
 
 @contextmanager
-def in_process(models: Path, scratch: Path, *, admin: bool = False, **settings: Any) -> Iterator[InProcess]:
+def in_process(
+    models: Path, scratch: Path, *, admin: bool = False, quota_counts: QuotaCounts | None = None, **settings: Any
+) -> Iterator[InProcess]:
     """Run a frontend until the end of the block. Then print its log, which pytest shows for a failed test."""
     values = {"default_deadline_ms": 60_000, "max_memory_share": 1, "models": str(models), "drain_seconds": 5} | settings
-    service = InProcess(models, scratch, admin=admin, tls="tls_cert" in settings, settings=Settings(**values))
+    if admin:
+        values["admin_port"] = 0
+    counts, tls = quota_counts or QuotaCounts.private(), "tls_cert" in settings
+    service = InProcess(models, scratch, admin=admin, tls=tls, quota_counts=counts, settings=Settings(**values))
     try:
         yield service
     finally:

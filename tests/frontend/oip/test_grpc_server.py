@@ -19,9 +19,7 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 from grpc_reflection.v1alpha import reflection_pb2
 from grpc_reflection.v1alpha.reflection_pb2_grpc import ServerReflectionStub
 
-from service.errors import SettingsError
 from service.frontend import connection_guard
-from service.settings import load
 from tests.frontend.http2.peer import (
     DATA,
     END_HEADERS,
@@ -101,11 +99,6 @@ def test_reflection_describes_every_service(channel: grpc.Channel) -> None:
             pool.Add(FileDescriptorProto.FromString(file))
         assert pool.FindServiceByName(name).methods
     assert reflect(file_containing_symbol="inference.Nothing").error_response.error_code == grpc.StatusCode.NOT_FOUND.value[0]
-
-
-def test_http_and_grpc_cannot_share_a_port() -> None:
-    with pytest.raises(SettingsError, match="port and grpc_port are both 9123"):
-        load({"port": 9123, "grpc_port": 9123}, {})
 
 
 # Connections.
