@@ -79,6 +79,8 @@ class StandInEngine:
 
     def __init__(self, catalog: Catalog) -> None:
         self.held = False
+        self.refusal: ServiceError | None = None
+        """The answer to all requests, if the engine refuses them."""
         self.waiting: dict[int, Frame] = {}
         self.cancelled = 0
         self.received: list[Frame] = []
@@ -184,6 +186,8 @@ class StandInEngine:
             raise TooManySessions("the tenant has too many sessions", retry_after=1)
 
     def _run(self, request: Request, data: bytes) -> tuple[Answer, bytes]:
+        if self.refusal is not None:
+            raise self.refusal
         spec = self._catalog[request.key].spec
         steps, checksum = 0, 0
         if request.session is not None:
