@@ -14,6 +14,7 @@ from service.access.refused_keys import RefusedKeys
 from service.access.scopes import KEY_SCOPES, Scope
 from tests import models
 from tests.frontend.in_process import InProcess, in_process
+from tests.serving import Server, serving
 
 BODY_BYTES = 2 << 20
 """The largest body that the frontends below accept."""
@@ -40,6 +41,40 @@ def heads_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def heads(heads_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[InProcess]:
     """A frontend that logs every request, with a model for each kind of head."""
     with in_process(heads_folder, tmp_path_factory.mktemp("log"), access_log_rate=1, max_body_bytes=BODY_BYTES) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def every_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A models folder with each kind of head twice: as in `heads_folder`, and over layers that take sequences without steps."""
+    root = tmp_path_factory.mktemp("every-head")
+    for make in models.OF_EVERY_HEAD.values():
+        make(root)
+    models.sensors(root, hidden=4)
+    gru = {"kind": "gru", "hidden": 4, "depth": 2, "bidirectional": True}
+    learned = {"kind": "lstm", "hidden": 3, "learned_start": True}
+    conv = {"kind": "conv", "filters": 5, "width": 3, "pads": [2, 2]}
+    dense = [{"width": 6, "activation": "softplus"}]
+    pools = ("last", "first", "last_step", "mean", "max", "sum", "attention")
+    heads: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        "classes": (gru, {"kind": "classify", "pool": pools, "labels": models.LABELS, "dense": dense}),
+        "numbers": (learned, {"kind": "regress", "pool": "last", "outputs": 2, "activation": "sigmoid"}),
+        "tags": (conv, {"kind": "tag", "labels": models.LABELS}),
+        "tokens": (learned, {"kind": "next", "top": 3}),
+        "vectors": (conv, {"kind": "embed", "pool": ["max", "mean"], "normalize": True}),
+        "steps": (gru, {"kind": "sequence"}),
+        "spans": (gru, {"kind": "span"}),
+        "windows": ({**conv, "pads": [0, 1]}, {"kind": "regress", "pool": "max"}),
+    }
+    for name, (layer, head) in heads.items():
+        models.made_up(root, name, models.IDS, models.EMBEDDING, layer, head=head)
+    return root
+
+
+@pytest.fixture(scope="session")
+def heads_server(every_head: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The real service with the models of `every_head`."""
+    with serving(every_head, tmp_path_factory.mktemp("log")) as running:
         yield running
 
 

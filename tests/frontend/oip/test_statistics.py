@@ -6,11 +6,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from service.metrics import Metrics, render
 from service.triton_statistics import families, statistics
-from tests.serving import Server
-
-TEXT = "how far is the sea ?"
-COUNTS = ("request_success", "count", "exec_count")
-TIMES = ("request", "queue", "compute_input", "compute_infer", "compute_output")
 
 
 def example_metrics() -> Metrics:
@@ -77,28 +72,3 @@ def test_statistics_of_an_unused_model_are_zero() -> None:
     [model] = statistics(Metrics().snapshot(), [("words", "1")])
     assert (model["inference_count"], model["last_inference"]) == (0, 0)
     assert model["inference_stats"]["success"] == {"count": 0, "ns": 0}
-
-
-def test_server_counts_and_times_its_requests(server: Server) -> None:
-    def counts() -> list[float]:
-        named = [f"nv_inference_{name}" for name in COUNTS]
-        return [server.metric(name, model="words", version="2") for name in (*named, "seqserve_batches_total")]
-
-    before = counts()
-    for _ in range(5):
-        assert server.infer("words", [TEXT, TEXT]).status_code == 200
-    answered, sequences, runs, batches = (after - count for after, count in zip(counts(), before, strict=True))
-    assert (answered, sequences, runs) == (5, 10, batches)
-    assert all(server.metric(f"nv_inference_{name}_duration_us", model="words") > 0 for name in TIMES)
-    failed = server.metric("nv_inference_request_failure", model="words", reason="OTHER")
-    assert server.infer("words", [1]).status_code == 400
-    assert server.metric("nv_inference_request_failure", model="words", reason="OTHER") == failed + 1
-    assert server.metric("nv_inference_pending_request_count", model="words") == 0
-    for path, names in (("", ["sensors", "words", "words"]), ("/words", ["words"] * 2), ("/words/versions/2", ["words"])):
-        found = server.client.get(f"/v2/models{path}/stats").json()["model_stats"]
-        assert [model["name"] for model in found] == names
-    [words] = found
-    assert 0 < words["inference_stats"]["compute_infer"]["ns"] < words["inference_stats"]["success"]["ns"]
-    assert words["last_inference"] > 1_600_000_000_000
-    for path in ("/v2/models/nobody/stats", "/v2/models/words/versions/3/stats"):
-        assert server.client.get(path).status_code == 404
