@@ -12,7 +12,7 @@ import os
 import socket
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -350,7 +350,11 @@ class InProcess:
         async def run() -> Any:
             return function()
 
-        return asyncio.run_coroutine_threadsafe(run(), self._loop).result(LIMIT_SECONDS)
+        return self.run(run())
+
+    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """Return the result of a coroutine that runs in the thread of the frontend."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(LIMIT_SECONDS)
 
     @contextmanager
     def held(self) -> Iterator[StandInEngine]:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.frontend.callbacks import MAX_CALLBACK_SECONDS
+from tests.long.callbacks import MAX_CALLBACK_SECONDS
 from tests.planted import plant
 from tests.raw_websocket import BINARY, CONTINUATION, PING, PONG, QUERY, TEXT, connection, frame, open_socket
 from tests.serving import Server, serving

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -30,11 +29,10 @@ from service.ipc.messages import (
 )
 from service.ipc.suspect_turns import SuspectTurns
 from service.metrics import Metrics
-from tests.frontend.callbacks import Callbacks, measured_callbacks, with_short_callbacks
 
 SECONDS_PER_TOKEN = 1.0
 DEADLY, NEW = b"!", b"+"
-"""Values of requests. Requests of one block have values of the same length."""
+"""Values of requests. Requests of one block have values of the same length for each step."""
 
 
 class Clock:
@@ -83,7 +81,7 @@ def requests_of(frame: Frame) -> list[Frame]:
         return [frame]
     columns = Columns.read(frame.tail, message.requests, message.sequences)
     lengths, deadlines = np.frombuffer(columns.lengths, COUNT).tolist(), np.frombuffer(columns.deadlines, DEADLINE).tolist()
-    frames, row, begin, step_bytes = [], 0, 0, len(columns.values) // max(message.steps, 1)
+    frames, row, begin, before = [], 0, 0, 0
     counts = np.frombuffer(columns.counts, COUNT).tolist()
     for id, deadline, count in zip(np.frombuffer(columns.ids, ID).tolist(), deadlines, counts, strict=True):
         own = lengths[row : row + count]
@@ -92,9 +90,10 @@ def requests_of(frame: Frame) -> list[Frame]:
             generation=message.generation,
             timed=message.timed,
         )
-        size = sum(own) * step_bytes
-        frames.append(Frame(sent, id, columns.values[begin : begin + size]))
-        row, begin = row + count, begin + size
+        row, before = row + count, before + sum(own)
+        end = len(columns.values) * before // message.steps if message.steps else 0
+        frames.append(Frame(sent, id, columns.values[begin:end]))
+        begin = end
     return frames
 
 
@@ -143,33 +142,6 @@ async def send(dispatcher: Dispatcher, steps: int = 1, tail: bytes = b"") -> asy
     task = asyncio.ensure_future(dispatcher.submit(request(steps=steps), tail))
     await asyncio.sleep(0)
     return task
-
-
-def test_large_request_and_answer_have_no_long_callback() -> None:
-    """They are not copied. A second engine gets the same request when the first ends."""
-    tail, measured = bytes(32 << 20), Callbacks()
-
-    async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
-        nonlocal measured
-        first, second = await meet_two(dispatcher)
-        sent = await send(dispatcher, tail=tail)
-        await asyncio.sleep(0.01)
-        first.channel.close()
-        with measured_callbacks() as callbacks:
-            [frame] = await second.frames(1)
-            second.channel.send(encode(Answer((1, 1)), frame.id, following=len(tail)), following=tail)
-            while not sent.done():
-                second.channel.flush()
-                await asyncio.sleep(0)
-        measured = replace(callbacks)  # without the comparisons, which the running callback makes
-        assert frame.tail == tail
-        assert (await sent).data == tail
-
-    def measure() -> tuple[None, Callbacks]:
-        run(test, channel_bytes=64 << 20, places=2)
-        return None, measured
-
-    with_short_callbacks(measure)
 
 
 def test_answers_match_their_requests_in_any_order() -> None:

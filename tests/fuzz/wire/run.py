@@ -25,13 +25,13 @@ from service.errors import BY_CODE
 from tests import models
 from tests.accumulator import at_rest
 from tests.callers import Caller
-from tests.frontend.callbacks import MAX_CALLBACK_SECONDS
 from tests.fuzz.wire.conversation import Judgement
 from tests.fuzz.wire.grpc import GrpcSource
 from tests.fuzz.wire.http import HttpSource
 from tests.fuzz.wire.line import PATIENCE_SECONDS, Line
 from tests.fuzz.wire.mutations import pieces
 from tests.fuzz.wire.websocket import WebSocketSource
+from tests.long.callbacks import MAX_CALLBACK_SECONDS
 from tests.planted import constants, plant
 from tests.serving import Server, serving
 from tests.soak import slope
