@@ -421,7 +421,12 @@ def in_process(
     models: Path, scratch: Path, *, admin: bool = False, quota_counts: QuotaCounts | None = None, **settings: Any
 ) -> Iterator[InProcess]:
     """Run a frontend until the end of the block. Then print its log, which pytest shows for a failed test."""
-    values = {"default_deadline_ms": 60_000, "max_memory_share": 1, "models": str(models), "drain_seconds": 5} | settings
+    values: dict[str, Any] = {
+        "default_deadline_ms": 60_000,
+        "max_memory_share": 1,
+        "models": str(models),
+        "drain_seconds": 5,
+    } | settings
     if admin:
         values["admin_port"] = 0
     counts, tls = quota_counts or QuotaCounts.private(), "tls_cert" in settings

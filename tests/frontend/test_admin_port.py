@@ -8,6 +8,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import grpc
@@ -34,7 +35,7 @@ FILES = {"/docs/{name}": STYLE, "/ui/{name}": "style.css"}
 
 @pytest.fixture(scope="module")
 def divided(models_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[InProcess]:
-    limits = {"max_connections": CONNECTIONS, "idle_seconds": 60, "debug": True}
+    limits: dict[str, Any] = {"max_connections": CONNECTIONS, "idle_seconds": 60, "debug": True}
     with in_process(models_folder, tmp_path_factory.mktemp("log"), admin=True, **limits) as running:
         yield running
 

@@ -119,7 +119,7 @@ def test_other_spellings_of_a_path_admit_nobody(spelling: str, guarded: Guarded)
         escaped = f"/%{ord(path[0]):02x}{path[1:]}"
         target = {"upper case": f"/{path.upper()}", "escaped": escaped}.get(spelling, spelling).format(path)
         for headers in OVERRIDES:
-            with raw_websocket.connection(guarded) as client:
+            with raw_websocket.connection(guarded.local) as client:
                 lines = f"{method} {target} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\nConnection: close\r\n"
                 client.sendall(lines.encode() + headers + b"\r\n{}")
                 status = int(client.recv(1 << 16).split(b" ")[1])
@@ -249,7 +249,7 @@ def test_browsers_do_not_guess_the_type_of_an_answer(guarded: Guarded) -> None:
     ],
 )
 def test_refusals_of_the_protocol_have_the_headers_of_all_answers(request_bytes: bytes, guarded: Guarded) -> None:
-    with raw_websocket.connection(guarded) as client:
+    with raw_websocket.connection(guarded.local) as client:
         client.sendall(request_bytes)
         head = client.recv(1 << 16).partition(b"\r\n\r\n")[0].lower()
     assert head.startswith(b"http/1.1 4") and head.count(b"x-content-type-options: nosniff") == 1

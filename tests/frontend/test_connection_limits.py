@@ -8,6 +8,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -27,7 +28,7 @@ def limited(models_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> It
         patch.setattr(connection_guard, "RECEIVE_SECONDS", 1)
         patch.setattr(connection_guard, "SEND_SECONDS", 1)
         patch.setattr("service.frontend.inference.MAX_RECEIVING_BYTES", 3_000_000)
-        limits = {"idle_seconds": 1, "max_connections": 40}
+        limits: dict[str, Any] = {"idle_seconds": 1, "max_connections": 40}
         with in_process(models_folder, tmp_path_factory.mktemp("log"), **limits) as running:
             # A new connection for each request: an idle one may close at the moment at which the client sends the next request.
             running.client.close()

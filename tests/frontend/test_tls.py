@@ -8,6 +8,7 @@ import ssl
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import grpc
@@ -35,7 +36,7 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 def secured(models_folder: Path, authority: Authority, tmp_path_factory: pytest.TempPathFactory) -> Iterator[InProcess]:
     """A server with a certificate, which accepts clients without a certificate."""
     certificate, key = authority.sign("server")
-    files = {"tls_cert": str(certificate), "tls_key": str(key)}
+    files: dict[str, Any] = {"tls_cert": str(certificate), "tls_key": str(key)}
     with in_process(models_folder, tmp_path_factory.mktemp("log"), **files) as server:
         server.client.close()
         with trusting(server, authority) as server.client:
@@ -100,7 +101,7 @@ def test_certificates_of_clients_and_changed_files(models_folder: Path, tmp_path
     certificate, key = authority.sign("server")
     own, own_key = authority.sign("client")
     foreign, foreign_key = other.sign("stranger")
-    files = {"tls_cert": str(certificate), "tls_key": str(key), "tls_client_ca": str(authority.certificate)}
+    files: dict[str, Any] = {"tls_cert": str(certificate), "tls_key": str(key), "tls_client_ca": str(authority.certificate)}
     with in_process(models_folder, tmp_path, **files) as server:
         with trusting(server, authority, certificate=str(own), key=str(own_key)) as client:
             assert client.get("/readyz").status_code == 200

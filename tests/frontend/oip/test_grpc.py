@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import queue
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -102,7 +102,7 @@ def test_triton_client_over_grpc(heads: InProcess, client: Any) -> None:
     assert [line.decode().split(":")[2] for line in answer["scores"][:, 0]] == [output["label"] for output in expected]
 
 
-TYPED = {
+TYPED: dict[str, tuple[str, list[int], str, str, Any]] = {
     "FP32": ("inputs", [1, 12, 3], "forecaster", "fp32_contents", ROWS),
     "FP64": ("inputs", [1, 12, 3], "forecaster", "fp64_contents", ROWS.astype(np.float64)),
     "INT32": ("ids", [1, 3], "speller", "int_contents", np.array([1, 2, 3], np.int32)),
@@ -386,7 +386,7 @@ def test_error_on_a_stream_does_not_end_the_call(heads: InProcess) -> None:
         assert text in message
 
 
-def stream_of(channel: grpc.Channel, requests: list[Any], **options: Any) -> Any:
+def stream_of(channel: grpc.Channel, requests: Iterable[Any], **options: Any) -> Any:
     """Send all requests, close the sending side, and return the responses."""
     method = channel.stream_stream(
         f"{SERVICE}/ModelStreamInfer", InferMessage.SerializeToString, service_pb2.ModelStreamInferResponse.FromString

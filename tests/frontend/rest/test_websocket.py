@@ -96,12 +96,6 @@ def test_messages_sent_ahead_are_answered_in_order(local: InProcess) -> None:
     assert [answer["session"]["steps"] for answer in answers if "error" not in answer] == list(range(1, 181))
 
 
-def test_model_without_sessions_refuses_chunks(local: InProcess) -> None:
-    with open_stream(local, "/stream?model=words") as stream:
-        refused = send(stream, {"input": "who"})
-    assert (refused["code"], "has no sessions" in refused["error"]) == ("invalid_input", True)
-
-
 def test_every_chunk_is_counted_as_a_request(local: InProcess) -> None:
     def counts() -> dict[str, float]:
         stages = {
