@@ -138,24 +138,6 @@ def test_streams_outlive_the_age(aging: InProcess) -> None:
         call.close()
 
 
-def test_grpc_connection_is_replaced_between_calls(aging: InProcess) -> None:
-    """The library connects again by itself, and no call fails."""
-    request = service_pb2.ModelInferRequest(model_name="accumulator", raw_input_contents=[b"\2\0\0\0"])
-    request.inputs.add(name="ids", datatype="INT32", shape=[1, 1])
-    with grpc.insecure_channel(aging.grpc) as channel:
-        infer = channel.unary_unary(
-            f"{SERVICE}/ModelInfer", service_pb2.ModelInferRequest.SerializeToString, service_pb2.ModelInferResponse.FromString
-        )
-        states: list[grpc.ChannelConnectivity] = []
-        channel.subscribe(states.append)
-
-        def connected_again() -> bool:
-            infer(request, timeout=60, wait_for_ready=True)
-            return states.count(grpc.ChannelConnectivity.READY) >= 3
-
-        eventually(connected_again)
-
-
 def test_drain_ends_connections_after_their_replies(heads_folder: Path, tmp_path: Path) -> None:
     """A stream continues, an HTTP connection closes after its reply, and a gRPC client connects again."""
     with in_process(heads_folder, tmp_path) as service, opened(service) as client:

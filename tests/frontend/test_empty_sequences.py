@@ -166,18 +166,6 @@ def test_protocol_in_json_answers_empty_sequences_alone(heads_server: Server, ev
     assert labels[0] == outputs(heads_server.infer("words", [""]))[0]["label"]
 
 
-def test_protocol_answers_empty_sequences_of_features(heads_server: Server) -> None:
-    """An array of no steps has rows of features, and no bytes."""
-    tensors = [
-        {"name": "inputs", "datatype": "FP32", "shape": [2, 1, 3], "data": [0.5] * 6},
-        {"name": "lengths", "datatype": "INT32", "shape": [2], "data": [0, 0]},
-    ]
-    reply = heads_server.client.post("/v2/models/sensors/infer", json={"inputs": tensors})
-    assert reply.status_code == 200, reply.text
-    [answer] = outputs(heads_server.infer("sensors", [[]]))
-    assert next(tensor["data"] for tensor in reply.json()["outputs"] if tensor["name"] == "label") == [answer["label"]] * 2
-
-
 # Requests that are still refused.
 
 

@@ -8,7 +8,6 @@ import re
 import socket
 import struct
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -356,17 +355,3 @@ def test_counts_are_those_of_the_general_path(local: InProcess) -> None:
     assert grown[0] == grown[1]
     assert grown[0][:2] == [3, 3]
     assert local.metric("seqserve_requests_in_flight") == 0
-
-
-def test_client_that_never_reads_is_not_read_from(local: InProcess) -> None:
-    """Its requests wait in its own socket, not in the memory of the frontend."""
-    body = json.dumps({"model": "words", "inputs": [[1] * 60] * 60, "return": ["sequence"]}).encode()
-    message, sent = request(body, head=b"POST /infer HTTP/1.1\r\nHost: localhost\r\n"), 0
-    address = urlsplit(local.address)
-    with socket.create_connection((address.hostname, address.port), LIMIT_SECONDS) as client:
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        client.settimeout(1)
-        with suppress(TimeoutError):
-            while sent < 64 << 20:
-                sent += client.send(message * 50)
-    assert sent < 32 << 20

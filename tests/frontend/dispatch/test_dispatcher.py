@@ -147,6 +147,7 @@ async def send(dispatcher: Dispatcher, steps: int = 1, tail: bytes = b"") -> asy
 def test_answers_match_their_requests_in_any_order() -> None:
     async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
         engine = await meet(dispatcher)
+        engine.send(encode(Answer((1, 1)), 99))  # nothing waits for it
         first, second = (asyncio.ensure_future(dispatcher.submit(request(), tail)) for tail in (b"first", b"other"))
         for frame in reversed(await engine.frames(2)):
             engine.send(encode(Answer((1, 2)), frame.id, (frame.tail,)))
@@ -257,18 +258,6 @@ def test_request_of_a_lost_engine_runs_once_more() -> None:
         with pytest.raises(EngineLost, match="not sent to a third"):
             await call
         assert metrics.rerun.values[()] == [1]
-
-    run(test)
-
-
-def test_unexpected_answer_is_dropped() -> None:
-    async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
-        engine = await meet(dispatcher)
-        engine.send(encode(Answer((1, 1)), 99))
-        call = asyncio.ensure_future(dispatcher.submit(request(), b""))
-        (frame,) = await engine.frames(1)
-        engine.send(encode(Answer((1, 1)), frame.id))
-        await call
 
     run(test)
 
@@ -386,8 +375,8 @@ def test_requests_of_a_lost_engine_move_to_another() -> None:
     run(test)
 
 
-def check_requests_beside_a_deadly_one() -> None:
-    """Check that only DEADLY is refused. DEADLY ends an engine: the first engine has all requests, the second also a new request."""
+def test_requests_beside_one_that_ends_engines_are_answered() -> None:
+    """Only DEADLY is refused. DEADLY ends an engine: the first engine has all requests, the second also a new request."""
 
     async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
         engine, tails = await meet(dispatcher), [b"1", DEADLY, b"2", b"3"]
@@ -410,10 +399,6 @@ def check_requests_beside_a_deadly_one() -> None:
         await asyncio.gather(*calls.values())
 
     run(test)
-
-
-def test_requests_beside_one_that_ends_engines_are_answered() -> None:
-    check_requests_beside_a_deadly_one()
 
 
 class Turns(SuspectTurns):
@@ -440,12 +425,12 @@ async def lose(frontends: Sequence[Dispatcher], engine: Sequence[EngineProcess])
     return [await meet(frontend) for frontend in frontends]
 
 
-def check_suspects_of_two_frontends(turns: Callable[[dict[int, Turns]], SuspectTurns]) -> None:
-    """Check that only DEADLY is refused. Each of two frontends has a request in an engine that ends as soon as it runs DEADLY."""
+def test_suspects_of_two_frontends_run_one_after_the_other() -> None:
+    """Only DEADLY is refused. Each of two frontends has a request in an engine that ends as soon as it runs DEADLY."""
 
     async def test(_: Dispatcher, metrics: Metrics) -> None:
         holders = dict[int, Turns]()
-        frontends = [Dispatcher(metrics, 10_000, lambda: None, turns=turns(holders)) for _ in range(2)]
+        frontends = [Dispatcher(metrics, 10_000, lambda: None, turns=Turns(holders)) for _ in range(2)]
         engine = [await meet(frontend) for frontend in frontends]
         deadly, other = [await send(frontend, tail=tail) for frontend, tail in zip(frontends, (DEADLY, b"1"), strict=True)]
         engine = await lose(frontends, engine)
@@ -464,10 +449,6 @@ def check_suspects_of_two_frontends(turns: Callable[[dict[int, Turns]], SuspectT
             frontend.close()
 
     run(test)
-
-
-def test_suspects_of_two_frontends_run_one_after_the_other() -> None:
-    check_suspects_of_two_frontends(Turns)
 
 
 def test_end_of_a_suspect_makes_room_for_the_next() -> None:
