@@ -37,7 +37,7 @@ Check = Callable[[], Any]
 
 
 class Service(Protocol):
-    """What tests need of a running service, in processes of its own or in this process."""
+    """The parts of a running service that a test uses, whether its processes are separate or this process."""
 
     address: str
 

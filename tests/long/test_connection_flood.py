@@ -16,7 +16,8 @@ import pytest
 from tests.long.flood import NEW_AT_ONCE, flooded
 from tests.long.health_checks import Checks
 from tests.long.others import BODY, ROWS_AT_ONCE, UsualClients, on_planted_device
-from tests.serving import LIMIT_SECONDS, Server, eventually
+from tests.raw_websocket import connection
+from tests.serving import LIMIT_SECONDS, Server, eventually, serving
 from tests.steady import open_files
 
 IDLE, PHASE_SECONDS = 10_000, 10.0
@@ -106,3 +107,17 @@ def test_flood_of_connections_leaves_the_service_reachable(
         assert not comparison.failures and not new.failures and not checks.late()
         assert (server.metric("seqserve_connections_closed_total", reason="too_many") > 0) == few
         assert not server.events("child ended") and not server.events("bug") and not server.events("library warning")
+
+
+def test_few_open_files_are_enough_for_the_service(models_folder: Path, tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
+    try:
+        with serving(models_folder, tmp_path) as server, ExitStack() as silent:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            for _ in range(260):
+                silent.enter_context(connection(server))
+            assert server.infer("words", ["how far"]).status_code == 200
+            assert server.client.get("/metrics").status_code == 200
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
