@@ -78,6 +78,18 @@ def test_repository_is_listed_and_models_are_unloaded_and_loaded(heads: InProces
         refused(post(heads, b"", f"/v2/repository/models/nobody/{change}"), 404, "unknown_model", field="model")
 
 
+def test_open_session_outlives_its_model(heads: InProcess) -> None:
+    for general in ({}, {"te": "trailers"}):
+        body = {"model": "speller", "inputs": [[1, 2]]}
+        session = {**body, "session": "kept"}
+        assert post(heads, session, "/infer", headers=general).status_code == 200
+        assert post(heads, b"", "/v2/repository/models/speller/unload").status_code == 200
+        assert post(heads, {**session, "start": False}, "/infer", headers=general).json()["session"]["steps"] == 4
+        assert post(heads, {**session, "end": True}, "/infer", headers=general).status_code == 200
+        refused(post(heads, body, "/infer", headers=general), 404, "unknown_model", field="model")
+        assert post(heads, b"", "/v2/repository/models/speller/load").status_code == 200
+
+
 NUMBERS = st.integers(-2, 9) | st.sampled_from([2**31, 2**63, -(2**63), 2**70, True, None, 0.5, "1"])
 PARAMETERS = st.dictionaries(
     st.sampled_from(["binary_data_size", "binary_data", "sequence_start", "priority", "timeout", "classification", "x"]),

@@ -194,3 +194,16 @@ def test_disconnect_inside_the_body_ends_the_request(local: InProcess) -> None:
         client.sendall(b"POST /infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
     eventually(lambda: local.metric("seqserve_requests_in_flight") == 0)
     check_unharmed(local)
+
+
+@pytest.mark.parametrize("general", [b"", b"TE: trailers\r\n"], ids=["hot", "general"])
+def test_disconnected_client_is_cancelled_in_the_engine(local: InProcess, general: bytes) -> None:
+    gone, body = local.metric("seqserve_requests_total", outcome="client_gone"), json.dumps(GOOD).encode()
+    head = b"POST /infer HTTP/1.1\r\nHost: localhost\r\n%bContent-Length: %d\r\n\r\n" % (general, len(body))
+    with local.held() as engine:
+        cancelled = engine.cancelled
+        with connection(local) as client:
+            client.sendall(head + body)
+            eventually(lambda: engine.waiting)
+        eventually(lambda: engine.cancelled == cancelled + 1)
+    eventually(lambda: local.metric("seqserve_requests_total", outcome="client_gone") == gone + 1)
