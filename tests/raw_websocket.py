@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from urllib.parse import urlsplit
 
-from tests.serving import LIMIT_SECONDS, Server
+from tests.serving import LIMIT_SECONDS, Service
 
 CONTINUATION, TEXT, BINARY, CLOSE, PING, PONG = 0, 1, 2, 8, 9, 10
 QUERY = "model=sensors&return=sequence"
@@ -21,7 +21,7 @@ def handshake(query: str = QUERY) -> bytes:
 
 
 @contextmanager
-def connection(server: Server) -> Iterator[socket.socket]:
+def connection(server: Service) -> Iterator[socket.socket]:
     """A connection to the HTTP port."""
     address = urlsplit(server.address)
     with socket.create_connection((address.hostname, address.port), LIMIT_SECONDS) as client:
@@ -29,7 +29,7 @@ def connection(server: Server) -> Iterator[socket.socket]:
 
 
 @contextmanager
-def open_socket(server: Server, query: str = QUERY) -> Iterator[socket.socket]:
+def open_socket(server: Service, query: str = QUERY) -> Iterator[socket.socket]:
     """A connection on which the handshake of a WebSocket is complete."""
     with connection(server) as client:
         client.sendall(handshake(query))

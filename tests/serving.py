@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
@@ -34,6 +34,18 @@ STOPPED, ZOMBIE = "T", "Z"
 MAX_EXITS = 3
 """How often a process of a shared server may end. Later restarts wait for seconds."""
 Check = Callable[[], Any]
+
+
+class Service(Protocol):
+    """The parts of a running service that a test uses, whether its processes are separate or this process."""
+
+    address: str
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Return the sum of a series over all labels that are not in `labels`."""
+
+    def events(self, name: str, *, since: int = 0) -> list[dict[str, Any]]:
+        """Return the events with this name in the log, without its first `since` bytes."""
 
 
 class Server:
@@ -302,7 +314,7 @@ def worked_seconds(pid: int) -> float:
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
-def check_unharmed(server: Server) -> None:
+def check_unharmed(server: Service) -> None:
     """Check that the server holds no requests and no sessions, and that it logged no bug."""
     eventually(lambda: server.metric("seqserve_sessions") + server.metric("seqserve_requests_in_flight") == 0, 5)
     assert server.metric("seqserve_requests_total", outcome="inference_failed") == 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import queue
-import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -18,30 +17,24 @@ import pytest
 from tritonclient.grpc import service_pb2
 from websockets.sync.client import connect
 
-from tests import models
-from tests.planted import constants
-from tests.serving import LIMIT_SECONDS, Server, eventually, serving
+from service.frontend import connection_guard
+from tests.frontend.in_process import InProcess, in_process
+from tests.serving import LIMIT_SECONDS, eventually
 
-AGE = 1.0
+AGE = 0.4
 SERVICE = "/inference.GRPCInferenceService"
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("models")
-    models.accumulator(root)
-    return root
+def aging(heads_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[InProcess]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(connection_guard, "REPLICA_CONNECTION_SECONDS", AGE)
+        with in_process(heads_folder, tmp_path_factory.mktemp("log"), replicated=True) as running:
+            yield running
 
 
-@pytest.fixture(scope="module")
-def server(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    age = constants({"service.frontend.connection_guard.REPLICA_CONNECTION_SECONDS": AGE})
-    with age, serving(root, tmp_path_factory.mktemp("log"), replicated="1") as running:
-        yield running
-
-
-def opened(server: Server) -> socket.socket:
-    address = urlsplit(server.address)
+def opened(aging: InProcess) -> socket.socket:
+    address = urlsplit(aging.address)
     return socket.create_connection((address.hostname, address.port), LIMIT_SECONDS)
 
 
@@ -69,11 +62,11 @@ def reply(client: socket.socket) -> bytes:
 
 
 @contextmanager
-def grown_old(server: Server, path: str) -> Iterator[socket.socket]:
+def grown_old(aging: InProcess, path: str) -> Iterator[socket.socket]:
     """A connection with one reply, older than AGE. On a busy machine the reply may come so late that the connection closes with it."""
 
     def with_reply() -> socket.socket | None:
-        client = opened(server)
+        client = opened(aging)
         client.sendall(message(path))
         if b"connection: close" not in reply(client):
             return client
@@ -86,8 +79,8 @@ def grown_old(server: Server, path: str) -> Iterator[socket.socket]:
 
 
 @pytest.mark.parametrize("path", ["/infer", "/healthz"])
-def test_old_connection_closes_after_a_reply(server: Server, path: str) -> None:
-    with grown_old(server, path) as client:
+def test_old_connection_closes_after_a_reply(aging: InProcess, path: str) -> None:
+    with grown_old(aging, path) as client:
         client.sendall(message(path))
         last = reply(client)
         assert last.startswith(b"http/1.1 200") and b"connection: close" in last
@@ -95,23 +88,13 @@ def test_old_connection_closes_after_a_reply(server: Server, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["/infer", "/healthz"])
-def test_request_that_has_arrived_keeps_an_old_connection(server: Server, path: str) -> None:
-    with grown_old(server, path) as client:
+def test_request_that_has_arrived_keeps_an_old_connection(aging: InProcess, path: str) -> None:
+    with grown_old(aging, path) as client:
         client.sendall(message("/infer") + message(path))
         data = b""
         while part := client.recv(1 << 16):
             data += part
         assert data.lower().count(b"http/1.1 200") == 2 and data.lower().count(b"connection: close") == 1
-
-
-def test_websocket_outlives_the_age(server: Server) -> None:
-    with connect(server.address.replace("http", "ws") + "/stream?model=accumulator", proxy=None) as stream:
-        until, sent = time.monotonic() + 5 * AGE, 0
-        while time.monotonic() < until:
-            stream.send('{"input": [1]}')
-            sent += 1
-            assert json.loads(stream.recv(timeout=60))["session"]["steps"] == sent
-            time.sleep(0.05)
 
 
 class StreamCall:
@@ -142,50 +125,33 @@ class StreamCall:
         self._requests.put(None)
 
 
-def test_grpc_stream_outlives_the_age(server: Server) -> None:
-    with grpc.insecure_channel(server.grpc) as channel:
-        call, until = StreamCall(channel), time.monotonic() + 5 * AGE
+def test_streams_outlive_the_age(aging: InProcess) -> None:
+    url = aging.address.replace("http", "ws") + "/stream?model=accumulator"
+    with connect(url, proxy=None) as stream, grpc.insecure_channel(aging.grpc) as channel:
+        call, until, sent = StreamCall(channel), time.monotonic() + 3 * AGE, 0
         while time.monotonic() < until:
+            stream.send('{"input": [1]}')
+            sent += 1
+            assert json.loads(stream.recv(timeout=60))["session"]["steps"] == sent
             call.chunk()
             time.sleep(0.05)
         call.close()
 
 
-def test_grpc_connection_is_replaced_between_calls(server: Server) -> None:
-    """The library connects again by itself, and no call fails."""
-    request = service_pb2.ModelInferRequest(model_name="accumulator", raw_input_contents=[b"\2\0\0\0"])
-    request.inputs.add(name="ids", datatype="INT32", shape=[1, 1])
-    with grpc.insecure_channel(server.grpc) as channel:
-        infer = channel.unary_unary(
-            f"{SERVICE}/ModelInfer", service_pb2.ModelInferRequest.SerializeToString, service_pb2.ModelInferResponse.FromString
-        )
-        states: list[grpc.ChannelConnectivity] = []
-        channel.subscribe(states.append)
-
-        def connected_again() -> bool:
-            infer(request, timeout=60, wait_for_ready=True)
-            return states.count(grpc.ChannelConnectivity.READY) >= 3
-
-        eventually(connected_again)
-
-
-def test_sigterm_ends_connections_while_new_ones_are_accepted(root: Path, tmp_path: Path) -> None:
-    """In the lame-duck time a stream continues, an HTTP connection closes after its reply, and a gRPC client connects again."""
-    with serving(root, tmp_path, lame_duck_seconds="60", drain_seconds="20") as server, opened(server) as client:
+def test_drain_ends_connections_after_their_replies(heads_folder: Path, tmp_path: Path) -> None:
+    """A stream continues, an HTTP connection closes after its reply, and a gRPC client connects again."""
+    with in_process(heads_folder, tmp_path) as service, opened(service) as client:
         client.sendall(message("/infer"))
         assert b"connection: close" not in reply(client)
-        with grpc.insecure_channel(server.grpc) as channel:
+        with grpc.insecure_channel(service.grpc) as channel:
             states: list[grpc.ChannelConnectivity] = []
             channel.subscribe(states.append)
             call = StreamCall(channel)
             call.chunk()
-            server.process.send_signal(signal.SIGTERM)
-            eventually(lambda: not server.ready())
+            service.call(lambda: setattr(service.frontend, "draining", True))  # as the supervisor asks at SIGTERM
             client.sendall(message("/infer"))
             assert b"connection: close" in reply(client)
             eventually(lambda: states and states[-1] is grpc.ChannelConnectivity.IDLE)
             for _ in range(20):
                 call.chunk()
             call.close()
-        server.process.send_signal(signal.SIGINT)  # ends the lame-duck time
-        assert server.process.wait(60) == 0

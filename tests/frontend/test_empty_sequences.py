@@ -3,61 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import closing
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import httpx
-import numpy as np
 import pytest
 import torch
-from tritonclient import grpc as triton
-from tritonclient import http as triton_http
 from websockets.sync.client import connect
 
 from service.frontend.decoder.client import MAX_LOOP_BODY_BYTES
 from service.modeling import spec, store
-from tests import models
-from tests.models import EMBEDDING, IDS, LABELS
-from tests.serving import Server, serving
+from tests.models import LABELS
+from tests.serving import Server
 
-Table = Mapping[str, Any]
-POOLS = ("last", "first", "last_step", "mean", "max", "sum", "attention")
 IDS_OF = [[1, 2, 3], [], [4], []]
 """Sequences of token ids, two of them without steps."""
 NAMES = ["classes", "numbers", "tags", "tokens", "vectors", "steps"]
 TEXT = ["how far", "", "sea", "  "]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("empty")
-    gru = {"kind": "gru", "hidden": 4, "depth": 2, "bidirectional": True}
-    learned = {"kind": "lstm", "hidden": 3, "learned_start": True}
-    conv = {"kind": "conv", "filters": 5, "width": 3, "pads": [2, 2]}
-    dense = [{"width": 6, "activation": "softplus"}]
-    heads: dict[str, tuple[Table, Table]] = {
-        "classes": (gru, {"kind": "classify", "pool": POOLS, "labels": LABELS, "dense": dense}),
-        "numbers": (learned, {"kind": "regress", "pool": "last", "outputs": 2, "activation": "sigmoid"}),
-        "tags": (conv, {"kind": "tag", "labels": LABELS}),
-        "tokens": (learned, {"kind": "next", "top": 3}),
-        "vectors": (conv, {"kind": "embed", "pool": ["max", "mean"], "normalize": True}),
-        "steps": (gru, {"kind": "sequence"}),
-        "spans": (gru, {"kind": "span"}),
-        "windows": ({**conv, "pads": [0, 1]}, {"kind": "regress", "pool": "max"}),
-    }
-    for name, (layer, head) in heads.items():
-        models.made_up(root, name, IDS, EMBEDDING, layer, head=head)
-    models.words(root)
-    models.sensors(root, hidden=4)
-    return root
-
-
-@pytest.fixture(scope="module")
-def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving(folder, tmp_path_factory.mktemp("log")) as running:
-        yield running
 
 
 def arrays(folder: Path, name: str) -> dict[str, torch.Tensor]:
@@ -103,42 +66,38 @@ def outputs(reply: httpx.Response) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_empty_rows_are_answered_among_others(server: Server, folder: Path, name: str) -> None:
-    counted = server.metric("seqserve_sequences_total", model=name)
-    first, empty, second, other = outputs(server.infer(name, IDS_OF))
-    assert empty == near(expected(folder, name)) and other == empty
-    assert [first, second] == [near(output) for output in outputs(server.infer(name, [IDS_OF[0], IDS_OF[2]]))]
-    assert server.metric("seqserve_sequences_total", model=name) == counted + 6
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_request_of_empty_sequences_alone_is_answered(server: Server, folder: Path, name: str) -> None:
+def test_empty_rows_are_answered_among_others(heads_server: Server, every_head: Path, name: str) -> None:
+    counted = heads_server.metric("seqserve_sequences_total", model=name)
+    first, empty, second, other = outputs(heads_server.infer(name, IDS_OF))
+    assert empty == near(expected(every_head, name)) and other == empty
+    assert [first, second] == [near(output) for output in outputs(heads_server.infer(name, [IDS_OF[0], IDS_OF[2]]))]
+    assert heads_server.metric("seqserve_sequences_total", model=name) == counted + 6
     for count in (1, 3):
-        assert outputs(server.infer(name, [[]] * count)) == [near(expected(folder, name))] * count
+        assert outputs(heads_server.infer(name, [[]] * count)) == [near(expected(every_head, name))] * count
 
 
-def test_text_without_words_is_an_empty_sequence(server: Server) -> None:
-    answers = outputs(server.infer("words", TEXT))
-    assert answers[1] == answers[3] == outputs(server.infer("words", [[]]))[0]
-    assert answers[0] == near(outputs(server.infer("words", ["how far"]))[0])
+def test_text_without_words_is_an_empty_sequence(heads_server: Server) -> None:
+    answers = outputs(heads_server.infer("words", TEXT))
+    assert answers[1] == answers[3] == outputs(heads_server.infer("words", [[]]))[0]
+    assert answers[0] == near(outputs(heads_server.infer("words", ["how far"]))[0])
 
 
-def test_features_may_be_empty(server: Server, folder: Path) -> None:
-    empty, _ = outputs(server.infer("sensors", [[], [[0.1, 0.2, 0.3]]]))
-    scores = arrays(folder, "sensors")["head.bias"].softmax(0).tolist()
+def test_features_may_be_empty(heads_server: Server, every_head: Path) -> None:
+    empty, _ = outputs(heads_server.infer("sensors", [[], [[0.1, 0.2, 0.3]]]))
+    scores = arrays(every_head, "sensors")["head.bias"].softmax(0).tolist()
     assert list(empty["scores"].values()) == pytest.approx(scores, abs=1e-6)
 
 
-def test_empty_rows_have_the_vectors_that_a_request_asks_for(server: Server, folder: Path) -> None:
+def test_empty_rows_have_the_vectors_that_a_request_asks_for(heads_server: Server, every_head: Path) -> None:
     for inputs, place in ([[]], 0), ([[1, 2], []], 1):
-        answer = outputs(server.infer("classes", inputs, **{"return": ["embedding", "sequence"]}))[place]
+        answer = outputs(heads_server.infer("classes", inputs, **{"return": ["embedding", "sequence"]}))[place]
         assert answer["sequence"] == []
-        expected_vector = torch.nn.functional.softplus(arrays(folder, "classes")["head.dense.0.bias"])
+        expected_vector = torch.nn.functional.softplus(arrays(every_head, "classes")["head.dense.0.bias"])
         assert answer["embedding"] == pytest.approx(expected_vector.tolist(), abs=1e-6)
 
 
-def test_state_after_no_step_is_the_state_before(server: Server, folder: Path) -> None:
-    weights = arrays(folder, "numbers")
+def test_state_after_no_step_is_the_state_before(heads_server: Server, every_head: Path) -> None:
+    weights = arrays(every_head, "numbers")
     learned = {
         "layers.1.0.forward.hidden": weights["layers.1.0.forward.start"].tolist(),
         "layers.1.0.forward.cell": weights["layers.1.0.forward.start_cell"].tolist(),
@@ -146,113 +105,94 @@ def test_state_after_no_step_is_the_state_before(server: Server, folder: Path) -
     given = {"layers.1.0.forward.cell": [0.5, -1.0, 2.0]}
     states = [{}, given, {}, given]
     for inputs, brought in ([[], [], [1, 2], []], states), ([[], []], states[:2]):
-        answers = outputs(server.infer("numbers", inputs, states=brought, **{"return": ["state"]}))
+        answers = outputs(heads_server.infer("numbers", inputs, states=brought, **{"return": ["state"]}))
         assert answers[0]["state"] == {name: pytest.approx(numbers) for name, numbers in learned.items()}
         assert answers[1]["state"] == {name: pytest.approx(numbers) for name, numbers in (learned | given).items()}
-    mixed = outputs(server.infer("numbers", [[], [1, 2]], states=[given, given], **{"return": ["state"]}))
-    alone = outputs(server.infer("numbers", [[1, 2]], states=[given], **{"return": ["state"]}))
+    mixed = outputs(heads_server.infer("numbers", [[], [1, 2]], states=[given, given], **{"return": ["state"]}))
+    alone = outputs(heads_server.infer("numbers", [[1, 2]], states=[given], **{"return": ["state"]}))
     assert mixed[1]["state"] == {name: pytest.approx(numbers, abs=1e-6) for name, numbers in alone[0]["state"].items()}
 
 
-def test_large_request_may_have_empty_sequences(server: Server, folder: Path) -> None:
+def test_large_request_may_have_empty_sequences(heads_server: Server, every_head: Path) -> None:
     inputs = [[1] * 60, *[[2] * 60] * 30, []]
     body = json.dumps({"model": "numbers", "inputs": inputs}) + " " * MAX_LOOP_BODY_BYTES
-    answers = outputs(server.client.post("/infer", content=body))
-    assert answers[-1] == near(expected(folder, "numbers")) and len(answers) == 32
+    answers = outputs(heads_server.client.post("/infer", content=body))
+    assert answers[-1] == near(expected(every_head, "numbers")) and len(answers) == 32
 
 
 # Open Inference Protocol.
 
 
-def padded(rows: list[list[int]]) -> np.ndarray[Any, np.dtype[np.int32]]:
-    longest = max(map(len, rows))
-    return np.array([row + [0] * (longest - len(row)) for row in rows], np.int32)
+@pytest.mark.parametrize("layout", [("lengths", [3, 0, 1, 0]), ("offsets", [0, 3, 3, 4, 4])], ids=["padded", "packed"])
+def test_protocol_answers_empty_sequences(heads_server: Server, layout: tuple[str, list[int]]) -> None:
+    name, sizes = layout
+    ids = (
+        {"shape": [4, 3], "data": [1, 2, 3, *[0] * 3, 4, *[0] * 5]}
+        if name == "lengths"
+        else {"shape": [4], "data": [1, 2, 3, 4]}
+    )
+    tensors = [
+        {"name": "ids", "datatype": "INT32", **ids},
+        {"name": name, "datatype": "INT32", "shape": [len(sizes)], "data": sizes},
+    ]
+
+    def infer(model: str) -> dict[str, Any]:
+        reply = heads_server.client.post(f"/v2/models/{model}/infer", json={"inputs": tensors})
+        assert reply.status_code == 200, reply.text
+        return {tensor["name"]: tensor for tensor in reply.json()["outputs"]}
+
+    direct = [value for output in outputs(heads_server.infer("numbers", IDS_OF)) for value in output["value"]]
+    assert infer("numbers")["value"]["data"] == pytest.approx(direct, abs=1e-6)
+    tags = infer("tags")
+    if name == "offsets":
+        assert tags["offsets"]["data"] == [0, 5, 5, 8, 8], "this convolution adds two steps to a row with steps"
+        assert tags["labels"]["shape"] == [1, 8]
+    else:
+        assert tags["lengths"]["data"] == [5, 0, 3, 0]
+        assert set(tags["labels"]["data"][5:10]) == {""}
 
 
-def oip_inputs(module: Any, packed: bool) -> list[Any]:
-    """Return IDS_OF as tensors of a client library: padded with lengths, or packed with offsets."""
-    lengths = [len(row) for row in IDS_OF]
-    values = np.array([id for row in IDS_OF for id in row], np.int32) if packed else padded(IDS_OF)
-    layout = np.cumsum([0, *lengths], dtype=np.int32) if packed else np.array(lengths, np.int32)
-    tensors = []
-    for name, array in ("ids", values), ("offsets" if packed else "lengths", layout):
-        tensor = module.InferInput(name, list(array.shape), "INT32")
-        tensor.set_data_from_numpy(array)
-        tensors.append(tensor)
-    return tensors
-
-
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("protocol", ["grpc", "http"])
-def test_protocol_answers_empty_sequences(server: Server, folder: Path, protocol: str, packed: bool) -> None:
-    module = triton if protocol == "grpc" else triton_http
-    address = server.grpc if protocol == "grpc" else server.address.removeprefix("http://")
-    with closing(module.InferenceServerClient(address)) as client:
-        numbers = client.infer("numbers", oip_inputs(module, packed)).as_numpy("value")
-        direct = [output["value"] for output in outputs(server.infer("numbers", IDS_OF))]
-        assert numbers == pytest.approx(np.array(direct), abs=1e-6)
-        tags = client.infer("tags", oip_inputs(module, packed))
-        if packed:
-            assert tags.as_numpy("offsets").tolist() == [[0, 5, 5, 8, 8]], "this convolution adds two steps to a row with steps"
-            assert tags.as_numpy("labels").shape == (1, 8)
-        else:
-            assert tags.as_numpy("lengths").tolist() == [[5], [0], [3], [0]]
-            assert set(tags.as_numpy("labels")[1].tolist()) == {b""}
-
-
-def test_protocol_in_json_answers_empty_sequences_alone(server: Server, folder: Path) -> None:
+def test_protocol_in_json_answers_empty_sequences_alone(heads_server: Server, every_head: Path) -> None:
     tensors = [
         {"name": "ids", "datatype": "INT32", "shape": [2, 1], "data": [0, 0]},
         {"name": "lengths", "datatype": "INT32", "shape": [2], "data": [0, 0]},
     ]
     for name, shape in (("numbers", [2, 2]), ("tags", [2, 0])):
-        reply = server.client.post(f"/v2/models/{name}/infer", json={"inputs": tensors})
+        reply = heads_server.client.post(f"/v2/models/{name}/infer", json={"inputs": tensors})
         assert reply.status_code == 200, reply.text
         assert reply.json()["outputs"][0]["shape"] == shape
     text = {"name": "text", "datatype": "BYTES", "shape": [2], "data": ["", "sea"]}
-    labels = server.client.post("/v2/models/words/infer", json={"inputs": [text]}).json()["outputs"][0]["data"]
-    assert labels[0] == outputs(server.infer("words", [""]))[0]["label"]
-
-
-def test_protocol_answers_empty_sequences_of_features(server: Server) -> None:
-    """An array of no steps has rows of features, and no bytes."""
-    tensors = [
-        {"name": "inputs", "datatype": "FP32", "shape": [2, 1, 3], "data": [0.5] * 6},
-        {"name": "lengths", "datatype": "INT32", "shape": [2], "data": [0, 0]},
-    ]
-    reply = server.client.post("/v2/models/sensors/infer", json={"inputs": tensors})
-    assert reply.status_code == 200, reply.text
-    [answer] = outputs(server.infer("sensors", [[]]))
-    assert next(tensor["data"] for tensor in reply.json()["outputs"] if tensor["name"] == "label") == [answer["label"]] * 2
+    labels = heads_server.client.post("/v2/models/words/infer", json={"inputs": [text]}).json()["outputs"][0]["data"]
+    assert labels[0] == outputs(heads_server.infer("words", [""]))[0]["label"]
 
 
 # Requests that are still refused.
 
 
 @pytest.mark.parametrize(("name", "needed"), [("spans", 1), ("windows", 2)])
-def test_model_that_needs_steps_names_the_row(server: Server, name: str, needed: int) -> None:
-    reply = server.infer(name, [[1, 2], [], [3, 4]])
+def test_model_that_needs_steps_names_the_row(heads_server: Server, name: str, needed: int) -> None:
+    reply = heads_server.infer(name, [[1, 2], [], [3, 4]])
     assert (reply.status_code, reply.json()["field"]) == (400, "inputs[1]")
     assert reply.json()["error"] == f"inputs[1] has 0 steps and {name} needs at least {needed}: send a longer sequence"
 
 
-def test_empty_chunk_of_a_session_is_refused(server: Server) -> None:
-    reply = server.infer("numbers", [[]], session="s")
+def test_empty_chunk_of_a_session_is_refused(heads_server: Server) -> None:
+    reply = heads_server.infer("numbers", [[]], session="s")
     assert (reply.status_code, reply.json()["field"]) == (400, "inputs[0]")
     assert "at least one step" in reply.json()["error"]
     large = json.dumps({"model": "numbers", "inputs": [[]], "session": "s"}) + " " * MAX_LOOP_BODY_BYTES
-    assert server.client.post("/infer", content=large).status_code == 400
+    assert heads_server.client.post("/infer", content=large).status_code == 400
     tensors = [
         {"name": "ids", "datatype": "INT32", "shape": [1, 1], "data": [0]},
         {"name": "lengths", "datatype": "INT32", "shape": [1], "data": [0]},
     ]
     body = {"inputs": tensors, "parameters": {"sequence_id": "s", "sequence_start": True}}
-    reply = server.client.post("/v2/models/numbers/infer", json=body)
+    reply = heads_server.client.post("/v2/models/numbers/infer", json=body)
     assert (reply.status_code, reply.json()["field"]) == (400, "ids[0]")
-    with connect(server.address.replace("http", "ws") + "/stream?model=numbers", proxy=None) as stream:
+    with connect(heads_server.address.replace("http", "ws") + "/stream?model=numbers", proxy=None) as stream:
         for message in ('{"input": []}', b""):
             stream.send(message)
             assert json.loads(stream.recv(timeout=60))["field"] == "input"
         stream.send('{"input": [1]}')
         assert json.loads(stream.recv(timeout=60))["session"]["steps"] == 1
-    assert server.client.delete("/sessions/s/state").status_code == 404, "no session was opened"
+    assert heads_server.client.delete("/sessions/s/state").status_code == 404, "no session was opened"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,12 @@ from service.modeling.encoder import Encoder, Encoding
 from service.modeling.spec import ModelSpec
 from service.modeling.tokenizer import Tokenizer
 from tests import models
+from tests.frontend.in_process import InProcess
 from tests.models import LABELS, WORDS
-from tests.serving import Server, serving
+from tests.serving import Server
 
 CPU = torch.device("cpu")
-LENGTHS = [5, 3, 17, 4, 17]
-every_model = pytest.mark.parametrize("name", models.OF_EVERY_HEAD)
+LENGTHS = [5, 3, 17, 4]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,23 +60,9 @@ def word_of(id: int) -> str:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("heads")
-    for write in models.OF_EVERY_HEAD.values():
-        write(root)
-    return root
-
-
-@pytest.fixture(scope="module")
-def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving(folder, tmp_path_factory.mktemp("log")) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def direct(folder: Path) -> Mapping[str, Direct]:
+def direct(every_head: Path) -> Mapping[str, Direct]:
     def read(name: str) -> Direct:
-        version = folder / name / "1"
+        version = every_head / name / "1"
         model = specs.read(version)
         tokenizer = Tokenizer.read(version, model) if model.input.kind == "text" else None
         return Direct(model, Encoder(model, store.read_arrays(version, model), CPU), tokenizer)
@@ -177,82 +163,40 @@ def infer(server: Server, name: str, inputs: list[Any], **options: Any) -> list[
     return outputs
 
 
-@every_model
-def test_outputs_equal_the_direct_computation(server: Server, direct: Mapping[str, Direct], name: str) -> None:
+@pytest.mark.parametrize("name", models.OF_EVERY_HEAD)
+def test_outputs_equal_the_direct_computation(heads_server: Server, direct: Mapping[str, Direct], name: str) -> None:
+    """In a batch and alone, with the fields that are documented, and with the vectors that a request asks for."""
     inputs = direct[name].inputs(LENGTHS)
-    for output, value, steps in zip(infer(server, name, inputs), inputs, LENGTHS, strict=True):
+    together = infer(heads_server, name, inputs)
+    extended = infer(heads_server, name, inputs, **{"return": sorted(HAS[name])})
+    alone = [infer(heads_server, name, [value])[0] for value in inputs]
+    for output, more, single, value, steps in zip(together, extended, alone, inputs, LENGTHS, strict=True):
         encoding = direct[name](value)
-        AGREES[name](output, encoding, steps)
-        vectors(output, encoding)
-
-
-@every_model
-def test_output_has_exactly_the_documented_fields(server: Server, direct: Mapping[str, Direct], name: str) -> None:
-    for output in infer(server, name, direct[name].inputs(LENGTHS)):
-        assert set(output) == FIELDS[name]
+        assert set(output) == FIELDS[name] and set(more) == FIELDS[name] | HAS[name]
         assert InferOutput.model_validate(output).model_dump(exclude_none=True) == output
+        for each in (output, more, single):
+            AGREES[name](each, encoding, steps)
+            vectors(each, encoding)
 
 
-@every_model
-def test_input_gets_the_same_output_alone_and_in_a_batch(server: Server, direct: Mapping[str, Direct], name: str) -> None:
-    inputs = direct[name].inputs(LENGTHS)
-    for together, value, steps in zip(infer(server, name, inputs), inputs, LENGTHS, strict=True):
-        [alone] = infer(server, name, [value])
-        encoding = direct[name](value)
-        for output in (together, alone):
-            AGREES[name](output, encoding, steps)
+def test_return_of_missing_vectors_is_refused(heads: InProcess, direct: Mapping[str, Direct]) -> None:
+    for name, missing in [(name, {"embedding", "sequence"} - has) for name, has in HAS.items() if len(has) == 1]:
+        [vector] = missing
+        answer = heads.infer(name, direct[name].inputs([4]), **{"return": [vector]})
+        assert (answer.status_code, answer.json()["code"], answer.json()["field"]) == (400, "invalid_input", "return")
+        assert answer.json()["error"] == f"{name} has no {vector} to return: leave {vector} out of return"
 
 
-@every_model
-def test_return_adds_the_vectors_of_the_model(server: Server, direct: Mapping[str, Direct], name: str) -> None:
-    inputs = direct[name].inputs(LENGTHS)
-    outputs = infer(server, name, inputs, **{"return": sorted(HAS[name])})
-    for output, value, steps in zip(outputs, inputs, LENGTHS, strict=True):
-        assert set(output) == FIELDS[name] | HAS[name]
-        encoding = direct[name](value)
-        AGREES[name](output, encoding, steps)
-        vectors(output, encoding)
+@pytest.mark.parametrize("name", ["halver", "embedder"])
+def test_too_short_sequence_is_refused_with_the_minimum(heads: InProcess, direct: Mapping[str, Direct], name: str) -> None:
+    for steps in (1, 2):
+        answer = heads.infer(name, direct[name].inputs([4, steps]))
+        assert (answer.status_code, answer.json()["code"], answer.json()["field"]) == (400, "invalid_input", "inputs[1]")
+        assert answer.json()["error"] == f"inputs[1] has {steps} steps and {name} needs at least 3: send a longer sequence"
 
 
-@pytest.mark.parametrize(
-    "name, vectors",
-    [(name, vectors) for name, has in HAS.items() for vectors in ("embedding", "sequence") if vectors not in has],
-)
-def test_return_of_missing_vectors_is_refused(server: Server, direct: Mapping[str, Direct], name: str, vectors: str) -> None:
-    answer = server.infer(name, direct[name].inputs([4]), **{"return": [vectors]})
-    assert answer.status_code == 400
-    body = answer.json()
-    assert (body["code"], body["field"]) == ("invalid_input", "return")
-    assert body["error"] == f"{name} has no {vectors} to return: leave {vectors} out of return"
-
-
-@pytest.mark.parametrize("name, least", [("halver", 3), ("embedder", 3)])
-def test_too_short_sequence_is_refused_with_the_minimum(
-    server: Server, direct: Mapping[str, Direct], name: str, least: int
-) -> None:
-    for steps in range(1, least):
-        answer = server.infer(name, direct[name].inputs([4, steps]))
-        assert answer.status_code == 400
-        body = answer.json()
-        assert (body["code"], body["field"]) == ("invalid_input", "inputs[1]")
-        assert body["error"] == f"inputs[1] has {steps} steps and {name} needs at least {least}: send a longer sequence"
-    assert len(infer(server, name, direct[name].inputs([least]))) == 1
-
-
-@pytest.mark.parametrize("name", [name for name in models.OF_EVERY_HEAD if name not in ("halver", "embedder")])
-def test_other_models_accept_a_single_step(server: Server, direct: Mapping[str, Direct], name: str) -> None:
-    [value] = direct[name].inputs([1])
-    [output] = infer(server, name, [value])
-    AGREES[name](output, direct[name](value), 1)
-
-
-def test_text_and_its_token_ids_get_the_same_tags(server: Server) -> None:
-    text, tokens = infer(server, "tagger", [" ".join(WORDS[1:6]), [1, 2, 3, 4, 5]])
-    assert text == tokens
-
-
-def test_models_are_listed_with_their_heads(server: Server) -> None:
-    listed = {model["name"]: model for model in server.client.get("/models").json()["models"]}
+def test_models_are_listed_with_their_heads(heads: InProcess) -> None:
+    listed = {model["name"]: model for model in heads.client.get("/models").json()["models"]}
     kinds = ["classify", "regress", "tag", "span", "next", "embed", "sequence"]
     assert {name: listed[name]["head"]["kind"] for name in models.OF_EVERY_HEAD} == dict(
         zip(models.OF_EVERY_HEAD, kinds, strict=True)

@@ -7,26 +7,19 @@ import random
 import re
 import socket
 import struct
-from collections.abc import Iterator
-from contextlib import suppress
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 
-from tests.serving import LIMIT_SECONDS, Server, serving
+from tests.frontend.in_process import InProcess
+from tests.serving import LIMIT_SECONDS, Service
 
 HOT = b"POST /infer HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 GENERAL_HEADER = b"TE: trailers\r\n"
 """A header that makes any request unusual, and that no endpoint reads."""
 UNUSUAL_INPUTS: list[Any] = [None, True, 5, {}, ["x"], [1.0], [-1], [10**30], [2**63], [[1.0]], "\ud800"]
-
-
-@pytest.fixture(scope="module")
-def server(models_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving(models_folder, tmp_path_factory.mktemp("log")) as running:
-        yield running
 
 
 def request(body: bytes, *, head: bytes = HOT, length: int | None = None) -> bytes:
@@ -39,7 +32,7 @@ def through_the_general_path(message: bytes) -> bytes:
     return line + b"\r\n" + GENERAL_HEADER + rest
 
 
-def exchange(server: Server, *pieces: bytes, replies: int = 1) -> bytes:
+def exchange(server: Service, *pieces: bytes, replies: int = 1) -> bytes:
     """Send each piece in a separate write, and return all replies without their dates and ids."""
     address = urlsplit(server.address)
     with socket.create_connection((address.hostname, address.port), LIMIT_SECONDS) as client:
@@ -197,18 +190,18 @@ def repeated_messages() -> list[bytes]:
     return messages
 
 
-def test_remembered_json_gets_the_same_bytes_as_json_that_is_read(server: Server) -> None:
+def test_remembered_json_gets_the_same_bytes_as_json_that_is_read(local: InProcess) -> None:
     messages = repeated_messages()
-    general = [exchange(server, through_the_general_path(message)) for message in messages]
+    general = [exchange(local, through_the_general_path(message)) for message in messages]
     assert sum(reply.startswith(b"HTTP/1.1 200") for reply in general) > 30
     for _ in range(2):
         for message, reply in zip(messages, general, strict=True):
-            assert exchange(server, message) == reply, message
+            assert exchange(local, message) == reply, message
 
 
-def test_both_paths_return_the_same_bytes(server: Server) -> None:
+def test_both_paths_return_the_same_bytes(local: InProcess) -> None:
     for message in [*map(request, bodies()), *oip_messages()]:
-        hot, general = exchange(server, message), exchange(server, through_the_general_path(message))
+        hot, general = exchange(local, message), exchange(local, through_the_general_path(message))
         assert hot == general, message
 
 
@@ -238,7 +231,7 @@ def session_bodies(session: str) -> list[bytes]:
         {"start": False},
     ]
     bodies = [{"model": "sensors", "inputs": [[row]], "session": session, **chunk} for chunk in chunks]
-    return [json.dumps(body).encode() for body in bodies]
+    return [request(json.dumps(body).encode()) for body in bodies]
 
 
 def oip_session_messages(session: str) -> list[bytes]:
@@ -265,52 +258,50 @@ def oip_session_messages(session: str) -> list[bytes]:
     return messages
 
 
-def test_sessions_of_the_inference_protocol_get_the_same_bytes_on_both_paths(server: Server) -> None:
-    hot = [exchange(server, message) for message in oip_session_messages("hot-hot")]
-    general = [exchange(server, through_the_general_path(message)) for message in oip_session_messages("general")]
+@pytest.mark.parametrize(
+    ("messages", "answered"), [(session_bodies, 6), (oip_session_messages, 9)], ids=["infer", "inference protocol"]
+)
+def test_sessions_get_the_same_bytes_on_both_paths(
+    local: InProcess, messages: Callable[[str], list[bytes]], answered: int
+) -> None:
+    hot = [exchange(local, message) for message in messages("hot-hot")]
+    general = [exchange(local, through_the_general_path(message)) for message in messages("general")]
     assert hot == [reply.replace(b"general", b"hot-hot") for reply in general]
-    assert sum(reply.startswith(b"HTTP/1.1 200") for reply in hot) == 9
-    steps = [int(match[1]) for reply in hot if (match := re.search(rb'"sequence_steps":(\d+)', reply))]
-    assert steps == [1, 1, 2, 3, 4, 5, 6, 7, 8]
+    assert sum(reply.startswith(b"HTTP/1.1 200") for reply in hot) == answered
+    steps = [int(match[1]) for reply in hot if (match := re.search(rb'steps":(\d+)', reply))]
+    assert steps == ([1, 4, 5, 1, 2, 3] if answered == 6 else [1, 1, 2, 3, 4, 5, 6, 7, 8])
 
 
-def test_sessions_get_the_same_bytes_on_both_paths(server: Server) -> None:
-    hot = [exchange(server, request(body)) for body in session_bodies("hot-hot")]
-    general = [exchange(server, through_the_general_path(request(body))) for body in session_bodies("general")]
-    for body, reply, same in zip(session_bodies("hot-hot"), hot, general, strict=True):
-        assert reply == same.replace(b"general", b"hot-hot"), body
-    assert sum(reply.startswith(b"HTTP/1.1 200") for reply in hot) == 6
-
-
-def test_mutated_requests_get_the_same_bytes_on_both_paths(server: Server) -> None:
+def test_mutated_requests_get_the_same_bytes_on_both_paths(local: InProcess) -> None:
     generator = random.Random(1)
+    corpus = bodies()[:40]
     for _ in range(150):
-        body = bytearray(generator.choice(bodies()[:40]))
+        body = bytearray(generator.choice(corpus))
         for _ in range(generator.randrange(1, 4)):
             if body:
                 body[generator.randrange(len(body))] = generator.randrange(256)
         message = request(bytes(body))
-        assert exchange(server, message) == exchange(server, through_the_general_path(message)), message
+        assert exchange(local, message) == exchange(local, through_the_general_path(message)), message
 
 
-def test_reply_does_not_depend_on_where_the_bytes_are_cut(server: Server) -> None:
+def test_reply_does_not_depend_on_where_the_bytes_are_cut(local: InProcess) -> None:
     message = request(b'{"model": "words", "inputs": ["how far is it ?"]}')
-    whole = exchange(server, message)
+    whole = exchange(local, message)
     assert whole.startswith(b"HTTP/1.1 200 OK")
     for cut in range(1, len(message), 3):
-        assert exchange(server, message[:cut], message[cut:]) == whole
+        assert exchange(local, message[:cut], message[cut:]) == whole
 
 
-def test_pipelined_requests_are_answered_in_order(server: Server) -> None:
+def test_pipelined_requests_are_answered_in_order(local: InProcess) -> None:
     texts = ["how", "far", "is", "it"]
     bodies = [json.dumps({"model": "words", "inputs": texts[:count]}).encode() for count in (1, 2, 3, 4)]
     hot = [request(body) for body in bodies]
     general = [through_the_general_path(message) for message in hot]
-    replies = b"".join(exchange(server, message) for message in hot)
+    replies = b"".join(exchange(local, message) for message in hot)
     for order in (hot, general, [general[0], hot[1], general[2], hot[3]], [hot[0], general[1], general[2], hot[3]]):
         stream = b"".join(order)
-        assert exchange(server, stream, replies=4) == replies
-        assert exchange(server, *[stream[at : at + 97] for at in range(0, len(stream), 97)], replies=4) == replies
+        assert exchange(local, stream, replies=4) == replies
+        assert exchange(local, *[stream[at : at + 97] for at in range(0, len(stream), 97)], replies=4) == replies
 
 
 @pytest.mark.parametrize(
@@ -329,52 +320,38 @@ def test_pipelined_requests_are_answered_in_order(server: Server) -> None:
         b"POST /infer?x HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n{}",
     ],
 )
-def test_unusual_request_is_answered_and_the_next_hot_one_too(server: Server, message: bytes) -> None:
+def test_unusual_request_is_answered_and_the_next_hot_one_too(local: InProcess, message: bytes) -> None:
     """After a reply of the general path without a close, the connection is ready for the hot path."""
-    alone = exchange(server, message)
+    alone = exchange(local, message)
     hot = request(b'{"model": "words", "inputs": ["how far"]}')
     assert re.match(rb"HTTP/1\.[01] [2-5]\d\d ", alone)
     if b"connection: close" not in alone:
-        assert exchange(server, message, hot, replies=2) == alone + exchange(server, hot)
-        assert exchange(server, message + hot, replies=2) == alone + exchange(server, hot)
-    assert exchange(server, hot + message, replies=2) == exchange(server, hot) + alone
+        assert exchange(local, message, hot, replies=2) == alone + exchange(local, hot)
+        assert exchange(local, message + hot, replies=2) == alone + exchange(local, hot)
+    assert exchange(local, hot + message, replies=2) == exchange(local, hot) + alone
 
 
-def test_expect_100_continue_gets_its_interim_reply(server: Server) -> None:
+def test_expect_100_continue_gets_its_interim_reply(local: InProcess) -> None:
     body = b'{"model": "words", "inputs": ["how far"]}'
-    data = exchange(server, request(body, head=HOT + b"Expect: 100-continue\r\n"))
+    data = exchange(local, request(body, head=HOT + b"Expect: 100-continue\r\n"))
     assert data.startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK")
 
 
-def test_counts_are_those_of_the_general_path(server: Server) -> None:
+def test_counts_are_those_of_the_general_path(local: InProcess) -> None:
     """Every request is counted once in every stage, on both paths."""
     message = request(b'{"model": "words", "inputs": ["how far"]}')
     refused = request(b'{"model": "words", "inputs": [5]}')
     names = ("seqserve_requests_total", "seqserve_requests_accepted_total", "seqserve_stage_seconds_count")
 
     def counts() -> list[float]:
-        return [server.metric(name) for name in names]
+        return [local.metric(name) for name in names]
 
     grown = []
     for path in (lambda message: message, through_the_general_path):
         before = counts()
         for each in (message, message, refused):
-            exchange(server, path(each))
+            exchange(local, path(each))
         grown.append([after - count for after, count in zip(counts(), before, strict=True)])
     assert grown[0] == grown[1]
     assert grown[0][:2] == [3, 3]
-    assert server.metric("seqserve_requests_in_flight") == 0
-
-
-def test_client_that_never_reads_is_not_read_from(server: Server) -> None:
-    """Its requests wait in its own socket, not in the memory of the frontend."""
-    body = json.dumps({"model": "words", "inputs": [[1] * 60] * 60, "return": ["sequence"]}).encode()
-    message, sent = request(body, head=b"POST /infer HTTP/1.1\r\nHost: localhost\r\n"), 0
-    address = urlsplit(server.address)
-    with socket.create_connection((address.hostname, address.port), LIMIT_SECONDS) as client:
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        client.settimeout(1)
-        with suppress(TimeoutError):
-            while sent < 64 << 20:
-                sent += client.send(message * 50)
-    assert sent < 32 << 20
+    assert local.metric("seqserve_requests_in_flight") == 0

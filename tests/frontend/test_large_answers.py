@@ -1,4 +1,4 @@
-"""Large answers have the same bytes as small answers, and are written without a long callback."""
+"""Large answers have the same bytes as small answers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from service.frontend.oip.types import InferResponse, RequestedOutput
 from service.ipc.messages import Answer
 from service.modeling.spec import ModelSpec
 from tests import models
-from tests.frontend.callbacks import Callbacks, measured_callbacks, with_short_callbacks
 
 STEPS = [3, 1, 70]
 
@@ -87,36 +86,6 @@ def test_pieces_of_oip_responses_are_the_whole(specs: dict[str, ModelSpec], name
             header = b"".join(pieces.json)
             assert header + b"".join(pieces.tail) == whole
             assert (len(header) if pieces.tail else None) == header_length
-
-
-def test_large_answer_has_no_long_callback(specs: dict[str, ModelSpec]) -> None:
-    """A million numbers are ten megabytes of JSON; other callbacks run between the pieces."""
-    spec, values = specs["halver"], np.random.default_rng(7).standard_normal((200_000, 5)).astype("f4")
-    answer = Answer(steps=[200_000], sequence=values.shape)
-
-    async def write() -> tuple[bytes, int]:
-        arrays, ticks, done = decode_arrays(spec, answer, values.tobytes()), 0, False
-
-        async def tick() -> None:
-            nonlocal ticks
-            while not done:
-                ticks += 1
-                await asyncio.sleep(0)
-
-        ticking = asyncio.ensure_future(tick())
-        await asyncio.sleep(0)
-        text = await LargeAnswers().join(OutputWriter(spec).pieces(answer, arrays))
-        done = True
-        await ticking
-        return text, ticks
-
-    def measure() -> tuple[tuple[bytes, int], Callbacks]:
-        with asyncio.Runner() as runner, measured_callbacks() as callbacks:
-            return runner.run(write()), callbacks
-
-    text, ticks = with_short_callbacks(measure)
-    assert text == b'[{"sequence":%b}]' % json_numbers(values)
-    assert ticks >= len(text) // (2 * PIECE_BYTES)
 
 
 def test_large_answers_are_written_one_at_a_time() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
 
@@ -18,10 +17,9 @@ from service.errors import EngineLost, OutOfMemory, Overloaded, QuotaExceeded, S
 from service.frontend.oip.grpc_wire import error_status
 from service.frontend.retry_budget import LEAST_PER_SECOND, MOST_SAVED, REPEATED_SECONDS, SHARE, RetryBudget
 from service.metrics import Metrics
-from tests import models, planted
-from tests.planted import Gate
+from tests.frontend.in_process import InProcess, in_process
 from tests.retries import MOST_ATTEMPTS, RETRIES
-from tests.serving import Server, eventually, serving
+from tests.serving import eventually
 
 HOT, GENERAL = {"content-type": "application/json"}, {"content-type": "application/vnd.seqserve+json"}
 """Media types whose requests take the hot path, and the general path."""
@@ -135,25 +133,14 @@ def refusal(channel: grpc.Channel) -> grpc.RpcError:
 
 
 @pytest.fixture
-def full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    """A server that refuses every request: its queue is full and nothing leaves it."""
-    monkeypatch.setenv("GATE", str(tmp_path / "gate"))
-    planted.plant("gated-device", monkeypatch)
-    gate = Gate(tmp_path / "gate")
-    models.sensors(tmp_path / "models", hidden=8)
-    limits = {"max_batch_sequences": "1", "max_waiting": "2", "max_inputs": "2"}
-    with serving(tmp_path / "models", tmp_path, **limits) as server, ThreadPoolExecutor(3) as pool:
-        gate.let(0)
-        running = [pool.submit(server.infer, "sensors", [[ROW]])]
-        eventually(lambda: server.metric("seqserve_requests_in_flight") == 1 and server.metric("seqserve_queue_depth") == 0)
-        running += [pool.submit(server.infer, "sensors", [[ROW]]) for _ in range(2)]
-        eventually(lambda: server.metric("seqserve_queue_depth") == 2)
-        yield server
-        gate.open()
-        assert [request.result().status_code for request in running] == [200] * 3
+def full(models_folder: Path, tmp_path: Path) -> Iterator[InProcess]:
+    """A frontend whose engine refuses every request."""
+    with in_process(models_folder, tmp_path) as service:
+        service.engine.refusal = Overloaded("the queue is full", retry_after=1)
+        yield service
 
 
-def test_clients_of_a_full_service_are_asked_to_give_up(full: Server) -> None:
+def test_clients_of_a_full_service_are_asked_to_give_up(full: InProcess) -> None:
     """Over HTTP on both paths, and over gRPC. The first clients may retry."""
     first = full.infer("sensors", [[ROW]])
     assert (first.status_code, first.headers["retry-after"]) == (503, "1")
@@ -166,7 +153,7 @@ def test_clients_of_a_full_service_are_asked_to_give_up(full: Server) -> None:
     assert full.metric("seqserve_retries_discouraged_total") >= 3
 
 
-def test_grpc_clients_retry_only_within_the_budget(full: Server) -> None:
+def test_grpc_clients_retry_only_within_the_budget(full: InProcess) -> None:
     """The gRPC library makes the retries."""
     with grpc.insecure_channel(full.grpc, options=[("grpc.service_config", json.dumps(RETRIES))]) as channel:
         before = full.metric("seqserve_requests_accepted_total")

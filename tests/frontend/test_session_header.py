@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import grpc
@@ -13,23 +12,14 @@ from tritonclient.grpc import service_pb2
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
-from tests import models
-from tests.serving import Server, serving
+from tests.frontend.in_process import InProcess
 
 HEADER = "x-session-id"
 SERVICE = "/inference.GRPCInferenceService"
 GENERAL = {"TE": "trailers"}
 """A header that sends a request to the general path."""
-LARGE = 150_000
+LARGE = 40_000
 """Steps of an input that the decoder parses."""
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    root = tmp_path_factory.mktemp("models")
-    models.accumulator(root, max_steps=2 * LARGE)
-    with serving(root, tmp_path_factory.mktemp("log")) as running:
-        yield running
 
 
 @pytest.fixture(params=["hot", "general", "decoder"])
@@ -38,11 +28,11 @@ def path(request: pytest.FixtureRequest) -> str:
     return kind
 
 
-def infer(server: Server, header: str | None, path: str = "hot", **body: Any) -> httpx.Response:
+def infer(heads: InProcess, header: str | None, path: str = "hot", **body: Any) -> httpx.Response:
     """Send a chunk of one step, or a large chunk. header: the value of x-session-id."""
     chunk = [1] * (LARGE if path == "decoder" else 1)
     headers = ({} if header is None else {HEADER: header}) | (GENERAL if path == "general" else {})
-    return server.client.post("/infer", json={"model": "accumulator", "inputs": [chunk], **body}, headers=headers)
+    return heads.client.post("/infer", json={"model": "accumulator", "inputs": [chunk], **body}, headers=headers)
 
 
 def chunks(answer: httpx.Response, path: str = "hot") -> int:
@@ -52,9 +42,9 @@ def chunks(answer: httpx.Response, path: str = "hot") -> int:
     return steps // (LARGE if path == "decoder" else 1)
 
 
-def close(server: Server, *sessions: str) -> None:
+def close(heads: InProcess, *sessions: str) -> None:
     for session in sessions:
-        assert server.client.delete(f"/sessions/{session}/state").status_code == 200
+        assert heads.client.delete(f"/sessions/{session}/state").status_code == 200
 
 
 def refusal(answer: httpx.Response) -> tuple[int, str, str | None]:
@@ -62,55 +52,55 @@ def refusal(answer: httpx.Response) -> tuple[int, str, str | None]:
     return answer.status_code, body["code"], body.get("field")
 
 
-def test_header_names_the_session(server: Server, path: str) -> None:
-    assert chunks(infer(server, "a", path), path) == 1
-    assert chunks(infer(server, "a", path), path) == 2
-    assert chunks(infer(server, "b", path), path) == 1
-    assert chunks(infer(server, "a", path, session="a", start=False), path) == 3
-    assert chunks(infer(server, None, path, session="a", end=True), path) == 4
-    assert chunks(infer(server, "b", path, end=True), path) == 2
+def test_header_names_the_session(heads: InProcess, path: str) -> None:
+    assert chunks(infer(heads, "a", path), path) == 1
+    assert chunks(infer(heads, "a", path), path) == 2
+    assert chunks(infer(heads, "b", path), path) == 1
+    assert chunks(infer(heads, "a", path, session="a", start=False), path) == 3
+    assert chunks(infer(heads, None, path, session="a", end=True), path) == 4
+    assert chunks(infer(heads, "b", path, end=True), path) == 2
 
 
-def test_other_session_in_the_header_is_refused(server: Server, path: str) -> None:
-    answer = infer(server, "there", path, session="here")
+def test_other_session_in_the_header_is_refused(heads: InProcess, path: str) -> None:
+    answer = infer(heads, "there", path, session="here")
     assert refusal(answer) == (400, "invalid_input", "session")
     assert answer.json()["error"].startswith("session is here and the header x-session-id is there: ")
-    assert server.metric("seqserve_sessions") == 0
+    assert heads.client.delete("/sessions/here/state").status_code == 404, "no session was opened"
 
 
-def test_malformed_header_is_refused(server: Server, path: str) -> None:
+def test_malformed_header_is_refused(heads: InProcess, path: str) -> None:
     for value in ("stream:1", "x" * 129):
-        assert refusal(infer(server, value, path)) == (400, "invalid_input", HEADER)
+        assert refusal(infer(heads, value, path)) == (400, "invalid_input", HEADER)
     twice = [(HEADER, "a"), (HEADER, "a"), *(GENERAL.items() if path == "general" else ())]
-    answer = server.client.post("/infer", json={"model": "accumulator", "inputs": [[1]]}, headers=twice)
+    answer = heads.client.post("/infer", json={"model": "accumulator", "inputs": [[1]]}, headers=twice)
     assert refusal(answer) == (400, "invalid_input", HEADER)
-    assert "session" not in infer(server, "", path).json()
+    assert "session" not in infer(heads, "", path).json()
 
 
 @pytest.mark.parametrize("path", ["hot", "general"])
-def test_header_takes_one_input(server: Server, path: str) -> None:
-    answer = infer(server, "a", path, inputs=[[1], [1]])
+def test_header_takes_one_input(heads: InProcess, path: str) -> None:
+    answer = infer(heads, "a", path, inputs=[[1], [1]])
     assert refusal(answer)[:2] == (400, "invalid_input")
     assert "names a session" in answer.json()["error"]
 
 
-def infer_oip(server: Server, session: str | None, extra: dict[str, str], **parameters: Any) -> dict[str, Any]:
+def infer_oip(heads: InProcess, session: str | None, extra: dict[str, str], **parameters: Any) -> dict[str, Any]:
     """Send a request of one step with raw values, and return the head of its reply."""
     tensor = {"name": "ids", "datatype": "INT32", "shape": [1, 1], "parameters": {"binary_data_size": 4}}
     head = json.dumps({"inputs": [tensor], "parameters": parameters}).encode()
     headers = extra | {"Inference-Header-Content-Length": str(len(head))} | ({} if session is None else {HEADER: session})
-    answer = server.client.post("/v2/models/accumulator/infer", content=head + b"\1\0\0\0", headers=headers)
+    answer = heads.client.post("/v2/models/accumulator/infer", content=head + b"\1\0\0\0", headers=headers)
     size = int(answer.headers.get("Inference-Header-Content-Length", len(answer.content)))
     body: dict[str, Any] = json.loads(answer.content[:size])
     return body
 
 
 @pytest.mark.parametrize("extra", [{}, GENERAL], ids=["hot", "general"])
-def test_header_names_the_sequence_over_rest(server: Server, extra: dict[str, str]) -> None:
+def test_header_names_the_sequence_over_rest(heads: InProcess, extra: dict[str, str]) -> None:
     """Requests without a session have a remembered form. A session with the same body must not take it."""
 
     def steps(session: str | None, **parameters: Any) -> int | None:
-        found: int | None = infer_oip(server, session, extra, **parameters).get("parameters", {}).get("sequence_steps")
+        found: int | None = infer_oip(heads, session, extra, **parameters).get("parameters", {}).get("sequence_steps")
         return found
 
     assert [steps(None), steps(None)] == [None, None]
@@ -119,11 +109,11 @@ def test_header_names_the_sequence_over_rest(server: Server, extra: dict[str, st
     ]
     assert [steps("a", sequence_id="a"), steps(None, sequence_id="a")] == [3, 4]
     assert steps("7", sequence_id=7, sequence_start=True) == 1
-    refused = infer_oip(server, "a", extra, sequence_id=7)
+    refused = infer_oip(heads, "a", extra, sequence_id=7)
     assert (refused["code"], refused["field"]) == ("invalid_input", "parameters.sequence_id")
     assert "sequence_id is 7 and the header x-session-id is a: " in refused["error"]
-    assert infer_oip(server, "stream:1", extra)["field"] == HEADER
-    close(server, "a", "b", "7")
+    assert infer_oip(heads, "stream:1", extra)["field"] == HEADER
+    close(heads, "a", "b", "7")
 
 
 def message(**parameters: str | int | bool) -> Any:
@@ -148,8 +138,8 @@ def call(channel: grpc.Channel, request: Any, *sessions: str, general: bool = Fa
 
 
 @pytest.mark.parametrize("general", [False, True], ids=["hot", "general"])
-def test_metadata_names_the_sequence(server: Server, general: bool) -> None:
-    with grpc.insecure_channel(server.grpc) as channel:
+def test_metadata_names_the_sequence(heads: InProcess, general: bool) -> None:
+    with grpc.insecure_channel(heads.grpc) as channel:
 
         def refused(request: Any, *sessions: str) -> tuple[grpc.StatusCode, str]:
             with pytest.raises(grpc.RpcError) as raised:
@@ -167,17 +157,17 @@ def test_metadata_names_the_sequence(server: Server, general: bool) -> None:
         assert "sequence_id is 7 and the header x-session-id is a: " in details
         for sessions in (("stream:1",), ("a", "b")):
             assert refused(message(), *sessions)[0] is grpc.StatusCode.INVALID_ARGUMENT
-    close(server, "a", "b")
+    close(heads, "a", "b")
 
 
-def test_stream_with_metadata_carries_one_sequence(server: Server) -> None:
+def test_stream_with_metadata_carries_one_sequence(heads: InProcess) -> None:
     requests = [
         message(sequence_start=True),
         message(),
         message(sequence_id="b", sequence_start=True),
         message(sequence_id="a"),
     ]
-    with grpc.insecure_channel(server.grpc) as channel:
+    with grpc.insecure_channel(heads.grpc) as channel:
         method = channel.stream_stream(
             f"{SERVICE}/ModelStreamInfer",
             service_pb2.ModelInferRequest.SerializeToString,
@@ -189,20 +179,20 @@ def test_stream_with_metadata_carries_one_sequence(server: Server) -> None:
     assert [answer.infer_response.parameters["sequence_steps"].int64_param for answer in answers] == [1, 2, 0, 3]
     assert "sequence_id is b and the header x-session-id is a: " in answers[2].error_message
     assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    close(server, "a")
+    close(heads, "a")
 
 
-def stream(server: Server, query: str, *headers: tuple[str, str]) -> ClientConnection:
-    address = server.address.replace("http", "ws")
+def stream(heads: InProcess, query: str, *headers: tuple[str, str]) -> ClientConnection:
+    address = heads.address.replace("http", "ws")
     return connect(f"{address}/stream?model=accumulator{query}", additional_headers=list(headers), proxy=None)
 
 
-def test_handshake_names_the_session(server: Server) -> None:
+def test_handshake_names_the_session(heads: InProcess) -> None:
     for steps, query in ((1, ""), (2, "&session=a")):
-        with stream(server, query, (HEADER, "a")) as socket:
+        with stream(heads, query, (HEADER, "a")) as socket:
             socket.send('{"input": [1]}')
             assert json.loads(socket.recv(timeout=60))["session"] == {"id": "a", "steps": steps}
-    close(server, "a")
+    close(heads, "a")
 
 
 @pytest.mark.parametrize(
@@ -210,21 +200,21 @@ def test_handshake_names_the_session(server: Server) -> None:
     [([(HEADER, "there")], "session"), ([(HEADER, "here"), (HEADER, "here")], HEADER), ([(HEADER, "stream:1")], HEADER)],
     ids=["other", "twice", "reserved"],
 )
-def test_handshake_of_another_session_is_refused(server: Server, headers: list[tuple[str, str]], field: str) -> None:
+def test_handshake_of_another_session_is_refused(heads: InProcess, headers: list[tuple[str, str]], field: str) -> None:
     with pytest.raises(InvalidStatus) as raised:
-        stream(server, "&session=here", *headers)
+        stream(heads, "&session=here", *headers)
     answer = raised.value.response
     assert (answer.status_code, json.loads(answer.body or b"")["field"]) == (400, field)
 
 
-def test_session_routes_refuse_another_session_in_the_header(server: Server) -> None:
-    assert chunks(infer(server, "a")) == 1
+def test_session_routes_refuse_another_session_in_the_header(heads: InProcess) -> None:
+    assert chunks(infer(heads, "a")) == 1
     for method, path in (("GET", "state"), ("PUT", "state"), ("DELETE", "state"), ("POST", "fork")):
-        answer = server.client.request(method, f"/sessions/a/{path}", headers={HEADER: "b"})
+        answer = heads.client.request(method, f"/sessions/a/{path}", headers={HEADER: "b"})
         assert refusal(answer) == (400, "invalid_input", "session")
-    assert server.client.delete("/sessions/a/state", headers={HEADER: "a"}).status_code == 200
+    assert heads.client.delete("/sessions/a/state", headers={HEADER: "a"}).status_code == 200
 
 
-def test_other_requests_ignore_the_header(server: Server) -> None:
+def test_other_requests_ignore_the_header(heads: InProcess) -> None:
     for path in ("/models", "/v2/models/accumulator", "/readyz", "/metrics"):
-        assert server.client.get(path, headers={HEADER: "stream:1"}).status_code == 200
+        assert heads.client.get(path, headers={HEADER: "stream:1"}).status_code == 200

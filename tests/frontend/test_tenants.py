@@ -1,155 +1,109 @@
-"""Quotas and fair shares of tenants, over every protocol of a running service with two frontends."""
+"""Quotas of keys hold over every protocol, are counted, and are free again at the end of a request."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import suppress
+import os
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import grpc
 import httpx
-import numpy as np
 import pytest
-import tritonclient.grpc as triton
-from prometheus_client.parser import text_string_to_metric_families
-from tritonclient.utils import InferenceServerException
 from websockets.sync.client import connect
 
-from service.access.keys import create
-from service.access.scopes import Scope
-from tests.serving import Server, eventually, serving
+from service.ipc.quota_counts import QuotaCounts
+from tests.frontend.conftest import Guarded, bearer
+from tests.frontend.in_process import in_process
+from tests.frontend.oip.test_grpc import SERVICE, raw
+from tests.serving import eventually
 
 ROW = [[1.0, 2.0, 3.0]] * 2
 """Two steps of the sensors: 24 bytes."""
+TWO_ROWS = raw("inputs", "FP32", [2, 2, 3], bytes(48)).SerializeToString()
 
 
-class Limited(NamedTuple):
-    """A service with keys that have quotas."""
-
-    server: Server
-    tokens: dict[str, str]
-
-    def infer(self, name: str, *inputs: object, **headers: str) -> httpx.Response:
-        body = {"model": "sensors", "inputs": inputs or [ROW]}
-        return self.server.client.post("/infer", json=body, headers={**self.bearer(name), **headers})
-
-    def bearer(self, name: str) -> dict[str, str]:
-        return {"authorization": f"Bearer {self.tokens[name]}"}
+def infer(guarded: Guarded, name: str, *inputs: object, **headers: str) -> httpx.Response:
+    body = {"model": "sensors", "inputs": inputs or [ROW]}
+    return guarded.local.client.post("/infer", json=body, headers={**bearer(guarded.tenants[name]), **headers})
 
 
-@pytest.fixture(scope="module")
-def limited(models_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Limited]:
-    scratch = tmp_path_factory.mktemp("keys")
-    file = scratch / "keys.toml"
-    quotas: dict[str, dict[str, float]] = {
-        "free": {},
-        "slow": {"max_requests_per_second": 1},
-        "small": {"max_bytes_per_second": 20},
-        "single": {"max_sequences_in_flight": 1},
-    }
-    scopes = [Scope.INFER, Scope.SESSION]
-    tokens = {name: create(file, name, scopes, name, **limits) for name, limits in quotas.items()}
-    tokens["watcher"] = create(file, "watcher", [Scope.METRICS], "watcher")
-    with serving(models_folder, scratch, "--keys", str(file), frontends="2") as server:
-        yield Limited(server, tokens)
+def call(guarded: Guarded, name: str) -> None:
+    """Send two sequences of two steps over gRPC."""
+    with grpc.insecure_channel(guarded.local.grpc) as channel:
+        channel.unary_unary(f"{SERVICE}/ModelInfer")(TWO_ROWS, metadata=list(bearer(guarded.tenants[name]).items()), timeout=60)
+
+
+def tell(guarded: Guarded, name: str, *steps: int) -> list[dict[str, Any]]:
+    """Send chunks of this many steps on a WebSocket, and return the replies."""
+    url = guarded.address.replace("http", "ws") + "/stream?model=sensors"
+    with connect(url, additional_headers=bearer(guarded.tenants[name]), proxy=None) as socket:
+        for count in steps:
+            socket.send(json.dumps({"input": ROW[:1] * count}))
+        return [json.loads(socket.recv()) for _ in steps]
 
 
 @pytest.mark.parametrize("headers", [{}, {"connection": "close"}], ids=["hot path", "general path"])
-def test_error_names_the_quota(headers: dict[str, str], limited: Limited) -> None:
-    assert limited.infer("free", ROW, ROW, **headers).status_code == 200
-    assert limited.infer("single", ROW, **headers).status_code == 200
-    many = limited.infer("single", ROW, ROW, **headers)
+def test_error_names_the_quota(headers: dict[str, str], guarded: Guarded) -> None:
+    assert infer(guarded, "sales", ROW, ROW, **headers).status_code == 200
+    assert infer(guarded, "single", ROW, **headers).status_code == 200
+    refused = guarded.local.metric("seqserve_requests_total", model="sensors", outcome="quota_exceeded")
+    many = infer(guarded, "single", ROW, ROW, **headers)
     assert (many.status_code, many.json()["code"]) == (429, "quota_exceeded")
     assert "max_sequences_in_flight of the key single is 1" in many.json()["error"]
-    large = limited.infer("small", **headers)
-    assert (
-        large.status_code == 429
-        and "24 bytes a second and max_bytes_per_second of the key small is 20" in large.json()["error"]
-    )
+    large = infer(guarded, "small", **headers)
+    assert large.status_code == 429 and "max_bytes_per_second of the key small is 20" in large.json()["error"]
+    assert guarded.local.metric("seqserve_requests_total", model="sensors", outcome="quota_exceeded") == refused + 2
 
 
-def test_rate_is_counted_over_all_frontends(limited: Limited) -> None:
-    """Each request has a separate connection, and may reach another frontend."""
-
-    def refused() -> bool:
-        answers = [limited.infer("slow", connection="close") for _ in range(6)]
-        late = [answer for answer in answers if answer.status_code == 429]
-        assert all(answer.headers["retry-after"] == "1" for answer in late)
-        return len(late) >= 4
-
-    eventually(refused)
-    assert limited.infer("free").status_code == 200
-    eventually(lambda: limited.infer("slow").status_code == 200)
+def test_quota_holds_over_grpc_and_on_a_websocket(guarded: Guarded) -> None:
+    with pytest.raises(grpc.RpcError, match="max_sequences_in_flight of the key single is 1") as refused:
+        call(guarded, "single")
+    assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    first, second = tell(guarded, "small", 2, 1)
+    assert first["code"] == "quota_exceeded"
+    assert second["session"]["steps"] == 1, "the refused chunk left the session as it was"
 
 
-def test_quota_holds_over_grpc(limited: Limited) -> None:
-    with triton.InferenceServerClient(limited.server.grpc) as client:
-        tensor = triton.InferInput("inputs", [2, 2, 3], "FP32")
-        tensor.set_data_from_numpy(np.ones((2, 2, 3), np.float32))
-        client.infer("sensors", [tensor], headers=limited.bearer("free"))
-        with pytest.raises(InferenceServerException, match="max_sequences_in_flight of the key single is 1") as refused:
-            client.infer("sensors", [tensor], headers=limited.bearer("single"))
-        assert refused.value.status() == "StatusCode.RESOURCE_EXHAUSTED"
+def test_requests_are_counted_by_key_over_every_protocol(guarded: Guarded) -> None:
+    def counts() -> list[float]:
+        names = ("seqserve_key_requests_total", "seqserve_key_tokens_total")
+        return [guarded.local.metric(name, tenant="support", key="support") for name in names]
 
-
-def test_quota_holds_on_a_websocket(limited: Limited) -> None:
-    url = limited.server.address.replace("http", "ws") + "/stream?model=sensors"
-
-    def tell(socket: Any, steps: int) -> dict[str, Any]:
-        socket.send(json.dumps({"input": ROW[:1] * steps}))
-        reply: dict[str, Any] = json.loads(socket.recv())
-        return reply
-
-    with connect(url, additional_headers=limited.bearer("small")) as socket:
-        assert tell(socket, 2)["code"] == "quota_exceeded"
-        assert tell(socket, 1)["session"]["steps"] == 1, "the refused chunk left the session as it was"
-
-
-def test_refusals_are_counted(limited: Limited) -> None:
-    def refused() -> float:
-        lines = limited.server.scrape(limited.bearer("watcher")).splitlines()
-        labels = 'model="sensors",outcome="quota_exceeded"'
-        return sum(float(line.split()[-1]) for line in lines if line.startswith("seqserve_requests_total{") and labels in line)
-
-    before = refused()
-    limited.infer("small")
-    limited.infer("small", connection="close")
-    assert refused() == before + 2
-
-
-def test_requests_are_counted_by_key_over_every_protocol(limited: Limited) -> None:
-    def counted(name: str, **labels: str) -> float:
-        text = limited.server.scrape(limited.bearer("watcher"))
-        samples = (sample for family in text_string_to_metric_families(text) for sample in family.samples)
-        return sum(sample.value for sample in samples if sample.name == name and labels.items() <= sample.labels.items())
-
-    free = {"tenant": "free", "key": "free"}
-    requests, tokens = counted("seqserve_key_requests_total", **free), counted("seqserve_key_tokens_total", **free)
+    before = counts()
     for headers in {}, {"connection": "close"}:
-        assert limited.infer("free", ROW, ROW, **headers).status_code == 200
-    url = limited.server.address.replace("http", "ws") + "/stream?model=sensors"
-    with connect(url, additional_headers=limited.bearer("free")) as socket:
-        socket.send(json.dumps({"input": ROW}))
-        socket.recv()
-    with triton.InferenceServerClient(limited.server.grpc) as client:
-        tensor = triton.InferInput("inputs", [1, 2, 3], "FP32")
-        tensor.set_data_from_numpy(np.ones((1, 2, 3), np.float32))
-        client.infer("sensors", [tensor], headers=limited.bearer("free"))
-    assert counted("seqserve_key_requests_total", **free) - requests == 4
-    assert counted("seqserve_key_tokens_total", **free) - tokens == 12
-    limited.infer("small")
-    assert counted("seqserve_quota_exceeded_total", key="small", quota="max_bytes_per_second") > 0
+        assert infer(guarded, "support", ROW, ROW, **headers).status_code == 200
+    tell(guarded, "support", 2)
+    call(guarded, "support")
+    assert [after - count for after, count in zip(counts(), before, strict=True)] == [4, 14]
+    infer(guarded, "small")
+    assert guarded.local.metric("seqserve_quota_exceeded_total", key="small", quota="max_bytes_per_second") > 0
 
 
-def test_quota_is_free_again_at_the_end_of_requests(limited: Limited) -> None:
-    assert [limited.infer("single").status_code for _ in range(20)] == [200] * 20
-    for _ in range(5):
-        with suppress(httpx.ReadTimeout):  # a busy client may notice the reply first
-            limited.server.client.post(
-                "/infer",
-                json={"model": "sensors", "inputs": [ROW * 4000]},
-                headers=limited.bearer("single"),
-                timeout=httpx.Timeout(10, read=0.001),
-            )
-    eventually(lambda: limited.infer("single").status_code == 200)
+def test_quota_is_free_again_when_a_client_leaves(guarded: Guarded) -> None:
+    with guarded.local.held() as engine, suppress(httpx.ReadTimeout):
+        guarded.local.client.post(
+            "/infer", json={"model": "sensors", "inputs": [ROW]}, headers=bearer(guarded.tenants["single"]), timeout=0.5
+        )
+        assert engine.waiting
+    eventually(lambda: infer(guarded, "single").status_code == 200)
+
+
+def test_quota_is_counted_over_all_frontends(models_folder: Path, tmp_path: Path, guarded: Guarded) -> None:
+    counts = QuotaCounts.create(2)
+    others = [QuotaCounts.open(os.dup(counts.descriptor), place) for place in range(2)]
+    headers, body = bearer(guarded.tenants["single"]), {"model": "sensors", "inputs": [ROW]}
+    with ExitStack() as stack:
+        first, second = (
+            stack.enter_context(in_process(models_folder, tmp_path, keys=str(guarded.file), quota_counts=each))
+            for each in others
+        )
+        pool = stack.enter_context(ThreadPoolExecutor(1))
+        with first.held() as engine:
+            waiting = pool.submit(first.client.post, "/infer", json=body, headers=headers)
+            eventually(lambda: engine.waiting)
+            assert second.client.post("/infer", json=body, headers=headers).status_code == 429
+        assert waiting.result().status_code == 200
+        assert second.client.post("/infer", json=body, headers=headers).status_code == 200

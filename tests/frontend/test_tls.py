@@ -1,4 +1,4 @@
-"""TLS on both ports: with curl, openssl and Triton's clients, with certificates of clients, and with changed files."""
+"""TLS on both ports: with curl, openssl and gRPC, with certificates of clients, and with changed files."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import ssl
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import grpc
 import httpx
-import numpy as np
 import pytest
-import tritonclient.grpc as triton_grpc
-import tritonclient.http as triton_http
 from websockets.sync.client import connect
 
 from service.errors import SettingsError
 from service.frontend.tls import TlsContexts, build_context
 from service.settings import Settings
 from tests.certificates import Authority
-from tests.serving import Server, eventually, serving
+from tests.frontend.in_process import InProcess, in_process
+from tests.frontend.oip.test_grpc import call, raw
+from tests.serving import eventually
 
 QUESTION = "how far is the sea ?"
 
@@ -33,22 +33,24 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 
 
 @pytest.fixture(scope="module")
-def secured(models_folder: Path, authority: Authority, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def secured(models_folder: Path, authority: Authority, tmp_path_factory: pytest.TempPathFactory) -> Iterator[InProcess]:
     """A server with a certificate, which accepts clients without a certificate."""
     certificate, key = authority.sign("server")
-    flags = ("--tls-cert", str(certificate), "--tls-key", str(key))
-    with serving(models_folder, tmp_path_factory.mktemp("log"), *flags) as server, trusting(server, authority) as server.client:
-        yield server
+    files: dict[str, Any] = {"tls_cert": str(certificate), "tls_key": str(key)}
+    with in_process(models_folder, tmp_path_factory.mktemp("log"), **files) as server:
+        server.client.close()
+        with trusting(server, authority) as server.client:
+            yield server
 
 
-def trusting(server: Server, authority: Authority, **options: str) -> httpx.Client:
+def trusting(server: InProcess, authority: Authority, **options: str) -> httpx.Client:
     context = ssl.create_default_context(cafile=str(authority.certificate))
     if options:
         context.load_cert_chain(options["certificate"], options["key"])
     return httpx.Client(base_url=server.address, timeout=30, trust_env=False, verify=context)
 
 
-def test_http_and_sockets_over_tls(secured: Server, authority: Authority) -> None:
+def test_http_and_sockets_over_tls(secured: InProcess, authority: Authority) -> None:
     assert secured.address.startswith("https://")
     answers = [secured.infer("words", [QUESTION]) for _ in range(3)]
     assert [answer.status_code for answer in answers] == [200] * 3
@@ -61,7 +63,7 @@ def test_http_and_sockets_over_tls(secured: Server, authority: Authority) -> Non
         assert '"outputs"' in str(stream.recv())
 
 
-def test_curl_and_openssl_trust_the_certificate(secured: Server, authority: Authority) -> None:
+def test_curl_and_openssl_trust_the_certificate(secured: InProcess, authority: Authority) -> None:
     body = '{"model": "words", "inputs": ["how far is the sea ?"]}'
     command = ["curl", "--silent", "--fail", "--cacert", str(authority.certificate), f"{secured.address}/infer"]
     command += ["--header", "Content-Type: application/json", "--data", body]
@@ -73,20 +75,13 @@ def test_curl_and_openssl_trust_the_certificate(secured: Server, authority: Auth
         assert "Verify return code: 0 (ok)" in shown
 
 
-def test_triton_clients_over_tls(secured: Server, authority: Authority) -> None:
-    text = np.array([[QUESTION.encode()]], object)
-    inputs = triton_http.InferInput("text", [1, 1], "BYTES")
-    inputs.set_data_from_numpy(text)
-    place, options = urlsplit(secured.address).netloc, {"ca_certs": str(authority.certificate)}
-    with triton_http.InferenceServerClient(place, ssl=True, ssl_options=options) as over_http:
-        scores = over_http.infer("words", [inputs]).as_numpy("scores")
-    grpc_inputs = triton_grpc.InferInput("text", [1, 1], "BYTES")
-    grpc_inputs.set_data_from_numpy(text)
-    with triton_grpc.InferenceServerClient(secured.grpc, ssl=True, root_certificates=str(authority.certificate)) as over_grpc:
-        np.testing.assert_array_equal(over_grpc.infer("words", [grpc_inputs]).as_numpy("scores"), scores)
+def test_grpc_over_tls(secured: InProcess, authority: Authority) -> None:
+    credentials = grpc.ssl_channel_credentials(authority.certificate.read_bytes())
+    with grpc.secure_channel(secured.grpc, credentials) as channel:
+        assert call(channel, raw("inputs", "FP32", [1, 1, 3], bytes(12))).outputs
 
 
-def test_plain_text_and_old_versions_are_refused(secured: Server, authority: Authority) -> None:
+def test_plain_text_and_old_versions_are_refused(secured: InProcess, authority: Authority) -> None:
     place = urlsplit(secured.address)
     with socket.create_connection((str(place.hostname), int(place.port or 0)), 30) as plain:
         plain.sendall(b"GET /readyz HTTP/1.1\r\nHost: localhost\r\n\r\n")
@@ -99,7 +94,6 @@ def test_plain_text_and_old_versions_are_refused(secured: Server, authority: Aut
         channel.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=10)
     assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
     assert secured.infer("words", [QUESTION]).status_code == 200
-    assert secured.metric("seqserve_process_restarts_total") == 0
 
 
 def test_certificates_of_clients_and_changed_files(models_folder: Path, tmp_path: Path) -> None:
@@ -107,8 +101,8 @@ def test_certificates_of_clients_and_changed_files(models_folder: Path, tmp_path
     certificate, key = authority.sign("server")
     own, own_key = authority.sign("client")
     foreign, foreign_key = other.sign("stranger")
-    flags = ("--tls-cert", str(certificate), "--tls-key", str(key), "--tls-client-ca", str(authority.certificate))
-    with serving(models_folder, tmp_path, *flags) as server:
+    files: dict[str, Any] = {"tls_cert": str(certificate), "tls_key": str(key), "tls_client_ca": str(authority.certificate)}
+    with in_process(models_folder, tmp_path, **files) as server:
         with trusting(server, authority, certificate=str(own), key=str(own_key)) as client:
             assert client.get("/readyz").status_code == 200
         credentials = grpc.ssl_channel_credentials(authority.certificate.read_bytes(), own_key.read_bytes(), own.read_bytes())

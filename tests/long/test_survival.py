@@ -8,6 +8,7 @@ import resource
 import shutil
 import signal
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
@@ -20,6 +21,7 @@ from service.modeling import spec
 from tests import models
 from tests.long.full_disk import full_disk
 from tests.planted import constants
+from tests.raw_websocket import connection
 from tests.reloading import answered, load
 from tests.serving import Server, alive, answering, check_unharmed, eventually, serving
 from tests.steady import processes
@@ -108,3 +110,17 @@ def test_polled_folder_is_served_as_it_changes(tmp_path: Path) -> None:
         eventually(lambda: answered(server)[0] == "1")
         shutil.rmtree(tmp_path / "models" / "words")
         eventually(lambda: httpx.get(f"{server.address}/models", trust_env=False).json()["models"] == [])
+
+
+def test_few_open_files_are_enough_for_the_service(models_folder: Path, tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
+    try:
+        with serving(models_folder, tmp_path) as server, ExitStack() as silent:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            for _ in range(260):
+                silent.enter_context(connection(server))
+            assert server.infer("words", ["how far"]).status_code == 200
+            assert server.client.get("/metrics").status_code == 200
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -30,11 +29,10 @@ from service.ipc.messages import (
 )
 from service.ipc.suspect_turns import SuspectTurns
 from service.metrics import Metrics
-from tests.frontend.callbacks import Callbacks, measured_callbacks, with_short_callbacks
 
 SECONDS_PER_TOKEN = 1.0
 DEADLY, NEW = b"!", b"+"
-"""Values of requests. Requests of one block have values of the same length."""
+"""Values of requests. Requests of one block have values of the same length for each step."""
 
 
 class Clock:
@@ -82,12 +80,20 @@ def requests_of(frame: Frame) -> list[Frame]:
     if not isinstance(message, RequestBlock):
         return [frame]
     columns = Columns.read(frame.tail, message.requests, message.sequences)
-    lengths, deadlines = np.frombuffer(columns.lengths, COUNT).tolist(), np.frombuffer(columns.deadlines, DEADLINE)
-    frames, begin, size = [], 0, len(columns.values) // message.requests
-    for id, deadline, steps in zip(np.frombuffer(columns.ids, ID).tolist(), deadlines.tolist(), lengths, strict=True):
-        sent = Request(message.model, message.version, [steps], deadline, message.sent, message.priority, message.returns)
-        frames.append(Frame(sent, id, columns.values[begin : begin + size]))
-        begin += size
+    lengths, deadlines = np.frombuffer(columns.lengths, COUNT).tolist(), np.frombuffer(columns.deadlines, DEADLINE).tolist()
+    frames, row, begin, before = [], 0, 0, 0
+    counts = np.frombuffer(columns.counts, COUNT).tolist()
+    for id, deadline, count in zip(np.frombuffer(columns.ids, ID).tolist(), deadlines, counts, strict=True):
+        own = lengths[row : row + count]
+        sent = Request(
+            *(message.model, message.version, own, deadline, message.sent, message.priority, message.returns),
+            generation=message.generation,
+            timed=message.timed,
+        )
+        row, before = row + count, before + sum(own)
+        end = len(columns.values) * before // message.steps if message.steps else 0
+        frames.append(Frame(sent, id, columns.values[begin:end]))
+        begin = end
     return frames
 
 
@@ -138,36 +144,10 @@ async def send(dispatcher: Dispatcher, steps: int = 1, tail: bytes = b"") -> asy
     return task
 
 
-def test_large_request_and_answer_have_no_long_callback() -> None:
-    """They are not copied. A second engine gets the same request when the first ends."""
-    tail, measured = bytes(32 << 20), Callbacks()
-
-    async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
-        nonlocal measured
-        first, second = await meet_two(dispatcher)
-        sent = await send(dispatcher, tail=tail)
-        await asyncio.sleep(0.01)
-        first.channel.close()
-        with measured_callbacks() as callbacks:
-            [frame] = await second.frames(1)
-            second.channel.send(encode(Answer((1, 1)), frame.id, following=len(tail)), following=tail)
-            while not sent.done():
-                second.channel.flush()
-                await asyncio.sleep(0)
-        measured = replace(callbacks)  # without the comparisons, which the running callback makes
-        assert frame.tail == tail
-        assert (await sent).data == tail
-
-    def measure() -> tuple[None, Callbacks]:
-        run(test, channel_bytes=64 << 20, places=2)
-        return None, measured
-
-    with_short_callbacks(measure)
-
-
 def test_answers_match_their_requests_in_any_order() -> None:
     async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
         engine = await meet(dispatcher)
+        engine.send(encode(Answer((1, 1)), 99))  # nothing waits for it
         first, second = (asyncio.ensure_future(dispatcher.submit(request(), tail)) for tail in (b"first", b"other"))
         for frame in reversed(await engine.frames(2)):
             engine.send(encode(Answer((1, 2)), frame.id, (frame.tail,)))
@@ -278,18 +258,6 @@ def test_request_of_a_lost_engine_runs_once_more() -> None:
         with pytest.raises(EngineLost, match="not sent to a third"):
             await call
         assert metrics.rerun.values[()] == [1]
-
-    run(test)
-
-
-def test_unexpected_answer_is_dropped() -> None:
-    async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
-        engine = await meet(dispatcher)
-        engine.send(encode(Answer((1, 1)), 99))
-        call = asyncio.ensure_future(dispatcher.submit(request(), b""))
-        (frame,) = await engine.frames(1)
-        engine.send(encode(Answer((1, 1)), frame.id))
-        await call
 
     run(test)
 
@@ -407,8 +375,8 @@ def test_requests_of_a_lost_engine_move_to_another() -> None:
     run(test)
 
 
-def check_requests_beside_a_deadly_one() -> None:
-    """Check that only DEADLY is refused. DEADLY ends an engine: the first engine has all requests, the second also a new request."""
+def test_requests_beside_one_that_ends_engines_are_answered() -> None:
+    """Only DEADLY is refused. DEADLY ends an engine: the first engine has all requests, the second also a new request."""
 
     async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
         engine, tails = await meet(dispatcher), [b"1", DEADLY, b"2", b"3"]
@@ -431,10 +399,6 @@ def check_requests_beside_a_deadly_one() -> None:
         await asyncio.gather(*calls.values())
 
     run(test)
-
-
-def test_requests_beside_one_that_ends_engines_are_answered() -> None:
-    check_requests_beside_a_deadly_one()
 
 
 class Turns(SuspectTurns):
@@ -461,12 +425,12 @@ async def lose(frontends: Sequence[Dispatcher], engine: Sequence[EngineProcess])
     return [await meet(frontend) for frontend in frontends]
 
 
-def check_suspects_of_two_frontends(turns: Callable[[dict[int, Turns]], SuspectTurns]) -> None:
-    """Check that only DEADLY is refused. Each of two frontends has a request in an engine that ends as soon as it runs DEADLY."""
+def test_suspects_of_two_frontends_run_one_after_the_other() -> None:
+    """Only DEADLY is refused. Each of two frontends has a request in an engine that ends as soon as it runs DEADLY."""
 
     async def test(_: Dispatcher, metrics: Metrics) -> None:
         holders = dict[int, Turns]()
-        frontends = [Dispatcher(metrics, 10_000, lambda: None, turns=turns(holders)) for _ in range(2)]
+        frontends = [Dispatcher(metrics, 10_000, lambda: None, turns=Turns(holders)) for _ in range(2)]
         engine = [await meet(frontend) for frontend in frontends]
         deadly, other = [await send(frontend, tail=tail) for frontend, tail in zip(frontends, (DEADLY, b"1"), strict=True)]
         engine = await lose(frontends, engine)
@@ -485,10 +449,6 @@ def check_suspects_of_two_frontends(turns: Callable[[dict[int, Turns]], SuspectT
             frontend.close()
 
     run(test)
-
-
-def test_suspects_of_two_frontends_run_one_after_the_other() -> None:
-    check_suspects_of_two_frontends(Turns)
 
 
 def test_end_of_a_suspect_makes_room_for_the_next() -> None:

@@ -35,7 +35,7 @@ conversations = st.lists(
 )
 
 
-@hypothesis_settings(max_examples=400)
+@hypothesis_settings(max_examples=100)
 @given(conversations, st.randoms(use_true_random=False), st.booleans())
 def test_any_frames_at_any_cuts(conversation: list[bytes], random: random.Random, greet: bool) -> None:
     loop = ClockLoop()
@@ -57,7 +57,7 @@ def test_any_frames_at_any_cuts(conversation: list[bytes], random: random.Random
         loop.close()
 
 
-@hypothesis_settings(max_examples=300)
+@hypothesis_settings(max_examples=60)
 @given(conversations, st.randoms(use_true_random=False))
 def test_frames_mean_the_same_wherever_they_are_cut(conversation: list[bytes], random: random.Random) -> None:
     loop = ClockLoop()
@@ -81,7 +81,7 @@ def _by_stream(frames: list[Frame]) -> dict[int, list[Frame]]:
     return streams
 
 
-@hypothesis_settings(max_examples=200)
+@hypothesis_settings(max_examples=60)
 @given(st.binary(max_size=300), st.booleans())
 def test_any_bytes(data: bytes, greet: bool) -> None:
     loop = ClockLoop()

@@ -291,11 +291,6 @@ def test_replies_equal_those_of_the_grpc_library(frontend: Frontend) -> None:
     assert sum(reply.code is grpc.StatusCode.OK for reply in replies) > 20
 
 
-@pytest.mark.parametrize("compression", [grpc.Compression.Gzip, grpc.Compression.Deflate])
-def test_compressed_requests_get_equal_replies(frontend: Frontend, compression: grpc.Compression) -> None:
-    check_equal(frontend, corpus(), compression=compression)
-
-
 def test_repeated_requests_get_equal_replies(frontend: Frontend, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second request with the same head takes its remembered form, for any id and any values."""
     packed = []
@@ -367,11 +362,6 @@ def test_chunks_of_sessions_get_equal_replies(frontend: Frontend) -> None:
     assert [reply.code.name for reply in replies] == ["OK"] * 16 + ["INVALID_ARGUMENT"]
     response = METHODS["ModelInfer"].response_type.FromString(replies[0].data)
     assert response.parameters["sequence_steps"].int64_param == 7
-
-
-def test_metadata_and_deadline_do_not_change_replies(frontend: Frontend) -> None:
-    metadata = (("x-custom", "1"), ("x-data-bin", b"\0\xff"), ("triton_grpc_error", "true"))
-    check_equal(frontend, corpus()[:10], metadata=metadata)
 
 
 def test_usual_requests_take_the_hot_path(frontend: Frontend, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,82 +1,66 @@
-"""The gRPC server of a running service: health, reflection, port and shutdown_server."""
+"""The gRPC port: health, reflection, hostile clients, limits, and what a shutdown answers. tests/long/test_grpc_stops.py ends processes."""
 
 from __future__ import annotations
 
-import os
-import signal
 import socket
-import subprocess
+import struct
 import threading
-import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
-from functools import partial
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
-from queue import Queue
 from typing import Any
 
 import grpc
-import httpx
-import numpy as np
 import pytest
-import tritonclient.grpc as triton
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_health.v1 import health_pb2
 from grpc_health.v1.health_pb2_grpc import HealthStub
 from grpc_reflection.v1alpha import reflection_pb2
 from grpc_reflection.v1alpha.reflection_pb2_grpc import ServerReflectionStub
-from tritonclient.grpc import service_pb2
 
-from tests.serving import Server, SharedServer, eventually, serving
-from tests.supervisor.test_processes import start
+from service.frontend import connection_guard
+from tests.frontend.http2.peer import (
+    DATA,
+    END_HEADERS,
+    END_STREAM,
+    GOAWAY,
+    HEADERS,
+    PREFACE,
+    RST_STREAM,
+    block,
+    frame,
+    request,
+    settings,
+    window,
+)
+from tests.frontend.in_process import InProcess, in_process
+from tests.frontend.oip.test_grpc import SERVICE, call, raw, stream_of
+from tests.serving import LIMIT_SECONDS, check_unharmed, eventually
 
-HEALTH, REFLECTION = "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"
-SERVICE = "inference.GRPCInferenceService"
-DRAIN_SECONDS = 300
-LAME_DUCK_SECONDS = 60
-"""Long enough for a busy machine to answer the requests that a test sends before the ports close. An interrupt ends it earlier."""
+NAME, HEALTH, REFLECTION = SERVICE[1:], "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"
+MAX_CONNECTIONS = 20
+GREETING = PREFACE + settings()
+GOING_AWAY = frame(GOAWAY, 0, 0, b"\x7f\xff\xff\xff" + bytes(4))
+ONE_ROW = raw("inputs", "FP32", [1, 1, 3], bytes(12))
+CALL = block((b"content-type", b"application/grpc"), path=f"{SERVICE}/ModelInfer".encode())
 
 
 @pytest.fixture(scope="module")
-def shared_server(models_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedServer]:
-    variables = {"lame_duck_seconds": str(LAME_DUCK_SECONDS), "drain_seconds": str(DRAIN_SECONDS)}
-    # The engine refuses requests that it cannot finish before their deadline: on a busy machine that may be minutes away.
-    variables |= dict.fromkeys(("default_deadline_ms", "max_deadline_ms"), str(1000 * DRAIN_SECONDS))
-    with closing(SharedServer(models_folder, tmp_path_factory.mktemp("log"), "--frontends", "2", **variables)) as shared:
-        yield shared
-
-
-@pytest.fixture
-def own_server(shared_server: SharedServer) -> Iterator[Server]:
-    """An idle server, which the test may end."""
-    with shared_server.lent() as running:
-        yield running
-
-
-@pytest.fixture
-def channel(server: Server) -> Iterator[grpc.Channel]:
-    with grpc.insecure_channel(server.grpc) as channel:
+def channel(heads: InProcess) -> Iterator[grpc.Channel]:
+    with grpc.insecure_channel(heads.grpc) as channel:
         yield channel
 
 
-def rows(steps: int) -> Any:
-    """Return the input of a request to the sensors model: one sequence."""
-    array = np.full((1, steps, 3), 0.1, np.float32)
-    return triton.InferInput("inputs", list(array.shape), "FP32").set_data_from_numpy(array)
+@pytest.fixture(scope="module")
+def limited(models_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[InProcess]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(connection_guard, "RECEIVE_SECONDS", 1)
+        with in_process(models_folder, tmp_path_factory.mktemp("log"), max_connections=MAX_CONNECTIONS) as running:
+            yield running
 
 
-def listeners(port: int) -> int:
-    """Return the number of sockets that listen on a port. gRPC always listens on IPv6."""
-    tables = [Path("/proc/net") / name for name in ("tcp", "tcp6")]
-    lines = [line.split() for table in tables for line in table.read_text().splitlines()]
-    return sum(line[1].endswith(f":{port:04X}") and line[3] == "0A" for line in lines)
-
-
-def replaced(server: Server, child: str, pid: int) -> bool:
-    """Return whether a process has a successor, and the service is ready."""
-    return server.pid(child) != pid and server.ready()
+# Health and reflection.
 
 
 def status(channel: grpc.Channel, service: str = "") -> str:
@@ -85,208 +69,181 @@ def status(channel: grpc.Channel, service: str = "") -> str:
     return name
 
 
-# Health and reflection.
-
-
-def test_health_of_server_and_service(channel: grpc.Channel) -> None:
-    assert status(channel) == status(channel, SERVICE) == "SERVING"
+def test_health_of_server_and_service(heads: InProcess, channel: grpc.Channel) -> None:
+    assert status(channel) == status(channel, NAME) == "SERVING"
     with pytest.raises(grpc.RpcError) as unknown:
         status(channel, "nobody")
     assert unknown.value.code() == grpc.StatusCode.NOT_FOUND
     watch = HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service="nobody"))
     assert next(watch).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
     watch.cancel()
-
-
-@pytest.mark.parametrize("method", ["/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"])
-def test_message_that_is_no_health_check_is_refused(server: Server, channel: grpc.Channel, method: str) -> None:
-    since = server.log_bytes
-    with pytest.raises(grpc.RpcError) as refused:
-        next(channel.unary_stream(method)(b"\xff\xff", timeout=60))
-    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert not server.events("bug", since=since)
-
-
-def test_health_follows_the_engine(own_server: Server) -> None:
-    with grpc.insecure_channel(own_server.grpc) as channel:
-        watch = HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=SERVICE), timeout=60)
-        assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
-        subprocess.run(["kill", "-KILL", str(own_server.pid("engine-0"))], check=True)
-        assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
-        assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
-        watch.cancel()
+    since = heads.log_bytes
+    for method in ("Check", "Watch"):
+        with pytest.raises(grpc.RpcError) as refused:
+            next(channel.unary_stream(f"/{HEALTH}/{method}")(b"\xff\xff", timeout=60))
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert not heads.events("bug", since=since)
 
 
 def test_reflection_describes_every_service(channel: grpc.Channel) -> None:
     def reflect(**request: str) -> Any:
-        [answer] = ServerReflectionStub(channel).ServerReflectionInfo(
-            iter([reflection_pb2.ServerReflectionRequest(**request)]), timeout=10
-        )
+        requests = iter([reflection_pb2.ServerReflectionRequest(**request)])
+        [answer] = ServerReflectionStub(channel).ServerReflectionInfo(requests, timeout=10)
         return answer
 
     listed = [service.name for service in reflect(list_services="").list_services_response.service]
-    assert listed == [HEALTH, REFLECTION, SERVICE]
+    assert listed == [HEALTH, REFLECTION, NAME]
     pool = DescriptorPool()
     for name in listed:
         for file in reflect(file_containing_symbol=name).file_descriptor_response.file_descriptor_proto:
             pool.Add(FileDescriptorProto.FromString(file))
         assert pool.FindServiceByName(name).methods
-    assert reflect(file_containing_symbol="inference.ModelInferRequest").HasField("file_descriptor_response")
     assert reflect(file_containing_symbol="inference.Nothing").error_response.error_code == grpc.StatusCode.NOT_FOUND.value[0]
 
 
-def test_unknown_method_is_unimplemented(channel: grpc.Channel) -> None:
-    for path in (f"/{SERVICE}/Nothing", "/nobody/ModelInfer"):
-        with pytest.raises(grpc.RpcError) as unknown:
-            channel.unary_unary(path)(b"", timeout=10)
-        assert unknown.value.code() == grpc.StatusCode.UNIMPLEMENTED
+# Connections.
 
 
-# The port.
+def connect(service: InProcess) -> socket.socket:
+    host, port = service.grpc.rsplit(":", 1)
+    client = socket.create_connection((host, int(port)), LIMIT_SECONDS)
+    client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return client
 
 
-def test_frontends_share_the_port_with_their_replacements(own_server: Server) -> None:
-    port = int(own_server.grpc.rpartition(":")[2])
-    assert listeners(port) == 1
-    for name in ("frontend-0", "frontend-1"):
-        killed = own_server.pid(name)
-        subprocess.run(["kill", "-KILL", str(killed)], check=True)
-        eventually(partial(replaced, own_server, name, killed), 10)
-        for _ in range(10):
-            with triton.InferenceServerClient(own_server.grpc) as client:
-                assert client.infer("sensors", [rows(3)]).as_numpy("label").shape == (1, 1)
+def infer(service: InProcess) -> int:
+    """Return the number of outputs of a call on a new connection."""
+    with grpc.insecure_channel(service.grpc) as channel:
+        return len(call(channel, ONE_ROW).outputs)
 
 
-def test_port_in_use_stops_the_start_and_names_the_flag(server: Server, models_folder: Path) -> None:
-    port = server.grpc.rpartition(":")[2]
-    with socket.create_server(("127.0.0.1", 0)) as busy:
-        for taken in (port, str(busy.getsockname()[1])):
-            ended = start(models_folder, "--grpc-port", taken)
-            assert ended.returncode == 1
-            assert f"cannot listen on 127.0.0.1 port {taken}" in ended.stderr
-            assert "--grpc-port" in ended.stderr
+def read_to_end(client: socket.socket, data: bytes = b"") -> list[tuple[int, bytes]]:
+    """Return the types and payloads of all frames until the server closes the connection. data: bytes that were read before."""
+    with suppress(ConnectionResetError):  # the server closed it while this client still sent
+        while part := client.recv(1 << 16):
+            data += part
+    frames = []
+    while len(data) >= 9:
+        upper, lower, kind, _, _ = struct.unpack_from(">BHBBI", data)
+        end = 9 + (upper << 16 | lower)
+        frames.append((kind, data[9:end]))
+        data = data[end:]
+    return frames
 
 
-def test_http_and_grpc_cannot_share_a_port(models_folder: Path) -> None:
-    ended = start(models_folder, "--port", "9123", "--grpc-port", "9123")
-    assert ended.returncode == 2
-    assert "port and grpc_port are both 9123" in ended.stderr
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"GET / HTTP/1.1\r\nhost: x\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(100),
+        GREETING + frame(0, 0, 1, b"x"),
+        GREETING + frame(HEADERS, END_HEADERS, 1, b"\xff" * 100),
+    ],
+)
+def test_invalid_bytes_end_the_connection_and_are_counted(limited: InProcess, data: bytes) -> None:
+    """Calls on another connection go on."""
+    before = limited.metric("seqserve_connections_closed_total", reason="invalid_request")
+    with grpc.insecure_channel(limited.grpc) as other, closing(connect(limited)) as client:
+        ready = other.unary_unary(f"{SERVICE}/ServerReady")
+        assert ready(b"", timeout=60)
+        client.sendall(data)
+        kind, payload = read_to_end(client)[-1]
+        assert ready(b"", timeout=60)
+    assert kind == GOAWAY and struct.unpack_from(">I", payload, 4)[0] != 0
+    assert limited.metric("seqserve_connections_closed_total", reason="invalid_request") == before + 1
+    check_unharmed(limited)
 
 
-def test_port_off_disables_grpc(models_folder: Path, tmp_path: Path) -> None:
-    with serving(models_folder, tmp_path, "--grpc-port", "off") as running:
-        assert running.grpc == ""
-        assert running.infer("sensors", [[[0.1, 0.2, 0.3]]]).status_code == 200
+def test_clients_that_stop_in_the_middle_are_disconnected(limited: InProcess) -> None:
+    with ExitStack() as stack:
+        clients = [stack.enter_context(closing(connect(limited))) for _ in range(3)]
+        for client, data in zip(clients, (b"", PREFACE[:9], GREETING + request(1)[:12]), strict=True):
+            client.sendall(data)
+        assert [read_to_end(client)[-1][0] for client in clients] == [GOAWAY] * 3
+    assert limited.metric("seqserve_connections_closed_total", reason="slow_request") >= 3
+
+
+def test_idle_connections_make_room(limited: InProcess) -> None:
+    """Connections of HTTP and of gRPC count together. Idle connections close for new connections."""
+    with ExitStack() as stack:
+        clients = [stack.enter_context(closing(connect(limited))) for _ in range(2 * MAX_CONNECTIONS)]
+        for client in clients:
+            with suppress(ConnectionResetError, BrokenPipeError):
+                client.sendall(GREETING)
+        assert infer(limited) == 3
+        assert limited.metric("seqserve_connections_closed_total", reason="too_many") >= MAX_CONNECTIONS
+        assert read_to_end(clients[0])
+
+
+def test_flood_of_requests_does_not_keep_others_waiting(limited: InProcess) -> None:
+    """A client sends calls that fail as fast as it can, and resets them. Another client gets its answers meanwhile."""
+    ids = range(1, 10_000, 2)
+    burst = b"".join(frame(HEADERS, END_HEADERS, id, CALL) + frame(RST_STREAM, 0, id, bytes(4)) for id in ids)
+    with closing(connect(limited)) as client:
+        client.sendall(GREETING)
+        with suppress(ConnectionResetError, BrokenPipeError):
+            client.sendall(burst)
+        assert infer(limited) == 3
+    eventually(lambda: limited.metric("seqserve_requests_in_flight") == 0)
+    check_unharmed(limited)
 
 
 # Shutdown.
 
 
-@contextmanager
-def terminated_after(server: Server) -> Iterator[None]:
-    """Interrupt the server after the block even if a check fails, so that the client threads end too."""
-    try:
-        yield
-    finally:
-        server.process.send_signal(signal.SIGINT)
+def test_shutdown_answers_open_calls(models_folder: Path, tmp_path: Path) -> None:
+    """A client that only watches the health does not delay it. A stream ends after its last reply."""
+    hold = threading.Event()
 
+    def requests() -> Iterator[Any]:
+        yield from [ONE_ROW] * 3
+        hold.wait(LIMIT_SECONDS)
 
-def test_sigterm_drains_without_loss_and_frees_the_port(own_server: Server) -> None:
-    """Accepted calls are answered, also on streams. Clients that only watch the health do not delay the shutdown. The port is free then."""
-    answered, port_closing = [], threading.Event()
-    text = triton.InferInput("text", [1, 1], "BYTES").set_data_from_numpy(np.array([["how far"]], np.object_))
-
-    def arrived() -> float:
-        return own_server.metric("seqserve_stage_seconds_count", model="sensors", stage="channel")
-
-    def keep_calling() -> None:
-        with triton.InferenceServerClient(own_server.grpc) as client:
-            while True:
-                try:
-                    answered.append(client.infer("words", [text]).as_numpy("label").shape)
-                except triton.InferenceServerException as error:
-                    # The port closes after the lame-duck time. gRPC cancels calls that it has not passed to a handler yet.
-                    assert port_closing.is_set(), error
-                    assert any(status in str(error) for status in ("UNAVAILABLE", "CANCELLED")), error
-                    return
-
-    with grpc.insecure_channel(own_server.grpc) as channel, ThreadPoolExecutor(12) as pool, terminated_after(own_server):
+    with in_process(models_folder, tmp_path) as service, grpc.insecure_channel(service.grpc) as channel:
         watch = HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=60)
         assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
-        reflection = channel.stream_stream(f"/{REFLECTION}/ServerReflectionInfo")(iter(threading.Event().wait, True))
-        clients = [pool.submit(keep_calling) for _ in range(4)]
-        eventually(lambda: len(answered) > 20, 20)
-        before = arrived()
-        slow = [pool.submit(slow_call, own_server) for _ in range(5)]
-        eventually(lambda: arrived() == before + len(slow), 10)
-        own_server.process.terminate()
-        terminated = time.monotonic()
-        assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
-        assert status(channel) == "NOT_SERVING"
-        assert httpx.get(f"{own_server.address}/readyz", trust_env=False).status_code == 503
-        count = len(answered)
-        eventually(lambda: len(answered) > count, 1)
-        port_closing.set()
-        own_server.process.send_signal(signal.SIGINT)
-        eventually(lambda: listeners(int(own_server.grpc.rpartition(":")[2])) == 0, 2)
-        assert not all(call.done() for call in slow)
-        assert all(call.result(DRAIN_SECONDS) for call in slow)
-        for client in clients:
-            client.result(DRAIN_SECONDS)
-        assert own_server.process.wait(DRAIN_SECONDS + 60) == 0
-        assert time.monotonic() - terminated < LAME_DUCK_SECONDS + DRAIN_SECONDS, (
-            "the service does not wait for clients that watch its health"
-        )
-        reflection.cancel()
-    assert set(answered) == {(1, 1)}
-    socket.create_server(("127.0.0.1", int(own_server.grpc.rpartition(":")[2]))).close()
+        with service.held() as engine:
+            single = channel.unary_unary(f"{SERVICE}/ModelInfer").future(ONE_ROW.SerializeToString(), timeout=60)
+            answers = stream_of(channel, requests())
+            eventually(lambda: len(engine.waiting) == 4)
+            service.begin_to_stop()
+            assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        replies = [next(answers) for _ in range(3)]
+        with pytest.raises(grpc.RpcError, match="the service is shutting down") as ended:
+            next(answers)
+        hold.set()
+        assert ended.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert single.result() and [reply.infer_response.id for reply in replies] == ["mine"] * 3
+        service.stop()
+        assert not service.events("bug") + service.events("library warning")
 
 
 def test_calls_longer_than_the_drain_are_cut_off(models_folder: Path, tmp_path: Path) -> None:
     with (
-        serving(models_folder, tmp_path, lame_duck_seconds="0.1", drain_seconds="0.2") as short,
-        triton.InferenceServerClient(short.grpc) as client,
+        in_process(models_folder, tmp_path, drain_seconds=0.2) as service,
+        grpc.insecure_channel(service.grpc) as channel,
+        service.held() as engine,
     ):
-        errors: Queue[Any] = Queue()
-
-        def handle_reply(result: Any, error: Any) -> None:
-            errors.put(error)
-
-        os.kill(short.pid("engine-0"), signal.SIGSTOP)  # so that no call ends before the drain
-        for _ in range(8):
-            client.async_infer("sensors", [rows(1)], handle_reply)
-        eventually(lambda: short.metric("seqserve_requests_in_flight") == 8, 10)
-        short.process.terminate()
-        assert all("UNAVAILABLE" in str(errors.get(timeout=60)) for _ in range(8))
-        assert short.process.wait(60) == 0
-        assert not short.events("bug") + short.events("library warning")
+        calls = [channel.unary_unary(f"{SERVICE}/ModelInfer").future(ONE_ROW.SerializeToString()) for _ in range(3)]
+        eventually(lambda: len(engine.waiting) == 3)
+        service.stop()
+        assert [call.exception(LIMIT_SECONDS).code() for call in calls] == [grpc.StatusCode.UNAVAILABLE] * 3
+        assert not service.events("bug") + service.events("library warning")
 
 
-def slow_call(server: Server) -> bool:
-    with triton.InferenceServerClient(server.grpc) as client:
-        return bool(client.infer("sensors", [rows(100_000)]).as_numpy("label").size)
-
-
-def test_stream_ends_with_unavailable_after_its_last_reply(own_server: Server) -> None:
-    request = service_pb2.ModelInferRequest(model_name="sensors", raw_input_contents=[bytes(12 * 75_000)])
-    request.inputs.add(name="inputs", datatype="FP32", shape=[1, 75_000, 3])
-    hold = threading.Event()
-
-    def requests() -> Iterator[Any]:
-        for number in range(5):
-            yield service_pb2.ModelInferRequest(id=str(number)).SerializeToString() + request.SerializeToString()
-        hold.wait()
-
-    with grpc.insecure_channel(own_server.grpc) as channel:
-        read = service_pb2.ModelStreamInferResponse.FromString
-        answers = channel.stream_stream(f"/{SERVICE}/ModelStreamInfer", response_deserializer=read)(requests())
-        assert next(answers).infer_response.id == "0"
-        own_server.process.send_signal(signal.SIGINT)
-        replied: list[str] = []
-        with pytest.raises(grpc.RpcError) as ended:
-            replied.extend(answer.infer_response.id for answer in iter(lambda: next(answers), None))
-        assert ended.value.code() == grpc.StatusCode.UNAVAILABLE
-        assert "the service is shutting down" in ended.value.details()
-        hold.set()
-        assert replied == [str(number) for number in range(1, 5)]
-        assert own_server.process.wait(DRAIN_SECONDS + 60) == 0
+def test_reply_that_waits_for_its_client_survives_the_shutdown(models_folder: Path, tmp_path: Path) -> None:
+    """The client opens the window of its call only after the server's GOAWAY."""
+    data = ONE_ROW.SerializeToString()
+    sent = frame(HEADERS, END_HEADERS, 1, CALL) + frame(DATA, END_STREAM, 1, struct.pack(">BI", 0, len(data)) + data)
+    with in_process(models_folder, tmp_path) as service, closing(connect(service)) as client:
+        client.sendall(PREFACE + settings((4, 10)) + sent)
+        eventually(lambda: service.metric("seqserve_requests_total", outcome="ok") == 1)
+        service.begin_to_stop()
+        received = b""
+        while GOING_AWAY not in received:
+            received += client.recv(1 << 16)
+        client.sendall(window(1, 1 << 20))
+        frames = read_to_end(client, received)
+    reply = b"".join(payload for kind, payload in frames if kind == DATA)
+    assert struct.unpack(">BI", reply[:5]) == (0, len(reply) - 5)
+    assert b"grpc-status\x010" in [payload for kind, payload in frames if kind == HEADERS][-1]

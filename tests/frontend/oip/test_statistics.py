@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
-import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from service.metrics import Metrics, render
 from service.triton_statistics import families, statistics
-from tests import models
-from tests.serving import Server, serving
-
-TEXT = "how far is the sea ?"
-COUNTS = ("request_success", "count", "exec_count")
-TIMES = ("request", "queue", "compute_input", "compute_infer", "compute_output")
 
 
 def example_metrics() -> Metrics:
@@ -82,46 +72,3 @@ def test_statistics_of_an_unused_model_are_zero() -> None:
     [model] = statistics(Metrics().snapshot(), [("words", "1")])
     assert (model["inference_count"], model["last_inference"]) == (0, 0)
     assert model["inference_stats"]["success"] == {"count": 0, "ns": 0}
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    root: Path = tmp_path_factory.mktemp("models")
-    models.words(root)
-    models.sensors(root)
-    with serving(root, tmp_path_factory.mktemp("log")) as server:
-        yield server
-
-
-def test_server_counts_and_times_its_requests(server: Server) -> None:
-    for _ in range(5):
-        assert server.infer("words", [TEXT, TEXT]).status_code == 200
-    assert server.infer("words", [1]).status_code == 400
-    counts = [server.metric(f"nv_inference_{name}", model="words", version="1") for name in COUNTS]
-    assert counts == [5, 10, server.metric("seqserve_batches_total", model="words")]
-    assert all(server.metric(f"nv_inference_{name}_duration_us", model="words") > 0 for name in TIMES)
-    assert server.metric("nv_inference_request_failure", model="words", reason="OTHER") == 1
-    assert server.metric("nv_inference_pending_request_count", model="words") == 0
-
-
-@pytest.mark.parametrize(
-    ("path", "names"),
-    [
-        ("/v2/models/stats", ["sensors", "words"]),
-        ("/v2/models/words/stats", ["words"]),
-        ("/v2/models/words/versions/1/stats", ["words"]),
-    ],
-)
-def test_statistics_of_a_version_a_model_or_all(server: Server, path: str, names: list[str]) -> None:
-    server.infer("words", [TEXT])
-    models = server.client.get(path).json()["model_stats"]
-    assert [model["name"] for model in models] == names
-    words = models[-1]
-    assert words["inference_stats"]["success"]["count"] >= 1
-    assert 0 < words["inference_stats"]["compute_infer"]["ns"] < words["inference_stats"]["success"]["ns"]
-    assert words["last_inference"] > 1_600_000_000_000
-
-
-def test_statistics_of_an_unknown_model_are_not_found(server: Server) -> None:
-    for path in ("/v2/models/nobody/stats", "/v2/models/words/versions/2/stats"):
-        assert server.client.get(path).status_code == 404

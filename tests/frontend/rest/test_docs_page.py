@@ -6,24 +6,24 @@ import base64
 import hashlib
 import re
 
-from tests.serving import Server
+from tests.frontend.in_process import InProcess
 
 
-def test_page_and_its_files_come_from_the_service(server: Server) -> None:
-    page = server.client.get("/docs")
+def test_page_and_its_files_come_from_the_service(local: InProcess) -> None:
+    page = local.client.get("/docs")
     assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
     assert "//" not in re.sub(r"<!--.*?-->|<script>.*?</script>", "", page.text, flags=re.DOTALL), "no address of another host"
     loaded = re.findall(r'(?:src|href)="([^"]+)"', page.text)
     assert len(loaded) == 3
     for path in loaded:
-        answer = server.client.get(path)
+        answer = local.client.get(path)
         assert answer.status_code == 200 and answer.content
         assert answer.headers["x-content-type-options"] == "nosniff"
-    assert server.client.get("/openapi.json").json()["info"]["title"] == "seqserve"
+    assert local.client.get("/openapi.json").json()["info"]["title"] == "seqserve"
 
 
-def test_policy_allows_the_script_of_the_page_and_no_other(server: Server) -> None:
-    page = server.client.get("/docs")
+def test_policy_allows_the_script_of_the_page_and_no_other(local: InProcess) -> None:
+    page = local.client.get("/docs")
     [script] = re.findall(r"<script>(.*?)</script>", page.text, flags=re.DOTALL)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = dict(part.strip().split(" ", 1) for part in page.headers["content-security-policy"].split(";"))
@@ -32,6 +32,6 @@ def test_policy_allows_the_script_of_the_page_and_no_other(server: Server) -> No
     assert page.headers["x-frame-options"] == "DENY"
 
 
-def test_other_files_are_not_served(server: Server) -> None:
+def test_other_files_are_not_served(local: InProcess) -> None:
     for name in ("__init__.py", "..%2f__init__.py", "main.py", "%2e%2e"):
-        assert server.client.get(f"/docs/{name}").status_code == 404
+        assert local.client.get(f"/docs/{name}").status_code == 404

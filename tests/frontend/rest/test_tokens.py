@@ -13,17 +13,17 @@ from tokenizers.processors import TemplateProcessing
 
 from service.frontend.rest.tokens import _tokens
 from service.modeling.tokenizer import Tokenizer
+from tests.frontend.in_process import InProcess
 from tests.models import WORDS
-from tests.serving import Server
 
 
-def tokens(server: Server, *inputs: Any, **options: Any) -> httpx.Response:
-    return server.client.post("/tokens", json={"model": "words", "inputs": list(inputs), **options})
+def tokens(local: InProcess, *inputs: Any, **options: Any) -> httpx.Response:
+    return local.client.post("/tokens", json={"model": "words", "inputs": list(inputs), **options})
 
 
-def test_text_is_split_into_the_steps_that_the_model_sees(server: Server) -> None:
+def test_text_is_split_into_the_steps_that_the_model_sees(local: InProcess) -> None:
     text = "how  far,\tis 𝒳 it?"
-    answer = tokens(server, text, "", version=1).json()
+    answer = tokens(local, text, "", version=1).json()
     assert (answer["model"], answer["version"]) == ("words", "1")
     first, empty = answer["outputs"]
     assert first["tokens"] == ["how", "far", ",", "is", "𝒳", "it", "?"]
@@ -32,8 +32,8 @@ def test_text_is_split_into_the_steps_that_the_model_sees(server: Server) -> Non
     assert empty == {"ids": [], "tokens": [], "offsets": []}
 
 
-def test_ids_have_texts(server: Server) -> None:
-    [output] = tokens(server, [1, 2, 9, 500]).json()["outputs"]
+def test_ids_have_texts(local: InProcess) -> None:
+    [output] = tokens(local, [1, 2, 9, 500]).json()["outputs"]
     assert output == {"ids": [1, 2, 9, 500], "tokens": ["how", "far", "?", ""]}
 
 
@@ -62,8 +62,10 @@ def test_tokens_that_the_tokenizer_adds_cover_nothing() -> None:
         ({"model": "words", "inputs": ["a"], "version": 9}, 404, "unknown_model", "version"),
     ],
 )
-def test_wrong_request_names_its_field(body: dict[str, Any], status: int, code: str, field: str | None, server: Server) -> None:
-    answer = server.client.post("/tokens", json=body)
+def test_wrong_request_names_its_field(
+    body: dict[str, Any], status: int, code: str, field: str | None, local: InProcess
+) -> None:
+    answer = local.client.post("/tokens", json=body)
     error = answer.json()
     assert (answer.status_code, error["code"]) == (status, code), error
     assert (error.get("field") or "").split("[")[0] == (field or "").split("[")[0], error

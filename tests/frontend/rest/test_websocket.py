@@ -6,8 +6,7 @@ import json
 import socket
 import struct
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -15,16 +14,17 @@ from hypothesis import strategies as st
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
-from tests.models import SENSORS_HIDDEN
+from service.ipc.messages import EndSession, Request
+from tests.frontend.in_process import EMBEDDING_WIDTH, InProcess
 from tests.raw_websocket import connection
-from tests.serving import Server, check_unharmed, eventually, serving
+from tests.serving import check_unharmed, eventually
 
 ROW = [0.1, -2.0, 30.0]
 MODEL = "/stream?model=sensors"
 
 
-def open_stream(server: Server, path: str = MODEL) -> ClientConnection:
-    return connect(server.address.replace("http", "ws") + path, proxy=None, max_size=None)
+def open_stream(local: InProcess, path: str = MODEL) -> ClientConnection:
+    return connect(local.address.replace("http", "ws") + path, proxy=None, max_size=None)
 
 
 def send(stream: ClientConnection, message: Any) -> Any:
@@ -33,22 +33,15 @@ def send(stream: ClientConnection, message: Any) -> Any:
     return json.loads(stream.recv(timeout=30))
 
 
-@pytest.fixture(scope="module")
-def server(models_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A separate server, without open sessions of other tests."""
-    with serving(models_folder, tmp_path_factory.mktemp("log")) as running:
-        yield running
-
-
 @pytest.fixture(autouse=True)
-def unharmed(server: Server) -> Iterator[None]:
+def unharmed(local: InProcess) -> Iterator[None]:
     yield
-    check_unharmed(server)
+    check_unharmed(local)
 
 
-def test_chunks_form_one_sequence_and_count_its_steps(server: Server) -> None:
-    whole = server.infer("sensors", [[ROW] * 6]).json()
-    with open_stream(server) as stream:
+def test_chunks_form_one_sequence_and_count_its_steps(local: InProcess) -> None:
+    whole = local.infer("sensors", [[ROW] * 6]).json()
+    with open_stream(local) as stream:
         first, second = send(stream, {"input": [ROW] * 2}), send(stream, {"input": [ROW] * 4})
     assert (first["session"]["steps"], second["session"]["steps"]) == (2, 6)
     assert first["session"]["id"] == second["session"]["id"]
@@ -56,27 +49,27 @@ def test_chunks_form_one_sequence_and_count_its_steps(server: Server) -> None:
     assert second["outputs"][0]["scores"] == pytest.approx(whole["outputs"][0]["scores"], rel=1e-5)
 
 
-def test_binary_and_text_messages_get_the_same_outputs(server: Server) -> None:
-    with open_stream(server) as text, open_stream(server) as raw:
+def test_binary_and_text_messages_get_the_same_outputs(local: InProcess) -> None:
+    with open_stream(local) as text, open_stream(local) as raw:
         for rows in ([ROW], [ROW, [0.0, 1.0, 2.0]]):
             reply = send(text, {"input": rows})
             values = [value for row in rows for value in row]
             assert send(raw, struct.pack(f"<{len(values)}f", *values))["outputs"] == reply["outputs"]
 
 
-def test_query_options_apply_to_every_chunk(server: Server) -> None:
-    with open_stream(server, f"{MODEL}&version=1&return=embedding,sequence&priority=3&deadline_ms=20000") as stream:
+def test_query_options_apply_to_every_chunk(local: InProcess) -> None:
+    with open_stream(local, f"{MODEL}&version=1&return=embedding,sequence&priority=3&deadline_ms=20000") as stream:
         for steps in (3, 1):
             [output] = send(stream, {"input": [ROW] * steps})["outputs"]
-            assert len(output["embedding"]) == SENSORS_HIDDEN
-            assert len(output["sequence"]) == steps
-            assert output["sequence"][-1] == output["embedding"]
+            assert (len(output["embedding"]), len(output["sequence"])) == (EMBEDDING_WIDTH, steps)
+    assert cast(Request, local.engine.received[-1].message).priority == 3
 
 
-def test_refused_chunk_leaves_socket_and_session_unchanged(server: Server) -> None:
+def test_refused_chunk_leaves_socket_and_session_unchanged(local: InProcess) -> None:
     wrong = ["{", "[]", "{}", {"input": []}, {"input": "text"}, {"input": [ROW], "x": 1}, {"input": [[1, 2]]}, b"1234", b""]
     wrong.append({"input": [ROW], "steps": 2**64})
-    with open_stream(server) as stream:
+    with open_stream(local) as stream:
+        assert "error" in send(stream, {"input": [[1]]}), "the first message can be repeated"
         assert send(stream, {"input": [ROW]})["session"]["steps"] == 1
         for message in wrong:
             refused = send(stream, message)
@@ -85,24 +78,17 @@ def test_refused_chunk_leaves_socket_and_session_unchanged(server: Server) -> No
         assert send(stream, {"input": [ROW]})["session"]["steps"] == 2
 
 
-def test_first_message_can_be_repeated_after_an_error(server: Server) -> None:
-    with open_stream(server) as stream:
-        assert "error" in send(stream, {"input": [[1]]})
-        assert send(stream, {"input": [ROW]})["session"]["steps"] == 1
-
-
-def test_end_and_start_restart_the_session(server: Server) -> None:
+def test_end_and_start_restart_the_session(local: InProcess) -> None:
     messages: list[dict[str, Any]] = [{}, {"end": True}, {}, {"start": True}, {}, {"start": False, "end": True}]
-    with open_stream(server) as stream:
+    with open_stream(local) as stream:
         for message in messages:
             stream.send(json.dumps({"input": [ROW], **message}))
         assert [json.loads(stream.recv(timeout=30))["session"]["steps"] for _ in messages] == [1, 2, 1, 1, 2, 3]
-        assert server.metric("seqserve_sessions") == 0
         assert send(stream, {"input": [ROW], "start": False})["code"] == "unknown_session"
 
 
-def test_messages_sent_ahead_are_answered_in_order(server: Server) -> None:
-    with open_stream(server) as stream:
+def test_messages_sent_ahead_are_answered_in_order(local: InProcess) -> None:
+    with open_stream(local) as stream:
         for number in range(200):
             stream.send(json.dumps({"input": [ROW]} if number % 10 else {"inputs": 1}))
         answers = [json.loads(stream.recv(timeout=30)) for _ in range(200)]
@@ -110,32 +96,25 @@ def test_messages_sent_ahead_are_answered_in_order(server: Server) -> None:
     assert [answer["session"]["steps"] for answer in answers if "error" not in answer] == list(range(1, 181))
 
 
-def test_model_without_sessions_refuses_chunks(server: Server) -> None:
-    with open_stream(server, "/stream?model=words") as stream:
-        refused = send(stream, {"input": "who"})
-    assert (refused["code"], "has no sessions" in refused["error"]) == ("invalid_input", True)
-
-
-def test_every_chunk_is_counted_as_a_request(server: Server) -> None:
+def test_every_chunk_is_counted_as_a_request(local: InProcess) -> None:
     def counts() -> dict[str, float]:
         stages = {
-            stage: server.metric("seqserve_stage_seconds_count", model="sensors", stage=stage)
-            for stage in ("parse", "channel", "reply", "encode", "total")
+            stage: local.metric("seqserve_stage_seconds_count", model="sensors", stage=stage)
+            for stage in ("parse", "reply", "encode", "total")
         }
         outcomes = {
-            outcome: server.metric("seqserve_requests_total", model="sensors", outcome=outcome)
+            outcome: local.metric("seqserve_requests_total", model="sensors", outcome=outcome)
             for outcome in ("ok", "invalid_request")
         }
-        return stages | outcomes | {"accepted": server.metric("seqserve_requests_accepted_total")}
+        return stages | outcomes | {"accepted": local.metric("seqserve_requests_accepted_total")}
 
     before = counts()
-    with open_stream(server) as stream:
+    with open_stream(local) as stream:
         send(stream, {"input": [ROW]})
         send(stream, "{")
     after = counts()
     assert {name: after[name] - before[name] for name in after} == {
         "parse": 1,
-        "channel": 1,
         "reply": 1,
         "encode": 1,
         "total": 2,
@@ -160,52 +139,45 @@ def test_every_chunk_is_counted_as_a_request(server: Server) -> None:
     ],
 )
 def test_invalid_handshake_is_refused_with_an_error_body(
-    server: Server, path: str, status: int, code: str, field: str | None
+    local: InProcess, path: str, status: int, code: str, field: str | None
 ) -> None:
     with pytest.raises(InvalidStatus) as raised:
-        open_stream(server, path)
+        open_stream(local, path)
     answer = raised.value.response
     body = json.loads(answer.body or b"")
     assert (answer.status_code, body["code"], body.get("field")) == (status, code, field)
 
 
-def test_get_without_upgrade_gets_400_and_mentions_websocket(server: Server) -> None:
-    answer = server.client.get(MODEL)
+def test_get_without_upgrade_gets_400_and_mentions_websocket(local: InProcess) -> None:
+    answer = local.client.get(MODEL)
     assert (answer.status_code, answer.json()["code"]) == (400, "invalid_request")
     assert "WebSocket" in answer.json()["error"]
 
 
-def test_too_large_message_closes_the_socket_with_1009(server: Server) -> None:
-    with open_stream(server) as stream:
+def test_too_large_message_closes_the_socket_with_1009(local: InProcess) -> None:
+    with open_stream(local) as stream:
         with pytest.raises(ConnectionClosed) as raised:
             send(stream, b"x" * (17 << 20))
         assert raised.value.rcvd is not None and raised.value.rcvd.code == 1009
 
 
-def test_disconnect_cancels_chunks_and_closes_the_session(server: Server) -> None:
-    def requests(**labels: str) -> float:
-        return server.metric("seqserve_requests_total", **labels)
-
-    chunks = 20
-    with open_stream(server) as stream:
-        send(stream, {"input": [ROW]})
-        ended, gone = requests(), requests(outcome="client_gone")
-        accepted = server.metric("seqserve_requests_accepted_total")
-        for _ in range(chunks):
-            stream.send(struct.pack("<3f", *ROW) * 60_000)
-        eventually(lambda: server.metric("seqserve_requests_accepted_total") == accepted + chunks)
+def test_disconnect_cancels_chunks_and_closes_the_session(local: InProcess) -> None:
+    gone = local.metric("seqserve_requests_total", outcome="client_gone")
+    with open_stream(local) as stream, local.held() as engine:
+        cancelled = engine.cancelled
+        stream.send(json.dumps({"input": [ROW]}))
+        eventually(lambda: engine.waiting)
         stream.socket.shutdown(socket.SHUT_RDWR)
-        eventually(lambda: server.metric("seqserve_sessions") == 0, 2)
-    assert requests() == ended + chunks
-    assert requests(outcome="client_gone") > gone, "the first chunks may have been answered"
-    assert server.metric("seqserve_sessions_ended_total", reason="deleted") >= 1
+        eventually(lambda: engine.cancelled == cancelled + 1)
+        eventually(lambda: isinstance(engine.last_call, EndSession))
+    assert local.metric("seqserve_requests_total", outcome="client_gone") == gone + 1
 
 
-def test_named_session_outlives_the_socket(server: Server) -> None:
+def test_named_session_outlives_the_socket(local: InProcess) -> None:
     for steps in (1, 2):
-        with open_stream(server, f"{MODEL}&session=kept") as stream:
+        with open_stream(local, f"{MODEL}&session=kept") as stream:
             assert send(stream, {"input": [ROW]})["session"] == {"id": "kept", "steps": steps}
-    assert server.infer("sensors", [[ROW]], session="kept", end=True).json()["session"] == {"id": "kept", "steps": 3}
+    assert local.infer("sensors", [[ROW]], session="kept", end=True).json()["session"] == {"id": "kept", "steps": 3}
 
 
 @pytest.mark.parametrize(
@@ -219,8 +191,8 @@ def test_named_session_outlives_the_socket(server: Server) -> None:
     ],
     ids=["no key", "key", "no version", "POST", "long header"],
 )
-def test_malformed_handshake_is_refused_with_an_error_body(server: Server, request_lines: bytes, problem: str) -> None:
-    with connection(server) as client, client.makefile("rb") as reader:
+def test_malformed_handshake_is_refused_with_an_error_body(local: InProcess, request_lines: bytes, problem: str) -> None:
+    with connection(local) as client, client.makefile("rb") as reader:
         client.sendall(request_lines + b"Host: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n")
         head, _, body = reader.read().partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 4") and b"x-request-id: " in head
@@ -240,8 +212,8 @@ def test_malformed_handshake_is_refused_with_an_error_body(server: Server, reque
         max_size=8,
     )
 )
-def test_every_random_message_gets_one_reply(server: Server, messages: list[bytes | str]) -> None:
-    with open_stream(server) as stream:
+def test_every_random_message_gets_one_reply(local: InProcess, messages: list[bytes | str]) -> None:
+    with open_stream(local) as stream:
         for message in messages:
             stream.send(message)
         for _ in messages:

@@ -25,7 +25,7 @@ from service.errors import BY_CODE
 from tests import models
 from tests.accumulator import at_rest
 from tests.callers import Caller
-from tests.frontend.callbacks import MAX_CALLBACK_SECONDS
+from tests.long.callbacks import MAX_CALLBACK_SECONDS
 from tests.long.fuzz.wire.conversation import Judgement
 from tests.long.fuzz.wire.grpc import GrpcSource
 from tests.long.fuzz.wire.http import HttpSource

@@ -1,4 +1,4 @@
-"""Takes the pictures of the page for README.md and docs: `python -m tests.frontend.ui.screenshots FOLDER`."""
+"""Takes the pictures of the page for README.md and docs: `python -m tests.long.ui.screenshots FOLDER`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import httpx
 
-from tests.frontend.ui.browser import choose, launched, opened, run
+from tests.long.ui.browser import choose, launched, opened, run
 from tests.serving import Server, serving
 
 ROOT = Path(__file__).parents[3]

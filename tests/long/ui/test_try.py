@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page, Route, expect
 
-from tests.frontend.ui.browser import choose, run
+from tests.long.ui.browser import choose, run
 from tests.models import LABELS
 from tests.serving import Server
 

@@ -8,8 +8,8 @@ from typing import Any, Literal
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
-from tests.frontend.ui.browser import DESKTOP, PHONE, choose, opened, run
-from tests.frontend.ui.conftest import HOSTILE
+from tests.long.ui.browser import DESKTOP, PHONE, choose, opened, run
+from tests.long.ui.conftest import HOSTILE
 from tests.serving import Server
 
 TEXT_CONTRAST = 4.5

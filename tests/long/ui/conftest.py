@@ -11,7 +11,7 @@ from playwright.sync_api import Browser, Page
 from service.modeling import store
 from service.modeling.spec import CARD, ModelSpec
 from tests import models
-from tests.frontend.ui.browser import DESKTOP, launched, watched
+from tests.long.ui.browser import DESKTOP, launched, watched
 from tests.serving import Server, serving
 
 HOSTILE = "<img src=x onerror=alert(1)>"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Locator, Page, expect
 
-from tests.frontend.ui.browser import choose, run
+from tests.long.ui.browser import choose, run
 from tests.serving import Server, eventually
 
 TILES = ["Latency", "Requests", "Queue", "Batch", "Device"]

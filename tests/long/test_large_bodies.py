@@ -5,36 +5,33 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
-import struct
-import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pytest
 from fastapi import FastAPI
-from numpy.typing import NDArray
 
-from service.errors import InvalidRequest, ServiceError, TooLarge
+from service.errors import ServiceError, TooLarge
 from service.frontend.app import build_app
 from service.frontend.catalog import Catalog, ServedModel
 from service.frontend.dispatch.dispatcher import Dispatcher
+from service.frontend.head_outputs import OutputWriter, decode_arrays, json_numbers
 from service.frontend.inference import Frontend, SupervisorClient
-from service.frontend.oip import wire
+from service.frontend.large_answers import PIECE_BYTES, LargeAnswers
 from service.frontend.oip.grpc_calls import read_request
-from service.frontend.oip.limits import MAX_CLASSES, MAX_PARTS, MAX_TEXTS
 from service.frontend.oip.protobuf import METHODS
-from service.ipc.channel import Frame, encode
+from service.ipc.channel import encode
 from service.ipc.messages import Answer, Request
 from service.log import Log
 from service.metrics import Metrics
 from service.modeling.spec import ModelSpec
 from service.settings import Settings
 from tests import models
-from tests.frontend.callbacks import Callbacks, measured_callbacks, with_short_callbacks
-from tests.frontend.dispatch.test_dispatcher import EngineProcess, meet, requests_of, run
-from tests.frontend.test_request_path import connection
+from tests.frontend.dispatch.test_dispatcher import meet_two, run, send
+from tests.long.callbacks import Callbacks, measured_callbacks, with_short_callbacks
 
 MIB = 1 << 20
 FEATURES = 64
@@ -191,58 +188,6 @@ def test_large_raw_tensor_over_rest(service: Service, mebibytes: int) -> None:
     assert (status, reply["field"]) == (400, f"inputs[0][{values.shape[1] - 1}][{FEATURES - 1}]")
 
 
-def test_mebibyte_of_raw_floats_takes_little_time(tmp_path: Path) -> None:
-    """The processor time of the frontend from the first byte to the last write, without reading the socket of the client.
-
-    The least of several requests counts. This process, unlike a frontend (FRONTEND_ENVIRONMENT), returns freed memory
-    to the kernel and gets it again for each request: that costs up to another millisecond.
-    """
-    spec = models.sensors(tmp_path, features=FEATURES)
-    values = np.ones((1, MIB // (4 * FEATURES), FEATURES), np.float32)
-    message = raw_request(values)
-    pieces = [message[start : start + (1 << 16)] for start in range(0, len(message), 1 << 16)]
-    times: list[float] = []
-
-    async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
-        engine = await meet(dispatcher)
-        catalog = Catalog([ServedModel(spec, "1", None)], {})
-        frontend = Frontend(Settings(), catalog, dispatcher, metrics, Log("frontend"), cast(SupervisorClient, None))
-        protocol = connection(frontend)
-        for _ in range(20):
-            with measured_callbacks() as callbacks:
-                start = time.thread_time()
-                for piece in pieces:
-                    protocol.data_received(piece)
-                seconds = time.thread_time() - start
-                [block] = await asyncio.to_thread(read_frames, engine)
-            [frame] = requests_of(block)
-            assert frame.tail == values.tobytes()
-            engine.send(encode(Answer(scores=(1, 3), steps=[values.shape[1]]), frame.id, (bytes(12),)))
-            while protocol._call is not None:
-                await asyncio.sleep(0)
-            times.append(seconds + callbacks.total_seconds)
-
-    run(test, channel_bytes=64 * MIB)
-    assert min(times) < 0.004, "twice what it takes here, for a machine that is half as fast"
-
-
-def read_frames(engine: EngineProcess) -> list[Frame]:
-    """Return the next frames that the frontend sends. In a thread this takes no processor time of the frontend's."""
-    frames: list[Frame] = []
-    while not frames:
-        frames = engine.channel.receive()
-        time.sleep(0.0001)
-    return frames
-
-
-def raw_request(values: NDArray[np.float32]) -> bytes:
-    parameters = {"binary_data_size": values.nbytes}
-    tensor = {"name": "inputs", "datatype": "FP32", "shape": values.shape, "parameters": parameters}
-    header = json.dumps({"inputs": [tensor]}).encode()
-    lengths = b"Inference-Header-Content-Length: %d\r\nContent-Length: %d\r\n" % (len(header), len(header) + values.nbytes)
-    return b"POST %b HTTP/1.1\r\nHost: localhost\r\n%b\r\n%b%b" % (INFER.encode(), lengths, header, values.tobytes())
-
-
 def test_large_raw_tensor_over_grpc(service: Service) -> None:
     message = METHODS["ModelInfer"].request_type(model_name="sensors")
     steps = 15 * MIB // (4 * FEATURES)
@@ -274,37 +219,6 @@ def test_gzip_of_nothing_but_zeros(service: Service) -> None:
     assert (status, reply["code"]) == (400, "invalid_request")
 
 
-def test_small_json_with_many_parts(service: Service) -> None:
-    for part in ("inputs", "outputs"):
-        body: dict[str, Any] = {"inputs": [], "outputs": []}
-        body[part] = [{"name": "x", "datatype": "FP32", "shape": [1], "data": [1]}] * (MAX_PARTS + 1)
-        status, reply = service.post(INFER, json.dumps(body).encode())
-        assert (status, reply["field"]) == (413, part)
-        assert str(MAX_PARTS) in reply["error"]
-    status, reply = service.post(INFER, json.dumps({"inputs": [], "parameters": {str(i): 1 for i in range(65)}}).encode())
-    assert (status, reply["field"]) == (413, "parameters")
-
-
-def test_millions_of_raw_texts(service: Service) -> None:
-    """Each element of BYTES takes only 4 bytes or more, but becomes a bytes object."""
-    count = 3 * MIB
-    tensor = {"name": "text", "datatype": "BYTES", "shape": [count], "parameters": {"binary_data_size": 4 * count}}
-    header = json.dumps({"inputs": [tensor]}).encode()
-    length = str(len(header))
-    status, reply = service.post(INFER, header + bytes(4 * count), inference_header_content_length=length)
-    assert (status, reply["field"]) == (413, "text")
-    assert str(MAX_TEXTS) in reply["error"]
-
-
-def test_classification_of_many_entries(service: Service) -> None:
-    values = {"name": "inputs", "datatype": "FP32", "shape": [1, 1, FEATURES], "data": [1] * FEATURES}
-    request = {"inputs": [values], "outputs": [{"name": "scores", "parameters": {"classification": 10**9}}]}
-    status, reply = service.post(INFER, json.dumps(request).encode())
-    assert status == 200, "all three labels"
-    assert len(reply["outputs"][0]["data"]) == 3
-    assert MAX_CLASSES < 64 * 1000
-
-
 FIELD_TAGS = {"parameters": b"\x22", "inputs": b"\x2a", "outputs": b"\x32", "raw_input_contents": b"\x3a"}
 
 
@@ -315,42 +229,65 @@ def test_message_of_a_million_empty_parts(service: Service, part: str) -> None:
     assert error.field == part
 
 
-def test_message_of_a_million_unknown_fields(service: Service) -> None:
-    assert isinstance(service.call_grpc(b"\xf8\x7f\0" * MIB), TooLarge)
-
-
-@pytest.mark.parametrize("end", [b"\x2a\xff\xff\xff\xff\x0f", b"\x2a\x05", b"\x80" * 12, b"\x2b", b"\x0d\0", b"\x09\0\0"])
-def test_broken_message_is_refused_as_by_the_library(service: Service, end: bytes) -> None:
-    start = METHODS["ModelInfer"].request_type(id="x" * wire.MAX_UNSCANNED_BYTES).SerializeToString()
-    assert isinstance(service.call_grpc(start + end), InvalidRequest)
-    assert isinstance(service.call_grpc(end), InvalidRequest), "the library"
-
-
-def test_split_message_is_the_message() -> None:
-    whole = METHODS["ModelInfer"].request_type(model_name="m", id="ä" * 40)
-    whole.parameters["a"].double_param = 2.5
-    for index in range(5):
-        whole.inputs.add(name=f"x{index}", shape=[1, 300])
-        whole.raw_input_contents.append(bytes([index]) * index * 100)
-    data = whole.SerializeToString() + struct.pack("<BI", 0xFD, 1)[:1] + b"\x7f\1\2\3\4"
-    split = wire.split(data)
-    assert [bytes(raw) for raw in split.raw_contents] == list(whole.raw_input_contents)
-    rest = METHODS["ModelInfer"].request_type.FromString(split.message)
-    del whole.raw_input_contents[:]
-    assert (rest.inputs, rest.parameters["a"], rest.id) == (whole.inputs, whole.parameters["a"], whole.id)
-    assert wire.request_id(data) == whole.id
-    assert wire.request_id(data[:-1]) == "", "not a message"
-    assert wire.structured_bytes(data) == len(split.message)
-
-
-def test_management_requests_are_small(service: Service) -> None:
-    for path in ("/v2/repository/index", "/v2/repository/models/sensors/load", "/sessions/a/fork"):
-        status, reply = service.post(path, b" " * (64 << 10) + b"{}", content_type="application/json")
-        assert (status, reply["code"]) == (413, "too_large")
-
-
 def test_large_sequence_of_a_reply(service: Service) -> None:
     body = {"model": "narrow", "inputs": [[[0.5]] * 8000], "return": ["sequence"]}
     status, reply = service.post("/infer", json.dumps(body).encode())
     assert status == 200
     assert np.shape(reply["outputs"][0]["sequence"]) == (8000, 8)
+
+
+def test_large_answer_has_no_long_callback(tmp_path: Path) -> None:
+    """A million numbers are ten megabytes of JSON; other callbacks run between the pieces."""
+    spec, values = models.halver(tmp_path), np.random.default_rng(7).standard_normal((200_000, 5)).astype("f4")
+    answer = Answer(steps=[200_000], sequence=values.shape)
+
+    async def write() -> tuple[bytes, int]:
+        arrays, ticks, done = decode_arrays(spec, answer, values.tobytes()), 0, False
+
+        async def tick() -> None:
+            nonlocal ticks
+            while not done:
+                ticks += 1
+                await asyncio.sleep(0)
+
+        ticking = asyncio.ensure_future(tick())
+        await asyncio.sleep(0)
+        text = await LargeAnswers().join(OutputWriter(spec).pieces(answer, arrays))
+        done = True
+        await ticking
+        return text, ticks
+
+    def measure() -> tuple[tuple[bytes, int], Callbacks]:
+        with asyncio.Runner() as runner, measured_callbacks() as callbacks:
+            return runner.run(write()), callbacks
+
+    text, ticks = with_short_callbacks(measure)
+    assert text == b'[{"sequence":%b}]' % json_numbers(values)
+    assert ticks >= len(text) // (2 * PIECE_BYTES)
+
+
+def test_large_request_and_answer_have_no_long_callback() -> None:
+    """They are not copied. A second engine gets the same request when the first ends."""
+    tail, measured = bytes(32 << 20), Callbacks()
+
+    async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
+        nonlocal measured
+        first, second = await meet_two(dispatcher)
+        sent = await send(dispatcher, tail=tail)
+        await asyncio.sleep(0.01)
+        first.channel.close()
+        with measured_callbacks() as callbacks:
+            [frame] = await second.frames(1)
+            second.channel.send(encode(Answer((1, 1)), frame.id, following=len(tail)), following=tail)
+            while not sent.done():
+                second.channel.flush()
+                await asyncio.sleep(0)
+        measured = replace(callbacks)  # without the comparisons, which the running callback makes
+        assert frame.tail == tail
+        assert (await sent).data == tail
+
+    def measure() -> tuple[None, Callbacks]:
+        run(test, channel_bytes=64 << 20, places=2)
+        return None, measured
+
+    with_short_callbacks(measure)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
-from tests.frontend.ui.browser import choose, opened
+from tests.long.ui.browser import choose, opened
 from tests.serving import Server, eventually, nearly_equal
 
 TEXT = "how 'far' is\nthe \"sea\" \\ $HOME `x` 🌊 ?"

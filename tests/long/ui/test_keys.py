@@ -11,7 +11,7 @@ from playwright.sync_api import Browser, Page, expect
 
 from service.access.keys import create
 from service.access.scopes import Scope
-from tests.frontend.ui.browser import choose, opened, run
+from tests.long.ui.browser import choose, opened, run
 from tests.planted import constants
 from tests.serving import Server, eventually, rewrite, serving
 
