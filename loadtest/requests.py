@@ -1,8 +1,9 @@
-"""The requests of each kind of client, as bytes that the load generator sends in a cycle."""
+"""The requests of each kind of client, as bytes that the load generator sends in a cycle, and a trial of them on a server."""
 
 from __future__ import annotations
 
 import json
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,7 +12,9 @@ import numpy as np
 
 from loadtest import discovery, oip_requests
 from loadtest.generator import websocket
-from loadtest.generator.job import Job
+from loadtest.generator.job import Job, Result
+from loadtest.generator.process import divided, run_in_processes
+from loadtest.generator.readers import READERS
 from loadtest.servers import ServerProcess
 from loadtest.target import Target
 from loadtest.traffic import Traffic
@@ -23,26 +26,45 @@ REQUESTS = 200
 """Distinct requests of each kind."""
 SESSIONS = 256
 """Sessions that get chunks over POST /infer in turn."""
+GRACE_SECONDS = 10.0
+"""Time for the requests that are open at the end."""
 
 
 class Requests(NamedTuple):
-    """The requests of one kind of client. transport, path, requests, reader: as in `generator.job.Job`; inputs: sequences of a request."""
+    """The requests of one kind of client.
+
+    transport, path, requests, reader, expected: as in `generator.job.Job`, `expected` empty if no score is compared; inputs: sequences of
+    a request.
+    """
 
     transport: str
     path: str
     requests: list[bytes]
     reader: str
+    expected: list[list[float]] = []  # noqa: RUF012
     inputs: int = 1
 
     def job(self, server: ServerProcess, **load: Any) -> Job:
         """Return a job on a server. load: more values of the job."""
         host, _, port = (server.grpc if self.transport == "grpc" else server.url.partition("//")[2]).partition(":")
-        expected: list[list[float]] = [[]] * len(self.requests)
+        expected: list[list[float]] = self.expected or [[]] * len(self.requests)
         return Job(self.transport, host, int(port), self.path, self.requests, self.reader, expected, **load)
+
+    def measure(self, server: ServerProcess, generators: int = 1, **load: Any) -> tuple[Result, dict[str, float]]:
+        """Load a server. Returns the result, and microseconds of processor time for each answer. load: more values of the job."""
+        frontends, engines = (server.pids(f"service.{role}") for role in ("frontend", "engine"))
+        job = self.job(server, grace=GRACE_SECONDS, pids=[*frontends, *engines], **load)
+        result = run_in_processes(divided(job, generators))
+        per_answer = 1e6 / max(1, result.answers)
+        return result, {
+            "frontends_us": per_answer * sum(result.server_cpu_seconds[: len(frontends)]),
+            "engine_us": per_answer * sum(result.server_cpu_seconds[len(frontends) :]),
+            "generators_us": per_answer * result.cpu_seconds,
+        }
 
 
 class Clients(NamedTuple):
-    """Writes the requests to a server. models: its models folder."""
+    """Writes the requests to a server. models: its models folder. The server must be idle: its answers have the expected scores."""
 
     url: str
     models: Path
@@ -62,9 +84,9 @@ class Clients(NamedTuple):
     def grpc(self) -> Requests:
         return self._tensors("grpc", oip_requests.PATH, oip_requests.text_message)
 
-    def chunk(self) -> Requests:
+    def chunk(self, sessions: int = SESSIONS) -> Requests:
         bodies = [
-            {"model": SENSOR, "inputs": [rows], "session": f"load-{number % SESSIONS}"}
+            {"model": SENSOR, "inputs": [rows], "session": f"load-{sessions}-{number % sessions}"}
             for number, rows in enumerate(self._chunks(2 * SESSIONS))
         ]
         return Requests("http", "", [self._post(body) for body in bodies], "session")
@@ -80,11 +102,22 @@ class Clients(NamedTuple):
         return discovery.inputs(self.models, discovery.find(self.url, QUESTIONS))
 
     def _questions(self, traffic: Traffic, inputs: int) -> Requests:
-        return Requests("http", "", [self._post(traffic.body(inputs)) for _ in range(REQUESTS)], "answer", inputs)
+        bodies = [traffic.body(inputs) for _ in range(REQUESTS)]
+        expected = [self._scores(body["inputs"][0]) for body in bodies]
+        return Requests("http", "", [self._post(body) for body in bodies], "infer", expected, inputs)
 
     def _tensors(self, transport: str, path: str, write: Callable[[str, str], bytes]) -> Requests:
         traffic = self._texts()
-        return Requests(transport, path, [write(QUESTIONS, str(traffic.input())) for _ in range(REQUESTS)], "last floats")
+        texts = [str(traffic.input()) for _ in range(REQUESTS)]
+        requests = [write(QUESTIONS, text) for text in texts]
+        return Requests(transport, path, requests, "last floats", [self._scores(text) for text in texts])
+
+    def _scores(self, input: object) -> list[float]:
+        """Return the server's scores of one question, while it answers nothing else."""
+        body = json.dumps({"model": QUESTIONS, "inputs": [input]}).encode()
+        request = urllib.request.Request(f"{self.url}/infer", body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request) as response:
+            return list(READERS["infer"](response.read(), 0))
 
     def _chunks(self, count: int) -> list[Any]:
         """Return chunks of one row for the sensor model."""

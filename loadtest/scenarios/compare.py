@@ -1,0 +1,278 @@
+"""Two versions of the service under the same load in turn: what a change did to rates, latencies and processor time.
+
+OLD and NEW are commits, or folders with the project. Each server runs the code of its own folder; both have the models of OLD, which NEW
+can read, and get the same requests from this generator. A pair is one trial of each, directly one after the other, while the other server
+is idle. Other work on the machine affects both trials of a pair alike, so that ratios are taken within a pair. Every pair has new servers,
+because one process is always a little faster than another with the same code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from datetime import date
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from kernels.bench.report import device_name, slug
+from kernels.bench.tables import three_digits
+from loadtest import report, servers
+from loadtest.discovery import CannotMeasure
+from loadtest.requests import KINDS, Clients, Requests
+from loadtest.scenarios import rounds
+from loadtest.scenarios.rounds import RATE
+from loadtest.servers import ServerProcess
+
+SUMMARY = "two versions of the service in turn: rates, latencies and processor time"
+FRONTENDS, ENGINE, P50, P99 = "frontends_us", "engine_us", "p50_ms", "p99_ms"
+QUANTITIES = (RATE, FRONTENDS, ENGINE, P50, P99)
+JUDGED = (RATE, FRONTENDS, ENGINE)
+PACKAGES = ("torch", "uvicorn", "uvloop", "httptools", "msgspec", "orjson", "grpcio")
+
+
+class Cell(NamedTuple):
+    """One load. kind: a name in KINDS; rate: requests a second of an open loop; longer: multiplies the duration."""
+
+    kind: str
+    callers: int = 32
+    rate: float = 0.0
+    in_flight: int = 1
+    longer: float = 1.0
+
+    @property
+    def judged(self) -> tuple[str, ...]:
+        """Return the quantities that are judged: the rate of an open loop is given."""
+        return JUDGED[1:] if self.rate else JUDGED
+
+    def requests(self, clients: Clients) -> Requests:
+        if self.kind == "chunk" and self.in_flight > 1:
+            return clients.chunk(self.callers // self.in_flight)  # callers share the sessions
+        return KINDS[self.kind](clients)
+
+
+CELLS = {
+    "text, 32 callers": Cell("text"),
+    "text, 1 caller": Cell("text", 1),
+    "text, 20 a second": Cell("text", rate=20, longer=2),
+    "text, 200 a second": Cell("text", rate=200),
+    "64 texts": Cell("texts", 8),
+    "64 lists of ids": Cell("ids", 8),
+    "chunk, 1 in flight": Cell("chunk"),
+    "chunk, 4 in flight": Cell("chunk", in_flight=4),
+    "WebSocket, 1 in flight": Cell("socket-binary"),
+    "WebSocket, 4 in flight": Cell("socket-binary", in_flight=4),
+    "OIP binary": Cell("oip"),
+    "gRPC": Cell("grpc"),
+}
+
+
+class Version(NamedTuple):
+    """The code of one side. name: of the commit or the folder; python: the interpreter of its environment."""
+
+    name: str
+    folder: Path
+    python: str = sys.executable
+
+
+class Ratios(NamedTuple):
+    """One quantity of a cell: medians of both sides, and the ratios of the pairs, in which more is always better for NEW."""
+
+    old: float
+    new: float
+    pairs: Sequence[float]
+
+    @classmethod
+    def of(cls, quantity: str, old: Sequence[float], new: Sequence[float]) -> Ratios:
+        pairs = np.divide(new, old) if quantity == RATE else np.divide(old, new)
+        return cls(float(np.median(old)), float(np.median(new)), pairs.tolist())
+
+    @property
+    def spread(self) -> tuple[float, float, float]:
+        """Return the lower quartile, the median and the upper quartile."""
+        low, middle, high = np.percentile(self.pairs, (25, 50, 75)).tolist()
+        return low, middle, high
+
+    def record(self) -> dict[str, float]:
+        """Return the medians, and the median ratio with its quartiles."""
+        values = dict(zip(("old", "new", "low", "ratio", "high"), (self.old, self.new, *self.spread), strict=True))
+        return {name: float(f"{value:.4g}") for name, value in values.items()}
+
+
+Measured = dict[str, dict[str, tuple[list[float], list[float]]]]
+"""The values of OLD and NEW by cell and quantity, one for each pair."""
+Comparison = Mapping[str, Mapping[str, Ratios]]
+"""The ratios by cell and quantity."""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("old", metavar="OLD", help="a commit, or a folder with the project")
+    parser.add_argument("new", metavar="NEW", help="a commit, or a folder with the project")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda:0")
+    parser.add_argument("--floor", type=float, default=0.97, help="least geometric mean of the ratios of a judged quantity")
+    parser.add_argument("--cell-floor", type=float, default=0.90, help="least ratio of a judged quantity in a cell")
+    parser.add_argument("--pairs", type=int, default=6, help="pairs of trials")
+    parser.add_argument("--seconds", type=float, default=1.6, help="duration of a trial")
+    parser.add_argument("--cells", nargs="+", choices=CELLS, default=list(CELLS), help="what is compared")
+    parser.add_argument("--logs", type=Path, default=Path("build/compare"), help="folder of the servers' logs")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Compare both versions in all cells. Returns 1 when NEW is below a floor."""
+    with tempfile.TemporaryDirectory() as scratch:
+        old, new = (
+            _checked_out(version, Path(scratch, side)) for side, version in (("old", options.old), ("new", options.new))
+        )
+        if not same_packages(*((version.folder / "constraints.txt").read_text() for version in (old, new))):
+            old = old._replace(python=_environment(old.folder, options.device, Path(scratch, "environment")))
+        for version in (old, new):  # a server would compile its kernels while it answers
+            environment = os.environ | {"PYTHONPATH": servers.python_path(version.folder)}
+            subprocess.run((version.python, "-m", "kernels.cpu"), cwd=version.folder, env=environment, check=True)
+        trials = _measured((old, new), options)
+    cells = {
+        name: {quantity: Ratios.of(quantity, *values) for quantity, values in cell.items()} for name, cell in trials.items()
+    }
+    machine = device_name(torch.device(options.device))
+    means, faults = means_of(cells), below(cells, options.floor, options.cell_floor)
+    print(f"\n{old.name} and {new.name}, {machine}, {date.today()}, {options.pairs} pairs of {options.seconds:g} s\n")
+    print(report.table(list(_table(cells))))
+    print("\ngeometric means: " + ", ".join(f"{quantity} {mean:.3f}" for quantity, mean in means.items()))
+    print("\n".join(faults) or "no judged ratio is below its floor", flush=True)
+    record = {"old": old.name, "new": new.name, "pairs": options.pairs, "seconds": options.seconds}
+    record |= {"floor": options.floor, "cell_floor": options.cell_floor, "below": faults, "means": means}
+    record |= {"cells": {name: {quantity: each.record() for quantity, each in cell.items()} for name, cell in cells.items()}}
+    _write(options.out / f"compare-{slug(machine)}.json", record | report.environment(machine, PACKAGES))
+    return 1 if faults else 0
+
+
+def below(cells: Comparison, floor: float, cell_floor: float) -> list[str]:
+    """Return a line for each judged ratio that is below its floor."""
+    means = [
+        f"{quantity}: the geometric mean {mean:.3f} is below {floor}"
+        for quantity, mean in means_of(cells).items()
+        if mean < floor
+    ]
+    medians = (
+        (name, quantity, ratios[quantity].spread[1]) for name, ratios in cells.items() for quantity in CELLS[name].judged
+    )
+    return means + [
+        f"{name}, {quantity}: {ratio:.3f} is below {cell_floor}" for name, quantity, ratio in medians if ratio < cell_floor
+    ]
+
+
+def means_of(cells: Comparison) -> dict[str, float]:
+    """Return the geometric mean of the median ratios of each judged quantity, over the cells in which it is judged."""
+    medians = {
+        quantity: [ratios[quantity].spread[1] for name, ratios in cells.items() if quantity in CELLS[name].judged]
+        for quantity in JUDGED
+    }
+    return {quantity: round(float(np.exp(np.mean(np.log(values)))), 4) for quantity, values in medians.items() if values}
+
+
+def same_packages(*constraints: str) -> bool:
+    """Return whether no package has two versions in the constraints. One may name packages that the other does not need."""
+    pins = {line for text in constraints for line in text.lower().split() if "==" in line}
+    return len(pins) == len({pin.partition("==")[0] for pin in pins})
+
+
+def _checked_out(version: str, destination: Path) -> Version:
+    """Return a version: a folder as it is, or a commit of this repository, whose files are written to `destination`."""
+    if (Path(version) / "service").is_dir():
+        return Version(Path(version).resolve().name, Path(version).resolve())
+    name = _git("rev-parse", "--short=10", f"{version}^{{commit}}").decode().strip()
+    with tarfile.open(fileobj=io.BytesIO(_git("archive", name))) as archive:
+        archive.extractall(destination, filter="data")
+    return Version(name, destination)
+
+
+def _git(*words: str) -> bytes:
+    completed = subprocess.run(("git", *words), cwd=servers.ROOT, capture_output=True)  # noqa: S607
+    if completed.returncode:
+        raise CannotMeasure(f"neither a folder with the project nor a commit: {completed.stderr.decode().strip()}")
+    return completed.stdout
+
+
+def _environment(folder: Path, device: str, destination: Path) -> str:
+    """Install what the project in a folder needs, and return the interpreter."""
+    print(f"installing the packages of {folder / 'constraints.txt'}, which differ from ours", file=sys.stderr, flush=True)
+    python = str(destination / "bin" / "python")
+    extra = "[gpu]" if device.startswith("cuda") else ""
+    install = ("-m", "pip", "install", "--quiet", "--constraint", str(folder / "constraints.txt"), f"{folder}{extra}")
+    for command in ((sys.executable, "-m", "venv", str(destination)), (python, *install)):
+        if subprocess.run(command).returncode:
+            raise CannotMeasure(f"the packages of {folder} cannot be installed")
+    return python
+
+
+def _measured(versions: Sequence[Version], options: argparse.Namespace) -> Measured:
+    """Load OLD and NEW in turn."""
+    values: Measured = {name: {quantity: ([], []) for quantity in QUANTITIES} for name in options.cells}
+    requests, began = dict[str, Requests](), time.monotonic()
+    for pair in range(options.pairs):
+        order = (0, 1) if pair % 2 == 0 else (1, 0)
+        with ExitStack() as stack:
+            running = {side: stack.enter_context(_serving(versions, side, options)) for side in order}
+            if not requests:
+                clients = Clients(running[1].url, versions[0].folder / "models")
+                requests = {name: CELLS[name].requests(clients) for name in options.cells}
+            for name in options.cells:
+                progress = f"pair {pair + 1} of {options.pairs}, {time.monotonic() - began:.0f} s, {name}"
+                print(f"\r{progress:<60}", end="", file=sys.stderr, flush=True)
+                for side in order:
+                    for quantity, value in _trial(
+                        running[side], versions[side].name, name, requests[name], pair, options
+                    ).items():
+                        values[name][quantity][side].append(value)
+    print(file=sys.stderr)
+    return values
+
+
+def _serving(versions: Sequence[Version], side: int, options: argparse.Namespace) -> AbstractContextManager[ServerProcess]:
+    """Run the server of one side, with flags that every version has."""
+    version, log = versions[side], options.logs.resolve() / ("old.log", "new.log")[side]
+    log.parent.mkdir(parents=True, exist_ok=True)
+    flags = ("--models", str(versions[0].folder / "models"), "--device", options.device)
+    return servers.running(*flags, log=log, folder=version.folder, python=version.python)
+
+
+def _trial(
+    server: ServerProcess, version: str, name: str, requests: Requests, seed: int, options: argparse.Namespace
+) -> dict[str, float]:
+    """Load one server. Raises CannotMeasure for a wrong or failed answer."""
+    cell = CELLS[name]
+    seconds = cell.longer * options.seconds
+    load = {"callers": cell.callers, "rate": cell.rate, "seconds": seconds, "warm_up": options.seconds / 4, "seed": seed}
+    in_flight = cell.in_flight if requests.transport == "websocket" else 1
+    result, costs = requests.measure(server, in_flight=in_flight, **load)
+    if result.failures or not result.answers:
+        raise CannotMeasure(f"{version}, {name}: {result.failures or 'no answer in time'}")
+    values = {RATE: result.rate, **costs, **result.milliseconds()}
+    return {quantity: values[quantity] for quantity in QUANTITIES}
+
+
+def _table(cells: Comparison) -> Iterator[list[str]]:
+    """Yield a line for each cell: the rates, and the median ratio of each quantity with its quartiles."""
+    yield ["", "old/s", "new/s", *(f"{name} (quartiles)" for name in rounds.headings(QUANTITIES))]
+    for name, ratios in cells.items():
+        rates = (three_digits(rate) for rate in (ratios[RATE].old, ratios[RATE].new))
+        spreads = ("{1:.2f} ({0:.2f} to {2:.2f})".format(*ratios[quantity].spread) for quantity in QUANTITIES)
+        yield [name, *rates, *spreads]
+
+
+def _write(path: Path, record: dict[str, Any]) -> None:
+    """Write a comparison beside those with other versions as OLD, one line for each."""
+    records = json.loads(path.read_text()) if path.is_file() else {}
+    records[record["old"]] = record
+    path.write_text("{\n" + ",\n".join(f"{json.dumps(old)}: {json.dumps(each)}" for old, each in records.items()) + "\n}\n")
+    print(f"written to {path}")
