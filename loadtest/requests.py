@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +14,6 @@ from loadtest import discovery, oip_requests
 from loadtest.generator import websocket
 from loadtest.generator.job import Job, Result
 from loadtest.generator.process import divided, run_in_processes
-from loadtest.generator.readers import READERS
 from loadtest.servers import ServerProcess
 from loadtest.target import Target
 from loadtest.traffic import Traffic
@@ -26,6 +25,8 @@ REQUESTS = 200
 """Distinct requests of each kind."""
 SESSIONS = 256
 """Sessions that get chunks over POST /infer in turn."""
+CPU, FRONTENDS, ENGINE, GENERATORS = "cpu_us", "frontends_us", "engine_us", "generators_us"
+"""Microseconds of processor time for each answer: of all processes of a server, and of parts of them in this service."""
 GRACE_SECONDS = 10.0
 """Time for the requests that are open at the end."""
 
@@ -52,19 +53,23 @@ class Requests(NamedTuple):
 
     def measure(self, server: ServerProcess, generators: int = 1, **load: Any) -> tuple[Result, dict[str, float]]:
         """Load a server. Returns the result, and microseconds of processor time for each answer. load: more values of the job."""
-        frontends, engines = (server.pids(f"service.{role}") for role in ("frontend", "engine"))
-        job = self.job(server, grace=GRACE_SECONDS, pids=[*frontends, *engines], **load)
+        roles = {role: server.pids(f"service.{role}") for role in ("frontend", "engine")}
+        pids = server.pids()
+        job = self.job(server, grace=GRACE_SECONDS, pids=pids, **load)
         result = run_in_processes(divided(job, generators))
         per_answer = 1e6 / max(1, result.answers)
-        return result, {
-            "frontends_us": per_answer * sum(result.server_cpu_seconds[: len(frontends)]),
-            "engine_us": per_answer * sum(result.server_cpu_seconds[len(frontends) :]),
-            "generators_us": per_answer * result.cpu_seconds,
-        }
+        used = {pid: per_answer * seconds for pid, seconds in zip(pids, result.server_cpu_seconds, strict=True)}
+        values = {CPU: sum(used.values()), GENERATORS: per_answer * result.cpu_seconds}
+        if roles["frontend"]:
+            values |= {
+                FRONTENDS: sum(used[pid] for pid in roles["frontend"]),
+                ENGINE: sum(used[pid] for pid in roles["engine"]),
+            }
+        return result, values
 
 
 class Clients(NamedTuple):
-    """Writes the requests to a server. models: its models folder. The server must be idle: its answers have the expected scores."""
+    """Writes the requests to a server. models: its models folder. Its answers have the expected scores."""
 
     url: str
     models: Path
@@ -103,21 +108,24 @@ class Clients(NamedTuple):
 
     def _questions(self, traffic: Traffic, inputs: int) -> Requests:
         bodies = [traffic.body(inputs) for _ in range(REQUESTS)]
-        expected = [self._scores(body["inputs"][0]) for body in bodies]
+        expected = self._scores([body["inputs"][0] for body in bodies])
         return Requests("http", "", [self._post(body) for body in bodies], "infer", expected, inputs)
 
     def _tensors(self, transport: str, path: str, write: Callable[[str, str], bytes]) -> Requests:
         traffic = self._texts()
         texts = [str(traffic.input()) for _ in range(REQUESTS)]
         requests = [write(QUESTIONS, text) for text in texts]
-        return Requests(transport, path, requests, "last floats", [self._scores(text) for text in texts])
+        return Requests(transport, path, requests, "last floats", self._scores(texts))
 
-    def _scores(self, input: object) -> list[float]:
-        """Return the server's scores of one question, while it answers nothing else."""
-        body = json.dumps({"model": QUESTIONS, "inputs": [input]}).encode()
-        request = urllib.request.Request(f"{self.url}/infer", body, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request) as response:
-            return list(READERS["infer"](response.read(), 0))
+    def _scores(self, inputs: Sequence[object]) -> list[list[float]]:
+        """Return the scores of questions."""
+        scores = list[list[float]]()
+        for start in range(0, len(inputs), MANY):
+            body = json.dumps({"model": QUESTIONS, "inputs": inputs[start : start + MANY]}).encode()
+            request = urllib.request.Request(f"{self.url}/infer", body, {"Content-Type": "application/json"})
+            with urllib.request.urlopen(request) as response:
+                scores += [list(output["scores"].values()) for output in json.load(response)["outputs"]]
+        return scores
 
     def _chunks(self, count: int) -> list[Any]:
         """Return chunks of one row for the sensor model."""

@@ -30,13 +30,13 @@ from kernels.bench.report import device_name, slug
 from kernels.bench.tables import three_digits
 from loadtest import report, servers
 from loadtest.discovery import CannotMeasure
-from loadtest.requests import KINDS, Clients, Requests
+from loadtest.requests import ENGINE, FRONTENDS, KINDS, Clients, Requests
 from loadtest.scenarios import rounds
 from loadtest.scenarios.rounds import RATE
 from loadtest.servers import ServerProcess
 
 SUMMARY = "two versions of the service in turn: rates, latencies and processor time"
-FRONTENDS, ENGINE, P50, P99 = "frontends_us", "engine_us", "p50_ms", "p99_ms"
+P50, P99 = "p50_ms", "p99_ms"
 QUANTITIES = (RATE, FRONTENDS, ENGINE, P50, P99)
 JUDGED = (RATE, FRONTENDS, ENGINE)
 PACKAGES = ("torch", "uvicorn", "uvloop", "httptools", "msgspec", "orjson", "grpcio")

@@ -19,9 +19,9 @@ from loadtest.discovery import CannotMeasure
 from loadtest.generator import websocket
 from loadtest.generator.job import Job, Result
 from loadtest.generator.loops import run
-from loadtest.requests import Requests
+from loadtest.requests import ENGINE, FRONTENDS, Requests
 from loadtest.scenarios import compare
-from loadtest.scenarios.compare import ENGINE, FRONTENDS, P50, P99, QUANTITIES, Ratios
+from loadtest.scenarios.compare import P50, P99, QUANTITIES, Ratios
 from loadtest.scenarios.rounds import RATE
 from loadtest.servers import ROOT
 
@@ -68,6 +68,20 @@ def test_wrong_failed_or_missing_answer_is_an_error(result: Result, monkeypatch:
     options = argparse.Namespace(seconds=1.0)
     with pytest.raises(CannotMeasure, match=f"this commit, {BUSY}: .*(wrong|no) answer"):
         compare._trial(server, "this commit", BUSY, Requests("http", "", [], "infer"), 0, options)
+
+
+def test_processor_time_is_that_of_an_answer_by_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    pids = {"": [1, 2, 3, 4], "service.frontend": [2, 3], "service.engine": [4]}
+    server: Any = type("Server", (), {"url": "http://127.0.0.1:1", "pids": lambda _, role="": pids[role]})()
+    used = {1: 0.1, 2: 0.2, 3: 0.2, 4: 0.4}
+
+    def run_in_processes(jobs: list[Job]) -> Result:
+        [job] = jobs
+        return Result(1.0, 0, 1000, b"", {}, 0.05, [used[pid] for pid in job.pids])
+
+    monkeypatch.setattr("loadtest.requests.run_in_processes", run_in_processes)
+    _, values = Requests("http", "", [], "infer").measure(server)
+    assert values == pytest.approx({"cpu_us": 900, FRONTENDS: 400, ENGINE: 400, "generators_us": 50})
 
 
 def test_pairs_alternate_and_a_red_comparison_has_status_1(
