@@ -48,16 +48,16 @@ class ServerProcess:
 
 
 @contextmanager
-def running(*flags: str, log: Path | None = None, folder: Path = ROOT, python: str = sys.executable) -> Iterator[ServerProcess]:
+def running(*flags: str, log: Path | None = None, folders: Sequence[Path] = (ROOT,)) -> Iterator[ServerProcess]:
     """Run this service until the end of the block, with the embedded models unless a flag names others. stderr goes to `log`.
 
-    folder: the project whose code runs; python: the interpreter of its environment.
+    folders: the project whose code runs, and then folders with packages that it needs in other versions.
     """
     port, grpc_port = free_ports(2)
-    environment = {"PYTHONPATH": python_path(folder), "SEQSERVE_GRPC_PORT": str(grpc_port)}
-    command = (python, *SEQSERVE, "--port", str(port), *flags)
+    environment = {"PYTHONPATH": python_path(*folders), "SEQSERVE_GRPC_PORT": str(grpc_port)}
+    command = (sys.executable, *SEQSERVE, "--port", str(port), *flags)
     url, grpc = f"http://127.0.0.1:{port}", f"127.0.0.1:{grpc_port}"
-    with started(command, environment, url, grpc, log=log, folder=folder) as server:
+    with started(command, environment, url, grpc, log=log, folder=folders[0]) as server:
         yield server
 
 
@@ -94,9 +94,9 @@ def started(
                 os.killpg(process.pid, signal.SIGKILL)  # some servers leave workers behind
 
 
-def python_path(folder: Path = ROOT) -> str:
-    """Return a PYTHONPATH with which a server in any virtual environment finds the project in this folder."""
-    return os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH", ""))))
+def python_path(*folders: Path) -> str:
+    """Return a PYTHONPATH with which a server in any virtual environment finds this project, or first what is in these folders."""
+    return os.pathsep.join(filter(None, (*map(str, folders or (ROOT,)), os.environ.get("PYTHONPATH", ""))))
 
 
 @contextmanager

@@ -79,11 +79,11 @@ CELLS = {
 
 
 class Version(NamedTuple):
-    """The code of one side. name: of the commit or the folder; python: the interpreter of its environment."""
+    """The code of one side. name: of the commit or the folder; packages: folders with packages in other versions than ours."""
 
     name: str
     folder: Path
-    python: str = sys.executable
+    packages: tuple[Path, ...] = ()
 
 
 class Ratios(NamedTuple):
@@ -134,11 +134,12 @@ def run(options: argparse.Namespace) -> int:
         old, new = (
             _checked_out(version, Path(scratch, side)) for side, version in (("old", options.old), ("new", options.new))
         )
-        if not same_packages(*((version.folder / "constraints.txt").read_text() for version in (old, new))):
-            old = old._replace(python=_environment(old.folder, options.device, Path(scratch, "environment")))
+        constraints = ((version.folder / "constraints.txt").read_text() for version in (old, new))
+        if packages := other_packages(*constraints):
+            old = old._replace(packages=(_installed(packages, Path(scratch, "packages")),))
         for version in (old, new):  # a server would compile its kernels while it answers
-            environment = os.environ | {"PYTHONPATH": servers.python_path(version.folder)}
-            subprocess.run((version.python, "-m", "kernels.cpu"), cwd=version.folder, env=environment, check=True)
+            environment = os.environ | {"PYTHONPATH": servers.python_path(version.folder, *version.packages)}
+            subprocess.run((sys.executable, "-m", "kernels.cpu"), cwd=version.folder, env=environment, check=True)
         trials = _measured((old, new), options)
     cells = {
         name: {quantity: Ratios.of(quantity, *values) for quantity, values in cell.items()} for name, cell in trials.items()
@@ -180,10 +181,10 @@ def means_of(cells: Comparison) -> dict[str, float]:
     return {quantity: round(float(np.exp(np.mean(np.log(values)))), 4) for quantity, values in medians.items() if values}
 
 
-def same_packages(*constraints: str) -> bool:
-    """Return whether no package has two versions in the constraints. One may name packages that the other does not need."""
-    pins = {line for text in constraints for line in text.lower().split() if "==" in line}
-    return len(pins) == len({pin.partition("==")[0] for pin in pins})
+def other_packages(old: str, new: str) -> list[str]:
+    """Return the constraints of OLD that NEW does not have. More packages in NEW change nothing for OLD."""
+    wanted, given = ({line for line in text.splitlines() if "==" in line} for text in (old, new))
+    return sorted(wanted - given)
 
 
 def _checked_out(version: str, destination: Path) -> Version:
@@ -203,16 +204,13 @@ def _git(*words: str) -> bytes:
     return completed.stdout
 
 
-def _environment(folder: Path, device: str, destination: Path) -> str:
-    """Install what the project in a folder needs, and return the interpreter."""
-    print(f"installing the packages of {folder / 'constraints.txt'}, which differ from ours", file=sys.stderr, flush=True)
-    python = str(destination / "bin" / "python")
-    extra = "[gpu]" if device.startswith("cuda") else ""
-    install = ("-m", "pip", "install", "--quiet", "--constraint", str(folder / "constraints.txt"), f"{folder}{extra}")
-    for command in ((sys.executable, "-m", "venv", str(destination)), (python, *install)):
-        if subprocess.run(command).returncode:
-            raise CannotMeasure(f"the packages of {folder} cannot be installed")
-    return python
+def _installed(packages: Sequence[str], destination: Path) -> Path:
+    """Install packages into a folder that precedes the running environment."""
+    print(f"installing {', '.join(packages)} for OLD", file=sys.stderr, flush=True)
+    install = ("-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--target", str(destination))
+    if subprocess.run((sys.executable, *install, *packages)).returncode:
+        raise CannotMeasure("the packages of OLD cannot be installed")
+    return destination
 
 
 def _measured(versions: Sequence[Version], options: argparse.Namespace) -> Measured:
@@ -243,7 +241,7 @@ def _serving(versions: Sequence[Version], side: int, options: argparse.Namespace
     version, log = versions[side], options.logs.resolve() / ("old.log", "new.log")[side]
     log.parent.mkdir(parents=True, exist_ok=True)
     flags = ("--models", str(versions[0].folder / "models"), "--device", options.device)
-    return servers.running(*flags, log=log, folder=version.folder, python=version.python)
+    return servers.running(*flags, log=log, folders=(version.folder, *version.packages))
 
 
 def _trial(

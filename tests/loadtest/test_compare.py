@@ -56,9 +56,9 @@ def test_latency_and_given_rates_are_only_shown() -> None:
     assert compare.below(cells(busy_p50_ms=0.1, busy_p99_ms=0.1, open_answers_per_second=0.1), 0.97, 0.9) == []
 
 
-def test_packages_agree_when_none_has_two_versions() -> None:
-    assert compare.same_packages("numpy==2.4\nTorch==2.1\n", "torch==2.1\n# a new one\nredis==8.1\n")
-    assert not compare.same_packages("numpy==2.4\ntorch==2.1\n", "torch==2.2\nnumpy==2.4\n")
+def test_old_gets_the_packages_that_new_has_in_other_versions() -> None:
+    assert compare.other_packages("numpy==2.4\ntorch==2.1\n", "torch==2.1\n# a new one\nredis==8.1\nnumpy==2.4\n") == []
+    assert compare.other_packages("numpy==2.4\ntorch==2.1\nh11==1", "torch==2.2\nnumpy==2.4\n") == ["h11==1", "torch==2.1"]
 
 
 @pytest.mark.parametrize("result", [Result(1, 0, 9, b"", {"wrong answer": 1}, 0, []), Result(1, 0, 0, b"", {}, 0, [])])
