@@ -12,6 +12,7 @@ import argparse
 import io
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tarfile
@@ -25,6 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kernels.bench.report import device_name, slug
 from kernels.bench.tables import three_digits
@@ -86,34 +88,8 @@ class Version(NamedTuple):
     packages: tuple[Path, ...] = ()
 
 
-class Ratios(NamedTuple):
-    """One quantity of a cell: medians of both sides, and the ratios of the pairs, in which more is always better for NEW."""
-
-    old: float
-    new: float
-    pairs: Sequence[float]
-
-    @classmethod
-    def of(cls, quantity: str, old: Sequence[float], new: Sequence[float]) -> Ratios:
-        pairs = np.divide(new, old) if quantity == RATE else np.divide(old, new)
-        return cls(float(np.median(old)), float(np.median(new)), pairs.tolist())
-
-    @property
-    def spread(self) -> tuple[float, float, float]:
-        """Return the lower quartile, the median and the upper quartile."""
-        low, middle, high = np.percentile(self.pairs, (25, 50, 75)).tolist()
-        return low, middle, high
-
-    def record(self) -> dict[str, float]:
-        """Return the medians, and the median ratio with its quartiles."""
-        values = dict(zip(("old", "new", "low", "ratio", "high"), (self.old, self.new, *self.spread), strict=True))
-        return {name: float(f"{value:.4g}") for name, value in values.items()}
-
-
-Measured = dict[str, dict[str, tuple[list[float], list[float]]]]
-"""The values of OLD and NEW by cell and quantity, one for each pair."""
-Comparison = Mapping[str, Mapping[str, Ratios]]
-"""The ratios by cell and quantity."""
+Comparison = Mapping[str, Mapping[str, Mapping[str, float]]]
+"""By cell and quantity: the medians of both sides (old, new), and the median of the ratios with its quartiles (low, ratio, high)."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -140,45 +116,50 @@ def run(options: argparse.Namespace) -> int:
         for version in (old, new):  # a server would compile its kernels while it answers
             environment = os.environ | {"PYTHONPATH": servers.python_path(version.folder, *version.packages)}
             subprocess.run((sys.executable, "-m", "kernels.cpu"), cwd=version.folder, env=environment, check=True)
-        trials = _measured((old, new), options)
-    cells = {
-        name: {quantity: Ratios.of(quantity, *values) for quantity, values in cell.items()} for name, cell in trials.items()
-    }
+        cells = {name: summary(values) for name, values in _measured((old, new), options).items()}
     machine = device_name(torch.device(options.device))
     means, faults = means_of(cells), below(cells, options.floor, options.cell_floor)
-    print(f"\n{old.name} and {new.name}, {machine}, {date.today()}, {options.pairs} pairs of {options.seconds:g} s\n")
+    print(f"\n{old.name} and {new.name}, {machine}, {date.today()}, {options.pairs} pairs of {options.seconds:g} s")
+    print("ratios: the median of the pairs with its quartiles; more is better for NEW in all of them\n")
     print(report.table(list(_table(cells))))
     print("\ngeometric means: " + ", ".join(f"{quantity} {mean:.3f}" for quantity, mean in means.items()))
     print("\n".join(faults) or "no judged ratio is below its floor", flush=True)
     record = {"old": old.name, "new": new.name, "pairs": options.pairs, "seconds": options.seconds}
-    record |= {"floor": options.floor, "cell_floor": options.cell_floor, "below": faults, "means": means}
-    record |= {"cells": {name: {quantity: each.record() for quantity, each in cell.items()} for name, cell in cells.items()}}
+    record |= {"floor": options.floor, "cell_floor": options.cell_floor, "below": faults, "means": means, "cells": cells}
     _write(options.out / f"compare-{slug(machine)}.json", record | report.environment(machine, PACKAGES))
     return 1 if faults else 0
 
 
+def summary(values: NDArray[np.float64]) -> dict[str, dict[str, float]]:
+    """Return a cell of a comparison from its values (pairs, OLD and NEW, quantities). In every ratio, more is better for NEW."""
+    old, new = values.swapaxes(0, 1)
+    ratios = np.where([quantity == RATE for quantity in QUANTITIES], new / old, old / new)
+    columns = (np.median(old, axis=0), np.median(new, axis=0), *np.percentile(ratios, (25, 50, 75), axis=0))
+    rows = [[float(f"{value:.4g}") for value in row] for row in zip(*columns, strict=True)]
+    return {
+        quantity: dict(zip(("old", "new", "low", "ratio", "high"), row, strict=True))
+        for quantity, row in zip(QUANTITIES, rows, strict=True)
+    }
+
+
 def below(cells: Comparison, floor: float, cell_floor: float) -> list[str]:
     """Return a line for each judged ratio that is below its floor."""
-    means = [
-        f"{quantity}: the geometric mean {mean:.3f} is below {floor}"
-        for quantity, mean in means_of(cells).items()
-        if mean < floor
-    ]
-    medians = (
-        (name, quantity, ratios[quantity].spread[1]) for name, ratios in cells.items() for quantity in CELLS[name].judged
+    means = ((f"{quantity}: the geometric mean", mean, floor) for quantity, mean in means_of(cells).items())
+    ratios = (
+        (f"{name}, {quantity}:", cell[quantity]["ratio"], cell_floor)
+        for name, cell in cells.items()
+        for quantity in CELLS[name].judged
     )
-    return means + [
-        f"{name}, {quantity}: {ratio:.3f} is below {cell_floor}" for name, quantity, ratio in medians if ratio < cell_floor
-    ]
+    return [f"{what} {ratio:.3f} is below {least}" for what, ratio, least in (*means, *ratios) if ratio < least]
 
 
 def means_of(cells: Comparison) -> dict[str, float]:
-    """Return the geometric mean of the median ratios of each judged quantity, over the cells in which it is judged."""
-    medians = {
-        quantity: [ratios[quantity].spread[1] for name, ratios in cells.items() if quantity in CELLS[name].judged]
+    """Return the geometric mean of the ratios of each judged quantity, over the cells in which it is judged."""
+    ratios = {
+        quantity: [cell[quantity]["ratio"] for name, cell in cells.items() if quantity in CELLS[name].judged]
         for quantity in JUDGED
     }
-    return {quantity: round(float(np.exp(np.mean(np.log(values)))), 4) for quantity, values in medians.items() if values}
+    return {quantity: round(statistics.geometric_mean(each), 4) for quantity, each in ratios.items() if each}
 
 
 def other_packages(old: str, new: str) -> list[str]:
@@ -213,9 +194,9 @@ def _installed(packages: Sequence[str], destination: Path) -> Path:
     return destination
 
 
-def _measured(versions: Sequence[Version], options: argparse.Namespace) -> Measured:
-    """Load OLD and NEW in turn."""
-    values: Measured = {name: {quantity: ([], []) for quantity in QUANTITIES} for name in options.cells}
+def _measured(versions: Sequence[Version], options: argparse.Namespace) -> dict[str, NDArray[np.float64]]:
+    """Load OLD and NEW in turn. Returns the values of each cell: (pairs, OLD and NEW, quantities)."""
+    values = {name: np.empty((options.pairs, 2, len(QUANTITIES))) for name in options.cells}
     requests, began = dict[str, Requests](), time.monotonic()
     for pair in range(options.pairs):
         order = (0, 1) if pair % 2 == 0 else (1, 0)
@@ -228,10 +209,8 @@ def _measured(versions: Sequence[Version], options: argparse.Namespace) -> Measu
                 progress = f"pair {pair + 1} of {options.pairs}, {time.monotonic() - began:.0f} s, {name}"
                 print(f"\r{progress:<60}", end="", file=sys.stderr, flush=True)
                 for side in order:
-                    for quantity, value in _trial(
-                        running[side], versions[side].name, name, requests[name], pair, options
-                    ).items():
-                        values[name][quantity][side].append(value)
+                    where = f"{versions[side].name}, {name}"
+                    values[name][pair, side] = _trial(running[side], CELLS[name], requests[name], where, pair, options)
     print(file=sys.stderr)
     return values
 
@@ -245,27 +224,25 @@ def _serving(versions: Sequence[Version], side: int, options: argparse.Namespace
 
 
 def _trial(
-    server: ServerProcess, version: str, name: str, requests: Requests, seed: int, options: argparse.Namespace
-) -> dict[str, float]:
-    """Load one server. Raises CannotMeasure for a wrong or failed answer."""
-    cell = CELLS[name]
-    seconds = cell.longer * options.seconds
-    load = {"callers": cell.callers, "rate": cell.rate, "seconds": seconds, "warm_up": options.seconds / 4, "seed": seed}
+    server: ServerProcess, cell: Cell, requests: Requests, where: str, seed: int, options: argparse.Namespace
+) -> list[float]:
+    """Load one server. Returns a value of each quantity. Raises CannotMeasure for a wrong or failed answer, with its version and cell."""
     in_flight = cell.in_flight if requests.transport == "websocket" else 1
-    result, costs = requests.measure(server, in_flight=in_flight, **load)
+    load: dict[str, Any] = {"callers": cell.callers, "in_flight": in_flight, "rate": cell.rate, "seed": seed}
+    seconds = cell.longer * options.seconds
+    result, costs = requests.measure(server, seconds=seconds, warm_up=options.seconds / 4, **load)
     if result.failures or not result.answers:
-        raise CannotMeasure(f"{version}, {name}: {result.failures or 'no answer in time'}")
+        raise CannotMeasure(f"{where}: {result.failures or 'no answer in time'}")
     values = {RATE: result.rate, **costs, **result.milliseconds()}
-    return {quantity: values[quantity] for quantity in QUANTITIES}
+    return [values[quantity] for quantity in QUANTITIES]
 
 
 def _table(cells: Comparison) -> Iterator[list[str]]:
     """Yield a line for each cell: the rates, and the median ratio of each quantity with its quartiles."""
-    yield ["", "old/s", "new/s", *(f"{name} (quartiles)" for name in rounds.headings(QUANTITIES))]
-    for name, ratios in cells.items():
-        rates = (three_digits(rate) for rate in (ratios[RATE].old, ratios[RATE].new))
-        spreads = ("{1:.2f} ({0:.2f} to {2:.2f})".format(*ratios[quantity].spread) for quantity in QUANTITIES)
-        yield [name, *rates, *spreads]
+    yield ["", "old/s", "new/s", *rounds.headings(QUANTITIES)]
+    for name, cell in cells.items():
+        rates = (three_digits(cell[RATE][side]) for side in ("old", "new"))
+        yield [name, *rates, *("{ratio:.2f} ({low:.2f} to {high:.2f})".format(**cell[quantity]) for quantity in QUANTITIES)]
 
 
 def _write(path: Path, record: dict[str, Any]) -> None:

@@ -21,26 +21,29 @@ from loadtest.generator.job import Job, Result
 from loadtest.generator.loops import run
 from loadtest.requests import ENGINE, FRONTENDS, Requests
 from loadtest.scenarios import compare
-from loadtest.scenarios.compare import P50, P99, QUANTITIES, Ratios
+from loadtest.scenarios.compare import P50, P99, QUANTITIES
 from loadtest.scenarios.rounds import RATE
 from loadtest.servers import ROOT
 
 BUSY, OPEN = "text, 32 callers", "text, 20 a second"
 
 
-def cells(**changed: float) -> dict[str, dict[str, Ratios]]:
-    """Return two cells in which NEW is equal to OLD, apart from the median ratios `busy_QUANTITY` and `open_QUANTITY`."""
-    named = {(BUSY, "busy"), (OPEN, "open")}
+def cells(**changed: float) -> dict[str, dict[str, dict[str, float]]]:
+    """Return two cells in which NEW is equal to OLD, apart from the ratios `busy_QUANTITY` and `open_QUANTITY`."""
     return {
-        name: {quantity: Ratios(1, 1, [0.1, changed.get(f"{short}_{quantity}", 1.0), 9]) for quantity in QUANTITIES}
-        for name, short in sorted(named, reverse=True)
+        name: {quantity: {"low": 0.1, "ratio": changed.get(f"{short}_{quantity}", 1.0), "high": 9} for quantity in QUANTITIES}
+        for name, short in ((BUSY, "busy"), (OPEN, "open"))
     }
 
 
 def test_more_is_better_in_every_ratio() -> None:
-    assert Ratios.of(RATE, [10, 10, 10], [20, 5, 10]) == Ratios(10, 10, [2, 0.5, 1])
-    assert all(Ratios.of(quantity, [10], [20]).pairs == [0.5] for quantity in (FRONTENDS, ENGINE, P50, P99))
-    assert Ratios(1, 1, [5, 1, 2, 3, 4]).spread == (2, 3, 4), "the median and the quartiles"
+    """Five pairs: NEW has 1, 2, 3, 4 and 8 times as much of everything."""
+    old = np.arange(10, 60, 10)
+    values = np.stack((old, old * (3, 1, 4, 8, 2)), axis=1)[:, :, None].repeat(len(QUANTITIES), axis=2).astype(float)
+    cell = compare.summary(values)
+    assert cell[RATE] == {"old": 30, "new": 100, "low": 2, "ratio": 3, "high": 4}
+    for quantity in (FRONTENDS, ENGINE, P50, P99):
+        assert cell[quantity] == {"old": 30, "new": 100, "low": 0.25, "ratio": 0.3333, "high": 0.5}
 
 
 def test_rates_and_processor_time_are_judged_by_cell_and_by_mean() -> None:
@@ -67,7 +70,7 @@ def test_wrong_failed_or_missing_answer_is_an_error(result: Result, monkeypatch:
     server: Any = None
     options = argparse.Namespace(seconds=1.0)
     with pytest.raises(CannotMeasure, match=f"this commit, {BUSY}: .*(wrong|no) answer"):
-        compare._trial(server, "this commit", BUSY, Requests("http", "", [], "infer"), 0, options)
+        compare._trial(server, compare.CELLS[BUSY], Requests("http", "", [], "infer"), f"this commit, {BUSY}", 0, options)
 
 
 def test_processor_time_is_that_of_an_answer_by_process(monkeypatch: pytest.MonkeyPatch) -> None:
