@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from loadtest import discovery, oip_requests
+from loadtest.bench import GRACE_SECONDS
 from loadtest.generator import websocket
 from loadtest.generator.job import Job, Result
 from loadtest.generator.process import divided, run_in_processes
@@ -27,8 +28,6 @@ SESSIONS = 256
 """Sessions that get chunks over POST /infer in turn."""
 CPU, FRONTENDS, ENGINE, GENERATORS = "cpu_us", "frontends_us", "engine_us", "generators_us"
 """Microseconds of processor time for each answer: of all processes of a server, and of parts of them in this service."""
-GRACE_SECONDS = 10.0
-"""Time for the requests that are open at the end."""
 
 
 class Requests(NamedTuple):
@@ -42,13 +41,13 @@ class Requests(NamedTuple):
     path: str
     requests: list[bytes]
     reader: str
-    expected: list[list[float]] = []  # noqa: RUF012
+    expected: Sequence[list[float]] = ()
     inputs: int = 1
 
     def job(self, server: ServerProcess, **load: Any) -> Job:
         """Return a job on a server. load: more values of the job."""
         host, _, port = (server.grpc if self.transport == "grpc" else server.url.partition("//")[2]).partition(":")
-        expected: list[list[float]] = self.expected or [[]] * len(self.requests)
+        expected = list(self.expected) or [[]] * len(self.requests)
         return Job(self.transport, host, int(port), self.path, self.requests, self.reader, expected, **load)
 
     def measure(self, server: ServerProcess, generators: int = 1, **load: Any) -> tuple[Result, dict[str, float]]:

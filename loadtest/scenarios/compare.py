@@ -2,8 +2,8 @@
 
 OLD and NEW are commits, or folders with the project. Each server runs the code of its own folder; both have the models of OLD, which NEW
 can read, and get the same requests from this generator. A pair is one trial of each, directly one after the other, while the other server
-is idle. Other work on the machine affects both trials of a pair alike, so that ratios are taken within a pair. Every pair has new servers,
-because one process is always a little faster than another with the same code.
+is idle. Other work on the machine affects both trials of a pair alike, so that ratios are taken within a pair. Every second pair has new
+servers, because one process is always a little faster than another with the same code.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from datetime import date
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,6 +42,8 @@ SUMMARY = "two versions of the service in turn: rates, latencies and processor t
 P50, P99 = "p50_ms", "p99_ms"
 QUANTITIES = (RATE, FRONTENDS, ENGINE, P50, P99)
 JUDGED = (RATE, FRONTENDS, ENGINE)
+PAIRS = 2
+"""Pairs with the same servers."""
 PACKAGES = ("torch", "uvicorn", "uvloop", "httptools", "msgspec", "orjson", "grpcio")
 
 
@@ -98,8 +101,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="cpu", help="cpu or cuda:0")
     parser.add_argument("--floor", type=float, default=0.97, help="least geometric mean of the ratios of a judged quantity")
     parser.add_argument("--cell-floor", type=float, default=0.90, help="least ratio of a judged quantity in a cell")
-    parser.add_argument("--pairs", type=int, default=6, help="pairs of trials")
-    parser.add_argument("--seconds", type=float, default=1.6, help="duration of a trial")
+    parser.add_argument("--pairs", type=int, default=12, help="pairs of trials")
+    parser.add_argument("--seconds", type=float, default=0.8, help="duration of a trial")
     parser.add_argument("--cells", nargs="+", choices=CELLS, default=list(CELLS), help="what is compared")
     parser.add_argument("--logs", type=Path, default=Path("build/compare"), help="folder of the servers' logs")
 
@@ -198,17 +201,16 @@ def _measured(versions: Sequence[Version], options: argparse.Namespace) -> dict[
     """Load OLD and NEW in turn. Returns the values of each cell: (pairs, OLD and NEW, quantities)."""
     values = {name: np.empty((options.pairs, 2, len(QUANTITIES))) for name in options.cells}
     requests, began = dict[str, Requests](), time.monotonic()
-    for pair in range(options.pairs):
-        order = (0, 1) if pair % 2 == 0 else (1, 0)
+    for first in range(0, options.pairs, PAIRS):
         with ExitStack() as stack:
-            running = {side: stack.enter_context(_serving(versions, side, options)) for side in order}
+            running = [stack.enter_context(_serving(versions, side, options)) for side in (0, 1)]
             if not requests:
                 clients = Clients(running[1].url, versions[0].folder / "models")
                 requests = {name: CELLS[name].requests(clients) for name in options.cells}
-            for name in options.cells:
+            for pair, name in product(range(first, min(first + PAIRS, options.pairs)), options.cells):
                 progress = f"pair {pair + 1} of {options.pairs}, {time.monotonic() - began:.0f} s, {name}"
                 print(f"\r{progress:<60}", end="", file=sys.stderr, flush=True)
-                for side in order:
+                for side in (0, 1) if pair % 2 == 0 else (1, 0):
                     where = f"{versions[side].name}, {name}"
                     values[name][pair, side] = _trial(running[side], CELLS[name], requests[name], where, pair, options)
     print(file=sys.stderr)
