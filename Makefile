@@ -45,7 +45,7 @@ help:
 	@echo "make install        set up .venv and compile the CPU kernels"
 	@echo "make eval           send the test questions in DATA=folder to the running service"
 	@echo "make bench          time every kernel and its baselines on DEVICE=cpu or cuda:0"
-	@echo "make loadtest       USERS=32 clients for SECONDS=30 on a new server, or on URL; or SCENARIO=serving, engine, capacity or fairness"
+	@echo "make loadtest       USERS=32 clients for SECONDS=30 on a new server, or on URL; or SCENARIO=serving, engine, capacity, fairness or compare"
 	@echo "make perf-analyzer  run Triton's load generator on a new server, or on URL=http://host:8000 GRPC=host:8001"
 	@echo "make chart          write the Helm chart with the schema of its values to build/chart"
 	@echo "make lock           write the hashes of the image's packages to deploy/requirements after a change of dependencies"
@@ -189,6 +189,7 @@ FLAGS_serving  := $(ARGS)
 FLAGS_engine   := --device $(DEVICE) $(ARGS)
 FLAGS_capacity := --device $(DEVICE) $(ARGS)
 FLAGS_fairness := --device $(DEVICE) $(ARGS)
+FLAGS_compare  := --device $(DEVICE) $(ARGS)
 
 loadtest: install .venv/load $(if $(filter serving,$(SCENARIO)),$(BASELINES))
 	@$(BIN)/python -m loadtest $(SCENARIO) $(FLAGS_$(SCENARIO))

@@ -10,13 +10,14 @@ from types import ModuleType
 
 from loadtest.discovery import CannotMeasure
 from loadtest.report import RESULTS
-from loadtest.scenarios import capacity, engine, fairness, locust_traffic, perf_analyzer, serving
+from loadtest.scenarios import capacity, compare, engine, fairness, locust_traffic, perf_analyzer, serving
 
 SCENARIOS: dict[str, tuple[ModuleType, Path]] = {
     "locust": (locust_traffic, Path("build/loadtest")),
     "serving": (serving, RESULTS),
     "capacity": (capacity, RESULTS),
     "engine": (engine, RESULTS),
+    "compare": (compare, RESULTS),
     "fairness": (fairness, RESULTS),
     "perf-analyzer": (perf_analyzer, Path("build/perf-analyzer")),
 }

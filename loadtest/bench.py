@@ -22,7 +22,7 @@ from loadtest import discovery, report, tracing, traffic
 from loadtest.generator.job import Job
 from loadtest.generator.process import divided, run_in_processes
 from loadtest.generator.scaling import Measured, best, more_generators
-from loadtest.report import BenchLevel, Level
+from loadtest.report import Level
 from loadtest.target import JSON, Target
 from service.client_access import ClientAccess
 
@@ -89,20 +89,20 @@ def run(plan: Plan, models: Path, out: Path | None, trace: Path | None = None) -
     )
     print(f"{_loop(plan)}, {plan.seconds:g} s a level after a warm-up of {WARM_UP_SECONDS:g} s\n", flush=True)
     bench = _Bench(plan, model, source)
-    measured: list[BenchLevel] = []
+    records: list[dict[str, Any]] = []
     levels = plan.levels
     if not levels:
-        measured.append(bench.measure(plan.search, min(plan.seconds, SEARCH_SECONDS)))
-        levels = shares_of(measured[0].measured.rate)
+        records.append(bench.measure(plan.search, min(plan.seconds, SEARCH_SECONDS)))
+        levels = shares_of(records[0]["answers_per_second"])
     for level in levels:
         is_traced = trace is not None and level is levels[-1]
         seconds = START_SECONDS + WARM_UP_SECONDS + plan.seconds
         with tracing.recorded(plan.url, plan.access, trace, seconds) if is_traced and trace else nullcontext():
-            measured.append(bench.measure(level, plan.seconds))
-    print("\n".join(report.levels(measured)))
+            records.append(bench.measure(level, plan.seconds))
+    print("\n".join(report.levels(records)))
     if out is not None:
-        out.write_text("".join(f"{json.dumps(report.record(level, model))}\n" for level in measured))
-    return 1 if any(level.measured.result.failures for level in measured) else 0
+        out.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    return 1 if any(record["failures"] for record in records) else 0
 
 
 def shares_of(largest: float) -> list[Level]:
@@ -136,28 +136,28 @@ class _Bench:
         self._job = Job.http(target, requests, seed=plan.seed, arrivals=plan.arrivals, ca=str(plan.access.ca or ""))
         self._job.warm_up, self._job.grace = WARM_UP_SECONDS, GRACE_SECONDS
 
-    def measure(self, level: Level, seconds: float) -> BenchLevel:
-        """Measure a level, again with more generators as long as they are the limit."""
+    def measure(self, level: Level, seconds: float) -> dict[str, Any]:
+        """Measure a level, again with more generators as long as they are the limit. Returns its record."""
         most = min(level.callers, self._plan.generators or os.cpu_count() or 1)
         trials = [self._measure_once(level, seconds, self._generators)]
-        while generators := more_generators([trial.measured for trial in trials], most):
+        while generators := more_generators([measured for measured, _ in trials], most):
             again = f"measured again with {generators} generator processes"
             print(f"{level.name}: the load generator was the limit, {again}", flush=True)
             trials.append(self._measure_once(level, seconds, generators))
-            self._generators = best([trial.measured for trial in trials]).generators
-        chosen = best([trial.measured for trial in trials])
-        return next(trial for trial in trials if trial.measured is chosen)
+            self._generators = best([measured for measured, _ in trials]).generators
+        chosen = best([measured for measured, _ in trials])
+        return next(record for measured, record in trials if measured is chosen)
 
-    def _measure_once(self, level: Level, seconds: float, generators: int) -> BenchLevel:
-        job = structs.replace(self._job, seconds=seconds, callers=level.callers, rate=level.rate)
-        jobs = divided(job, generators)
+    def _measure_once(self, level: Level, seconds: float, generators: int) -> tuple[Measured, dict[str, Any]]:
+        jobs = divided(structs.replace(self._job, seconds=seconds, callers=level.callers, rate=level.rate), generators)
         before = StageCounts.read(self._plan.url, self._model, self._plan.access)
         measured = Measured(len(jobs), run_in_processes(jobs))
         after = StageCounts.read(self._plan.url, self._model, self._plan.access)
         stages = {stage: 1000 * after.mean(before, stage) for stage in STAGES}
-        result = BenchLevel(level, measured, stages, 1000 * after.mean(before, TOTAL), after.mean(before, ROWS))
-        print(report.progress(result), file=sys.stderr, flush=True)
-        return result
+        total, rows = 1000 * after.mean(before, TOTAL), after.mean(before, ROWS)
+        record = report.record(level, measured, self._model, stages, total, rows)
+        print(report.progress(record), file=sys.stderr, flush=True)
+        return measured, record
 
 
 @dataclass(frozen=True, slots=True)

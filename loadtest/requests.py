@@ -1,17 +1,20 @@
-"""The requests of each kind of client, as bytes that the load generator sends in a cycle."""
+"""The requests of each kind of client, as bytes that the load generator sends in a cycle, and a trial of them on a server."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import urllib.request
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from loadtest import discovery, oip_requests
+from loadtest.bench import GRACE_SECONDS
 from loadtest.generator import websocket
-from loadtest.generator.job import Job
+from loadtest.generator.job import Job, Result
+from loadtest.generator.process import divided, run_in_processes
 from loadtest.servers import ServerProcess
 from loadtest.target import Target
 from loadtest.traffic import Traffic
@@ -23,26 +26,49 @@ REQUESTS = 200
 """Distinct requests of each kind."""
 SESSIONS = 256
 """Sessions that get chunks over POST /infer in turn."""
+CPU, FRONTENDS, ENGINE, GENERATORS = "cpu_us", "frontends_us", "engine_us", "generators_us"
+"""Microseconds of processor time for each answer: of all processes of a server, and of parts of them in this service."""
 
 
 class Requests(NamedTuple):
-    """The requests of one kind of client. transport, path, requests, reader: as in `generator.job.Job`; inputs: sequences of a request."""
+    """The requests of one kind of client.
+
+    transport, path, requests, reader, expected: as in `generator.job.Job`, `expected` empty if no score is compared; inputs: sequences of
+    a request.
+    """
 
     transport: str
     path: str
     requests: list[bytes]
     reader: str
+    expected: Sequence[list[float]] = ()
     inputs: int = 1
 
     def job(self, server: ServerProcess, **load: Any) -> Job:
         """Return a job on a server. load: more values of the job."""
         host, _, port = (server.grpc if self.transport == "grpc" else server.url.partition("//")[2]).partition(":")
-        expected: list[list[float]] = [[]] * len(self.requests)
+        expected = list(self.expected) or [[]] * len(self.requests)
         return Job(self.transport, host, int(port), self.path, self.requests, self.reader, expected, **load)
+
+    def measure(self, server: ServerProcess, generators: int = 1, **load: Any) -> tuple[Result, dict[str, float]]:
+        """Load a server. Returns the result, and microseconds of processor time for each answer. load: more values of the job."""
+        roles = {role: server.pids(f"service.{role}") for role in ("frontend", "engine")}
+        pids = server.pids()
+        job = self.job(server, grace=GRACE_SECONDS, pids=pids, **load)
+        result = run_in_processes(divided(job, generators))
+        per_answer = 1e6 / max(1, result.answers)
+        used = {pid: per_answer * seconds for pid, seconds in zip(pids, result.server_cpu_seconds, strict=True)}
+        values = {CPU: sum(used.values()), GENERATORS: per_answer * result.cpu_seconds}
+        if roles["frontend"]:
+            values |= {
+                FRONTENDS: sum(used[pid] for pid in roles["frontend"]),
+                ENGINE: sum(used[pid] for pid in roles["engine"]),
+            }
+        return result, values
 
 
 class Clients(NamedTuple):
-    """Writes the requests to a server. models: its models folder."""
+    """Writes the requests to a server. models: its models folder. Its answers have the expected scores."""
 
     url: str
     models: Path
@@ -62,9 +88,9 @@ class Clients(NamedTuple):
     def grpc(self) -> Requests:
         return self._tensors("grpc", oip_requests.PATH, oip_requests.text_message)
 
-    def chunk(self) -> Requests:
+    def chunk(self, sessions: int = SESSIONS) -> Requests:
         bodies = [
-            {"model": SENSOR, "inputs": [rows], "session": f"load-{number % SESSIONS}"}
+            {"model": SENSOR, "inputs": [rows], "session": f"load-{sessions}-{number % sessions}"}
             for number, rows in enumerate(self._chunks(2 * SESSIONS))
         ]
         return Requests("http", "", [self._post(body) for body in bodies], "session")
@@ -80,11 +106,25 @@ class Clients(NamedTuple):
         return discovery.inputs(self.models, discovery.find(self.url, QUESTIONS))
 
     def _questions(self, traffic: Traffic, inputs: int) -> Requests:
-        return Requests("http", "", [self._post(traffic.body(inputs)) for _ in range(REQUESTS)], "answer", inputs)
+        bodies = [traffic.body(inputs) for _ in range(REQUESTS)]
+        expected = self._scores([body["inputs"][0] for body in bodies])
+        return Requests("http", "", [self._post(body) for body in bodies], "infer", expected, inputs)
 
     def _tensors(self, transport: str, path: str, write: Callable[[str, str], bytes]) -> Requests:
         traffic = self._texts()
-        return Requests(transport, path, [write(QUESTIONS, str(traffic.input())) for _ in range(REQUESTS)], "last floats")
+        texts = [str(traffic.input()) for _ in range(REQUESTS)]
+        requests = [write(QUESTIONS, text) for text in texts]
+        return Requests(transport, path, requests, "last floats", self._scores(texts))
+
+    def _scores(self, inputs: Sequence[object]) -> list[list[float]]:
+        """Return the scores of questions."""
+        scores = list[list[float]]()
+        for start in range(0, len(inputs), MANY):
+            body = json.dumps({"model": QUESTIONS, "inputs": inputs[start : start + MANY]}).encode()
+            request = urllib.request.Request(f"{self.url}/infer", body, {"Content-Type": "application/json"})
+            with urllib.request.urlopen(request) as response:
+                scores += [list(output["scores"].values()) for output in json.load(response)["outputs"]]
+        return scores
 
     def _chunks(self, count: int) -> list[Any]:
         """Return chunks of one row for the sensor model."""

@@ -48,12 +48,16 @@ class ServerProcess:
 
 
 @contextmanager
-def running(*flags: str, log: Path | None = None) -> Iterator[ServerProcess]:
-    """Run this service until the end of the block, with the embedded models unless a flag names others. stderr goes to `log`."""
+def running(*flags: str, log: Path | None = None, folders: Sequence[Path] = (ROOT,)) -> Iterator[ServerProcess]:
+    """Run this service until the end of the block, with the embedded models unless a flag names others. stderr goes to `log`.
+
+    folders: the project whose code runs, and then folders with packages that it needs in other versions.
+    """
     port, grpc_port = free_ports(2)
-    environment = {"PYTHONPATH": python_path(), "SEQSERVE_GRPC_PORT": str(grpc_port)}
+    environment = {"PYTHONPATH": python_path(*folders), "SEQSERVE_GRPC_PORT": str(grpc_port)}
     command = (sys.executable, *SEQSERVE, "--port", str(port), *flags)
-    with started(command, environment, f"http://127.0.0.1:{port}", f"127.0.0.1:{grpc_port}", log=log) as server:
+    url, grpc = f"http://127.0.0.1:{port}", f"127.0.0.1:{grpc_port}"
+    with started(command, environment, url, grpc, log=log, folder=folders[0]) as server:
         yield server
 
 
@@ -65,13 +69,17 @@ def started(
     grpc: str = "",
     ready: str = "/readyz",
     log: Path | None = None,
+    folder: Path | None = None,
 ) -> Iterator[ServerProcess]:
-    """Run a command until the end of the block. The block starts when `url` answers at the path `ready`; stderr goes to `log`."""
+    """Run a command until the end of the block. The block starts when `url` answers at the path `ready`; stderr goes to `log`.
+
+    folder: where it runs, unless in the current folder.
+    """
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("SEQSERVE_")}
     with log.open("wb") if log else nullcontext() as stderr:
         # A separate process group: an interrupt at the keyboard ends the load first.
         process = subprocess.Popen(
-            command, env=inherited | dict(environment), stdout=subprocess.DEVNULL, stderr=stderr, process_group=0
+            command, env=inherited | dict(environment), stdout=subprocess.DEVNULL, stderr=stderr, process_group=0, cwd=folder
         )
     server = ServerProcess(url, grpc, process)
     try:
@@ -86,9 +94,9 @@ def started(
                 os.killpg(process.pid, signal.SIGKILL)  # some servers leave workers behind
 
 
-def python_path() -> str:
-    """Return a PYTHONPATH with which a server in any virtual environment finds this project."""
-    return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
+def python_path(*folders: Path) -> str:
+    """Return a PYTHONPATH with which a server in any virtual environment finds this project, or first what is in these folders."""
+    return os.pathsep.join(filter(None, (*map(str, folders or (ROOT,)), os.environ.get("PYTHONPATH", ""))))
 
 
 @contextmanager

@@ -26,8 +26,8 @@ BASELINES = servers.ROOT / "loadtest" / "baselines"
 SERVED = "classifier"
 """Name of the model in Triton."""
 MAX_BATCH = 32
-SEQSERVE, PLAIN, TRITON = "seqserve", "plain FastAPI", "Triton"
-HTTP, GRPC = "http", "grpc"
+READY = "/v2/health/ready"
+SEQSERVE, TRITON = "seqserve", "Triton"
 
 
 class Endpoint(NamedTuple):
@@ -45,28 +45,18 @@ class Endpoint(NamedTuple):
 
 
 def infer(model: str, text: str) -> bytes:
-    return _post("/infer", {"model": model, "inputs": [text]})
+    return Target("127.0.0.1", 0, "/infer").request(json.dumps({"model": model, "inputs": [text]}).encode())
 
 
-def predict(model: str, text: str) -> bytes:
-    return _post("/predict", {"text": text})
-
-
-def _post(path: str, body: object) -> bytes:
-    return Target("127.0.0.1", 0, path).request(json.dumps(body).encode())
-
-
-INFER = Endpoint("/infer", HTTP, "infer", infer)
-OIP_BINARY = Endpoint("OIP binary", HTTP, "last floats", oip_requests.binary_text)
-OIP_GRPC = Endpoint("gRPC", GRPC, "last floats", oip_requests.text_message)
-PREDICT = Endpoint("HTTP", HTTP, "scores", predict)
+INFER = Endpoint("/infer", "http", "infer", infer)
+OIP_BINARY = Endpoint("OIP binary", "http", "last floats", oip_requests.binary_text)
+OIP_GRPC = Endpoint("gRPC", "grpc", "last floats", oip_requests.text_message)
 
 
 class Launch(NamedTuple):
-    """A command and its environment. ready: the path that answers when the server is ready."""
+    """A command and its environment."""
 
     command: Sequence[str]
-    ready: str
     environment: Mapping[str, str] = {}
 
 
@@ -100,19 +90,14 @@ class Server:
         if model is not None:
             environment[MODEL_VARIABLE] = str((models / model / "1").resolve())
         url, grpc = f"http://127.0.0.1:{port}", f"127.0.0.1:{grpc_port}"
-        everything = environment | dict(launch.environment)
-        with servers.started(launch.command, everything, url, grpc, launch.ready, scratch / "server.log") as server:
+        environment |= launch.environment
+        with servers.started(launch.command, environment, url, grpc, READY, scratch / "server.log") as server:
             yield server
 
 
 def _seqserve(scratch: Path, port: int, grpc_port: int) -> Launch:
     flags = ("--port", str(port), "--grpc-port", str(grpc_port), "--device", "cpu")
-    return Launch((sys.executable, *servers.SEQSERVE, *flags), "/readyz")
-
-
-def _plain(scratch: Path, port: int, grpc_port: int) -> Launch:
-    flags = ("--factory", "--port", str(port), "--no-access-log", "--log-level", "warning")
-    return Launch((sys.executable, "-m", "uvicorn", "loadtest.baselines.plain_fastapi:build", *flags), "/openapi.json")
+    return Launch((sys.executable, *servers.SEQSERVE, *flags))
 
 
 def _triton(scratch: Path, port: int, grpc_port: int) -> Launch:
@@ -132,7 +117,7 @@ def _triton(scratch: Path, port: int, grpc_port: int) -> Launch:
         "LD_LIBRARY_PATH": str(packages / "nvidia_pytriton.libs"),
     }
     command = (str(program / "bin" / "tritonserver"), *(f"--{name}={value}" for name, value in flags.items()))
-    return Launch(command, "/v2/health/ready", environment)
+    return Launch(command, environment)
 
 
 def _triton_backends(program: Path, version: str, scratch: Path) -> Path:
@@ -156,10 +141,7 @@ dynamic_batching {{ max_queue_delay_microseconds: 0 }}
 """
 
 
-_HTTP, _GRPC = (endpoint._replace(model=SERVED) for endpoint in (OIP_BINARY, OIP_GRPC))
-
 SERVERS = (
     Server(SEQSERVE, _seqserve, (INFER, OIP_BINARY, OIP_GRPC)),
-    Server(PLAIN, _plain, (PREDICT,)),
-    Server(TRITON, _triton, (_HTTP, _GRPC), constant=True),
+    Server(TRITON, _triton, (OIP_BINARY._replace(model=SERVED), OIP_GRPC._replace(model=SERVED)), constant=True),
 )

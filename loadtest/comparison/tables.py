@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from loadtest import report
-from loadtest.comparison.contenders import INFER, OIP_BINARY, OIP_GRPC, SEQSERVE
-from loadtest.comparison.measurements import CPU, FRONTEND, GENERATOR, NO_MODEL, P50, P99, Case, Measurements
+from loadtest.comparison.contenders import SEQSERVE
+from loadtest.comparison.measurements import NO_MODEL, P50, P99, Case, Measurements
+from loadtest.requests import CPU, FRONTENDS, GENERATORS
 from loadtest.scenarios.rounds import RATE, Table, headings
 
-COLUMNS = (RATE, P50, P99, CPU, FRONTEND, GENERATOR)
-COUNTERPARTS = {OIP_GRPC.name: OIP_GRPC.name, OIP_BINARY.name: OIP_BINARY.name}
-"""Our endpoint for the comparison with an endpoint of another server; all others are compared with POST /infer."""
+COLUMNS = (RATE, P50, P99, CPU, FRONTENDS, GENERATORS)
 
 
 def closed_loop(measured: Measurements, model: str) -> Table:
@@ -30,8 +29,7 @@ def ratios(measured: Measurements, model: str) -> Table:
     levels = sorted({case.callers for case in cases})
     lines = [["seqserve over", "endpoint", "", *(f"{count} callers" for count in levels)]]
     for server, endpoint in dict.fromkeys((case.server, case.endpoint) for case in cases):
-        own = COUNTERPARTS.get(endpoint, INFER.name)
-        pairs = [(Case(model, SEQSERVE, own, count), Case(model, server, endpoint, count)) for count in levels]
+        pairs = [(Case(model, SEQSERVE, endpoint, count), Case(model, server, endpoint, count)) for count in levels]
         for column in (RATE, P99):
             lines.append(
                 [server, endpoint, *headings([column]), *(report.spread(measured.ratios(*pair, column)) for pair in pairs)]

@@ -19,9 +19,10 @@ class Job(msgspec.Struct):
 
     transport: "http", "grpc" or "websocket". path: the gRPC method, or the path and the query of a WebSocket; HTTP requests contain their
     own. requests: messages, or whole frames of a WebSocket. reader: a name in READERS. expected: the scores of each request. callers:
-    connections. grace: time for the requests that are open at the end. rate: requests a second of an open loop, or 0 for a closed loop.
-    arrivals: a name in ARRIVALS, for an open loop. pids: the processes of the server. tls: whether the server speaks TLS. ca: PEM file of
-    the authority of its certificate, empty for the system's.
+    connections. in_flight: open requests of a connection in a closed loop; only a WebSocket may have more than one. grace: time for the
+    requests that are open at the end. rate: requests a second of an open loop, or 0 for a closed loop. arrivals: a name in ARRIVALS, for
+    an open loop. pids: the processes of the server. tls: whether the server speaks TLS. ca: PEM file of the authority of its certificate,
+    empty for the system's.
     """
 
     transport: str
@@ -32,6 +33,7 @@ class Job(msgspec.Struct):
     reader: str
     expected: list[list[float]]
     callers: int = 1
+    in_flight: int = 1
     seconds: float = 1.0
     warm_up: float = 0.0
     grace: float = 1.0

@@ -163,7 +163,7 @@ class ClosedLoop(Load):
         connection.ask(next(self._numbers), now)
 
     def _resume(self, connection: Connection) -> None:
-        if not self._ended:
+        for _ in range(0 if self._ended else self._job.in_flight):
             connection.ask(next(self._numbers), time.monotonic())
 
     async def drain(self) -> None:

@@ -31,7 +31,7 @@ def frame(kind: int, payload: bytes) -> bytes:
 
 
 class WebSocketConnection(Connection):
-    """A socket. A request that is sent before the handshake is complete waits for it."""
+    """A socket with any number of open requests. Those that are sent before the handshake is complete wait for it."""
 
     def __init__(self, exchange: Exchange, requests: Sequence[bytes], host: str, path: str) -> None:
         """requests: whole frames. path: the path and the query of the handshake."""

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from loadtest import servers
-from loadtest.bench import CONNECTIONS, GRACE_SECONDS
-from loadtest.generator.process import divided, run_in_processes
+from loadtest.bench import CONNECTIONS
 from loadtest.requests import KINDS, MANY, Clients, Requests
 from loadtest.scenarios import rounds
 from loadtest.scenarios.rounds import RATE, Trial
@@ -104,24 +103,18 @@ def _trial(
     Values are the processor time in microseconds for each answer, and the share of its time in which a generator was busy.
     """
     callers = case["callers"] * options.generators
-    frontends, engines = (server.pids(f"service.{role}") for role in ("frontend", "engine"))
-    job = requests.job(
+    result, costs = requests.measure(
         server,
+        options.generators,
         callers=max(CONNECTIONS, callers) if rate and requests.inputs == 1 else callers,
         seconds=options.seconds,
         warm_up=options.seconds / 4,
         rate=rate,
         seed=number * options.generators,
-        grace=GRACE_SECONDS,
-        pids=[*frontends, *engines],
     )
-    result = run_in_processes(divided(job, options.generators))
-    per_answer = 1e6 / max(1, result.answers)
     values = {
         "inputs_per_second": requests.inputs * result.rate,
-        "frontends_us": per_answer * sum(result.server_cpu_seconds[: len(frontends)]),
-        "engine_us": per_answer * sum(result.server_cpu_seconds[len(frontends) :]),
-        "generators_us": per_answer * result.cpu_seconds,
+        **costs,
         "generators_busy": result.cpu_seconds / (options.generators * result.seconds),
     }
     return Trial.of(case, number, result, values)

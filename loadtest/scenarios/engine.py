@@ -13,8 +13,8 @@ import tempfile
 import time
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -56,29 +56,6 @@ PACKAGES = ("torch", "numpy", "numba")
 STAGES = ("stage", "launch", "device", "collect", "total")
 
 
-@dataclass(frozen=True, slots=True)
-class SingleRow:
-    """Batches of one row: microseconds in each stage (median, 10th and 90th percentile); kernels_us: the time of the kernels alone."""
-
-    model: str
-    steps: int
-    kernels_us: float
-    stages_us: dict[str, tuple[float, float, float]]
-    batches: int
-
-
-@dataclass(frozen=True, slots=True)
-class Throughput:
-    """Batches of `rows` rows, back to back. device_share: share of the time in which kernels run, by their duration at warm-up."""
-
-    model: str
-    rows: int
-    tokens: float
-    sequences_per_second: float
-    batch_us: float
-    device_share: float
-
-
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="auto", help="cpu or cuda:N")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS, help="models to measure")
@@ -91,21 +68,18 @@ def run(options: argparse.Namespace) -> int:
     engine = _engine(options.device, options.models, *DEFAULT_LIMITS)
     machine = device_name(engine.device)
     singles = [single_row(engine, model, options.batches) for model in options.models]
-    print(f"one engine on {machine}\n\none row, us: median (p10-p90)\n")
-    print(_single_row_table(singles))
+    print(f"one engine on {machine}\n\none row, us: median (p10-p90)\n\n{_single_row_table(singles)}")
     small, _ = DEFAULT_LIMITS
     larger = _engine(options.device, options.models, *LARGE_LIMITS) if options.rows > small else engine
-    sizes = list(itertools.takewhile(lambda rows: rows <= options.rows, (1 << power for power in itertools.count())))
+    sizes = [1 << power for power in range(options.rows.bit_length())]
     throughputs = [
         throughput(engine if rows <= small else larger, model, rows, options.seconds)
         for model, rows in itertools.product(options.models, sizes)
     ]
-    print("\nbatches back to back\n")
-    print(_throughput_table(throughputs) + "\n")
+    lines = [list(map(str, each.values())) for each in throughputs]
+    print(f"\nbatches back to back\n\n{report.table([list(throughputs[0]), *lines])}\n")
     environment = report.environment(machine, PACKAGES)
-    records = [asdict(single) | environment for single in singles]
-    records += [asdict(each) | environment for each in throughputs]
-    write(options.out / f"engine-{slug(machine)}.jsonl", records)
+    write(options.out / f"engine-{slug(machine)}.jsonl", [record | environment for record in (*singles, *throughputs)])
     return 0
 
 
@@ -122,28 +96,36 @@ def _engine(device: str, models: Sequence[str], rows: int, tokens: int) -> Devic
         return build_engine(settings, Metrics())
 
 
-def single_row(engine: DeviceEngine, model: str, count: int) -> SingleRow:
-    """Run batches of one row. Each is answered before the next is staged."""
-    batches, times, kernels = _batches(engine, model, rows=1), list[dict[str, float]](), list[float]()
+def single_row(engine: DeviceEngine, model: str, count: int) -> dict[str, Any]:
+    """Run batches of one row. Each is answered before the next is staged.
+
+    Returns microseconds in each stage (median, 10th and 90th percentile), and kernels_us: the time of the kernels alone.
+    """
+    batches, times, kernels = _batches(engine, model, rows=1), list[list[float]](), list[float]()
 
     def watch(in_flight: InFlightBatch, ended: float) -> None:
         kernels.append(1e6 * in_flight.predicted)
         moments = (in_flight.began, in_flight.staged, in_flight.launched, ended, time.monotonic())
-        spans = [1e6 * (after - before) for before, after in itertools.pairwise(moments)]
-        times.append(dict(zip(STAGES, (*spans, sum(spans)), strict=True)))
+        times.append([*(1e6 * np.diff(moments)), 1e6 * (moments[-1] - moments[0])])
 
     engine.watch(watch)
     steps = [_answered(engine, next(batches)).tokens for _ in range(count)]
     engine.watch(None)
-    stages = {}
-    for stage in STAGES:
-        median, low, high = np.percentile([spans[stage] for spans in times[count // 10 :]], (50, 10, 90)).round(2).tolist()
-        stages[stage] = (median, low, high)
-    return SingleRow(model, round(statistics.median(steps)), round(statistics.median(kernels), 2), stages, count)
+    stages = np.percentile(times[count // 10 :], (50, 10, 90), axis=0).T.round(2).tolist()
+    return {
+        "model": model,
+        "steps": round(statistics.median(steps)),
+        "kernels_us": round(statistics.median(kernels), 2),
+        "stages_us": dict(zip(STAGES, stages, strict=True)),
+        "batches": count,
+    }
 
 
-def throughput(engine: DeviceEngine, model: str, rows: int, seconds: float) -> Throughput:
-    """Run as many batches as the engine accepts in this time."""
+def throughput(engine: DeviceEngine, model: str, rows: int, seconds: float) -> dict[str, Any]:
+    """Run as many batches of `rows` rows, back to back, as the engine accepts in this time.
+
+    device_share is the share of the time in which kernels run, by their duration at warm-up.
+    """
     batches = _batches(engine, model, rows)
     tokens = answered = launched = 0
     on_device = 0.0
@@ -164,8 +146,14 @@ def throughput(engine: DeviceEngine, model: str, rows: int, seconds: float) -> T
         answered += sum(block.sequences for block, _ in engine.finished() if isinstance(block, RequestBlock))
     duration = time.monotonic() - began
     engine.watch(None)
-    rate, batch_us = round(answered / duration, 1), round(1e6 * duration / launched, 2)
-    return Throughput(model, rows, tokens / launched, rate, batch_us, round(on_device / duration, 4))
+    return {
+        "model": model,
+        "rows": rows,
+        "tokens": round(tokens / launched, 1),
+        "sequences_per_second": round(answered / duration, 1),
+        "batch_us": round(1e6 * duration / launched, 2),
+        "device_share": round(on_device / duration, 4),
+    }
 
 
 def _answered(engine: DeviceEngine, batch: Batch) -> Batch:
@@ -208,17 +196,9 @@ def _values(spec: ModelSpec, steps: int, chance: np.random.Generator) -> bytes:
     return chance.integers(spec.input.vocabulary or 1, size=steps).astype(IDS).tobytes()
 
 
-def _single_row_table(singles: Sequence[SingleRow]) -> str:
+def _single_row_table(singles: Sequence[dict[str, Any]]) -> str:
     lines = [["model", "steps", "kernels", *STAGES]]
     for single in singles:
-        stages = ("{:.1f} ({:.1f}-{:.1f})".format(*single.stages_us[stage]) for stage in STAGES)
-        lines.append([single.model, str(single.steps), f"{single.kernels_us:.1f}", *stages])
-    return report.table(lines)
-
-
-def _throughput_table(throughputs: Sequence[Throughput]) -> str:
-    lines = [["model", "rows", "tokens", "sequences/s", "us a batch", "device"]]
-    for each in throughputs:
-        figures = (f"{each.tokens:.0f}", f"{each.sequences_per_second:.0f}", f"{each.batch_us:.1f}", f"{each.device_share:.2f}")
-        lines.append([each.model, str(each.rows), *figures])
+        stages = ("{:.1f} ({:.1f}-{:.1f})".format(*values) for values in single["stages_us"].values())
+        lines.append([single["model"], str(single["steps"]), f"{single['kernels_us']:.1f}", *stages])
     return report.table(lines)

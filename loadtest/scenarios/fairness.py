@@ -13,15 +13,15 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 from loadtest import report, servers, synthetic_models
 from loadtest.bench import CONNECTIONS, GRACE_SECONDS
 from loadtest.discovery import CannotMeasure
-from loadtest.generator.job import Job, Result
+from loadtest.generator.job import Result
 from loadtest.generator.process import run_in_process
+from loadtest.requests import Requests
 from loadtest.scenarios import rounds
 from loadtest.scenarios.rounds import RATE, Trial
 from loadtest.servers import ServerProcess
@@ -43,13 +43,6 @@ RATIOS = ("p50_ms", "p99_ms")
 PACKAGES = ("torch", "uvicorn", "uvloop", "httptools", "msgspec")
 
 
-class Load(NamedTuple):
-    """Requests of the holder of a key. rate: requests a second, 0 for a closed loop."""
-
-    key: str
-    rate: float
-
-
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--units", type=int, default=512, help="units of the LSTM")
     parser.add_argument("--steps", type=int, default=64, help="time steps of a request")
@@ -66,8 +59,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Measure the quiet tenant in all cases. Returns 1 when one of its requests failed."""
     with tempfile.TemporaryDirectory() as folder, _serving(Path(folder), options) as (server, tokens):
-        bench = _Bench(server, tokens, options)
-        trials = [trial for number in range(options.rounds) for trial in bench.round(number)]
+        trials = [trial for number in range(options.rounds) for trial in _round(server, tokens, number, options)]
     return rounds.publish("fairness", trials, [list(_table(trials))], options, PACKAGES, options.device)
 
 
@@ -86,44 +78,36 @@ def _serving(folder: Path, options: argparse.Namespace) -> Iterator[tuple[Server
         yield server, tokens
 
 
-class _Bench:
-    """Loads one server."""
+def _round(server: ServerProcess, tokens: dict[str, str], number: int, options: argparse.Namespace) -> Iterator[Trial]:
+    """Measure the largest rate, and then the quiet tenant in each case at a share of it."""
 
-    def __init__(self, server: ServerProcess, tokens: dict[str, str], options: argparse.Namespace) -> None:
-        self._server = server
-        self._tokens = tokens
-        self._options = options
-
-    def round(self, number: int) -> Iterator[Trial]:
-        """Measure the largest rate, and then the quiet tenant in each case at a share of it."""
-        [full] = self._run([Load(NOISY, 0.0)], number)
-        if not full.answers:
-            raise CannotMeasure(f"no request was answered: {full.failures}")
-        quiet = self._options.share * full.rate
-        print(f"  largest rate {full.rate:.0f}/s", file=sys.stderr)
-        for case in (ALONE, BESIDE, UNFAIR):
-            noise = [Load(NOISE[case], self._options.noise * quiet)] if case in NOISE else []
-            result, *others = self._run([Load(QUIET, quiet), *noise], number)
-            values = {"noise_per_second": sum(other.rate for other in others)}
-            yield Trial.of({"case": case}, number, result, values)
-
-    def _run(self, loads: Sequence[Load], number: int) -> list[Result]:
-        """Run loads at the same time."""
-        jobs = [self._job(load, len(loads) * number + place) for place, load in enumerate(loads)]
+    def load(rates: dict[str, float]) -> list[Result]:
+        """Load the server with several keys at the same time: requests a second by key, 0 for a closed loop."""
+        jobs = [
+            _requests(tokens[key], seed, options.steps).job(server, callers=CONNECTIONS, rate=rate, seed=seed, **duration)
+            for seed, (key, rate) in enumerate(rates.items(), len(rates) * number)
+        ]
         with ThreadPoolExecutor(len(jobs)) as pool:
             return list(pool.map(run_in_process, jobs))
 
-    def _job(self, load: Load, seed: int) -> Job:
-        target = Target.of(self._server.url, "/infer")
-        chance = np.random.default_rng(seed)
-        bodies = [
-            {"model": MODEL, "inputs": [chance.integers(0, VOCABULARY, self._options.steps).tolist()]} for _ in range(REQUESTS)
-        ]
-        key = f"Authorization: Bearer {self._tokens[load.key]}"
-        requests = [target.request(json.dumps(body).encode(), JSON, key) for body in bodies]
-        seconds = self._options.seconds
-        duration = {"seconds": seconds, "warm_up": seconds / 4, "grace": GRACE_SECONDS}
-        return Job.http(target, requests, callers=CONNECTIONS, rate=load.rate, seed=seed, **duration)
+    duration = {"seconds": options.seconds, "warm_up": options.seconds / 4, "grace": GRACE_SECONDS}
+    [full] = load({NOISY: 0.0})
+    if not full.answers:
+        raise CannotMeasure(f"no request was answered: {full.failures}")
+    quiet = options.share * full.rate
+    print(f"  largest rate {full.rate:.0f}/s", file=sys.stderr)
+    for case in (ALONE, BESIDE, UNFAIR):
+        noise = {NOISE[case]: options.noise * quiet} if case in NOISE else {}
+        result, *others = load({QUIET: quiet, **noise})
+        yield Trial.of({"case": case}, number, result, {"noise_per_second": sum(other.rate for other in others)})
+
+
+def _requests(token: str, seed: int, steps: int) -> Requests:
+    """Return the requests of the holder of a key."""
+    chance, target = np.random.default_rng(seed), Target("127.0.0.1", 0, "/infer")
+    bodies = [{"model": MODEL, "inputs": [chance.integers(0, VOCABULARY, steps).tolist()]} for _ in range(REQUESTS)]
+    headers = (JSON, f"Authorization: Bearer {token}")
+    return Requests("http", "", [target.request(json.dumps(body).encode(), *headers) for body in bodies], "answer")
 
 
 def _table(trials: Sequence[Trial]) -> Iterator[list[str]]:

@@ -17,20 +17,18 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from msgspec import structs
-
 from loadtest import oip_requests, servers
 from loadtest.baselines.classifier import CONSTANT, TextClassifier
 from loadtest.comparison import goals, models, tables
-from loadtest.comparison.contenders import GRPC, SEQSERVE, SERVERS, Endpoint, Server
-from loadtest.comparison.measurements import HELD, IN_TIME, NO_MODEL, Case, Measurements, trial_of
+from loadtest.comparison.contenders import SEQSERVE, SERVERS, Endpoint, Server
+from loadtest.comparison.measurements import HELD, IN_TIME, NO_MODEL, Case, Measurements
 from loadtest.discovery import CannotMeasure
 from loadtest.generator.job import Job
 from loadtest.generator.loops import WRONG
 from loadtest.generator.process import run_in_process
+from loadtest.requests import Requests
 from loadtest.scenarios import rounds
 from loadtest.scenarios.rounds import Trial
-from loadtest.servers import ServerProcess
 from loadtest.traffic import Traffic, words
 
 SUMMARY = "this service and other model servers with the same weights"
@@ -41,7 +39,7 @@ REQUESTS = 500
 """Distinct requests, sent in a cycle."""
 CHECK_SECONDS = 0.5
 CORES = 2
-PACKAGES = ("torch", "fastapi", "uvicorn", "uvloop", "httptools", "grpcio", "msgspec", "tokenizers")
+PACKAGES = ("torch", "uvicorn", "uvloop", "httptools", "grpcio", "msgspec", "tokenizers")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -105,11 +103,9 @@ class Work:
         texts = [str(traffic.input()) for _ in range(REQUESTS)]
         return cls(folder, model, texts, TextClassifier(version).scores(texts))
 
-    def job(self, process: ServerProcess, endpoint: Endpoint, **load: float) -> Job:
-        host, _, port = (process.grpc if endpoint.transport == GRPC else process.url.partition("//")[2]).partition(":")
+    def requests(self, endpoint: Endpoint) -> Requests:
         requests = [endpoint.write(endpoint.model or str(self.model), text) for text in self.texts]
-        job = Job(endpoint.transport, host, int(port), oip_requests.PATH, requests, endpoint.reader, list(self.scores))
-        return structs.replace(job, **load)
+        return Requests(endpoint.transport, oip_requests.PATH, requests, endpoint.reader, list(self.scores))
 
 
 def _measure(server: Server, work: Work, number: int, options: argparse.Namespace) -> Iterator[Trial]:
@@ -118,16 +114,16 @@ def _measure(server: Server, work: Work, number: int, options: argparse.Namespac
     scratch = options.logs.resolve() / f"{server.name}-{name}".replace(" ", "-")
     with server.running(work.folder, work.model, scratch) as process:
         for endpoint in server.endpoints:
-            _check(work.job(process, endpoint, seconds=CHECK_SECONDS), server, endpoint)
-            load = {"seconds": options.seconds, "warm_up": options.seconds / 4, "seed": number}
-            for callers in options.callers:
-                case = Case(name, server.name, endpoint.name, callers)
-                yield _trial(case, number, process, work.job(process, endpoint, callers=callers, **load))
-            for rate in options.rates if work.model else ():
-                case = Case(name, server.name, endpoint.name, rate=rate)
-                job = work.job(process, endpoint, callers=OPEN_CONNECTIONS, rate=rate, **load)
-                yield (trial := _trial(case, number, process, job))
-                if trial.values[IN_TIME] < HELD:
+            requests = work.requests(endpoint)
+            _check(requests.job(process, seconds=CHECK_SECONDS), server, endpoint)
+            cases = [Case(name, server.name, endpoint.name, callers) for callers in options.callers]
+            cases += [Case(name, server.name, endpoint.name, rate=rate) for rate in options.rates if work.model]
+            for case in cases:
+                load = {"callers": case.callers or OPEN_CONNECTIONS, "rate": case.rate, "seed": number}
+                result, values = requests.measure(process, seconds=options.seconds, warm_up=options.seconds / 4, **load)
+                held = {IN_TIME: result.answers / max(1, result.due)} if case.rate else {}
+                yield Trial.of(case.labels(), number, result, values | held)
+                if case.rate and held[IN_TIME] < HELD:
                     break
 
 
@@ -141,9 +137,3 @@ def _check(job: Job, server: Server, endpoint: Endpoint) -> None:
         raise CannotMeasure(f"{server.name}, {endpoint.name}: it returns other scores than the model, so it is not timed")
     if not result.answers:
         raise CannotMeasure(f"{server.name}, {endpoint.name}: it does not answer: {result.failures}")
-
-
-def _trial(case: Case, number: int, process: ServerProcess, job: Job) -> Trial:
-    job.pids = process.pids()
-    frontends = set(process.pids("service.frontend"))
-    return trial_of(case, number, run_in_process(job), [pid in frontends for pid in job.pids])

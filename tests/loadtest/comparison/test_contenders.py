@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from loadtest.comparison import contenders
-from loadtest.comparison.contenders import PLAIN, SEQSERVE, SERVED, SERVERS, TRITON
+from loadtest.comparison.contenders import SEQSERVE, SERVED, SERVERS, TRITON
 
 BY_NAME = {server.name: server for server in SERVERS}
 
 
 def test_server_that_is_not_installed_names_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contenders, "ENVIRONMENT", tmp_path)
-    assert [name for name, server in BY_NAME.items() if server.why_skipped() is None] == [SEQSERVE, PLAIN]
+    assert [name for name, server in BY_NAME.items() if server.why_skipped() is None] == [SEQSERVE]
     assert str(tmp_path / "install.log") in str(BY_NAME[TRITON].why_skipped())
     (tmp_path / "installed").touch()
     assert BY_NAME[TRITON].why_skipped() is None

@@ -2,40 +2,27 @@
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter
-
-import pytest
 
 from kernels.bench.goals.limit import Limit
 from loadtest.comparison import tables
-from loadtest.comparison.contenders import INFER, OIP_BINARY, PLAIN, PREDICT, SEQSERVE, TRITON
+from loadtest.comparison.contenders import INFER, OIP_BINARY, SEQSERVE, TRITON
 from loadtest.comparison.goals import Goal
-from loadtest.comparison.measurements import CPU, FRONTEND, GENERATOR, IN_TIME, NO_MODEL, P50, P99, Case, Measurements, trial_of
+from loadtest.comparison.measurements import IN_TIME, NO_MODEL, P50, P99, Case, Measurements
 from loadtest.comparison.models import CNN, LSTM
-from loadtest.generator.job import Result
+from loadtest.requests import CPU, FRONTENDS, GENERATORS
 from loadtest.scenarios.rounds import RATE, Trial, Values
 
 OURS, TRITONS = Case(CNN, SEQSERVE, INFER.name, 32), Case(CNN, TRITON, OIP_BINARY.name, 32)
 
 
 def trial(case: Case, round: int = 0, **values: float) -> Trial:
-    everything: Values = {RATE: 1000.0, P50: 1.0, P99: 2.0, CPU: 50.0, GENERATOR: 10.0} | values
+    everything: Values = {RATE: 1000.0, P50: 1.0, P99: 2.0, CPU: 50.0, GENERATORS: 10.0} | values
     return Trial(case.labels(), round, 100, Counter(), everything)
 
 
 def rates(case: Case, *values: float) -> list[Trial]:
     return [trial(case, number, **{RATE: value}) for number, value in enumerate(values)]
-
-
-def test_trial_has_the_cost_of_each_answer() -> None:
-    latencies = array("d", [0.004, 0.001, 0.002, 0.003]).tobytes()
-    result = Result(2.0, 8, 4, latencies, {"status 503": 1}, 0.0004, [0.0001, 0.0002, 0.0001])
-    measured = trial_of(OURS, 3, result, [False, True, True])
-    costs = {CPU: 100.0, GENERATOR: 100.0, FRONTEND: 75.0}
-    assert measured.values == pytest.approx({RATE: 2.0, P50: 2.0, "p90_ms": 4.0, P99: 4.0, **costs})
-    opened = trial_of(OURS._replace(callers=0, rate=1000), 0, result, [False] * 3)
-    assert opened.values[IN_TIME] == 0.5 and FRONTEND not in opened.values and "callers" not in opened.case
 
 
 def test_ratios_are_taken_within_a_round_that_has_both() -> None:
@@ -62,14 +49,14 @@ def test_rate_that_is_not_held_misses_its_goal() -> None:
 
 
 def test_tables_have_a_line_for_each_case() -> None:
-    slow = Case(CNN, PLAIN, PREDICT.name, rate=1000)
+    slow = Case(CNN, TRITON, INFER.name, rate=1000)
     fast, constant = OURS._replace(callers=0, rate=1000), TRITONS._replace(model=NO_MODEL)
     binary = OURS._replace(endpoint=OIP_BINARY.name)
-    trials = [trial(OURS, 0, **{FRONTEND: 20.0}), trial(TRITONS), trial(binary, 0, **{RATE: 1500.0})]
+    trials = [trial(OURS, 0, **{FRONTENDS: 20.0}), trial(TRITONS), trial(binary, 0, **{RATE: 1500.0})]
     trials += [trial(constant, 0, **{RATE: 500.0}), trial(slow, 0, **{IN_TIME: 0.9}), trial(fast, 0, **{IN_TIME: 1.0})]
     closed, ratios, opened, constants = tables.of(Measurements(trials))
     assert [line[:3] for line in closed[1:3]] == [["32", SEQSERVE, INFER.name], ["32", TRITON, OIP_BINARY.name]]
     assert closed[1][-2] == "20 (20 to 20)" and closed[2][-2] == "-"
     assert ratios[1] == [TRITON, OIP_BINARY.name, "answers/s", "1.5 (1.5 to 1.5)"]
-    assert opened[1:] == [[PLAIN, PREDICT.name, "beyond"], [SEQSERVE, INFER.name, "2 (2 to 2)"]]
+    assert opened[1:] == [[TRITON, INFER.name, "beyond"], [SEQSERVE, INFER.name, "2 (2 to 2)"]]
     assert len(constants) == 2
