@@ -158,9 +158,9 @@ test-gpu: install .venv/tools
 	$(BIN)/python -m pytest $(PARALLEL) --numprocesses 4 --ignore tests/gpu/test_overload.py tests/gpu
 	$(BIN)/python -m pytest tests/gpu/test_overload.py
 
-# ARGS selects parts and the seed: see `python -m tools.mutants --help`.
+# ARGS selects parts and the seed: see `python -m tests.mutants --help`.
 mutants: $(TESTED) .venv/mutants
-	$(WITH_PROGRAMS) $(BIN)/python -m tools.mutants $(ARGS)
+	$(WITH_PROGRAMS) $(BIN)/python -m tests.mutants $(ARGS)
 
 lint: .venv/tools weight
 	$(BIN)/ruff check .

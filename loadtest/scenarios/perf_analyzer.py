@@ -95,8 +95,9 @@ def cases(
 ) -> Iterator[Case]:
     """Write the inputs to the folder `out`, and return the runs at each level of concurrent requests."""
     address = url.partition("://")[2]
-    questions = _write(out / "questions.json", _questions(discovery.find(url, QUESTIONS, access)))
-    sequences = _write(out / "sequences.json", _sequences(discovery.find(url, SENSOR, access)))
+    questions, sequences = out / "questions.json", out / "sequences.json"
+    questions.write_text(json.dumps({"data": _questions(discovery.find(url, QUESTIONS, access))}))
+    sequences.write_text(json.dumps({"data": _sequences(discovery.find(url, SENSOR, access))}))
     loads = [(REST, address, QUESTIONS, questions), (REST, address, SENSOR, sequences)]
     if grpc is not None:
         loads += [(GRPC, grpc, QUESTIONS, questions), (GRPC, grpc, SENSOR, sequences), (STREAM, grpc, SENSOR, sequences)]
@@ -120,11 +121,6 @@ def _sequences(model: dict[str, Any]) -> list[Any]:
         return {"inputs": {"content": list(itertools.chain.from_iterable(rows)), "shape": [STEPS, len(rows[0])]}}
 
     return [[chunk() for _ in range(CHUNKS)] for _ in range(SEQUENCES)]
-
-
-def _write(file: Path, data: list[Any]) -> Path:
-    file.write_text(json.dumps({"data": data}))
-    return file
 
 
 def measure(case: Case, out: Path, *flags: str) -> dict[str, str] | None:

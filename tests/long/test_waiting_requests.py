@@ -15,9 +15,10 @@ import pytest
 import uvloop
 
 from loadtest.target import Target
-from tests import models, planted, soak
+from tests import models, planted
 from tests.accumulator import LONGEST, Account, at_rest
 from tests.callers import Caller
+from tests.long import soak
 from tests.serving import Server, eventually, serving
 
 CALLERS, REQUESTS = 50, 20

@@ -1,10 +1,9 @@
-"""`python -m kernels.bench ladder [--device cpu|cuda:0] [--quick] [--out DIR]`: tables, records and a chart of the ladder."""
+"""`python -m kernels.bench ladder [--device cpu|cuda:0] [--quick] [--out DIR]`: a table and records of the ladder."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -43,14 +42,8 @@ def _text(climbs: list[Climb], setting: Setting) -> str:
 
 
 def _write(path: Path, text: str, climbs: list[Climb], setting: Setting) -> None:
-    """Write the records, the text and the chart. path: without the ending, which differs."""
+    """Write the records and the text. path: without the ending, which differs."""
     records = [record for result in climbs for record in report.records(result, setting)]
     write(path.with_name(f"{path.name}.jsonl"), records)
     path.with_name(f"{path.name}.txt").write_text(text)
-    if find_spec("matplotlib") is None:
-        print("no chart is drawn: install matplotlib, then run `python -m kernels.bench.ladder.figure`")
-        return
-    from kernels.bench.ladder.figure import draw
-
-    draw(records, path.with_name(f"{path.name}.svg"))
-    print(f"written to {path}.txt and {path}.svg")
+    print(f"written to {path}.txt")

@@ -1,4 +1,4 @@
-"""`python -m tools.mutants`: plants small faults in the parts of mutants.toml, and prints how many of them the tests find.
+"""`python -m tests.mutants`: plants small faults in the parts of mutants.toml, and prints how many of them the tests find.
 
 Cosmic Ray has the faults, one at a time: another operator, number, condition or loop. Faults are planted in functions; annotations and
 module constants are left as they are. The same seed takes the same places as long as the code is the same.
@@ -68,7 +68,7 @@ class Mutant:
 
 def main() -> int:
     """Return 1 if the tests miss too many faults, otherwise 0."""
-    parser = argparse.ArgumentParser(prog="python -m tools.mutants", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
     parser.add_argument("parts", nargs="*", default=list(PARTS), help=f"of {', '.join(PARTS)}; by default all")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--each", type=int, default=35, help="faults in each part")
@@ -154,7 +154,7 @@ def occurrences(source: str) -> Iterator[tuple[str, int, int, int]]:
 
 def copy(tree: Path) -> Path:
     """Copy the files of the project that git tracks, or may track."""
-    listed = subprocess.check_output(["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, text=True)  # noqa: S607
+    listed = subprocess.check_output(["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, text=True)
     for name in listed.splitlines():
         if (ROOT / name).is_file():
             (tree / name).parent.mkdir(parents=True, exist_ok=True)
