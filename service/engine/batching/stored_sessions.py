@@ -160,7 +160,7 @@ class StoredSessions:
         return next((waiting for waiting in self._waiting.get(name, ()) if not waiting.ended()), None)
 
     def next_turn(self) -> Turn:
-        """Return the turn of a session that begins: the one that the store has granted, or one of which it does not know."""
+        """Return the turn of a session that begins: the granted turn, or a turn that the store does not know."""
         turn, self._granted = self._granted, None
         return turn or Turn(_new_turn(), now_ms(), anew=True)
 
@@ -374,7 +374,7 @@ class StoredSessions:
             self._proceed(name)
 
     def _begin_anew(self, name: str, turn: int, give_back: messages.ReleaseSession, error: ServiceError) -> None:
-        """Begin a session anew whose saved state is of no use here, or give it back. error: for all other work."""
+        """Begin a session again without its saved state, which this replica cannot read, or give it back. error: for all other work."""
         for waiting in self._take_waiting(name):
             if waiting.anew:
                 self._keep(name, waiting)
