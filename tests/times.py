@@ -33,7 +33,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     global _before
     report = yield
     now = processor_seconds()
-    report.processor, _before = now - _before, now  # a worker of pytest-xdist sends all attributes of a report
+    report.__dict__["processor"], _before = now - _before, now  # a worker of pytest-xdist sends all attributes of a report
     return report
 
 
