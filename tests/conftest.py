@@ -16,7 +16,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from tests import models
+from tests import models, planted
+from tests.planted import Gate
 from tests.serving import Server, serving
 
 # The arrays are small: threads would wait for each other for longer than they compute.
@@ -175,3 +176,13 @@ def without_collections() -> Iterator[None]:
     gc.disable()
     yield
     gc.enable()
+
+
+@pytest.fixture(scope="module")
+def gate(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gate]:
+    """A gate that holds batches of the engines in flight. They compute nothing."""
+    file = tmp_path_factory.mktemp("gate") / "gate"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GATE", str(file))
+        planted.plant("gated-device", patch)
+        yield Gate(file)

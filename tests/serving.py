@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -319,3 +319,14 @@ def check_unharmed(server: Service) -> None:
     eventually(lambda: server.metric("seqserve_sessions") + server.metric("seqserve_requests_in_flight") == 0, 5)
     assert server.metric("seqserve_requests_total", outcome="inference_failed") == 0
     assert not server.events("bug") and not server.events("library warning")
+
+
+@contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """Stop a process until the end of the block."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        with suppress(ProcessLookupError):  # the supervisor may have replaced it meanwhile
+            os.kill(pid, signal.SIGCONT)

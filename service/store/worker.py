@@ -139,8 +139,7 @@ class StoreWorker:
         """Save all sessions, let go of them, and end the lease of this replica. Takes no more sessions."""
         self._flushing = True
         begun = left = await self._left(0)
-        until = self._now() + seconds
-        give_up_at = self._now() + AWAY_SECONDS
+        until, give_up_at = self._now() + seconds, self._now() + AWAY_SECONDS
         while left and self._now() < min(until, give_up_at):
             if self._leased_since is not None:
                 give_up_at = self._now() + AWAY_SECONDS

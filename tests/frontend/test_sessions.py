@@ -9,7 +9,6 @@ import socket
 import struct
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,9 @@ from websockets.sync.client import ClientConnection, connect
 
 from loadtest import oip_requests
 from service.ipc.session_placement import engine_of_session
-from tests import models, planted
+from tests import models
 from tests.planted import Gate
-from tests.serving import Server, eventually, nearly_equal, serving
+from tests.serving import Server, eventually, nearly_equal, serving, stopped
 
 ROW = [0.1, -0.2, 0.3]
 ROWS = [[0.1 * step, -0.5, 1.0 / step] for step in range(1, 24)]
@@ -53,16 +52,6 @@ def streaming(tmp_path_factory: pytest.TempPathFactory) -> Path:
     models.made_up(root, "averager", rows, lstm, head={"kind": "embed", "pool": "mean"})
     models.made_up(root, "tracker", rows, {"kind": "sru", "hidden": 4}, gru, head={"kind": "sequence"})
     return root
-
-
-@pytest.fixture(scope="module")
-def gate(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gate]:
-    """Holds batches of the engines in flight, without computing."""
-    file = tmp_path_factory.mktemp("gate") / "gate"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GATE", str(file))
-        planted.plant("gated-device", patch)
-        yield Gate(file)
 
 
 @pytest.fixture(scope="module")
@@ -230,15 +219,6 @@ def test_session_continues_at_any_frontend(shared: Server) -> None:
             answer = ask(shared, "speller", [id], "anywhere", end=number == 1)
         assert steps(answer) == number + 1
     assert nearly_equal(answer.json()["outputs"], whole)
-
-
-@contextmanager
-def stopped(pid: int) -> Iterator[None]:
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(pid, signal.SIGCONT)
 
 
 @pytest.fixture(scope="module")

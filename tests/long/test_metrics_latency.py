@@ -6,14 +6,11 @@ Runs only when the folder is named: `make test-all`.
 from __future__ import annotations
 
 import json
-import os
-import signal
 import statistics
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -24,22 +21,12 @@ from loadtest.generator.job import Job
 from loadtest.generator.process import run_in_process
 from loadtest.target import Target
 from tests.long.health_checks import LIMITS_SECONDS, Checks
-from tests.serving import Server, eventually, serving
+from tests.serving import Server, eventually, serving, stopped
 
 LIMIT_SECONDS = 0.3
 SCRAPES = 10
 CONNECTIONS = 16
 """With two frontends, each accepts some of these connections."""
-
-
-@contextmanager
-def stopped(pid: int) -> Iterator[None]:
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        with suppress(ProcessLookupError):  # the supervisor may have replaced it meanwhile
-            os.kill(pid, signal.SIGCONT)
 
 
 def scrape(client: httpx.Client) -> float:

@@ -1,1 +1,1 @@
-"""Tests of the modules directly in service/. Its packages have folders beside this one."""
+"""Tests of the modules directly in service/. Its packages have other folders."""

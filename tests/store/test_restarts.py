@@ -30,7 +30,7 @@ def story(tmp_path: Path) -> Story:
 
 
 def wait(story: Story, *replicas: Replica) -> None:
-    """Let these replicas renew their leases for so long that those of the others end."""
+    """Let these replicas renew their leases until the leases of the others end."""
     for _ in range(15):
         story.now += 0.4
         for replica in replicas:

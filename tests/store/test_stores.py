@@ -370,7 +370,7 @@ def test_redis_that_lost_its_scripts_gets_them_again(redis: Redis) -> None:
 
 
 def test_redis_that_was_stopped_lets_nobody_seize_a_session(redis: Redis) -> None:
-    """All leases have ended then, also that of the replica whose work comes first."""
+    """All leases have ended then, also the lease of the replica that continues first."""
     first, second = (RedisStore(redis.url, replica, KEEP_SECONDS) for replica in ("owner", "other"))
     first.renew()
     assert apply(first, TakeSession("stopped", 1, 5, begins=True)) == NEW

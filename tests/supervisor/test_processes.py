@@ -17,23 +17,12 @@ from typing import Any
 import httpx
 import pytest
 
-from tests import planted
 from tests.planted import Gate
 from tests.serving import Server, alive, eventually, idle, is_fresh, serving
 
 QUICK = [[[0.1, 0.2, 0.3]] * 5]
 PATIENT_SECONDS = 300
 """A deadline that a busy machine meets through two restarts."""
-
-
-@pytest.fixture(scope="module")
-def gate(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gate]:
-    """Holds batches of the engines in flight, without computing."""
-    file = tmp_path_factory.mktemp("gate") / "gate"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GATE", str(file))
-        planted.plant("gated-device", patch)
-        yield Gate(file)
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +84,7 @@ def test_both_engines_have_loaded_before_the_service_is_ready(two_engines: Serve
 
 
 def test_request_that_ended_two_engines_is_refused_and_others_are_answered(two_engines: Server, gate: Gate) -> None:
-    """Each engine has one of them. While both engines restart, requests are refused."""
+    """Each engine has a request. While both engines restart, requests are refused."""
     undisturbed = scores(ask(two_engines, QUICK))
     with ThreadPoolExecutor() as pool:
         gate.let(0)
