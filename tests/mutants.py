@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from queue import SimpleQueue
 from typing import Any
 
@@ -165,11 +165,28 @@ def copy(tree: Path) -> Path:
 def limit(part: str, stage: str, trees: SimpleQueue[Path]) -> float:
     """Return how many seconds the tests of a part may take with a fault. Raises SystemExit if they fail without a fault."""
     tree, started = trees.get(), time.monotonic()
-    failed = run(tree, part, stage, None)
+    failed = run(tree, PARTS[part]["tests"], stage, None)
     trees.put(tree)
     if failed:
         raise SystemExit(f"the tests of {part} fail without a fault:\n{failed}")
     return SLOWER * (time.monotonic() - started) + MORE_SECONDS
+
+
+def nearest_first(part: str, file: str) -> list[str]:
+    """Return the files with tests of a part: first that of the faulty file, then those that import it, then those of its folder."""
+    tests = list(dict.fromkeys(test for name in PARTS[part]["tests"] for test in _tests(ROOT / name)))
+    module, folder = file.removesuffix(".py").replace("/", "."), PurePath(file).parent.name
+
+    def distance(test: Path) -> tuple[bool, bool, bool]:
+        code = test.read_text()
+        imported = module in code or f"from {module.rpartition('.')[0]} import" in code
+        return test.stem != f"test_{PurePath(file).stem}", not imported, folder not in test.parts
+
+    return [str(test.relative_to(ROOT)) for test in sorted(tests, key=distance)]
+
+
+def _tests(place: Path) -> list[Path]:
+    return sorted(place.rglob("test_*.py")) if place.is_dir() else [place]
 
 
 def passes(mutant: Mutant, stage: str, limits: dict[str, float], trees: SimpleQueue[Path]) -> bool:
@@ -178,7 +195,7 @@ def passes(mutant: Mutant, stage: str, limits: dict[str, float], trees: SimpleQu
     assert code is not None
     try:
         (tree / mutant.file).write_text(code)
-        return not run(tree, mutant.part, stage, limits[mutant.part])
+        return not run(tree, nearest_first(mutant.part, mutant.file), stage, limits[mutant.part])
     except subprocess.TimeoutExpired:
         return False
     finally:
@@ -186,9 +203,10 @@ def passes(mutant: Mutant, stage: str, limits: dict[str, float], trees: SimpleQu
         trees.put(tree)
 
 
-def run(tree: Path, part: str, stage: str, seconds: float | None) -> str:
-    """Run the tests of a part until one fails. Return the output of the failed test. Raises TimeoutExpired."""
-    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-m", stage, *PARTS[part]["tests"]]
+def run(tree: Path, tests: list[str], stage: str, seconds: float | None) -> str:
+    """Run tests until one fails. Return the output of the failed test. Raises TimeoutExpired."""
+    options = ["-x", "-p", "no:cacheprovider", "--hypothesis-profile", "first failure", "-m", stage]
+    command = [sys.executable, "-m", "pytest", *options, *tests]
     environment = os.environ | {"PYTHONPATH": f"{tree}:{os.environ.get('PYTHONPATH', '')}", "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=seconds, check=False)
     return "" if done.returncode in (0, 5) else done.stdout + done.stderr  # 5: no test was selected
