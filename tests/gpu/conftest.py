@@ -21,6 +21,9 @@ def poisoned() -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let one worker run all tests of a file, unless they are tests of kernels, which share nothing."""
     for item in items:
         if item.path.is_relative_to(HERE):
             item.add_marker("gpu")
+            if "poisoned" not in getattr(item, "fixturenames", ()):
+                item.add_marker(pytest.mark.xdist_group(item.path.stem))

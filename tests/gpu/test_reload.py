@@ -14,7 +14,7 @@ from tests.serving import eventually, serving
 
 EMBEDDED = Path(__file__).resolve().parent.parent.parent / "models" / "question-type-cnn" / "1"
 NAME = EMBEDDED.parent.name
-RELOADS, WARM = 24, 4
+RELOADS, WARM = 12, 4
 """Number of reloads, and of reloads until the memory has its final size."""
 SEGMENTS = 2
 """Segments of small blocks by which the memory may still grow: blocks of old and new models fragment them."""
