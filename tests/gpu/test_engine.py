@@ -100,11 +100,24 @@ class Engines(NamedTuple):
         assert_alike(results, expected)
 
 
-def halved(root: Path, spec: ModelSpec) -> tuple[ModelSpec, Arrays]:
-    """Return a model in float16. Variances are positive."""
-    arrays = store.read_arrays(root / spec.name / "1", spec)
-    positive = {name: array.abs() + 0.5 if name.endswith("norm") else array for name, array in arrays.items()}
-    return spec.model_copy(update={"precision": "float16"}), {name: array.half() for name, array in positive.items()}
+def specs(root: Path) -> Iterator[ModelSpec]:
+    """Yield the models of NAMES in float16."""
+    written = [make(root) for make in models.OF_EVERY_HEAD.values()] + [models.sensors(root, hidden=32, max_steps=300)]
+    for spec in written:
+        yield spec.model_copy(update={"precision": "float16"})
+    for name, (input, layers, head) in OTHERS.items():
+        yield spec_of(name, input, *layers, head=head)
+
+
+def spec_of(name: str, input: Table, *layers: Table, head: Table) -> ModelSpec:
+    tables = {"name": name, "precision": "float16", "input": input, "layers": layers, "head": head}
+    return ModelSpec.model_validate(tables)
+
+
+def halves(spec: ModelSpec) -> Arrays:
+    """Return random weights. Variances are positive."""
+    arrays = models.weights(spec, seed=len(spec.name)).items()
+    return {name: (array.abs() + 0.5 if name.endswith("norm") else array).half() for name, array in arrays}
 
 
 @pytest.fixture(scope="module")
@@ -117,11 +130,8 @@ def on_device() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory, on_device: None) -> Engines:
-    root, metrics = tmp_path_factory.mktemp("models"), Metrics()
-    made = [make(root) for make in models.OF_EVERY_HEAD.values()] + [models.sensors(root, hidden=32, max_steps=300)]
-    made += [models.made_up(root, name, input, *layers, head=head) for name, (input, layers, head) in OTHERS.items()]
-    halves = {ModelKey(spec.name, "1"): halved(root, spec) for spec in made}
-    gpu, cpu = ({key: Encoder(*model, device) for key, model in halves.items()} for device in (CUDA, CPU))
+    found, metrics = {ModelKey(spec.name, "1"): spec for spec in specs(tmp_path_factory.mktemp("models"))}, Metrics()
+    gpu, cpu = ({key: Encoder(spec, halves(spec), device) for key, spec in found.items()} for device in (CUDA, CPU))
     return Engines(DeviceEngine(gpu, metrics, **LIMITS), DeviceEngine(cpu, Metrics(), **LIMITS), metrics)
 
 
@@ -194,11 +204,11 @@ def test_every_batch_size_matches_the_cpu(engines: Engines, name: str, lengths: 
     engines.check(engines.sized(name, lengths))
 
 
-def test_long_row_has_the_same_result_in_every_bucket(tmp_path: Path, on_device: None) -> None:
+def test_long_row_has_the_same_result_in_every_bucket(on_device: None) -> None:
     """For a few long rows of a wide QRNN, the library computes its product."""
     qrnn, head = {"kind": "qrnn", "hidden": 320, "window": 2}, {"kind": "regress", "pool": "last", "outputs": 2}
-    spec = models.made_up(tmp_path, "long", SERIES | {"max_steps": 1000}, qrnn, head=head)
-    encoder = Encoder(*halved(tmp_path, spec), CUDA)
+    spec = spec_of("long", SERIES | {"max_steps": 1000}, qrnn, head=head)
+    encoder = Encoder(spec, halves(spec), CUDA)
     engine = DeviceEngine({ModelKey("long", "1"): encoder}, Metrics(), max_batch_sequences=8, max_batch_tokens=1000)
     single = batch(spec, [800], seed=1)
     among = Batch(single.model, [*single.chunks, *batch(spec, [130], seed=2).chunks])
@@ -294,17 +304,12 @@ def test_batch_without_memory_fails_and_the_next_runs(engines: Engines, monkeypa
 @pytest.mark.parametrize("name", ["speller", "counter", "forecaster", "tagger"])
 def test_int8_model_runs_in_float16(tmp_path: Path, name: str) -> None:
     """An LSTM, an SRU, a QRNN with a convolution, and a GRU have the results of the float16 model of their weights."""
-    if name in OTHERS:
-        input, layers, head = OTHERS[name]
-        spec = models.made_up(tmp_path, name, input, *layers, head=head)
-    else:
-        spec = models.OF_EVERY_HEAD[name](tmp_path)
-    folder, arrays = tmp_path / name / "1", store.read_arrays(tmp_path / name / "1", spec)
-    described = store.write(folder, spec.model_copy(update={"precision": "int8"}), arrays, card="made up")
+    [spec] = [spec for spec in specs(tmp_path / "all") if spec.name == name]
+    folder, int8_spec = tmp_path / name / "1", spec.model_copy(update={"precision": "int8"})
+    described = store.write(folder, int8_spec, models.weights(spec), card="made up")
     arrays = store.read_arrays(folder, described)
-    halves = {tensor: array.half() for tensor, array in arrays.items()}
     int8 = Encoder(described, arrays, CUDA)
-    float16 = Encoder(spec.model_copy(update={"precision": "float16"}), halves, CUDA)
+    float16 = Encoder(spec, {tensor: array.half() for tensor, array in arrays.items()}, CUDA)
     assert int8.backends() == float16.backends()
     assert int8.weight_bytes() == float16.weight_bytes()
     single = batch(spec, [9, 5, 14, 7], seed=0)
