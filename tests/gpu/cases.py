@@ -5,12 +5,10 @@ All have the same promises for rows, states and outputs, which test_promises.py 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -18,14 +16,12 @@ from torch import Tensor
 from kernels.conv import stack as run_stack
 from kernels.conv import text_cnn
 from kernels.conv.plan import TileShape as ConvTile
-from kernels.persistent import launch
 from kernels.ragged import Encoded, Outputs, Ragged
 from kernels.scan.shape import ScanShape, TileShape
 from tests.gpu.inputs import FLOAT32, HALF, LAST, MAXIMUM, Shape, exactly, in_shape, made
-from tests.gpu.stacks import Make, centred, embedding, gated, stacked, tables, tcn, text
+from tests.gpu.stacks import KEEP_STEPS, Make, centred, embedding, gated, stacked, tables, tcn, text
 from tests.kernels.families import Form
 from tests.kernels.inputs import EVERYTHING
-from tests.kernels.shapes import fresh_shape_caches
 
 Problem = tuple[Ragged, Any, tuple[Any, ...]]
 """Rows, the weights of all layers, and a state of each layer that has one."""
@@ -67,8 +63,6 @@ class Case(NamedTuple):
     """Whether rows can be split into chunks."""
     alone: bool = True
     """Whether a row has the same bits in any batch."""
-    tile: int = 0
-    """Rows of a tile of several levels."""
 
     def __str__(self) -> str:
         return self.name
@@ -88,24 +82,13 @@ class Layers(NamedTuple):
     def run(self, x: Ragged, states: Any, want: Outputs | None = None) -> Encoded:
         """Encode rows from these states, zeros if there are none. The state of the result is a tuple."""
         case = self.case
-        with in_shape(case.shape), together(case.tile):
+        with in_shape(case.shape):
             encoded = case.run(x, self.weights, states or None, want=want or case.want, backend=case.backend)
         after = encoded.state if isinstance(encoded.state, tuple) else (encoded.state,)
         return replace(encoded, state=tuple(state for state in after if state is not None))
 
     def encoded(self, want: Outputs | None = None) -> Encoded:
         return self.run(self.x, self.states, want)
-
-
-@contextmanager
-def together(tile: int) -> Iterator[None]:
-    """Run as many levels at once as the device has room for, in tiles of this many rows. 0: as tuned."""
-    if not tile:
-        yield
-        return
-    tuned = launch._tuned
-    with patch.object(launch, "_tuned", lambda variant: {**tuned(variant), "levels": [{"tile": tile}]}), fresh_shape_caches():
-        yield
 
 
 def layer(
@@ -145,7 +128,7 @@ def both(form: Form, backend: str, hidden: int, *, storage: torch.dtype = HALF) 
 
 
 def levels(form: Form, hidden: int, count: int, tile: int, *, storage: torch.dtype = HALF) -> Case:
-    """Return the case of several levels that run at once. `adaptive` and no other backend does that."""
+    """Return the case of several levels that run at once, as the backend `adaptive` does. tile: 0 as tuned."""
 
     def problem(lengths: Sequence[int], seed: int) -> Problem:
         widths = [24, *[hidden] * (count - 1)]
@@ -155,7 +138,7 @@ def levels(form: Form, hidden: int, count: int, tile: int, *, storage: torch.dty
         return each[0].x, tuple(level.weights for level in each), tuple(level.state for level in each)
 
     name = f"{count} levels-{form}-{hidden}-{storage}-{tile}"
-    return Case(name, problem, form.levels, "adaptive", alone=False, tile=tile)
+    return Case(name, problem, form.levels, "adaptive", shape={"levels": tile} if tile else None, alone=False)
 
 
 def blocks(make: Make, *, states: bool, causal: bool = False) -> Case:
@@ -225,6 +208,7 @@ STACKS = [
     blocks(tcn, states=True, causal=True),
     blocks(gated, states=True, causal=True),
     *(blocks(make, states=False) for make in (centred, embedding, tables)),
+    *(blocks(make, states=False)._replace(name=f"stack-{make.__name__}-last", want=LAST) for make in KEEP_STEPS),
 ]
 TEXTS = [texts(ids) for ids in ("", "embedding", "tables")]
 CASES = [*LAYERS, *EXACT, *DIVIDED, *CONVOLUTIONS, *DIRECTIONS, *LEVELS, *STACKS, *TEXTS]

@@ -69,9 +69,9 @@ def stacked(make: Make, lengths: Sequence[int], *, states: bool = False, dtype: 
 
 
 def text(
-    ids: str, lengths: Sequence[int], widths: int, *, dtype: torch.dtype = torch.float16, first: int = 0, **options: int
+    ids: str, lengths: Sequence[int], widths: int, *, dtype: torch.dtype = torch.float16, first: int = 0, **options: Any
 ) -> TextCNN:
     """Return a problem on the CPU with this number of widths from the first one on. options: of its layers, and the number of labels."""
-    chosen = slice(first, first + widths)
-    made: TextCNN = narrow(Maker(40).text_cnn(lengths, WIDTHS[chosen], MAPS[chosen], ids=ids, **options), dtype)
+    until = first + widths
+    made: TextCNN = narrow(Maker(40).text_cnn(lengths, WIDTHS[first:until], MAPS[first:until], ids=ids, **options), dtype)
     return made

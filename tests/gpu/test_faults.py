@@ -5,9 +5,9 @@ from __future__ import annotations
 import shutil
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +26,19 @@ POISON = list(range(planted.STEPS))
 SERVERS, POISONS, ENGINES_OF_A_POISON = 2, 3, 2
 """Servers on one GPU, requests to each of them that end engines, and the engines that each of these requests ends."""
 PAUSE_SECONDS = 0.02
+Serve = Callable[[str], AbstractContextManager[Server]]
 
 
 @pytest.fixture
-def one_model(tmp_path: Path) -> Path:
-    """A folder with the model alone: an engine that starts again has nothing else to load."""
+def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Serve:
+    """Starts a server with a fault. It has one model: an engine that starts again has nothing else to load."""
     shutil.copytree(ROOT / "models" / MODEL, tmp_path / "models" / MODEL)
-    return tmp_path / "models"
+
+    def serve(fault: str) -> AbstractContextManager[Server]:
+        planted.plant(fault, monkeypatch)
+        return serving(tmp_path / "models", tmp_path, "--device", "cuda:0")
+
+    return serve
 
 
 def ask(server: Server, input: Any) -> httpx.Response:
@@ -96,36 +102,24 @@ def end_engines(server: Server, poisons: int) -> int:
     return int(restarts())
 
 
-def test_device_errors_end_engines_and_send_no_wrong_answer(
-    one_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_device_errors_end_engines_and_send_no_wrong_answer(serve: Serve) -> None:
     """Several servers share the GPU: an error of the device ends the engine that made it, and no other."""
-    planted.plant("sticky", monkeypatch)
-
-    def errors_of(number: int) -> int:
-        scratch = tmp_path / str(number)
-        scratch.mkdir()
-        with serving(one_model, scratch, "--device", "cuda:0") as server:
-            ended = end_engines(server, POISONS)
-            assert server.metric("seqserve_process_restarts_total", reason="device_lost") == ended
-            return ended
-
-    with ThreadPoolExecutor(SERVERS) as pool:
-        assert list(pool.map(errors_of, range(SERVERS))) == [ENGINES_OF_A_POISON * POISONS] * SERVERS
+    with ThreadPoolExecutor(SERVERS) as pool, ExitStack() as stack:
+        servers = [stack.enter_context(serve("sticky")) for _ in range(SERVERS)]
+        assert list(pool.map(end_engines, servers, [POISONS] * SERVERS)) == [ENGINES_OF_A_POISON * POISONS] * SERVERS
+        for server in servers:
+            lost = server.metric("seqserve_process_restarts_total", reason="device_lost")
+            assert lost == ENGINES_OF_A_POISON * POISONS
 
 
-def test_engine_with_a_hung_device_is_replaced(one_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    planted.plant("endless", monkeypatch)
-    with serving(one_model, tmp_path, "--device", "cuda:0") as server:
+def test_engine_with_a_hung_device_is_replaced(serve: Serve) -> None:
+    with serve("endless") as server:
         assert end_engines(server, 1) == ENGINES_OF_A_POISON
         assert server.metric("seqserve_process_restarts_total", reason="hung") == ENGINES_OF_A_POISON
 
 
-def test_request_without_device_memory_is_refused_alone(
-    one_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    planted.plant("memory", monkeypatch)
-    with serving(one_model, tmp_path, "--device", "cuda:0") as server:
+def test_request_without_device_memory_is_refused_alone(serve: Serve) -> None:
+    with serve("memory") as server:
         [expected] = ask(server, QUESTIONS[0]).json()["outputs"]
         with asking(server, *[GOOD] * 4) as answers:
             for _ in range(10):

@@ -14,8 +14,9 @@ import torch
 from kernels import compile as compiler
 from kernels.compile import resident_clusters
 from kernels.persistent import cluster, grid
-from tests.gpu.cases import GRU, LSTM, QRNN_OF_IDS, SRU_OF_IDS
-from tests.gpu.inputs import BFLOAT16, HALF, RAGGED, TOLERANCE, agree, made
+from tests.gpu.cases import GRU, LSTM, SCANS
+from tests.gpu.comparisons import agree
+from tests.gpu.inputs import BFLOAT16, HALF, RAGGED, TOLERANCE, made
 from tests.gpu.stacks import text
 from tests.kernels.devices import L4, clear_launch_caches
 from tests.kernels.families import Form
@@ -24,15 +25,7 @@ from tests.kernels.shapes import fresh_shape_caches
 pytestmark = pytest.mark.usefixtures("poisoned")
 
 MANY = [3, 0, 11, *[5] * 60]
-SCANS = [
-    Form("sru", version=1),
-    Form("sru", version=2),
-    Form("sru", version=1, skip="columns"),
-    Form("qrnn", pooling="fo", window=1),
-    Form("qrnn", pooling="ifo", window=2),
-    SRU_OF_IDS,
-    QRNN_OF_IDS,
-]
+LAYERS = [*SCANS, Form("sru", version=1, skip="columns"), Form("sru", version=2), Form("qrnn", pooling="fo", window=1)]
 
 
 @pytest.fixture
@@ -49,13 +42,6 @@ def l4(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     compiler.load_kernel.cache_clear()
 
 
-@pytest.fixture
-def fewer_features() -> Iterator[None]:
-    """Forget the launch shapes, which depend on the features of the device."""
-    with fresh_shape_caches():
-        yield
-
-
 @pytest.mark.usefixtures("l4")
 @pytest.mark.parametrize("form", [LSTM, GRU], ids=str)
 @pytest.mark.parametrize(
@@ -68,7 +54,7 @@ def test_persistent_kernel_matches_the_reference(form: Form, storage: torch.dtyp
 
 
 @pytest.mark.usefixtures("l4")
-@pytest.mark.parametrize("form", SCANS, ids=str)
+@pytest.mark.parametrize("form", LAYERS, ids=str)
 def test_scans_match_the_reference(form: Form) -> None:
     sizes: Sequence[tuple[list[int], int]] = [*product((RAGGED, MANY), (33, 128)), ([700, 0, 500], 128)]
     for (lengths, hidden), storage in product(sizes, TOLERANCE):
@@ -84,7 +70,6 @@ def test_text_cnn_over_tables_matches_the_reference(rows: int, labels: int) -> N
     agree(problem.map_arrays(torch.Tensor.cuda).run(backend="tables"), problem.exact(), TOLERANCE[HALF])
 
 
-@pytest.mark.usefixtures("fewer_features")
 @pytest.mark.parametrize("largest, hidden", [(8, 256), (8, 512), (0, 128)])
 def test_smaller_clusters_match_the_reference(largest: int, hidden: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Clusters of at most eight blocks, or none at all."""
@@ -94,12 +79,13 @@ def test_smaller_clusters_match_the_reference(largest: int, hidden: int, monkeyp
 
     monkeypatch.setattr(cluster, "resident_clusters", resident)
     arguments = made(LSTM, [3, 0, 11, 5], hidden)
-    agree(LSTM.run(*arguments, backend="persistent"), LSTM.exact(arguments), TOLERANCE[HALF])
+    with fresh_shape_caches():
+        agree(LSTM.run(*arguments, backend="persistent"), LSTM.exact(arguments), TOLERANCE[HALF])
 
 
-@pytest.mark.usefixtures("fewer_features")
 @pytest.mark.parametrize("hidden", [256, 768, 1024])
 def test_grid_without_lent_registers_matches_the_reference(hidden: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grid, "lends_registers", lambda _: False)
     arguments = made(LSTM, MANY, hidden)
-    agree(LSTM.run(*arguments, backend="grid"), LSTM.exact(arguments), TOLERANCE[HALF])
+    with fresh_shape_caches():
+        agree(LSTM.run(*arguments, backend="grid"), LSTM.exact(arguments), TOLERANCE[HALF])

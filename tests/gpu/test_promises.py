@@ -17,61 +17,13 @@ from kernels.activations import FUNCTIONS, Activation
 from kernels.backend import AUTO, explain
 from kernels.directions import compose_directions
 from kernels.ragged import Encoded, Outputs, Ragged
-from tests.gpu.cases import (
-    CASES,
-    CONVOLUTIONS,
-    DIRECTIONS,
-    DIVIDED,
-    LAYERS,
-    ONE_PRODUCT,
-    QRNN,
-    SRU_1,
-    SRU_2,
-    STACKS,
-    TEXTS,
-    TWO_PRODUCTS,
-    WAITS,
-    Case,
-    both,
-    layer,
-)
-from tests.gpu.inputs import (
-    BFLOAT16,
-    FLOAT32,
-    HALF,
-    RAGGED,
-    TOLERANCE,
-    agree,
-    begun_later,
-    captured,
-    exact,
-    joined,
-    made,
-    outputs,
-    same,
-    same_outputs,
-    same_state,
-    stored,
-)
+from tests.gpu import cases
+from tests.gpu.cases import CASES, ONE_PRODUCT, TWO_PRODUCTS, Case, both, layer
+from tests.gpu.comparisons import agree, exact, outputs, same, same_outputs, same_state
+from tests.gpu.inputs import BFLOAT16, FLOAT32, HALF, RAGGED, TOLERANCE, begun_later, captured, joined, made, stored
 from tests.kernels import inputs
 from tests.kernels.families import FORMS, Form
-from tests.kernels.inputs import (
-    EVERYTHING,
-    OUTPUTS,
-    SCRAP_SLOT,
-    ZERO_SLOT,
-    Arguments,
-    arrays,
-    as_float64,
-    assert_reserved_slots_unchanged,
-    assert_shared_slots_result,
-    caches_with_zero_slot,
-    in_chunks,
-    map_arrays,
-    put_in_slots,
-    run_from_slot_to_slot,
-    with_shared_slots,
-)
+from tests.kernels.inputs import EVERYTHING, OUTPUTS, Arguments, arrays, as_float64, map_arrays
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -93,37 +45,23 @@ IN_SLOTS = (
     ([*RAGGED * 30, 0, 0], torch.int64),
 )
 """Lengths of rows, and the dtype of their slots."""
-PARAMETERS = {
-    "leaky_relu": (0.1,),
-    "thresholded_relu": (0.5,),
-    "elu": (0.7,),
-    "hard_sigmoid": (0.2, 0.5),
-    "scaled_tanh": (1.2, 0.7),
-    "affine": (1.5, -0.3),
-}
+PARAMETERS: dict[str, tuple[float, ...]] = dict.fromkeys(("leaky_relu", "thresholded_relu", "elu"), (0.4,))
+PARAMETERS |= dict.fromkeys(("hard_sigmoid", "scaled_tanh", "affine"), (1.2, 0.7))
+SCANS = (
+    *(Form("sru", version=version, tanh=tanh) for version in (1, 2) for tanh in (False, True)),
+    *(Form("qrnn", pooling=pooling, window=1) for pooling in ("f", "fo", "ifo")),
+)
 GATE_FUNCTIONS = [
-    *(layer(form, backend, 128, storage=storage) for form in ONE_PRODUCT for backend, storage in (
-        ("cluster", HALF), ("grid", HALF), ("wide", HALF), ("cluster", FLOAT32), ("cluster", BFLOAT16))),
+    *(layer(form, backend, 128) for form in ONE_PRODUCT for backend in ("cluster", "grid", "wide")),
+    *(layer(form, "cluster", 128, storage=storage) for form in ONE_PRODUCT for storage in (FLOAT32, BFLOAT16)),
     *(layer(form, backend, 128) for form in TWO_PRODUCTS for backend in ("cluster", "grid")),
-    *(
-        layer(form, "fused", 72, storage=storage)
-        for form in (
-            SRU_1,
-            SRU_2,
-            Form("sru", version=1, tanh=True),
-            Form("sru", version=2),
-            QRNN,
-            Form("qrnn", pooling="f", window=1),
-            Form("qrnn", pooling="ifo", window=1),
-        )
-        for storage in (HALF, FLOAT32)
-    ),
-]  # fmt: skip
+    *(layer(form, "fused", 72, storage=storage) for form in SCANS for storage in (HALF, FLOAT32)),
+]
 GATE_TOLERANCE = {FLOAT32: 2e-5, HALF: 3e-3, BFLOAT16: 1e-2}
 """Of one step: tanh is accurate to eleven bits in 16-bit layers."""
 
 
-def cases(*chosen: Case) -> pytest.MarkDecorator:
+def each(*chosen: Case) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("case", chosen, ids=str)
 
 
@@ -140,7 +78,7 @@ def test_outputs_and_state_match_the_reference(form: Form, storage: torch.dtype,
         same(form.run(*there), actual)
 
 
-@cases(*GATE_FUNCTIONS)
+@each(*GATE_FUNCTIONS)
 def test_gate_functions_match_over_their_whole_range(case: Case) -> None:
     """After one step from random states, no sum over steps hides the error of a gate."""
     x, weights, states = case.make([1] * 64, seed=0)
@@ -159,7 +97,7 @@ def test_each_activation_matches_the_reference(kind: str, storage: torch.dtype) 
     torch.testing.assert_close(agreed, activation(values.double()), rtol=TOLERANCE[storage], atol=TOLERANCE[storage])
 
 
-@cases(*(case for case in CASES if case.alone))
+@each(*(case for case in CASES if case.alone))
 def test_row_has_the_same_bits_alone_and_in_a_batch(case: Case) -> None:
     layers = case.made(MIXED)
     whole = layers.encoded()
@@ -172,7 +110,7 @@ def test_row_has_the_same_bits_alone_and_in_a_batch(case: Case) -> None:
             assert torch.equal(encoded.steps, inputs.steps_by_row(whole, layers.x)[row])
 
 
-@cases(*(case for case in CASES if case.causal))
+@each(*(case for case in CASES if case.causal))
 def test_chunks_have_the_bits_of_whole_rows(case: Case) -> None:
     """The states move from slot to slot: all rows start from one, without a state before them, and end in one."""
     layers = case.made(MIXED)
@@ -180,12 +118,12 @@ def test_chunks_have_the_bits_of_whole_rows(case: Case) -> None:
     whole = layers.run(layers.x, zeros)
     same(layers.run(layers.x, None), whole)
     for index in (torch.int32, torch.int64):
-        caches = tuple(map(caches_with_zero_slot, layers.states))
-        steps, after = run_from_slot_to_slot(layers.run, in_chunks(layers.x, chunks=4), caches, index)
+        caches = tuple(map(inputs.caches_with_zero_slot, layers.states))
+        steps, after = inputs.run_from_slot_to_slot(layers.run, inputs.in_chunks(layers.x, chunks=4), caches, index)
         assert whole.steps is not None and torch.equal(steps, whole.steps)
         for state, expected, cache in zip(after, whole.state, caches, strict=True):
             same_state(state, expected)
-            assert_reserved_slots_unchanged(cache)
+            inputs.assert_reserved_slots_unchanged(cache)
 
 
 def wider(state: Any, index: torch.dtype) -> Any:
@@ -193,21 +131,21 @@ def wider(state: Any, index: torch.dtype) -> Any:
     return map_arrays(state, lambda array: array.float() if index is torch.int64 and array.dtype is HALF else array)
 
 
-@cases(*(case for case in CASES if case.stateful))
+@each(*(case for case in CASES if case.stateful))
 def test_states_are_read_from_slots_and_written_to_slots(case: Case) -> None:
     """Rows start from shared slots and write to others, or update their own slot. Each layer has its own slots."""
     for lengths, index in IN_SLOTS:
         layers = case.made(lengths)
-        shared = tuple(with_shared_slots(wider(state, index), index) for state in layers.states)
+        shared = tuple(inputs.with_shared_slots(wider(state, index), index) for state in layers.states)
         expected = layers.run(layers.x, tuple(cache.by_row() for cache in shared))
         encoded = layers.run(layers.x, shared)
         same_outputs(encoded, expected)
         for after, state, by_row in zip(encoded.state, layers.states, expected.state, strict=True):
-            assert_shared_slots_result(after, state, by_row)
+            inputs.assert_shared_slots_result(after, state, by_row)
         chance, places = torch.Generator().manual_seed(1), len(lengths) + 9
         orders = [torch.randperm(places, generator=chance)[: len(lengths)].to("cuda", index) for _ in layers.states]
         pairs = list(zip(layers.states, orders, strict=True))
-        own = tuple(put_in_slots(wider(state, index), slots, places) for state, slots in pairs)
+        own = tuple(inputs.put_in_slots(wider(state, index), slots, places) for state, slots in pairs)
         expected, encoded = layers.encoded(), layers.run(layers.x, own)
         same_outputs(encoded, expected)
         for cache, slots, by_row in zip(own, orders, expected.state, strict=True):
@@ -216,18 +154,18 @@ def test_states_are_read_from_slots_and_written_to_slots(case: Case) -> None:
             assert all(bool((array[others] == 9).all()) for name, array in arrays(cache).items() if name != "slots")
 
 
-@cases(*(case for case in CASES if case is not WAITS))
+@each(*(case for case in CASES if case is not cases.WAITS))
 def test_graph_serves_other_lengths_slots_and_values(case: Case) -> None:
     """First all rows start from one slot, then all rows write one slot. Nothing waits for the device, which a graph does not permit."""
     layers, other = case.made([5, 9, 0, 30]), case.made([20, 0, 18, 6], seed=1)
     x = Ragged(torch.zeros_like(layers.x.data), layers.x.offsets.clone())
-    slots, sources = torch.tensor([[3, 4, 5, 6], [ZERO_SLOT] * 4], dtype=torch.int32, device="cuda")
-    begun = tuple(map(caches_with_zero_slot, layers.states))
+    slots, sources = torch.tensor([[3, 4, 5, 6], [inputs.ZERO_SLOT] * 4], dtype=torch.int32, device="cuda")
+    begun = tuple(map(inputs.caches_with_zero_slot, layers.states))
     caches = tuple(replace(cache, slots=slots, sources=sources) for cache in begun)
     replay, encoded = captured(lambda: layers.run(x, caches))
     states = tuple(map_arrays(state, torch.zeros_like) for state in layers.states)
     middle = [5, 3, 2, 7]
-    for batch, origins, ends in ((layers.x, [ZERO_SLOT] * 4, middle), (other.x, middle, [SCRAP_SLOT] * 4)):
+    for batch, origins, ends in ((layers.x, [inputs.ZERO_SLOT] * 4, middle), (other.x, middle, [inputs.SCRAP_SLOT] * 4)):
         x.data.copy_(batch.data)
         x.offsets.copy_(batch.offsets)
         slots.copy_(torch.tensor(ends))
@@ -238,10 +176,10 @@ def test_graph_serves_other_lengths_slots_and_values(case: Case) -> None:
         states = expected.state if ends == middle else states
         for cache, state in zip(begun, states, strict=True):
             same_state(map_arrays(cache, itemgetter(middle)), state)
-            assert_reserved_slots_unchanged(cache)
+            inputs.assert_reserved_slots_unchanged(cache)
 
 
-@cases(*CASES)
+@each(*CASES)
 def test_nan_stays_in_its_row(case: Case) -> None:
     layers = case.made([4, 2, 0, 7, 7, 1, 3, 5, 6])
     data, states = layers.x.data.clone(), tuple(map_arrays(state, torch.clone) for state in layers.states)
@@ -258,7 +196,7 @@ def test_nan_stays_in_its_row(case: Case) -> None:
     assert not of_ids or "cell 0" not in encoded or encoded["cell 0"][3].isnan().all()
 
 
-@cases(*(case for case in CASES if case not in [*DIVIDED, *STACKS, *TEXTS]))
+@each(*(case for case in CASES if case not in [*cases.DIVIDED, *cases.STACKS, *cases.TEXTS]))
 def test_unrequested_outputs_are_none_and_change_nothing(case: Case) -> None:
     layers = case.made(RAGGED)
     everything = layers.encoded(EVERYTHING)
@@ -268,7 +206,7 @@ def test_unrequested_outputs_are_none_and_change_nothing(case: Case) -> None:
         same(encoded, everything)
 
 
-@cases(*(case for case in LAYERS if case.form is not None and not case.form.takes_ids))
+@each(*(case for case in cases.LAYERS if case.form is not None and not case.form.takes_ids))
 def test_gate_inputs_may_have_any_dtype_and_address(case: Case) -> None:
     layers = case.made(RAGGED)
     assert case.form is not None
@@ -283,7 +221,13 @@ def test_gate_inputs_may_have_any_dtype_and_address(case: Case) -> None:
             same(layers.run(Ragged(shifted, x.offsets), layers.states), encoded)
 
 
-@cases(*CONVOLUTIONS)
+@each(*CASES)
+def test_batch_without_rows_has_empty_outputs(case: Case) -> None:
+    arrays_of = outputs(case.made([]).encoded())
+    assert arrays_of and all(len(array) == 0 for array in arrays_of.values())
+
+
+@each(*cases.CONVOLUTIONS)
 def test_ids_and_offsets_may_be_int32_or_int64(case: Case) -> None:
     layers = case.made(RAGGED)
     x, expected = layers.x, layers.encoded()
@@ -294,8 +238,8 @@ def test_ids_and_offsets_may_be_int32_or_int64(case: Case) -> None:
         same(layers.run(wide, layers.states), expected)
 
 
-@cases(
-    *DIRECTIONS,
+@each(
+    *cases.DIRECTIONS,
     *(
         both(form, backend, hidden)
         for form in ONE_PRODUCT
@@ -346,3 +290,9 @@ def test_products_of_both_directions_match_the_reference(form: Form) -> None:
 def test_kernels_are_chosen_for_this_device(family: str, dtype: str, hidden: int, chosen: str) -> None:
     explained = explain(family, device="cuda:0", dtype=dtype, hidden=hidden).splitlines()
     assert explained[-1].startswith(chosen)
+
+
+@pytest.mark.parametrize("form", [*ONE_PRODUCT, *TWO_PRODUCTS, *cases.SCANS, cases.CENTRED, cases.OF_TABLES], ids=str)
+def test_layer_runs_in_a_fused_kernel(form: Form) -> None:
+    chosen = form.module.choice(made(form, [1], 192).weights).backend
+    assert chosen.name == ("persistent" if form.family in ("lstm", "gru") else "fused")

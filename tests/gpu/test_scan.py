@@ -18,6 +18,7 @@ from kernels.directions import compose_directions
 from kernels.ragged import Encoded, Outputs, Ragged
 from kernels.scan.shape import PART, ScanShape, TileShape
 from tests.gpu.cases import QRNN, QRNN_OF_IDS, SCANS, SRU_1, SRU_2, SRU_OF_IDS
+from tests.gpu.comparisons import agree, assert_any_rows_match, outputs, same, same_state
 from tests.gpu.inputs import (
     FLOAT32,
     HALF,
@@ -25,8 +26,6 @@ from tests.gpu.inputs import (
     RAGGED,
     TOLERANCE,
     Shape,
-    agree,
-    assert_any_rows_match,
     begun_later,
     captured,
     exactly,
@@ -34,10 +33,7 @@ from tests.gpu.inputs import (
     in_shape,
     joined,
     made,
-    outputs,
     random_lengths,
-    same,
-    same_state,
 )
 from tests.kernels.families import Form
 from tests.kernels.inputs import EVERYTHING, Arguments
@@ -178,19 +174,11 @@ def test_divided_rows_match_the_reference(form: Form, lengths: list[int], added:
 @every_linear_layer
 @pytest.mark.parametrize("width", [24, 700])
 def test_tiles_give_the_same_bits_as_streams(form: Form, width: int) -> None:
-    for lengths in (RAGGED, *LONG, [64, 64], [7] * 300):
+    """Also in streams of parts of a single row."""
+    for lengths in (RAGGED, *LONG, [64, 64], [7] * 300, [1], [PART], [PART + 1], [1000]):
         arguments = made(form, lengths, 72, width)
         expected = run(form, arguments, LAST, STREAMS)
-        for shape in (*IN_TILES, *DIVIDED):
-            same(run(form, arguments, LAST, shape), expected)
-
-
-@every_linear_layer
-def test_streams_of_parts_give_the_same_bits(form: Form) -> None:
-    for steps in (1, PART, PART + 1, 1000, 4096):
-        arguments = made(form, [steps], 72)
-        expected = run(form, arguments, LAST, STREAMS)
-        for shape in dividing(form, [steps]):
+        for shape in (*IN_TILES, *dividing(form, lengths)):
             same(run(form, arguments, LAST, shape), expected)
 
 
@@ -299,10 +287,3 @@ def test_bidirectional_gates_in_tiles_give_the_same_bits(form: Form) -> None:
     for lengths in LONG:
         arguments = pair_of(form, lengths, exactly)
         same(run_both(form, arguments, LAST, DIVIDED[1]), run_each(form, arguments, LAST, STREAMS))
-
-
-@pytest.mark.parametrize("form", SCANS, ids=str)
-def test_chosen_backend_runs(form: Form) -> None:
-    arguments = exactly(form, [3, 4], 192)
-    assert form.module.choice(arguments.weights).backend.name == "fused"
-    same(form.run(*arguments), run(form, arguments))

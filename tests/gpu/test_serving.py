@@ -36,12 +36,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield running
 
 
-@pytest.fixture(scope="module")
-def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving(MODELS, tmp_path_factory.mktemp("log"), "--device", "cpu") as running:
-        yield running
-
-
 @pytest.fixture(scope="module", params=["first", "second"])
 def tracks(request: pytest.FixtureRequest, server: Server) -> dict[str, list[DrawnSlice]]:
     """The tracks of an engine's first trace, which starts the profiler, and of its second."""
@@ -54,16 +48,17 @@ def tracks(request: pytest.FixtureRequest, server: Server) -> dict[str, list[Dra
     return traces.tracks(answer.json())
 
 
-def test_models_have_the_answers_of_a_cpu(server: Server, on_cpu: Server) -> None:
+def test_models_have_the_answers_of_a_cpu(server: Server, tmp_path: Path) -> None:
     """By the kernels of a GPU."""
     served = {model["name"]: model for model in server.client.get("/models").json()["models"]}
     for name, backend in BACKENDS.items():
         assert served[name]["device"] == "cuda:0" and backend in " ".join(served[name]["backends"])
-    for model in TEXTS:
-        outputs, expected = (each.infer(model, QUESTIONS).json()["outputs"] for each in (server, on_cpu))
-        assert [output["label"] for output in outputs] == [output["label"] for output in expected]
-        for output, expected_output in zip(outputs, expected, strict=True):
-            assert output["scores"] == pytest.approx(expected_output["scores"], abs=5e-3), "float16 products"
+    with serving(MODELS, tmp_path, "--device", "cpu") as on_cpu:
+        for model in TEXTS:
+            outputs, expected = (each.infer(model, QUESTIONS).json()["outputs"] for each in (server, on_cpu))
+            assert [output["label"] for output in outputs] == [output["label"] for output in expected]
+            for output, right in zip(outputs, expected, strict=True):
+                assert output["scores"] == pytest.approx(right["scores"], abs=5e-3), "float16 products"
 
 
 def test_sessions_continue_from_slots_and_from_the_host(server: Server) -> None:
