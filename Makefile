@@ -153,7 +153,7 @@ test-all: $(TESTED) .venv-perf/installed .venv-ray/installed
 	@tools/programs.sh $(PROGRAMS)
 	$(WITH_PROGRAMS) $(BIN)/python -m pytest -rs $(or $(FILES),tests tests/long tests/cluster tests/docker)
 
-# Tests of kernels run in any worker, those that share a server in one. The test of overload runs last, because it needs the whole GPU.
+# Tests run in any worker, and those that share a server or an engine in one. The test of overload runs last, because it needs the whole GPU.
 test-gpu: install .venv/tools
 	$(BIN)/python -m pytest $(PARALLEL) --numprocesses 8 --dist loadgroup --ignore tests/gpu/test_overload.py tests/gpu
 	$(BIN)/python -m pytest tests/gpu/test_overload.py

@@ -243,9 +243,9 @@ def test_chunks_match_whole_sequences(engines: Engines, name: str) -> None:
     assert_alike(moved, stayed, tolerance=0)
 
 
-@pytest.mark.parametrize(
-    "name, returns, value", product(("sensors", "counter", "forecaster"), (PLAIN, VECTOR, STEPS), (math.nan, math.inf))
-)
+@pytest.mark.parametrize("name", ["sensors", "counter", "forecaster"])
+@pytest.mark.parametrize("returns", [PLAIN, VECTOR, STEPS], ids=str)
+@pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_chunk_with_a_state_that_is_not_finite_is_marked(engines: Engines, name: str, returns: Returns, value: float) -> None:
     """Two batches are in flight: each has its own result. A chunk that writes no state is not marked for the states of others."""
     key, whole = ModelKey(name, "1"), engines.sized(name, [6] * 4, returns=returns)

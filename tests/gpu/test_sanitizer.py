@@ -24,6 +24,8 @@ from tests.gpu.inputs import FLOAT32, LAST, MAXIMUM, exactly, made
 from tests.gpu.stacks import tcn
 from tests.kernels.inputs import EVERYTHING
 
+pytestmark = pytest.mark.slow
+
 SHORT, LONG = [3, 0, 5, 1, 2, 2, 1, 4, 3, 2], [150, 0, 40, 129]
 SIZES = (("cluster", 41), ("cluster", 200), ("grid", 41), ("grid", 272), ("grid", 529))
 TILES = (TileShape(8, 1), TileShape(32, 2), TileShape(16, 2, split=True))

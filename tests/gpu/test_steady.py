@@ -15,7 +15,7 @@ WARM_UP, ROUNDS = 100_000 // ROUND, 60_000 // ROUND
 FRONTENDS, CLIENTS = 4, 128
 MALLOCS, ALLOCATIONS = "seqserve_device_mallocs_total", "seqserve_device_allocations_total"
 RESERVED = "seqserve_device_reserved_bytes"
-SMALL_PLAN_CACHE = {"CUBLASLT_HEURISTICS_CACHE_CAPACITY": "64"}
+PLAN_CACHE = "CUBLASLT_HEURISTICS_CACHE_CAPACITY"
 """cuBLASLt caches a plan for each size of a product, by default up to 8,192 plans, which take some MiB.
 Batches without a graph have many sizes."""
 
@@ -26,8 +26,7 @@ def device_metrics(server: Server, *names: str) -> dict[str, float]:
 
 def test_load_allocates_no_device_memory_or_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches of requests without options run as graphs, whose memory is part of the capture: they allocate no blocks at all."""
-    for name, value in SMALL_PLAN_CACHE.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv(PLAN_CACHE, "64")
     with serving(MODELS, tmp_path, "--device", "cuda:0", "--frontends", str(FRONTENDS)) as server:
         eventually(lambda: all(device_metrics(server, MALLOCS, ALLOCATIONS, RESERVED).values()))
         requests, before = mixed(MODELS), device_metrics(server, MALLOCS, RESERVED)
