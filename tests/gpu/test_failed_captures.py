@@ -49,8 +49,8 @@ def check_not_loaded(server: Server) -> None:
     refusal = load(server, HARMED_MODEL, status=400)
     assert refusal["code"] == "invalid_model"
     assert "cannot be served: ValueError: a planted error" in refusal["error"]
-    rows = [row for row in server.client.post("/v2/repository/index").json() if row["name"] == HARMED_MODEL]
-    indexed = {row["version"]: row for row in rows}
+    index = server.client.post("/v2/repository/index").json()
+    indexed = {row["version"]: row for row in index if row["name"] == HARMED_MODEL}
     assert (indexed["1"]["state"], indexed["2"]["state"]) == ("READY", "UNAVAILABLE")
     assert indexed["2"]["reason"] == refusal["error"]
     check_served(server, version="1", by="graph")

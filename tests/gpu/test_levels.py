@@ -32,7 +32,6 @@ def exact(form: Form, problem: Layers) -> Encoded:
 
 
 def apart(form: Form, problem: Layers, backend: str) -> Encoded:
-    """Run one level after the other."""
     return form.levels(problem.x, problem.weights, problem.states, backend=backend)
 
 

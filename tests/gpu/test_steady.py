@@ -16,8 +16,7 @@ FRONTENDS, CLIENTS = 4, 128
 MALLOCS, ALLOCATIONS = "seqserve_device_mallocs_total", "seqserve_device_allocations_total"
 RESERVED = "seqserve_device_reserved_bytes"
 PLAN_CACHE = "CUBLASLT_HEURISTICS_CACHE_CAPACITY"
-"""cuBLASLt caches a plan for each size of a product, by default up to 8,192 plans, which take some MiB.
-Batches without a graph have many sizes."""
+"""cuBLASLt caches a plan for each size of a product, by default up to 8,192. Batches without a graph have many sizes."""
 
 
 def device_metrics(server: Server, *names: str) -> dict[str, float]:
