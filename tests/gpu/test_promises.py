@@ -45,7 +45,8 @@ IN_SLOTS = (
     ([*RAGGED * 30, 0, 0], torch.int64),
 )
 """Lengths of rows, and the dtype of their slots."""
-PARAMETERS: dict[str, tuple[float, ...]] = dict.fromkeys(("leaky_relu", "thresholded_relu", "elu"), (0.4,))
+# The threshold is exact in each format: beside it, rounding decides between 0 and the value.
+PARAMETERS: dict[str, tuple[float, ...]] = dict.fromkeys(("leaky_relu", "thresholded_relu", "elu"), (0.375,))
 PARAMETERS |= dict.fromkeys(("hard_sigmoid", "scaled_tanh", "affine"), (1.2, 0.7))
 SCANS = (
     *(Form("sru", version=version, tanh=tanh) for version in (1, 2) for tanh in (False, True)),
