@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, cast
 
 import hpack
@@ -90,7 +90,6 @@ class FakeTransport:
         self.written = bytearray()
         self.buffered = 0
         self.full = self.closing = self.eof = self.reading_paused = False
-        self.largest_buffer = 0
 
     def get_extra_info(self, name: str) -> tuple[str, int] | None:
         return ("127.0.0.1", 1) if name == "peername" else None
@@ -101,7 +100,6 @@ class FakeTransport:
             self.written += data
             return
         self.buffered += len(data)
-        self.largest_buffer = max(self.largest_buffer, self.buffered)
         if self.buffered > 1 << 16 and self.connection is not None:
             self.connection.pause_writing()
 
@@ -132,39 +130,34 @@ class FakeTransport:
     abort = close
 
 
+RESPONSE, TRAILERS = encode_fields([(b":status", b"200")]), encode_fields([(b"x-end", b"yes")])
+
+
 class Echo(StreamHandler):
     """Sends the request's body back when it is complete. /hold answers nothing, /slow consumes nothing, /large returns 1 MB."""
 
     def __init__(self, application: EchoApplication, stream: Stream, path: bytes) -> None:
-        self.application = application
-        self.stream = stream
-        self.path = path
-        self.parts: list[bytes] = []
-        self.was_lost = 0
+        self.application, self.stream, self.path = application, stream, path
+        self.body = b""
 
     def receive(self, data: bytes, ended: bool) -> None:
         if self.path == b"/fail":
             raise RuntimeError("a bug in the application")
-        self.parts.append(data)
+        self.body += data
         if self.path != b"/slow":
             self.stream.consumed(len(data))
         if ended and self.path not in (b"/hold", b"/slow"):
-            body = b"x" * 1_000_000 if self.path == b"/large" else b"".join(self.parts)
-            self.stream.respond(RESPONSE, body, TRAILERS)
+            self.stream.respond(RESPONSE, bytes(1_000_000) if self.path == b"/large" else self.body, TRAILERS)
 
     def lost(self) -> None:
-        self.was_lost += 1
         self.application.lost.append(self.stream.id)
 
     def sent(self) -> None:
         self.application.sent.append(self.stream.id)
 
 
-RESPONSE, TRAILERS = encode_fields([(b":status", b"200")]), encode_fields([(b"x-end", b"yes")])
-
-
 class EchoApplication(Application):
-    """Answers the requests of the tests."""
+    """Answers the requests of the tests. lost, sent: ids of streams."""
 
     def __init__(self) -> None:
         self.requests: list[RequestFields] = []
@@ -190,7 +183,7 @@ class EchoApplication(Application):
 
 
 class Peer:
-    """A connected client."""
+    """A connected client. floods: of earlier connections, as the service remembers them."""
 
     def __init__(
         self,
@@ -201,13 +194,12 @@ class Peer:
         greet: bool = True,
         floods: Floods | None = None,
     ) -> None:
-        """floods: of earlier connections, as the service remembers them."""
         self.loop = loop
         self.application: Any = application or EchoApplication()
         self.connections: set[Http2Connection] = set()
         self.transport = FakeTransport(loop)
         self._buffer = b""
-        self._headers = hpack.Decoder()
+        self._headers = hpack.Decoder(1 << 20)
         loop.run_until_complete(self._connect(limits, floods or Floods()))
         if greet:
             self.greeting = self.send(PREFACE + settings())
@@ -235,11 +227,15 @@ class Peer:
                 break
         return frames
 
+    def run(self, function: Callable[..., Any], *arguments: Any) -> list[Frame]:
+        """Call a function in the event loop, and return the frames that the server then sends."""
+        self.loop.call_soon(function, *arguments)
+        return self.send()
+
     def sweep(self, seconds: float) -> list[Frame]:
         """Let time pass, and return the frames that the server then sends."""
         self.loop.now += seconds
-        self.loop.call_soon(self.connection.sweep, self.loop.now)
-        return self.send()
+        return self.run(self.connection.sweep, self.loop.now)
 
     def header_fields(self, frames: Iterable[Frame]) -> list[dict[bytes, bytes]]:
         """Return the fields of all HEADERS frames."""
@@ -260,18 +256,22 @@ class Peer:
         return self._frames()
 
     def _frames(self) -> list[Frame]:
-        data = self._buffer + bytes(self.transport.written)
+        frames, self._buffer = split_frames(self._buffer + bytes(self.transport.written))
         self.transport.written.clear()
-        frames, at = [], 0
-        while len(data) - at >= 9:
-            upper, lower, kind, flags, stream = struct.unpack_from(">BHBBI", data, at)
-            end = at + 9 + (upper << 16 | lower)
-            if end > len(data):
-                break
-            frames.append(Frame(kind, flags, stream, data[at + 9 : end]))
-            at = end
-        self._buffer = data[at:]
         return frames
+
+
+def split_frames(data: bytes) -> tuple[list[Frame], bytes]:
+    """Return the whole frames at the start of the data, and the rest."""
+    frames, at = [], 0
+    while len(data) - at >= 9:
+        upper, lower, kind, flags, stream = struct.unpack_from(">BHBBI", data, at)
+        end = at + 9 + (upper << 16 | lower)
+        if end > len(data):
+            break
+        frames.append(Frame(kind, flags, stream, data[at + 9 : end]))
+        at = end
+    return frames, data[at:]
 
 
 def goaway_codes(frames: Iterable[Frame]) -> list[int]:
