@@ -9,7 +9,7 @@ import socket
 import struct
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, closing, suppress
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -28,26 +28,29 @@ from tritonclient.grpc import model_config_pb2, service_pb2
 from tritonclient.utils import InferenceServerException
 
 from service.frontend import connection_guard
-from service.frontend.oip.protobuf import METHODS, SERVICE
+from service.frontend.oip.protobuf import METHODS
 from tests.frontend.conftest import BODY_BYTES
 from tests.frontend.http2 import peer
-from tests.frontend.http2.peer import DATA, END_HEADERS, END_STREAM, GOAWAY, HEADERS, PREFACE, frame, reset, settings, window
+from tests.frontend.http2.peer import DATA, END_HEADERS, END_STREAM, GOAWAY, HEADERS, PREFACE, frame, settings, window
 from tests.frontend.in_process import InProcess, in_process
 from tests.frontend.oip.messages import tensors, with_parameters
-from tests.serving import LIMIT_SECONDS, check_unharmed, eventually
+from tests.serving import LIMIT_SECONDS, eventually
 
-HEALTH, REFLECTION = "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"
+SERVICE, HEALTH = "/inference.GRPCInferenceService", "/grpc.health.v1.Health"
 QUESTIONS = ["How far is it from Denver to Aspen ?", "Who wrote Faust ?"]
 ROWS = np.array([[0.1 * step, -0.5, 1 / step] for step in range(1, 13)], np.float32)
-MAX_CONNECTIONS = 20
-GREETING = PREFACE + settings()
 GOING_AWAY = frame(GOAWAY, 0, 0, b"\x7f\xff\xff\xff" + bytes(4))
-CALL = peer.block((b"content-type", b"application/grpc"), path=f"/{SERVICE}/ModelInfer".encode())
+CALL = peer.block((b"content-type", b"application/grpc"), path=f"{SERVICE}/ModelInfer".encode())
+
+
+def raw(name: str, datatype: str, shape: list[int], *data: bytes, model: str = "sensors") -> Any:
+    """Return a request with one input whose values are raw bytes."""
+    return tensors((name, datatype, shape, b"".join(data)), model=model, id="mine")
 
 
 def rows(data: bytes = bytes(12), model: str = "sensors", **parameters: Any) -> Any:
     """Return a request with one row of three features."""
-    return with_parameters(tensors(("inputs", "FP32", [1, 1, 3], data), model=model, id="mine"), **parameters)
+    return with_parameters(raw("inputs", "FP32", [1, 1, 3], data, model=model), **parameters)
 
 
 @pytest.fixture(scope="module")
@@ -66,13 +69,13 @@ def call(channel: grpc.Channel, message: Any, method: str = "ModelInfer", **opti
     """Call a method. A message of type bytes is sent unchanged."""
     data = message if isinstance(message, bytes) else message.SerializeToString()
     answer = METHODS[method].response_type.FromString
-    return channel.unary_unary(f"/{SERVICE}/{method}", response_deserializer=answer)(data, timeout=60, **options)
+    return channel.unary_unary(f"{SERVICE}/{method}", response_deserializer=answer)(data, timeout=60, **options)
 
 
 def stream_of(channel: grpc.Channel, requests: Iterable[Any], **options: Any) -> Any:
     """Send all requests, close the sending side, and return the responses."""
     answer = METHODS["ModelStreamInfer"].response_type.FromString
-    method = channel.stream_stream(f"/{SERVICE}/ModelStreamInfer", lambda message: message.SerializeToString(), answer)
+    method = channel.stream_stream(f"{SERVICE}/ModelStreamInfer", lambda message: message.SerializeToString(), answer)
     return method(iter(requests), timeout=60, **options)
 
 
@@ -165,7 +168,7 @@ def test_cancelled_calls_and_streams_are_cancelled_in_the_engine(heads: InProces
     gone, late = outcomes(heads, "client_gone"), outcomes(heads, "deadline_exceeded")
     with heads.held() as engine:
         cancelled = engine.cancelled
-        single = channel.unary_unary(f"/{SERVICE}/ModelInfer").future(rows().SerializeToString())
+        single = channel.unary_unary(f"{SERVICE}/ModelInfer").future(rows().SerializeToString())
         stream = stream_of(channel, [rows()] * 5)
         eventually(lambda: len(engine.waiting) == 6)
         single.cancel()
@@ -229,7 +232,7 @@ def test_first_error_ends_the_stream_with_grpc_errors(channel: grpc.Channel) -> 
     assert (ended.value.code(), "13 bytes" in ended.value.details()) == (grpc.StatusCode.INVALID_ARGUMENT, True)
 
 
-# Health and reflection.
+# Health, reflection, and clients that are disconnected.
 
 
 def test_health_of_server_and_service(heads: InProcess, channel: grpc.Channel) -> None:
@@ -238,13 +241,13 @@ def test_health_of_server_and_service(heads: InProcess, channel: grpc.Channel) -
         return replies.status if method == "Check" else next(replies).status
 
     statuses, since = health_pb2.HealthCheckResponse, heads.log_bytes
-    assert ask("") == ask(SERVICE) == ask("", "Watch") == statuses.SERVING
+    assert ask("") == ask(SERVICE[1:]) == ask("", "Watch") == statuses.SERVING
     assert ask("nobody", "Watch") == statuses.SERVICE_UNKNOWN
     with pytest.raises(grpc.RpcError, match="NOT_FOUND"):
         ask("nobody")
     for method in ("Check", "Watch"):
         with pytest.raises(grpc.RpcError, match="INVALID_ARGUMENT"):
-            next(channel.unary_stream(f"/{HEALTH}/{method}")(b"\xff\xff", timeout=60))
+            next(channel.unary_stream(f"{HEALTH}/{method}")(b"\xff\xff", timeout=60))
     assert not heads.events("bug", since=since)
 
 
@@ -255,7 +258,7 @@ def test_reflection_describes_every_service(channel: grpc.Channel) -> None:
         return answer
 
     listed = [service.name for service in reflect(list_services="").list_services_response.service]
-    assert listed == [HEALTH, REFLECTION, SERVICE]
+    assert listed == [HEALTH[1:], "grpc.reflection.v1alpha.ServerReflection", SERVICE[1:]]
     pool = DescriptorPool()
     for name in listed:
         for file in reflect(file_containing_symbol=name).file_descriptor_response.file_descriptor_proto:
@@ -264,75 +267,35 @@ def test_reflection_describes_every_service(channel: grpc.Channel) -> None:
     assert reflect(file_containing_symbol="inference.Nothing").error_response.error_code == grpc.StatusCode.NOT_FOUND.value[0]
 
 
-# Connections.
-
-
-@pytest.fixture(scope="module")
-def limited(models_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[InProcess]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(connection_guard, "RECEIVE_SECONDS", 1)
-        with in_process(models_folder, tmp_path_factory.mktemp("log"), max_connections=MAX_CONNECTIONS) as running:
-            yield running
-            check_unharmed(running)
-
-
 def connect(service: InProcess) -> socket.socket:
     host, port = service.grpc.rsplit(":", 1)
-    client = socket.create_connection((host, int(port)), LIMIT_SECONDS)
-    client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return client
-
-
-def is_answered(service: InProcess) -> bool:
-    """Call on a new connection."""
-    with grpc.insecure_channel(service.grpc) as channel:
-        return len(call(channel, rows()).outputs) == 3
+    return socket.create_connection((host, int(port)), LIMIT_SECONDS)
 
 
 def read_to_end(client: socket.socket, data: bytes = b"") -> list[peer.Frame]:
     """Return all frames until the server closes the connection. data: bytes that were read before."""
-    with suppress(ConnectionResetError):  # the server closed it while this client still sent
-        while part := client.recv(1 << 16):
-            data += part
+    while part := client.recv(1 << 16):
+        data += part
     return peer.split_frames(data)[0]
 
 
-def closed(service: InProcess, reason: str) -> float:
-    return service.metric("seqserve_connections_closed_total", reason=reason)
-
-
-def test_invalid_and_slow_clients_are_disconnected(limited: InProcess) -> None:
+def test_invalid_and_slow_clients_are_disconnected(
+    heads: InProcess, channel: grpc.Channel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They are counted, and calls on another connection go on."""
-    broken = [b"GET / HTTP/1.1\r\nhost: x\r\n\r\n", GREETING + frame(0, 0, 1, b"x")]
-    slow = [b"", PREFACE[:9], GREETING + peer.request(1)[:12]]
-    with ExitStack() as stack:
-        clients = [stack.enter_context(closing(connect(limited))) for _ in (*broken, *slow)]
-        for client, data in zip(clients, (*broken, *slow), strict=True):
+
+    def closed(reason: str) -> float:
+        return heads.metric("seqserve_connections_closed_total", reason=reason)
+
+    before = {reason: closed(reason) for reason in ("invalid_request", "slow_request")}
+    monkeypatch.setattr(connection_guard, "RECEIVE_SECONDS", 0.1)
+    for data in (b"GET / HTTP/1.1\r\nhost: x\r\n\r\n", b"", PREFACE + settings() + peer.request(1)[:12]):
+        with closing(connect(heads)) as client:
             client.sendall(data)
-        ends = [read_to_end(client)[-1] for client in clients]
-    assert [end.kind for end in ends] == [GOAWAY] * 5 and all(end.word for end in ends)
-    assert (closed(limited, "invalid_request"), closed(limited, "slow_request")) == (2, 3)
-    assert is_answered(limited)
-
-
-def test_idle_connections_make_room(limited: InProcess) -> None:
-    """Idle connections close for new connections."""
-    with ExitStack() as stack:
-        clients = [stack.enter_context(closing(connect(limited))) for _ in range(2 * MAX_CONNECTIONS)]
-        for client in clients:
-            with suppress(ConnectionResetError, BrokenPipeError):
-                client.sendall(GREETING)
-        assert is_answered(limited)
-        assert closed(limited, "too_many") >= MAX_CONNECTIONS
-        assert read_to_end(clients[0])
-
-
-def test_flood_of_requests_does_not_keep_others_waiting(limited: InProcess) -> None:
-    """A client sends calls that fail as fast as it can, and resets them. Another client gets its answers meanwhile."""
-    with closing(connect(limited)) as client:
-        with suppress(ConnectionResetError, BrokenPipeError):
-            client.sendall(GREETING + b"".join(frame(HEADERS, END_HEADERS, id, CALL) + reset(id) for id in range(1, 5000, 2)))
-        assert is_answered(limited)
+            last = read_to_end(client)[-1]
+            assert last.kind == GOAWAY and last.word
+    assert {reason: closed(reason) - count for reason, count in before.items()} == {"invalid_request": 1, "slow_request": 2}
+    assert len(call(channel, rows()).outputs) == 3
 
 
 # Shutdown.
@@ -354,7 +317,7 @@ def test_shutdown_answers_open_calls(models_folder: Path, tmp_path: Path) -> Non
             late.sendall(PREFACE + settings((4, 10)) + frame(HEADERS, END_HEADERS, 1, CALL) + message)
             eventually(lambda: outcomes(service, "ok") == 1)
             with service.held() as engine:
-                single = channel.unary_unary(f"/{SERVICE}/ModelInfer").future(data, timeout=60)
+                single = channel.unary_unary(f"{SERVICE}/ModelInfer").future(data, timeout=60)
                 answers = stream_of(channel, requests())
                 eventually(lambda: len(engine.waiting) == 4)
                 service.begin_to_stop()
@@ -383,7 +346,7 @@ def test_calls_longer_than_the_drain_are_cut_off(models_folder: Path, tmp_path: 
         grpc.insecure_channel(service.grpc) as channel,
         service.held() as engine,
     ):
-        calls = [channel.unary_unary(f"/{SERVICE}/ModelInfer").future(rows().SerializeToString()) for _ in range(3)]
+        calls = [channel.unary_unary(f"{SERVICE}/ModelInfer").future(rows().SerializeToString()) for _ in range(3)]
         eventually(lambda: len(engine.waiting) == 3)
         service.stop()
         assert [call.exception(LIMIT_SECONDS).code() for call in calls] == [grpc.StatusCode.UNAVAILABLE] * 3
