@@ -11,7 +11,7 @@ import pytest
 from service.errors import InvalidInput, InvalidRequest, ServiceError, TooLarge
 from service.frontend.catalog import Catalog
 from service.frontend.oip.binary_forms import MAX_FORMS, BinaryForms, FormKey
-from service.frontend.oip.json import encode_response, parse_request, response_pieces
+from service.frontend.oip.json import encode_response, parse_raw_sequence, parse_request, response_pieces
 from service.frontend.oip.limits import MAX_PARTS
 from service.frontend.oip.tensors import BYTES, from_list
 from service.frontend.oip.types import InferResponse
@@ -86,6 +86,21 @@ def test_raw_tensors_follow_in_the_order_of_the_inputs() -> None:
     assert [raw(name) for raw in [parse(asking(binary_data=True)).raw] for name in ("score", "label")] == [True, False]
     with pytest.raises(InvalidRequest, match="is 3, but the body has 2 bytes"):
         parse_request(b"{}", 3, "words", "")
+
+
+def test_raw_sequence_has_the_type_of_the_model(catalog: Catalog) -> None:
+    for model, data, shape, values in (
+        ("words", b"how far", (1,), [b"how far"]),
+        ("speller", struct.pack("<3i", 1, 2, 3), (3,), [1, 2, 3]),
+        ("forecaster", struct.pack("<6f", *range(6)), (2, 3), [[0, 1, 2], [3, 4, 5]]),
+    ):
+        request, raw = parse_raw_sequence(data, catalog.find(model, None).spec, model, "1")
+        [input] = request.inputs
+        assert (request.model, request.version, input.shape, raw("any")) == (model, "1", shape, True)
+        assert (input.values if isinstance(input.values, list) else input.values.tolist()) == values
+        for broken in (b"", data[:-1]) if model != "words" else ():
+            with pytest.raises(InvalidInput):
+                parse_raw_sequence(broken, catalog.find(model, None).spec, model, "1")
 
 
 def test_response_is_json_with_the_raw_outputs_after_it() -> None:
