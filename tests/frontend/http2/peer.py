@@ -15,7 +15,7 @@ from service.frontend.http2.header_blocks import RequestFields, encode_fields
 from service.frontend.http2.stream import Stream, StreamHandler
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(10)
+KINDS = DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(10)
 END_STREAM, ACK, END_HEADERS, PADDED, PRIORITIZED = 1, 1, 4, 8, 0x20
 REQUEST = [(b":method", b"POST"), (b":scheme", b"http"), (b":path", b"/echo"), (b":authority", b"localhost")]
 LIMITS = Limits(
@@ -41,6 +41,21 @@ class Frame(NamedTuple):
     def word(self) -> int:
         """The last 4 bytes as a number: an error code, or a window."""
         return int(struct.unpack(">I", self.payload[4:8] if self.kind == GOAWAY else self.payload[:4])[0])
+
+
+class Frames(list[Frame]):
+    """Frames that the server sent one after the other."""
+
+    @property
+    def goaways(self) -> list[int]:
+        """The error codes of GOAWAY."""
+        return [frame.word for frame in self if frame.kind == GOAWAY]
+
+    def resets(self, stream: int) -> list[int]:
+        return [frame.word for frame in self if frame.kind == RST_STREAM and frame.stream == stream]
+
+    def body(self, stream: int) -> bytes:
+        return b"".join(frame.payload for frame in self if frame.kind == DATA and frame.stream == stream)
 
 
 def frame(kind: int, flags: int = 0, stream: int = 0, payload: bytes = b"", size: int | None = None) -> bytes:
@@ -214,25 +229,25 @@ class Peer:
         """Whether the server ended the connection."""
         return self.transport.eof or self.transport.closing
 
-    def send(self, *data: bytes) -> list[Frame]:
+    def send(self, *data: bytes) -> Frames:
         """Send bytes, and return the frames that the server sends until it is idle."""
         return self.loop.run_until_complete(self._send(b"".join(data)))
 
-    def send_parts(self, parts: Iterable[bytes]) -> list[Frame]:
+    def send_parts(self, parts: Iterable[bytes]) -> Frames:
         """Send the parts in sequence, until the server closes the connection."""
-        frames: list[Frame] = []
+        frames = Frames()
         for part in parts:
             frames += self.send(part)
             if self.closed:
                 break
         return frames
 
-    def run(self, function: Callable[..., Any], *arguments: Any) -> list[Frame]:
+    def run(self, function: Callable[..., Any], *arguments: Any) -> Frames:
         """Call a function in the event loop, and return the frames that the server then sends."""
         self.loop.call_soon(function, *arguments)
         return self.send()
 
-    def sweep(self, seconds: float) -> list[Frame]:
+    def sweep(self, seconds: float) -> Frames:
         """Let time pass, and return the frames that the server then sends."""
         self.loop.now += seconds
         return self.run(self.connection.sweep, self.loop.now)
@@ -245,7 +260,7 @@ class Peer:
             if frame.kind == HEADERS
         ]
 
-    async def _send(self, data: bytes) -> list[Frame]:
+    async def _send(self, data: bytes) -> Frames:
         if data and not self.transport.closing:
             self.connection.data_received(data)
         for _ in range(3):
@@ -255,15 +270,15 @@ class Peer:
         await asyncio.sleep(0)
         return self._frames()
 
-    def _frames(self) -> list[Frame]:
+    def _frames(self) -> Frames:
         frames, self._buffer = split_frames(self._buffer + bytes(self.transport.written))
         self.transport.written.clear()
         return frames
 
 
-def split_frames(data: bytes) -> tuple[list[Frame], bytes]:
+def split_frames(data: bytes) -> tuple[Frames, bytes]:
     """Return the whole frames at the start of the data, and the rest."""
-    frames, at = [], 0
+    frames, at = Frames(), 0
     while len(data) - at >= 9:
         upper, lower, kind, flags, stream = struct.unpack_from(">BHBBI", data, at)
         end = at + 9 + (upper << 16 | lower)
@@ -272,15 +287,3 @@ def split_frames(data: bytes) -> tuple[list[Frame], bytes]:
         frames.append(Frame(kind, flags, stream, data[at + 9 : end]))
         at = end
     return frames, data[at:]
-
-
-def goaway_codes(frames: Iterable[Frame]) -> list[int]:
-    return [frame.word for frame in frames if frame.kind == GOAWAY]
-
-
-def reset_codes(frames: Iterable[Frame], stream: int) -> list[int]:
-    return [frame.word for frame in frames if frame.kind == RST_STREAM and frame.stream == stream]
-
-
-def body_of(frames: Iterable[Frame], stream: int) -> bytes:
-    return b"".join(frame.payload for frame in frames if frame.kind == DATA and frame.stream == stream)

@@ -17,29 +17,22 @@ from service.frontend.http2.frames import ErrorCode
 from service.metrics import Metrics
 from service.settings import Settings
 from tests.frontend.http2.peer import (
-    CONTINUATION,
-    DATA,
     END_HEADERS,
     END_STREAM,
-    GOAWAY,
-    HEADERS,
-    PING,
+    KINDS,
     PREFACE,
-    PRIORITY,
     REQUEST,
-    SETTINGS,
     ClockLoop,
     Peer,
     block,
     frame,
-    goaway_codes,
     request,
     reset,
-    reset_codes,
     settings,
     window,
 )
 
+DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = KINDS
 CALM = ErrorCode.ENHANCE_YOUR_CALM
 STREAMS = range(1, 3001, 2)
 OPEN, GREETING = request(1, b"/hold", ended=False), PREFACE + settings()
@@ -73,7 +66,7 @@ USUAL_FRAMES: dict[str, list[list[bytes]]] = {
 
 @pytest.mark.parametrize("frames", ENDLESS_FRAMES.values(), ids=ENDLESS_FRAMES)
 def test_endless_cheap_frames_end_the_connection(peer: Peer, frames: list[bytes]) -> None:
-    assert goaway_codes(peer.send(*frames)) == [CALM] and peer.closed
+    assert peer.send(*frames).goaways == [CALM] and peer.closed
 
 
 @pytest.mark.parametrize("seconds", USUAL_FRAMES.values(), ids=USUAL_FRAMES)
@@ -91,7 +84,7 @@ def test_client_may_ping_an_idle_connection_now_and_then(peer: Peer) -> None:
         assert [part.kind for part in peer.send(PINGED)] == [PING]
     peer.loop.now += 9
     assert [part.kind for part in peer.send(PINGED, PINGED)] == [PING] * 2
-    assert goaway_codes(peer.send(PINGED)) == [CALM]
+    assert peer.send(PINGED).goaways == [CALM]
 
 
 def test_budget_fills_up_to_its_burst() -> None:
@@ -115,12 +108,12 @@ def test_header_bomb_is_stopped_before_it_is_large(peer: Peer) -> None:
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert goaway_codes(sent) == [CALM] and peak < 1 << 20
+    assert sent.goaways == [CALM] and peak < 1 << 20
 
 
 def test_table_size_updates_are_limited(peer: Peer) -> None:
     assert peer.send(frame(HEADERS, 5, 1, b"\x20\x3f\xe1\x1f" + block()))[0].kind == HEADERS, "two are valid"
-    assert goaway_codes(peer.send(frame(HEADERS, 5, 3, b"\x20\x3f\xe1\x1f\x20" + block()))) == [ErrorCode.COMPRESSION_ERROR]
+    assert peer.send(frame(HEADERS, 5, 3, b"\x20\x3f\xe1\x1f\x20" + block())).goaways == [ErrorCode.COMPRESSION_ERROR]
 
 
 def test_ended_streams_leave_nothing_behind(peer: Peer) -> None:
@@ -192,10 +185,10 @@ def test_slow_reader_is_disconnected(peer: Peer) -> None:
 
 def test_stream_that_never_opens_its_window_is_reset_alone(peer: Peer) -> None:
     peer.send(settings((4, 100)), request(1, b"/large"))
-    assert not reset_codes(peer.sweep(29), 1)
+    assert not peer.sweep(29).resets(1)
     peer.send(window(1, 1000))
-    assert not reset_codes(peer.sweep(29), 1), "it made progress"
-    assert reset_codes(peer.sweep(2), 1) == [ErrorCode.CANCEL]
+    assert not peer.sweep(29).resets(1), "it made progress"
+    assert peer.sweep(2).resets(1) == [ErrorCode.CANCEL]
     assert peer.application.lost == [1] and peer.connection.unread_bytes == 0
     assert peer.send(request(3))[0].kind == HEADERS
 
@@ -322,7 +315,7 @@ def test_flood_changes_nothing_for_others(loop: ClockLoop) -> None:
     """An open connection of the same address may belong to another client behind a proxy. A request that is too large is no flood."""
     known = Floods()
     opened, large = Peer(loop, floods=known), Peer(loop, floods=known)
-    assert goaway_codes(large.send(frame(HEADERS, 0, 1, bytes(16_000)), frame(CONTINUATION, 0, 1, bytes(16_000)))) == [CALM]
+    assert large.send(frame(HEADERS, 0, 1, bytes(16_000)), frame(CONTINUATION, 0, 1, bytes(16_000))).goaways == [CALM]
     assert known.find("127.0.0.1", loop.now) is None
     flood(loop, known)
     opened.send(*RESETS_OF_STREAMS[: RESETS + 100])

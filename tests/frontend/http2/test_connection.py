@@ -11,36 +11,25 @@ import pytest
 from service.frontend.http2.frames import ErrorCode
 from tests.frontend.http2.peer import (
     ACK,
-    CONTINUATION,
-    DATA,
     END_HEADERS,
     END_STREAM,
-    GOAWAY,
-    HEADERS,
+    KINDS,
     LIMITS,
     PADDED,
-    PING,
     PREFACE,
     PRIORITIZED,
-    PRIORITY,
-    PUSH_PROMISE,
     REQUEST,
-    RST_STREAM,
-    SETTINGS,
-    WINDOW_UPDATE,
     ClockLoop,
     Peer,
     block,
-    body_of,
     frame,
-    goaway_codes,
     request,
     reset,
-    reset_codes,
     settings,
     window,
 )
 
+DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = KINDS
 PROTOCOL_ERROR, FLOW_CONTROL_ERROR = ErrorCode.PROTOCOL_ERROR, ErrorCode.FLOW_CONTROL_ERROR
 STREAM_CLOSED, FRAME_SIZE_ERROR = ErrorCode.STREAM_CLOSED, ErrorCode.FRAME_SIZE_ERROR
 COMPRESSION_ERROR, REFUSED_STREAM = ErrorCode.COMPRESSION_ERROR, ErrorCode.REFUSED_STREAM
@@ -150,7 +139,7 @@ def cases(table: list[tuple[str, list[bytes], ErrorCode]]) -> pytest.MarkDecorat
 @cases(CONNECTION_ERRORS)
 def test_connection_error_ends_the_connection(peer: Peer, frames: list[bytes], code: ErrorCode) -> None:
     sent = peer.send_parts(frames)
-    assert goaway_codes(sent) == [code]
+    assert sent.goaways == [code]
     assert sent[-1].kind == GOAWAY and peer.closed
     assert peer.application.faults == 1 and not peer.application.errors
     assert not peer.send(request(99)), "nothing is answered after GOAWAY"
@@ -159,17 +148,17 @@ def test_connection_error_ends_the_connection(peer: Peer, frames: list[bytes], c
 @cases(STREAM_ERRORS)
 def test_stream_error_resets_the_stream_alone(peer: Peer, frames: list[bytes], code: ErrorCode) -> None:
     sent = peer.send_parts(frames)
-    assert reset_codes(sent, 1) == [code] and not peer.closed
-    assert body_of(peer.send(request(3, ended=False), frame(DATA, 1, 3, b"alive")), 3) == b"alive"
+    assert sent.resets(1) == [code] and not peer.closed
+    assert peer.send(request(3, ended=False), frame(DATA, 1, 3, b"alive")).body(3) == b"alive"
 
 
 @pytest.mark.parametrize("fields", MALFORMED.values(), ids=MALFORMED)
 def test_malformed_request_is_reset(peer: Peer, fields: list[tuple[bytes, bytes]]) -> None:
     encoder = hpack.Encoder()
     sent = peer.send(frame(HEADERS, END_HEADERS | END_STREAM, 1, encoder.encode(fields)))
-    assert reset_codes(sent, 1) == [PROTOCOL_ERROR] and not peer.application.requests
+    assert sent.resets(1) == [PROTOCOL_ERROR] and not peer.application.requests
     again = peer.send(frame(HEADERS, END_HEADERS | END_STREAM, 3, encoder.encode(REQUEST)))
-    assert body_of(again, 3) == b"" and len(peer.application.requests) == 1, "the decoder's table is that of the client"
+    assert again.body(3) == b"" and len(peer.application.requests) == 1, "the decoder's table is that of the client"
 
 
 def test_greeting_has_the_limits(peer: Peer) -> None:
@@ -183,7 +172,7 @@ def test_greeting_has_the_limits(peer: Peer) -> None:
 def test_other_protocols_are_refused(loop: ClockLoop, start: bytes) -> None:
     """The first frame must be SETTINGS."""
     peer = Peer(loop, greet=False)
-    assert goaway_codes(peer.send(start + b"X")) == [PROTOCOL_ERROR] and peer.closed
+    assert peer.send(start + b"X").goaways == [PROTOCOL_ERROR] and peer.closed
 
 
 def test_bytes_may_arrive_one_by_one(loop: ClockLoop) -> None:
@@ -197,7 +186,7 @@ def test_bytes_may_arrive_one_by_one(loop: ClockLoop) -> None:
     answer = [part for part in sent if part.stream == 1]
     last = END_HEADERS | END_STREAM
     assert [(part.kind, part.flags) for part in answer] == [(HEADERS, END_HEADERS), (DATA, 0), (HEADERS, last)]
-    assert body_of(sent, 1) == b"abcd"
+    assert sent.body(1) == b"abcd"
     assert peer.header_fields(sent) == [{b":status": b"200"}, {b"x-end": b"yes"}]
 
 
@@ -213,10 +202,10 @@ def test_trailers_end_a_request_and_are_checked(peer: Peer) -> None:
     def trailers(stream: int, name: bytes) -> bytes:
         return frame(HEADERS, END_HEADERS | END_STREAM, stream, hpack.Encoder().encode([(name, b"y")]))
 
-    assert body_of(peer.send(request(1, ended=False), frame(DATA, 0, 1, b"ab"), trailers(1, b"x")), 1) == b"ab"
+    assert peer.send(request(1, ended=False), frame(DATA, 0, 1, b"ab"), trailers(1, b"x")).body(1) == b"ab"
     for stream, name in ((3, b":path"), (5, b"Upper"), (7, b"connection")):
         sent = peer.send(request(stream, b"/hold", ended=False), trailers(stream, name))
-        assert reset_codes(sent, stream) == [PROTOCOL_ERROR]
+        assert sent.resets(stream) == [PROTOCOL_ERROR]
 
 
 def test_unknown_frames_settings_and_flags_are_ignored(peer: Peer) -> None:
@@ -230,15 +219,15 @@ def test_more_streams_than_allowed_are_refused(peer: Peer) -> None:
     """The fields of a refused request remain in the header table."""
     encoder, fields = hpack.Encoder(), [*REQUEST, (b"x-new", b"first")]
     assert not peer.send(*[request(id, b"/hold") for id in range(1, 17, 2)])
-    assert reset_codes(peer.send(frame(HEADERS, 5, 17, encoder.encode(fields))), 17) == [REFUSED_STREAM]
+    assert peer.send(frame(HEADERS, 5, 17, encoder.encode(fields))).resets(17) == [REFUSED_STREAM]
     sent = peer.send(reset(1), frame(HEADERS, 5, 19, encoder.encode(fields)))
-    assert reset_codes(sent, 19) == [] and peer.application.lost == [1]
+    assert sent.resets(19) == [] and peer.application.lost == [1]
     assert peer.application.requests[-1].get(b"x-new") == b"first"
 
 
 def test_application_error_ends_the_connection_and_is_reported(peer: Peer) -> None:
     sent = peer.send(request(1, b"/hold"), request(3, b"/fail"))
-    assert goaway_codes(sent) == [ErrorCode.INTERNAL_ERROR]
+    assert sent.goaways == [ErrorCode.INTERNAL_ERROR]
     assert len(peer.application.errors) == 1 and peer.application.lost == [1, 3]
 
 
@@ -250,7 +239,7 @@ def test_lost_connection_loses_its_streams_once(peer: Peer) -> None:
 
 def test_answer_before_the_end_of_the_request_stops_it(peer: Peer) -> None:
     sent = peer.send(request(1, b"/refuse", ended=False))
-    assert [part.kind for part in sent] == [HEADERS, RST_STREAM] and reset_codes(sent, 1) == [ErrorCode.NO_ERROR]
+    assert [part.kind for part in sent] == [HEADERS, RST_STREAM] and sent.resets(1) == [ErrorCode.NO_ERROR]
     late = [frame(DATA, 0, 1, b"on its way"), frame(HEADERS, END_HEADERS | END_STREAM, 1, b"")]
     assert not peer.send(*late) and not peer.closed, "late data and trailers are ignored"
 
@@ -260,27 +249,27 @@ def test_answer_before_the_end_of_the_request_stops_it(peer: Peer) -> None:
 
 def test_response_waits_for_the_windows(peer: Peer) -> None:
     sent = peer.send(request(1, b"/large"))
-    assert len(body_of(sent, 1)) == 65_535 and max(len(part.payload) for part in sent) == 16_384
+    assert len(sent.body(1)) == 65_535 and max(len(part.payload) for part in sent) == 16_384
     assert not peer.send(window(1, 100_000)), "the window of the connection is used up"
-    assert len(body_of(peer.send(window(0, 50_000)), 1)) == 50_000
+    assert len(peer.send(window(0, 50_000)).body(1)) == 50_000
     rest = peer.send(window(0, 2_000_000), window(1, 2_000_000))
-    assert len(body_of(rest, 1)) == 1_000_000 - 65_535 - 50_000
+    assert len(rest.body(1)) == 1_000_000 - 65_535 - 50_000
     assert rest[-1].flags == END_HEADERS | END_STREAM and peer.application.sent == [1]
 
 
 def test_initial_window_changes_open_streams(peer: Peer) -> None:
     peer.send(settings((4, 1)))
-    assert body_of(peer.send(request(1, ended=False), frame(DATA, 1, 1, b"abcdefg")), 1) == b"a"
-    assert body_of(peer.send(settings((4, 4))), 1) == b"bcd"
-    assert body_of(peer.send(settings((4, 2))), 1) == b"", "the window is -2 now"
-    assert body_of(peer.send(window(1, 2)), 1) == b"" and body_of(peer.send(window(1, 1)), 1) == b"e"
-    assert body_of(peer.send(settings((4, 100))), 1) == b"fg"
+    assert peer.send(request(1, ended=False), frame(DATA, 1, 1, b"abcdefg")).body(1) == b"a"
+    assert peer.send(settings((4, 4))).body(1) == b"bcd"
+    assert peer.send(settings((4, 2))).body(1) == b"", "the window is -2 now"
+    assert peer.send(window(1, 2)).body(1) == b"" and peer.send(window(1, 1)).body(1) == b"e"
+    assert peer.send(settings((4, 100))).body(1) == b"fg"
 
 
 def test_streams_share_the_connection(peer: Peer) -> None:
     peer.send(settings((4, 1 << 20)), request(1, b"/large"), request(3, b"/large"), window(0, 200_000))
     sent = peer.send(window(0, 400_000))
-    assert abs(len(body_of(sent, 1)) - len(body_of(sent, 3))) <= 16_384
+    assert abs(len(sent.body(1)) - len(sent.body(3))) <= 16_384
 
 
 def test_client_waits_until_the_application_has_consumed(peer: Peer) -> None:
@@ -288,15 +277,15 @@ def test_client_waits_until_the_application_has_consumed(peer: Peer) -> None:
     assert not peer.send(request(1, b"/slow", ended=False), data * 16)
     [update] = peer.run(peer.application.handlers[1].stream.consumed, 1 << 18)
     assert (update.kind, update.stream, update.word) == (WINDOW_UPDATE, 1, 1 << 18)
-    assert not reset_codes(peer.send(data * 16), 1)
-    assert reset_codes(peer.send(data), 1) == [FLOW_CONTROL_ERROR] and peer.application.lost == [1]
+    assert not peer.send(data * 16).resets(1)
+    assert peer.send(data).resets(1) == [FLOW_CONTROL_ERROR] and peer.application.lost == [1]
 
 
 def test_padding_is_part_of_the_window(peer: Peer) -> None:
     padded = frame(DATA, PADDED, 1, b"\xff" + bytes(1) + bytes(255))
     sent = peer.send(request(1, b"/slow", ended=False), padded * 1100)
     granted = sum(part.word for part in sent if part.kind == WINDOW_UPDATE and part.stream == 1)
-    assert granted >= 1 << 17 and not peer.closed and not reset_codes(sent, 1)
+    assert granted >= 1 << 17 and not peer.closed and not sent.resets(1)
 
 
 # Remembered header blocks.
@@ -354,12 +343,12 @@ def test_drain_accepts_what_was_sent_and_closes_after_the_last_stream(peer: Peer
     peer.send(request(1, b"/hold", ended=False))
     announced, ping = peer.run(peer.connection.drain)
     assert (announced.kind, announced.payload[:4], announced.word) == (GOAWAY, b"\x7f\xff\xff\xff", 0) and ping.kind == PING
-    assert body_of(peer.send(request(3, ended=False), frame(DATA, 1, 3, b"late")), 3) == b"late"
+    assert peer.send(request(3, ended=False), frame(DATA, 1, 3, b"late")).body(3) == b"late"
     [last] = peer.send(frame(PING, ACK, 0, ping.payload))
     assert (last.kind, last.payload[:4]) == (GOAWAY, WORD(3))
     assert not peer.send(request(5)) and not peer.closed, "streams after the last one are ignored"
     answer = peer.run(peer.application.handlers[1].stream.respond, b"\x88", b"answer", b"\x88")
-    assert body_of(answer, 1) == b"answer" and peer.closed
+    assert answer.body(1) == b"answer" and peer.closed
 
 
 def test_drain_of_a_silent_client_ends_after_a_second(peer: Peer) -> None:
@@ -379,4 +368,4 @@ def test_old_connection_lets_its_streams_end(loop: ClockLoop) -> None:
     peer.sweep(1000)
     assert not peer.closed
     answer = peer.run(peer.application.handlers[1].stream.respond, b"\x88", b"answer", b"\x88")
-    assert body_of(answer, 1) == b"answer" and peer.closed
+    assert answer.body(1) == b"answer" and peer.closed

@@ -31,7 +31,7 @@ from service.frontend import connection_guard
 from service.frontend.oip.protobuf import METHODS
 from tests.frontend.conftest import BODY_BYTES
 from tests.frontend.http2 import peer
-from tests.frontend.http2.peer import DATA, END_HEADERS, END_STREAM, GOAWAY, HEADERS, PREFACE, frame, settings, window
+from tests.frontend.http2.peer import DATA, END_HEADERS, END_STREAM, GOAWAY, HEADERS, PREFACE, Frames, frame, settings, window
 from tests.frontend.in_process import InProcess, in_process
 from tests.frontend.oip.messages import tensors, with_parameters
 from tests.serving import LIMIT_SECONDS, eventually
@@ -272,7 +272,7 @@ def connect(service: InProcess) -> socket.socket:
     return socket.create_connection((host, int(port)), LIMIT_SECONDS)
 
 
-def read_to_end(client: socket.socket, data: bytes = b"") -> list[peer.Frame]:
+def read_to_end(client: socket.socket, data: bytes = b"") -> Frames:
     """Return all frames until the server closes the connection. data: bytes that were read before."""
     while part := client.recv(1 << 16):
         data += part
@@ -333,7 +333,7 @@ def test_shutdown_answers_open_calls(models_folder: Path, tmp_path: Path) -> Non
                 received += late.recv(1 << 16)
             late.sendall(window(1, 1 << 20))
             frames = read_to_end(late, received)
-        reply = peer.body_of(frames, 1)
+        reply = frames.body(1)
         assert struct.unpack(">BI", reply[:5]) == (0, len(reply) - 5)
         assert b"grpc-status\x010" in [part.payload for part in frames if part.kind == HEADERS][-1]
         service.stop()

@@ -26,26 +26,11 @@ from service.frontend.oip.grpc_infer import HotGrpcInfer
 from service.frontend.oip.grpc_methods import rpc_handlers
 from service.frontend.oip.grpc_wire import Status, trailers_only
 from service.frontend.oip.protobuf import METHODS
-from tests.frontend.http2.peer import (
-    DATA,
-    END_HEADERS,
-    END_STREAM,
-    HEADERS,
-    RST_STREAM,
-    WINDOW_UPDATE,
-    ClockLoop,
-    Frame,
-    Peer,
-    block,
-    body_of,
-    frame,
-    reset,
-    reset_codes,
-    window,
-)
+from tests.frontend.http2.peer import END_HEADERS, END_STREAM, KINDS, ClockLoop, Frames, Peer, block, frame, reset, window
 from tests.frontend.oip.harness import FakeDispatcher, fake_frontend
 from tests.frontend.oip.messages import LIMIT, QUESTION, corpus, ids, requesting, text, with_parameters
 
+DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = KINDS
 CODES = {code.value[0]: code.name for code in grpc.StatusCode}
 ECHO, COUNT, SINK, WAIT = (b"/test.Test/%b" % name for name in (b"Echo", b"Count", b"Sink", b"Wait"))
 INFER = b"/inference.GRPCInferenceService/ModelInfer"
@@ -105,7 +90,7 @@ class Client:
         self.peer.send(window(0, 1 << 30))
         self._next = 1
 
-    def call(self, path: bytes, body: bytes, *fields: tuple[bytes, bytes], ended: bool = True) -> list[Frame]:
+    def call(self, path: bytes, body: bytes, *fields: tuple[bytes, bytes], ended: bool = True) -> Frames:
         """Send a call in one burst, on the next stream."""
         stream, self._next = self._next, self._next + 2
         return self.peer.send(head(path, *fields, stream=stream), frame(DATA, END_STREAM if ended else 0, stream, body))
@@ -119,9 +104,9 @@ class Client:
             frames += self.peer.send()
         trailers = self.peer.header_fields(frames)[-1]
         assert len(trailers.pop(b"x-request-id")) == 32
-        return trailers, body_of(frames, stream)
+        return trailers, frames.body(stream)
 
-    def status(self, frames: list[Frame]) -> tuple[str, str]:
+    def status(self, frames: Frames) -> tuple[str, str]:
         """Return code and details in the last header block."""
         last = self.peer.header_fields(frames)[-1]
         assert frames[-1].kind == RST_STREAM or frames[-1].flags & END_STREAM
@@ -230,7 +215,7 @@ def test_reply_has_headers_message_and_trailers(client: Client) -> None:
     accepted = {b"content-type": b"application/grpc", b"grpc-accept-encoding": b"identity, deflate, gzip"}
     assert headers == {b":status": b"200", **accepted}
     assert len(trailers.pop(b"x-request-id")) == 32
-    assert body_of(frames, 1) == message(b"abc") and trailers == {b"grpc-status": b"0"}
+    assert frames.body(1) == message(b"abc") and trailers == {b"grpc-status": b"0"}
 
 
 PACKED = gzip.compress(b"abc" * 1000)
@@ -267,13 +252,13 @@ def test_invalid_call_gets_a_status(
 def test_message_beyond_the_limit_is_refused_at_its_prefix(client: Client) -> None:
     frames = client.call(ECHO, struct.pack(">BI", 0, 2 * LIMIT + 1), ended=False)
     assert client.status(frames)[0] == "RESOURCE_EXHAUSTED"
-    assert reset_codes(frames, 1) == [ErrorCode.NO_ERROR], "the client need not send the rest"
+    assert frames.resets(1) == [ErrorCode.NO_ERROR], "the client need not send the rest"
     assert not client.call(ECHO, struct.pack(">BI", 0, 2 * LIMIT), ended=False)
 
 
 @pytest.mark.parametrize(("encoding", "data"), [(b"gzip", PACKED), (b"deflate", zlib.compress(b"abc" * 1000))])
 def test_compression_is_undone(client: Client, encoding: bytes, data: bytes) -> None:
-    assert body_of(client.call(ECHO, message(data, flag=1), (b"grpc-encoding", encoding)), 1) == message(b"abc" * 1000)
+    assert client.call(ECHO, message(data, flag=1), (b"grpc-encoding", encoding)).body(1) == message(b"abc" * 1000)
 
 
 def test_unknown_method_is_unimplemented(client: Client) -> None:
@@ -358,7 +343,7 @@ def test_end_of_stream_connection_or_service_ends_every_call(client: Client, end
 def test_slow_reader_stops_the_handler(client: Client) -> None:
     """The handler writes a thousand messages of 10 kB; the client reads the first 65 kB of them."""
     frames = client.call(COUNT, message(b"1000"))
-    assert len(body_of(frames, 1)) == 65_535 and client.handlers.written == 7
+    assert len(frames.body(1)) == 65_535 and client.handlers.written == 7
     assert client.peer.connection.unread_bytes < 10_005
     client.peer.send(window(1, 100_000))
     assert client.handlers.written == 17
@@ -371,7 +356,7 @@ def test_handler_that_reads_slowly_stops_the_client(client: Client) -> None:
     sent = client.peer.send(head(SINK), data * 26)
     assert len(client.handlers.requests) == 1 and client.application.held_bytes == 25 * 10_005
     assert not [part for part in sent if part.stream == 1 and part.kind == WINDOW_UPDATE], "the client must wait"
-    assert reset_codes(client.peer.send(data), 1) == [ErrorCode.FLOW_CONTROL_ERROR]
+    assert client.peer.send(data).resets(1) == [ErrorCode.FLOW_CONTROL_ERROR]
 
 
 def test_reading_handler_lets_the_client_continue(client: Client) -> None:
@@ -380,7 +365,7 @@ def test_reading_handler_lets_the_client_continue(client: Client) -> None:
         client.peer.send(frame(DATA, 0, 1, message(bytes(10_000))))
         client.handlers.permission.set()
         assert client.application.held_bytes <= 10_005, number
-    assert body_of(client.peer.send(frame(DATA, END_STREAM, 1)), 1) == message(b"100")
+    assert client.peer.send(frame(DATA, END_STREAM, 1)).body(1) == message(b"100")
 
 
 def test_incomplete_requests_are_limited_together(loop: ClockLoop, catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -391,4 +376,4 @@ def test_incomplete_requests_are_limited_together(loop: ClockLoop, catalog: Cata
     fields = client.peer.header_fields(last)[-1]
     assert CODES[int(fields[b"grpc-status"])] == "UNAVAILABLE" and b"the limit is 50000" in fields[b"grpc-message"]
     assert fields[b"seqserve-code"] == Overloaded.code.encode()
-    assert body_of(client.call(ECHO, message(b"small")), 9) == message(b"small"), "whole requests are answered"
+    assert client.call(ECHO, message(b"small")).body(9) == message(b"small"), "whole requests are answered"
