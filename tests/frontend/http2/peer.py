@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import struct
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import hpack
@@ -16,7 +17,7 @@ from service.frontend.http2.stream import Stream, StreamHandler
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 KINDS = DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(10)
-END_STREAM, ACK, END_HEADERS, PADDED, PRIORITIZED = 1, 1, 4, 8, 0x20
+FLAGS = END_STREAM, ACK, END_HEADERS, PADDED, PRIORITIZED = 1, 1, 4, 8, 0x20
 REQUEST = [(b":method", b"POST"), (b":scheme", b"http"), (b":path", b"/echo"), (b":authority", b"localhost")]
 LIMITS = Limits(
     max_streams=8,
@@ -198,16 +199,16 @@ class EchoApplication(Application):
 
 
 class Peer:
-    """A connected client. floods: of earlier connections, as the service remembers them."""
+    """A connected client. floods: of earlier connections, as the service remembers them. limits: that differ from LIMITS."""
 
     def __init__(
         self,
         loop: ClockLoop,
         application: Any = None,
-        limits: Limits = LIMITS,
         *,
         greet: bool = True,
         floods: Floods | None = None,
+        **limits: float,
     ) -> None:
         self.loop = loop
         self.application: Any = application or EchoApplication()
@@ -215,7 +216,7 @@ class Peer:
         self.transport = FakeTransport(loop)
         self._buffer = b""
         self._headers = hpack.Decoder(1 << 20)
-        loop.run_until_complete(self._connect(limits, floods or Floods()))
+        loop.run_until_complete(self._connect(replace(LIMITS, **cast(Any, limits)), floods or Floods()))
         if greet:
             self.greeting = self.send(PREFACE + settings())
 

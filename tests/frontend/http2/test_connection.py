@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import replace
+from functools import partial
 
 import hpack
 import pytest
 
 from service.frontend.http2.frames import ErrorCode
+from service.frontend.http2.header_blocks import encode_fields
 from tests.frontend.http2.peer import (
-    ACK,
-    END_HEADERS,
-    END_STREAM,
+    FLAGS,
     KINDS,
-    LIMITS,
-    PADDED,
     PREFACE,
-    PRIORITIZED,
     REQUEST,
     ClockLoop,
     Peer,
@@ -30,10 +26,8 @@ from tests.frontend.http2.peer import (
 )
 
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = KINDS
-PROTOCOL_ERROR, FLOW_CONTROL_ERROR = ErrorCode.PROTOCOL_ERROR, ErrorCode.FLOW_CONTROL_ERROR
-STREAM_CLOSED, FRAME_SIZE_ERROR = ErrorCode.STREAM_CLOSED, ErrorCode.FRAME_SIZE_ERROR
-COMPRESSION_ERROR, REFUSED_STREAM = ErrorCode.COMPRESSION_ERROR, ErrorCode.REFUSED_STREAM
-ENHANCE_YOUR_CALM = ErrorCode.ENHANCE_YOUR_CALM
+END_STREAM, ACK, END_HEADERS, PADDED, PRIORITIZED = FLAGS
+_, PROTOCOL_ERROR, _, FLOW_CONTROL_ERROR, STREAM_CLOSED, FRAME_SIZE_ERROR, REFUSED_STREAM, _, COMPRESSION_ERROR, _ = ErrorCode
 WORD = struct.Struct(">I").pack
 OPEN = request(1, b"/hold", ended=False)
 HALF_CLOSED = request(1, b"/hold")
@@ -209,8 +203,9 @@ def test_trailers_end_a_request_and_are_checked(peer: Peer) -> None:
 
 
 def test_unknown_frames_settings_and_flags_are_ignored(peer: Peer) -> None:
+    setting = frame(SETTINGS, 0xFE, 0, struct.pack(">HI", 99, 7))
     goaway = frame(GOAWAY, 0, 0, bytes(8) + b"bye")
-    sent = peer.send(goaway, frame(99, 0xFF, 1, b"x"), settings((99, 7)), frame(PING, 0xFE, 0, bytes(8)), request(1))
+    sent = peer.send(goaway, frame(99, 0xFF, 1, b"x"), setting, frame(PING, 0xFE, 0, bytes(8)), request(1))
     assert [part.kind for part in sent if part.kind in (SETTINGS, PING)] == [SETTINGS, PING]
     assert not peer.closed
 
@@ -242,6 +237,14 @@ def test_answer_before_the_end_of_the_request_stops_it(peer: Peer) -> None:
     assert [part.kind for part in sent] == [HEADERS, RST_STREAM] and sent.resets(1) == [ErrorCode.NO_ERROR]
     late = [frame(DATA, 0, 1, b"on its way"), frame(HEADERS, END_HEADERS | END_STREAM, 1, b"")]
     assert not peer.send(*late) and not peer.closed, "late data and trailers are ignored"
+
+
+def test_large_header_block_leaves_in_several_frames(peer: Peer) -> None:
+    fields = [(b"x-%d" % number, b"y" * 15_000) for number in range(3)]
+    stream = peer.send(request(1, b"/hold")) or peer.application.handlers[1].stream
+    sent = peer.run(partial(stream.send_headers, encode_fields(fields), last=True))
+    assert [(part.kind, part.flags) for part in sent] == [(HEADERS, END_STREAM), (CONTINUATION, 0), (CONTINUATION, END_HEADERS)]
+    assert hpack.Decoder(1 << 20).decode(b"".join(part.payload for part in sent), raw=True) == fields
 
 
 # Flow control.
@@ -359,7 +362,7 @@ def test_drain_of_a_silent_client_ends_after_a_second(peer: Peer) -> None:
 
 
 def test_old_connection_lets_its_streams_end(loop: ClockLoop) -> None:
-    peer = Peer(loop, limits=replace(LIMITS, max_age_seconds=20))
+    peer = Peer(loop, max_age_seconds=20)
     peer.send(request(1, b"/hold", ended=False))
     assert not peer.sweep(17.9), "the youngest age at which it may end is 18 s"
     [announced, ping] = peer.sweep(4.2)

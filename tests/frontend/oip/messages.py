@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import random
+import struct
+from collections.abc import Iterator
 from typing import Any
-
-import numpy as np
 
 from service.frontend.oip.protobuf import METHODS
 
@@ -13,7 +14,6 @@ LIMIT = 1 << 16
 REQUEST = METHODS["ModelInfer"].request_type
 QUESTION = b"how far is it"
 FAR = b"\x03\0\0\0far"
-ROWS = np.ones((1, 2, 3), "f4").tobytes()
 
 
 def tensors(*inputs: tuple[str, str, list[int], bytes], model: str = "words", **fields: Any) -> Any:
@@ -54,68 +54,53 @@ def requesting(message: Any, *names: str, **parameters: int) -> Any:
 
 
 def corpus() -> list[bytes]:
-    """Return messages of every kind."""
-    shared, empty, both = text(QUESTION), text(QUESTION), typed("text", "BYTES", [1], bytes_contents=[QUESTION])
-    shared.inputs[0].parameters["shared_memory_region"].string_param = "x"
-    empty.parameters["priority"].SetInParent()
-    both.raw_input_contents.append(QUESTION)
-    three = ("ids", "INT32", [1, 3], bytes(12))
-    shapes: list[tuple[str, list[int], bytes]] = [
-        *(("BYTES", [1, 1], FAR), ("BYTES", [2, 2], FAR * 4), ("BYTES", [1], b"\x09\0\0\0far"), ("BYTES", [1], b"")),
-        *(("BYTES", [], FAR), ("BYTES", [-1], FAR), ("BYTES", [2**62], FAR), ("INT9", [1], b"far"), ("FP32", [1], bytes(4))),
-    ]
-    parameters: list[dict[str, Any]] = [
-        *({"priority": 1}, {"priority": -1}, {"timeout": 5_000_000}, {"timeout": 10**12}, {"timeout": "soon"}),
-        *({"sequence_start": True}, {"sequence_id": 1.5}, {"sequence_id": 0}, {"unknown": "x"}),
-    ]
+    """Return messages of every kind: valid, refused and broken."""
+    shared, combined = text(QUESTION), typed("text", "BYTES", [1], bytes_contents=[QUESTION])
+    with_parameters(shared.inputs[0], shared_memory_region="x")
+    combined.raw_input_contents.append(QUESTION)
+    zeros, lengths = bytes(36), ("lengths", "INT32", [3], struct.pack("<3i", 2, 1, 3))
     sessions = [
         {"sequence_id": id, **flag} for id in ("mine", 7) for flag in ({}, {"sequence_start": True}, {"sequence_end": True})
     ]
     messages = [
-        *(
-            text(QUESTION, **fields)
-            for fields in ({}, {"id": "seven"}, {"id": "日本", "model_version": "1"}, {"id": "x" * 300})
-        ),
-        *(text(QUESTION, model_version="9"), text(QUESTION, QUESTION, b""), text(*[b"a"] * 9)),
+        *(text(QUESTION, id=id) for id in ("", "seven", "日本", "x" * 300)),
+        *(text(QUESTION, model_version=version) for version in ("1", "9")),
         *(text(QUESTION, model=model) for model in ("nobody", "alias", "")),
-        *(text(b"\xff\xfe"), text(b"x" * 20_000)),
-        *(tensors(("text", *shape)) for shape in shapes),
-        *(tensors(("text", "BYTES", [1], FAR), second) for second in (three, ("text", "BYTES", [1], FAR))),
-        *(tensors((name, "BYTES", [1], FAR)) for name in ("other", "x" * 300)),
-        *(ids(bytes(12), model) for model in ("words", "reader", "speller", "embedder", "tagger")),
-        *(ids(b"\xff" * 12), tensors(("ids", "INT64", [1, 2], bytes(16)))),
-        tensors(("ids", "INT32", [3, 3], bytes(36)), ("lengths", "INT32", [3], b"\2\0\0\0\1\0\0\0\3\0\0\0")),
-        tensors(("ids", "INT32", [1, 6], bytes(24)), ("offsets", "INT32", [4], b"\0\0\0\0\2\0\0\0\3\0\0\0\6\0\0\0")),
-        *(
-            tensors(("inputs", "FP32", shape, data), model="forecaster")
-            for shape, data in (([1, 2, 3], ROWS), ([2, 3], b"\xff" * 24))
-        ),
-        *(tensors(("inputs", datatype, [1, 2, 3], bytes(12)), model="forecaster") for datatype in ("FP16", "BF16")),
+        *(text(*texts) for texts in ([QUESTION, QUESTION, b""], [b"a"] * 9, [b"\xff\xfe"], [b"x" * 20_000], [b"x" * LIMIT])),
+        *(tensors(("text", "BYTES", shape, FAR)) for shape in ([1, 1], [2, 2], [], [-1], [2**62])),
+        *(tensors(("text", datatype, [1], bytes(4))) for datatype in ("BYTES", "FP32", "INT9")),
+        *(ids(zeros[:12], model) for model in ("words", "reader", "speller", "embedder", "tagger")),
+        *(ids(b"\xff" * 12), tensors(("ids", "INT32", [3, 3], zeros), lengths)),
+        *(tensors(("inputs", datatype, [1, 2, 3], zeros[:24]), model="forecaster") for datatype in ("FP32", "FP16")),
         *(
             requesting(text(QUESTION), *names)
             for names in (["label"], ["scores", "label"], ["embedding"], ["x"], ["label"] * 40)
         ),
         requesting(text(QUESTION, QUESTION), "scores", classification=2),
-        *(with_parameters(text(QUESTION), **each) for each in parameters),
-        *(with_parameters(ids(bytes(12)), **each) for each in sessions),
-        with_parameters(tensors(("ids", "INT32", [2, 3], bytes(24)), model="speller"), sequence_id="mine"),
+        *(
+            with_parameters(text(QUESTION), **each)
+            for each in ({"priority": 1}, {"priority": -1}, {"timeout": 5_000_000}, {"x": "y"})
+        ),
+        *(with_parameters(ids(zeros[:12]), **each) for each in sessions),
         *(typed("text", "BYTES", [size], bytes_contents=[QUESTION]) for size in (1, 2)),
         *(typed("ids", "INT32", [1, 3], **{field: [1, 2, 3]}) for field in ("int_contents", "int64_contents")),
-        *(typed("inputs", datatype, [1, 1, 3], "forecaster", fp32_contents=[1, 2, 3]) for datatype in ("FP32", "FP16")),
-        *(REQUEST(model_name="words"), REQUEST(), shared, empty, both),
+        *(REQUEST(model_name="words"), REQUEST(), shared, combined),
     ]
     valid = text(QUESTION).SerializeToString()
-    broken = [
-        *(b"\xff\xff", valid[:-1], valid + b"\0", valid + b"\x0a", valid + b"\x3a\x00"),
+    others = [
+        *(b"\xff\xff", valid[:-1], valid + b"\0", valid + b"\x3a\x00", b"\x32\x00" * 5000),
         *(valid + b"\x98\x06\x07", valid + b"\x0b\x0c"),  # an unknown field, a group
-        *(
-            b"\x0a\x02\xff\xfe" + valid,
-            valid + b"\x0a\x07speller",
-            valid + b"\x0a\x09speller",
-        ),  # two names, one of them not UTF-8
+        *(b"\x0a\x02\xff\xfe" + valid, valid + b"\x0a\x07speller"),  # two names, one of them not UTF-8
         b"\x0a\x85\x80\x00words" + valid[7:],  # a size in more bytes than it needs
         b"\x2a\x08\x0a\x04text\x18\x01" + valid,  # a shape that is not packed
-        text(b"x" * LIMIT).SerializeToString(),
-        b"\x32\x00" * 5000,
     ]
-    return [*(message.SerializeToString() for message in messages), *broken]
+    return [*(message.SerializeToString() for message in messages), *others]
+
+
+def mutated(count: int) -> Iterator[bytes]:
+    """Yield small messages with a wrong byte."""
+    chance, messages = random.Random(7), [data for data in corpus() if 0 < len(data) < 400]
+    for _ in range(count):
+        data = bytearray(chance.choice(messages))
+        data[chance.randrange(len(data))] = chance.randrange(256)
+        yield bytes(data)

@@ -28,7 +28,7 @@ from service.frontend.oip.grpc_wire import Status, trailers_only
 from service.frontend.oip.protobuf import METHODS
 from tests.frontend.http2.peer import END_HEADERS, END_STREAM, KINDS, ClockLoop, Frames, Peer, block, frame, reset, window
 from tests.frontend.oip.harness import FakeDispatcher, fake_frontend
-from tests.frontend.oip.messages import LIMIT, QUESTION, corpus, ids, requesting, text, with_parameters
+from tests.frontend.oip.messages import LIMIT, QUESTION, corpus, ids, mutated, requesting, text, with_parameters
 
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = KINDS
 CODES = {code.value[0]: code.name for code in grpc.StatusCode}
@@ -159,7 +159,7 @@ def test_both_paths_of_an_inference_reply_alike(
         requesting(ids(row, "words", id=id), "scores").SerializeToString() for row in values for id in ("", "a", "b" * 200)
     ]
     codes = []
-    for data in [*(data for data in corpus() for _ in range(2)), *repeated]:
+    for data in [*(data for data in corpus() for _ in range(2)), *mutated(100), *repeated]:
         actual = hot.reply(data)
         assert actual == general.reply(data), data[:200]
         codes.append(CODES[int(actual[0][b"grpc-status"])])
