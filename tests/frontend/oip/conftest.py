@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from service.frontend.catalog import Catalog
 from tests import models
-from tests.frontend.http2.peer import ClockLoop
 from tests.frontend.oip.harness import InferHarness, catalog_of, fake_frontend
 
 
@@ -21,10 +18,3 @@ def catalog(tmp_path_factory: pytest.TempPathFactory) -> Catalog:
 @pytest.fixture
 def harness(catalog: Catalog) -> InferHarness:
     return InferHarness(fake_frontend(catalog, max_inputs=8))
-
-
-@pytest.fixture
-def loop() -> Iterator[ClockLoop]:
-    loop = ClockLoop()
-    yield loop
-    loop.close()
