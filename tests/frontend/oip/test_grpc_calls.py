@@ -6,7 +6,7 @@ import asyncio
 import gzip
 import struct
 import zlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 from urllib.parse import unquote_to_bytes
 
@@ -33,7 +33,8 @@ from tests.frontend.oip.messages import LIMIT, QUESTION, corpus, ids, mutated, r
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = KINDS
 CODES = {code.value[0]: code.name for code in grpc.StatusCode}
 ECHO, COUNT, SINK, WAIT = (b"/test.Test/%b" % name for name in (b"Echo", b"Count", b"Sink", b"Wait"))
-INFER = b"/inference.GRPCInferenceService/ModelInfer"
+SERVICE = b"/inference.GRPCInferenceService/"
+INFER = SERVICE + b"ModelInfer"
 
 
 class Handlers:
@@ -130,8 +131,10 @@ def message(data: bytes, flag: int = 0) -> bytes:
 
 
 @pytest.fixture
-def client(loop: ClockLoop, catalog: Catalog) -> Client:
-    return Client(loop, catalog)
+def client(loop: ClockLoop, catalog: Catalog) -> Iterator[Client]:
+    client = Client(loop, catalog)
+    yield client
+    client.peer.run(client.peer.transport.close)  # ends the calls
 
 
 # ModelInfer on the hot path and on the general path.
@@ -204,6 +207,23 @@ def test_inference_that_ends_early_is_cancelled_in_the_engine(client: Client) ->
     assert client.status(client.peer.run(client.application.cut_off))[0] == "UNAVAILABLE"
     assert len(client.dispatcher.cancelled) == 2 and not client.application.unanswered
     assert client.outcomes == {("words", "1", "client_gone"): [1], ("words", "1", "unavailable"): [1]}
+
+
+def test_internal_error_reveals_no_details(client: Client, capfd: pytest.CaptureFixture[str]) -> None:
+    """A frontend without a catalog fails at the first access."""
+    client.frontend.catalog = None  # type: ignore[assignment]
+    question, text_of_all = (
+        message(text(QUESTION, id="7").SerializeToString()),
+        "the service failed on this request: see its log",
+    )
+    for name in (b"ModelInfer", b"ModelMetadata"):
+        assert client.status(client.call(SERVICE + name, question)) == ("INTERNAL", text_of_all)
+    reply = METHODS["ModelStreamInfer"].response_type.FromString(
+        client.call(SERVICE + b"ModelStreamInfer", question).body(5)[5:]
+    )
+    assert (reply.infer_response.id, reply.error_message) == ("7", text_of_all)
+    assert capfd.readouterr().err.count('"event": "bug"') == 3
+    assert client.outcomes[("unknown", "unknown", "inference_failed")] == [2]
 
 
 # The wire format.
