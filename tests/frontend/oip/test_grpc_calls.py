@@ -236,6 +236,10 @@ def test_reply_has_headers_message_and_trailers(client: Client) -> None:
     assert headers == {b":status": b"200", **accepted}
     assert len(trailers.pop(b"x-request-id")) == 32
     assert frames.body(1) == message(b"abc") and trailers == {b"grpc-status": b"0"}
+    deflated = zlib.compress(b"abc" * 1000)
+    for encoding, data, stream in ((b"gzip", PACKED, 3), (b"deflate", deflated, 5)):
+        frames = client.call(ECHO, message(data, flag=1), (b"grpc-encoding", encoding))
+        assert frames.body(stream) == message(b"abc" * 1000), "compression is undone"
 
 
 PACKED = gzip.compress(b"abc" * 1000)
@@ -276,11 +280,6 @@ def test_message_beyond_the_limit_is_refused_at_its_prefix(client: Client) -> No
     assert not client.call(ECHO, struct.pack(">BI", 0, 2 * LIMIT), ended=False)
 
 
-@pytest.mark.parametrize(("encoding", "data"), [(b"gzip", PACKED), (b"deflate", zlib.compress(b"abc" * 1000))])
-def test_compression_is_undone(client: Client, encoding: bytes, data: bytes) -> None:
-    assert client.call(ECHO, message(data, flag=1), (b"grpc-encoding", encoding)).body(1) == message(b"abc" * 1000)
-
-
 def test_unknown_method_is_unimplemented(client: Client) -> None:
     for path in (b"/test.Test/Nothing", b"/", b"*", b"/x" * 4000, b"/\xff"):
         assert client.status(client.call(path, message(b"")))[0] == "UNIMPLEMENTED"
@@ -309,10 +308,10 @@ def test_handler_sees_metadata_and_deadline(client: Client) -> None:
     assert client.handlers.context.time_remaining() is None
 
 
-@pytest.mark.parametrize("details", ["plain", "100 %", "naïve\n", "日本", "x" * 30_000])
-def test_details_survive_the_wire(details: str) -> None:
-    fields = dict(hpack.Decoder(1 << 20).decode(trailers_only(Status(grpc.StatusCode.ABORTED, details)), raw=True))
-    assert unquote_to_bytes(fields[b"grpc-message"]).decode() == details and fields[b"grpc-message"].isascii()
+def test_details_survive_the_wire() -> None:
+    for details in ("plain", "100 %", "naïve\n~", "日本", "x" * 30_000):
+        fields = dict(hpack.Decoder(1 << 20).decode(trailers_only(Status(grpc.StatusCode.ABORTED, details)), raw=True))
+        assert unquote_to_bytes(fields[b"grpc-message"]).decode() == details and fields[b"grpc-message"].isascii()
 
 
 # Time and the ends of calls.
