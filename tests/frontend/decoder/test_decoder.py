@@ -43,16 +43,11 @@ UNKNOWN_FIELD = b"\xfa\x7f\x81\x80\x04" + PADDING
 """Field 2047 of a message, with a size in three bytes. protobuf ignores it."""
 WORDS = json.dumps({"model": "words", "inputs": ["how far"]}).encode()
 LARGE = WORDS + PADDING
-INPUTS: list[tuple[str, Any]] = [
-    *(
-        ("words", ["how far", ""]),
-        ("words", [[1, 2], [3]]),
-        ("words", [None]),
-        ("speller", [[1, 11]]),
-        ("speller", [[1], [-1]]),
-    ),
-    *(("speller", [[1.5]]), ("forecaster", [[[1, 2, 3]] * 3]), ("forecaster", [[[1, 2]]]), ("forecaster", [[[1, 2, 1e39]]])),
-]
+INPUTS: dict[str, list[Any]] = {
+    "words": [["how far", ""], [[1, 2], [3]], [None]],
+    "speller": [[[1, 11]], [[1], [-1]], [[1.5]]],
+    "forecaster": [[[[1, 2, 3]] * 3], [[[1, 2]]], [[[1, 2, 1e39]]]],
+}
 OPTIONS: list[dict[str, Any]] = [
     {"priority": 2},
     {"priority": 99},
@@ -61,24 +56,18 @@ OPTIONS: list[dict[str, Any]] = [
     {"session": "s"},
 ]
 IDS: dict[str, Any] = {"name": "ids", "datatype": "INT32", "shape": [3], "data": [1, 2, 3]}
+OIP: list[dict[str, Any]] = [{"inputs": [{**IDS, **change}]} for change in ({}, {"shape": [4]}, {"data": [99] * 3})]
+OIP += [{"inputs": [IDS], **more} for more in ({"id": "x"}, {"outputs": [{"name": "scores"}]}, {"id": 5})]
+MESSAGES = [typed("ids", "INT32", [1, 3], int_contents=row) for row in ([1, 2, 3], [1, 99, 3], [1])]
+MESSAGES += [requesting(text(QUESTION), "scores"), with_parameters(text(QUESTION, id="seven"), priority=2, x=float("inf"))]
 BODIES = {
     "infer": [
-        *(json.dumps({"model": model, "inputs": inputs}).encode() for model, inputs in INPUTS),
+        *(json.dumps({"model": model, "inputs": inputs}).encode() for model, rows in INPUTS.items() for inputs in rows),
         *(json.dumps({"model": "words", "inputs": ["how far"], **options}).encode() for options in OPTIONS),
         *(b"{}", b"[]", b'{"model":"words","inputs":["\xff"]}', WORDS + b"x"),
     ],
-    "oip": [
-        *(json.dumps({"inputs": [{**IDS, **change}]}).encode() for change in ({}, {"shape": [4]}, {"data": [99] * 3})),
-        *(
-            json.dumps({"inputs": [IDS], **more}).encode()
-            for more in ({"id": "x"}, {"outputs": [{"name": "scores"}]}, {"id": 5})
-        ),
-    ],
-    "grpc": [
-        *(typed("ids", "INT32", [1, 3], int_contents=row).SerializeToString() for row in ([1, 2, 3], [1, 99, 3], [1])),
-        requesting(text(QUESTION), "scores").SerializeToString(),
-        with_parameters(text(QUESTION, id="seven"), priority=2, x=float("inf")).SerializeToString(),
-    ],
+    "oip": [json.dumps(document).encode() for document in OIP],
+    "grpc": [message.SerializeToString() for message in MESSAGES],
 }
 
 
