@@ -60,7 +60,7 @@ CONNECTION_ERRORS = [
     ("5.1.1 stream 0", [request(0)], PROTOCOL_ERROR),
     ("5.1.1 smaller stream", [request(5), request(3)], PROTOCOL_ERROR),
     ("6.1 DATA on stream 0", [frame(DATA, 1, 0, b"x")], PROTOCOL_ERROR),
-    ("6.1 padding as long as the payload", [OPEN, frame(DATA, PADDED, 1, b"\x05abcd")], PROTOCOL_ERROR),
+    ("6.1 padding as long as the payload", [OPEN, frame(DATA, PADDED, 1, b"\x05abc\0")], PROTOCOL_ERROR),
     ("6.1 padded DATA without a payload", [OPEN, frame(DATA, PADDED, 1)], PROTOCOL_ERROR),
     ("6.2 padding beyond the HEADERS", [frame(HEADERS, 0xD, 1, b"\xff" + block())], PROTOCOL_ERROR),
     ("6.2 priority beyond the HEADERS", [frame(HEADERS, 0x25, 1, b"\0\0")], FRAME_SIZE_ERROR),
@@ -173,7 +173,7 @@ def test_bytes_may_arrive_one_by_one(loop: ClockLoop) -> None:
     """With padding and a priority, which is ignored. The response is HEADERS, DATA and trailers."""
     peer = Peer(loop, greet=False)
     headers = frame(HEADERS, END_HEADERS | PADDED | PRIORITIZED, 1, b"\x03" + bytes(5) + block() + bytes(3))
-    body = frame(DATA, PADDED, 1, b"\x02ab\0\0") + frame(DATA, END_STREAM, 1, b"cd")
+    body = frame(DATA, PADDED, 1, b"\x02ab\0\xff") + frame(DATA, END_STREAM, 1, b"cd")
     data = PREFACE + settings() + frame(PRIORITY, 0, 9, bytes(5)) + headers + body + frame(PING, 0, 0, b"12345678")
     sent = peer.send_parts(bytes((octet,)) for octet in data)
     assert [part.payload for part in sent if part.kind == PING] == [b"12345678"]
@@ -295,7 +295,7 @@ def test_padding_is_part_of_the_window(peer: Peer) -> None:
 def test_remembered_block_is_forgotten_when_the_table_changes(peer: Peer) -> None:
     """A block with an index into the dynamic table means something else after an insertion."""
     encoder = hpack.Encoder()
-    fields = [*REQUEST[:2], (b":path", b"/"), (b"x-value", b"one")]  # all except the last are in the static table
+    fields = [*REQUEST[:2], (b":path", b"/"), (b"x-other", b"0"), (b"x-value", b"one")]  # the first are in the static table
     peer.send(frame(HEADERS, 5, 1, encoder.encode(fields)))
     repeated = encoder.encode(fields)
     peer.send(frame(HEADERS, 5, 3, repeated), frame(HEADERS, 5, 5, repeated))
