@@ -10,6 +10,7 @@ import signal
 import struct
 import tracemalloc
 from collections.abc import Awaitable, Callable, Iterator
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import msgspec
@@ -184,7 +185,7 @@ def test_bodies_that_wait_long_are_refused_in_an_overload(
 ) -> None:
     monkeypatch.setattr(start_queue, "PATIENCE_SECONDS", patience)
     now = 100.0
-    monkeypatch.setattr(turns.time, "monotonic", lambda: now)
+    monkeypatch.setattr(turns, "time", SimpleNamespace(monotonic=lambda: now))
 
     async def wait_for_turns() -> list[bool]:
         nonlocal now
@@ -216,7 +217,7 @@ def test_decoder_that_ends_is_replaced(bench: Bench, monkeypatch: pytest.MonkeyP
     assert error is Unavailable and "has ended: retry" in message
     monkeypatch.setattr(client, "IDLE_SECONDS", 0.0)
     assert bench.send("infer", LARGE) == expected
-    eventually(lambda: bench.runner.run(asyncio.sleep(0)) or not bench.pid)  # type: ignore[func-returns-value]
+    eventually(lambda: bench.runner.run(asyncio.sleep(0)) or not bench.pid)
 
 
 def test_refused_body_is_freed_without_the_garbage_collector() -> None:

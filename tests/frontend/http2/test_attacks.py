@@ -148,8 +148,8 @@ class Guarded:
 
     def __init__(self, peer: Peer, **settings: Any) -> None:
         self.peer, self.metrics = peer, Metrics()
-        connections = lambda: list(peer.connections)  # noqa: E731
-        self.guard = ConnectionGuard(Settings(**settings), self.metrics, connections, peer.application.report)
+        report = peer.application.report
+        self.guard = ConnectionGuard(Settings(**settings), self.metrics, lambda: list(peer.connections), report)
 
     def closed_after(self, *seconds: float) -> list[str]:
         """Let time pass, check that the connection ends with the last part of it, and return why."""
@@ -212,7 +212,8 @@ def test_slow_header_block_ends_the_connection(peer: Peer, start: bytes) -> None
 def test_idle_connection_stays_while_there_is_room(peer: Peer) -> None:
     guarded = Guarded(peer, max_connections=1)
     peer.send(request(1, b"/hold"))
-    assert peer.connection.phase is Phase.RUNNING and not guarded.guard.make_room(1, 0) and not peer.closed
+    phase = peer.connection.phase
+    assert phase is Phase.RUNNING and not guarded.guard.make_room(1, 0) and not peer.closed
     peer.send(reset(1))
     peer.loop.now += 3600
     guarded.guard.sweep(peer.loop.now)

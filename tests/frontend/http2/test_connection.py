@@ -239,8 +239,8 @@ def test_answer_before_the_end_of_the_request_stops_it(peer: Peer) -> None:
 
 def test_large_header_block_leaves_in_several_frames(peer: Peer) -> None:
     fields = [(b"x-%d" % number, b"y" * 15_000) for number in range(3)]
-    stream = peer.send(request(1, b"/hold")) or peer.application.handlers[1].stream
-    sent = peer.run(partial(stream.send_headers, encode_fields(fields), last=True))
+    peer.send(request(1, b"/hold"))
+    sent = peer.run(partial(peer.application.handlers[1].stream.send_headers, encode_fields(fields), last=True))
     assert [(part.kind, part.flags) for part in sent] == [(HEADERS, END_STREAM), (CONTINUATION, 0), (CONTINUATION, END_HEADERS)]
     assert hpack.Decoder(1 << 20).decode(b"".join(part.payload for part in sent), raw=True) == fields
 

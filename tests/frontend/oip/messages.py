@@ -34,7 +34,7 @@ def ids(data: bytes, model: str = "speller", **fields: Any) -> Any:
     return tensors(("ids", "INT32", [1, len(data) // 4], data), model=model, **fields)
 
 
-def typed(name: str, datatype: str, shape: list[int], model: str = "words", **contents: Any) -> Any:
+def typed(name: str, datatype: str, shape: list[int], model: Any = "words", **contents: Any) -> Any:
     """Return a request with one input whose values are in typed contents."""
     input = REQUEST.InferInputTensor(name=name, datatype=datatype, shape=shape, contents=contents or None)
     return REQUEST(model_name=model, inputs=[input])

@@ -125,12 +125,18 @@ def test_response_is_json_with_the_raw_outputs_after_it() -> None:
 
 FLAT = {"name": "ids", "datatype": "INT32", "shape": [3], "parameters": {"binary_data_size": 12}}
 SCORES = {"name": "scores", "parameters": {"binary_data": True}}
-THREE_IDS = struct.pack("<3i", 1, 2, 3)
+THREE_IDS, FAR = struct.pack("<3i", 1, 2, 3), b"\x08\0\0\0how  far"
 
 
-def remember(forms: BinaryForms, catalog: Catalog, document: dict[str, Any], path: str = "/infer") -> FormKey:
+def remember(
+    forms: BinaryForms,
+    catalog: Catalog,
+    document: dict[str, Any],
+    path: str = "/infer",
+    tail: bytes = b"",
+) -> FormKey:
     key = (path, json.dumps(document).encode())
-    forms.remember(key, parse(document, THREE_IDS), catalog.find("words", None), [3])
+    forms.remember(key, parse(document, tail or THREE_IDS), catalog.find("words", None), [3])
     return key
 
 
@@ -142,6 +148,10 @@ def test_form_has_the_size_of_its_values(catalog: Catalog) -> None:
     assert form.pack(THREE_IDS) == ([3], THREE_IDS)
     assert form.pack(struct.pack("<3i", 1, -1, 3)) is None
     assert form.response_size == 4 * len(models.LABELS)
+    text_form = forms.find(
+        remember(forms, catalog, {"inputs": [{**FLAT, "name": "text", "datatype": "BYTES", "shape": [1]}]}, tail=FAR)
+    )
+    assert text_form is not None and text_form.fits(FAR) and not text_form.fits(b"\x07" + FAR[1:]), "the element has a size too"
     lengths = {"name": "lengths", "datatype": "INT32", "shape": [1], "data": [3]}
     for document in ({"inputs": [FLAT], "id": "seven"}, {"inputs": [FLAT, lengths]}):
         assert forms.find(remember(forms, catalog, document)) is None, "an id or another input"
