@@ -19,7 +19,7 @@ from tritonclient.utils import np_to_triton_dtype
 
 from tests import models
 from tests.frontend.conftest import BODY_BYTES
-from tests.frontend.oip.test_grpc import QUESTIONS, ROWS, SERVICE, raw, stream_of
+from tests.frontend.oip.test_grpc import QUESTIONS, ROWS, SERVICE, raw, serialised, stream_of
 from tests.serving import Server, eventually, serving, sum_of
 
 SHIPPED = Path(__file__).resolve().parents[2] / "models"
@@ -57,11 +57,6 @@ def infer(client: Any, model: str, *inputs: Any, outputs: Any = (), **options: A
     requested = [triton.InferRequestedOutput(name) if isinstance(name, str) else name for name in outputs]
     answer = client.infer(model, list(inputs), outputs=requested or None, **options)
     return {output.name: answer.as_numpy(output.name) for output in answer.get_response().outputs}
-
-
-def serialised(message: Any) -> bytes:
-    data: bytes = message.SerializeToString()
-    return data
 
 
 def text_tensor(*texts: str) -> Any:

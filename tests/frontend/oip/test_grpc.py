@@ -11,6 +11,7 @@ import struct
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import closing
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from tests.frontend.conftest import BODY_BYTES
 from tests.frontend.http2 import peer
 from tests.frontend.http2.peer import DATA, END_HEADERS, END_STREAM, GOAWAY, HEADERS, PREFACE, Frames, frame, settings, window
 from tests.frontend.in_process import InProcess, in_process
-from tests.frontend.oip.messages import tensors, with_parameters
+from tests.frontend.oip.messages import tensors, typed, with_parameters
 from tests.serving import LIMIT_SECONDS, eventually
 
 SERVICE, HEALTH = "/inference.GRPCInferenceService", "/grpc.health.v1.Health"
@@ -66,17 +67,21 @@ def channel(heads: InProcess) -> Iterator[grpc.Channel]:
         yield channel
 
 
+def serialised(message: Any) -> bytes:
+    data: bytes = message if isinstance(message, bytes) else message.SerializeToString()
+    return data
+
+
 def call(channel: grpc.Channel, message: Any, method: str = "ModelInfer", **options: Any) -> Any:
     """Call a method. A message of type bytes is sent unchanged."""
-    data = message if isinstance(message, bytes) else message.SerializeToString()
     answer = METHODS[method].response_type.FromString
-    return channel.unary_unary(f"{SERVICE}/{method}", response_deserializer=answer)(data, timeout=60, **options)
+    return channel.unary_unary(f"{SERVICE}/{method}", response_deserializer=answer)(serialised(message), timeout=60, **options)
 
 
 def stream_of(channel: grpc.Channel, requests: Iterable[Any], **options: Any) -> Any:
     """Send all requests, close the sending side, and return the responses."""
     answer = METHODS["ModelStreamInfer"].response_type.FromString
-    method = channel.stream_stream(f"{SERVICE}/ModelStreamInfer", lambda message: message.SerializeToString(), answer)
+    method = channel.stream_stream(f"{SERVICE}/ModelStreamInfer", serialised, answer)
     return method(iter(requests), timeout=60, **options)
 
 
@@ -214,6 +219,17 @@ def test_error_on_a_stream_does_not_end_the_call(channel: grpc.Channel) -> None:
     assert next(answers).infer_response.id == "mine"
     with pytest.raises(grpc.RpcError, match=r"(?s)INVALID_ARGUMENT.*13 bytes"):
         next(answers)
+
+
+def test_large_messages_of_a_stream_stay_in_order(local: InProcess) -> None:
+    """Every second message is large, and takes longer."""
+    unknown_field = b"\xfa\x7f\x81\x80\x04" + bytes((1 << 16) + 1)
+    typed_rows = typed("inputs", "FP32", [1, 3, 3], "sensors", fp32_contents=[1] * 9)
+    flags = [{"sequence_start": True}, *[{}] * 6, {"sequence_end": True}]
+    chunks = [with_parameters(copy(typed_rows), sequence_id=7, **flag).SerializeToString() for flag in flags]
+    with grpc.insecure_channel(local.grpc) as channel:
+        replies = list(stream_of(channel, [chunk + unknown_field * (index % 2) for index, chunk in enumerate(chunks)]))
+    assert [reply.infer_response.parameters["sequence_steps"].int64_param for reply in replies] == [*range(3, 25, 3)]
 
 
 # Health, reflection, and clients that are disconnected.
