@@ -55,9 +55,8 @@ def requesting(message: Any, *names: str, **parameters: int) -> Any:
 
 def corpus() -> list[bytes]:
     """Return messages of every kind: valid, refused and broken."""
-    shared, combined = text(QUESTION), typed("text", "BYTES", [1], bytes_contents=[QUESTION])
-    with_parameters(shared.inputs[0], shared_memory_region="x")
-    combined.raw_input_contents.append(QUESTION)
+    shared = REQUEST(inputs=[{"name": "text", "parameters": {"shared_memory_region": {"string_param": "x"}}}])
+    combined = REQUEST(inputs=[{"name": "x", "contents": {"int_contents": [1]}}], raw_input_contents=[QUESTION])
     zeros, lengths = bytes(36), ("lengths", "INT32", [3], struct.pack("<3i", 2, 1, 3))
     sessions = [
         {"sequence_id": id, **flag} for id in ("mine", 7) for flag in ({}, {"sequence_start": True}, {"sequence_end": True})

@@ -75,23 +75,8 @@ def test_typed_contents_are_read_by_datatype() -> None:
         assert (tensor.name, tensor.datatype, list(tensor.values)) == ("x", datatype, [value])
 
 
-def combined() -> Any:
-    message = typed("x", "FP32", [1], fp32_contents=[1])
-    message.raw_input_contents.append(bytes(4))
-    return message
-
-
-def without_value() -> Any:
-    message = text(QUESTION)
-    message.parameters["priority"].SetInParent()
-    return message
-
-
-def with_shared_memory() -> Any:
-    message = typed("x", "FP32", [1])
-    return with_parameters(message.inputs[0], shared_memory_region="mine") and message
-
-
+TYPED = {"name": "x", "datatype": "FP32", "shape": [1], "contents": {"fp32_contents": [1]}}
+SHARED = {"name": "x", "parameters": {"shared_memory_region": {"string_param": "mine"}}}
 MANY: dict[str, Any] = {f"p{number}": 1 for number in range(MAX_PARTS + 1)}
 INVALID: list[tuple[Any, str, str]] = [
     (typed("x", "FP32", [1]), "x", "0 values"),
@@ -99,10 +84,10 @@ INVALID: list[tuple[Any, str, str]] = [
     (typed("x", "FP33", [1], fp64_contents=[1]), "x", "FP33"),
     (typed("x", "FP16", [1], fp32_contents=[1]), "x", "only as raw bytes"),
     (typed("x", "INT8", [1], int_contents=[300]), "x", "cannot hold"),
-    (combined(), "x", "has contents, but the request has raw_input_contents too"),
+    (REQUEST(inputs=[TYPED], raw_input_contents=[b""]), "x", "has contents, but the request has raw_input_contents too"),
     (REQUEST(inputs=[{"name": "x"}], raw_input_contents=[b"", b""]), "raw_input_contents", "2 entries for 1 inputs"),
-    (without_value(), "parameters.priority", "has no value"),
-    (with_shared_memory(), "x", "send the tensor's data"),
+    (REQUEST(parameters={"priority": {}}), "parameters.priority", "has no value"),
+    (REQUEST(inputs=[SHARED]), "x", "send the tensor's data"),
     (with_parameters(REQUEST(), **MANY), "parameters", str(MAX_PARTS)),
     (requesting(REQUEST(), "x", **MANY), "parameters", str(MAX_PARTS)),
     (REQUEST(inputs=[{"name": "x"}] * (MAX_PARTS + 1)), "inputs", str(MAX_PARTS)),
