@@ -202,7 +202,7 @@ def test_bodies_that_wait_long_are_refused_in_an_overload(
 
 
 def test_decoder_that_ends_is_replaced(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that is killed fails its request, and one that is idle ends. tests/long/test_decoder.py ends frontends."""
+    """A killed decoder fails its request, and an idle decoder ends. tests/long/test_decoder.py ends frontends."""
     expected = bench.send("infer", LARGE)
     first = bench.pid
     os.kill(first, signal.SIGSTOP)  # so that it is killed while it has the body

@@ -45,7 +45,7 @@ class Frame(NamedTuple):
 
 
 class Frames(list[Frame]):
-    """Frames that the server sent one after the other."""
+    """Frames in the order in which the server sent them."""
 
     @property
     def goaways(self) -> list[int]:

@@ -88,7 +88,7 @@ def test_budget_fills_up_to_its_burst() -> None:
 
 
 def test_header_bomb_is_stopped_before_it_is_large(peer: Peer) -> None:
-    """One large entry of the table, then thousands of references to it, a byte each."""
+    """A large entry of the table, then thousands of references to it, a byte each."""
     entry = b"\x40\x01x" + b"\x7f\xa1\x1d" + bytes(b"y" * 3872)
     peer.send(frame(HEADERS, END_HEADERS | END_STREAM, 1, block() + entry))
     bomb = frame(HEADERS, END_HEADERS | END_STREAM, 3, block() + b"\xbe" * 16_000)

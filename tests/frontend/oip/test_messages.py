@@ -1,4 +1,4 @@
-"""ModelInfer messages: those of Triton's client, converted by protobuf or read and written by hand, and scanned before."""
+"""ModelInfer messages: the scan before they are read, the conversion by protobuf, and reading and writing by hand."""
 
 from __future__ import annotations
 
