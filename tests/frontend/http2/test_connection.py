@@ -171,8 +171,8 @@ def test_other_protocols_are_refused(loop: ClockLoop, start: bytes) -> None:
 
 def test_bytes_may_arrive_one_by_one(loop: ClockLoop) -> None:
     """With padding and a priority, which is ignored. The response is HEADERS, DATA and trailers."""
-    peer = Peer(loop, greet=False)
-    headers = frame(HEADERS, END_HEADERS | PADDED | PRIORITIZED, 1, b"\x03" + bytes(5) + block() + bytes(3))
+    peer, sized_block = Peer(loop, greet=False), block((b"content-length", b"4"))
+    headers = frame(HEADERS, END_HEADERS | PADDED | PRIORITIZED, 1, b"\x03" + bytes(5) + sized_block + bytes(3))
     body = frame(DATA, PADDED, 1, b"\x02ab\0\xff") + frame(DATA, END_STREAM, 1, b"cd")
     data = PREFACE + settings() + frame(PRIORITY, 0, 9, bytes(5)) + headers + body + frame(PING, 0, 0, b"12345678")
     sent = peer.send_parts(bytes((octet,)) for octet in data)
