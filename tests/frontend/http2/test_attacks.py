@@ -120,7 +120,7 @@ def test_ended_streams_leave_nothing_behind(peer: Peer) -> None:
     tracemalloc.start()
     try:
         call(600)
-        assert tracemalloc.get_traced_memory()[0] < 150_000
+        assert tracemalloc.get_traced_memory()[0] < 100_000
     finally:
         tracemalloc.stop()
     remembered = peer.connection._headers._remembered
