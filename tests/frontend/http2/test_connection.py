@@ -239,7 +239,9 @@ def test_answer_before_the_end_of_the_request_stops_it(peer: Peer) -> None:
 
 def test_large_header_block_leaves_in_several_frames(peer: Peer) -> None:
     fields = [(b"x-%d" % number, b"y" * 15_000) for number in range(3)]
-    peer.send(request(1, b"/hold"))
+    peer.send(request(1, b"/hold"), request(3, b"/hold"))
+    [whole] = peer.run(peer.application.handlers[3].stream.send_headers, bytes(16_384))
+    assert (whole.kind, whole.flags, whole.payload) == (HEADERS, END_HEADERS, bytes(16_384))
     sent = peer.run(partial(peer.application.handlers[1].stream.send_headers, encode_fields(fields), last=True))
     assert [(part.kind, part.flags) for part in sent] == [(HEADERS, END_STREAM), (CONTINUATION, 0), (CONTINUATION, END_HEADERS)]
     assert hpack.Decoder(1 << 20).decode(b"".join(part.payload for part in sent), raw=True) == fields
