@@ -13,6 +13,7 @@ from service.access.keys import create
 from service.access.refused_keys import RefusedKeys
 from service.access.scopes import KEY_SCOPES, Scope
 from tests import models
+from tests.frontend.http2.peer import ClockLoop, Peer
 from tests.frontend.in_process import InProcess, in_process
 from tests.serving import Server, serving
 
@@ -76,6 +77,18 @@ def heads_server(every_head: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     """The real service with the models of `every_head`."""
     with serving(every_head, tmp_path_factory.mktemp("log")) as running:
         yield running
+
+
+@pytest.fixture
+def loop() -> Iterator[ClockLoop]:
+    loop = ClockLoop()
+    yield loop
+    loop.close()
+
+
+@pytest.fixture
+def peer(loop: ClockLoop) -> Peer:
+    return Peer(loop)
 
 
 class Guarded(NamedTuple):

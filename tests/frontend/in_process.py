@@ -88,10 +88,8 @@ class StandInEngine:
         self.last_call: object = None
         """The last message about a session, or for a trace."""
         self._catalog = catalog
-        self._sessions: dict[str, tuple[int, int]] = {}
-        """Steps, and a checksum of their values."""
-        self._models: dict[str, ModelKey] = {}
-        """Of each session."""
+        self._sessions: dict[str, tuple[ModelKey, int, int]] = {}
+        """The model, the steps, and a checksum of their values."""
 
     def attach(self, dispatcher: Dispatcher) -> None:
         near, far = pair()
@@ -118,7 +116,7 @@ class StandInEngine:
         """Answer the requests that wait, the last one first, and later requests at once."""
         self.held = False
         for frame in reversed(list(self.waiting.values())):
-            self._answer(frame)
+            self._reply(frame)
         self.waiting.clear()
 
     def _send(self, data: bytes) -> None:
@@ -135,47 +133,47 @@ class StandInEngine:
 
     def _read(self) -> None:
         for frame in [part for whole in self._channel.receive() for part in requests_of(whole)]:
-            message = frame.message
-            if isinstance(message, Cancel):
+            if isinstance(frame.message, Cancel):
                 self.cancelled += 1
                 self.waiting.pop(frame.id, None)
-            elif isinstance(message, Request):
+                continue
+            if isinstance(frame.message, Request):
                 self.received.append(frame)
                 if self.held:
                     self.waiting[frame.id] = frame._replace(tail=bytes(frame.tail))
-                else:
-                    self._answer(frame)
-            elif isinstance(message, EndSession | ExportSession | FindSession | ImportSession | RecordTrace):
-                self._reply(frame.id, lambda message=message: self._call(message))  # type: ignore[misc]
+                    continue
+            self._reply(frame)
 
-    def _answer(self, frame: Frame) -> None:
-        self._reply(frame.id, lambda: self._run(cast(Request, frame.message), bytes(frame.tail)))
-
-    def _reply(self, id: int, run: Callable[[], tuple[Any, bytes]]) -> None:
+    def _reply(self, frame: Frame) -> None:
+        message, data = frame.message, bytes(frame.tail)
         try:
-            message, tail = run()
+            reply, tail = self._run(message, data) if isinstance(message, Request) else self._call(message)
         except ServiceError as error:
-            message, tail = Refusal.of(error), b""
-        self._send(encode(message, id, (tail,)))
+            reply, tail = Refusal.of(error), b""
+        if reply is not None:
+            self._send(encode(reply, frame.id, (tail,)))
 
     def _call(self, message: Any) -> tuple[Any, bytes]:
+        """Return the reply to a message about a session or for a trace, None for other messages."""
+        if not isinstance(message, EndSession | ExportSession | FindSession | ImportSession | RecordTrace):
+            return None, b""
         self.last_call = message
         if isinstance(message, RecordTrace):
             return Done(), b"[]"
         if isinstance(message, ImportSession):
             self._check_limit(message.session, message.session_limit)
-            self._sessions[message.session] = (message.origin.steps, 0)
-            self._models[message.session] = ModelKey(message.origin.model, message.origin.version)
-            return Done(), b""
-        if isinstance(message, FindSession):
-            return SessionFound(self._models[message.session] if message.session in self._sessions else None), b""
-        steps, _ = self._session(message.session)
-        if isinstance(message, EndSession):
+            origin = message.origin
+            self._sessions[message.session] = (ModelKey(origin.model, origin.version), origin.steps, 0)
+        elif isinstance(message, FindSession):
+            return SessionFound(self._sessions.get(message.session, (None,))[0]), b""
+        else:
+            _, steps, _ = self._session(message.session)
+            if isinstance(message, ExportSession):
+                return Done(), session_state.pack({"0.hidden": torch.zeros(1)}, Origin("sensors", "1", "", steps))
             del self._sessions[message.session]
-            return Done(), b""
-        return Done(), session_state.pack({"0.hidden": torch.zeros(1)}, Origin("sensors", "1", "", steps))
+        return Done(), b""
 
-    def _session(self, name: str) -> tuple[int, int]:
+    def _session(self, name: str) -> tuple[ModelKey, int, int]:
         if name not in self._sessions:
             raise UnknownSession("the session is not open", field="session")
         return self._sessions[name]
@@ -185,20 +183,20 @@ class StandInEngine:
         if limit and len(same) >= limit:
             raise TooManySessions("the tenant has too many sessions", retry_after=1)
 
-    def _run(self, request: Request, data: bytes) -> tuple[Answer, bytes]:
+    def _run(self, request: Request, data: bytes) -> tuple[Any, bytes]:
         if self.refusal is not None:
             raise self.refusal
-        spec = self._catalog[request.key].spec
-        steps, checksum = 0, 0
-        if request.session is not None:
+        spec, session = self._catalog[request.key].spec, request.session
+        steps = checksum = 0
+        if session is not None:
             if request.model not in STREAMS:
                 raise InvalidInput(f"{request.model} has no sessions", field="session")
             if request.session_starts is False:
-                self._session(request.session)
-            if request.session not in self._sessions:
-                self._check_limit(request.session, request.session_limit)
+                self._session(session)
+            if session not in self._sessions:
+                self._check_limit(session, request.session_limit)
             if not request.session_starts:
-                steps, checksum = self._sessions.get(request.session, (0, 0))
+                _, steps, checksum = self._sessions.get(session, (request.key, 0, 0))
         size, begin, checksums = spec.input.step_bytes, 0, list[list[int]]()
         for length in request.lengths:
             checksums.append([])
@@ -206,14 +204,13 @@ class StandInEngine:
                 checksum = zlib.crc32(data[at * size : (at + 1) * size], checksum)
                 checksums[-1].append(checksum)
             begin += length
-            if request.session is None:
+            if session is None:
                 checksum = 0
-        if request.session is not None:
+        if session is not None:
             steps += sum(request.lengths)
-            self._sessions[request.session] = (steps, checksum)
-            self._models[request.session] = request.key
+            self._sessions[session] = (request.key, steps, checksum)
             if request.session_ends:
-                del self._sessions[request.session]
+                del self._sessions[session]
         arrays = _arrays(spec, request, checksums)
         shapes: dict[str, Any] = {name: array.shape for name, array in arrays.items()}
         answer = Answer(**shapes, steps=request.lengths, session_steps=steps)
@@ -226,17 +223,18 @@ def _arrays(spec: ModelSpec, request: Request, checksums: Sequence[Sequence[int]
     last = [steps[-1] if steps else 0 for steps in checksums]
     each = [value for steps in checksums for value in steps]
     arrays: dict[str, np.ndarray[Any, Any]] = {}
-    if head.kind == "classify":
-        numbers = _numbers(last, len(head.labels))
-        arrays["scores"] = numbers / numbers.sum(1, keepdims=True)
-    elif head.kind == "regress":
-        arrays["scores"] = _numbers(last, head.outputs)
-    elif head.kind == "tag":
-        arrays |= {"scores": _numbers(each, 1), "picks": (_numbers(each, 1) * len(head.labels)).astype("i4")}
-    elif head.kind == "span":
-        arrays |= {"scores": _numbers(last, 1), "picks": np.zeros((len(last), 2), "i4")}
-    elif head.kind == "next":
-        arrays |= {"scores": -np.sort(-_numbers(last, head.top)), "picks": (_numbers(last, head.top) * 9).astype("i4")}
+    match head.kind:
+        case "classify":
+            numbers = _numbers(last, len(head.labels))
+            arrays["scores"] = numbers / numbers.sum(1, keepdims=True)
+        case "regress":
+            arrays["scores"] = _numbers(last, head.outputs)
+        case "tag":
+            arrays |= {"scores": _numbers(each, 1), "picks": (_numbers(each, 1) * len(head.labels)).astype("i4")}
+        case "span":
+            arrays |= {"scores": _numbers(last, 1), "picks": np.zeros((len(last), 2), "i4")}
+        case "next":
+            arrays |= {"scores": -np.sort(-_numbers(last, head.top)), "picks": (_numbers(last, head.top) * 9).astype("i4")}
     if head.kind == "embed" or request.returns.embedding:
         arrays["embedding"] = _numbers(last, EMBEDDING_WIDTH)
     if head.kind == "sequence" or request.returns.sequence:
@@ -271,25 +269,17 @@ class StandInSupervisor:
         return [IndexEntry(model.spec.name, model.version, READY) for model in self.frontend.catalog.served]
 
     async def load(self, name: str, policy: str | None = None) -> None:
-        self._check(name)
-        self._unloaded.discard(name)
-        self._serve()
+        self._serve(name, self._unloaded.discard)
 
     async def unload(self, name: str) -> None:
-        self._check(name)
-        self._unloaded.add(name)
-        self._serve()
+        self._serve(name, self._unloaded.add)
 
-    def _check(self, name: str) -> None:
-        if not any(key.name == name for key in self._keys):
+    def _serve(self, name: str, change: Callable[[str], None]) -> None:
+        keys = list(self.frontend.catalog._known)
+        if not any(key.name == name for key in keys):
             raise UnknownModel(f"unknown model {name}", field="model")
-
-    def _serve(self) -> None:
-        self.frontend.catalog.serve([key for key in self._keys if key.name not in self._unloaded], {})
-
-    @property
-    def _keys(self) -> list[ModelKey]:
-        return list(self.frontend.catalog._known)
+        change(name)
+        self.frontend.catalog.serve([key for key in keys if key.name not in self._unloaded], {})
 
 
 class InProcess:

@@ -43,7 +43,7 @@ from service.settings import Settings
 from tests import models
 from tests.frontend.dispatch.test_dispatcher import EngineProcess, meet, run
 from tests.frontend.http2 import peer
-from tests.frontend.oip.test_grpc_application import tensors
+from tests.frontend.oip.messages import tensors
 from tests.raw_websocket import CLOSE, CONTINUATION, TEXT, frame, handshake
 from tests.serving import LIMIT_SECONDS
 

@@ -15,12 +15,15 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton
 import tritonclient.grpc.aio as triton_aio
+from tritonclient.utils import np_to_triton_dtype
 
 from tests import models
-from tests.frontend.oip.test_grpc import LIMIT, QUESTIONS, ROWS, SERVICE, InferMessage, Outputs, infer, raw, stream_of, tensor
+from tests.frontend.conftest import BODY_BYTES
+from tests.frontend.oip.test_grpc import QUESTIONS, ROWS, SERVICE, raw, serialised, stream_of
 from tests.serving import Server, eventually, serving, sum_of
 
 SHIPPED = Path(__file__).resolve().parents[2] / "models"
+Outputs = dict[str, Any]
 SLOW = np.full((100_000, 3), 0.1, np.float32)
 
 
@@ -33,7 +36,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     models.sensors(root)
     for name in ("question-type-cnn", "sensor-forecast"):
         shutil.copytree(SHIPPED / name, root / name)
-    with serving(root, tmp_path_factory.mktemp("log"), "--frontends", "2", max_body_bytes=str(LIMIT)) as running:
+    with serving(root, tmp_path_factory.mktemp("log"), "--frontends", "2", max_body_bytes=str(BODY_BYTES)) as running:
         yield running
 
 
@@ -41,6 +44,19 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def client(served: Server) -> Iterator[Any]:
     with triton.InferenceServerClient(served.grpc) as client:
         yield client
+
+
+def tensor(name: str, array: Any) -> Any:
+    """Return an input for Triton's client."""
+    array = np.asarray(array)
+    return triton.InferInput(name, list(array.shape), np_to_triton_dtype(array.dtype)).set_data_from_numpy(array)
+
+
+def infer(client: Any, model: str, *inputs: Any, outputs: Any = (), **options: Any) -> Outputs:
+    """Return all outputs of an answer by name."""
+    requested = [triton.InferRequestedOutput(name) if isinstance(name, str) else name for name in outputs]
+    answer = client.infer(model, list(inputs), outputs=requested or None, **options)
+    return {output.name: answer.as_numpy(output.name) for output in answer.get_response().outputs}
 
 
 def text_tensor(*texts: str) -> Any:
@@ -160,8 +176,8 @@ def test_calls_cancelled_at_any_time_leave_nothing_behind(served: Server) -> Non
                 yield raw("inputs", "FP32", [1, 1, 3], bytes(12))
 
         async with grpc.aio.insecure_channel(served.grpc) as channel:
-            stream = channel.stream_stream(f"{SERVICE}/ModelStreamInfer", InferMessage.SerializeToString)(requests())
-            single = channel.unary_unary(f"{SERVICE}/ModelInfer", InferMessage.SerializeToString)(
+            stream = channel.stream_stream(f"{SERVICE}/ModelStreamInfer", serialised)(requests())
+            single = channel.unary_unary(f"{SERVICE}/ModelInfer", serialised)(
                 raw("inputs", "FP32", [1, 500, 3], SLOW[:500].tobytes())
             )
             await asyncio.sleep(seconds)

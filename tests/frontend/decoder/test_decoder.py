@@ -6,59 +6,81 @@ import asyncio
 import gc
 import json
 import os
-import random
 import signal
 import struct
 import tracemalloc
 from collections.abc import Awaitable, Callable, Iterator
-from pathlib import Path
-from typing import Any, NamedTuple, cast
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
+from websockets.sync.client import connect
 
 from service.access.caller import LOCAL
 from service.errors import InvalidInput, Overloaded, ServiceError, Unavailable
 from service.frontend import start_queue
-from service.frontend.catalog import Catalog, ServedModel
-from service.frontend.decoder import client
+from service.frontend.decoder import client, turns
 from service.frontend.decoder.client import MAX_LOOP_BODY_BYTES
 from service.frontend.decoder.turns import Turns
 from service.frontend.decoder.worker import Decoder
-from service.frontend.dispatch.dispatcher import Dispatcher
-from service.frontend.inference import Frontend, SupervisorClient, TrackedRequest
-from service.frontend.oip import rest
-from service.frontend.oip.grpc_calls import infer_message, read_request
-from service.frontend.oip.json import encode_response
-from service.frontend.oip.protobuf import METHODS
+from service.frontend.inference import Frontend, TrackedRequest
+from service.frontend.oip import grpc_calls, rest
 from service.frontend.rest import infer
 from service.frontend.start_queue import LongWaits
 from service.ipc.channel import Frame
 from service.ipc.messages import Api, DecodeBody
 from service.log import Log
-from service.metrics import Metrics
-from service.modeling.tokenizer import Tokenizer
 from service.settings import Settings
 from tests import models
-from tests.frontend.oip.harness import FakeDispatcher
-from tests.frontend.test_hot_path import bodies, oip_messages
+from tests.frontend.in_process import InProcess
+from tests.frontend.oip.harness import catalog_of, fake_frontend, values
+from tests.frontend.oip.messages import QUESTION, requesting, text, typed, with_parameters
 from tests.serving import eventually
 
 PADDING = b" " * (MAX_LOOP_BODY_BYTES + 1)
 """JSON ignores white space after a document."""
-BYTES_OF_UNKNOWN_FIELD = b"\xfa\x7f"
-"""The tag of field 2047, which protobuf ignores."""
+UNKNOWN_FIELD = b"\xfa\x7f\x81\x80\x04" + PADDING
+"""Field 2047 of a message, with a size in three bytes. protobuf ignores it."""
+WORDS = json.dumps({"model": "words", "inputs": ["how far"]}).encode()
+LARGE = WORDS + PADDING
+INPUTS: dict[str, list[Any]] = {
+    "words": [["how far", ""], [[1, 2], [3]], [None]],
+    "speller": [[[1, 11]], [[1], [-1]], [[1.5]]],
+    "forecaster": [[[[1, 2, 3]] * 3], [[[1, 2]]], [[[1, 2, 1e39]]]],
+}
+OPTIONS: list[dict[str, Any]] = [
+    {"priority": 2},
+    {"priority": 99},
+    {"return": ["embedding"]},
+    {"version": "7"},
+    {"session": "s"},
+]
+IDS: dict[str, Any] = {"name": "ids", "datatype": "INT32", "shape": [3], "data": [1, 2, 3]}
+OIP: list[dict[str, Any]] = [{"inputs": [{**IDS, **change}]} for change in ({}, {"shape": [4]}, {"data": [99] * 3})]
+OIP += [{"inputs": [IDS], **more} for more in ({"id": "x"}, {"outputs": [{"name": "scores"}]}, {"id": 5})]
+MESSAGES = [typed("ids", "INT32", [1, 3], int_contents=row) for row in ([1, 2, 3], [1, 99, 3], [1])]
+MESSAGES += [requesting(text(QUESTION), "scores"), with_parameters(text(QUESTION, id="seven"), priority=2, x=float("inf"))]
+BODIES = {
+    "infer": [
+        *(json.dumps({"model": model, "inputs": inputs}).encode() for model, rows in INPUTS.items() for inputs in rows),
+        *(json.dumps({"model": "words", "inputs": ["how far"], **options}).encode() for options in OPTIONS),
+        *(b"{}", b"[]", b'{"model":"words","inputs":["\xff"]}', WORDS + b"x"),
+    ],
+    "oip": [json.dumps(document).encode() for document in OIP],
+    "grpc": [message.SerializeToString() for message in MESSAGES],
+}
 
 
 class Bench(NamedTuple):
     """A frontend in this process, and the event loop that it runs in."""
 
     frontend: Frontend
-    dispatcher: FakeDispatcher
     runner: asyncio.Runner
 
     def result(self, answering: Callable[[TrackedRequest], Awaitable[Any]]) -> Any:
         """Return the reply or the error of a request, and the data that the engine received for it."""
+        requests: list[tuple[Any, bytes]] = self.frontend.dispatcher.requests  # type: ignore[attr-defined]
 
         async def run() -> Any:
             try:
@@ -66,55 +88,40 @@ class Bench(NamedTuple):
             except ServiceError as error:
                 return type(error), error.message, error.field, error.retry_after
 
-        self.dispatcher.requests.clear()
+        requests.clear()
         reply = self.runner.run(run())
-        return reply, [(msgspec.structs.replace(request, sent=0.0), bytes(tail)) for request, tail in self.dispatcher.requests]
+        return reply, [(msgspec.structs.replace(request, sent=0.0), bytes(tail)) for request, tail in requests]
 
-    @property
-    def pid(self) -> int:
-        process = self.frontend.decoder._process
-        return 0 if process is None or not process.open else process._process.pid
-
-    def post_infer(self, data: bytes) -> Any:
-        return self.result(lambda tracked: infer._answer_data(self.frontend, tracked, data))
-
-    def post_oip(self, data: bytes, header_length: int | None = None) -> Any:
-        async def answer(tracked: TrackedRequest) -> Any:
-            answered = await rest._answer_data(self.frontend, tracked, data, header_length, "words", "")
-            return encode_response(*answered)
-
-        return self.result(answer)
-
-    def call_grpc(self, data: bytes) -> Any:
+    def send(self, api: str, data: bytes, header_length: int | None = None) -> Any:
         class Context:
             session = None
 
             def time_remaining(self) -> float | None:
                 return None
 
-        async def answer(tracked: TrackedRequest) -> bytes:
-            async with read_request(data, self.frontend) as read:
-                reply: bytes = (await infer_message(self.frontend, tracked, read, Context())).SerializeToString()
-                return reply
+        async def answer(tracked: TrackedRequest) -> Any:
+            if api == "infer":
+                return await infer._answer_data(self.frontend, tracked, data)
+            if api == "oip":
+                response, raw = await rest._answer_data(self.frontend, tracked, data, header_length, "words", "")
+                return response.id, values(response), raw
+            async with grpc_calls.read_request(data, self.frontend) as read:
+                return await grpc_calls.infer_message(self.frontend, tracked, read, Context())
 
         return self.result(answer)
+
+    @property
+    def pid(self) -> int:
+        process = self.frontend.decoder._process
+        return 0 if process is None or not process.open else process._process.pid
 
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    root: Path = tmp_path_factory.mktemp("models")
-    specs = [models.words(root), models.forecaster(root), models.speller(root)]
-    served = [
-        ServedModel(spec, "1", Tokenizer.read(root / spec.name / "1", spec) if spec.input.kind == "text" else None)
-        for spec in specs
-    ]
-    catalog = Catalog(served, {})
-    dispatcher = FakeDispatcher(catalog)
-    frontend = Frontend(
-        Settings(), catalog, cast(Dispatcher, dispatcher), Metrics(), Log("frontend"), cast(SupervisorClient, None)
-    )
+    catalog = catalog_of(tmp_path_factory.mktemp("models"), (models.words, models.forecaster, models.speller))
+    frontend = fake_frontend(catalog, streams=())
     with asyncio.Runner() as runner:
-        yield Bench(frontend, dispatcher, runner)
+        yield Bench(frontend, runner)
 
         async def close() -> None:
             frontend.decoder.close()
@@ -122,219 +129,127 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
         runner.run(close())
 
 
-def mutated(texts: list[bytes], count: int) -> list[bytes]:
-    """Return the texts, and copies with random changes of single bytes."""
-    generator, changed = random.Random(3), []
-    for _ in range(count):
-        text = bytearray(generator.choice(texts))
-        for _ in range(generator.randrange(1, 4)):
-            if text:
-                text[generator.randrange(len(text))] = generator.randrange(256)
-        changed.append(bytes(text))
-    return texts + changed
-
-
-def random_inputs() -> list[bytes]:
-    """Return bodies with random inputs of every kind, some of them wrong."""
-    generator, texts = random.Random(4), list[bytes]()
-    wrong: list[Any] = [None, True, "x", [], {}, 1e39, -1, 10**30, [1, [2]]]
-    for _ in range(100):
-        rows = [[generator.uniform(-9, 9) for _ in range(3)] for _ in range(generator.randrange(1, 6))]
-        ids: list[Any] = [generator.randrange(12) for _ in range(generator.randrange(1, 6))]
-        if generator.random() < 0.4:
-            generator.choice([*rows, ids])[0] = generator.choice(wrong)
-        for model, value in (("forecaster", rows), ("speller", ids), ("words", ids), ("words", "how far")):
-            texts.append(json.dumps({"model": model, "inputs": [value] * generator.randrange(1, 4)}).encode())
-    return texts
-
-
-def test_large_infer_body_is_answered_as_a_small_one(bench: Bench) -> None:
-    ended_by_whitespace = [text for text in mutated(bodies(), 150) if b"EOF" not in str(bench.post_infer(text)).encode()]
-    results = set()
-    for text in ended_by_whitespace + random_inputs():
-        small = bench.post_infer(text)
-        assert bench.post_infer(text + PADDING) == small, text
-        results.add(str(small)[:60])
-    assert len(results) > 30, "replies and errors of many kinds"
+@pytest.mark.parametrize("api", BODIES)
+def test_large_body_is_answered_as_a_small_one(bench: Bench, api: str) -> None:
+    for body in BODIES[api]:
+        assert bench.send(api, body + (UNKNOWN_FIELD if api == "grpc" else PADDING)) == bench.send(api, body), body
     assert bench.pid
-
-
-def test_large_oip_body_is_answered_as_a_small_one(bench: Bench) -> None:
-    texts = [message.partition(b"\r\n\r\n")[2] for message in oip_messages() if b"Inference-Header" not in message]
-    kinds = set()
-    for text in mutated(list(dict.fromkeys(texts)), 100):
-        small, large = bench.post_oip(text), bench.post_oip(text + PADDING)
-        kinds.add(str(small)[:60])
-        # The position at which a truncated document ends is the only difference.
-        assert large == small or b"truncated" in str(small).encode(), text
-    assert len(kinds) > 10
-
-
-def test_raw_tensors_may_follow_a_large_json(bench: Bench) -> None:
-    tensor = {"name": "ids", "datatype": "INT32", "shape": [3], "parameters": {"binary_data_size": 12}}
-    text, tail = json.dumps({"inputs": [tensor]}).encode(), b"\1\0\0\0\2\0\0\0\3\0\0\0"
-    small = bench.post_oip(text + tail, len(text))
-    assert small[1], "the engine received it"
-    assert bench.post_oip(text + PADDING + tail, len(text + PADDING)) == small
-
-
-def test_large_grpc_message_is_answered_as_a_small_one(bench: Bench) -> None:
-    message = METHODS["ModelInfer"].request_type(model_name="words", id="seven")
-    ids = message.inputs.add(name="ids", datatype="INT32", shape=[3])
-    ids.contents.int_contents.extend([1, 2, 3])
-    message.parameters["priority"].int64_param = 2
-    message.parameters["ignored"].double_param = float("inf")
-    variants = []
-    for change in (lambda: None, lambda: message.outputs.add(name="scores"), lambda: message.outputs.add(name="x")):
-        change()
-        variants.append(message.SerializeToString())
-    size = bytes([0x80 | len(PADDING) & 0x7F, 0x80 | len(PADDING) >> 7 & 0x7F, len(PADDING) >> 14])
-    for data in mutated(variants, 60):
-        small = bench.call_grpc(data)
-        large = bench.call_grpc(data + BYTES_OF_UNKNOWN_FIELD + size + PADDING)
-        broken = "not a valid" in str(small)
-        assert large == small or broken, data
-
-
-def test_decoder_that_was_killed_fails_its_request_and_is_replaced(bench: Bench) -> None:
-    text = json.dumps({"model": "words", "inputs": ["how far"]}).encode()
-    expected = bench.post_infer(text)
-    assert bench.post_infer(text + PADDING) == expected
-    first = bench.pid
-    os.kill(first, signal.SIGSTOP)  # so that it is killed while it has the body
-
-    async def kill_while_decoding(tracked: TrackedRequest) -> bytes:
-        answering = asyncio.ensure_future(infer._answer_data(bench.frontend, tracked, text + PADDING))
-        await asyncio.sleep(0.05)
-        os.kill(first, signal.SIGKILL)
-        return await answering
-
-    (error, message, *_), _ = bench.result(kill_while_decoding)
-    assert error is Unavailable
-    assert "has ended: retry" in message
-    assert bench.post_infer(text + PADDING) == expected
-    assert bench.pid not in (0, first)
+    if api == "oip":
+        tensor = {"name": "ids", "datatype": "INT32", "shape": [3], "parameters": {"binary_data_size": 12}}
+        header, tail = json.dumps({"inputs": [tensor]}).encode(), struct.pack("<3i", 1, 2, 3)
+        small = bench.send(api, header + tail, len(header))
+        assert small[1] and bench.send(api, header + PADDING + tail, len(header + PADDING)) == small
 
 
 def test_inputs_are_packed_again_for_another_model(bench: Bench) -> None:
     """The first model refuses the inputs and the second takes them; then the first may be tried again."""
-    text = json.dumps({"model": "words", "inputs": [[1, 2, 11]]}).encode() + PADDING
+    data = json.dumps({"model": "words", "inputs": [[1, 2, 11]]}).encode() + PADDING
     words, speller = (bench.frontend.catalog.find(name, None) for name in ("words", "speller"))
 
     async def pack_three_times(tracked: TrackedRequest) -> Any:
-        async with bench.frontend.decoder.decode(DecodeBody("infer"), text) as body:
-            with pytest.raises(InvalidInput) as refused:
+        async with bench.frontend.decoder.decode(DecodeBody("infer"), data) as body:
+            with pytest.raises(InvalidInput, match=r"inputs\[0\]\[2\]"):
                 await body.pack(words)
-            packed = [await body.pack(speller) for _ in range(2)]
-            return refused.value.field, [(lengths, bytes(data)) for lengths, data in packed]
+            return [(lengths, bytes(data)) for lengths, data in [await body.pack(speller) for _ in range(2)]]
 
-    (field, packed), _ = bench.result(pack_three_times)
-    assert field == "inputs[0][2]"
-    assert packed == [([3], struct.pack("<3i", 1, 2, 11))] * 2
+    assert bench.result(pack_three_times)[0] == [([3], struct.pack("<3i", 1, 2, 11))] * 2
 
 
-def test_idle_decoder_ends_and_starts_again(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "IDLE_SECONDS", 0.0)
-    text = json.dumps({"model": "words", "inputs": ["how far"]}).encode() + PADDING
-    expected = bench.post_infer(text)
-    bench.runner.run(asyncio.sleep(0.05))
-    assert not bench.pid
-    assert bench.post_infer(text) == expected
+def test_bodies_wait_within_the_budget(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that disconnects leaves the decoder free, and so does a bug."""
 
+    async def at_once(tracked: TrackedRequest) -> list[Any]:
+        def answer() -> asyncio.Future[bytes]:
+            return asyncio.ensure_future(infer._answer_data(bench.frontend, tracked, LARGE))
 
-def test_decoder_ends_with_its_frontend(bench: Bench) -> None:
-    """A frontend that is killed leaves no decoder behind: the end of the channel ends it."""
-    bench.post_infer(json.dumps({"model": "words", "inputs": ["how far"]}).encode() + PADDING)
-    process = bench.frontend.decoder._process
-    assert process is not None
-    bench.runner.run(asyncio.sleep(0))
-
-    async def close_channel() -> None:
-        process._channel.close()
-
-    bench.runner.run(close_channel())
-    eventually(lambda: process._process.poll() is not None)
-    assert process._process.returncode == 0
-
-
-def test_bodies_wait_within_the_budget(bench: Bench) -> None:
-    text = json.dumps({"model": "words", "inputs": ["how far"]}).encode() + PADDING
-
-    async def three_at_once(tracked: TrackedRequest) -> list[Any]:
-        requests = [infer._answer_data(bench.frontend, tracked, text) for _ in range(3)]
-        return await asyncio.gather(*requests, return_exceptions=True)
-
-    limit = bench.frontend.bodies._limit
-    try:
-        bench.frontend.bodies._limit = 2 * len(text)
-        replies, _ = bench.result(three_at_once)
-    finally:
-        bench.frontend.bodies._limit = limit
-    assert [type(reply) for reply in replies] == [bytes, bytes, Overloaded]
-    assert bench.frontend.bodies.held_bytes == 0
-
-
-@pytest.mark.parametrize("patience, kinds", [(0.0, [bytes, Overloaded]), (60.0, [bytes, bytes])])
-def test_bodies_that_wait_long_are_refused_in_an_overload(
-    patience: float, kinds: list[type], bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(start_queue, "PATIENCE_SECONDS", patience)
-    monkeypatch.setattr(bench.frontend.decoder, "_turns", Turns(LongWaits(long_seconds=0.02)))
-    text = json.dumps({"model": "words", "inputs": ["how far"]}).encode() + PADDING
-
-    async def behind_another(tracked: TrackedRequest) -> list[Any]:
-        async with bench.frontend.decoder.decode(DecodeBody(Api.INFER), text):
-            waiting = [asyncio.ensure_future(infer._answer_data(bench.frontend, tracked, text)) for _ in range(2)]
-            await asyncio.sleep(0.05)
-        return await asyncio.gather(*waiting, return_exceptions=True)
-
-    replies, _ = bench.result(behind_another)
-    assert [type(reply) for reply in replies] == kinds
-    assert bench.frontend.bodies.held_bytes == 0
-
-
-def test_client_that_disconnects_leaves_the_decoder_free(bench: Bench) -> None:
-    text = json.dumps({"model": "words", "inputs": ["how far"]}).encode() + PADDING
-
-    async def cancel_two(tracked: TrackedRequest) -> bytes:
-        cancelled = [asyncio.ensure_future(infer._answer_data(bench.frontend, tracked, text)) for _ in range(2)]
+        replies = await asyncio.gather(*[answer() for _ in range(3)], return_exceptions=True)
+        cancelled = [answer() for _ in range(2)]
         await asyncio.sleep(0)
         for task in cancelled:
             task.cancel()
         await asyncio.wait(cancelled)
-        return await infer._answer_data(bench.frontend, tracked, text)
+        with pytest.raises(ServiceError, match="see its log"):
+            async with bench.frontend.decoder.decode(DecodeBody("no such"), b""):
+                pass
+        return [*replies, await answer()]
 
-    reply, _ = bench.result(cancel_two)
-    assert reply.startswith(b'{"model":"words"')
+    monkeypatch.setattr(bench.frontend.bodies, "_limit", 2 * len(LARGE))
+    replies, _ = bench.result(at_once)
+    assert [type(reply) for reply in replies] == [bytes, bytes, Overloaded, bytes]
+    assert bench.frontend.bodies.held_bytes == 0
 
 
-def test_decoder_refuses_a_bug_without_ending(bench: Bench) -> None:
-    async def unknown_api(tracked: TrackedRequest) -> None:
-        async with bench.frontend.decoder.decode(DecodeBody("no such"), b""):
-            pass
+@pytest.mark.parametrize(("patience", "refused"), [(0.0, [False, True]), (60.0, [False, False])])
+def test_bodies_that_wait_long_are_refused_in_an_overload(
+    patience: float, refused: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(start_queue, "PATIENCE_SECONDS", patience)
+    now = 100.0
+    monkeypatch.setattr(turns, "time", SimpleNamespace(monotonic=lambda: now))
 
-    (_, message, *_), _ = bench.result(unknown_api)
-    assert "see its log" in message
-    assert bench.pid
+    async def wait_for_turns() -> list[bool]:
+        nonlocal now
+        queue = Turns(LongWaits(long_seconds=0.02))
+        await queue.take()
+        waiting = [asyncio.ensure_future(queue.take()) for _ in range(2)]
+        await asyncio.sleep(0)
+        for _ in waiting:
+            now += 0.05
+            queue.end()
+        return [isinstance(result, Overloaded) for result in await asyncio.gather(*waiting, return_exceptions=True)]
+
+    assert asyncio.run(wait_for_turns()) == refused
+
+
+def test_decoder_that_ends_is_replaced(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A killed decoder fails its request, and an idle decoder ends. tests/long/test_decoder.py ends frontends."""
+    expected = bench.send("infer", LARGE)
+    first = bench.pid
+    os.kill(first, signal.SIGSTOP)  # so that it is killed while it has the body
+
+    async def kill_while_decoding(tracked: TrackedRequest) -> bytes:
+        answering = asyncio.ensure_future(infer._answer_data(bench.frontend, tracked, LARGE))
+        await asyncio.sleep(0)
+        os.kill(first, signal.SIGKILL)
+        return await answering
+
+    (error, message, *_), _ = bench.result(kill_while_decoding)
+    assert error is Unavailable and "has ended: retry" in message
+    monkeypatch.setattr(client, "IDLE_SECONDS", 0.0)
+    assert bench.send("infer", LARGE) == expected
+    eventually(lambda: bench.runner.run(asyncio.sleep(0)) or not bench.pid)
 
 
 def test_refused_body_is_freed_without_the_garbage_collector() -> None:
     """A decoder collects no garbage while bodies come in."""
-    decoder = Decoder(Settings(), Log("decoder"))
-    message = DecodeBody(Api.INFER)
-
-    def refuse(count: int) -> None:
-        for id in range(count):
-            assert decoder.handle(Frame(message, id, memoryview(b"[" * 100_000)))
-
+    decoder, message = Decoder(Settings(), Log("decoder")), DecodeBody(Api.INFER)
     gc.collect()
     gc.disable()
     try:
-        refuse(5)
-        tracemalloc.start()
-        refuse(20)
+        for id in range(25):
+            if id == 5:
+                tracemalloc.start()
+            assert decoder.handle(Frame(message, id, memoryview(b"[" * 100_000)))
         held, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
         gc.enable()
     assert held < 100_000
+
+
+def test_large_messages_of_a_socket_stay_in_order(local: InProcess) -> None:
+    """Every second message is large. The sums of the session follow the order in which the messages were sent."""
+    chunks = [[[float(index), 0.5, -0.5]] * 3 for index in range(8)]
+
+    def outputs(padding: str) -> list[Any]:
+        with connect(f"{local.address.replace('http', 'ws')}/stream?model=sensors", max_size=None) as stream:
+            for index, chunk in enumerate(chunks):
+                stream.send(json.dumps({"input": chunk}) + padding * (index % 2))
+            stream.send(struct.pack("<3f", 1, 2, 3))
+            stream.send(json.dumps({"input": "text"}) + padding)
+            return [json.loads(stream.recv()) for _ in range(len(chunks) + 2)]
+
+    expected, replies = outputs(""), outputs(PADDING.decode())
+    assert [reply["session"]["steps"] for reply in replies[:-1]] == [*range(3, 25, 3), 25]
+    for key in ("error", "outputs"):
+        assert [reply.get(key) for reply in replies] == [reply.get(key) for reply in expected]

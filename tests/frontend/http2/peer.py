@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import hpack
@@ -15,8 +16,8 @@ from service.frontend.http2.header_blocks import RequestFields, encode_fields
 from service.frontend.http2.stream import Stream, StreamHandler
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(10)
-END_STREAM, ACK, END_HEADERS, PADDED, PRIORITIZED = 1, 1, 4, 8, 0x20
+KINDS = DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(10)
+FLAGS = END_STREAM, ACK, END_HEADERS, PADDED, PRIORITIZED = 1, 1, 4, 8, 0x20
 REQUEST = [(b":method", b"POST"), (b":scheme", b"http"), (b":path", b"/echo"), (b":authority", b"localhost")]
 LIMITS = Limits(
     max_streams=8,
@@ -41,6 +42,21 @@ class Frame(NamedTuple):
     def word(self) -> int:
         """The last 4 bytes as a number: an error code, or a window."""
         return int(struct.unpack(">I", self.payload[4:8] if self.kind == GOAWAY else self.payload[:4])[0])
+
+
+class Frames(list[Frame]):
+    """Frames in the order in which the server sent them."""
+
+    @property
+    def goaways(self) -> list[int]:
+        """The error codes of GOAWAY."""
+        return [frame.word for frame in self if frame.kind == GOAWAY]
+
+    def resets(self, stream: int) -> list[int]:
+        return [frame.word for frame in self if frame.kind == RST_STREAM and frame.stream == stream]
+
+    def body(self, stream: int) -> bytes:
+        return b"".join(frame.payload for frame in self if frame.kind == DATA and frame.stream == stream)
 
 
 def frame(kind: int, flags: int = 0, stream: int = 0, payload: bytes = b"", size: int | None = None) -> bytes:
@@ -90,7 +106,6 @@ class FakeTransport:
         self.written = bytearray()
         self.buffered = 0
         self.full = self.closing = self.eof = self.reading_paused = False
-        self.largest_buffer = 0
 
     def get_extra_info(self, name: str) -> tuple[str, int] | None:
         return ("127.0.0.1", 1) if name == "peername" else None
@@ -101,7 +116,6 @@ class FakeTransport:
             self.written += data
             return
         self.buffered += len(data)
-        self.largest_buffer = max(self.largest_buffer, self.buffered)
         if self.buffered > 1 << 16 and self.connection is not None:
             self.connection.pause_writing()
 
@@ -132,39 +146,34 @@ class FakeTransport:
     abort = close
 
 
+RESPONSE, TRAILERS = encode_fields([(b":status", b"200")]), encode_fields([(b"x-end", b"yes")])
+
+
 class Echo(StreamHandler):
     """Sends the request's body back when it is complete. /hold answers nothing, /slow consumes nothing, /large returns 1 MB."""
 
     def __init__(self, application: EchoApplication, stream: Stream, path: bytes) -> None:
-        self.application = application
-        self.stream = stream
-        self.path = path
-        self.parts: list[bytes] = []
-        self.was_lost = 0
+        self.application, self.stream, self.path = application, stream, path
+        self.body = b""
 
     def receive(self, data: bytes, ended: bool) -> None:
         if self.path == b"/fail":
             raise RuntimeError("a bug in the application")
-        self.parts.append(data)
+        self.body += data
         if self.path != b"/slow":
             self.stream.consumed(len(data))
         if ended and self.path not in (b"/hold", b"/slow"):
-            body = b"x" * 1_000_000 if self.path == b"/large" else b"".join(self.parts)
-            self.stream.respond(RESPONSE, body, TRAILERS)
+            self.stream.respond(RESPONSE, bytes(1_000_000) if self.path == b"/large" else self.body, TRAILERS)
 
     def lost(self) -> None:
-        self.was_lost += 1
         self.application.lost.append(self.stream.id)
 
     def sent(self) -> None:
         self.application.sent.append(self.stream.id)
 
 
-RESPONSE, TRAILERS = encode_fields([(b":status", b"200")]), encode_fields([(b"x-end", b"yes")])
-
-
 class EchoApplication(Application):
-    """Answers the requests of the tests."""
+    """Answers the requests of the tests. lost, sent: ids of streams."""
 
     def __init__(self) -> None:
         self.requests: list[RequestFields] = []
@@ -190,25 +199,24 @@ class EchoApplication(Application):
 
 
 class Peer:
-    """A connected client."""
+    """A connected client. floods: of earlier connections, as the service remembers them. limits: that differ from LIMITS."""
 
     def __init__(
         self,
         loop: ClockLoop,
         application: Any = None,
-        limits: Limits = LIMITS,
         *,
         greet: bool = True,
         floods: Floods | None = None,
+        **limits: float,
     ) -> None:
-        """floods: of earlier connections, as the service remembers them."""
         self.loop = loop
         self.application: Any = application or EchoApplication()
         self.connections: set[Http2Connection] = set()
         self.transport = FakeTransport(loop)
         self._buffer = b""
-        self._headers = hpack.Decoder()
-        loop.run_until_complete(self._connect(limits, floods or Floods()))
+        self._headers = hpack.Decoder(1 << 20)
+        loop.run_until_complete(self._connect(replace(LIMITS, **cast(Any, limits)), floods or Floods()))
         if greet:
             self.greeting = self.send(PREFACE + settings())
 
@@ -222,24 +230,28 @@ class Peer:
         """Whether the server ended the connection."""
         return self.transport.eof or self.transport.closing
 
-    def send(self, *data: bytes) -> list[Frame]:
+    def send(self, *data: bytes) -> Frames:
         """Send bytes, and return the frames that the server sends until it is idle."""
         return self.loop.run_until_complete(self._send(b"".join(data)))
 
-    def send_parts(self, parts: Iterable[bytes]) -> list[Frame]:
+    def send_parts(self, parts: Iterable[bytes]) -> Frames:
         """Send the parts in sequence, until the server closes the connection."""
-        frames: list[Frame] = []
+        frames = Frames()
         for part in parts:
             frames += self.send(part)
             if self.closed:
                 break
         return frames
 
-    def sweep(self, seconds: float) -> list[Frame]:
+    def run(self, function: Callable[..., Any], *arguments: Any) -> Frames:
+        """Call a function in the event loop, and return the frames that the server then sends."""
+        self.loop.call_soon(function, *arguments)
+        return self.send()
+
+    def sweep(self, seconds: float) -> Frames:
         """Let time pass, and return the frames that the server then sends."""
         self.loop.now += seconds
-        self.loop.call_soon(self.connection.sweep, self.loop.now)
-        return self.send()
+        return self.run(self.connection.sweep, self.loop.now)
 
     def header_fields(self, frames: Iterable[Frame]) -> list[dict[bytes, bytes]]:
         """Return the fields of all HEADERS frames."""
@@ -249,7 +261,7 @@ class Peer:
             if frame.kind == HEADERS
         ]
 
-    async def _send(self, data: bytes) -> list[Frame]:
+    async def _send(self, data: bytes) -> Frames:
         if data and not self.transport.closing:
             self.connection.data_received(data)
         for _ in range(3):
@@ -259,28 +271,20 @@ class Peer:
         await asyncio.sleep(0)
         return self._frames()
 
-    def _frames(self) -> list[Frame]:
-        data = self._buffer + bytes(self.transport.written)
+    def _frames(self) -> Frames:
+        frames, self._buffer = split_frames(self._buffer + bytes(self.transport.written))
         self.transport.written.clear()
-        frames, at = [], 0
-        while len(data) - at >= 9:
-            upper, lower, kind, flags, stream = struct.unpack_from(">BHBBI", data, at)
-            end = at + 9 + (upper << 16 | lower)
-            if end > len(data):
-                break
-            frames.append(Frame(kind, flags, stream, data[at + 9 : end]))
-            at = end
-        self._buffer = data[at:]
         return frames
 
 
-def goaway_codes(frames: Iterable[Frame]) -> list[int]:
-    return [frame.word for frame in frames if frame.kind == GOAWAY]
-
-
-def reset_codes(frames: Iterable[Frame], stream: int) -> list[int]:
-    return [frame.word for frame in frames if frame.kind == RST_STREAM and frame.stream == stream]
-
-
-def body_of(frames: Iterable[Frame], stream: int) -> bytes:
-    return b"".join(frame.payload for frame in frames if frame.kind == DATA and frame.stream == stream)
+def split_frames(data: bytes) -> tuple[Frames, bytes]:
+    """Return the whole frames at the start of the data, and the rest."""
+    frames, at = Frames(), 0
+    while len(data) - at >= 9:
+        upper, lower, kind, flags, stream = struct.unpack_from(">BHBBI", data, at)
+        end = at + 9 + (upper << 16 | lower)
+        if end > len(data):
+            break
+        frames.append(Frame(kind, flags, stream, data[at + 9 : end]))
+        at = end
+    return frames, data[at:]

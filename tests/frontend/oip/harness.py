@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -12,16 +13,20 @@ import pytest
 
 from service.access.caller import LOCAL
 from service.errors import ServiceError
-from service.frontend.catalog import Catalog
-from service.frontend.inference import Frontend, track_request
+from service.frontend.catalog import Catalog, ServedModel
+from service.frontend.dispatch.dispatcher import Dispatcher
+from service.frontend.inference import Frontend, SupervisorClient, track_request
 from service.frontend.oip.infer import infer
 from service.frontend.oip.tensors import BYTES, DATATYPES, Tensor, decode, encode, from_list
 from service.frontend.oip.types import InferRequest, InferResponse, RequestedOutput
 from service.frontend.origin import NO_ORIGIN, RequestIdentity
 from service.ipc.messages import Answer, Api, LoadedModel, Request
+from service.log import Log
+from service.metrics import Metrics
+from service.modeling.spec import ModelSpec
+from service.modeling.tokenizer import Tokenizer
 from service.settings import Settings
 
-SETTINGS = Settings(max_inputs=8)
 SEQUENCES = [[[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]], [[7.0, 8.0, 9.0]], [[1.5, 2.5, 3.5], [0.0, -1.0, 2.0], [3.0, 3.0, 3.0]]]
 IDS = [[1, 2], [3], [4, 5, 6]]
 LENGTHS = [2, 1, 3]
@@ -38,11 +43,20 @@ ANSWERS: dict[str, dict[str, list[list[float]]]] = {
 """The engine's arrays for three sequences of LENGTHS steps, by model."""
 
 
+class Pending(NamedTuple):
+    """A request that the dispatcher below answers soon."""
+
+    done: bool = False
+
+
 class FakeDispatcher:
     """Records requests and replies with ANSWERS. streams: names of the models that accept sessions."""
 
     def __init__(self, catalog: Catalog, streams: Sequence[str] = ()) -> None:
         self.requests: list[tuple[Request, bytes]] = []
+        self.cancelled: list[Pending] = []
+        self.held = False
+        """Whether requests of the hot path wait for ever."""
         self.ready = True
         self.steps = 0
         self.answers = ANSWERS
@@ -62,12 +76,40 @@ class FakeDispatcher:
                 shapes[name], data = array.shape, data + array.tobytes()
         return Answer(**cast(Any, shapes), steps=steps, session_steps=self.steps), data
 
+    def send(self, request: Request, tail: bytes, receiver: Any) -> Pending:
+        """Start a request of the hot path."""
+        answering = asyncio.ensure_future(self.submit(request, bytes(tail)))
+        if not self.held:
+            answering.add_done_callback(lambda done: receiver.answered(*done.result()))
+        return Pending()
+
+    def cancel(self, pending: Pending) -> None:
+        self.cancelled.append(pending)
+
+
+def catalog_of(root: Path, makers: Iterable[Callable[[Path], ModelSpec]]) -> Catalog:
+    """Return a catalog of models that are made in a folder. alias: another name of words."""
+    served = []
+    for spec in [make(root) for make in makers]:
+        tokenizer = Tokenizer.read(root / spec.name / "1", spec) if spec.input.kind == "text" else None
+        served.append(ServedModel(spec, "1", tokenizer))
+    return Catalog(served, {"alias": "words"})
+
+
+def fake_frontend(catalog: Catalog, streams: Sequence[str] = ("forecaster", "speller"), **settings: Any) -> Frontend:
+    """Return a frontend with a fake dispatcher. streams: names of the models that accept sessions."""
+    dispatcher, supervisor = cast(Dispatcher, FakeDispatcher(catalog, streams)), cast(SupervisorClient, None)
+    return Frontend(Settings(**settings), catalog, dispatcher, Metrics(), Log("frontend"), supervisor)
+
 
 class InferHarness(NamedTuple):
-    """A frontend and its fake dispatcher."""
+    """A frontend with a fake dispatcher."""
 
     frontend: Frontend
-    dispatcher: FakeDispatcher
+
+    @property
+    def dispatcher(self) -> FakeDispatcher:
+        return cast(FakeDispatcher, self.frontend.dispatcher)
 
     def infer(
         self, model: str, *inputs: Tensor, outputs: Sequence[RequestedOutput] = (), version: str = "", **parameters: Any
@@ -111,11 +153,6 @@ def tensor(name: str, values: Any, datatype: str = "FP32") -> Tensor:
 
 def integers(name: str, values: Any, datatype: str = "INT32") -> Tensor:
     return tensor(name, values, datatype)
-
-
-def padded(sequences: Sequence[Sequence[Any]], filler: Any) -> list[list[Any]]:
-    longest = max(len(sequence) for sequence in sequences)
-    return [[*sequence, *[filler] * (longest - len(sequence))] for sequence in sequences]
 
 
 def three_sequences(model: str) -> list[Tensor]:

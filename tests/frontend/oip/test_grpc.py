@@ -1,41 +1,61 @@
-"""The gRPC API of the Open Inference Protocol, with Triton's client and with invalid messages. The engine is a stand-in."""
+"""The gRPC port with the gRPC library's and Triton's clients: methods, streams, health, hostile clients, and the shutdown.
+
+The engine is a stand-in. tests/long/test_triton_grpc.py has every option of Triton's client, tests/long/test_grpc_stops.py ends processes.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import queue
+import socket
+import struct
+import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import closing
+from copy import copy
+from pathlib import Path
 from typing import Any
 
 import grpc
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
+from google.protobuf.descriptor_pb2 import FileDescriptorProto
+from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.json_format import ParseDict
+from grpc_health.v1 import health_pb2
+from grpc_health.v1.health_pb2_grpc import HealthStub
+from grpc_reflection.v1alpha import reflection_pb2
+from grpc_reflection.v1alpha.reflection_pb2_grpc import ServerReflectionStub
 from tritonclient.grpc import model_config_pb2, service_pb2
-from tritonclient.utils import InferenceServerException, np_to_triton_dtype
+from tritonclient.utils import InferenceServerException
 
-from service.frontend.inference import Frontend
-from service.frontend.oip.grpc_calls import GrpcShutdown
-from service.frontend.oip.grpc_methods import rpc_handlers
-from service.log import Log
-from service.metrics import Metrics
-from service.settings import Settings
+from service.frontend import connection_guard
+from service.frontend.oip.protobuf import METHODS
 from tests.frontend.conftest import BODY_BYTES
-from tests.frontend.in_process import InProcess
-from tests.frontend.oip.library import LibraryHandlers
-from tests.serving import eventually
+from tests.frontend.http2 import peer
+from tests.frontend.http2.peer import DATA, END_HEADERS, END_STREAM, GOAWAY, HEADERS, PREFACE, Frames, frame, settings, window
+from tests.frontend.in_process import InProcess, in_process
+from tests.frontend.oip.messages import tensors, typed, with_parameters
+from tests.serving import LIMIT_SECONDS, eventually
 
-SERVICE = "/inference.GRPCInferenceService"
+SERVICE, HEALTH = "/inference.GRPCInferenceService", "/grpc.health.v1.Health"
 QUESTIONS = ["How far is it from Denver to Aspen ?", "Who wrote Faust ?"]
 ROWS = np.array([[0.1 * step, -0.5, 1 / step] for step in range(1, 13)], np.float32)
-LIMIT = BODY_BYTES
-InferMessage = service_pb2.ModelInferRequest
-Outputs = dict[str, Any]
+GOING_AWAY = frame(GOAWAY, 0, 0, b"\x7f\xff\xff\xff" + bytes(4))
+CALL = peer.block((b"content-type", b"application/grpc"), path=f"{SERVICE}/ModelInfer".encode())
 
 
-@pytest.fixture
+def raw(name: str, datatype: str, shape: list[int], *data: bytes, model: str = "sensors") -> Any:
+    """Return a request with one input whose values are raw bytes."""
+    return tensors((name, datatype, shape, b"".join(data)), model=model, id="mine")
+
+
+def rows(data: bytes = bytes(12), model: str = "sensors", **parameters: Any) -> Any:
+    """Return a request with one row of three features."""
+    return with_parameters(raw("inputs", "FP32", [1, 1, 3], data, model=model), **parameters)
+
+
+@pytest.fixture(scope="module")
 def client(heads: InProcess) -> Iterator[Any]:
     with triton.InferenceServerClient(heads.grpc) as client:
         yield client
@@ -47,366 +67,300 @@ def channel(heads: InProcess) -> Iterator[grpc.Channel]:
         yield channel
 
 
-def tensor(name: str, array: Any) -> Any:
-    """Return an input for Triton's client."""
-    array = np.asarray(array)
-    return triton.InferInput(name, list(array.shape), np_to_triton_dtype(array.dtype)).set_data_from_numpy(array)
-
-
-def infer(client: Any, model: str, *inputs: Any, outputs: Any = (), **options: Any) -> Outputs:
-    """Return all outputs of an answer by name."""
-    requested = [triton.InferRequestedOutput(name) if isinstance(name, str) else name for name in outputs]
-    answer = client.infer(model, list(inputs), outputs=requested or None, **options)
-    return {output.name: answer.as_numpy(output.name) for output in answer.get_response().outputs}
+def serialised(message: Any) -> bytes:
+    data: bytes = message if isinstance(message, bytes) else message.SerializeToString()
+    return data
 
 
 def call(channel: grpc.Channel, message: Any, method: str = "ModelInfer", **options: Any) -> Any:
-    """Call a method without Triton's client. A message of type bytes is sent unchanged."""
-    data = message if isinstance(message, bytes) else message.SerializeToString()
-    answer = getattr(service_pb2, f"{method}Response").FromString
-    return channel.unary_unary(f"{SERVICE}/{method}", response_deserializer=answer)(data, timeout=60, **options)
+    """Call a method. A message of type bytes is sent unchanged."""
+    answer = METHODS[method].response_type.FromString
+    return channel.unary_unary(f"{SERVICE}/{method}", response_deserializer=answer)(serialised(message), timeout=60, **options)
 
 
-def refusal(channel: grpc.Channel, message: Any, method: str = "ModelInfer") -> tuple[str, str, dict[str, str]]:
+def stream_of(channel: grpc.Channel, requests: Iterable[Any], **options: Any) -> Any:
+    """Send all requests, close the sending side, and return the responses."""
+    answer = METHODS["ModelStreamInfer"].response_type.FromString
+    method = channel.stream_stream(f"{SERVICE}/ModelStreamInfer", serialised, answer)
+    return method(iter(requests), timeout=60, **options)
+
+
+def refusal(channel: grpc.Channel, message: Any, method: str = "ModelInfer", **options: Any) -> tuple[str, str, dict[str, str]]:
     """Return status, details and trailing metadata of a call that fails."""
     with pytest.raises(grpc.RpcError) as raised:
-        call(channel, message, method)
+        call(channel, message, method, **options)
     error: Any = raised.value
     return error.code().name, error.details(), dict(error.trailing_metadata())
 
 
-def typed(name: str, datatype: str, shape: list[int], model: str = "sensors", **contents: Any) -> Any:
-    """Return a request with one input whose values are in typed contents."""
-    input = InferMessage.InferInputTensor(name=name, datatype=datatype, shape=shape, contents=contents or None)
-    return InferMessage(model_name=model, id="mine", inputs=[input])
-
-
-def raw(name: str, datatype: str, shape: list[int], *data: bytes, model: str = "sensors") -> Any:
-    """Return a request with one input whose values are raw bytes."""
-    message = typed(name, datatype, shape, model)
-    message.raw_input_contents.extend(data)
-    return message
-
-
-# Answers.
+# Methods.
 
 
 def test_triton_client_over_grpc(heads: InProcess, client: Any) -> None:
-    """tests/long/test_triton_grpc.py has every datatype and layout."""
-    texts = tensor("text", np.array([[text] for text in QUESTIONS], np.object_))
-    best = triton.InferRequestedOutput("scores", class_count=2)
-    answer = infer(client, "words", texts, outputs=["label", best], compression_algorithm="gzip")
-    expected = heads.infer("words", QUESTIONS).json()["outputs"]
-    assert list(answer) == ["label", "scores"]
-    assert [label.decode() for label in answer["label"][:, 0]] == [output["label"] for output in expected]
-    assert [line.decode().split(":")[2] for line in answer["scores"][:, 0]] == [output["label"] for output in expected]
+    texts = triton.InferInput("text", [2, 1], "BYTES").set_data_from_numpy(np.array([[text] for text in QUESTIONS], object))
+    outputs = [triton.InferRequestedOutput("label"), triton.InferRequestedOutput("scores", class_count=2)]
+    answer = client.infer("words", [texts], outputs=outputs, compression_algorithm="gzip")
+    expected = [output["label"] for output in heads.infer("words", QUESTIONS).json()["outputs"]]
+    assert [output.name for output in answer.get_response().outputs] == ["label", "scores"]
+    assert [label.decode() for label in answer.as_numpy("label")[:, 0]] == expected
+    assert [line.decode().split(":")[2] for line in answer.as_numpy("scores")[:, 0]] == expected
 
 
-TYPED: dict[str, tuple[str, list[int], str, str, Any]] = {
-    "FP32": ("inputs", [1, 12, 3], "forecaster", "fp32_contents", ROWS),
-    "FP64": ("inputs", [1, 12, 3], "forecaster", "fp64_contents", ROWS.astype(np.float64)),
-    "INT32": ("ids", [1, 3], "speller", "int_contents", np.array([1, 2, 3], np.int32)),
-    "INT64": ("ids", [3], "speller", "int64_contents", np.array([1, 2, 3])),
-}
-
-
-@pytest.mark.parametrize("datatype", TYPED)
-def test_typed_contents_get_the_response_of_raw_contents(channel: grpc.Channel, client: Any, datatype: str) -> None:
-    name, shape, model, field, values = TYPED[datatype]
-    answer = call(channel, typed(name, datatype, shape, model, **{field: values.ravel()}))
-    assert answer.id == "mine" and not any(output.HasField("contents") for output in answer.outputs)
-    expected = client.infer(model, [tensor(name, values.reshape(shape))]).get_response()
-    assert [output.name for output in answer.outputs] == [output.name for output in expected.outputs]
-    assert answer.raw_output_contents == expected.raw_output_contents
-
-
-def test_metadata_equals_that_of_http(heads: InProcess, client: Any) -> None:
+def test_methods_about_server_and_models_reply_as_over_http(heads: InProcess, client: Any) -> None:
     def http(path: str, message: Any) -> Any:
         return ParseDict(heads.client.get(f"/v2{path}").json(), message)
 
     assert client.get_server_metadata() == http("", service_pb2.ServerMetadataResponse())
-    for model in ("words", "sensors", "tagger"):
-        metadata, config = service_pb2.ModelMetadataResponse(), model_config_pb2.ModelConfig()
-        assert client.get_model_metadata(model, "1") == http(f"/models/{model}", metadata)
-        assert client.get_model_config(model, "1").config == http(f"/models/{model}/config", config)
+    assert client.get_model_metadata("words", "1") == http("/models/words", service_pb2.ModelMetadataResponse())
+    assert client.get_model_config("words", "1").config == http("/models/words/config", model_config_pb2.ModelConfig())
     assert client.is_server_live() and client.is_server_ready() and client.is_model_ready("words", "1")
     index = ParseDict({"models": heads.client.post("/v2/repository/index").json()}, service_pb2.RepositoryIndexResponse())
     assert client.get_model_repository_index() == index
+    heads.infer("tagger", [[1, 2, 3]])
+    statistics = client.get_inference_statistics("tagger", "1")
+    assert statistics == http("/models/tagger/stats", service_pb2.ModelStatisticsResponse())
+    assert statistics.model_stats[0].inference_stats.success.count > 0
+    for method in ("get_model_metadata", "get_model_config", "is_model_ready", "get_inference_statistics"):
+        with pytest.raises(InferenceServerException, match=r"NOT_FOUND.*unknown model nobody"):
+            getattr(client, method)("nobody")
 
 
-def test_statistics_equal_those_of_http(heads: InProcess, client: Any) -> None:
-    infer(client, "tagger", tensor("ids", np.array([1, 2, 3], np.int32)))
-
-    def over_http() -> Any:
-        return ParseDict(heads.client.get("/v2/models/tagger/stats").json(), service_pb2.ModelStatisticsResponse())
-
-    assert client.get_inference_statistics("tagger", "1") == over_http()
-    assert over_http().model_stats[0].inference_stats.success.count > 0
-    assert {model.name for model in client.get_inference_statistics().model_stats} >= {"tagger", "words", "sensors"}
-    with pytest.raises(InferenceServerException, match="NOT_FOUND"):
-        client.get_inference_statistics("nobody")
-
-
-def test_models_are_unloaded_and_loaded(heads: InProcess, client: Any) -> None:
-    rows = tensor("inputs", ROWS[None, :, :2])
-    expected = infer(client, "halver", rows)
+def test_models_are_unloaded_and_loaded(client: Any) -> None:
     client.unload_model("halver")
-    with pytest.raises(InferenceServerException, match=r"NOT_FOUND.*unknown model halver"):
-        infer(client, "halver", rows)
     assert "halver" not in {entry.name for entry in client.get_model_repository_index().models if entry.state == "READY"}
     client.load_model("halver")
-    assert infer(client, "halver", rows)["sequence"].tolist() == expected["sequence"].tolist()
+    assert client.is_model_ready("halver")
     with pytest.raises(InferenceServerException, match=r"UNIMPLEMENTED.*copy them to the models folder"):
         client.load_model("halver", config="{}", files={"file:1/model.bin": b"1"})
     with pytest.raises(InferenceServerException, match="NOT_FOUND"):
         client.load_model("nobody")
 
 
-# Errors.
-
-
-@pytest.mark.parametrize(
-    ("message", "status", "code", "text"),
-    [
-        (raw("inputs", "FP32", [1, 1, 3], bytes(12), model="nobody"), "NOT_FOUND", "unknown_model", "are served"),
-        (b"\xff\xff", "INVALID_ARGUMENT", "invalid_request", "not a valid inference.ModelInferRequest"),
-        (raw("inputs", "FP32", [1, 1, 3], bytes(12), bytes(4)), "INVALID_ARGUMENT", "invalid_input", "2 entries for 1 inputs"),
-        (raw("inputs", "FP32", [1, 1, 3], bytes(13)), "INVALID_ARGUMENT", "invalid_input", "13 bytes"),
-        (raw("inputs", "FP32", [1, -1, 3], bytes(12)), "INVALID_ARGUMENT", "invalid_input", "[1, -1, 3]"),
-        (raw("inputs", "FP32", [1 << 62, 1 << 62, 3], bytes(12)), "INVALID_ARGUMENT", "invalid_input", "each dimension"),
-        (raw("inputs", "FP32", [1] * 99, bytes(4)), "INVALID_ARGUMENT", "invalid_input", "99 dimensions"),
-        (raw("inputs", "FP33", [1, 1, 3], bytes(12)), "INVALID_ARGUMENT", "invalid_input", "FP33"),
-        (raw("inputs", "INT32", [1, 1, 3], bytes(12)), "INVALID_ARGUMENT", "invalid_input", "send it as FP32"),
-        (raw("ids", "INT32", [1], b"\x63\0\0\0", model="speller"), "INVALID_ARGUMENT", "invalid_input", "ids[0][0] is 99"),
-        (raw("text", "BYTES", [1], b"\x09\0\0\0abc", model="words"), "INVALID_ARGUMENT", "invalid_input", "declares 9 bytes"),
-        (typed("inputs", "FP32", [1, 1, 3]), "INVALID_ARGUMENT", "invalid_input", "0 values"),
-        (typed("inputs", "FP32", [1, 1, 3], fp64_contents=[1, 2, 3]), "INVALID_ARGUMENT", "invalid_input", "0 values"),
-        (typed("inputs", "FP16", [1, 1, 3], fp32_contents=[1, 2, 3]), "INVALID_ARGUMENT", "invalid_input", "only as raw bytes"),
-        (typed("inputs", "INT8", [1, 1, 1], int_contents=[300]), "INVALID_ARGUMENT", "invalid_input", "cannot hold"),
-        (InferMessage(model_name="sensors"), "INVALID_ARGUMENT", "invalid_input", "inputs is missing"),
-    ],
-)
-def test_invalid_request_gets_an_error_status(channel: grpc.Channel, message: Any, status: str, code: str, text: str) -> None:
-    actual, details, trailing = refusal(channel, message)
-    assert (actual, trailing["seqserve-code"]) == (status, code)
-    assert text in details
-
-
-@pytest.mark.parametrize("kind", ["bool", "int", "int64", "uint", "uint64", "fp32", "fp64", "bytes"])
-def test_every_field_of_typed_contents_is_read(channel: grpc.Channel, kind: str) -> None:
-    """No model has such an input: the error shows that the contents were read before the name was checked."""
-    datatype = {"int": "INT16", "uint": "UINT8"}.get(kind, kind.upper())
-    value = b"words" if kind == "bytes" else True if kind == "bool" else 7
-    contents: dict[str, Any] = {f"{kind}_contents": [value]}
-    _, details, trailing = refusal(channel, typed("other", datatype, [1], **contents))
-    assert trailing["seqserve-field"] == "other"
-    assert "other is not an input of sensors" in details
-
-
-def test_typed_and_raw_contents_cannot_be_combined(channel: grpc.Channel) -> None:
-    message = typed("inputs", "FP32", [1, 1, 3], fp32_contents=[1, 2, 3])
-    message.raw_input_contents.append(bytes(12))
-    status, details, trailing = refusal(channel, message)
-    assert (status, trailing["seqserve-field"]) == ("INVALID_ARGUMENT", "inputs")
-    assert "has contents, but the request has raw_input_contents too" in details
-
-
-def test_message_over_the_limit_is_rejected(channel: grpc.Channel, heads: InProcess) -> None:
+def test_errors_have_a_status_and_metadata(heads: InProcess, channel: grpc.Channel) -> None:
+    status, details, trailing = refusal(channel, rows(bytes(13)))
+    assert (status, trailing["seqserve-code"], trailing["seqserve-field"]) == ("INVALID_ARGUMENT", "invalid_input", "inputs")
+    assert "has 13 bytes" in details
+    for method in ("SystemSharedMemoryStatus", "CudaSharedMemoryRegister", "TraceSetting", "LogSettings"):
+        status, details, trailing = refusal(channel, b"", method)
+        assert (status, trailing["seqserve-code"]) == ("UNIMPLEMENTED", "unsupported")
+        assert "shared memory, trace settings and log settings are not supported" in details
+    assert refusal(channel, bytes(1 << 17), "ModelReady")[0] == "RESOURCE_EXHAUSTED", "a message without tensors"
     before = heads.metric("seqserve_requests_total", outcome="too_large")
-    status, details, trailing = refusal(channel, raw("inputs", "FP32", [1, 1, 3], bytes(LIMIT)))
-    assert (status, trailing["seqserve-code"]) == ("RESOURCE_EXHAUSTED", "too_large")
-    assert f"SEQSERVE_MAX_BODY_BYTES is {LIMIT}" in details
-    assert refusal(channel, raw("inputs", "FP32", [1, 1, 3], bytes(2 * LIMIT)))[0] == "RESOURCE_EXHAUSTED"
-    with pytest.raises(grpc.RpcError, match="larger than max"):
-        call(channel, raw("inputs", "FP32", [1, 1, 3], bytes(8 * LIMIT)), compression=grpc.Compression.Gzip)
+    status, details, _ = refusal(channel, rows(bytes(BODY_BYTES)))
+    assert (status, f"SEQSERVE_MAX_BODY_BYTES is {BODY_BYTES}" in details) == ("RESOURCE_EXHAUSTED", True)
+    assert "larger than max" in refusal(channel, rows(bytes(8 * BODY_BYTES)), compression=grpc.Compression.Gzip)[1]
     assert heads.metric("seqserve_requests_total", outcome="too_large") == before + 1
-    assert len(call(channel, raw("inputs", "FP32", [1, 1, 3], bytes(12))).outputs) == 3
-
-
-@pytest.mark.parametrize("method", ["SystemSharedMemoryStatus", "CudaSharedMemoryRegister", "TraceSetting", "LogSettings"])
-def test_unsupported_methods_are_unimplemented(channel: grpc.Channel, method: str) -> None:
-    status, details, trailing = refusal(channel, b"", method)
-    assert (status, trailing["seqserve-code"]) == ("UNIMPLEMENTED", "unsupported")
-    assert "shared memory, trace settings and log settings are not supported" in details
-
-
-def test_unknown_model_is_not_found_by_any_method(client: Any) -> None:
-    for method in (client.get_model_metadata, client.get_model_config, client.is_model_ready):
-        with pytest.raises(InferenceServerException, match=r"NOT_FOUND.*unknown model nobody"):
-            method("nobody")
-
-
-def test_internal_error_reveals_no_details(capfd: pytest.CaptureFixture[str]) -> None:
-    """A frontend without a catalog fails at the first access."""
-    missing: Any = None
-    frontend = Frontend(Settings(), missing, missing, Metrics(), Log("frontend"), missing)
-    request = raw("inputs", "FP32", [1, 1, 3], bytes(12)).SerializeToString()
-
-    async def call_methods() -> list[grpc.RpcError]:
-        server = grpc.aio.server()
-        server.add_generic_rpc_handlers((LibraryHandlers(rpc_handlers(frontend, GrpcShutdown())),))
-        address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-        await server.start()
-        async with grpc.aio.insecure_channel(address) as channel:
-            calls = [channel.unary_unary(f"{SERVICE}/{method}")(request) for method in ("ModelInfer", "ModelMetadata")]
-            errors = await asyncio.gather(*calls, return_exceptions=True)
-            stream = channel.stream_stream(f"{SERVICE}/ModelStreamInfer")(iter([request]))
-            answer = service_pb2.ModelStreamInferResponse.FromString(await stream.read())
-        await server.stop(None)
-        assert (answer.infer_response.id, answer.error_message) == (
-            "mine",
-            "the service failed on this request: see its log",
-        )
-        return errors
-
-    for error in asyncio.run(call_methods()):
-        assert (error.code(), error.details()) == (
-            grpc.StatusCode.INTERNAL,
-            "the service failed on this request: see its log",
-        )
-    assert capfd.readouterr().err.count('"event": "bug"') == 3
-    assert dict(frontend.metrics.requests.values)[("unknown", "unknown", "inference_failed")] == [2]
-
-
-# Cancelled calls and deadlines.
 
 
 def outcomes(heads: InProcess, outcome: str) -> float:
     return heads.metric("seqserve_requests_total", outcome=outcome)
 
 
-def test_cancelled_calls_and_streams_are_cancelled_in_the_engine(heads: InProcess, client: Any) -> None:
-    gone, message = outcomes(heads, "client_gone"), raw("inputs", "FP32", [1, 1, 3], bytes(12))
-    with heads.held() as engine, grpc.insecure_channel(heads.grpc) as channel:
+def test_cancelled_calls_and_streams_are_cancelled_in_the_engine(heads: InProcess, channel: grpc.Channel) -> None:
+    gone, late = outcomes(heads, "client_gone"), outcomes(heads, "deadline_exceeded")
+    with heads.held() as engine:
         cancelled = engine.cancelled
-        single = client.async_infer("sensors", [tensor("inputs", ROWS[None])], lambda *_: None)
-        stream = stream_of(channel, [message] * 5)
+        single = channel.unary_unary(f"{SERVICE}/ModelInfer").future(rows().SerializeToString())
+        stream = stream_of(channel, [rows()] * 5)
         eventually(lambda: len(engine.waiting) == 6)
         single.cancel()
         stream.cancel()
         eventually(lambda: engine.cancelled == cancelled + 6)
+        status, details, _ = refusal(channel, rows(timeout=50_000))
+        assert (status, "allow more time" in details) == ("DEADLINE_EXCEEDED", True)
     eventually(lambda: outcomes(heads, "client_gone") == gone + 6)
-    assert heads.metric("seqserve_requests_in_flight") == 0
-
-
-def test_shorter_deadline_of_call_and_request_applies(heads: InProcess, client: Any) -> None:
-    rows = tensor("inputs", ROWS[None])
-    with heads.held():
-        with pytest.raises(InferenceServerException, match="DEADLINE_EXCEEDED"):
-            client.infer("sensors", [rows], client_timeout=0.1)
-        eventually(lambda: heads.metric("seqserve_requests_in_flight") == 0)
-        before = outcomes(heads, "deadline_exceeded")
-        with pytest.raises(InferenceServerException, match=r"DEADLINE_EXCEEDED.*allow more time"):
-            client.infer("sensors", [rows], timeout=50_000)
-    with pytest.raises(InferenceServerException, match=r"INVALID_ARGUMENT.*SEQSERVE_MAX_DEADLINE_MS"):
-        client.infer("sensors", [rows], timeout=10**9)
-    assert outcomes(heads, "deadline_exceeded") == before + 1
+    assert outcomes(heads, "deadline_exceeded") == late + 1 and heads.metric("seqserve_requests_in_flight") == 0
 
 
 # Streams.
 
 
-class TritonStream:
-    """A stream of Triton's client and its replies: (id, response or error)."""
-
-    def __init__(self, client: Any) -> None:
-        self._client = client
-        self._replies: queue.Queue[Any] = queue.Queue()
-
-    def send(self, model: str, *inputs: Any, id: str = "", **options: Any) -> None:
-        self._client.async_stream_infer(model, list(inputs), request_id=id, **options)
-
-    def handle_reply(self, result: Any, error: Any) -> None:
-        self._replies.put((result.get_response().id if result else "", result or error))
-
-    def next(self) -> tuple[str, Any]:
-        reply: tuple[str, Any] = self._replies.get(timeout=60)
-        return reply
-
-
-@contextmanager
-def open_stream(heads: InProcess, **options: Any) -> Iterator[TritonStream]:
-    with triton.InferenceServerClient(heads.grpc) as client:
-        stream = TritonStream(client)
-        client.start_stream(stream.handle_reply, **options)
-        yield stream
-
-
-def test_sessions_on_one_stream_get_the_outputs_of_the_whole(heads: InProcess) -> None:
-    sequences: dict[int | str, Any] = {1: ROWS, 2: -ROWS, "three": ROWS[::-1] * 2, 2**63 - 1: ROWS * 0}
+def test_sessions_on_one_stream_get_the_outputs_of_the_whole(heads: InProcess, channel: grpc.Channel) -> None:
+    """A session that has ended starts again."""
+    sequences: dict[int | str, Any] = {1: ROWS, "three": ROWS[::-1] * 2, 2**63 - 1: ROWS * 0}
     outputs = heads.infer("forecaster", [sequence.tolist() for sequence in sequences.values()]).json()["outputs"]
-    with open_stream(heads) as stream:
-        for step in range(len(ROWS)):
-            for id, rows in sequences.items():
-                flags: dict[str, Any] = {"sequence_start": step == 0, "sequence_end": step == len(ROWS) - 1}
-                chunk = tensor("inputs", rows[None, step : step + 1])
-                stream.send("forecaster", chunk, id=f"{id}:{step}", sequence_id=id, **flags)
-        replies = [stream.next() for _ in range(len(ROWS) * len(sequences))]
-    assert [id for id, _ in replies] == [f"{id}:{step}" for step in range(len(ROWS)) for id in sequences]
-    last = [answer.as_numpy("value")[0].tolist() for _, answer in replies[-len(sequences) :]]
-    assert last == [pytest.approx(output["value"], abs=1e-5) for output in outputs]
-    assert {answer.get_response().parameters["sequence_steps"].int64_param for _, answer in replies[-4:]} == {len(ROWS)}
-
-
-def test_ended_session_restarts_on_the_same_stream(heads: InProcess) -> None:
-    with open_stream(heads) as stream:
-        for step in range(60):
-            flags: dict[str, Any] = {"sequence_start": step % 3 == 0, "sequence_end": step % 3 == 2}
-            stream.send("sensors", tensor("inputs", ROWS[None, :1]), sequence_id=9, **flags)
-        steps = [stream.next()[1].get_response().parameters["sequence_steps"].int64_param for _ in range(60)]
-    assert steps == [1, 2, 3] * 20
-
-
-def test_stream_replies_in_the_order_of_the_requests(heads: InProcess) -> None:
-    """The engine answers the last request first."""
-    with open_stream(heads) as stream:
-        with heads.held() as engine:
-            for number in range(10):
-                stream.send("sensors", tensor("inputs", ROWS[None]), id=str(number))
-            eventually(lambda: len(engine.waiting) == 10)
-        replies = [stream.next() for _ in range(10)]
-    assert [id for id, _ in replies] == [str(number) for number in range(10)]
-
-
-def test_error_on_a_stream_does_not_end_the_call(heads: InProcess) -> None:
-    requests = [
-        raw("inputs", "FP32", [1, 1, 3], bytes(12)),
-        raw("inputs", "FP32", [1, 1, 3], bytes(13)),
-        raw("inputs", "FP32", [1, 1, 3], bytes(LIMIT)),
-        raw("inputs", "FP32", [1, 1, 3], bytes(12), model="nobody"),
-        raw("inputs", "FP32", [1, 1, 3], bytes(12)),
+    chunks = [
+        rows(values[step].tobytes(), "forecaster", sequence_id=id, sequence_start=step == 0, sequence_end=step == 11)
+        for _ in range(2)
+        for step in range(12)
+        for id, values in sequences.items()
     ]
-    requests[3].parameters["sequence_id"].int64_param = 4
-    with grpc.insecure_channel(heads.grpc) as channel:
-        answers = list(stream_of(channel, requests))
-    replies = [(answer.infer_response.id, answer.error_message) for answer in answers]
+    replies = [answer.infer_response for answer in stream_of(channel, chunks)]
+    steps = [reply.parameters["sequence_steps"].int64_param for reply in replies]
+    assert steps == [step for step in range(1, 13) for _ in sequences] * 2
+    for last in (replies[33:36], replies[69:]):
+        values = [np.frombuffer(reply.raw_output_contents[0], "f4").tolist() for reply in last]
+        assert values == [pytest.approx(output["value"], abs=1e-5) for output in outputs]
+
+
+def test_stream_replies_in_the_order_of_the_requests(heads: InProcess, channel: grpc.Channel) -> None:
+    """The engine answers the last request first. Responses are marked as final on request."""
+    requests = [rows() for _ in range(40)]
+    for number, request in enumerate(requests):
+        request.id = str(number)
+    with_parameters(requests[0], triton_enable_empty_final_response=True)
+    with heads.held() as engine:
+        answers = stream_of(channel, requests)
+        eventually(lambda: len(engine.waiting) == 32)  # the others are not read before the first is answered
+    replies = [answer.infer_response for answer in answers]
+    assert [reply.id for reply in replies] == [str(number) for number in range(40)]
+    assert replies[0].parameters["triton_final_response"].bool_param
+    assert "triton_final_response" not in replies[1].parameters
+
+
+def test_error_on_a_stream_does_not_end_the_call(channel: grpc.Channel) -> None:
+    """Unless the client asked for gRPC errors."""
+    requests = [rows(), rows(bytes(13)), rows(bytes(BODY_BYTES)), rows(model="nobody", sequence_id=4), rows()]
+    replies = [(answer.infer_response.id, answer.error_message) for answer in stream_of(channel, requests)]
     assert [id for id, _ in replies] == ["mine"] * 5
-    assert replies[0][1] == replies[4][1] == ""
-    for (_, message), text in zip(replies[1:4], ("13 bytes", "SEQSERVE_MAX_BODY_BYTES", "nobody"), strict=True):
-        assert text in message
-
-
-def stream_of(channel: grpc.Channel, requests: Iterable[Any], **options: Any) -> Any:
-    """Send all requests, close the sending side, and return the responses."""
-    method = channel.stream_stream(
-        f"{SERVICE}/ModelStreamInfer", InferMessage.SerializeToString, service_pb2.ModelStreamInferResponse.FromString
-    )
-    return method(iter(requests), timeout=60, **options)
-
-
-def test_first_error_ends_the_stream_with_grpc_errors(channel: grpc.Channel) -> None:
-    good, bad = raw("inputs", "FP32", [1, 1, 3], bytes(12)), raw("inputs", "FP32", [1, 1, 3], bytes(13))
-    answers = stream_of(channel, [good, bad, good], metadata=[("triton_grpc_error", "true")])
+    for (_, message), text in zip(replies, ("", "13 bytes", "SEQSERVE_MAX_BODY_BYTES", "nobody", ""), strict=True):
+        assert text in message and bool(text) == bool(message)
+    answers = stream_of(channel, requests, metadata=[("triton_grpc_error", "true")])
     assert next(answers).infer_response.id == "mine"
-    with pytest.raises(grpc.RpcError) as ended:
+    with pytest.raises(grpc.RpcError, match=r"(?s)INVALID_ARGUMENT.*13 bytes"):
         next(answers)
-    assert (ended.value.code(), "13 bytes" in ended.value.details()) == (grpc.StatusCode.INVALID_ARGUMENT, True)
 
 
-def test_responses_are_marked_final_on_request(heads: InProcess) -> None:
-    with open_stream(heads) as stream:
-        stream.send("sensors", tensor("inputs", ROWS[None]), enable_empty_final_response=True)
-        stream.send("sensors", tensor("inputs", ROWS[None]))
-        final, plain = [stream.next()[1].get_response().parameters for _ in range(2)]
-    assert final["triton_final_response"].bool_param
-    assert "triton_final_response" not in plain
+def test_large_messages_of_a_stream_stay_in_order(local: InProcess) -> None:
+    """Every second message is large, and takes longer."""
+    unknown_field = b"\xfa\x7f\x81\x80\x04" + bytes((1 << 16) + 1)
+    typed_rows = typed("inputs", "FP32", [1, 3, 3], "sensors", fp32_contents=[1] * 9)
+    flags = [{"sequence_start": True}, *[{}] * 6, {"sequence_end": True}]
+    chunks = [with_parameters(copy(typed_rows), sequence_id=7, **flag).SerializeToString() for flag in flags]
+    with grpc.insecure_channel(local.grpc) as channel:
+        replies = list(stream_of(channel, [chunk + unknown_field * (index % 2) for index, chunk in enumerate(chunks)]))
+    assert [reply.infer_response.parameters["sequence_steps"].int64_param for reply in replies] == [*range(3, 25, 3)]
+
+
+# Health, reflection, and clients that are disconnected.
+
+
+def test_health_of_server_and_service(heads: InProcess, channel: grpc.Channel) -> None:
+    def ask(service: str, method: str = "Check") -> Any:
+        replies = getattr(HealthStub(channel), method)(health_pb2.HealthCheckRequest(service=service), timeout=10)
+        return replies.status if method == "Check" else next(replies).status
+
+    statuses, since = health_pb2.HealthCheckResponse, heads.log_bytes
+    assert ask("") == ask(SERVICE[1:]) == ask("", "Watch") == statuses.SERVING
+    assert ask("nobody", "Watch") == statuses.SERVICE_UNKNOWN
+    with pytest.raises(grpc.RpcError, match="NOT_FOUND"):
+        ask("nobody")
+    for method in ("Check", "Watch"):
+        with pytest.raises(grpc.RpcError, match="INVALID_ARGUMENT"):
+            next(channel.unary_stream(f"{HEALTH}/{method}")(b"\xff\xff", timeout=60))
+    assert not heads.events("bug", since=since)
+
+
+def test_reflection_describes_every_service(channel: grpc.Channel) -> None:
+    def reflect(**request: str) -> Any:
+        requests = iter([reflection_pb2.ServerReflectionRequest(**request)])
+        [answer] = ServerReflectionStub(channel).ServerReflectionInfo(requests, timeout=10)
+        return answer
+
+    listed = [service.name for service in reflect(list_services="").list_services_response.service]
+    assert listed == [HEALTH[1:], "grpc.reflection.v1alpha.ServerReflection", SERVICE[1:]]
+    pool = DescriptorPool()
+    for name in listed:
+        for file in reflect(file_containing_symbol=name).file_descriptor_response.file_descriptor_proto:
+            pool.Add(FileDescriptorProto.FromString(file))
+        assert pool.FindServiceByName(name).methods
+    assert reflect(file_containing_symbol="inference.Nothing").error_response.error_code == grpc.StatusCode.NOT_FOUND.value[0]
+
+
+def connect(service: InProcess) -> socket.socket:
+    host, port = service.grpc.rsplit(":", 1)
+    return socket.create_connection((host, int(port)), LIMIT_SECONDS)
+
+
+def read_to_end(client: socket.socket, data: bytes = b"") -> Frames:
+    """Return all frames until the server closes the connection. data: bytes that were read before."""
+    while part := client.recv(1 << 16):
+        data += part
+    return peer.split_frames(data)[0]
+
+
+def test_invalid_and_slow_clients_are_disconnected(
+    heads: InProcess, channel: grpc.Channel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are counted, and calls on another connection go on."""
+
+    def closed(reason: str) -> float:
+        return heads.metric("seqserve_connections_closed_total", reason=reason)
+
+    before = {reason: closed(reason) for reason in ("invalid_request", "slow_request")}
+    for data in (b"GET / HTTP/1.1\r\nhost: x\r\n\r\n", b"", PREFACE + settings() + peer.request(1)[:12]):
+        with closing(connect(heads)) as client:
+            client.sendall(data)
+            last = read_to_end(client)[-1]
+            assert last.kind == GOAWAY and last.word
+        monkeypatch.setattr(connection_guard, "RECEIVE_SECONDS", 0.1)  # for the slow clients
+    assert {reason: closed(reason) - count for reason, count in before.items()} == {"invalid_request": 1, "slow_request": 2}
+    assert len(call(channel, rows()).outputs) == 3
+
+
+def test_quiet_client_is_pinged(heads: InProcess) -> None:
+    def sweep() -> None:
+        heads._server._grpc.sweep(asyncio.get_running_loop().time() + 61)  # type: ignore[union-attr]
+
+    with closing(connect(heads)) as client:
+        client.sendall(PREFACE + settings())
+        received = b""
+        while frame(peer.SETTINGS, peer.ACK) not in received:
+            received += client.recv(1 << 16)
+        heads.call(sweep)
+        assert b"are you?" in client.recv(1 << 16)
+
+
+# Shutdown.
+
+
+def test_shutdown_answers_open_calls(models_folder: Path, tmp_path: Path) -> None:
+    """Health is not delayed by it, and a stream ends after its last reply. A reply waits for a client that opens its window late."""
+    hold, data = threading.Event(), rows().SerializeToString()
+
+    def requests() -> Iterator[Any]:
+        yield from [rows()] * 3
+        hold.wait(LIMIT_SECONDS)
+
+    message = frame(DATA, END_STREAM, 1, struct.pack(">BI", 0, len(data)) + data)
+    with in_process(models_folder, tmp_path) as service, grpc.insecure_channel(service.grpc) as channel:
+        watch = HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=60)
+        assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
+        with closing(connect(service)) as late:
+            late.sendall(PREFACE + settings((4, 10)) + frame(HEADERS, END_HEADERS, 1, CALL) + message)
+            eventually(lambda: outcomes(service, "ok") == 1)
+            with service.held() as engine:
+                single = channel.unary_unary(f"{SERVICE}/ModelInfer").future(data, timeout=60)
+                answers = stream_of(channel, requests())
+                eventually(lambda: len(engine.waiting) == 4)
+                service.begin_to_stop()
+                assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
+            replies = [next(answers) for _ in range(3)]
+            with pytest.raises(grpc.RpcError, match="the service is shutting down") as ended:
+                next(answers)
+            hold.set()
+            assert ended.value.code() is grpc.StatusCode.UNAVAILABLE
+            assert single.result() and [reply.infer_response.id for reply in replies] == ["mine"] * 3
+            received = b""
+            while GOING_AWAY not in received:
+                received += late.recv(1 << 16)
+            late.sendall(window(1, 1 << 20))
+            frames = read_to_end(late, received)
+        reply = frames.body(1)
+        assert struct.unpack(">BI", reply[:5]) == (0, len(reply) - 5)
+        assert b"grpc-status\x010" in [part.payload for part in frames if part.kind == HEADERS][-1]
+        service.stop()
+        assert not service.events("bug") + service.events("library warning")
+
+
+def test_calls_longer_than_the_drain_are_cut_off(models_folder: Path, tmp_path: Path) -> None:
+    with (
+        in_process(models_folder, tmp_path, drain_seconds=0.2) as service,
+        grpc.insecure_channel(service.grpc) as channel,
+        service.held() as engine,
+    ):
+        calls = [channel.unary_unary(f"{SERVICE}/ModelInfer").future(rows().SerializeToString()) for _ in range(3)]
+        eventually(lambda: len(engine.waiting) == 3)
+        service.stop()
+        assert [call.exception(LIMIT_SECONDS).code() for call in calls] == [grpc.StatusCode.UNAVAILABLE] * 3
+        assert not service.events("bug") + service.events("library warning")

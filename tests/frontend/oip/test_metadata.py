@@ -7,23 +7,22 @@ from typing import Any
 
 import pytest
 
-from service.errors import InvalidInput, UnknownModel, Unsupported
+from service.errors import InvalidInput, ServiceError, UnknownModel, Unsupported
 from service.frontend.oip.metadata import model_config, model_metadata, model_ready, server_metadata, version_policy
 from service.frontend.oip.tensors import BYTES
 from tests import models
-from tests.frontend.oip.harness import SETTINGS, InferHarness, three_sequences
+from tests.frontend.oip.harness import InferHarness, three_sequences
 
 
 @pytest.mark.parametrize("name", models.OF_EVERY_HEAD)
 def test_metadata_configuration_and_outputs_agree(harness: InferHarness, name: str) -> None:
     metadata, config = model_metadata(harness.frontend, name, ""), model_config(harness.frontend, name, "")
     assert (metadata["name"], metadata["versions"], metadata["platform"]) == (name, ["1"], "seqserve")
-    assert config["max_batch_size"] == SETTINGS.max_inputs
+    assert config["max_batch_size"] == 8
     for described, configured in ((metadata["inputs"], config["input"]), (metadata["outputs"], config["output"])):
-        assert [tensor["name"] for tensor in described] == [tensor["name"] for tensor in configured]
-        assert [tensor["shape"] for tensor in described] == [[-1, *tensor["dims"]] for tensor in configured]
-        assert [tensor["data_type"].removeprefix("TYPE_").replace("STRING", BYTES) for tensor in configured] == [
-            tensor["datatype"] for tensor in described
+        assert [(tensor["name"], tensor["shape"], tensor["datatype"]) for tensor in described] == [
+            (tensor["name"], [-1, *tensor["dims"]], tensor["data_type"].removeprefix("TYPE_").replace("STRING", BYTES))
+            for tensor in configured
         ]
     by_name = {tensor["name"]: tensor for tensor in metadata["outputs"]}
     for output in harness.infer(name, *three_sequences(name)).outputs:
@@ -32,90 +31,61 @@ def test_metadata_configuration_and_outputs_agree(harness: InferHarness, name: s
             assert declared in (-1, size)
 
 
-def test_inputs_that_may_be_left_out_are_optional(harness: InferHarness) -> None:
-    def optional(name: str) -> list[str]:
-        return [tensor["name"] for tensor in model_config(harness.frontend, name, "1")["input"] if tensor["optional"]]
-
-    assert optional("words") == ["ids", "lengths", "offsets"]
-    assert optional("speller") == optional("forecaster") == ["lengths", "offsets"]
-
-
-def test_model_with_sessions_has_sequence_batching(harness: InferHarness) -> None:
-    with_sessions, without = (model_config(harness.frontend, name, "") for name in ("forecaster", "words"))
-    assert with_sessions["sequence_batching"] == {"max_sequence_idle_microseconds": 60_000_000}
-    assert "dynamic_batching" not in with_sessions
-    assert without["dynamic_batching"] == {}
-    assert "sequence_batching" not in without
+def test_configuration_shows_what_a_model_takes(harness: InferHarness) -> None:
+    """Inputs that may be left out, and sessions."""
+    words, forecaster = (model_config(harness.frontend, name, "1") for name in ("words", "forecaster"))
+    assert [tensor["name"] for tensor in words["input"] if tensor["optional"]] == ["ids", "lengths", "offsets"]
+    assert [tensor["name"] for tensor in forecaster["input"] if tensor["optional"]] == ["lengths", "offsets"]
+    assert forecaster["sequence_batching"] == {"max_sequence_idle_microseconds": 60_000_000}
+    assert words["dynamic_batching"] == {}
+    assert "dynamic_batching" not in forecaster and "sequence_batching" not in words
 
 
-def test_model_is_ready_when_an_engine_has_loaded_it(harness: InferHarness, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert model_ready(harness.frontend, "words", "") and model_ready(harness.frontend, "alias", "1")
-    monkeypatch.setattr(harness.dispatcher, "models", harness.dispatcher.models[1:])
-    assert not model_ready(harness.frontend, "words", "1")
-    monkeypatch.setattr(harness.dispatcher, "ready", False)
-    assert not model_ready(harness.frontend, "forecaster", "")
+def test_model_is_ready_when_an_engine_has_loaded_it(harness: InferHarness) -> None:
+    frontend, dispatcher = harness.frontend, harness.dispatcher
+    assert model_ready(frontend, "words", "") and model_ready(frontend, "alias", "1")
+    del dispatcher.models[0]
+    assert not model_ready(frontend, "words", "1")
+    dispatcher.ready = False
+    assert not model_ready(frontend, "forecaster", "")
     for name, version in (("nobody", ""), ("words", "2")):
         with pytest.raises(UnknownModel):
-            model_ready(harness.frontend, name, version)
+            model_ready(frontend, name, version)
 
 
-@pytest.mark.parametrize(
-    ("config", "setting"),
-    [
-        ({}, None),
-        ({"version_policy": {"all": {}}}, "all"),
-        ({"version_policy": {"latest": {"num_versions": 2}}}, "latest:2"),
-        ({"version_policy": {"specific": {"versions": [1, 3]}}}, "1,3"),
-    ],
-)
-def test_version_policy_is_read_from_a_configuration(config: dict[str, Any], setting: str | None) -> None:
-    assert version_policy({"config": json.dumps(config), "unload_dependents": False}) == setting
+def policy(text: str) -> dict[str, Any]:
+    return {"config": f'{{"version_policy": {text}}}'}
 
 
-def test_length_of_a_version_policy_is_limited() -> None:
-    longest, too_long = (json.dumps({"version_policy": {"specific": {"versions": [1000] * count}}}) for count in (200, 201))
-    assert len(version_policy({"config": longest}) or "") == 999
-    with pytest.raises(InvalidInput, match="has 1004 characters and at most 1000 are allowed: list fewer versions") as raised:
-        version_policy({"config": too_long})
-    assert raised.value.field == "parameters.config"
+def test_version_policy_is_read_from_a_configuration() -> None:
+    assert version_policy({}) is None and version_policy({"config": "{}", "unload_dependents": False}) is None
+    assert version_policy(policy('{"all": {}}')) == "all"
+    assert version_policy(policy('{"latest": {"num_versions": 2}}')) == "latest:2"
+    assert version_policy(policy('{"specific": {"versions": [1, 3]}}')) == "1,3"
+    longest, too_long = (policy(json.dumps({"specific": {"versions": [1000] * count}})) for count in (200, 201))
+    assert len(version_policy(longest) or "") == 999
+    with pytest.raises(InvalidInput, match="has 1004 characters and at most 1000 are allowed: list fewer versions"):
+        version_policy(too_long)
 
 
-def test_no_configuration_has_no_version_policy() -> None:
-    assert version_policy({}) is None
+CONFIG = "parameters.config"
+REFUSED: list[tuple[dict[str, Any], type[ServiceError], str]] = [
+    *(({"config": config}, InvalidInput, CONFIG) for config in ("", "[]", "{", "null", 7, None, "[" * 100_000)),
+    *((policy(text), InvalidInput, CONFIG) for text in ("1", "{}", '{"all": 1}', '{"all": {"x": 1}}', '{"latest": {}}')),
+    *((policy(f'{{"latest": {{"num_versions": {count}}}}}'), InvalidInput, CONFIG) for count in ("0", "true", "10000")),
+    *((policy(f'{{"specific": {{"versions": {value}}}}}'), InvalidInput, CONFIG) for value in ("[]", '["1"]', "[0]")),
+    (policy('{"all": {}, "latest": {"num_versions": 1}}'), InvalidInput, CONFIG),
+    ({"config": '{"max_batch_size": 8}'}, Unsupported, CONFIG),
+    ({"config": '{"version_policy": {"all": {}}, "name": "x"}'}, Unsupported, CONFIG),
+    ({"file:1/model.onnx": "AAAA"}, Unsupported, "parameters.file:1/model.onnx"),
+]
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        *("", "[]", "{", "7", "null", 7, None, "[" * 100_000, '{"version_policy": 1}', '{"version_policy": {}}'),
-        *('{"version_policy": {"all": 1}}', '{"version_policy": {"all": {"x": 1}}}', '{"version_policy": {"latest": {}}}'),
-        '{"version_policy": {"latest": {"num_versions": 0}}}',
-        '{"version_policy": {"latest": {"num_versions": true}}}',
-        '{"version_policy": {"latest": {"num_versions": 10000}}}',
-        '{"version_policy": {"specific": {"versions": []}}}',
-        '{"version_policy": {"specific": {"versions": ["1"]}}}',
-        '{"version_policy": {"specific": {"versions": [0]}}}',
-        '{"version_policy": {"all": {}, "latest": {"num_versions": 1}}}',
-    ],
-)
-def test_invalid_configuration_is_rejected(config: Any) -> None:
-    with pytest.raises(InvalidInput) as raised:
-        version_policy({"config": config})
-    assert raised.value.field == "parameters.config"
-
-
-@pytest.mark.parametrize(
-    ("parameters", "field"),
-    [
-        ({"config": '{"max_batch_size": 8}'}, "parameters.config"),
-        ({"config": '{"version_policy": {"all": {}}, "name": "x"}'}, "parameters.config"),
-        ({"file:1/model.onnx": "AAAA"}, "parameters.file:1/model.onnx"),
-    ],
-)
-def test_other_load_parameters_are_unsupported(parameters: dict[str, Any], field: str) -> None:
-    with pytest.raises(Unsupported) as raised:
+@pytest.mark.parametrize(("parameters", "error", "field"), REFUSED, ids=range(len(REFUSED)))
+def test_other_load_parameters_are_refused(parameters: dict[str, Any], error: type[ServiceError], field: str) -> None:
+    with pytest.raises(ServiceError) as raised:
         version_policy(parameters)
-    assert raised.value.field == field
+    assert (type(raised.value), raised.value.field) == (error, field)
 
 
 def test_server_metadata_has_name_version_and_extensions() -> None:

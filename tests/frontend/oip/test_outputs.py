@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -11,27 +13,30 @@ from service.frontend.oip.types import RequestedOutput
 from tests.frontend.oip.harness import ANSWERS, OFFSETS, TWO_IDS, InferHarness, integers, three_sequences, values
 
 PACKED = [integers("ids", [1] * 6), integers("offsets", OFFSETS)]
+EXPECTED: dict[str, dict[str, Any]] = {
+    "words": {
+        "label": [b"far", b"near", b"unknown"],
+        "score": [[0.5], [0.5], [0.75]],
+        "scores": ANSWERS["words"]["scores"],
+    },
+    "forecaster": {"value": ANSWERS["forecaster"]["scores"]},
+    "reader": {"start": [[0], [0], [1]], "end": [[1], [0], [2]], "score": [[0.5], [0.25], [0.75]]},
+    "embedder": {"embedding": ANSWERS["embedder"]["embedding"]},
+    "tagger": {  # padded, like the inputs
+        "labels": [*(b"near", b"far", b""), *(b"unknown", b"", b""), *(b"near", b"far", b"unknown")],
+        "scores": [[0.5, 0.25, 0], [0.75, 0, 0], [1.0, 0.5, 0.5]],
+        "lengths": [[2], [1], [3]],
+    },
+}
 
 
 def test_each_head_has_its_own_outputs(harness: InferHarness) -> None:
-    words = harness.infer("words", *three_sequences("words"))
-    assert (words.model, words.version, words.id, words.parameters) == ("words", "1", "7", {})
-    assert [output.name for output in words.outputs] == ["label", "score", "scores"]
-    assert values(words)["label"] == [b"far", b"near", b"unknown"]
-    assert values(words)["score"] == [[0.5], [0.5], [0.75]]
-    assert values(words)["scores"] == ANSWERS["words"]["scores"]
-    assert values(harness.infer("forecaster", *three_sequences("forecaster"))) == {"value": ANSWERS["forecaster"]["scores"]}
-    reader = values(harness.infer("reader", *three_sequences("reader")))
-    assert reader == {"start": [[0], [0], [1]], "end": [[1], [0], [2]], "score": [[0.5], [0.25], [0.75]]}
+    for name, expected in EXPECTED.items():
+        response = harness.infer(name, *three_sequences(name))
+        assert (response.model, response.version, response.id, response.parameters) == (name, "1", "7", {})
+        assert list(values(response)) == list(expected) and values(response) == expected
+    assert harness.dispatcher.requests[0][0].returns.embedding is False
     assert values(harness.infer("speller", *three_sequences("speller")))["ids"] == ANSWERS["speller"]["picks"]
-    assert values(harness.infer("embedder", *three_sequences("embedder"))) == {"embedding": ANSWERS["embedder"]["embedding"]}
-
-
-def test_step_outputs_of_padded_sequences_are_padded(harness: InferHarness) -> None:
-    tagged = values(harness.infer("tagger", *three_sequences("tagger")))
-    assert tagged["labels"] == [*(b"near", b"far", b""), *(b"unknown", b"", b""), *(b"near", b"far", b"unknown")]
-    assert tagged["scores"] == [[0.5, 0.25, 0], [0.75, 0, 0], [1.0, 0.5, 0.5]]
-    assert tagged["lengths"] == [[2], [1], [3]]
     halved = harness.infer("halver", *three_sequences("halver"))
     assert [output.shape for output in halved.outputs] == [(3, 3, 5), (3, 1)], "an encoder may shorten its input"
 
@@ -45,19 +50,12 @@ def test_step_outputs_of_packed_sequences_are_packed(harness: InferHarness) -> N
 
 
 @pytest.mark.parametrize("inputs", [three_sequences("tagger"), PACKED], ids=["padded", "packed"])
-def test_lengths_and_offsets_may_be_requested_together(harness: InferHarness, inputs: list[Tensor]) -> None:
-    requested = [RequestedOutput(name) for name in ("labels", "lengths", "offsets")]
+def test_outputs_have_the_requested_order(harness: InferHarness, inputs: list[Tensor]) -> None:
+    """lengths and offsets may be requested together."""
+    requested = [RequestedOutput(name) for name in ("offsets", "labels", "lengths")]
     tagged = values(harness.infer("tagger", *inputs, outputs=requested))
-    assert tagged["lengths"] == [[2], [1], [3]]
-    assert tagged["offsets"] == [OFFSETS]
-
-
-def test_outputs_have_the_requested_order(harness: InferHarness) -> None:
-    requested = [RequestedOutput("scores"), RequestedOutput("label")]
-    response = harness.infer("words", *three_sequences("words"), outputs=requested)
-    assert [output.name for output in response.outputs] == ["scores", "label"]
-    harness.infer("words", *three_sequences("words"))
-    assert harness.dispatcher.requests[-1][0].returns.embedding is False
+    assert list(tagged) == ["offsets", "labels", "lengths"]
+    assert (tagged["lengths"], tagged["offsets"]) == ([[2], [1], [3]], [OFFSETS])
 
 
 def test_classes_are_sorted_best_first(harness: InferHarness) -> None:
@@ -84,8 +82,8 @@ def test_invalid_outputs_are_rejected(harness: InferHarness, model: str, outputs
     harness.check_refused(InvalidInput, "outputs", text, model, *three_sequences(model), outputs=outputs)
 
 
-def test_values_that_are_not_finite_are_rejected(harness: InferHarness, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(harness.dispatcher, "answers", {"forecaster": {"scores": [[1, 2], [3, np.inf], [5, 6]]}})
+def test_values_that_are_not_finite_are_rejected(harness: InferHarness) -> None:
+    harness.dispatcher.answers = {"forecaster": {"scores": [[1, 2], [3, np.inf], [5, 6]]}}
     with pytest.raises(InvalidInput, match="not finite") as raised:
         harness.infer("forecaster", *three_sequences("forecaster"))
     assert raised.value.field == "inputs[1]"
@@ -98,20 +96,11 @@ def test_padding_of_outputs_is_limited(harness: InferHarness, monkeypatch: pytes
     assert harness.infer("tagger", *PACKED).outputs
 
 
-def test_response_of_a_session_has_its_steps(harness: InferHarness, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(harness.dispatcher, "steps", 12)
-    assert harness.infer("speller", TWO_IDS, sequence_id=7).parameters == {"sequence_steps": 12}
-
-
 def test_request_is_counted_once_and_timed_by_stage(harness: InferHarness) -> None:
-    def counts() -> list[float]:
-        metrics = harness.frontend.metrics
-        stages = [
-            sum(metrics.stage_seconds.values.get(("speller", "1", stage), [0])[:-1])
-            for stage in ("parse", "reply", "encode", "total")
-        ]
-        return [metrics.requests.values.get(("speller", "1", "ok"), [0])[0], *stages]
-
-    before = counts()
-    harness.infer("speller", TWO_IDS)
-    assert counts() == [count + 1 for count in before]
+    """The response of a session has its steps."""
+    harness.dispatcher.steps = 12
+    assert harness.infer("speller", TWO_IDS, sequence_id=7).parameters == {"sequence_steps": 12}
+    metrics = harness.frontend.metrics
+    assert dict(metrics.requests.values) == {("speller", "1", "ok"): [1]}
+    for stage in ("parse", "reply", "encode", "total"):
+        assert sum(metrics.stage_seconds.values["speller", "1", stage][:-1]) == 1, stage

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -10,50 +10,42 @@ import pytest
 from service.errors import InvalidInput, Unsupported
 from service.frontend.oip.parameters import check_no_shared_memory, requested_output
 from service.frontend.oip.types import RequestedOutput
-from tests.frontend.oip.harness import SETTINGS, TWO_IDS, InferHarness, integers
+from tests.frontend.oip.harness import TWO_IDS, InferHarness, integers
 
 
-@pytest.mark.parametrize(
-    ("parameters", "session", "starts", "ends"),
-    [
-        ({}, None, None, False),
-        ({"sequence_id": 0, "sequence_start": False, "sequence_end": False}, None, None, False),
-        ({"sequence_id": ""}, None, None, False),
-        ({"sequence_id": 7}, "7", False, False),
-        ({"sequence_id": 2**64 - 1, "sequence_start": True}, str(2**64 - 1), True, False),
-        ({"sequence_id": "a b", "sequence_start": False, "sequence_end": True}, "a b", False, True),
-    ],
-)
-def test_sequence_id_names_a_session(
-    harness: InferHarness, parameters: dict[str, Any], session: str | None, starts: bool | None, ends: bool
-) -> None:
-    request, _ = harness.engine_request("speller", TWO_IDS, **parameters)
-    assert (request.session, request.session_starts, request.session_ends) == (session, starts, ends)
+def test_sequence_id_names_a_session(harness: InferHarness) -> None:
+    for parameters, session in (
+        ({}, (None, None, False)),
+        ({"sequence_id": 0, "sequence_start": False, "sequence_end": False}, (None, None, False)),
+        ({"sequence_id": ""}, (None, None, False)),
+        ({"sequence_id": 7}, ("7", False, False)),
+        ({"sequence_id": 2**64 - 1, "sequence_start": True}, (str(2**64 - 1), True, False)),
+        ({"sequence_id": "a b", "sequence_start": False, "sequence_end": True}, ("a b", False, True)),
+    ):
+        request, _ = harness.engine_request("speller", TWO_IDS, **cast(Any, parameters))
+        assert (request.session, request.session_starts, request.session_ends) == session
 
 
-@pytest.mark.parametrize(
-    ("protocol", "service"), [(None, 0), (0, 0), (1, 10), (2, 9), (11, 0), (12, -1), (21, -10), (22, -10), (2**40, -10)]
-)
-def test_smaller_priority_is_more_urgent(harness: InferHarness, protocol: int | None, service: int) -> None:
-    parameters = {} if protocol is None else {"priority": protocol}
-    assert harness.engine_request("speller", TWO_IDS, **parameters)[0].priority == service
+def test_smaller_priority_is_more_urgent(harness: InferHarness) -> None:
+    expected = {0: 0, 1: 10, 2: 9, 11: 0, 12: -1, 21: -10, 22: -10, 2**40: -10}
+    requests = {value: harness.engine_request("speller", TWO_IDS, priority=value)[0] for value in expected}
+    assert {value: request.priority for value, request in requests.items()} == expected
 
 
 def test_timeout_is_a_deadline_in_microseconds(harness: InferHarness) -> None:
     assert harness.engine_request("speller", TWO_IDS, timeout=250_000)[0].deadline == 100.25
     for parameters in ({}, {"timeout": 0}):
         deadline = harness.engine_request("speller", TWO_IDS, **parameters)[0].deadline
-        assert deadline == 100.0 + SETTINGS.default_deadline_ms / 1000
+        assert deadline == 100.0 + harness.frontend.settings.default_deadline_ms / 1000
 
 
 def test_unknown_parameters_are_ignored(harness: InferHarness) -> None:
+    """A request without a priority has the usual one, and only a request for a version is exact."""
     unknown = {"triton_enable_empty_final_response": True, "headers": "x", "binary_data_output": True, "colour": "red"}
     without, with_unknown = (harness.engine_request("speller", TWO_IDS, **options)[0] for options in ({}, unknown))
     assert msgspec.structs.replace(with_unknown, sent=without.sent) == without
-
-
-def test_named_version_is_exact(harness: InferHarness) -> None:
-    assert [harness.engine_request("speller", TWO_IDS, version=version)[0].exactly for version in ("", "1")] == [False, True]
+    assert (without.priority, without.exactly) == (0, False)
+    assert harness.engine_request("speller", TWO_IDS, version="1")[0].exactly is True
 
 
 INVALID: list[tuple[dict[str, Any], str, str]] = [
@@ -85,22 +77,17 @@ def test_invalid_parameters_are_rejected_by_name(
 
 
 def test_session_takes_one_sequence_per_request(harness: InferHarness) -> None:
-    two_sequences = integers("ids", [[1], [2]])
-    harness.check_refused(InvalidInput, "parameters.sequence_id", "one by one", "speller", two_sequences, sequence_id=7)
+    two = integers("ids", [[1], [2]])
+    harness.check_refused(InvalidInput, "parameters.sequence_id", "one by one", "speller", two, sequence_id=7)
 
 
-@pytest.mark.parametrize(
-    ("parameters", "classes"), [({}, 0), ({"classification": 0}, 0), ({"classification": 3, "binary_data": True}, 3)]
-)
-def test_output_parameters_are_read(parameters: dict[str, Any], classes: int) -> None:
-    assert requested_output("scores", parameters) == RequestedOutput("scores", classes)
-
-
-@pytest.mark.parametrize("value", [-1, 1.5, "2", True])
-def test_invalid_output_parameters_are_rejected(value: Any) -> None:
-    with pytest.raises(InvalidInput) as raised:
-        requested_output("scores", {"classification": value})
-    assert raised.value.field == "scores.parameters.classification"
+def test_output_parameters_are_read() -> None:
+    for parameters, classes in (({}, 0), ({"classification": 0}, 0), ({"classification": 3, "binary_data": True}, 3)):
+        assert requested_output("scores", parameters) == RequestedOutput("scores", classes)
+    for value in (-1, 1.5, "2", True):
+        with pytest.raises(InvalidInput) as raised:
+            requested_output("scores", {"classification": value})
+        assert raised.value.field == "scores.parameters.classification"
 
 
 def test_shared_memory_is_unsupported() -> None:
