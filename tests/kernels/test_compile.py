@@ -68,9 +68,7 @@ def test_kernel_is_compiled_once_per_text_and_options(numbered: Callable[..., by
 
 
 @pytest.mark.parametrize("harm", [lambda kept: kept[:0], lambda kept: kept[:40], lambda kept: kept[:-1] + b"!"])
-def test_damaged_file_is_compiled_again(
-    harm: Callable[[bytes], bytes], numbered: Callable[..., bytes], tmp_path: Path
-) -> None:
+def test_damaged_file_is_compiled_again(harm: Callable[[bytes], bytes], numbered: Callable[..., bytes], tmp_path: Path) -> None:
     numbered("text", ())
     (kept,) = tmp_path.iterdir()
     kept.write_bytes(harm(kept.read_bytes()))

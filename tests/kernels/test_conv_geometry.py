@@ -78,7 +78,9 @@ def test_needed_steps_of_causal_layers_are_minimal(layers: list[ConvWeights]) ->
 
 
 def test_tcn_needs_few_steps() -> None:
-    counts = [(kept.count, kept.spacing) for kept in needed_steps([layer(3, dilation) for dilation in (1, 1, 2, 2, 4, 4, 8, 8)])]
+    counts = [
+        (kept.count, kept.spacing) for kept in needed_steps([layer(3, dilation) for dilation in (1, 1, 2, 2, 4, 4, 8, 8)])
+    ]
     assert counts == [(59, 1), (29, 2), (27, 2), (13, 4), (11, 4), (5, 8), (3, 8), (1, 1)]
 
 

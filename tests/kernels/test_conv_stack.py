@@ -286,7 +286,8 @@ def test_receptive_field_is_exact(make: Any) -> None:
         data = stack.x.data.clone()
         data[step] = (data[step] + 1) % 11 if stack.layers[0].takes_ids else torch.nan
         ours, other = (
-            each.run(want=Outputs(last=True, steps=True)).last for each in (stack, stack._replace(x=Ragged(data, stack.x.offsets)))
+            each.run(want=Outputs(last=True, steps=True)).last
+            for each in (stack, stack._replace(x=Ragged(data, stack.x.offsets)))
         )
         assert ours is not None and other is not None
         changed.append(not torch.equal(ours, other))

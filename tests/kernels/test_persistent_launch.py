@@ -108,34 +108,6 @@ def test_wide_weights_are_operands_of_warp_groups(gates: int) -> None:
     torch.testing.assert_close(both, torch.stack(sums, dim=1), rtol=1e-5, atol=1e-4)
 
 
-def multiplied(packed: Tensor, vector: Tensor) -> Tensor:
-    """Return the sums of 8 rows, (8, tiles, 16), as m16n8k16 products compute them. vector: (8, entries)."""
-    tiles, chunks = packed.shape[:2]
-    pieces = torch.zeros(8, 32 * chunks)
-    pieces[:, : vector.shape[1]] = vector
-    # row, chunk, q, product, upper, value; then tile, chunk, product, g, q, upper, lower, value
-    left, right = packed.float().view(tiles, chunks, 2, 8, 4, 2, 2, 2), pieces.view(8, chunks, 4, 2, 2, 2)
-    return torch.einsum("rcqpuv,tcpgqulv->rtlg", right, left).reshape(8, tiles, 16)
-
-
-@pytest.mark.parametrize("form", [RESET, PROJECTED], ids=str)
-@pytest.mark.parametrize("hidden, blocks", [(1, 4), (200, 4), (300, 16)])
-def test_packed_weights_are_the_operands_of_two_products(form: Form, hidden: int, blocks: int) -> None:
-    weights = form.arguments([1], hidden, 3).weights
-    shape = TwoProductsCluster(two_products(form, hidden, weights.vector), blocks)
-    units, gates = blocks * shape.units, 2 if form is RESET else 4
-    h, m = torch.randn(8, weights.vector), torch.randn(8, hidden)
-    first, second = (shape.packing.pack(weights, number) for number in range(2))
-    # Of each group: r and z of a GRU in one tile; i and f, then g and o of an LSTM in two.
-    sums = multiplied(first, h).view(8, units // 8, gates, 8).transpose(1, 2).reshape(8, gates, units)
-    expected = (h @ weights.recurrent).view(8, -1, hidden)[:, :gates]
-    torch.testing.assert_close(sums[:, :, :hidden], expected, rtol=1e-4, atol=1e-4)
-    by_block = multiplied(second, m).view(8, blocks, -1)[:, :, : shape.outputs].reshape(8, -1)
-    matrix = weights.recurrent[:, 2 * hidden :] if form is RESET else weights.projection
-    torch.testing.assert_close(by_block[:, : weights.vector], m @ matrix, rtol=1e-4, atol=1e-4)
-    assert not sums[:, :, hidden:].any() and not by_block[:, weights.vector :].any(), "padding units have no weights"
-
-
 # Launch shapes.
 
 
@@ -152,7 +124,9 @@ def test_packing_does_not_depend_on_the_launch_shape(hidden: int) -> None:
 
 
 def test_too_large_layers_fit_no_cluster() -> None:
-    fits = {(hidden, blocks): ClusterShape(plain(hidden), blocks).fits(1) for hidden, blocks in ((1024, 16), (768, 16), (768, 8))}
+    fits = {
+        (hidden, blocks): ClusterShape(plain(hidden), blocks).fits(1) for hidden, blocks in ((1024, 16), (768, 16), (768, 8))
+    }
     assert fits == {(1024, 16): False, (768, 16): True, (768, 8): False}
     assert TwoProductsCluster(two_products(RESET, 512, 512), 16).fits(1)
     assert not TwoProductsCluster(two_products(RESET, 1024, 1024), 16).fits(1)
@@ -208,15 +182,6 @@ def test_wide_kernel_needs_whole_chunks_16_bits_and_capability_9_0(monkeypatch: 
         assert not WideShape(variant, 64).runs()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (10, 0))
     assert not WideShape(plain(512), 64).runs()
-
-
-@pytest.mark.parametrize("levels", [1, 2, 4])
-@pytest.mark.parametrize("hidden, tile", [(64, 16), (256, 64), (512, 32)])
-def test_all_levels_of_a_launch_are_resident(hidden: int, tile: int, levels: int) -> None:
-    shape = WideShape(plain(hidden), tile, levels)
-    plan = shape.launch(shape.max_rows())
-    assert levels * plan.blocks <= PROCESSORS and plan.shared <= SHARED_BYTES
-    assert not WideShape(plain(hidden), tile, PROCESSORS * 16 // hidden + 1).has_room()
 
 
 @pytest.mark.parametrize("form", [RESET, PROJECTED], ids=str)
@@ -424,9 +389,9 @@ def test_both_directions_share_a_launch_if_there_is_room(made: list[FakeKernel])
     large = [arguments_of(GRU, 1500, [2], seed=seed)[1] for seed in (0, 1)]
     x = Ragged(torch.zeros(2, 8).half(), torch.tensor([0, 2], dtype=torch.int32))
     launch.encode_both(gru.FUSED, launch.grid_shape, x, large, None, want=LAST)
-    assert [(call["forward"], launched.blocks[0]) for call, launched in zip(calls_of(made), launches_of(made), strict=True)] == [
-        (direction, call["blocks"]) for direction, call in zip((1, 0), calls_of(made), strict=True)
-    ]
+    assert [
+        (call["forward"], launched.blocks[0]) for call, launched in zip(calls_of(made), launches_of(made), strict=True)
+    ] == [(direction, call["blocks"]) for direction, call in zip((1, 0), calls_of(made), strict=True)]
 
 
 def test_products_of_both_directions_are_joined_once() -> None:
@@ -474,13 +439,6 @@ def test_levels_beyond_the_room_of_the_device_run_in_another_launch(made: list[F
     assert [one.blocks for one in launches_of(made)] == [(128, 1, 1), (96, 1, 1)]
     assert [call["gates_apart"] > 0 for call in calls] == [True, False, False, False, True, False, False]
     assert calls[3]["steps"], "the next launch reads the steps of this one"
-
-
-def test_levels_of_different_sizes_run_one_by_one(made: list[FakeKernel], together: None) -> None:
-    x, below, _ = arguments_of(LSTM, 64)
-    above = arguments_of(LSTM, 128, inputs=64)[1]
-    launch.encode_levels(lstm.FUSED, x, [below, above], None, want=LAST)
-    assert len(launches_of(made)) == 2
 
 
 @pytest.mark.parametrize("with_sources", [False, True])

@@ -223,7 +223,10 @@ def test_levels_equal_calls_one_after_the_other(form: Form, backend: str, starts
 def test_levels_that_do_not_fit_together_are_refused() -> None:
     form = Form("lstm")
     x, weights, states = three_levels(form)
-    narrow, folded = form.arguments([3, 0, 5], 8, 5).weights, replace(weights[1], input=None, bias=None, table=torch.zeros(9, 32))
+    narrow, folded = (
+        form.arguments([3, 0, 5], 8, 5).weights,
+        replace(weights[1], input=None, bias=None, table=torch.zeros(9, 32)),
+    )
     short = replace(states[1], hidden=states[1].hidden[:2], cell=states[1].cell[:2])
     for second, state, message in (
         (narrow, states[1], r"x.data has the shape \(8, 8\), expected \(8, 5\)"),

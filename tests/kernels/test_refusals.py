@@ -100,7 +100,11 @@ NO_IDS = "x.data is torch.float32, expected ids: torch.int32 or torch.int64"
             *(QRNN_OF_IDS, with_weights(tables=zeros(0, 9, 15))),
             "weights.tables has a window of 0 steps, expected at least the present step",
         ),
-        (QRNN_OF_IDS, with_state(left=zeros(2, 1)), "state.left is torch.float32, expected rows of weights.tables: torch.int64"),
+        (
+            QRNN_OF_IDS,
+            with_state(left=zeros(2, 1)),
+            "state.left is torch.float32, expected rows of weights.tables: torch.int64",
+        ),
         (CONV, with_weights(bias=zeros(6)), shape("weights.bias", "(6,)", "(5,)")),
         (
             *(CONV, with_weights(activation="step")),
@@ -117,7 +121,10 @@ NO_IDS = "x.data is torch.float32, expected ids: torch.int32 or torch.int64"
             "weights.embedding must be None because weights.tables has a value",
         ),
         (CONV, with_weights(filters=zeros(0, 3, 5)), LEAST),
-        *((CONV, with_weights(**{name: value}), LEAST) for name, value in (("dilation", 0), ("stride", 0), ("left", -1), ("right", -1))),
+        *(
+            (CONV, with_weights(**{name: value}), LEAST)
+            for name, value in (("dilation", 0), ("stride", 0), ("left", -1), ("right", -1))
+        ),
         (CONV, with_state(left=zeros(2, 3, 3)), shape("state.left", "(2, 3, 3)", "(2, 2, 3)")),
         (CONV, with_state(sources=SLOTS), NO_SLOTS),
     ],
@@ -132,7 +139,9 @@ def test_invalid_argument_is_named_with_its_expected_value(form: Form, broken: B
 
 def test_convolution_over_ids_has_no_state() -> None:
     x, weights, _ = CONV_OF_IDS.arguments([3, 1], 5, 3)
-    with pytest.raises(ContractError, match="state must be None because the data are ids: a convolution over ids keeps no state"):
+    with pytest.raises(
+        ContractError, match="state must be None because the data are ids: a convolution over ids keeps no state"
+    ):
         CONV.run(x, weights, ConvState(zeros(2, 2, 3)))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import struct
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,7 +13,6 @@ import torch
 from torch import Tensor
 
 from kernels.qrnn import fused as fused_qrnn
-from kernels.qrnn.types import QRNNState
 from kernels.ragged import ContractError, Outputs, Ragged
 from kernels.scan import launch
 from kernels.scan import product as product_launcher
@@ -24,7 +22,6 @@ from kernels.scan.shape import FEW_ROWS, HERE, LONG_ROW, PART, TILE, TILED_TOKEN
 from kernels.sru import fused as fused_sru
 from kernels.sru.types import SRUState
 from kernels.tensormap import MAP_BYTES
-from kernels.tuning import matching_shapes
 from tests.kernels.devices import H200, FakeKernel, FakeLaunch, emulated, launches_of
 from tests.kernels.families import VOCABULARY, Form
 from tests.kernels.inputs import EVERYTHING, Arguments, arrays, map_arrays
@@ -193,14 +190,6 @@ def test_shape_follows_the_layer_and_its_rows(
     assert shape_for(layer(form, gates, hidden, **{"all_steps": False, **changes}), rows, tokens) == expected
 
 
-def test_tuned_shapes_cover_all_sizes() -> None:
-    for file in (HERE / "tuned").glob("*.json"):
-        tuned = json.loads(file.read_text())["shapes"]
-        for width, rows, tokens in product((1, 256, 10_000), (1, 64, 100_000), (0, 1024, 10_000_000)):
-            (_, units), *_ = matching_shapes(tuned, ("units",), width=width, depth=width, rows=rows, tokens=tokens)
-            assert units in (32, 64)
-
-
 # Constants and arguments of the kernels.
 
 
@@ -296,18 +285,9 @@ def test_weights_are_packed_once_and_later_launches_are_early(made: list[FakeKer
         fused_sru.sru(*arguments, want=EVERYTHING)
     first, second = launches_of(made)
     assert [first.early, second.early] == [False, True] and len(arguments.weights.packed) == 3
-    assert all(call_of(first)[f"{name} forward"] == call_of(second)[f"{name} forward"] for name in ("source", "bias", "own_cell"))
-
-
-def test_directions_share_their_product_input(made: list[FakeKernel]) -> None:
-    x, forward, _ = SKIPLESS.arguments(LENGTHS, 40, 8, storage=HALF)
-    backward = SKIPLESS.arguments(LENGTHS, 40, 8, storage=HALF, seed=1).weights
-    norm, second_norm = torch.randn(2, 2, *x.data.shape[1:])
-    for norms, once in (((None, None), True), ((norm, norm), True), ((norm, second_norm), False)):
-        pair = replace(forward, norm=norms[0]), replace(backward, norm=norms[1])
-        fused_sru.bidirectional(x, pair, None, want=LAST)
-        call = call_of(launches_of(made)[-1])
-        assert (call["data forward"] == call["data backward"]) == once
+    assert all(
+        call_of(first)[f"{name} forward"] == call_of(second)[f"{name} forward"] for name in ("source", "bias", "own_cell")
+    )
 
 
 def test_ids_and_tables_are_not_copied(made: list[FakeKernel]) -> None:
@@ -391,16 +371,6 @@ def test_state_is_read_from_sources_and_written_to_slots(made: list[FakeKernel])
     for cell in (caches.cell.half(), torch.zeros(40, 9).T):
         with pytest.raises(ContractError, match=r"state.cell with slots must be contiguous float32"):
             fused_sru.sru(x, weights, replace(caches, cell=cell), want=Outputs())
-
-
-def test_left_context_is_read_from_source_and_written_to_slot() -> None:
-    x, weights, _ = Form("qrnn", pooling="fo", window=2).arguments(LENGTHS, 40, 8)
-    left = torch.arange(9.0)[:, None, None].repeat(1, 1, 8)
-    caches = QRNNState(torch.zeros(9, 40), left.clone(), torch.tensor([8, 1, 2]), torch.tensor([5, 4, 5]))
-    after = fused_qrnn.qrnn(x, weights, caches, want=LAST).state
-    assert after.left is caches.left and after.sources is None
-    left[8, 0], left[1], left[2, 0] = x.data[2], left[4], x.data[6]
-    assert torch.equal(caches.left, left)
 
 
 @pytest.mark.parametrize("storage, lengths", [(torch.float32, LENGTHS), (HALF, [LONG_ROW])], ids=str)

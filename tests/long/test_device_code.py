@@ -69,9 +69,7 @@ def test_kernels_compile_for_devices_that_nvrtc_does_not_know() -> None:
     """Their code is for a virtual architecture, without features of one architecture, such as warps that lend registers."""
     future = replace(B200, name="NVIDIA Z900", capability=(13, 0))
     with emulated(future) as made:
-        launches = [
-            persistent_launches(Variant(0, torch.float16, False, hidden), 256, 1)[0].launch for hidden in (256, 1024)
-        ]
+        launches = [persistent_launches(Variant(0, torch.float16, False, hidden), 256, 1)[0].launch for hidden in (256, 1024)]
         launches.append(scan_launch(made, SCANS[0], torch.float16, 128, [LONG_ROW], LAST))
         for launch in launches:
             assert not launch.broken_limits() and not launch.kernel.constants.get("REGISTERS")

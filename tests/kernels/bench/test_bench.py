@@ -1,5 +1,7 @@
-"""The bench checks answers before it times them, and its figures are those of known samples: a smoke test. `tests/long/test_kernel_bench.py`
-runs every baseline."""
+"""The bench checks answers before it times them, and its figures are those of known samples: a smoke test.
+
+`tests/long/test_kernel_bench.py` runs every baseline.
+"""
 
 from __future__ import annotations
 

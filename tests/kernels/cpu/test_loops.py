@@ -1,4 +1,4 @@
-"""The compiled loops: the same bits in threads, alone and in both directions, groups of units, ids outside of a table, and int8 products."""
+"""The compiled loops: the same bits in threads, alone and in both directions, ids outside of a table, and int8 products."""
 
 from __future__ import annotations
 
@@ -27,9 +27,7 @@ from tests.kernels.inputs import (
     rows,
 )
 
-LOOPS = [
-    form for form in (*FORMS, *INT8_FORMS) if "cpu" in cpu_backends(form.family, form.variants) and form.family != "conv"
-]
+LOOPS = [form for form in (*FORMS, *INT8_FORMS) if "cpu" in cpu_backends(form.family, form.variants) and form.family != "conv"]
 SCANS = [form for form in FORMS if form.family in ("sru", "qrnn")]
 OVER_IDS = [form for form in SCANS if form.takes_ids]
 OVER_VECTORS = [form for form in INT8_FORMS if not form.takes_ids]
