@@ -189,6 +189,12 @@ def launches_of(made: Sequence[FakeKernel]) -> list[FakeLaunch]:
     return [launch for kernel in made for launch in kernel.launches]
 
 
+def assert_passed(call: Mapping[str, int], expected: Mapping[str, Any]) -> None:
+    """Assert that members of a structure have these values, or the addresses of these arrays."""
+    values = {name: value.data_ptr() if isinstance(value, torch.Tensor) else value for name, value in expected.items()}
+    assert {name: call[name] for name in expected} == values
+
+
 def clear_launch_caches() -> None:
     """Forget the launches of SRUs, QRNNs and convolutions, which depend on the device."""
     for module in (scan, scan_shape, plan, folded):

@@ -72,26 +72,17 @@ class Form:
         columns = (weights.input if matrix is None else matrix).shape[-2]
         return Arguments(ragged(normal(sum(lengths), columns), lengths), weights, state)
 
-    def run(self, x: Ragged, weights: Any, state: Any = None, *, want: Outputs = EVERYTHING, backend: str = AUTO) -> Encoded:
-        encoded: Encoded = getattr(self.module, self.family)(x, weights, state, want=want, backend=backend)
-        return encoded
+    def run(self, x: Ragged, weights: Any, state: Any = None, **how: Any) -> Encoded:
+        return self._call(self.family, x, weights, state, **how)
 
-    def bidirectional(
-        self, x: Ragged, weights: tuple[Any, Any], states: Any = None, *, want: Outputs = EVERYTHING, backend: str = AUTO
-    ) -> Encoded:
-        encoded: Encoded = self.module.bidirectional(x, weights, states, want=want, backend=backend)
-        return encoded
+    def bidirectional(self, x: Ragged, weights: tuple[Any, Any], states: Any = None, **how: Any) -> Encoded:
+        return self._call("bidirectional", x, weights, states, **how)
 
-    def levels(
-        self,
-        x: Ragged,
-        weights: Sequence[Any],
-        states: Sequence[Any] | None = None,
-        *,
-        want: Outputs = EVERYTHING,
-        backend: str = AUTO,
-    ) -> Encoded:
-        encoded: Encoded = self.module.levels(x, weights, states, want=want, backend=backend)
+    def levels(self, x: Ragged, weights: Sequence[Any], states: Sequence[Any] | None = None, **how: Any) -> Encoded:
+        return self._call("levels", x, weights, states, **how)
+
+    def _call(self, name: str, *arguments: Any, want: Outputs = EVERYTHING, backend: str = AUTO) -> Encoded:
+        encoded: Encoded = getattr(self.module, name)(*arguments, want=want, backend=backend)
         return encoded
 
     def exact(self, arguments: Arguments) -> Encoded:

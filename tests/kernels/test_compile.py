@@ -75,15 +75,6 @@ def test_damaged_file_is_compiled_again(harm: Callable[[bytes], bytes], numbered
     assert [numbered("text", ()) for _ in range(2)] == [b"code 2 of text"] * 2
 
 
-def test_kernels_compile_without_a_folder(
-    numbered: Callable[..., bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv(CACHE, str(tmp_path / "file" / "kernels"))
-    assert folder.cache_folder() is None
-    assert [numbered("text", ()) for _ in range(2)] == [b"code 1 of text", b"code 2 of text"]
-
-
 def test_full_disk_does_not_prevent_compilation(
     numbered: Callable[..., bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,11 +127,6 @@ def test_source_text_contains_its_includes() -> None:
         assert text.count((KERNELS / "device.cuh").read_text()) == 1, "included by the source or by one of its headers"
         headers = [header.read_text() for header in source.parent.glob("*.cuh") if f'"{header.name}"' in own]
         assert all(line in text for header in headers for line in header.splitlines() if not line.startswith("#include"))
-
-
-def test_registers_are_shared_by_the_threads_of_a_block() -> None:
-    found = [compiler.registers(threads) for threads in (64, 256, 320, 384, 448, 1024)]
-    assert found == [255, 255, 168, 168, 128, 64]
 
 
 # The CUDA driver.

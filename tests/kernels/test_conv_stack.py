@@ -10,32 +10,15 @@ import hypothesis
 import pytest
 import torch
 from hypothesis import strategies as st
-from torch import Tensor, nn
-from torch.nn.functional import pad
+from torch import nn
 
-from kernels import conv
-from kernels.backend import accepts_everything
 from kernels.conv import cpu_stack, framework
-from kernels.conv.backend import ConvBackend
-from kernels.conv.layer_by_layer import last_steps, receptive_field, stack_of
+from kernels.conv.layer_by_layer import receptive_field, stack_of
 from kernels.conv.types import ConvBlock, ConvState, ConvWeights
 from kernels.cpu import threads
 from kernels.ragged import Encoded, Outputs, Ragged
 from tests.kernels import inputs
 from tests.kernels.families import VOCABULARY, cpu_backends
-from tests.kernels.inputs import (
-    OUTPUTS,
-    assert_close,
-    assert_reserved_slots_unchanged,
-    assert_shared_slots_result,
-    assert_states_close,
-    caches_with_zero_slot,
-    in_chunks,
-    map_arrays,
-    put_in_slots,
-    run_from_slot_to_slot,
-    with_shared_slots,
-)
 from tests.kernels.stacks import Maker, Stack
 
 LENGTHS = [9, 0, 1, 31, 2, 17]
@@ -87,18 +70,18 @@ def made(make: Any, lengths: list[int] = LENGTHS, *, with_states: bool = False) 
 
 def assert_stacks_alike(actual: Encoded, expected: Encoded, *, steps: int) -> None:
     """Compare every expected output, the offsets and the state of every layer."""
-    for name in OUTPUTS:
+    for name in inputs.OUTPUTS:
         array, expected_array = getattr(actual, name), getattr(expected, name)
         assert (array is None) == (expected_array is None), name
         if array is not None:
             assert array.dtype == torch.float32
-            assert_close(array, expected_array, steps=steps)
+            inputs.assert_close(array, expected_array, steps=steps)
     assert (actual.offsets is None) == (expected.offsets is None)
     if actual.offsets is not None and expected.offsets is not None:
         assert actual.offsets.tolist() == expected.offsets.tolist()
     assert (actual.state is None) == (expected.state is None)
     for state, expected_state in zip(actual.state or (), expected.state or (), strict=True):
-        assert_states_close(state, expected_state, steps=steps)
+        inputs.assert_states_close(state, expected_state, steps=steps)
 
 
 @every_backend
@@ -109,10 +92,10 @@ def test_stack_agrees_with_the_reference(make: Any, backend: str) -> None:
             stack = made(make, lengths, with_states=with_states)
             everything, steps = stack.run(backend=backend), max(lengths, default=0)
             assert_stacks_alike(everything, stack.exact(), steps=steps)
-            for name in OUTPUTS:
+            for name in inputs.OUTPUTS:
                 encoded = stack.run(want=Outputs(**{name: True}), backend=backend)
-                assert_close(getattr(encoded, name), getattr(everything, name), steps=steps)
-                assert all(getattr(encoded, other) is None for other in OUTPUTS if other != name)
+                inputs.assert_close(getattr(encoded, name), getattr(everything, name), steps=steps)
+                assert all(getattr(encoded, other) is None for other in inputs.OUTPUTS if other != name)
 
 
 some_layers = st.fixed_dictionaries(
@@ -150,7 +133,7 @@ def test_any_stack_agrees_with_the_reference(
     assert_stacks_alike(stack.run(), exact, steps=steps)
     alone = stack.run(want=LAST)
     assert alone.last is not None and exact.last is not None
-    assert_close(alone.last, exact.last, steps=steps)
+    inputs.assert_close(alone.last, exact.last, steps=steps)
 
 
 def planned(maker: Maker, plan: Any) -> ConvBlock:
@@ -167,38 +150,6 @@ def planned(maker: Maker, plan: Any) -> ConvBlock:
     return ConvBlock(layers, residual=True, projection=projection, activation=activation)
 
 
-class TorchBlock(nn.Module):
-    """Bai et al. 2018 with torch's modules over (channels, steps), and the weights of a ConvBlock."""
-
-    def __init__(self, block: ConvBlock) -> None:
-        super().__init__()
-        self.before = [layer.left for layer in block.layers]
-        self.convs = nn.ModuleList(torch_conv(layer) for layer in block.layers)
-        self.projection = None if block.projection is None else torch_conv(block.projection)
-
-    def forward(self, columns: Tensor) -> Tensor:
-        convolved = columns
-        for before, layer in zip(self.before, self.convs, strict=True):
-            convolved = torch.relu(layer(pad(convolved, (before, 0))))
-        return torch.relu(convolved + (columns if self.projection is None else self.projection(columns)))
-
-
-def torch_conv(weights: ConvWeights) -> nn.Conv1d:
-    width, columns, maps = weights.filters.shape
-    module = nn.Conv1d(columns, maps, width, dilation=weights.dilation).double().requires_grad_(False)
-    module.load_state_dict({"weight": weights.filters.permute(2, 1, 0), "bias": weights.bias})
-    return module
-
-
-def test_tcn_agrees_with_torch_on_each_row() -> None:
-    stack = made(tcn)
-    network = nn.Sequential(*(TorchBlock(block) for block in stack.blocks))
-    encoded = stack.exact()
-    for data, ours in zip(inputs.rows(stack.x), inputs.steps_by_row(encoded, stack.x), strict=True):
-        if len(data):  # torch rejects empty rows
-            assert_close(ours, network(data.double().T).T, steps=len(data))
-
-
 @every_backend
 @every_stack_of_vectors
 def test_row_does_not_depend_on_the_other_rows(make: Any, backend: str) -> None:
@@ -213,9 +164,9 @@ def test_row_does_not_depend_on_the_other_rows(make: Any, backend: str) -> None:
         alone = Stack(inputs.joined(clean_rows[row : row + 1]), stack.blocks, own).run(backend=backend)
         for encoded, at in ((beside, row), (alone, 0)):
             x = stack.x if encoded is beside else inputs.joined(clean_rows[row : row + 1])
-            assert_close(inputs.steps_by_row(encoded, x)[at], inputs.steps_by_row(clean, stack.x)[row], steps=0)
+            inputs.assert_close(inputs.steps_by_row(encoded, x)[at], inputs.steps_by_row(clean, stack.x)[row], steps=0)
             for name in ("last", "mean", "max"):
-                assert_close(getattr(encoded, name)[at], getattr(clean, name)[row], steps=0)
+                inputs.assert_close(getattr(encoded, name)[at], getattr(clean, name)[row], steps=0)
 
 
 @every_backend
@@ -223,20 +174,20 @@ def test_row_does_not_depend_on_the_other_rows(make: Any, backend: str) -> None:
 def test_chunks_give_the_same_steps_as_the_whole_row(make: Any, backend: str) -> None:
     """Rows start from the slot of zeros and end in the scrap slot. Zeros equal no state."""
     stack = made(make, with_states=True)
-    zeros = tuple(map_arrays(state, torch.zeros_like) for state in stack.states or ())
+    zeros = tuple(inputs.map_arrays(state, torch.zeros_like) for state in stack.states or ())
     whole, without = (stack._replace(states=states).run(backend=backend) for states in (zeros, None))
     assert whole.steps is not None and without.state is None
-    assert all(torch.equal(getattr(whole, name), getattr(without, name)) for name in OUTPUTS)
+    assert all(torch.equal(getattr(whole, name), getattr(without, name)) for name in inputs.OUTPUTS)
 
     def run(chunk: Ragged, states: tuple[ConvState, ...]) -> Encoded:
         return Stack(chunk, stack.blocks, states).run(backend=backend)
 
-    slabs = tuple(map(caches_with_zero_slot, stack.states or ()))
-    steps, after = run_from_slot_to_slot(run, in_chunks(stack.x, chunks=4), slabs)
-    assert_close(steps, whole.steps, steps=max(LENGTHS))
+    slabs = tuple(map(inputs.caches_with_zero_slot, stack.states or ()))
+    steps, after = inputs.run_from_slot_to_slot(run, inputs.in_chunks(stack.x, chunks=4), slabs)
+    inputs.assert_close(steps, whole.steps, steps=max(LENGTHS))
     for carried, state, slab in zip(after, whole.state, slabs, strict=True):
-        assert_states_close(carried, state, steps=max(LENGTHS))
-        assert_reserved_slots_unchanged(slab)
+        inputs.assert_states_close(carried, state, steps=max(LENGTHS))
+        inputs.assert_reserved_slots_unchanged(slab)
 
 
 @every_backend
@@ -244,19 +195,19 @@ def test_chunks_give_the_same_steps_as_the_whole_row(make: Any, backend: str) ->
 def test_state_slots_are_read_and_written_in_place(make: Any, backend: str) -> None:
     stack = made(make, [4, 0, 2], with_states=True)
     expected = stack.run(backend=backend)
-    slabs = tuple(put_in_slots(state, torch.tensor([3, 0, 4]), places=6) for state in stack.states or ())
+    slabs = tuple(inputs.put_in_slots(state, torch.tensor([3, 0, 4]), places=6) for state in stack.states or ())
     encoded = stack._replace(states=slabs).run(backend=backend)
-    assert all(torch.equal(getattr(encoded, name), getattr(expected, name)) for name in OUTPUTS)
+    assert all(torch.equal(getattr(encoded, name), getattr(expected, name)) for name in inputs.OUTPUTS)
     for after, slab, state in zip(encoded.state, slabs, expected.state, strict=True):
         assert after is slab and torch.equal(slab.left[[3, 0, 4]], state.left)
         assert bool((slab.left[[1, 2, 5]] == 9).all())
     stack = made(make, [4, 0, 2, 3, 0, 0], with_states=True)
-    slabs = tuple(map(with_shared_slots, stack.states or ()))
+    slabs = tuple(map(inputs.with_shared_slots, stack.states or ()))
     expected = stack._replace(states=tuple(slab.by_row() for slab in slabs)).run(backend=backend)
     encoded = stack._replace(states=slabs).run(backend=backend)
-    assert all(torch.equal(getattr(encoded, name), getattr(expected, name)) for name in OUTPUTS)
+    assert all(torch.equal(getattr(encoded, name), getattr(expected, name)) for name in inputs.OUTPUTS)
     for after, state, expected_state in zip(encoded.state, stack.states or (), expected.state, strict=True):
-        assert_shared_slots_result(after, state, expected_state)
+        inputs.assert_shared_slots_result(after, state, expected_state)
 
 
 # The steps that the last step needs.
@@ -275,42 +226,6 @@ def test_last_step_alone_computes_only_the_needed_steps(states: bool) -> None:
     assert all(lengths == [100 if states else needed, 3, 0] for lengths in computed)
     assert (encoded.state is None) != states
     assert receptive_field(stack.blocks) == needed
-
-
-@pytest.mark.parametrize("make", [*CAUSAL, centred, *OF_IDS])
-def test_receptive_field_is_exact(make: Any) -> None:
-    """The first step of the receptive field matters, and the step before it does not."""
-    stack = made(make, [60])
-    needed, changed = receptive_field(stack.blocks), []
-    for step in (60 - needed, 60 - needed - 1):
-        data = stack.x.data.clone()
-        data[step] = (data[step] + 1) % 11 if stack.layers[0].takes_ids else torch.nan
-        ours, other = (
-            each.run(want=Outputs(last=True, steps=True)).last
-            for each in (stack, stack._replace(x=Ragged(data, stack.x.offsets)))
-        )
-        assert ours is not None and other is not None
-        changed.append(not torch.equal(ours, other))
-    assert changed == [True, False]
-
-
-@pytest.mark.parametrize("steps", [1, 3, 9, 40])
-def test_last_steps_of_each_row(steps: int) -> None:
-    x = inputs.ragged(torch.arange(sum(LENGTHS)), LENGTHS)
-    expected = [row[max(0, len(row) - steps) :].tolist() for row in inputs.rows(x)]
-    assert [row.tolist() for row in inputs.rows(last_steps(x, steps))] == expected
-
-
-def test_backend_with_a_stack_function_runs_whole_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    stack, returned = made(tcn), Encoded(None)
-
-    def whole(x: Ragged, blocks: Sequence[ConvBlock], states: None, *, want: Outputs) -> Encoded:
-        assert (x, blocks, states, want) == (*stack, LAST)
-        return returned
-
-    backend = ConvBackend("with a stack", framework.conv, accepts_everything, stack=whole)
-    monkeypatch.setattr(conv, "BACKENDS", (backend,))
-    assert stack.run(want=LAST, backend=backend.name) is returned
 
 
 # The compiled loops of a CPU.
@@ -342,19 +257,6 @@ def test_loops_apply_every_activation_to_maps_around_a_vector(activation: str) -
         assert_exact(maker.stack(LONG_ROW, first, second))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_stored_halves_are_multiplied_in_float32(dtype: torch.dtype) -> None:
-    stack = wide_tcn([37, 37])
-    blocks = tuple(stored(block, dtype) for block in stack.blocks)
-    assert_exact(stack._replace(blocks=blocks))
-
-
-def stored(block: ConvBlock, dtype: torch.dtype) -> ConvBlock:
-    layers = tuple(replace(layer, filters=layer.filters.to(dtype)) for layer in block.layers)
-    projection = None if block.projection is None else replace(block.projection, filters=block.projection.filters.to(dtype))
-    return replace(block, layers=layers, projection=projection)
-
-
 def test_two_threads_and_the_last_step_alone_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     stack = wide_tcn([50, 50], with_states=True)
     alone, last = stack.run(backend="cpu"), stack._replace(states=None)
@@ -362,7 +264,7 @@ def test_two_threads_and_the_last_step_alone_give_the_same_bits(monkeypatch: pyt
     monkeypatch.setattr(threads, "PART_OPERATIONS", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     shared = stack.run(backend="cpu")
-    assert all(torch.equal(getattr(alone, name), getattr(shared, name)) for name in OUTPUTS)
+    assert all(torch.equal(getattr(alone, name), getattr(shared, name)) for name in inputs.OUTPUTS)
     assert all(torch.equal(one.left, other.left) for one, other in zip(alone.state, shared.state, strict=True))
 
 
@@ -374,14 +276,6 @@ def test_values_that_are_not_numbers_show_in_their_windows_alone() -> None:
     assert encoded.steps is not None and encoded.max is not None and encoded.mean is not None
     assert encoded.steps.isnan().all(1).nonzero().flatten().tolist() == [6, 7, 8]
     assert all(pooled.isnan().all(1).tolist() == [False, True, False] for pooled in (encoded.max, encoded.mean))
-
-
-@pytest.mark.parametrize("columns, outputs", [(0, 3), (3, 0)])
-def test_steps_without_numbers_match_the_reference(columns: int, outputs: int) -> None:
-    filters, ones = torch.zeros(2, columns, outputs), torch.ones(outputs)
-    projection = ConvWeights(torch.zeros(1, columns, outputs), ones)
-    block = ConvBlock((ConvWeights(filters, ones, left=1),), residual=True, projection=projection)
-    assert_exact(Stack(inputs.ragged(torch.zeros(5, columns), [2, 0, 3]), (block,), None))
 
 
 def test_gelu_is_exact_to_a_few_bits() -> None:

@@ -12,14 +12,10 @@ from itertools import product
 import pytest
 import torch
 
-from kernels import compile as compiler
 from kernels import launching
 from kernels.backend import PINNED, Problem
 from kernels.conv import launch as conv_launch
 from kernels.conv import tables
-from kernels.persistent import grid
-from kernels.persistent import launch as persistent
-from kernels.persistent.grid import GridShape
 from kernels.persistent.packing import Variant
 from kernels.scan import launch as scan_launcher
 from kernels.scan.shape import LONG_ROW, TILE
@@ -29,7 +25,6 @@ from tests.kernels.devices import (
     B200,
     DEVICES,
     H100,
-    H200,
     L4,
     RTX_3090,
     RTX_4090,
@@ -124,35 +119,6 @@ def test_launches_with_two_products_a_step_keep_the_limits(gru: bool, device: De
         assert not any(launch.broken_limits() for _, _, launch in launches), (hidden, rows)
 
 
-@pytest.mark.usefixtures("made")
-def test_registers_that_warps_lend_exist(device: Device) -> None:
-    for hidden, units in product((128, 512, 1024), (8, 16, 32)):
-        shape = GridShape(Variant(0, HALF, False, hidden), units)
-        blocks = shape.blocks_per_multiprocessor
-        multiply, each = 32 * shape.parts, compiler.registers(shape.threads * blocks)
-        others = grid.OWNERS_REGISTERS if shape.lends else each
-        assert shape.lends == (has_clusters(device) and units > 8)
-        assert blocks * (multiply * shape.registers + (shape.threads - multiply) * others) <= 65_536
-
-
-def test_grid_needs_all_blocks_of_a_team_at_once() -> None:
-    """The driver counts the blocks that a multiprocessor runs at once, whatever the launcher expects."""
-    with emulated(A100), pytest.MonkeyPatch.context() as patch:
-        shape = GridShape(Variant(0, HALF, False, 256), 16)
-        assert shape.blocks_per_multiprocessor == shape.resident() == 2 and shape.runs()
-        patch.setattr(grid, "resident_blocks", lambda *_: 1)
-        assert shape.has_room() and not shape.runs()
-
-
-def test_tuned_shapes_of_another_device_may_give_way_to_fewer_launches() -> None:
-    variant = Variant(0, HALF, False, 768)
-    with emulated(L4):
-        measured_first, shape = GridShape(variant, 24), persistent.fastest_shape(variant, 256, 1)
-        assert shape is not None and shape.max_rows() > measured_first.max_rows()
-    with emulated(H200):
-        assert persistent.fastest_shape(variant, 4096, 1) == measured_first
-
-
 # SRU, QRNN and convolutions.
 
 
@@ -212,11 +178,6 @@ def test_device_needs_a_capability_and_cupy(
         assert refuses(problem) == "CuPy is not installed"
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
         assert refuses(problem) == "this machine has no cuda:0"
-
-
-def test_backend_for_tables_refuses_other_layers() -> None:
-    with emulated(A10):
-        assert TABLES(Problem(torch.device("cuda:0"), HALF, 96)) == "runs only folded tables"
 
 
 def test_kernel_compiles_within_the_registers_of_its_launch() -> None:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv1d
 from torch.nn.utils.parametrizations import weight_norm
-from torch.profiler import profile
 
 from kernels.conv.norms import fold_batch_norm, fold_weight_norm
 from kernels.embedding import embed, embed_taps, fold, fold_taps
@@ -80,14 +79,6 @@ def test_embed_taps_sums_each_window_in_float32(storage: torch.dtype) -> None:
         assert torch.equal(embed_taps(ids, cut, left=1), embed_taps(ids, cut.contiguous(), left=1))
 
 
-def test_padded_tables_are_added_up_without_a_copy() -> None:
-    embedding, filters = made_up((1000, 3), (3, 3, 5), storage=torch.float16)
-    tables = fold_taps(embedding, filters)
-    with profile(profile_memory=True) as profiled:
-        embed_taps(ragged(IDS, [4, 0, 2]), tables, left=2)
-    assert 0 < max(event.cpu_memory_usage for event in profiled.events() or ()) < 1000
-
-
 # Norms folded into filters, against torch's modules.
 
 TAPS, INPUTS, MAPS = 3, 7, 5
@@ -125,15 +116,6 @@ def test_batch_norm_agrees_with_torch(epsilon: float | None) -> None:
     expected = torch_batch_norm(norm, epsilon)(conv1d(x, filters.double().permute(2, 1, 0), bias.double()))
     folded, shifted = fold_batch_norm(filters, bias, norm, **({} if epsilon is None else {"epsilon": epsilon}))
     assert_close(conv1d(x, folded.double().permute(2, 1, 0), shifted.double()), expected, steps=INPUTS * TAPS)
-
-
-@every_storage
-def test_norms_are_computed_in_float32_and_rounded_once(storage: torch.dtype) -> None:
-    filters, magnitude, bias = made_up(FILTERS, (MAPS,), (MAPS,), storage=storage)
-    norm = a_norm().to(storage)
-    given = fold_weight_norm(filters, magnitude), *fold_batch_norm(filters, bias, norm)
-    exact = fold_weight_norm(filters.float(), magnitude.float()), *fold_batch_norm(filters.float(), bias.float(), norm.float())
-    assert all(one.dtype == storage and torch.equal(one, wide.to(storage)) for one, wide in zip(given, exact, strict=True))
 
 
 # Weights in int8.

@@ -13,7 +13,7 @@ from torch import Tensor
 from kernels.activations import FUNCTIONS, Activation
 from kernels.norm import layer_norm
 from kernels.pooling import pool_steps
-from kernels.ragged import Outputs, Ragged, compute_dtype, reversal_index
+from kernels.ragged import Outputs, Ragged, reversal_index
 from kernels.windows import left_context, windows
 from tests.kernels import inputs
 from tests.kernels.inputs import EVERYTHING, encoding, joined, ragged
@@ -30,12 +30,6 @@ def test_reversed_reverses_each_row_and_keeps_row_order(offsets: torch.dtype) ->
         expected = [token for row in inputs.rows(x) for token in reversed(row.tolist())]
         assert x.reversed().data.tolist() == expected
         assert [3 * token for token in reversal_index(x.offsets, len(x.data)).tolist()] == [step[0] for step in expected]
-
-
-@pytest.mark.parametrize("storage", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_compute_dtype_is_float32_on_a_cpu(storage: torch.dtype) -> None:
-    assert compute_dtype(storage, torch.device("cpu")) == torch.float32
-    assert compute_dtype(storage, torch.device("cuda:0")) == storage
 
 
 # Pooling.

@@ -13,10 +13,10 @@ from torch.nn.functional import conv1d
 
 from kernels.gru.types import GRUState, GRUWeights
 from kernels.lstm.types import LSTMState, LSTMWeights
-from kernels.qrnn.types import POOLINGS, QRNNState, QRNNWeights
+from kernels.qrnn.types import POOLINGS, QRNNState
 from kernels.ragged import ContractError, Outputs, Ragged
 from kernels.sru.types import SRUState, SRUWeights
-from tests.kernels.families import Form, cpu_backends
+from tests.kernels.families import Form
 from tests.kernels.inputs import OUTPUTS, Arguments, arrays, as_float64, assert_encodings_close, encoding, ragged, rows
 
 LENGTHS = [9, 1, 14]
@@ -28,19 +28,17 @@ def assert_reference_gives(form: Form, arguments: Arguments, steps: Sequence[Ten
     assert_encodings_close(encoded, encoding(steps, state), steps=14, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("backward", [False, True])
-def test_lstm_is_that_of_torch(backward: bool) -> None:
+def test_lstm_is_that_of_torch() -> None:
     """torch stores the weights transposed, in the gate order i f g o, and adds two biases."""
     x, weights, state = as_float64(Form("lstm").arguments(LENGTHS, 5, 3))
-    ordered = x.reversed() if backward else x
     assert isinstance(weights, LSTMWeights) and weights.input is not None and weights.bias is not None
     module = torch.nn.LSTM(3, 5, dtype=torch.float64).requires_grad_(False)
     matrices = {"weight_ih_l0": weights.input.T, "weight_hh_l0": weights.recurrent.T}
     module.load_state_dict(matrices | {"bias_ih_l0": weights.bias * 0.25, "bias_hh_l0": weights.bias * 0.75})
-    initial = zip(rows(ordered), state.hidden.split(1), state.cell.split(1), strict=True)
+    initial = zip(rows(x), state.hidden.split(1), state.cell.split(1), strict=True)
     results = [module(data, (hidden, cell)) for data, hidden, cell in initial]
     after = LSTMState(*(torch.cat([states[which] for _, states in results]) for which in (0, 1)))
-    assert_reference_gives(Form("lstm"), Arguments(ordered, weights, state), [steps for steps, _ in results], after)
+    assert_reference_gives(Form("lstm"), Arguments(x, weights, state), [steps for steps, _ in results], after)
 
 
 def test_gru_is_that_of_torch() -> None:
@@ -102,25 +100,6 @@ def pooled(gates: Tensor, cell: Tensor, pooling: str) -> tuple[Tensor, Tensor]:
         cell = f[t] * cell + i[t] * z[t]
         steps.append(o[t] * cell)
     return torch.stack(steps), cell
-
-
-def test_forms_agree_where_their_formulas_do() -> None:
-    """A GRU with an open reset gate, ifo-pooling with a complementary input gate, and an SRU with a zero vector v."""
-    x, weights, state = as_float64(RESET_BEFORE.arguments(LENGTHS, 5, 3))
-    weights.bias[:5] = 40.0  # the sigmoid of 40 is 1 in float64
-    after = GRUWeights(weights.input, weights.recurrent, weights.bias, torch.zeros(5, dtype=torch.float64))
-    assert_alike(Form("gru"), x, weights, after, state)
-    x, weights, state = as_float64(Form("qrnn", pooling="fo", window=3).arguments(LENGTHS, 5, 3))
-    joined = [torch.cat((array, -array[..., 5:10]), -1) for array in (weights.input, weights.bias)]
-    assert_alike(Form("qrnn"), x, weights, QRNNWeights(*joined, "ifo"), state)
-    x, weights, state = Form("sru", version=1).arguments([7, 1, 0, 13], 5, 3)
-    for backend in (*cpu_backends("sru"), "reference"):
-        assert_alike(Form("sru"), x, weights, replace(weights, cell=torch.zeros(10)), state, backend)
-
-
-def assert_alike(form: Form, x: Ragged, weights: Any, others: Any, state: Any, backend: str = "reference") -> None:
-    one, other = (form.run(x, each, state, backend=backend) for each in (weights, others))
-    assert_encodings_close(one, other, steps=14, dtype=x.data.dtype)
 
 
 STEPS, ROWS, HIDDEN = 11, 4, 5
@@ -202,9 +181,7 @@ def three_levels(form: Form) -> tuple[Ragged, list[Any], list[Any]]:
 
 
 @pytest.mark.parametrize(
-    "form, backend",
-    [(Form("lstm"), "cpu"), (RESET_BEFORE, "framework"), (Form("lstm", projection=True), "framework")],
-    ids=str,
+    "form, backend", [(Form("lstm"), "cpu"), (RESET_BEFORE, "framework"), (Form("lstm", projection=True), "framework")], ids=str
 )
 @pytest.mark.parametrize("starts", [True, False], ids=["states", "zeros"])
 def test_levels_equal_calls_one_after_the_other(form: Form, backend: str, starts: bool) -> None:

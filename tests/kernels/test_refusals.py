@@ -56,7 +56,6 @@ NO_IDS = "x.data is torch.float32, expected ids: torch.int32 or torch.int64"
     "form, broken, message",
     [
         (LSTM, with_x(data=zeros(4, 2)), shape("x.data", "(4, 2)", "(4, 3)")),
-        (LSTM, with_x(data=zeros(4)), shape("x.data", "(4,)", "(4, 3)")),
         (LSTM, with_x(offsets=zeros(3, 1)), shape("x.offsets", "(3, 1)", "(3,)")),
         (LSTM, with_weights(recurrent=zeros(5, 15)), shape("weights.recurrent", "(5, 15)", "(5, 20)")),
         (LSTM, with_weights(input=zeros(3, 16)), shape("weights.input", "(3, 16)", "(3, 20)")),
@@ -75,23 +74,18 @@ NO_IDS = "x.data is torch.float32, expected ids: torch.int32 or torch.int64"
         (GRU, with_weights(recurrent_bias=zeros(15)), shape("weights.recurrent_bias", "(15,)", "(5,)")),
         (SRU, with_weights(input=zeros(3, 16)), shape("weights.input", "(3, 16)", "3 or 4 blocks of 5 columns")),
         (SRU, with_weights(input=None), shape("x.data", "(4, 3)", "3 or 4 blocks of 5 columns")),
-        (SRU, with_weights(bias=zeros(11)), shape("weights.bias", "(11,)", "(10,)")),
-        (SRU, with_weights(cell=zeros(5)), shape("weights.cell", "(5,)", "(10,)")),
         (SRU, with_weights(skip_from=0), "weights.skip_from must be None because weights.input has a skip block"),
         (SRU, with_weights(projection=zeros(3, 2)), shape("weights.projection", "(3, 2)", "(3, 3)")),
         (
             *(COLUMNS, with_weights(skip_from=4)),
             "weights.skip_from is 4, expected 0 to 3: the skip takes 5 of the data's 8 columns",
         ),
-        (SRU, with_weights(norm=zeros(2, 4)), shape("weights.norm", "(2, 4)", "(2, 3)")),
         (SRU, with_weights(input=None, norm=zeros(2, 20)), f"weights.norm {BLOCKS}"),
         (SRU_OF_IDS, with_weights(table=zeros(9, 12)), shape("weights.table", "(9, 12)", "3 or 4 blocks of 5 columns")),
         (SRU_OF_IDS, with_weights(projection=zeros(3, 2)), f"weights.projection {OF_IDS}"),
         (SRU_OF_IDS, with_x(data=zeros(4, 1).int()), shape("x.data", "(4, 1)", "(4,)")),
         (SRU_OF_IDS, with_x(data=zeros(4)), NO_IDS),
-        (SRU, with_state(cell=zeros(2, 6)), shape("state.cell", "(2, 6)", "(2, 5)")),
         (QRNN, with_weights(input=zeros(2, 3, 10)), shape("weights.input", "(2, 3, 10)", "(2, 3, 15)")),
-        (QRNN, with_weights(bias=zeros(16)), shape("weights.bias", "(16,)", "(15,)")),
         (QRNN, with_weights(pooling="of"), "weights.pooling is 'of', expected one of f, fo, ifo"),
         (QRNN, with_state(left=zeros(2, 2, 3)), shape("state.left", "(2, 2, 3)", "(2, 1, 3)")),
         (QRNN_OF_IDS, with_weights(tables=zeros(2, 9, 10)), shape("weights.tables", "(2, 9, 10)", "(2, 9, 15)")),
@@ -105,7 +99,6 @@ NO_IDS = "x.data is torch.float32, expected ids: torch.int32 or torch.int64"
             with_state(left=zeros(2, 1)),
             "state.left is torch.float32, expected rows of weights.tables: torch.int64",
         ),
-        (CONV, with_weights(bias=zeros(6)), shape("weights.bias", "(6,)", "(5,)")),
         (
             *(CONV, with_weights(activation="step")),
             "weights.activation is 'step', expected one of none, relu, tanh, gelu, glu, gated_tanh",
@@ -114,7 +107,6 @@ NO_IDS = "x.data is torch.float32, expected ids: torch.int32 or torch.int64"
             *(CONV, with_weights(activation="glu")),
             "weights.filters has 5 maps, expected an even number for 'glu': values, then gates",
         ),
-        (CONV, with_weights(embedding=zeros(9, 4)), shape("weights.embedding", "(9, 4)", "(9, 3)")),
         (CONV, with_weights(tables=zeros(3, 9, 6)), shape("weights.tables", "(3, 9, 6)", "(3, 9, 5)")),
         (
             *(CONV_OF_IDS, with_weights(embedding=zeros(9, 3))),
@@ -126,7 +118,6 @@ NO_IDS = "x.data is torch.float32, expected ids: torch.int32 or torch.int64"
             for name, value in (("dilation", 0), ("stride", 0), ("left", -1), ("right", -1))
         ),
         (CONV, with_state(left=zeros(2, 3, 3)), shape("state.left", "(2, 3, 3)", "(2, 2, 3)")),
-        (CONV, with_state(sources=SLOTS), NO_SLOTS),
     ],
     ids=str,
 )
@@ -135,14 +126,6 @@ def test_invalid_argument_is_named_with_its_expected_value(form: Form, broken: B
     with pytest.raises(ContractError) as caught:
         form.run(*arguments)
     assert str(caught.value) == message
-
-
-def test_convolution_over_ids_has_no_state() -> None:
-    x, weights, _ = CONV_OF_IDS.arguments([3, 1], 5, 3)
-    with pytest.raises(
-        ContractError, match="state must be None because the data are ids: a convolution over ids keeps no state"
-    ):
-        CONV.run(x, weights, ConvState(zeros(2, 2, 3)))
 
 
 @pytest.mark.parametrize(
@@ -162,11 +145,6 @@ def test_inconsistent_directions_are_refused(form: Form, broken: Break, message:
     with pytest.raises(ContractError) as caught:
         form.bidirectional(arguments.x, (arguments.weights, backward.weights), states)
     assert str(caught.value) == message
-
-
-def test_directions_may_skip_from_different_columns() -> None:
-    x, weights, _ = COLUMNS.arguments([3, 1], 5, 3)
-    assert COLUMNS.bidirectional(x, (weights, replace(weights, skip_from=0))).steps is not None
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
@@ -245,19 +223,15 @@ NO_STEPS = "blocks[1] has a residual and layers[1] does not keep the steps: use 
             "blocks[1].layers[0] takes ids, which only the first layer of a stack can do",
         ),
         (with_block(residual=False), NO_RESIDUAL),
-        (with_block(residual=False, projection=None), NO_RESIDUAL),
         (with_block(projection=None), "blocks[1] adds 4 columns to 5: add a projection"),
         (with_block(activation="glu"), "blocks[1].activation is 'glu', expected one of none, relu, tanh, gelu"),
-        (with_block(projection=linear(3, 5)), "blocks[1].projection maps 3 to 5 columns, expected 4 to 5"),
         (
             with_block(projection=linear(4, 5, embedding=zeros(9, 4))),
             "blocks[1].projection maps None to 5 columns, expected 4 to 5",
         ),
         (with_block(projection=ConvWeights(zeros(2, 4, 5), zeros(5), left=1)), NOT_LINEAR),
         *((with_block(projection=linear(4, 5, **{name: 2})), NOT_LINEAR) for name in ("left", "stride")),
-        (with_block(projection=linear(4, 5, activation="relu")), NOT_LINEAR),
         *((with_last_layer(**{name: value}), NO_STEPS) for name, value in (("stride", 2), ("left", 0), ("right", 1))),
-        (with_contexts(), "states has 0 entries, expected 4: one per layer"),
         (with_contexts(1, 2, 1, 2), shape("states[3].left", "(2, 2, 4)", "(2, 1, 4)")),
         (with_states(slots=SLOTS[:1]), shape("states[0].slots", "(1,)", "(2,)")),
         (with_states(sources=SLOTS), "states[0].sources requires states[0].slots: pass both, or neither"),
@@ -271,16 +245,6 @@ def test_blocks_of_a_stack_must_fit_together(change: Change, message: str) -> No
     with pytest.raises(ContractError) as caught:
         change(maker.stack([3, 1], first, residual, with_states=True)).run()
     assert str(caught.value) == message
-
-
-@pytest.mark.parametrize("ids", ["embedding", "tables"])
-def test_ids_have_no_residual_and_no_state(ids: str) -> None:
-    maker = Maker(4)
-    layer = maker.causal(4, 2, ids=ids)
-    with pytest.raises(ContractError, match=r"blocks\[0\] has a residual and the data are ids"):
-        maker.stack([3, 1], ConvBlock((layer,), residual=True)).run()
-    with pytest.raises(ContractError, match=r"states\[0\] must be None because the data are ids"):
-        maker.stack([3, 1], ConvBlock((layer,)), with_states=True).run()
 
 
 # The choice of a backend.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,12 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels import conv
-from kernels.backend import accepts_everything
-from kernels.conv import framework, text_cnn
-from kernels.conv.backend import ConvBackend
-from kernels.conv.types import ConvWeights
-from kernels.cpu import threads
-from kernels.embedding import FIRST
+from kernels.conv import text_cnn
 from kernels.ragged import ContractError, Encoded, Outputs, Ragged
 from tests.kernels import inputs
 from tests.kernels.families import VOCABULARY, cpu_backends
@@ -98,32 +92,6 @@ def test_loop_over_tables_takes_padding_dilation_and_stride(options: dict[str, i
     assert_matches(made("tables", outputs=(20, 20, 20), **options))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_stored_halves_are_added_in_float32(dtype: torch.dtype) -> None:
-    cnn = made("tables", outputs=(37, 5, 16))
-    layers = tuple(replace(layer, tables=layer.tables.to(dtype)) for layer in cnn.layers if layer.tables is not None)
-    assert_matches(cnn._replace(layers=layers))
-
-
-def test_tables_that_are_not_numbers_show_in_the_maxima() -> None:
-    cnn = made("tables", outputs=(20, 20, 20))
-    for layer in cnn.layers:
-        assert layer.tables is not None
-        layer.tables[0, FIRST + int(cnn.x.data[2]), 3] = torch.nan
-    found = maxima(cnn.run(backend="cpu"))
-    assert found[0].isnan().nonzero().flatten().tolist() == [3, 23, 43]
-
-
-def test_two_threads_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    cnn = made("tables", outputs=(50, 50, 50), labels=7)
-    alone = cnn.run(backend="cpu")
-    monkeypatch.setattr(threads, "PART_OPERATIONS", 1)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    shared = cnn.run(backend="cpu")
-    assert alone.scores is not None and shared.scores is not None
-    assert torch.equal(maxima(alone), maxima(shared)) and torch.equal(alone.scores, shared.scores)
-
-
 @pytest.mark.parametrize("id", [-1, VOCABULARY, 2**31 - 1])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 def test_id_outside_of_the_tables_is_refused(id: int, dtype: torch.dtype) -> None:
@@ -137,26 +105,11 @@ def test_id_outside_of_the_tables_is_refused(id: int, dtype: torch.dtype) -> Non
 # The choice of a backend, and refusals.
 
 
-def test_backend_with_a_text_cnn_function_runs_all_widths(monkeypatch: pytest.MonkeyPatch) -> None:
-    (x, layers, _), own = made(""), Encoded(None)
-
-    def whole(rows: Ragged, widths: Sequence[ConvWeights], linear: object) -> Encoded:
-        assert rows is x and widths is layers and linear is None
-        return own
-
-    backend = ConvBackend("all widths at once", framework.conv, accepts_everything, text_cnn=whole)
-    monkeypatch.setattr(conv, "BACKENDS", (backend,))
-    assert text_cnn(x, layers, backend=backend.name) is own
-
-
 @pytest.mark.parametrize(
     "change, message",
     [
         (lambda cnn: (cnn.x, (), None), "layers is empty: a text CNN needs at least one layer"),
-        (
-            lambda cnn: (ragged(cnn.x.data[:, :2], LENGTHS), cnn.layers, None),
-            "x.data has the shape (49, 2), expected (49, 3)",
-        ),
+        (lambda cnn: (ragged(cnn.x.data[:, :2], LENGTHS), cnn.layers, None), "x.data has the shape (49, 2), expected (49, 3)"),
         (
             lambda cnn: (cnn.x, cnn.layers, (torch.zeros(14, 2), torch.zeros(2))),
             "classifier[0] has the shape (14, 2), expected (15, 2)",

@@ -6,8 +6,7 @@ import importlib.util
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any
+from types import ModuleType
 
 import pytest
 import torch
@@ -73,27 +72,6 @@ def test_fastest_target_of_the_processor(
     fastest = target.host_target()
     assert (None if fastest is None else fastest.name) == name
     assert (cache.missing() is not None and "needs a processor" in str(cache.missing())) is (name is None)
-
-
-def test_environment_names_another_target(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("platform.machine", lambda: "x86_64")
-    monkeypatch.setenv(target.TARGET, "x86-64-v3")
-    fastest = target.host_target()
-    assert fastest is not None and fastest.lanes == 8
-
-
-def test_command_compiles_for_all_targets(monkeypatch: pytest.MonkeyPatch) -> None:
-    targets: list[str] = []
-
-    def run(arguments: list[str], env: dict[str, str]) -> Any:
-        targets.append(env[target.TARGET])
-        return SimpleNamespace(returncode=len(targets) - 1)
-
-    monkeypatch.setattr("subprocess.run", run)
-    monkeypatch.setattr("platform.machine", lambda: "x86_64")
-    monkeypatch.setattr(sys, "argv", ["kernels.cpu", "--all"])
-    assert command.main() == 1, "the status of a target that failed"
-    assert targets == ["x86-64-v4", "x86-64-v3"]
 
 
 SOURCE = """
