@@ -79,9 +79,6 @@ def forget(made: list[FakeKernel]) -> None:
         kernel.launches.clear()
 
 
-# Constants and arguments of the kernels.
-
-
 def test_members_of_call_are_passed_in_order(made: list[FakeKernel]) -> None:
     x, layer, state = problem_of(Form("conv", width=3, left=4, right=1, dilation=2, activation="glu"))
     encoded = run(Arguments(Ragged(x.data, x.offsets.long()), layer, state), STEPS)
@@ -110,9 +107,6 @@ def test_ids_embeddings_and_tables_are_not_copied(wide: torch.dtype, made: list[
     assert launch.kernel.constants.keys() | {"THREADS"} == undefined_names(HERE / "folded.cu")
     sizes = {"height": layer.tables.shape[1], "stride 0": 40, "width 0": 3, "columns": 40}
     assert_passed(call, {"tables 0": layer.tables, "ids": x.data, "steps": encoded.steps, **sizes})
-
-
-# Launches.
 
 
 @pytest.mark.parametrize("ids", ["", "embedding", "tables"])

@@ -49,9 +49,6 @@ def two_products(form: Form, hidden: int, vector: int) -> Variant:
     return plain(hidden, gru=form.family == "gru", vector=vector)
 
 
-# Packed weights.
-
-
 def through_fragments(packed: Tensor, hidden: Tensor) -> Tensor:
     """Return the gates of 8 rows, (8, 4, units), as m16n8k16 products compute them. hidden: (8, 32 x chunks)."""
     groups, chunks = packed.shape[:2]
@@ -74,9 +71,6 @@ def test_packed_weights_are_tensor_core_operands(gates: int) -> None:
     assert not products[:, :, 40:].any() and not products[:, gates:].any()
 
 
-# Launch shapes.
-
-
 @pytest.mark.parametrize(
     "rows, octets, width, tiles",
     [(1, 1, 1, 1), (7, 1, 1, 7), (8, 1, 2, 4), (56, 1, 8, 7), (57, 2, 5, 6), (100, 2, 8, 7), (256, 5, 8, 7), (4096, 5, 8, 103)],
@@ -85,9 +79,6 @@ def test_rows_are_spread_over_resident_clusters(rows: int, octets: int, width: i
     plan = ClusterShape(plain(512), 16).launch(rows)
     assert (plan.octets, plan.width, plan.blocks) == (octets, width, 16 * tiles)
     assert plan.octets in OCTETS and plan.shared <= SHARED_BYTES
-
-
-# Tuned shapes.
 
 
 def test_matching_shapes_respects_the_bounds() -> None:
@@ -142,9 +133,6 @@ def test_backend_adapts_to_rows_and_levels_unless_it_is_pinned(
     hidden: int, storage: torch.dtype, options: dict[str, Any], requested: str, name: str
 ) -> None:
     assert choose(lstm.BACKENDS, Problem(CUDA, storage, hidden, **options), requested).backend.name == name
-
-
-# Arguments of the kernels.
 
 
 def arguments_of(form: Form, hidden: int = 40, lengths: Sequence[int] = LENGTHS, **options: Any) -> tuple[Ragged, Any, Any]:

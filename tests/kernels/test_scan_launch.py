@@ -58,9 +58,6 @@ def layer(form: ScanForm, gates: GateSource, hidden: int = 256, **changes: Any) 
     return variant._replace(**changes)
 
 
-# Launch shapes.
-
-
 @pytest.mark.parametrize(
     "form, gates, hidden, changes, rows, tokens, expected",
     [
@@ -91,9 +88,6 @@ def test_shape_follows_the_layer_and_its_rows(
     form: ScanForm, gates: GateSource, hidden: int, changes: dict[str, Any], rows: int, tokens: int, expected: Any
 ) -> None:
     assert shape_for(layer(form, gates, hidden, **{"all_steps": False, **changes}), rows, tokens) == expected
-
-
-# Constants and arguments of the kernels.
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def test_scores_are_a_linear_layer_over_the_maxima_of_a_row(ids: str, backend: s
     for row, data in enumerate(inputs.rows(cnn.x)):
         alone = cnn._replace(x=inputs.joined([data])).run(backend=backend)
         assert_close(maxima(alone)[0], maxima(encoded)[row], steps=len(data))
-        assert alone.scores is not None
+        assert alone.scores is not None and encoded.scores is not None
         assert_close(alone.scores[0], encoded.scores[row], steps=len(data))
 
 
@@ -88,7 +88,7 @@ def test_loop_over_tables_takes_any_number_of_maps() -> None:
 
 
 @pytest.mark.parametrize("options", [{"left": 2, "right": 3}, {"dilation": 3}, {"stride": 2, "left": 4}], ids=str)
-def test_loop_over_tables_takes_padding_dilation_and_stride(options: dict[str, int]) -> None:
+def test_loop_over_tables_takes_padding_dilation_and_stride(options: dict[str, Any]) -> None:
     assert_matches(made("tables", outputs=(20, 20, 20), **options))
 
 

@@ -6,7 +6,7 @@ import importlib.util
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -120,3 +120,13 @@ def test_function_is_compiled_without_a_folder(folder: Path, tmp_path: Path, mon
     monkeypatch.setattr("kernels.cpu.compiled.cache_folder", lambda: None)
     assert doubled(installed(tmp_path / "first"), 5) == (10, 0)
     assert not folder.exists()
+
+
+def test_compile_all_compiles_every_loop(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kernels.cpu import compiled
+
+    done: list[bool] = []
+    folder.mkdir(parents=True)
+    monkeypatch.setattr(compiled, "ALL", [SimpleNamespace(compile=lambda: done.append((folder / cache.COMPLETE).exists()))])
+    compiled.compile_all(folder)
+    assert done == [False] and cache.missing() is None
