@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -73,6 +73,7 @@ RTX_3090 = Device("NVIDIA GeForce RTX 3090", (8, 6), 82, 101_376, 1536, 16)
 L4 = Device("NVIDIA L4", (8, 9), 58, 101_376, 1536, 24)
 RTX_4090 = Device("NVIDIA GeForce RTX 4090", (8, 9), 128, 101_376, 1536, 24)
 H100 = Device("NVIDIA H100 80GB HBM3", (9, 0), 132, 232_448, 2048, 32)
+H200 = replace(H100, name="NVIDIA H200")
 B200 = Device("NVIDIA B200", (10, 0), 148, 232_448, 2048, 32)
 RTX_5090 = Device("NVIDIA GeForce RTX 5090", (12, 0), 170, 101_376, 1536, 24)
 DEVICES = (A100, A10, RTX_3090, L4, RTX_4090, H100, B200, RTX_5090)
@@ -93,7 +94,7 @@ class FakeKernel:
     def launch(
         self, blocks: tuple[int, int, int], shared: int, members: Sequence[int], *arguments: bytes, early: bool = False
     ) -> None:
-        self.launches.append(FakeLaunch(self, blocks, shared))
+        self.launches.append(FakeLaunch(self, blocks, shared, tuple(members), arguments, early))
 
     @property
     def name(self) -> str:
@@ -119,6 +120,9 @@ class FakeLaunch(NamedTuple):
     kernel: FakeKernel
     blocks: tuple[int, int, int]
     shared: int
+    members: tuple[int, ...] = ()
+    arguments: tuple[bytes, ...] = ()
+    early: bool = False
 
     def broken_limits(self) -> list[str]:
         """Return each limit of the device that the launch exceeds."""
@@ -178,6 +182,17 @@ def emulated(device: Device) -> Iterator[list[FakeKernel]]:
         clear_launch_caches()
         yield made
     clear_launch_caches()
+
+
+def launches_of(made: Sequence[FakeKernel]) -> list[FakeLaunch]:
+    """Return the launches of all kernels, kernel by kernel."""
+    return [launch for kernel in made for launch in kernel.launches]
+
+
+def assert_passed(call: Mapping[str, int], expected: Mapping[str, Any]) -> None:
+    """Assert that members of a structure have these values, or the addresses of these arrays."""
+    values = {name: value.data_ptr() if isinstance(value, torch.Tensor) else value for name, value in expected.items()}
+    assert {name: call[name] for name in expected} == values
 
 
 def clear_launch_caches() -> None:

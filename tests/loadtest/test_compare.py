@@ -1,24 +1,22 @@
-"""`python -m loadtest compare`: what is judged, what is an error, and that each server runs the code of its own folder."""
+"""`python -m loadtest compare`: what is judged, what is an error, and that pairs alternate."""
 
 from __future__ import annotations
 
 import argparse
 import json
 from array import array
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-import uvloop
-import websockets
 
 from loadtest import servers
 from loadtest.__main__ import main
 from loadtest.discovery import CannotMeasure
-from loadtest.generator import websocket
 from loadtest.generator.job import Job, Result
-from loadtest.generator.loops import run
 from loadtest.requests import ENGINE, FRONTENDS, Requests
 from loadtest.scenarios import compare
 from loadtest.scenarios.compare import P50, P99, QUANTITIES
@@ -42,21 +40,25 @@ def test_more_is_better_in_every_ratio() -> None:
     values = np.stack((old, old * (3, 1, 4, 8, 2)), axis=1)[:, :, None].repeat(len(QUANTITIES), axis=2).astype(float)
     cell = compare.summary(values)
     assert cell[RATE] == {"old": 30, "new": 100, "low": 2, "ratio": 3, "high": 4}
-    for quantity in (FRONTENDS, ENGINE, P50, P99):
-        assert cell[quantity] == {"old": 30, "new": 100, "low": 0.25, "ratio": 0.3333, "high": 0.5}
+    less = {"old": 30, "new": 100, "low": 0.25, "ratio": 0.3333, "high": 0.5}
+    assert [cell[quantity] for quantity in (FRONTENDS, ENGINE, P50, P99)] == [less] * 4
 
 
-def test_rates_and_processor_time_are_judged_by_cell_and_by_mean() -> None:
-    assert compare.below(cells(), 0.97, 0.9) == []
-    assert compare.below(cells(busy_answers_per_second=0.95), 0.97, 0.9) == [f"{RATE}: the geometric mean 0.950 is below 0.97"]
-    faults = compare.below(
-        cells(open_engine_us=0.8, busy_engine_us=1.25, busy_frontends_us=0.95, open_frontends_us=0.95), 0.97, 0.9
-    )
-    assert faults == [f"{FRONTENDS}: the geometric mean 0.950 is below 0.97", f"{OPEN}, {ENGINE}: 0.800 is below 0.9"]
-
-
-def test_latency_and_given_rates_are_only_shown() -> None:
-    assert compare.below(cells(busy_p50_ms=0.1, busy_p99_ms=0.1, open_answers_per_second=0.1), 0.97, 0.9) == []
+@pytest.mark.parametrize(
+    "changed, faults",
+    [
+        ({}, []),
+        ({"busy_answers_per_second": 0.95}, [f"{RATE}: the geometric mean 0.950 is below 0.97"]),
+        (
+            {"open_engine_us": 0.8, "busy_engine_us": 1.25, "busy_frontends_us": 0.95, "open_frontends_us": 0.95},
+            [f"{FRONTENDS}: the geometric mean 0.950 is below 0.97", f"{OPEN}, {ENGINE}: 0.800 is below 0.9"],
+        ),
+        # Latencies and the rate of an open loop are only shown.
+        ({"busy_p50_ms": 0.1, "busy_p99_ms": 0.1, "open_answers_per_second": 0.1}, []),
+    ],
+)
+def test_rates_and_processor_time_are_judged_by_cell_and_by_mean(changed: dict[str, float], faults: list[str]) -> None:
+    assert compare.below(cells(**changed), 0.97, 0.9) == faults
 
 
 def test_old_gets_the_packages_that_new_has_in_other_versions() -> None:
@@ -75,7 +77,7 @@ def test_wrong_failed_or_missing_answer_is_an_error(result: Result, monkeypatch:
 
 def test_processor_time_is_that_of_an_answer_by_process(monkeypatch: pytest.MonkeyPatch) -> None:
     pids = {"": [1, 2, 3, 4], "service.frontend": [2, 3], "service.engine": [4]}
-    server: Any = type("Server", (), {"url": "http://127.0.0.1:1", "pids": lambda _, role="": pids[role]})()
+    server: Any = SimpleNamespace(url="http://127.0.0.1:1", pids=lambda role="": pids[role])
     used = {1: 0.1, 2: 0.2, 3: 0.2, 4: 0.4}
 
     def run_in_processes(jobs: list[Job]) -> Result:
@@ -97,87 +99,17 @@ def test_pairs_alternate_and_a_red_comparison_has_status_1(
         latencies = array("d", [0.002 if side == "old" else 0.001]).tobytes()
         return Result(1.0, 0, 100 if side == "old" else 80, latencies, {}, 0.1, []), dict.fromkeys((FRONTENDS, ENGINE), 10.0)
 
-    class Serving:
-        def __init__(self, *flags: str, log: Path, **where: Any) -> None:
-            self.url = log.stem
+    def serving(*flags: str, log: Path, **where: Any) -> Any:
+        return nullcontext(SimpleNamespace(url=log.stem))
 
-        def __enter__(self) -> Serving:
-            return self
-
-        def __exit__(self, *error: object) -> None:
-            pass
-
-    monkeypatch.setattr(servers, "running", Serving)
+    monkeypatch.setattr(servers, "running", serving)
     monkeypatch.setattr(Requests, "measure", measure)
     monkeypatch.setattr(compare.Cell, "requests", lambda *_: Requests("http", "", [], "infer"))
-    command = [
-        "compare",
-        str(ROOT),
-        str(ROOT),
-        "--pairs",
-        "3",
-        "--cells",
-        BUSY,
-        "--logs",
-        str(tmp_path),
-        "--out",
-        str(tmp_path),
-    ]
-    assert main(command) == 1
+    command = ["compare", str(ROOT), str(ROOT), "--pairs", "3", "--cells", BUSY]
+    assert main([*command, "--logs", str(tmp_path), "--out", str(tmp_path)]) == 1
     assert loaded == ["old", "new", "new", "old", "old", "new"]
     assert f"{BUSY}, {RATE}: 0.800 is below 0.9" in capsys.readouterr().out.splitlines()
     [path] = tmp_path.glob("compare-*.json")
     [record] = json.loads(path.read_text()).values()
     assert record["cells"][BUSY][P50] == {"old": 2, "new": 1, "low": 2, "ratio": 2, "high": 2}
     assert record["means"] == {RATE: 0.8, FRONTENDS: 1, ENGINE: 1} and record["below"] and record["machine"]
-
-
-@pytest.mark.server
-def test_tree_is_compared_with_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    names = ["text, 1 caller", "chunk, 4 in flight", "WebSocket, 4 in flight"]
-    command = ["compare", str(ROOT), str(ROOT), "--pairs", "1", "--floor", "0", "--cell-floor", "0", "--cells", *names]
-    folders = ["--logs", str(tmp_path), "--out", str(tmp_path)]
-    # A busy machine may answer nothing in a short time.
-    assert any(main([*command, *folders, "--seconds", seconds]) == 0 for seconds in ("0.1", "2", "20"))
-    [path] = tmp_path.glob("compare-*.json")
-    [record] = json.loads(path.read_text()).values()
-    values = [values for cell in record["cells"].values() for values in cell.values()]
-    assert list(record["cells"]) == names and all(
-        each["old"] > 0 < each["new"] and np.isfinite(each["ratio"]) for each in values
-    )
-    assert all(f"{name:>22}" in capsys.readouterr().out for name in names[:1])
-
-
-def test_each_server_runs_the_code_of_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    old = tmp_path / "broken"
-    (old / "service").mkdir(parents=True)
-    (old / "service" / "__main__.py").write_text("raise SystemExit('this is another version')")
-    (old / "constraints.txt").write_text((ROOT / "constraints.txt").read_text())
-    assert main(["compare", str(old), str(ROOT), "--logs", str(tmp_path), "--out", str(tmp_path)]) == 2
-    assert "this is another version" in (tmp_path / "old.log").read_text()
-    assert str(tmp_path / "old.log") in capsys.readouterr().err
-
-
-def test_commit_is_written_to_a_folder(tmp_path: Path) -> None:
-    with pytest.raises(CannotMeasure, match="neither a folder with the project nor a commit"):
-        compare._checked_out("no-such-commit", tmp_path)
-    if (ROOT / ".git").exists():
-        version = compare._checked_out("HEAD", tmp_path / "head")
-        assert len(version.name) == 10 and (version.folder / "service" / "__main__.py").is_file()
-
-
-def test_socket_has_as_many_open_requests_as_it_may() -> None:
-    """The server answers only when four requests are open."""
-
-    async def serve(socket: websockets.ServerConnection) -> None:
-        while True:
-            for request in [await socket.recv() for _ in range(4)]:
-                await socket.send(request)
-
-    async def measured() -> Result:
-        async with websockets.serve(serve, "127.0.0.1", 0) as server:
-            port = next(iter(server.sockets)).getsockname()[1]
-            frames = [websocket.frame(websocket.TEXT_FRAME, b'{"scores": [0.5]}')]
-            return await run(Job("websocket", "127.0.0.1", port, "/", frames, "scores", [[0.5]], in_flight=4, grace=0.0))
-
-    assert uvloop.run(measured()).answers > 0

@@ -1,17 +1,19 @@
-"""The kernels of many layers compile for every kind of GPU, within its registers."""
+"""The kernels of many layers keep the limits of every kind of GPU, and compile for it within its registers."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
 import torch
 
+from kernels.compile import CompileError
 from kernels.persistent.packing import Variant
 from kernels.ragged import ContractError
 from kernels.scan.shape import LONG_ROW
-from tests.kernels.devices import DEVICES, Device, FakeKernel, emulated
-from tests.kernels.nvrtc import assert_fits_registers, required_library
+from tests.kernels.devices import B200, DEVICES, H200, L4, Device, FakeLaunch, emulated
+from tests.kernels.nvrtc import assemble, assert_fits_registers, required_library
 from tests.kernels.usual_layers import HALVES, LAST, SCANS, STEPS, persistent_launches, scan_launch, text_cnn_launches
 
 UNITS, ROWS = (128, 256, 512, 768, 1024), (1, 8, 64, 256)
@@ -23,8 +25,10 @@ def _nvrtc() -> None:
     required_library()
 
 
-def check_all(kernels: list[FakeKernel]) -> None:
+def check_all(launches: list[FakeLaunch]) -> None:
     """Compile each kernel once, however often it was launched. Kernels that no launch uses are left out."""
+    assert not [launch for launch in launches if launch.broken_limits()]
+    kernels = [launch.kernel for launch in launches]
     different = {(kernel.source, kernel.threads, *sorted(kernel.constants.items())): kernel for kernel in kernels}
     assert different
     for kernel in different.values():
@@ -34,7 +38,7 @@ def check_all(kernels: list[FakeKernel]) -> None:
 @pytest.mark.parametrize("gru", [False, True], ids=["lstm", "gru"])
 @pytest.mark.parametrize("device", DEVICES, ids=str)
 def test_kernels_of_lstm_and_gru(device: Device, gru: bool) -> None:
-    kernels: list[FakeKernel] = []
+    found: list[FakeLaunch] = []
     with emulated(device):
         for hidden, rows, directions in product(UNITS, ROWS, (1, 2)):
             try:
@@ -42,15 +46,15 @@ def test_kernels_of_lstm_and_gru(device: Device, gru: bool) -> None:
             except ContractError:
                 assert device.multi_processor_count * 16 < hidden, "one team has no room"
                 continue
-            kernels += [launch.kernel for _, _, launch in launches]
-    check_all(kernels)
+            found += [launch for _, _, launch in launches]
+    check_all(found)
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=str)
 def test_kernels_of_sru_and_qrnn(device: Device) -> None:
     with emulated(device) as made:
         cases = product(SCANS, (torch.bfloat16, torch.float32), LENGTHS, (STEPS, LAST))
-        check_all([scan_launch(made, form, storage, 128, lengths, want).kernel for form, storage, lengths, want in cases])
+        check_all([scan_launch(made, form, storage, 128, lengths, want) for form, storage, lengths, want in cases])
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=str)
@@ -58,4 +62,39 @@ def test_kernels_of_text_cnns_over_tables(device: Device) -> None:
     with emulated(device) as made:
         cases = product(HALVES, (64, 512), (1, 64), (0, 6))
         launches = [text_cnn_launches(made, storage, outputs, [9] * rows, labels) for storage, outputs, rows, labels in cases]
-        check_all([launch.kernel for [launch] in launches])
+        check_all([launch for [launch] in launches])
+
+
+def test_kernels_compile_for_devices_that_nvrtc_does_not_know() -> None:
+    """Their code is for a virtual architecture, without features of one architecture, such as warps that lend registers."""
+    future = replace(B200, name="NVIDIA Z900", capability=(13, 0))
+    with emulated(future) as made:
+        launches = [persistent_launches(Variant(0, torch.float16, False, hidden), 256, 1)[0].launch for hidden in (256, 1024)]
+        launches.append(scan_launch(made, SCANS[0], torch.float16, 128, [LONG_ROW], LAST))
+        for launch in launches:
+            assert not launch.broken_limits() and not launch.kernel.constants.get("REGISTERS")
+            assert assemble(launch.kernel, "sm_120").registers <= launch.kernel.max_registers
+
+
+def test_report_counts_registers_that_are_missing() -> None:
+    with emulated(L4) as made:
+        kernel = scan_launch(made, SCANS[2], torch.float16, 128, [2] * 9, STEPS).kernel
+    crowded = replace(kernel, threads=1024)
+    assert crowded.max_registers == assemble(crowded).registers == 64
+    with pytest.raises(AssertionError, match="spilled_bytes"):
+        assert_fits_registers(crowded)
+
+
+def test_instructions_that_a_device_lacks_do_not_compile() -> None:
+    with emulated(B200):
+        lends = persistent_launches(Variant(0, torch.float16, False, 1024), 256, 1)[0].launch.kernel
+    with emulated(H200) as made:
+        multiplies = scan_launch(made, SCANS[0], torch.float16, 128, [2] * 9, LAST).kernel
+    assert lends.constants["REGISTERS"] and multiplies.source.name == "product.cu"
+    for kernel, architecture, instruction in (
+        (lends, "sm_89", "setmaxnreg"),
+        (lends, "sm_120", "setmaxnreg"),
+        (multiplies, "sm_100a", "wgmma"),
+    ):
+        with pytest.raises(CompileError, match=instruction):
+            assemble(kernel, architecture)

@@ -1,16 +1,17 @@
-"""Tests of the folder of compiled loops: when it may be used, and which process fills it."""
+"""The folder of compiled loops: when it may be used, and that machine code is compiled once for a folder, wherever its source file is."""
 
 from __future__ import annotations
 
-import subprocess
+import importlib.util
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
 
+from kernels.cpu import __main__ as command
 from kernels.cpu import cache, target
 from kernels.folder import CACHE
 
@@ -23,37 +24,31 @@ def _fresh_target() -> Iterator[None]:
 
 
 @pytest.fixture
-def complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the file that shows that every loop is compiled."""
-    monkeypatch.setenv(CACHE, str(tmp_path))
-    folder = cache.code_folder()
-    assert folder is not None
-    folder.mkdir()
-    (folder / cache.COMPLETE).touch()
-    return folder
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of the machine code, which is not there yet."""
+    monkeypatch.setenv(CACHE, str(tmp_path / "cache"))
+    code = cache.code_folder()
+    assert code is not None
+    return code
 
 
-def test_empty_folder_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(CACHE, str(tmp_path / "new"))
+def test_complete_folder_is_used_even_if_it_is_read_only(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cache.missing() == cache.NOT_COMPILED
-
-
-def test_complete_folder_is_used(complete: Path) -> None:
+    folder.mkdir(parents=True)
+    (folder / cache.COMPLETE).touch()
     assert cache.missing() is None
-
-
-def test_read_only_folder_is_used(complete: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "cache_folder", lambda: None)
     assert cache.missing() is None
+    monkeypatch.setattr(sys, "argv", ["kernels.cpu"])
+    assert command.main() == 0 and capsys.readouterr() == ("", ""), "everything is compiled"
 
 
-def test_folder_that_cannot_be_written_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loops_that_cannot_run_name_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv(CACHE, str(tmp_path / "file" / "folder"))
     assert "cannot be written" in str(cache.missing())
-
-
-def test_missing_numba_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "find_spec", lambda _: None)
     assert cache.missing() == "Numba is not installed"
 
@@ -64,7 +59,6 @@ def test_missing_numba_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
         ("x86_64", {"avx2", "fma", "bmi2", "f16c", *target.AVX512}, "x86-64-v4"),
         ("x86_64", {"avx2", "fma", "bmi2", "f16c", "avx512f"}, "x86-64-v3"),
         ("x86_64", {"sse2"}, None),
-        ("aarch64", set(), "generic"),
         ("arm64", set(), "generic"),
         ("riscv64", set(), None),
     ],
@@ -80,29 +74,59 @@ def test_fastest_target_of_the_processor(
     assert (cache.missing() is not None and "needs a processor" in str(cache.missing())) is (name is None)
 
 
-def test_environment_names_another_target(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("platform.machine", lambda: "x86_64")
-    monkeypatch.setenv(target.TARGET, "x86-64-v3")
-    fastest = target.host_target()
-    assert fastest is not None and fastest.lanes == 8
+SOURCE = """
+from kernels.cpu.compiled import Compiled
+from kernels.cpu.rows import longs
+
+@Compiled
+def double(number: int, out: int) -> None:
+    longs(out, 1)[0] = 2 * number
+"""
 
 
-def test_command_returns_at_once_when_everything_is_compiled(complete: Path) -> None:
-    done = subprocess.run([sys.executable, "-m", "kernels.cpu"], capture_output=True, text=True, timeout=60, check=True)
-    assert (done.stdout, done.stderr) == ("", "")
+def installed(place: Path) -> ModuleType:
+    """Return the module of a new installation at this place."""
+    from kernels.cpu import compiled
+
+    file = place / "kernels" / "double" / "cpu_loops.py"
+    file.parent.mkdir(parents=True)
+    file.write_text(SOURCE)
+    spec = importlib.util.spec_from_file_location("kernels.double.cpu_loops", file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    compiled.ALL.pop()
+    return module
 
 
-def test_command_for_all_targets_names_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kernels.cpu import __main__ as command
+def doubled(module: ModuleType, number: int) -> tuple[int, int]:
+    """Return the result of the compiled function, and how many signatures were read from the folder."""
+    out = torch.zeros(1, dtype=torch.int64)
+    module.double(number, out.data_ptr())
+    return int(out), sum(module.double.machine_code.stats.cache_hits.values())
 
-    targets: list[str] = []
 
-    def run(arguments: list[str], env: dict[str, str]) -> Any:
-        targets.append(env[target.TARGET])
-        return SimpleNamespace(returncode=len(targets) - 1)
+def test_another_installation_reads_the_machine_code(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doubled(installed(tmp_path / "first"), 21) == (42, 0)
+    assert [path.name for path in folder.iterdir()] == ["double"]
+    files = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    assert doubled(installed(tmp_path / "second"), 4) == (8, 1)
+    monkeypatch.setattr("kernels.cpu.compiled.cache_folder", lambda: None)  # as if the folder could not be written
+    assert doubled(installed(tmp_path / "third"), 3) == (6, 1)
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == files
 
-    monkeypatch.setattr("subprocess.run", run)
-    monkeypatch.setattr("platform.machine", lambda: "x86_64")
-    monkeypatch.setattr(sys, "argv", ["kernels.cpu", "--all"])
-    assert command.main() == 1, "the status of a target that failed"
-    assert targets == ["x86-64-v4", "x86-64-v3"]
+
+def test_function_is_compiled_without_a_folder(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kernels.cpu.compiled.cache_folder", lambda: None)
+    assert doubled(installed(tmp_path / "first"), 5) == (10, 0)
+    assert not folder.exists()
+
+
+def test_compile_all_compiles_every_loop(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kernels.cpu import compiled
+
+    done: list[bool] = []
+    folder.mkdir(parents=True)
+    monkeypatch.setattr(compiled, "ALL", [SimpleNamespace(compile=lambda: done.append((folder / cache.COMPLETE).exists()))])
+    compiled.compile_all(folder)
+    assert done == [False] and cache.missing() is None

@@ -1,0 +1,90 @@
+"""The bench checks answers before it times them, and its figures are those of known samples: a smoke test.
+
+`tests/long/test_kernel_bench.py` runs every baseline.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels.bench import __main__ as command
+from kernels.bench import report
+from kernels.bench.baselines.baseline import Baseline, TimedCall, optional_package
+from kernels.bench.case import BenchCase
+from kernels.bench.measure import Bench, Findings
+from kernels.bench.peaks import Peaks
+from kernels.bench.timing import AT_LEAST, WARM_UP, Spread, repeated, spread
+from kernels.bench.workload import EMBEDDED, FORMS, Workload
+from kernels.bench.workloads import FAMILIES
+from tests.kernels.families import cpu_backends
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _restore_torch_settings() -> Iterator[None]:
+    """Restore torch's settings, which the bench changes for the whole process."""
+    threads, benchmark = torch.get_num_threads(), torch.backends.cudnn.benchmark
+    tf32 = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    yield
+    torch.set_num_threads(threads)
+    torch.backends.cudnn.benchmark = benchmark
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = tf32
+
+
+def tiny(family: str, kind: str = "layer", lengths: str = "questions", rows: int = 3, form: str | None = None) -> Workload:
+    """Return a workload whose hidden size is a multiple of three filter widths."""
+    usual = FORMS[family][-1] if family in FORMS else {"dense-conv": "width 5", "text-cnn-ids": EMBEDDED}.get(kind, "")
+    return Workload(family, rows, 7, 6, 6, lengths=lengths, kind=kind, form=usual if form is None else form)
+
+
+def measured(workload: Workload, *baselines: Baseline) -> Findings:
+    return Bench(CPU, baselines, budget_s=0.0, progress=lambda _: None).measured([workload])
+
+
+def breaking(case: BenchCase) -> TimedCall:
+    raise RuntimeError("no such instruction")
+
+
+def missing(case: BenchCase) -> TimedCall:
+    optional_package("a_missing_package", "install a_package")
+    raise AssertionError("it was found")
+
+
+def test_faults_of_a_baseline_are_reported_and_do_not_stop_the_others() -> None:
+    wrong = Baseline("stubborn", lambda _: TimedCall(lambda: torch.zeros(3, 6)))
+    findings = measured(tiny("lstm"), wrong, Baseline("brittle", breaking), Baseline("absent", missing))
+    assert [one.backend for one in findings.measurements] == cpu_backends("lstm")
+    assert findings.wrong[0].startswith(f"stubborn on {tiny('lstm')}: the answer has an error of")
+    assert findings.wrong[1:] == [f"brittle on {tiny('lstm')}: RuntimeError: no such instruction"]
+    assert list(findings.skipped) == [
+        "absent is skipped: install a_package (ModuleNotFoundError: No module named 'a_missing_package')"
+    ]
+
+
+@pytest.mark.parametrize("wrong_by", [0, 1])
+def test_command_writes_right_measurements_and_returns_1_for_wrong_ones(
+    wrong_by: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    twin = Baseline("twin", lambda case: TimedCall(lambda: case.encoder("framework")() + wrong_by))
+    kinds = {"conv": "dense-conv"}
+    monkeypatch.setattr(command, "workloads", lambda family, *_: [tiny(family, kinds.get(family, "layer"), "equal")])
+    monkeypatch.setattr(command, "BASELINES", dict.fromkeys(FAMILIES, (twin,)))
+    monkeypatch.setattr(command, "measured_peaks", lambda *_: Peaks(1000.0, {1 << 18: 100.0}))
+    assert command.main(["all", "--quick", "--out", str(tmp_path)]) == wrong_by
+    assert ("WRONG: twin on lstm" in capsys.readouterr().out) == bool(wrong_by)
+    short = report.slug(report.device_name(CPU))
+    for family in FAMILIES:
+        lines = (tmp_path / f"{family}-{short}.jsonl").read_text().splitlines()
+        assert [json.loads(line)["backend"] for line in lines] == [*cpu_backends(family), *(["twin"] if not wrong_by else [])]
+
+
+def test_median_and_deciles_leave_out_the_warm_up() -> None:
+    assert spread([us / 1e6 for us in range(1, 102)]) == Spread(median_us=51.0, p10_us=11.0, p90_us=91.0, repetitions=101)
+    seconds = iter([1.0] * WARM_UP + [2e-6] * AT_LEAST)
+    assert repeated(lambda: next(seconds), 0.0) == Spread(2.0, 2.0, 2.0, AT_LEAST)
