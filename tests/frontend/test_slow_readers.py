@@ -8,25 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import uvloop
 
-from service.frontend.catalog import Catalog, ServedModel
 from service.frontend.connection_guard import UnreadBytes
 from service.frontend.delivery import Delivery, delivery
-from service.frontend.dispatch.dispatcher import Dispatcher
-from service.frontend.inference import Frontend, SupervisorClient
 from service.frontend.websocket_protocol import WebSocketProtocol
-from service.log import Log
-from service.metrics import Metrics
-from service.settings import Settings
-from tests import models
-from tests.frontend.dispatch.test_dispatcher import meet, run
-from tests.frontend.test_freed_connections import Ports, limited, watched
+from tests.frontend.ports import Ports, limited, watched, with_ports
 from tests.raw_websocket import handshake
 
 REPLY = bytes(16 << 20)
@@ -35,13 +28,17 @@ READS = 4
 SMALL_BUFFER = 4096
 
 
-async def connect(address: tuple[str, int]) -> socket.socket:
-    """Return a client with a small buffer, so that the other side soon learns that it reads."""
-    client = socket.socket()
-    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SMALL_BUFFER)
-    client.setblocking(False)
-    await asyncio.get_running_loop().sock_connect(client, address)
-    return client
+@asynccontextmanager
+async def client_of(make_protocol: Any) -> AsyncIterator[socket.socket]:
+    """A client with a small buffer, so that the other side soon learns that it reads."""
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(make_protocol, "127.0.0.1")
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SMALL_BUFFER)
+        client.setblocking(False)
+        await loop.sock_connect(client, server.sockets[0].getsockname())
+        yield client
+    server.close()
 
 
 def delivered(transport: asyncio.Transport) -> Delivery:
@@ -59,65 +56,37 @@ async def read_some(client: socket.socket, transport: asyncio.Transport) -> None
 
 
 async def settle(transport: asyncio.Transport) -> None:
-    """Wait until the client's system takes no more, because its buffer is full."""
+    """Wait until the client's system takes no more, because its buffer is full. An acknowledgement may be late."""
     before, now = None, delivered(transport)
     while before != now:
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(0.3)
         before, now = now, delivered(transport)
 
 
-Talk = Callable[[asyncio.Transport, socket.socket], Awaitable[None]]
-
-
-def with_full_buffers(talk: Talk) -> None:
-    """Let a service write the reply to a client that does not read yet."""
-
+def test_client_reads_until_it_has_stopped() -> None:
     async def test() -> None:
-        loop = asyncio.get_running_loop()
-        accepted = loop.create_future()
+        accepted: asyncio.Future[asyncio.Transport] = asyncio.get_running_loop().create_future()
 
         class Writing(asyncio.Protocol):
             def connection_made(self, transport: asyncio.BaseTransport) -> None:
                 cast(asyncio.Transport, transport).write(REPLY)
-                accepted.set_result(transport)
+                accepted.set_result(cast(asyncio.Transport, transport))
 
-        server = await loop.create_server(Writing, "127.0.0.1")
-        client = await connect(server.sockets[0].getsockname())
-        transport = await accepted
-        try:
+        async with client_of(Writing) as client:
+            transport, unread = await accepted, UnreadBytes()
             await settle(transport)
-            await talk(transport, client)
-        finally:
+            size = transport.get_write_buffer_size()
+            assert unread.since(transport, 0.0) == 0.0
+            for now in range(10, 10 * READS, 10):
+                await read_some(client, transport)
+                assert unread.since(transport, now) == now
+            assert transport.get_write_buffer_size() == size == unread.size
+            await settle(transport)
+            stopped = unread.since(transport, 90.0)
+            assert unread.since(transport, 100.0) == unread.since(transport, 200.0) == stopped
             transport.abort()
-            client.close()
-            server.close()
 
     uvloop.run(test())
-
-
-def test_client_that_reads_a_little_at_a_time_reads() -> None:
-    async def talk(transport: asyncio.Transport, client: socket.socket) -> None:
-        unread, size = UnreadBytes(), transport.get_write_buffer_size()
-        assert unread.since(transport, 0.0) == 0.0
-        for now in range(10, 10 * READS, 10):
-            await read_some(client, transport)
-            assert unread.since(transport, now) == now
-        assert transport.get_write_buffer_size() == size == unread.size
-
-    with_full_buffers(talk)
-
-
-def test_client_that_has_stopped_reads_nothing() -> None:
-    async def talk(transport: asyncio.Transport, client: socket.socket) -> None:
-        unread = UnreadBytes()
-        assert unread.since(transport, 0.0) == 0.0
-        await read_some(client, transport)
-        await settle(transport)
-        assert unread.since(transport, 10.0) == 10.0
-        await asyncio.sleep(0.5)
-        assert unread.since(transport, 50.0) == 10.0
-
-    with_full_buffers(talk)
 
 
 def test_without_the_kernel_the_write_buffer_tells_what_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,30 +111,24 @@ def test_without_the_kernel_the_write_buffer_tells_what_is_read(monkeypatch: pyt
 
 def test_ping_behind_unread_replies_may_be_answered_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The time for a pong begins again while the client reads the data in front of the ping."""
-    spec = models.words(tmp_path, bidirectional=False)
     sockets = watched((WebSocketProtocol,), monkeypatch)
 
-    async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
-        catalog, engine = Catalog([ServedModel(spec, "1", None)], {}), await meet(dispatcher)
-        frontend = Frontend(Settings(), catalog, dispatcher, metrics, Log("frontend"), cast(SupervisorClient, None))
+    async def test(ports: Ports) -> None:
         loop = asyncio.get_running_loop()
-        server = await loop.create_server(Ports(frontend, engine).http, "127.0.0.1")
-        client = await connect(server.sockets[0].getsockname())
-        await loop.sock_sendall(client, handshake("model=words"))
-        assert (await loop.sock_recv(client, SMALL_BUFFER)).startswith(b"HTTP/1.1 101 ")
-        protocol: Any = sockets[0]()
-        protocol.send_text(REPLY)
-        protocol.send_keepalive_ping()
-        await settle(protocol.transport)
-        for _ in range(READS):
-            await read_some(client, protocol.transport)
+        async with client_of(ports.http) as client:
+            await loop.sock_sendall(client, handshake("model=words"))
+            assert (await loop.sock_recv(client, SMALL_BUFFER)).startswith(b"HTTP/1.1 101 ")
+            protocol: Any = sockets[0]()
+            protocol.send_text(REPLY)
+            protocol.send_keepalive_ping()
+            await settle(protocol.transport)
+            for _ in range(READS):
+                await read_some(client, protocol.transport)
+                protocol.keepalive_timeout()
+                assert protocol.pong_timer is not None and not protocol.close_sent
+            await settle(protocol.transport)
             protocol.keepalive_timeout()
-            assert protocol.pong_timer is not None and not protocol.close_sent
-        await settle(protocol.transport)
-        protocol.keepalive_timeout()
-        protocol.keepalive_timeout()
-        assert protocol.close_sent, "it reads nothing any more"
-        client.close()
-        server.close()
+            protocol.keepalive_timeout()
+            assert protocol.close_sent, "it reads nothing any more"
 
-    run(test)
+    with_ports(tmp_path, test)
