@@ -16,21 +16,18 @@ from starlette.websockets import WebSocket
 from websockets.frames import CloseCode
 
 from service.errors import SessionConflict
-from service.frontend.catalog import Catalog, ServedModel
 from service.frontend.dispatch.dispatcher import Dispatcher
 from service.frontend.hot_calls import RequestTally
 from service.frontend.http_exchange import IDENTITY
-from service.frontend.inference import Frontend, SupervisorClient
 from service.frontend.origin import NO_ORIGIN, RequestIdentity, RequestIds
 from service.frontend.rest.websocket import HotChunks, serve_socket
 from service.frontend.websocket_protocol import SOCKET, MessageReceiver
 from service.ipc.channel import encode
 from service.ipc.messages import Answer, Refusal, Request
-from service.log import Log
 from service.metrics import Metrics
-from service.settings import Settings
 from tests import models
 from tests.frontend.dispatch.test_dispatcher import EngineProcess, meet, run
+from tests.frontend.ports import frontend_of
 
 CHUNK = b'{"input": [1, 2]}'
 
@@ -111,8 +108,7 @@ def test_internal_error_closes_the_socket_with_1011(tmp_path: Path, monkeypatch:
 
     async def within(dispatcher: Dispatcher, metrics: Metrics) -> None:
         engine, connection = asyncio.ensure_future(run_engine(await meet(dispatcher))), Connection()
-        catalog = Catalog([ServedModel(spec, "1", None)], {})
-        frontend = Frontend(Settings(), catalog, dispatcher, metrics, Log("frontend"), cast(SupervisorClient, None))
+        frontend = frontend_of(dispatcher, metrics, spec)
         chunks = HotChunks(frontend, RequestTally(metrics))
         serving = asyncio.ensure_future(serve_socket(frontend, chunks, connection.socket("model=words")))
         await asyncio.sleep(0)
