@@ -55,9 +55,8 @@ def reply_to(limited: InProcess, message: bytes) -> bytes:
         return read_to_end(client)
 
 
-@pytest.mark.parametrize("path", [b"/infer", b"/v2/models/words/infer", b"/healthz"])
-def test_large_or_many_headers_get_431(limited: InProcess, path: bytes) -> None:
-    head = b"POST %b HTTP/1.1\r\nHost: localhost\r\n" % path
+def test_large_or_many_headers_get_431(limited: InProcess) -> None:
+    head = b"POST /infer HTTP/1.1\r\nHost: localhost\r\n"
     for headers in (
         b"X: " + b"x" * (1 << 17) + b"\r\n",
         b"X: 1\r\n" * 101,
@@ -67,12 +66,9 @@ def test_large_or_many_headers_get_431(limited: InProcess, path: bytes) -> None:
         assert reply.startswith(b"HTTP/1.1 431 Request Header Fields Too Large\r\n")
         assert b"connection: close\r\n" in reply
         assert b'"code":"headers_too_large"' in reply
-
-
-def test_endless_header_gets_431_before_its_end(limited: InProcess) -> None:
     with connection(limited) as client:
         client.sendall(b"POST /infer HTTP/1.1\r\nHost: localhost\r\nX: ")
-        with suppress(OSError):  # the end of the connection
+        with suppress(OSError):  # the end of the connection, before that of the header
             for _ in range(20):
                 client.sendall(b"x" * (1 << 16))
         assert read_to_end(client).startswith(b"HTTP/1.1 431 ")
@@ -125,17 +121,7 @@ def test_unreadable_request_is_refused_behind_the_replies_before_it(limited: InP
     assert not limited.events("bug", since=since) and not limited.events("library warning", since=since)
 
 
-def test_request_that_was_answered_gets_no_second_reply(limited: InProcess) -> None:
-    """The route answers before the body, in which an error follows."""
-    with connection(limited) as client:
-        client.sendall(b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n")
-        reply = client.recv(1 << 16)
-        client.sendall(b"not a size\r\n")
-        reply += read_to_end(client)
-    assert re.findall(rb"HTTP/1.1 (\d+) ", reply) == [b"404"]
-
-
-@pytest.mark.parametrize("upgrade", [b"h2c", b"websocket", b"anything"])
+@pytest.mark.parametrize("upgrade", [b"h2c", b"websocket"])
 def test_body_of_a_request_that_offers_an_upgrade_is_its_body(limited: InProcess, upgrade: bytes) -> None:
     offer = b"Host: localhost\r\nConnection: Upgrade\r\nUpgrade: %b\r\n" % upgrade
     reply = reply_to(limited, b"POST /infer HTTP/1.1\r\n" + offer + LENGTH + b"\r\n" + BODY + HIDDEN)
@@ -145,15 +131,6 @@ def test_body_of_a_request_that_offers_an_upgrade_is_its_body(limited: InProcess
         reply = reply_to(limited, line + offer + body_is_a_request)
         assert reply.startswith(b"HTTP/1.1 400 Bad Request\r\n")
         assert reply.count(b"HTTP/1.1 ") == 1
-
-
-def test_nothing_after_an_ignored_upgrade_is_read(limited: InProcess) -> None:
-    reply = reply_to(
-        limited, b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n" + HIDDEN
-    )
-    assert reply.startswith(b"HTTP/1.1 200 OK\r\n")
-    assert b"connection: close\r\n" in reply
-    assert reply.count(b"HTTP/1.1 ") == 1
 
 
 UNFINISHED = (
@@ -172,20 +149,6 @@ def test_unfinished_requests_get_408(limited: InProcess) -> None:
             client.sendall(begin)
         for reply in map(read_to_end, clients):
             assert reply.startswith(b"HTTP/1.1 408 Request Timeout\r\n") and b'"code":"request_timeout"' in reply
-
-
-def test_dripping_request_gets_408(limited: InProcess) -> None:
-    with connection(limited) as client:
-        client.settimeout(0.1)
-        client.sendall(b"POST /infer HTTP/1.1\r\nHost: localhost\r\n")
-
-        def reply() -> bytes:
-            client.sendall(b"X: y\r\n")
-            with suppress(TimeoutError):
-                return client.recv(1 << 16)
-            return b""
-
-        assert eventually(reply).startswith(b"HTTP/1.1 408 ")
 
 
 def test_silent_connection_is_closed(limited: InProcess) -> None:
@@ -234,14 +197,3 @@ def test_incomplete_bodies_share_a_budget(limited: InProcess) -> None:
         reply = read_to_end(clients[3])
     assert reply.startswith(b"HTTP/1.1 503 Service Unavailable\r\n") and b'"overloaded"' in reply
     assert limited.metric("seqserve_connections_closed_total", reason="overloaded") > 0
-
-
-def test_pipelined_requests_of_both_paths_are_answered_in_order(limited: InProcess) -> None:
-    general = b"POST /infer?general HTTP/1.1\r\nHost: localhost\r\n" + LENGTH + b"\r\n" + BODY
-    hot = b"POST /infer HTTP/1.1\r\nHost: localhost\r\n" + LENGTH + b"\r\n" + BODY
-    unknown = b"GET /%d HTTP/1.1\r\nHost: localhost\r\n\r\n"
-    numbers = range(300)
-    with connection(limited) as client:
-        client.sendall(b"".join(unknown % number + general + hot for number in numbers) + HIDDEN)
-        reply = read_to_end(client)
-    assert re.findall(rb"HTTP/1.1 (\d+) ", reply) == [*([b"404", b"200", b"200"] * len(numbers)), b"200"]

@@ -11,18 +11,19 @@ from typing import Any
 
 import grpc
 import httpx
+import numpy as np
 import pytest
 from websockets.sync.client import connect
 
+from loadtest import oip_requests
 from service.ipc.quota_counts import QuotaCounts
 from tests.frontend.conftest import Guarded, bearer
 from tests.frontend.in_process import in_process
-from tests.frontend.oip.test_grpc import SERVICE, raw
 from tests.serving import eventually
 
 ROW = [[1.0, 2.0, 3.0]] * 2
 """Two steps of the sensors: 24 bytes."""
-TWO_ROWS = raw("inputs", "FP32", [2, 2, 3], bytes(48)).SerializeToString()
+TWO_ROWS = oip_requests.message("sensors", np.zeros((2, 2, 3), np.float32))
 
 
 def infer(guarded: Guarded, name: str, *inputs: object, **headers: str) -> httpx.Response:
@@ -33,7 +34,7 @@ def infer(guarded: Guarded, name: str, *inputs: object, **headers: str) -> httpx
 def call(guarded: Guarded, name: str) -> None:
     """Send two sequences of two steps over gRPC."""
     with grpc.insecure_channel(guarded.local.grpc) as channel:
-        channel.unary_unary(f"{SERVICE}/ModelInfer")(TWO_ROWS, metadata=list(bearer(guarded.tenants[name]).items()), timeout=60)
+        channel.unary_unary(oip_requests.PATH)(TWO_ROWS, metadata=list(bearer(guarded.tenants[name]).items()), timeout=60)
 
 
 def tell(guarded: Guarded, name: str, *steps: int) -> list[dict[str, Any]]:
