@@ -22,7 +22,6 @@ from service.errors import SettingsError
 from service.frontend.docs_page import STYLE
 from service.frontend.scopes import ADMIN_PORT_SCOPES
 from service.settings import load
-from tests.frontend.conftest import AtOnce, Guarded, bearer
 from tests.frontend.in_process import InProcess, in_process
 from tests.frontend.oip.test_grpc import SERVICE
 from tests.frontend.test_authorisation import ENDPOINTS, scope_of
@@ -98,19 +97,6 @@ def test_full_main_port_leaves_room_for_administrators(divided: InProcess) -> No
             eventually(lambda: len(engine.waiting) == CONNECTIONS)
             assert httpx.get(f"{divided.admin}/healthz", timeout=60, trust_env=False).status_code == 200
         assert all(client.recv(1 << 12).startswith(b"HTTP/1.1 200") for client in clients)
-
-
-def test_keys_count_on_the_admin_port(models_folder: Path, tmp_path: Path, guarded: Guarded) -> None:
-    with in_process(models_folder, tmp_path, admin=True, keys=str(guarded.file)) as service:
-        service.frontend.refused_keys = AtOnce()
-        for method, path in ENDPOINTS:
-            scope = scope_of(method, path)
-            if scope not in ADMIN_PORT_SCOPES or path == "/debug/trace":
-                continue
-            for sent, token in ((None, None), *guarded.scoped.items()):
-                answer = httpx.request(method, service.admin + path.format(name="1"), headers=bearer(token), trust_env=False)
-                expected = {None: {401}, scope: {200, 400, 404}}.get(sent, {403})
-                assert answer.status_code in expected, (path, sent, answer.text)
 
 
 @pytest.mark.parametrize(

@@ -43,16 +43,6 @@ def test_share_follows_from_the_mean(numbers: list[int], excess: int, allowance:
     assert int(min(share(numbers).allowance(), 1e9)) == min(allowance, 1e9)
 
 
-def test_withdrawn_frontend_is_not_waited_for() -> None:
-    counts = ConnectionCounts.create(2).on_port(Port.GRPC)
-    one, other = ConnectionShare(counts, 0), ConnectionShare(counts, 1)
-    one.publish(7)
-    other.publish(0)
-    assert one.excess() == 4
-    other.withdraw()
-    assert one.excess() == 0
-
-
 class Frontend:
     """A listener in this process, which counts accepted connections. It starts with `connections`, which is only a number."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import struct
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -257,8 +256,6 @@ def test_lost_sessions_are_reported_once_and_the_other_engine_continues(shared: 
     assert [steps(ask(shared, "speller", [1], each, end=True)) for each in (*kept, *lost)] == [2, 2, 2, 1, 1, 1]
     assert steps(ask(shared, "sensors", [ROW], name, end=True)) == 1
     assert shared.metric("seqserve_rerun_total") == rerun
-
-
 
 
 def test_shutdown_answers_sent_chunks_and_closes_streams(shared: Server) -> None:

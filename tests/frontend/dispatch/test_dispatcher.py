@@ -243,8 +243,6 @@ async def test_requests_without_an_engine_are_refused(dispatcher: Dispatcher, me
         await dispatcher.submit(request(), b"")
 
 
-
-
 @in_loop()
 async def test_equally_busy_engines_alternate(dispatcher: Dispatcher, metrics: Metrics) -> None:
     engine_processes = [await meet(dispatcher, place) for place in range(3)]

@@ -107,19 +107,6 @@ async def test_late_chunk_reports_the_lost_engine(dispatcher: Dispatcher, metric
 
 
 @in_loop(places=2)
-async def test_cancelled_waiting_chunk_is_forgotten(dispatcher: Dispatcher, metrics: Metrics) -> None:
-    first_engine, _ = await meet_two(dispatcher)
-    task = await chunk(dispatcher, FIRST[0])
-    await first_engine.frames(1)
-    await lose(dispatcher, first_engine)
-    task.cancel()
-    await asyncio.wait([task])
-    successor = await meet(dispatcher, 0)
-    await chunk(dispatcher, FIRST[1], b"the next")
-    assert [frame.tail for frame in await successor.frames(1)] == [b"the next"]
-
-
-@in_loop(places=2)
 async def test_session_calls_go_to_the_sessions_engine(dispatcher: Dispatcher, metrics: Metrics) -> None:
     first_engine, second_engine = await meet_two(dispatcher)
     export = asyncio.ensure_future(dispatcher.export_session(FIRST[0]))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import httpx
 import pytest
 from websockets.exceptions import InvalidStatus
@@ -11,9 +9,9 @@ from websockets.sync.client import connect
 from websockets.typing import Subprotocol
 
 from service import __version__
-from service.access.scopes import OPEN_SCOPES, Scope
+from service.access.scopes import Scope
 from tests.frontend.conftest import Guarded
-from tests.frontend.in_process import InProcess, in_process
+from tests.frontend.in_process import InProcess
 
 
 def access(address: str, key: str | None = None, **headers: str) -> httpx.Response:
@@ -29,14 +27,6 @@ def test_local_client_without_keys_may_do_everything(local: InProcess) -> None:
         "version": __version__,
         "grpc_port": int(local.grpc.rpartition(":")[2]),
     }
-
-
-def test_other_hosts_are_named_by_their_rights(models_folder: Path, tmp_path: Path) -> None:
-    with in_process(models_folder, tmp_path, allowed_hosts="models.example") as service:
-        answer = access(service.address, host="models.example").json()
-        assert (answer["caller"], answer["scopes"]) == ("anybody", sorted(OPEN_SCOPES))
-        assert access(service.address, host="evil.example").status_code == 403
-        assert access(service.address, origin="http://evil.example").status_code == 403
 
 
 def test_key_is_named_with_its_scopes(guarded: Guarded) -> None:

@@ -42,11 +42,3 @@ def test_invalid_parameter_is_named(guarded: Guarded, query: dict[str, object], 
     answer = guarded.send("POST", "/debug/trace", guarded.scoped[Scope.DEBUG], params=query)
     assert (answer.status_code, answer.json()["code"], answer.json()["field"]) == (400, "invalid_input", field)
     assert part in answer.json()["error"]
-
-
-def test_openapi_describes_the_route_with_debug(guarded: Guarded) -> None:
-    described = guarded.local.client.get("/openapi.json").json()["paths"]["/debug/trace"]["post"]
-    assert [(parameter["name"], parameter["schema"]["default"]) for parameter in described["parameters"]] == [
-        ("batches", 50),
-        ("seconds", 10.0),
-    ]

@@ -7,14 +7,12 @@ from typing import Any
 
 import httpx
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from tests.frontend.conftest import BODY_BYTES
 from tests.frontend.in_process import InProcess
 from tests.models import WORDS
 from tests.raw_websocket import connection
-from tests.serving import check_unharmed, eventually
+from tests.serving import eventually
 
 QUESTION = "how far is the sea ?"
 GOOD = {"model": "words", "inputs": [QUESTION]}
@@ -167,33 +165,6 @@ def test_other_requests_to_the_route_are_refused(local: InProcess) -> None:
         assert answer.headers["allow"] == "POST"
     for path in ("/ui", "/infer/x", "/v3", "/models/words", "/../etc/passwd", "/%00"):
         refused(local.client.get(path), 404, "unknown_route", "/docs")
-
-
-NAMES = ["model", "inputs", "version", "return", "session", "start", "end", "deadline_ms", "priority", "x"]
-
-
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    body=st.recursive(
-        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=20) | st.sampled_from(WORDS),
-        lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(NAMES), inner, max_size=4),
-        max_leaves=12,
-    ),
-    model=st.sampled_from(["words", "sensors", None]),
-)
-def test_random_json_gets_a_reply_or_an_error_body(local: InProcess, body: Any, model: str | None) -> None:
-    if isinstance(body, dict) and model is not None:
-        body["model"] = model
-    answer = local.client.post("/infer", content=json.dumps(body))
-    assert answer.status_code in (200, 400, 404, 413, 504), answer.text
-    assert answer.status_code == 200 or {"error", "code"} <= set(answer.json())
-
-
-def test_disconnect_inside_the_body_ends_the_request(local: InProcess) -> None:
-    with connection(local) as client:
-        client.sendall(b"POST /infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
-    eventually(lambda: local.metric("seqserve_requests_in_flight") == 0)
-    check_unharmed(local)
 
 
 @pytest.mark.parametrize("general", [b"", b"TE: trailers\r\n"], ids=["hot", "general"])

@@ -124,10 +124,6 @@ def test_session_fields_require_one_session_and_one_input(
     assert raised.value.field == field
 
 
-def test_null_start_needs_no_session(catalog: Catalog) -> None:
-    assert infer(catalog, start=None).session is None
-
-
 def test_query_applies_to_the_chunks_of_a_socket(catalog: Catalog) -> None:
     query = "model=speller&version=1&deadline_ms=250&priority=-3&return=embedding,sequence"
     request, tail = chunk_request(catalog, query, Chunk([3, 4], end=True))
@@ -137,10 +133,6 @@ def test_query_applies_to_the_chunks_of_a_socket(catalog: Catalog) -> None:
     assert tail == struct.pack("<2i", 3, 4)
     request, _ = chunk_request(catalog, "model=speller", Chunk([3]), start=False)
     assert (request.exactly, request.session_starts, request.session_ends) == (False, False, False)
-
-
-def test_return_parameter_can_be_repeated(catalog: Catalog) -> None:
-    assert parse_query(catalog, "model=sensors&return=embedding&return=sequence").returns == ["embedding", "sequence"]
 
 
 @pytest.mark.parametrize(

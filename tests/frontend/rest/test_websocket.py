@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import socket
-import struct
 from collections.abc import Iterator
 from typing import Any, cast
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.exceptions import InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
 from service.ipc.messages import EndSession, Request
@@ -49,14 +46,6 @@ def test_chunks_form_one_sequence_and_count_its_steps(local: InProcess) -> None:
     assert second["outputs"][0]["scores"] == pytest.approx(whole["outputs"][0]["scores"], rel=1e-5)
 
 
-def test_binary_and_text_messages_get_the_same_outputs(local: InProcess) -> None:
-    with open_stream(local) as text, open_stream(local) as raw:
-        for rows in ([ROW], [ROW, [0.0, 1.0, 2.0]]):
-            reply = send(text, {"input": rows})
-            values = [value for row in rows for value in row]
-            assert send(raw, struct.pack(f"<{len(values)}f", *values))["outputs"] == reply["outputs"]
-
-
 def test_query_options_apply_to_every_chunk(local: InProcess) -> None:
     with open_stream(local, f"{MODEL}&version=1&return=embedding,sequence&priority=3&deadline_ms=20000") as stream:
         for steps in (3, 1):
@@ -76,15 +65,6 @@ def test_refused_chunk_leaves_socket_and_session_unchanged(local: InProcess) -> 
             assert set(refused) <= {"error", "code", "field"}
             assert refused["code"] in ("invalid_request", "invalid_input")
         assert send(stream, {"input": [ROW]})["session"]["steps"] == 2
-
-
-def test_end_and_start_restart_the_session(local: InProcess) -> None:
-    messages: list[dict[str, Any]] = [{}, {"end": True}, {}, {"start": True}, {}, {"start": False, "end": True}]
-    with open_stream(local) as stream:
-        for message in messages:
-            stream.send(json.dumps({"input": [ROW], **message}))
-        assert [json.loads(stream.recv(timeout=30))["session"]["steps"] for _ in messages] == [1, 2, 1, 1, 2, 3]
-        assert send(stream, {"input": [ROW], "start": False})["code"] == "unknown_session"
 
 
 def test_messages_sent_ahead_are_answered_in_order(local: InProcess) -> None:
@@ -148,19 +128,6 @@ def test_invalid_handshake_is_refused_with_an_error_body(
     assert (answer.status_code, body["code"], body.get("field")) == (status, code, field)
 
 
-def test_get_without_upgrade_gets_400_and_mentions_websocket(local: InProcess) -> None:
-    answer = local.client.get(MODEL)
-    assert (answer.status_code, answer.json()["code"]) == (400, "invalid_request")
-    assert "WebSocket" in answer.json()["error"]
-
-
-def test_too_large_message_closes_the_socket_with_1009(local: InProcess) -> None:
-    with open_stream(local) as stream:
-        with pytest.raises(ConnectionClosed) as raised:
-            send(stream, b"x" * (17 << 20))
-        assert raised.value.rcvd is not None and raised.value.rcvd.code == 1009
-
-
 def test_disconnect_cancels_chunks_and_closes_the_session(local: InProcess) -> None:
     gone = local.metric("seqserve_requests_total", outcome="client_gone")
     with open_stream(local) as stream, local.held() as engine:
@@ -197,25 +164,3 @@ def test_malformed_handshake_is_refused_with_an_error_body(local: InProcess, req
         head, _, body = reader.read().partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 4") and b"x-request-id: " in head
     assert problem in json.loads(body)["error"]
-
-
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    messages=st.lists(
-        st.binary(max_size=48)
-        | st.text(max_size=20)
-        | st.dictionaries(
-            st.sampled_from(["input", "start", "end", "x"]),
-            st.none() | st.booleans() | st.integers() | st.just([ROW]) | st.just([[1]]) | st.text(max_size=5),
-            max_size=4,
-        ).map(json.dumps),
-        max_size=8,
-    )
-)
-def test_every_random_message_gets_one_reply(local: InProcess, messages: list[bytes | str]) -> None:
-    with open_stream(local) as stream:
-        for message in messages:
-            stream.send(message)
-        for _ in messages:
-            answer = json.loads(stream.recv(timeout=30))
-            assert answer.get("code", "ok") in ("ok", "invalid_request", "invalid_input", "unknown_session"), answer
