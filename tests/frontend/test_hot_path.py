@@ -175,7 +175,7 @@ def session_bodies(session: str) -> list[bytes]:
     row = [0.25, -2.0, 3.0]
     chunks: list[dict[str, Any]] = [
         *({"start": False}, {}, {"inputs": [[row] * 3]}, {"start": None, "return": ["embedding", "sequence"]}),
-        *({"inputs": inputs} for inputs in ([[[1.0]]], [[row], [row]], [[]])),
+        *({"inputs": [[[1.0]]]}, {"inputs": [[row], [row]]}, {"inputs": [[]]}),
         *({"version": "9"}, {"model": "nothing"}, {"model": "words", "inputs": ["how far"]}),
         *({"start": True}, {"start": 1}, {"end": None}, {"end": False}),
         *({"session": wrong} for wrong in (session + "\n", "stream:7", "", 5)),

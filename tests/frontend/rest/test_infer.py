@@ -55,11 +55,8 @@ def test_content_type_is_json_or_left_out(local: InProcess, media: str | None, s
     assert local.client.post("/infer", content=json.dumps(GOOD), headers=headers).status_code == status
 
 
-# Invalid requests.
-
-
 NOT_JSON = [
-    *(b"", b"{", b"status", b'{"model": "words", "inputs": [', b"\0", b'{"model": "words" "inputs": []}', b"[" * 100_000),
+    *(b"", b"{", b"status", b'{"model": "words", "inputs": [', b"\0", b'{"model": "words" "inputs": []}', b"[" * 5000),
     *(b"\xff\xfe", b'{"model": "\xff", "inputs": ["a"]}', b'{"model": "\\ud800", "inputs": ["a"]}'),
 ]
 
@@ -72,46 +69,30 @@ def test_body_that_is_no_json_object_gets_400(local: InProcess) -> None:
 
 
 SENSORS = {"model": "sensors"}
+ROWS, IDS = "list of 3 finite float32 numbers", "from 0 to 9"
+FIELDS = "known fields are model, inputs, version, return, states, session, start, end, steps, deadline_ms, priority"
 WRONG: list[tuple[dict[str, Any], str, str]] = [
-    ({"inputs": ["a"]}, "model", "missing"),
-    ({"model": "words"}, "inputs", "missing"),
+    *(({"inputs": ["a"]}, "model", "missing"), ({"model": "words"}, "inputs", "missing")),
     ({"model": 3, "inputs": ["a"]}, "model", "string"),
-    ({**GOOD, "inputs": "how far"}, "inputs", "array"),
-    ({**GOOD, "inputs": []}, "inputs", "at least 1"),
+    *(({**GOOD, "inputs": inputs}, "inputs", part) for inputs, part in (("how far", "array"), ([], "at least 1"))),
     ({**GOOD, "inputs": ["who", 3]}, "inputs[1]", "a string or a list of token ids"),
-    ({**GOOD, "inputs": [None]}, "inputs[0]", "null"),
-    ({**GOOD, "inputs": [{"text": "who"}]}, "inputs[0]", "an object"),
-    ({**GOOD, "inputs": [[1, 2.5]]}, "inputs[0][1]", "whole number"),
-    ({**GOOD, "inputs": [[True]]}, "inputs[0][0]", "whole number"),
-    ({**GOOD, "inputs": [[1], [1, -1]]}, "inputs[1][1]", "from 0 to 9"),
-    ({**GOOD, "inputs": [[len(WORDS)]]}, "inputs[0][0]", "from 0 to 9"),
-    ({**GOOD, "inputs": [[2**63]]}, "inputs[0][0]", "from 0 to 9"),
-    ({**GOOD, "inputs": [[10**400]]}, "inputs[0][0]", "from 0 to 9"),
-    ({**SENSORS, "inputs": ["who"]}, "inputs[0]", "list of 3 finite float32 numbers"),
-    ({**SENSORS, "inputs": [[1, 2, 3]]}, "inputs[0][0]", "list of 3 finite float32 numbers"),
-    ({**SENSORS, "inputs": [[[1, 2]]]}, "inputs[0][0]", "list of 3 finite float32 numbers"),
-    ({**SENSORS, "inputs": [[[1, 2, "3"]]]}, "inputs[0][0][2]", "finite"),
-    ({**SENSORS, "inputs": [[[1, 2, 3], [1, None, 3]]]}, "inputs[0][1][1]", "finite"),
-    ({**SENSORS, "inputs": [[[1, 2, 1e39]]]}, "inputs[0][0][2]", "finite"),
-    (
-        {**GOOD, "colour": "red"},
-        "colour",
-        "known fields are model, inputs, version, return, states, session, start, end, steps, deadline_ms, priority",
-    ),
+    *(({**GOOD, "inputs": [value]}, "inputs[0]", part) for value, part in ((None, "null"), ({"text": "who"}, "an object"))),
+    *(({**GOOD, "inputs": [[1, value]]}, "inputs[0][1]", "whole number") for value in (2.5, True)),
+    *(({**GOOD, "inputs": [[1], [1, id]]}, "inputs[1][1]", IDS) for id in (-1, len(WORDS), 2**63, 10**400)),
+    ({**SENSORS, "inputs": ["who"]}, "inputs[0]", ROWS),
+    *(({**SENSORS, "inputs": [rows]}, "inputs[0][0]", ROWS) for rows in ([1, 2, 3], [[1, 2]])),
+    *(({**SENSORS, "inputs": [[[1, 2, value]]]}, "inputs[0][0][2]", "finite") for value in ("3", None, 1e39)),
+    ({**GOOD, "colour": "red"}, "colour", FIELDS),
     ({**GOOD, "session": 7}, "session", "string"),
-    ({**GOOD, "session": "s", "start": "yes"}, "start", "boolean"),
-    ({**GOOD, "session": "s", "end": None}, "end", "boolean"),
+    *(({**GOOD, "session": "s", name: value}, name, "boolean") for name, value in (("start", "yes"), ("end", None))),
     ({**GOOD, "return": ["everything"]}, "return[0]", "embedding"),
-    ({**GOOD, "return": "embedding"}, "return", "array"),
-    ({**GOOD, "return": ["embedding"] * 9}, "return", ""),
+    *(({**GOOD, "return": value}, "return", part) for value, part in (("embedding", "array"), (["embedding"] * 9, ""))),
     ({**GOOD, "steps": 2}, "steps", "requires session"),
     ({**GOOD, "session": "a", "steps": -1}, "steps", "greater than or equal to 0"),
     ({**GOOD, "session": "a", "steps": 2**64}, "steps", "less than or equal to 9223372036854775807"),
-    ({**GOOD, "deadline_ms": 0}, "deadline_ms", "greater than 0"),
-    ({**GOOD, "deadline_ms": "5"}, "deadline_ms", "number"),
+    *(({**GOOD, "deadline_ms": value}, "deadline_ms", part) for value, part in ((0, "greater than 0"), ("5", "number"))),
     ({**GOOD, "deadline_ms": 10**9}, "deadline_ms", "SEQSERVE_MAX_DEADLINE_MS is 60000"),
-    ({**GOOD, "priority": 11}, "priority", "less than or equal to 10"),
-    ({**GOOD, "priority": 0.5}, "priority", "integer"),
+    *(({**GOOD, "priority": value}, "priority", part) for value, part in ((11, "less than or equal to 10"), (0.5, "integer"))),
     ({**GOOD, "version": [1]}, "version", "string"),
 ]
 

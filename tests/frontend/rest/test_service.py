@@ -1,6 +1,9 @@
-"""POST /infer to the real service: answers, the list of models, and statistics."""
+"""POST /infer to the real service: answers, the list of models, statistics, and the times of its stages."""
 
 from __future__ import annotations
+
+import re
+from typing import Any
 
 import pytest
 
@@ -78,3 +81,52 @@ def test_server_counts_and_times_its_requests(server: Server) -> None:
     assert words["last_inference"] > 1_600_000_000_000
     for path in ("/v2/models/nobody/stats", "/v2/models/words/versions/3/stats"):
         assert server.client.get(path).status_code == 404
+
+
+# Server-Timing names the stages of a request, for a client that asks for it.
+
+ORDER = ["parse", "channel", "queue", "stage_in", "device_wait", "compute", "stage_out", "reply", "encode", "total"]
+TEXT = {"model": "words", "inputs": ["how far is the sea ?"]}
+SEVERAL = {"model": "words", "inputs": ["how far", "is the sea ?", "who"]}
+LONG = {"model": "sensors", "inputs": [[[0.1, 0.2, 0.3]] * 3000]}
+"""Runs in several batches."""
+CHUNK = {"model": "sensors", "inputs": [[[0.1, 0.2, 0.3]] * 3], "session": "timed", "end": True}
+
+
+def timing(server: Server, body: dict[str, Any], prefer: str = "server-timing") -> dict[str, float]:
+    answer = server.client.post("/infer", json=body, headers={"prefer": prefer})
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["preference-applied"] == "server-timing"
+    return {name: float(duration) for name, duration in re.findall(r"(\w+);dur=([\d.]+)", answer.headers["server-timing"])}
+
+
+@pytest.mark.parametrize("body", [TEXT, SEVERAL, LONG, CHUNK], ids=["text", "several", "long", "chunk"])
+def test_stages_of_a_request_add_up(body: dict[str, Any], server: Server) -> None:
+    stages = timing(server, body)
+    assert list(stages) == ORDER
+    total = stages.pop("total")
+    assert 0 < stages["compute"] < total and 0 < sum(stages.values()) <= total + 0.01
+
+
+@pytest.mark.parametrize("prefer", ["server-timing", "respond-async, Server-Timing", "server-timing; x=1"])
+def test_preference_may_stand_among_others(prefer: str, server: Server) -> None:
+    assert timing(server, TEXT, prefer)["total"] > 0
+
+
+@pytest.mark.parametrize("headers", [{}, {"prefer": "respond-async"}, {"prefer": "server-timing-other"}, {"te": "trailers"}])
+def test_others_get_no_header(headers: dict[str, str], server: Server) -> None:
+    answer = server.client.post("/infer", json=TEXT, headers=headers)
+    assert "server-timing" not in answer.headers and "preference-applied" not in answer.headers
+    refused = server.client.post("/infer", json={**TEXT, "inputs": [1]}, headers={"prefer": "server-timing"})
+    assert refused.status_code == 400 and "server-timing" not in refused.headers
+
+
+def test_request_without_steps_has_the_stages_that_it_passed(server: Server) -> None:
+    stages = timing(server, {"model": "words", "inputs": [""]})
+    assert list(stages) == ["parse", "reply", "encode", "total"]
+
+
+def test_time_of_an_engine_is_counted(server: Server) -> None:
+    before = server.metric("seqserve_device_busy_seconds_total", engine="0")
+    compute = timing(server, LONG)["compute"] / 1000
+    assert server.metric("seqserve_device_busy_seconds_total", engine="0") - before >= compute - 0.001, "times are rounded"
