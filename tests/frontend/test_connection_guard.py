@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
@@ -40,13 +41,21 @@ class Connection:
         self.closed.append("aborted")
 
 
-def guard_of(*connections: Connection) -> tuple[ConnectionGuard, Metrics]:
-    metrics = Metrics()
-    return ConnectionGuard(SETTINGS, metrics, lambda: [*connections], fail), metrics
-
-
 def fail(error: Exception) -> None:
     raise error
+
+
+class Guard(ConnectionGuard):
+    """The guard of some connections."""
+
+    def __init__(self, *connections: Connection, report: Callable[[Exception], object] = fail) -> None:
+        self.metrics = Metrics()
+        super().__init__(SETTINGS, self.metrics, lambda: [*connections], report)
+
+    @property
+    def closed(self) -> dict[tuple[str, ...], list[float]]:
+        """How many connections the guard has closed, by reason."""
+        return self.metrics.connections_closed.values
 
 
 @pytest.mark.parametrize(
@@ -60,12 +69,14 @@ def fail(error: Exception) -> None:
     ],
 )
 def test_connection_is_closed_after_its_limit(connection: Connection, last_moment: float, end: str, reason: str) -> None:
-    guard, metrics = guard_of(connection)
+    """A request may run for long."""
+    running = Connection(Phase.RUNNING)
+    guard = Guard(connection, running)
     guard.sweep(last_moment)
     assert connection.closed == []
     guard.sweep(last_moment + 0.1)
-    assert connection.closed == [end]
-    assert metrics.connections_closed.values == {(reason,): [1.0]}
+    assert connection.closed == [end] and running.closed == []
+    assert guard.closed == {(reason,): [1.0]}
 
 
 class FaultyConnection(Connection):
@@ -81,32 +92,15 @@ def test_faulty_connection_ends_alone(monkeypatch: pytest.MonkeyPatch, aborts: b
     faulty, idle, reported = FaultyConnection(), Connection(Phase.IDLE), list[str]()
     if not aborts:
         monkeypatch.setattr(faulty, "abort", lambda: faulty.unread_since(0))
-    guard = ConnectionGuard(SETTINGS, Metrics(), lambda: [faulty, idle], lambda error: reported.append(str(error)))
-    guard.sweep(16)
+    Guard(faulty, idle, report=lambda error: reported.append(str(error))).sweep(16)
     assert reported == ["no transport"]
     assert idle.closed == ["closed"] and faulty.closed == ["aborted"] * aborts
-
-
-def test_running_request_may_take_long() -> None:
-    connection = Connection(Phase.RUNNING)
-    guard, _ = guard_of(connection)
-    guard.sweep(1e6)
-    assert connection.closed == []
-
-
-def test_connections_with_the_most_unread_bytes_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection_guard, "MAX_UNREAD_BYTES", 100)
-    small, large, larger = (Connection(Phase.RUNNING, unread_bytes=size) for size in (40, 50, 60))
-    guard, metrics = guard_of(large, larger, small)
-    guard.sweep(0)
-    assert [small.closed, large.closed, larger.closed] == [[], [], ["aborted"]]
-    assert metrics.connections_closed.values == {("slow_reader",): [1.0]}
 
 
 @pytest.mark.parametrize("count", [1, MIN_PART, MIN_PART + 1, 2 * PARTS * MIN_PART + 1])
 def test_sweep_looks_at_many_connections_in_parts(count: int) -> None:
     connections = [Connection(Phase.IDLE) for _ in range(count)]
-    guard, _ = guard_of(*connections)
+    guard = Guard(*connections)
     most = max(MIN_PART, math.ceil(count / PARTS))
     guard.sweep(16)
     closed = [sum(map(len, (connection.closed for connection in connections)))]
@@ -117,10 +111,10 @@ def test_sweep_looks_at_many_connections_in_parts(count: int) -> None:
     assert all(connection.closed == ["closed"] for connection in connections)
 
 
-def test_unread_bytes_are_limited_after_the_last_part(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connections_with_the_most_unread_bytes_are_closed_after_the_last_part(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection_guard, "MAX_UNREAD_BYTES", 100)
     connections = [Connection(Phase.RUNNING, unread_bytes=size) for size in (60, 50, *[0] * MIN_PART)]
-    guard, _ = guard_of(*connections)
+    guard = Guard(*connections)
     guard.sweep(0)
     assert not connections[0].closed
     guard.continue_sweep(0)
@@ -132,9 +126,9 @@ def test_unread_bytes_are_limited_after_the_last_part(monkeypatch: pytest.Monkey
 def test_unread_bytes_are_freed_when_memory_is_short() -> None:
     sizes = (FEW_BYTES, FEW_BYTES + 1, 2 * FEW_BYTES, 4 * FEW_BYTES)
     few, more, many, most = (Connection(Phase.RUNNING, unread_bytes=size) for size in sizes)
-    guard, metrics = guard_of(many, few, most, more)
+    guard = Guard(many, few, most, more)
     guard.free_unread(-1)
-    assert not metrics.connections_closed.values
+    assert not guard.closed
     guard.free_unread(5 * FEW_BYTES)
     assert [few.closed, more.closed, many.closed, most.closed] == [[], [], ["aborted"], ["aborted"]]
     guard.free_unread(1 << 40)
@@ -144,33 +138,33 @@ def test_unread_bytes_are_freed_when_memory_is_short() -> None:
 def test_longest_idle_connection_makes_room_first() -> None:
     old, new = Connection(phase_began=1), Connection(phase_began=2)
     dripping = Connection(Phase.RECEIVING, phase_began=0)
-    guard, metrics = guard_of(new, dripping, old)
+    guard = Guard(new, dripping, old)
     assert guard.make_room(2, 0)
     assert [old.closed, new.closed, dripping.closed] == [[], [], []]
     assert not guard.make_room(3, 0), "its socket closes later"
     assert [old.closed, new.closed, dripping.closed] == [["aborted"], [], []]
-    assert metrics.connections_closed.values == {("too_many",): [1.0]}
+    assert guard.closed == {("too_many",): [1.0]}
 
 
 def test_no_connection_closes_while_others_are_not_open_yet() -> None:
     """No connection of a silent burst can be closed yet. A kept connection would close in their place."""
     kept = Connection(Phase.KEPT)
-    guard, metrics = guard_of(kept)
+    guard = Guard(kept)
     assert guard.make_room(1, 1)
     assert not guard.make_room(1, 2)
-    assert (kept.closed, metrics.connections_closed.values) == ([], {})
+    assert (kept.closed, guard.closed) == ([], {})
     assert not guard.make_room(3, 0)
     assert kept.closed == ["aborted"]
 
 
 def test_running_connections_make_no_room() -> None:
     dripping, running = Connection(Phase.RECEIVING), Connection(Phase.RUNNING)
-    guard, metrics = guard_of(running, dripping)
+    guard = Guard(running, dripping)
     assert not guard.make_room(3, 0)
     assert dripping.closed == ["aborted"]
-    guard, metrics = guard_of(running, running, running)
+    guard = Guard(running, running, running)
     assert not guard.make_room(3, 0)
-    assert (running.closed, metrics.connections_closed.values) == ([], {})
+    assert (running.closed, guard.closed) == ([], {})
 
 
 def test_default_limit_leaves_open_files_for_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
