@@ -17,7 +17,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 
 from service.access.keys import create
-from service.access.scopes import KEY_SCOPES, Scope
+from service.access.scopes import Scope
 from service.frontend.app import build_app
 from service.frontend.dispatch.dispatcher import Dispatcher
 from service.frontend.oip.protobuf import METHODS, SERVICE
@@ -103,31 +103,26 @@ SPELLINGS = (
     *("//{}", "/{}/", "/./{}", "/../{}", "/x/../{}", "/%2f{}", "/{};x", "/{}?x", "/{}%00", "/{}%20", "/{}#x", "/%2e/{}"),
     "http://localhost/{}",
 )
+OVERRIDES = "X-Original-URL: /healthz\r\nX-Rewrite-URL: /healthz\r\nX-HTTP-Method-Override: GET\r\n"
 
 
-OVERRIDES = (b"", b"X-Original-URL: /healthz\r\nX-Rewrite-URL: /healthz\r\n", b"X-HTTP-Method-Override: GET\r\n")
-
-
-def test_other_spellings_of_a_path_admit_nobody(guarded: Guarded) -> None:
-    for method, path in (("POST", "v2/repository/models/words/unload"), ("POST", "infer"), ("GET", "metrics")):
-        spellings = (*SPELLINGS, f"/{path.upper()}", f"/%{ord(path[0]):02x}{path[1:]}")
-        for target, headers in ((spelling.format(path), each) for spelling in spellings for each in OVERRIDES):
-            with raw_websocket.connection(guarded.local) as client:
-                lines = f"{method} {target} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\nConnection: close\r\n"
-                client.sendall(lines.encode() + headers + b"\r\n{}")
-                status = int(client.recv(1 << 16).split(b" ")[1])
-            assert status in (307, 400, 401, 404, 405), target  # 307 leads to the path without its last slash
+@pytest.mark.parametrize("path", ["v2/repository/models/words/unload", "infer"])
+def test_other_spellings_of_a_path_admit_nobody(path: str, guarded: Guarded) -> None:
+    spellings = [spelling.format(path) for spelling in SPELLINGS]
+    for target in (*spellings, f"/{path.upper()}", f"/%{ord(path[0]):02x}{path[1:]}"):
+        with raw_websocket.connection(guarded.local) as client:
+            lines = f"POST {target} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\nConnection: close\r\n{OVERRIDES}"
+            client.sendall(f"{lines}\r\n{{}}".encode())
+            status = int(client.recv(1 << 16).split(b" ")[1])
+        assert status in (307, 400, 401, 404, 405), target  # 307 leads to the path without its last slash
 
 
 def test_socket_needs_a_key_with_sessions(guarded: Guarded) -> None:
     url = guarded.address.replace("http", "ws") + "/stream?model=sensors"
     for token, status in ((None, 401), ("wrong", 401), (guarded.scoped[Scope.INFER], 403)):
-        with pytest.raises(InvalidStatus) as refused, connect(url, additional_headers=bearer(token)):
-            pass
+        with pytest.raises(InvalidStatus) as refused:
+            connect(url, additional_headers=bearer(token))
         assert refused.value.response.status_code == status
-    with connect(url, additional_headers=bearer(guarded.tenants["sales"])) as socket:
-        socket.send('{"input": [[1, 2, 3]]}')
-        assert '"outputs"' in str(socket.recv())
 
 
 def test_sessions_of_other_tenants_look_unknown(guarded: Guarded) -> None:
@@ -149,15 +144,13 @@ def test_sessions_of_other_tenants_look_unknown(guarded: Guarded) -> None:
 
 
 def test_tenant_may_not_open_more_sessions_than_its_key_allows(guarded: Guarded) -> None:
-    small, sales = guarded.tenants["few"], guarded.tenants["sales"]
-    assert [guarded.chunk(small, id).status_code for id in "ab"] == [200, 200]
-    refused = guarded.chunk(small, "c")
+    few = guarded.tenants["few"]
+    assert [guarded.chunk(few, id).status_code for id in "abc"] == [200, 200, 429]
+    state = guarded.send("GET", "/sessions/a/state", few).content
+    refused = guarded.send("PUT", "/sessions/c/state", few, content=state)
     assert (refused.status_code, refused.json()["code"]) == (429, "too_many_sessions") and "retry-after" in refused.headers
-    state = guarded.send("GET", "/sessions/a/state", small).content
-    assert guarded.send("PUT", "/sessions/c/state", small, content=state).status_code == 429
-    assert guarded.chunk(sales, "c", end=True).status_code == 200
-    assert guarded.chunk(small, "a", end=True).status_code == 200
-    assert [guarded.chunk(small, id, end=True).status_code for id in "cb"] == [200, 200]
+    assert guarded.chunk(guarded.tenants["sales"], "c", end=True).status_code == 200
+    assert [guarded.chunk(few, id, end=True).status_code for id in "acb"] == [200, 200, 200]
 
 
 def test_priority_has_the_ceiling_of_the_key(guarded: Guarded) -> None:
@@ -190,17 +183,6 @@ def test_revoked_key_ends_its_open_streams(guarded: Guarded) -> None:
         kept.send('{"input": [[1, 2, 3]]}')
         assert '"outputs"' in str(kept.recv(timeout=60))
     assert guarded.infer(token).status_code == 401 and guarded.infer(guarded.tenants["sales"]).status_code == 200
-
-
-def test_document_names_the_scope_of_each_endpoint(guarded: Guarded) -> None:
-    document = guarded.local.client.get("/openapi.json").json()
-    assert document["components"]["securitySchemes"] == {"key": {"type": "http", "scheme": "bearer"}}
-    for path, methods in document["paths"].items():
-        for method, described in methods.items():
-            scopes = HTTP_SCOPES[next(known for known in HTTP_SCOPES if known.replace(":path", "") == path)]
-            expected = {scopes} if isinstance(scopes, Scope) else set(scopes.values())
-            named = {scope for each in described.get("security", []) for scope in each["key"]}
-            assert named == expected & set(KEY_SCOPES), (method, path)
 
 
 @pytest.mark.parametrize(

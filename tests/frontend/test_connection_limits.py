@@ -151,9 +151,14 @@ def test_unfinished_requests_get_408(limited: InProcess) -> None:
             assert reply.startswith(b"HTTP/1.1 408 Request Timeout\r\n") and b'"code":"request_timeout"' in reply
 
 
-def test_silent_connection_is_closed(limited: InProcess) -> None:
+def test_silent_connections_are_closed_and_make_room(limited: InProcess) -> None:
     assert reply_to(limited, b"") == b""
     assert limited.metric("seqserve_connections_closed_total", reason="idle") > 0
+    with ExitStack() as silent:
+        for _ in range(100):
+            silent.enter_context(connection(limited))
+        assert limited.infer("words", ["how far"]).status_code == 200
+        eventually(lambda: limited.metric("seqserve_connections_closed_total", reason="too_many") > 0)
 
 
 def test_reader_that_stops_reading_is_disconnected(limited: InProcess) -> None:

@@ -64,14 +64,10 @@ def test_header_names_the_session(heads: InProcess, path: str) -> None:
         refused = infer(heads, header, path, session="here")
         assert (refused.status_code, refused.json()["field"]) == (400, field)
     assert heads.client.delete("/sessions/here/state").status_code == 404, "no session was opened"
-
-
-@PATHS
-def test_header_comes_once_and_takes_one_input(heads: InProcess, path: str) -> None:
+    assert "names a session" in infer(heads, "a", path, inputs=[[1], [1]]).json()["error"]
     twice = [(SESSION_HEADER, "a"), (SESSION_HEADER, "a"), *(GENERAL.items() if path == "general" else ())]
     refused = heads.client.post("/infer", json={"model": "accumulator", "inputs": [[1]]}, headers=twice)
     assert (refused.status_code, refused.json()["field"]) == (400, SESSION_HEADER)
-    assert "names a session" in infer(heads, "a", path, inputs=[[1], [1]]).json()["error"]
 
 
 @PATHS
@@ -132,25 +128,16 @@ def test_metadata_names_the_sequence(heads: InProcess, path: str) -> None:
             with pytest.raises(grpc.RpcError) as raised:
                 steps(request, *sessions)
             assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    close(heads, "a", "b")
-
-
-def test_stream_with_metadata_carries_one_sequence(heads: InProcess) -> None:
-    starts: list[dict[str, Any]] = [{"sequence_start": True}, {}, {"sequence_id": "b", "sequence_start": True}]
-    requests = [message(**parameters) for parameters in (*starts, {"sequence_id": "a"})]
-    with grpc.insecure_channel(heads.grpc) as channel:
-        method = channel.stream_stream(
+        stream = channel.stream_stream(
             f"{SERVICE}/ModelStreamInfer",
             service_pb2.ModelInferRequest.SerializeToString,
             service_pb2.ModelStreamInferResponse.FromString,
         )
-        answers = list(method(iter(requests), metadata=[(SESSION_HEADER, "a")], timeout=60))
-        with pytest.raises(grpc.RpcError) as raised:
-            list(method(iter(requests), metadata=[(SESSION_HEADER, "stream:1")], timeout=60))
-    assert [answer.infer_response.parameters["sequence_steps"].int64_param for answer in answers] == [1, 2, 0, 3]
-    assert "sequence_id is b and the header x-session-id is a: " in answers[2].error_message
-    assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    close(heads, "a")
+        other = message(sequence_id="b", sequence_start=True)
+        answers = list(stream(iter([message(), other, message(sequence_id="a")]), metadata=[(SESSION_HEADER, "a")], timeout=60))
+    assert [answer.infer_response.parameters["sequence_steps"].int64_param for answer in answers] == [4, 0, 5]
+    assert "sequence_id is b and the header x-session-id is a: " in answers[1].error_message
+    close(heads, "a", "b")
 
 
 def test_handshake_names_the_session(heads: InProcess) -> None:

@@ -87,16 +87,6 @@ def test_client_beyond_a_limit_is_closed_with_a_code(limited: InProcess, data: b
     assert closed(limited, reason) == before + 1
 
 
-def test_slow_pings_and_few_fragments_are_within_the_limits(limited: InProcess) -> None:
-    with open_socket(limited) as client:
-        for at in range(0, len(MESSAGE), 7):
-            opcode = CONTINUATION if at else TEXT
-            client.sendall(frame(PING, b"%d" % at) + frame(opcode, MESSAGE[at : at + 7], last=at + 7 >= len(MESSAGE)))
-            assert receive_frame(client) == (PONG, b"%d" % at)
-        opcode, reply = receive_frame(client)
-        assert (opcode, json.loads(reply)["session"]["steps"]) == (TEXT, 1)
-
-
 def mixed_frames() -> Iterator[bytes]:
     """Yield messages of all lengths of a head, whole, in fragments, with pings between, masked, and two messages that are refused."""
     row = b"[0.1, -2.0, 30.0]"

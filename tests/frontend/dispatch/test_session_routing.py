@@ -8,26 +8,17 @@ import msgspec
 import pytest
 
 from service.errors import DeadlineExceeded, EngineLost, Overloaded, SessionLost, Unavailable, UnknownSession
-from service.frontend.dispatch.connection import Answered
 from service.frontend.dispatch.dispatcher import Dispatcher
 from service.ipc.channel import encode
 from service.ipc.messages import Cancel, Done, EndSession, ExportSession, ImportSession, Refusal, Request
 from service.ipc.session_file import Origin, SessionFile
 from service.ipc.session_placement import engine_of_session
 from service.metrics import Metrics
-from tests.frontend.dispatch.test_dispatcher import in_loop, lose, meet, meet_two, request, send
+from tests.frontend.dispatch.test_dispatcher import in_loop, lose, meet, meet_two, request, send, tails
 
 NAMES = [str(number) for number in range(20)]
 ORIGIN = Origin("words", "1", "", 1)
 FIRST, SECOND = ([name for name in NAMES if engine_of_session(name, 2) == place] for place in (0, 1))
-
-
-async def chunk(dispatcher: Dispatcher, session: str, tail: bytes = b"", seconds: float = 60.0) -> asyncio.Task[Answered]:
-    """Start a chunk and let it reach its engine."""
-    asked = msgspec.structs.replace(request(seconds, steps=1), session=session)
-    task = asyncio.ensure_future(dispatcher.submit(asked, tail))
-    await asyncio.sleep(0)
-    return task
 
 
 def a_file(size: int) -> SessionFile:
@@ -39,7 +30,7 @@ def a_file(size: int) -> SessionFile:
 async def test_chunk_goes_to_its_sessions_engine_however_busy(dispatcher: Dispatcher, metrics: Metrics) -> None:
     engine_processes = await meet_two(dispatcher)
     for name in NAMES * 2:
-        await chunk(dispatcher, name, name.encode())
+        await send(dispatcher, name.encode(), session=name)
     for engine, names in zip(engine_processes, (FIRST, SECOND), strict=True):
         assert [bytes(frame.tail).decode() for frame in await engine.frames(2 * len(names))] == names * 2
 
@@ -47,37 +38,33 @@ async def test_chunk_goes_to_its_sessions_engine_however_busy(dispatcher: Dispat
 @in_loop(places=2)
 async def test_session_is_refused_only_while_its_engine_restarts(dispatcher: Dispatcher, metrics: Metrics) -> None:
     with pytest.raises(Unavailable, match="loading"):
-        await chunk_result(dispatcher, FIRST[0])
+        await (await send(dispatcher, session=FIRST[0]))
     first_engine, second_engine = await meet_two(dispatcher)
     await lose(dispatcher, first_engine)
     with pytest.raises(EngineLost, match="of this session") as raised:
-        await chunk_result(dispatcher, FIRST[0])
+        await (await send(dispatcher, session=FIRST[0]))
     assert raised.value.retry_after == 1
     with pytest.raises(EngineLost, match="of this session"):
         await dispatcher.end_session(FIRST[0])
-    await chunk(dispatcher, SECOND[0], b"unharmed")
-    await send(dispatcher, tail=b"stateless")
-    assert [frame.tail for frame in await second_engine.frames(2)] == [b"unharmed", b"stateless"]
+    await send(dispatcher, b"unharmed", session=SECOND[0])
+    await send(dispatcher, b"stateless")
+    assert await tails(second_engine, 2) == [b"unharmed", b"stateless"]
     await lose(dispatcher, second_engine)
     with pytest.raises(EngineLost, match="no engine is running"):
-        await chunk_result(dispatcher, FIRST[0])
-
-
-async def chunk_result(dispatcher: Dispatcher, session: str) -> Answered:
-    return await (await chunk(dispatcher, session))
+        await (await send(dispatcher, session=FIRST[0]))
 
 
 @in_loop(places=2)
 async def test_chunk_of_a_lost_engine_waits_for_its_successor(dispatcher: Dispatcher, metrics: Metrics) -> None:
     first_engine, second_engine = await meet_two(dispatcher)
-    task = await chunk(dispatcher, FIRST[0], b"lost")
+    task = await send(dispatcher, b"lost", session=FIRST[0])
     [sent] = await first_engine.frames(1)
     await lose(dispatcher, first_engine)
     second_engine.channel.receive()
     await lose(dispatcher, second_engine)
     second_engine = await meet(dispatcher, 1)
-    await chunk(dispatcher, SECOND[0], b"of another")
-    assert [frame.tail for frame in await second_engine.frames(1)] == [b"of another"]
+    await send(dispatcher, b"of another", session=SECOND[0])
+    assert await tails(second_engine, 1) == [b"of another"]
     successor = await meet(dispatcher, 0)
     [again] = await successor.frames(1)
     assert (again.message, again.id, again.tail) == (
@@ -94,14 +81,14 @@ async def test_chunk_of_a_lost_engine_waits_for_its_successor(dispatcher: Dispat
 @in_loop(places=2)
 async def test_late_chunk_reports_the_lost_engine(dispatcher: Dispatcher, metrics: Metrics) -> None:
     first_engine, _ = await meet_two(dispatcher)
-    task = await chunk(dispatcher, FIRST[0], seconds=1.0)
+    task = await send(dispatcher, session=FIRST[0], seconds=0.5)
     await first_engine.frames(1)
     first_engine.channel.close()
     with pytest.raises(EngineLost, match="before the deadline"):
         await task
     successor = await meet(dispatcher, 0)
     with pytest.raises(DeadlineExceeded):
-        await (await chunk(dispatcher, FIRST[0], b"another", seconds=0.05))
+        await (await send(dispatcher, b"another", session=FIRST[0], seconds=0.05))
     frames = await successor.frames(2)
     assert [(type(frame.message), frame.tail) for frame in frames] == [(Request, b"another"), (Cancel, b"")]
 
@@ -140,7 +127,7 @@ async def test_calls_to_a_lost_engine_fail(dispatcher: Dispatcher, metrics: Metr
         with pytest.raises(EngineLost, match="before it replied"):
             await one
     successor = await meet(dispatcher)
-    await chunk(dispatcher, "d")
+    await send(dispatcher, session="d")
     assert [type(frame.message) for frame in await successor.frames(1)] == [Request]
 
 
