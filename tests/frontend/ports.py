@@ -67,6 +67,12 @@ async def limited(problem: str) -> AsyncIterator[None]:
         raise AssertionError(f"{problem}: {error!r}") from error
 
 
+async def until(condition: Callable[[], object]) -> None:
+    async with limited("the state is not reached"):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
 class Ports:
     """The ports of a frontend, and the engine that it has met."""
 
@@ -119,8 +125,10 @@ async def connected(make_protocol: Callable[[], asyncio.Protocol]) -> AsyncItera
     server = await asyncio.get_running_loop().create_server(make_protocol, "127.0.0.1")
     try:
         reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
-        yield reader, writer
-        writer.transport.abort()
+        try:
+            yield reader, writer
+        finally:
+            writer.transport.abort()
     finally:
         server.close()
 

@@ -28,25 +28,18 @@ class Budget(RetryBudget):
 
     def __init__(self) -> None:
         self.now = 100.0
-        super().__init__(Metrics(), lambda: self.now)
+        self.metrics = Metrics()
+        super().__init__(self.metrics, lambda: self.now)
 
-    def invites(self) -> bool:
-        """Return whether the budget invites the client of a refused request to retry."""
-        error = Overloaded("the queue is full", retry_after=1)
+    def refuse(self, kind: type[ServiceError] = Overloaded, retry_after: int = 1) -> ServiceError:
+        """Return the error of a refused request."""
+        error = kind("retry later", retry_after=retry_after)
         self.charge(error)
-        assert (error.retry_after == 1) is not error.final
-        return not error.final
+        return error
 
     def spend(self) -> int:
         """Return how many retries the budget invites until it is spent."""
-        count = 0
-        while self.invites():
-            count += 1
-        return count
-
-    @property
-    def discouraged(self) -> float:
-        return self._metrics.retries_discouraged.values.get((), [0.0])[0]
+        return sum(1 for _ in iter(lambda: self.refuse().final, True))
 
 
 @pytest.fixture
@@ -70,41 +63,25 @@ def test_retries_are_a_share_of_the_answered_requests(budget: Budget) -> None:
         if chance.random() < 0.5:
             budget.answered += 1
         else:
-            invited += budget.invites()
+            invited += not budget.refuse().final
     assert invited == pytest.approx(SHARE * 10_000, rel=0.03)
-    assert budget.discouraged == pytest.approx(9_000, rel=0.03)
+    assert budget.metrics.retries_discouraged.values[()] == [pytest.approx(9_000, rel=0.03)]
 
 
 def test_clients_beyond_the_budget_wait_for_different_times(budget: Budget) -> None:
     budget.spend()
-    delays = set()
-    for _ in range(500):
-        error = Overloaded("the queue is full", retry_after=1)
-        budget.charge(error)
-        delays.add(error.retry_after)
     least, most = REPEATED_SECONDS
-    assert delays == set(range(least, most + 1))
-    error = Overloaded("the queue is full", retry_after=60)
-    budget.charge(error)
-    assert (error.final, error.retry_after) == (True, 60), "a longer predicted wait is kept"
-
-
-@pytest.mark.parametrize("kind", [EngineLost, QuotaExceeded])
-def test_other_errors_are_not_changed(kind: type[ServiceError], budget: Budget) -> None:
-    budget.spend()
-    error = kind("retry later", retry_after=1)
-    budget.charge(error)
-    assert (error.final, error.retry_after) == (False, 1)
-    assert budget.discouraged == 1
+    assert {budget.refuse().retry_after for _ in range(500)} == set(range(least, most + 1))
+    assert budget.refuse(retry_after=60).retry_after == 60, "a longer predicted wait is kept"
+    for kind in (EngineLost, QuotaExceeded):
+        error = budget.refuse(kind)
+        assert (error.final, error.retry_after) == (False, 1), "other errors are not changed"
 
 
 def test_final_error_forbids_retries_over_grpc(budget: Budget) -> None:
-    error = OutOfMemory("no memory", retry_after=1)
-    budget.charge(error)
-    assert "grpc-retry-pushback-ms" not in dict(error_status(error).metadata)
+    assert "grpc-retry-pushback-ms" not in dict(error_status(budget.refuse(OutOfMemory)).metadata)
     budget.spend()
-    budget.charge(error)
-    assert dict(error_status(error).metadata)["grpc-retry-pushback-ms"] == "-1"
+    assert dict(error_status(budget.refuse(OutOfMemory)).metadata)["grpc-retry-pushback-ms"] == "-1"
 
 
 def test_clients_of_a_full_service_are_asked_to_give_up(models_folder: Path, tmp_path: Path) -> None:

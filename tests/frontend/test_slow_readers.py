@@ -13,7 +13,7 @@ from service.frontend import connection_guard, websocket_protocol
 from service.frontend.connection_guard import UnreadBytes
 from service.frontend.delivery import Delivery, delivery
 from service.frontend.websocket_protocol import WebSocketProtocol
-from tests.frontend.ports import Ports, connected, watched, with_ports
+from tests.frontend.ports import Ports, connected, until, watched, with_ports
 from tests.raw_websocket import handshake
 
 
@@ -66,7 +66,9 @@ def test_without_the_kernel_the_write_buffer_tells_what_is_read() -> None:
     assert unread.since(transport, 6, written_bytes=200) == 6, "more was written, and the rest is no larger"
 
 
-def test_ping_behind_unread_replies_may_be_answered_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_websocket_of_a_slow_reader_is_not_read_and_stays_open_while_it_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The time for a pong begins again while the client reads the data in front of the ping."""
     sockets, known = watched((WebSocketProtocol,), monkeypatch), [Delivery(0, 10)]
     monkeypatch.setattr(websocket_protocol, "delivery", lambda _: known[-1])
@@ -76,6 +78,11 @@ def test_ping_behind_unread_replies_may_be_answered_later(tmp_path: Path, monkey
             writer.write(handshake("model=words"))
             await reader.readuntil(b"\r\n\r\n")
             protocol: Any = sockets[0]()
+            await until(protocol.transport.is_reading)
+            protocol.pause_writing()
+            assert not protocol.transport.is_reading(), "only the buffers of the kernel fill"
+            protocol.resume_writing()
+            await until(protocol.transport.is_reading)
             protocol.send_keepalive_ping()
             for received in (1, 2):
                 known.append(Delivery(received, 10))

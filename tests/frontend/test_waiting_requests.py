@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from service.frontend.http_protocol import HttpProtocol
 from service.frontend.start_queue import LongWaits, StartQueue
 from service.metrics import CUT_OFF, GONE
 from tests.frontend.http2.peer import reset
-from tests.frontend.ports import BODY, Ports, connected, hot, limited, watched, with_ports
+from tests.frontend.ports import BODY, Ports, connected, hot, until, watched, with_ports
 from tests.frontend.test_freed_connections import GREETING, call, infer
 from tests.raw_websocket import TEXT, frame, handshake
 
@@ -47,12 +46,6 @@ class HeldStarts(StartQueue):
 def starts_of(ports: Ports) -> HeldStarts:
     assert isinstance(ports.frontend.starts, HeldStarts)
     return ports.frontend.starts
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with limited("the state is not reached"):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 def test_grpc_requests_that_end_before_their_turn_are_counted(tmp_path: Path) -> None:

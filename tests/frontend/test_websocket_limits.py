@@ -29,7 +29,7 @@ from tests.raw_websocket import (
     open_socket,
     receive_frame,
 )
-from tests.serving import check_unharmed, eventually
+from tests.serving import check_unharmed
 
 MESSAGE = json.dumps({"input": [[0.1, -2.0, 30.0]]}).encode()
 MAX_SOCKETS = 20
@@ -152,26 +152,3 @@ def test_incomplete_messages_share_a_budget(limited: InProcess) -> None:
         with suppress(OSError):
             second.sendall(frame(BINARY, bytes(990_000))[:-1])
         assert sorted([close_code(first), close_code(second)]) == [1008, 1013]
-
-
-LONG_MESSAGE = json.dumps({"input": [[0.1, -2.0, 30.0]] * 400}).encode()
-"""Its reply has some 60 KB."""
-ENDLESS_BYTES = 128 << 20
-"""More than all buffers of the kernel."""
-
-
-def test_client_that_does_not_read_is_not_read_either(limited: InProcess) -> None:
-    """Only the buffers of the kernel fill. Then the connection closes."""
-    before, flood = closed(limited, "slow_reader"), frame(TEXT, LONG_MESSAGE)
-    with open_socket(limited) as client:
-        for buffer in (socket.SO_RCVBUF, socket.SO_SNDBUF):
-            client.setsockopt(socket.SOL_SOCKET, buffer, 4096)
-        client.settimeout(1)
-        sent, unsent = 0, flood
-        with suppress(ConnectionError):
-            while sent < ENDLESS_BYTES and closed(limited, "slow_reader") == before:
-                with suppress(TimeoutError):
-                    size = client.send(unsent)
-                    sent, unsent = sent + size, unsent[size:] or flood  # a full socket takes a part of a frame
-        assert sent < ENDLESS_BYTES
-        eventually(lambda: closed(limited, "slow_reader") > before)

@@ -208,9 +208,3 @@ def test_binary_chunk_is_validated(catalog: Catalog, model: str, data: bytes, re
     with pytest.raises(refusal[0]) as raised:
         raw(catalog, model, data)
     check(raised.value, refusal)
-
-
-def test_error_in_a_chunk_names_the_field_input(catalog: Catalog) -> None:
-    with pytest.raises(InvalidInput) as raised:
-        chunk_request(catalog, "model=speller", Chunk([1, 99]), start=False)
-    check(raised.value, (InvalidInput, "input[1]", "from 0 to 11"))

@@ -12,7 +12,7 @@ from tests.kernels.families import cpu_backends
 from tests.models import LABELS, WORDS
 from tests.serving import Server
 
-COUNTS = ("request_success", "count", "exec_count")
+COUNTS = {"request_success": 1, "count": 2, "exec_count": 1}
 TIMES = ("request", "queue", "compute_input", "compute_infer", "compute_output")
 STAGES = {
     **dict.fromkeys(("parse", "channel", "reply", "encode", "total"), 1),
@@ -37,17 +37,6 @@ def test_texts_and_ids_get_labels_scores_and_vectors(server: Server) -> None:
     assert first["version"] == "1" and first["outputs"][0]["scores"] != answer["outputs"][0]["scores"]
 
 
-def test_each_stage_of_a_request_is_timed(server: Server) -> None:
-    before = {stage: server.metric("seqserve_stage_seconds_count", model="words", stage=stage) for stage in STAGES}
-    answered = server.metric("seqserve_requests_total", model="words", outcome="ok")
-    assert server.infer("words", [QUESTION, "who"]).status_code == 200
-    assert server.metric("seqserve_requests_total", model="words", outcome="ok") == answered + 1
-    for stage, added in STAGES.items():
-        assert server.metric("seqserve_stage_seconds_count", model="words", stage=stage) == before[stage] + added, stage
-    assert server.metric("seqserve_ready") == 1
-    assert server.metric("seqserve_kernel_backend_info", model="words", version="1", backend=cpu_backends("lstm")[0]) == 1
-
-
 def test_models_are_listed_with_device_and_backends(server: Server) -> None:
     listed = server.client.get("/models").json()["models"]
     assert [(model["name"], model["version"], model["ready"], model["streams"]) for model in listed] == [
@@ -58,21 +47,20 @@ def test_models_are_listed_with_device_and_backends(server: Server) -> None:
     assert "layers.0: folded table" in listed[1]["backends"]
 
 
-def test_server_counts_and_times_its_requests(server: Server) -> None:
-    def counts() -> list[float]:
-        named = [f"nv_inference_{name}" for name in COUNTS]
-        return [server.metric(name, model="words", version="2") for name in (*named, "seqserve_batches_total")]
+def test_requests_and_their_stages_are_counted(server: Server) -> None:
+    def counts() -> dict[str, float]:
+        stages = {stage: server.metric("seqserve_stage_seconds_count", model="words", stage=stage) for stage in STAGES}
+        named = {name: server.metric(f"nv_inference_{name}", model="words", version="2") for name in COUNTS}
+        failed = server.metric("nv_inference_request_failure", model="words", reason="OTHER")
+        return stages | named | {"ok": server.metric("seqserve_requests_total", model="words", outcome="ok"), "failed": failed}
 
     before = counts()
-    for _ in range(5):
-        assert server.infer("words", [QUESTION, QUESTION]).status_code == 200
-    answered, sequences, runs, batches = (after - count for after, count in zip(counts(), before, strict=True))
-    assert (answered, sequences, runs) == (5, 10, batches)
+    assert [server.infer("words", inputs).status_code for inputs in ([QUESTION, "who"], [1])] == [200, 400]
+    grown = {name: count - before[name] for name, count in counts().items()}
+    assert grown == {**STAGES, "total": 2, **COUNTS, "ok": 1, "failed": 1}
     assert all(server.metric(f"nv_inference_{name}_duration_us", model="words") > 0 for name in TIMES)
-    failed = server.metric("nv_inference_request_failure", model="words", reason="OTHER")
-    assert server.infer("words", [1]).status_code == 400
-    assert server.metric("nv_inference_request_failure", model="words", reason="OTHER") == failed + 1
-    assert server.metric("nv_inference_pending_request_count", model="words") == 0
+    assert server.metric("nv_inference_pending_request_count", model="words") == 0 < server.metric("seqserve_ready")
+    assert server.metric("seqserve_kernel_backend_info", model="words", version="1", backend=cpu_backends("lstm")[0]) == 1
     for path, names in (("", ["sensors", "words", "words"]), ("/words", ["words"] * 2), ("/words/versions/2", ["words"])):
         found = server.client.get(f"/v2/models{path}/stats").json()["model_stats"]
         assert [model["name"] for model in found] == names
