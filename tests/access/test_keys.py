@@ -95,12 +95,6 @@ def test_name_that_could_not_be_stored_is_refused(name: str, file: Path) -> None
     assert not file.exists()
 
 
-def test_name_is_given_once(file: Path) -> None:
-    create(file, "reader", INFER, "sales")
-    with pytest.raises(SettingsError, match="already has a key named reader"):
-        create(file, "reader", INFER, "sales")
-
-
 @pytest.mark.parametrize("limit", [{"weight": 0.0}, {"weight": 1e3}, {"max_sessions": -1}, {"max_bytes_per_second": -5}])
 def test_limit_that_cannot_be_is_refused(limit: dict[str, Any], file: Path) -> None:
     with pytest.raises(SettingsError, match=f"{next(iter(limit))} is"):
@@ -117,8 +111,10 @@ def test_key_that_was_replaced_is_revoked(file: Path) -> None:
     assert ring.current(old.key) is None and ring.current(new.key) == new
 
 
-def test_tenant_has_one_weight(file: Path) -> None:
+def test_names_differ_and_a_tenant_has_one_weight(file: Path) -> None:
     create(file, "reader", INFER, "sales", weight=2.0)
+    with pytest.raises(SettingsError, match="already has a key named reader"):
+        create(file, "reader", INFER, "sales", weight=2.0)
     with pytest.raises(SettingsError, match="the tenant sales have the weights 2 and 1: give all of them one weight"):
         create(file, "writer", INFER, "sales")
     create(file, "other", INFER, "support")

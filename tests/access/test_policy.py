@@ -51,6 +51,7 @@ def test_other_hosts_and_pages_of_other_origins_are_refused(headers: dict[str, A
 def test_client_of_an_allowed_host_may_infer_and_not_administrate() -> None:
     policy = AccessPolicy(Settings(allowed_hosts="Model.example, other.example"))
     assert admit(policy, host="model.example:80") is ANYBODY
+    assert admit(Settings(insecure=True, host="0.0.0.0", allowed_hosts="*"), Scope.ADMIN, host="example.com") is LOCAL
     for scope in (Scope.ADMIN, Scope.DEBUG, Scope.STATE):
         with pytest.raises(Forbidden, match=f"{scope} is for local clients"):
             admit(policy, scope, host="model.example")
@@ -59,10 +60,6 @@ def test_client_of_an_allowed_host_may_infer_and_not_administrate() -> None:
 def test_own_pages_and_allowed_origins_are_admitted() -> None:
     for origin in ("http://localhost:8000", "https://app.example"):
         assert admit(Settings(allowed_origins="https://App.example"), origin=origin) is LOCAL
-
-
-def test_insecure_service_serves_everybody_under_its_names() -> None:
-    assert admit(Settings(insecure=True, host="0.0.0.0", allowed_hosts="*"), Scope.ADMIN, host="example.com") is LOCAL
 
 
 def test_with_keys_every_caller_needs_one(file: Path) -> None:

@@ -153,10 +153,6 @@ def test_tenant_may_not_open_more_sessions_than_its_key_allows(guarded: Guarded)
     assert [guarded.chunk(few, id, end=True).status_code for id in "acb"] == [200, 200, 200]
 
 
-def test_priority_has_the_ceiling_of_the_key(guarded: Guarded) -> None:
-    assert [guarded.infer(guarded.tenants["sales"], priority=priority).status_code for priority in (1, 2)] == [200, 403]
-
-
 def test_revoked_key_ends_its_open_streams(guarded: Guarded) -> None:
     """And its requests. A stream of another key stays open."""
     before = guarded.file.read_text()
@@ -183,21 +179,6 @@ def test_revoked_key_ends_its_open_streams(guarded: Guarded) -> None:
         kept.send('{"input": [[1, 2, 3]]}')
         assert '"outputs"' in str(kept.recv(timeout=60))
     assert guarded.infer(token).status_code == 401 and guarded.infer(guarded.tenants["sales"]).status_code == 200
-
-
-@pytest.mark.parametrize(
-    "request_bytes",
-    [
-        b"POST /infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: 999999999999\r\n\r\n",
-        b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"A: b\r\n" * 200 + b"\r\n",
-        b"not HTTP\r\n\r\n",
-    ],
-)
-def test_refusals_of_the_protocol_have_the_headers_of_all_answers(request_bytes: bytes, guarded: Guarded) -> None:
-    with raw_websocket.connection(guarded.local) as client:
-        client.sendall(request_bytes)
-        head = client.recv(1 << 16).partition(b"\r\n\r\n")[0].lower()
-    assert head.startswith(b"http/1.1 4") and head.count(b"x-content-type-options: nosniff") == 1
 
 
 @pytest.mark.parametrize(

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import queue
-import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 from tritonclient.grpc import service_pb2
-from websockets.exceptions import InvalidStatus
-from websockets.sync.client import ClientConnection, connect
 
 from service.frontend import connection_guard
 from tests.frontend.in_process import InProcess, in_process
@@ -25,7 +21,6 @@ from tests.serving import eventually
 CHUNK = '{"input": [1]}'
 HOT, GENERAL = hot(b'{"model": "accumulator", "inputs": [[1]]}'), b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
 CLOSES = b"connection: close"
-AGE = 0.2
 
 
 @pytest.fixture
@@ -79,25 +74,6 @@ def test_old_connections_close_after_the_replies_to_what_has_arrived(
             assert CLOSES in replies(client, last, 1)
         with connection(service) as client:
             assert replies(client, HOT + last, 2).count(CLOSES) == 1
-
-
-def test_streams_outlive_the_age(service: InProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection_guard, "REPLICA_CONNECTION_SECONDS", AGE)
-    url = service.address.replace("http", "ws") + "/stream?model=accumulator"
-
-    def opened() -> ClientConnection | None:
-        """Return a stream, unless the machine was so busy that its connection was too old for the handshake."""
-        with suppress(InvalidStatus):
-            return connect(url, proxy=None)
-        return None
-
-    with eventually(opened) as stream, grpc.insecure_channel(service.grpc) as channel:
-        call, until = StreamCall(channel), time.monotonic() + 2 * AGE
-        while time.monotonic() < until:
-            stream.send(CHUNK)
-            assert '"outputs"' in str(stream.recv(timeout=60))
-            call.chunk()
-        call.close()
 
 
 def test_drain_ends_connections_after_their_replies(service: InProcess) -> None:

@@ -41,10 +41,6 @@ def expected(every_head: Path) -> dict[str, Any]:
         "tokens": {"ids": ids.tolist(), "scores": tokens.tolist()},
         "vectors": {"embedding": [0.0] * 10},
         "steps": {"sequence": []},
-        "state": {
-            "layers.1.0.forward.hidden": numbers["layers.1.0.forward.start"].tolist(),
-            "layers.1.0.forward.cell": numbers["layers.1.0.forward.start_cell"].tolist(),
-        },
     }
 
 
@@ -68,22 +64,6 @@ def test_empty_rows_are_answered_among_others(heads_server: Server, expected: di
 def test_text_without_words_is_an_empty_sequence(heads_server: Server) -> None:
     answers = outputs(heads_server.infer("words", ["how far", "", "sea", "  "]))
     assert answers[1] == answers[3] == outputs(heads_server.infer("words", [[]]))[0] != answers[0]
-
-
-def test_state_after_no_step_is_the_state_before(heads_server: Server, expected: dict[str, Any]) -> None:
-    given = {"layers.1.0.forward.cell": [0.5, -1.0, 2.0]}
-    batches: list[list[list[int]]] = [[[], [], [1, 2]], [[], []]]
-    for inputs in batches:
-        states = [{}, given, given][: len(inputs)]
-        answers = outputs(heads_server.infer("numbers", inputs, states=states, **{"return": ["state"]}))
-        assert nearly_equal([answer["state"] for answer in answers[:2]], [expected["state"], expected["state"] | given])
-    alone = outputs(heads_server.infer("numbers", [[1, 2]], states=[given], **{"return": ["state"]}))
-    assert nearly_equal(answers[2:] or alone, alone)
-
-
-def test_large_request_may_have_empty_sequences(heads_server: Server, expected: dict[str, Any]) -> None:
-    body = json.dumps({"model": "numbers", "inputs": [[1] * 60, []]}) + " " * MAX_LOOP_BODY_BYTES
-    assert nearly_equal(outputs(heads_server.client.post("/infer", content=body))[1], expected["numbers"])
 
 
 def infer(server: Server, model: str, lengths: list[int], **ids: Any) -> dict[str, Any]:

@@ -50,6 +50,10 @@ def test_http_reply_names_its_request(heads: InProcess, general: dict[str, str])
         assert MADE.fullmatch(made.headers["x-request-id"]), path
         assert given.headers.get_list("x-request-id") == ["a-b.c:1"]
         assert given.status_code == made.status_code
+    trace = {"traceparent": f"00-{7:032x}-{'ab' * 8}-01"}
+    sent = heads.client.post("/infer", json=BODY, headers=general | trace).headers["x-request-id"]
+    [line] = eventually(partial(lines_of, heads, sent))
+    assert (line["trace_id"], line["outcome"], line["sequences"], line["tokens"]) == (f"{7:032x}", "ok", 1, 3)
 
 
 @pytest.mark.parametrize("general", [b"", b"TE: trailers\r\n"])
@@ -67,19 +71,6 @@ def test_malformed_id_is_replaced_and_not_logged(heads: InProcess, general: byte
         if b" 200 " in status:
             eventually(partial(lines_of, heads, made))
     assert b"evil" not in heads.log_file.read_bytes()
-
-
-def test_ids_and_traces_of_a_kept_connection_differ(heads: InProcess) -> None:
-    """The heads of these requests differ only in the headers that identify them: the rest of a head is remembered."""
-    for number in range(3):
-        trace = f"{number + 1:032x}"
-        sent = {"x-request-id": f"kept-{number}", "traceparent": f"00-{trace}-{'ab' * 8}-01"}
-        assert heads.client.post("/infer", json=BODY, headers=sent).headers["x-request-id"] == f"kept-{number}"
-        [line] = eventually(partial(lines_of, heads, f"kept-{number}"))
-        assert (line["trace_id"], line["outcome"], line["sequences"], line["tokens"]) == (trace, "ok", 1, 3)
-    plain = heads.client.post("/infer", json={**BODY, "model": "nobody"}).headers["x-request-id"]
-    [line] = eventually(lambda: lines_of(heads, plain))
-    assert "trace_id" not in line and (line["status"], line["model"]) == ("404", "unknown")
 
 
 def test_messages_of_a_websocket_have_the_id_of_the_handshake(heads: InProcess) -> None:

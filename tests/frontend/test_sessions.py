@@ -20,7 +20,7 @@ from loadtest import oip_requests
 from service.ipc.session_placement import engine_of_session
 from tests import models
 from tests.planted import Gate
-from tests.serving import Server, eventually, nearly_equal, serving, stopped
+from tests.serving import Server, eventually, nearly_equal, serving
 
 ROW = [0.1, -0.2, 0.3]
 HUGE = [[3e38] * 3] * 6
@@ -114,15 +114,6 @@ def test_chunks_over_http_and_grpc_run_in_sequence(shared: Server) -> None:
         answers = [pool.submit(over_grpc if number % 2 else over_http) for number in range(1, 16)]
     assert sorted(answer.result() for answer in answers) == list(range(2, 17))
     assert delete(shared, "both").json() == {"session": "both"}
-
-
-def test_session_continues_at_any_frontend(shared: Server) -> None:
-    whole = shared.infer("speller", [IDS[:2]]).json()["outputs"]
-    for number, id in enumerate(IDS[:2]):
-        with stopped(shared.pid(f"frontend-{number % 2}")):
-            answer = ask(shared, "speller", [id], "anywhere", end=number == 1)
-        assert steps(answer) == number + 1
-    assert nearly_equal(answer.json()["outputs"], whole)
 
 
 def test_state_continues_in_another_engine_bit_for_bit(shared: Server) -> None:

@@ -131,10 +131,3 @@ async def test_overload_is_refused_beside_what_can_be_decoded(frontend: Frontend
     while frontend.queue.must_wait(frontend.now):
         await frontend.tick()
     assert frontend.refused == [], "the overload ends when nothing was refused for a while"
-
-
-@run
-async def test_flood_faster_than_refusals_leaves_half_of_the_capacity(frontend: Frontend) -> None:
-    capacity = await frontend.overload(200, ticks=100)
-    assert len(frontend.started) > 0.45 * capacity
-    assert max(frontend.waits) < LONG_WAIT, "the newest requests are started"

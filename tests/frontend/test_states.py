@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -57,15 +56,6 @@ def test_infer_starts_from_states_and_returns_them(
     assert nearly_equal(heads_server.infer(NAME, INPUTS, states=[{}, {}, sent[2]]).json()["outputs"][:2], plain[:2])
     assert plain != heads_server.infer(NAME, INPUTS, states=sent).json()["outputs"]
     assert heads_server.metric("seqserve_state_slots_used", model=NAME) == 0
-
-
-def test_states_of_one_answer_continue_in_the_next_request(heads_server: Server) -> None:
-    whole = heads_server.infer(NAME, INPUTS[2:]).json()["outputs"][0]["value"]
-    states: list[dict[str, Any]] = [{}]
-    for begin, end in pairwise((0, 1, 17, 40)):
-        [output] = heads_server.infer(NAME, [INPUTS[2][begin:end]], states=states, **STATE).json()["outputs"]
-        states = [output["state"]]
-    assert output["value"] == pytest.approx(whole, abs=1e-6)
 
 
 @pytest.mark.parametrize("library", [triton_http, triton_grpc])

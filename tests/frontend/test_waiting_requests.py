@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from loadtest.oip_requests import PATH
-from service.errors import Overloaded
-from service.frontend import start_queue
-from service.frontend.decoder.turns import Turns
 from service.frontend.http_protocol import HttpProtocol
-from service.frontend.start_queue import LongWaits, StartQueue
+from service.frontend.start_queue import StartQueue
 from service.metrics import CUT_OFF, GONE
 from tests.frontend.http2.peer import reset
 from tests.frontend.ports import BODY, Ports, connected, hot, until, watched, with_ports
@@ -110,29 +105,3 @@ def test_slow_websocket_client_gains_no_time_from_a_busy_frontend(tmp_path: Path
             assert len(set(began[FRAME_HEAD_BYTES:])) == 1
 
     with_ports(tmp_path, test, HeldStarts)
-
-
-@pytest.mark.usefixtures("without_collections")
-def test_refused_body_at_the_decoder_is_freed_without_a_garbage_collection(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(start_queue, "PATIENCE_SECONDS", 0.0)
-    bodies: list[weakref.ref[Any]] = []
-
-    class Body:
-        pass
-
-    async def wait(turns: Turns) -> None:
-        body = Body()
-        bodies.append(weakref.ref(body))
-        await turns.take()
-
-    async def refuse() -> list[Any]:
-        turns = Turns(LongWaits(0.0))
-        waiting = [asyncio.ensure_future(wait(turns)) for _ in range(4)]
-        await asyncio.sleep(0.01)
-        for _ in waiting:
-            turns.end()
-            await asyncio.sleep(0.001)
-        return [type(task.exception()) for task in waiting]
-
-    kinds = asyncio.run(refuse())
-    assert Overloaded in kinds and [body() for body in bodies] == [None] * 4

@@ -290,17 +290,6 @@ async def test_requests_unread_at_the_report_are_added_to_it(dispatcher: Dispatc
 
 
 @in_loop()
-async def test_cancelled_request_leaves_the_predicted_wait(dispatcher: Dispatcher, metrics: Metrics) -> None:
-    first_engine, _ = await meet_two(dispatcher)
-    leaving, _ = await send(dispatcher, steps=9), await send(dispatcher, steps=3)
-    leaving.cancel()
-    await asyncio.wait([leaving])
-    await send(dispatcher, b"next")
-    frames = [(type(frame.message), frame.tail) for frame in await first_engine.frames(3)]
-    assert frames == [(Request, b""), (Cancel, b""), (Request, b"next")]
-
-
-@in_loop()
 async def test_requests_of_a_lost_engine_move_to_another(dispatcher: Dispatcher, metrics: Metrics) -> None:
     first_engine, second_engine = await meet_two(dispatcher)
     calls = [await send(dispatcher, tail) for tail in (b"first", b"second", b"third")]

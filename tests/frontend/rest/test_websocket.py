@@ -109,12 +109,10 @@ def test_invalid_handshake_is_refused_with_an_error_body(
     ("request_lines", "problem"),
     [
         (b"GET /stream HTTP/1.1\r\n", "missing Sec-WebSocket-Key header"),
-        (b"GET /stream HTTP/1.1\r\nSec-WebSocket-Key: short\r\n", "invalid Sec-WebSocket-Key header"),
-        (b"GET /stream HTTP/1.1\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n", "missing Sec-WebSocket-Version header"),
         (b"POST /stream HTTP/1.1\r\nContent-Length: 0\r\n", "allows only GET"),
         (b"GET /stream HTTP/1.1\r\nName: " + b"x" * 9000 + b"\r\n", "no more than 8192 bytes"),
     ],
-    ids=["no key", "key", "no version", "POST", "long header"],
+    ids=["no key", "POST", "long header"],
 )
 def test_malformed_handshake_is_refused_with_an_error_body(local: InProcess, request_lines: bytes, problem: str) -> None:
     with connection(local) as client, client.makefile("rb") as reader:
