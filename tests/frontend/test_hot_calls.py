@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -65,6 +66,7 @@ class Exchange:
         self.origin, self.request_id = origin, origin.request_id or b"made"
         self.trace_headers: tuple[Header, ...] = ()
         self.replies: list[bytes | str] = []
+        self.call: Any = None
 
     def respond(self, content: bytes, headers: bytes) -> None:
         self.replies.append(content)
@@ -77,6 +79,14 @@ class Exchange:
             await asyncio.sleep(0.001)
         assert len(self.replies) == 1
         return self.replies[0]
+
+
+def start(echo: Echo, *bodies: bytes) -> list[Exchange]:
+    """Start a request with each body."""
+    exchanges = [Exchange() for _ in bodies]
+    for exchange, body in zip(exchanges, bodies, strict=True):
+        exchange.call = echo.start(HEAD, body, exchange, time.monotonic())
+    return exchanges
 
 
 Test = Callable[[Echo, EngineProcess, Metrics], Awaitable[None]]
@@ -110,9 +120,7 @@ def outcomes(metrics: Metrics) -> dict[str, float]:
 
 @with_echo
 async def test_answers_of_one_tick_reach_their_clients(echo: Echo, engine: EngineProcess, metrics: Metrics) -> None:
-    exchanges = [Exchange() for _ in range(3)]
-    for exchange, body in zip(exchanges, (b"first", b"large", b"third"), strict=True):
-        echo.start(HEAD, body, exchange, time.monotonic())
+    exchanges = start(echo, b"first", b"large", b"third")
     for frame in await engine.frames(3):
         engine.send(encode(Answer(), frame.id, (frame.tail,)))
     assert [await exchange.reply() for exchange in exchanges] == [b"first", b"LARGE", b"third"]
@@ -121,14 +129,12 @@ async def test_answers_of_one_tick_reach_their_clients(echo: Echo, engine: Engin
 
 @with_echo
 async def test_refused_requests_are_counted_once(echo: Echo, engine: EngineProcess, metrics: Metrics) -> None:
-    assert echo.start(HEAD, b"unusual", Exchange(), time.monotonic()) is None, "the general path counts it"
-    with pytest.raises(ServiceError):
-        echo.start(HEAD, b"unknown", Exchange(), time.monotonic())
-    with pytest.raises(ZeroDivisionError):
-        echo.start(HEAD, b"bug in build", Exchange(), time.monotonic())
+    assert start(echo, b"unusual")[0].call is None, "the general path counts it"
+    for body, error in ((b"unknown", ServiceError), (b"bug in build", ZeroDivisionError)):
+        with pytest.raises(error):
+            start(echo, body)
     echo.abandon()
-    exchange = Exchange()
-    echo.start(HEAD, b"refused", exchange, time.monotonic())
+    [exchange] = start(echo, b"refused")
     [frame] = await engine.frames(1)
     engine.send(encode(Refusal.of(Overloaded("full")), frame.id))
     assert await exchange.reply() == "overloaded"
@@ -137,9 +143,7 @@ async def test_refused_requests_are_counted_once(echo: Echo, engine: EngineProce
 
 @with_echo
 async def test_bug_in_writing_answers_every_client(echo: Echo, engine: EngineProcess, metrics: Metrics) -> None:
-    exchanges = [Exchange(), Exchange()]
-    for exchange, body in zip(exchanges, (b"bug in write", b"without bugs"), strict=True):
-        echo.start(HEAD, body, exchange, time.monotonic())
+    exchanges = start(echo, b"bug in write", b"without bugs")
     engine.send(b"".join(encode(Answer(), frame.id, (frame.tail,)) for frame in await engine.frames(2)))
     assert [await exchange.reply() for exchange in exchanges] == ["inference_failed"] * 2
     assert outcomes(metrics) == {"inference_failed": 2}
@@ -149,43 +153,31 @@ async def test_bug_in_writing_answers_every_client(echo: Echo, engine: EnginePro
 async def test_large_answer_is_written_by_itself(echo: Echo, engine: EngineProcess, metrics: Metrics) -> None:
     """A small answer of the same tick does not wait for it. It is counted once, however it ends."""
     large = bytes(LARGE_ANSWER_BYTES)
-    answers = [b"large" + large, b"small", b"bug" + large, b"wrong" + large]
-    exchanges, gone = [Exchange() for _ in answers], Exchange()
-    calls = [echo.start(HEAD, b"body", exchange, time.monotonic()) for exchange in exchanges]
-    left = echo.start(HEAD, b"body", gone, time.monotonic())
-    for call, answer in zip((*calls, left), (*answers, b"gone" + large), strict=True):
-        assert call is not None
-        call.answered(Answer(), answer)
+    exchanges = start(echo, *[b"body"] * 5)
+    for exchange, answer in zip(exchanges, (b"large" + large, b"small", b"bug" + large, b"wrong" + large, b"gone" + large), strict=True):
+        exchange.call.answered(Answer(), answer)
     await asyncio.sleep(0)
-    assert [exchange.replies for exchange in exchanges] == [[], [b"small"], [], []]
-    assert left is not None
-    left.disconnect()
-    assert [await exchange.reply() for exchange in exchanges] == [b"large", b"small", "inference_failed", "invalid_input"]
-    assert gone.replies == []
+    assert [exchange.replies for exchange in exchanges] == [[], [b"small"], [], [], []]
+    exchanges[4].call.disconnect()
+    replies = [await exchange.reply() for exchange in exchanges[:4]]
+    assert replies == [b"large", b"small", "inference_failed", "invalid_input"] and exchanges[4].replies == []
     assert outcomes(metrics) == {"ok": 2, "inference_failed": 1, "invalid_input": 1, "client_gone": 1}
 
 
 @with_echo
-async def test_disconnected_client_is_counted_once_and_gets_nothing(
-    echo: Echo, engine: EngineProcess, metrics: Metrics
-) -> None:
-    """The client leaves before the answer, in the tick of the answer, or while its reply is compressed."""
-    early, late, compressing = Exchange(), Exchange(), Exchange()
-    calls = [
-        echo.start(HEAD, body, to, time.monotonic())
-        for body, to in ((b"early", early), (b"later", late), (b"large", compressing))
-    ]
-    assert calls[0] is not None and calls[1] is not None and calls[2] is not None
+async def test_client_that_leaves_is_counted_once_and_gets_nothing(echo: Echo, engine: EngineProcess, metrics: Metrics) -> None:
+    """Before the answer, in the tick of the answer, or while its reply is compressed."""
+    early, late, compressing = exchanges = start(echo, b"early", b"later", b"large")
     first, second, third = await engine.frames(3)
-    calls[0].disconnect()
+    early.call.disconnect()
     [cancel] = await engine.frames(1)
     assert (type(cancel.message), cancel.id) == (Cancel, first.id)
-    calls[1].answered(Answer(), second.tail)
-    calls[1].disconnect()
-    calls[2].answered(Answer(), third.tail)
+    late.call.answered(Answer(), second.tail)
+    late.call.disconnect()
+    compressing.call.answered(Answer(), third.tail)
     await asyncio.sleep(0)
-    calls[2].disconnect()
+    compressing.call.disconnect()
     await asyncio.sleep(0.1)
-    assert [early.replies, late.replies, compressing.replies] == [[], [], []]
+    assert [exchange.replies for exchange in exchanges] == [[], [], []]
     assert outcomes(metrics) == {"client_gone": 2, "ok": 1}
-    assert [call.pending for call in calls if call] == [None] * 3, "no cycle waits for the garbage collector"
+    assert [exchange.call.pending for exchange in exchanges] == [None] * 3, "no cycle waits for the garbage collector"

@@ -94,7 +94,7 @@ def with_guesser(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> With:
     return run
 
 
-@pytest.mark.parametrize("path", ["/infer", "/v2/models/words/infer", "/v2/models/words/versions/1/infer"])
+@pytest.mark.parametrize("path", ["/infer", "/v2/models/words/versions/1/infer"])
 def test_wrong_key_is_refused_without_a_task(path: str, with_guesser: With) -> None:
     """Also if the request arrives in parts, when it is complete."""
 
