@@ -54,12 +54,9 @@ def refused(action: Callable[..., object], *arguments: object) -> bool:
 @pytest.mark.parametrize(
     "percent, small, large, opens, continues",
     [
-        (0, True, True, True, True),
-        (84, True, True, True, True),
-        (85, True, False, False, True),
-        (94, True, False, False, True),
-        (95, False, False, False, False),
-        (120, False, False, False, False),
+        *((percent, True, True, True, True) for percent in (0, 84)),
+        *((percent, True, False, False, True) for percent in (85, 94)),
+        *((percent, False, False, False, False) for percent in (95, 120)),
     ],
 )
 def test_requests_are_refused_by_the_share_in_use(

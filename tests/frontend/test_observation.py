@@ -128,14 +128,6 @@ def test_slow_requests_are_always_traced_and_logged(tracing: Watch) -> None:
     assert (line["event"], line["level"], line["ms"]["total"]) == ("slow request", "warning", 21.0)
 
 
-def test_trace_has_what_the_tracer_needs(tracing: Watch) -> None:
-    service = tracing(1.0)
-    service.end(origin=Origin(b"an-id"))
-    [trace] = service.traces
-    assert (trace.request_id, trace.model, trace.version, trace.caller) == ("an-id", "words", "1", "local")
-    assert (trace.status, trace.sequences, trace.tokens, trace.queued, trace.runs) == ("200", 2, 7, 10.002, [RUN])
-
-
 def test_traces_are_limited_and_dropped_at_a_full_socket(tracing: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that asks for traces of all its requests does not fill the receiver."""
     service, before = tracing(), time.monotonic()
@@ -155,9 +147,12 @@ def test_traces_are_limited_and_dropped_at_a_full_socket(tracing: Watch, monkeyp
     assert counts["dropped",] == [1.0] and len(service.traces) == 1
 
 
-def test_traced_requests_are_examples_of_their_stages(tracing: Watch) -> None:
+def test_trace_has_what_the_tracer_needs_and_is_an_example_of_its_stages(tracing: Watch) -> None:
     service = tracing()
-    service.end(origin=SAMPLED)
+    service.end(origin=SAMPLED._replace(request_id=b"an-id"))
+    [trace] = service.traces
+    assert (trace.request_id, trace.model, trace.version, trace.caller) == ("an-id", "words", "1", "local")
+    assert (trace.status, trace.sequences, trace.tokens, trace.queued, trace.runs) == ("200", 2, 7, 10.002, [RUN])
     examples = {labels[2]: example for (labels, _), example in service.metrics.stage_seconds.examples.items()}
     assert {example.trace for example in examples.values()} == {TRACE}
     seconds = dict.fromkeys(("parse", "channel", "queue", "stage_in", "stage_out", "encode"), 0.001)
