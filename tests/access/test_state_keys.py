@@ -104,10 +104,3 @@ def test_wrong_file_is_refused_by_its_line(lines: list[str], problem: str, file:
     with pytest.raises(SettingsError, match=f"^state key file {re.escape(str(file))}.*{problem}") as raised:
         keys_of(file)
     assert not lines or not lines[-1] or lines[-1] not in str(raised.value), "the error repeats no secret"
-
-
-def test_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "bytes").write_bytes(b"\xff\xfe")
-    for name in ("missing", ".", "bytes"):
-        with pytest.raises(SettingsError, match=r"^state key file "):
-            keys_of(tmp_path / name)

@@ -96,11 +96,7 @@ def test_score_is_the_shortest_decimal_of_its_float32() -> None:
 
 
 @pytest.mark.parametrize(
-    "head",
-    [
-        *(CLASSIFY, {**CLASSIFY, "labels": ["50 %", 'a "quote"', "日本"]}),
-        *(REGRESS, {**REGRESS, "outputs": 3}),
-    ],
+    "head", [*(CLASSIFY, {**CLASSIFY, "labels": ["50 %", 'a "quote"', "日本"]}), *(REGRESS, {**REGRESS, "outputs": 3})]
 )
 def test_answers_written_together_equal_those_written_alone(head: dict[str, Any]) -> None:
     writer, width = OutputWriter(spec(**head)), len(head.get("labels", ())) or head.get("outputs", 1)

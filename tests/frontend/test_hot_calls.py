@@ -154,7 +154,9 @@ async def test_large_answer_is_written_by_itself(echo: Echo, engine: EngineProce
     """A small answer of the same tick does not wait for it. It is counted once, however it ends."""
     large = bytes(LARGE_ANSWER_BYTES)
     exchanges = start(echo, *[b"body"] * 5)
-    for exchange, answer in zip(exchanges, (b"large" + large, b"small", b"bug" + large, b"wrong" + large, b"gone" + large), strict=True):
+    for exchange, answer in zip(
+        exchanges, (b"large" + large, b"small", b"bug" + large, b"wrong" + large, b"gone" + large), strict=True
+    ):
         exchange.call.answered(Answer(), answer)
     await asyncio.sleep(0)
     assert [exchange.replies for exchange in exchanges] == [[], [b"small"], [], [], []]

@@ -23,7 +23,6 @@ from tests.planted import Gate
 from tests.serving import Server, eventually, nearly_equal, serving
 
 ROW = [0.1, -0.2, 0.3]
-HUGE = [[3e38] * 3] * 6
 IDS = [1, 5, 11, 0, 3, 3, 7, 2, 9]
 MAX_SESSIONS = 8
 
@@ -34,9 +33,6 @@ def shared(gate: Gate, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
     root = tmp_path_factory.mktemp("models")
     models.sensors(root)
     models.speller(root)
-    conv = {"kind": "conv", "filters": 4, "width": 3, "padding": "causal"}
-    rows = {"kind": "features", "features": 3, "max_steps": 500}
-    models.made_up(root, "summer", rows, conv, head={"kind": "embed", "pool": "mean"})
     flags = ("--device", "cpu,cpu", "--frontends", "2")
     settings = {"state_slots": "2", "max_sessions": str(MAX_SESSIONS), "lame_duck_seconds": "0.2"}
     long = {"default_deadline_ms": "600000", "max_deadline_ms": "600000"}
@@ -152,14 +148,6 @@ def test_errors_of_sessions_have_their_codes_and_change_nothing(shared: Server) 
     for gone in (delete(shared, "one"), shared.client.get("/sessions/one/state")):
         assert code(gone) == (404, "unknown_session")
     assert shared.metric("seqserve_sessions") == 0
-
-
-def test_chunk_that_is_not_finite_is_refused_by_its_field(shared: Server) -> None:
-    refused = ask(shared, "summer", HUGE, "driven")
-    assert (*code(refused), refused.json()["field"]) == (400, "invalid_input", "inputs[0]")
-    with streamed(shared, "model=summer") as stream:
-        assert tell(stream, input=HUGE)["field"] == "input"
-        assert tell(stream, input=[ROW], end=True)["session"]["steps"] == 1
 
 
 def test_state_that_cannot_continue_is_refused(shared: Server) -> None:

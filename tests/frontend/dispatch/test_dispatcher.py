@@ -277,19 +277,6 @@ def test_reported_backlog_counts_until_its_time_has_passed() -> None:
 
 
 @in_loop()
-async def test_requests_unread_at_the_report_are_added_to_it(dispatcher: Dispatcher, metrics: Metrics) -> None:
-    first_engine, second_engine = await meet_two(dispatcher)
-    first, _ = await send(dispatcher), await send(dispatcher, steps=4)
-    (read,) = await first_engine.frames(1)
-    await send(dispatcher, steps=4)
-    await asyncio.sleep(0)
-    first_engine.answer(read, backlog=0.0)
-    await first
-    await send(dispatcher, b"equal, and chosen longest ago")
-    assert await tails(second_engine, 2) == [b"", b"equal, and chosen longest ago"]
-
-
-@in_loop()
 async def test_requests_of_a_lost_engine_move_to_another(dispatcher: Dispatcher, metrics: Metrics) -> None:
     first_engine, second_engine = await meet_two(dispatcher)
     calls = [await send(dispatcher, tail) for tail in (b"first", b"second", b"third")]
@@ -304,18 +291,6 @@ async def test_requests_of_a_lost_engine_move_to_another(dispatcher: Dispatcher,
     second_engine.answer(own, last, backlog=0.0)
     await asyncio.gather(*calls)
     assert metrics.rerun.values[()] == [2]
-
-
-@in_loop()
-async def test_cancellation_reaches_the_engine_that_has_the_request_now(dispatcher: Dispatcher, metrics: Metrics) -> None:
-    first_engine, second_engine = await meet_two(dispatcher)
-    leaving = await send(dispatcher)
-    await first_engine.frames(1)
-    first_engine.channel.close()
-    (again,) = await second_engine.frames(1)
-    leaving.cancel()
-    (frame,) = await second_engine.frames(1)
-    assert (type(frame.message), frame.id) == (Cancel, again.id)
 
 
 @in_loop()

@@ -67,11 +67,7 @@ async def test_chunk_of_a_lost_engine_waits_for_its_successor(dispatcher: Dispat
     assert await tails(second_engine, 1) == [b"of another"]
     successor = await meet(dispatcher, 0)
     [again] = await successor.frames(1)
-    assert (again.message, again.id, again.tail) == (
-        msgspec.structs.replace(sent.message, resubmitted=True),
-        sent.id,
-        b"lost",
-    )
+    assert (again.message, again.id, again.tail) == (msgspec.structs.replace(sent.message, resubmitted=True), sent.id, b"lost")
     successor.send(encode(Refusal("session_lost", "its engine ended", "session"), again.id))
     with pytest.raises(SessionLost, match="its engine ended"):
         await task

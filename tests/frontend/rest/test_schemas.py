@@ -26,6 +26,7 @@ from service.settings import Settings
 from tests import models
 
 SETTINGS = Settings()
+DEADLINES = (("0", "greater than 0"), ("nan", "nan"), ("60001", "SEQSERVE_MAX_DEADLINE_MS"))
 
 
 @pytest.fixture(scope="module")
@@ -146,9 +147,7 @@ def check(error: ServiceError, refusal: Refusal) -> None:
             (InvalidInput, "x", "known parameters are model, version, session, return, deadline_ms, priority"),
         ),
         ("model=speller&return=all", (InvalidInput, "return", "all")),
-        ("model=speller&deadline_ms=0", (InvalidInput, "deadline_ms", "greater than 0")),
-        ("model=speller&deadline_ms=nan", (InvalidInput, "deadline_ms", "nan")),
-        ("model=speller&deadline_ms=60001", (InvalidInput, "deadline_ms", "SEQSERVE_MAX_DEADLINE_MS")),
+        *((f"model=speller&deadline_ms={value}", (InvalidInput, "deadline_ms", part)) for value, part in DEADLINES),
         ("model=speller&priority=11", (InvalidInput, "priority", "less than or equal to 10")),
     ],
 )
@@ -161,14 +160,11 @@ def test_invalid_query_is_refused(catalog: Catalog, query: str, refusal: Refusal
 @pytest.mark.parametrize(
     "text, refusal",
     [
-        ("", (InvalidRequest, None, "the message is not JSON")),
-        ("{", (InvalidRequest, None, "the message is not JSON")),
+        *((text, (InvalidRequest, None, "the message is not JSON")) for text in ("", "{")),
         ("[1, 2]", (InvalidRequest, None, '{"input": ...}')),
-        ("{}", (InvalidInput, "input", "missing")),
-        ('{"inputs": [[1]]}', (InvalidInput, "input", "missing")),
+        *((text, (InvalidInput, "input", "missing")) for text in ("{}", '{"inputs": [[1]]}')),
         ('{"input": [1], "session": "s"}', (InvalidInput, "session", "known fields are input, start, end")),
-        ('{"input": [1], "end": 1}', (InvalidInput, "end", "boolean")),
-        ('{"input": [1], "start": "yes"}', (InvalidInput, "start", "boolean")),
+        *((f'{{"input": [1], "{name}": 1}}', (InvalidInput, name, "boolean")) for name in ("start", "end")),
     ],
 )
 def test_invalid_message_is_refused(text: str, refusal: Refusal) -> None:
@@ -194,9 +190,7 @@ def test_binary_chunk_equals_the_same_numbers_in_json(catalog: Catalog, model: s
     [
         *((model, b"", (InvalidInput, "input", "at least one step")) for model in ("sensors", "speller")),
         ("sensors", bytes(13), (InvalidInput, "input", "13 bytes and a step of sensors has 12: send whole steps")),
-        ("speller", bytes(6), (InvalidInput, "input", "6 bytes and a step of speller has 4")),
-        ("sensors", bytes(12 * 51), (TooLarge, "input", "51 steps")),
-        ("speller", bytes(4 * 65), (TooLarge, "input", "65 steps")),
+        *((model, bytes(size), (TooLarge, "input", "steps")) for model, size in (("sensors", 12 * 51), ("speller", 4 * 65))),
         ("sensors", struct.pack("<6f", 1, 2, 3, 4, np.nan, 6), (InvalidInput, "input[1][1]", "nan")),
         ("sensors", struct.pack("<3f", 1, 2, -np.inf), (InvalidInput, "input[0][2]", "finite float32")),
         ("speller", struct.pack("<2i", 3, 12), (InvalidInput, "input[1]", "from 0 to 11")),

@@ -40,7 +40,7 @@ def test_texts_and_ids_get_labels_scores_and_vectors(server: Server) -> None:
 def test_models_are_listed_with_device_and_backends(server: Server) -> None:
     listed = server.client.get("/models").json()["models"]
     assert [(model["name"], model["version"], model["ready"], model["streams"]) for model in listed] == [
-        *(("sensors", "1", True, True), ("words", "1", True, False), ("words", "2", True, False)),
+        *(("sensors", "1", True, True), ("words", "1", True, False), ("words", "2", True, False))
     ]
     assert (listed[0]["device"], listed[0]["backends"]) == ("cpu", [f"layers.0: {cpu_backends('lstm')[0]}"])
     assert listed[1]["head"]["labels"] == list(LABELS)
