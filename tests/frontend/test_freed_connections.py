@@ -63,11 +63,8 @@ GREETING = peer.PREFACE + peer.settings()
 CONVERSATIONS = {
     "http": {
         "hot request": Conversation(hot(BODY), b'"outputs"'),
-        "general request": Conversation(general(BODY), b'"outputs"'),
         "running and waiting hot requests": Conversation(hot(LATE_BODY) + hot(BODY) * 3),
         "running and waiting general requests": Conversation(general(LATE_BODY) + general(BODY) * 3),
-        "wrong handshake": Conversation(handshake().replace(b"Version: 13", b"Version: 1"), b"HTTP/1.1 4"),
-        "incomplete chunk": Conversation(hot(BODY) + general(BODY)[:-9], b'"outputs"'),
         "no HTTP": Conversation(b"\0\r\n\r\n", b"not valid HTTP"),
         "refusal behind a reply": Conversation(general(LATE_BODY) + b"GET /models HTTP/1.1\r\n\r\n"),
     },
@@ -76,13 +73,10 @@ CONVERSATIONS = {
         "running chunks": socket(CHUNK, *[LATE_CHUNK] * 2),
         "incomplete frame": socket(CHUNK, CHUNK[:-1], reply=b'"outputs"'),
         "wrong frame": socket(frame(CONTINUATION, CHUNK), reply=b"\x88"),
-        "no UTF-8": socket(frame(TEXT, b"\xff"), reply=b"\x88"),
-        "refused handshake": Conversation(handshake("model=nobody"), b"404"),
     },
     "grpc": {
         "hot call": Conversation(GREETING + call(PATH, infer()), b"grpc-status\x010"),
         "running hot call": Conversation(GREETING + call(PATH, infer(LATE_STEPS))),
-        "malformed hot call": Conversation(GREETING + call(PATH, b"\xff"), b"grpc-status\x013"),
         "refused call": Conversation(GREETING + call("/nothing"), b"grpc-status\x0212"),
         "reset call": Conversation(
             GREETING + call(STREAM, infer(), ended=False) + peer.reset(1) + call(LIVE, stream=3), b"grpc-status\x010"

@@ -88,11 +88,9 @@ HIDDEN = "layers.1.0.forward.hidden"
         (NAME, {"states": [{"other": []}]}, f"states[0] has other, and the states of {NAME} are {HIDDEN}"),
         (NAME, {"states": [{HIDDEN: [1.0]}]}, f"states[0].{HIDDEN} has 1 numbers: send 3"),
         (NAME, {"states": [{HIDDEN: [1, 2, 1e39]}]}, "send 3 finite float32 numbers"),
-        (NAME, {"states": [{HIDDEN: "zero"}]}, "send 3 numbers"),
-        (NAME, {"states": [{HIDDEN: [[1], 2, 3]}]}, "send 3 numbers"),
-        (NAME, {"states": {}}, "states"),
+        *((NAME, {"states": [{HIDDEN: value}]}, "send 3 numbers") for value in ("zero", [[1], 2, 3])),
         (NAME, {"states": [{}], "session": "mine"}, "a session keeps its state itself"),
-        (NAME, {"return": ["state"], "session": "mine"}, "a session keeps its state itself"),
+        (NAME, {**STATE, "session": "mine"}, "a session keeps its state itself"),
     ],
     ids=str,
 )
