@@ -89,7 +89,7 @@ def names_at(place: int, count: int, prefix: str) -> list[str]:
 
 def test_chunks_over_http_and_grpc_run_in_sequence(shared: Server) -> None:
     """Each chunk gets the result of one number of steps, over every API."""
-    results = shared.infer("speller", [[1] * count for count in range(1, 17)]).json()["outputs"]
+    results = shared.infer("speller", [[1] * count for count in range(1, 65)]).json()["outputs"]
     method = oip_requests.METHOD
     message = method.request_type(model_name="speller", raw_input_contents=[struct.pack("<i", 1)])
     message.inputs.add(name="ids", datatype="INT32", shape=[1])
@@ -107,8 +107,8 @@ def test_chunks_over_http_and_grpc_run_in_sequence(shared: Server) -> None:
 
     assert over_http() == 1, "over HTTP, the first chunk starts the session"
     with ThreadPoolExecutor(8) as pool:
-        answers = [pool.submit(over_grpc if number % 2 else over_http) for number in range(1, 16)]
-    assert sorted(answer.result() for answer in answers) == list(range(2, 17))
+        answers = [pool.submit(over_grpc if number % 2 else over_http) for number in range(1, 64)]
+    assert sorted(answer.result() for answer in answers) == list(range(2, 65))
     assert delete(shared, "both").json() == {"session": "both"}
 
 
