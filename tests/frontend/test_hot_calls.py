@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,13 @@ from service.errors import InvalidInput, Overloaded, ServiceError
 from service.frontend.catalog import ServedModel
 from service.frontend.dispatch.dispatcher import Dispatcher
 from service.frontend.hot_calls import AnsweredCall, HotEndpoint, Parsed, Reply, RequestTally
+from service.frontend.inference import ClientDisconnected, track_request
 from service.frontend.large_answers import LARGE_ANSWER_BYTES
-from service.frontend.origin import NO_ORIGIN, Header, Origin
+from service.frontend.origin import NO_ORIGIN, Header, Origin, RequestIdentity
 from service.frontend.request_heads import RequestHead
 from service.ipc.channel import encode
 from service.ipc.messages import Answer, Api, Cancel, Refusal, Request
-from service.metrics import Metrics
+from service.metrics import CUT_OFF, GONE, OK, Metrics
 from tests import models
 from tests.frontend.dispatch.test_dispatcher import EngineProcess, meet, run
 from tests.frontend.ports import frontend_of
@@ -139,6 +141,26 @@ async def test_refused_requests_are_counted_once(echo: Echo, engine: EngineProce
     engine.send(encode(Refusal.of(Overloaded("full")), frame.id))
     assert await exchange.reply() == "overloaded"
     assert outcomes(metrics) == {"unknown_model": 1, "inference_failed": 1, "client_gone": 1, "overloaded": 1}
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [
+        *((None, OK), (Overloaded("full"), "overloaded"), (ClientDisconnected(), GONE)),
+        *((asyncio.CancelledError(), CUT_OFF), (ZeroDivisionError(), "inference_failed")),
+    ],
+)
+def test_request_of_the_general_path_is_counted_by_its_end(error: BaseException | None, outcome: str) -> None:
+    metrics = Metrics()
+    frontend = frontend_of(Dispatcher(metrics, 1, lambda: None), metrics)
+    identity = RequestIdentity(NO_ORIGIN, frontend.request_ids)
+    with (
+        pytest.raises(type(error)) if error is not None else nullcontext(),
+        track_request(frontend, time.monotonic(), LOCAL, Api.INFER, identity),
+    ):
+        if error is not None:
+            raise error
+    assert outcomes(metrics) == {outcome: 1}
 
 
 @with_echo

@@ -90,7 +90,7 @@ def test_invalid_field_gets_400_and_is_named(local: InProcess, body: dict[str, A
 
 
 def test_unknown_model_or_version_gets_404_with_the_known_ones(local: InProcess) -> None:
-    for name in ("nobody", "", "../words", "words/1", "x" * 100_000, "wörds", "a\nb"):
+    for name in ("nobody", "", "../words", "words/1", "x" * 5000, "wörds", "a\nb"):
         refused(local.infer(name, ["a"]), 404, "unknown_model", "sensors, words", field="model")
     for version in ("3", 0, "latest", "01", -1):
         refused(local.infer("words", ["a"], version=version), 404, "unknown_model", "served are 1, 2", field="version")
