@@ -25,6 +25,8 @@ from tests.serving import Server, eventually, nearly_equal, serving
 ROW = [0.1, -0.2, 0.3]
 IDS = [1, 5, 11, 0, 3, 3, 7, 2, 9]
 MAX_SESSIONS = 8
+GIVES_UP = httpx.Timeout(60, read=0.3)
+"""For a client that sends its request and does not wait for the answer."""
 
 
 @pytest.fixture(scope="module")
@@ -199,7 +201,7 @@ def test_late_and_abandoned_requests_are_not_computed(shared: Server, gate: Gate
         assert code(ask(shared, "speller", [1], late, deadline_ms=100)) == (504, "deadline_exceeded")
         with pytest.raises(httpx.ReadTimeout):
             body = {"model": "speller", "inputs": [[1]], "session": left}
-            httpx.post(f"{shared.address}/infer", json=body, timeout=0.3, trust_env=False)
+            httpx.post(f"{shared.address}/infer", json=body, timeout=GIVES_UP, trust_env=False)
         eventually(lambda: shared.metric("seqserve_requests_total", outcome="client_gone") == gone + 1)
         gate.open()
         assert steps(running.result()) == 1

@@ -93,5 +93,5 @@ def test_quota_is_counted_over_all_frontends(models_folder: Path, tmp_path: Path
             assert second.client.post("/infer", json=body, headers=headers).status_code == 429
         assert waiting.result().status_code == 200
         with second.held(), suppress(httpx.ReadTimeout):
-            second.client.post("/infer", json=body, headers=headers, timeout=0.3)
+            second.client.post("/infer", json=body, headers=headers, timeout=httpx.Timeout(60, read=0.3))
         eventually(lambda: first.client.post("/infer", json=body, headers=headers).status_code == 200)

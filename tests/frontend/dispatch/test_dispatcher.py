@@ -381,7 +381,7 @@ async def test_suspects_of_two_frontends_run_one_after_the_other(_: Dispatcher, 
 @in_loop()
 async def test_deadline_passed_without_an_engine_reports_the_loss(dispatcher: Dispatcher, metrics: Metrics) -> None:
     engine = await meet(dispatcher)
-    call = await send(dispatcher, seconds=0.5)
+    call = await send(dispatcher, seconds=1.0)
     await engine.frames(1)
     engine.channel.close()
     with pytest.raises(EngineLost, match="before the deadline"):

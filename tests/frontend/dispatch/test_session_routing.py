@@ -77,7 +77,7 @@ async def test_chunk_of_a_lost_engine_waits_for_its_successor(dispatcher: Dispat
 @in_loop(places=2)
 async def test_late_chunk_reports_the_lost_engine(dispatcher: Dispatcher, metrics: Metrics) -> None:
     first_engine, _ = await meet_two(dispatcher)
-    task = await send(dispatcher, session=FIRST[0], seconds=0.5)
+    task = await send(dispatcher, session=FIRST[0], seconds=1.0)
     await first_engine.frames(1)
     first_engine.channel.close()
     with pytest.raises(EngineLost, match="before the deadline"):
