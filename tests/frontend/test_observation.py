@@ -15,7 +15,7 @@ import pytest
 
 from service.errors import InvalidInput, Overloaded
 from service.frontend import observation
-from service.frontend.observation import MAX_TRACES_PER_SECOND, EndedRequest, Observer
+from service.frontend.observation import MAX_TRACES_PER_SECOND, EndedRequest, Observer, stage_seconds
 from service.frontend.origin import NO_ORIGIN, Origin, RequestIdentity, RequestIds
 from service.ipc.messages import Answer, Api, BatchRun, RequestTrace
 from service.ipc.trace_socket import TraceReader, TraceSockets, TraceWriter
@@ -158,6 +158,14 @@ def test_trace_has_what_the_tracer_needs_and_is_an_example_of_its_stages(tracing
     seconds = dict.fromkeys(("parse", "channel", "queue", "stage_in", "stage_out", "encode"), 0.001)
     seconds |= {"total": 0.012, "device_wait": 0.0, "compute": 0.005, "reply": 0.0005}
     assert {stage: round(example.value, 6) for stage, example in examples.items()} == seconds
+
+
+def test_queue_has_the_waits_between_batches() -> None:
+    """A batch in flight while the one before it runs has not waited."""
+    later = [BatchRun(0, "cpu", 8, 3, 12, 0, False, formed, 10.02, 10.02, 10.03, 10.04) for formed in (10.012, 10.035)]
+    stages = stage_seconds(10.0, 10.001, 10.05, 10.06, Answer(ready=10.045, queued=10.002, runs=[RUN, *later]))
+    assert stages["queue"] == pytest.approx(0.001 + 0.002)
+    assert stages["compute"] == pytest.approx(0.005 + 0.01 + 0.01)
 
 
 def test_access_log_has_one_line_for_each_request(watch: Watch) -> None:
