@@ -6,6 +6,7 @@ import base64
 import os
 import re
 import stat
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -43,20 +44,18 @@ def test_created_secrets_sign_and_only_their_owner_reads_them(file: Path) -> Non
     assert keys_of(file).verify(MESSAGE, keys_of(file).sign(MESSAGE))
 
 
-def test_secret_is_appended_behind_a_line_without_an_end(file: Path) -> None:
+def test_secrets_are_appended_up_to_a_number(file: Path) -> None:
     rewrite(file, FIRST.hex())
-    assert create(file) == 2
-    assert file.read_text().startswith(f"{FIRST.hex()}\n")
+    assert [create(file) for _ in range(1, MAX_SECRETS)][-1] == MAX_SECRETS
+    assert file.read_text().startswith(f"{FIRST.hex()}\n"), "behind a line without an end"
+    with pytest.raises(SettingsError, match="delete a secret"):
+        create(file)
 
 
 def test_hexadecimal_and_base64_secrets_are_the_same(file: Path) -> None:
     signatures = set()
-    for line in (
-        FIRST.hex(),
-        FIRST.hex().upper(),
-        base64.urlsafe_b64encode(FIRST).decode(),
-        base64.b64encode(FIRST).decode().rstrip("="),
-    ):
+    encoded = (base64.urlsafe_b64encode(FIRST), base64.b64encode(FIRST).rstrip(b"="))
+    for line in (FIRST.hex(), FIRST.hex().upper(), *(each.decode() for each in encoded)):
         rewrite(file, "# a comment", "", f" {line} ")
         signatures.add(keys_of(file).sign(MESSAGE))
     assert len(signatures) == 1
@@ -80,19 +79,11 @@ def test_wrong_file_leaves_the_secrets_as_they_are(file: Path) -> None:
     rewrite(file, FIRST.hex())
     keys = keys_of(file)
     signature = keys.sign(MESSAGE)
-    rewrite(file, "short")
-    with pytest.raises(SettingsError):
-        keys.reload()
-    assert keys.verify(MESSAGE, signature)
-    file.unlink()
-    with pytest.raises(SettingsError):
-        keys.reload()
-    assert keys.verify(MESSAGE, signature)
-
-
-def test_service_without_the_setting_has_no_secrets() -> None:
-    keys = StateKeys(Settings())
-    assert not keys.in_use and not keys.reload()
+    for damage in (partial(rewrite, file, "short"), file.unlink):
+        damage()
+        with pytest.raises(SettingsError):
+            keys.reload()
+        assert keys.verify(MESSAGE, signature)
 
 
 @pytest.mark.parametrize(
@@ -113,16 +104,3 @@ def test_wrong_file_is_refused_by_its_line(lines: list[str], problem: str, file:
     with pytest.raises(SettingsError, match=f"^state key file {re.escape(str(file))}.*{problem}") as raised:
         keys_of(file)
     assert not lines or not lines[-1] or lines[-1] not in str(raised.value), "the error repeats no secret"
-
-
-def test_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "bytes").write_bytes(b"\xff\xfe")
-    for name in ("missing", ".", "bytes"):
-        with pytest.raises(SettingsError, match=r"^state key file "):
-            keys_of(tmp_path / name)
-
-
-def test_full_file_takes_no_further_secret(file: Path) -> None:
-    assert [create(file) for _ in range(MAX_SECRETS)][-1] == MAX_SECRETS
-    with pytest.raises(SettingsError, match="delete a secret"):
-        create(file)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import struct
-from pathlib import Path
-
 import pytest
 
 from service.errors import UnknownModel
-from service.frontend.catalog import Catalog, ServedModel, read_served_model
+from service.frontend.catalog import Catalog, ServedModel
 from service.ipc.messages import ModelKey
 from service.modeling.spec import ModelSpec
-from service.supervisor.repository import Repository
 from tests import models
 
 
@@ -75,21 +71,3 @@ def test_unknown_versions_are_not_served(spec: ModelSpec) -> None:
     catalog = Catalog(served(spec, 1), {})
     assert catalog.serve([ModelKey("words", "1", 1), ModelKey("words", "2", 2)], {}) == []
     assert catalog.find("words", None).version == "1"
-
-
-def test_model_version_is_read_with_its_tokenizer(tmp_path: Path) -> None:
-    models.words(tmp_path)
-    [model_version] = Repository(tmp_path).read("words")
-    model = read_served_model(model_version)
-    assert model.key == model_version.key and model.tokenizer is not None
-    assert model.tokenizer.packed_ids("how far", "inputs[0]") == struct.pack("<2i", 1, 2)
-
-
-def test_size_of_a_model_is_that_of_its_file(tmp_path: Path) -> None:
-    models.words(tmp_path)
-    [model_version] = Repository(tmp_path).read("words")
-    weights = tmp_path / "words" / "1" / "weights.safetensors"
-    assert read_served_model(model_version).weight_bytes == weights.stat().st_size > 0
-    weights.unlink()
-    (tmp_path / "words" / "1" / "card.md").unlink()
-    assert read_served_model(model_version).weight_bytes == 0, "the engines have read it"

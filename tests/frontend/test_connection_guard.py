@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 
@@ -25,28 +26,38 @@ class Connection:
     received_bytes: int = 0
     unread: float | None = None
     unread_bytes: int = 0
-    closed: list[str] = field(default_factory=list)
+    closed: str = ""
 
     def unread_since(self, now: float) -> float | None:
         return self.unread
 
     def close_idle(self) -> None:
-        self.closed.append("closed")
+        self.closed += "closed"
 
     def refuse_slow_request(self) -> None:
-        self.closed.append("refused")
+        self.closed += "refused"
 
     def abort(self) -> None:
-        self.closed.append("aborted")
-
-
-def guard_of(*connections: Connection) -> tuple[ConnectionGuard, Metrics]:
-    metrics = Metrics()
-    return ConnectionGuard(SETTINGS, metrics, lambda: [*connections], fail), metrics
+        self.closed += "aborted"
 
 
 def fail(error: Exception) -> None:
     raise error
+
+
+class Guard(ConnectionGuard):
+    """The guard of some connections."""
+
+    def __init__(self, *connections: Connection, report: Callable[[Exception], object] = fail) -> None:
+        metrics, self.all = Metrics(), connections
+        super().__init__(SETTINGS, metrics, lambda: [*connections], report)
+        self.reasons = metrics.connections_closed.values
+        """How many connections the guard has closed, by reason."""
+
+    @property
+    def ends(self) -> list[str]:
+        """How each connection was closed."""
+        return [connection.closed for connection in self.all]
 
 
 @pytest.mark.parametrize(
@@ -60,12 +71,12 @@ def fail(error: Exception) -> None:
     ],
 )
 def test_connection_is_closed_after_its_limit(connection: Connection, last_moment: float, end: str, reason: str) -> None:
-    guard, metrics = guard_of(connection)
+    """A request may run for long."""
+    guard = Guard(connection, Connection(Phase.RUNNING))
     guard.sweep(last_moment)
-    assert connection.closed == []
+    assert guard.ends == ["", ""]
     guard.sweep(last_moment + 0.1)
-    assert connection.closed == [end]
-    assert metrics.connections_closed.values == {(reason,): [1.0]}
+    assert guard.ends == [end, ""] and guard.reasons == {(reason,): [1.0]}
 
 
 class FaultyConnection(Connection):
@@ -78,99 +89,68 @@ class FaultyConnection(Connection):
 @pytest.mark.parametrize("aborts", [True, False])
 def test_faulty_connection_ends_alone(monkeypatch: pytest.MonkeyPatch, aborts: bool) -> None:
     """The error is reported, and the other connections keep their limits."""
-    faulty, idle, reported = FaultyConnection(), Connection(Phase.IDLE), list[str]()
+    faulty, reported = FaultyConnection(), list[str]()
     if not aborts:
         monkeypatch.setattr(faulty, "abort", lambda: faulty.unread_since(0))
-    guard = ConnectionGuard(SETTINGS, Metrics(), lambda: [faulty, idle], lambda error: reported.append(str(error)))
+    guard = Guard(faulty, Connection(), report=lambda error: reported.append(str(error)))
     guard.sweep(16)
-    assert reported == ["no transport"]
-    assert idle.closed == ["closed"] and faulty.closed == ["aborted"] * aborts
-
-
-def test_running_request_may_take_long() -> None:
-    connection = Connection(Phase.RUNNING)
-    guard, _ = guard_of(connection)
-    guard.sweep(1e6)
-    assert connection.closed == []
-
-
-def test_connections_with_the_most_unread_bytes_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection_guard, "MAX_UNREAD_BYTES", 100)
-    small, large, larger = (Connection(Phase.RUNNING, unread_bytes=size) for size in (40, 50, 60))
-    guard, metrics = guard_of(large, larger, small)
-    guard.sweep(0)
-    assert [small.closed, large.closed, larger.closed] == [[], [], ["aborted"]]
-    assert metrics.connections_closed.values == {("slow_reader",): [1.0]}
+    assert reported == ["no transport"] and guard.ends == ["aborted" * aborts, "closed"]
 
 
 @pytest.mark.parametrize("count", [1, MIN_PART, MIN_PART + 1, 2 * PARTS * MIN_PART + 1])
 def test_sweep_looks_at_many_connections_in_parts(count: int) -> None:
-    connections = [Connection(Phase.IDLE) for _ in range(count)]
-    guard, _ = guard_of(*connections)
-    most = max(MIN_PART, math.ceil(count / PARTS))
+    guard, most = Guard(*(Connection() for _ in range(count))), max(MIN_PART, math.ceil(count / PARTS))
     guard.sweep(16)
-    closed = [sum(map(len, (connection.closed for connection in connections)))]
+    closed = [guard.ends.count("closed")]
     for _ in range(TICKS_PER_SECOND - 1):
         guard.continue_sweep(16)
-        closed.append(sum(map(len, (connection.closed for connection in connections))))
+        closed.append(guard.ends.count("closed"))
     assert closed == [min(count, most * part) for part in range(1, TICKS_PER_SECOND + 1)]
-    assert all(connection.closed == ["closed"] for connection in connections)
 
 
-def test_unread_bytes_are_limited_after_the_last_part(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connections_with_the_most_unread_bytes_are_closed_after_the_last_part(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection_guard, "MAX_UNREAD_BYTES", 100)
-    connections = [Connection(Phase.RUNNING, unread_bytes=size) for size in (60, 50, *[0] * MIN_PART)]
-    guard, _ = guard_of(*connections)
+    guard = Guard(*(Connection(Phase.RUNNING, unread_bytes=size) for size in (60, 50, *[0] * MIN_PART)))
     guard.sweep(0)
-    assert not connections[0].closed
-    guard.continue_sweep(0)
-    assert [connection.closed for connection in connections[:2]] == [["aborted"], []]
-    guard.continue_sweep(0)
-    assert not connections[1].closed
+    ends = [guard.ends[:2]]
+    for _ in range(2):
+        guard.continue_sweep(0)
+        ends.append(guard.ends[:2])
+    assert ends == [["", ""], ["aborted", ""], ["aborted", ""]]
 
 
 def test_unread_bytes_are_freed_when_memory_is_short() -> None:
-    sizes = (FEW_BYTES, FEW_BYTES + 1, 2 * FEW_BYTES, 4 * FEW_BYTES)
-    few, more, many, most = (Connection(Phase.RUNNING, unread_bytes=size) for size in sizes)
-    guard, metrics = guard_of(many, few, most, more)
-    guard.free_unread(-1)
-    assert not metrics.connections_closed.values
-    guard.free_unread(5 * FEW_BYTES)
-    assert [few.closed, more.closed, many.closed, most.closed] == [[], [], ["aborted"], ["aborted"]]
+    guard = Guard(*(Connection(Phase.RUNNING, unread_bytes=FEW_BYTES * times) for times in (2, 1, 4)), Connection())
+    guard.all[3].unread_bytes = FEW_BYTES + 1
+    for wanted, ends in ((-1, ["", "", "", ""]), (5 * FEW_BYTES, ["aborted", "", "aborted", ""])):
+        guard.free_unread(wanted)
+        assert guard.ends == ends
     guard.free_unread(1 << 40)
-    assert [few.closed, more.closed] == [[], ["aborted"]]
+    assert (guard.all[1].closed, guard.all[3].closed) == ("", "aborted")
 
 
 def test_longest_idle_connection_makes_room_first() -> None:
-    old, new = Connection(phase_began=1), Connection(phase_began=2)
-    dripping = Connection(Phase.RECEIVING, phase_began=0)
-    guard, metrics = guard_of(new, dripping, old)
+    guard = Guard(Connection(phase_began=2), Connection(Phase.RECEIVING, phase_began=0), Connection(phase_began=1))
     assert guard.make_room(2, 0)
-    assert [old.closed, new.closed, dripping.closed] == [[], [], []]
+    assert guard.ends == ["", "", ""]
     assert not guard.make_room(3, 0), "its socket closes later"
-    assert [old.closed, new.closed, dripping.closed] == [["aborted"], [], []]
-    assert metrics.connections_closed.values == {("too_many",): [1.0]}
+    assert guard.ends == ["", "", "aborted"] and guard.reasons == {("too_many",): [1.0]}
 
 
 def test_no_connection_closes_while_others_are_not_open_yet() -> None:
     """No connection of a silent burst can be closed yet. A kept connection would close in their place."""
-    kept = Connection(Phase.KEPT)
-    guard, metrics = guard_of(kept)
-    assert guard.make_room(1, 1)
-    assert not guard.make_room(1, 2)
-    assert (kept.closed, metrics.connections_closed.values) == ([], {})
+    guard = Guard(Connection(Phase.KEPT))
+    assert guard.make_room(1, 1) and not guard.make_room(1, 2)
+    assert guard.ends == [""]
     assert not guard.make_room(3, 0)
-    assert kept.closed == ["aborted"]
+    assert guard.ends == ["aborted"]
 
 
 def test_running_connections_make_no_room() -> None:
-    dripping, running = Connection(Phase.RECEIVING), Connection(Phase.RUNNING)
-    guard, metrics = guard_of(running, dripping)
-    assert not guard.make_room(3, 0)
-    assert dripping.closed == ["aborted"]
-    guard, metrics = guard_of(running, running, running)
-    assert not guard.make_room(3, 0)
-    assert (running.closed, metrics.connections_closed.values) == ([], {})
+    for phase, end in ((Phase.RECEIVING, "aborted"), (Phase.RUNNING, "")):
+        guard = Guard(Connection(Phase.RUNNING), Connection(phase))
+        assert not guard.make_room(3, 0)
+        assert guard.ends == ["", end]
 
 
 def test_default_limit_leaves_open_files_for_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:

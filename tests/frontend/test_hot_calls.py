@@ -5,27 +5,27 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
 from pathlib import Path
-from typing import cast
+from typing import Any
 
 import pytest
 
 from service.access.caller import LOCAL
 from service.errors import InvalidInput, Overloaded, ServiceError
-from service.frontend.catalog import Catalog, ServedModel
+from service.frontend.catalog import ServedModel
 from service.frontend.dispatch.dispatcher import Dispatcher
 from service.frontend.hot_calls import AnsweredCall, HotEndpoint, Parsed, Reply, RequestTally
-from service.frontend.inference import Frontend, SupervisorClient
+from service.frontend.inference import ClientDisconnected, track_request
 from service.frontend.large_answers import LARGE_ANSWER_BYTES
-from service.frontend.origin import NO_ORIGIN, Header, Origin
+from service.frontend.origin import NO_ORIGIN, Header, Origin, RequestIdentity
 from service.frontend.request_heads import RequestHead
 from service.ipc.channel import encode
 from service.ipc.messages import Answer, Api, Cancel, Refusal, Request
-from service.log import Log
-from service.metrics import Metrics
-from service.settings import Settings
+from service.metrics import CUT_OFF, GONE, OK, Metrics
 from tests import models
 from tests.frontend.dispatch.test_dispatcher import EngineProcess, meet, run
+from tests.frontend.ports import frontend_of
 
 HEAD = RequestHead("/infer", 0, {}, LOCAL)
 
@@ -68,6 +68,7 @@ class Exchange:
         self.origin, self.request_id = origin, origin.request_id or b"made"
         self.trace_headers: tuple[Header, ...] = ()
         self.replies: list[bytes | str] = []
+        self.call: Any = None
 
     def respond(self, content: bytes, headers: bytes) -> None:
         self.replies.append(content)
@@ -82,16 +83,30 @@ class Exchange:
         return self.replies[0]
 
 
-def with_echo(tmp_path: Path, test: Callable[[Echo, EngineProcess, Metrics], Awaitable[None]]) -> None:
-    spec = models.words(tmp_path)
+def start(echo: Echo, *bodies: bytes) -> list[Exchange]:
+    """Start a request with each body."""
+    exchanges = [Exchange() for _ in bodies]
+    for exchange, body in zip(exchanges, bodies, strict=True):
+        exchange.call = echo.start(HEAD, body, exchange, time.monotonic())
+    return exchanges
 
-    async def within(dispatcher: Dispatcher, metrics: Metrics) -> None:
-        engine = await meet(dispatcher)
-        catalog = Catalog([ServedModel(spec, "1", None)], {})
-        frontend = Frontend(Settings(), catalog, dispatcher, metrics, Log("frontend"), cast(SupervisorClient, None))
-        await test(Echo(frontend, RequestTally(metrics)), engine, metrics)
 
-    run(within)
+Test = Callable[[Echo, EngineProcess, Metrics], Awaitable[None]]
+
+
+def with_echo(test: Test) -> Callable[[Path], None]:
+    """Make a test of a coroutine."""
+
+    def running(tmp_path: Path) -> None:
+        spec = models.words(tmp_path)
+
+        async def within(dispatcher: Dispatcher, metrics: Metrics) -> None:
+            echo = Echo(frontend_of(dispatcher, metrics, spec), RequestTally(metrics))
+            await test(echo, await meet(dispatcher), metrics)
+
+        run(within)
+
+    return running
 
 
 def outcomes(metrics: Metrics) -> dict[str, float]:
@@ -105,101 +120,88 @@ def outcomes(metrics: Metrics) -> dict[str, float]:
     return counted
 
 
-def test_answers_of_one_tick_reach_their_clients(tmp_path: Path) -> None:
-    async def test(echo: Echo, engine: EngineProcess, metrics: Metrics) -> None:
-        exchanges = [Exchange() for _ in range(3)]
-        for exchange, body in zip(exchanges, (b"first", b"large", b"third"), strict=True):
-            echo.start(HEAD, body, exchange, time.monotonic())
-        for frame in await engine.frames(3):
-            engine.send(encode(Answer(), frame.id, (frame.tail,)))
-        assert [await exchange.reply() for exchange in exchanges] == [b"first", b"LARGE", b"third"]
-        assert outcomes(metrics) == {"ok": 3}
-
-    with_echo(tmp_path, test)
+@with_echo
+async def test_answers_of_one_tick_reach_their_clients(echo: Echo, engine: EngineProcess, metrics: Metrics) -> None:
+    exchanges = start(echo, b"first", b"large", b"third")
+    for frame in await engine.frames(3):
+        engine.send(encode(Answer(), frame.id, (frame.tail,)))
+    assert [await exchange.reply() for exchange in exchanges] == [b"first", b"LARGE", b"third"]
+    assert outcomes(metrics) == {"ok": 3}
 
 
-def test_unusual_request_is_not_counted(tmp_path: Path) -> None:
-    async def test(echo: Echo, engine: EngineProcess, metrics: Metrics) -> None:
-        assert echo.start(HEAD, b"unusual", Exchange(), time.monotonic()) is None
-        assert outcomes(metrics) == {}
-
-    with_echo(tmp_path, test)
-
-
-def test_refused_requests_are_counted_once(tmp_path: Path) -> None:
-    async def test(echo: Echo, engine: EngineProcess, metrics: Metrics) -> None:
-        with pytest.raises(ServiceError):
-            echo.start(HEAD, b"unknown", Exchange(), time.monotonic())
-        with pytest.raises(ZeroDivisionError):
-            echo.start(HEAD, b"bug in build", Exchange(), time.monotonic())
-        echo.abandon()
-        exchange = Exchange()
-        echo.start(HEAD, b"refused", exchange, time.monotonic())
-        [frame] = await engine.frames(1)
-        engine.send(encode(Refusal.of(Overloaded("full")), frame.id))
-        assert await exchange.reply() == "overloaded"
-        assert outcomes(metrics) == {"unknown_model": 1, "inference_failed": 1, "client_gone": 1, "overloaded": 1}
-
-    with_echo(tmp_path, test)
+@with_echo
+async def test_refused_requests_are_counted_once(echo: Echo, engine: EngineProcess, metrics: Metrics) -> None:
+    assert start(echo, b"unusual")[0].call is None, "the general path counts it"
+    for body, error in ((b"unknown", ServiceError), (b"bug in build", ZeroDivisionError)):
+        with pytest.raises(error):
+            start(echo, body)
+    echo.abandon()
+    [exchange] = start(echo, b"refused")
+    [frame] = await engine.frames(1)
+    engine.send(encode(Refusal.of(Overloaded("full")), frame.id))
+    assert await exchange.reply() == "overloaded"
+    assert outcomes(metrics) == {"unknown_model": 1, "inference_failed": 1, "client_gone": 1, "overloaded": 1}
 
 
-def test_bug_in_writing_answers_every_client(tmp_path: Path) -> None:
-    async def test(echo: Echo, engine: EngineProcess, metrics: Metrics) -> None:
-        exchanges = [Exchange(), Exchange()]
-        for exchange, body in zip(exchanges, (b"bug in write", b"without bugs"), strict=True):
-            echo.start(HEAD, body, exchange, time.monotonic())
-        engine.send(b"".join(encode(Answer(), frame.id, (frame.tail,)) for frame in await engine.frames(2)))
-        assert [await exchange.reply() for exchange in exchanges] == ["inference_failed"] * 2
-        assert outcomes(metrics) == {"inference_failed": 2}
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [
+        *((None, OK), (Overloaded("full"), "overloaded"), (ClientDisconnected(), GONE)),
+        *((asyncio.CancelledError(), CUT_OFF), (ZeroDivisionError(), "inference_failed")),
+    ],
+)
+def test_request_of_the_general_path_is_counted_by_its_end(error: BaseException | None, outcome: str) -> None:
+    metrics = Metrics()
+    frontend = frontend_of(Dispatcher(metrics, 1, lambda: None), metrics)
+    identity = RequestIdentity(NO_ORIGIN, frontend.request_ids)
+    with (
+        pytest.raises(type(error)) if error is not None else nullcontext(),
+        track_request(frontend, time.monotonic(), LOCAL, Api.INFER, identity),
+    ):
+        if error is not None:
+            raise error
+    assert outcomes(metrics) == {outcome: 1}
 
-    with_echo(tmp_path, test)
+
+@with_echo
+async def test_bug_in_writing_answers_every_client(echo: Echo, engine: EngineProcess, metrics: Metrics) -> None:
+    exchanges = start(echo, b"bug in write", b"without bugs")
+    engine.send(b"".join(encode(Answer(), frame.id, (frame.tail,)) for frame in await engine.frames(2)))
+    assert [await exchange.reply() for exchange in exchanges] == ["inference_failed"] * 2
+    assert outcomes(metrics) == {"inference_failed": 2}
 
 
-def test_large_answer_is_written_by_itself(tmp_path: Path) -> None:
+@with_echo
+async def test_large_answer_is_written_by_itself(echo: Echo, engine: EngineProcess, metrics: Metrics) -> None:
     """A small answer of the same tick does not wait for it. It is counted once, however it ends."""
-
-    async def test(echo: Echo, engine: EngineProcess, metrics: Metrics) -> None:
-        large = bytes(LARGE_ANSWER_BYTES)
-        answers = [b"large" + large, b"small", b"bug" + large, b"wrong" + large]
-        exchanges, gone = [Exchange() for _ in answers], Exchange()
-        calls = [echo.start(HEAD, b"body", exchange, time.monotonic()) for exchange in exchanges]
-        left = echo.start(HEAD, b"body", gone, time.monotonic())
-        for call, answer in zip((*calls, left), (*answers, b"gone" + large), strict=True):
-            assert call is not None
-            call.answered(Answer(), answer)
-        await asyncio.sleep(0)
-        assert [exchange.replies for exchange in exchanges] == [[], [b"small"], [], []]
-        assert left is not None
-        left.disconnect()
-        assert [await exchange.reply() for exchange in exchanges] == [b"large", b"small", "inference_failed", "invalid_input"]
-        assert gone.replies == []
-        assert outcomes(metrics) == {"ok": 2, "inference_failed": 1, "invalid_input": 1, "client_gone": 1}
-
-    with_echo(tmp_path, test)
+    large = bytes(LARGE_ANSWER_BYTES)
+    exchanges = start(echo, *[b"body"] * 5)
+    for exchange, answer in zip(
+        exchanges, (b"large" + large, b"small", b"bug" + large, b"wrong" + large, b"gone" + large), strict=True
+    ):
+        exchange.call.answered(Answer(), answer)
+    await asyncio.sleep(0)
+    assert [exchange.replies for exchange in exchanges] == [[], [b"small"], [], [], []]
+    exchanges[4].call.disconnect()
+    replies = [await exchange.reply() for exchange in exchanges[:4]]
+    assert replies == [b"large", b"small", "inference_failed", "invalid_input"] and exchanges[4].replies == []
+    assert outcomes(metrics) == {"ok": 2, "inference_failed": 1, "invalid_input": 1, "client_gone": 1}
 
 
-def test_disconnected_client_is_counted_once_and_gets_nothing(tmp_path: Path) -> None:
-    """The client leaves before the answer, in the tick of the answer, or while its reply is compressed."""
-
-    async def test(echo: Echo, engine: EngineProcess, metrics: Metrics) -> None:
-        early, late, compressing = Exchange(), Exchange(), Exchange()
-        calls = [
-            echo.start(HEAD, body, to, time.monotonic())
-            for body, to in ((b"early", early), (b"later", late), (b"large", compressing))
-        ]
-        assert calls[0] is not None and calls[1] is not None and calls[2] is not None
-        first, second, third = await engine.frames(3)
-        calls[0].disconnect()
-        [cancel] = await engine.frames(1)
-        assert (type(cancel.message), cancel.id) == (Cancel, first.id)
-        calls[1].answered(Answer(), second.tail)
-        calls[1].disconnect()
-        calls[2].answered(Answer(), third.tail)
-        await asyncio.sleep(0)
-        calls[2].disconnect()
-        await asyncio.sleep(0.1)
-        assert [early.replies, late.replies, compressing.replies] == [[], [], []]
-        assert outcomes(metrics) == {"client_gone": 2, "ok": 1}
-        assert [call.pending for call in calls if call] == [None] * 3, "no cycle waits for the garbage collector"
-
-    with_echo(tmp_path, test)
+@with_echo
+async def test_client_that_leaves_is_counted_once_and_gets_nothing(echo: Echo, engine: EngineProcess, metrics: Metrics) -> None:
+    """Before the answer, in the tick of the answer, or while its reply is compressed."""
+    early, late, compressing = exchanges = start(echo, b"early", b"later", b"large")
+    first, second, third = await engine.frames(3)
+    early.call.disconnect()
+    [cancel] = await engine.frames(1)
+    assert (type(cancel.message), cancel.id) == (Cancel, first.id)
+    late.call.answered(Answer(), second.tail)
+    late.call.disconnect()
+    compressing.call.answered(Answer(), third.tail)
+    await asyncio.sleep(0)
+    compressing.call.disconnect()
+    await asyncio.sleep(0.1)
+    assert [exchange.replies for exchange in exchanges] == [[], [], []]
+    assert outcomes(metrics) == {"client_gone": 2, "ok": 1}
+    assert [exchange.call.pending for exchange in exchanges] == [None] * 3, "no cycle waits for the garbage collector"

@@ -1,39 +1,35 @@
-"""Requests for inference without a valid key are refused on the hot path, without a task of the application."""
+"""Wrong keys are refused on the hot path without a task of the application, and the answers to many of them wait."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 from unittest.mock import Mock
 
+import grpc
 import pytest
-import uvicorn
-from uvicorn.server import ServerState
+from websockets.exceptions import InvalidStatus
+from websockets.sync.client import connect
 
 from service.access import refused_keys
 from service.access.keys import create
 from service.access.refused_keys import FREE_REFUSALS
 from service.access.scopes import Scope
-from service.frontend.app import build_app
-from service.frontend.catalog import Catalog
-from service.frontend.dispatch.dispatcher import Dispatcher
 from service.frontend.http_protocol import HttpProtocol
-from service.frontend.inference import Frontend, SupervisorClient
-from service.frontend.server import build_hot_path
 from service.frontend.start_queue import StartQueue
-from service.log import Log
-from service.metrics import Metrics
-from service.settings import Settings
-from tests.frontend.dispatch.test_dispatcher import run
+from tests.frontend.conftest import bearer
+from tests.frontend.in_process import InProcess, in_process
+from tests.frontend.ports import Ports, late_timers, with_ports
 
 LONG_SECONDS, SHORT_SECONDS = 1000.0, 0.01
 DENIED = b"HTTP/1.1 401 Unauthorized\r\n"
 
 
 def guess(*headers: str, path: str = "/infer", body: bytes = b"{}") -> bytes:
-    lines = (
+    lines = [
         f"POST {path} HTTP/1.1",
         "Host: a",
         "Authorization: Bearer wrong",
@@ -41,7 +37,7 @@ def guess(*headers: str, path: str = "/infer", body: bytes = b"{}") -> bytes:
         f"Content-Length: {len(body)}",
         "",
         "",
-    )
+    ]
     return "\r\n".join(lines).encode() + body
 
 
@@ -55,17 +51,21 @@ class CalmStarts(StartQueue):
 class Guesser:
     """A connection of a client that guesses keys. Its transport is a mock."""
 
-    def __init__(self, frontend: Frontend) -> None:
-        config = uvicorn.Config(build_app(frontend), http=HttpProtocol, log_config=None, lifespan="off")
-        config.load()
-        self.state = ServerState()
-        self.protocol = HttpProtocol(config, self.state, {}, hot_path=build_hot_path(frontend))
+    def __init__(self, ports: Ports) -> None:
+        self.metrics, self.state = ports.frontend.metrics, ports.state
+        self.protocol = cast(HttpProtocol, ports.http())
         self.transport = Mock(**{"get_extra_info.return_value": None, "is_closing.return_value": False})
         self.protocol.connection_made(self.transport)
 
     @property
     def replies(self) -> list[bytes]:
         return [call.args[0] for call in self.transport.write.call_args_list]
+
+    @property
+    def accepted(self) -> float:
+        """How many requests for inference are counted."""
+        self.metrics.snapshot()
+        return sum(count for [count] in self.metrics.accepted.values.values())
 
     def send(self, data: bytes) -> None:
         self.protocol.data_received(data)
@@ -78,110 +78,127 @@ class Guesser:
         self.transport.write.reset_mock()
 
 
-def with_guesser(root: Path, seconds: float, test: Callable[[Guesser, Metrics], Awaitable[None]]) -> None:
-    """Run a test in an event loop. seconds: how long an answer waits."""
-    file = root / "keys.toml"
-    create(file, "valid", [Scope.INFER], "valid")
-    settings = Settings(keys=str(file))
-
-    async def run_test(dispatcher: Dispatcher, metrics: Metrics) -> None:
-        catalog, supervisor = Catalog([], {}), cast(SupervisorClient, None)
-        frontend = Frontend(settings, catalog, dispatcher, metrics, Log("frontend"), supervisor)
-        frontend.starts = CalmStarts(settings.default_deadline_ms)
-        await test(Guesser(frontend), metrics)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(refused_keys, "DELAY_SECONDS", seconds)
-        run(run_test)
+With = Callable[[Callable[[Guesser], Awaitable[None]]], None]
 
 
-def accepted(metrics: Metrics) -> float:
-    """Return how many requests for inference are counted."""
-    metrics.snapshot()
-    return sum(count for [count] in metrics.accepted.values.values())
+@pytest.fixture
+def with_guesser(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> With:
+    """Return a function that runs a test in an event loop. Late answers wait LONG_SECONDS."""
+    monkeypatch.setattr(refused_keys, "DELAY_SECONDS", LONG_SECONDS)
+    create(tmp_path / "keys.toml", "valid", [Scope.INFER], "valid")
+
+    def run(test: Callable[[Guesser], Awaitable[None]]) -> None:
+        with_ports(tmp_path, lambda ports: test(Guesser(ports)), CalmStarts, keys=str(tmp_path / "keys.toml"))
+
+    return run
 
 
-@pytest.mark.parametrize("path", ["/infer", "/v2/models/words/infer", "/v2/models/words/versions/1/infer"])
-def test_wrong_key_is_refused_without_a_task(path: str, tmp_path: Path) -> None:
-    async def test(guesser: Guesser, metrics: Metrics) -> None:
-        guesser.send(guess(path=path))
+@pytest.mark.parametrize("path", ["/infer", "/v2/models/words/versions/1/infer"])
+def test_wrong_key_is_refused_without_a_task(path: str, with_guesser: With) -> None:
+    """Also if the request arrives in parts, when it is complete."""
+
+    async def test(guesser: Guesser) -> None:
+        head, body = guess(path=path)[:-2], guess()[-2:]
+        guesser.send(head)
+        assert not guesser.replies
+        guesser.send(body)
         assert [reply.startswith(DENIED) for reply in guesser.replies] == [True]
-        assert not guesser.state.tasks
-        assert metrics.denied.values == {("unauthorized",): [1.0]}
-        assert accepted(metrics) == 0
+        guesser.send(head)
+        guesser.protocol.connection_lost(None)
+        assert not guesser.state.tasks and guesser.accepted == 0
+        assert guesser.metrics.denied.values == {("unauthorized",): [1.0]}
 
-    with_guesser(tmp_path, LONG_SECONDS, test)
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        guess("X-Forwarded-For: 10.0.0.1"),
-        guess("TE: trailers"),
-        guess(path="/v2/models/a/b/infer"),
-        guess(path="/tokens"),
-        guess(body=b"x" * ((1 << 16) + 1)),
-    ],
-    ids=["client of a proxy", "unusual head", "no route", "another endpoint", "large body"],
-)
-def test_other_requests_belong_to_the_general_path(data: bytes, tmp_path: Path) -> None:
-    async def test(guesser: Guesser, _: Metrics) -> None:
-        guesser.send(data)
-        assert len(guesser.state.tasks) == 1
-        await asyncio.wait(guesser.state.tasks)
-
-    with_guesser(tmp_path, LONG_SECONDS, test)
+    with_guesser(test)
 
 
-def test_answer_waits_after_several_wrong_keys(tmp_path: Path) -> None:
-    async def test(guesser: Guesser, _: Metrics) -> None:
+def test_other_requests_belong_to_the_general_path(with_guesser: With) -> None:
+    """Behind a proxy, with an unusual head, without such a route, to another endpoint, and with a large body."""
+
+    async def test(guesser: Guesser) -> None:
+        unusual = guess("X-Forwarded-For: 10.0.0.1"), guess("TE: trailers"), guess(body=b"x" * ((1 << 16) + 1))
+        for data in (*unusual, guess(path="/v2/models/a/b/infer"), guess(path="/tokens")):
+            guesser.send(data)
+            assert len(guesser.state.tasks) == 1, data
+            await asyncio.wait(guesser.state.tasks)
+
+    with_guesser(test)
+
+
+def test_answer_waits_after_several_wrong_keys_but_not_without_a_key(
+    with_guesser: With, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(refused_keys, "DELAY_SECONDS", SHORT_SECONDS)
+
+    async def test(guesser: Guesser) -> None:
         guesser.exhaust()
         guesser.send(guess() + guess())
         assert not guesser.replies and not guesser.state.tasks
         while len(guesser.replies) < 2:
             await asyncio.sleep(SHORT_SECONDS)
         assert all(reply.startswith(DENIED) for reply in guesser.replies)
-
-    with_guesser(tmp_path, SHORT_SECONDS, test)
-
-
-def test_request_without_a_key_does_not_wait(tmp_path: Path) -> None:
-    async def test(guesser: Guesser, _: Metrics) -> None:
-        guesser.exhaust()
         guesser.send(guess().replace(b"Authorization: Bearer wrong\r\n", b""))
-        assert len(guesser.replies) == 1 and b"the request has no key" in guesser.replies[0]
+        assert len(guesser.replies) == 3 and b"the request has no key" in guesser.replies[2]
 
-    with_guesser(tmp_path, LONG_SECONDS, test)
-
-
-def test_request_that_arrives_in_parts_is_refused_when_it_is_complete(tmp_path: Path) -> None:
-    async def test(guesser: Guesser, metrics: Metrics) -> None:
-        head, body = guess()[:-2], guess()[-2:]
-        guesser.send(head)
-        assert not guesser.replies
-        guesser.send(body)
-        assert len(guesser.replies) == 1 and not guesser.state.tasks
-        guesser.send(head)
-        guesser.protocol.connection_lost(None)
-        assert accepted(metrics) == 0
-
-    with_guesser(tmp_path, LONG_SECONDS, test)
+    with_guesser(test)
 
 
-def test_client_that_leaves_is_forgotten_at_once(tmp_path: Path) -> None:
+def test_client_that_leaves_is_forgotten_at_once(with_guesser: With) -> None:
     """The answer that waits for it leaves no timer, which would keep the connection in memory."""
 
-    def timers() -> set[asyncio.TimerHandle]:
-        loop: Any = asyncio.get_running_loop()
-        return {timer for timer in loop._scheduled if not timer.cancelled()}
-
-    async def test(guesser: Guesser, _: Metrics) -> None:
+    async def test(guesser: Guesser) -> None:
         guesser.exhaust()
-        before = timers()
+        before = late_timers()
         guesser.send(guess())
-        assert timers() - before
+        assert late_timers() - before
         guesser.protocol.connection_lost(None)
         await asyncio.sleep(0)
-        assert not timers() - before and not guesser.replies
+        assert not late_timers() - before and not guesser.replies
 
-    with_guesser(tmp_path, LONG_SECONDS, test)
+    with_guesser(test)
+
+
+# Every transport of a frontend.
+
+DELAY_SECONDS = 0.2
+
+
+def get(service: InProcess, token: str | None) -> object:
+    return service.client.get("/models", headers=bearer(token)).status_code
+
+
+def infer(service: InProcess, token: str | None) -> object:
+    return service.client.post("/infer", content=b"{}", headers=bearer(token)).status_code
+
+
+def shake_hands(service: InProcess, token: str | None) -> object:
+    url = service.address.replace("http", "ws") + "/stream?model=sensors"
+    try:
+        with connect(url, additional_headers=bearer(token), open_timeout=60, proxy=None):
+            return 101
+    except InvalidStatus as refused:
+        return refused.response.status_code
+
+
+def call(service: InProcess, token: str | None, timeout: float = 60) -> object:
+    with grpc.insecure_channel(service.grpc) as channel:
+        method = channel.unary_unary("/inference.GRPCInferenceService/ServerMetadata")
+        return method.future(b"", metadata=list(bearer(token).items()), timeout=timeout).code()
+
+
+def test_answers_to_wrong_keys_wait_on_every_transport(
+    models_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers to valid keys of the same address do not. A request without a key guesses nothing."""
+    monkeypatch.setattr(refused_keys, "DELAY_SECONDS", DELAY_SECONDS)
+    token = create(tmp_path / "keys.toml", "valid", [Scope.INFER, Scope.SESSION], "valid")
+    with in_process(models_folder, tmp_path, keys=str(tmp_path / "keys.toml")) as service:
+        assert [get(service, "wrong") for _ in range(FREE_REFUSALS)] == [401] * FREE_REFUSALS
+        for send, refusal in ((get, 401), (infer, 401), (shake_hands, 401), (call, grpc.StatusCode.UNAUTHENTICATED)):
+            began = time.monotonic()
+            assert send(service, "wrong") == refusal
+            assert time.monotonic() - began >= DELAY_SECONDS
+        assert call(service, "wrong", timeout=DELAY_SECONDS / 4) is grpc.StatusCode.DEADLINE_EXCEEDED
+        monkeypatch.setattr(refused_keys, "DELAY_SECONDS", LONG_SECONDS)
+        assert [get(service, token), get(service, None), shake_hands(service, token)] == [200, 401, 101]
+        assert call(service, token) is grpc.StatusCode.OK
+        assert not service.events("bug") and not service.events("library warning")

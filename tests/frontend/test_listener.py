@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 import socket
-from collections.abc import Awaitable, Callable
 from contextlib import ExitStack, closing
 
 import pytest
@@ -43,16 +42,6 @@ def test_share_follows_from_the_mean(numbers: list[int], excess: int, allowance:
     assert int(min(share(numbers).allowance(), 1e9)) == min(allowance, 1e9)
 
 
-def test_withdrawn_frontend_is_not_waited_for() -> None:
-    counts = ConnectionCounts.create(2).on_port(Port.GRPC)
-    one, other = ConnectionShare(counts, 0), ConnectionShare(counts, 1)
-    one.publish(7)
-    other.publish(0)
-    assert one.excess() == 4
-    other.withdraw()
-    assert one.excess() == 0
-
-
 class Frontend:
     """A listener in this process, which counts accepted connections. It starts with `connections`, which is only a number."""
 
@@ -72,47 +61,38 @@ class Frontend:
         return asyncio.Protocol()
 
 
-def numbers_of(frontends: int) -> memoryview[int]:
-    return ConnectionCounts.create(frontends).on_port(Port.HTTP)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        await asyncio.sleep(0.001)
-
-
-def run(test: Awaitable[None]) -> None:
-    asyncio.run(asyncio.wait_for(test, LIMIT_SECONDS))
+async def connect(listening: socket.socket, frontends: list[Frontend], count: int) -> list[int]:
+    """Connect clients one after the other. Return how many connections each frontend has accepted."""
+    with ExitStack() as stack:
+        for number in range(1, count + 1):
+            stack.enter_context(closing(socket.create_connection(listening.getsockname())))
+            async with asyncio.timeout(LIMIT_SECONDS):
+                while sum(frontend.accepted for frontend in frontends) < number:
+                    await asyncio.sleep(0.001)
+    for frontend in frontends:
+        frontend.close()
+    return [frontend.accepted for frontend in frontends]
 
 
 @pytest.mark.parametrize("beside", [[], [0], [0] * 15, [NOT_ACCEPTING] * 3, [100, 100]])
 def test_connections_that_others_leave_are_accepted(beside: list[int]) -> None:
-    numbers = numbers_of(1 + len(beside))
+    numbers = ConnectionCounts.create(1 + len(beside)).on_port(Port.HTTP)
     for place, number in enumerate(beside, 1):
         numbers[place] = number
 
-    async def test() -> None:
-        with socket.create_server(("127.0.0.1", 0), backlog=40) as listening, ExitStack() as clients:
-            for _ in range(40):
-                clients.enter_context(closing(socket.create_connection(listening.getsockname())))
-            frontend = Frontend(listening, numbers, 0)
-            await until(lambda: frontend.accepted == 40)
-            frontend.close()
-        assert numbers[0] == NOT_ACCEPTING
+    async def test() -> list[int]:
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            return await connect(listening, [Frontend(listening, numbers, 0)], 20)
 
-    run(test())
+    assert asyncio.run(test()) == [20] and numbers[0] == NOT_ACCEPTING
 
 
 def test_frontend_above_the_mean_leaves_connections_to_the_others() -> None:
-    numbers = numbers_of(2)
+    numbers = ConnectionCounts.create(2).on_port(Port.HTTP)
 
-    async def test() -> None:
-        with socket.create_server(("127.0.0.1", 0)) as listening, ExitStack() as clients:
-            many = clients.enter_context(closing(Frontend(listening, numbers, 0, connections=20)))
-            few = clients.enter_context(closing(Frontend(listening, numbers, 1)))
-            for count in range(1, 11):
-                clients.enter_context(closing(socket.create_connection(listening.getsockname())))
-                await until(lambda count=count: many.accepted + few.accepted == count)  # type: ignore[misc]
-            assert (many.accepted, few.accepted) == (0, 10)
+    async def test() -> list[int]:
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            many, few = Frontend(listening, numbers, 0, connections=20), Frontend(listening, numbers, 1)
+            return await connect(listening, [many, few], 10)
 
-    run(test())
+    assert asyncio.run(test()) == [0, 10]

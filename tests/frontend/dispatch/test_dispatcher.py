@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -31,8 +33,8 @@ from service.ipc.suspect_turns import SuspectTurns
 from service.metrics import Metrics
 
 SECONDS_PER_TOKEN = 1.0
-DEADLY, NEW = b"!", b"+"
-"""Values of requests. Requests of one block have values of the same length for each step."""
+LARGE = bytes(6_000)
+"""Values of which the channel takes only one."""
 
 
 class Clock:
@@ -102,12 +104,15 @@ def request(seconds: float = 60.0, steps: int = 2) -> Request:
     return Request("words", "1", [steps], deadline=now + seconds, sent=now)
 
 
-def run(
-    test: Callable[[Dispatcher, Metrics], Awaitable[None]],
-    channel_bytes: int = 10_000,
-    places: int = 1,
-    clock: Callable[[], float] = time.monotonic,
-) -> None:
+Test = Callable[[Dispatcher, Metrics], Awaitable[None]]
+
+
+def in_loop(**options: Any) -> Callable[[Test], Callable[[], None]]:
+    """Make a test of a coroutine with a dispatcher and its metrics. options: those of `run`."""
+    return lambda test: lambda: run(test, **options)
+
+
+def run(test: Test, channel_bytes: int = 10_000, places: int = 1, clock: Callable[[], float] = time.monotonic) -> None:
     async def within_a_loop() -> None:
         metrics = Metrics()
         dispatcher = Dispatcher(metrics, channel_bytes, lambda: None, places, clock)
@@ -137,158 +142,119 @@ async def meet_two(dispatcher: Dispatcher) -> tuple[EngineProcess, EngineProcess
     return await meet(dispatcher, 0), await meet(dispatcher, 1)
 
 
-async def send(dispatcher: Dispatcher, steps: int = 1, tail: bytes = b"") -> asyncio.Task[Answered]:
-    """Start a request and let it reach its engine."""
-    task = asyncio.ensure_future(dispatcher.submit(request(steps=steps), tail))
+async def lose(dispatcher: Dispatcher, engine: EngineProcess) -> None:
+    """End an engine, and wait until the frontend has noticed."""
+    before = devices(dispatcher)
+    engine.channel.close()
+    while devices(dispatcher) == before:
+        await asyncio.sleep(0)
+
+
+def devices(dispatcher: Dispatcher) -> set[str]:
+    """Return the devices of the engines that the frontend knows."""
+    return {device for model in dispatcher.models for device in model.device.split(", ")}
+
+
+async def send(
+    dispatcher: Dispatcher, tail: bytes = b"", steps: int = 1, seconds: float = 60.0, **fields: Any
+) -> asyncio.Task[Answered]:
+    """Start a request and let it reach its engine. fields: of the Request."""
+    asked = msgspec.structs.replace(request(seconds, steps), **fields)
+    task = asyncio.ensure_future(dispatcher.submit(asked, tail))
     await asyncio.sleep(0)
     return task
 
 
-def test_answers_match_their_requests_in_any_order() -> None:
-    async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
-        engine = await meet(dispatcher)
-        engine.send(encode(Answer((1, 1)), 99))  # nothing waits for it
-        first, second = (asyncio.ensure_future(dispatcher.submit(request(), tail)) for tail in (b"first", b"other"))
-        for frame in reversed(await engine.frames(2)):
-            engine.send(encode(Answer((1, 2)), frame.id, (frame.tail,)))
-        assert [await first, await second] == [Answered(Answer((1, 2)), b"first"), Answered(Answer((1, 2)), b"other")]
-
-    run(test)
+async def tails(engine: EngineProcess, count: int) -> list[bytes]:
+    """Return the values of the next requests."""
+    return [bytes(frame.tail) for frame in await engine.frames(count)]
 
 
-def test_requests_of_one_tick_leave_in_one_write() -> None:
-    async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
-        engine = await meet(dispatcher)
-        calls = [asyncio.ensure_future(dispatcher.submit(request(), b"x")) for _ in range(20)]
-        for frame in await engine.frames(20):
-            engine.send(encode(Answer((1, 1)), frame.id, (b"0000",)))
-        await asyncio.gather(*calls)
-        assert metrics.channel_writes.values[("frontend",)] == [1]
-
-    run(test)
-
-
-def test_refusal_raises_the_engines_error() -> None:
-    async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
-        engine = await meet(dispatcher)
-        call = asyncio.ensure_future(dispatcher.submit(request(), b""))
-        (frame,) = await engine.frames(1)
-        engine.send(encode(Refusal("unknown_model", "no such model", "model", 3), frame.id))
-        with pytest.raises(UnknownModel, match="no such model") as raised:
-            await call
-        assert (raised.value.field, raised.value.retry_after) == ("model", 3)
-
-    run(test)
+@in_loop()
+async def test_answers_match_their_requests_in_any_order(dispatcher: Dispatcher, metrics: Metrics) -> None:
+    """The requests of one tick leave in one write."""
+    engine = await meet(dispatcher)
+    engine.send(encode(Answer((1, 1)), 99))  # nothing waits for it
+    values = [b"%02d" % number for number in range(20)]
+    calls = [asyncio.ensure_future(dispatcher.submit(request(), tail)) for tail in values]
+    for frame in reversed(await engine.frames(20)):
+        engine.send(encode(Answer((1, 2)), frame.id, (frame.tail,)))
+    assert await asyncio.gather(*calls) == [Answered(Answer((1, 2)), tail) for tail in values]
+    assert metrics.channel_writes.values[("frontend",)] == [1]
 
 
-def test_refusal_of_several_requests_raises_an_error_for_each() -> None:
-    async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
-        engine = await meet(dispatcher)
-        calls = [asyncio.ensure_future(dispatcher.submit(request(), b"")) for _ in range(3)]
-        first, second, third = [frame.id for frame in await engine.frames(3)]
-        refusal = RefusalBlock(Refusal.of(Overloaded("full", retry_after=2)))
-        engine.send(encode(refusal, tail=(np.array([third, 999, first], ID),)))
-        engine.send(encode(Answer((1, 1)), second, (b"0000",)))
-        errors = await asyncio.gather(calls[0], calls[2], return_exceptions=True)
-        assert [(type(error), str(error)) for error in errors] == [(Overloaded, "full")] * 2
-        assert errors[0] is not errors[1]
-        assert (await calls[1]).data == b"0000"
-
-    run(test)
-
-
-def test_full_channel_refuses_until_an_answer_makes_room() -> None:
-    async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
-        engine = await meet(dispatcher)
-        first = asyncio.ensure_future(dispatcher.submit(request(), bytes(6_000)))
-        (frame,) = await engine.frames(1)
-        with pytest.raises(Overloaded, match="the limit of the channel is 10000") as raised:
-            await dispatcher.submit(request(), bytes(6_000))
-        assert raised.value.retry_after == 1
-        engine.send(encode(Answer((1, 1)), frame.id))
-        await first
-        with pytest.raises(DeadlineExceeded):
-            await dispatcher.submit(request(0.01), bytes(6_000))
-
-    run(test)
+@in_loop()
+async def test_refusals_raise_the_engines_error(dispatcher: Dispatcher, metrics: Metrics) -> None:
+    """For one request, and for several at once."""
+    engine = await meet(dispatcher)
+    calls = [await send(dispatcher) for _ in range(4)]
+    first, second, third, fourth = [frame.id for frame in await engine.frames(4)]
+    engine.send(encode(Refusal("unknown_model", "no such model", "model", 3), fourth))
+    with pytest.raises(UnknownModel, match="no such model") as raised:
+        await calls[3]
+    assert (raised.value.field, raised.value.retry_after) == ("model", 3)
+    refusal = RefusalBlock(Refusal.of(Overloaded("full", retry_after=2)))
+    engine.send(encode(refusal, tail=(np.array([third, 999, first], ID),)))
+    engine.send(encode(Answer((1, 1)), second, (b"0000",)))
+    errors = await asyncio.gather(calls[0], calls[2], return_exceptions=True)
+    assert [(type(error), str(error)) for error in errors] == [(Overloaded, "full")] * 2
+    assert errors[0] is not errors[1]
+    assert (await calls[1]).data == b"0000"
 
 
-def test_late_and_cancelled_requests_are_cancelled_at_the_engine() -> None:
-    async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
-        engine = await meet(dispatcher)
-        with pytest.raises(DeadlineExceeded):
-            await dispatcher.submit(request(0.05), b"")
-        leaving = asyncio.ensure_future(dispatcher.submit(request(), b""))
-        await asyncio.sleep(0.01)
-        leaving.cancel()
-        frames = await engine.frames(4)
-        assert [type(frame.message) for frame in frames] == [Request, Cancel, Request, Cancel]
-        assert [frames[0].id, frames[2].id] == [frames[1].id, frames[3].id]
-
-    run(test)
-
-
-def test_requests_without_an_engine_are_refused() -> None:
-    async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
-        with pytest.raises(Unavailable):
-            await dispatcher.submit(request(), b"")
-        engine = await meet(dispatcher)
-        engine.channel.close()
-        while dispatcher.ready:
-            await asyncio.sleep(0)
-        with pytest.raises(EngineLost):
-            await dispatcher.submit(request(), b"")
-
-    run(test)
+@in_loop()
+async def test_full_channel_refuses_until_an_answer_makes_room(dispatcher: Dispatcher, metrics: Metrics) -> None:
+    """Each engine has its channel."""
+    first_engine, second_engine = await meet_two(dispatcher)
+    calls = [await send(dispatcher, LARGE) for _ in range(2)]
+    with pytest.raises(Overloaded, match="the limit of the channel is 10000") as raised:
+        await dispatcher.submit(request(), LARGE)
+    assert raised.value.retry_after == 1
+    second_engine.answer(*await second_engine.frames(1), backlog=100.0)
+    await calls[1]
+    await send(dispatcher, LARGE)
+    assert len(await second_engine.frames(1)) == 1, "the engine with room, however busy"
+    assert len(await first_engine.frames(1)) == 1
 
 
-def test_request_of_a_lost_engine_runs_once_more() -> None:
-    async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
-        call = None
-        for _ in range(2):
-            engine = await meet(dispatcher)
-            call = call or asyncio.ensure_future(dispatcher.submit(request(), b"again"))
-            (frame,) = await engine.frames(1)
-            assert (type(frame.message), frame.tail) == (Request, b"again")
-            assert not call.done()
-            engine.channel.close()
-            while dispatcher.ready:
-                await asyncio.sleep(0)
-        assert call is not None
-        with pytest.raises(EngineLost, match="not sent to a third"):
-            await call
-        assert metrics.rerun.values[()] == [1]
-
-    run(test)
+@in_loop()
+async def test_late_and_cancelled_requests_are_cancelled_at_the_engine(dispatcher: Dispatcher, metrics: Metrics) -> None:
+    engine = await meet(dispatcher)
+    with pytest.raises(DeadlineExceeded):
+        await dispatcher.submit(request(0.05), b"")
+    leaving = await send(dispatcher)
+    leaving.cancel()
+    frames = await engine.frames(4)
+    assert [type(frame.message) for frame in frames] == [Request, Cancel, Request, Cancel]
+    assert [frames[0].id, frames[2].id] == [frames[1].id, frames[3].id]
 
 
-def test_equally_busy_engines_alternate() -> None:
-    async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
-        engine_processes = [await meet(dispatcher, place) for place in range(3)]
-        for number in range(6):
-            await send(dispatcher, tail=str(number).encode())
-        tails = [[frame.tail for frame in await engine.frames(2)] for engine in engine_processes]
-        assert tails == [
-            [b"0", b"3"],
-            [b"1", b"4"],
-            [b"2", b"5"],
-        ]
-
-    run(test)
+@in_loop()
+async def test_requests_without_an_engine_are_refused(dispatcher: Dispatcher, metrics: Metrics) -> None:
+    with pytest.raises(Unavailable):
+        await dispatcher.submit(request(), b"")
+    await lose(dispatcher, await meet(dispatcher))
+    with pytest.raises(EngineLost):
+        await dispatcher.submit(request(), b"")
 
 
-def test_request_goes_to_the_smallest_predicted_wait() -> None:
-    async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
-        first_engine, second_engine = await meet_two(dispatcher)
-        await send(dispatcher, steps=10)
-        for _ in range(10):
-            await send(dispatcher, tail=b"short")
-        assert [frame.tail for frame in await first_engine.frames(1)] == [b""]
-        assert [frame.tail for frame in await second_engine.frames(10)] == [b"short"] * 10
-        await send(dispatcher, tail=b"now equal")
-        assert [frame.tail for frame in await first_engine.frames(1)] == [b"now equal"]
+@in_loop()
+async def test_equally_busy_engines_alternate(dispatcher: Dispatcher, metrics: Metrics) -> None:
+    engine_processes = [await meet(dispatcher, place) for place in range(3)]
+    for number in range(6):
+        await send(dispatcher, b"%d" % number)
+    assert [await tails(engine, 2) for engine in engine_processes] == [[b"0", b"3"], [b"1", b"4"], [b"2", b"5"]]
 
-    run(test)
+
+@in_loop()
+async def test_request_goes_to_the_smallest_predicted_wait(dispatcher: Dispatcher, metrics: Metrics) -> None:
+    first_engine, second_engine = await meet_two(dispatcher)
+    await send(dispatcher, steps=10)
+    for _ in range(10):
+        await send(dispatcher, b"short")
+    assert (await tails(first_engine, 1), await tails(second_engine, 10)) == ([b""], [b"short"] * 10)
+    await send(dispatcher, b"now equal")
+    assert await tails(first_engine, 1) == [b"now equal"]
 
 
 def test_reported_backlog_counts_until_its_time_has_passed() -> None:
@@ -301,104 +267,71 @@ def test_reported_backlog_counts_until_its_time_has_passed() -> None:
         second_engine.answer(*await second_engine.frames(1), backlog=0.0)
         await asyncio.gather(*calls)
         for number in range(3):
-            await send(dispatcher, tail=str(number).encode())
-        assert [frame.tail for frame in await second_engine.frames(3)] == [b"0", b"1", b"2"]
+            await send(dispatcher, b"%d" % number)
+        assert await tails(second_engine, 3) == [b"0", b"1", b"2"]
         clock.now += 0.5
-        await send(dispatcher, tail=b"3")
-        assert [frame.tail for frame in await first_engine.frames(1)] == [b"3"]
+        await send(dispatcher, b"3")
+        assert await tails(first_engine, 1) == [b"3"]
 
     run(test, clock=clock)
 
 
-def test_requests_unread_at_the_report_are_added_to_it() -> None:
-    async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
-        first_engine, second_engine = await meet_two(dispatcher)
-        first, _ = await send(dispatcher), await send(dispatcher, steps=4)
-        (read,) = await first_engine.frames(1)
-        await send(dispatcher, steps=4)
-        await asyncio.sleep(0)
-        first_engine.answer(read, backlog=0.0)
-        await first
-        await send(dispatcher, tail=b"equal, and chosen longest ago")
-        assert [frame.tail for frame in await second_engine.frames(2)] == [b"", b"equal, and chosen longest ago"]
-
-    run(test)
-
-
-def test_cancelled_request_leaves_the_predicted_wait() -> None:
-    async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
-        first_engine, _ = await meet_two(dispatcher)
-        leaving, _ = await send(dispatcher, steps=9), await send(dispatcher, steps=3)
-        leaving.cancel()
-        await asyncio.wait([leaving])
-        await send(dispatcher, tail=b"next")
-        assert [(type(frame.message), frame.tail) for frame in await first_engine.frames(3)] == [
-            (Request, b""),
-            (Cancel, b""),
-            (Request, b"next"),
-        ]
-
-    run(test)
+@in_loop()
+async def test_requests_of_a_lost_engine_move_to_another(dispatcher: Dispatcher, metrics: Metrics) -> None:
+    first_engine, second_engine = await meet_two(dispatcher)
+    calls = [await send(dispatcher, tail) for tail in (b"first", b"second", b"third")]
+    await first_engine.frames(2)
+    first_engine.channel.close()
+    own, again = await second_engine.frames(2)
+    assert (own.tail, again.tail) == (b"second", b"first")
+    assert dispatcher.ready
+    second_engine.answer(again, backlog=0.0)
+    (last,) = await second_engine.frames(1)
+    assert last.tail == b"third", "the requests of the lost engine run one after the other"
+    second_engine.answer(own, last, backlog=0.0)
+    await asyncio.gather(*calls)
+    assert metrics.rerun.values[()] == [2]
 
 
-def test_channel_bytes_are_counted_per_engine() -> None:
-    async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
-        first_engine, second_engine = await meet_two(dispatcher)
-        calls = [await send(dispatcher, tail=bytes(6_000)) for _ in range(2)]
-        with pytest.raises(Overloaded, match="the limit of the channel is 10000"):
-            await dispatcher.submit(request(), bytes(6_000))
-        second_engine.answer(*await second_engine.frames(1), backlog=100.0)
-        await calls[1]
-        await send(dispatcher, tail=bytes(6_000))
-        assert len(await second_engine.frames(1)) == 1, "the engine with room, however busy"
-        assert len(await first_engine.frames(1)) == 1
-
-    run(test)
-
-
-def test_requests_of_a_lost_engine_move_to_another() -> None:
-    async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
-        first_engine, second_engine = await meet_two(dispatcher)
-        calls = [await send(dispatcher, tail=tail) for tail in (b"first", b"second", b"third")]
-        await first_engine.frames(2)
-        first_engine.channel.close()
-        own, again = await second_engine.frames(2)
-        assert (own.tail, again.tail) == (b"second", b"first")
-        assert dispatcher.ready
-        second_engine.answer(again, backlog=0.0)
-        (last,) = await second_engine.frames(1)
-        assert last.tail == b"third", "the requests of the lost engine run one after the other"
-        second_engine.answer(own, last, backlog=0.0)
-        await asyncio.gather(*calls)
-        assert metrics.rerun.values[()] == [2]
-
-    run(test)
+@in_loop()
+async def test_requests_beside_one_that_ends_engines_are_answered(dispatcher: Dispatcher, metrics: Metrics) -> None:
+    """Only the deadly request is refused. It ends an engine: the first engine has all requests, the second also a new request."""
+    engine = await meet(dispatcher)
+    calls = {tail: await send(dispatcher, tail) for tail in (b"1", b"!", b"2", b"3")}
+    await engine.frames(len(calls))
+    for place in range(1, 3):
+        await lose(dispatcher, engine)
+        engine = await meet(dispatcher, place)
+        calls[b"+"] = calls.get(b"+") or await send(dispatcher, b"+")
+        while sum(call.done() for call in calls.values()) < len(calls):
+            frames = await engine.frames(1)
+            if any(frame.tail == b"!" for frame in frames):
+                break
+            engine.answer(*frames, backlog=0.0)
+            await asyncio.sleep(0.001)
+    with pytest.raises(EngineLost, match="not sent to a third"):
+        await calls.pop(b"!")
+    await asyncio.gather(*calls.values())
 
 
-def test_requests_beside_one_that_ends_engines_are_answered() -> None:
-    """Only DEADLY is refused. DEADLY ends an engine: the first engine has all requests, the second also a new request."""
-
-    async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
-        engine, tails = await meet(dispatcher), [b"1", DEADLY, b"2", b"3"]
-        calls = {tail: await send(dispatcher, tail=tail) for tail in tails}
-        await engine.frames(len(calls))
-        for place in range(1, 3):
-            engine.channel.close()
-            while dispatcher.ready:
-                await asyncio.sleep(0)
-            engine = await meet(dispatcher, place)
-            calls[NEW] = calls.get(NEW) or await send(dispatcher, tail=NEW)
-            while sum(call.done() for call in calls.values()) < len(calls):
-                frames = await engine.frames(1)
-                if any(frame.tail == DEADLY for frame in frames):
-                    break
-                engine.answer(*frames, backlog=0.0)
-                await asyncio.sleep(0.001)
-        with pytest.raises(EngineLost, match="not sent to a third"):
-            await calls.pop(DEADLY)
-        await asyncio.gather(*calls.values())
-
-    run(test)
+@in_loop()
+async def test_end_of_a_suspect_makes_room_for_the_next(dispatcher: Dispatcher, metrics: Metrics) -> None:
+    """It ends by an answer, or is cancelled."""
+    engine = await meet(dispatcher)
+    calls = [await send(dispatcher, b"%d" % steps, steps) for steps in (4, 2, 1, 3)]
+    await engine.frames(len(calls))
+    await lose(dispatcher, engine)
+    engine = await meet(dispatcher)
+    order = []
+    for end in range(4):
+        (frame,) = [frame for frame in await engine.frames(2 if end == 2 else 1) if type(frame.message) is Request]
+        order.append(bytes(frame.tail))
+        if end == 1:
+            calls[1].cancel()
+        else:
+            engine.answer(frame, backlog=0.0)
+    assert order == [b"1", b"2", b"3", b"4"], "the shortest first"
+    await asyncio.gather(*calls[2:], calls[0])
 
 
 class Turns(SuspectTurns):
@@ -416,151 +349,74 @@ class Turns(SuspectTurns):
             del self._holders[byte]
 
 
-async def lose(frontends: Sequence[Dispatcher], engine: Sequence[EngineProcess]) -> list[EngineProcess]:
-    """End an engine to which several frontends are connected. Returns its successor, as each frontend sees it."""
-    for process in engine:
-        process.channel.close()
-    while any(frontend.ready for frontend in frontends):
+@in_loop()
+async def test_suspects_of_two_frontends_run_one_after_the_other(_: Dispatcher, metrics: Metrics) -> None:
+    """Only the deadly request is refused. Each of two frontends has a request in an engine that ends as soon as it runs this one."""
+    holders = dict[int, Turns]()
+    frontends = [Dispatcher(metrics, 10_000, lambda: None, turns=Turns(holders)) for _ in range(2)]
+    engine = [await meet(frontend) for frontend in frontends]
+
+    async def restart() -> list[EngineProcess]:
+        """End the engine. Returns its successor, as each frontend sees it."""
+        for frontend, process in zip(frontends, engine, strict=True):
+            await lose(frontend, process)
+        return [await meet(frontend) for frontend in frontends]
+
+    deadly, other = [await send(frontend, tail) for frontend, tail in zip(frontends, (b"!", b"1"), strict=True)]
+    engine = await restart()
+    assert await tails(engine[0], 1) == [b"!"]
+    await asyncio.sleep(2 * TURN_SECONDS)
+    engine = await restart()
+    with pytest.raises(EngineLost, match="not sent to a third"):
+        await deadly
+    while not other.done():
+        await asyncio.sleep(0.001)
+        engine[1].answer(*[part for frame in engine[1].channel.receive() for part in requests_of(frame)], backlog=0.0)
+    await other
+    assert not holders, "no frontend waits for its turn any more"
+    for frontend in frontends:
+        frontend.close()
+
+
+@in_loop()
+async def test_deadline_passed_without_an_engine_reports_the_loss(dispatcher: Dispatcher, metrics: Metrics) -> None:
+    engine = await meet(dispatcher)
+    call = await send(dispatcher, seconds=1.0)
+    await engine.frames(1)
+    engine.channel.close()
+    with pytest.raises(EngineLost, match="before the deadline"):
+        await call
+    successor = await meet(dispatcher)
+    await send(dispatcher, b"another")
+    assert await tails(successor, 1) == [b"another"], "nothing waits for the first request"
+
+
+@in_loop()
+async def test_model_on_several_devices_is_listed_once(dispatcher: Dispatcher, metrics: Metrics) -> None:
+    assert dispatcher.models == []
+    await meet(dispatcher, 1)
+    first = await meet(dispatcher, 0)
+    [model] = dispatcher.models
+    assert model.device == "cuda:0, cuda:1"
+    assert model.backends == ["lstm: framework", "head: of 0", "head: of 1"]
+    await lose(dispatcher, first)
+    assert (dispatcher.models[0].device, len(dispatcher.models[0].backends)) == ("cuda:1", 2)
+
+
+@in_loop()
+async def test_sequences_without_steps_are_answered_by_no_engine(dispatcher: Dispatcher, metrics: Metrics) -> None:
+    """They wait for a model that is loading."""
+    engine = await meet(dispatcher)
+    with pytest.raises(Unavailable, match="words is still loading"):
+        await dispatcher.submit(request(steps=0), b"")
+    known = AnswerWithoutSteps(Answer((1, 1), steps=[0]), b"\0\0\0\0")
+    engine.send(encode(EngineStatus([LoadedModel("words", "1", "cuda:1", [], without_steps=known)], 0)))
+    while devices(dispatcher) != {"cuda:1"}:
         await asyncio.sleep(0)
-    return [await meet(frontend) for frontend in frontends]
-
-
-def test_suspects_of_two_frontends_run_one_after_the_other() -> None:
-    """Only DEADLY is refused. Each of two frontends has a request in an engine that ends as soon as it runs DEADLY."""
-
-    async def test(_: Dispatcher, metrics: Metrics) -> None:
-        holders = dict[int, Turns]()
-        frontends = [Dispatcher(metrics, 10_000, lambda: None, turns=Turns(holders)) for _ in range(2)]
-        engine = [await meet(frontend) for frontend in frontends]
-        deadly, other = [await send(frontend, tail=tail) for frontend, tail in zip(frontends, (DEADLY, b"1"), strict=True)]
-        engine = await lose(frontends, engine)
-        assert [frame.tail for frame in await engine[0].frames(1)] == [DEADLY]
-        await asyncio.sleep(2 * TURN_SECONDS)
-        engine = await lose(frontends, engine)
-        with pytest.raises(EngineLost, match="not sent to a third"):
-            await deadly
-        async with asyncio.timeout(60):
-            while not other.done():
-                await asyncio.sleep(0.001)
-                engine[1].answer(*[part for frame in engine[1].channel.receive() for part in requests_of(frame)], backlog=0.0)
-            await other
-        assert not holders, "no frontend waits for its turn any more"
-        for frontend in frontends:
-            frontend.close()
-
-    run(test)
-
-
-def test_end_of_a_suspect_makes_room_for_the_next() -> None:
-    """It ends by an answer, or is cancelled."""
-
-    async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
-        engine = await meet(dispatcher)
-        calls = [await send(dispatcher, steps=steps, tail=str(steps).encode()) for steps in (4, 2, 1, 3)]
-        await engine.frames(len(calls))
-        engine.channel.close()
-        while dispatcher.ready:
-            await asyncio.sleep(0)
-        engine = await meet(dispatcher)
-        order = []
-        for end in range(4):
-            (frame,) = [frame for frame in await engine.frames(2 if end == 2 else 1) if type(frame.message) is Request]
-            order.append(bytes(frame.tail))
-            if end == 1:
-                calls[1].cancel()
-            else:
-                engine.answer(frame, backlog=0.0)
-        assert order == [b"1", b"2", b"3", b"4"], "the shortest first"
-        await asyncio.gather(*calls[2:], calls[0])
-
-    run(test)
-
-
-def test_request_that_ended_two_engines_does_not_reach_a_third() -> None:
-    async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
-        engine_processes = [await meet(dispatcher, place) for place in range(3)]
-        call = await send(dispatcher, tail=b"deadly")
-        for engine in engine_processes[:2]:
-            assert [frame.tail for frame in await engine.frames(1)] == [b"deadly"]
-            engine.channel.close()
-        with pytest.raises(EngineLost, match="not sent to a third"):
-            await call
-        await send(dispatcher, tail=b"harmless")
-        assert [frame.tail for frame in await engine_processes[2].frames(1)] == [b"harmless"]
-
-    run(test)
-
-
-def test_cancellation_reaches_the_engine_that_has_the_request_now() -> None:
-    async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
-        first_engine, second_engine = await meet_two(dispatcher)
-        leaving = await send(dispatcher)
-        await first_engine.frames(1)
-        first_engine.channel.close()
-        (again,) = await second_engine.frames(1)
-        leaving.cancel()
-        (frame,) = await second_engine.frames(1)
-        assert (type(frame.message), frame.id) == (Cancel, again.id)
-
-    run(test)
-
-
-def test_deadline_passed_without_an_engine_reports_the_loss() -> None:
-    async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
-        engine = await meet(dispatcher)
-        call = asyncio.ensure_future(dispatcher.submit(request(1.0), b""))
-        await engine.frames(1)
-        engine.channel.close()
-        with pytest.raises(EngineLost, match="before the deadline"):
-            await call
-        successor = await meet(dispatcher)
-        await send(dispatcher, tail=b"another")
-        assert [frame.tail for frame in await successor.frames(1)] == [b"another"], "nothing waits for the first request"
-
-    run(test)
-
-
-def test_model_on_several_devices_is_listed_once() -> None:
-    async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
-        assert dispatcher.models == []
-        await meet(dispatcher, 1)
-        first = await meet(dispatcher, 0)
-        [model] = dispatcher.models
-        assert model.device == "cuda:0, cuda:1"
-        assert model.backends == ["lstm: framework", "head: of 0", "head: of 1"]
-        first.channel.close()
-        while len(dispatcher.models[0].backends) > 2:
-            await asyncio.sleep(0)
-        assert dispatcher.models[0].device == "cuda:1"
-
-    run(test)
-
-
-def test_sequences_without_steps_wait_for_a_model_that_is_loading() -> None:
-    async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
-        engine = await meet(dispatcher)
-        with pytest.raises(Unavailable, match="words is still loading"):
-            await dispatcher.submit(request(steps=0), b"")
-        assert not engine.channel.receive()
-
-    run(test)
-
-
-def test_cancelled_request_without_steps_is_not_answered() -> None:
-    async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
-        engine = await meet(dispatcher)
-        known = AnswerWithoutSteps(Answer((1, 1), steps=[0]), b"\0\0\0\0")
-        model = LoadedModel("words", "1", "cuda:1", [], without_steps=known)
-        engine.send(encode(EngineStatus([model], 0)))
-        while not any("cuda:1" in model.device for model in dispatcher.models):
-            await asyncio.sleep(0)
-        answered = await dispatcher.submit(request(steps=0), b"")
-        assert (answered.answer.scores, answered.answer.steps, answered.data) == ((1, 1), [0], known.data)
-        cancelled = asyncio.ensure_future(dispatcher.submit(request(steps=0), b""))
-        await asyncio.sleep(0)
-        cancelled.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await cancelled
-        assert not engine.channel.receive(), "no engine computes it"
-
-    run(test)
+    answered = await dispatcher.submit(request(steps=0), b"")
+    assert (answered.answer.scores, answered.answer.steps, answered.data) == ((1, 1), [0], known.data)
+    cancelled = await send(dispatcher, steps=0)
+    cancelled.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await cancelled
+    assert not engine.channel.receive()

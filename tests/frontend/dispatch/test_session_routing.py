@@ -8,26 +8,17 @@ import msgspec
 import pytest
 
 from service.errors import DeadlineExceeded, EngineLost, Overloaded, SessionLost, Unavailable, UnknownSession
-from service.frontend.dispatch.connection import Answered
 from service.frontend.dispatch.dispatcher import Dispatcher
 from service.ipc.channel import encode
-from service.ipc.messages import Answer, Cancel, Done, EndSession, ExportSession, ImportSession, Refusal, Request
+from service.ipc.messages import Cancel, Done, EndSession, ExportSession, ImportSession, Refusal, Request
 from service.ipc.session_file import Origin, SessionFile
 from service.ipc.session_placement import engine_of_session
 from service.metrics import Metrics
-from tests.frontend.dispatch.test_dispatcher import EngineProcess, meet, meet_two, request, run, send
+from tests.frontend.dispatch.test_dispatcher import in_loop, lose, meet, meet_two, request, send, tails
 
 NAMES = [str(number) for number in range(20)]
 ORIGIN = Origin("words", "1", "", 1)
 FIRST, SECOND = ([name for name in NAMES if engine_of_session(name, 2) == place] for place in (0, 1))
-
-
-async def chunk(dispatcher: Dispatcher, session: str, tail: bytes = b"", seconds: float = 60.0) -> asyncio.Task[Answered]:
-    """Start a chunk and let it reach its engine."""
-    asked = msgspec.structs.replace(request(seconds, steps=1), session=session)
-    task = asyncio.ensure_future(dispatcher.submit(asked, tail))
-    await asyncio.sleep(0)
-    return task
 
 
 def a_file(size: int) -> SessionFile:
@@ -35,180 +26,117 @@ def a_file(size: int) -> SessionFile:
     return SessionFile(ORIGIN, {}, memoryview(bytes(size)))
 
 
-async def lose(dispatcher: Dispatcher, engine: EngineProcess) -> None:
-    """End an engine and wait until the frontend has noticed."""
-    devices = {device for model in dispatcher.models for device in model.device.split(", ")}
+@in_loop(places=2)
+async def test_chunk_goes_to_its_sessions_engine_however_busy(dispatcher: Dispatcher, metrics: Metrics) -> None:
+    engine_processes = await meet_two(dispatcher)
+    for name in NAMES * 2:
+        await send(dispatcher, name.encode(), session=name)
+    for engine, names in zip(engine_processes, (FIRST, SECOND), strict=True):
+        assert [bytes(frame.tail).decode() for frame in await engine.frames(2 * len(names))] == names * 2
+
+
+@in_loop(places=2)
+async def test_session_is_refused_only_while_its_engine_restarts(dispatcher: Dispatcher, metrics: Metrics) -> None:
+    with pytest.raises(Unavailable, match="loading"):
+        await (await send(dispatcher, session=FIRST[0]))
+    first_engine, second_engine = await meet_two(dispatcher)
+    await lose(dispatcher, first_engine)
+    with pytest.raises(EngineLost, match="of this session") as raised:
+        await (await send(dispatcher, session=FIRST[0]))
+    assert raised.value.retry_after == 1
+    with pytest.raises(EngineLost, match="of this session"):
+        await dispatcher.end_session(FIRST[0])
+    await send(dispatcher, b"unharmed", session=SECOND[0])
+    await send(dispatcher, b"stateless")
+    assert await tails(second_engine, 2) == [b"unharmed", b"stateless"]
+    await lose(dispatcher, second_engine)
+    with pytest.raises(EngineLost, match="no engine is running"):
+        await (await send(dispatcher, session=FIRST[0]))
+
+
+@in_loop(places=2)
+async def test_chunk_of_a_lost_engine_waits_for_its_successor(dispatcher: Dispatcher, metrics: Metrics) -> None:
+    first_engine, second_engine = await meet_two(dispatcher)
+    task = await send(dispatcher, b"lost", session=FIRST[0])
+    [sent] = await first_engine.frames(1)
+    await lose(dispatcher, first_engine)
+    second_engine.channel.receive()
+    await lose(dispatcher, second_engine)
+    second_engine = await meet(dispatcher, 1)
+    await send(dispatcher, b"of another", session=SECOND[0])
+    assert await tails(second_engine, 1) == [b"of another"]
+    successor = await meet(dispatcher, 0)
+    [again] = await successor.frames(1)
+    assert (again.message, again.id, again.tail) == (msgspec.structs.replace(sent.message, resubmitted=True), sent.id, b"lost")
+    successor.send(encode(Refusal("session_lost", "its engine ended", "session"), again.id))
+    with pytest.raises(SessionLost, match="its engine ended"):
+        await task
+    assert not metrics.rerun.values, "it was not run"
+
+
+@in_loop(places=2)
+async def test_late_chunk_reports_the_lost_engine(dispatcher: Dispatcher, metrics: Metrics) -> None:
+    first_engine, _ = await meet_two(dispatcher)
+    task = await send(dispatcher, session=FIRST[0], seconds=1.0)
+    await first_engine.frames(1)
+    first_engine.channel.close()
+    with pytest.raises(EngineLost, match="before the deadline"):
+        await task
+    successor = await meet(dispatcher, 0)
+    with pytest.raises(DeadlineExceeded):
+        await (await send(dispatcher, b"another", session=FIRST[0], seconds=0.05))
+    frames = await successor.frames(2)
+    assert [(type(frame.message), frame.tail) for frame in frames] == [(Request, b"another"), (Cancel, b"")]
+
+
+@in_loop(places=2)
+async def test_session_calls_go_to_the_sessions_engine(dispatcher: Dispatcher, metrics: Metrics) -> None:
+    first_engine, second_engine = await meet_two(dispatcher)
+    export = asyncio.ensure_future(dispatcher.export_session(FIRST[0]))
+    adopt = asyncio.ensure_future(dispatcher.import_session(SECOND[0], a_file(5)))
+    [frame] = await first_engine.frames(1)
+    assert (frame.message, frame.tail) == (ExportSession(FIRST[0]), b"")
+    first_engine.send(encode(Done(), frame.id, (b"its state",)))
+    assert await export == b"its state"
+    [frame] = await second_engine.frames(1)
+    assert (frame.message, frame.tail) == (ImportSession(SECOND[0], ORIGIN, {}), bytes(5))
+    second_engine.send(encode(Done(), frame.id))
+    await adopt
+    end = asyncio.ensure_future(dispatcher.end_session(FIRST[0]))
+    [frame] = await first_engine.frames(1)
+    assert frame.message == EndSession(FIRST[0])
+    first_engine.send(encode(Refusal("unknown_session", "it is not open", "session"), frame.id))
+    with pytest.raises(UnknownSession, match="not open"):
+        await end
+
+
+@in_loop()
+async def test_calls_to_a_lost_engine_fail(dispatcher: Dispatcher, metrics: Metrics) -> None:
+    engine = await meet(dispatcher)
+    asked = [
+        asyncio.ensure_future(one)
+        for one in (dispatcher.export_session("a"), dispatcher.import_session("b", a_file(5)), dispatcher.end_session("c"))
+    ]
+    await engine.frames(3)
     engine.channel.close()
-    while {device for model in dispatcher.models for device in model.device.split(", ")} == devices:
-        await asyncio.sleep(0)
+    for one in asked:
+        with pytest.raises(EngineLost, match="before it replied"):
+            await one
+    successor = await meet(dispatcher)
+    await send(dispatcher, session="d")
+    assert [type(frame.message) for frame in await successor.frames(1)] == [Request]
 
 
-def test_chunk_goes_to_its_sessions_engine_however_busy() -> None:
-    async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
-        engine_processes = await meet_two(dispatcher)
-        for name in NAMES * 2:
-            await chunk(dispatcher, name, name.encode())
-        for engine, names in zip(engine_processes, (FIRST, SECOND), strict=True):
-            assert [bytes(frame.tail).decode() for frame in await engine.frames(2 * len(names))] == names * 2
-
-    run(test, places=2)
-
-
-def test_session_is_refused_only_while_its_engine_restarts() -> None:
-    async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
-        with pytest.raises(Unavailable, match="loading"):
-            await chunk_result(dispatcher, FIRST[0])
-        first_engine, second_engine = await meet_two(dispatcher)
-        await lose(dispatcher, first_engine)
-        with pytest.raises(EngineLost, match="of this session") as raised:
-            await chunk_result(dispatcher, FIRST[0])
-        assert raised.value.retry_after == 1
-        with pytest.raises(EngineLost, match="of this session"):
-            await dispatcher.end_session(FIRST[0])
-        await chunk(dispatcher, SECOND[0], b"unharmed")
-        await send(dispatcher, tail=b"stateless")
-        assert [frame.tail for frame in await second_engine.frames(2)] == [b"unharmed", b"stateless"]
-        await lose(dispatcher, second_engine)
-        with pytest.raises(EngineLost, match="no engine is running"):
-            await chunk_result(dispatcher, FIRST[0])
-
-    run(test, places=2)
-
-
-async def chunk_result(dispatcher: Dispatcher, session: str) -> Answered:
-    return await (await chunk(dispatcher, session))
-
-
-def test_chunk_of_a_lost_engine_waits_for_its_successor() -> None:
-    async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
-        first_engine, second_engine = await meet_two(dispatcher)
-        task = await chunk(dispatcher, FIRST[0], b"lost")
-        [sent] = await first_engine.frames(1)
-        await lose(dispatcher, first_engine)
-        second_engine.channel.receive()
-        await lose(dispatcher, second_engine)
-        second_engine = await meet(dispatcher, 1)
-        await chunk(dispatcher, SECOND[0], b"of another")
-        assert [frame.tail for frame in await second_engine.frames(1)] == [b"of another"]
-        successor = await meet(dispatcher, 0)
-        [again] = await successor.frames(1)
-        assert (again.message, again.id, again.tail) == (
-            msgspec.structs.replace(sent.message, resubmitted=True),
-            sent.id,
-            b"lost",
-        )
-        successor.send(encode(Refusal("session_lost", "its engine ended", "session"), again.id))
-        with pytest.raises(SessionLost, match="its engine ended"):
-            await task
-        assert not metrics.rerun.values, "it was not run"
-
-    run(test, places=2)
-
-
-def test_waiting_chunk_survives_several_engine_failures() -> None:
-    async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
-        engine = await meet(dispatcher)
-        task = await chunk(dispatcher, "patient")
-        for _ in range(3):
-            await engine.frames(1)
-            engine.channel.close()
-            while dispatcher.ready:
-                await asyncio.sleep(0)
-            engine = await meet(dispatcher)
-        [frame] = await engine.frames(1)
-        assert isinstance(frame.message, Request)
-        engine.answer(frame, backlog=0.0)
-        assert (await task).answer == Answer((1, 1))
-
-    run(test)
-
-
-def test_late_chunk_reports_the_lost_engine() -> None:
-    async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
-        first_engine, _ = await meet_two(dispatcher)
-        task = await chunk(dispatcher, FIRST[0], seconds=1.0)
-        await first_engine.frames(1)
-        first_engine.channel.close()
-        with pytest.raises(EngineLost, match="before the deadline"):
-            await task
-        successor = await meet(dispatcher, 0)
-        with pytest.raises(DeadlineExceeded):
-            await (await chunk(dispatcher, FIRST[0], b"another", seconds=0.05))
-        frames = await successor.frames(2)
-        assert [(type(frame.message), frame.tail) for frame in frames] == [(Request, b"another"), (Cancel, b"")]
-
-    run(test, places=2)
-
-
-def test_cancelled_waiting_chunk_is_forgotten() -> None:
-    async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
-        first_engine, _ = await meet_two(dispatcher)
-        task = await chunk(dispatcher, FIRST[0])
-        await first_engine.frames(1)
-        await lose(dispatcher, first_engine)
-        task.cancel()
-        await asyncio.wait([task])
-        successor = await meet(dispatcher, 0)
-        await chunk(dispatcher, FIRST[1], b"the next")
-        assert [frame.tail for frame in await successor.frames(1)] == [b"the next"]
-
-    run(test, places=2)
-
-
-def test_session_calls_go_to_the_sessions_engine() -> None:
-    async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
-        first_engine, second_engine = await meet_two(dispatcher)
-        export = asyncio.ensure_future(dispatcher.export_session(FIRST[0]))
-        adopt = asyncio.ensure_future(dispatcher.import_session(SECOND[0], a_file(5)))
-        [frame] = await first_engine.frames(1)
-        assert (frame.message, frame.tail) == (ExportSession(FIRST[0]), b"")
-        first_engine.send(encode(Done(), frame.id, (b"its state",)))
-        assert await export == b"its state"
-        [frame] = await second_engine.frames(1)
-        assert (frame.message, frame.tail) == (ImportSession(SECOND[0], ORIGIN, {}), bytes(5))
-        second_engine.send(encode(Done(), frame.id))
-        await adopt
-        end = asyncio.ensure_future(dispatcher.end_session(FIRST[0]))
-        [frame] = await first_engine.frames(1)
-        assert frame.message == EndSession(FIRST[0])
-        first_engine.send(encode(Refusal("unknown_session", "it is not open", "session"), frame.id))
-        with pytest.raises(UnknownSession, match="not open"):
-            await end
-
-    run(test, places=2)
-
-
-def test_calls_to_a_lost_engine_fail() -> None:
-    async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
-        engine = await meet(dispatcher)
-        asked = [
-            asyncio.ensure_future(one)
-            for one in (dispatcher.export_session("a"), dispatcher.import_session("b", a_file(5)), dispatcher.end_session("c"))
-        ]
-        await engine.frames(3)
-        engine.channel.close()
-        for one in asked:
-            with pytest.raises(EngineLost, match="before it replied"):
-                await one
-        successor = await meet(dispatcher)
-        await chunk(dispatcher, "d")
-        assert [type(frame.message) for frame in await successor.frames(1)] == [Request]
-
-    run(test)
-
-
-def test_session_states_count_towards_channel_bytes() -> None:
-    async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
-        engine = await meet(dispatcher)
-        first = asyncio.ensure_future(dispatcher.import_session("a", a_file(6_000)))
-        [frame] = await engine.frames(1)
-        for refused in (dispatcher.import_session("b", a_file(6_000)), dispatcher.submit(request(), bytes(6_000))):
-            with pytest.raises(Overloaded, match="the limit of the channel is 10000"):
-                await refused
-        engine.send(encode(Done(), frame.id))
-        await first
-        second = asyncio.ensure_future(dispatcher.import_session("b", a_file(6_000)))
-        await engine.frames(1)
-        second.cancel()
-
-    run(test)
+@in_loop()
+async def test_session_states_count_towards_channel_bytes(dispatcher: Dispatcher, metrics: Metrics) -> None:
+    engine = await meet(dispatcher)
+    first = asyncio.ensure_future(dispatcher.import_session("a", a_file(6_000)))
+    [frame] = await engine.frames(1)
+    for refused in (dispatcher.import_session("b", a_file(6_000)), dispatcher.submit(request(), bytes(6_000))):
+        with pytest.raises(Overloaded, match="the limit of the channel is 10000"):
+            await refused
+    engine.send(encode(Done(), frame.id))
+    await first
+    second = asyncio.ensure_future(dispatcher.import_session("b", a_file(6_000)))
+    await engine.frames(1)
+    second.cancel()

@@ -3,99 +3,71 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from typing import Any
 
-import msgspec
 import pytest
 
 from service.errors import EngineLost
-from service.frontend.dispatch.connection import Answered
 from service.frontend.dispatch.dispatcher import HOLD_SECONDS, MAX_ATTEMPTS, Dispatcher
 from service.ipc.channel import encode
 from service.ipc.messages import ModelKey, Release, TrialBegan, TrialEnded
 from service.metrics import Metrics
-from tests.frontend.dispatch.test_dispatcher import Clock, EngineProcess, meet, meet_two, request, run, send
+from tests.frontend.dispatch.test_dispatcher import Clock, EngineProcess, in_loop, lose, meet, meet_two, run, send, tails
 
 UNTRIED = ModelKey("untried", "1")
-
-
-async def send_untried(dispatcher: Dispatcher, tail: bytes = b"untried") -> asyncio.Task[Answered]:
-    """Start a request for the version that no engine has run, and let it reach its engine."""
-    asked = msgspec.structs.replace(request(steps=1), model=UNTRIED.name, version=UNTRIED.version)
-    task = asyncio.ensure_future(dispatcher.submit(asked, tail))
-    await asyncio.sleep(0)
-    return task
-
-
-async def tails(engine: EngineProcess, count: int) -> Sequence[bytes]:
-    return [bytes(frame.tail) for frame in await engine.frames(count)]
+NEW: dict[str, Any] = {"model": UNTRIED.name, "version": UNTRIED.version}
 
 
 async def end_in_trial(dispatcher: Dispatcher, engine: EngineProcess, *keys: ModelKey) -> None:
     """End an engine while it tries versions, and wait until the frontend has noticed."""
     engine.send(b"".join(encode(TrialBegan(key)) for key in keys))
-    before = devices(dispatcher)
-    engine.channel.close()
-    while devices(dispatcher) == before:
-        await asyncio.sleep(0)
+    await lose(dispatcher, engine)
 
 
-def devices(dispatcher: Dispatcher) -> str:
-    """Return the devices of the engines that the frontend knows."""
-    return ", ".join(model.device for model in dispatcher.models)
+@in_loop(places=2)
+async def test_untried_version_goes_to_one_engine_until_it_has_run(dispatcher: Dispatcher, metrics: Metrics) -> None:
+    first, second = await meet_two(dispatcher)
+    for _ in range(4):
+        await send(dispatcher, b"untried", **NEW)
+    assert len(await tails(first, 4)) == 4
+    second.send(encode(TrialEnded(UNTRIED, ran=True)))
+    await asyncio.sleep(0.01)
+    for _ in range(4):
+        await send(dispatcher, b"untried", **NEW)
+    assert len(await tails(first, 2)) == len(await tails(second, 2)) == 2, "equally busy engines alternate"
 
 
-def test_untried_version_goes_to_one_engine_until_it_has_run() -> None:
-    async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
-        first, second = await meet_two(dispatcher)
-        for _ in range(4):
-            await send_untried(dispatcher)
-        assert len(await tails(first, 4)) == 4
-        second.send(encode(TrialEnded(UNTRIED, ran=True)))
-        await asyncio.sleep(0.01)
-        for _ in range(4):
-            await send_untried(dispatcher)
-        assert len(await tails(first, 2)) == len(await tails(second, 2)) == 2, "equally busy engines alternate"
-
-    run(test, places=2)
-
-
-def test_end_counts_only_against_the_version_on_trial() -> None:
+@in_loop()
+async def test_end_counts_only_against_the_version_on_trial(dispatcher: Dispatcher, metrics: Metrics) -> None:
     """A request of another version is answered after any number of such ends."""
-
-    async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
+    engine = await meet(dispatcher)
+    beside, deadly = await send(dispatcher, b"beside", steps=2), await send(dispatcher, b"untried", **NEW)
+    for _ in range(MAX_ATTEMPTS):
+        assert b"untried" in await tails(engine, len(dispatcher._connections[0].pending))
+        await end_in_trial(dispatcher, engine, UNTRIED)
         engine = await meet(dispatcher)
-        beside, deadly = await send(dispatcher, steps=2, tail=b"beside"), await send_untried(dispatcher)
-        for _ in range(MAX_ATTEMPTS):
-            assert b"untried" in await tails(engine, len(dispatcher._connections[0].pending))
-            await end_in_trial(dispatcher, engine, UNTRIED)
-            engine = await meet(dispatcher)
-        with pytest.raises(EngineLost, match="not sent to a third"):
-            await deadly
-        frames = await engine.frames(1)
-        assert [bytes(frame.tail) for frame in frames] == [b"beside"]
-        engine.answer(*frames, backlog=0.0)
-        await beside
-
-    run(test)
+    with pytest.raises(EngineLost, match="not sent to a third"):
+        await deadly
+    frames = await engine.frames(1)
+    assert [bytes(frame.tail) for frame in frames] == [b"beside"]
+    engine.answer(*frames, backlog=0.0)
+    await beside
 
 
-def test_remaining_engine_does_not_get_the_version_that_ended_the_other() -> None:
-    async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
-        first, second = await meet_two(dispatcher)
-        waits = await send_untried(dispatcher)
-        await tails(first, 1)
-        await end_in_trial(dispatcher, first, UNTRIED)
-        with pytest.raises(EngineLost, match="an engine ended with untried version 1"):
-            await (await send_untried(dispatcher))
-        await send(dispatcher, tail=b"other")
-        assert await tails(second, 1) == [b"other"]
-        first = await meet(dispatcher, 0)
-        assert await tails(first, 1) == [b"untried"]
-        first.send(encode(TrialEnded(UNTRIED, ran=True)))
-        waits.cancel()
-
-    run(test, places=2)
+@in_loop(places=2)
+async def test_remaining_engine_does_not_get_the_version_that_ended_the_other(dispatcher: Dispatcher, metrics: Metrics) -> None:
+    first, second = await meet_two(dispatcher)
+    waits = await send(dispatcher, b"untried", **NEW)
+    await tails(first, 1)
+    await end_in_trial(dispatcher, first, UNTRIED)
+    with pytest.raises(EngineLost, match="an engine ended with untried version 1"):
+        await (await send(dispatcher, b"untried", **NEW))
+    await send(dispatcher, b"other")
+    assert await tails(second, 1) == [b"other"]
+    first = await meet(dispatcher, 0)
+    assert await tails(first, 1) == [b"untried"]
+    first.send(encode(TrialEnded(UNTRIED, ran=True)))
+    waits.cancel()
 
 
 def test_wait_for_the_successor_of_an_engine_ends() -> None:
@@ -105,37 +77,32 @@ def test_wait_for_the_successor_of_an_engine_ends() -> None:
         first, second = await meet_two(dispatcher)
         await end_in_trial(dispatcher, first, UNTRIED)
         clock.now += HOLD_SECONDS
-        await send_untried(dispatcher)
+        await send(dispatcher, b"untried", **NEW)
         assert await tails(second, 1) == [b"untried"]
 
     clock = Clock()
     run(test, places=2, clock=clock)
 
 
-def test_waiting_requests_of_a_retired_version_are_refused() -> None:
-    async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
-        first, second = await meet_two(dispatcher)
-        waits = await send_untried(dispatcher)
-        await tails(first, 1)
-        await end_in_trial(dispatcher, first, UNTRIED)
-        dispatcher.release(UNTRIED)
-        with pytest.raises(EngineLost, match="not served any more"):
-            await waits
-        assert [type(frame.message) for frame in await second.frames(1)] == [Release]
-
-    run(test, places=2)
+@in_loop(places=2)
+async def test_waiting_requests_of_a_retired_version_are_refused(dispatcher: Dispatcher, metrics: Metrics) -> None:
+    first, second = await meet_two(dispatcher)
+    waits = await send(dispatcher, b"untried", **NEW)
+    await tails(first, 1)
+    await end_in_trial(dispatcher, first, UNTRIED)
+    dispatcher.release(UNTRIED)
+    with pytest.raises(EngineLost, match="not served any more"):
+        await waits
+    assert [type(frame.message) for frame in await second.frames(1)] == [Release]
 
 
-def test_version_that_runs_after_all_is_sent_to_every_engine() -> None:
+@in_loop(places=2)
+async def test_version_that_runs_after_all_is_sent_to_every_engine(dispatcher: Dispatcher, metrics: Metrics) -> None:
     """An engine that ended for another reason during the trial does not keep the version from the other engines."""
-
-    async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
-        first, second = await meet_two(dispatcher)
-        waits = await send_untried(dispatcher)
-        await tails(first, 1)
-        await end_in_trial(dispatcher, first, UNTRIED)
-        second.send(encode(TrialEnded(UNTRIED, ran=True)))
-        assert await tails(second, 1) == [b"untried"]
-        waits.cancel()
-
-    run(test, places=2)
+    first, second = await meet_two(dispatcher)
+    waits = await send(dispatcher, b"untried", **NEW)
+    await tails(first, 1)
+    await end_in_trial(dispatcher, first, UNTRIED)
+    second.send(encode(TrialEnded(UNTRIED, ran=True)))
+    assert await tails(second, 1) == [b"untried"]
+    waits.cancel()

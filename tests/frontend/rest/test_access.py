@@ -2,77 +2,50 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import Any
 
-import httpx
 import pytest
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 from websockets.typing import Subprotocol
 
 from service import __version__
-from service.access.scopes import OPEN_SCOPES, Scope
+from service.access.scopes import Scope
 from tests.frontend.conftest import Guarded
-from tests.frontend.in_process import InProcess, in_process
+from tests.frontend.in_process import InProcess
 
 
-def access(address: str, key: str | None = None, **headers: str) -> httpx.Response:
-    sent = headers | ({} if key is None else {"authorization": f"Bearer {key}"})
-    return httpx.get(f"{address}/access", headers=sent, timeout=60, trust_env=False)
-
-
-def test_local_client_without_keys_may_do_everything(local: InProcess) -> None:
-    assert access(local.address).json() == {
+def test_caller_is_named_with_its_scopes(local: InProcess, guarded: Guarded) -> None:
+    assert local.client.get("/access").json() == {
         "caller": "local",
         "needs_key": False,
         "scopes": sorted(Scope),
         "version": __version__,
         "grpc_port": int(local.grpc.rpartition(":")[2]),
     }
-
-
-def test_other_hosts_are_named_by_their_rights(models_folder: Path, tmp_path: Path) -> None:
-    with in_process(models_folder, tmp_path, allowed_hosts="models.example") as service:
-        answer = access(service.address, host="models.example").json()
-        assert (answer["caller"], answer["scopes"]) == ("anybody", sorted(OPEN_SCOPES))
-        assert access(service.address, host="evil.example").status_code == 403
-        assert access(service.address, origin="http://evil.example").status_code == 403
-
-
-def test_key_is_named_with_its_scopes(guarded: Guarded) -> None:
-    answer = access(guarded.address)
-    assert answer.status_code == 200
-    assert answer.json()["needs_key"] is True and answer.json()["scopes"] == [Scope.PUBLIC]
+    answer = guarded.send("GET", "/access", None).json()
+    assert answer["needs_key"] is True and answer["scopes"] == [Scope.PUBLIC]
     for scope, key in guarded.scoped.items():
-        answer = access(guarded.address, key)
-        assert answer.json()["caller"] == f"only-{scope}" and not answer.json()["needs_key"]
-        more = {Scope.STATE} if scope is Scope.SESSION else set()
-        assert set(answer.json()["scopes"]) == {Scope.PUBLIC, scope, *more}
+        answer = guarded.send("GET", "/access", key).json()
+        assert answer["caller"] == f"only-{scope}" and not answer["needs_key"]
+        assert set(answer["scopes"]) == {Scope.PUBLIC, scope, *([Scope.STATE] if scope is Scope.SESSION else [])}
 
 
-def test_socket_takes_a_key_as_a_subprotocol(guarded: Guarded) -> None:
-    url = guarded.address.replace("http", "ws") + "/stream?model=sensors"
+def test_socket_takes_a_key_as_a_subprotocol(local: InProcess, guarded: Guarded) -> None:
+    def opened(service: InProcess | Guarded, *offered: str, **headers: str) -> Any:
+        url = service.address.replace("http", "ws") + "/stream?model=sensors"
+        return connect(url, subprotocols=list(map(Subprotocol, offered)), additional_headers=headers, proxy=None)
 
-    def offered(key: str) -> list[Subprotocol]:
-        return [Subprotocol("seqserve"), Subprotocol(f"seqserve.key.{key}")]
-
-    with connect(url, subprotocols=offered(guarded.scoped[Scope.SESSION]), proxy=None) as socket:
+    session, infer = (f"seqserve.key.{guarded.scoped[scope]}" for scope in (Scope.SESSION, Scope.INFER))
+    with opened(guarded, "seqserve", session) as socket:
         assert socket.subprotocol == "seqserve", "the key is not repeated"
         socket.send('{"input": [[1, 2, 3]]}')
         assert '"outputs"' in str(socket.recv())
-    header = {"authorization": "Bearer wrong"}
-    for key, more, status in (
-        ("wrong", {}, 401),
-        (guarded.scoped[Scope.INFER], {}, 403),
-        (guarded.scoped[Scope.SESSION], header, 401),
-    ):
+    wrong = {"authorization": "Bearer wrong"}
+    for key, headers, status in (("seqserve.key.wrong", {}, 401), (infer, {}, 403), (session, wrong, 401)):
         with pytest.raises(InvalidStatus) as refused:
-            connect(url, subprotocols=offered(key), additional_headers=more, proxy=None)
+            opened(guarded, "seqserve", key, **headers)
         assert refused.value.response.status_code == status, "the header decides if there are both"
-
-
-def test_socket_without_keys_takes_the_subprotocol_too(local: InProcess) -> None:
-    url = local.address.replace("http", "ws") + "/stream?model=sensors"
     for offered, chosen in ((["other", "seqserve"], "seqserve"), (["other"], None)):
-        with connect(url, subprotocols=[Subprotocol(name) for name in offered], proxy=None) as socket:
+        with opened(local, *offered) as socket:
             assert socket.subprotocol == chosen

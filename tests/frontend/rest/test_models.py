@@ -10,34 +10,22 @@ from tests import models
 from tests.frontend.in_process import InProcess, in_process
 
 
-def test_list_has_layers_labels_and_aliases(tmp_path: Path) -> None:
-    root = tmp_path / "models"
-    models.words(root, version=1)
-    models.words(root, version=2)
-    (root / "aliases.toml").write_text('latest = "words"\nfirst = "words/1"\nstable = "words"\n')
-    with in_process(root, tmp_path) as local:
-        first, second = local.client.get("/models").json()["models"]
-    assert [first["aliases"], second["aliases"]] == [["latest", "first", "stable"], ["latest", "stable"]]
-    assert first["head"]["labels"] == list(models.LABELS)
-    assert first["layers"] == [{"kind": "embedding", "width": 6}, {"kind": "lstm", "hidden": 5, "bidirectional": True}]
-
-
-def test_card_is_returned_as_it_is(tmp_path: Path) -> None:
-    root = tmp_path / "models"
+def test_models_have_layers_labels_aliases_and_cards(tmp_path: Path) -> None:
+    root, hostile = tmp_path / "models", b"# A <script>alert(1)</script> \xff card\n"
     for version in (1, 2, 3):
         models.words(root, version=version)
-    hostile = b"# A <script>alert(1)</script> \xff card\n"
+    (root / "aliases.toml").write_text('latest = "words"\nfirst = "words/1"\nstable = "words"\n')
     (root / "words" / "1" / CARD).write_bytes(hostile)
     (root / "words" / "2" / CARD).write_bytes(b"x" * (2 * MAX_CARD_BYTES))
     (root / "words" / "3" / CARD).unlink()
     with in_process(root, tmp_path) as local:
-        first = local.client.get("/models/words/card", params={"version": "1"})
-        assert first.content == hostile
-        assert first.headers["content-type"] == "text/markdown; charset=utf-8"
-        assert first.headers["x-content-type-options"] == "nosniff"
-        assert len(local.client.get("/models/words/card?version=2").content) == MAX_CARD_BYTES
-        newest = local.client.get("/models/words/card")
-        assert (newest.status_code, newest.content) == (200, b"")
+        listed = local.client.get("/models").json()["models"]
+        cards = [local.client.get(f"/models/words/card{query}") for query in ("?version=1", "?version=2", "")]
+    assert [model["aliases"] for model in listed] == [["latest", "first", "stable"], ["latest", "stable"], ["latest", "stable"]]
+    assert listed[0]["head"]["labels"] == list(models.LABELS)
+    assert listed[0]["layers"] == [{"kind": "embedding", "width": 6}, {"kind": "lstm", "hidden": 5, "bidirectional": True}]
+    assert [card.content for card in cards] == [hostile, b"x" * MAX_CARD_BYTES, b""]
+    assert cards[0].headers["content-type"] == "text/markdown; charset=utf-8"
 
 
 def test_card_of_an_unknown_model_is_an_error(local: InProcess) -> None:

@@ -25,9 +25,8 @@ from service.ipc.messages import Request
 from service.settings import Settings
 from tests import models
 
-VALID_IDS = ["a", "7", "x" * 128, "a b", "user/7?&%", '"', "stream", "~!"]
-INVALID_IDS = ["", " ", " a", "a ", "x" * 129, "a\n", "\ta", "ä", "a\x00", "a\x7f", "stream:", "stream:7"]
 SETTINGS = Settings()
+DEADLINES = (("0", "greater than 0"), ("nan", "nan"), ("60001", "SEQSERVE_MAX_DEADLINE_MS"))
 
 
 @pytest.fixture(scope="module")
@@ -73,32 +72,26 @@ def chunk_request(
     return hot
 
 
-def refused(error: ServiceError, kind: type[ServiceError], field: str | None, *parts: str) -> None:
-    assert (type(error), error.field) == (kind, field), error.message
-    for part in parts:
-        assert part in error.message
-
-
 def test_session_fields_reach_the_engine(catalog: Catalog) -> None:
-    plain = infer(catalog)
+    plain = infer(catalog, start=None)
     assert (plain.session, plain.session_starts, plain.session_ends) == (None, None, False)
     for start in (None, True, False):
         request = infer(catalog, session="s", start=start, end=True)
         assert (request.session, request.session_starts, request.session_ends) == ("s", start, True)
 
 
-@pytest.mark.parametrize("name", VALID_IDS)
+@pytest.mark.parametrize("name", ["a", "7", "x" * 128, "a b", "user/7?&%", '"', "stream", "~!"])
 def test_printable_ascii_is_a_valid_session_id(catalog: Catalog, name: str) -> None:
     assert infer(catalog, session=name).session == check_session_id(name) == name
     assert re.search(str(SESSION_ID_SCHEMA["pattern"]), name)
 
 
-@pytest.mark.parametrize("name", INVALID_IDS)
+@pytest.mark.parametrize("name", ["", " ", " a", "a ", "x" * 129, "a\n", "\ta", "ä", "a\x00", "a\x7f", "stream:", "stream:7"])
 def test_other_session_ids_are_refused_by_every_route(catalog: Catalog, name: str) -> None:
     for parse in (
         lambda: infer(catalog, session=name),
         lambda: check_session_id(name),
-        lambda: ForkBody.parse(f'{{"session": "{name}"}}' if name.isprintable() and name != '"' else '{"session": ""}'),
+        lambda: ForkBody.parse(f'{{"session": "{name if name.isprintable() else ""}"}}'),
         lambda: StreamQuery.parse([("model", "speller"), ("session", name)]),
     ):
         with pytest.raises(InvalidInput, match="1 to 128 printable ASCII") as raised:
@@ -107,25 +100,12 @@ def test_other_session_ids_are_refused_by_every_route(catalog: Catalog, name: st
 
 
 @pytest.mark.parametrize(
-    "options, field, part",
-    [
-        ({"start": True}, "start", "requires session"),
-        ({"start": False}, "start", "requires session"),
-        ({"end": True}, "end", "requires session"),
-        ({"end": False}, "end", "requires session"),
-        ({"session": "s", "inputs": [[1], [2]]}, "inputs", "one by one"),
-    ],
+    "options", [{"start": True}, {"start": False}, {"end": True}, {"end": False}, {"inputs": [[1], [2]], "session": "s"}]
 )
-def test_session_fields_require_one_session_and_one_input(
-    catalog: Catalog, options: dict[str, Any], field: str, part: str
-) -> None:
-    with pytest.raises(InvalidInput, match=part) as raised:
+def test_session_fields_require_one_session_and_one_input(catalog: Catalog, options: dict[str, Any]) -> None:
+    with pytest.raises(InvalidInput, match="one by one" if "session" in options else "requires session") as raised:
         infer(catalog, **options)
-    assert raised.value.field == field
-
-
-def test_null_start_needs_no_session(catalog: Catalog) -> None:
-    assert infer(catalog, start=None).session is None
+    assert raised.value.field == next(iter(options))
 
 
 def test_query_applies_to_the_chunks_of_a_socket(catalog: Catalog) -> None:
@@ -137,9 +117,6 @@ def test_query_applies_to_the_chunks_of_a_socket(catalog: Catalog) -> None:
     assert tail == struct.pack("<2i", 3, 4)
     request, _ = chunk_request(catalog, "model=speller", Chunk([3]), start=False)
     assert (request.exactly, request.session_starts, request.session_ends) == (False, False, False)
-
-
-def test_return_parameter_can_be_repeated(catalog: Catalog) -> None:
     assert parse_query(catalog, "model=sensors&return=embedding&return=sequence").returns == ["embedding", "sequence"]
 
 
@@ -150,85 +127,78 @@ def test_chunk_continues_a_begun_session_unless_it_has_start(begun: bool, reques
     assert resolve_start(requested, begun=begun) is start
 
 
+Refusal = tuple[type[ServiceError], str | None, str]
+
+
+def check(error: ServiceError, refusal: Refusal) -> None:
+    kind, field, part = refusal
+    assert (type(error), error.field) == (kind, field), error.message
+    assert part in error.message
+
+
 @pytest.mark.parametrize(
-    "query, kind, field, part",
+    "query, refusal",
     [
-        ("version=1", InvalidInput, "model", "needs model"),
-        ("model=nobody", UnknownModel, "model", "sensors"),
-        ("model=speller&version=7", UnknownModel, "version", "served are 1"),
-        ("model=speller&x=1", InvalidInput, "x", "known parameters are model, version, session, return, deadline_ms, priority"),
-        ("model=speller&return=all", InvalidInput, "return", "all"),
-        ("model=speller&deadline_ms=0", InvalidInput, "deadline_ms", "greater than 0"),
-        ("model=speller&deadline_ms=nan", InvalidInput, "deadline_ms", "nan"),
-        ("model=speller&deadline_ms=60001", InvalidInput, "deadline_ms", "SEQSERVE_MAX_DEADLINE_MS"),
-        ("model=speller&priority=11", InvalidInput, "priority", "less than or equal to 10"),
+        ("version=1", (InvalidInput, "model", "needs model")),
+        ("model=nobody", (UnknownModel, "model", "sensors")),
+        ("model=speller&version=7", (UnknownModel, "version", "served are 1")),
+        (
+            "model=speller&x=1",
+            (InvalidInput, "x", "known parameters are model, version, session, return, deadline_ms, priority"),
+        ),
+        ("model=speller&return=all", (InvalidInput, "return", "all")),
+        *((f"model=speller&deadline_ms={value}", (InvalidInput, "deadline_ms", part)) for value, part in DEADLINES),
+        ("model=speller&priority=11", (InvalidInput, "priority", "less than or equal to 10")),
     ],
 )
-def test_invalid_query_is_refused(catalog: Catalog, query: str, kind: type[ServiceError], field: str, part: str) -> None:
-    with pytest.raises(kind) as raised:
+def test_invalid_query_is_refused(catalog: Catalog, query: str, refusal: Refusal) -> None:
+    with pytest.raises(refusal[0]) as raised:
         parse_query(catalog, query)
-    refused(raised.value, kind, field, part)
+    check(raised.value, refusal)
 
 
 @pytest.mark.parametrize(
-    "text, kind, field, part",
+    "text, refusal",
     [
-        ("", InvalidRequest, None, "the message is not JSON"),
-        ("{", InvalidRequest, None, "the message is not JSON"),
-        ("[1, 2]", InvalidRequest, None, '{"input": ...}'),
-        ("{}", InvalidInput, "input", "missing"),
-        ('{"inputs": [[1]]}', InvalidInput, "input", "missing"),
-        ('{"input": [1], "session": "s"}', InvalidInput, "session", "known fields are input, start, end"),
-        ('{"input": [1], "end": 1}', InvalidInput, "end", "boolean"),
-        ('{"input": [1], "start": "yes"}', InvalidInput, "start", "boolean"),
+        *((text, (InvalidRequest, None, "the message is not JSON")) for text in ("", "{")),
+        ("[1, 2]", (InvalidRequest, None, '{"input": ...}')),
+        *((text, (InvalidInput, "input", "missing")) for text in ("{}", '{"inputs": [[1]]}')),
+        ('{"input": [1], "session": "s"}', (InvalidInput, "session", "known fields are input, start, end")),
+        *((f'{{"input": [1], "{name}": 1}}', (InvalidInput, name, "boolean")) for name in ("start", "end")),
     ],
 )
-def test_invalid_message_is_refused(text: str, kind: type[ServiceError], field: str | None, part: str) -> None:
-    with pytest.raises(kind) as raised:
+def test_invalid_message_is_refused(text: str, refusal: Refusal) -> None:
+    with pytest.raises(refusal[0]) as raised:
         Chunk.read(text.encode(), is_text=True)
-    refused(raised.value, kind, field, part)
+    check(raised.value, refusal)
 
 
 def raw(catalog: Catalog, model: str, data: bytes) -> tuple[Request, bytes | memoryview]:
     return chunk_request(catalog, f"model={model}", Chunk.read(data, is_text=False))
 
 
-def test_binary_chunk_equals_the_same_numbers_in_json(catalog: Catalog) -> None:
-    rows = [[0.5, -3e38, 3e38], [0.0, 1e-40, -0.0]]
-    request, tail = raw(catalog, "sensors", np.array(rows, "<f4").tobytes())
-    same, same_tail = chunk_request(catalog, "model=sensors", Chunk(rows))
-    assert (request.lengths, tail) == (same.lengths, same_tail) == ([2], np.array(rows, np.float32).tobytes())
-    request, tail = raw(catalog, "speller", struct.pack("<3i", 0, 11, 7))
-    same, same_tail = chunk_request(catalog, "model=speller", Chunk([0, 11, 7]))
-    assert (request.lengths, tail) == (same.lengths, same_tail)
+@pytest.mark.parametrize("model, values", [("sensors", [[0.5, -3e38, 3e38], [0.0, 1e-40, -0.0]]), ("speller", [0, 11, 7])])
+def test_binary_chunk_equals_the_same_numbers_in_json(catalog: Catalog, model: str, values: list[Any]) -> None:
+    data = np.array(values, "<f4" if model == "sensors" else "<i4").tobytes()
+    request, tail = raw(catalog, model, data)
+    same, same_tail = chunk_request(catalog, f"model={model}", Chunk(values))
+    assert (request.lengths, tail) == (same.lengths, same_tail) == ([len(values)], data)
 
 
 @pytest.mark.parametrize(
-    "model, data, kind, field, part",
+    "model, data, refusal",
     [
-        ("sensors", b"", InvalidInput, "input", "at least one step"),
-        ("speller", b"", InvalidInput, "input", "at least one step"),
-        ("sensors", bytes(13), InvalidInput, "input", "13 bytes and a step of sensors has 12"),
-        ("sensors", bytes(4), InvalidInput, "input", "send whole steps"),
-        ("speller", bytes(6), InvalidInput, "input", "6 bytes and a step of speller has 4"),
-        ("sensors", bytes(12 * 51), TooLarge, "input", "51 steps"),
-        ("speller", bytes(4 * 65), TooLarge, "input", "65 steps"),
-        ("sensors", struct.pack("<6f", 1, 2, 3, 4, np.nan, 6), InvalidInput, "input[1][1]", "nan"),
-        ("sensors", struct.pack("<3f", 1, 2, -np.inf), InvalidInput, "input[0][2]", "finite float32"),
-        ("speller", struct.pack("<2i", 3, 12), InvalidInput, "input[1]", "from 0 to 11"),
-        ("speller", struct.pack("<2i", -1, 3), InvalidInput, "input[0]", "-1 and the token ids"),
-        ("speller", struct.pack("<i", -(2**31)), InvalidInput, "input[0]", "from 0 to 11"),
+        *((model, b"", (InvalidInput, "input", "at least one step")) for model in ("sensors", "speller")),
+        ("sensors", bytes(13), (InvalidInput, "input", "13 bytes and a step of sensors has 12: send whole steps")),
+        *((model, bytes(size), (TooLarge, "input", "steps")) for model, size in (("sensors", 12 * 51), ("speller", 4 * 65))),
+        ("sensors", struct.pack("<6f", 1, 2, 3, 4, np.nan, 6), (InvalidInput, "input[1][1]", "nan")),
+        ("sensors", struct.pack("<3f", 1, 2, -np.inf), (InvalidInput, "input[0][2]", "finite float32")),
+        ("speller", struct.pack("<2i", 3, 12), (InvalidInput, "input[1]", "from 0 to 11")),
+        ("speller", struct.pack("<2i", -1, 3), (InvalidInput, "input[0]", "-1 and the token ids")),
+        ("speller", struct.pack("<i", -(2**31)), (InvalidInput, "input[0]", "from 0 to 11")),
     ],
 )
-def test_binary_chunk_is_validated(
-    catalog: Catalog, model: str, data: bytes, kind: type[ServiceError], field: str, part: str
-) -> None:
-    with pytest.raises(kind) as raised:
+def test_binary_chunk_is_validated(catalog: Catalog, model: str, data: bytes, refusal: Refusal) -> None:
+    with pytest.raises(refusal[0]) as raised:
         raw(catalog, model, data)
-    refused(raised.value, kind, field, part)
-
-
-def test_error_in_a_chunk_names_the_field_input(catalog: Catalog) -> None:
-    with pytest.raises(InvalidInput) as raised:
-        chunk_request(catalog, "model=speller", Chunk([1, 99]), start=False)
-    refused(raised.value, InvalidInput, "input[1]", "from 0 to 11")
+    check(raised.value, refusal)

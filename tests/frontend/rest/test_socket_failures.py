@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import AsyncMock
 
 import pytest
 from starlette.datastructures import Headers, QueryParams
@@ -16,21 +17,18 @@ from starlette.websockets import WebSocket
 from websockets.frames import CloseCode
 
 from service.errors import SessionConflict
-from service.frontend.catalog import Catalog, ServedModel
 from service.frontend.dispatch.dispatcher import Dispatcher
 from service.frontend.hot_calls import RequestTally
 from service.frontend.http_exchange import IDENTITY
-from service.frontend.inference import Frontend, SupervisorClient
 from service.frontend.origin import NO_ORIGIN, RequestIdentity, RequestIds
 from service.frontend.rest.websocket import HotChunks, serve_socket
 from service.frontend.websocket_protocol import SOCKET, MessageReceiver
 from service.ipc.channel import encode
 from service.ipc.messages import Answer, Refusal, Request
-from service.log import Log
 from service.metrics import Metrics
-from service.settings import Settings
 from tests import models
 from tests.frontend.dispatch.test_dispatcher import EngineProcess, meet, run
+from tests.frontend.ports import frontend_of
 
 CHUNK = b'{"input": [1, 2]}'
 
@@ -40,7 +38,7 @@ class Connection:
 
     def __init__(self) -> None:
         self.replies: list[dict[str, Any]] = []
-        self._close_code: CloseCode | None = None
+        self.code: CloseCode | None = None
         self.ended = asyncio.Event()
         self.receiver: MessageReceiver | None = None
 
@@ -55,33 +53,25 @@ class Connection:
 
     def fail(self, reason: str) -> None:
         assert reason, "a close frame with 1011 and no reason echoes that of the client"
-        self._close_code = CloseCode.INTERNAL_ERROR
+        self.code = CloseCode.INTERNAL_ERROR
         self.ended.set()
+
+    def close_code(self) -> CloseCode | None:
+        return self.code
 
     def socket(self, query: str) -> WebSocket:
         """Return the arguments that Starlette passes to the application."""
+
+        async def receive() -> dict[str, Any]:
+            await self.ended.wait()
+            return {"type": "websocket.disconnect", "code": 1006}
+
         scope = {"extensions": {SOCKET: self}, IDENTITY: RequestIdentity(NO_ORIGIN, RequestIds())}
-        return cast(
-            WebSocket,
-            SimpleNamespace(
-                query_params=QueryParams(query),
-                scope=scope,
-                client=None,
-                headers=Headers({"host": "localhost"}),
-                accept=self.accept,
-                receive=self.receive,
-            ),
+        played = SimpleNamespace(
+            query_params=QueryParams(query), scope=scope, client=None, headers=Headers({"host": "localhost"})
         )
-
-    def close_code(self) -> CloseCode | None:
-        return self._close_code
-
-    async def accept(self, subprotocol: str | None = None) -> None:
-        """Accept the handshake."""
-
-    async def receive(self) -> dict[str, Any]:
-        await self.ended.wait()
-        return {"type": "websocket.disconnect", "code": 1006}
+        played.accept, played.receive = AsyncMock(), receive
+        return cast(WebSocket, played)
 
     async def reply(self, message: bytes) -> dict[str, Any]:
         """Pass a message to the application, and return the reply."""
@@ -111,17 +101,16 @@ def test_internal_error_closes_the_socket_with_1011(tmp_path: Path, monkeypatch:
 
     async def within(dispatcher: Dispatcher, metrics: Metrics) -> None:
         engine, connection = asyncio.ensure_future(run_engine(await meet(dispatcher))), Connection()
-        catalog = Catalog([ServedModel(spec, "1", None)], {})
-        frontend = Frontend(Settings(), catalog, dispatcher, metrics, Log("frontend"), cast(SupervisorClient, None))
+        frontend = frontend_of(dispatcher, metrics, spec)
         chunks = HotChunks(frontend, RequestTally(metrics))
         serving = asyncio.ensure_future(serve_socket(frontend, chunks, connection.socket("model=words")))
         await asyncio.sleep(0)
         assert (await connection.reply(CHUNK))["code"] == "session_conflict"
-        assert connection.close_code() is None
+        assert connection.code is None
         monkeypatch.setattr(chunks, method, fail)
         reply = await connection.reply(CHUNK)
         assert reply["code"] == "inference_failed"
-        assert connection.close_code() == CloseCode.INTERNAL_ERROR
+        assert connection.code == CloseCode.INTERNAL_ERROR
         assert "ZeroDivisionError" not in reply["error"]
         await serving
         engine.cancel()

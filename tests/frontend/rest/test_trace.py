@@ -12,52 +12,46 @@ from service.frontend.dispatch.dispatcher import Dispatcher
 from service.ipc.channel import encode
 from service.ipc.messages import Cancel, Done, RecordTrace, Refusal
 from service.metrics import Metrics
-from tests.frontend.dispatch.test_dispatcher import EngineProcess, meet, meet_two, run
+from tests.frontend.dispatch.test_dispatcher import EngineProcess, in_loop, meet, meet_two, run
 
 
 async def start_trace(dispatcher: Dispatcher, *engine_processes: EngineProcess) -> tuple[asyncio.Task[list[bytes]], list[int]]:
     """Start a trace; return its task and the id of the call to each engine."""
     task = asyncio.ensure_future(dispatcher.trace(20, 1.5))
     frames = [frame for engine in engine_processes for frame in await engine.frames(1)]
-    assert [(type(frame.message), frame.message) for frame in frames] == [(RecordTrace, RecordTrace(20, 1.5))] * len(
-        engine_processes
-    )
+    assert [frame.message for frame in frames] == [RecordTrace(20, 1.5)] * len(engine_processes)
     return task, [frame.id for frame in frames]
 
 
-def test_traces_come_in_the_order_of_the_engines() -> None:
-    async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
-        first_engine, second_engine = await meet_two(dispatcher)
-        task, (first, second) = await start_trace(dispatcher, first_engine, second_engine)
-        second_engine.send(encode(Done(), second, (b"[2]",)))
-        first_engine.send(encode(Done(), first, (b"[1]",)))
-        assert await task == [b"[1]", b"[2]"]
-
-    run(test)
+@in_loop()
+async def test_traces_come_in_the_order_of_the_engines(dispatcher: Dispatcher, metrics: Metrics) -> None:
+    first_engine, second_engine = await meet_two(dispatcher)
+    task, (first, second) = await start_trace(dispatcher, first_engine, second_engine)
+    second_engine.send(encode(Done(), second, (b"[2]",)))
+    first_engine.send(encode(Done(), first, (b"[1]",)))
+    assert await task == [b"[1]", b"[2]"]
 
 
-def test_refusal_of_one_engine_cancels_the_others() -> None:
-    async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
-        first_engine, second_engine = await meet_two(dispatcher)
-        task, (first, second) = await start_trace(dispatcher, first_engine, second_engine)
-        first_engine.send(encode(Refusal("overloaded", "a trace is being recorded", None, 1), first))
-        with pytest.raises(Overloaded, match="being recorded"):
-            await task
-        [frame] = await second_engine.frames(1)
-        assert (type(frame.message), frame.id) == (Cancel, second)
-
-    run(test)
+@in_loop()
+async def test_refusal_of_one_engine_cancels_the_others(dispatcher: Dispatcher, metrics: Metrics) -> None:
+    first_engine, second_engine = await meet_two(dispatcher)
+    task, (first, second) = await start_trace(dispatcher, first_engine, second_engine)
+    first_engine.send(encode(Refusal("overloaded", "a trace is being recorded", None, 1), first))
+    with pytest.raises(Overloaded, match="being recorded"):
+        await task
+    [frame] = await second_engine.frames(1)
+    assert (type(frame.message), frame.id) == (Cancel, second)
 
 
-def test_trace_fails_when_an_engine_ends() -> None:
-    async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
-        engine = await meet(dispatcher)
-        task, _ = await start_trace(dispatcher, engine)
-        engine.channel.close()
-        with pytest.raises(EngineLost, match="ended before it replied"):
-            await task
-
-    run(test)
+@in_loop()
+async def test_trace_fails_without_an_engine_and_when_it_ends(dispatcher: Dispatcher, metrics: Metrics) -> None:
+    with pytest.raises(Unavailable, match="loading"):
+        await dispatcher.trace(20, 1.5)
+    engine = await meet(dispatcher)
+    task, _ = await start_trace(dispatcher, engine)
+    engine.channel.close()
+    with pytest.raises(EngineLost, match="ended before it replied"):
+        await task
 
 
 def test_disconnect_and_timeout_cancel_the_trace_in_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,13 +65,5 @@ def test_disconnect_and_timeout_cancel_the_trace_in_the_engine(monkeypatch: pyte
             await dispatcher.trace(20, 1.5)
         assert [type(frame.message) for frame in await engine.frames(2)] == [RecordTrace, Cancel]
         engine.send(encode(Done(), id, (b"[]",)))
-
-    run(test)
-
-
-def test_trace_without_an_engine_is_unavailable() -> None:
-    async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
-        with pytest.raises(Unavailable, match="loading"):
-            await dispatcher.trace(20, 1.5)
 
     run(test)

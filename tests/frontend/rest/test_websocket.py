@@ -9,9 +9,7 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.exceptions import InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
 from service.ipc.messages import EndSession, Request
@@ -39,103 +37,62 @@ def unharmed(local: InProcess) -> Iterator[None]:
     check_unharmed(local)
 
 
-def test_chunks_form_one_sequence_and_count_its_steps(local: InProcess) -> None:
+def test_chunks_form_one_sequence_and_are_counted_as_requests(local: InProcess) -> None:
+    """In text and binary messages, with the options of the query, and in a session that outlives the socket."""
+
+    def counts() -> list[float]:
+        stages = [local.metric("seqserve_stage_seconds_count", model="sensors", stage=stage) for stage in ("parse", "total")]
+        ended = [local.metric("seqserve_requests_total", outcome=outcome) for outcome in ("ok", "invalid_request")]
+        return [*stages, *ended, local.metric("seqserve_requests_accepted_total")]
+
     whole = local.infer("sensors", [[ROW] * 6]).json()
-    with open_stream(local) as stream:
-        first, second = send(stream, {"input": [ROW] * 2}), send(stream, {"input": [ROW] * 4})
-    assert (first["session"]["steps"], second["session"]["steps"]) == (2, 6)
-    assert first["session"]["id"] == second["session"]["id"]
-    assert {name: second[name] for name in ("model", "version")} == {name: whole[name] for name in ("model", "version")}
-    assert second["outputs"][0]["scores"] == pytest.approx(whole["outputs"][0]["scores"], rel=1e-5)
-
-
-def test_binary_and_text_messages_get_the_same_outputs(local: InProcess) -> None:
-    with open_stream(local) as text, open_stream(local) as raw:
-        for rows in ([ROW], [ROW, [0.0, 1.0, 2.0]]):
-            reply = send(text, {"input": rows})
-            values = [value for row in rows for value in row]
-            assert send(raw, struct.pack(f"<{len(values)}f", *values))["outputs"] == reply["outputs"]
-
-
-def test_query_options_apply_to_every_chunk(local: InProcess) -> None:
-    with open_stream(local, f"{MODEL}&version=1&return=embedding,sequence&priority=3&deadline_ms=20000") as stream:
-        for steps in (3, 1):
-            [output] = send(stream, {"input": [ROW] * steps})["outputs"]
-            assert (len(output["embedding"]), len(output["sequence"])) == (EMBEDDING_WIDTH, steps)
+    before = counts()
+    with open_stream(local, f"{MODEL}&version=1&return=embedding,sequence&priority=3&session=kept") as stream:
+        first, second = send(stream, {"input": [ROW] * 2}), send(stream, struct.pack("<12f", *ROW * 4))
+        assert send(stream, "{")["code"] == "invalid_request"
+    assert [after - count for after, count in zip(counts(), before, strict=True)] == [2, 3, 2, 1, 3]
+    assert [reply["session"] for reply in (first, second)] == [{"id": "kept", "steps": steps} for steps in (2, 6)]
+    assert (second["model"], second["version"]) == (whole["model"], whole["version"])
+    [output] = second["outputs"]
+    assert output["scores"] == pytest.approx(whole["outputs"][0]["scores"], rel=1e-5)
+    assert (len(output["embedding"]), len(output["sequence"])) == (EMBEDDING_WIDTH, 4)
     assert cast(Request, local.engine.received[-1].message).priority == 3
+    with open_stream(local, f"{MODEL}&session=kept") as stream:
+        assert send(stream, {"input": [ROW], "end": True})["session"]["steps"] == 7
 
 
 def test_refused_chunk_leaves_socket_and_session_unchanged(local: InProcess) -> None:
     wrong = ["{", "[]", "{}", {"input": []}, {"input": "text"}, {"input": [ROW], "x": 1}, {"input": [[1, 2]]}, b"1234", b""]
-    wrong.append({"input": [ROW], "steps": 2**64})
     with open_stream(local) as stream:
         assert "error" in send(stream, {"input": [[1]]}), "the first message can be repeated"
         assert send(stream, {"input": [ROW]})["session"]["steps"] == 1
-        for message in wrong:
+        for message in (*wrong, {"input": [ROW], "steps": 2**64}):
             refused = send(stream, message)
             assert set(refused) <= {"error", "code", "field"}
             assert refused["code"] in ("invalid_request", "invalid_input")
         assert send(stream, {"input": [ROW]})["session"]["steps"] == 2
-
-
-def test_end_and_start_restart_the_session(local: InProcess) -> None:
-    messages: list[dict[str, Any]] = [{}, {"end": True}, {}, {"start": True}, {}, {"start": False, "end": True}]
-    with open_stream(local) as stream:
-        for message in messages:
-            stream.send(json.dumps({"input": [ROW], **message}))
-        assert [json.loads(stream.recv(timeout=30))["session"]["steps"] for _ in messages] == [1, 2, 1, 1, 2, 3]
+        assert send(stream, {"input": [ROW], "end": True})["session"]["steps"] == 3
         assert send(stream, {"input": [ROW], "start": False})["code"] == "unknown_session"
 
 
 def test_messages_sent_ahead_are_answered_in_order(local: InProcess) -> None:
+    """Each may name the steps after those before it."""
     with open_stream(local) as stream:
-        for number in range(200):
-            stream.send(json.dumps({"input": [ROW]} if number % 10 else {"inputs": 1}))
-        answers = [json.loads(stream.recv(timeout=30)) for _ in range(200)]
-    assert ["error" in answer for answer in answers] == [number % 10 == 0 for number in range(200)]
-    assert [answer["session"]["steps"] for answer in answers if "error" not in answer] == list(range(1, 181))
-
-
-def test_every_chunk_is_counted_as_a_request(local: InProcess) -> None:
-    def counts() -> dict[str, float]:
-        stages = {
-            stage: local.metric("seqserve_stage_seconds_count", model="sensors", stage=stage)
-            for stage in ("parse", "reply", "encode", "total")
-        }
-        outcomes = {
-            outcome: local.metric("seqserve_requests_total", model="sensors", outcome=outcome)
-            for outcome in ("ok", "invalid_request")
-        }
-        return stages | outcomes | {"accepted": local.metric("seqserve_requests_accepted_total")}
-
-    before = counts()
-    with open_stream(local) as stream:
-        send(stream, {"input": [ROW]})
-        send(stream, "{")
-    after = counts()
-    assert {name: after[name] - before[name] for name in after} == {
-        "parse": 1,
-        "reply": 1,
-        "encode": 1,
-        "total": 2,
-        "ok": 1,
-        "invalid_request": 1,
-        "accepted": 2,
-    }
+        for number in range(100):
+            steps = number - number // 10 - 1
+            stream.send(json.dumps({"input": [ROW], "steps": steps} if number % 10 else {"inputs": 1}))
+        answers = [json.loads(stream.recv(timeout=30)) for _ in range(100)]
+    assert ["error" in answer for answer in answers] == [number % 10 == 0 for number in range(100)]
+    assert [answer["session"]["steps"] for answer in answers if "error" not in answer] == list(range(1, 91))
 
 
 @pytest.mark.parametrize(
     "path, status, code, field",
     [
-        ("/stream", 400, "invalid_input", "model"),
-        ("/stream?model=nobody", 404, "unknown_model", "model"),
-        ("/stream?model=sensors&version=9", 404, "unknown_model", "version"),
-        ("/stream?model=sensors&colour=red", 400, "invalid_input", "colour"),
-        ("/stream?model=sensors&session=%20a", 400, "invalid_input", "session"),
-        ("/stream?model=sensors&deadline_ms=1e9", 400, "invalid_input", "deadline_ms"),
-        ("/stream?model=words&return=embedding,all", 400, "invalid_input", "return"),
-        ("/infer", 404, "unknown_route", None),
-        ("/stream/x", 404, "unknown_route", None),
+        *(("/stream", 400, "invalid_input", "model"), ("/stream?model=nobody", 404, "unknown_model", "model")),
+        *((f"{MODEL}&{query}=9", 400, "invalid_input", query) for query in ("colour", "return")),
+        *((f"{MODEL}&version=9", 404, "unknown_model", "version"), (f"{MODEL}&session=%20a", 400, "invalid_input", "session")),
+        *((path, 404, "unknown_route", None) for path in ("/infer", "/stream/x")),
     ],
 )
 def test_invalid_handshake_is_refused_with_an_error_body(
@@ -148,17 +105,22 @@ def test_invalid_handshake_is_refused_with_an_error_body(
     assert (answer.status_code, body["code"], body.get("field")) == (status, code, field)
 
 
-def test_get_without_upgrade_gets_400_and_mentions_websocket(local: InProcess) -> None:
-    answer = local.client.get(MODEL)
-    assert (answer.status_code, answer.json()["code"]) == (400, "invalid_request")
-    assert "WebSocket" in answer.json()["error"]
-
-
-def test_too_large_message_closes_the_socket_with_1009(local: InProcess) -> None:
-    with open_stream(local) as stream:
-        with pytest.raises(ConnectionClosed) as raised:
-            send(stream, b"x" * (17 << 20))
-        assert raised.value.rcvd is not None and raised.value.rcvd.code == 1009
+@pytest.mark.parametrize(
+    ("request_lines", "problem"),
+    [
+        (b"GET /stream HTTP/1.1\r\n", "missing Sec-WebSocket-Key header"),
+        (b"POST /stream HTTP/1.1\r\nContent-Length: 0\r\n", "allows only GET"),
+        (b"GET /stream HTTP/1.1\r\nName: " + b"x" * 9000 + b"\r\n", "no more than 8192 bytes"),
+    ],
+    ids=["no key", "POST", "long header"],
+)
+def test_malformed_handshake_is_refused_with_an_error_body(local: InProcess, request_lines: bytes, problem: str) -> None:
+    with connection(local) as client, client.makefile("rb") as reader:
+        client.sendall(request_lines + b"Host: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n")
+        head, _, body = reader.read().partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 4") and b"x-request-id: " in head
+    assert problem in json.loads(body)["error"]
+    assert "WebSocket" in local.client.get(MODEL).json()["error"], "a GET without an upgrade"
 
 
 def test_disconnect_cancels_chunks_and_closes_the_session(local: InProcess) -> None:
@@ -171,51 +133,3 @@ def test_disconnect_cancels_chunks_and_closes_the_session(local: InProcess) -> N
         eventually(lambda: engine.cancelled == cancelled + 1)
         eventually(lambda: isinstance(engine.last_call, EndSession))
     assert local.metric("seqserve_requests_total", outcome="client_gone") == gone + 1
-
-
-def test_named_session_outlives_the_socket(local: InProcess) -> None:
-    for steps in (1, 2):
-        with open_stream(local, f"{MODEL}&session=kept") as stream:
-            assert send(stream, {"input": [ROW]})["session"] == {"id": "kept", "steps": steps}
-    assert local.infer("sensors", [[ROW]], session="kept", end=True).json()["session"] == {"id": "kept", "steps": 3}
-
-
-@pytest.mark.parametrize(
-    ("request_lines", "problem"),
-    [
-        (b"GET /stream HTTP/1.1\r\n", "missing Sec-WebSocket-Key header"),
-        (b"GET /stream HTTP/1.1\r\nSec-WebSocket-Key: short\r\n", "invalid Sec-WebSocket-Key header"),
-        (b"GET /stream HTTP/1.1\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n", "missing Sec-WebSocket-Version header"),
-        (b"POST /stream HTTP/1.1\r\nContent-Length: 0\r\n", "allows only GET"),
-        (b"GET /stream HTTP/1.1\r\nName: " + b"x" * 9000 + b"\r\n", "no more than 8192 bytes"),
-    ],
-    ids=["no key", "key", "no version", "POST", "long header"],
-)
-def test_malformed_handshake_is_refused_with_an_error_body(local: InProcess, request_lines: bytes, problem: str) -> None:
-    with connection(local) as client, client.makefile("rb") as reader:
-        client.sendall(request_lines + b"Host: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n")
-        head, _, body = reader.read().partition(b"\r\n\r\n")
-    assert head.startswith(b"HTTP/1.1 4") and b"x-request-id: " in head
-    assert problem in json.loads(body)["error"]
-
-
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    messages=st.lists(
-        st.binary(max_size=48)
-        | st.text(max_size=20)
-        | st.dictionaries(
-            st.sampled_from(["input", "start", "end", "x"]),
-            st.none() | st.booleans() | st.integers() | st.just([ROW]) | st.just([[1]]) | st.text(max_size=5),
-            max_size=4,
-        ).map(json.dumps),
-        max_size=8,
-    )
-)
-def test_every_random_message_gets_one_reply(local: InProcess, messages: list[bytes | str]) -> None:
-    with open_stream(local) as stream:
-        for message in messages:
-            stream.send(message)
-        for _ in messages:
-            answer = json.loads(stream.recv(timeout=30))
-            assert answer.get("code", "ok") in ("ok", "invalid_request", "invalid_input", "unknown_session"), answer

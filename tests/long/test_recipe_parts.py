@@ -1,22 +1,18 @@
-"""What the recipes are made of: sets, batches, the training loop, quality figures, and the generated data."""
+"""What the recipes are made of: sets, batches, the training loop, quality figures, the generated data, and the writer of lines."""
 
 from __future__ import annotations
 
 import importlib
-import json
 import math
 import random
 from pathlib import Path
-from statistics import mean
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 
 pytestmark = pytest.mark.usefixtures("examples")
-
-ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def module(name: str) -> Any:
@@ -145,23 +141,6 @@ def test_figures_of_quality() -> None:
     assert error == pytest.approx({"error": 0.5, "error_of_the_last_reading": 2.0})
 
 
-def test_true_quantiles_have_the_least_loss_and_cover_four_fifths() -> None:
-    recipe = module("train_forecast").ForecastRecipe()
-    streams = np.random.default_rng(0).normal(size=(10, 2000, 1))
-    true = np.broadcast_to([-1.2816, 0.0, 1.2816], (10, 1999, 1, 3))
-    figures = recipe.quality(list(streams), list(true))
-    assert figures["inside_percent"] == pytest.approx(80.0, abs=1.0)
-    for wrong in (0.8 * true, 1.2 * true, true + 0.2):
-        assert recipe.quality(list(streams), list(wrong))["pinball_loss"] > figures["pinball_loss"]
-
-
-def test_input_of_spans_marks_the_words_of_the_question() -> None:
-    spans, question = module("train_spans"), module("training.step_sets").Question
-    example = question("who moved the lamp ?", "Anna took The red lamp .", 0, 0)
-    assert spans.joined(example) == "who moved the lamp ? [sep] Anna took The* red lamp* ."
-    assert spans.joined(example).split()[spans.passage_start(example) + example.start] == "Anna"
-
-
 def test_facts_have_one_answer() -> None:
     """The span is the text that the grammar inserted, and only the sentence of the question has the named words."""
     facts, generator = module("training.facts"), random.Random(0)
@@ -189,13 +168,32 @@ def test_verses_become_words_with_points(tmp_path: Path) -> None:
     assert parts.test[0].labels == [*["none"] * 2, "comma", *["none"] * 3, "colon", "none", "question", "exclamation"]
 
 
-def test_readme_has_the_figures_of_the_results_file() -> None:
-    """In each row a family: the quality of its models through the service on a CPU, as the mean of the seeds."""
-    measured = [json.loads(line) for line in (ROOT / "examples" / "results.jsonl").read_text().splitlines()]
-    for family in sorted({each["encoder"] for each in measured}):
-        cells = [family]
-        for task in ("text", "tags", "spans", "language", "series", "forecast"):
-            served = [each for each in measured if (each["task"], each["encoder"], each["kind"]) == (task, family, "served")]
-            figure = mean(next(iter(each["quality"].values())) for each in served)
-            cells.append(f"{figure:#.3g}".removesuffix("."))
-        assert f"| {' | '.join(cells)} |" in (ROOT / "examples" / "README.md").read_text()
+class Chain:
+    """A service with a language model of three bytes, in which the probabilities of a byte depend on the previous byte."""
+
+    chances: ClassVar[dict[int, dict[int, float]]] = {
+        10: {97: 0.5, 98: 0.4, 10: 0.1},
+        97: {97: 0.05, 98: 0.85, 10: 0.1},
+        98: {97: 0.3, 98: 0.1, 10: 0.6},
+    }
+
+    def __init__(self) -> None:
+        self.sessions: set[str] = set()
+
+    def fetch_json(self, path: str, body: Any = None, method: str | None = None) -> Any:
+        if method == "DELETE":
+            return self.sessions.remove(path.split("/")[2])
+        self.sessions.add(body["session"])
+        chances = self.chances[body["inputs"][0][-1]]
+        return {"outputs": [{"ids": list(chances), "scores": list(chances.values())}]}
+
+
+def test_samples_follow_the_seed_and_begin_with_the_text() -> None:
+    """The writer closes its sessions."""
+    generate, chain = importlib.import_module("generate"), Chain()
+    one, again, other = (
+        [generate.sample(chain, "chain", "ab", 7, 1.0, source) for _ in range(5)] for source in map(random.Random, (1, 1, 2))
+    )
+    assert one == again != other and all(line.startswith(b"ab") for line in one) and chain.sessions == set()
+    assert max(len(generate.sample(chain, "chain", "", 3, 1.0, random.Random(seed))) for seed in range(20)) == 3
+    assert generate.main(["--model", "chain", "--url", "http://127.0.0.1:9"]) == 1
