@@ -17,13 +17,12 @@ Build = Callable[[Any, Any], Any]
 
 @dataclass(frozen=True)
 class Case:
-    """A tested option. part: classes of TensorFlow; build: makes the graph; recipe: TOML."""
+    """A tested option. build: makes the graph; recipe: TOML; more: whether it runs only in tests/long."""
 
-    part: str
-    option: str
     build: Build
     recipe: str = ""
     has_ids: bool = False
+    more: bool = False
 
 
 def one(kind: str, **options: Any) -> Build:
@@ -51,39 +50,31 @@ def tagger(tf: Any, x: Any) -> Any:
     return tf.dense(tf.both(lambda: tf.cell("GRUCell"), tf.embedded(x)), 3, "tags")
 
 
+def layer(kind: str, prefix: str, more: str = "") -> str:
+    return f'[[layers]]\nkind = "{kind}"\nfrom = "{prefix}"\n{more}'
+
+
 SEQUENCE = '[head]\nkind = "sequence"\n'
-TAGGER = """\
-[[layers]]
-kind = "embedding"
-from = "words"
-
-[[layers]]
-kind = "gru"
-from = "bidirectional_rnn"
-
-[[layers]]
-kind = "dense"
-from = "tags"
-
-[head]
-kind = "sequence"
-"""
+TAGGER = layer("embedding", "words") + layer("gru", "bidirectional_rnn") + layer("dense", "tags") + SEQUENCE
 CELLS = ("BasicRNNCell", "BasicLSTMCell", "LSTMCell", "GRUCell", "CudnnCompatibleLSTMCell", "CudnnCompatibleGRUCell")
-WITHOUT_FORGET_BIAS = '[[layers]]\nkind = "lstm"\nfrom = "rnn"\nforget_bias = 0.0\n' + SEQUENCE
+WITHOUT_FORGET_BIAS = layer("lstm", "rnn", "forget_bias = 0.0\n") + SEQUENCE
+ARRANGEMENTS: dict[str, tuple[Callable[[str], Build], str]] = {
+    "": (one, "GRUCell"),
+    "_levels": (stacked, "LSTMCell"),
+    "_both": (both, "BasicRNNCell"),
+    "_stack": (stack_of_both, "CudnnCompatibleGRUCell"),
+}
+"""Ways to arrange cells, and the cell with which `make test` checks each."""
 CASES: dict[str, Case] = {
-    **{f"{kind}.npz": Case(kind, "one level", one(kind), SEQUENCE) for kind in CELLS},
-    **{f"{kind}_levels.npz": Case(kind, "MultiRNNCell", stacked(kind), SEQUENCE) for kind in CELLS},
-    **{f"{kind}_both.npz": Case(kind, "bidirectional_dynamic_rnn", both(kind), SEQUENCE) for kind in CELLS},
-    **{f"{kind}_stack.npz": Case(kind, "stack_bidirectional_dynamic_rnn", stack_of_both(kind), SEQUENCE) for kind in CELLS},
-    "forget_bias.npz": Case("BasicLSTMCell", "forget_bias=0.0", one("BasicLSTMCell", forget_bias=0.0), WITHOUT_FORGET_BIAS),
-    "peepholes.npz": Case("LSTMCell", "use_peepholes", one("LSTMCell", use_peepholes=True), SEQUENCE),
-    "projection.npz": Case("LSTMCell", "num_proj", one("LSTMCell", num_proj=2), SEQUENCE),
-    "classifier.npz": Case("embedding_lookup, dense", "found by names and sizes", classifier, has_ids=True),
-    "tagger.npz": Case("embedding_lookup, dense", "named by a recipe", tagger, TAGGER, has_ids=True),
+    **{
+        f"{kind}{name}.npz": Case(arrange(kind), SEQUENCE, more=bool(name) and kind != in_short)
+        for name, (arrange, in_short) in ARRANGEMENTS.items()
+        for kind in CELLS
+    },
+    "forget_bias.npz": Case(one("BasicLSTMCell", forget_bias=0.0), WITHOUT_FORGET_BIAS),
+    "peepholes.npz": Case(one("LSTMCell", use_peepholes=True), SEQUENCE),
+    "projection.npz": Case(one("LSTMCell", num_proj=2), SEQUENCE),
+    "classifier.npz": Case(classifier, has_ids=True),
+    "tagger.npz": Case(tagger, TAGGER, has_ids=True),
 }
 """Cases by the name of the file."""
-REFUSED = {
-    "a recurrent layer twice": "write a recipe with [[layers]]",
-    "directions in separate stacks": "are not joined at every level",
-    "a convolution, without a recipe": "write a recipe with [[layers]]",
-}

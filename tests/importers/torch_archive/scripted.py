@@ -111,9 +111,9 @@ class OfNumbers(nn.Module):
 
 
 SCRIPTED = [
-    Sample("torch.jit.script", "embedding, convolution, nn.LSTM, dropout, batch norm", Layered, ids=True),
-    Sample("torch.jit.script", "a loop over convolutions", Branches, ids=True),
-    Sample("torch.jit.script", "packed sequences", Packing, lengths=True),
-    Sample("torch.jit.script", "an optional state, inplace=True, LayerNorm of the last step", Optionals, steps_first=True),
+    Sample("torch.jit.script: embedding, convolution, nn.LSTM, dropout, batch norm", Layered, ids=True),
+    Sample("torch.jit.script: a loop over convolutions", Branches, ids=True),
+    Sample("torch.jit.script: packed sequences", Packing, lengths=True),
+    Sample("torch.jit.script: an optional state, inplace=True, LayerNorm of the last step", Optionals, steps_first=True),
 ]
-REFUSED = Sample("torch.jit.script", "a branch by numbers of the input", OfNumbers)
+REFUSED = Sample("torch.jit.script: a branch by numbers of the input", OfNumbers)
