@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +51,9 @@ def data(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("name", "precision"),
-    [("words", "int8"), ("embedder", "int8"), ("forecaster", "int8"), ("speller", "bfloat16"), ("tagger", "float16")],
+    "name, precision, chooses", [("words", "int8", True), ("forecaster", "bfloat16", False), ("tagger", "float16", True)]
 )
-def test_every_model_becomes_a_new_version(tmp_path: Path, name: str, precision: str) -> None:
+def test_model_becomes_a_new_version(tmp_path: Path, name: str, precision: str, chooses: bool) -> None:
     before = models.OF_EVERY_HEAD[name](tmp_path)
     folder, section = convert(tmp_path, name, precision)
     assert folder == tmp_path / name / "2"
@@ -65,6 +63,10 @@ def test_every_model_becomes_a_new_version(tmp_path: Path, name: str, precision:
     assert sorted(path.name for path in folder.parent.iterdir()) == ["1", "2"], "no temporary folder is left"
     given, arrays = (store.read_arrays(folder.parent / number, each) for number, each in (("1", before), ("2", after)))
     assert all((arrays[name].float() - given[name]).abs().max() <= given[name].abs().max() / 200 for name in given)
+    sizes = [(folder.parent / number / WEIGHTS).stat().st_size for number in ("1", "2")]
+    assert f"| bytes of the weights | {sizes[0]:,} | {sizes[1]:,} |" in section
+    assert "256 sequences of random" in section and "(seed 0)" in section and "accuracy" not in section
+    assert ("best answer" in section) == chooses and "differ by" in section
 
 
 def test_texts_measure_the_accuracy(root: Path, data: Path) -> None:
@@ -72,17 +74,10 @@ def test_texts_measure_the_accuracy(root: Path, data: Path) -> None:
     labels = ["near", "far", "unknown", "near"]
     accuracy = sum(map(str.__eq__, right, labels)) / len(labels)
     _, section = convert(root, "words", "int8", data=data)
-    assert "answered 4 texts of texts.txt," in section
+    assert "answered 4 texts of texts.txt," in section and "random" not in section
     assert f"| accuracy | {100 * accuracy:.1f} % |" in section
-    assert "random" not in section
-
-
-def test_section_has_the_bytes_of_both_files(root: Path) -> None:
-    _, section = convert(root, "words", "int8")
-    sizes = [(root / "words" / number / WEIGHTS).stat().st_size for number in ("1", "2")]
-    assert f"| bytes of the weights | {sizes[0]:,} | {sizes[1]:,} |" in section
-    assert "256 sequences of random token ids (seed 0)" in section
-    assert "accuracy" not in section
+    data.write_bytes("near où est the sea".encode("latin-1"))
+    assert "answered 1 text of texts.txt," in convert(root, "words", "float16", data=data, version=1)[1]
 
 
 def test_section_counts_what_changed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,36 +105,12 @@ def test_section_counts_what_changed(root: Path, monkeypatch: pytest.MonkeyPatch
     assert float(measured[2]) == pytest.approx(sum(differences) / 3, rel=0.06)
 
 
-@pytest.mark.parametrize("make", [models.forecaster, models.halver, models.embedder])
-def test_head_that_chooses_nothing_has_no_best_answer(tmp_path: Path, make: Callable[[Path], ModelSpec]) -> None:
-    _, section = convert(tmp_path, make(tmp_path).name, "int8")
-    assert "best answer" not in section and "The outputs differ by" in section
-
-
 def test_random_inputs_are_the_same_in_every_run(root: Path) -> None:
     model = spec.read(root / "words" / "1")
     first, second = (random_inputs(model).sequences for _ in range(2))
     assert len(first) == 256 and all(map(torch.equal, first, second))
     assert {len(ids) for ids in first} <= set(range(1, 65)) and len({len(ids) for ids in first}) > 40
     assert {int(id) for ids in first for id in ids} == set(range(len(models.WORDS)))
-
-
-def test_new_name_is_a_new_model(root: Path) -> None:
-    folder, section = convert(root, "words", "int8", name="words-int8")
-    assert folder == root / "words-int8" / "1"
-    assert spec.read(folder).name == "words-int8"
-    assert list(spec.find_models(root)) == ["words", "words-int8"]
-    assert "version 1 of words" in section
-
-
-def test_version_is_read_if_it_is_named(root: Path) -> None:
-    models.words(root, version=3, seed=3)
-    newest, _ = convert(root, "words", "float16")
-    older, section = convert(root, "words", "float16", version=1)
-    assert (newest.name, older.name) == ("4", "5") and "version 1 of words" in section
-    seeds = {folder.name: store.read_arrays(folder, spec.read(folder))["head.bias"] for folder in (newest, older)}
-    assert torch.equal(seeds["4"], models.weights(spec.read(newest), seed=3)["head.bias"].half())
-    assert torch.equal(seeds["5"], models.weights(spec.read(older), seed=0)["head.bias"].half())
 
 
 def test_card_has_one_section(root: Path) -> None:
@@ -150,27 +121,44 @@ def test_card_has_one_section(root: Path) -> None:
     (root / "words" / "2" / CARD).write_text((root / "words" / "2" / CARD).read_text() + "\n## Terms\n\nNone.\n")
     folder, section = convert(root, "words", "int8")
     assert (folder / CARD).read_text() == f"# words\n\n## Data\n\nMade up.\n\n## Terms\n\nNone.\n\n{section}"
-
-
-def test_version_without_a_card_gets_one(root: Path) -> None:
-    (root / "words" / "1" / CARD).unlink()
-    folder, section = convert(root, "words", "int8")
+    (root / "words" / "3" / CARD).unlink()
+    folder, section = convert(root, "words", "float16")
     assert (folder / CARD).read_text() == section
+
+
+def test_name_and_version_are_chosen(root: Path) -> None:
+    models.words(root, version=3, seed=3)
+    newest, _ = convert(root, "words", "float16")
+    older, section = convert(root, "words", "float16", version=1, name="small")
+    assert (newest, older) == (root / "words" / "4", root / "small" / "1") and "version 1 of words" in section
+    assert list(spec.find_models(root)) == ["small", "words"]
+    for folder, seed in ((newest, 3), (older, 0)):
+        written = spec.read(folder)
+        assert written.name == folder.parent.name
+        bias = store.read_arrays(folder, written)["head.bias"]
+        assert torch.equal(bias, models.weights(spec.read(root / "words" / "1"), seed=seed)["head.bias"].half())
 
 
 @pytest.mark.parametrize(
     "model, precision, options, message",
     [
-        ("other", "int8", {}, "has no model 'other': the models are words"),
+        ("other", "int8", {}, "has no model 'other': the models are tagger, words"),
         ("words", "int8", {"version": 7}, "words has no version 7: the versions are 1"),
         ("words", "float32", {}, "has the precision float32 already"),
         ("words", "int8", {"name": "words"}, "words exists in"),
         ("words", "int8", {"name": "question"}, "question exists in"),
         ("words", "int8", {"name": "../words"}, "'../words' is not a name of a model"),
         ("words", "int8", {"data": Path("nowhere.txt")}, "nowhere.txt cannot be read: No such file"),
+        (
+            "tagger",
+            "int8",
+            {"data": Path(__file__)},
+            "--data needs a model that classifies texts, and tagger does not: leave --d",
+        ),
     ],
 )
 def test_refusal_changes_nothing(root: Path, model: str, precision: str, options: dict[str, Any], message: str) -> None:
+    models.tagger(root)
     (root / "aliases.toml").write_text('question = "words"\n')
     assert message in error(root, model, precision, **options)
 
@@ -187,22 +175,8 @@ def test_refusal_changes_nothing(root: Path, model: str, precision: str, options
 def test_wrong_line_error_has_its_number(root: Path, data: Path, line: str, message: str) -> None:
     data.write_text("\n".join([*TEXTS, line]))
     assert message in error(root, "words", "int8", data=data)
-
-
-def test_file_without_lines_is_refused(root: Path, data: Path) -> None:
     data.write_text("\n \n")
     assert "has no lines" in error(root, "words", "int8", data=data)
-
-
-def test_data_needs_a_classifier_of_texts(tmp_path: Path, data: Path) -> None:
-    models.tagger(tmp_path / "models")
-    message = error(tmp_path / "models", "tagger", "int8", data=data)
-    assert message == "--data needs a model that classifies texts, and tagger does not: leave --data out"
-
-
-def test_file_that_is_not_utf8_is_read_as_latin1(root: Path, data: Path) -> None:
-    data.write_bytes("near où est the sea".encode("latin-1"))
-    assert "answered 1 text of texts.txt," in convert(root, "words", "int8", data=data)[1]
 
 
 def test_interrupted_conversion_leaves_nothing(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,9 +12,8 @@ import torch
 from service.cli import main
 from service.modeling import spec, store
 from service.modeling.npz import read_npz, write_npz
-from service.settings import EMBEDDED_MODELS
 from tests import models
-from tests.exporters.cases import CASES, VOCABULARY, Case
+from tests.exporters.cases import CASES, Case
 from tests.exporters.exporting import assert_round_trip, comparable, export, import_back, write_case
 
 LSTM = Case(
@@ -55,8 +53,9 @@ def test_model_of_texts_comes_back_with_its_tokenizer(tmp_path: Path, capsys: py
     assert all(np.allclose(first[name], second[name], atol=1e-6) for name in first)
 
 
-@pytest.mark.parametrize("format, suffix", FORMATS)
-@pytest.mark.parametrize("precision", ["float16", "bfloat16"])
+@pytest.mark.parametrize(
+    "precision, format, suffix", [("float16", *FORMATS[0]), ("bfloat16", *FORMATS[0]), ("float16", *FORMATS[1])]
+)
 def test_half_precisions_come_back(tmp_path: Path, precision: str, format: str, suffix: str) -> None:
     written = write_case(tmp_path, LSTM, precision=precision, fold="never")
     file, _ = export(tmp_path, format, suffix)
@@ -65,7 +64,7 @@ def test_half_precisions_come_back(tmp_path: Path, precision: str, format: str, 
 
 @pytest.mark.parametrize("format, suffix", FORMATS)
 def test_int8_weights_become_float32(tmp_path: Path, format: str, suffix: str) -> None:
-    """They are the numbers that the model computes with."""
+    """They are the numbers with which the model computes."""
     written = write_case(tmp_path, LSTM, precision="int8")
     file, lines = export(tmp_path, format, suffix)
     assert "note: its int8 matrices are written as float32, each number times its scale" in lines
@@ -113,38 +112,6 @@ def test_damaged_weights_are_not_exported(tmp_path: Path, capsys: pytest.Capture
     out = tmp_path / "words.pt"
     assert run("export", "words", "--models", tmp_path / "models", "--format", "pytorch", "--out", out) == 1
     assert "weights.safetensors" in capsys.readouterr().err and not out.exists()
-
-
-def test_state_dict_loads_into_modules_as_the_documentation_shows(tmp_path: Path) -> None:
-    """Without this project: names and shapes are as in torch's modules."""
-    write_case(tmp_path, LSTM)
-    file, _ = export(tmp_path, "pytorch", ".pt")
-    modules: Any = torch.nn.Module()
-    modules.layers = torch.nn.ModuleList([torch.nn.Embedding(VOCABULARY, 4), torch.nn.LSTM(4, 5, 11)])
-    modules.head = torch.nn.Linear(5, 2)
-    modules.load_state_dict(torch.load(file, weights_only=True))
-
-
-@pytest.mark.parametrize(
-    "name, format, suffix",
-    [
-        ("question-type-lstm", "onnx", ".onnx"),
-        ("question-type-cnn", "onnx", ".onnx"),
-        ("question-type-sru", "pytorch", ".safetensors"),
-        ("sensor-forecast", "pytorch", ".pt"),
-    ],
-)
-def test_embedded_models_come_back(tmp_path: Path, name: str, format: str, suffix: str) -> None:
-    file = tmp_path / f"model{suffix}"
-    assert run("export", name, "--format", format, "--out", file) == 0
-    tokenizer = Path(f"{file}.tokenizer.json")
-    flags = ("--tokenizer", tokenizer) if tokenizer.exists() else ()
-    assert run("import", file, "--name", name, "--recipe", f"{file}.toml", *flags, "--models", tmp_path / "models") == 0
-    written, back = (spec.read(root / name / "1") for root in (EMBEDDED_MODELS, tmp_path / "models"))
-    assert comparable(back) == comparable(written) and back.description == written.description
-    expected = store.read_arrays(EMBEDDED_MODELS / name / "1", written)
-    imported = store.read_arrays(tmp_path / "models" / name / "1", back)
-    assert all(torch.equal(imported[tensor], expected[tensor]) for tensor in expected)
 
 
 @pytest.mark.parametrize("column, format", [(1, "pytorch"), (2, "onnx")])

@@ -12,11 +12,9 @@ from service.modeling import layer_builder
 from service.modeling.layer_builder import NamedLayer
 from service.modeling.spec import ConvLayer
 from service.modeling.stored_weights import wrong_values
-from tests.kernels import inputs
-from tests.kernels.inputs import EVERYTHING, assert_close
-from tests.modeling import reference_layers
-from tests.modeling.reference_layers import FEATURES, Form
-from tests.modeling.test_layers import CPU, built, features
+from tests.kernels.inputs import EVERYTHING
+from tests.modeling.random_models import CONVOLUTIONS, CPU, HIDDEN, Form
+from tests.modeling.test_layers import features
 
 LENGTHS = [9, 1, 14, 3, 0, 2]
 MAXIMUM = Outputs(max=True)
@@ -47,50 +45,21 @@ def test_filters_that_overflow_with_their_norm_are_refused() -> None:
         layer_builder.build_parts([NamedLayer("layers.0", layer, 2, arrays)], CPU)
 
 
-@pytest.mark.parametrize("padding, width, dilation", [("same", 2, 3), ("same", 6, 1), ("causal", 3, 3), ("causal", 1, 1)])
-def test_padded_convolution_keeps_the_number_of_steps(padding: str, width: int, dilation: int) -> None:
-    x = features(lengths=LENGTHS)
-    encoded = built(Form("conv", padding=padding, width=width, dilation=dilation))(x, EVERYTHING)
-    assert encoded.offsets is None
-    assert [len(row) for row in inputs.steps_by_row(encoded, x)] == LENGTHS
-
-
-@pytest.mark.parametrize("form", reference_layers.CONVOLUTIONS, ids=str)
+@pytest.mark.parametrize("form", CONVOLUTIONS, ids=str)
 def test_only_causal_convolutions_ignore_later_steps(form: Form) -> None:
     spec, x = form.spec, features(lengths=[12])
     assert isinstance(spec, ConvLayer)
     changed = Ragged(x.data.clone(), x.offsets)
     changed.data[7:] += 10.0
-    before, after = (built(form)(each, EVERYTHING).steps for each in (x, changed))
+    before, after = (form.built()(each, EVERYTHING).steps for each in (x, changed))
     assert before is not None and after is not None
     unseen = -(-7 // spec.stride)  # output steps whose current input step is before the change
     blind = spec.padding == "causal" or spec.width == 1
     assert bool((before[:unseen] == after[:unseen]).all()) == blind
 
 
-@pytest.mark.parametrize("form", reference_layers.TEXT_CNNS, ids=str)
-def test_text_cnn_agrees_with_torch_on_each_row(form: Form) -> None:
-    x = features(lengths=LENGTHS[:4])
-    encoded = built(form)(x, MAXIMUM)
-    assert encoded.max is not None
-    for row, data in enumerate(inputs.rows(x)):
-        assert_close(encoded.max[row], form.reference(FEATURES)(data.double())[0], steps=0)
-
-
 def test_filter_wider_than_its_row_outputs_zeros() -> None:
-    encoded = built(Form("text_cnn", widths=(4, 1)))(features(lengths=[2, 4]), MAXIMUM)
+    encoded = Form("text_cnn", widths=(4, 1)).built()(features(lengths=[2, 4]), MAXIMUM)
     assert encoded.max is not None
-    wide, narrow = encoded.max[:, : reference_layers.HIDDEN], encoded.max[:, reference_layers.HIDDEN :]
+    wide, narrow = encoded.max[:, :HIDDEN], encoded.max[:, HIDDEN:]
     assert not wide[0].any() and wide[1].any() and narrow[0].any()
-
-
-def test_text_cnn_applies_the_linear_layer_of_the_head() -> None:
-    form, x = Form("text_cnn"), features(lengths=LENGTHS)
-    runnable = built(form)
-    without = runnable(x, MAXIMUM)
-    weight, bias = torch.randn(form.spec.outputs, 4), torch.randn(4)
-    runnable.linear = weight, bias
-    encoded = runnable(x, MAXIMUM)
-    assert without.scores is None and without.max is not None and encoded.max is not None and encoded.scores is not None
-    assert torch.equal(encoded.max, without.max)
-    assert_close(encoded.scores, without.max.double() @ weight.double() + bias.double(), steps=0)

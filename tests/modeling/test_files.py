@@ -6,7 +6,6 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -88,38 +87,29 @@ def test_system_without_proc_refuses_links_too(root: Path, outside: Path, monkey
     assert files.read_file(root / "words" / "1" / "weights") == OWN
 
 
-@contextmanager
-def swapping(place: Path, own: Path, other: Path) -> Iterator[None]:
-    """Rename two links to the same path in turn until the block ends."""
-    ended = threading.Event()
-
-    def swap() -> None:
-        while not ended.is_set():
-            for target in (other, own):
-                link = place.with_name("next")
-                link.symlink_to(target)
-                link.rename(place)
-
-    thread = threading.Thread(target=swap)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
-
-
 def test_swapped_files_are_never_those_outside(root: Path, outside: Path) -> None:
     """A link, and a folder of a file, are swapped for links out of the folder. More reads follow until both were seen."""
     kept = root / "words" / "1"
     for place, own, other in ((kept / "swapped", kept / "weights", outside / "weights"), (root / "words" / "3", kept, outside)):
-        found: Counter[bytes] = Counter()
         place.symlink_to(own)
-        file = place if own.is_file() else place / "weights"
-        with swapping(place, own, other):
+        ended, found = threading.Event(), Counter[bytes]()
+
+        def swap(place: Path = place, targets: tuple[Path, Path] = (other, own), ended: threading.Event = ended) -> None:
+            while not ended.is_set():
+                for target in targets:
+                    link = place.with_name("next")
+                    link.symlink_to(target)
+                    link.rename(place)
+
+        thread = threading.Thread(target=swap)
+        thread.start()
+        try:
             while found.total() < SWAPS or not found.keys() >= {OWN, REFUSED}:
                 try:
-                    found[files.read_file(file)] += 1
+                    found[files.read_file(place if own.is_file() else place / "weights")] += 1
                 except PermissionError:
                     found[REFUSED] += 1
+        finally:
+            ended.set()
+            thread.join()
         assert found.keys() == {OWN, REFUSED}, found

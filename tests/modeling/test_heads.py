@@ -149,15 +149,6 @@ def test_head_output_is_alike_alone_and_in_a_batch(head: dict[str, Any]) -> None
 
 
 @every_head
-def test_16_bit_weights_are_the_rounded_weights(head: dict[str, Any]) -> None:
-    rounded = {name: array.float() for name, array in arrays(head, torch.bfloat16).items()}
-    ours, theirs = run_head(built(head, torch.bfloat16)), run_head(heads.build(_HEAD.validate_python(head), rounded, CPU))
-    for name in ("scores", "picks", "embedding"):
-        actual, expected = getattr(ours, name), getattr(theirs, name)
-        assert (actual is None and expected is None) or torch.equal(actual, expected)
-
-
-@every_head
 def test_head_wants_one_output_and_holds_its_weights(head: dict[str, Any]) -> None:
     runnable = built(head)
     wanted = {"tag": "steps", "span": "steps", "sequence": "steps", "next": "last"}.get(head["kind"]) or head["pool"]

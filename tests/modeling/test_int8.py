@@ -21,9 +21,7 @@ from service.modeling import layer_builder, recurrent, store
 from service.modeling.encoder import Encoder
 from service.modeling.spec import WEIGHTS, ModelSpec, RecurrentLayer, read
 from tests.kernels.families import cpu_backends
-from tests.modeling.reference_layers import EVERY_LAYER, FEATURES, Form
-from tests.modeling.reference_model import ReferenceModel, reference_model
-from tests.modeling.test_encoder import CPU, batch, scores
+from tests.modeling.random_models import CPU, EVERY_LAYER, FEATURES, Form, batch, classifier, random_arrays, scores
 
 BIAS, INPUT, SCALE = "layers.1.0.forward.bias", "layers.1.0.forward.input", "layers.1.0.forward.input.scale"
 TOLERANCE = 0.05
@@ -36,16 +34,20 @@ RECURRENT = [
 every_recurrent_layer = pytest.mark.parametrize("form", RECURRENT, ids=str)
 
 
-def written(root: Path, model: ReferenceModel) -> tuple[Path, ModelSpec]:
-    folder = root / "reference" / "1"
-    return folder, store.write(folder, model.spec("int8"), model.arrays(), card="made up")
+LENGTHS = [9, 5, 14, 7]
+
+
+def written(root: Path, model: ModelSpec) -> tuple[Path, ModelSpec]:
+    folder = root / "words" / "1"
+    spec = model.model_copy(update={"precision": "int8"})
+    return folder, store.write(folder, spec, random_arrays(model), card="made up")
 
 
 @pytest.mark.parametrize("form", EVERY_LAYER, ids=str)
 def test_matrices_are_stored_as_numbers_and_scales(tmp_path: Path, form: Form) -> None:
-    model = reference_model(form)
+    model = classifier(form)
     folder, described = written(tmp_path, model)
-    stored, originals = load((folder / WEIGHTS).read_bytes()), model.arrays()
+    stored, originals = load((folder / WEIGHTS).read_bytes()), random_arrays(model)
     matrices = {name for name in originals if name.split(".")[-1] in ("weight", "filters", *MATRICES)}
     assert matrices == set(described.matrices())
     assert stored.keys() == originals.keys() | {f"{name}.scale" for name in matrices}
@@ -56,33 +58,17 @@ def test_matrices_are_stored_as_numbers_and_scales(tmp_path: Path, form: Form) -
         assert torch.equal(arrays[name], dequantize(*quantize(array)) if name in matrices else array)
         largest = array.abs().amax(tuple(range(array.dim() - 1)))
         assert ((arrays[name] - array).abs() <= 0.51 * largest / 127).all(), "no more than half of a step, and its rounding"
-    again = tmp_path / "again" / "reference" / "1"
+    again = tmp_path / "again" / "words" / "1"
     assert store.write(again, described, arrays, card="made up") == described
     assert (again / WEIGHTS).read_bytes() == (folder / WEIGHTS).read_bytes()
 
 
-def test_quantizing_twice_changes_nothing() -> None:
-    """Numbers and scales survive, whatever the last bits of the scales are."""
-    weight = torch.randn(5, 20_000, generator=torch.Generator().manual_seed(0)) * torch.logspace(-34, 37, 20_000)
-    numbers, scales = quantize(weight)
-    assert numbers.abs().amax(0).eq(127).all()
-    again, scales_again = quantize(dequantize(numbers, scales))
-    assert torch.equal(again, numbers) and torch.equal(scales_again, scales)
-
-
-@pytest.mark.parametrize("value", [-0.0, 1e-45, 1e-37])
-def test_column_without_a_normal_scale_becomes_zeros(value: float) -> None:
-    numbers, scales = quantize(torch.tensor([[value, 1.0], [-value, -2.0]]))
-    assert numbers.tolist() == [[0, 64], [0, -127]]
-    assert scales[0] == 0 and scales[1] == pytest.approx(2 / 127, rel=2**-8)
-
-
 @pytest.mark.parametrize("form", [*RECURRENT, Form("conv"), Form("tcn"), Form("text_cnn")], ids=str)
 def test_int8_model_is_close_to_its_weights_in_float32(tmp_path: Path, form: Form) -> None:
-    model = reference_model(form)
+    model = classifier(form)
     folder, described = written(tmp_path, model)
     arrays = store.read_arrays(folder, described)
-    int8, exact = Encoder(described, arrays, CPU)(batch(model)), Encoder(model.spec(), arrays, CPU)(batch(model))
+    int8, exact = Encoder(described, arrays, CPU)(batch(model, LENGTHS)), Encoder(model, arrays, CPU)(batch(model, LENGTHS))
     actual, expected = int8.head_output.embedding, exact.head_output.embedding
     assert actual is not None and expected is not None
     assert (actual - expected).abs().max() <= TOLERANCE * expected.abs().max()
@@ -109,22 +95,13 @@ NOT_FINITE = f"{SCALE} has scales that are not finite, or too large"
     ],
 )
 def test_wrong_tensor_error_names_it(tmp_path: Path, name: str, tensor: Tensor | None, message: str) -> None:
-    folder, model = written(tmp_path, reference_model())
+    folder, model = written(tmp_path, classifier(Form("lstm")))
     stored: dict[str, Tensor | None] = {**load((folder / WEIGHTS).read_bytes()), name: tensor}
     content = save({name: tensor for name, tensor in stored.items() if tensor is not None})
     (folder / WEIGHTS).write_bytes(content)
     with pytest.raises(ModelError) as caught:
         store.read_arrays(folder, model.model_copy(update={"sha256": {WEIGHTS: hashlib.sha256(content).hexdigest()}}))
     assert str(caught.value).removeprefix(f"{folder / WEIGHTS}: ").startswith(message)
-
-
-def test_weights_that_are_not_finite_are_not_written(tmp_path: Path) -> None:
-    model = reference_model()
-    given = {name: array.clone() for name, array in model.arrays().items()}
-    given[INPUT][3, 4] = torch.inf
-    with pytest.raises(ModelError, match=r"forward.input.scale has scales that are not finite"):
-        store.write(tmp_path / "reference" / "1", model.spec("int8"), given, card="made up")
-    assert not (tmp_path / "reference").exists()
 
 
 def run_with_recorded_weights(
@@ -149,12 +126,12 @@ def run_with_recorded_weights(
         return encoded
 
     chosen_family = replace(family, run=run, run_both=both, choice=lambda *_: Choice(chosen, ()))
-    model = reference_model(form, embedded=False)
+    model = classifier(form, embedded=False)
     storage = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(precision, torch.float32)
-    arrays = {name: array.to(storage) for name, array in model.arrays().items()}
+    arrays = {name: array.to(storage) for name, array in random_arrays(model).items()}
     with monkeypatch.context() as patched:
         patched.setitem(recurrent.FAMILIES, kind, chosen_family)
-        found = scores(Encoder(model.spec(precision), arrays, CPU)(batch(model)))
+        found = scores(Encoder(model.model_copy(update={"precision": precision}), arrays, CPU)(batch(model, LENGTHS)))
     assert calls
     return calls, found
 
@@ -170,10 +147,10 @@ def test_compiled_loops_get_bfloat16_matrices(monkeypatch: pytest.MonkeyPatch, f
     for weights in calls:
         for name, dtype in dtypes(weights).items():
             assert dtype == (torch.bfloat16 if name in MATRICES else torch.float32), name
-    model = reference_model(form, embedded=False)
-    rounded = {name: array.bfloat16().float() for name, array in model.arrays().items()}
-    assert torch.equal(actual, scores(Encoder(model.spec(), rounded, CPU)(batch(model))))
-    stored = {name: array.bfloat16() for name, array in form.reference(FEATURES).arrays().items()}
+    model = classifier(form, embedded=False)
+    rounded = {name: array.bfloat16().float() for name, array in random_arrays(model).items()}
+    assert torch.equal(actual, scores(Encoder(model, rounded, CPU)(batch(model, LENGTHS))))
+    stored = {name: array.bfloat16() for name, array in form.arrays().items()}
     stack = layer_builder.build_layer(form.spec, FEATURES, stored, CPU)
     states = [getattr(state, field.name) for state in stack.allocate_states(4) for field in fields(state)]
     assert {state.dtype for state in states if state is not None} == {torch.float32}

@@ -13,6 +13,7 @@ IDS = {"kind": "ids", "vocabulary": 13, "max_steps": 64}
 FEATURES = {"kind": "features", "features": 7, "max_steps": 64}
 EMBEDDING = {"kind": "embedding", "width": 6}
 LSTM = {"kind": "lstm", "hidden": 5}
+CONV = {"kind": "conv", "filters": 4, "width": 3}
 TEXT_CNN = {"kind": "text_cnn", "widths": [3, 1], "filters": 4}
 LABELS = ["near", "far", "unknown"]
 CLASSIFY = {"kind": "classify", "pool": "max", "labels": LABELS}
@@ -31,130 +32,6 @@ def error_messages(*layers: Table, head: Table = CLASSIFY, input: Table = FEATUR
     with pytest.raises(ValidationError) as caught:
         model(*layers, head=head, input=input)
     return [f"{error['loc'][-1] if error['loc'] else 'whole'}: {error['msg']}" for error in caught.value.errors()]
-
-
-def shapes(*layers: Table) -> dict[str, tuple[int, ...]]:
-    """Return the tensor shapes of these layers over 7 features, by name without `layers.`."""
-    return {name.removeprefix("layers."): shape for name, shape in model(*layers, head=SEQUENCE).tensors().items()}
-
-
-def of_level(**tensors: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    return {f"0.0.forward.{name}": shape for name, shape in tensors.items()}
-
-
-@pytest.mark.parametrize(
-    "layer, expected",
-    [
-        ({"kind": "lstm"}, of_level(input=(7, 20), recurrent=(5, 20), bias=(20,))),
-        ({"kind": "gru"}, of_level(input=(7, 15), recurrent=(5, 15), bias=(15,), recurrent_bias=(5,))),
-        ({"kind": "gru", "reset_after": False}, of_level(input=(7, 15), recurrent=(5, 15), bias=(15,))),
-        ({"kind": "sru"}, of_level(input=(7, 20), bias=(10,), cell=(10,))),
-        ({"kind": "sru", "activation": "tanh", "scale": 0.5}, of_level(input=(7, 20), bias=(10,), cell=(10,))),
-        ({"kind": "sru", "hidden": 7}, of_level(input=(7, 21), bias=(14,), cell=(14,))),
-        ({"kind": "sru", "skip": False}, of_level(input=(7, 15), bias=(10,), cell=(10,))),
-        ({"kind": "sru", "cell_gates": False}, of_level(input=(7, 20), bias=(10,))),
-        ({"kind": "sru", "projection": 2}, of_level(input=(2, 20), bias=(10,), cell=(10,), projection=(7, 2))),
-        ({"kind": "sru", "projection": 5}, of_level(input=(7, 20), bias=(10,), cell=(10,))),
-        ({"kind": "qrnn"}, of_level(input=(1, 7, 15), bias=(15,))),
-        ({"kind": "qrnn", "window": 3, "pooling": "f"}, of_level(input=(3, 7, 10), bias=(10,))),
-        ({"kind": "qrnn", "window": 2, "pooling": "ifo"}, of_level(input=(2, 7, 20), bias=(20,))),
-    ],
-    ids=str,
-)
-def test_tensors_of_a_recurrent_level(layer: Table, expected: Table) -> None:
-    assert shapes({"hidden": 5, **layer}) == expected
-
-
-@pytest.mark.parametrize("layer", [{"kind": kind} for kind in ("lstm", "gru", "sru", "qrnn")], ids=str)
-def test_second_level_reads_both_directions(layer: Table) -> None:
-    both = shapes({**layer, "hidden": 5, "depth": 2, "bidirectional": True})
-    tensors = {name.rpartition(".")[2] for name in both}
-    assert set(both) == {
-        f"0.{level}.{direction}.{name}" for level in (0, 1) for direction in ("forward", "backward") for name in tensors
-    }
-    for direction in ("forward", "backward"):
-        assert both[f"0.0.{direction}.input"][-2:-1] == (7,)
-        assert both[f"0.1.{direction}.input"][-2:-1] == (10,)
-
-
-def test_sru_skip_block_and_projection_depend_on_widths() -> None:
-    both = shapes({"kind": "sru", "hidden": 5, "depth": 2, "bidirectional": True, "projection": 8})
-    assert both["0.0.forward.input"] == (7, 20) and "0.0.forward.projection" not in both
-    assert both["0.1.forward.input"] == (8, 15) and both["0.1.forward.projection"] == (10, 8)
-
-
-@pytest.mark.parametrize(
-    "layer_norm, expected",
-    [
-        ("none", {}),
-        ("before", {"0.0.norm": (2, 7), "0.1.norm": (2, 10)}),
-        ("after", {"0.0.norm": (2, 10), "0.1.norm": (2, 10)}),
-    ],
-    ids=str,
-)
-def test_sru_directions_share_the_layer_norm(layer_norm: str, expected: Table) -> None:
-    both = shapes({"kind": "sru", "hidden": 5, "depth": 2, "bidirectional": True, "layer_norm": layer_norm})
-    assert {name: shape for name, shape in both.items() if name.endswith("norm")} == expected
-
-
-CONV = {"kind": "conv", "filters": 4, "width": 3}
-TCN = {"kind": "tcn", "filters": 4, "levels": 1}
-NORMED = {"direction": (3, 7, 4), "magnitude": (4,), "bias": (4,)}
-
-
-@pytest.mark.parametrize(
-    "layer, expected",
-    [
-        (CONV, {"filters": (3, 7, 4), "bias": (4,)}),
-        ({**CONV, "weight_norm": True}, NORMED),
-        ({**CONV, "activation": "glu", "batch_norm": True}, {"filters": (3, 7, 8), "bias": (8,), "norm": (4, 8)}),
-        (
-            {**TCN, "levels": 2, "width": 3},
-            {
-                **{f"0.0.{name}": shape for name, shape in {"filters": (3, 7, 4), "bias": (4,)}.items()},
-                **{f"{at}.filters": (3, 4, 4) for at in ("0.1", "1.0", "1.1")},
-                **{f"{at}.bias": (4,) for at in ("0.1", "1.0", "1.1")},
-                "0.projection.filters": (1, 7, 4),
-                "0.projection.bias": (4,),
-            },
-        ),
-        (
-            {**TCN, "width": 3, "weight_norm": True},
-            {
-                **{f"0.0.{name}": shape for name, shape in NORMED.items()},
-                **{f"0.1.{name}": shape for name, shape in {**NORMED, "direction": (3, 4, 4)}.items()},
-                "0.projection.filters": (1, 7, 4),
-                "0.projection.bias": (4,),
-            },
-        ),
-    ],
-    ids=str,
-)
-def test_tensors_of_a_convolution(layer: Table, expected: Table) -> None:
-    assert shapes(layer) == {f"0.{name}": shape for name, shape in expected.items()}
-
-
-def test_tcn_as_wide_as_its_inputs_has_no_projection() -> None:
-    assert not any("projection" in name for name in shapes({"kind": "tcn", "filters": 7, "levels": 2}))
-
-
-def test_tensors_of_a_text_cnn() -> None:
-    filters = {"layers.0.3.filters": (3, 7, 4), "layers.0.1.filters": (1, 7, 4)}
-    biases = {"layers.0.3.bias": (4,), "layers.0.1.bias": (4,)}
-    assert model(TEXT_CNN).tensors() == {**filters, **biases, "head.weight": (8, 3), "head.bias": (3,)}
-
-
-def test_layer_inputs_are_the_outputs_of_the_layer_below() -> None:
-    made = shapes(
-        {"kind": "lstm", "hidden": 5, "bidirectional": True},
-        {"kind": "conv", "filters": 4, "width": 2},
-        {"kind": "qrnn", "hidden": 3},
-        {"kind": "gru", "hidden": 2, "depth": 2},
-    )
-    assert made["1.filters"] == (2, 10, 4)
-    assert made["2.0.forward.input"] == (1, 4, 9)
-    assert made["3.0.forward.input"] == (3, 6)
-    assert made["3.1.forward.input"] == (2, 6)
 
 
 @pytest.mark.parametrize(
@@ -289,21 +166,3 @@ def test_max_steps_below_min_steps_is_rejected() -> None:
     assert model(wide, input={**FEATURES, "max_steps": 17}).min_steps == 17
     message = "the layers need 17 steps and input.max_steps is 16: raise it"
     assert model_error(wide, input={**FEATURES, "max_steps": 16}) == message
-
-
-@pytest.mark.parametrize(
-    "head, has_embedding",
-    [
-        (CLASSIFY, True),
-        ({"kind": "regress", "pool": "last"}, True),
-        ({"kind": "embed", "pool": "last"}, True),
-        ({"kind": "next"}, True),
-        ({"kind": "tag", "labels": LABELS}, False),
-        ({"kind": "span"}, False),
-        ({"kind": "sequence"}, False),
-    ],
-    ids=str,
-)
-def test_has_embedding_and_has_steps(head: Table, has_embedding: bool) -> None:
-    made = model(EMBEDDING, LSTM, head=head, input=IDS)
-    assert (made.has_embedding, made.has_steps) == (has_embedding, True)

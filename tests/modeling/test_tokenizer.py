@@ -70,12 +70,8 @@ def test_padding_and_truncation_of_the_file_are_ignored(folder: Path, model: Mod
     made.enable_truncation(max_length=2)
     tokenizer = Tokenizer.read(folder, with_file(folder, model, made.to_str()))
     assert ids(tokenizer, "word1 word2 word3") == [1, 2, 3]
-
-
-def test_vocabulary_may_be_larger_than_that_of_the_file(folder: Path, model: ModelSpec) -> None:
-    """Embeddings are often padded to a multiple of 8 rows."""
-    tokenizer = Tokenizer.read(folder, with_file(folder, model, word_level(numbered(7)).to_str()))
-    assert ids(tokenizer, "word1 word6") == [1, 6]
+    padded = with_file(folder, model, word_level(numbered(7)).to_str())  # embeddings are often padded to a multiple of 8 rows
+    assert ids(Tokenizer.read(folder, padded), "word1 word6") == [1, 6]
 
 
 def test_vocabulary_size_error_has_both_sizes(folder: Path, model: ModelSpec) -> None:
