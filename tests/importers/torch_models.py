@@ -17,9 +17,9 @@ from torch.nn import functional
 from torch.nn.utils import parametrizations
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from tests.importers.importing import randomize
+from tests.importers.importing import FEATURES, VOCABULARY, randomize
 
-FEATURES, VOCABULARY, HIDDEN, LABELS = 3, 11, 5, 4
+HIDDEN, LABELS = 5, 3
 LENGTHS = (7, 4, 12, 5)
 Norm = Callable[[nn.Module], nn.Module]
 
@@ -109,59 +109,61 @@ class Recurrent(nn.Module):
 
 
 class TextCNN(nn.Module):
-    """Kim's text CNN. form: conv1d or conv2d; pool: how the maximum over time is written."""
+    """Kim's text CNN. conv: of one dimension or two; pool: how the maximum over time is written; hidden: with a layer before the last."""
 
-    def __init__(self, form: str = "conv1d", pool: str = "max", padding: int = 0) -> None:
+    def __init__(self, conv: int = 1, pool: str = "max", padding: int = 0, *, hidden: bool = False) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, 4)
-        self.form, self.pool = form, pool
-        if form == "conv1d":
-            self.convs = nn.ModuleList(nn.Conv1d(4, 5, width, padding=padding) for width in (2, 3, 4))
+        self.conv, self.pool = conv, pool
+        if conv == 1:
+            self.convs = nn.ModuleList(nn.Conv1d(4, 5, width, padding=padding) for width in (2, 3, 1))
         else:
-            self.convs = nn.ModuleList(nn.Conv2d(1, 5, (width, 4), padding=(padding, 0)) for width in (2, 3, 4))
+            self.convs = nn.ModuleList(nn.Conv2d(1, 5, (width, 4), padding=(padding, 0)) for width in (2, 3, 1))
         self.dropout = nn.Dropout(0.5)
-        self.fc = nn.Linear(15, LABELS)
+        self.hidden = nn.Linear(15, 6) if hidden else None
+        self.fc = nn.Linear(6 if hidden else 15, LABELS)
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embedding(ids)
-        x = x.transpose(1, 2) if self.form == "conv1d" else x.unsqueeze(1)
+        x = x.transpose(1, 2) if self.conv == 1 else x.unsqueeze(1)
         maps = [functional.relu(conv(x)) for conv in self.convs]
-        maps = maps if self.form == "conv1d" else [each.squeeze(3) for each in maps]
+        maps = maps if self.conv == 1 else [each.squeeze(3) for each in maps]
         if self.pool == "adaptive":
             pooled = [functional.adaptive_max_pool1d(each, 1).squeeze(-1) for each in maps]
         else:
             pooled = [each.max(2)[0] if self.pool == "max" else each.amax(2) for each in maps]
-        return functional.log_softmax(self.fc(self.dropout(torch.cat(pooled, 1))), dim=1)
+        y = self.dropout(torch.cat(pooled, 1))
+        return functional.log_softmax(self.fc(y if self.hidden is None else torch.relu(self.hidden(y))), dim=1)
+
+
+class Block(nn.Module):
+    """A level of locuslab/TCN: padding on both sides, and a cut of the right side. Its convolutions have two names."""
+
+    def __init__(self, inputs: int, dilation: int, norm: Norm, width: int) -> None:
+        super().__init__()
+        self.cut = (width - 1) * dilation
+        self.conv1 = norm(nn.Conv1d(inputs, HIDDEN, width, padding=self.cut, dilation=dilation))
+        self.conv2 = norm(nn.Conv1d(HIDDEN, HIDDEN, width, padding=self.cut, dilation=dilation))
+        self.net = nn.Sequential(self.conv1, nn.ReLU(), self.conv2, nn.ReLU())
+        self.downsample = nn.Conv1d(inputs, HIDDEN, 1) if inputs != HIDDEN else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu(self.conv1(x)[:, :, : -self.cut].contiguous())
+        y = torch.relu(self.conv2(y)[:, :, : -self.cut].contiguous())
+        return torch.relu(y + (x if self.downsample is None else self.downsample(x)))
 
 
 class TCN(nn.Module):
-    """locuslab/TCN: padding on both sides, and a cut of the right side."""
-
-    def __init__(self, norm: Norm, reads: str = "last") -> None:
+    def __init__(self, norm: Norm, reads: str = "last", *, width: int = 3, inputs: int = FEATURES, levels: int = 3) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.ModuleList(
-                [
-                    norm(nn.Conv1d(inputs, 5, 3, padding=2 * dilation, dilation=dilation)),
-                    norm(nn.Conv1d(5, 5, 3, padding=2 * dilation, dilation=dilation)),
-                    nn.Conv1d(inputs, 5, 1) if inputs != 5 else nn.Identity(),
-                ]
-            )
-            for inputs, dilation in ((FEATURES, 1), (5, 2), (5, 4))
-        )
-        self.fc = nn.Linear(5, LABELS)
+        widths = [inputs, *[HIDDEN] * levels]
+        self.network = nn.Sequential(*(Block(widths[level], 2**level, norm, width) for level in range(levels)))
+        self.linear = nn.Linear(HIDDEN, LABELS)
         self.reads = reads
 
     def forward(self, x: Tensor) -> Tensor:
-        y = x.transpose(1, 2)
-        for index, block in enumerate(self.blocks):
-            layers: Any = block
-            first, second, down = layers
-            cut = 2 * 2**index
-            inner = torch.relu(first(y)[:, :, :-cut].contiguous())
-            inner = torch.relu(second(inner)[:, :, :-cut].contiguous())
-            y = torch.relu(inner + down(y))
-        return self.fc(y[:, :, -1]) if self.reads == "last" else self.fc(y.transpose(1, 2)).softmax(-1)
+        y = self.network(x.transpose(1, 2))
+        return self.linear(y[:, :, -1]) if self.reads == "last" else self.linear(y.transpose(1, 2)).softmax(-1)
 
 
 class Mixed(nn.Module):
@@ -229,7 +231,7 @@ class Gated(nn.Module):
         return self.fc(y.transpose(1, 2).mean(1))
 
 
-def _plain(module: nn.Module) -> nn.Module:
+def plain(module: nn.Module) -> nn.Module:
     return module
 
 
@@ -273,9 +275,9 @@ OTHERS = [
     Sample("nn.Conv1d: text CNN", TextCNN, ids=True),
     Sample("nn.Conv1d: text CNN with padding", lambda: TextCNN(padding=2), ids=True),
     Sample("nn.Conv1d: text CNN, adaptive_max_pool1d", lambda: TextCNN(pool="adaptive"), ids=True),
-    Sample("nn.Conv2d: text CNN", lambda: TextCNN("conv2d"), ids=True),
-    Sample("nn.Conv2d: text CNN, amax", lambda: TextCNN("conv2d", "amax"), ids=True),
-    Sample("nn.Conv1d: TCN", lambda: TCN(_plain)),
+    Sample("nn.Conv2d: text CNN", lambda: TextCNN(2), ids=True),
+    Sample("nn.Conv2d: text CNN, amax", lambda: TextCNN(2, "amax"), ids=True),
+    Sample("nn.Conv1d: TCN", lambda: TCN(plain)),
     Sample("nn.Conv1d: TCN with nn.utils.weight_norm", lambda: TCN(old_weight_norm)),
     Sample("nn.Conv1d: TCN with parametrizations.weight_norm", lambda: TCN(parametrizations.weight_norm, "tags")),
     Sample("nn.Conv1d: causal, functional.glu", Gated),

@@ -127,17 +127,14 @@ def test_mask_is_named_where_a_layer_ignores_it(tmp_path: Path) -> None:
     assert second.startswith("GlobalMaxPooling1D pool ignores the mask: in a batch with padding, Keras computes with padding")
 
 
-def test_precision_of_the_source_is_reported(tmp_path: Path) -> None:
-    mixed, layers = copied()
-    layers[1]["config"]["dtype"] = {"class_name": "DTypePolicy", "config": {"name": "mixed_bfloat16"}}
-    assert "the source computes in mixed_bfloat16, and the model in float32" in read(written(tmp_path, mixed)).notes
-
-
-def test_dropout_at_inference_is_reported(tmp_path: Path) -> None:
-    start, rnn = ({**layer, "name": layer["config"]["name"]} for layer in copied()[1])
+def test_precision_and_dropout_of_the_source_are_reported(tmp_path: Path) -> None:
+    layers = copied()[1]
+    start, rnn = ({**layer, "name": layer["config"]["name"]} for layer in layers)
+    rnn["config"]["dtype"] = {"class_name": "DTypePolicy", "config": {"name": "mixed_bfloat16"}}
     start["inbound_nodes"], rnn["inbound_nodes"] = [], [[["x", 0, 0, {"training": True}]]]
     config = {"name": "model", "layers": [start, rnn], "input_layers": [["x", 0, 0]], "output_layers": [["rnn", 0, 0]]}
     notes = read(written(tmp_path, {"class_name": "Functional", "config": config})).notes
+    assert "the source computes in mixed_bfloat16, and the model in float32" in notes
     assert any(note.startswith("LSTM rnn is called with training=True") for note in notes)
 
 

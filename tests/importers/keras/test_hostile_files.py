@@ -84,14 +84,6 @@ def test_files_that_the_others_change_are_imported(tmp_path: Path) -> None:
         assert [part.table for part in read(file).layers] == [{"kind": "lstm", "hidden": 2}]
 
 
-def test_file_is_closed_after_it_was_read(tmp_path: Path) -> None:
-    file = written(tmp_path)
-    draft = read(file)
-    with h5py.File(file, "r+") as opened:
-        opened[KERNEL][:] = 0
-    assert draft.layers[0].arrays["0.forward.input"].all()
-
-
 def _virtual(opened: h5py.File, other: Path, *, unlimited: bool = False) -> None:
     """unlimited: the shape of the data set is known only after its parts were opened."""
     del opened[KERNEL]

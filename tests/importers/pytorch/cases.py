@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,25 +16,25 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations
 
-from tests.importers.importing import FEATURES, VOCABULARY, randomize
-from tests.importers.torch_models import old_weight_norm
+from tests.importers.importing import FEATURES, VOCABULARY, layer, randomize
+from tests.importers.torch_models import HIDDEN, LABELS, TCN, Norm, TextCNN, old_weight_norm, plain
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # the package compiles CUDA kernels where it can
     import sru
 
-HIDDEN, WIDTH, LABELS = 5, 4, 3
+WIDTH = 4
 LENGTHS = (9, 5, 12)
 Outputs = Mapping[str, Tensor]
-Norm = Callable[[nn.Module], nn.Module]
 
 
 @dataclass(frozen=True)
 class Case:
     """A tested option.
 
-    build: makes a module that returns outputs by name for one row; recipe: settings that the state_dict lacks; refused: words of the
-    refusal, or empty if it imports; more: whether it runs only in tests/long; ids: whether rows are token ids; features: numbers of a step.
+    build: makes a module; recipe: settings that the state_dict lacks; refused: words of the refusal, or empty if it imports; more:
+    whether it runs only in tests/long; run: returns its outputs by name for one row; ids: whether rows are token ids; features: numbers of
+    a step.
     """
 
     name: str
@@ -43,6 +42,7 @@ class Case:
     recipe: str = ""
     refused: str = ""
     more: bool = False
+    run: Callable[[nn.Module, Tensor], Outputs] = lambda module, row: module(row)
     ids: bool = False
     features: int = FEATURES
     lengths: Sequence[int] = LENGTHS
@@ -115,54 +115,6 @@ class Convolution(nn.Module):
         return {"sequence": self.activation(y)[0].T}
 
 
-class TextCNN(nn.Module):
-    def __init__(self, *, two_dimensions: bool = False, hidden: bool = False, padding: int = 0) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.two_dimensions = two_dimensions
-        if two_dimensions:
-            self.convs = nn.ModuleList(nn.Conv2d(1, HIDDEN, (width, WIDTH), padding=(padding, 0)) for width in (2, 3, 1))
-        else:
-            self.convs = nn.ModuleList(nn.Conv1d(WIDTH, HIDDEN, width, padding=padding) for width in (2, 3, 1))
-        self.hidden = nn.Linear(3 * HIDDEN, 6) if hidden else None
-        self.fc = nn.Linear(6 if hidden else 3 * HIDDEN, LABELS)
-
-    def forward(self, ids: Tensor) -> Outputs:
-        x = self.embed(ids)[None]
-        x = x[None] if self.two_dimensions else x.transpose(1, 2)
-        maps = torch.cat([torch.relu(conv(x)).flatten(2).amax(2) for conv in self.convs], 1)
-        return {"logits": self.fc(maps if self.hidden is None else torch.relu(self.hidden(maps)))[0]}
-
-
-class Block(nn.Module):
-    """A level of a TCN as locuslab/TCN writes it, which has its convolutions under two names."""
-
-    def __init__(self, inputs: int, dilation: int, norm: Norm, width: int) -> None:
-        super().__init__()
-        self.left = (width - 1) * dilation
-        self.conv1 = norm(nn.Conv1d(inputs, HIDDEN, width, dilation=dilation))
-        self.conv2 = norm(nn.Conv1d(HIDDEN, HIDDEN, width, dilation=dilation))
-        self.net = nn.Sequential(self.conv1, nn.ReLU(), self.conv2, nn.ReLU())
-        self.downsample = nn.Conv1d(inputs, HIDDEN, 1) if inputs != HIDDEN else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = torch.relu(self.conv1(functional.pad(x, (self.left, 0))))
-        y = torch.relu(self.conv2(functional.pad(y, (self.left, 0))))
-        return torch.relu(y + (x if self.downsample is None else self.downsample(x)))
-
-
-class TCN(nn.Module):
-    def __init__(self, norm: Norm, *, width: int = 3, inputs: int = FEATURES, levels: int = 3) -> None:
-        super().__init__()
-        widths = [inputs, *[HIDDEN] * levels]
-        self.network = nn.Sequential(*(Block(widths[level], 2**level, norm, width) for level in range(levels)))
-        self.linear = nn.Linear(HIDDEN, LABELS)
-
-    def forward(self, row: Tensor) -> Outputs:
-        steps = self.network(row.T[None])[0].T
-        return {"sequence": steps, "logits": self.linear(steps[-1])}
-
-
 class Chain(nn.Module):
     """Modules of single steps in a row, named 0, 1, ..."""
 
@@ -219,8 +171,8 @@ class QRNN(nn.Module):
         self.layers = nn.ModuleList(QRNNLayer(inputs, window, output_gate=output_gate) for inputs in widths)
 
     def forward(self, row: Tensor) -> Outputs:
-        for layer in self.layers:
-            row = layer(row)
+        for one in self.layers:
+            row = one(row)
         return {"sequence": row}
 
 
@@ -240,12 +192,6 @@ def random_module(case: Case) -> nn.Module:
 
 NORMS: dict[str, Norm] = {"nn.utils.weight_norm": old_weight_norm, "parametrizations.weight_norm": parametrizations.weight_norm}
 SEQUENCE = '[head]\nkind = "sequence"'
-
-
-def layer(kind: str, prefix: str, **keys: Any) -> str:
-    """Return a layer of a recipe. keys: values by name; texts are TOML."""
-    lines = (f"{name} = {value if isinstance(value, str) else json.dumps(value)}\n" for name, value in keys.items())
-    return f'[[layers]]\nkind = "{kind}"\nfrom = "{prefix}"\n' + "".join(lines)
 
 
 def classify(prefix: str, pool: str) -> str:
@@ -291,27 +237,32 @@ def _conv_cases() -> Iterator[Case]:
     leaky = partial(functional.leaky_relu, negative_slope=0.2)
     yield _conv("leaky_relu", activation=leaky, keys={"activation": '{ kind = "leaky_relu", alpha = 0.2 }'})
     yield _conv("functional.glu", activation=partial(functional.glu, dim=1), keys={"activation": '"glu"'})
-    yield _conv("no activation", activation=_same, keys={"activation": '"none"'}, more=True)
+    yield _conv("no activation", activation=plain, keys={"activation": '"none"'}, more=True)
     for name, norm in NORMS.items():
         yield _conv(f"{name}, stride and groups", norm=norm, stride=2, groups=3)
     yield Case("nn.BatchNorm1d: before the activation", partial(Convolution, batch_norm=1e-5, padding=1))
     recipe = layer("conv", "conv", norm_from='"norm"', epsilon=0.1)
     yield Case("nn.BatchNorm1d: eps (recipe)", partial(Convolution, batch_norm=0.1, padding=1), recipe)
-    recipe = layer("embedding", "embed") + layer("text_cnn", "convs", padding=2) + classify("fc", "max")
-    for two, part in ((False, "nn.Conv1d"), (True, "nn.Conv2d")):
-        yield Case(f"{part}: text CNN", partial(TextCNN, two_dimensions=two), more=not two, ids=True, lengths=(9, 3, 4))
-        hidden = partial(TextCNN, two_dimensions=two, hidden=True)
-        yield Case(f"{part}: text CNN with a hidden layer", hidden, more=two, ids=True)
-        padded = partial(TextCNN, two_dimensions=two, padding=2)
-        yield Case(f"{part}: text CNN with padding (recipe)", padded, recipe, more=two, ids=True)
-    for name, norm in {"": _same, **NORMS}.items():
-        yield Case(f"nn.Conv1d: TCN {name}", partial(TCN, norm), more=not name)
-    yield Case("nn.Conv1d: TCN of width 2", partial(TCN, _same, width=2, inputs=HIDDEN), features=HIDDEN)
-    yield Case("nn.Conv1d: TCN of one level", partial(TCN, _same, levels=1), more=True)
+    recipe = layer("embedding", "embedding") + layer("text_cnn", "convs", padding=2) + classify("fc", "max")
+    for conv in (1, 2):
+        text: dict[str, Any] = {"run": probabilities, "ids": True, "lengths": (9, 3, 4)}
+        yield Case(f"nn.Conv{conv}d: text CNN", partial(TextCNN, conv), more=conv == 1, **text)
+        yield Case(f"nn.Conv{conv}d: text CNN with a hidden layer", partial(TextCNN, conv, hidden=True), more=conv == 2, **text)
+        yield Case(
+            f"nn.Conv{conv}d: text CNN with padding (recipe)", partial(TextCNN, conv, "max", 2), recipe, more=conv == 2, **text
+        )
+    for name, norm in {"": plain, **NORMS}.items():
+        yield Case(f"nn.Conv1d: TCN {name}", partial(TCN, norm), more=not name, run=logits)
+    yield Case("nn.Conv1d: TCN of width 2", partial(TCN, plain, width=2, inputs=HIDDEN), run=logits, features=HIDDEN)
+    yield Case("nn.Conv1d: TCN of one level", partial(TCN, plain, levels=1), more=True, run=logits)
 
 
-def _same(x: Any) -> Any:
-    return x
+def logits(module: nn.Module, row: Tensor) -> Outputs:
+    return {"logits": module(row[None])[0]}
+
+
+def probabilities(module: nn.Module, row: Tensor) -> Outputs:
+    return {"scores": module(row[None])[0].exp()}
 
 
 def _step_cases() -> Iterator[Case]:

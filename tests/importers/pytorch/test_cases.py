@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,7 @@ def assert_case(case: Case, folder: Path) -> None:
             import_file(folder, file, recipe=case.recipe)
         return
     rows = random_ids(case.lengths) if case.ids else random_features(case.lengths, case.features)
-    import_file(folder, file, check=expected(module, rows), recipe=case.recipe)
+    import_file(folder, file, check=expected(partial(case.run, module), rows), recipe=case.recipe)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if not case.more], ids=str)

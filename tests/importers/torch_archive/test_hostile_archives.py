@@ -33,31 +33,31 @@ class Net(nn.Module):
 
 
 @pytest.fixture(scope="module")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A .pt2 archive that imports."""
-    file = tmp_path_factory.mktemp("archive") / "model.pt2"
+def archives(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Archives that import, of either kind."""
+    folder, x = tmp_path_factory.mktemp("archives"), torch.randn(2, 5, 3)
+    files = {"exported": folder / "model.pt2", "traced": folder / "model.pt"}
     axes = ({0: torch.export.Dim.AUTO, 1: torch.export.Dim.AUTO},)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        torch.export.save(torch.export.export(Net(), (torch.randn(2, 5, 3),), dynamic_shapes=axes), file)
-    return file
+        torch.export.save(torch.export.export(Net(), (x,), dynamic_shapes=axes), files["exported"])
+        torch.jit.save(torch.jit.trace(Net(), x), files["traced"])  # type: ignore[no-untyped-call]
+    return files
 
 
-@pytest.fixture(scope="module")
-def traced(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A TorchScript archive that imports."""
-    file = tmp_path_factory.mktemp("archive") / "model.pt"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.jit.save(torch.jit.trace(Net(), torch.randn(2, 5, 3)), file)  # type: ignore[no-untyped-call]
-    return file
+@pytest.fixture
+def exported(archives: dict[str, Path]) -> Path:
+    return archives["exported"]
+
+
+@pytest.fixture
+def traced(archives: dict[str, Path]) -> Path:
+    return archives["traced"]
 
 
 @pytest.fixture(params=["exported", "traced"])
-def archive(request: pytest.FixtureRequest) -> Path:
-    """An archive that imports, of either kind."""
-    file: Path = request.getfixturevalue(request.param)
-    return file
+def archive(archives: dict[str, Path], request: pytest.FixtureRequest) -> Path:
+    return archives[request.param]
 
 
 def changed(archive: Path, folder: Path, change: Change) -> Path:
@@ -259,14 +259,11 @@ def test_expressions_of_a_description_are_not_evaluated(
 CODE: list[tuple[str, str]] = [
     ("    return torch.tanh(", "is damaged"),
     ("    y = [" + "1," * 1_100_000 + "]\n    return x", "has .* bytes, and the limit is"),
-    ("    return __import__('os')", "calls __import__, which cannot be imported"),
     ("    return open('executed')", "calls open, which cannot be imported"),
     ("    return (lambda: x)()", "cannot|is no function|not read"),
-    ("    return x.__class__", "reads __class__ of a value that has no names"),
     ("    return ''.__class__.__mro__", "reads __class__ of a value that has no names"),
     ("    import os\n    return x", "a statement of the kind Import"),
     ("    torch.save(x, 'executed')\n    return x", "has no operator save|cannot be imported"),
-    ("    torch.from_file('executed')\n    return x", "not computed from constants|cannot be imported|no operator"),
     ("    ops.aten.from_file('/etc/passwd', True, 5)\n    return x", "not computed from constants"),
     ("    torch.load('executed')\n    return x", "torch has no operator load"),
     ("    ops.image.read_file('a')\n    return x", "cannot be imported"),
@@ -276,7 +273,6 @@ CODE: list[tuple[str, str]] = [
     ("    return self.forward(x)", "more than 40 calls within each other"),
     ("    y = [1]\n    for i in range(100):\n      y = torch.add(y, y)\n    return x", "a list is too long"),
     ("    y = [1]\n    for i in range(90):\n      y = [y, y]\n    return torch.cat(y, 2)", "takes more than"),
-    ("    y = [1]\n    for i in range(90):\n      y = [y, y]\n    return torch.add(x, torch.len(y))", "takes more than"),
     ("    y = [1]\n    z = torch.append(y, y)\n    return y", "takes more than|is damaged|does not depend"),
     ("    y = torch.mul([1], 1000000000)\n    return x", "a list is too long"),
     ("    y = 3\n    for i in range(100):\n      y = torch.mul(y, y)\n    return x", "a number is too large"),
@@ -306,11 +302,6 @@ def test_hostile_code_is_refused(traced: Path, body: str, message: str, tmp_path
     assert_refused(changed(traced, tmp_path, with_code(body)), message)
 
 
-@pytest.mark.parametrize("end", ["data.pkl", ".py", "data/0"])
-def test_missing_member_of_a_script_is_refused(traced: Path, end: str, tmp_path: Path) -> None:
-    assert_refused(changed(traced, tmp_path, without(end)))
-
-
 PROTO, STOP = b"\x80\x02", b"."
 PICKLES = {
     "a function of os": b"cos\nmkdir\n(X\x08\x00\x00\x00executedtR",
@@ -332,3 +323,8 @@ PICKLES = {
 @pytest.mark.parametrize("content", PICKLES.values(), ids=PICKLES)
 def test_hostile_pickle_is_refused(traced: Path, content: bytes, tmp_path: Path) -> None:
     assert_refused(changed(traced, tmp_path, replaced("data.pkl", PROTO + content + STOP)))
+
+
+@pytest.mark.parametrize("end", ["data.pkl", ".py", "data/0"])
+def test_missing_member_of_a_script_is_refused(traced: Path, end: str, tmp_path: Path) -> None:
+    assert_refused(changed(traced, tmp_path, without(end)))
