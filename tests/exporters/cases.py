@@ -192,11 +192,13 @@ def _of_steps() -> Iterator[Case]:
     yield _layer("layer_norm", "epsilon", epsilon=0.01)
     yield _layer("batch_norm", "epsilon", epsilon=0.01)
     yield Case("embedding", "alone", (EMBEDDING,), {"kind": "regress", "pool": "mean"})
-    layers = (
+    several: tuple[Mapping[str, Any], ...] = (
         *(EMBEDDING, {"kind": "conv", "filters": 4, "width": 3}, {"kind": "pool", "reduce": "max", "width": 2, "stride": 2}),
         *({"kind": "gru", "hidden": 4, "bidirectional": True}, {"kind": "dense", "width": 3, "activation": "tanh"}),
     )
-    yield Case("several", "conv, pool, gru, dense", layers, {"kind": "classify", "pool": ["max", "mean"], "labels": ["a", "b"]})
+    yield Case(
+        "several", "conv, pool, gru, dense", several, {"kind": "classify", "pool": ["max", "mean"], "labels": ["a", "b"]}
+    )
 
 
 def _heads() -> Iterator[Case]:

@@ -10,7 +10,6 @@ from tests.importers.keras.builders import (
     FEATURES,
     STEPS,
     UNITS,
-    VOCABULARY,
     Case,
     Layer,
     both,
@@ -30,18 +29,9 @@ conv = partial(one, "Conv1D", 4)
 maximum = one("GlobalMaxPooling1D")
 
 
-def _text_cnn(keras: Any, ids: Any, *, fixed: bool = False) -> Any:
+def _residual(keras: Any, x: Any, *, last: int = 2) -> Any:
     layers = keras.layers
-    x, pools = layers.Embedding(VOCABULARY, 4)(ids), []
-    for width in (2, 3):
-        maps = layers.Conv1D(3, width, activation="relu")(x)
-        pools.append(layers.Flatten()(layers.MaxPooling1D(9 - width)(maps)) if fixed else layers.GlobalMaxPooling1D()(maps))
-    return layers.Dense(3, activation="softmax")(layers.Dropout(0.5)(layers.Concatenate()(pools)))
-
-
-def _residual(keras: Any, x: Any) -> Any:
-    layers = keras.layers
-    for dilation in (1, 2):
+    for dilation in (1, last):
         inner = layers.Conv1D(4, 2, padding="causal", dilation_rate=dilation, activation="relu")(x)
         inner = layers.Conv1D(4, 2, padding="causal", dilation_rate=dilation, activation="relu")(inner)
         x = layers.ReLU()(layers.Add()([inner, x if dilation > 1 else layers.Conv1D(4, 1)(x)]))
@@ -80,13 +70,8 @@ def _convolutions() -> list[Case]:
         imports("MaxPooling1D: all steps", one("MaxPooling1D", 6), one("Flatten"), dense(), steps=6),
         imports("GlobalMaxPooling1D: as the output", conv(3), maximum),
         imports("GlobalAveragePooling1D: keepdims", conv(3), one("GlobalAveragePooling1D", keepdims=True), one("Flatten")),
-        Case("GlobalMaxPooling1D: text CNN", functional(_text_cnn, ids=True)),
-        Case(
-            "MaxPooling1D: text CNN of fixed steps",
-            functional(partial(_text_cnn, fixed=True), ids=True, steps=8),
-            lengths=(8, 8),
-        ),
         Case("Add: levels of a temporal convolutional network", functional(_residual)),
+        Case("Add: other dilations", functional(partial(_residual, last=3)), "dilated by 1, 2, 4"),
         imports("Activation: glu after a convolution", one("Conv1D", 8, 2, padding="causal"), one("Activation", "glu")),
         imports("Cropping1D: after padding", one("ZeroPadding1D", 2), conv(3), one("Cropping1D", (0, 2))),
         imports("ZeroPadding1D: before a convolution", one("ZeroPadding1D", (2, 1)), conv(3), more=True),
@@ -201,6 +186,10 @@ def last_state_of_both(keras: Any, x: Any) -> Any:
     return keras.layers.Dense(2)(keras.ops.concatenate([both[:, -1, :3], both[:, 0, 3:]], axis=-1))
 
 
+def function(name: str, keras: Any, x: Any) -> Any:
+    return getattr(keras.ops, name)(x)
+
+
 OPS = [
     after_steps("x[:, -1, :]", lambda keras, x: keras.layers.Dense(2)(x[:, -1, :]), more=True),
     after_steps("x[:, 0]", lambda _, x: x[:, 0]),
@@ -220,9 +209,7 @@ OPS = [
     after_steps("attention pool by Dot", attention_by_dot),
     after_steps("attention pool by Matmul", attention_by_product),
     *(
-        after_steps(
-            f"keras.ops: {name}", lambda keras, x, name=name: getattr(keras.ops, name)(x), more=name not in ("silu", "exp")
-        )  # type: ignore[misc]
+        after_steps(f"keras.ops: {name}", partial(function, name), more=name not in ("silu", "exp"))
         for name in (*ACTIVATIONS[1:5], *ACTIVATIONS[7:11], "tanh", "gelu", "silu", "leaky_relu", "exp")
     ),
     after_steps("keras.ops: cumsum", lambda keras, x: keras.ops.cumsum(x, axis=1), "cannot be imported"),

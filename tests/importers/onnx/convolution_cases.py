@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
 from onnx import ModelProto
 
 from tests.importers.onnx.graphs import CHANNELS_FIRST, FEATURES, VOCABULARY, Case, Net, Operator, channels, dense, graph
@@ -90,32 +89,6 @@ def whole_pool(operator: str, **attributes: Any) -> Any:
 
 def joined_pools(net: Net, x: str) -> str:
     return net.add("Concat", *(net.add(name, x, axes=[1], keepdims=0) for name in ("ReduceMean", "ReduceMax")), axis=1)
-
-
-def tcn(
-    dilations: Sequence[int] = (1, 2, 4), *, norm: bool = False, chomp: bool = True, activation: str = "Relu", width: int = 3
-) -> ModelProto:
-    """Return a TCN with a projection in its first level. norm: with the weight norm computed in the graph."""
-    net = Net()
-    x, inputs = channels(net, "x"), FEATURES
-    for dilation in dilations:
-        around = (width - 1) * dilation
-        y, columns = x, inputs
-        for _ in range(2):
-            filters = _normalised(net, FILTERS, columns, width) if norm else net.weight(FILTERS, columns, width)
-            pads = [around, around if chomp else 0]
-            y = net.add("Conv", y, filters, net.weight(FILTERS), pads=pads, dilations=[dilation])
-            y = net.chain(y, *([("Slice", [0], [-around], [2])] if chomp else []), ("Relu",))
-            columns = FILTERS
-        residual = net.chain(x, conv(inputs, 1)) if inputs != FILTERS else x
-        x, inputs = net.add(activation, net.add("Add", y, residual)), FILTERS
-    return net.model(net.chain(x, ("Gather", np.array(-1), {"axis": 2}), dense(FILTERS, 2)))
-
-
-def _normalised(net: Net, *shape: int) -> str:
-    """Compute filters from their directions and magnitudes, as exporters of torch write it."""
-    direction, magnitude = net.weight(*shape), net.positive(shape[0], 1, 1)
-    return net.add("Mul", net.add("Div", direction, net.add("ReduceL2", direction, axes=[1, 2], keepdims=1)), magnitude)
 
 
 def _case(name: str, build: Any, refused: str = "", *, more: bool = False, lengths: Sequence[int] = LONG) -> Case:
@@ -225,11 +198,4 @@ CASES = [
         for name in ("ReduceMin", "ReduceProd", "ReduceL1", "ReduceL2", "ReduceLogSumExp", "ReduceSumSquare")
     ),
     _case("several pools", graph(dense(FEATURES, 5), joined_pools, dense(10, 2))),
-    _case("TCN with causal pads", partial(tcn, chomp=False), more=True),
-    _case("TCN whose ends are cut (Chomp1d)", tcn, more=True),
-    _case("TCN with the weight norm in the graph", partial(tcn, norm=True)),
-    _case("TCN of one level", partial(tcn, [1]), more=True),
-    _case("TCN of width 2 with causal pads", partial(tcn, width=2, chomp=False)),
-    _case("TCN with dilations 1, 3", partial(tcn, [1, 3]), "dilated by 1, 2, 4"),
-    _case("TCN with another activation after the sum", partial(tcn, activation="Tanh"), "adds two tensors", more=True),
 ]
