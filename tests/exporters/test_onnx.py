@@ -11,7 +11,7 @@ import pytest
 
 from service.exporters.model import ExportRefused
 from service.modeling.spec import ModelSpec
-from tests.exporters.cases import CASES, Case
+from tests.exporters.cases import CASES, CHANGED, Case
 from tests.exporters.exporting import (
     Array,
     assert_answers,
@@ -51,7 +51,7 @@ def assert_case(case: Case, folder: Path) -> None:
         file, _ = export(folder, "onnx", ".onnx")
         rows = random_rows(spec)
         assert_answers(folder, spec, rows, run(file, spec, rows))
-        (assert_same_answers if case.changed else assert_round_trip)(folder, file, spec)
+        (assert_same_answers if str(case) in CHANGED else assert_round_trip)(folder, file, spec)
         return
     with pytest.raises(ExportRefused, match=rf"^layers\.\d+ \({case.layers[-1]['kind']}\): .*{case.refused['onnx']}"):
         export(folder, "onnx", ".onnx")

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from service.importers.draft import ImportRefused
-from service.importers.torch_archive import read
 from tests.importers import torch_models
 from tests.importers.keras import test_cases as keras_cases
 from tests.importers.onnx import test_cases as onnx_cases
@@ -18,7 +17,7 @@ from tests.importers.pytorch import test_cases as state_dicts
 from tests.importers.tensorflow1 import test_cases as variables
 from tests.importers.torch_archive import test_archives as archives
 from tests.importers.torch_archive.scripted import SCRIPTED
-from tests.importers.torch_models import REFUSED, Sample, named
+from tests.importers.torch_models import Sample, named
 
 pytestmark = state_dicts.NO_WARNINGS
 MODULES = [*torch_models.RECURRENT, *torch_models.PACKED, *torch_models.OTHERS, *torch_models.ACTIVATED]
@@ -83,12 +82,6 @@ def test_program_of_torch_export(sample: Sample, tmp_path: Path) -> None:
 @pytest.mark.parametrize("sample", SCRIPTED, ids=str)
 def test_scripted_module(sample: Sample, how: str, tmp_path: Path) -> None:
     archives.assert_imports(sample, tmp_path, how)
-
-
-@pytest.mark.parametrize("sample", REFUSED, ids=str)
-def test_activation_that_no_layer_has(sample: Sample, tmp_path: Path) -> None:
-    with pytest.raises(ImportRefused):
-        read(archives.write(sample, sample.build(), tmp_path, "trace"))
 
 
 @pytest.mark.parametrize(

@@ -100,14 +100,6 @@ def test_invalid_file_error_names_file_key_and_hint(tmp_path: Path, old: str, ne
     assert "Value error" not in message, "the text of the validation library"
 
 
-def test_wrong_layer_is_the_only_complaint(tmp_path: Path) -> None:
-    """The only layer of a model, so that no valid layer is left."""
-    lines = GOOD.replace(EMBEDDING, "").replace('kind = "ids"\nvocabulary = 10', FEATURES)
-    for old, new in (("hidden = 5", "hidden = 0"), ('"lstm"', '"lsmt"')):
-        message = error_message(version_folder(tmp_path / new.strip('"'), lines.replace(old, new)))
-        assert message.count("model.toml") == 1, message
-
-
 def test_error_names_every_invalid_key(tmp_path: Path) -> None:
     message = error_message(version_folder(tmp_path, GOOD.replace("hidden = 5", "hidden = 0").replace("pool", "pol")))
     assert "layers.1.hidden" in message and "head.pol" in message

@@ -146,13 +146,6 @@ def test_text_cnn_rejects_heads_that_need_steps(head: Table) -> None:
     assert model_error(EMBEDDING, TEXT_CNN, head=head, input=IDS) == message
 
 
-@pytest.mark.parametrize("kind", ["classify", "regress", "embed"])
-def test_text_cnn_accepts_heads_that_pool_by_max(kind: str) -> None:
-    labels = {"labels": LABELS} if kind == "classify" else {}
-    made = model(TEXT_CNN, head={"kind": kind, "pool": "max", **labels})
-    assert made.has_embedding and not made.has_steps
-
-
 def test_next_head_needs_a_vocabulary() -> None:
     head = {"kind": "next", "top": 13}
     assert model_error(LSTM, head=head) == 'a head of kind "next" needs an input of kind "text" or "ids"'

@@ -151,24 +151,6 @@ REFUSED: dict[str, tuple[list[Operator], str]] = {
     "MatMul: a matrix from the left": ([with_weights("MatMul", [4, 7], first=True)], "multiplies a matrix by the tensor"),
     "CumSum: any": ([("CumSum", 1)], "cannot be imported"),
 }
-MORE_REFUSED: dict[str, tuple[list[Operator], str]] = {
-    **{f"{name}: any": ([(name,)], NO_ACTIVATION) for name in ("HardSwish", "Sqrt", "Log", "Reciprocal")},
-    **{
-        f"{name}: any": ([(name,)], "cannot be imported")
-        for name in ("Sin", "Sign", "Round", "Ceil", "IsNaN", "Hardmax", "Size", "NonZero")
-    },
-    **{
-        f"{name}: any": ([with_weights(name, [WIDTH])], "cannot be imported")
-        for name in ("And", "BitShift", "Einsum", "GridSample")
-    },
-    "hard swish": ([*HARD_SIGMOID, ("Mul", "x")], NO_ACTIVATION),
-    "mish": ([("Softplus",), ("Tanh",), ("Mul", "x")], NO_ACTIVATION),
-    "thresholded relu by choice": ([("LessOrEqual", 1.0), ("Where", "_", 0.0, "x")], NO_ACTIVATION),
-    "one of two numbers": ([("Greater", 0.0), ("Where", "_", 1.0, -1.0)], NO_ACTIVATION),
-    "a constant by the tensor": ([with_weights("Div", [1], first=True)], NO_ACTIVATION),
-    "Gather: the second step": ([one_step(1)], "takes the step 1"),
-}
-
 CASES = [
     Case("Gather: ids cast to int32", over_ids(INT32, embedding())),
     Case("Gather: ids of an input of floats", graph(INT32, embedding(), shape=("batch", "steps"))),
@@ -196,7 +178,6 @@ CASES = [
     ),
     *(steps(f"{name}: one constant", with_weights(name, [1]), more=True) for name in ARITHMETIC),
     *(steps(name, *operators, refused=refused) for name, (operators, refused) in REFUSED.items()),
-    *(steps(name, *operators, refused=refused, more=True) for name, (operators, refused) in MORE_REFUSED.items()),
     steps("Softmax: of every step (tag)", ("Softmax", {"axis": -1})),
     steps("LogSoftmax: of every step (tag)", ("LogSoftmax", {"axis": -1}), more=True),
     head("LogSoftmax: of a vector", ("LogSoftmax",)),
