@@ -6,7 +6,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-FEATURES, VOCABULARY, HIDDEN = 3, 11, 5
+from service.modeling.spec import ModelSpec
+from tests.modeling.random_models import FEATURES, model
+
+VOCABULARY, HIDDEN = 11, 5
 SEQUENCE = {"kind": "sequence"}
 EMBEDDING = {"kind": "embedding", "width": 4}
 RELU6_GATES = {"kind": "hard_sigmoid", "alpha": 1 / 6, "beta": 0.5}
@@ -44,20 +47,10 @@ class Case:
     def __str__(self) -> str:
         return f"{self.part}: {self.option}"
 
-    @property
-    def tables(self) -> dict[str, Any]:
-        """The content of model.toml."""
-        of_ids = self.layers[0]["kind"] == "embedding"
-        sizes: dict[str, Any] = (
-            {"kind": "ids", "vocabulary": VOCABULARY} if of_ids else {"kind": "features", "features": FEATURES}
-        )
-        return {
-            "name": "exported",
-            "precision": "float32",
-            "input": {**sizes, "max_steps": 99},
-            "layers": self.layers,
-            "head": self.head,
-        }
+    def model(self, **changes: Any) -> ModelSpec:
+        """Return the model of the case. changes: of its keys."""
+        ids = VOCABULARY if self.layers[0]["kind"] == "embedding" else 0
+        return model(*map(dict, self.layers), head=dict(self.head), ids=ids, name="exported", **changes)
 
 
 def _layer(kind: str, option: str, refused: Mapping[str, str] | None = None, *, more: bool = False, **keys: Any) -> Case:

@@ -31,7 +31,7 @@ TOLERANCE = 1e-5
 
 def write_case(folder: Path, case: Case, **changes: Any) -> ModelSpec:
     """Write the model of a case into folder/models."""
-    spec = ModelSpec.model_validate({**case.tables, **changes})
+    spec = case.model(**changes)
     arrays = {name: array * 0.4 for name, array in random_arrays(spec).items()}
     return store.write(folder / "models" / spec.name / "1", spec, arrays, card="made up")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,40 +13,34 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from service.exporters.model import ExportRefused
-from tests.exporters.cases import CASES, FEATURES, VOCABULARY, Case
+from tests.exporters.cases import CASES, VOCABULARY, Case
 from tests.exporters.exporting import assert_round_trip, export, write_case
+from tests.modeling.random_models import FEATURES
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # the package compiles CUDA kernels where it can
     import sru
 
 
-def conv() -> nn.Module:
+def conv() -> list[nn.Module]:
     module: Any = parametrizations.weight_norm(nn.Conv1d(FEATURES, 6, 3))
     module.norm = nn.BatchNorm1d(6)
-    return module
+    return [module]
 
 
-def embedding_and_lstm() -> list[nn.Module]:
-    return [nn.Embedding(VOCABULARY, 4), nn.LSTM(4, 5, 11, bidirectional=True, proj_size=2)]
+EMBEDDED = {"kind": "embedding", "width": 4}, {"kind": "lstm", "hidden": 5, "depth": 11, "bidirectional": True, "projection": 2}
+MODULES: dict[str, tuple[Any, Callable[[], list[nn.Module]]]] = {
+    "lstm": (EMBEDDED, lambda: [nn.Embedding(VOCABULARY, 4), nn.LSTM(4, 5, 11, bidirectional=True, proj_size=2)]),
+    "conv": (({"kind": "conv", "filters": 6, "width": 3, "batch_norm": True, "weight_norm": True},), conv),
+    "dense": (
+        ({"kind": "layer_norm"}, {"kind": "dense", "width": 4}),
+        lambda: [nn.LayerNorm(FEATURES), nn.Linear(FEATURES, 4)],
+    ),
+    "sru": (({"kind": "sru", "hidden": 5, "depth": 2},), lambda: [sru.SRU(FEATURES, 5, 2)]),
+}
 
 
-@pytest.mark.parametrize(
-    "layers, modules",
-    [
-        (
-            (
-                {"kind": "embedding", "width": 4},
-                {"kind": "lstm", "hidden": 5, "depth": 11, "bidirectional": True, "projection": 2},
-            ),
-            embedding_and_lstm,
-        ),
-        (({"kind": "conv", "filters": 6, "width": 3, "batch_norm": True, "weight_norm": True},), lambda: [conv()]),
-        (({"kind": "layer_norm"}, {"kind": "dense", "width": 4}), lambda: [nn.LayerNorm(FEATURES), nn.Linear(FEATURES, 4)]),
-        (({"kind": "sru", "hidden": 5, "depth": 2},), lambda: [sru.SRU(FEATURES, 5, 2)]),
-    ],
-    ids=["lstm", "conv", "dense", "sru"],
-)
+@pytest.mark.parametrize("layers, modules", MODULES.values(), ids=MODULES)
 def test_state_dict_loads_into_modules_as_the_documentation_shows(tmp_path: Path, layers: Any, modules: Any) -> None:
     """Without this project."""
     write_case(tmp_path, Case("several", "layers", layers))
