@@ -1,4 +1,4 @@
-"""The full matrix of what can be exported, besides that of `make test`."""
+"""The full matrix of exports: the options that `make test` leaves out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The full matrix of what can be imported: every option of every kind of layer of each format, besides those of `make test`."""
+"""The full matrix of imports: the options of each kind of layer that `make test` leaves out, for each format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A whole model: its layers one after another, folded embeddings, precisions, and what it says of itself."""
+"""A whole model: its layers in sequence, folded embeddings, precisions, and the parts that need a whole sequence."""
 
 from __future__ import annotations
 

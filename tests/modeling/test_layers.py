@@ -1,4 +1,4 @@
-"""Every layer: rows of a batch are those of a row alone, chunks those of the whole row, and tables of token ids those of an embedding.
+"""Every layer: a batch equals its rows alone, chunks equal the whole row, and folded tables equal an embedding.
 
 The equations are compared with torch, and with the packages that have a layer, in test_model_words, tests/importers and tests/exporters.
 """

@@ -24,7 +24,7 @@ CASES: Sequence[Case] = (*recurrent_cases.CASES, *layer_cases.CASES)
 
 
 def main(folder: Path, *, more: bool) -> None:
-    """Write the models of make test, or those that only tests/long imports."""
+    """Write the models of make test, or with `more` the models of tests/long."""
     os.environ.setdefault("KERAS_BACKEND", "numpy")
     warnings.simplefilter("ignore")
     keras = import_module("keras")

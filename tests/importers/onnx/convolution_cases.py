@@ -112,7 +112,7 @@ def _cut(option: str, first: int, last: int, refused: str = "", *, more: bool = 
 
 
 def _pool(option: str, refused: str = "", *, more_of: str = "AveragePool", **attributes: Any) -> list[Case]:
-    """Return the cases of both pools. more_of: the pool of which the case is only in tests/long."""
+    """Return the cases of both pools. more_of: the pool with its case only in tests/long."""
     kinds = ("MaxPool", "AveragePool")
     return [_case(f"{kind}: {option}", around((kind, attributes)), refused, more=kind == more_of) for kind in kinds]
 

@@ -65,7 +65,7 @@ def test_changed_bytes_import_or_are_refused(tmp_path: Path) -> None:
 
 
 def with_weights(array: Any = None, dims: tuple[int, ...] | None = None, kind: int | None = None) -> ModelProto:
-    """Return a model whose first weights are these, with another shape or type than their content has."""
+    """Return a model with these first weights. dims, kind: a shape and a type that differ from the content."""
     model = good()
     tensor = model.graph.initializer[0]
     tensor.CopyFrom(numpy_helper.from_array(np.ones((FEATURES, 4), np.float32) if array is None else array, "weight_0"))

@@ -219,7 +219,7 @@ def _recurrent_cases() -> Iterator[Case]:
 def _conv(
     name: str, pads: tuple[int, int] = (1, 1), *, keys: Mapping[str, Any] | None = None, more: bool = False, **options: Any
 ) -> Case:
-    """Return a convolution through a recipe. keys: of the recipe, besides those that are options of torch as well."""
+    """Return a convolution through a recipe. keys: of the recipe, besides the options of torch."""
     same = {key: options[key] for key in ("stride", "dilation", "groups") if key in options}
     own = {} if "padding" in options else {"pads": list(pads)}
     recipe = layer("conv", "conv", **own, **same, **(keys or {}))
