@@ -153,9 +153,9 @@ test-all: $(TESTED) .venv-perf/installed .venv-ray/installed
 	@tools/programs.sh $(PROGRAMS)
 	$(WITH_PROGRAMS) $(BIN)/python -m pytest -rs $(or $(FILES),tests tests/long tests/cluster tests/docker)
 
-# Most of the time goes to the reference on the CPU. The test of overload runs last, because it needs the whole GPU.
+# Tests run in any worker, and those that share a server or an engine in one. The test of overload runs last, because it needs the whole GPU.
 test-gpu: install .venv/tools
-	$(BIN)/python -m pytest $(PARALLEL) --numprocesses 4 --ignore tests/gpu/test_overload.py tests/gpu
+	$(BIN)/python -m pytest $(PARALLEL) --numprocesses 8 --dist loadgroup --ignore tests/gpu/test_overload.py tests/gpu
 	$(BIN)/python -m pytest tests/gpu/test_overload.py
 
 # ARGS selects parts and the seed: see `python -m tests.mutants --help`.

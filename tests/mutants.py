@@ -90,7 +90,7 @@ def main() -> int:
         for stage in STAGES[: 1 if options.quick else None]:
             left = [mutant for mutant in mutants if (mutant, stage) not in known and not is_found(mutant, known)]
             tests = list(dict.fromkeys(test for mutant in left for test in PARTS[mutant.part]["tests"]))
-            if left and (output := run(ROOT, tests, stage, "--numprocesses", str(options.jobs), "--dist", "loadfile")):
+            if left and (output := run(Path(scratch) / "0", tests, stage, "-n", str(options.jobs), "--dist", "loadfile")):
                 raise SystemExit(f"the tests fail without a fault:\n{output}")
             running = {pool.submit(passes, mutant, stage, trees): mutant for mutant in left}
             for done in as_completed(running):
@@ -150,12 +150,15 @@ def occurrences(source: str) -> Iterator[tuple[str, int, int, int]]:
 
 
 def copy(tree: Path) -> Path:
-    """Copy the files of the project that git tracks, or may track."""
+    """Copy the files of the project that git tracks, or may track, with links to what `make` installed, and compile the kernels."""
     listed = subprocess.check_output(["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, text=True)
     for name in listed.splitlines():
         if (ROOT / name).is_file():
             (tree / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, tree / name)
+    for folder in ROOT.glob(".venv*"):
+        (tree / folder.name).symlink_to(folder)
+    python(tree, "kernels.cpu")
     return tree
 
 
@@ -183,7 +186,9 @@ def passes(mutant: Mutant, stage: str, trees: SimpleQueue[Path]) -> bool:
     tree, code = trees.get(), mutant.code()
     assert code is not None
     (tree / mutant.file).write_text(code)
-    failed = any(run(tree, tests, stage) for tests in tests_of(mutant.part, mutant.file) if tests)
+    failed = python(tree, "kernels.cpu") or any(
+        run(tree, tests, stage) for tests in tests_of(mutant.part, mutant.file) if tests
+    )
     shutil.copy2(ROOT / mutant.file, tree / mutant.file)
     trees.put(tree)
     return not failed
@@ -193,8 +198,14 @@ def run(tree: Path, tests: list[str], stage: str, *more: str) -> str:
     """Run tests until one fails. Return the output of the failed test."""
     limit = ["-o", f"faulthandler_timeout={HANGS}", "-o", "faulthandler_exit_on_timeout=true"]
     options = ["-x", "-p", "no:cacheprovider", "--hypothesis-profile", "first failure", "-m", stage, *limit, *more]
-    command = [sys.executable, "-m", "pytest", *options, *tests]
-    environment = os.environ | {"PYTHONPATH": f"{tree}:{os.environ.get('PYTHONPATH', '')}", "PYTHONDONTWRITEBYTECODE": "1"}
+    return python(tree, "pytest", *options, *tests)
+
+
+def python(tree: Path, *arguments: str) -> str:
+    """Run a module in a copy of the project, which has its own compiled kernels. Return its output if it fails."""
+    path = f"{tree}:{os.environ.get('PYTHONPATH', '')}"
+    environment = os.environ | {"HOME": str(tree), "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": ""}
+    command = [sys.executable, "-m", *arguments]
     done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=False)
     return "" if done.returncode in (0, 5) else done.stdout + done.stderr  # 5: no test was selected
 

@@ -10,6 +10,7 @@ import pytest
 from tests.kernels.inputs import poisoned_memory
 
 HERE = Path(__file__).parent
+SHARED = {"server", "engines", "on_device"}
 
 
 @pytest.fixture(scope="module")
@@ -21,6 +22,9 @@ def poisoned() -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let one worker run all tests of a file that share a server or an engine."""
     for item in items:
         if item.path.is_relative_to(HERE):
             item.add_marker("gpu")
+            if SHARED & {*getattr(item, "fixturenames", ())}:
+                item.add_marker(pytest.mark.xdist_group(item.path.stem))

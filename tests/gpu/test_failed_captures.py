@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,28 +13,6 @@ from tests.serving import Server, answering, eventually, serving
 
 TWIN = {"model": "words", "inputs": [TEXT], "deadline_ms": 60_000}
 TEXTS = [TEXT, "who", "is the sea far ?", "who was the first ?"]
-
-
-@pytest.fixture
-def capture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file that tells how captures of the harmed model fail; empty, so they do not."""
-    file = tmp_path / "capture"
-    file.touch()
-    monkeypatch.setenv("CAPTURE", str(file))
-    planted.plant("failed-capture", monkeypatch)
-    return file
-
-
-@contextmanager
-def started(tmp_path: Path) -> Iterator[Server]:
-    """Serve the harmed model and its twin, which has the same weights, while clients use the twin."""
-    root = tmp_path / "models"
-    models.words(root, HARMED_MODEL)
-    models.words(root)
-    with serving(root, tmp_path, "--device", "cuda:0") as server, answering(server, TWIN):
-        yield server
-        assert server.metric("seqserve_process_restarts_total") == 0
-        assert not server.events("bug")
 
 
 def batches(server: Server, version: str, by: str) -> float:
@@ -68,64 +44,53 @@ def check_served(server: Server, *, version: str, by: str) -> None:
     assert batches(server, version, other) == others
 
 
-def reload(server: Server) -> None:
-    unload(server, HARMED_MODEL)
-    load(server, HARMED_MODEL)
+def check_not_loaded(server: Server) -> None:
+    """Check that version 2 is refused, and that version 1 is served on."""
+    refusal = load(server, HARMED_MODEL, status=400)
+    assert refusal["code"] == "invalid_model"
+    assert "cannot be served: ValueError: a planted error" in refusal["error"]
+    index = server.client.post("/v2/repository/index").json()
+    indexed = {row["version"]: row for row in index if row["name"] == HARMED_MODEL}
+    assert (indexed["1"]["state"], indexed["2"]["state"]) == ("READY", "UNAVAILABLE")
+    assert indexed["2"]["reason"] == refusal["error"]
+    check_served(server, version="1", by="graph")
 
 
-def reasons(server: Server) -> list[str]:
-    """Return why batches of the harmed model run without a graph, once for each load."""
-    return [event["reason"] for event in server.events("some batches run without a graph") if event["model"] == HARMED_MODEL]
-
-
-@pytest.mark.parametrize("how", ["synchronizes", "invalid"])
-def test_model_with_an_illegal_capture_runs_launch_by_launch(how: str, capture: Path, tmp_path: Path) -> None:
-    """At the start, and at a load while another model is served. Each later load of any model captures its graphs."""
-    capture.write_text(how)
-    with started(tmp_path) as server:
+def test_model_with_a_failed_capture_is_never_half_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Captures fail at the start, and at loads while clients use a model with the same weights. Later loads capture their graphs."""
+    root, capture = tmp_path / "models", tmp_path / "capture"
+    models.words(root, HARMED_MODEL)
+    models.words(root)
+    capture.write_text("synchronizes")
+    monkeypatch.setenv("CAPTURE", str(capture))
+    planted.plant("failed-capture", monkeypatch)
+    with serving(root, tmp_path, "--device", "cuda:0") as server, answering(server, TWIN):
         check_served(server, version="1", by="launches")
-        capture.write_text("")
-        reload(server)
-        check_served(server, version="1", by="graph")
-        capture.write_text(how)
-        reload(server)
-        check_served(server, version="1", by="launches")
-        models.words(tmp_path / "models", "other")
-        load(server, "other")
-        assert server.metric("seqserve_graphs", model="other") > 0
-        capture.write_text("")
-        reload(server)
-        check_served(server, version="1", by="graph")
-        assert len(reasons(server)) == 2
-    for reason in reasons(server):
-        assert reason.startswith("the capture of a batch of ") and " failed: CUDA error" in reason
-
-
-def test_model_whose_capture_raises_is_not_loaded(capture: Path, tmp_path: Path) -> None:
-    """The version before is served on, by its graphs. The same version loads once its capture works."""
-    with started(tmp_path) as server:
+        for how, by in (("", "graph"), ("invalid", "launches"), ("synchronizes", "launches"), ("", "graph")):
+            capture.write_text(how)
+            unload(server, HARMED_MODEL)
+            load(server, HARMED_MODEL)
+            check_served(server, version="1", by=by)
+            if by == "launches":
+                models.words(root, f"after-{how}")
+                load(server, f"after-{how}")
+                assert server.metric("seqserve_graphs", model=f"after-{how}") > 0
+        without = [event for event in server.events("some batches run without a graph") if event["model"] == HARMED_MODEL]
+        assert len(without) == 3
+        for event in without:
+            assert event["reason"].startswith("the capture of a batch of ") and " failed: CUDA error" in event["reason"]
         first = scores(server, HARMED_MODEL)
-        models.words(tmp_path / "models", HARMED_MODEL, version=2, seed=1)
+        models.words(root, HARMED_MODEL, version=2, seed=1)
         capture.write_text("raises")
         for _ in range(2):
-            refusal = load(server, HARMED_MODEL, status=400)
-            assert refusal["code"] == "invalid_model"
-            assert "cannot be served: ValueError: a planted error" in refusal["error"]
-            indexed = {row["version"]: row for row in index(server)}
-            assert (indexed["1"]["state"], indexed["2"]["state"]) == ("READY", "UNAVAILABLE")
-            assert indexed["2"]["reason"] == refusal["error"]
-            check_served(server, version="1", by="graph")
+            check_not_loaded(server)
         assert server.metric("seqserve_model_changes_total", outcome="invalid_model") == 2
         assert [event["version"] for event in server.events("not loaded")] == ["2", "2"]
         capture.write_text("")
         load(server, HARMED_MODEL)
-        models.words(tmp_path / "models", version=2, seed=1)
+        models.words(root, version=2, seed=1)
         load(server, "words")
         check_served(server, version="2", by="graph")
         assert scores(server, HARMED_MODEL) != first
-
-
-def index(server: Server) -> list[dict[str, str]]:
-    """Return the rows of the harmed model in the repository index."""
-    rows: list[dict[str, str]] = server.client.post("/v2/repository/index").json()
-    return [row for row in rows if row["name"] == HARMED_MODEL]
+        assert server.metric("seqserve_process_restarts_total") == 0
+        assert not server.events("bug")

@@ -1,14 +1,13 @@
-"""Requests while the device fails, hangs or runs out of memory. Each test starts a server with a planted fault."""
+"""Requests while the device fails, hangs or runs out of memory. Each test starts servers with a planted fault."""
 
 from __future__ import annotations
 
 import shutil
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,58 +19,57 @@ from tests.serving import Server, asking, eventually, serving
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 MODEL = "question-type-cnn"
-QUESTION = "Who wrote Hamlet ?"
-GOOD = {"model": MODEL, "inputs": [QUESTION], "deadline_ms": 60_000}
-READY_SECONDS = 20.0
-BUSY_SECONDS = 1.0
-SERVERS, POISONS, ENGINES_OF_A_POISON = 5, 5, 2
-"""Servers on one GPU, requests to each of them that end engines, and the engines that each of these requests ends."""
-QUESTIONS = [QUESTION, "Where is Ayers Rock ?", "What does NASA mean ?", "How far is it from Denver to Aspen ?"]
+QUESTIONS = ["Who wrote Hamlet ?", "Where is Ayers Rock ?", "What does NASA mean ?", "How far is it from Denver to Aspen ?"]
 """Each has another label."""
+GOOD = {"model": MODEL, "inputs": QUESTIONS[:1], "deadline_ms": 60_000}
+POISON = list(range(planted.STEPS))
+SERVERS, POISONS, ENGINES_OF_A_POISON = 2, 3, 2
+"""Servers on one GPU, requests to each of them that end engines, and the engines that each of these requests ends."""
 PAUSE_SECONDS = 0.02
-Serve = Callable[[str], Any]
+Serve = Callable[[str], AbstractContextManager[Server]]
 
 
 @pytest.fixture
 def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Serve:
-    @contextmanager
-    def with_fault(fault: str) -> Iterator[Server]:
+    """Starts a server with a fault. It has one model: an engine that starts again has nothing else to load."""
+    shutil.copytree(ROOT / "models" / MODEL, tmp_path / "models" / MODEL)
+
+    def serve(fault: str) -> AbstractContextManager[Server]:
         planted.plant(fault, monkeypatch)
-        with serving(ROOT / "models", tmp_path, "--device", "cuda:0") as server:
-            yield server
+        return serving(tmp_path / "models", tmp_path, "--device", "cuda:0")
 
-    return with_fault
-
-
-def ask(server: Server, inputs: list[Any]) -> httpx.Response:
-    return server.client.post("/infer", json=GOOD | {"inputs": inputs}, timeout=90)
+    return serve
 
 
-def poison() -> list[int]:
-    return list(range(planted.STEPS))
+def ask(server: Server, input: Any) -> httpx.Response:
+    return server.client.post("/infer", json=GOOD | {"inputs": [input]}, timeout=90)
 
 
-def assert_right_or_lost(answers: list[httpx.Response], expected: Any) -> None:
-    for answer in answers:
-        if answer.status_code == 200:
-            [output] = answer.json()["outputs"]
-            assert output["label"] == expected["label"], "a wrong answer"
-            assert output["scores"] == pytest.approx(expected["scores"], abs=1e-3), "a wrong answer"
-        else:
-            assert (answer.status_code, answer.json()["code"]) == (503, "engine_lost")
+def check_lost(answer: httpx.Response) -> None:
+    assert (answer.status_code, answer.json()["code"]) == (503, "engine_lost")
+
+
+def check(answer: httpx.Response, expected: Any) -> None:
+    """Check that an answer is right or `engine_lost`."""
+    if answer.status_code != 200:
+        check_lost(answer)
+        return
+    [output] = answer.json()["outputs"]
+    assert output["label"] == expected["label"], "a wrong answer"
+    assert output["scores"] == pytest.approx(expected["scores"], abs=1e-3), "a wrong answer"
 
 
 @contextmanager
 def checked_load(server: Server) -> Iterator[Counter[int]]:
-    """Send all questions until the block ends, and check that each answer is right or `engine_lost`. Yields the count of each status."""
-    expected = {question: output for question in QUESTIONS for output in ask(server, [question]).json()["outputs"]}
+    """Send all questions until the block ends, and check the answers. Yields the count of each status."""
+    expected = {question: ask(server, question).json()["outputs"][0] for question in QUESTIONS}
     assert len({output["label"] for output in expected.values()}) == len(QUESTIONS), "a mixed-up answer would be noticed"
     statuses, ended = Counter[int](), threading.Event()
 
     def ask_again_and_again(question: str) -> None:
         while not ended.wait(PAUSE_SECONDS):
-            answer = ask(server, [question])
-            assert_right_or_lost([answer], expected[question])
+            answer = ask(server, question)
+            check(answer, expected[question])
             statuses[answer.status_code] += 1
 
     with ThreadPoolExecutor(len(QUESTIONS)) as callers:
@@ -84,77 +82,52 @@ def checked_load(server: Server) -> Iterator[Counter[int]]:
         one.result()
 
 
-def end_engines(server: Server) -> int:
-    """Send requests that end engines, each after good answers. Returns the number of device errors."""
+def end_engines(server: Server, poisons: int) -> int:
+    """Send requests that end two engines each, between good answers. Returns the number of engines that ended."""
 
     def restarts() -> float:
-        return server.metric("seqserve_process_restarts_total")
+        return server.metric("seqserve_process_restarts_total", process="engine")
 
     with checked_load(server) as statuses:
-        for number in range(1, POISONS + 1):
-            time.sleep(BUSY_SECONDS)
-            refused = ask(server, [poison()])
-            assert (refused.status_code, refused.json()["code"]) == (503, "engine_lost")
-            eventually(lambda: server.ready() and ask(server, [QUESTION]).status_code == 200)
-            good = statuses[200]
-            eventually(lambda good=good: statuses[200] > good + len(QUESTIONS))  # type: ignore[misc]
+        for number in range(1, poisons + 1):
+            answered = statuses[200]
+            eventually(lambda answered=answered: statuses[200] > answered + len(QUESTIONS))  # type: ignore[misc]
+            check_lost(ask(server, POISON))
             eventually(lambda number=number: restarts() == ENGINES_OF_A_POISON * number)  # type: ignore[misc]
-    lost = server.metric("seqserve_process_restarts_total", process="engine", reason="device_lost")
-    assert lost == restarts() == ENGINES_OF_A_POISON * POISONS
+            eventually(lambda: server.ready() and ask(server, QUESTIONS[0]).status_code == 200)
+        answered = statuses[200]
+        eventually(lambda: statuses[200] > answered + len(QUESTIONS))
+    assert server.metric("seqserve_process_restarts_total") == restarts()
     assert server.client.get("/models").json()["unavailable"] == []
-    return int(lost)
+    return int(restarts())
 
 
-@pytest.mark.parametrize("fault, reason", [("sticky", "device_lost"), ("endless", "hung")])
-def test_engine_with_a_failed_or_hung_device_is_replaced(fault: str, reason: str, serve: Serve) -> None:
-    with serve(fault) as server:
-        [expected] = ask(server, [QUESTION]).json()["outputs"]
-        with asking(server, *[GOOD] * 4) as answers:
-            time.sleep(BUSY_SECONDS)
-            refused = ask(server, [poison()])
-            died = time.monotonic()
-            assert (refused.status_code, refused.json()["code"]) == (503, "engine_lost"), "the request ended two engines"
-            eventually(server.ready, READY_SECONDS)
-            assert time.monotonic() - died < READY_SECONDS
-            eventually(lambda: ask(server, [QUESTION]).status_code == 200, 5)
-            time.sleep(BUSY_SECONDS)
-        assert_right_or_lost(answers, expected)
-        assert answers[-1].status_code == 200
-        assert server.metric("seqserve_process_restarts_total", process="engine", reason=reason) == 2
-        assert server.metric("seqserve_process_restarts_total") == 2
-
-
-def test_fifty_device_errors_end_engines_and_send_no_wrong_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_errors_end_engines_and_send_no_wrong_answer(serve: Serve) -> None:
     """Several servers share the GPU: an error of the device ends the engine that made it, and no other."""
-    planted.plant("sticky", monkeypatch)
-    models = one_model(tmp_path)
-
-    def errors_of(number: int) -> int:
-        scratch = tmp_path / str(number)
-        scratch.mkdir()
-        with serving(models, scratch, "--device", "cuda:0") as server:
-            return end_engines(server)
-
-    with ThreadPoolExecutor(SERVERS) as pool:
-        assert sum(pool.map(errors_of, range(SERVERS))) == ENGINES_OF_A_POISON * SERVERS * POISONS
+    with ThreadPoolExecutor(SERVERS) as pool, ExitStack() as stack:
+        servers = [stack.enter_context(serve("sticky")) for _ in range(SERVERS)]
+        assert list(pool.map(end_engines, servers, [POISONS] * SERVERS)) == [ENGINES_OF_A_POISON * POISONS] * SERVERS
+        for server in servers:
+            lost = server.metric("seqserve_process_restarts_total", reason="device_lost")
+            assert lost == ENGINES_OF_A_POISON * POISONS
 
 
-def one_model(tmp_path: Path) -> Path:
-    """Return a folder with the model alone: an engine that starts again has nothing else to load."""
-    folder = tmp_path / "models"
-    shutil.copytree(ROOT / "models" / MODEL, folder / MODEL)
-    return folder
+def test_engine_with_a_hung_device_is_replaced(serve: Serve) -> None:
+    with serve("endless") as server:
+        assert end_engines(server, 1) == ENGINES_OF_A_POISON
+        assert server.metric("seqserve_process_restarts_total", reason="hung") == ENGINES_OF_A_POISON
 
 
 def test_request_without_device_memory_is_refused_alone(serve: Serve) -> None:
     with serve("memory") as server:
-        [expected] = ask(server, [QUESTION]).json()["outputs"]
+        [expected] = ask(server, QUESTIONS[0]).json()["outputs"]
         with asking(server, *[GOOD] * 4) as answers:
             for _ in range(10):
-                refused = ask(server, [poison()])
+                refused = ask(server, POISON)
                 assert (refused.status_code, refused.json()["code"]) == (503, "out_of_memory")
                 assert int(refused.headers["retry-after"]) >= 1
         assert {answer.status_code for answer in answers} == {200}
-        assert_right_or_lost(answers, expected)
+        for answer in answers:
+            check(answer, expected)
         assert server.metric("seqserve_process_restarts_total") == 0
         assert server.metric("seqserve_refused_total", reason="out_of_memory") == 10
