@@ -9,11 +9,16 @@ import pytest
 from service.importers.draft import ImportRefused
 from tests.importers import torch_models
 from tests.importers.keras import test_cases as keras_cases
+from tests.importers.keras.builders import Case as KerasCase
+from tests.importers.keras.make_checkpoints import CASES as KERAS_CASES
 from tests.importers.onnx import test_cases as onnx_cases
 from tests.importers.onnx import test_exports as onnx_exports
 from tests.importers.onnx.graphs import Case as Graph
 from tests.importers.onnx.graphs import assert_case as assert_graph
+from tests.importers.onnx.graphs import imported
 from tests.importers.pytorch import test_cases as state_dicts
+from tests.importers.pytorch.cases import CASES as STATE_DICTS
+from tests.importers.pytorch.cases import Case as StateDict
 from tests.importers.tensorflow1 import test_cases as variables
 from tests.importers.torch_archive import test_archives as archives
 from tests.importers.torch_archive.scripted import SCRIPTED
@@ -38,13 +43,13 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return keras_cases.make_checkpoints(tmp_path_factory.mktemp("keras"), "more")
 
 
-@pytest.mark.parametrize("index, case", [pair for pair in enumerate(keras_cases.CASES) if pair[1].more], ids=str)
-def test_model_of_keras(checkpoints: Path, tmp_path: Path, index: int, case: keras_cases.Case) -> None:
+@pytest.mark.parametrize("index, case", [pair for pair in enumerate(KERAS_CASES) if pair[1].more], ids=str)
+def test_model_of_keras(checkpoints: Path, tmp_path: Path, index: int, case: KerasCase) -> None:
     keras_cases.assert_case(checkpoints, tmp_path, index, case)
 
 
-@pytest.mark.parametrize("case", [case for case in state_dicts.CASES if case.more], ids=str)
-def test_state_dict(case: state_dicts.Case, tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", [case for case in STATE_DICTS if case.more], ids=str)
+def test_state_dict(case: StateDict, tmp_path: Path) -> None:
     state_dicts.assert_case(case, tmp_path)
 
 
@@ -91,4 +96,4 @@ def test_scripted_module(sample: Sample, how: str, tmp_path: Path) -> None:
 )
 def test_wrong_graph_of_the_new_exporter(sample: Sample, refused: str, tmp_path: Path) -> None:
     with pytest.raises(ImportRefused, match=refused):
-        onnx_exports.imported(onnx_exports.exported(sample, sample.module(), dynamo=True), tmp_path)
+        imported(onnx_exports.exported(sample, sample.module(), dynamo=True), tmp_path)

@@ -67,7 +67,7 @@ def run_head(runnable: RunnableHead, lengths: Sequence[int] = LENGTHS, encoded: 
 def expected(head: dict[str, Any]) -> HeadOutput:
     """Return the output of every head but span."""
     given, encoded = arrays(head), encoding()
-    x = encoded.steps if head["kind"] == "tag" else getattr(encoded, head.get("pool", "last"))
+    x: Tensor = getattr(encoded, "steps" if head["kind"] == "tag" else head.get("pool", "last"))
     if head["kind"] == "sequence":
         return HeadOutput()
     if head["kind"] == "embed":

@@ -143,3 +143,16 @@ def test_layer_of_texts_is_refused_with_the_way_out(tmp_path: Path) -> None:
     layers.insert(1, {"class_name": "TextVectorization", "config": {"name": "words"}})
     with pytest.raises(ImportRefused, match=r"TextVectorization words: .* give its vocabulary with --tokenizer"):
         read(written(tmp_path, texts))
+
+
+@pytest.mark.parametrize("groups", [0, 3])
+def test_groups_that_do_not_fit_a_convolution_are_refused(tmp_path: Path, groups: int) -> None:
+    convolved, layers = copied()
+    config = {"name": "rnn", "filters": 4, "kernel_size": [2], "groups": groups}
+    layers[1] = {"module": "keras.layers", "class_name": "Conv1D", "config": config}
+    file = written(tmp_path, convolved, kernel=np.ones((2, 3, 4), np.float32), bias=np.ones(4, np.float32))
+    with h5py.File(file, "r+") as opened:
+        opened["model_weights/rnn"].attrs["weight_names"] = np.array(["kernel", "bias"], "S")
+        del opened["model_weights/rnn/recurrent_kernel"]
+    with pytest.raises(ImportRefused, match=f"for {groups} groups"):
+        read(file)

@@ -89,9 +89,9 @@ class Net:
                 continue
             name, *operands = operator
             attributes = operands.pop() if operands and isinstance(operands[-1], dict) else {}
-            places = {"_": y, "x": x, None: ""}
+            places: dict[Any, str] = {"_": y, "x": x, None: ""}
             is_placed = any(isinstance(each, str) and each == "_" for each in operands)
-            named = [
+            named: list[str] = [
                 places.get(each, each) if each is None or isinstance(each, str) else self.constant(each)
                 for each in (operands if is_placed else ["_", *operands])
             ]

@@ -314,8 +314,8 @@ def _scan_cases() -> Iterator[Case]:
     yield Case("sru.SRU: proj_input_to_hidden_first", wide, layer("sru", "encoder"), refused)
     for window, gate in product((1, 2), (True, False)):
         recipe = layer("qrnn", "layers", window=window, pooling='"fo"' if gate else '"f"')
-        build = partial(QRNN, window, output_gate=gate)
-        yield Case(f"QRNN: window={window}, output_gate={gate}", build, recipe, more=window == 1)
+        qrnn = partial(QRNN, window, output_gate=gate)
+        yield Case(f"QRNN: window={window}, output_gate={gate}", qrnn, recipe, more=window == 1)
 
 
 CASES = [*_recurrent_cases(), *_conv_cases(), *_step_cases(), *_scan_cases()]

@@ -14,7 +14,8 @@ from torch.nn import functional
 from service.importers.draft import ImportRefused
 from service.modeling import spec
 from tests.importers.importing import FEATURES, expected, import_file, layer, random_features, random_ids, randomize, save
-from tests.importers.pytorch.cases import HIDDEN, Case, OverRows, Tagger, TextCNN, random_module
+from tests.importers.pytorch.cases import Case, OverRows, Tagger, random_module
+from tests.importers.torch_models import HIDDEN, TextCNN
 
 Outputs = Mapping[str, Tensor]
 
