@@ -119,6 +119,15 @@ def test_only_imported_nodes_are_run(tmp_path: Path) -> None:
     assert any("The outputs agree for random sequences" in line for line in report)
 
 
+def test_weights_that_only_a_branch_reads_are_there_when_the_graph_runs(tmp_path: Path) -> None:
+    net = Net()
+    y, factor, yes = net.dense("x", FEATURES, 5), net.positive(5), net.constant(np.array(True))
+    scaled = onnx.helper.make_tensor_value_info("scaled", onnx.TensorProto.FLOAT, None)
+    branch = onnx.helper.make_graph([onnx.helper.make_node("Mul", [y, factor], ["scaled"])], "branch", [], [scaled])
+    report = import_file(tmp_path, write(net.model(net.add("If", yes, then_branch=branch, else_branch=branch)), tmp_path))
+    assert any("The outputs agree for random sequences" in line for line in report)
+
+
 def test_graph_of_half_precision_is_not_compared(tmp_path: Path) -> None:
     """Its own rounding is larger than the tolerance."""
     model = graph()

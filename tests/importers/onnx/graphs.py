@@ -92,7 +92,7 @@ class Net:
             places: dict[Any, str] = {"_": y, "x": x, None: ""}
             is_placed = any(isinstance(each, str) and each == "_" for each in operands)
             named: list[str] = [
-                places.get(each, each) if each is None or isinstance(each, str) else self.constant(each)
+                str(places.get(each, each)) if each is None or isinstance(each, str) else self.constant(each)
                 for each in (operands if is_placed else ["_", *operands])
             ]
             y = self.add(name, *named, **attributes)
