@@ -18,22 +18,24 @@ from tests.importers.importing import import_file
 from tests.importers.onnx.graphs import TOLERANCE, answers
 from tests.importers.torch_archive.scripted import REFUSED as REFUSED_SCRIPT
 from tests.importers.torch_archive.scripted import SCRIPTED, WithState
-from tests.importers.torch_models import RECURRENT, REFUSED, Sample, named
+from tests.importers.torch_models import ACTIVATED, RECURRENT, REFUSED, Sample, named
 
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
-TRACED = named(
-    *("nn.LSTM: two layers, bidirectional", "nn.GRU: without bias, bidirectional", "nn.RNN: initial states of zeros"),
-    *("nn.LSTM: learned initial states, bidirectional", "nn.GRU: packed, batch_first=False", 'nn.RNN: nonlinearity="relu"'),
-    *(
-        "nn.LSTM: packed, two layers, bidirectional",
-        "nn.LSTM: proj_size=2, bidirectional",
-        "nn.GRU: last step, batch_first=False",
+TRACED = [
+    *named(
+        *("nn.LSTM: two layers, bidirectional", "nn.GRU: without bias, bidirectional", "nn.RNN: initial states of zeros"),
+        *("nn.LSTM: learned initial states, bidirectional", "nn.GRU: packed, batch_first=False", 'nn.RNN: nonlinearity="relu"'),
+        *(
+            "nn.LSTM: packed, two layers, bidirectional",
+            "nn.LSTM: proj_size=2, bidirectional",
+            "nn.GRU: last step, batch_first=False",
+        ),
+        *("nn.Conv1d: text CNN with padding", "nn.Conv1d: text CNN, adaptive_max_pool1d", "nn.Conv2d: text CNN, amax"),
+        *("nn.Conv1d: TCN with nn.utils.weight_norm", "nn.Conv1d: causal, functional.glu", "stride and groups"),
+        *("attention pool by sum", "attention pool by bmm, linear"),
     ),
-    *("nn.Conv1d: text CNN with padding", "nn.Conv1d: text CNN, adaptive_max_pool1d", "nn.Conv2d: text CNN, amax"),
-    *("nn.Conv1d: TCN with nn.utils.weight_norm", "nn.Conv1d: causal, functional.glu", "stride and groups"),
-    *("attention pool by sum", "attention pool by bmm, linear", "ELU(alpha=0.5)", "GELU(approximate='tanh')"),
-    *("LeakyReLU(negative_slope=0.2)", "Hardsigmoid()", "ReLU6()", "Hardtanh(min_val=-1.0, max_val=1.0)", "SiLU()"),
-)
+    *ACTIVATED,
+]
 EXPORTED = named(
     *("nn.LSTM: two layers, bidirectional", "nn.RNN: learned initial states, bidirectional", 'nn.RNN: nonlinearity="relu"'),
     *("nn.Conv2d: text CNN", "nn.Conv1d: TCN with parametrizations.weight_norm", "nn.Conv1d: causal, functional.glu"),
