@@ -53,7 +53,7 @@ def test_state_dict(case: StateDict, tmp_path: Path) -> None:
     state_dicts.assert_case(case, tmp_path)
 
 
-@pytest.mark.parametrize("file", sorted(variables.CHECKPOINTS.glob("[A-Z]*.npz")), ids=str)
+@pytest.mark.parametrize("file", sorted(variables.CHECKPOINTS.glob("[A-Z]*.npz")), ids=lambda file: file.stem)
 def test_variables_of_tensorflow(file: Path, tmp_path: Path) -> None:
     variables.assert_computes_the_same(file.stem, tmp_path)
 

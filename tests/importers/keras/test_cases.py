@@ -65,6 +65,8 @@ def test_model_computes_the_same_or_is_refused(checkpoints: Path, tmp_path: Path
     assert_case(checkpoints, tmp_path, index, case)
 
 
-@pytest.mark.parametrize("file", sorted(file for file in KERAS_2.iterdir() if file.suffix in (".h5", ".keras")), ids=str)
+@pytest.mark.parametrize(
+    "file", sorted(file for file in KERAS_2.iterdir() if file.suffix in (".h5", ".keras")), ids=lambda file: file.name
+)
 def test_checkpoint_of_keras_2_computes_the_same(tmp_path: Path, file: Path) -> None:
     assert_computes_the_same(file, file.with_name(f"{file.name}.npz"), tmp_path)
