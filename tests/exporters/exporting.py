@@ -22,28 +22,18 @@ from service.modeling.spec.activations import ConvActivation
 from service.modeling.spec.layers import WindowLayer
 from service.settings import Settings
 from tests.exporters.cases import Case
+from tests.modeling.random_models import random_arrays
 
 Array = NDArray[Any]
 LENGTHS = (7, 5, 12)
 TOLERANCE = 1e-5
 
 
-def random_arrays(spec: ModelSpec, seed: int = 0) -> dict[str, Tensor]:
-    """Return random weights. Variances and magnitudes are positive."""
-    generator = torch.Generator().manual_seed(seed)
-    arrays = {name: torch.randn(shape, generator=generator) * 0.4 for name, shape in spec.tensors().items()}
-    for name, array in arrays.items():
-        if name.endswith("norm") and len(array) == 4:
-            array[3].abs_().add_(0.5)
-        if name.endswith("magnitude"):
-            array.abs_().add_(0.5)
-    return arrays
-
-
 def write_case(folder: Path, case: Case, **changes: Any) -> ModelSpec:
     """Write the model of a case into folder/models."""
-    spec = ModelSpec.model_validate({**case.tables, **changes})
-    return store.write(folder / "models" / spec.name / "1", spec, random_arrays(spec), card="made up")
+    spec = case.model(**changes)
+    arrays = {name: array * 0.4 for name, array in random_arrays(spec).items()}
+    return store.write(folder / "models" / spec.name / "1", spec, arrays, card="made up")
 
 
 def export(folder: Path, format: str, suffix: str, name: str = "exported") -> tuple[Path, list[str]]:
@@ -53,18 +43,17 @@ def export(folder: Path, format: str, suffix: str, name: str = "exported") -> tu
     return file, lines
 
 
-def import_back(folder: Path, file: Path, **others: Any) -> tuple[ModelSpec, dict[str, Tensor]]:
+def import_back(folder: Path, file: Path) -> tuple[ModelSpec, dict[str, Tensor]]:
     """Import an exported file with its recipe; return the model and its tensors."""
-    recipe = Path(f"{file}.toml")
-    request = ImportRequest(file, "imported", recipe=recipe, **others)
+    request = ImportRequest(file, "imported", recipe=Path(f"{file}.toml"))
     version = import_model(Settings(models=folder / "models"), request, list[str]().append)
     spec = read(version)
     return spec, store.read_arrays(version, spec)
 
 
-def assert_round_trip(folder: Path, file: Path, spec: ModelSpec, **others: Any) -> None:
+def assert_round_trip(folder: Path, file: Path, spec: ModelSpec) -> None:
     """Assert that the exported file is read back as the same model, bit by bit."""
-    imported, tensors = import_back(folder, file, **others)
+    imported, tensors = import_back(folder, file)
     assert comparable(imported) == comparable(spec)
     expected = store.read_arrays(folder / "models" / spec.name / "1", spec)
     assert tensors.keys() == expected.keys()
@@ -72,9 +61,9 @@ def assert_round_trip(folder: Path, file: Path, spec: ModelSpec, **others: Any) 
         assert tensors[name].dtype == tensor.dtype and torch.equal(tensors[name], tensor), name
 
 
-def assert_same_answers(folder: Path, file: Path, spec: ModelSpec, **others: Any) -> None:
+def assert_same_answers(folder: Path, file: Path, spec: ModelSpec) -> None:
     """Assert that the exported file is read back as a model that computes the same, with other layers or numbers."""
-    imported, _ = import_back(folder, file, **others)
+    imported, _ = import_back(folder, file)
     assert comparable(imported) != comparable(spec)
     rows = random_rows(spec)
     for expected, actual in zip(main_answers(folder, spec, rows), main_answers(folder, imported, rows), strict=True):
@@ -111,18 +100,11 @@ def random_rows(spec: ModelSpec, lengths: Sequence[int] = LENGTHS) -> list[Array
     return [random.normal(size=(length, spec.input.features)).astype(np.float32) for length in lengths]
 
 
-def answers(folder: Path, spec: ModelSpec, rows: Sequence[Array]) -> dict[str, Array]:
-    """Return the outputs of the model for rows that are packed end to end, by name."""
-    arrays = store.read_arrays(folder / "models" / spec.name / "1", spec)
-    encoder = Encoder(spec, arrays, torch.device("cpu"))
-    name = "ids" if spec.input.features is None else "inputs"
-    given = {name: np.concatenate(list(rows)), "offsets": np.cumsum([0, *map(len, rows)])}
-    return run_arrays(encoder, given)
-
-
 def main_answers(folder: Path, spec: ModelSpec, rows: Sequence[Array]) -> list[Array]:
     """Return the answer of the head for each row; for a span, the probabilities of each step as start and as end."""
-    outputs = answers(folder, spec, rows)
+    encoder = Encoder(spec, store.read_arrays(folder / "models" / spec.name / "1", spec), torch.device("cpu"))
+    name = "ids" if spec.input.features is None else "inputs"
+    outputs = run_arrays(encoder, {name: np.concatenate(list(rows)), "offsets": np.cumsum([0, *map(len, rows)])})
     offsets = outputs["offsets"]
     by_step = {"tag": "probabilities", "span": "logits", "sequence": "sequence"}
     if spec.head.kind not in by_step:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,12 @@ def import_file(
     settings = Settings(models=folder / "models")
     import_model(settings, Request(checkpoint, "imported", **files, **others), lines.append)
     return lines
+
+
+def layer(kind: str, prefix: str, **keys: Any) -> str:
+    """Return a layer of a recipe. keys: values by name; texts are TOML."""
+    lines = (f"{name} = {value if isinstance(value, str) else json.dumps(value)}\n" for name, value in keys.items())
+    return f'[[layers]]\nkind = "{kind}"\nfrom = "{prefix}"\n' + "".join(lines)
 
 
 def save(folder: Path, module: nn.Module) -> Path:

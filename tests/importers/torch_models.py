@@ -7,6 +7,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -16,9 +17,9 @@ from torch.nn import functional
 from torch.nn.utils import parametrizations
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from tests.importers.importing import randomize
+from tests.importers.importing import FEATURES, VOCABULARY, randomize
 
-FEATURES, VOCABULARY, HIDDEN, LABELS = 3, 11, 5, 4
+HIDDEN, LABELS = 5, 3
 LENGTHS = (7, 4, 12, 5)
 Norm = Callable[[nn.Module], nn.Module]
 
@@ -27,19 +28,18 @@ Norm = Callable[[nn.Module], nn.Module]
 class Sample:
     """A model with random weights.
 
-    part, option: the tested layer and option; build: makes the model; ids: whether it takes token ids; steps_first: whether its input is
-    (steps, batch, ...); lengths: whether it takes the lengths of the sequences.
+    build: makes the model; ids: whether it takes token ids; steps_first: whether its input is (steps, batch, ...); lengths: whether it
+    takes the lengths of the sequences.
     """
 
-    part: str
-    option: str
+    name: str
     build: Callable[[], nn.Module] = field(repr=False)
     ids: bool = False
     steps_first: bool = False
     lengths: bool = False
 
     def __str__(self) -> str:
-        return f"{self.part}: {self.option}"
+        return self.name
 
     def module(self) -> nn.Module:
         return randomize(self.build())
@@ -109,59 +109,61 @@ class Recurrent(nn.Module):
 
 
 class TextCNN(nn.Module):
-    """Kim's text CNN. form: conv1d or conv2d; pool: how the maximum over time is written."""
+    """Kim's text CNN. conv: of one dimension or two; pool: how the maximum over time is written; hidden: with a layer before the last."""
 
-    def __init__(self, form: str = "conv1d", pool: str = "max", padding: int = 0) -> None:
+    def __init__(self, conv: int = 1, pool: str = "max", padding: int = 0, *, hidden: bool = False) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, 4)
-        self.form, self.pool = form, pool
-        if form == "conv1d":
-            self.convs = nn.ModuleList(nn.Conv1d(4, 5, width, padding=padding) for width in (2, 3, 4))
+        self.conv, self.pool = conv, pool
+        if conv == 1:
+            self.convs = nn.ModuleList(nn.Conv1d(4, 5, width, padding=padding) for width in (2, 3, 1))
         else:
-            self.convs = nn.ModuleList(nn.Conv2d(1, 5, (width, 4), padding=(padding, 0)) for width in (2, 3, 4))
+            self.convs = nn.ModuleList(nn.Conv2d(1, 5, (width, 4), padding=(padding, 0)) for width in (2, 3, 1))
         self.dropout = nn.Dropout(0.5)
-        self.fc = nn.Linear(15, LABELS)
+        self.hidden = nn.Linear(15, 6) if hidden else None
+        self.fc = nn.Linear(6 if hidden else 15, LABELS)
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embedding(ids)
-        x = x.transpose(1, 2) if self.form == "conv1d" else x.unsqueeze(1)
+        x = x.transpose(1, 2) if self.conv == 1 else x.unsqueeze(1)
         maps = [functional.relu(conv(x)) for conv in self.convs]
-        maps = maps if self.form == "conv1d" else [each.squeeze(3) for each in maps]
+        maps = maps if self.conv == 1 else [each.squeeze(3) for each in maps]
         if self.pool == "adaptive":
             pooled = [functional.adaptive_max_pool1d(each, 1).squeeze(-1) for each in maps]
         else:
             pooled = [each.max(2)[0] if self.pool == "max" else each.amax(2) for each in maps]
-        return functional.log_softmax(self.fc(self.dropout(torch.cat(pooled, 1))), dim=1)
+        y = self.dropout(torch.cat(pooled, 1))
+        return functional.log_softmax(self.fc(y if self.hidden is None else torch.relu(self.hidden(y))), dim=1)
+
+
+class Block(nn.Module):
+    """A level of locuslab/TCN: padding on both sides, and a cut of the right side. Its convolutions have two names."""
+
+    def __init__(self, inputs: int, dilation: int, norm: Norm, width: int) -> None:
+        super().__init__()
+        self.cut = (width - 1) * dilation
+        self.conv1 = norm(nn.Conv1d(inputs, HIDDEN, width, padding=self.cut, dilation=dilation))
+        self.conv2 = norm(nn.Conv1d(HIDDEN, HIDDEN, width, padding=self.cut, dilation=dilation))
+        self.net = nn.Sequential(self.conv1, nn.ReLU(), self.conv2, nn.ReLU())
+        self.downsample = nn.Conv1d(inputs, HIDDEN, 1) if inputs != HIDDEN else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu(self.conv1(x)[:, :, : -self.cut].contiguous())
+        y = torch.relu(self.conv2(y)[:, :, : -self.cut].contiguous())
+        return torch.relu(y + (x if self.downsample is None else self.downsample(x)))
 
 
 class TCN(nn.Module):
-    """locuslab/TCN: padding on both sides, and a cut of the right side."""
-
-    def __init__(self, norm: Norm, reads: str = "last") -> None:
+    def __init__(self, norm: Norm, reads: str = "last", *, width: int = 3, inputs: int = FEATURES, levels: int = 3) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.ModuleList(
-                [
-                    norm(nn.Conv1d(inputs, 5, 3, padding=2 * dilation, dilation=dilation)),
-                    norm(nn.Conv1d(5, 5, 3, padding=2 * dilation, dilation=dilation)),
-                    nn.Conv1d(inputs, 5, 1) if inputs != 5 else nn.Identity(),
-                ]
-            )
-            for inputs, dilation in ((FEATURES, 1), (5, 2), (5, 4))
-        )
-        self.fc = nn.Linear(5, LABELS)
+        widths = [inputs, *[HIDDEN] * levels]
+        self.network = nn.Sequential(*(Block(widths[level], 2**level, norm, width) for level in range(levels)))
+        self.linear = nn.Linear(HIDDEN, LABELS)
         self.reads = reads
 
     def forward(self, x: Tensor) -> Tensor:
-        y = x.transpose(1, 2)
-        for index, block in enumerate(self.blocks):
-            layers: Any = block
-            first, second, down = layers
-            cut = 2 * 2**index
-            inner = torch.relu(first(y)[:, :, :-cut].contiguous())
-            inner = torch.relu(second(inner)[:, :, :-cut].contiguous())
-            y = torch.relu(inner + down(y))
-        return self.fc(y[:, :, -1]) if self.reads == "last" else self.fc(y.transpose(1, 2)).softmax(-1)
+        y = self.network(x.transpose(1, 2))
+        return self.linear(y[:, :, -1]) if self.reads == "last" else self.linear(y.transpose(1, 2)).softmax(-1)
 
 
 class Mixed(nn.Module):
@@ -240,26 +242,20 @@ def old_weight_norm(module: nn.Module) -> nn.Module:
 
 
 def _recurrent(kind: str, option: str, *args: Any, batch_first: bool = True, **options: Any) -> Sample:
-    lengths = options.get("packed", False)
-    return Sample(
-        f"nn.{kind}",
-        option,
-        lambda: Recurrent(kind, *args, batch_first=batch_first, **options),
-        steps_first=not batch_first,
-        lengths=lengths,
-    )
+    name = f"nn.{kind}: {option}{', bidirectional' * options.get('bidirectional', False)}{', batch_first=False' * (not batch_first)}"
+    build = partial(Recurrent, kind, *args, batch_first=batch_first, **options)
+    return Sample(name, build, steps_first=not batch_first, lengths=options.get("packed", False))
 
 
 def _recurrent_samples() -> Iterator[Sample]:
-    for kind, bidirectional in product(("LSTM", "GRU", "RNN"), (False, True)):
-        both = ", bidirectional" * bidirectional
-        yield _recurrent(kind, f"final state{both}", bidirectional=bidirectional)
-        yield _recurrent(kind, f"two layers{both}", "max", bidirectional=bidirectional, num_layers=2)
-        yield _recurrent(kind, f"without bias{both}", "mean", bidirectional=bidirectional, bias=False)
-        yield _recurrent(kind, f"batch_first=False{both}", "steps", bidirectional=bidirectional, batch_first=False)
+    for kind, both in product(("LSTM", "GRU", "RNN"), (False, True)):
+        yield _recurrent(kind, "final state", bidirectional=both)
+        yield _recurrent(kind, "two layers", "max", bidirectional=both, num_layers=2)
+        yield _recurrent(kind, "without bias", "mean", bidirectional=both, bias=False)
+        yield _recurrent(kind, "every step", "steps", bidirectional=both, batch_first=False)
     for kind in ("LSTM", "GRU", "RNN"):
         yield _recurrent(kind, "last step", "last")
-        yield _recurrent(kind, "last step, batch_first=False", "last", batch_first=False)
+        yield _recurrent(kind, "last step", "last", batch_first=False)
         yield _recurrent(kind, "tags", "tags", bidirectional=True)
         yield _recurrent(kind, "initial states of zeros", start="zeros", num_layers=2)
         yield _recurrent(kind, "learned initial states", start="learned", bidirectional=True)
@@ -268,45 +264,48 @@ def _recurrent_samples() -> Iterator[Sample]:
 
 def _packed_samples() -> Iterator[Sample]:
     for kind, first in product(("LSTM", "GRU", "RNN"), (True, False)):
-        order = "" if first else ", batch_first=False"
-        yield _recurrent(kind, f"packed{order}", "steps", packed=True, batch_first=first)
-        yield _recurrent(
-            kind, f"packed, final states of two layers{order}", packed=True, batch_first=first, num_layers=2, bidirectional=True
-        )
-
-
-def _other_samples() -> Iterator[Sample]:
-    yield Sample("nn.Conv1d", "text CNN", TextCNN, ids=True)
-    yield Sample("nn.Conv1d", "text CNN with padding", lambda: TextCNN(padding=2), ids=True)
-    yield Sample("nn.Conv1d", "text CNN, adaptive_max_pool1d", lambda: TextCNN(pool="adaptive"), ids=True)
-    yield Sample("nn.Conv2d", "text CNN", lambda: TextCNN("conv2d"), ids=True)
-    yield Sample("nn.Conv2d", "text CNN, amax", lambda: TextCNN("conv2d", "amax"), ids=True)
-    yield Sample("nn.Conv1d", "TCN", lambda: TCN(plain))
-    yield Sample("nn.Conv1d", "TCN with nn.utils.weight_norm", lambda: TCN(old_weight_norm))
-    yield Sample("nn.Conv1d", "TCN with parametrizations.weight_norm", lambda: TCN(parametrizations.weight_norm, "tags"))
-    yield Sample("nn.Conv1d", "causal, functional.glu", Gated)
-    yield Sample("nn.Conv1d, nn.BatchNorm1d, nn.MaxPool1d, nn.GRU, nn.LayerNorm", "stride and groups", Mixed)
-    for form, hidden in product(("sum", "bmm"), (True, False)):
-        option = f"attention pool by {form}" + "" if hidden else f"attention pool by {form}, without a hidden layer"
-        yield Sample("nn.GRU", option, lambda form=form, hidden=hidden: Attention(form, hidden=hidden), ids=True)  # type: ignore[misc]
-
-
-ACTIVATIONS = (
-    *(nn.SiLU(), nn.GELU(), nn.GELU("tanh"), nn.Hardsigmoid(), nn.ELU(0.5), nn.SELU(), nn.LeakyReLU(0.2), nn.ReLU6()),
-    *(nn.Softplus(), nn.Hardtanh(), nn.Softsign(), nn.CELU(), nn.Tanh(), nn.Sigmoid(), nn.Threshold(0.0, 0.0)),
-)
-UNKNOWN_ACTIVATIONS = (nn.Hardswish(), nn.Mish(), nn.LogSigmoid(), nn.Tanhshrink())
-
-
-def activated(activation: nn.Module) -> Sample:
-    return Sample("nn.Embedding, nn.Linear", str(activation), lambda: Activated(activation), ids=True)
+        yield _recurrent(kind, "packed", "steps", packed=True, batch_first=first)
+        yield _recurrent(kind, "packed, two layers", packed=True, batch_first=first, num_layers=2, bidirectional=True)
 
 
 RECURRENT = list(_recurrent_samples())
 PACKED = list(_packed_samples())
-OTHERS = list(_other_samples())
-ACTIVATED = [activated(each) for each in ACTIVATIONS]
-REFUSED = [activated(each) for each in UNKNOWN_ACTIVATIONS]
-PROJECTED = [
-    _recurrent("LSTM", f"proj_size=2{', bidirectional' * both}", bidirectional=both, proj_size=2) for both in (False, True)
+PROJECTED = [_recurrent("LSTM", "proj_size=2", bidirectional=both, proj_size=2) for both in (False, True)]
+OTHERS = [
+    Sample("nn.Conv1d: text CNN", TextCNN, ids=True),
+    Sample("nn.Conv1d: text CNN with padding", lambda: TextCNN(padding=2), ids=True),
+    Sample("nn.Conv1d: text CNN, adaptive_max_pool1d", lambda: TextCNN(pool="adaptive"), ids=True),
+    Sample("nn.Conv2d: text CNN", lambda: TextCNN(2), ids=True),
+    Sample("nn.Conv2d: text CNN, amax", lambda: TextCNN(2, "amax"), ids=True),
+    Sample("nn.Conv1d: TCN", lambda: TCN(plain)),
+    Sample("nn.Conv1d: TCN with nn.utils.weight_norm", lambda: TCN(old_weight_norm)),
+    Sample("nn.Conv1d: TCN with parametrizations.weight_norm", lambda: TCN(parametrizations.weight_norm, "tags")),
+    Sample("nn.Conv1d: causal, functional.glu", Gated),
+    Sample("nn.Conv1d, nn.BatchNorm1d, nn.MaxPool1d, nn.GRU, nn.LayerNorm: stride and groups", Mixed),
+    *(
+        Sample(
+            f"nn.GRU: attention pool by {form}{', linear' * (not hidden)}", partial(Attention, form, hidden=hidden), ids=True
+        )
+        for form, hidden in product(("sum", "bmm"), (True, False))
+    ),
 ]
+
+
+def _activated(activation: nn.Module) -> Sample:
+    return Sample(f"nn.Embedding, nn.Linear: {activation}", partial(Activated, activation), ids=True)
+
+
+ACTIVATED = [
+    *map(_activated, (nn.SiLU(), nn.GELU(), nn.GELU("tanh"), nn.Hardsigmoid(), nn.ELU(0.5), nn.SELU(), nn.LeakyReLU(0.2))),
+    *map(_activated, (nn.Softplus(), nn.Hardtanh(), nn.Softsign(), nn.CELU(), nn.Tanh(), nn.Sigmoid(), nn.ReLU6())),
+    _activated(nn.Threshold(0.0, 0.0)),
+]
+REFUSED = [*map(_activated, (nn.Hardswish(), nn.Mish(), nn.Tanhshrink(), nn.LogSigmoid()))]
+
+
+def named(*names: str) -> list[Sample]:
+    """Return the samples with these names, or with these options."""
+    every = (*RECURRENT, *PACKED, *PROJECTED, *OTHERS, *ACTIVATED)
+    found = [sample for sample in every if sample.name in names or sample.name.rpartition(": ")[2] in names]
+    assert len(found) == len(names), names
+    return found

@@ -1,108 +1,81 @@
-"""Models in int8: the content of their files, the arrays read from them, and every file that is rejected."""
+"""Models in int8 and 16 bits: the content of their files, the arrays with which kernels are called, and every file that is rejected."""
 
 from __future__ import annotations
 
 import hashlib
+from dataclasses import fields, replace
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
+from kernels.backend import Choice
 from kernels.quantized import dequantize, quantize
+from kernels.ragged import Encoded, Outputs, Ragged
 from service.errors import ModelError
-from service.modeling import store
+from service.modeling import layer_builder, recurrent, store
 from service.modeling.encoder import Encoder
-from service.modeling.spec import WEIGHTS, ModelSpec, read
-from tests.modeling.reference_layers import EVERY_LAYER, Form
-from tests.modeling.reference_model import ReferenceModel, reference_model
-from tests.modeling.test_encoder import CPU, batch, scores
+from service.modeling.spec import WEIGHTS, ModelSpec, RecurrentLayer, read
+from tests.kernels.families import cpu_backends
+from tests.modeling.random_models import CPU, EVERY_LAYER, FEATURES, Form, batch, classifier, random_arrays, scores
 
 BIAS, INPUT, SCALE = "layers.1.0.forward.bias", "layers.1.0.forward.input", "layers.1.0.forward.input.scale"
 TOLERANCE = 0.05
 """Share of the largest output: several times the change by 8-bit activations, and less than the change by a wrong scale."""
-every_layer = pytest.mark.parametrize("form", EVERY_LAYER, ids=str)
+MATRICES = {"input", "recurrent", "projection"}
+RECURRENT = [
+    *(Form("lstm"), Form("gru", reset_after=False), Form("gru", depth=2, bidirectional=True), Form("qrnn", window=3)),
+    *(Form("sru", projection=2, depth=2, bidirectional=True), Form("qrnn", pooling="ifo", depth=2, bidirectional=True)),
+]
+every_recurrent_layer = pytest.mark.parametrize("form", RECURRENT, ids=str)
 
 
-def written(root: Path, model: ReferenceModel) -> tuple[Path, ModelSpec]:
-    folder = root / "reference" / "1"
-    return folder, store.write(folder, model.spec("int8"), model.arrays(), card="made up")
+LENGTHS = [9, 5, 14, 7]
 
 
-def rewritten(tmp_path: Path, changes: dict[str, Tensor | None]) -> str:
-    """Return the error of an int8 file with some tensors replaced, or removed."""
-    folder, model = written(tmp_path, reference_model())
-    stored: dict[str, Tensor | None] = {**load((folder / WEIGHTS).read_bytes()), **changes}
-    content = save({name: tensor for name, tensor in stored.items() if tensor is not None})
-    (folder / WEIGHTS).write_bytes(content)
-    signed = model.model_copy(update={"sha256": {WEIGHTS: hashlib.sha256(content).hexdigest()}})
-    with pytest.raises(ModelError) as caught:
-        store.read_arrays(folder, signed)
-    return str(caught.value).removeprefix(f"{folder / WEIGHTS}: ")
+def written(root: Path, model: ModelSpec) -> tuple[Path, ModelSpec]:
+    folder = root / "words" / "1"
+    spec = model.model_copy(update={"precision": "int8"})
+    return folder, store.write(folder, spec, random_arrays(model), card="made up")
 
 
-@every_layer
+@pytest.mark.parametrize("form", EVERY_LAYER, ids=str)
 def test_matrices_are_stored_as_numbers_and_scales(tmp_path: Path, form: Form) -> None:
-    model = reference_model(form)
+    model = classifier(form)
     folder, described = written(tmp_path, model)
-    stored, arrays = load((folder / WEIGHTS).read_bytes()), model.arrays()
-    matrices = {name for name in arrays if name.split(".")[-1] in ("weight", "input", "recurrent", "projection", "filters")}
-    assert stored.keys() == arrays.keys() | {f"{name}.scale" for name in matrices}
+    stored, originals = load((folder / WEIGHTS).read_bytes()), random_arrays(model)
+    matrices = {name for name in originals if name.split(".")[-1] in ("weight", "filters", *MATRICES)}
+    assert matrices == set(described.matrices())
+    assert stored.keys() == originals.keys() | {f"{name}.scale" for name in matrices}
     assert {name for name, tensor in stored.items() if tensor.dtype == torch.int8} == matrices
     assert all(tensor.dtype == torch.float32 for name, tensor in stored.items() if name not in matrices)
-    assert all(stored[f"{name}.scale"].shape == arrays[name].shape[-1:] for name in matrices)
-    assert matrices == set(described.matrices())
-
-
-@every_layer
-def test_arrays_are_numbers_times_their_scales(tmp_path: Path, form: Form) -> None:
-    model = reference_model(form)
-    folder, described = written(tmp_path, model)
-    arrays, originals = store.read_arrays(folder, read(folder)), model.arrays()
-    assert {name: tuple(array.shape) for name, array in arrays.items()} == described.tensors()
+    arrays = store.read_arrays(folder, read(folder))
     for name, array in originals.items():
-        expected = dequantize(*quantize(array)) if name in described.matrices() else array
-        assert torch.equal(arrays[name], expected)
+        assert torch.equal(arrays[name], dequantize(*quantize(array)) if name in matrices else array)
         largest = array.abs().amax(tuple(range(array.dim() - 1)))
         assert ((arrays[name] - array).abs() <= 0.51 * largest / 127).all(), "no more than half of a step, and its rounding"
-
-
-@every_layer
-def test_writing_what_was_read_gives_the_same_bytes(tmp_path: Path, form: Form) -> None:
-    folder, described = written(tmp_path, reference_model(form))
-    again = tmp_path / "again" / "reference" / "1"
-    rewritten = store.write(again, described, store.read_arrays(folder, described), card="made up")
-    assert rewritten == described
+    again = tmp_path / "again" / "words" / "1"
+    assert store.write(again, described, arrays, card="made up") == described
     assert (again / WEIGHTS).read_bytes() == (folder / WEIGHTS).read_bytes()
 
 
-def test_quantizing_twice_changes_nothing() -> None:
-    """Numbers and scales survive, whatever the last bits of the scales are."""
-    weight = torch.randn(5, 20_000, generator=torch.Generator().manual_seed(0)) * torch.logspace(-34, 37, 20_000)
-    numbers, scales = quantize(weight)
-    assert numbers.abs().amax(0).eq(127).all()
-    again, scales_again = quantize(dequantize(numbers, scales))
-    assert torch.equal(again, numbers) and torch.equal(scales_again, scales)
-
-
-@pytest.mark.parametrize("value", [0.0, -0.0, 1e-45, 1e-37])
-def test_column_without_a_normal_scale_becomes_zeros(value: float) -> None:
-    numbers, scales = quantize(torch.tensor([[value, 1.0], [-value, -2.0]]))
-    assert numbers.tolist() == [[0, 64], [0, -127]]
-    assert scales[0] == 0 and scales[1] == pytest.approx(2 / 127, rel=2**-8)
-
-
-@every_layer
+@pytest.mark.parametrize("form", [*RECURRENT, Form("conv"), Form("tcn"), Form("text_cnn")], ids=str)
 def test_int8_model_is_close_to_its_weights_in_float32(tmp_path: Path, form: Form) -> None:
-    model = reference_model(form)
+    model = classifier(form)
     folder, described = written(tmp_path, model)
     arrays = store.read_arrays(folder, described)
-    int8, exact = Encoder(described, arrays, CPU)(batch(model)), Encoder(model.spec(), arrays, CPU)(batch(model))
+    int8, exact = Encoder(described, arrays, CPU)(batch(model, LENGTHS)), Encoder(model, arrays, CPU)(batch(model, LENGTHS))
     actual, expected = int8.head_output.embedding, exact.head_output.embedding
     assert actual is not None and expected is not None
     assert (actual - expected).abs().max() <= TOLERANCE * expected.abs().max()
     assert (scores(int8) - scores(exact)).abs().max() <= TOLERANCE
+
+
+NOT_FINITE = f"{SCALE} has scales that are not finite, or too large"
 
 
 @pytest.mark.parametrize(
@@ -113,26 +86,80 @@ def test_int8_model_is_close_to_its_weights_in_float32(tmp_path: Path, form: For
         (f"{BIAS}.scale", torch.ones(20), f"the tensor {BIAS}.scale belongs to no layer of model.toml"),
         (SCALE, torch.ones(7), f"{SCALE} has shape (7,), model.toml requires (20,)"),
         (INPUT, torch.zeros(7, 20), f"{INPUT} is torch.float32, the precision int8 in model.toml requires torch.int8"),
-        (BIAS, torch.zeros(20).half(), f"{BIAS} is torch.float16, the precision int8 in model.toml requires torch.float32"),
         (SCALE, torch.ones(20).double(), f"{SCALE} is torch.float64, the precision int8 in model.toml requires torch.float32"),
         (SCALE, torch.tensor([1.0] * 19 + [-1e-9]), f"{SCALE} has negative scales"),
-        (SCALE, torch.tensor([1.0] * 19 + [float("nan")]), f"{SCALE} has scales that are not finite, or too large"),
-        (SCALE, torch.tensor([1.0] * 19 + [float("inf")]), f"{SCALE} has scales that are not finite, or too large"),
-        (SCALE, torch.tensor([1.0] * 19 + [1e37]), f"{SCALE} has scales that are not finite, or too large"),
+        (SCALE, torch.tensor([1.0] * 19 + [float("nan")]), NOT_FINITE),
+        (SCALE, torch.tensor([1.0] * 19 + [1e37]), NOT_FINITE),
         (BIAS, torch.tensor([1.0] * 19 + [float("nan")]), f"{BIAS} has 1 values that are not finite, the first at [19]: nan"),
         (INPUT, torch.full((7, 20), -128, dtype=torch.int8), f"{INPUT} has numbers below -127"),
     ],
 )
 def test_wrong_tensor_error_names_it(tmp_path: Path, name: str, tensor: Tensor | None, message: str) -> None:
-    assert rewritten(tmp_path, {name: tensor}).startswith(message)
+    folder, model = written(tmp_path, classifier(Form("lstm")))
+    stored: dict[str, Tensor | None] = {**load((folder / WEIGHTS).read_bytes()), name: tensor}
+    content = save({name: tensor for name, tensor in stored.items() if tensor is not None})
+    (folder / WEIGHTS).write_bytes(content)
+    with pytest.raises(ModelError) as caught:
+        store.read_arrays(folder, model.model_copy(update={"sha256": {WEIGHTS: hashlib.sha256(content).hexdigest()}}))
+    assert str(caught.value).removeprefix(f"{folder / WEIGHTS}: ").startswith(message)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_weights_that_are_not_finite_are_not_written(tmp_path: Path, value: float) -> None:
-    model = reference_model()
-    given = model.arrays()
-    given[INPUT] = given[INPUT].clone()
-    given[INPUT][3, 4] = value
-    with pytest.raises(ModelError, match=r"forward.input.scale has scales that are not finite"):
-        store.write(tmp_path / "reference" / "1", model.spec("int8"), given, card="made up")
-    assert not (tmp_path / "reference").exists()
+def run_with_recorded_weights(
+    monkeypatch: pytest.MonkeyPatch, form: Form, backend: str, precision: str
+) -> tuple[list[Any], Tensor]:
+    """Return the weights with which the kernels of a model are called, and the model's scores."""
+    assert isinstance(form.spec, RecurrentLayer)
+    if backend not in cpu_backends(form.kind):
+        pytest.skip("the loops are not compiled")
+    kind = type(form.spec)
+    family, calls = recurrent.FAMILIES[kind], list[Any]()
+    chosen = next(each for each in import_module(f"kernels.{form.kind}").BACKENDS if each.name == backend)
+
+    def run(x: Ragged, weights: Any, state: Any, *, want: Outputs, backend: str) -> Encoded:
+        calls.append(weights)
+        encoded: Encoded = chosen.run(x, weights, state, want=want)
+        return encoded
+
+    def both(x: Ragged, weights: Any, states: Any, *, want: Outputs, backend: str) -> Encoded:
+        calls.extend(weights)
+        encoded: Encoded = chosen.run_bidirectional(x, weights, states, want=want)
+        return encoded
+
+    chosen_family = replace(family, run=run, run_both=both, choice=lambda *_: Choice(chosen, ()))
+    model = classifier(form, embedded=False)
+    storage = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(precision, torch.float32)
+    arrays = {name: array.to(storage) for name, array in random_arrays(model).items()}
+    with monkeypatch.context() as patched:
+        patched.setitem(recurrent.FAMILIES, kind, chosen_family)
+        found = scores(Encoder(model.model_copy(update={"precision": precision}), arrays, CPU)(batch(model, LENGTHS)))
+    assert calls
+    return calls, found
+
+
+def dtypes(weights: Any) -> dict[str, torch.dtype]:
+    values = {field.name: getattr(weights, field.name) for field in fields(weights)}
+    return {name: value.dtype for name, value in values.items() if isinstance(value, Tensor)}
+
+
+@every_recurrent_layer
+def test_compiled_loops_get_bfloat16_matrices(monkeypatch: pytest.MonkeyPatch, form: Form) -> None:
+    calls, actual = run_with_recorded_weights(monkeypatch, form, "cpu", "bfloat16")
+    for weights in calls:
+        for name, dtype in dtypes(weights).items():
+            assert dtype == (torch.bfloat16 if name in MATRICES else torch.float32), name
+    model = classifier(form, embedded=False)
+    rounded = {name: array.bfloat16().float() for name, array in random_arrays(model).items()}
+    assert torch.equal(actual, scores(Encoder(model, rounded, CPU)(batch(model, LENGTHS))))
+    stored = {name: array.bfloat16() for name, array in form.arrays().items()}
+    stack = layer_builder.build_layer(form.spec, FEATURES, stored, CPU)
+    states = [getattr(state, field.name) for state in stack.allocate_states(4) for field in fields(state)]
+    assert {state.dtype for state in states if state is not None} == {torch.float32}
+
+
+@pytest.mark.parametrize("backend, precision", [("framework", "bfloat16"), ("cpu", "float16"), ("framework", "int8")])
+@every_recurrent_layer
+def test_other_matrices_are_float32(monkeypatch: pytest.MonkeyPatch, form: Form, backend: str, precision: str) -> None:
+    """Weights say whether they were int8."""
+    calls, _ = run_with_recorded_weights(monkeypatch, form, backend, precision)
+    assert all(set(dtypes(weights).values()) == {torch.float32} for weights in calls)
+    assert all(weights.int8 == (precision == "int8") for weights in calls)

@@ -1,198 +1,196 @@
-"""Stacks of recurrent layers (depth, directions, states) compared with the same stacks in plain PyTorch."""
+"""Every layer: a batch equals its rows alone, chunks equal the whole row, and folded tables equal an embedding.
+
+The equations are compared with torch, and with the packages that have a layer, in test_model_words, tests/importers and tests/exporters.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from kernels.backend import AUTO
-from kernels.gru.types import GRUState
-from kernels.lstm.types import LSTMState
 from kernels.ragged import Encoded, Outputs, Ragged
-from service.modeling import layer_builder, recurrent
+from service.modeling import recurrent
+from service.modeling.convolution import ConvStack
 from service.modeling.recurrent import RecurrentStack
+from service.modeling.runnable_layer import device_bytes
 from service.modeling.spec import QRNNLayer, RecurrentLayer, SRULayer
 from tests.kernels import inputs
-from tests.kernels.inputs import EVERYTHING, assert_close, assert_states_close
-from tests.modeling import reference_layers
-from tests.modeling.reference_layers import Form, ReferenceLayer, ReferenceTorchRNN, fastest_on_cpu, last
+from tests.kernels.inputs import EVERYTHING, assert_close, assert_states_close, rounding
+from tests.modeling.random_models import (
+    CONVOLUTIONS,
+    EVERY_LAYER,
+    FEATURES,
+    ONE_OF_A_KIND,
+    RECURRENT,
+    TCNS,
+    VOCABULARY,
+    WIDTH,
+    Form,
+    random_ids,
+    random_rows,
+)
 
-CPU = torch.device("cpu")
-LENGTHS = [9, 1, 14, 3]
-every_family = pytest.mark.parametrize("form", reference_layers.RECURRENT, ids=str)
-every_depth = pytest.mark.parametrize("depth, bidirectional", [(1, False), (1, True), (2, False), (2, True), (3, True)])
-torch_has_it = pytest.mark.parametrize("kind", ["lstm", "gru"])
-
-
-class StackAndReference(NamedTuple):
-    """A stack and the reference layer with the same weights."""
-
-    stack: RecurrentStack
-    reference: ReferenceLayer
-
-
-def stacked(form: Form, width: int = reference_layers.FEATURES) -> StackAndReference:
-    reference = form.reference(width)
-    stack = layer_builder.build_layer(form.spec, width, reference.arrays(), CPU)
-    assert isinstance(stack, RecurrentStack)
-    return StackAndReference(stack, reference)
+LENGTHS = [9, 1, 14, 3, 0]
+LONGEST = max(LENGTHS)
+CAUSAL = [form for form in CONVOLUTIONS if form.options.get("padding") == "causal" and "stride" not in form.options]
+FOLDING = [form for form in EVERY_LAYER if form.kind != "tcn"]
+every_streaming_layer = pytest.mark.parametrize("form", [*RECURRENT, *CAUSAL, *TCNS], ids=str)
 
 
-def features(lengths: list[int], width: int = reference_layers.FEATURES) -> Ragged:
-    return inputs.ragged(reference_layers.made_up_rows(lengths, width=width), lengths)
+def features(width: int = FEATURES, lengths: list[int] = LENGTHS) -> Ragged:
+    return inputs.joined(random_rows(lengths, width))
 
 
-def assert_agrees(encoded: Encoded, x: Ragged, reference: ReferenceLayer, form: Form) -> None:
-    """Assert that every output of every row agrees with the reference."""
-    assert encoded.last is not None and encoded.mean is not None and encoded.max is not None
-    for row, (data, ours) in enumerate(zip(inputs.rows(x), inputs.steps_by_row(encoded, x), strict=True)):
-        steps = reference(data.double())
-        assert_close(ours, steps, steps=len(data))
-        assert_close(encoded.last[row], last(steps, form.spec), steps=len(data))
-        assert_close(encoded.mean[row], steps.mean(0), steps=len(data))
-        assert_close(encoded.max[row], steps.amax(0), steps=len(data))
+def ids() -> Ragged:
+    return random_ids(LENGTHS)
 
 
-@every_depth
-@every_family
-def test_stack_agrees_with_torch_on_each_row(form: Form, depth: int, bidirectional: bool) -> None:
-    form = form.also(depth=depth, bidirectional=bidirectional)
-    stack, reference = stacked(form)
-    x = features(LENGTHS)
-    assert_agrees(stack(x, EVERYTHING), x, reference, form)
+def table(width: int = WIDTH, storage: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(VOCABULARY, width, generator=torch.Generator().manual_seed(3)).to(storage)
 
 
-@every_depth
-@pytest.mark.parametrize("form", [form for form in reference_layers.RECURRENT if form.kind == "sru"], ids=str)
-def test_sru_skip_uses_the_columns_of_its_direction(form: Form, depth: int, bidirectional: bool) -> None:
-    form = form.also(depth=depth, bidirectional=bidirectional)
-    width = form.spec.outputs
-    stack, reference = stacked(form, width)
-    x = features(LENGTHS, width)
-    assert_agrees(stack(x, EVERYTHING), x, reference, form)
-
-
-@every_family
-def test_backward_direction_reads_the_reversed_row(form: Form) -> None:
-    form = form.also(bidirectional=True)
-    arrays = form.reference(reference_layers.FEATURES).arrays()
-    other = {"forward": "backward", "backward": "forward"}
-    swapped = {".".join(other.get(part, part) for part in name.split(".")): array for name, array in arrays.items()}
-    if form.options.get("layer_norm") == "after":
-        swapped["0.norm"] = arrays["0.norm"].roll(reference_layers.HIDDEN, 1)
-    ours, theirs = (layer_builder.build_layer(form.spec, reference_layers.FEATURES, one, CPU) for one in (arrays, swapped))
-    x = features(LENGTHS)
-    there, back = ours(x, EVERYTHING), theirs(x.reversed(), EVERYTHING)
-    assert there.steps is not None and back.steps is not None and there.last is not None and back.last is not None
-    assert_close(
-        Ragged(back.steps, x.offsets).reversed().data.roll(reference_layers.HIDDEN, 1), there.steps, steps=max(LENGTHS)
-    )
-    assert_close(back.last.roll(reference_layers.HIDDEN, 1), there.last, steps=max(LENGTHS))
-
-
-@every_depth
-@every_family
-def test_row_without_steps_does_not_affect_other_rows(form: Form, depth: int, bidirectional: bool) -> None:
-    form = form.also(depth=depth, bidirectional=bidirectional)
-    stack, _ = stacked(form)
-    with_gaps = features([0, 9, 0, 4, 0])
-    ours, alone = stack(with_gaps, EVERYTHING), stack(inputs.ragged(with_gaps.data, [9, 4]), EVERYTHING)
-    for name in ("last", "mean", "max"):
-        assert_close(getattr(ours, name)[[1, 3]], getattr(alone, name), steps=9)
-        assert not getattr(ours, name)[[0, 2, 4]].any()
+@pytest.mark.parametrize("form", EVERY_LAYER, ids=str)
+def test_row_is_encoded_alike_alone_and_in_a_batch(form: Form) -> None:
+    """A row without steps has zeros. The skip of an SRU that is as wide as its input is among the columns of its direction."""
+    want = Outputs(max=True) if form.kind == "text_cnn" else EVERYTHING
+    for width in {FEATURES, form.spec.outputs if form.kind == "sru" else FEATURES}:
+        runnable, x = form.built(width), features(width)
+        together = runnable(x, want)
+        rows = inputs.steps_by_row(together, x) if together.steps is not None else [None] * len(LENGTHS)
+        for row, (data, ours) in enumerate(zip(inputs.rows(x), rows, strict=True)):
+            alone = runnable(inputs.joined([data]), want)
+            if ours is not None and alone.steps is not None:
+                assert_close(ours, alone.steps, steps=len(data))
+            for name in ("last", "mean", "max"):
+                if getattr(together, name) is not None:
+                    expected = getattr(alone, name)[0] if len(data) else torch.zeros(form.spec.outputs)
+                    assert_close(getattr(together, name)[row], expected, steps=len(data))
 
 
 @pytest.mark.parametrize("kind, layer", [("sru", SRULayer), ("qrnn", QRNNLayer)])
 def test_both_directions_run_in_one_call(kind: str, layer: type[RecurrentLayer], monkeypatch: pytest.MonkeyPatch) -> None:
-    family, calls = recurrent.FAMILIES[layer], []
+    form = Form(kind, depth=2, bidirectional=True)
+    expected, family, calls = form.built()(features(), EVERYTHING), recurrent.FAMILIES[layer], []
 
     def both(x: Ragged, weights: Any, states: Any, *, want: Outputs, backend: str) -> Encoded:
-        calls.append((weights, backend))
+        calls.append((len(weights), backend))
         return family.run_both(x, weights, states, want=want, backend=backend)
 
     def run(*_: Any, **__: Any) -> Encoded:
         pytest.fail("one direction was run alone")
 
     monkeypatch.setitem(recurrent.FAMILIES, layer, replace(family, run=run, run_both=both))
-    form, x = Form(kind, depth=2, bidirectional=True), features(LENGTHS)
-    stack, reference = stacked(form)
-    assert_agrees(stack(x, EVERYTHING), x, reference, form)
-    assert [(len(weights), backend) for weights, backend in calls] == [(2, AUTO), (2, AUTO)]
+    assert_gives_alike(form.built()(features(), EVERYTHING), expected, 0.0)
+    assert calls == [(2, AUTO), (2, AUTO)]
 
 
-@every_depth
-@torch_has_it
-def test_states_agree_with_torch(kind: str, depth: int, bidirectional: bool) -> None:
-    stack, reference = stacked(Form(kind, depth=depth, bidirectional=bidirectional))
-    assert isinstance(reference, ReferenceTorchRNN)
-    x = features(LENGTHS)
-    _, states = stack.run_chunk(x, EVERYTHING, None)
-    for row, data in enumerate(inputs.rows(x)):
-        _, after = reference.rnn(data.double())
-        for name, expected in zip(("hidden", "cell"), after if kind == "lstm" else [after], strict=False):
-            ours = torch.stack([getattr(state, name)[row] for state in states])
-            assert_close(ours, expected, steps=len(data))
+def piece(x: Ragged, begin: int, end: int) -> Ragged:
+    return inputs.joined([row[begin:end] for row in inputs.rows(x)])
 
 
-@every_depth
-@torch_has_it
-def test_stack_starts_from_given_states(kind: str, depth: int, bidirectional: bool) -> None:
-    stack, reference = stacked(Form(kind, depth=depth, bidirectional=bidirectional))
-    assert isinstance(reference, ReferenceTorchRNN)
-    x = features([6])
-    hidden, cell = torch.randn(2, depth * (1 + bidirectional), 1, reference_layers.HIDDEN)
-    given = [LSTMState(*one) if kind == "lstm" else GRUState(one[0]) for one in zip(hidden, cell, strict=True)]
-    encoded, _ = stack.run_chunk(x, EVERYTHING, given)
-    initial = (hidden[:, 0].double(), cell[:, 0].double())
-    steps, _ = reference.rnn(x.data.double(), initial if kind == "lstm" else initial[0])
-    assert encoded.steps is not None
-    assert_close(encoded.steps, steps, steps=6)
-
-
-@pytest.mark.parametrize("cuts", [[0, 7, 14], [0, 1, 2, 3, 14], [0, 0, 13, 14]], ids=str)
-@every_family
-def test_chunks_of_a_stack_give_the_same_steps(form: Form, cuts: list[int]) -> None:
-    stack, _ = stacked(form.also(depth=2))
-    x = features(LENGTHS)
-    whole, after_whole = stack.run_chunk(x, EVERYTHING, None)
+def in_chunks(runnable: RecurrentStack | ConvStack, x: Ragged, cuts: list[int]) -> tuple[Tensor, list[Any]]:
+    """Return all steps of all rows, and the states after the last chunk."""
+    written: list[list[Tensor]] = [[] for _ in range(x.rows)]
     states: list[Any] | None = None
-    written: list[list[Tensor]] = [[] for _ in LENGTHS]
     for begin, end in pairwise(cuts):
-        chunk = inputs.joined([row[begin:end] for row in inputs.rows(x)])
-        encoded, states = stack.run_chunk(chunk, EVERYTHING, states)
+        chunk = piece(x, begin, end)
+        encoded, states = runnable.run_chunk(chunk, EVERYTHING, states)
         for row, steps in zip(written, inputs.steps_by_row(encoded, chunk), strict=True):
             row.append(steps)
-    assert whole.steps is not None and whole.last is not None and encoded.last is not None and states is not None
-    assert_close(torch.cat([steps for row in written for steps in row]), whole.steps, steps=max(LENGTHS))
-    # For a row without steps in the last chunk, only families with a hidden state know the last output.
-    goes_on = torch.tensor([form.kind in ("lstm", "gru") or length > begin for length in LENGTHS])
-    assert_close(encoded.last, whole.last.where(goes_on[:, None], 0.0), steps=max(LENGTHS))
-    for carried, expected in zip(states, after_whole, strict=True):
-        assert_states_close(carried, expected, steps=max(LENGTHS))
+    assert states is not None
+    return torch.cat([steps for row in written for steps in row]), states
 
 
-@every_depth
-@torch_has_it
-def test_stack_reports_its_backend_and_tensors(kind: str, depth: int, bidirectional: bool) -> None:
-    stack, reference = stacked(Form(kind, depth=depth, bidirectional=bidirectional))
-    assert stack.backend() == fastest_on_cpu(Form(kind))
-    added = {"lstm": 4, "gru": 2}[kind]  # gates whose two biases of torch are one bias here
-    biases = added * reference_layers.HIDDEN * depth * (1 + bidirectional)
-    assert sum(one.numel() for one in stack.tensors()) == sum(one.numel() for one in reference.parameters()) - biases
+@every_streaming_layer
+def test_chunks_give_the_same_steps_and_states_as_the_whole_row(form: Form) -> None:
+    form = form.also(depth=2) if isinstance(form.spec, RecurrentLayer) else form
+    runnable, x = form.built(), features()
+    assert isinstance(runnable, RecurrentStack | ConvStack)
+    whole, after = runnable.run_chunk(x, EVERYTHING, None)
+    assert whole.steps is not None
+    for cuts in ([0, 7, 14], [0, 1, 2, 3, 14], [0, 0, 13, 14]):
+        steps, states = in_chunks(runnable, x, cuts)
+        assert_close(steps, whole.steps, steps=LONGEST)
+        for state, expected in zip(states, after, strict=True):
+            assert_states_close(state, expected, steps=LONGEST)
+    _, states = runnable.run_chunk(x, Outputs(last=True), None)
+    for state, expected in zip(states, after, strict=True):
+        assert_states_close(state, expected, steps=0)
 
 
-@pytest.mark.parametrize("form", reference_layers.EVERY_LAYER, ids=str)
+def assert_gives_alike(ours: Encoded, theirs: Encoded, tolerance: float) -> None:
+    """Compare every output and the offsets. A folded convolution keeps no state."""
+    for name in inputs.OUTPUTS:
+        one, other = getattr(ours, name), getattr(theirs, name)
+        assert (one is None) == (other is None), name
+        if one is not None:
+            torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+    assert (ours.offsets is None) == (theirs.offsets is None)
+    if ours.offsets is not None and theirs.offsets is not None:
+        assert ours.offsets.tolist() == theirs.offsets.tolist()
+
+
+@pytest.mark.parametrize("form", EVERY_LAYER, ids=str)
+def test_embedded_ids_are_encoded_like_their_vectors(form: Form) -> None:
+    embedded, plain, vectors, x = form.built(WIDTH), form.built(WIDTH), table(), ids()
+    bytes_before = device_bytes(embedded.tensors())
+    embedded.embed(vectors)
+    assert embedded.takes_ids == "embedding and product"
+    assert device_bytes(embedded.tensors()) - bytes_before == 4 * vectors.numel(), "the embedding is held once"
+    assert_gives_alike(embedded(x, EVERYTHING), plain(Ragged(vectors[x.data.long()], x.offsets), EVERYTHING), 0.0)
+
+
+@pytest.mark.parametrize("form", FOLDING, ids=str)
+def test_folded_tables_agree_with_the_embedding(form: Form) -> None:
+    """An SRU has its skip connection in the columns of an embedding that is as wide as its output."""
+    skips = form.kind == "sru" and form.spec.outputs != WIDTH
+    for width, storage in ((WIDTH, torch.bfloat16), (form.spec.outputs if skips else 7, torch.float32)):
+        folded, embedded, vectors, x = form.built(width, storage), form.built(width, storage), table(width, storage), ids()
+        columns, without = folded.folded_columns, sum(tensor.numel() for tensor in folded.tensors())
+        folded.fold(vectors)
+        embedded.embed(vectors)
+        assert folded.takes_ids == "folded table" and columns is not None
+        kept = vectors.numel() if isinstance(folded, ConvStack) and folded.streams else 0  # for chunks
+        added = sum(tensor.numel() for tensor in folded.tensors()) - without - kept
+        assert added in (columns * len(vectors), columns * (len(vectors) + 1)), "the tables of a window have a row of zeros"
+        # A table is rounded once for each tap of a window, so the error is that of a few steps.
+        tolerance = rounding(torch.float32, LONGEST) if storage == torch.float32 else 8 * torch.finfo(storage).eps
+        assert_gives_alike(folded(x, EVERYTHING), embedded(x, EVERYTHING), tolerance)
+
+
+@pytest.mark.parametrize("form", ONE_OF_A_KIND, ids=str)
+def test_embed_after_fold_releases_the_tables(form: Form) -> None:
+    both, embedded = (form.built(WIDTH) for _ in range(2))
+    both.fold(table())
+    for runnable in (both, embedded):
+        runnable.embed(table())
+    assert device_bytes(both.tensors()) == device_bytes(embedded.tensors())
+    assert_gives_alike(both(ids(), EVERYTHING), embedded(ids(), EVERYTHING), 0.0)
+
+
+@every_streaming_layer
+def test_chunks_of_ids_give_the_same_steps(form: Form) -> None:
+    for mode in ("embed", "fold") if form.kind != "tcn" else ("embed",):
+        runnable, x = form.built(WIDTH), ids()
+        assert isinstance(runnable, RecurrentStack | ConvStack)
+        getattr(runnable, mode)(table())
+        whole, (carried, _) = runnable(x, EVERYTHING), in_chunks(runnable, x, [0, 1, 5, 14])
+        assert whole.steps is not None
+        assert_close(carried, whole.steps, steps=LONGEST)
+
+
+@pytest.mark.parametrize("form", EVERY_LAYER, ids=str)
 def test_layer_holds_the_tensors_of_its_spec(form: Form) -> None:
-    arrays = form.reference(reference_layers.WIDTH).arrays()
-    assert {name: tuple(array.shape) for name, array in arrays.items()} == form.spec.tensors(reference_layers.WIDTH)
-    runnable = layer_builder.build_layer(form.spec, reference_layers.WIDTH, arrays, CPU)
+    runnable = form.built(WIDTH)
     in_filters = ("magnitude", "norm") if form.kind in ("conv", "tcn") else ()
-    kept = [array for name, array in arrays.items() if not name.endswith(in_filters)] if in_filters else [*arrays.values()]
+    kept = [array for name, array in form.arrays(WIDTH).items() if not in_filters or not name.endswith(in_filters)]
     assert sum(one.numel() for one in runnable.tensors()) == sum(array.numel() for array in kept)
-    assert runnable.backend() == fastest_on_cpu(form)
+    assert runnable.backend() == form.fastest_on_cpu
     assert runnable.takes_ids is None
+    assert (runnable.folded_columns is None) == (form.kind == "tcn")

@@ -34,7 +34,6 @@ pool = "max"
 labels = ["near", "far", "unknown"]
 """
 EMBEDDING = '[[layers]]\nkind = "embedding"\nwidth = 6\n'
-LSTM = '[[layers]]\nkind = "lstm"\nhidden = 5\nbidirectional = true\ndepth = 2\n'
 FEATURES = 'kind = "features"\nfeatures = 3'
 
 
@@ -62,30 +61,13 @@ def test_valid_file_is_read_completely(tmp_path: Path) -> None:
     assert model.description == "" and model.sha256 == {}
 
 
-def test_tensor_shapes_follow_from_the_layers(tmp_path: Path) -> None:
-    shapes = spec.read(version_folder(tmp_path, GOOD)).tensors()
-    assert shapes.pop("layers.0.weight") == (10, 6)
-    assert shapes.pop("head.weight") == (10, 3)
-    assert shapes.pop("head.bias") == (3,)
-    for level, inputs in ((0, 6), (1, 10)):
-        for direction in ("forward", "backward"):
-            assert shapes.pop(f"layers.1.{level}.{direction}.input") == (inputs, 20)
-            assert shapes.pop(f"layers.1.{level}.{direction}.recurrent") == (5, 20)
-            assert shapes.pop(f"layers.1.{level}.{direction}.bias") == (20,)
-    assert not shapes
-
-
 @pytest.mark.parametrize(
     "old, new, key, hint",
     [
         ("pool", "pol", "head.pol", "unknown key: did you mean pool?"),
         ("width = 6", "width = 6\ndropout = 0.5", "layers.0.dropout", "unknown key: remove it or correct its name"),
-        ("hidden = 5", "hiden = 5", "layers.1.hiden", "unknown key: did you mean hidden?"),
         ("precision", "colour = 1\nprecision", "colour", "unknown key: remove it or correct its name"),
         ("hidden = 5", "", "layers.1.hidden", "this key is missing: add it"),
-        ("hidden = 5", "hidden = 0", "layers.1.hidden", "greater than 0"),
-        ("hidden = 5", "hidden = true", "layers.1.hidden", "valid integer"),
-        ("max_steps = 64", "", "input.max_steps", "this key is missing: add it"),
         ("max_steps = 64", "max_steps = 6.5", "input.max_steps", "valid integer"),
         ("vocabulary = 10", "", "input", "an input of kind 'ids' requires vocabulary"),
         ("vocabulary = 10", "vocabulary = 10\nfeatures = 3", "input", "an input of kind 'ids' has no features: remove it"),
@@ -96,18 +78,16 @@ def test_tensor_shapes_follow_from_the_layers(tmp_path: Path) -> None:
             'kind = "lstm"',
             'kind = "gnu"',
             "layers.1",
-            "'embedding', 'rnn', 'lstm', 'gru', 'sru', 'qrnn', 'conv', 'pool', 'tcn', 'text_cnn'",
+            "'embedding', 'rnn', 'lstm', 'gru', 'sru', 'qrnn', 'conv', 'pool', 'tcn'",
         ),
         ('kind = "classify"', 'kind = "guess"', "head", "'classify', 'regress', 'tag', 'span', 'next', 'embed', 'sequence'"),
-        ('kind = "lstm"', 'kind = "sru"\nscale = "a"', "layers.1.scale", "valid number"),
-        ('kind = "classify"', 'kind = "tag"', "head.pool", "unknown key: remove it or correct its name"),
         ('pool = "max"', 'pool = "min"', "head.pool", "'last', 'first', 'last_step', 'mean', 'max', 'sum' or 'attention'"),
         ('"far"', '"near"', "head", "labels must be unique"),
         ('["near", "far", "unknown"]', '["near"]', "head", "labels has one label, and softmax would always choose it"),
         ("float32", "float8", "precision", "'float32', 'float16', 'bfloat16' or 'int8'"),
         ('"words"', '"wo rds"', "name", "match pattern"),
         (EMBEDDING, "", "the whole file", "an input of kind 'ids' does not fit a first layer of kind 'lstm': text and ids"),
-        (LSTM, LSTM + EMBEDDING, "the whole file", "an embedding can only be the first layer"),
+        ("[head]", EMBEDDING + "[head]", "the whole file", "an embedding can only be the first layer"),
         ('kind = "ids"\nvocabulary = 10', FEATURES, "the whole file", "does not fit a first layer of kind 'embedding'"),
         ("[head]", '[sha256]\n"weights.safetensors" = "12ab"\n[head]', "sha256.weights.safetensors", "match pattern"),
     ],
@@ -117,19 +97,7 @@ def test_invalid_file_error_names_file_key_and_hint(tmp_path: Path, old: str, ne
     folder = version_folder(tmp_path, GOOD.replace(old, new))
     message = error_message(folder)
     assert any(line.startswith(f"{key}: ") and hint in line for line in message.split(f"{folder / 'model.toml'}: "))
-
-
-def test_wrong_layer_is_the_only_complaint(tmp_path: Path) -> None:
-    """The only layer of a model, so that no valid layer is left."""
-    lines = GOOD.replace(EMBEDDING, "").replace('kind = "ids"\nvocabulary = 10', FEATURES)
-    for old, new in (("hidden = 5", "hidden = 0"), ('"lstm"', '"lsmt"')):
-        message = error_message(version_folder(tmp_path / new.strip('"'), lines.replace(old, new)))
-        assert message.count("model.toml") == 1, message
-
-
-@pytest.mark.parametrize("old, new", [("vocabulary = 10", ""), ('"far"', '"near"'), (LSTM, LSTM + EMBEDDING)])
-def test_error_has_no_text_of_the_validation_library(tmp_path: Path, old: str, new: str) -> None:
-    assert "Value error" not in error_message(version_folder(tmp_path, GOOD.replace(old, new)))
+    assert "Value error" not in message, "the text of the validation library"
 
 
 def test_error_names_every_invalid_key(tmp_path: Path) -> None:
@@ -174,7 +142,7 @@ def test_versions_sort_numerically_without_hidden_folders(tmp_path: Path) -> Non
     assert list(models["words"].items()) == [(version, tmp_path / "words" / version) for version in ("1", "9", "10")]
 
 
-@pytest.mark.parametrize("version", ["003", "abc", "0", "-1", "1.0", "1234567890", "１"])
+@pytest.mark.parametrize("version", ["003", "abc", "0", "1.0", "1234567890", "１"])
 def test_version_must_be_a_whole_number(tmp_path: Path, version: str) -> None:
     folder = version_folder(tmp_path, GOOD, version=version)
     with pytest.raises(ModelError) as caught:

@@ -13,6 +13,7 @@ IDS = {"kind": "ids", "vocabulary": 13, "max_steps": 64}
 FEATURES = {"kind": "features", "features": 7, "max_steps": 64}
 EMBEDDING = {"kind": "embedding", "width": 6}
 LSTM = {"kind": "lstm", "hidden": 5}
+CONV = {"kind": "conv", "filters": 4, "width": 3}
 TEXT_CNN = {"kind": "text_cnn", "widths": [3, 1], "filters": 4}
 LABELS = ["near", "far", "unknown"]
 CLASSIFY = {"kind": "classify", "pool": "max", "labels": LABELS}
@@ -33,147 +34,10 @@ def error_messages(*layers: Table, head: Table = CLASSIFY, input: Table = FEATUR
     return [f"{error['loc'][-1] if error['loc'] else 'whole'}: {error['msg']}" for error in caught.value.errors()]
 
 
-def shapes(*layers: Table) -> dict[str, tuple[int, ...]]:
-    """Return the tensor shapes of these layers over 7 features, by name without `layers.`."""
-    return {name.removeprefix("layers."): shape for name, shape in model(*layers, head=SEQUENCE).tensors().items()}
-
-
-def of_level(**tensors: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    return {f"0.0.forward.{name}": shape for name, shape in tensors.items()}
-
-
-@pytest.mark.parametrize(
-    "layer, expected",
-    [
-        ({"kind": "lstm"}, of_level(input=(7, 20), recurrent=(5, 20), bias=(20,))),
-        ({"kind": "gru"}, of_level(input=(7, 15), recurrent=(5, 15), bias=(15,), recurrent_bias=(5,))),
-        ({"kind": "gru", "reset_after": False}, of_level(input=(7, 15), recurrent=(5, 15), bias=(15,))),
-        ({"kind": "sru"}, of_level(input=(7, 20), bias=(10,), cell=(10,))),
-        ({"kind": "sru", "activation": "tanh", "scale": 0.5}, of_level(input=(7, 20), bias=(10,), cell=(10,))),
-        ({"kind": "sru", "hidden": 7}, of_level(input=(7, 21), bias=(14,), cell=(14,))),
-        ({"kind": "sru", "skip": False}, of_level(input=(7, 15), bias=(10,), cell=(10,))),
-        ({"kind": "sru", "cell_gates": False}, of_level(input=(7, 20), bias=(10,))),
-        ({"kind": "sru", "projection": 2}, of_level(input=(2, 20), bias=(10,), cell=(10,), projection=(7, 2))),
-        ({"kind": "sru", "projection": 5}, of_level(input=(7, 20), bias=(10,), cell=(10,))),
-        ({"kind": "qrnn"}, of_level(input=(1, 7, 15), bias=(15,))),
-        ({"kind": "qrnn", "window": 3, "pooling": "f"}, of_level(input=(3, 7, 10), bias=(10,))),
-        ({"kind": "qrnn", "window": 2, "pooling": "ifo"}, of_level(input=(2, 7, 20), bias=(20,))),
-    ],
-    ids=str,
-)
-def test_tensors_of_a_recurrent_level(layer: Table, expected: Table) -> None:
-    assert shapes({"hidden": 5, **layer}) == expected
-
-
-@pytest.mark.parametrize("layer", [{"kind": kind} for kind in ("lstm", "gru", "sru", "qrnn")], ids=str)
-def test_second_level_reads_both_directions(layer: Table) -> None:
-    both = shapes({**layer, "hidden": 5, "depth": 2, "bidirectional": True})
-    tensors = {name.rpartition(".")[2] for name in both}
-    assert set(both) == {
-        f"0.{level}.{direction}.{name}" for level in (0, 1) for direction in ("forward", "backward") for name in tensors
-    }
-    for direction in ("forward", "backward"):
-        assert both[f"0.0.{direction}.input"][-2:-1] == (7,)
-        assert both[f"0.1.{direction}.input"][-2:-1] == (10,)
-
-
-def test_sru_skip_block_and_projection_depend_on_widths() -> None:
-    both = shapes({"kind": "sru", "hidden": 5, "depth": 2, "bidirectional": True, "projection": 8})
-    assert both["0.0.forward.input"] == (7, 20) and "0.0.forward.projection" not in both
-    assert both["0.1.forward.input"] == (8, 15) and both["0.1.forward.projection"] == (10, 8)
-
-
-@pytest.mark.parametrize(
-    "layer_norm, expected",
-    [
-        ("none", {}),
-        ("before", {"0.0.norm": (2, 7), "0.1.norm": (2, 10)}),
-        ("after", {"0.0.norm": (2, 10), "0.1.norm": (2, 10)}),
-    ],
-    ids=str,
-)
-def test_sru_directions_share_the_layer_norm(layer_norm: str, expected: Table) -> None:
-    both = shapes({"kind": "sru", "hidden": 5, "depth": 2, "bidirectional": True, "layer_norm": layer_norm})
-    assert {name: shape for name, shape in both.items() if name.endswith("norm")} == expected
-
-
-def test_tensors_of_a_convolution() -> None:
-    assert shapes({"kind": "conv", "filters": 4, "width": 3}) == {"0.filters": (3, 7, 4), "0.bias": (4,)}
-
-
-@pytest.mark.parametrize("activation", ["glu", "gated_tanh"])
-def test_gated_convolution_has_two_maps_per_output(activation: str) -> None:
-    gated = {"kind": "conv", "filters": 4, "width": 3, "activation": activation}
-    made = shapes({**gated, "batch_norm": True}, {"kind": "conv", "filters": 2, "width": 1})
-    assert made["0.filters"] == (3, 7, 8) and made["0.bias"] == (8,) and made["0.norm"] == (4, 8)
-    assert made["1.filters"] == (1, 4, 2)
-
-
-def test_weight_norm_replaces_the_filters() -> None:
-    made = shapes({"kind": "conv", "filters": 4, "width": 3, "weight_norm": True})
-    assert made == {"0.direction": (3, 7, 4), "0.magnitude": (4,), "0.bias": (4,)}
-
-
-def test_tensors_of_a_tcn() -> None:
-    assert shapes({"kind": "tcn", "filters": 4, "levels": 2, "width": 3}) == {
-        "0.0.0.filters": (3, 7, 4),
-        "0.0.0.bias": (4,),
-        "0.0.1.filters": (3, 4, 4),
-        "0.0.1.bias": (4,),
-        "0.0.projection.filters": (1, 7, 4),
-        "0.0.projection.bias": (4,),
-        "0.1.0.filters": (3, 4, 4),
-        "0.1.0.bias": (4,),
-        "0.1.1.filters": (3, 4, 4),
-        "0.1.1.bias": (4,),
-    }
-    assert not any("projection" in name for name in shapes({"kind": "tcn", "filters": 7, "levels": 2}))
-
-
-def test_tcn_projection_has_no_weight_norm() -> None:
-    made = shapes({"kind": "tcn", "filters": 4, "levels": 1, "weight_norm": True})
-    assert {name.removeprefix("0.0."): shape for name, shape in made.items()} == {
-        "0.direction": (2, 7, 4),
-        "0.magnitude": (4,),
-        "0.bias": (4,),
-        "1.direction": (2, 4, 4),
-        "1.magnitude": (4,),
-        "1.bias": (4,),
-        "projection.filters": (1, 7, 4),
-        "projection.bias": (4,),
-    }
-
-
-def test_tensors_of_a_text_cnn() -> None:
-    made = model(TEXT_CNN)
-    assert made.tensors() == {
-        "layers.0.3.filters": (3, 7, 4),
-        "layers.0.1.filters": (1, 7, 4),
-        "layers.0.3.bias": (4,),
-        "layers.0.1.bias": (4,),
-        "head.weight": (8, 3),
-        "head.bias": (3,),
-    }
-
-
-def test_layer_inputs_are_the_outputs_of_the_layer_below() -> None:
-    made = shapes(
-        {"kind": "lstm", "hidden": 5, "bidirectional": True},
-        {"kind": "conv", "filters": 4, "width": 2},
-        {"kind": "qrnn", "hidden": 3},
-        {"kind": "gru", "hidden": 2, "depth": 2},
-    )
-    assert made["1.filters"] == (2, 10, 4)
-    assert made["2.0.forward.input"] == (1, 4, 9)
-    assert made["3.0.forward.input"] == (3, 6)
-    assert made["3.1.forward.input"] == (2, 6)
-
-
 @pytest.mark.parametrize(
     "head, weight",
     [
         (CLASSIFY, (5, 3)),
-        ({"kind": "regress", "pool": "last"}, (5, 1)),
         ({"kind": "regress", "pool": "mean", "outputs": 4}, (5, 4)),
         ({"kind": "tag", "labels": LABELS}, (5, 3)),
         ({"kind": "span"}, (5, 2)),
@@ -189,80 +53,81 @@ def test_tensors_of_a_head(head: Table, weight: tuple[int, int] | None) -> None:
     assert held == ({"head.weight": weight, "head.bias": weight[1:]} if weight else {})
 
 
-@pytest.mark.parametrize(
-    "layer, key, message",
-    [
-        ({"kind": "lstm"}, "hidden", "Field required"),
-        ({"kind": "lstm", "hidden": 5.0}, "hidden", "valid integer"),
-        ({"kind": "lstm", "hidden": 5, "depth": 0}, "depth", "greater than 0"),
-        ({"kind": "lstm", "hidden": 5, "bidirectional": 1}, "bidirectional", "valid boolean"),
-        ({"kind": "lstm", "hidden": 5, "reset_after": True}, "reset_after", "not permitted"),
-        ({"kind": "gru", "hidden": 5, "reset_after": "no"}, "reset_after", "valid boolean"),
-        ({"kind": "gru", "hidden": 5, "window": 2}, "window", "not permitted"),
-        ({"kind": "sru", "hidden": 5, "activation": "relu"}, "activation", "'identity' or 'tanh'"),
-        ({"kind": "sru", "hidden": 5, "scale": float("inf")}, "scale", "finite"),
-        ({"kind": "sru", "hidden": 5, "scale": float("nan")}, "scale", "finite"),
-        ({"kind": "sru", "hidden": 5, "projection": 0}, "projection", "greater than 0"),
-        ({"kind": "sru", "hidden": 5, "layer_norm": True}, "layer_norm", "'none', 'before' or 'after'"),
-        ({"kind": "sru", "hidden": 5, "skip": 0}, "skip", "valid boolean"),
-        ({"kind": "sru", "hidden": 5, "cell_gates": None}, "cell_gates", "valid boolean"),
-        ({"kind": "qrnn", "hidden": 5, "window": 0}, "window", "greater than 0"),
-        ({"kind": "qrnn", "hidden": 5, "pooling": "if"}, "pooling", "'f', 'fo' or 'ifo'"),
-        ({"kind": "conv", "filters": 4}, "width", "Field required"),
-        ({"kind": "conv", "width": 3}, "filters", "Field required"),
-        ({"kind": "conv", "filters": 4, "width": 0}, "width", "greater than 0"),
-        ({"kind": "conv", "filters": 4, "width": 3, "stride": 0}, "stride", "greater than 0"),
-        ({"kind": "conv", "filters": 4, "width": 3, "dilation": -1}, "dilation", "greater than 0"),
-        (
-            {"kind": "conv", "filters": 4, "width": 3, "padding": "valid"},
-            "padding",
-            "'same', 'same_upper', 'same_lower', 'causal' or 'none'",
-        ),
-        (
-            {"kind": "conv", "filters": 4, "width": 3, "activation": "swish"},
-            "kind",
-            "'exponential', 'glu' or 'gated_tanh'",
-        ),
-        ({"kind": "conv", "filters": 4, "width": 3, "weight_norm": 1}, "weight_norm", "valid boolean"),
-        ({"kind": "conv", "filters": 4, "width": 3, "batch_norm": "yes"}, "batch_norm", "valid boolean"),
-        ({"kind": "tcn", "filters": 4}, "levels", "Field required"),
-        ({"kind": "tcn", "filters": [4, 4], "levels": 2}, "filters", "valid integer"),
-        ({"kind": "tcn", "filters": 4, "levels": 0}, "levels", "greater than 0"),
-        ({"kind": "tcn", "filters": 4, "levels": 17}, "levels", "less than or equal to 16"),
-        ({"kind": "tcn", "filters": 4, "levels": 2, "width": 0}, "width", "greater than 0"),
-        ({"kind": "tcn", "filters": 4, "levels": 2, "dilation": 2}, "dilation", "not permitted"),
-        ({"kind": "tcn", "filters": 4, "levels": 2, "batch_norm": True}, "batch_norm", "not permitted"),
-        ({"kind": "text_cnn", "widths": [], "filters": 4}, "widths", "at least 1 item"),
-        ({"kind": "text_cnn", "widths": [3, 0], "filters": 4}, "1", "greater than 0"),
-        ({"kind": "text_cnn", "widths": [3], "filters": 4, "padding": -1}, "padding", "greater than or equal to 0"),
-        ({"kind": "text_cnn", "widths": [3, 2, 3], "filters": 4}, "text_cnn", "widths must be unique: raise filters instead"),
-        ({"kind": "text_cnn", "widths": [3], "filters": 4, "stride": 2}, "stride", "not permitted"),
-    ],
-    ids=str,
-)
-def test_invalid_layer_error_names_the_key(layer: Table, key: str, message: str) -> None:
-    assert any(one.startswith(f"{key}: ") and message in one for one in error_messages(layer))
+NUMBERS = (0, 5.0)
+WRONG: dict[str, tuple[Table, dict[str, tuple[Any, ...]]]] = {
+    "lstm": ({"hidden": 5}, {"hidden": (None, *NUMBERS), "depth": NUMBERS, "bidirectional": (1,), "reset_after": (True,)}),
+    "gru": ({"hidden": 5}, {"reset_after": ("no",), "window": (2,)}),
+    "sru": (
+        {"hidden": 5},
+        {
+            "activation": ("relu",),
+            "scale": (float("inf"), float("nan"), "a"),
+            "projection": NUMBERS,
+            "layer_norm": (True,),
+            "skip": (0,),
+            "cell_gates": (None,),
+        },
+    ),
+    "qrnn": ({"hidden": 5}, {"window": NUMBERS, "pooling": ("if",)}),
+    "conv": (
+        {"filters": 4, "width": 3},
+        {
+            "width": (None, *NUMBERS),
+            "filters": (None, *NUMBERS),
+            "stride": NUMBERS,
+            "dilation": (-1,),
+            "padding": ("valid",),
+            "weight_norm": (1,),
+            "batch_norm": ("yes",),
+        },
+    ),
+    "tcn": (
+        {"filters": 4, "levels": 2},
+        {"levels": (None, 0, 17), "filters": ([4, 4],), "width": NUMBERS, "dilation": (2,), "batch_norm": (True,)},
+    ),
+    "text_cnn": ({"widths": [3], "filters": 4}, {"widths": ([],), "padding": (-1,), "stride": (2,)}),
+}
 
 
 @pytest.mark.parametrize(
-    "head, key, message",
+    "kind, key, value",
+    [(kind, key, value) for kind, (_, keys) in WRONG.items() for key, values in keys.items() for value in values],
+)
+def test_invalid_layer_error_names_the_key(kind: str, key: str, value: Any) -> None:
+    """None stands for a key that is missing, where it is required."""
+    table = {"kind": kind, **WRONG[kind][0], key: value}
+    table = {name: given for name, given in table.items() if given is not None or name == "cell_gates"}
+    assert any(one.startswith(f"{key}: ") for one in error_messages(table))
+
+
+@pytest.mark.parametrize(
+    "layer, head, message",
     [
-        ({"kind": "tag"}, "labels", "Field required"),
-        ({"kind": "tag", "labels": ["near"]}, "tag", "softmax would always choose it"),
-        ({"kind": "tag", "labels": ["near", "near"]}, "tag", "labels must be unique"),
-        ({"kind": "tag", "labels": LABELS, "pool": "max"}, "pool", "not permitted"),
-        ({"kind": "regress"}, "pool", "Field required"),
-        ({"kind": "regress", "pool": "max", "outputs": 0}, "outputs", "greater than 0"),
-        ({"kind": "span", "pool": "max"}, "pool", "not permitted"),
-        ({"kind": "next", "top": 0}, "top", "greater than 0"),
-        ({"kind": "embed"}, "pool", "Field required"),
-        ({"kind": "embed", "pool": "mean", "normalize": 1}, "normalize", "valid boolean"),
-        ({"kind": "sequence", "labels": LABELS}, "labels", "not permitted"),
+        ({"kind": "text_cnn", "widths": [3, 2, 3], "filters": 4}, CLASSIFY, "widths must be unique: raise filters instead"),
+        ({**CONV, "activation": "swish"}, CLASSIFY, "'exponential', 'glu' or 'gated_tanh'"),
+        ({"kind": "lstm", "hidden": 4, "merge": "sum"}, SEQUENCE, "combines two directions: set bidirectional"),
+        ({"kind": "lstm", "hidden": 4, "bidirectional": True, "direction": "backward"}, SEQUENCE, "runs in both directions"),
+        ({"kind": "gru", "hidden": 4, "layer_norm": True, "reset_after": False}, SEQUENCE, "set reset_after"),
+        ({**CONV, "groups": 2}, SEQUENCE, "groups is 2 and must divide the 7 inputs"),
+        ({**CONV, "pads": (1, 0), "padding": "causal"}, SEQUENCE, "remove one of them"),
+        ({"kind": "lstm", "hidden": 4, "activation": {"kind": "tanh", "alpha": 2.0}}, SEQUENCE, "tanh has no parameter alpha"),
+        ({"kind": "lstm", "hidden": 4, "activation": 3}, SEQUENCE, "write the name of an activation"),
+        (
+            LSTM,
+            {"kind": "tag", "labels": ["near"]},
+            "tag: Value error, labels has one label, and softmax would always choose it",
+        ),
+        (LSTM, {"kind": "tag", "labels": ["near", "near"]}, "tag: Value error, labels must be unique"),
+        (LSTM, {"kind": "tag", "labels": LABELS, "pool": "max"}, "pool: Extra inputs are not permitted"),
+        (LSTM, {"kind": "regress"}, "pool: Field required"),
+        (LSTM, {"kind": "regress", "pool": "max", "outputs": 0}, "outputs: Input should be greater than 0"),
+        (LSTM, {"kind": "next", "top": 0}, "top: Input should be greater than 0"),
+        (LSTM, {"kind": "embed", "pool": "mean", "normalize": 1}, "normalize: Input should be a valid boolean"),
     ],
     ids=str,
 )
-def test_invalid_head_error_names_the_key(head: Table, key: str, message: str) -> None:
-    assert any(one.startswith(f"{key}: ") and message in one for one in error_messages(head=head, input=FEATURES))
+def test_tables_that_mean_nothing_are_refused(layer: Table, head: Table, message: str) -> None:
+    assert any(message in one for one in error_messages(layer, head=head))
 
 
 def model_error(*layers: Table, head: Table = CLASSIFY, input: Table = FEATURES) -> str:
@@ -275,29 +140,10 @@ def test_text_cnn_must_be_the_last_layer() -> None:
     assert model_error(TEXT_CNN, LSTM) == "a text_cnn outputs one vector per sequence: it can only be the last layer"
 
 
-@pytest.mark.parametrize(
-    "head",
-    [
-        {"kind": "classify", "pool": "mean", "labels": LABELS},
-        {"kind": "regress", "pool": "last"},
-        {"kind": "embed", "pool": "mean"},
-        {"kind": "tag", "labels": LABELS},
-        {"kind": "span"},
-        {"kind": "next"},
-        {"kind": "sequence"},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("head", [{"kind": "embed", "pool": "mean"}, {"kind": "span"}, {"kind": "sequence"}], ids=str)
 def test_text_cnn_rejects_heads_that_need_steps(head: Table) -> None:
     message = 'a text_cnn needs a head of kind classify, regress or embed with pool = "max"'
     assert model_error(EMBEDDING, TEXT_CNN, head=head, input=IDS) == message
-
-
-@pytest.mark.parametrize("kind", ["classify", "regress", "embed"])
-def test_text_cnn_accepts_heads_that_pool_by_max(kind: str) -> None:
-    labels = {"labels": LABELS} if kind == "classify" else {}
-    made = model(TEXT_CNN, head={"kind": kind, "pool": "max", **labels})
-    assert made.has_embedding and not made.has_steps
 
 
 def test_next_head_needs_a_vocabulary() -> None:
@@ -308,36 +154,8 @@ def test_next_head_needs_a_vocabulary() -> None:
     assert model_error(EMBEDDING, LSTM, head={"kind": "next", "top": 14}, input=IDS) == message
 
 
-@pytest.mark.parametrize("layer", [LSTM, {"kind": "conv", "filters": 4, "width": 3}, TEXT_CNN], ids=str)
-def test_text_and_ids_need_an_embedding_and_features_none(layer: Table) -> None:
-    kind, way_out = layer["kind"], "text and ids need an embedding, features have none"
-    assert model_error(layer, input=IDS) == f"an input of kind 'ids' does not fit a first layer of kind '{kind}': {way_out}"
-    assert (
-        model_error(EMBEDDING, layer)
-        == f"an input of kind 'features' does not fit a first layer of kind 'embedding': {way_out}"
-    )
-
-
 def test_max_steps_below_min_steps_is_rejected() -> None:
     wide = {"kind": "conv", "filters": 4, "width": 9, "padding": "none", "dilation": 2}
     assert model(wide, input={**FEATURES, "max_steps": 17}).min_steps == 17
     message = "the layers need 17 steps and input.max_steps is 16: raise it"
     assert model_error(wide, input={**FEATURES, "max_steps": 16}) == message
-
-
-@pytest.mark.parametrize(
-    "head, has_embedding",
-    [
-        (CLASSIFY, True),
-        ({"kind": "regress", "pool": "last"}, True),
-        ({"kind": "embed", "pool": "last"}, True),
-        ({"kind": "next"}, True),
-        ({"kind": "tag", "labels": LABELS}, False),
-        ({"kind": "span"}, False),
-        ({"kind": "sequence"}, False),
-    ],
-    ids=str,
-)
-def test_has_embedding_and_has_steps(head: Table, has_embedding: bool) -> None:
-    made = model(EMBEDDING, LSTM, head=head, input=IDS)
-    assert (made.has_embedding, made.has_steps) == (has_embedding, True)

@@ -53,21 +53,13 @@ def test_every_layer_and_head_round_trips(tmp_path: Path, name: str) -> None:
     assert {name: tuple(array.shape) for name, array in arrays.items()} == written.tensors()
 
 
-@pytest.mark.parametrize("scale", [1.0, -0.0, 1e-7, 1e22, 1.7976931348623157e308])
-def test_float_round_trips(tmp_path: Path, scale: float) -> None:
-    sru = {"kind": "sru", "hidden": 4, "scale": scale}
-    written = models.made_up(tmp_path, "scaled", models.IDS, models.EMBEDDING, sru, head={"kind": "span"})
-    again = read(tmp_path / "scaled" / "1").layers[1]
-    assert again == written.layers[1]
-    assert isinstance(again, SRULayer) and math.copysign(1, again.scale) == math.copysign(1, scale)
-
-
-def test_sru_layer_norm_round_trips(tmp_path: Path) -> None:
-    sru = {"kind": "sru", "hidden": 4, "depth": 2, "layer_norm": "after"}
-    written = models.made_up(tmp_path, "normalised", models.IDS, models.EMBEDDING, sru, head={"kind": "span"})
-    folder = tmp_path / "normalised" / "1"
-    assert read(folder) == written
-    assert store.read_arrays(folder, written)["layers.1.1.norm"].shape == (2, 4)
+def test_floats_round_trip(tmp_path: Path) -> None:
+    for number, scale in enumerate((-0.0, 1e-7, 1e22, 1.7976931348623157e308)):
+        sru = {"kind": "sru", "hidden": 4, "scale": scale}
+        written = models.made_up(tmp_path / str(number), "scaled", models.IDS, models.EMBEDDING, sru, head={"kind": "span"})
+        again = read(tmp_path / str(number) / "scaled" / "1").layers[1]
+        assert again == written.layers[1]
+        assert isinstance(again, SRULayer) and math.copysign(1, again.scale) == math.copysign(1, scale)
 
 
 def test_non_contiguous_weights_are_written(tmp_path: Path, model: ModelSpec) -> None:
@@ -83,7 +75,7 @@ def test_non_contiguous_weights_are_written(tmp_path: Path, model: ModelSpec) ->
     description=st.text() | st.sampled_from(['"""', "\\", "a\nb\r\nc\td\0", "\x7f\x85\u2028", "'''", "# no comment", "é 🙂"]),
 )
 @example(labels=["a", "b\x7f"], description="")
-@settings(max_examples=60)
+@settings(max_examples=12)
 def test_toml_round_trips_any_characters(tmp_path_factory: pytest.TempPathFactory, labels: list[str], description: str) -> None:
     root = tmp_path_factory.mktemp("odd")
     model = models.words(root)
@@ -101,25 +93,19 @@ def test_toml_has_the_digest_of_every_file(folder: Path) -> None:
     }
 
 
-def test_wrong_digest_is_rejected(folder: Path, model: ModelSpec) -> None:
+def test_file_without_its_digest_is_rejected(folder: Path, model: ModelSpec) -> None:
+    unsigned = model.model_copy(update={"sha256": {}})
+    with pytest.raises(ModelError) as caught:
+        store.read_arrays(folder, unsigned)
+    message = "sha256 has no entry for weights.safetensors: add the digest that sha256sum prints"
+    assert str(caught.value) == f"{folder / 'model.toml'}: {message}"
     file = folder / "weights.safetensors"
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
     with pytest.raises(ModelError, match=r"weights.safetensors does not have the digest in model.toml"):
         store.read_arrays(folder, model)
-
-
-def test_missing_digest_error_has_a_hint(folder: Path, model: ModelSpec) -> None:
-    unsigned = model.model_copy(update={"sha256": {}})
-    with pytest.raises(ModelError) as caught:
-        store.read_arrays(folder, unsigned)
-    message = "sha256 has no entry for weights.safetensors: add the digest that sha256sum prints"
-    assert str(caught.value) == f"{folder / 'model.toml'}: {message}"
-
-
-def test_missing_file_is_rejected(folder: Path, model: ModelSpec) -> None:
-    (folder / "weights.safetensors").unlink()
+    file.unlink()
     with pytest.raises(ModelError, match=r"weights.safetensors cannot be read: No such file"):
         store.read_arrays(folder, model)
 
@@ -131,43 +117,29 @@ def test_truncated_file_is_rejected(folder: Path, model: ModelSpec, kept: int) -
 
 
 @given(st.binary(max_size=64) | st.binary(max_size=64).map(lambda header: len(header).to_bytes(8, "little") + header))
-@settings(max_examples=50)
+@settings(max_examples=25)
 def test_file_of_random_bytes_is_rejected(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
     root = tmp_path_factory.mktemp("bytes")
     model = models.words(root)
     assert read_error(root / model.name / "1", model, content)
 
 
-def changed(model: ModelSpec, changes: dict[str, Tensor | None]) -> bytes:
-    """Return the weights file with some tensors replaced, or removed."""
-    arrays: dict[str, Tensor | None] = {**models.weights(model), **changes}
-    return save({name: array for name, array in arrays.items() if array is not None})
-
-
-def test_missing_tensor_error_names_name_and_shape(folder: Path, model: ModelSpec) -> None:
-    message = read_error(folder, model, changed(model, {BIAS: None}))
-    assert message == f"the tensor {BIAS} of shape (20,) is missing"
-
-
-def test_extra_tensor_error_names_it(folder: Path, model: ModelSpec) -> None:
-    message = read_error(folder, model, changed(model, {"layers.9.weight": torch.zeros(3)}))
-    assert message == "the tensor layers.9.weight belongs to no layer of model.toml"
-
-
-def test_wrong_shape_error_has_both_shapes(folder: Path, model: ModelSpec) -> None:
-    message = read_error(folder, model, changed(model, {BIAS: torch.zeros(21)}))
-    assert message == f"{BIAS} has shape (21,), model.toml requires (20,)"
-
-
-def test_wrong_dtype_error_has_both_dtypes(folder: Path, model: ModelSpec) -> None:
-    message = read_error(folder, model, changed(model, {BIAS: torch.zeros(20, dtype=torch.float16)}))
-    assert message == f"{BIAS} is torch.float16, the precision float32 in model.toml requires torch.float32"
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_non_finite_weights_are_rejected(folder: Path, model: ModelSpec, value: float) -> None:
-    message = read_error(folder, model, changed(model, {BIAS: torch.tensor([0.0] * 19 + [value])}))
-    assert message == f"{BIAS} has 1 values that are not finite, the first at [19]: {value}"
+@pytest.mark.parametrize(
+    "name, tensor, message",
+    [
+        (BIAS, None, f"the tensor {BIAS} of shape (20,) is missing"),
+        ("layers.9.weight", torch.zeros(3), "the tensor layers.9.weight belongs to no layer of model.toml"),
+        (BIAS, torch.zeros(21), f"{BIAS} has shape (21,), model.toml requires (20,)"),
+        (BIAS, torch.zeros(20).half(), f"{BIAS} is torch.float16, the precision float32 in model.toml requires torch.float32"),
+        (BIAS, torch.tensor([0.0] * 19 + [float("nan")]), f"{BIAS} has 1 values that are not finite, the first at [19]: nan"),
+        (BIAS, torch.tensor([0.0] * 19 + [-float("inf")]), f"{BIAS} has 1 values that are not finite, the first at [19]: -inf"),
+    ],
+    ids=str,
+)
+def test_wrong_tensor_error_names_it(folder: Path, model: ModelSpec, name: str, tensor: Tensor | None, message: str) -> None:
+    arrays: dict[str, Tensor | None] = {**models.weights(model), name: tensor}
+    content = save({name: array for name, array in arrays.items() if array is not None})
+    assert read_error(folder, model, content) == message
 
 
 def test_weights_that_overflow_the_precision_are_rejected(tmp_path: Path, model: ModelSpec) -> None:

@@ -44,14 +44,10 @@ def test_unknown_words_become_the_unknown_id(folder: Path, model: ModelSpec) -> 
     assert ids(tokenizer, "how far is the moon ?") == [1, 2, 3, 4, 0, 9]
 
 
-@pytest.mark.parametrize("text", ["", "   ", "\n\t"])
-def test_text_without_words_has_no_ids(folder: Path, model: ModelSpec, text: str) -> None:
-    assert ids(Tokenizer.read(folder, model), text) == []
-
-
-@pytest.mark.parametrize("text", ["\0", "🙂" * 99, "\u202e", "é\u0301", "\ufffd", "a" * 10_000])
+@pytest.mark.parametrize("text", ["", "\n\t", "\0", "🙂" * 99, "\u202e", "é\u0301", "\ufffd", "a" * 10_000])
 def test_unusual_text_becomes_known_ids(folder: Path, model: ModelSpec, text: str) -> None:
-    assert set(ids(Tokenizer.read(folder, model), text)) <= set(range(len(models.WORDS)))
+    found = ids(Tokenizer.read(folder, model), text)
+    assert set(found) <= set(range(len(models.WORDS))) and bool(found) == bool(text.strip())
 
 
 def test_invalid_unicode_error_names_the_field(folder: Path, model: ModelSpec) -> None:
@@ -74,12 +70,8 @@ def test_padding_and_truncation_of_the_file_are_ignored(folder: Path, model: Mod
     made.enable_truncation(max_length=2)
     tokenizer = Tokenizer.read(folder, with_file(folder, model, made.to_str()))
     assert ids(tokenizer, "word1 word2 word3") == [1, 2, 3]
-
-
-def test_vocabulary_may_be_larger_than_that_of_the_file(folder: Path, model: ModelSpec) -> None:
-    """Embeddings are often padded to a multiple of 8 rows."""
-    tokenizer = Tokenizer.read(folder, with_file(folder, model, word_level(numbered(7)).to_str()))
-    assert ids(tokenizer, "word1 word6") == [1, 6]
+    padded = with_file(folder, model, word_level(numbered(7)).to_str())  # embeddings are often padded to a multiple of 8 rows
+    assert ids(Tokenizer.read(folder, padded), "word1 word6") == [1, 6]
 
 
 def test_vocabulary_size_error_has_both_sizes(folder: Path, model: ModelSpec) -> None:
@@ -92,15 +84,7 @@ def test_vocabulary_size_error_has_both_sizes(folder: Path, model: ModelSpec) ->
     )
 
 
-def test_ids_beyond_the_vocabulary_are_rejected(folder: Path, model: ModelSpec) -> None:
-    vocabulary = {**numbered(9), "beyond": 77}
-    assert len(vocabulary) == len(models.WORDS)
-    other = with_file(folder, model, word_level(vocabulary).to_str())
-    with pytest.raises(ModelError, match="has ids up to 77"):
-        Tokenizer.read(folder, other)
-
-
-@pytest.mark.parametrize("content", ["", "{", "[]", json.dumps({"version": "1.0", "model": {"type": "Abacus"}})])
+@pytest.mark.parametrize("content", ["", "[]", json.dumps({"version": "1.0", "model": {"type": "Abacus"}})])
 def test_broken_file_error_names_the_file(folder: Path, model: ModelSpec, content: str) -> None:
     broken = with_file(folder, model, content)
     with pytest.raises(ModelError) as caught:
@@ -108,18 +92,12 @@ def test_broken_file_error_names_the_file(folder: Path, model: ModelSpec, conten
     assert str(caught.value).startswith(f"{folder / 'tokenizer.json'}: ")
 
 
-def test_missing_file_error_names_the_file(folder: Path, model: ModelSpec) -> None:
-    (folder / "tokenizer.json").unlink()
-    with pytest.raises(ModelError, match=r"tokenizer\.json cannot be read"):
-        Tokenizer.read(folder, model)
-
-
-def test_changed_file_is_rejected(folder: Path, model: ModelSpec) -> None:
+def test_file_without_its_digest_is_rejected(folder: Path, model: ModelSpec) -> None:
+    with pytest.raises(ModelError, match=r"sha256 has no entry for tokenizer.json: add the digest that sha256sum prints"):
+        Tokenizer.read(folder, model.model_copy(update={"sha256": {}}))
     with_file(folder, model, word_level(numbered(len(models.WORDS))).to_str())
     with pytest.raises(ModelError, match=r"tokenizer.json does not have the digest in model.toml"):
         Tokenizer.read(folder, model)
-
-
-def test_missing_digest_error_has_a_hint(folder: Path, model: ModelSpec) -> None:
-    with pytest.raises(ModelError, match=r"sha256 has no entry for tokenizer.json: add the digest that sha256sum prints"):
-        Tokenizer.read(folder, model.model_copy(update={"sha256": {}}))
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ModelError, match=r"tokenizer\.json cannot be read"):
+        Tokenizer.read(folder, model)

@@ -1,10 +1,82 @@
-"""Convolutions, pools, and layers of single steps."""
+"""Convolutions, pools, layers of single steps, functions of keras.ops, whole models, and code."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from tests.importers.keras.builders import STEPS, VOCABULARY, Case, Layer, cell, dense, functional, one, over_features, written
+from tests.importers.keras.builders import (
+    FEATURES,
+    STEPS,
+    UNITS,
+    Case,
+    Layer,
+    both,
+    cell,
+    dense,
+    functional,
+    imports,
+    named,
+    one,
+    over_features,
+    over_ids,
+    refuses,
+)
+
+NOT_IMPORTED = "layers of this class cannot be imported"
+conv = partial(one, "Conv1D", 4)
+maximum = one("GlobalMaxPooling1D")
+
+
+def _residual(keras: Any, x: Any, *, last: int = 2) -> Any:
+    layers = keras.layers
+    for dilation in (1, last):
+        inner = layers.Conv1D(4, 2, padding="causal", dilation_rate=dilation, activation="relu")(x)
+        inner = layers.Conv1D(4, 2, padding="causal", dilation_rate=dilation, activation="relu")(inner)
+        x = layers.ReLU()(layers.Add()([inner, x if dilation > 1 else layers.Conv1D(4, 1)(x)]))
+    return x
+
+
+def _convolutions() -> list[Case]:
+    windows: dict[str, dict[str, Any]] = {
+        "strides": {"kernel_size": 2, "padding": "same", "strides": 3},
+        **{padding: {"kernel_size": 3, "padding": padding, "dilation_rate": 2} for padding in ("valid", "same", "causal")},
+    }
+    more: list[dict[str, Any]] = [
+        *({"kernel_size": width, "padding": padding} for padding in ("valid", "same", "causal") for width in (1, 2, 3, 4)),
+        *({"kernel_size": 3, "padding": padding, "strides": 2} for padding in ("valid", "same", "causal")),
+    ]
+    return [
+        *(imports(f"Conv1D: {named(window)}", conv(**window)) for window in windows.values()),
+        *(imports(f"Conv1D: {named(window)}", conv(**window), more=True) for window in more),
+        imports("Conv1D: groups, strides", conv(3, groups=2, padding="same", strides=2), features=4),
+        imports("Conv1D: use_bias=False, gelu", conv(3, use_bias=False, activation="gelu")),
+        imports("Conv1D: batch norm and ReLU after it", conv(3), one("BatchNormalization"), one("ReLU"), conv(3)),
+        imports("DepthwiseConv1D: depth_multiplier=2", one("DepthwiseConv1D", 3, depth_multiplier=2)),
+        imports("SeparableConv1D: same, relu", one("SeparableConv1D", 4, 3, padding="same", activation="relu")),
+        refuses("Conv1D: channels first", "data_format is 'channels_first'", conv(3, data_format="channels_first"), steps=6),
+        refuses("Conv1DTranspose: any", NOT_IMPORTED, one("Conv1DTranspose", 2, 2)),
+        *(
+            imports(f"{kind}: {named(window)}", one(kind, **window), more=is_more)
+            for kind in ("MaxPooling1D", "AveragePooling1D")
+            for is_more, window in (
+                (False, {"pool_size": 2}),
+                (False, {"pool_size": 3, "strides": 2, "padding": "same"}),
+                (True, {"pool_size": 3, "strides": 1, "padding": "same"}),
+                (True, {"pool_size": 3, "strides": 2}),
+            )
+        ),
+        imports("MaxPooling1D: all steps", one("MaxPooling1D", 6), one("Flatten"), dense(), steps=6),
+        imports("GlobalMaxPooling1D: as the output", conv(3), maximum),
+        imports("GlobalAveragePooling1D: keepdims", conv(3), one("GlobalAveragePooling1D", keepdims=True), one("Flatten")),
+        Case("Add: levels of a temporal convolutional network", functional(_residual)),
+        Case("Add: other dilations", functional(partial(_residual, last=3)), "dilated by 1, 2, 4"),
+        imports("Activation: glu after a convolution", one("Conv1D", 8, 2, padding="causal"), one("Activation", "glu")),
+        imports("Cropping1D: after padding", one("ZeroPadding1D", 2), conv(3), one("Cropping1D", (0, 2))),
+        imports("ZeroPadding1D: before a convolution", one("ZeroPadding1D", (2, 1)), conv(3), more=True),
+    ]
+
 
 ACTIVATIONS = (
     *("linear", "relu", "relu6", "sigmoid", "hard_sigmoid", "tanh", "hard_tanh", "softplus", "softsign", "selu", "elu"),
@@ -12,227 +84,256 @@ ACTIVATIONS = (
 )
 WITHOUT = ("mish", "hard_silu", "log_sigmoid", "squareplus", "tanh_shrink", "soft_shrink")
 """Activations that a model does not have."""
+OWN_LAYERS: dict[str, tuple[dict[str, Any], ...]] = {
+    "ReLU": ({"max_value": 6.0}, {"negative_slope": 0.2}, {"threshold": 0.7}),
+    "LeakyReLU": ({"negative_slope": 0.05},),
+    "ELU": ({"alpha": 0.5},),
+}
+WITHOUT_EFFECT = ("Dropout", "SpatialDropout1D", "GaussianNoise", "GaussianDropout", "AlphaDropout", "ActivityRegularization")
 
 
-def _conv(**options: Any) -> Layer:
-    return one("Conv1D", **{"filters": 4, "kernel_size": 3, **options})
+def per_step(kind: str, *arguments: Any, **options: Any) -> Layer:
+    return lambda layers: layers.TimeDistributed(getattr(layers, kind)(*arguments, **options))
 
 
-def _convolution_cases() -> list[Case]:
-    windows: list[dict[str, Any]] = [
-        *({"kernel_size": width, "padding": padding} for padding in ("valid", "same", "causal") for width in (1, 2, 3, 4)),
-        *({"kernel_size": 3, "padding": padding, "strides": 2} for padding in ("valid", "same", "causal")),
-        *({"kernel_size": 2, "padding": padding, "strides": 3} for padding in ("valid", "same")),
-        *({"kernel_size": 3, "padding": padding, "dilation_rate": 2} for padding in ("valid", "same", "causal")),
-    ]
-    return [
-        *(Case("Conv1D", written(window), over_features(_conv(**window))) for window in windows),
-        Case("Conv1D", "groups=2", over_features(_conv(groups=2), features=4)),
-        Case(
-            "Conv1D",
-            "groups=2, padding='same', strides=2",
-            over_features(_conv(groups=2, padding="same", strides=2), features=4),
-        ),
-        Case("Conv1D", "use_bias=False", over_features(_conv(use_bias=False))),
-        *(
-            Case("Conv1D", f'activation "{name}"', over_features(_conv(activation=name)))
-            for name in ("relu", "tanh", "gelu", "selu")
-        ),
-        Case("Conv1D", "batch norm and ReLU after it", over_features(_conv(), one("BatchNormalization"), one("ReLU"), _conv())),
-        Case(
-            "Conv1D",
-            "data_format='channels_first'",
-            over_features(_conv(data_format="channels_first"), steps=6),
-            "data_format is 'channels_first'",
-        ),
-        Case("DepthwiseConv1D", "depth_multiplier=2", over_features(one("DepthwiseConv1D", kernel_size=3, depth_multiplier=2))),
-        Case(
-            "SeparableConv1D",
-            "padding='same', activation",
-            over_features(one("SeparableConv1D", filters=4, kernel_size=3, padding="same", activation="relu")),
-        ),
-        Case(
-            "Conv1DTranspose",
-            "any",
-            over_features(one("Conv1DTranspose", filters=2, kernel_size=2)),
-            "layers of this class cannot be imported",
-        ),
-    ]
-
-
-def _text_cnn(keras: Any) -> Any:
-    ids = keras.Input((None,), dtype="int32")
-    layers = keras.layers
-    x = layers.Embedding(VOCABULARY, 4)(ids)
-    pools = [layers.GlobalMaxPooling1D()(layers.Conv1D(3, width, activation="relu")(x)) for width in (2, 3, 4)]
-    return keras.Model(ids, layers.Dense(3, activation="softmax")(layers.Dropout(0.5)(layers.Concatenate()(pools))))
-
-
-def _fixed_text_cnn(keras: Any) -> Any:
-    ids = keras.Input((8,), dtype="int32")
-    layers = keras.layers
-    x = layers.Embedding(VOCABULARY, 4)(ids)
-    pools = [
-        layers.Flatten()(layers.MaxPooling1D(9 - width)(layers.Conv1D(3, width, activation="relu")(x))) for width in (2, 3)
-    ]
-    return keras.Model(ids, layers.Dense(3, activation="softmax")(layers.Concatenate()(pools)))
-
-
-def _residual(layers: Any, x: Any) -> Any:
-    for dilation in (1, 2):
-        inner = layers.Conv1D(4, 2, padding="causal", dilation_rate=dilation, activation="relu")(x)
-        inner = layers.Conv1D(4, 2, padding="causal", dilation_rate=dilation, activation="relu")(inner)
-        x = layers.ReLU()(layers.Add()([inner, x if dilation > 1 else layers.Conv1D(4, 1)(x)]))
-    return x
-
-
-def _gated(layers: Any, x: Any) -> Any:
-    y = layers.Conv1D(8, 2, padding="causal")(x)
-    return layers.Activation("glu")(y)
-
-
-POOLS = [
+NORMS = ("BatchNormalization", "LayerNormalization")
+OF_STEPS = [
+    *(imports(f"Dense: {name}", dense(4, name)) for name in ACTIVATIONS),
+    *(imports(f"Activation: {name}", cell("GRU", **STEPS), one("Activation", name), more=True) for name in ACTIVATIONS),
     *(
-        Case(kind, written(window), over_features(one(kind, **window)))
-        for kind in ("MaxPooling1D", "AveragePooling1D")
-        for window in (
-            {"pool_size": 2},
-            {"pool_size": 3, "strides": 1, "padding": "same"},
-            {"pool_size": 3, "strides": 2, "padding": "same"},
-            {"pool_size": 3, "strides": 2},
-        )
-    ),
-    Case(
-        "MaxPooling1D",
-        "all steps of a fixed number",
-        over_features(one("MaxPooling1D", pool_size=6), one("Flatten"), dense(), steps=6),
-        lengths=(6, 6),
-    ),
-    *(
-        Case(kind, option, over_features(_conv(), one(kind, **options), *more))
-        for kind in ("GlobalMaxPooling1D", "GlobalAveragePooling1D")
-        for option, options, more in (
-            ("as the output", {}, ()),
-            ("below a dense layer", {}, (dense(),)),
-            ("keepdims", {"keepdims": True}, (one("Flatten"),)),
-        )
-    ),
-    Case("GlobalMaxPooling1D", "text CNN", _text_cnn),
-    Case("MaxPooling1D", "text CNN of a fixed number of steps", _fixed_text_cnn, lengths=(8, 8)),
-    Case("Add", "levels of a temporal convolutional network", functional(_residual)),
-    Case("Activation", '"glu" after a convolution', functional(_gated)),
-    Case("ZeroPadding1D", "before a convolution", over_features(one("ZeroPadding1D", padding=(2, 1)), _conv())),
-    Case(
-        "Cropping1D",
-        "after a padded convolution",
-        over_features(one("ZeroPadding1D", padding=2), _conv(), one("Cropping1D", cropping=(0, 2))),
-    ),
-    Case("UpSampling1D", "any", over_features(one("UpSampling1D")), "layers of this class cannot be imported"),
-]
-
-
-ACTIVATION_CASES = [
-    *(Case("Dense", f'activation "{name}"', over_features(dense(4, name))) for name in ACTIVATIONS),
-    *(
-        Case("Activation", f'"{name}"', over_features(cell("GRU", **STEPS), one("Activation", activation=name)))
-        for name in ACTIVATIONS
-    ),
-    *(
-        Case("Activation", f'"{name}"', over_features(one("Activation", activation=name)), f"its activation is '{name}'")
+        refuses(f"Activation: {name}", f"its activation is '{name}'", one("Activation", name), more=name != "mish")
         for name in WITHOUT
     ),
     *(
-        Case(kind, written(options) or "defaults", over_features(dense(4), one(kind, **options)))
-        for kind, choices in {
-            "ReLU": ({}, {"max_value": 6.0}, {"negative_slope": 0.2}, {"threshold": 0.7}),
-            "LeakyReLU": ({}, {"negative_slope": 0.05}),
-            "ELU": ({}, {"alpha": 0.5}),
-        }.items()
+        imports(f"{kind}: {named(options)}", dense(4), one(kind, **options))
+        for kind, choices in OWN_LAYERS.items()
         for options in choices
     ),
-    Case("ReLU", "max_value=2.0", over_features(one("ReLU", max_value=2.0)), "no activation of model.toml computes"),
-    Case("PReLU", "one slope", over_features(dense(1), one("PReLU", shared_axes=[1]))),
-    Case("PReLU", "a slope for each column", over_features(one("PReLU", shared_axes=[1])), "a slope for each column"),
-    Case("Dense", "a layer as its activation", over_features(lambda layers: layers.Dense(4, activation=layers.LeakyReLU(0.1)))),
-    Case("Dense", "use_bias=False", over_features(one("Dense", units=4, use_bias=False))),
-    Case("Softmax", "last layer", over_features(dense(3), one("Softmax"))),
-    Case("Softmax", "over the steps", over_features(one("Softmax", axis=1)), "only an attention pool with one score"),
+    refuses("ReLU: max_value=2.0", "no activation of model.toml computes", one("ReLU", max_value=2.0)),
+    imports("PReLU: one slope", dense(1), one("PReLU", shared_axes=[1])),
+    refuses("PReLU: a slope for each column", "a slope for each column", one("PReLU", shared_axes=[1])),
+    imports("Dense: a layer as its activation", lambda layers: layers.Dense(4, activation=layers.LeakyReLU(0.1))),
+    imports("Dense: use_bias=False", one("Dense", 4, use_bias=False)),
+    imports("Softmax: last layer", dense(3), one("Softmax")),
+    refuses("Softmax: over the steps", "only an attention pool with one score", one("Softmax", axis=1)),
+    imports("TimeDistributed", cell("LSTM", **STEPS), per_step("Dense", 4, "relu"), per_step("LayerNormalization")),
+    refuses("TimeDistributed: LSTM", "it applies LSTM", one("Reshape", (5, 3, 1)), per_step("LSTM", 2), steps=5),
+    *(
+        imports(f"{kind}: {named(options)}", dense(4), one(kind, **options), more=is_more)
+        for kind in NORMS
+        for is_more, options in ((True, {}), (False, {"scale": False}), (False, {"center": False}), (False, {"epsilon": 0.1}))
+    ),
+    imports("BatchNormalization: after a pool", conv(3), maximum, one("BatchNormalization"), dense()),
+    *(refuses(f"{kind}: over the steps", "only the last axis", one(kind, axis=1), steps=5) for kind in NORMS),
+    imports("Rescaling: scale and offset", one("Rescaling", 0.5, 1.0), cell("GRU")),
+    imports("Normalization: adapted", one("Normalization"), cell("GRU")),
+    imports("layers without effect", *(one(kind, 0.5) for kind in WITHOUT_EFFECT), cell("GRU"), one("Identity")),
+    imports("Reshape: one column for each number", one("Reshape", (6, 3)), cell("LSTM"), steps=6, more=True),
+    refuses("Reshape: of the steps", "makes one axis of 3 of steps", one("Reshape", (3, 6)), steps=6),
+    refuses("Permute: steps and features", "and not batch, steps, columns", one("Permute", (2, 1)), cell("GRU"), steps=5),
+    refuses("Flatten: all steps", "a model takes sequences of any length", one("Flatten"), steps=5),
+    Case(
+        "Reshape: the features of one step",
+        lambda keras: keras.Sequential([keras.Input((6,)), keras.layers.Reshape((6, 1)), keras.layers.LSTM(UNITS)]),
+        lengths=(6, 6),
+    ),
+]
+Connect = Callable[[Any, Any], Any]
+
+
+def after_steps(name: str, connect: Connect, refused: str = "", *, more: bool = False, steps: int | None = None) -> Case:
+    """Return the case of a function over the steps of a recurrent layer."""
+    build = functional(lambda keras, x: connect(keras, keras.layers.GRU(4, return_sequences=True)(x)), steps=steps)
+    return Case(name, build, refused, more)
+
+
+def attention(keras: Any, x: Any) -> Any:
+    weights = keras.layers.Softmax(axis=1)(keras.layers.Dense(1, use_bias=False)(x))
+    return keras.layers.Dense(2)(keras.ops.sum(x * weights, axis=1))
+
+
+def attention_with_hidden_layer(keras: Any, x: Any) -> Any:
+    scores = keras.layers.Dense(1, use_bias=False)(keras.layers.Dense(3, activation="tanh")(x))
+    return keras.ops.sum(keras.layers.Multiply()([x, keras.ops.softmax(scores, axis=1)]), axis=1)
+
+
+def attention_by_dot(keras: Any, x: Any) -> Any:
+    return keras.layers.Flatten()(keras.layers.Dot(axes=1)([x, keras.layers.Softmax(axis=1)(keras.layers.Dense(1)(x))]))
+
+
+def attention_by_product(keras: Any, x: Any) -> Any:
+    weights = keras.ops.softmax(keras.layers.Dense(1)(x), axis=1)
+    return keras.ops.squeeze(keras.ops.matmul(keras.ops.transpose(x, (0, 2, 1)), weights), axis=-1)
+
+
+def flipped(keras: Any, x: Any) -> Any:
+    """A forward layer, and a backward layer over reversed steps."""
+    back = keras.ops.flip(keras.layers.LSTM(3, return_sequences=True)(keras.ops.flip(x, axis=1)), axis=1)
+    return keras.ops.concatenate([keras.layers.LSTM(3, return_sequences=True)(x), back], axis=-1)
+
+
+def columns(keras: Any, x: Any) -> Any:
+    return keras.layers.LSTM(3)(keras.ops.concatenate([x[..., 2:], x[:, :, :1], x[..., ::-1]], axis=2))
+
+
+def shaped(keras: Any, x: Any) -> Any:
+    last = keras.ops.expand_dims(x[:, -1], 1)
+    return keras.layers.Dense(2)(keras.ops.reshape(keras.ops.squeeze(last, axis=1), (-1, 4)))
+
+
+def last_state_of_both(keras: Any, x: Any) -> Any:
+    both = keras.layers.Bidirectional(keras.layers.GRU(3, return_sequences=True))(x)
+    return keras.layers.Dense(2)(keras.ops.concatenate([both[:, -1, :3], both[:, 0, 3:]], axis=-1))
+
+
+def function(name: str, keras: Any, x: Any) -> Any:
+    return getattr(keras.ops, name)(x)
+
+
+OPS = [
+    after_steps("x[:, -1, :]", lambda keras, x: keras.layers.Dense(2)(x[:, -1, :]), more=True),
+    after_steps("x[:, 0]", lambda _, x: x[:, 0]),
+    after_steps("first and last step of a bidirectional layer", last_state_of_both),
+    after_steps("x[:, ::-1]", lambda keras, x: keras.layers.LSTM(3)(x[:, ::-1])),
+    after_steps("columns", columns),
+    after_steps("x[:, 1]", lambda _, x: x[:, 1], "takes the first or the last step"),
+    after_steps("x[:, 1:]", lambda _, x: x[:, 1:], "takes the first or the last step", steps=6),
+    after_steps("Sum: over the steps", lambda keras, x: keras.ops.sum(x, axis=1)),
+    after_steps("Mean: over the steps", lambda keras, x: keras.layers.Dense(2)(keras.ops.mean(x, axis=1))),
+    after_steps("Max: keepdims", lambda keras, x: keras.ops.squeeze(keras.ops.max(x, 1, keepdims=True), 1)),
+    after_steps("Sum: over the columns", lambda keras, x: keras.ops.sum(x, axis=2), "a pool reduces the steps"),
+    after_steps("Flip: over the steps, and back", flipped),
+    after_steps("Reshape, Squeeze, ExpandDims: of a vector", shaped),
+    after_steps("attention pool", attention),
+    after_steps("attention pool with a hidden layer", attention_with_hidden_layer),
+    after_steps("attention pool by Dot", attention_by_dot),
+    after_steps("attention pool by Matmul", attention_by_product),
+    *(
+        after_steps(f"keras.ops: {name}", partial(function, name), more=name not in ("silu", "exp"))
+        for name in (*ACTIVATIONS[1:5], *ACTIVATIONS[7:11], "tanh", "gelu", "silu", "leaky_relu", "exp")
+    ),
+    after_steps("keras.ops: cumsum", lambda keras, x: keras.ops.cumsum(x, axis=1), "cannot be imported"),
 ]
 
 
-def per_step(kind: str, **options: Any) -> Layer:
-    return lambda layers: layers.TimeDistributed(getattr(layers, kind)(**options))
+def _pools_joined(keras: Any, x: Any) -> Any:
+    layers, y = keras.layers, keras.layers.LSTM(UNITS, return_sequences=True)(x)
+    return layers.Dense(2)(layers.Concatenate()([layers.GlobalMaxPooling1D()(y), layers.GlobalAveragePooling1D()(y)]))
 
 
-PER_STEP: dict[str, dict[str, Any]] = {
-    "Dense": {"units": 4, "activation": "relu"},
-    "Activation": {"activation": "tanh"},
-    "LayerNormalization": {},
-    "Dropout": {"rate": 0.5},
+def _multiplied(keras: Any, x: Any) -> Any:
+    return keras.layers.Multiply()([keras.layers.Conv1D(4, 3, padding="same")(x), cell("LSTM", **STEPS)(keras.layers)(x)])
+
+
+def _twice(keras: Any, x: Any) -> Any:
+    shared = keras.layers.Dense(FEATURES, activation="tanh")
+    return keras.layers.GRU(UNITS)(shared(shared(x)))
+
+
+def _nested(keras: Any, x: Any) -> Any:
+    """A Sequential model, a functional model that is called twice, and a Sequential head."""
+    layers, start = keras.layers, keras.Input((None, FEATURES))
+    encoder = keras.Sequential([keras.Input((None, FEATURES)), layers.Dense(FEATURES, activation="relu")], name="encoder")
+    inner = keras.Model(start, layers.Dense(FEATURES)(layers.Bidirectional(layers.GRU(3, return_sequences=True))(start)))
+    head = keras.Sequential([keras.Input((UNITS,)), layers.Dense(3, activation="relu"), layers.Dense(2)], name="head")
+    return head(layers.LSTM(UNITS)(inner(layers.LayerNormalization()(inner(encoder(x))))))
+
+
+EVERY_KIND = (
+    *(one("SpatialDropout1D", 0.1), conv(3, padding="same"), one("BatchNormalization"), both("LSTM", **STEPS), cell("GRU")),
+    *(dense(4, "relu"), dense(2, "softmax")),
+)
+LAST: dict[str, tuple[Layer, ...]] = {
+    "one logistic unit": (dense(1, "sigmoid"),),
+    "several logistic units": (dense(3, "sigmoid"),),
+    "one number": (dense(1),),
+    "tanh": (dense(2, "tanh"),),
+    "three layers": (dense(4, "relu"), one("Dropout", 0.5), dense(3, "tanh"), dense(2, "softmax")),
 }
-SINGLE_STEPS = [
+NETWORKS = [
+    *(Case(f"last layers, {name}", over_ids(cell("LSTM"), *layers)) for name, layers in LAST.items()),
+    Case("last layer over steps", over_ids(cell("LSTM", **STEPS), dense(3, "softmax"))),
+    Case("mean of embeddings", over_ids(one("GlobalAveragePooling1D"), dense(4, "relu"), dense(2, "softmax"))),
     *(
-        Case(
-            "TimeDistributed",
-            kind,
-            over_features(
-                cell("LSTM", **STEPS),
-                per_step(kind, **options),
-            ),
-        )
-        for kind, options in PER_STEP.items()
+        Case(f"models within a model, {suffix}", functional(_nested), suffix=suffix)
+        for suffix in (".keras", ".h5", ".weights.h5")
+    ),
+    *(Case(f"every layer kind, {suffix}", over_ids(*EVERY_KIND), suffix=suffix) for suffix in (".h5", ".weights.h5")),
+    Case("Concatenate: two pools of one layer", functional(_pools_joined)),
+    Case(
+        "Concatenate: convolutions of several widths",
+        functional(
+            lambda keras, x: keras.layers.Concatenate()([conv(width, padding="same")(keras.layers)(x) for width in (1, 3)])
+        ),
+    ),
+    Case("Average: both directions", functional(lambda keras, x: keras.layers.Average()(both("GRU", None)(keras.layers)(x)))),
+    Case("Add: a number, and other arithmetic", functional(lambda keras, x: keras.layers.GRU(UNITS)(1.0 - (x * 0.5 + 2.0)))),
+    Case("Dense: called twice", functional(_twice)),
+    Case("two outputs", functional(lambda keras, x: [keras.layers.LSTM(2, name=name)(x) for name in ("first", "second")])),
+    Case(
+        "Concatenate: along the steps",
+        functional(lambda keras, x: keras.layers.Concatenate(axis=1)([x, keras.layers.Dense(FEATURES)(x)])),
+        "Concatenate",
+    ),
+    Case("Multiply: two layers", functional(_multiplied), "no layer of model.toml does in this way"),
+    Case(
+        "BatchNormalization: training=True",
+        functional(lambda keras, x: keras.layers.GRU(2)(keras.layers.BatchNormalization()(x, training=True))),
+        "is called with training=True",
     ),
     Case(
-        "TimeDistributed",
-        "LSTM",
-        over_features(one("Reshape", target_shape=(5, 3, 1)), per_step("LSTM", units=2), steps=5),
-        "it applies LSTM",
-    ),
-    *(
-        Case(
-            "BatchNormalization",
-            written(options) or "defaults",
-            over_features(cell("GRU", **STEPS), one("BatchNormalization", **options)),
-        )
-        for options in ({}, {"scale": False}, {"center": False}, {"epsilon": 0.1})
-    ),
-    Case(
-        "BatchNormalization",
-        "after a pool",
-        over_features(_conv(), one("GlobalMaxPooling1D"), one("BatchNormalization"), dense()),
-    ),
-    Case(
-        "BatchNormalization", "over the steps", over_features(one("BatchNormalization", axis=1), steps=5), "only the last axis"
-    ),
-    *(
-        Case(
-            "LayerNormalization",
-            written(options) or "defaults",
-            over_features(one("LayerNormalization", **options), cell("GRU")),
-        )
-        for options in ({}, {"scale": False}, {"center": False}, {"epsilon": 1e-5})
-    ),
-    Case(
-        "LayerNormalization",
-        "over two axes",
-        over_features(one("LayerNormalization", axis=[1, 2]), steps=5),
-        "only the last axis",
-    ),
-    Case("Rescaling", "scale and offset", over_features(one("Rescaling", scale=0.5, offset=1.0), cell("GRU"))),
-    Case("Normalization", "adapted", over_features(one("Normalization"), cell("GRU"))),
-    *(
-        Case(kind, "before and after a layer", over_features(one(kind, **options), cell("GRU", **STEPS), one(kind, **options)))
-        for kind, options in {
-            "Dropout": {"rate": 0.5},
-            "SpatialDropout1D": {"rate": 0.5},
-            "GaussianNoise": {"stddev": 0.5},
-            "GaussianDropout": {"rate": 0.5},
-            "AlphaDropout": {"rate": 0.5},
-            "ActivityRegularization": {"l2": 0.5},
-            "Identity": {},
-        }.items()
+        "two inputs",
+        lambda keras: keras.Model(
+            starts := [keras.Input((None, 3)), keras.Input((None, 3))], keras.layers.GRU(2)(keras.layers.Add()(starts))
+        ),
+        "has 2 inputs",
     ),
 ]
 
 
-CASES = (*_convolution_cases(), *POOLS, *ACTIVATION_CASES, *SINGLE_STEPS)
+def _own_layer(keras: Any) -> Any:
+    class Doubled(keras.layers.Layer):  # type: ignore[misc]  # Keras is not installed here
+        def call(self, x: Any) -> Any:
+            return 2 * x
+
+    return keras.Sequential([keras.Input((None, FEATURES)), Doubled(), keras.layers.GRU(2)])
+
+
+def _own_model(keras: Any) -> Any:
+    class Net(keras.Model):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = keras.layers.GRU(2)
+
+        def call(self, x: Any) -> Any:
+            return self.layer(x)
+
+    model = Net()
+    model.build((None, 5, FEATURES))
+    return model
+
+
+def _doubled(x: Any) -> Any:
+    return 2 * x
+
+
+def _quantized(keras: Any) -> Any:
+    model = over_features(dense())(keras)
+    model.quantize("int8")
+    return model
+
+
+CODE = [
+    refuses("Lambda: any", "has Python code, which is not run", lambda layers: layers.Lambda(lambda x: 2 * x)),
+    Case("Layer: a custom class", _own_layer, "is custom code, which is not run"),
+    Case("Model: a custom class", _own_model, "whose computation is Python code"),
+    refuses(
+        "Dense: a function as its activation", "is the function _doubled, which is code", one("Dense", 2, activation=_doubled)
+    ),
+    Case("Dense: quantized", _quantized, "its option quantization_config"),
+    Case(
+        "MultiHeadAttention", functional(lambda keras, x: keras.layers.MultiHeadAttention(1, 2)(x, x)), NOT_IMPORTED, more=True
+    ),
+    refuses("UpSampling1D: any", NOT_IMPORTED, one("UpSampling1D"), more=True),
+]
+CASES = (*_convolutions(), *OF_STEPS, *OPS, *NETWORKS, *CODE)

@@ -1,6 +1,6 @@
 """Builds every tested model with random weights, and saves it with inputs and with the outputs that Keras computes.
 
-Runs in a separate environment: `python -m tests.importers.keras.make_checkpoints FOLDER`. Knows nothing of the service.
+Runs in a separate environment: `python -m tests.importers.keras.make_checkpoints FOLDER [more]`. Knows nothing of the service.
 """
 
 from __future__ import annotations
@@ -16,18 +16,22 @@ from typing import Any
 
 import numpy as np
 
+from tests.importers.keras import layer_cases, recurrent_cases
 from tests.importers.keras.builders import VOCABULARY, Case
-from tests.importers.keras.cases import CASES
 
 Array = Any
+CASES: Sequence[Case] = (*recurrent_cases.CASES, *layer_cases.CASES)
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, *, more: bool) -> None:
+    """Write the models of make test, or with `more` the models of tests/long."""
     os.environ.setdefault("KERAS_BACKEND", "numpy")
     warnings.simplefilter("ignore")
     keras = import_module("keras")
 
     for index, case in enumerate(CASES):
+        if case.more != more:
+            continue
         keras.utils.set_random_seed(index)
         keras.backend.clear_session(free_memory=False)  # collecting garbage would take most of the time
         model = case.build(keras)
@@ -107,4 +111,4 @@ def answer(model: Any, batch: Array) -> Array:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), more=len(sys.argv) > 2)

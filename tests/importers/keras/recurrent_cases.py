@@ -1,56 +1,29 @@
-"""Recurrent layers, in one direction and both."""
+"""Recurrent layers, in one direction and both, and masks."""
 
 from __future__ import annotations
 
 from functools import partial
 from typing import Any
 
-from tests.importers.keras.builders import FEATURES, STEPS, UNITS, Case, both, cell, dense, functional, one, over_features
+from tests.importers.keras.builders import (
+    FEATURES,
+    STEPS,
+    UNITS,
+    VOCABULARY,
+    Case,
+    both,
+    cell,
+    dense,
+    functional,
+    imports,
+    one,
+    over_ids,
+    refuses,
+)
 
 RECURRENT = ("LSTM", "GRU", "SimpleRNN")
-GATE_ACTIVATIONS = ("sigmoid", "hard_sigmoid", "relu6", "softsign")
-
-
-def _recurrent_cases(kind: str) -> list[Case]:
-    gates: list[str] = [] if kind == "SimpleRNN" else list(GATE_ACTIVATIONS)
-    return [
-        Case(kind, "return_sequences", over_features(cell(kind, **STEPS))),
-        Case(kind, "last output", over_features(cell(kind))),
-        Case(kind, "use_bias=False", over_features(cell(kind, use_bias=False, **STEPS))),
-        Case(kind, "go_backwards", over_features(cell(kind, go_backwards=True))),
-        Case(kind, "go_backwards, two layers", over_features(cell(kind, go_backwards=True, **STEPS), cell(kind))),
-        Case(kind, "dropout", over_features(cell(kind, dropout=0.5, recurrent_dropout=0.5))),
-        Case(kind, "unroll", over_features(cell(kind, unroll=True), steps=5), lengths=(5, 5)),
-        Case(kind, "two layers", over_features(cell(kind, **STEPS), cell(kind, **STEPS))),
-        *(
-            Case(kind, f'activation "{name}"', over_features(cell(kind, activation=name, **STEPS)), lengths=(4, 2))
-            for name in ("relu", "sigmoid", "linear", "hard_tanh", "elu")
-        ),
-        *(
-            Case(
-                kind,
-                f'recurrent_activation "{name}"',
-                over_features(cell(kind, recurrent_activation=name, **STEPS)),
-                lengths=(4, 2),
-            )
-            for name in gates
-        ),
-        *(
-            Case("Bidirectional", f'{kind}, merge_mode "{mode}"', over_features(both(kind, mode)))
-            for mode in ("concat", "sum", "mul", "ave")
-        ),
-        *(
-            Case("Bidirectional", f'{kind}, merge_mode "{mode}", return_sequences', over_features(both(kind, mode, **STEPS)))
-            for mode in ("concat", "sum", "mul", "ave")
-        ),
-        Case("Bidirectional", f"{kind}, use_bias=False", over_features(both(kind, use_bias=False))),
-        Case("Bidirectional", f"{kind}, forward layer with go_backwards", over_features(partial(_swapped, kind), cell(kind))),
-        Case("Bidirectional", f"{kind}, two layers", over_features(both(kind, **STEPS), both(kind), dense())),
-        Case("RNN", f"{kind}Cell", over_features(lambda layers: layers.RNN(getattr(layers, f"{kind}Cell")(UNITS), **STEPS))),
-        Case(
-            kind, "return_state, final hidden state", functional(lambda layers, x: cell(kind, return_state=True)(layers)(x)[1])
-        ),
-    ]
+MERGES = {"concat": "LSTM", "sum": "GRU", "mul": "SimpleRNN", "ave": "GRU"}
+"""Ways to merge both directions, and the layer with which `make test` checks each."""
 
 
 def _swapped(kind: str, layers: Any) -> Any:
@@ -59,15 +32,54 @@ def _swapped(kind: str, layers: Any) -> Any:
     return layers.Bidirectional(forward, backward_layer=backward)
 
 
-def _without_merge(layers: Any, x: Any) -> Any:
-    forward, backward = both("LSTM", None, **STEPS)(layers)(x)
-    return layers.Concatenate()([forward, backward])
+def _of_each_kind(kind: str) -> list[Case]:
+    is_first, wrapped = kind == "LSTM", partial(_swapped, kind)
+    return [
+        imports(f"{kind}: last output", cell(kind)),
+        imports(f"{kind}: use_bias=False", cell(kind, use_bias=False, **STEPS)),
+        imports(f"{kind}: go_backwards", cell(kind, go_backwards=True)),
+        imports(f"{kind}: go_backwards, two layers", cell(kind, go_backwards=True, **STEPS), cell(kind), more=not is_first),
+        imports(f"{kind}: dropout", cell(kind, dropout=0.5, recurrent_dropout=0.5), more=True),
+        imports(f"{kind}: unroll", cell(kind, unroll=True), steps=5, more=not is_first),
+        *(
+            imports(f"{kind}: activation {name}", cell(kind, activation=name, **STEPS), more=name != "relu")
+            for name in ("relu", "sigmoid", "linear", "hard_tanh", "elu")
+        ),
+        *(
+            imports(
+                f"{kind}: recurrent_activation {name}", cell(kind, recurrent_activation=name, **STEPS), more=name != by_kind
+            )
+            for name in ("sigmoid", "hard_sigmoid", "relu6", "softsign")
+            if (by_kind := {"LSTM": "hard_sigmoid", "GRU": "softsign"}.get(kind))
+        ),
+        *(
+            imports(f"Bidirectional: {kind}, {mode}, {options}", both(kind, mode, **options), more=kind != in_short)
+            for mode, in_short in MERGES.items()
+            for options in ({}, STEPS)
+        ),
+        imports(f"Bidirectional: {kind}, use_bias=False", both(kind, use_bias=False), more=not is_first),
+        imports(f"Bidirectional: {kind}, forward layer with go_backwards", wrapped, cell(kind), more=not is_first),
+        imports(f"Bidirectional: {kind}, two layers", both(kind, **STEPS), both(kind), dense(), more=not is_first),
+        imports(f"RNN: {kind}Cell", lambda layers: layers.RNN(getattr(layers, f"{kind}Cell")(UNITS), **STEPS), more=is_first),
+        Case(f"{kind}: final hidden state", functional(lambda keras, x: cell(kind, return_state=True)(keras.layers)(x)[1])),
+        *(
+            Case(
+                f"mask_zero: {kind}, {padding}", over_ids(cell(kind), mask_zero=True), "", padding != in_short, padding=padding
+            )
+            for padding in ("post", "pre", "holes")
+            for in_short in ({"LSTM": "post", "GRU": "holes", "SimpleRNN": "pre"}[kind],)
+        ),
+    ]
 
 
-def _final_states(layers: Any, x: Any) -> Any:
+def _without_merge(keras: Any, x: Any) -> Any:
+    return keras.layers.Concatenate()(both("LSTM", None, **STEPS)(keras.layers)(x))
+
+
+def _final_states(keras: Any, x: Any) -> Any:
     """The usual encoder: final hidden states of both directions, joined."""
-    _, forward, _, backward, _ = both("LSTM", return_state=True)(layers)(x)
-    return layers.Dense(2)(layers.Concatenate()([forward, backward]))
+    _, forward, _, backward, _ = both("LSTM", return_state=True)(keras.layers)(x)
+    return keras.layers.Dense(2)(keras.layers.Concatenate()([forward, backward]))
 
 
 def _two_sizes(layers: Any) -> Any:
@@ -79,41 +91,68 @@ def _own_backward(layers: Any) -> Any:
     return layers.Bidirectional(layers.GRU(UNITS), backward_layer=layers.GRU(UNITS, go_backwards=True))
 
 
-def _initial_state(layers: Any, x: Any) -> Any:
-    _, hidden = layers.GRU(UNITS, return_state=True)(x)
-    return layers.GRU(UNITS)(x, initial_state=hidden)
+def _initial_state(keras: Any, x: Any) -> Any:
+    return keras.layers.GRU(UNITS)(x, initial_state=keras.layers.GRU(UNITS, return_state=True)(x)[1])
 
 
 def _stateful(keras: Any) -> Any:
     return keras.Sequential([keras.Input((None, FEATURES), batch_size=1), keras.layers.LSTM(UNITS, stateful=True)])
 
 
-def _cell_state(layers: Any, x: Any) -> Any:
-    return layers.LSTM(UNITS, return_state=True)(x)[2]
+def _explicit_mask(keras: Any, ids: Any) -> Any:
+    return keras.layers.LSTM(UNITS)(keras.layers.Embedding(VOCABULARY, FEATURES)(ids), mask=keras.ops.not_equal(ids, 0))
 
 
-def _two_cells(layers: Any) -> Any:
-    return layers.RNN([layers.LSTMCell(2), layers.LSTMCell(2)])
+def _masked(keras: Any, ids: Any) -> Any:
+    x = keras.layers.Embedding(VOCABULARY, FEATURES, mask_zero=True)(ids)
+    x = keras.layers.Bidirectional(keras.layers.GRU(UNITS, return_sequences=True))(x)
+    x = keras.layers.TimeDistributed(keras.layers.Dense(3, activation="relu"))(keras.layers.Dropout(0.5)(x))
+    return keras.layers.Dense(2, activation="softmax")(keras.layers.LSTM(UNITS)(x))
 
 
-_CONV_LSTM = (one("Reshape", target_shape=(5, FEATURES, 1)), one("ConvLSTM1D", filters=2, kernel_size=1))
+def _masked_sum(keras: Any, x: Any) -> Any:
+    x = keras.layers.Masking()(x)
+    forward, backward = keras.layers.GRU(UNITS)(x), keras.layers.GRU(UNITS, go_backwards=True)(x)
+    return keras.layers.Dense(1)(keras.layers.Concatenate()([forward, backward]))
 
-MORE_RECURRENT = [
-    Case("GRU", "reset_after=False", over_features(cell("GRU", reset_after=False, **STEPS))),
-    Case("GRU", "reset_after=False, use_bias=False", over_features(cell("GRU", reset_after=False, use_bias=False))),
-    Case("GRU", "reset_after=False in both directions", over_features(both("GRU", reset_after=False))),
-    Case("LSTM", "unit_forget_bias=False", over_features(cell("LSTM", unit_forget_bias=False))),
-    Case("LSTM", "stateful", _stateful),
-    Case("Bidirectional", "merge_mode None, joined", functional(_without_merge)),
-    Case("Bidirectional", "return_state, final hidden states joined", functional(_final_states)),
-    Case("Bidirectional", "backward_layer with the same options", over_features(_own_backward)),
-    Case("Bidirectional", "backward_layer with other options", over_features(_two_sizes), "different options"),
-    Case("GRU", "initial_state from a layer", functional(_initial_state), "initial states are tensors of the model"),
-    Case("LSTM", "return_state, final cell state", functional(_cell_state), "is a cell state"),
-    Case("LSTM", 'activation "mish"', over_features(cell("LSTM", activation="mish")), "its activation is 'mish'"),
-    Case("RNN", "several cells", over_features(_two_cells), "its cell is 'StackedRNNCells'"),
-    Case("ConvLSTM1D", "any", over_features(*_CONV_LSTM, steps=5), "layers of this class cannot be imported"),
+
+UNMASKED = (one("Conv1D", 4, 3), one("GlobalMaxPooling1D"))
+MASKS = [
+    *(
+        Case(f"mask_zero: {name}, {padding}", over_ids(*layers, mask_zero=True), more=padding != "pre", padding=padding)
+        for name, layers in (
+            ("return_sequences", (cell("GRU", **STEPS),)),
+            ("two bidirectional layers", (both("LSTM", **STEPS), both("GRU"))),
+            ("go_backwards", (cell("GRU", go_backwards=True),)),
+            ("mean over time", (cell("GRU", **STEPS), one("GlobalAveragePooling1D"))),
+            ("tags", (both("LSTM", **STEPS), dense(3, "softmax"))),
+        )
+        for padding in ("post", "pre")
+    ),
+    Case("mask_zero: functional", functional(_masked, ids=True), padding="pre"),
+    Case("mask_zero: functional, .h5", functional(_masked, ids=True), more=True, padding="post", suffix=".h5"),
+    Case("mask_zero: a maximum over time", over_ids(cell("GRU", **STEPS), UNMASKED[1], mask_zero=True), more=True),
+    Case("mask_zero: a convolution", over_ids(*UNMASKED, mask_zero=True)),
+    Case("Masking: separate forward and backward layers", functional(_masked_sum), padding="post"),
+    Case("NotEqual: a mask as an argument", functional(_explicit_mask, ids=True), padding="post"),
 ]
-
-
-CASES = (*(case for kind in RECURRENT for case in _recurrent_cases(kind)), *MORE_RECURRENT)
+CASES = [
+    *(case for kind in RECURRENT for case in _of_each_kind(kind)),
+    imports("GRU: reset_after=False", cell("GRU", reset_after=False, **STEPS)),
+    imports("GRU: reset_after=False, use_bias=False", cell("GRU", reset_after=False, use_bias=False)),
+    imports("GRU: reset_after=False in both directions", both("GRU", reset_after=False), more=True),
+    imports("LSTM: unit_forget_bias=False", cell("LSTM", unit_forget_bias=False), more=True),
+    Case("LSTM: stateful", _stateful),
+    Case("Bidirectional: merge_mode None, joined", functional(_without_merge)),
+    Case("Bidirectional: return_state, final hidden states joined", functional(_final_states)),
+    imports("Bidirectional: backward_layer with the same options", _own_backward),
+    refuses("Bidirectional: backward_layer with other options", "different options", _two_sizes),
+    Case("GRU: initial_state from a layer", functional(_initial_state), "initial states are tensors of the model"),
+    Case("LSTM: cell state", functional(lambda keras, x: keras.layers.LSTM(2, return_state=True)(x)[2]), "is a cell state"),
+    refuses("LSTM: activation mish", "its activation is 'mish'", cell("LSTM", activation="mish")),
+    refuses(
+        *("RNN: several cells", "its cell is 'StackedRNNCells'"),
+        lambda layers: layers.RNN([layers.LSTMCell(2), layers.LSTMCell(2)]),
+    ),
+    *MASKS,
+]

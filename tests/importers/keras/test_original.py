@@ -18,28 +18,22 @@ from tests.importers.importing import import_file
 from tests.importers.keras.test_hostile_files import SEQUENTIAL, archive
 
 
-class Model:
-    layers = ()
-
-    def __init__(self, answer: Callable[[Any], Any]) -> None:
-        self._answer = answer
-
-    def __call__(self, batch: Any, *, training: bool) -> Any:
-        assert not training
-        return self._answer(batch)
-
-
 def install(monkeypatch: pytest.MonkeyPatch, answer: Callable[[Any], Any], version: str = "3.15.1") -> None:
     """Make `keras` a module with models that return this answer to a batch."""
 
+    class Model:
+        layers = ()
+
+        def __call__(self, batch: Any, *, training: bool) -> Any:
+            assert not training
+            return answer(batch)
+
     def load_model(path: Path, *, compile: bool, safe_mode: bool) -> Any:
         assert safe_mode and not compile
-        return Model(answer)
+        return Model()
 
-    module = SimpleNamespace(
-        __version__=version, models=SimpleNamespace(load_model=load_model), ops=SimpleNamespace(convert_to_numpy=np.asarray)
-    )
-    monkeypatch.setitem(sys.modules, "keras", module)
+    models, ops = SimpleNamespace(load_model=load_model), SimpleNamespace(convert_to_numpy=np.asarray)
+    monkeypatch.setitem(sys.modules, "keras", SimpleNamespace(__version__=version, models=models, ops=ops))
 
 
 def lstm_of_ones(batch: Any) -> Any:

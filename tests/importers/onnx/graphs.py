@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
 import onnxruntime
+import pytest
 import torch
 from numpy.typing import NDArray
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 from service.importers.check import MAIN_OUTPUTS
-from service.importers.draft import Draft
+from service.importers.draft import Draft, ImportRefused
 from service.importers.onnx import read
 from service.modeling.array_run import run_arrays
 from service.modeling.encoder import Encoder
@@ -26,8 +29,31 @@ FEATURES, VOCABULARY = 3, 11
 LENGTHS = (7, 3, 12, 5)
 OPSET = 17
 TOLERANCE = 1e-5
+CHANNELS_FIRST = (0, 2, 1)
+Operator = Callable[["Net", str], str] | tuple[Any, ...]
 CPU = torch.device("cpu")
 onnxruntime.set_default_logger_severity(3)  # warnings about unused initializers
+
+
+@dataclass(frozen=True)
+class Case:
+    """A tested option.
+
+    graph: returns a model that needs it; refused: words of the refusal, or empty if the graph imports; more: whether it runs only in
+    tests/long; axes: where (batch, steps, features) are in its input; reference: whether only onnx.reference runs it; lengths: steps of
+    the sequences with which it is compared.
+    """
+
+    name: str
+    graph: Callable[[], ModelProto]
+    refused: str = ""
+    more: bool = False
+    axes: Sequence[int] | None = None
+    reference: bool = False
+    lengths: Sequence[int] = LENGTHS
+
+    def __str__(self) -> str:
+        return self.name
 
 
 class Net:
@@ -50,6 +76,28 @@ class Net:
         self.nodes.append(helper.make_node(operator, inputs, names, name=name, **attributes))
         return name
 
+    def chain(self, x: str, *operators: Operator) -> str:
+        """Add operators in a row; return the output of the last.
+
+        Each is a function of the graph and the tensor before it, or (name, *operands, attributes): the tensor before it is the first
+        operand unless "_" stands for it; "x" is the tensor before all of them, other texts are names; numbers and arrays are constants.
+        """
+        y = x
+        for operator in operators:
+            if callable(operator):
+                y = operator(self, y)
+                continue
+            name, *operands = operator
+            attributes = operands.pop() if operands and isinstance(operands[-1], dict) else {}
+            places: dict[Any, str] = {"_": y, "x": x, None: ""}
+            is_placed = any(isinstance(each, str) and each == "_" for each in operands)
+            named: list[str] = [
+                str(places.get(each, each)) if each is None or isinstance(each, str) else self.constant(each)
+                for each in (operands if is_placed else ["_", *operands])
+            ]
+            y = self.add(name, *named, **attributes)
+        return y
+
     def weight(self, *shape: int, scale: float = 0.5) -> str:
         """Add random weights."""
         return self.constant((self.random.normal(size=shape) * scale).astype(np.float32))
@@ -57,10 +105,11 @@ class Net:
     def positive(self, *shape: int) -> str:
         return self.constant(self.random.uniform(0.5, 1.5, size=shape).astype(np.float32))
 
-    def constant(self, array: Array | Sequence[int]) -> str:
-        """Add an initializer; a list of integers is int64."""
+    def constant(self, array: Array | Sequence[int] | float) -> str:
+        """Add an initializer; integers are int64, and a number is float32."""
         name = f"weight_{len(self.initializers)}"
-        self.initializers.append(numpy_helper.from_array(np.asarray(array), name))
+        values = np.asarray(array, np.float32 if isinstance(array, float) else None)
+        self.initializers.append(numpy_helper.from_array(values, name))
         return name
 
     def input(self, name: str, kind: int, *shape: int | str) -> str:
@@ -78,6 +127,25 @@ class Net:
             info.type.tensor_type.elem_type = TensorProto.FLOAT
         graph = helper.make_graph(self.nodes, "test", self.inputs, infos, self.initializers)
         return helper.make_model(graph, opset_imports=[helper.make_opsetid("", self.opset)], ir_version=8)
+
+
+def graph(*operators: Operator, **options: Any) -> Callable[[], ModelProto]:
+    """Return a function that makes the graph of a chain over its input. options: of Net."""
+
+    def build() -> ModelProto:
+        net = Net(**options)
+        return net.model(net.chain("x", *operators))
+
+    return build
+
+
+def dense(inputs: int, outputs: int) -> Operator:
+    return lambda net, x: net.dense(x, inputs, outputs)
+
+
+def channels(net: Net, x: str) -> str:
+    """Move the columns before the steps, where a convolution has them, or back."""
+    return net.add("Transpose", x, perm=CHANNELS_FIRST)
 
 
 def imported(model: ModelProto, folder: Path) -> Draft:
@@ -140,14 +208,22 @@ def assert_imports(
     model: ModelProto,
     folder: Path,
     *,
+    lengths: Sequence[int] = LENGTHS,
     axes: Sequence[int] | None = None,
     reference: bool = False,
-    lengths: Sequence[int] = LENGTHS,
-) -> Draft:
-    """Assert that the imported model gives the answers of the graph, and return it."""
+) -> None:
+    """Assert that the imported model gives the answers of the graph."""
     draft = imported(model, folder)
     rows = random_rows(model, lengths)
     wanted = expected(model, rows, axes=axes, reference=reference)
     for answer, output in zip(answers(draft, rows), wanted, strict=True):
         np.testing.assert_allclose(answer.ravel(), draft.as_answer(output).ravel(), rtol=TOLERANCE, atol=TOLERANCE)
-    return draft
+
+
+def assert_case(case: Case, folder: Path) -> None:
+    """Assert that a graph imports and computes the same as in ONNX Runtime, or is refused with the reason."""
+    if not case.refused:
+        assert_imports(case.graph(), folder, lengths=case.lengths, axes=case.axes, reference=case.reference)
+        return
+    with pytest.raises(ImportRefused, match=re.escape(case.refused)):
+        imported(case.graph(), folder)

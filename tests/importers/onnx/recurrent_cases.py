@@ -8,18 +8,16 @@ from typing import Any
 import numpy as np
 from onnx import ModelProto, TensorProto
 
-from tests.importers.onnx.case import Case
-from tests.importers.onnx.graphs import FEATURES, Net
+from tests.importers.onnx.graphs import FEATURES, Case, Net, Operator
 
 HIDDEN = 5
 GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 TIME_MAJOR = (1, 0, 2)
-ACTIVATIONS = (
-    *("Affine", "Elu", "HardSigmoid", "LeakyRelu", "Relu", "ScaledTanh", "Sigmoid", "Softplus", "Softsign", "Tanh"),
-    "ThresholdedRelu",
-)
+STEPS_FIRST = ("steps", "batch", FEATURES)
+BOTH = "bidirectional"
 WITH_ALPHA = ("Affine", "Elu", "HardSigmoid", "LeakyRelu", "ScaledTanh", "ThresholdedRelu")
 WITH_BETA = ("Affine", "HardSigmoid", "ScaledTanh")
+ACTIVATIONS = (*WITH_ALPHA, "Relu", "Sigmoid", "Softplus", "Softsign", "Tanh")
 
 
 def node(
@@ -37,74 +35,65 @@ def node(
     **attributes: Any,
 ) -> str:
     """Add a node with random weights; return its first output."""
-    directions, gates = 2 if direction == "bidirectional" else 1, GATES[kind]
+    directions, gates = 2 if direction == BOTH else 1, GATES[kind]
     shapes = (directions, gates * HIDDEN, inputs), (directions, gates * HIDDEN, HIDDEN)
     names = [x, *(net.weight(*shape, scale=scale) for shape in shapes)]
     names += [net.weight(directions, 2 * gates * HIDDEN, scale=scale) if bias else "", lengths]
-    states = 2 if kind == "LSTM" else 1
     shape = (1, directions, HIDDEN) if attributes.get("layout") else (directions, 1, HIDDEN)
-    names += [net.weight(*shape) if start else "" for _ in range(states)]
+    names += [net.weight(*shape) if start else "" for _ in range(2 if kind == "LSTM" else 1)]
     names += [net.weight(directions, 3 * HIDDEN)] if peepholes else []
     while not names[-1]:
         names.pop()
     return net.add(kind, *names, outputs=3 if kind == "LSTM" else 2, hidden_size=HIDDEN, direction=direction, **attributes)
 
 
-def steps(net: Net, y: str, *, layout: int = 0) -> str:
-    """Join the directions of every step, as exporters write it."""
-    joined = y if layout else net.add("Transpose", y, perm=[0, 2, 1, 3])
-    return net.add("Reshape", joined, net.constant([0, 0, -1]))
+JOINED: tuple[Operator, Operator] = (("Transpose", {"perm": [0, 2, 1, 3]}), ("Reshape", [0, 0, -1]))
+"""Join the directions of every step, as exporters write it."""
 
 
-def recurrent(kind: str, *, with_lengths: bool = False, layout: int = 0, **options: Any) -> ModelProto:
+def recurrent(kind: str, *, with_lengths: bool = False, **options: Any) -> ModelProto:
     """Return a graph of one node that answers every step."""
-    net = Net(("batch", "steps", FEATURES) if layout else ("steps", "batch", FEATURES))
+    layout = options.get("layout", 0)
+    net = Net(("batch", "steps", FEATURES) if layout else STEPS_FIRST)
     lengths = net.input("lengths", TensorProto.INT32, "batch") if with_lengths else ""
-    if layout:
-        options["layout"] = 1
-    return net.model(steps(net, node(net, kind, lengths=lengths, **options), layout=layout))
+    return net.model(net.chain(node(net, kind, lengths=lengths, **options), *JOINED[layout:]))
 
 
-def final(kind: str, direction: str = "bidirectional", **options: Any) -> ModelProto:
+def final(kind: str, direction: str = BOTH) -> ModelProto:
     """Return a graph that answers the final hidden state of both directions."""
-    net = Net(("steps", "batch", FEATURES))
-    final = f"{node(net, kind, direction=direction, **options)}.1"
-    return net.model(net.add("Reshape", net.add("Transpose", final, perm=[1, 0, 2]), net.constant([0, -1])))
+    net = Net(STEPS_FIRST)
+    state = f"{node(net, kind, direction=direction)}.1"
+    return net.model(net.chain(state, ("Transpose", {"perm": [1, 0, 2]}), ("Reshape", [0, -1])))
 
 
 def stacked(kind: str) -> ModelProto:
     """Return a graph with two layers, which answers the final state of the second as torch writes it."""
-    net = Net(("steps", "batch", FEATURES))
-    first = node(net, kind, direction="bidirectional")
-    second = node(net, kind, steps(net, first), 2 * HIDDEN, direction="bidirectional")
+    net = Net(STEPS_FIRST)
+    first = node(net, kind, direction=BOTH)
+    second = node(net, kind, net.chain(first, *JOINED), 2 * HIDDEN, direction=BOTH)
     states = net.add("Concat", f"{first}.1", f"{second}.1", axis=0)
-    forward, backward = (net.add("Gather", states, net.constant(np.array(index)), axis=0) for index in (-2, -1))
-    return net.model(net.add("Concat", forward, backward, axis=1))
+    ends = (net.chain(states, ("Gather", np.array(index), {"axis": 0})) for index in (-2, -1))
+    return net.model(net.add("Concat", *ends, axis=1))
 
 
-def merged(operator: str, *, half: bool = False, of_final: bool = False) -> ModelProto:
+def merged(operator: str, *more: Operator, of_final: bool = False) -> ModelProto:
     """Return a graph that combines both directions number by number."""
-    net = Net(("steps", "batch", FEATURES))
-    y = node(net, "GRU", direction="bidirectional")
+    net = Net(STEPS_FIRST)
+    y = node(net, "GRU", direction=BOTH)
     if of_final:
-        forward, backward = (net.add("Gather", f"{y}.1", net.constant(np.array(index)), axis=0) for index in (0, 1))
+        both = [net.chain(f"{y}.1", ("Gather", np.array(index), {"axis": 0})) for index in (0, 1)]
     else:
-        forward, backward = (
-            net.add("Squeeze", net.add("Slice", y, *(net.constant([i]) for i in (at, at + 1, 1))), net.constant([1]))
-            for at in (0, 1)
-        )
-    combined = net.add(operator, forward, backward)
-    return net.model(net.add("Mul", combined, net.constant(np.array(0.5, np.float32))) if half else combined)
+        both = [net.chain(y, ("Slice", [at], [at + 1], [1]), ("Squeeze", [1])) for at in (0, 1)]
+    return net.model(net.chain(net.add(operator, *both), *more))
 
 
-def reversed_pair(*, wrong: bool = False) -> ModelProto:
+def reversed_pair(*, restored: bool = True) -> ModelProto:
     """Return a graph with two layers of one direction each, one over the reversed steps, as hand-written models have them."""
-    net = Net(("steps", "batch", FEATURES))
-    back = [net.constant([number]) for number in (-1, -(1 << 40), 0, -1)]
-    forward = net.add("Squeeze", node(net, "LSTM"), net.constant([1]))
-    backward = net.add("Squeeze", node(net, "LSTM", net.add("Slice", "x", *back)), net.constant([1]))
-    restored = backward if wrong else net.add("Slice", backward, *back)
-    return net.model(net.add("Concat", forward, restored, axis=2))
+    net = Net(STEPS_FIRST)
+    back: Operator = ("Slice", [-1], [-(1 << 40)], [0], [-1])
+    forward = net.chain(node(net, "LSTM"), ("Squeeze", [1]))
+    backward = net.chain(node(net, "LSTM", net.chain("x", back)), ("Squeeze", [1]), *([back] if restored else []))
+    return net.model(net.add("Concat", forward, backward, axis=2))
 
 
 def _with_activations(kind: str, names: list[str]) -> ModelProto:
@@ -115,70 +104,59 @@ def _with_activations(kind: str, names: list[str]) -> ModelProto:
     return recurrent(kind, scale=0.2, activations=names, **{name: values for name, values in lists.items() if values})
 
 
-def _direction_cases() -> list[Case]:
-    return [
-        Case(kind, f'direction "{direction}"', partial(recurrent, kind, direction=direction), axes=TIME_MAJOR)
-        for kind in GATES
-        for direction in ("forward", "reverse", "bidirectional")
-    ]
+def _case(kind: str, option: str, refused: str = "", *, more: bool = False, **options: Any) -> Case:
+    axes, has_layout = (None, True) if options.get("layout") else (TIME_MAJOR, False)
+    return Case(f"{kind}: {option}", partial(recurrent, kind, **options), refused, more, axes, reference=has_layout)
 
 
-def _case(kind: str, option: str, refused: str = "", **options: Any) -> Case:
-    layout = options.get("layout", 0)
-    return Case(
-        kind, option, partial(recurrent, kind, **options), refused, axes=None if layout else TIME_MAJOR, reference=bool(layout)
-    )
+def _activations(kind: str, *names: str, more: bool = False) -> Case:
+    build = partial(_with_activations, kind, list(names))
+    return Case(f"{kind}: activations {', '.join(names)}", build, more=more, axes=TIME_MAJOR, lengths=(4, 1, 6))
 
 
-def _activation_cases() -> list[Case]:
-    cases = []
-    for name in ACTIVATIONS:
-        of_rnn, of_gru, of_lstm = [name], [name, "Tanh"], ["Sigmoid", name, "Tanh"]
-        for kind, names in (("RNN", of_rnn), ("GRU", of_gru), ("LSTM", of_lstm), ("LSTM", ["HardSigmoid", "Tanh", name])):
-            option, graph = f"activations {', '.join(names)}", partial(_with_activations, kind, names)
-            cases.append(Case(kind, option, graph, axes=TIME_MAJOR, lengths=(4, 1, 6)))
-    return cases
+def _other(name: str, build: Any, refused: str = "", *, more: bool = False) -> Case:
+    return Case(name, build, refused, more, TIME_MAJOR)
 
 
 CASES = [
-    *_direction_cases(),
-    *_activation_cases(),
-    *(_case(kind, "without bias", bias=False, direction="bidirectional") for kind in GATES),
-    *(_case(kind, "clip", clip=0.4, direction="bidirectional") for kind in GATES),
-    *(_case(kind, "constant initial states", start=True, direction="bidirectional") for kind in GATES),
-    *(_case(kind, "sequence_lens", with_lengths=True, direction="bidirectional") for kind in GATES),
-    *(_case(kind, "layout 1", layout=1) for kind in GATES),
-    _case("GRU", "linear_before_reset", linear_before_reset=1, direction="bidirectional"),
-    _case("GRU", "linear_before_reset, without bias", linear_before_reset=1, bias=False),
-    _case("GRU", "linear_before_reset and clip", linear_before_reset=1, clip=0.3),
-    _case("LSTM", "peepholes", peepholes=True, direction="bidirectional"),
-    _case("LSTM", "peepholes, clip and initial states", peepholes=True, clip=0.3, start=True),
-    _case("LSTM", "input_forget", input_forget=1, direction="bidirectional"),
-    _case("LSTM", "input_forget and peepholes", input_forget=1, peepholes=True, start=True),
-    *(Case(kind, "final hidden state (Y_h)", partial(final, kind), axes=TIME_MAJOR) for kind in GATES),
+    *(_case(kind, way, direction=way) for kind in GATES for way in ("forward", "reverse", BOTH)),
+    *(_activations("RNN", name) for name in ACTIVATIONS),
+    _activations("GRU", "HardSigmoid", "Relu"),
+    _activations("LSTM", "HardSigmoid", "ScaledTanh", "Affine"),
     *(
-        Case("LSTM", f'final hidden state, direction "{way}"', partial(final, "LSTM", way), axes=TIME_MAJOR)
-        for way in ("forward", "reverse")
+        _activations(kind, *(name if each == "_" else each for each in names), more=True)
+        for name in ACTIVATIONS
+        for kind, names in (
+            ("GRU", ["_", "Tanh"]),
+            ("LSTM", ["Sigmoid", "_", "Tanh"]),
+            ("LSTM", ["HardSigmoid", "Tanh", "_"]),
+        )
     ),
-    *(Case(kind, "two layers, both bidirectional", partial(stacked, kind), axes=TIME_MAJOR) for kind in GATES),
-    Case("Add, Mul", "sum of both directions", partial(merged, "Add"), axes=TIME_MAJOR),
-    Case("Add, Mul", "mean of both directions", partial(merged, "Add", half=True), axes=TIME_MAJOR),
-    Case("Add, Mul", "product of both directions", partial(merged, "Mul"), axes=TIME_MAJOR),
-    Case("Add, Mul", "sum of the final states of both directions", partial(merged, "Add", of_final=True), axes=TIME_MAJOR),
-    Case("Slice", "a forward layer, and one over reversed steps", reversed_pair, axes=TIME_MAJOR),
-    _case(
-        "LSTM",
-        "other activations backward",
-        "different activations",
-        direction="bidirectional",
-        activations=["Sigmoid", "Tanh"] * 3,
-    ),
-    _case(
-        "LSTM", "input_forget with another activation", "couples", input_forget=1, activations=["HardSigmoid", "Tanh", "Tanh"]
-    ),
+    *(_case(kind, "without bias", bias=False, direction=BOTH) for kind in GATES),
+    *(_case(kind, "clip", clip=0.4, direction=BOTH) for kind in GATES),
+    *(_case(kind, "constant initial states", start=True, direction=BOTH) for kind in GATES),
+    *(_case(kind, "sequence_lens", with_lengths=True, direction=BOTH, more=kind != "LSTM") for kind in GATES),
+    *(_case(kind, "layout 1", layout=1, more=kind != "LSTM") for kind in GATES),
+    _case("GRU", "linear_before_reset", linear_before_reset=1, direction=BOTH),
+    _case("GRU", "linear_before_reset, without bias", linear_before_reset=1, bias=False, more=True),
+    _case("GRU", "linear_before_reset and clip", linear_before_reset=1, clip=0.3, more=True),
+    _case("LSTM", "peepholes", peepholes=True, direction=BOTH),
+    _case("LSTM", "peepholes, clip and initial states", peepholes=True, clip=0.3, start=True, more=True),
+    _case("LSTM", "input_forget", input_forget=1, direction=BOTH),
+    _case("LSTM", "input_forget and peepholes", input_forget=1, peepholes=True, start=True),
+    *(_other(f"{kind}: final hidden state", partial(final, kind), more=kind == "RNN") for kind in GATES),
+    *(_other(f"LSTM: final hidden state, {way}", partial(final, "LSTM", way), more=True) for way in ("forward", "reverse")),
+    *(_other(f"{kind}: two layers", partial(stacked, kind), more=kind != "GRU") for kind in GATES),
+    _other("sum of both directions", partial(merged, "Add")),
+    _other("mean of both directions", partial(merged, "Add", ("Mul", 0.5))),
+    _other("product of both directions", partial(merged, "Mul")),
+    _other("sum of the final states of both directions", partial(merged, "Add", of_final=True)),
+    _other("a forward layer, and one over reversed steps", reversed_pair),
+    _case("LSTM", "other activations backward", "different activations", direction=BOTH, activations=["Sigmoid", "Tanh"] * 3),
+    _case("LSTM", "input_forget, HardSigmoid", "couples", input_forget=1, activations=["HardSigmoid", "Tanh", "Tanh"]),
     _case("RNN", "an activation that ONNX does not have", "Swish", activations=["Swish"]),
     _case("RNN", "a negative clip", "clip is -1", clip=-1.0),
     _case("RNN", "an unknown direction", "sideways", direction="sideways"),
-    Case("Add, Mul", "maximum of both directions", partial(merged, "Max"), "no layer of model.toml does in this way"),
-    Case("Slice", "steps in different orders", partial(reversed_pair, wrong=True), "joins tensors"),
+    _other("maximum of both directions", partial(merged, "Max"), "no layer of model.toml does in this way"),
+    _other("steps in different orders", partial(reversed_pair, restored=False), "joins tensors"),
 ]

@@ -1,24 +1,17 @@
-"""Every tested option: the graph imports and computes the same as in ONNX Runtime, or it is refused with the reason."""
+"""Every operator and option of ONNX, once: the graph computes the same as in ONNX Runtime, or is refused. tests/long has more of each."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
 
-from service.importers.draft import ImportRefused
-from tests.importers.onnx.case import Case
-from tests.importers.onnx.cases import CASES
-from tests.importers.onnx.graphs import assert_imports, imported
+from tests.importers.onnx import convolution_cases, recurrent_cases, step_cases
+from tests.importers.onnx.graphs import Case, assert_case
+
+CASES = (*recurrent_cases.CASES, *convolution_cases.CASES, *step_cases.CASES)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if not case.refused], ids=str)
-def test_imported_model_computes_the_same(case: Case, tmp_path: Path) -> None:
-    assert_imports(case.graph(), tmp_path, axes=case.axes, reference=case.reference, lengths=case.lengths)
-
-
-@pytest.mark.parametrize("case", [case for case in CASES if case.refused], ids=str)
-def test_refused_graph_names_the_reason(case: Case, tmp_path: Path) -> None:
-    with pytest.raises(ImportRefused, match=re.escape(case.refused)):
-        imported(case.graph(), tmp_path)
+@pytest.mark.parametrize("case", [case for case in CASES if not case.more], ids=str)
+def test_graph_computes_the_same_or_is_refused(case: Case, tmp_path: Path) -> None:
+    assert_case(case, tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -15,30 +16,28 @@ from onnx import ModelProto, TensorProto, helper, numpy_helper
 
 from service.importers.draft import ImportRefused
 from service.importers.onnx import read
-from tests.importers.onnx.graphs import FEATURES, Net, assert_imports, imported
+from tests.importers.onnx.graphs import FEATURES, Net, assert_imports, dense, graph, imported
 
 MEMORY_BYTES = 300 << 20
 """More than the importer may allocate for any of these files, and less than each of them asks for."""
 
 
 def good() -> ModelProto:
-    net = Net()
-    return net.model(net.dense("x", FEATURES, 4))
+    return graph(dense(FEATURES, 4))()
 
 
-def refused(model: ModelProto, folder: Path) -> str:
-    """Import a model that is refused, within bounds; return the message."""
+def assert_refused(model: ModelProto, folder: Path, message: str) -> None:
+    """Assert that the import is refused within bounds, with these words."""
     tracemalloc.start()
     try:
-        with pytest.raises(ImportRefused) as raised:
+        with pytest.raises(ImportRefused, match=message):
             imported(model, folder)
         assert tracemalloc.get_traced_memory()[1] < MEMORY_BYTES
     finally:
         tracemalloc.stop()
-    return str(raised.value)
 
 
-@pytest.mark.parametrize("kept", [0.0, 0.3, 0.6, 0.9, 0.99])
+@pytest.mark.parametrize("kept", [0.0, 0.6, 0.99])
 def test_truncated_file_is_refused(kept: float, tmp_path: Path) -> None:
     content = good().SerializeToString()
     file = tmp_path / "model.onnx"
@@ -47,13 +46,12 @@ def test_truncated_file_is_refused(kept: float, tmp_path: Path) -> None:
         read(file)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_changed_bytes_import_or_are_refused(seed: int, tmp_path: Path) -> None:
+def test_changed_bytes_import_or_are_refused(tmp_path: Path) -> None:
     """No change of a file leads to another exception than the refusal."""
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(0)
     content = np.frombuffer(good().SerializeToString(), np.uint8)
     file = tmp_path / "model.onnx"
-    for _ in range(60):
+    for _ in range(90):
         changed = content.copy()
         changed[random.integers(0, len(content), size=3)] = random.integers(0, 256, size=3)
         file.write_bytes(changed.tobytes())
@@ -63,71 +61,54 @@ def test_changed_bytes_import_or_are_refused(seed: int, tmp_path: Path) -> None:
             assert str(error)
 
 
-def _weights(array: Any) -> TensorProto:
-    return numpy_helper.from_array(np.asarray(array), "weight_0")
+# Weights
 
 
-def _with_weights(tensor: TensorProto) -> ModelProto:
+def with_weights(array: Any = None, dims: tuple[int, ...] | None = None, kind: int | None = None) -> ModelProto:
+    """Return a model with these first weights. dims, kind: a shape and a type that differ from the content."""
     model = good()
-    model.graph.initializer[0].CopyFrom(tensor)
-    model.graph.initializer[0].name = "weight_0"
+    tensor = model.graph.initializer[0]
+    tensor.CopyFrom(numpy_helper.from_array(np.ones((FEATURES, 4), np.float32) if array is None else array, "weight_0"))
+    if dims is not None:
+        tensor.ClearField("dims")
+        tensor.dims.extend(dims)
+    tensor.data_type = tensor.data_type if kind is None else kind
     return model
 
 
-@pytest.mark.parametrize(
-    "dims, message",
-    [
-        ([1 << 40, 4], "does not fit its shape"),
-        ([1 << 62, 1 << 62], "does not fit its shape"),
-        ([-1, 4], r"has the shape \(-1, 4\)"),
-        ([FEATURES, 0], "does not fit its shape"),
-        ([FEATURES, 5], "does not fit its shape"),
-    ],
-    ids=str,
-)
-def test_wrong_shape_of_weights_is_refused(dims: list[int], message: str, tmp_path: Path) -> None:
-    tensor = _weights(np.ones((FEATURES, 4), np.float32))
-    del tensor.dims[:]
-    tensor.dims.extend(dims)
-    with pytest.raises(ImportRefused, match=message):
-        imported(_with_weights(tensor), tmp_path)
-
-
-def test_empty_weights_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ImportRefused, match="which are no weights"):
-        imported(_with_weights(_weights(np.ones((FEATURES, 0), np.float32))), tmp_path)
-
-
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1e300], ids=str)
-def test_weights_that_are_not_finite_are_refused(value: float, tmp_path: Path) -> None:
+def of_value(value: float) -> ModelProto:
     array = np.ones((FEATURES, 4))
     array[1, 2] = value
-    with pytest.raises(ImportRefused, match=r"the weight weight is .* at \(1, 2\): weights are finite numbers of float32"):
-        imported(_with_weights(_weights(array)), tmp_path)
+    return with_weights(array)
 
 
-@pytest.mark.parametrize("kind", [TensorProto.STRING, TensorProto.COMPLEX64, TensorProto.FLOAT8E4M3FN, 99])
-def test_weights_of_another_type_are_refused(kind: int, tmp_path: Path) -> None:
-    model = good()
-    model.graph.initializer[0].data_type = kind
-    with pytest.raises(ImportRefused, match="the tensor weight_0 is of type"):
+NOT_FINITE = r"the weight weight is .* at \(1, 2\): weights are finite numbers of float32"
+WEIGHTS: dict[str, tuple[ModelProto, str]] = {
+    **{
+        f"of shape {dims}": (with_weights(dims=dims), "does not fit its shape")
+        for dims in ((1 << 40, 4), (1 << 62, 1 << 62), (FEATURES, 0), (FEATURES, 5))
+    },
+    "of a negative shape": (with_weights(dims=(-1, 4)), r"has the shape \(-1, 4\)"),
+    "empty": (with_weights(np.ones((FEATURES, 0), np.float32)), "which are no weights"),
+    "not a number": (of_value(np.nan), NOT_FINITE),
+    "infinite": (of_value(-np.inf), NOT_FINITE),
+    "too large for float32": (of_value(1e300), NOT_FINITE),
+    **{f"of type {kind}": (with_weights(kind=kind), "the tensor weight_0 is of type") for kind in (TensorProto.STRING, 99)},
+}
+
+
+@pytest.mark.parametrize("model, message", WEIGHTS.values(), ids=WEIGHTS)
+def test_wrong_weights_are_refused(model: ModelProto, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ImportRefused, match=message):
         imported(model, tmp_path)
-
-
-@pytest.mark.parametrize(
-    "shape", [("batch", "steps", 1 << 40), ("batch", 1 << 50, 1 << 50), (1 << 30, 1 << 30, 1 << 30)], ids=str
-)
-def test_huge_input_is_refused(shape: tuple[int | str, ...], tmp_path: Path) -> None:
-    net = Net(shape)
-    refused(net.model(net.add("Tanh", "x")), tmp_path)
 
 
 # External data
 
 
-def external(folder: Path, location: str = "weights.bin", **entries: Any) -> ModelProto:
+def external(location: str = "weights.bin", dims: tuple[int, ...] = (FEATURES, 4), **entries: Any) -> ModelProto:
     """Return a model with its first weights in another file."""
-    model = good()
+    model = with_weights(dims=dims)
     tensor = model.graph.initializer[0]
     tensor.ClearField("raw_data")
     tensor.data_location = TensorProto.EXTERNAL
@@ -143,115 +124,63 @@ def data(size: int = FEATURES * 4) -> bytes:
 def test_external_data_beside_the_model_is_read(tmp_path: Path) -> None:
     (tmp_path / "inner").mkdir()
     (tmp_path / "inner" / "weights.bin").write_bytes(bytes(8) + data())
-    model = external(tmp_path, "inner/weights.bin", offset=8, length=FEATURES * 16)
-    draft = imported(model, tmp_path)
+    draft = imported(external("inner/weights.bin", offset=8, length=FEATURES * 16), tmp_path)
     np.testing.assert_array_equal(draft.arrays()["layers.0.weight"].ravel(), np.arange(FEATURES * 4))
 
 
-@pytest.mark.parametrize(
-    "location", ["../weights.bin", "/etc/hostname", "inner/../../weights.bin", "", "a\\b", "a\0b"], ids=repr
-)
-def test_external_data_outside_the_folder_is_refused(location: str, tmp_path: Path) -> None:
-    (tmp_path / "weights.bin").write_bytes(data())
-    folder = tmp_path / "model"
-    folder.mkdir()
-    with pytest.raises(ImportRefused, match="put the file into the folder of the model"):
-        imported(external(folder, location), folder)
+def place(kind: str, file: Path, secret: Path) -> None:
+    """Put something where the data of a model are looked for."""
+    match kind:
+        case "a file":
+            file.write_bytes(data())
+        case "a short file":
+            file.write_bytes(data(5))
+        case "a link":
+            file.symlink_to(secret)
+        case "a hard link":
+            file.hardlink_to(secret)
+        case "a linked folder":
+            (file.parent / "inner").symlink_to(secret.parent)
+        case "a pipe":
+            os.mkfifo(file)
+        case "a folder":
+            file.mkdir()
 
 
-def _symlink(file: Path, target: Path) -> None:
-    file.symlink_to(target)
-
-
-def _hard_link(file: Path, target: Path) -> None:
-    file.hardlink_to(target)
-
-
-def _fifo(file: Path, target: Path) -> None:
-    os.mkfifo(file)
-
-
-def _folder(file: Path, target: Path) -> None:
-    file.mkdir()
-
-
-def _missing(file: Path, target: Path) -> None:
-    pass
-
-
-def _short(file: Path, target: Path) -> None:
-    file.write_bytes(data(5))
+OUTSIDE = "put the file into the folder of the model"
 
 
 @pytest.mark.parametrize(
-    "make, message",
+    "kind, model, message",
     [
-        (_symlink, "Links are not followed"),
-        (_hard_link, "has several names"),
-        (_fifo, "is not a regular file"),
-        (_folder, "is not a regular file"),
-        (_missing, "No such file"),
-        (_short, "has 20 of 48 bytes"),
+        *(
+            ("nothing", external(location), OUTSIDE)
+            for location in ("../secret", "/etc/hostname", "inner/../../secret", "", "a\\b", "a\0b")
+        ),
+        ("nothing", external(), "No such file"),
+        ("a link", external(), "Links are not followed"),
+        ("a linked folder", external("inner/secret"), "Links are not followed"),
+        ("a hard link", external(), "has several names"),
+        ("a pipe", external(), "is not a regular file"),
+        ("a folder", external(), "is not a regular file"),
+        ("a short file", external(), "has 20 of 48 bytes"),
+        ("a file", external(offset=-4), "the offset '-4', which is no number of bytes"),
+        ("a file", external(offset="1e3"), "no number of bytes"),
+        ("a file", external(offset=10**17), "has 0 of 48 bytes"),
+        ("a file", external(length=12), "has 12 bytes, and its shape needs 48"),
+        ("a file", external(dims=(1 << 30, 1 << 30)), "bytes of external data"),
     ],
 )
-def test_external_data_that_is_no_plain_file_is_refused(
-    make: Callable[[Path, Path], None], message: str, tmp_path: Path
-) -> None:
-    target = tmp_path / "secret"
-    target.write_bytes(data())
-    folder = tmp_path / "model"
-    folder.mkdir()
-    make(folder / "weights.bin", target)
-    with pytest.raises(ImportRefused, match=message):
-        imported(external(folder), folder)
+def test_external_data_that_is_no_plain_file_is_refused(kind: str, model: ModelProto, message: str, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_bytes(data())
+    (tmp_path / "model").mkdir()
+    place(kind, tmp_path / "model" / "weights.bin", tmp_path / "secret")
+    assert_refused(model, tmp_path / "model", message)
 
 
-def test_folder_of_external_data_that_is_a_link_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "secrets").mkdir()
-    (tmp_path / "secrets" / "weights.bin").write_bytes(data())
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "inner").symlink_to(tmp_path / "secrets")
-    with pytest.raises(ImportRefused, match="Links are not followed"):
-        imported(external(folder, "inner/weights.bin"), folder)
-
-
-@pytest.mark.parametrize(
-    "entries, message",
-    [
-        ({"offset": -4}, "the offset '-4', which is no number of bytes"),
-        ({"offset": "1e3"}, "no number of bytes"),
-        ({"offset": 10**17}, "has 0 of 48 bytes"),
-        ({"length": 12}, "has 12 bytes, and its shape needs 48"),
-    ],
-    ids=str,
-)
-def test_wrong_place_of_external_data_is_refused(entries: dict[str, Any], message: str, tmp_path: Path) -> None:
-    (tmp_path / "weights.bin").write_bytes(data())
-    with pytest.raises(ImportRefused, match=message):
-        imported(external(tmp_path, **entries), tmp_path)
-
-
-def test_huge_external_data_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "weights.bin").write_bytes(data())
-    model = external(tmp_path)
-    del model.graph.initializer[0].dims[:]
-    model.graph.initializer[0].dims.extend([1 << 30, 1 << 30])
-    assert "bytes of external data" in refused(model, tmp_path)
-
-
-def test_external_data_of_an_attribute_is_refused(tmp_path: Path) -> None:
-    net = Net()
-    tensor = TensorProto(name="secret", data_type=TensorProto.FLOAT, dims=[3], data_location=TensorProto.EXTERNAL)
-    tensor.external_data.add(key="location", value="/etc/hostname")
-    net.nodes.append(helper.make_node("Constant", [], ["constant"], value=tensor))
-    with pytest.raises(ImportRefused, match="does not fit its shape"):
-        imported(net.model(net.add("Add", "x", "constant")), tmp_path)
-
-
-@pytest.mark.parametrize("make", [_fifo, _folder, _missing], ids=str)
-def test_model_that_is_no_file_is_refused(make: Callable[[Path, Path], None], tmp_path: Path) -> None:
-    make(tmp_path / "model.onnx", tmp_path)
+@pytest.mark.parametrize("kind", ["a pipe", "a folder", "nothing"])
+def test_model_that_is_no_file_is_refused(kind: str, tmp_path: Path) -> None:
+    place(kind, tmp_path / "model.onnx", tmp_path)
     with pytest.raises(ImportRefused):
         read(tmp_path / "model.onnx")
 
@@ -259,254 +188,167 @@ def test_model_that_is_no_file_is_refused(make: Callable[[Path, Path], None], tm
 # Graphs
 
 
-def test_cyclic_graph_is_refused(tmp_path: Path) -> None:
-    net = Net()
-    net.nodes.append(helper.make_node("Add", ["x", "b"], ["a"], name="first"))
+def in_a_cycle(net: Net, x: str) -> str:
+    net.nodes.append(helper.make_node("Add", [x, "b"], ["a"], name="first"))
     net.nodes.append(helper.make_node("Tanh", ["a"], ["b"], name="second"))
-    with pytest.raises(ImportRefused, match="Add node first: its input b is computed after it, or not at all"):
-        imported(net.model("b"), tmp_path)
+    return "b"
 
 
-def test_name_with_two_values_is_refused(tmp_path: Path) -> None:
-    net = Net()
-    net.dense("x", FEATURES, 4)
-    net.nodes.append(helper.make_node("Tanh", ["x"], [net.nodes[0].output[0]]))
-    with pytest.raises(ImportRefused, match="has several values"):
-        imported(net.model(), tmp_path)
+def with_two_values(net: Net, x: str) -> str:
+    y = net.add("Tanh", x)
+    net.nodes.append(helper.make_node("Relu", [x], [y]))
+    return y
 
 
-def branched(depth: int) -> onnx.GraphProto:
-    """Return a graph of If nodes within each other."""
-    nodes = [helper.make_node("Tanh", ["x"], [f"y{depth}"])]
-    infos = [helper.make_tensor_value_info(f"y{depth}", TensorProto.FLOAT, None)]
-    if depth:
-        branch = branched(depth - 1)
-        nodes = [helper.make_node("If", ["yes"], [f"y{depth}"], then_branch=branch, else_branch=branch)]
-    return helper.make_graph(nodes, f"branch{depth}", [], infos)
+def constant_elsewhere(net: Net, x: str) -> str:
+    tensor = TensorProto(name="secret", data_type=TensorProto.FLOAT, dims=[3], data_location=TensorProto.EXTERNAL)
+    tensor.external_data.add(key="location", value="/etc/hostname")
+    net.nodes.append(helper.make_node("Constant", [], ["constant"], value=tensor))
+    return net.add("Add", x, "constant")
 
 
-@pytest.mark.parametrize("depth, message", [(7, ""), (12, "it is within 8 others")])
-def test_deep_branches_are_refused(depth: int, message: str, tmp_path: Path) -> None:
-    graph = branched(depth)
-    graph.input.extend([helper.make_tensor_value_info("x", TensorProto.FLOAT, ("batch", "steps", FEATURES))])
-    graph.initializer.extend([numpy_helper.from_array(np.array(True), "yes")])
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
-    if not message:
-        assert_imports(model, tmp_path)
-        return
-    with pytest.raises(ImportRefused, match=message):
-        imported(model, tmp_path)
+def many_nodes(net: Net, x: str) -> str:
+    node = helper.make_node("Tanh", [x], ["y"])
+    net.nodes.extend([node] * 10_001)
+    return "y"
 
 
-def test_branch_that_depends_on_the_input_is_refused(tmp_path: Path) -> None:
-    graph = branched(1)
-    graph.input.extend(
-        [
-            helper.make_tensor_value_info("x", TensorProto.FLOAT, ("batch", "steps", FEATURES)),
-            helper.make_tensor_value_info("yes", TensorProto.INT64, ("batch",)),
-        ]
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
-    with pytest.raises(ImportRefused, match="its condition depends on the input"):
-        imported(model, tmp_path)
+def many_large_constants(net: Net, x: str) -> str:
+    y = net.add("Range", *(net.constant(float(number)) for number in (0, 1 << 22, 1)))
+    for _ in range(300):
+        y = net.add("Add", y, y)
+    return net.add("Add", x, net.add("Unsqueeze", y, net.constant([0])))
 
 
-@pytest.mark.parametrize("operator", ["Loop", "Scan"])
-def test_loops_are_refused(operator: str, tmp_path: Path) -> None:
-    net = Net()
-    with pytest.raises(ImportRefused, match=f"{operator} node .*cannot be imported"):
-        imported(net.model(net.add(operator, "x")), tmp_path)
-
-
-def test_too_many_nodes_are_refused(tmp_path: Path) -> None:
-    net = Net()
-    node = helper.make_node("Tanh", ["x"], ["y"])
-    net.nodes += [helper.make_node("Tanh", ["x" if not index else f"y{index}"], [f"y{index + 1}"]) for index in range(3)]
-    model = net.model("y3")
-    model.graph.node.extend([node] * 100_000)
-    assert "has more than 10000 nodes" in refused(model, tmp_path)
-
-
-def test_long_chain_of_activations_is_refused_in_bounded_time(tmp_path: Path) -> None:
-    net = Net()
-    y = "x"
-    for _ in range(4000):
-        y = net.add("Sin" if y == "last" else "Abs", y)
-        y = net.add("Log", y)
-    refused(net.model(y), tmp_path)
-
-
-def test_doubled_columns_are_refused(tmp_path: Path) -> None:
-    net = Net()
-    y = net.dense("x", FEATURES, 4)
-    for _ in range(60):
-        y = net.add("Concat", y, y, axis=2)
-    assert "columns, and the limit is" in refused(net.model(y), tmp_path)
-
-
-def test_doubled_operations_are_refused(tmp_path: Path) -> None:
-    net = Net()
-    y = net.dense("x", FEATURES, 4)
-    for _ in range(60):
-        y = net.add("Mul", y, net.add("Sigmoid", y))
-    refused(net.model(y), tmp_path)
-
-
-def test_shared_weights_do_not_multiply(tmp_path: Path) -> None:
+def shared_weights(net: Net, x: str) -> str:
     """Each layer would have a copy of the weights of all."""
-    net = Net()
-    weight, y = net.weight(512, 512), net.dense("x", FEATURES, 512)
-    for _ in range(2000):
-        y = net.add("MatMul", y, weight)
-    assert "far more than its weights" in refused(net.model(y), tmp_path)
+    return net.chain(x, dense(FEATURES, 512), *[("MatMul", net.weight(512, 512))] * 300)
 
 
-# Constants
+def of_opset(version: int) -> ModelProto:
+    model = good()
+    model.opset_import[0].version = version
+    return model
 
 
-def _bomb(*nodes: tuple[str, list[Any], dict[str, Any]]) -> ModelProto:
-    """Return a graph that adds a constant that nodes compute from lists of integers: each node takes the result of the previous node."""
-    net = Net()
-    name = ""
-    for operator, inputs, attributes in nodes:
-        names = [name] if name else []
-        name = net.add(operator, *names, *(net.constant(value) for value in inputs), **attributes)
-    return net.model(net.add("Add", "x", name))
+def with_own_add() -> ModelProto:
+    model = good()
+    model.functions.add(name="Add", domain="")
+    return model
 
 
-FLOAT_ONE = numpy_helper.from_array(np.ones(1, np.float32))
-BOMBS = {
-    "ConstantOfShape": [("ConstantOfShape", [[1 << 20, 1 << 13]], {"value": FLOAT_ONE})],
-    "ConstantOfShape of negative size": [("ConstantOfShape", [[-1, 3]], {"value": FLOAT_ONE})],
-    "ConstantOfShape, Add": [("ConstantOfShape", [[1 << 16, 1 << 16]], {}), ("Add", [np.ones(1, np.float32)], {})],
-    "Expand": [("Expand", [np.ones((1, 1), np.float32), [1 << 20, 1 << 13]], {})],
-    "Expand, Expand": [
-        ("Expand", [np.ones((1, 1), np.float32), [1 << 12, 1 << 11]], {}),
-        ("Expand", [[1 << 20, 1 << 12, 1 << 11]], {}),
-    ],
-    "Range": [("Range", [np.array(0), np.array(1 << 40), np.array(1)], {})],
-    "Range without end": [("Range", [np.array(0), np.array(5), np.array(0)], {})],
-    "Range of infinity": [("Range", [np.array(0.0), np.array(np.inf), np.array(1.0)], {})],
-    "Tile": [("Tile", [np.ones((2, 2), np.float32), [1 << 16, 1 << 16]], {})],
-    "Tile of negative size": [("Tile", [np.ones((2, 2), np.float32), [-(1 << 40), -(1 << 40)]], {})],
-    "Pad": [("Pad", [np.ones((2, 2), np.float32), [0, 0, 1 << 20, 1 << 20]], {})],
-    "Gather": [
-        ("Gather", [np.ones((1 << 12, 64), np.float32), np.zeros(1 << 12, np.int64)], {}),
-        ("Gather", [np.zeros(1 << 12, np.int64)], {"axis": 1}),
-    ],
-    "Concat": [("ConstantOfShape", [[1 << 12, 1 << 12]], {}), ("Concat", [], {"axis": 0}), ("Tile", [[1 << 10, 1]], {})],
-    "OneHot": [("OneHot", [np.zeros(1 << 12, np.int64), np.array(1 << 40), [0, 1]], {})],
-    "EyeLike": [("ConstantOfShape", [[1 << 12, 1 << 12]], {}), ("EyeLike", [], {})],
-    "RandomNormal": [("RandomNormal", [], {"shape": [1 << 20, 1 << 20]})],
-    "Outer product": [("Mul", [np.ones((1 << 14, 1), np.float32), np.ones((1, 1 << 14), np.float32)], {})],
+GRAPHS: dict[str, tuple[Callable[[], ModelProto], str]] = {
+    "a cycle": (graph(in_a_cycle), "Add node first: its input b is computed after it, or not at all"),
+    "a name with two values": (graph(with_two_values), "has several values"),
+    "external data of an attribute": (graph(constant_elsewhere), "does not fit its shape"),
+    "Loop": (graph(("Loop",)), "Loop node .*cannot be imported"),
+    "many nodes": (graph(many_nodes), "has more than 10000 nodes"),
+    "factors that are not finite": (graph(("Mul", np.array([1.0, np.nan, 1.0], np.float32)), ("Relu",)), "not finite"),
+    "a long chain of activations": (graph(*[("Abs",), ("Log",)] * 4000), "."),
+    "columns that double": (graph(dense(FEATURES, 4), *[("Concat", "_", "_", {"axis": 2})] * 60), "columns, and the limit is"),
+    "operations that double": (graph(dense(FEATURES, 4), *[lambda net, x: net.add("Mul", x, net.add("Sigmoid", x))] * 60), "."),
+    "weights that multiply": (graph(shared_weights), "far more than its weights"),
+    "many large constants": (graph(many_large_constants), "far more than its weights"),
+    "an operator of another domain": (graph(("Tanh", {"domain": "com.microsoft"})), r"it is an operator of com\.microsoft"),
+    "an old opset": (lambda: of_opset(3), "the model has opset 3"),
+    "a future opset": (lambda: of_opset(99), "the model has opset 99"),
+    "a redefined operator": (with_own_add, "redefines operators"),
+    **{
+        f"an input of shape {shape}": (graph(("Tanh",), shape=shape), ".")
+        for shape in (("batch", "steps", 1 << 40), ("batch", 1 << 50, 1 << 50), (1 << 30, 1 << 30, 1 << 30))
+    },
 }
 
 
-@pytest.mark.parametrize("nodes", BOMBS.values(), ids=BOMBS)
-def test_constant_that_would_fill_the_memory_is_refused(nodes: Any, tmp_path: Path) -> None:
-    message = refused(_bomb(*nodes), tmp_path)
-    assert any(words in message for words in ("limit is", "constant of more", "cannot be imported", "do not fit"))
+@pytest.mark.parametrize("make, message", GRAPHS.values(), ids=GRAPHS)
+def test_hostile_graph_is_refused(make: Callable[[], ModelProto], message: str, tmp_path: Path) -> None:
+    assert_refused(make(), tmp_path, message)
 
 
-def test_many_constants_that_would_fill_the_memory_are_refused(tmp_path: Path) -> None:
+def branched(depth: int, *inputs: onnx.ValueInfoProto) -> ModelProto:
+    """Return a model of If nodes within each other. inputs: besides x; without any, the condition is a constant."""
+    branch: Any = None
+    for level in range(depth + 1):
+        branches: dict[str, Any] = {"then_branch": branch, "else_branch": branch}
+        node = helper.make_node("If", ["yes"], [f"y{level}"], **branches) if level else helper.make_node("Tanh", ["x"], ["y0"])
+        output = helper.make_tensor_value_info(f"y{level}", TensorProto.FLOAT, None)
+        branch = helper.make_graph([node], f"branch{level}", [], [output])
+    branch.input.extend([helper.make_tensor_value_info("x", TensorProto.FLOAT, ("batch", "steps", FEATURES)), *inputs])
+    branch.initializer.extend([] if inputs else [numpy_helper.from_array(np.array(True), "yes")])
+    return helper.make_model(branch, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+
+
+def test_branches_are_followed_if_they_are_constant_and_few(tmp_path: Path) -> None:
+    assert_imports(branched(7), tmp_path)
+    assert_refused(branched(12), tmp_path, "it is within 8 others")
+    depends = branched(1, helper.make_tensor_value_info("yes", TensorProto.INT64, ("batch",)))
+    assert_refused(depends, tmp_path, "its condition depends on the input")
+
+
+# Constants. Each node takes the result of the node before it.
+
+ONE, BLOCK = np.ones((1, 1), np.float32), np.ones((2, 2), np.float32)
+OF_ONES: dict[str, Any] = {"value": numpy_helper.from_array(np.ones(1, np.float32))}
+TABLE: tuple[Any, ...] = ("ConstantOfShape", [1 << 12, 1 << 12])
+BOMBS: dict[str, list[tuple[Any, ...]]] = {
+    "ConstantOfShape": [("ConstantOfShape", [1 << 20, 1 << 13], OF_ONES)],
+    "ConstantOfShape of negative size": [("ConstantOfShape", [-1, 3], OF_ONES)],
+    "ConstantOfShape, Add": [("ConstantOfShape", [1 << 16, 1 << 16]), ("Add", 1.0)],
+    "Expand": [("Expand", ONE, [1 << 20, 1 << 13])],
+    "Expand, Expand": [("Expand", ONE, [1 << 12, 1 << 11]), ("Expand", [1 << 20, 1 << 12, 1 << 11])],
+    "Range": [("Range", np.array(0), np.array(1 << 40), np.array(1))],
+    "Range without end": [("Range", np.array(0), np.array(5), np.array(0))],
+    "Range of infinity": [("Range", np.array(0.0), np.array(np.inf), np.array(1.0))],
+    "Tile": [("Tile", BLOCK, [1 << 16, 1 << 16])],
+    "Tile of negative size": [("Tile", BLOCK, [-(1 << 40), -(1 << 40)])],
+    "Pad": [("Pad", BLOCK, [0, 0, 1 << 20, 1 << 20])],
+    "Gather": [
+        ("Gather", np.ones((1 << 12, 64), np.float32), np.zeros(1 << 12, np.int64)),
+        ("Gather", np.zeros(1 << 12, np.int64), {"axis": 1}),
+    ],
+    "Concat": [TABLE, ("Concat", {"axis": 0}), ("Tile", [1 << 10, 1])],
+    "OneHot": [("OneHot", np.zeros(1 << 12, np.int64), np.array(1 << 40), [0, 1])],
+    "EyeLike": [TABLE, ("EyeLike",)],
+    "RandomNormal": [("RandomNormal", {"shape": [1 << 20, 1 << 20]})],
+    "Outer product": [("Mul", np.ones((1 << 14, 1), np.float32), np.ones((1, 1 << 14), np.float32))],
+}
+
+
+@pytest.mark.parametrize("operators", BOMBS.values(), ids=BOMBS)
+def test_constant_that_would_fill_the_memory_is_refused(operators: list[tuple[Any, ...]], tmp_path: Path) -> None:
     net = Net()
-    size = net.constant([1 << 22])
-    y = net.add("Unsqueeze", net.add("Range", *(net.constant(np.array(float(n))) for n in (0, 1 << 22, 1))), net.constant([0]))
-    for _ in range(3000):
-        y = net.add("Add", y, y)
-    assert size
-    assert "far more than its weights" in refused(net.model(net.add("Add", "x", y)), tmp_path)
+    name, *operands = operators[0]
+    attributes = operands.pop() if isinstance(operands[-1], dict) else {}
+    first = net.add(name, *map(net.constant, operands), **attributes)
+    model = net.model(net.add("Add", "x", net.chain(first, *operators[1:])))
+    assert_refused(model, tmp_path, "limit is|constant of more|cannot be imported|do not fit")
 
 
 # Attributes
 
 
-@pytest.mark.parametrize(
-    "attributes",
-    [
-        {"strides": [0]},
-        {"strides": [-1]},
-        {"dilations": [0]},
-        {"group": 0},
-        {"group": -1},
-        {"pads": [-5, 0]},
-        {"pads": [1 << 60, 0, 0]},
-        {"strides": [1, 1, 1]},
-        {"kernel_shape": [0]},
-    ],
-    ids=str,
-)
-def test_wrong_attribute_of_a_convolution_is_refused(attributes: dict[str, Any], tmp_path: Path) -> None:
-    net = Net(("batch", FEATURES, "steps"))
-    with pytest.raises(ImportRefused, match="Conv node"):
-        imported(net.model(net.add("Conv", "x", net.weight(4, FEATURES, 3), **attributes)), tmp_path)
+WRONG: list[tuple[Any, ...]] = [
+    *(("Transpose", {"perm": perm}) for perm in ([0, 0, 1], [0, 1, 7])),
+    *(("Reshape", shape) for shape in ([-1, -1], [0, 0, -5], [0, 0, 0, 0, 0])),
+    *(("Squeeze", [9]), ("Unsqueeze", [9])),
+    *(("Slice", [0], [1, 2], [0, 1]), ("Slice", [0], [5], [2], [0])),
+    *(("Gather", np.array(99), {"axis": 2}), ("Gather", np.array(0), {"axis": 9})),
+    *(("Split", sizes, {"axis": 2, "outputs": 2}) for sizes in ([-1, 4], [1, 1])),
+    *(("Concat", {"axis": 9}), ("Concat",), ("Softmax", {"axis": 5}), ("Cast",), ("Unknown",)),
+    *(
+        ("Conv", np.ones((4, FEATURES, 3), np.float32), attributes)
+        for attributes in (
+            *({name: [value]} for name, value in (("strides", 0), ("strides", -1), ("dilations", 0), ("kernel_shape", 0))),
+            *({"group": 0}, {"group": -1}, {"pads": [-5, 0]}, {"pads": [1 << 60, 0, 0]}, {"strides": [1, 1, 1]}),
+        )
+    ),
+]
 
 
 @pytest.mark.parametrize(
-    "operator, inputs, attributes",
-    [
-        ("Transpose", [], {"perm": [0, 0, 1]}),
-        ("Transpose", [], {"perm": [0, 1, 7]}),
-        ("Transpose", [], {"perm": [0, 2, 0]}),
-        ("Reshape", [[-1, -1]], {}),
-        ("Reshape", [[0, 0, -5]], {}),
-        ("Reshape", [[0, 0, 0, 0, 0]], {}),
-        ("Squeeze", [[9]], {}),
-        ("Unsqueeze", [[9]], {}),
-        ("Slice", [[0], [1, 2], [0, 1]], {}),
-        ("Slice", [[0], [5], [2], [0]], {}),
-        ("Gather", [np.array(99)], {"axis": 2}),
-        ("Gather", [np.array(0)], {"axis": 9}),
-        ("Split", [[-1, 4]], {"axis": 2}),
-        ("Split", [[1, 1]], {"axis": 2}),
-        ("Concat", [], {"axis": 9}),
-        ("Concat", [], {}),
-        ("Softmax", [], {"axis": 5}),
-        ("Cast", [], {}),
-        ("Tanh", [], {"unknown": 1.0, "to": "x"}),
-        ("Unknown", [], {}),
-    ],
-    ids=str,
+    "operator", WRONG, ids=lambda operator: re.sub(r"array\(.*\)", "array", str(operator), flags=re.DOTALL)
 )
-def test_wrong_attribute_is_refused(operator: str, inputs: list[Any], attributes: dict[str, Any], tmp_path: Path) -> None:
-    net = Net()
-    y = net.add(
-        operator, "x", *(net.constant(value) for value in inputs), outputs=2 if operator == "Split" else 1, **attributes
-    )
-    model = net.model(net.dense(y, FEATURES, 4))
-    if operator == "Tanh":
-        assert imported(model, tmp_path)
-        return
-    with pytest.raises(ImportRefused, match=f"{operator} node"):
-        imported(model, tmp_path)
-
-
-def test_operator_of_another_domain_is_refused(tmp_path: Path) -> None:
-    net = Net()
-    y = net.add("Tanh", "x", domain="com.microsoft")
-    with pytest.raises(ImportRefused, match=r"it is an operator of com\.microsoft"):
-        imported(net.model(y), tmp_path)
-
-
-@pytest.mark.parametrize("version", [3, 99])
-def test_unknown_opset_is_refused(version: int, tmp_path: Path) -> None:
-    model = good()
-    model.opset_import[0].version = version
-    with pytest.raises(ImportRefused, match=f"the model has opset {version}"):
-        imported(model, tmp_path)
-
-
-def test_redefined_operator_is_refused(tmp_path: Path) -> None:
-    model = good()
-    model.functions.add(name="Add", domain="")
-    with pytest.raises(ImportRefused, match="redefines operators"):
-        imported(model, tmp_path)
-
-
-@pytest.mark.parametrize("value", [np.nan, np.inf], ids=str)
-def test_factors_that_are_not_finite_are_refused(value: float, tmp_path: Path) -> None:
-    net = Net()
-    factors = net.constant(np.array([1.0, value, 1.0], np.float32))
-    net.add("Relu", net.add("Mul", "x", factors))
-    with pytest.raises(ImportRefused, match="not finite"):
-        imported(net.model(), tmp_path)
+def test_wrong_attribute_is_refused(operator: tuple[Any, ...], tmp_path: Path) -> None:
+    options: dict[str, Any] = {"shape": ("batch", FEATURES, "steps")} if operator[0] == "Conv" else {}
+    with pytest.raises(ImportRefused, match=f"{operator[0]} node"):
+        imported(graph(operator, ("Tanh",), **options)(), tmp_path)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -15,38 +16,39 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations
 
-from tests.importers.importing import FEATURES, VOCABULARY, randomize
+from tests.importers.importing import FEATURES, VOCABULARY, layer, randomize
+from tests.importers.torch_models import HIDDEN, LABELS, TCN, Norm, TextCNN, old_weight_norm, plain
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # the package compiles CUDA kernels where it can
     import sru
 
-HIDDEN, WIDTH, LABELS = 5, 4, 3
+WIDTH = 4
 LENGTHS = (9, 5, 12)
 Outputs = Mapping[str, Tensor]
-Norm = Callable[[nn.Module], nn.Module]
 
 
 @dataclass(frozen=True)
 class Case:
     """A tested option.
 
-    part: modules of torch; option: the tested option; build: makes a module that returns outputs by name for one row; recipe: settings that
-    the state_dict lacks; refused: words of the refusal, or empty if it imports; ids: whether rows are token ids; features: numbers of a
-    step.
+    build: makes a module; recipe: settings that the state_dict lacks; refused: words of the refusal, or empty if it imports; more:
+    whether it runs only in tests/long; run: returns its outputs by name for one row; ids: whether rows are token ids; features: numbers of
+    a step.
     """
 
-    part: str
-    option: str
+    name: str
     build: Callable[[], nn.Module]
     recipe: str = ""
     refused: str = ""
+    more: bool = False
+    run: Callable[[nn.Module, Tensor], Outputs] = lambda module, row: module(row)
     ids: bool = False
     features: int = FEATURES
     lengths: Sequence[int] = LENGTHS
 
     def __str__(self) -> str:
-        return f"{self.part}: {self.option}"
+        return self.name
 
 
 class Tagger(nn.Module):
@@ -113,54 +115,6 @@ class Convolution(nn.Module):
         return {"sequence": self.activation(y)[0].T}
 
 
-class TextCNN(nn.Module):
-    def __init__(self, *, two_dimensions: bool = False, hidden: bool = False, padding: int = 0) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.two_dimensions = two_dimensions
-        if two_dimensions:
-            self.convs = nn.ModuleList(nn.Conv2d(1, HIDDEN, (width, WIDTH), padding=(padding, 0)) for width in (2, 3, 1))
-        else:
-            self.convs = nn.ModuleList(nn.Conv1d(WIDTH, HIDDEN, width, padding=padding) for width in (2, 3, 1))
-        self.hidden = nn.Linear(3 * HIDDEN, 6) if hidden else None
-        self.fc = nn.Linear(6 if hidden else 3 * HIDDEN, LABELS)
-
-    def forward(self, ids: Tensor) -> Outputs:
-        x = self.embed(ids)[None]
-        x = x[None] if self.two_dimensions else x.transpose(1, 2)
-        maps = torch.cat([torch.relu(conv(x)).flatten(2).amax(2) for conv in self.convs], 1)
-        return {"logits": self.fc(maps if self.hidden is None else torch.relu(self.hidden(maps)))[0]}
-
-
-class Block(nn.Module):
-    """A level of a TCN as locuslab/TCN writes it, which has its convolutions under two names."""
-
-    def __init__(self, inputs: int, dilation: int, norm: Norm, width: int) -> None:
-        super().__init__()
-        self.left = (width - 1) * dilation
-        self.conv1 = norm(nn.Conv1d(inputs, HIDDEN, width, dilation=dilation))
-        self.conv2 = norm(nn.Conv1d(HIDDEN, HIDDEN, width, dilation=dilation))
-        self.net = nn.Sequential(self.conv1, nn.ReLU(), self.conv2, nn.ReLU())
-        self.downsample = nn.Conv1d(inputs, HIDDEN, 1) if inputs != HIDDEN else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = torch.relu(self.conv1(functional.pad(x, (self.left, 0))))
-        y = torch.relu(self.conv2(functional.pad(y, (self.left, 0))))
-        return torch.relu(y + (x if self.downsample is None else self.downsample(x)))
-
-
-class TCN(nn.Module):
-    def __init__(self, norm: Norm, *, width: int = 3, inputs: int = FEATURES, levels: int = 3) -> None:
-        super().__init__()
-        widths = [inputs, *[HIDDEN] * levels]
-        self.network = nn.Sequential(*(Block(widths[level], 2**level, norm, width) for level in range(levels)))
-        self.linear = nn.Linear(HIDDEN, LABELS)
-
-    def forward(self, row: Tensor) -> Outputs:
-        steps = self.network(row.T[None])[0].T
-        return {"sequence": steps, "logits": self.linear(steps[-1])}
-
-
 class Chain(nn.Module):
     """Modules of single steps in a row, named 0, 1, ..."""
 
@@ -172,16 +126,6 @@ class Chain(nn.Module):
         for module in self.layers:
             row = module(row[..., None])[..., 0] if isinstance(module, nn.BatchNorm1d) else module(row)
         return {"sequence": row}
-
-
-class Bag(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.fc = nn.Linear(WIDTH, LABELS)
-
-    def forward(self, ids: Tensor) -> Outputs:
-        return {"logits": self.fc(self.embedding(ids).mean(0))}
 
 
 class OverRows(nn.Module):
@@ -227,8 +171,8 @@ class QRNN(nn.Module):
         self.layers = nn.ModuleList(QRNNLayer(inputs, window, output_gate=output_gate) for inputs in widths)
 
     def forward(self, row: Tensor) -> Outputs:
-        for layer in self.layers:
-            row = layer(row)
+        for one in self.layers:
+            row = one(row)
         return {"sequence": row}
 
 
@@ -246,170 +190,132 @@ def random_module(case: Case) -> nn.Module:
     return module
 
 
-def old_weight_norm(module: nn.Module) -> nn.Module:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        return nn.utils.weight_norm(module)
-
-
 NORMS: dict[str, Norm] = {"nn.utils.weight_norm": old_weight_norm, "parametrizations.weight_norm": parametrizations.weight_norm}
+SEQUENCE = '[head]\nkind = "sequence"'
 
 
-def layer(kind: str, prefix: str, **keys: str) -> str:
-    """Return a layer of a recipe. keys: TOML by name."""
-    return f'[[layers]]\nkind = "{kind}"\nfrom = "{prefix}"\n' + "".join(f"{name} = {value}\n" for name, value in keys.items())
+def classify(prefix: str, pool: str) -> str:
+    return f'[head]\nkind = "classify"\nfrom = "{prefix}"\npool = "{pool}"'
 
 
 def _recurrent_cases() -> Iterator[Case]:
-    for kind, (depth, both) in product(("LSTM", "GRU", "RNN"), ((1, False), (1, True), (3, False), (2, True))):
-        shape = f"num_layers={depth}{', bidirectional' * both}"
-        for name, options in (("", {}), (", bias=False", {"bias": False}), (", proj_size=2", {"proj_size": 2})):
-            if not (options.get("proj_size") and kind != "LSTM"):
-                build = partial_of(Tagger, kind, num_layers=depth, bidirectional=both, **options)
-                yield Case(f"nn.{kind}", shape + name, build, ids=True, lengths=(9, 1, 4))
+    options: dict[str, dict[str, Any]] = {"": {}, ", bias=False": {"bias": False}, ", proj_size=2": {"proj_size": 2}}
+    for kind, (depth, both), (name, option) in product(
+        ("LSTM", "GRU", "RNN"), ((2, True), (1, False), (1, True), (3, False)), options.items()
+    ):
+        if kind == "LSTM" or "proj_size" not in option:
+            build = partial(Tagger, kind, num_layers=depth, bidirectional=both, **option)
+            is_more = (depth, both) != (2, True)
+            yield Case(f"nn.{kind}: {depth}{', both' * both}{name}", build, more=is_more, ids=True, lengths=(9, 1, 4))
     for kind in ("LSTMCell", "GRUCell", "RNNCell"):
-        yield Case(f"nn.{kind}", "over the steps", partial_of(Cell, kind))
-        yield Case(f"nn.{kind}", "bias=False", partial_of(Cell, kind, bias=False))
-    relu = layer("embedding", "embedding") + layer("rnn", "rnn", activation='"relu"')
-    for both in (False, True):
-        build = partial_of(Tagger, "RNN", nonlinearity="relu", bidirectional=both)
-        option = f'nonlinearity="relu"{", bidirectional" * both} (recipe)'
-        yield Case("nn.RNN", option, build, relu + '[head]\nkind = "classify"\nfrom = "classifier"\npool = "last"', ids=True)
+        yield Case(f"nn.{kind}: over the steps", partial(Cell, kind))
+        yield Case(f"nn.{kind}: bias=False", partial(Cell, kind, bias=False), more=True)
+    relu = layer("embedding", "embedding") + layer("rnn", "rnn", activation='"relu"') + classify("classifier", "last")
+    yield Case('nn.RNN: nonlinearity="relu" (recipe)', partial(Tagger, "RNN", nonlinearity="relu"), relu, ids=True)
     cell = layer("rnn", "cell", activation='"relu"')
-    yield Case("nn.RNNCell", 'nonlinearity="relu" (recipe)', partial_of(Cell, "RNNCell", nonlinearity="relu"), cell)
+    yield Case('nn.RNNCell: nonlinearity="relu" (recipe)', partial(Cell, "RNNCell", nonlinearity="relu"), cell, more=True)
 
 
-def partial_of(kind: Callable[..., nn.Module], *arguments: Any, **options: Any) -> Callable[[], nn.Module]:
-    return lambda: kind(*arguments, **options)
-
-
-def _conv(option: str, pads: tuple[int, int] = (0, 0), *, keys: Mapping[str, str] | None = None, **options: Any) -> Case:
-    """Return a convolution through a recipe. keys: of the recipe, besides its padding."""
-    given = {"pads": f"[{pads[0]}, {pads[1]}]", **(keys or {})} if "padding" not in options else dict(keys or {})
-    return Case("nn.Conv1d", f"{option} (recipe)", partial_of(Convolution, pads, **options), layer("conv", "conv", **given))
+def _conv(
+    name: str, pads: tuple[int, int] = (1, 1), *, keys: Mapping[str, Any] | None = None, more: bool = False, **options: Any
+) -> Case:
+    """Return a convolution through a recipe. keys: of the recipe, besides the options of torch."""
+    same = {key: options[key] for key in ("stride", "dilation", "groups") if key in options}
+    own = {} if "padding" in options else {"pads": list(pads)}
+    recipe = layer("conv", "conv", **own, **same, **(keys or {}))
+    return Case(f"nn.Conv1d: {name} (recipe)", partial(Convolution, pads, **options), recipe, more=more)
 
 
 def _conv_cases() -> Iterator[Case]:
-    yield Case("nn.Conv1d", "padding=1", partial_of(Convolution, padding=1))
-    yield _conv("no padding")
-    yield _conv("causal padding", (2, 0))
-    yield _conv("stride=2", (1, 1), stride=2, keys={"stride": "2"})
-    yield _conv("dilation=2", (2, 2), dilation=2, keys={"dilation": "2"})
-    yield _conv("groups=3", (1, 1), groups=3, keys={"groups": "3"})
-    yield _conv(
-        "stride=2, dilation=3, groups=3",
-        (4, 3),
-        stride=2,
-        dilation=3,
-        groups=3,
-        keys={"stride": "2", "dilation": "3", "groups": "3"},
-    )
-    yield _conv("bias=False", (1, 1), bias=False)
-    yield _conv('padding="same", width 4', width=4, padding="same", keys={"padding": '"same"'})
-    yield _conv("width 1", width=1)
-    yield _conv("elu", (1, 1), activation=functional.elu, keys={"activation": '"elu"'})
-    yield _conv(
-        "leaky_relu with a slope", (1, 1), activation=_leaky, keys={"activation": '{ kind = "leaky_relu", alpha = 0.2 }'}
-    )
-    yield _conv("functional.glu", (1, 1), activation=_glu, keys={"activation": '"glu"'})
-    yield _conv("no activation", (1, 1), activation=_same, keys={"activation": '"none"'})
+    yield Case("nn.Conv1d: padding=1", partial(Convolution, padding=1))
+    yield _conv("no padding", (0, 0), more=True)
+    yield _conv("causal padding", (2, 0), more=True)
+    yield _conv("stride, dilation, groups", (4, 3), stride=2, dilation=3, groups=3)
+    yield _conv("bias=False", bias=False)
+    yield _conv("padding same, width 4", (0, 0), width=4, padding="same", keys={"padding": '"same"'})
+    yield _conv("width 1", (0, 0), width=1, more=True)
+    leaky = partial(functional.leaky_relu, negative_slope=0.2)
+    yield _conv("leaky_relu", activation=leaky, keys={"activation": '{ kind = "leaky_relu", alpha = 0.2 }'})
+    yield _conv("functional.glu", activation=partial(functional.glu, dim=1), keys={"activation": '"glu"'})
+    yield _conv("no activation", activation=plain, keys={"activation": '"none"'}, more=True)
     for name, norm in NORMS.items():
-        yield _conv(name, (1, 1), norm=norm)
-        yield _conv(f"{name}, stride and groups", (1, 1), norm=norm, stride=2, groups=3, keys={"stride": "2", "groups": "3"})
-    yield Case(
-        *("nn.Conv1d, nn.BatchNorm1d", "before the activation"),
-        partial_of(Convolution, batch_norm=1e-5, padding=1),
-    )
-    yield Case(
-        *("nn.Conv1d, nn.BatchNorm1d", "eps (recipe)"),
-        partial_of(Convolution, batch_norm=0.1, padding=1),
-        layer("conv", "conv", norm_from='"norm"', epsilon="0.1"),
-    )
-    for two, part in ((False, "nn.Conv1d"), (True, "nn.Conv2d")):
-        yield Case(part, "text CNN", partial_of(TextCNN, two_dimensions=two), ids=True, lengths=(9, 3, 4))
-        yield Case(part, "text CNN with a hidden layer", partial_of(TextCNN, two_dimensions=two, hidden=True), ids=True)
-        recipe = layer("embedding", "embed") + layer("text_cnn", "convs", padding="2")
-        recipe += '[head]\nkind = "classify"\nfrom = "fc"\npool = "max"'
+        yield _conv(f"{name}, stride and groups", norm=norm, stride=2, groups=3)
+    yield Case("nn.BatchNorm1d: before the activation", partial(Convolution, batch_norm=1e-5, padding=1))
+    recipe = layer("conv", "conv", norm_from='"norm"', epsilon=0.1)
+    yield Case("nn.BatchNorm1d: eps (recipe)", partial(Convolution, batch_norm=0.1, padding=1), recipe)
+    recipe = layer("embedding", "embedding") + layer("text_cnn", "convs", padding=2) + classify("fc", "max")
+    for conv in (1, 2):
+        text: dict[str, Any] = {"run": probabilities, "ids": True, "lengths": (9, 3, 4)}
+        yield Case(f"nn.Conv{conv}d: text CNN", partial(TextCNN, conv), more=conv == 1, **text)
+        yield Case(f"nn.Conv{conv}d: text CNN with a hidden layer", partial(TextCNN, conv, hidden=True), more=conv == 2, **text)
         yield Case(
-            part, "text CNN with padding=2 (recipe)", partial_of(TextCNN, two_dimensions=two, padding=2), recipe, ids=True
+            f"nn.Conv{conv}d: text CNN with padding (recipe)", partial(TextCNN, conv, "max", 2), recipe, more=conv == 2, **text
         )
-    for name, norm in {"": _same, **NORMS}.items():
-        yield Case("nn.Conv1d", f"TCN {name}".strip(), partial_of(TCN, norm))
-    yield Case(
-        "nn.Conv1d", "TCN of width 2 without a projection", partial_of(TCN, _same, width=2, inputs=HIDDEN), features=HIDDEN
-    )
-    yield Case("nn.Conv1d", "TCN of one level", partial_of(TCN, _same, levels=1))
+    for name, norm in {"": plain, **NORMS}.items():
+        yield Case(f"nn.Conv1d: TCN {name}", partial(TCN, norm), more=not name, run=logits)
+    yield Case("nn.Conv1d: TCN of width 2", partial(TCN, plain, width=2, inputs=HIDDEN), run=logits, features=HIDDEN)
+    yield Case("nn.Conv1d: TCN of one level", partial(TCN, plain, levels=1), more=True, run=logits)
 
 
-def _leaky(x: Tensor) -> Tensor:
-    return functional.leaky_relu(x, 0.2)
+def logits(module: nn.Module, row: Tensor) -> Outputs:
+    return {"logits": module(row[None])[0]}
 
 
-def _glu(x: Tensor) -> Tensor:
-    return functional.glu(x, 1)
-
-
-def _same(x: Any) -> Any:
-    return x
+def probabilities(module: nn.Module, row: Tensor) -> Outputs:
+    return {"scores": module(row[None])[0].exp()}
 
 
 def _step_cases() -> Iterator[Case]:
-    bag = layer("embedding", "embedding") + '[head]\nkind = "classify"\nfrom = "fc"\npool = "mean"'
-    yield Case("nn.Embedding, nn.Linear", "bag of words (recipe)", Bag, bag, ids=True)
     dense = layer("dense", "layers.0")
-    sequence = '[head]\nkind = "sequence"'
-    yield Case("nn.Linear", "over the steps (recipe)", lambda: Chain(nn.Linear(FEATURES, 6)), dense + sequence)
-    yield Case(
-        *("nn.Linear", "bias=False, tanh (recipe)"),
-        lambda: Chain(nn.Linear(FEATURES, 6, bias=False), nn.Tanh()),
-        layer("dense", "layers.0", activation='"tanh"') + sequence,
-    )
-    for option, options, keys in (
-        ("eps 1e-5", {}, {}),
-        ("eps (recipe)", {"eps": 0.1}, {"epsilon": "0.1"}),
-        ("bias=False", {"bias": False}, {}),
-    ):
-        recipe = dense + layer("layer_norm", "layers.1", **keys) + sequence
-        yield Case("nn.LayerNorm", option, _norm_after_linear(nn.LayerNorm, options), recipe)
-    for option, options, keys in (("eps 1e-5", {}, {}), ("eps (recipe)", {"eps": 0.1}, {"epsilon": "0.1"})):
-        recipe = dense + layer("batch_norm", "layers.1", **keys) + sequence
-        yield Case("nn.BatchNorm1d", option, _norm_after_linear(nn.BatchNorm1d, options), recipe)
-    recipe = dense + layer("batch_norm", "layers.1") + sequence
-    yield Case("nn.BatchNorm1d", "affine=False", _norm_after_linear(nn.BatchNorm1d, {"affine": False}), recipe)
-    yield Case("nn.MultiheadAttention", "any", lambda: nn.MultiheadAttention(4, 2), "", "which no layer is known to have")
+    tanh = layer("dense", "layers.0", activation='"tanh"') + SEQUENCE
+    yield Case("nn.Linear: bias=False, tanh (recipe)", lambda: Chain(nn.Linear(FEATURES, 6, bias=False), nn.Tanh()), tanh)
+    norms: list[tuple[type[nn.Module], str, dict[str, Any], dict[str, Any]]] = [
+        (nn.LayerNorm, "layer_norm", {}, {}),
+        (nn.LayerNorm, "layer_norm", {"eps": 0.1}, {"epsilon": 0.1}),
+        (nn.LayerNorm, "layer_norm", {"bias": False}, {}),
+        (nn.BatchNorm1d, "batch_norm", {"eps": 0.1}, {"epsilon": 0.1}),
+        (nn.BatchNorm1d, "batch_norm", {"affine": False}, {}),
+    ]
+    for module, kind, options, keys in norms:
+        recipe = dense + layer(kind, "layers.1", **keys) + SEQUENCE
+        yield Case(f"nn.{module.__name__}: {options}", partial(_after_linear, module, options), recipe)
+    yield Case("nn.MultiheadAttention", lambda: nn.MultiheadAttention(4, 2), "", "which no layer is known to have")
 
 
-def _norm_after_linear(kind: Callable[..., nn.Module], options: Mapping[str, Any]) -> Callable[[], nn.Module]:
-    return lambda: Chain(nn.Linear(FEATURES, 6), kind(6, **options))
+def _after_linear(module: Callable[..., nn.Module], options: Mapping[str, Any]) -> nn.Module:
+    return Chain(nn.Linear(FEATURES, 6), module(6, **options))
 
 
 def _scan_cases() -> Iterator[Case]:
-    every: list[tuple[dict[str, Any], dict[str, str]]] = [
-        ({}, {}),
-        ({"v1": True}, {}),
-        ({"use_tanh": True}, {"activation": '"tanh"'}),
-        ({"has_skip_term": False}, {"skip": "false"}),
-        ({"rescale": True, "highway_bias": -1.0}, {}),
-        ({"layer_norm": True}, {}),
-        ({"layer_norm": True, "normalize_after": True}, {"layer_norm": '"after"'}),
-        ({"projection_size": 2}, {}),
-        ({"projection_size": 4}, {}),
-        ({"use_tanh": True, "rescale": True, "layer_norm": True, "projection_size": 2}, {"activation": '"tanh"'}),
+    tanh = {"activation": '"tanh"'}
+    in_short: list[tuple[dict[str, Any], dict[str, Any], int, bool]] = [
+        ({}, {}, HIDDEN, True),
+        ({"v1": True}, {}, FEATURES, False),
+        ({"has_skip_term": False}, {"skip": False}, FEATURES, True),
+        ({"rescale": True, "highway_bias": -1.0}, {}, HIDDEN, False),
+        ({"layer_norm": True, "normalize_after": True}, {"layer_norm": '"after"'}, FEATURES, True),
+        ({"use_tanh": True, "rescale": True, "layer_norm": True, "projection_size": 2}, tanh, HIDDEN, True),
+        ({"projection_size": 4}, {}, FEATURES, True),
     ]
-    for (options, keys), inputs, both in product(every, (FEATURES, HIDDEN), (False, True)):
-        named = ", ".join(f"{name}={value}" for name, value in options.items()) or "defaults"
-        recipe = layer("sru", "encoder", bidirectional=str(both).lower(), **keys)
-        option = f"{named}{', bidirectional' * both}{', with a separate skip' * (inputs == FEATURES)}"
-        build = partial_of(OverRows, inputs, 3, bidirectional=both, **options)
-        yield Case("sru.SRU", option, build, recipe, features=inputs, lengths=(9, 1, 4))
-    wide = partial_of(OverRows, FEATURES, 2, proj_input_to_hidden_first=True)
+    every = [
+        (options, keys, inputs, both)
+        for options, keys, _, _ in in_short
+        for inputs in (FEATURES, HIDDEN)
+        for both in (False, True)
+    ]
+    for options, keys, inputs, both in every:
+        recipe = layer("sru", "encoder", bidirectional=both, **keys)
+        build = partial(OverRows, inputs, 3, bidirectional=both, **options)
+        is_more = (options, keys, inputs, both) not in in_short
+        name = f"sru.SRU: {options}{', both' * both}, {inputs} inputs"
+        yield Case(name, build, recipe, more=is_more, features=inputs, lengths=(9, 1, 4))
+    wide = partial(OverRows, FEATURES, 2, proj_input_to_hidden_first=True)
     refused = "encoder.input_to_hidden is a module of its own within the SRU"
-    yield Case("sru.SRU", "proj_input_to_hidden_first", wide, layer("sru", "encoder"), refused)
+    yield Case("sru.SRU: proj_input_to_hidden_first", wide, layer("sru", "encoder"), refused)
     for window, gate in product((1, 2), (True, False)):
-        pooling = "fo" if gate else "f"
-        recipe = layer("qrnn", "layers", window=str(window), pooling=f'"{pooling}"')
-        build = partial_of(QRNN, window, output_gate=gate)
-        yield Case("QRNN of fastai and Salesforce", f"window={window}, output_gate={gate}", build, recipe)
+        recipe = layer("qrnn", "layers", window=window, pooling='"fo"' if gate else '"f"')
+        qrnn = partial(QRNN, window, output_gate=gate)
+        yield Case(f"QRNN: window={window}, output_gate={gate}", qrnn, recipe, more=window == 1)
 
 
 CASES = [*_recurrent_cases(), *_conv_cases(), *_step_cases(), *_scan_cases()]

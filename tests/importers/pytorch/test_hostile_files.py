@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from service.importers.draft import ImportRefused
 from tests.importers.importing import import_file
 
+IH, HH, BIAS = "rnn.weight_ih_l0", "rnn.weight_hh_l0", "rnn.bias_ih_l0"
 GOOD: dict[str, Any] = {
-    "rnn.weight_ih_l0": torch.ones(8, 3),
-    "rnn.weight_hh_l0": torch.ones(8, 2),
-    "rnn.bias_ih_l0": torch.ones(8),
+    IH: torch.ones(8, 3),
+    HH: torch.ones(8, 2),
+    BIAS: torch.ones(8),
     "rnn.bias_hh_l0": torch.ones(8),
 }
 
@@ -48,33 +48,32 @@ def test_code_is_not_executed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name, tensor, message",
+    "content, message",
     [
-        ("rnn.weight_ih_l0", torch.ones(8, 3).fill_(torch.nan), "24 values that are not finite"),
-        ("rnn.bias_ih_l0", torch.full((8,), torch.inf), "8 values that are not finite"),
-        ("rnn.weight_ih_l0", torch.ones(8, 0), r"has the shape \(8, 0\), which has no numbers"),
-        ("rnn.weight_ih_l0", torch.ones(1).expand(1 << 40, 1 << 20), "over 4 bytes: save it whole"),
-        ("rnn.weight_ih_l0", torch.eye(8).to_sparse(), "is a torch.sparse_coo tensor: import the dense weights"),
-        ("rnn.weight_ih_l0", torch.ones(7, 3), "has the shape"),
-        ("rnn.bias_ih_l0", torch.ones(9), r"these tensors do not make a lstm layer .* \(9,\)"),
-        ("rnn.weight_hh_l0", torch.ones(8), "rnn has the tensors"),
-        ("rnn.weight_hh_l0", torch.ones(9, 2), r"layers.0.0.forward.recurrent has the shape \(2, 9\)"),
+        ({**GOOD, IH: torch.ones(8, 3).fill_(torch.nan)}, "24 values that are not finite"),
+        ({**GOOD, BIAS: torch.full((8,), torch.inf)}, "8 values that are not finite"),
+        ({**GOOD, IH: torch.ones(8, 0)}, r"has the shape \(8, 0\), which has no numbers"),
+        ({**GOOD, IH: torch.ones(1).expand(1 << 40, 1 << 20)}, "over 4 bytes: save it whole"),
+        ({**GOOD, IH: torch.eye(8).to_sparse()}, "is a torch.sparse_coo tensor: import the dense weights"),
+        ({**GOOD, IH: torch.ones(7, 3)}, "has the shape"),
+        ({**GOOD, BIAS: torch.ones(9)}, r"these tensors do not make a lstm layer .* \(9,\)"),
+        ({**GOOD, HH: torch.ones(8)}, "rnn has the tensors"),
+        ({**GOOD, HH: torch.ones(9, 2)}, r"layers.0.0.forward.recurrent has the shape \(2, 9\)"),
+        ({}, "has no tensors"),
+        ({"epoch": 3}, "has no tensors"),
+        ([1, 2], "has no tensors"),
+        (torch.ones(3), "has no tensors"),
+        ({"a": {"b": {}}}, "has no tensors"),
     ],
-    ids=lambda value: str(getattr(value, "shape", value))[:40],
+    ids=range(14),
 )
-def test_wrong_tensor_is_refused_by_name(tmp_path: Path, name: str, tensor: Tensor, message: str) -> None:
+def test_wrong_content_is_refused_by_name(tmp_path: Path, content: Any, message: str) -> None:
     with pytest.raises(ImportRefused, match=message):
-        import_file(tmp_path, written(tmp_path, {**GOOD, name: tensor}))
+        import_file(tmp_path, written(tmp_path, content))
     assert not (tmp_path / "models").exists()
 
 
-@pytest.mark.parametrize("content", [{}, {"epoch": 3}, [1, 2], torch.ones(3), {"a": {"b": {}}}], ids=str)
-def test_file_without_a_state_dict_is_refused(tmp_path: Path, content: Any) -> None:
-    with pytest.raises(ImportRefused, match="has no tensors"):
-        import_file(tmp_path, written(tmp_path, content))
-
-
-@pytest.mark.parametrize("kept", [0.0, 0.5, 0.99])
+@pytest.mark.parametrize("kept", [0.0, 0.99])
 def test_truncated_file_is_refused(tmp_path: Path, kept: float) -> None:
     for name in ("weights.pt", "weights.safetensors"):
         file = tmp_path / name
@@ -89,7 +88,7 @@ def test_compressed_archive_is_refused_before_it_expands(tmp_path: Path) -> None
     with zipfile.ZipFile(file) as stored, zipfile.ZipFile(bomb, "w", zipfile.ZIP_DEFLATED) as packed:
         for member in stored.infolist():
             packed.writestr(member.filename, stored.read(member))
-        packed.writestr("weights/data/9", bytes(100 << 20))
+        packed.writestr("weights/data/9", bytes(20 << 20))
     tracemalloc.start()
     try:
         with pytest.raises(ImportRefused, match=r"is compressed, which torch\.save does not do"):
@@ -100,10 +99,9 @@ def test_compressed_archive_is_refused_before_it_expands(tmp_path: Path) -> None
 
 
 def test_legacy_pickle_is_refused_with_the_way_out(tmp_path: Path) -> None:
-    file = tmp_path / "weights.pt"
-    torch.save(GOOD, file, _use_new_zipfile_serialization=False)
+    torch.save(GOOD, tmp_path / "weights.pt", _use_new_zipfile_serialization=False)
     with pytest.raises(ImportRefused, match="save it again with a current torch"):
-        import_file(tmp_path, file)
+        import_file(tmp_path, tmp_path / "weights.pt")
 
 
 @pytest.mark.parametrize("name", ["absent.pt", "."])

@@ -5,46 +5,10 @@ from typing import Optional
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from tests.importers.torch_models import FEATURES, HIDDEN, LABELS, VOCABULARY, Sample
-
-
-class Layered(nn.Module):
-    """A convolution, a bidirectional LSTM of two layers, dropout, a norm and a linear layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, 4, padding_idx=0)
-        self.conv = nn.Conv1d(4, 6, 3, padding=1)
-        self.rnn = nn.LSTM(6, HIDDEN, num_layers=2, bidirectional=True, batch_first=True, dropout=0.1)
-        self.norm = nn.BatchNorm1d(2 * HIDDEN)
-        self.dropout = nn.Dropout(0.3)
-        self.fc = nn.Linear(2 * HIDDEN, LABELS)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = torch.relu(self.conv(self.embedding(ids).transpose(1, 2))).transpose(1, 2)
-        steps, _ = self.rnn(x)
-        return torch.softmax(self.fc(self.dropout(self.norm(steps.mean(1)))), 1)
-
-
-class Branches(nn.Module):
-    """A text CNN that loops over its convolutions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, 4)
-        self.convs = nn.ModuleList([nn.Conv1d(4, 5, width) for width in (2, 3, 4)])
-        self.fc = nn.Linear(15, LABELS)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embedding(ids).transpose(1, 2)
-        pooled = []
-        for conv in self.convs:
-            y = functional.relu(conv(x))
-            pooled.append(functional.max_pool1d(y, y.shape[2]).squeeze(2))
-        return functional.log_softmax(self.fc(torch.cat(pooled, 1)), dim=1)
+from tests.importers.importing import FEATURES
+from tests.importers.torch_models import HIDDEN, LABELS, Sample, named
 
 
 class Packing(nn.Module):
@@ -111,9 +75,8 @@ class OfNumbers(nn.Module):
 
 
 SCRIPTED = [
-    Sample("torch.jit.script", "embedding, convolution, nn.LSTM, dropout, batch norm", Layered, ids=True),
-    Sample("torch.jit.script", "a loop over convolutions", Branches, ids=True),
-    Sample("torch.jit.script", "packed sequences", Packing, lengths=True),
-    Sample("torch.jit.script", "an optional state, inplace=True, LayerNorm of the last step", Optionals, steps_first=True),
+    *named("nn.Conv1d: text CNN, adaptive_max_pool1d", "stride and groups", "attention pool by sum"),
+    Sample("packed sequences", Packing, lengths=True),
+    Sample("an optional state, inplace=True, LayerNorm of the last step", Optionals, steps_first=True),
 ]
-REFUSED = Sample("torch.jit.script", "a branch by numbers of the input", OfNumbers)
+REFUSED = Sample("a branch by numbers of the input", OfNumbers)

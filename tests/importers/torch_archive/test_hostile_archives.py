@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import tracemalloc
 import warnings
@@ -32,31 +33,31 @@ class Net(nn.Module):
 
 
 @pytest.fixture(scope="module")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A .pt2 archive that imports."""
-    file = tmp_path_factory.mktemp("archive") / "model.pt2"
+def archives(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Archives that import, of either kind."""
+    folder, x = tmp_path_factory.mktemp("archives"), torch.randn(2, 5, 3)
+    files = {"exported": folder / "model.pt2", "traced": folder / "model.pt"}
     axes = ({0: torch.export.Dim.AUTO, 1: torch.export.Dim.AUTO},)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        torch.export.save(torch.export.export(Net(), (torch.randn(2, 5, 3),), dynamic_shapes=axes), file)
-    return file
+        torch.export.save(torch.export.export(Net(), (x,), dynamic_shapes=axes), files["exported"])
+        torch.jit.save(torch.jit.trace(Net(), x), files["traced"])  # type: ignore[no-untyped-call]
+    return files
 
 
-@pytest.fixture(scope="module")
-def traced(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A TorchScript archive that imports."""
-    file = tmp_path_factory.mktemp("archive") / "model.pt"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.jit.save(torch.jit.trace(Net(), torch.randn(2, 5, 3)), file)  # type: ignore[no-untyped-call]
-    return file
+@pytest.fixture
+def exported(archives: dict[str, Path]) -> Path:
+    return archives["exported"]
+
+
+@pytest.fixture
+def traced(archives: dict[str, Path]) -> Path:
+    return archives["traced"]
 
 
 @pytest.fixture(params=["exported", "traced"])
-def archive(request: pytest.FixtureRequest) -> Path:
-    """An archive that imports, of either kind."""
-    file: Path = request.getfixturevalue(request.param)
-    return file
+def archive(archives: dict[str, Path], request: pytest.FixtureRequest) -> Path:
+    return archives[request.param]
 
 
 def changed(archive: Path, folder: Path, change: Change) -> Path:
@@ -71,37 +72,72 @@ def changed(archive: Path, folder: Path, change: Change) -> Path:
     return file
 
 
-def refused(file: Path) -> str:
+def member(members: dict[str, bytes], end: str) -> str:
+    return next(name for name in members if name.endswith(end))
+
+
+def without(end: str) -> Change:
+    def change(members: dict[str, bytes]) -> None:
+        for name in [name for name in members if name.endswith(end)]:
+            del members[name]
+
+    return change
+
+
+def edited(end: str, edit: Callable[[Any], Any]) -> Change:
+    """Return a change of a description of a .pt2 archive."""
+
+    def change(members: dict[str, bytes]) -> None:
+        name = member(members, end)
+        description = json.loads(members[name])
+        edit(description)
+        members[name] = json.dumps(description).encode()
+
+    return change
+
+
+def with_code(body: str) -> Change:
+    """Return a change of a TorchScript archive that replaces the body of its forward method."""
+
+    def change(members: dict[str, bytes]) -> None:
+        name = next(name for name in members if name.endswith(".py") and b"class Net" in members[name])
+        code = members[name].decode()
+        members[name] = (code[: code.index("    fc = self.fc")] + body).encode()
+
+    return change
+
+
+def replaced(end: str, content: bytes) -> Change:
+    return lambda members: members.update({member(members, end): content})
+
+
+def assert_refused(file: Path, message: str = ".") -> None:
+    """Assert that an archive is refused with these words, within bounds, and that nothing in it was executed in this folder."""
     tracemalloc.start()
     try:
-        with pytest.raises(ImportRefused) as raised:
+        with contextlib.chdir(file.parent), pytest.raises(ImportRefused, match=message):
             read(file)
         assert tracemalloc.get_traced_memory()[1] < MEMORY_BYTES
     finally:
         tracemalloc.stop()
-    return str(raised.value)
-
-
-def member(members: dict[str, bytes], end: str) -> str:
-    return next(name for name in members if name.endswith(end))
+    assert not (file.parent / "executed").exists()
 
 
 def test_archive_imports(archive: Path) -> None:
     assert [part.table["kind"] for part in read(archive).layers] == ["dense"]
 
 
-@pytest.mark.parametrize("kept", [0.0, 0.4, 0.8, 0.99])
+@pytest.mark.parametrize("kept", [0.0, 0.4, 0.99])
 def test_truncated_archive_is_refused(archive: Path, kept: float, tmp_path: Path) -> None:
     content = archive.read_bytes()
     (tmp_path / archive.name).write_bytes(content[: int(kept * len(content))])
-    assert refused(tmp_path / archive.name)
+    assert_refused(tmp_path / archive.name)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_changed_bytes_import_or_are_refused(archive: Path, seed: int, tmp_path: Path) -> None:
+def test_changed_bytes_import_or_are_refused(archive: Path, tmp_path: Path) -> None:
     """No change of a member leads to another exception than the refusal."""
-    random = np.random.default_rng(seed)
-    for _ in range(20):
+    random = np.random.default_rng(0)
+    for _ in range(30):
 
         def change(members: dict[str, bytes]) -> None:
             name = list(members)[random.integers(len(members))]
@@ -116,27 +152,12 @@ def test_changed_bytes_import_or_are_refused(archive: Path, seed: int, tmp_path:
             assert str(error)
 
 
-@pytest.mark.parametrize("end", ["models/model.json", "model_weights_config.json", "weight_0"])
-def test_missing_member_of_an_export_is_refused(exported: Path, end: str, tmp_path: Path) -> None:
-    assert refused(changed(exported, tmp_path, lambda members: members.pop(member(members, end))))
-
-
-@pytest.mark.parametrize("end", ["data.pkl", ".py", "data/0"])
-def test_missing_member_of_a_script_is_refused(traced: Path, end: str, tmp_path: Path) -> None:
-    def change(members: dict[str, bytes]) -> None:
-        for name in [name for name in members if name.endswith(end)]:
-            del members[name]
-
-    assert refused(changed(traced, tmp_path, change))
-
-
 def test_member_of_a_name_twice_is_refused(archive: Path, tmp_path: Path) -> None:
     file = changed(archive, tmp_path, lambda members: members.update({"other/version": b"3"}))
-    with zipfile.ZipFile(file) as read_members:
-        names = read_members.namelist()
     with zipfile.ZipFile(file, "a") as written:
-        written.writestr(names[0].replace(names[0].partition("/")[0], "again", 1), b"")
-    assert "has two members with the name" in refused(file)
+        first = written.namelist()[0]
+        written.writestr(first.replace(first.partition("/")[0], "again", 1), b"")
+    assert_refused(file, "has two members with the name")
 
 
 def test_names_outside_the_archive_are_never_written(archive: Path, tmp_path: Path) -> None:
@@ -150,7 +171,7 @@ def test_compressed_bomb_is_refused_before_it_expands(archive: Path, tmp_path: P
     file = changed(archive, tmp_path, dict.copy)
     with zipfile.ZipFile(file, "a", zipfile.ZIP_DEFLATED) as written:
         written.writestr("model/code/bomb.py", bytes(100 << 20))
-    assert "torch compresses only code" in refused(file)
+    assert_refused(file, "torch compresses only code")
 
 
 def test_members_that_overlap_are_refused(archive: Path, tmp_path: Path) -> None:
@@ -159,55 +180,61 @@ def test_members_that_overlap_are_refused(archive: Path, tmp_path: Path) -> None
     content = bytearray(archive.read_bytes())
     with zipfile.ZipFile(archive) as read_members:
         info = next(one for one in read_members.infolist() if one.filename.endswith(("data/0", "weight_0")))
-    size = info.file_size.to_bytes(4, "little")
     start = content.rindex(info.filename.encode()) - 46  # its entry in the directory at the end
-    assert content[start + 24 : start + 28] == size
+    assert content[start + 24 : start + 28] == info.file_size.to_bytes(4, "little")
     content[start + 20 : start + 28] = (1 << 30).to_bytes(4, "little") * 2
     file.write_bytes(bytes(content))
-    assert "expands to" in refused(file)
+    assert_refused(file, "expands to")
 
 
 # torch.export
-
-
-def edited(exported: Path, folder: Path, end: str, edit: Callable[[Any], None]) -> Path:
-    """Return a copy of a .pt2 archive with another description."""
-
-    def change(members: dict[str, bytes]) -> None:
-        name = member(members, end)
-        description = json.loads(members[name])
-        edit(description)
-        members[name] = json.dumps(description).encode()
-
-    return changed(exported, folder, change)
 
 
 def _node(description: Any) -> Any:
     return description["graph_module"]["graph"]["nodes"][0]
 
 
-EXPRESSION = "__import__('os').mkdir('executed')"
+def _target(name: str) -> Change:
+    return edited("model.json", lambda model: _node(model).update(target=name))
 
 
-@pytest.mark.parametrize(
-    "edit, message",
-    [
-        (lambda model: _node(model).update(target="os.system"), "calls os.system, which cannot be imported"),
-        (lambda model: _node(model).update(target="torch.ops.aten.from_file.default"), "has no operator from_file|linear"),
-        (lambda model: _node(model).update(target="torch.ops.aten.nonsense.default"), "torch has no operator nonsense"),
-        (lambda model: _node(model).update(target="torch.ops.mine.linear.default"), "cannot be imported"),
-        (lambda model: model["schema_version"].update(major=99), "has schema 99"),
-        (lambda model: model["graph_module"]["graph"].update(nodes=[{}]), "is damaged"),
-        (lambda model: model["graph_module"]["graph"]["tensor_values"].clear(), "is damaged"),
-        (lambda model: model.clear(), "is damaged"),
-        (lambda model: _node(model)["inputs"][0].update(arg={"as_graph": {}}), "an argument of the kind as_graph"),
-        (lambda model: _node(model)["inputs"][0].update(arg={"as_tensor": {"name": "later"}}), "is damaged"),
-    ],
-    ids=range(10),
-)
-def test_wrong_description_is_refused(exported: Path, edit: Callable[[Any], None], message: str, tmp_path: Path) -> None:
-    with pytest.raises(ImportRefused, match=message):
-        read(edited(exported, tmp_path, "model.json", edit))
+def _meta(**values: Any) -> Change:
+    return edited("model_weights_config.json", lambda model: model["config"]["fc.weight"]["tensor_meta"].update(values))
+
+
+def _sizes(*sizes: int) -> list[dict[str, int]]:
+    return [{"as_int": size} for size in sizes]
+
+
+DESCRIPTIONS: list[tuple[Change, str]] = [
+    (_target("os.system"), "calls os.system, which cannot be imported"),
+    (_target("torch.ops.aten.from_file.default"), "has no operator from_file|linear"),
+    (_target("torch.ops.aten.nonsense.default"), "torch has no operator nonsense"),
+    (_target("torch.ops.mine.linear.default"), "cannot be imported"),
+    (edited("model.json", lambda model: model["schema_version"].update(major=99)), "has schema 99"),
+    (edited("model.json", lambda model: model["graph_module"]["graph"].update(nodes=[{}])), "is damaged"),
+    (edited("model.json", lambda model: model["graph_module"]["graph"]["tensor_values"].clear()), "is damaged"),
+    (edited("model.json", lambda model: model.clear()), "is damaged"),
+    (edited("model.json", lambda model: _node(model)["inputs"][0].update(arg={"as_graph": {}})), "of the kind as_graph"),
+    (edited("model.json", lambda model: _node(model)["inputs"][0].update(arg={"as_tensor": {"name": "later"}})), "is damaged"),
+    (replaced("model.json", b"[" * 100_000), "is damaged"),
+    (edited("model_weights_config.json", lambda model: model["config"]["fc.weight"].update(use_pickle=True)), "is a pickle"),
+    *((without(end), ".") for end in ("models/model.json", "model_weights_config.json", "weight_0")),
+    (_meta(sizes=_sizes(1 << 40, 3)), "."),
+    (_meta(sizes=_sizes(-4, 3)), "."),
+    (_meta(sizes=_sizes(1 << 40, 3), strides=_sizes(0, 0)), "."),
+    (_meta(strides=_sizes(1 << 40, 1)), "."),
+    (_meta(strides=_sizes(3)), "."),
+    (_meta(storage_offset={"as_int": 1 << 40}), "."),
+    (_meta(storage_offset={"as_int": -1}), "."),
+    (_meta(dtype=99), "."),
+    (_meta(dtype=10), "."),
+]
+
+
+@pytest.mark.parametrize("change, message", DESCRIPTIONS, ids=range(len(DESCRIPTIONS)))
+def test_wrong_description_is_refused(exported: Path, change: Change, message: str, tmp_path: Path) -> None:
+    assert_refused(changed(exported, tmp_path, change), message)
 
 
 def test_expressions_of_a_description_are_not_evaluated(
@@ -220,123 +247,59 @@ def test_expressions_of_a_description_are_not_evaluated(
         for value in model["graph_module"]["graph"]["tensor_values"].values():
             for size in value["sizes"]:
                 if "as_expr" in size:
-                    size["as_expr"]["expr_str"] = EXPRESSION
+                    size["as_expr"]["expr_str"] = "__import__('os').mkdir('executed')"
 
-    read(edited(exported, tmp_path, "model.json", edit))
+    read(changed(exported, tmp_path, edited("model.json", edit)))
     assert not (tmp_path / "executed").exists()
-
-
-@pytest.mark.parametrize(
-    "meta",
-    [
-        {"sizes": [{"as_int": 1 << 40}, {"as_int": 3}]},
-        {"sizes": [{"as_int": -4}, {"as_int": 3}]},
-        {"sizes": [{"as_int": 1 << 40}, {"as_int": 3}], "strides": [{"as_int": 0}, {"as_int": 0}]},
-        {"strides": [{"as_int": 1 << 40}, {"as_int": 1}]},
-        {"strides": [{"as_int": 3}]},
-        {"storage_offset": {"as_int": 1 << 40}},
-        {"storage_offset": {"as_int": -1}},
-        {"dtype": 99},
-        {"dtype": 10},
-    ],
-    ids=str,
-)
-def test_wrong_tensor_of_a_description_is_refused(exported: Path, meta: dict[str, Any], tmp_path: Path) -> None:
-    def edit(description: Any) -> None:
-        description["config"]["fc.weight"]["tensor_meta"].update(meta)
-
-    assert refused(edited(exported, tmp_path, "model_weights_config.json", edit))
-
-
-def test_pickled_weights_are_refused(exported: Path, tmp_path: Path) -> None:
-    def edit(description: Any) -> None:
-        description["config"]["fc.weight"]["use_pickle"] = True
-
-    assert "fc.weight of the archive is a pickle" in refused(edited(exported, tmp_path, "model_weights_config.json", edit))
-
-
-def test_deep_description_is_refused(exported: Path, tmp_path: Path) -> None:
-    def change(members: dict[str, bytes]) -> None:
-        members[member(members, "model.json")] = b"[" * 100_000
-
-    assert "is damaged" in refused(changed(exported, tmp_path, change))
 
 
 # TorchScript
 
 
-def with_code(traced: Path, folder: Path, body: str) -> Path:
-    """Return a copy of a TorchScript archive that replaces the body of its forward method."""
+CODE: list[tuple[str, str]] = [
+    ("    return torch.tanh(", "is damaged"),
+    ("    y = [" + "1," * 1_100_000 + "]\n    return x", "has .* bytes, and the limit is"),
+    ("    return open('executed')", "calls open, which cannot be imported"),
+    ("    return (lambda: x)()", "cannot|is no function|not read"),
+    ("    return ''.__class__.__mro__", "reads __class__ of a value that has no names"),
+    ("    import os\n    return x", "a statement of the kind Import"),
+    ("    torch.save(x, 'executed')\n    return x", "has no operator save|cannot be imported"),
+    ("    ops.aten.from_file('/etc/passwd', True, 5)\n    return x", "not computed from constants"),
+    ("    torch.load('executed')\n    return x", "torch has no operator load"),
+    ("    ops.image.read_file('a')\n    return x", "cannot be imported"),
+    ("    self.training = True\n    return x", "changes self.training"),
+    ("    while True:\n      y = 1\n    return x", "takes more than 300000 steps"),
+    ("    for i in range(1000000000):\n      y = 1\n    return x", "list of|takes more than"),
+    ("    return self.forward(x)", "more than 40 calls within each other"),
+    ("    y = [1]\n    for i in range(100):\n      y = torch.add(y, y)\n    return x", "a list is too long"),
+    ("    y = [1]\n    for i in range(90):\n      y = [y, y]\n    return torch.cat(y, 2)", "takes more than"),
+    ("    y = [1]\n    z = torch.append(y, y)\n    return y", "takes more than|is damaged|does not depend"),
+    ("    y = torch.mul([1], 1000000000)\n    return x", "a list is too long"),
+    ("    y = 3\n    for i in range(100):\n      y = torch.mul(y, y)\n    return x", "a number is too large"),
+    ("    y = torch.mod('%999999999d', 1)\n    return x", "texts have no arithmetic"),
+    ("    y = torch.format('{:999999999}', 1)\n    return x", "the output is the input"),
+    ("    y = torch.zeros([1099511627776], dtype=6)\n    return torch.add(x, y)", "and the limit is"),
+    ("    y = torch.arange(1099511627776)\n    return torch.add(x, y)", "and the limit is"),
+    ("    y = torch.repeat(torch.ones([8], dtype=6), [1073741824])\n    return torch.add(x, y)", "and the limit is"),
+    (
+        "    y = torch.constant_pad_nd(torch.ones([8], dtype=6), [0, 1099511627776], 0)\n    return torch.add(x, y)",
+        "the limit is",
+    ),
+    ("    y = torch.expand(torch.ones([1], dtype=6), [1099511627776])\n    return torch.add(x, y)", "and the limit is"),
+    ("    y = torch.eye(1048576)\n    return torch.add(x, y)", "and the limit is"),
+    ("    y = x\n    for i in range(60):\n      y = torch.cat([y, y], 2)\n    return y", "columns, and the limit is"),
+    (f"    return {'(' * 150}x{')' * 150}", "the output is the input|damaged"),
+    (f"    return {'-' * 5000}x", "is damaged|not read"),
+    ("    return missing", "does not depend|no function|damaged"),
+    ("    return CONSTANTS.c5", "is damaged"),
+    ("    return x\n    raise ValueError()", "the output is the input"),
+    ("    ops.prim.RaiseException('stop')\n    return x", "fails: stop"),
+]
 
-    def change(members: dict[str, bytes]) -> None:
-        name = next(name for name in members if name.endswith(".py") and b"class Net" in members[name])
-        code = members[name].decode()
-        start = code.index("    fc = self.fc")
-        members[name] = (code[:start] + body).encode()
 
-    return changed(traced, folder, change)
-
-
-@pytest.mark.parametrize(
-    "body, message",
-    [
-        ("    return torch.tanh(", "is damaged"),
-        ("    y = [" + "1," * 1_100_000 + "]\n    return x", "has .* bytes, and the limit is"),
-        ("    return __import__('os')", "calls __import__, which cannot be imported"),
-        ("    return open('executed')", "calls open, which cannot be imported"),
-        ("    return (lambda: x)()", "cannot|is no function|not read"),
-        ("    return x.__class__", "reads __class__ of a value that has no names"),
-        ("    return ''.__class__.__mro__", "reads __class__ of a value that has no names"),
-        ("    import os\n    return x", "a statement of the kind Import"),
-        ("    torch.save(x, 'executed')\n    return x", "has no operator save|cannot be imported"),
-        ("    torch.from_file('executed')\n    return x", "not computed from constants|cannot be imported|no operator"),
-        ("    ops.aten.from_file('/etc/passwd', True, 5)\n    return x", "not computed from constants"),
-        ("    torch.load('executed')\n    return x", "torch has no operator load"),
-        ("    ops.image.read_file('a')\n    return x", "cannot be imported"),
-        ("    self.training = True\n    return x", "changes self.training"),
-        ("    while True:\n      y = 1\n    return x", "takes more than 300000 steps"),
-        ("    for i in range(1000000000):\n      y = 1\n    return x", "list of|takes more than"),
-        ("    return self.forward(x)", "more than 40 calls within each other"),
-        ("    y = [1]\n    for i in range(100):\n      y = torch.add(y, y)\n    return x", "a list is too long"),
-        ("    y = [1]\n    for i in range(90):\n      y = [y, y]\n    return torch.cat(y, 2)", "takes more than"),
-        ("    y = [1]\n    for i in range(90):\n      y = [y, y]\n    return torch.add(x, torch.len(y))", "takes more than"),
-        ("    y = [1]\n    z = torch.append(y, y)\n    return y", "takes more than|is damaged|does not depend"),
-        ("    y = torch.mul([1], 1000000000)\n    return x", "a list is too long"),
-        ("    y = 3\n    for i in range(100):\n      y = torch.mul(y, y)\n    return x", "a number is too large"),
-        ("    y = torch.mod('%999999999d', 1)\n    return x", "texts have no arithmetic"),
-        ("    y = torch.format('{:999999999}', 1)\n    return x", "the output is the input"),
-        ("    y = torch.zeros([1099511627776], dtype=6)\n    return torch.add(x, y)", "and the limit is"),
-        ("    y = torch.arange(1099511627776)\n    return torch.add(x, y)", "and the limit is"),
-        ("    y = torch.repeat(torch.ones([8], dtype=6), [1073741824])\n    return torch.add(x, y)", "and the limit is"),
-        (
-            "    y = torch.constant_pad_nd(torch.ones([8], dtype=6), [0, 1099511627776], 0)\n    return torch.add(x, y)",
-            "the limit is",
-        ),
-        ("    y = torch.expand(torch.ones([1], dtype=6), [1099511627776])\n    return torch.add(x, y)", "and the limit is"),
-        ("    y = torch.eye(1048576)\n    return torch.add(x, y)", "and the limit is"),
-        ("    y = x\n    for i in range(60):\n      y = torch.cat([y, y], 2)\n    return y", "columns, and the limit is"),
-        (f"    return {'(' * 150}x{')' * 150}", "the output is the input|damaged"),
-        (f"    return {'-' * 5000}x", "is damaged|not read"),
-        ("    return missing", "does not depend|no function|damaged"),
-        ("    return CONSTANTS.c5", "is damaged"),
-        ("    return x\n    raise ValueError()", "the output is the input"),
-        ("    ops.prim.RaiseException('stop')\n    return x", "fails: stop"),
-    ],
-    ids=range(38),
-)
-def test_hostile_code_is_refused(
-    traced: Path, body: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    file = with_code(traced, tmp_path, body)
-    tracemalloc.start()
-    try:
-        with pytest.raises(ImportRefused, match=message):
-            read(file)
-        assert tracemalloc.get_traced_memory()[1] < MEMORY_BYTES
-    finally:
-        tracemalloc.stop()
-    assert not (tmp_path / "executed").exists()
+@pytest.mark.parametrize("body, message", CODE, ids=range(len(CODE)))
+def test_hostile_code_is_refused(traced: Path, body: str, message: str, tmp_path: Path) -> None:
+    assert_refused(changed(traced, tmp_path, with_code(body)), message)
 
 
 PROTO, STOP = b"\x80\x02", b"."
@@ -358,11 +321,10 @@ PICKLES = {
 
 
 @pytest.mark.parametrize("content", PICKLES.values(), ids=PICKLES)
-def test_hostile_pickle_is_refused(traced: Path, content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_hostile_pickle_is_refused(traced: Path, content: bytes, tmp_path: Path) -> None:
+    assert_refused(changed(traced, tmp_path, replaced("data.pkl", PROTO + content + STOP)))
 
-    def change(members: dict[str, bytes]) -> None:
-        members[member(members, "data.pkl")] = PROTO + content + STOP
 
-    assert refused(changed(traced, tmp_path, change))
-    assert not (tmp_path / "executed").exists()
+@pytest.mark.parametrize("end", ["data.pkl", ".py", "data/0"])
+def test_missing_member_of_a_script_is_refused(traced: Path, end: str, tmp_path: Path) -> None:
+    assert_refused(changed(traced, tmp_path, without(end)))
