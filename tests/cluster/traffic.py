@@ -33,10 +33,7 @@ class Round:
 
     def __add__(self, other: Round) -> Round:
         return Round(
-            self.answered + other.answered,
-            self.lost + other.lost,
-            self.failed + other.failed,
-            self.faults + other.faults,
+            self.answered + other.answered, self.lost + other.lost, self.failed + other.failed, self.faults + other.faults
         )
 
 

@@ -10,17 +10,7 @@ import pytest
 import yaml
 
 from service.metrics import FAULTS
-from tests.deploy.shipped import (
-    DEPLOY,
-    alerts,
-    exposed,
-    expressions,
-    named,
-    program,
-    read,
-    recorded,
-    rules,
-)
+from tests.deploy.shipped import DEPLOY, alerts, exposed, expressions, named, program, read, recorded, rules
 from tests.serving import Server
 
 VARIABLES = {"$model": ".*", "$__rate_interval": "5s", "$__range": "30s"}

@@ -25,17 +25,7 @@ from websockets.asyncio.client import connect
 from loadtest.target import Target
 from service.supervisor.repository import POLICY
 from tests import accumulator, models
-from tests.accumulator import (
-    CALLERS,
-    REST_SECONDS,
-    SMALL,
-    at_rest,
-    counts,
-    faults_of,
-    rests,
-    tell,
-    watch,
-)
+from tests.accumulator import CALLERS, REST_SECONDS, SMALL, at_rest, counts, faults_of, rests, tell, watch
 from tests.callers import Caller
 from tests.planted import constants
 from tests.reloading import load

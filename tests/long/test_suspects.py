@@ -52,10 +52,7 @@ def test_request_that_ends_engines_harms_no_request_of_another_frontend(
     monkeypatch.setenv("GATE", str(tmp_path / "gate"))
     planted.plant("ends,gated-device", monkeypatch)
     gate = Gate(tmp_path / "gate")
-    with (
-        serving(tmp_path / "models", tmp_path, frontends="2", idle_seconds="3600", **PATIENT) as server,
-        ExitStack() as stack,
-    ):
+    with serving(tmp_path / "models", tmp_path, frontends="2", idle_seconds="3600", **PATIENT) as server, ExitStack() as stack:
         deadly, *own = clients_of(server, "frontend-0", BESIDE + 1, stack)
         beside = [*own, *clients_of(server, "frontend-1", BESIDE, stack)]
         callers = stack.enter_context(ThreadPoolExecutor(len(beside) + 1))

@@ -51,10 +51,7 @@ FRONTEND_SECONDS = 0.01
 GATE_SECONDS = 0.002
 SKEW_SECONDS = 3600.0
 TIMED_SECONDS = 0.001
-KERNELS = {
-    "sticky": "*(volatile int*)0x10 = 1;",
-    "endless": "while (true) { __nanosleep(1000); }",
-}
+KERNELS = {"sticky": "*(volatile int*)0x10 = 1;", "endless": "while (true) { __nanosleep(1000); }"}
 LINUX_ONLY = ("memfd_create", "eventfd", "eventfd_read", "eventfd_write", "sched_getaffinity", "sched_setaffinity")
 NETWORK_EVENTS = {
     *(

@@ -30,11 +30,7 @@ SIZE, SESSIONS, CLIENTS = 10_000_000, 10_000, 128
 FAULT_SECONDS = 30.0
 UNLOAD_SECONDS = 10.0
 SHOW_SECONDS = 60.0
-SETTINGS = {
-    "max_sessions": str(2 * SESSIONS),
-    "session_idle_seconds": str(IDLE_SECONDS),
-    "start_seconds": str(START_SECONDS),
-}
+SETTINGS = {"max_sessions": str(2 * SESSIONS), "session_idle_seconds": str(IDLE_SECONDS), "start_seconds": str(START_SECONDS)}
 """One engine has room for all sessions. An engine may start slowly on a busy machine."""
 Show = Callable[[str], object]
 

@@ -98,14 +98,7 @@ class Session:
 class SessionClient:
     """A client and its sessions."""
 
-    def __init__(
-        self,
-        target: Target,
-        names: Sequence[str],
-        explained: Explained,
-        tally: Tally,
-        chance: random.Random,
-    ) -> None:
+    def __init__(self, target: Target, names: Sequence[str], explained: Explained, tally: Tally, chance: random.Random) -> None:
         self._target = target
         self._sessions = [Session(name) for name in names]
         self._abandoned: deque[tuple[float, Session]] = deque()

@@ -235,8 +235,7 @@ def test_answers_that_are_no_numbers_are_said_to_be_so(page: Page) -> None:
         "halver": {"sequence": []},
     }
     page.route(
-        "**/infer",
-        lambda route: route.fulfill(json={"outputs": [outputs[json.loads(route.request.post_data or "")["model"]]]}),
+        "**/infer", lambda route: route.fulfill(json={"outputs": [outputs[json.loads(route.request.post_data or "")["model"]]]})
     )
     for model in outputs:
         choose(page, model)
