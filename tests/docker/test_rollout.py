@@ -15,9 +15,9 @@ import tritonclient.grpc
 from tritonclient.grpc import InferInput
 
 from service.settings import Settings
-from tests.deploy.kubernetes.tools import render
 from tests.docker.pods import Docker, Proxy, Rollout, repeating
 from tests.docker.stack import Stack, missing
+from tests.long.kubernetes.tools import render
 
 HOSTS = tuple(f"127.0.0.{number}" for number in range(12, 18))
 QUESTION = "How far is it from Denver to Aspen ?"
