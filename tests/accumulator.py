@@ -32,7 +32,6 @@ REST_SECONDS = 5.0
 LONGEST = 8192
 RESTART_STEPS = 4096
 """A session that may have this many steps is restarted."""
-CALLERS = 256
 USUAL, RARE = 2, 2
 """Session names per client, often and rarely used. They bound the number of open sessions."""
 MOST_STEPS, LONG_STEPS = 24, 400

@@ -15,7 +15,7 @@ import pytest
 from tests import models, planted
 from tests.cluster.replicas import Cluster, Replica, stopped
 from tests.long.overload import LAGS, Lag
-from tests.long.preloaded import compiled
+from tests.long.environment import compiled
 
 AHEAD_SECONDS = (0, 3600)
 """By how much the clocks of the two replicas are ahead."""

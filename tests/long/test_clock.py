@@ -12,7 +12,7 @@ import pytest
 
 from tests import models
 from tests.accumulator import Account
-from tests.long.preloaded import compiled
+from tests.long.environment import compiled
 from tests.serving import Server, answering, eventually, serving
 from tests.steady import processes
 

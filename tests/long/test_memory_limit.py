@@ -20,7 +20,7 @@ import pytest
 
 from loadtest import oip_requests
 from tests import models
-from tests.long.memory_group import MemoryGroup, memory_group
+from tests.long.environment import MemoryGroup, memory_group
 from tests.planted import constants
 from tests.raw_websocket import connection, handshake
 from tests.serving import LIMIT_SECONDS, Server, eventually, serving

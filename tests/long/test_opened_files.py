@@ -20,7 +20,7 @@ import uvloop
 from service.frontend.oip.protobuf import METHODS, SERVICE
 from tests import models
 from tests.long.fuzz.wire.line import send
-from tests.long.preloaded import compiled
+from tests.long.environment import compiled
 from tests.serving import Server, serving
 
 MARK = "zq"

@@ -19,7 +19,7 @@ from tritonclient.utils import InferenceServerException
 from kernels.folder import CACHE
 from service.modeling import spec
 from tests import models
-from tests.long.full_disk import full_disk
+from tests.long.environment import full_disk
 from tests.planted import constants
 from tests.raw_websocket import connection
 from tests.reloading import answered, load

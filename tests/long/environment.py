@@ -1,17 +1,47 @@
-"""A memory control group of the kernel, with a server in it."""
+"""Faults of a server's environment: a full disk, a library in C that all its processes load first, and a memory control group."""
 
 from __future__ import annotations
 
+import resource
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
 from service.control_groups import control_groups
 from tests.serving import eventually
+
+
+@contextmanager
+def full_disk(pids: Iterable[int]) -> Iterator[None]:
+    """Let every write of these processes to a file fail until the end of the block. Python gets an OSError, as on a full disk."""
+    limits = {pid: resource.prlimit(pid, resource.RLIMIT_FSIZE) for pid in pids}
+    for pid, (_, most) in limits.items():
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, most))
+    try:
+        yield
+    finally:
+        for pid, before in limits.items():
+            with suppress(ProcessLookupError):
+                resource.prlimit(pid, resource.RLIMIT_FSIZE, before)
+
+
+def compiled(source: str, folder: Path) -> Path:
+    """Return the library that is compiled from a file in this folder. Skips the test without a C compiler."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("a C compiler is missing")
+    file = Path(__file__).with_name(source)
+    library = folder / file.with_suffix(".so").name
+    subprocess.run([compiler, "-shared", "-fPIC", "-O2", "-o", str(library), str(file), "-ldl"], check=True)
+    return library
+
+
+# Memory control groups.
 
 PROGRAM = """
 import os, runpy
@@ -37,28 +67,23 @@ class MemoryGroup:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._limit = next(name for name in LIMITS if (folder / name).exists())
-        self.limit_bytes = 0
+        self._procs = str(folder / "cgroup.procs")
+        self._limit_bytes = 0
 
     @property
     def program(self) -> tuple[str, str]:
         """The arguments of Python that start the command line of the service in the group, with all its processes."""
-        return "-c", PROGRAM.format(procs=str(self._folder / "cgroup.procs"))
-
-    @property
-    def share(self) -> float:
-        """The share of the limit that is in use, with file pages that the kernel would take back."""
-        return int((self._folder / LIMITS[self._limit]).read_text()) / self.limit_bytes
+        return "-c", PROGRAM.format(procs=self._procs)
 
     def limit_to(self, share: float) -> None:
         """Set the limit, so that this share of it is in use now."""
-        self.limit_bytes = round(int((self._folder / LIMITS[self._limit]).read_text()) / share)
-        (self._folder / self._limit).write_text(str(self.limit_bytes))
+        self._limit_bytes = round(self._used_bytes / share)
+        (self._folder / self._limit).write_text(str(self._limit_bytes))
 
     @contextmanager
     def ballast(self, share: float) -> Iterator[None]:
         """Let another process in the group fill it up to a share of the limit."""
-        size = round((share - self.share) * self.limit_bytes)
-        code = BALLAST.format(procs=str(self._folder / "cgroup.procs"), size=size)
+        code = BALLAST.format(procs=self._procs, size=round(share * self._limit_bytes - self._used_bytes))
         with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
             assert process.stdout is not None and process.stdout.readline() == b"held\n"
             yield
@@ -70,21 +95,14 @@ class MemoryGroup:
         events = self._folder / ("memory.events" if self._limit == "memory.max" else "memory.oom_control")
         return int(dict(line.split() for line in events.read_text().splitlines())["oom_kill"])
 
-    def failures(self) -> int:
-        """Return how often an allocation met the limit."""
-        if self._limit == "memory.max":
-            return int(dict(line.split() for line in (self._folder / "memory.events").read_text().splitlines())["max"])
-        return int((self._folder / "memory.failcnt").read_text())
+    @property
+    def _used_bytes(self) -> int:
+        return int((self._folder / LIMITS[self._limit]).read_text())
 
-    def remove(self) -> None:
-        def gone() -> bool:
-            try:
-                self._folder.rmdir()
-            except OSError:  # a process of it still ends
-                return False
-            return True
-
-        eventually(gone)
+    def _removed(self) -> bool:
+        with suppress(OSError):  # a process of it still ends
+            self._folder.rmdir()
+        return not self._folder.exists()
 
 
 @contextmanager
@@ -105,4 +123,4 @@ def memory_group(name: str) -> Iterator[MemoryGroup]:
     try:
         yield group
     finally:
-        group.remove()
+        eventually(group._removed)
