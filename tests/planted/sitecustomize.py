@@ -4,8 +4,6 @@ PLANTED names faults of a server, separated by commas:
 - sticky, endless, memory: a device error in a batch on a GPU that has a sequence of exactly STEPS time steps;
 - failed-capture: captures of graphs of the model HARMED_MODEL fail as the file CAPTURE says: `synchronizes` is an illegal call that
   raises, `invalid` an illegal call whose error is ignored, `raises` an error of Python. An empty file harms nothing;
-- ends: an engine kills itself when a sequence of exactly STEPS time steps reaches the point that the first line of the file ENDS names,
-  one of POINTS; then the line is gone;
 - ends-anywhere: a process kills itself when any request reaches the point that the file ENDS/<its process id> names. POINTS are
   the points of an engine, and FRONTEND_POINTS the points of a frontend;
 - deadly: an engine kills itself when it loads the model DEADLY_MODEL, or starts a batch of it, as the file DEADLY says: `load` or `batch`;
@@ -18,7 +16,7 @@ PLANTED names faults of a server, separated by commas:
 - dated-device: as slow-device, and the engine appends a line to the file ROWS for each batch: its rows, and how many of their deadlines had
   passed when the batch was formed;
 - timed-callbacks: frontends append each callback of their event loop that takes longer than TIMED_SECONDS to the file CALLBACKS;
-- recorded-network: processes append each use of the network to the file NETWORK: connections, datagrams and look-ups of names;
+- recorded: processes append what they open and each use of the network to the file RECORD: see RECORDED;
 - skewed-engine: the clock of an engine is ahead of the clocks of the frontends by SKEW_SECONDS;
 - portable: a system without memfd_create, eventfd, sched_getaffinity and /proc, whose prctl fails.
 
@@ -53,18 +51,10 @@ SKEW_SECONDS = 3600.0
 TIMED_SECONDS = 0.001
 KERNELS = {"sticky": "*(volatile int*)0x10 = 1;", "endless": "while (true) { __nanosleep(1000); }"}
 LINUX_ONLY = ("memfd_create", "eventfd", "eventfd_read", "eventfd_write", "sched_getaffinity", "sched_setaffinity")
-NETWORK_EVENTS = {
-    *(
-        "socket.connect",
-        "socket.sendto",
-        "socket.getaddrinfo",
-        "socket.gethostbyname",
-        "socket.gethostbyaddr",
-        "socket.getnameinfo",
-    ),
-    "urllib.Request",
-}
-"""Audit events of Python."""
+RECORDED = {"open": 0, "os.listdir": 0, "os.scandir": 0, "urllib.Request": 0}
+RECORDED |= dict.fromkeys(("socket.connect", "socket.sendto", "socket.getnameinfo"), -1)
+RECORDED |= dict.fromkeys(("socket.getaddrinfo", "socket.gethostbyname", "socket.gethostbyaddr"), 0)
+"""Audit events of Python, and which of their arguments is recorded."""
 POINTS = ("received", "launching", "launched", "answering", "answered")
 """Points on the way of a request through an engine: its frame was read, its batch starts, its batch was started, its answer is about to be
 written, its answer was written."""
@@ -363,13 +353,13 @@ def remove_linux() -> None:
     pathlib.Path.open = refusing(pathlib.Path.open)  # type: ignore[method-assign]
 
 
-def record_network() -> None:
-    """Append a line for this process, and a line for each event of NETWORK_EVENTS."""
-    file = os.open(os.environ["NETWORK"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+def record_events() -> None:
+    """Append a line for this process, and a line for each event of RECORDED."""
+    file = os.open(os.environ["RECORD"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def record(event: str, arguments: tuple[Any, ...]) -> None:
-        if event in NETWORK_EVENTS:
-            os.write(file, f"{event} {arguments[-1]!r} {sys.orig_argv}\n".encode())
+        if event in RECORDED and not isinstance(recorded := arguments[RECORDED[event]], int):
+            os.write(file, f"{event} {recorded!r}\n".encode(errors="surrogateescape"))
 
     sys.addaudithook(record)
     os.write(file, f"process {os.getpid()}\n".encode())
@@ -545,7 +535,7 @@ PLANTS: dict[str, Plants] = {
 AT_ONCE: dict[str, Callable[[], None]] = {
     "skewed-engine": skew_engine,
     "portable": remove_linux,
-    "recorded-network": record_network,
+    "recorded": record_events,
 }
 """By fault: the function that plants it when the process starts."""
 

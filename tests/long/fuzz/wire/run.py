@@ -26,16 +26,13 @@ from tests import models
 from tests.accumulator import at_rest
 from tests.callers import Caller
 from tests.long.callbacks import MAX_CALLBACK_SECONDS
-from tests.long.fuzz.wire.conversation import Judgement
+from tests.long.fuzz.wire.conversation import PATIENCE_SECONDS, Judgement, Line, pieces
 from tests.long.fuzz.wire.grpc import GrpcSource
 from tests.long.fuzz.wire.http import HttpSource
-from tests.long.fuzz.wire.line import PATIENCE_SECONDS, Line
-from tests.long.fuzz.wire.mutations import pieces
 from tests.long.fuzz.wire.websocket import WebSocketSource
-from tests.long.soak import slope
 from tests.planted import constants, plant
 from tests.serving import Server, serving
-from tests.steady import processes, resident_bytes
+from tests.steady import processes, resident_bytes, slope
 
 ROUNDS = 40
 """Least number of rounds. A round ends when all its connections are closed; then the memory is sampled."""
