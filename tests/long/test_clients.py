@@ -21,7 +21,7 @@ import pytest
 from service.access.keys import create
 from service.access.scopes import Scope
 from service.settings import CLIENT_KEY
-from tests.serving import LIMIT_SECONDS, Server, eventually, serving
+from tests.serving import LIMIT_SECONDS, Server, serving
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 CLIENTS = ROOT / "examples" / "clients"
@@ -89,29 +89,11 @@ def test_client_prints_answers_forecasts_and_an_error(program: str, guarded: Gua
     assert guarded.key not in done.stdout + done.stderr
 
 
-def test_websocket_client_sends_a_whole_sequence_and_a_wrong_chunk(guarded: Guarded, tmp_path: Path) -> None:
-    done = run("websocket_client.py", guarded.address("websocket_client.py"), guarded.key, tmp_path)
-    assert forecasts(done.stdout)[0] == pytest.approx(FORECASTS[2], abs=0.001)
-    assert "invalid_input: input[0] has 1 numbers" in done.stdout
-
-
 @pytest.mark.parametrize("program", HTTP)
 def test_client_without_a_key_fails_and_shows_the_reason(program: str, guarded: Guarded, tmp_path: Path) -> None:
     done = run(program, guarded.address(program), "", tmp_path)
     assert done.returncode != 0
     assert "unauthorized" in done.stderr
-
-
-def test_clients_leave_no_session_open(tmp_path: Path) -> None:
-    keys = tmp_path / "keys.toml"
-    metrics = create(keys, "watcher", [Scope.METRICS], "watcher")
-    key = create(keys, "example", [Scope.INFER, Scope.SESSION], "example")
-    with serving(ROOT / "models", tmp_path, "--keys", str(keys)) as server:
-        server.client.headers["authorization"] = f"Bearer {metrics}"
-        for program in PYTHON:
-            assert run(program, Guarded(server, key).address(program), key, tmp_path).returncode == 0
-        eventually(lambda: server.metric("seqserve_sessions_ended_total") >= len(PYTHON))
-        eventually(lambda: server.metric("seqserve_sessions") == 0)
 
 
 @contextmanager
@@ -187,11 +169,6 @@ def test_page_in_the_browser_shows_answers_forecasts_and_an_error(browser: list[
     assert text.startswith("NUM\n")
     assert forecasts(text) == [pytest.approx(values, abs=0.001) for values in FORECASTS]
     assert "unknown_model: unknown model nobody" in text
-
-
-def test_page_of_another_origin_is_refused(browser: list[str], server: Server) -> None:
-    with page_server(Pages) as origin:
-        assert "fetch" in shown(browser, origin, Pages, server.address)
 
 
 def test_clients_are_short_and_listed() -> None:

@@ -1,4 +1,4 @@
-"""Processes that are killed, that hang, that end with every request of a model, and that are told to stop: what is left, and who is answered."""
+"""Processes that are killed, that hang, that end with a model, and that are told to stop: what is left, and who is answered."""
 
 from __future__ import annotations
 

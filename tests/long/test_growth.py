@@ -119,7 +119,8 @@ def test_no_process_grows_with_replaced_versions(tmp_path: Path, show: Show) -> 
             if number in (reloads // 2, reloads):
                 eventually(lambda number=number: len(server.events("unloaded")) == number)  # type: ignore[misc]
                 samples.append(sample(server, number))
-    assert grown(*samples, show=show) == []
+    before, after = samples
+    assert grown(before, after, show) == []
 
 
 def cut_weights(folder: Path) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import gzip
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,14 +22,12 @@ from service.frontend.inference import Frontend, SupervisorClient
 from service.frontend.large_answers import PIECE_BYTES, LargeAnswers
 from service.frontend.oip.grpc_calls import read_request
 from service.frontend.oip.protobuf import METHODS
-from service.ipc.channel import encode
 from service.ipc.messages import Answer, Request
 from service.log import Log
 from service.metrics import Metrics
 from service.modeling.spec import ModelSpec
 from service.settings import Settings
 from tests import models
-from tests.frontend.dispatch.test_dispatcher import meet_two, run, send
 from tests.long.callbacks import Callbacks, measured_callbacks, with_short_callbacks
 
 MIB = 1 << 20
@@ -163,15 +160,6 @@ def test_millions_of_small_values_in_infer(service: Service, element: bytes) -> 
     assert (status, reply["code"]) == (413, "too_large")
 
 
-def test_large_floats_of_oip(service: Service) -> None:
-    text = rows(8 * MIB)
-    steps = text.count(b"],[") + 1
-    tensor = b'{"name":"inputs","datatype":"FP32","shape":[1,%d,%d],"data":[%b]}' % (steps, FEATURES, text)
-    status, reply = service.post(INFER, b'{"inputs":[%b]}' % tensor)
-    assert (status, reply["outputs"][0]["name"]) == (200, "label"), reply
-    assert service.engine.received[-1] == 4 * FEATURES * steps
-
-
 @pytest.mark.parametrize("mebibytes", [1, 15])
 def test_large_raw_tensor_over_rest(service: Service, mebibytes: int) -> None:
     values = np.ones((1, mebibytes * MIB // (4 * FEATURES), FEATURES), np.float32)
@@ -186,14 +174,6 @@ def test_large_raw_tensor_over_rest(service: Service, mebibytes: int) -> None:
     values[0, -1, -1] = np.nan
     status, reply = service.post(INFER, header + values.tobytes(), **headers)
     assert (status, reply["field"]) == (400, f"inputs[0][{values.shape[1] - 1}][{FEATURES - 1}]")
-
-
-def test_large_raw_tensor_over_grpc(service: Service) -> None:
-    message = METHODS["ModelInfer"].request_type(model_name="sensors")
-    steps = 15 * MIB // (4 * FEATURES)
-    message.inputs.add(name="inputs", datatype="FP32", shape=[1, steps, FEATURES])
-    message.raw_input_contents.append(bytes(4 * FEATURES * steps))
-    assert service.call_grpc(message.SerializeToString()) is None
 
 
 def test_large_typed_tensor_over_grpc(service: Service) -> None:
@@ -214,11 +194,6 @@ def test_gzip_of_a_million_parts(service: Service, part: str) -> None:
     assert (status, reply["field"]) == (413, part)
 
 
-def test_gzip_of_nothing_but_zeros(service: Service) -> None:
-    status, reply = service.post(INFER, gzip.compress(bytes(16 * MIB)), content_encoding="gzip")
-    assert (status, reply["code"]) == (400, "invalid_request")
-
-
 FIELD_TAGS = {"parameters": b"\x22", "inputs": b"\x2a", "outputs": b"\x32", "raw_input_contents": b"\x3a"}
 
 
@@ -227,13 +202,6 @@ def test_message_of_a_million_empty_parts(service: Service, part: str) -> None:
     error = service.call_grpc((FIELD_TAGS[part] + b"\0") * MIB)
     assert isinstance(error, TooLarge)
     assert error.field == part
-
-
-def test_large_sequence_of_a_reply(service: Service) -> None:
-    body = {"model": "narrow", "inputs": [[[0.5]] * 8000], "return": ["sequence"]}
-    status, reply = service.post("/infer", json.dumps(body).encode())
-    assert status == 200
-    assert np.shape(reply["outputs"][0]["sequence"]) == (8000, 8)
 
 
 def test_large_answer_has_no_long_callback(tmp_path: Path) -> None:
@@ -264,30 +232,3 @@ def test_large_answer_has_no_long_callback(tmp_path: Path) -> None:
     text, ticks = with_short_callbacks(measure)
     assert text == b'[{"sequence":%b}]' % json_numbers(values)
     assert ticks >= len(text) // (2 * PIECE_BYTES)
-
-
-def test_large_request_and_answer_have_no_long_callback() -> None:
-    """They are not copied. A second engine gets the same request when the first ends."""
-    tail, measured = bytes(32 << 20), Callbacks()
-
-    async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
-        nonlocal measured
-        first, second = await meet_two(dispatcher)
-        sent = await send(dispatcher, tail=tail)
-        await asyncio.sleep(0.01)
-        first.channel.close()
-        with measured_callbacks() as callbacks:
-            [frame] = await second.frames(1)
-            second.channel.send(encode(Answer((1, 1)), frame.id, following=len(tail)), following=tail)
-            while not sent.done():
-                second.channel.flush()
-                await asyncio.sleep(0)
-        measured = replace(callbacks)  # without the comparisons, which the running callback makes
-        assert frame.tail == tail
-        assert (await sent).data == tail
-
-    def measure() -> tuple[None, Callbacks]:
-        run(test, channel_bytes=64 << 20, places=2)
-        return None, measured
-
-    with_short_callbacks(measure)

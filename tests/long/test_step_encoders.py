@@ -97,29 +97,6 @@ def test_causal_models_answer_in_chunks(server: Server, family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_only_causal_encoders_ignore_later_steps(family: str) -> None:
-    inputs, lengths = torch.randn(1, STEPS, WIDTH), torch.tensor([STEPS])
-    changed = inputs.clone()
-    changed[:, STEPS // 2 + 3] += 1.0
-    for causal in (True, False):
-        model = made(family, causal=causal, ids=False)
-        with torch.no_grad():
-            before, after = (model(each, lengths)[0, : STEPS // 2] for each in (inputs, changed))
-        assert torch.equal(before, after) == causal
-
-
-@pytest.mark.parametrize("causal", [False, True], ids=["whole", "causal"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_padding_changes_no_step(family: str, causal: bool) -> None:
-    model, (inputs, lengths) = made(family, causal=causal), rows(ids=True)
-    with torch.no_grad():
-        together = model(inputs, lengths)
-        for row, length in enumerate(lengths):
-            alone = model(inputs[row : row + 1, :length], lengths[row : row + 1])
-            torch.testing.assert_close(together[row : row + 1, :length], alone)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
 def test_training_keeps_the_biases_that_the_folder_lacks(family: str, tmp_path: Path) -> None:
     """After steps of an optimizer the folder still has all parameters of the model."""
     model, (inputs, lengths) = made(family, causal=True), rows(ids=True)
@@ -133,21 +110,3 @@ def test_training_keeps_the_biases_that_the_folder_lacks(family: str, tmp_path: 
     other.load(folder)
     with torch.no_grad():
         torch.testing.assert_close(other(inputs, lengths), model(inputs, lengths))
-
-
-def test_text_cnn_has_no_vector_per_step() -> None:
-    encoder = importlib.import_module("training.encoders").ENCODERS["cnn"](WIDTH, HIDDEN)
-    with pytest.raises(TypeError, match="ConvolutionEncoder"):
-        encoder.steps(*rows(ids=False))
-
-
-@pytest.mark.parametrize("causal", [False, True], ids=["whole", "causal"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_rows_without_padding_have_the_same_outputs(family: str, causal: bool) -> None:
-    """Rows of one length take another path through PyTorch's layers than rows with padding."""
-    model = made(family, causal=causal, ids=False)
-    inputs = torch.randn(2, STEPS, WIDTH)
-    with torch.no_grad():
-        together = model(inputs, torch.tensor([STEPS, STEPS]))
-        beside_a_short_row = model(torch.cat([inputs, inputs[:1]]), torch.tensor([STEPS, STEPS, 3]))[:2]
-    assert torch.allclose(together, beside_a_short_row, atol=1e-6)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
-from tests.long.ui.browser import choose, opened
+from tests.long.ui.conftest import choose, opened
 from tests.serving import Server, eventually, nearly_equal
 
 TEXT = "how 'far' is\nthe \"sea\" \\ $HOME `x` 🌊 ?"
@@ -81,11 +81,3 @@ def test_code_is_copied(browser: Browser, site: Server) -> None:
         page.get_by_role("button", name="Copy").click()
         expect(page.locator("#copy-status")).to_have_text("Copied")
         assert page.evaluate("() => navigator.clipboard.readText()") == page.locator("#code").inner_text()
-
-
-def test_code_is_selected_where_a_page_may_not_copy(page: Page) -> None:
-    page.evaluate("() => { navigator.clipboard.writeText = () => Promise.reject(new Error('no permission')); }")
-    choose(page, "words")
-    page.get_by_role("button", name="Copy").click()
-    expect(page.locator("#copy-status")).to_contain_text("Selected")
-    assert page.evaluate("() => getSelection().toString()").strip() == page.locator("#code").inner_text().strip()
