@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -70,14 +69,6 @@ def test_session_follows_its_chunks(cluster: Cluster) -> None:
     assert first.metric("seqserve_sessions") == 0 and second.metric("seqserve_sessions") == 1
     state = first.client.get("/sessions/a/state")
     assert state.status_code == 200 and first.metric("seqserve_sessions") == 1, "the state of a session moves it, like a chunk"
-
-
-def test_ended_session_is_reported_once_at_any_replica(cluster: Cluster) -> None:
-    first, second = cluster.replicas
-    assert steps(chunk(first, "a")) == 2
-    assert second.client.delete("/sessions/a/state").status_code == 200
-    assert code(chunk(first, "a", start=False)) == (404, "unknown_session")
-    assert steps(chunk(first, "a")) == 2
 
 
 def test_crash_loses_what_was_not_saved(cluster: Cluster) -> None:
@@ -163,22 +154,6 @@ def test_streams_go_on_without_the_store(tmp_path: Path, redis: Redis) -> None:
             eventually(lambda: replica.metric("seqserve_session_saves_total", outcome="saved") > before)  # noqa: B023
         assert steps(chunk(second, "a", steps=16)) == 18
         assert steps(chunk(first, "new", steps=8)) == 10
-
-
-def test_folder_that_disappears_and_returns(tmp_path: Path) -> None:
-    models.accumulator(tmp_path / "models")
-    folder = tmp_path / "sessions"
-    with clustered(tmp_path / "models", tmp_path, 2, session_store=str(folder), checkpoint_chunks="2") as cluster:
-        first, second = cluster.replicas
-        assert [steps(chunk(first, "a")) for _ in range(2)] == [2, 4]
-        shutil.move(folder, tmp_path / "away")
-        folder.touch()
-        eventually(lambda: second.metric("seqserve_session_store_up") == 0)
-        assert steps(chunk(first, "a")) == 6
-        assert code(chunk(second, "a", steps=6)) == (503, "session_unreachable")
-        folder.unlink()
-        shutil.move(tmp_path / "away", folder)
-        eventually(lambda: chunk(second, "a", steps=6)[0] == 200)
 
 
 def test_sessions_of_tenants_move_apart(tmp_path: Path, store: str) -> None:
