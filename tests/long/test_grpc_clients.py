@@ -73,11 +73,10 @@ def test_nghttp_gets_an_answer(served: Server, body: Path) -> None:
     assert b"grpc-status: 0" in said and b"HUM" in said
 
 
-@pytest.mark.parametrize("window_bits", ["7", "16", "30"])
-def test_h2load_gets_every_answer(served: Server, body: Path, window_bits: str) -> None:
-    """Calls on many streams, also with a window smaller than the reply."""
+def test_h2load_gets_every_answer(served: Server, body: Path) -> None:
+    """Calls on many streams, with a window smaller than the reply."""
     calls = 10_000
-    command = [program("h2load"), f"-n{calls}", "-c4", "-m32", "-w", window_bits, "-W", "30", f"-d{body}", *HEADERS]
+    command = [program("h2load"), f"-n{calls}", "-c4", "-m32", "-w", "7", "-W", "30", f"-d{body}", *HEADERS]
     said = subprocess.run(
         [*command, f"http://{served.grpc}{PATH}"], capture_output=True, text=True, timeout=300, check=True
     ).stdout
