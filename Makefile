@@ -147,8 +147,8 @@ test-fast: $(TESTED)
 	$(BIN)/python -m pytest $(PARALLEL) --numprocesses $(CORES) -m "not server and not slow and not gpu"
 
 # Also several replicas on addresses of loopback behind real proxies and on a Ray cluster, and the image and the compose files on the
-# container engine of DOCKER_HOST or docker's context. Before a release, run longer: `python -m tests.long.soak --hours 8`,
-# `python -m tests.long.endurance sessions --size 10000000` and `python -m tests.long.fuzz.wire --requests 2000000`.
+# container engine of DOCKER_HOST or docker's context. Before a release, run longer: `SCALE=1 make test-all`,
+# `python -m tests.long.soak --hours 8` and `python -m tests.long.fuzz.wire --requests 2000000`.
 test-all: $(TESTED) .venv-kubernetes/installed .venv-perf/installed .venv-ray/installed
 	@tools/programs.sh $(PROGRAMS)
 	$(WITH_PROGRAMS) $(BIN)/python -m pytest -rs $(or $(FILES),tests tests/long tests/cluster tests/docker)

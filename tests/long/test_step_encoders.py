@@ -94,19 +94,3 @@ def test_causal_models_answer_in_chunks(server: Server, family: str) -> None:
         [output] = answers(server, {"model": name, "session": name, "inputs": [tokens[first:last]], "end": last == STEPS})
         scores += output["scores"]
     np.testing.assert_allclose(scores, whole["scores"], atol=ROUNDING)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_training_keeps_the_biases_that_the_folder_lacks(family: str, tmp_path: Path) -> None:
-    """After steps of an optimizer the folder still has all parameters of the model."""
-    model, (inputs, lengths) = made(family, causal=True), rows(ids=True)
-    optimizer = torch.optim.Adam((value for value in model.parameters() if value.requires_grad), 0.1)
-    for _ in range(3):
-        optimizer.zero_grad()
-        torch.autograd.backward(model.train()(inputs, lengths)[:, 0].square().sum())
-        optimizer.step()
-    folder = written(tmp_path, "model", model.eval(), ids=True)
-    other = made(family, causal=True)
-    other.load(folder)
-    with torch.no_grad():
-        torch.testing.assert_close(other(inputs, lengths), model(inputs, lengths))
