@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import cycle
@@ -439,8 +439,10 @@ async def _hang_up(target: Target, chance: random.Random) -> None:
 class Soak:
     """Cycles of load with one fault each, on one server."""
 
-    def __init__(self, server: Server, models_folder: Path, ends: Path, seed: int = 0) -> None:
+    def __init__(self, server: Server, models_folder: Path, ends: Path, seed: int, crowd: int) -> None:
+        """crowd: by how many the numbers of CALLERS are multiplied."""
         self._server = server
+        self._crowd = crowd
         self._chance = random.Random(seed)
         self._injector = FaultInjector(server, models_folder, ends, self._chance)
         self._samples: list[dict[str, Sample]] = []
@@ -484,7 +486,7 @@ class Soak:
         ended = asyncio.Event()
         async with asyncio.TaskGroup() as running:
             for kind, count in CALLERS.items():
-                for _ in range(count):
+                for _ in range(self._crowd * count):
                     client = CLIENTS[kind](self._server, ledger, random.Random(self._chance.getrandbits(64)))
                     running.create_task(client.run(ended))
             until = time.monotonic() + seconds
@@ -506,7 +508,9 @@ class Soak:
 
 
 @contextmanager
-def soaked(scratch: Path, faults: str = "", seed: int = 0) -> Iterator[tuple[Soak, Server]]:
+def soaked(
+    scratch: Path, faults: str = "", seed: int = 0, crowd: int = 1, settings: Mapping[str, str] | None = None
+) -> Iterator[tuple[Soak, Server]]:
     """Run a server for a soak. faults: planted in its processes besides the points at which they end."""
     root, ends = scratch / "models", scratch / "ends"
     ends.mkdir()
@@ -514,8 +518,8 @@ def soaked(scratch: Path, faults: str = "", seed: int = 0) -> Iterator[tuple[Soa
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ENDS", str(ends))
         planted.plant(f"ends-anywhere,{faults}", patch)
-        with serving(root, scratch, *FLAGS) as server:
-            yield Soak(server, root, ends, seed), server
+        with serving(root, scratch, *FLAGS, **(settings or {})) as server:
+            yield Soak(server, root, ends, seed, crowd), server
 
 
 def main() -> int:

@@ -8,10 +8,8 @@ import random
 import shutil
 import socket
 import struct
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +19,8 @@ import uvloop
 from websockets.asyncio.client import connect
 
 from loadtest.target import Target
-from service.supervisor.repository import POLICY
 from tests import models
-from tests.accumulator import NEW, REST_SECONDS, SMALL, Account, Counts, Told, at_rest, faults_of, rests, tell, watch
+from tests.accumulator import NEW, REST_SECONDS, Account, at_rest, rests, watch
 from tests.callers import Caller
 from tests.engine.batching.story import Story, any_event
 from tests.long import scaled
@@ -33,10 +30,6 @@ from tests.serving import Server, eventually, serving
 from tests.steady import open_files
 
 EVENTS, EVENTS_OF_A_STORY = 1_000_000, 200
-CALLERS, SEQUENCES = 256, 2000
-"""Clients, and sequences of each."""
-RELOAD_SECONDS = 0.02
-"""Time between two new versions."""
 WAVE = 400
 """Clients that hang up."""
 SESSIONS, CONNECTIONS, CHUNKS = 1000, 16, 3
@@ -64,51 +57,6 @@ def test_million_events_keep_states_and_sums_of_sessions() -> None:
             raise
         finally:
             story.close()
-
-
-def check_sums(told: Told, counts: Counts, show: Show) -> None:
-    show(told)
-    assert not told.faults, faults_of(told.faults)
-    told.ledger.check(counts)
-    assert told.ledger.gone and max(told.in_flight) > 0
-
-
-def test_512_000_sequences_have_exact_sums(folder: Path, tmp_path: Path, show: Show) -> None:
-    """Few state slots and small batches: states move to the host and back, and chunks run in several batches."""
-    with serving(folder, tmp_path, **SMALL) as server:
-        before = at_rest(server)
-        told = tell(server.address, callers=CALLERS, sequences=scaled(SEQUENCES) // 2)
-        check_sums(told, at_rest(server).since(before), show)
-        assert server.metric("seqserve_session_moves_total", to="slot") > 100, "states came back from the host"
-        assert server.metric("seqserve_batch_sequences_sum") > 1.2 * server.metric("seqserve_sequences_total"), (
-            "chunks were cut"
-        )
-
-
-def test_sums_are_exact_while_versions_are_replaced(folder: Path, tmp_path: Path, show: Show) -> None:
-    """A session keeps its version. The next session under its name has the newest version."""
-    versions = folder / "accumulator"
-    (versions / POLICY).write_text('serve = "latest"')
-    ended, loaded = threading.Event(), 1
-
-    def reload(server: Server) -> None:
-        nonlocal loaded
-        while not ended.wait(RELOAD_SECONDS):
-            loaded += 1
-            shutil.copytree(versions / "1", versions / str(loaded))
-            load(server, "accumulator")
-
-    patient = constants({"service.supervisor.reload.UNLOAD_SECONDS": 600})
-    with patient, serving(folder, tmp_path, **SMALL) as server, ThreadPoolExecutor(1) as thread:
-        before, reloading = at_rest(server), thread.submit(reload, server)
-        try:
-            told = tell(server.address, callers=CALLERS // 4, sequences=5)
-        finally:
-            ended.set()
-        reloading.result()
-        check_sums(told, at_rest(server).since(before), show)
-        assert loaded > 2
-        eventually(lambda: len(server.events("unloaded")) == loaded - 1, within_seconds=REST_SECONDS)
 
 
 # Clients that hang up.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.accumulator import SMALL
 from tests.long import scaled
 from tests.long.soak import FAULTS, soaked
 from tests.serving import alive, descendants, eventually, idle
@@ -37,3 +38,11 @@ def test_requests_that_wait_for_a_later_tick_are_accounted_for(tmp_path: Path) -
     """One tick of a frontend starts one request."""
     with soaked(tmp_path, "short-ticks") as (soak, _):
         assert [soak.cycle(fault, END_SECONDS) for fault in ("nothing", "hang up")] == [[], []]
+
+
+def test_sums_of_many_sessions_are_exact_with_few_state_slots(tmp_path: Path, show: Show) -> None:
+    """Batches are small, and states move to the host and back, while clients hang up and versions are replaced."""
+    with soaked(tmp_path, crowd=40, settings=SMALL) as (soak, server):
+        assert [soak.cycle(fault, scaled(10 * CYCLE_SECONDS)) for fault in ("nothing", "hang up", "reload")] == [[]] * 3
+        show(dict(soak.ends))
+        assert server.metric("seqserve_session_moves_total", to="slot") > 100, "states came back from the host"
