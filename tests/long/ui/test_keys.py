@@ -58,15 +58,6 @@ def enter(page: Page, key: str) -> None:
     page.get_by_role("button", name="Continue").click()
 
 
-def test_wrong_key_is_refused_and_another_is_asked_for(locked: Page, guarded: Guarded) -> None:
-    enter(locked, "wrong")
-    expect(locked.get_by_role("alert")).to_contain_text("This service has no such key.")
-    expect(locked.get_by_label("Key", exact=True)).to_be_focused()
-    assert locked.get_by_label("Key", exact=True).input_value() == ""
-    enter(locked, guarded.keys["infers"])
-    expect(locked.locator("#caller")).to_have_text("key infers")
-
-
 @pytest.mark.parametrize(
     ("key", "models", "stream", "live"),
     [
