@@ -131,10 +131,3 @@ def test_protocols_of_a_session_meet_one_replica(proxied: Proxied) -> None:
                 steps.append(part.infer_response.parameters["sequence_steps"])
             first = 1 if proxied.name == "nginx" else 4
             assert [step.int64_param for step in steps] == list(range(first, first + len(steps)))
-
-
-def test_requests_without_a_session_use_all_replicas(proxied: Proxied) -> None:
-    before = answers(proxied.cluster)
-    send_stateless(proxied.front, 90)
-    counts = [after - start for start, after in zip(before, answers(proxied.cluster), strict=True)]
-    assert sum(counts) == 180 and min(counts) >= 30, counts

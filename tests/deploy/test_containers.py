@@ -7,11 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
-import threading
 import tomllib
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 
@@ -27,24 +23,6 @@ from tests.deploy.shipped import COMPOSE, DEPLOY, GPU, ROOT, instructions, read,
 DEFAULTS = Settings()
 STOP_SECONDS = DEFAULTS.lame_duck_seconds + DEFAULTS.drain_seconds
 NEVER_CALLED = {"ptrace", "process_vm_readv", "mount", "unshare", "setns", "bpf", "keyctl", "io_uring_setup", "clone3"}
-
-
-@contextmanager
-def answering(status: int) -> Iterator[str]:
-    """Run a server that returns `status` for /readyz and 404 otherwise. Yields its port."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(status if self.path == "/readyz" else 404)
-            self.end_headers()
-
-        def log_message(self, *arguments: object) -> None:
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield str(server.server_port)
-        server.shutdown()
 
 
 def test_hadolint_passes() -> None:
@@ -68,24 +46,6 @@ def test_image_has_a_numeric_user_and_the_settings_of_a_container() -> None:
     given = dict(word.split("=", 1) for word in instructions("ENV")[-1].split()) | services(GPU)["service"]["environment"]
     assert load({}, given).host == "0.0.0.0"  # in a container, no client reaches 127.0.0.1
     assert instructions("EXPOSE") == [f"{DEFAULTS.port} {DEFAULTS.grpc_port}"]
-
-
-def test_health_check_passes_only_when_ready(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It asks the health port, if there is one: that speaks plain HTTP, also where the main port has TLS."""
-    _, _, code = json.loads(instructions("HEALTHCHECK")[0].partition("CMD ")[2])
-
-    def passes(port: str, health_port: str = "off") -> bool:
-        monkeypatch.setenv("SEQSERVE_PORT", port)
-        monkeypatch.setenv("SEQSERVE_HEALTH_PORT", health_port)
-        try:
-            exec(code, {})
-        except (OSError, SystemExit) as error:
-            return isinstance(error, SystemExit) and not error.code
-        return True
-
-    with answering(200) as ready, answering(503) as starting:
-        assert passes(ready) and not passes(starting) and passes("1", ready)
-    assert not passes(ready), "the port is closed"
 
 
 def test_compose_files_fit_the_dockerfile_and_are_careful() -> None:

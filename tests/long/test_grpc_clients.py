@@ -22,6 +22,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PATH = "/inference.GRPCInferenceService/ModelInfer"
 INFER = protobuf.METHODS["ModelInfer"]
 TEXT = b"Who wrote Hamlet ?"
+ANALYZER_CALLS = 500
+"""The calls of one run of Triton's load generator."""
 HEADERS = ("-Hte: trailers", "-Hcontent-type: application/grpc")
 
 
