@@ -173,30 +173,37 @@ def test_engine_that_computes_other_numbers_is_replaced(folder: Path, tmp_path: 
         assert answered(server)[1] == right and "words version 1 gives another answer" in lost["error"]
 
 
-def test_model_that_ends_engines_becomes_unavailable_and_the_other_is_served(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No request for the other model fails. A version whose load ends an engine is not loaded. After a repair all is served again."""
-    deadly = tmp_path / "deadly"
-    deadly.touch()
-    monkeypatch.setenv("DEADLY", str(deadly))
+@pytest.fixture
+def deadly(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file that tells which work with the model DEADLY_MODEL ends an engine; empty, so the model is harmless."""
+    file = tmp_path / "deadly"
+    file.touch()
+    monkeypatch.setenv("DEADLY", str(file))
     planted.plant("deadly", monkeypatch)
     models.words(folder, DEADLY_MODEL)
+    return file
+
+
+def ends(server: Server) -> list[list[str]]:
+    """Return the trials of each engine that ended."""
+    return [event.get("on_trial", []) for event in server.events("child ended") if event["child"].startswith("engine")]
+
+
+def test_model_that_ends_engines_becomes_unavailable_and_the_other_is_served(
+    deadly: Path, folder: Path, tmp_path: Path
+) -> None:
+    """No request for the other model fails. After a repair the model is loaded again."""
 
     def reason() -> str:
         listed = httpx.get(f"{server.address}/models", timeout=60, trust_env=False).json()
         return "".join(entry["reason"] for entry in listed["unavailable"] if entry["name"] == DEADLY_MODEL)
 
-    def ends() -> list[list[str]]:
-        """Return the trials of each engine that ended."""
-        return [event.get("on_trial", []) for event in server.events("child ended") if event["child"].startswith("engine")]
-
     with serving(folder, tmp_path, *PAIRS) as server:
         deadly.write_text("batch")
         with answering(server, REQUEST, REQUEST), asking(server, REQUEST | {"model": DEADLY_MODEL}) as replies:
-            eventually(lambda: reason() or len(ends()) > MAX_ENDS)
+            eventually(lambda: reason() or len(ends(server)) > MAX_ENDS)
         assert reason() == f"{MAX_ENDS} engines in a row ended while they loaded this version or ran its first batch"
-        assert ends() == [[f"{DEADLY_MODEL}/1"]] * MAX_ENDS and {reply.status_code for reply in replies} == {503}
+        assert ends(server) == [[f"{DEADLY_MODEL}/1"]] * MAX_ENDS and {reply.status_code for reply in replies} == {503}
         refused = server.infer(DEADLY_MODEL, [TEXT])
         assert (refused.status_code, refused.json()["code"]) == (503, "unavailable")
         [indexed] = [row for row in server.client.post("/v2/repository/index").json() if row["name"] == DEADLY_MODEL]
@@ -205,13 +212,19 @@ def test_model_that_ends_engines_becomes_unavailable_and_the_other_is_served(
         deadly.write_text("")
         load(server, DEADLY_MODEL)
         assert not reason() and server.infer(DEADLY_MODEL, [TEXT]).status_code == 200
+        assert server.metric("seqserve_requests_total", model="words", outcome="engine_lost") == 0
+
+
+def test_version_whose_load_ends_engines_is_not_loaded(deadly: Path, folder: Path, tmp_path: Path) -> None:
+    """The load fails with the first end. The version that was served before is served on."""
+    with serving(folder, tmp_path, "--device", "cpu,cpu") as server:
         deadly.write_text("load")
         models.words(folder, DEADLY_MODEL, version=2)
         assert "ended while it loaded deadly version 2" in load(server, DEADLY_MODEL, status=503)["error"]
         deadly.write_text("")
         eventually(lambda: server.ready() and server.infer(DEADLY_MODEL, [TEXT]).status_code == 200)
         assert server.infer(DEADLY_MODEL, [TEXT]).json()["version"] == "1"
-        assert server.metric("seqserve_requests_total", model="words", outcome="engine_lost") == 0
+        assert ends(server) == [[f"{DEADLY_MODEL}/2"]] * 2, "each engine ended once"
 
 
 def test_service_runs_without_what_only_linux_has(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,16 +290,18 @@ def infer(server: Server, steps: int) -> bool:
 def test_sigterm_drains_without_loss_and_frees_the_port(models_folder: Path, tmp_path: Path) -> None:
     """Accepted calls are answered. Clients that only watch the health do not delay the stop."""
     done, port_closing = list[bool](), threading.Event()
+    text = triton.InferInput("text", [1, 1], "BYTES").set_data_from_numpy(np.array([["how far"]], np.object_))
     with serving(models_folder, tmp_path, "--frontends", "2", **DRAINING) as server:
 
         def keep_calling() -> None:
-            while True:
-                try:
-                    done.append(infer(server, 1))
-                except triton.InferenceServerException as error:
-                    # gRPC cancels calls that it has not passed to a handler yet.
-                    assert port_closing.is_set() and ("UNAVAILABLE" in str(error) or "CANCELLED" in str(error)), error
-                    return
+            with triton.InferenceServerClient(server.grpc) as client:
+                while True:
+                    try:
+                        done.append(client.infer("words", [text]).as_numpy("label").size == 1)
+                    except triton.InferenceServerException as error:
+                        # gRPC cancels calls that it has not passed to a handler yet.
+                        assert port_closing.is_set() and ("UNAVAILABLE" in str(error) or "CANCELLED" in str(error)), error
+                        return
 
         def arrived() -> float:
             return server.metric("seqserve_stage_seconds_count", model="sensors", stage="channel")
@@ -297,8 +312,9 @@ def test_sigterm_drains_without_loss_and_frees_the_port(models_folder: Path, tmp
             clients = [pool.submit(keep_calling) for _ in range(4)]
             try:
                 eventually(lambda: len(done) > 20)
+                before = arrived()
                 slow = [pool.submit(infer, server, 100_000) for _ in range(5)]
-                eventually(lambda: server.metric("seqserve_sequences_begun") >= len(slow))
+                eventually(lambda: arrived() == before + len(slow))
                 server.process.terminate()
                 assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
                 assert httpx.get(f"{server.address}/readyz", trust_env=False).status_code == 503
