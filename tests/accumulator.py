@@ -1,4 +1,4 @@
-"""Known answers: what a model answers to every chunk of a session, and the counts of a server of what it was asked.
+"""Answers that are known beforehand: the sums of a model over the steps of a session, and the counts of a server's requests.
 
 The model is `models.accumulator`: its recurrent state sums integers, exactly for up to LONGEST steps.
 """
