@@ -7,7 +7,8 @@ from pathlib import Path
 
 from tests.accumulator import SMALL
 from tests.long import scaled
-from tests.long.soak import FAULTS, soaked
+from tests.long.clients import FAULTS
+from tests.long.soak import soaked
 from tests.serving import alive, descendants, eventually, idle
 from tests.steady import open_files
 
