@@ -68,7 +68,7 @@ def test_no_process_grows_in_a_million_requests(tmp_path: Path, show: Show) -> N
     shutil.copytree(ROOT / "models", folder)
     for make in models.OF_EVERY_HEAD.values():
         make(folder)
-    requests = scaled(REQUESTS, 200_000)
+    requests = scaled(REQUESTS, 100_000)
     every = max(1, requests // ROUND // SAMPLES)
     with serving(folder, tmp_path, "--device", "cpu") as server:
         # With its first connection the event loop opens one descriptor, which it keeps.
