@@ -247,7 +247,7 @@ def call(library: str, address: str, calls: int) -> None:
 def test_100_000_requests_of_each_library_grow_nothing(tmp_path: Path, show: Show) -> None:
     pytest.importorskip("tritonclient", reason="tritonclient is missing")
     models.accumulator(tmp_path / "models")
-    calls = scaled(CALLS, 20_000)
+    calls = scaled(CALLS, 60_000)
     with serving(tmp_path / "models", tmp_path) as server:
         memory = Memory(server)
 
