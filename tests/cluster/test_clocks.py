@@ -14,8 +14,8 @@ import pytest
 
 from tests import models, planted
 from tests.cluster.replicas import Cluster, Replica, stopped
+from tests.long.environment import compiled
 from tests.long.overload import LAGS, Lag
-from tests.long.preloaded import compiled
 
 AHEAD_SECONDS = (0, 3600)
 """By how much the clocks of the two replicas are ahead."""
@@ -26,7 +26,7 @@ LATE_SECONDS = 0.02
 
 
 @contextmanager
-def apart(tmp_path: Path, fault: str = "") -> Iterator[Cluster]:
+def apart(tmp_path: Path) -> Iterator[Cluster]:
     """Run two replicas whose clocks are apart."""
     models.accumulator(tmp_path / "models")
     shim = compiled("wall_clock.c", tmp_path)
@@ -36,7 +36,7 @@ def apart(tmp_path: Path, fault: str = "") -> Iterator[Cluster]:
             jump = tmp_path / f"jump{seconds}"
             jump.write_text(str(seconds))
             with pytest.MonkeyPatch.context() as patch:
-                planted.plant(fault, patch)
+                planted.plant("", patch)
                 patch.setenv("LD_PRELOAD", str(shim))
                 patch.setenv("CLOCK_JUMP", str(jump))
                 patch.setenv("MONOTONIC_SHIFT", str(seconds))
@@ -76,9 +76,3 @@ def test_deadlines_hold_between_hosts_whose_clocks_are_apart(tmp_path: Path) -> 
             code, seconds, lag = end_of_deadline(asked, owner, f"of {owner.host}")
             assert code == "deadline_exceeded"
             assert SHORT_MS / 1000 - LATE_SECONDS <= seconds <= SHORT_MS / 1000 + LATE_SECONDS + LAGS * lag, (seconds, lag)
-
-
-def test_absolute_time_between_two_clocks_is_detected(tmp_path: Path) -> None:
-    """Here the clock of an engine differs from that of its frontend, which sends it the time at which a deadline ends."""
-    with apart(tmp_path, "skewed-engine") as cluster:
-        assert moved(cluster) < MOVES

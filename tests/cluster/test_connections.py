@@ -6,7 +6,6 @@ The balancer knows only connections, as a Service of Kubernetes does: HAProxy in
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -20,7 +19,6 @@ from loadtest.target import Target
 from tests import models, proxies
 from tests.callers import Caller
 from tests.cluster.replicas import Cluster, Replica, clustered
-from tests.planted import constants
 from tests.serving import eventually
 
 BALANCER = """
@@ -42,8 +40,6 @@ CONNECTIONS = 16
 PAUSE_SECONDS = 0.02
 WINDOW_SECONDS = 2.0
 GOAL_SECONDS = 30.0
-WITHOUT_SECONDS = 25.0
-"""Longer than the age of the connections, where they have one."""
 BODY = b'{"model": "accumulator", "inputs": [[2]]}'
 
 
@@ -99,10 +95,7 @@ async def share_of_last(replicas: list[Replica]) -> float:
 
 
 async def seconds_until_share(cluster: Cluster, address: str, share: float, limit_seconds: float) -> tuple[float, Counter[str]]:
-    """Return the seconds from the readiness of a third replica until it has a share of the answers, infinite beyond the limit.
-
-    Also returns what the clients got.
-    """
+    """Return the seconds from the readiness of a third replica until it has a share of the answers, and what the clients got."""
     clients = Clients(address)
     running = asyncio.ensure_future(clients.run())
     await asyncio.sleep(1)
@@ -126,15 +119,3 @@ def test_new_replica_has_its_share_of_kept_connections_soon(tmp_path: Path, caps
         print(f"\nshare after {seconds:.1f} s, {statuses.total()} requests: {dict(statuses)}")
     assert set(statuses) == {"200"}
     assert seconds < GOAL_SECONDS
-
-
-def test_connections_without_an_age_stay_where_they_are(tmp_path: Path) -> None:
-    models.accumulator(tmp_path / "models")
-    with (
-        constants({"service.frontend.connection_guard.REPLICA_CONNECTION_SECONDS": math.inf}),
-        clustered(tmp_path / "models", tmp_path, 2, replicated="1") as cluster,
-        balanced(cluster, tmp_path) as address,
-    ):
-        seconds, statuses = asyncio.run(seconds_until_share(cluster, address, 0.01, WITHOUT_SECONDS))
-    assert set(statuses) == {"200"}
-    assert seconds == float("inf")

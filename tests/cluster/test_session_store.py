@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -72,14 +71,6 @@ def test_session_follows_its_chunks(cluster: Cluster) -> None:
     assert state.status_code == 200 and first.metric("seqserve_sessions") == 1, "the state of a session moves it, like a chunk"
 
 
-def test_ended_session_is_reported_once_at_any_replica(cluster: Cluster) -> None:
-    first, second = cluster.replicas
-    assert steps(chunk(first, "a")) == 2
-    assert second.client.delete("/sessions/a/state").status_code == 200
-    assert code(chunk(first, "a", start=False)) == (404, "unknown_session")
-    assert steps(chunk(first, "a")) == 2
-
-
 def test_crash_loses_what_was_not_saved(cluster: Cluster) -> None:
     """The client learns how many steps were saved, sends the steps after them again, and gets the right sum."""
     first, second = cluster.replicas
@@ -131,17 +122,6 @@ def test_stopped_replica_loses_its_session_and_says_so_once(cluster: Cluster) ->
     assert steps(chunk(first, "a", steps=6)) == 8
 
 
-def test_store_process_that_ends_is_started_again(cluster: Cluster) -> None:
-    first, second = cluster.replicas
-    assert [steps(chunk(first, "a")) for _ in range(2)] == [2, 4]
-    eventually(lambda: first.metric("seqserve_session_saves_total", outcome="saved") == 1)
-    os.kill(first.pid("store-0"), signal.SIGKILL)
-    # On a slow machine the lease ends before the next process renews it. The session is saved, so nothing is lost.
-    eventually(lambda: chunk(second, "a", steps=4)[0] == 200)
-    eventually(lambda: first.metric("seqserve_process_restarts_total", process="store") == 1)
-    eventually(lambda: chunk(first, "a", steps=6)[0] == 200)
-
-
 def test_streams_go_on_without_the_store(tmp_path: Path, redis: Redis) -> None:
     models.accumulator(tmp_path / "models")
     with clustered(tmp_path / "models", tmp_path, 2, session_store=redis.url, checkpoint_chunks="2") as cluster:
@@ -165,22 +145,6 @@ def test_streams_go_on_without_the_store(tmp_path: Path, redis: Redis) -> None:
         assert steps(chunk(first, "new", steps=8)) == 10
 
 
-def test_folder_that_disappears_and_returns(tmp_path: Path) -> None:
-    models.accumulator(tmp_path / "models")
-    folder = tmp_path / "sessions"
-    with clustered(tmp_path / "models", tmp_path, 2, session_store=str(folder), checkpoint_chunks="2") as cluster:
-        first, second = cluster.replicas
-        assert [steps(chunk(first, "a")) for _ in range(2)] == [2, 4]
-        shutil.move(folder, tmp_path / "away")
-        folder.touch()
-        eventually(lambda: second.metric("seqserve_session_store_up") == 0)
-        assert steps(chunk(first, "a")) == 6
-        assert code(chunk(second, "a", steps=6)) == (503, "session_unreachable")
-        folder.unlink()
-        shutil.move(tmp_path / "away", folder)
-        eventually(lambda: chunk(second, "a", steps=6)[0] == 200)
-
-
 def test_sessions_of_tenants_move_apart(tmp_path: Path, store: str) -> None:
     """The same id names a session of each tenant, on every replica."""
     file, scopes = tmp_path / "keys.toml", [Scope.INFER, Scope.SESSION, Scope.METRICS]
@@ -194,11 +158,3 @@ def test_sessions_of_tenants_move_apart(tmp_path: Path, store: str) -> None:
 
         red, blue = tokens
         assert [send(first, red), send(second, blue), send(second, red), send(first, blue)] == [2, 2, 4, 4]
-
-
-def test_session_moves_between_frontends_and_engines(tmp_path: Path, store: str) -> None:
-    """Each replica has two engines, and the store process finds the engine of a session."""
-    with clustered(tmp_path / "models", tmp_path, 2, session_store=store, device="cpu,cpu", frontends="2") as started:
-        first, second = started.replicas
-        for name in ("a", "b", "c", "d", "e"):
-            assert [steps(chunk(first, name)), steps(chunk(second, name)), steps(chunk(first, name))] == [2, 4, 6]

@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-import pytest
 import yaml
 
 from service.metrics import Counter, Gauge, Histogram, Metrics, Series
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 DEPLOY = ROOT / "deploy"
+COMPOSE, GPU = "docker-compose.yml", "docker-compose.gpu.yml"
 SUFFIXES: dict[type[Series], tuple[str, ...]] = {Counter: ("_total",), Gauge: ("",), Histogram: ("_bucket", "_count", "_sum")}
 
 
-def program(name: str) -> str:
-    """Return the path of a program of Prometheus. Skips the test if it is not installed."""
-    found = shutil.which(name)
-    if found is None:
-        pytest.skip(f"{name} is missing: install Debian's package prometheus")
-    return found
+class ComposeLoader(yaml.SafeLoader):
+    """Reads YAML with the tag of compose for a list that replaces the list in the first file."""
+
+
+ComposeLoader.add_constructor("!override", lambda loader, node: loader.construct_sequence(cast(yaml.SequenceNode, node)))
 
 
 def read(name: str) -> Any:
@@ -32,38 +30,24 @@ def read(name: str) -> Any:
     return json.loads(text) if name.endswith(".json") else yaml.safe_load(text)
 
 
+def services(file: str) -> dict[str, dict[str, Any]]:
+    """Return the services of a compose file."""
+    found: dict[str, dict[str, Any]] = yaml.load((ROOT / file).read_text(), ComposeLoader)["services"]
+    return found
+
+
+def instructions(name: str) -> list[str]:
+    """Return the arguments of every instruction of this kind in the Dockerfile, with continued lines joined."""
+    lines = [line for line in (ROOT / "Dockerfile").read_text().splitlines() if not line.startswith("#")]
+    whole = re.sub(r"\\\n\s*", "", "\n".join(lines))
+    return re.findall(rf"^{name} (.+)$", whole, re.MULTILINE)
+
+
 def rules() -> list[dict[str, Any]]:
+    """Return the recording rules and the alerts."""
     return [rule for group in read("rules.yml")["groups"] for rule in group["rules"]]
-
-
-def alerts() -> dict[str, dict[str, Any]]:
-    return {rule["alert"]: rule for rule in rules() if "alert" in rule}
-
-
-def dashboard() -> dict[str, Any]:
-    shown: dict[str, Any] = read("grafana/dashboards/seqserve.json")
-    return shown
-
-
-def panels() -> list[dict[str, Any]]:
-    shown: list[dict[str, Any]] = dashboard()["panels"]
-    return shown
-
-
-def expressions() -> dict[str, str]:
-    """Return every expression of the dashboard, by panel and letter."""
-    return {f"{one['id']} {one['title']} {each['refId']}": each["expr"] for one in panels() for each in one.get("targets", [])}
-
-
-def named(expression: str) -> set[str]:
-    """Return the series of the service in an expression. Quoted text is a label value."""
-    return set(re.findall(r"\bseqserve[\w:]*", re.sub(r'"[^"]*"', "", expression)))
 
 
 def exposed() -> set[str]:
     """Return the name of every sample that the service exposes."""
     return {one.name + suffix for one in Metrics().series() for suffix in SUFFIXES[type(one)]}
-
-
-def recorded() -> set[str]:
-    return {rule["record"] for rule in rules() if "record" in rule}

@@ -12,6 +12,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -100,19 +101,15 @@ class Pod:
         self._spec = template["spec"]
         self._container = self._spec["containers"][0]
         self._address = f"http://{host}:{ports[0]}"
-        self._ends = threading.Event()
-        self.restarts = 0
-        """How often the kubelet would have restarted the container."""
         own = {"SEQSERVE_HOST": host, "SEQSERVE_PORT": str(ports[0]), "SEQSERVE_GRPC_PORT": str(ports[1])}
         self.id = docker("run", "--detach", *self._options(own), self._container["image"]).strip()
-        self._await_start()
-        self.ready = threading.Event()
-        self._probing = threading.Thread(target=self._probe, daemon=True)
-        self._probing.start()
+        self._await(self._container["startupProbe"])
+
+    def is_ready(self) -> bool:
+        return self._passes(self._container["readinessProbe"])
 
     def stop(self) -> tuple[int, float]:
         """End the container as the kubelet does. Returns its exit status and the seconds that it took."""
-        self._ends.set()
         started = time.monotonic()
         pre_stop = self._container.get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
         time.sleep(pre_stop)
@@ -120,14 +117,8 @@ class Pod:
         took = time.monotonic() - started
         return int(self._docker("inspect", "--format", "{{.State.ExitCode}}", self.id)), took
 
-    def requests(self) -> float:
-        """Return how many requests the pod has answered."""
-        lines = httpx.get(f"{self._address}/metrics", trust_env=False).text.splitlines()
-        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("seqserve_requests_total{"))
-
     def remove(self) -> str:
         """Remove the container and return its log."""
-        self._ends.set()
         log = subprocess.run(["docker", "logs", self.id], capture_output=True, text=True).stderr
         self._docker("rm", "--force", self.id)
         return log
@@ -153,24 +144,13 @@ class Pod:
             return False
         return 200 <= answer.status_code < 400
 
-    def _await_start(self) -> None:
-        probe = self._container["startupProbe"]
+    def _await(self, probe: dict[str, Any]) -> None:
+        """Wait until the probe passes."""
         for _ in range(probe["failureThreshold"]):
             if self._passes(probe):
                 return
             time.sleep(probe["periodSeconds"])
         raise AssertionError(f"{self.host} did not start:\n{self.remove()}")
-
-    def _probe(self) -> None:
-        """Run the readiness and the liveness probe until the pod ends."""
-        readiness, liveness = self._container["readinessProbe"], self._container["livenessProbe"]
-        next_liveness, failures = time.monotonic(), 0
-        while not self._ends.wait(readiness["periodSeconds"]):
-            (self.ready.set if self._passes(readiness) else self.ready.clear)()
-            if time.monotonic() >= next_liveness:
-                failures = 0 if self._passes(liveness) else failures + 1
-                self.restarts += failures == liveness["failureThreshold"]
-                next_liveness = time.monotonic() + liveness["periodSeconds"]
 
 
 class Rollout:
@@ -192,7 +172,7 @@ class Rollout:
         """Start a pod, and send requests to it once it is ready."""
         pod = Pod(self._docker, self._spec["template"], next(self._hosts), self._ports)
         self.started.append(pod)
-        assert pod.ready.wait(60)
+        eventually(pod.is_ready)
         self._proxy.enable(pod.host)
         self.pods.append(pod)
 
@@ -212,25 +192,23 @@ class Rollout:
             self.start()
             time.sleep(self._spec["minReadySeconds"])
             self.stop_oldest()
-        self.await_stops()
+        self._await_stops()
 
-    def await_stops(self) -> None:
+    def _await_stops(self) -> None:
         for thread in self._stopping:
             thread.join()
 
     def close(self) -> None:
         """Remove all containers and print their logs, which pytest shows for a failed test."""
-        self.await_stops()
+        self._await_stops()
         for pod in self.started:
             print(f"{pod.host}:\n{pod.remove()}")
 
 
 @contextmanager
-def repeating(*clients: Callable[[], object]) -> Iterator[tuple[list[float], list[str]]]:
-    """Call each client repeatedly, each in its own thread, until the block ends. Yields the times of successes, and the failures."""
-    successes: list[float] = []
-    failures: list[str] = []
-    ended = threading.Event()
+def repeating(*clients: Callable[[], object]) -> Iterator[tuple[list[None], list[str]]]:
+    """Call each client repeatedly, each in its own thread, until the block ends. Yields the successes and the failures."""
+    successes, failures, ended = list[None](), list[str](), threading.Event()
 
     def repeat(client: Callable[[], object]) -> None:
         while not ended.is_set():
@@ -240,14 +218,13 @@ def repeating(*clients: Callable[[], object]) -> Iterator[tuple[list[float], lis
                 # The repr of an error of the gRPC client says nothing.
                 failures.append(f"{time.monotonic()}: {type(error).__name__}: {error}")
             else:
-                successes.append(time.monotonic())
+                successes.append(None)
 
-    threads = [threading.Thread(target=repeat, args=[client]) for client in clients]
-    for thread in threads:
-        thread.start()
-    try:
-        yield successes, failures
-    finally:
-        ended.set()
-        for thread in threads:
-            thread.join()
+    with ThreadPoolExecutor(len(clients)) as pool:
+        calls = [pool.submit(repeat, client) for client in clients]
+        try:
+            yield successes, failures
+        finally:
+            ended.set()
+            for call in calls:
+                call.result()

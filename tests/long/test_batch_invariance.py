@@ -1,11 +1,10 @@
-"""10,000 sequences of each layer: the results of a session do not depend on the batches in which its chunks run, nor on its chunks."""
+"""10,000 sequences of each layer: the results of a session depend neither on its chunks nor on the batches in which they run."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
 from itertools import islice
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.cpu import cache
-from kernels.ragged import Encoded, Outputs, Ragged
 from service.engine.batch import Batch, Chunk
 from service.engine.batching.state_slots import DISCARD_SLOT, FIRST_SLOT, ZERO_SLOT
 from service.engine.execution.device_engine import DeviceEngine
@@ -25,10 +22,9 @@ from service.modeling import store
 from service.modeling.encoder import Encoder
 from tests import models
 from tests.engine.execution.test_chunks import FLOATS, HEADS, LAYERS
-from tests.kernels.families import FORMS, Form
-from tests.kernels.inputs import arrays, map_arrays
+from tests.long import scaled
 
-SEQUENCES = 10_000
+SEQUENCES = scaled(10_000)
 MOST_STEPS, MOST_TOGETHER = 24, 16
 POISONED = 0.3
 """Share of the batches that also have a row of NaN."""
@@ -131,39 +127,3 @@ def test_10_000_sequences_have_the_same_results_in_any_batch(
         print(f"\n{layer} {head}: {same} of {len(found)} with the same bits, the largest difference is {max(found):.1e}")
     assert len(found) == SEQUENCES
     assert max(found) <= ROUNDING
-
-
-# The recurrence of each layer, given its gate inputs.
-
-ROWS_AT_ONCE = 20
-HIDDEN, INPUTS = 33, 7
-PLAIN = [form for form in FORMS if form.takes_gates and not form.options and not form.int8 and form.family != "rnn"]
-"""The layers with a CPU kernel for the recurrence."""
-
-
-def rows_alone(x: Ragged, state: Any) -> Iterator[tuple[Ragged, Any]]:
-    """Yield each row as a separate batch, with its state."""
-    for row, (begin, end) in enumerate(zip(x.offsets.tolist(), x.offsets[1:].tolist(), strict=False)):
-        own = None if state is None else map_arrays(state, itemgetter(slice(row, row + 1)))
-        yield Ragged(x.data[begin:end], torch.tensor([0, end - begin])), own
-
-
-def same_bits(batch: Encoded, row: int, begin: int, end: int, alone: Encoded) -> bool:
-    assert batch.steps is not None and alone.steps is not None
-    states = zip(arrays(batch.state).values(), arrays(alone.state).values(), strict=True)
-    return torch.equal(batch.steps[begin:end], alone.steps) and all(torch.equal(one[row], other[0]) for one, other in states)
-
-
-@pytest.mark.skipif(cache.missing() is not None, reason=f"the CPU kernels are not used: {cache.missing()}")
-@pytest.mark.parametrize("form", PLAIN, ids=str)
-def test_recurrence_of_10_000_rows_has_the_same_bits_in_any_batch(form: Form) -> None:
-    chance, differing = random.Random(3), 0
-    for batch in range(SEQUENCES // ROWS_AT_ONCE):
-        lengths = [chance.randint(0, MOST_STEPS) for _ in range(ROWS_AT_ONCE)]
-        x, weights, state = form.gated(form.arguments(lengths, HIDDEN, INPUTS, seed=batch))
-        encoded = form.run(x, weights, state, want=Outputs(steps=True), backend="cpu")
-        offsets = x.offsets.tolist()
-        for row, (one, own) in enumerate(rows_alone(x, state)):
-            alone = form.run(one, weights, own, want=Outputs(steps=True), backend="cpu")
-            differing += not same_bits(encoded, row, offsets[row], offsets[row + 1], alone)
-    assert differing == 0

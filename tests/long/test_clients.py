@@ -7,21 +7,16 @@ import re
 import shutil
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
-from urllib.parse import parse_qs, quote, urlsplit
 
 import pytest
 
 from service.access.keys import create
 from service.access.scopes import Scope
 from service.settings import CLIENT_KEY
-from tests.serving import LIMIT_SECONDS, Server, eventually, serving
+from tests.serving import Server, serving
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 CLIENTS = ROOT / "examples" / "clients"
@@ -89,109 +84,11 @@ def test_client_prints_answers_forecasts_and_an_error(program: str, guarded: Gua
     assert guarded.key not in done.stdout + done.stderr
 
 
-def test_websocket_client_sends_a_whole_sequence_and_a_wrong_chunk(guarded: Guarded, tmp_path: Path) -> None:
-    done = run("websocket_client.py", guarded.address("websocket_client.py"), guarded.key, tmp_path)
-    assert forecasts(done.stdout)[0] == pytest.approx(FORECASTS[2], abs=0.001)
-    assert "invalid_input: input[0] has 1 numbers" in done.stdout
-
-
 @pytest.mark.parametrize("program", HTTP)
 def test_client_without_a_key_fails_and_shows_the_reason(program: str, guarded: Guarded, tmp_path: Path) -> None:
     done = run(program, guarded.address(program), "", tmp_path)
     assert done.returncode != 0
     assert "unauthorized" in done.stderr
-
-
-def test_clients_leave_no_session_open(tmp_path: Path) -> None:
-    keys = tmp_path / "keys.toml"
-    metrics = create(keys, "watcher", [Scope.METRICS], "watcher")
-    key = create(keys, "example", [Scope.INFER, Scope.SESSION], "example")
-    with serving(ROOT / "models", tmp_path, "--keys", str(keys)) as server:
-        server.client.headers["authorization"] = f"Bearer {metrics}"
-        for program in PYTHON:
-            assert run(program, Guarded(server, key).address(program), key, tmp_path).returncode == 0
-        eventually(lambda: server.metric("seqserve_sessions_ended_total") >= len(PYTHON))
-        eventually(lambda: server.metric("seqserve_sessions") == 0)
-
-
-@contextmanager
-def page_server(page: type[SimpleHTTPRequestHandler]) -> Iterator[str]:
-    """Serve the folder of the clients. Yields its origin."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(page, directory=str(CLIENTS))) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-
-
-WATCH = """<!doctype html>
-<iframe id="page" src="/browser.html?service=%s"></iframe>
-<script>
-const text = () => document.getElementById("page").contentDocument?.getElementById("output")?.textContent ?? "";
-const timer = setInterval(() => {
-  if (!/nobody|fetch/.test(text())) return;
-  clearInterval(timer);
-  fetch("/ended?text=" + encodeURIComponent(text()));
-}, 50);
-</script>"""
-"""Shows the page, and reports its text when it has ended."""
-
-
-class Pages(SimpleHTTPRequestHandler):
-    """Serves the clients and `WATCH`, and keeps the report of `WATCH`."""
-
-    service = ""
-    reported: threading.Event
-    text = ""
-
-    def do_GET(self) -> None:
-        path = urlsplit(self.path)
-        if path.path == "/ended":
-            type(self).text = parse_qs(path.query)["text"][0]
-            self.reported.set()
-        elif path.path != "/watch":
-            super().do_GET()
-            return
-        body = (WATCH % quote(self.service, safe="")).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "text/html")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *arguments: object) -> None:
-        pass
-
-
-def shown(browser: Sequence[str], origin: str, pages: type[Pages], service: str) -> str:
-    """Return the text that the page shows when it has ended."""
-    pages.service, pages.reported = service, threading.Event()
-    with subprocess.Popen([*browser, f"{origin}/watch"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        try:
-            assert pages.reported.wait(2 * LIMIT_SECONDS), "the page did not end"
-        finally:
-            process.terminate()
-    return pages.text
-
-
-@pytest.fixture
-def browser(tmp_path: Path) -> list[str]:
-    """The command that shows a page in a browser without a window."""
-    program = installed("chromium", "google-chrome", remedy="make programs PROGRAMS=browser")
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--remote-debugging-port=0"]
-    return [program, *flags, f"--user-data-dir={tmp_path / 'profile'}"]
-
-
-def test_page_in_the_browser_shows_answers_forecasts_and_an_error(browser: list[str], tmp_path: Path) -> None:
-    with page_server(Pages) as origin, serving(ROOT / "models", tmp_path, allowed_origins=origin) as server:
-        text = shown(browser, origin, Pages, server.address)
-    assert text.startswith("NUM\n")
-    assert forecasts(text) == [pytest.approx(values, abs=0.001) for values in FORECASTS]
-    assert "unknown_model: unknown model nobody" in text
-
-
-def test_page_of_another_origin_is_refused(browser: list[str], server: Server) -> None:
-    with page_server(Pages) as origin:
-        assert "fetch" in shown(browser, origin, Pages, server.address)
 
 
 def test_clients_are_short_and_listed() -> None:

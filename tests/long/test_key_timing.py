@@ -83,13 +83,10 @@ def t_of(policy: AccessPolicy, first: Wrong, second: Wrong, margin_ns: float) ->
         gc.enable()
     limit = sorted(times)[int(KEPT * CHECKS)]
     kept = [(took, chosen) for took, chosen in zip(times, classes, strict=True) if took <= limit]
-    return welch([took for took, chosen in kept if not chosen], [took for took, chosen in kept if chosen], margin_ns)
-
-
-def welch(first: list[int], second: list[int], margin: float) -> float:
-    """Return the absolute value of Welch's t of two samples. The margin is subtracted from the difference of their means."""
-    error = sqrt(statistics.variance(first) / len(first) + statistics.variance(second) / len(second))
-    return max(0.0, abs(statistics.fmean(first) - statistics.fmean(second)) - margin) / error
+    first_times, second_times = ([took for took, chosen in kept if chosen == place] for place in (0, 1))
+    variances = (statistics.variance(times) / len(times) for times in (first_times, second_times))
+    excess = abs(statistics.fmean(first_times) - statistics.fmean(second_times)) - margin_ns
+    return max(0.0, excess) / sqrt(sum(variances))
 
 
 def differs(file: tuple[Path, str], first: str, second: str) -> bool:
@@ -103,9 +100,7 @@ def differs(file: tuple[Path, str], first: str, second: str) -> bool:
     ("first", "second"),
     [
         ("unknown id", "wrong secret"),
-        ("unknown id", "wrong last byte"),
         ("wrong first byte", "wrong last byte"),
-        ("wrong secret", "wrong last byte"),
     ],
 )
 def test_time_of_a_check_does_not_tell_what_is_wrong(first: str, second: str, file: tuple[Path, str]) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import gzip
 import json
-from collections.abc import Iterator
-from dataclasses import replace
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import pytest
@@ -23,19 +26,64 @@ from service.frontend.inference import Frontend, SupervisorClient
 from service.frontend.large_answers import PIECE_BYTES, LargeAnswers
 from service.frontend.oip.grpc_calls import read_request
 from service.frontend.oip.protobuf import METHODS
-from service.ipc.channel import encode
 from service.ipc.messages import Answer, Request
 from service.log import Log
 from service.metrics import Metrics
 from service.modeling.spec import ModelSpec
 from service.settings import Settings
 from tests import models
-from tests.frontend.dispatch.test_dispatcher import meet_two, run, send
-from tests.long.callbacks import Callbacks, measured_callbacks, with_short_callbacks
 
+MAX_CALLBACK_SECONDS = 0.010
+"""No request may occupy the event loop for longer. This is processor time: another process may always delay a callback."""
+ATTEMPTS = 3
+T = TypeVar("T")
 MIB = 1 << 20
 FEATURES = 64
 INFER = "/v2/models/sensors/infer"
+
+
+@dataclass
+class Callbacks:
+    """The longest callback so far, in processor time of its thread, and the processor time of all."""
+
+    longest_seconds: float = 0.0
+    longest: asyncio.Handle | None = None
+    total_seconds: float = 0.0
+
+
+@contextmanager
+def measured_callbacks() -> Iterator[Callbacks]:
+    """Measure the callbacks of asyncio's own loops that run within this context."""
+    callbacks, run = Callbacks(), asyncio.Handle._run
+
+    def measure(handle: asyncio.Handle) -> None:
+        start = time.thread_time()
+        run(handle)
+        seconds = time.thread_time() - start
+        if seconds > callbacks.longest_seconds:
+            callbacks.longest_seconds, callbacks.longest = seconds, handle
+        callbacks.total_seconds += seconds
+
+    gc.collect()
+    gc.freeze()  # as in the service: otherwise a collection visits all objects of all tests
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(asyncio.Handle, "_run", measure)
+            yield callbacks
+    finally:
+        gc.unfreeze()
+
+
+def with_short_callbacks(measure: Callable[[], tuple[T, Callbacks]]) -> T:
+    """Return a result that comes without a long callback.
+
+    A long callback is measured again: with cold caches, as after another process had the core, it takes more processor time.
+    """
+    for _ in range(ATTEMPTS):
+        result, callbacks = measure()
+        if callbacks.longest_seconds < MAX_CALLBACK_SECONDS:
+            return result
+    raise AssertionError(f"a callback took {callbacks.longest_seconds:.3f} s of processor time: {callbacks.longest}")
 
 
 class Engine:
@@ -163,15 +211,6 @@ def test_millions_of_small_values_in_infer(service: Service, element: bytes) -> 
     assert (status, reply["code"]) == (413, "too_large")
 
 
-def test_large_floats_of_oip(service: Service) -> None:
-    text = rows(8 * MIB)
-    steps = text.count(b"],[") + 1
-    tensor = b'{"name":"inputs","datatype":"FP32","shape":[1,%d,%d],"data":[%b]}' % (steps, FEATURES, text)
-    status, reply = service.post(INFER, b'{"inputs":[%b]}' % tensor)
-    assert (status, reply["outputs"][0]["name"]) == (200, "label"), reply
-    assert service.engine.received[-1] == 4 * FEATURES * steps
-
-
 @pytest.mark.parametrize("mebibytes", [1, 15])
 def test_large_raw_tensor_over_rest(service: Service, mebibytes: int) -> None:
     values = np.ones((1, mebibytes * MIB // (4 * FEATURES), FEATURES), np.float32)
@@ -186,14 +225,6 @@ def test_large_raw_tensor_over_rest(service: Service, mebibytes: int) -> None:
     values[0, -1, -1] = np.nan
     status, reply = service.post(INFER, header + values.tobytes(), **headers)
     assert (status, reply["field"]) == (400, f"inputs[0][{values.shape[1] - 1}][{FEATURES - 1}]")
-
-
-def test_large_raw_tensor_over_grpc(service: Service) -> None:
-    message = METHODS["ModelInfer"].request_type(model_name="sensors")
-    steps = 15 * MIB // (4 * FEATURES)
-    message.inputs.add(name="inputs", datatype="FP32", shape=[1, steps, FEATURES])
-    message.raw_input_contents.append(bytes(4 * FEATURES * steps))
-    assert service.call_grpc(message.SerializeToString()) is None
 
 
 def test_large_typed_tensor_over_grpc(service: Service) -> None:
@@ -214,11 +245,6 @@ def test_gzip_of_a_million_parts(service: Service, part: str) -> None:
     assert (status, reply["field"]) == (413, part)
 
 
-def test_gzip_of_nothing_but_zeros(service: Service) -> None:
-    status, reply = service.post(INFER, gzip.compress(bytes(16 * MIB)), content_encoding="gzip")
-    assert (status, reply["code"]) == (400, "invalid_request")
-
-
 FIELD_TAGS = {"parameters": b"\x22", "inputs": b"\x2a", "outputs": b"\x32", "raw_input_contents": b"\x3a"}
 
 
@@ -227,13 +253,6 @@ def test_message_of_a_million_empty_parts(service: Service, part: str) -> None:
     error = service.call_grpc((FIELD_TAGS[part] + b"\0") * MIB)
     assert isinstance(error, TooLarge)
     assert error.field == part
-
-
-def test_large_sequence_of_a_reply(service: Service) -> None:
-    body = {"model": "narrow", "inputs": [[[0.5]] * 8000], "return": ["sequence"]}
-    status, reply = service.post("/infer", json.dumps(body).encode())
-    assert status == 200
-    assert np.shape(reply["outputs"][0]["sequence"]) == (8000, 8)
 
 
 def test_large_answer_has_no_long_callback(tmp_path: Path) -> None:
@@ -264,30 +283,3 @@ def test_large_answer_has_no_long_callback(tmp_path: Path) -> None:
     text, ticks = with_short_callbacks(measure)
     assert text == b'[{"sequence":%b}]' % json_numbers(values)
     assert ticks >= len(text) // (2 * PIECE_BYTES)
-
-
-def test_large_request_and_answer_have_no_long_callback() -> None:
-    """They are not copied. A second engine gets the same request when the first ends."""
-    tail, measured = bytes(32 << 20), Callbacks()
-
-    async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
-        nonlocal measured
-        first, second = await meet_two(dispatcher)
-        sent = await send(dispatcher, tail=tail)
-        await asyncio.sleep(0.01)
-        first.channel.close()
-        with measured_callbacks() as callbacks:
-            [frame] = await second.frames(1)
-            second.channel.send(encode(Answer((1, 1)), frame.id, following=len(tail)), following=tail)
-            while not sent.done():
-                second.channel.flush()
-                await asyncio.sleep(0)
-        measured = replace(callbacks)  # without the comparisons, which the running callback makes
-        assert frame.tail == tail
-        assert (await sent).data == tail
-
-    def measure() -> tuple[None, Callbacks]:
-        run(test, channel_bytes=64 << 20, places=2)
-        return None, measured
-
-    with_short_callbacks(measure)

@@ -20,7 +20,7 @@ import pytest
 
 from loadtest import oip_requests
 from tests import models
-from tests.long.memory_group import MemoryGroup, memory_group
+from tests.long.environment import MemoryGroup, memory_group
 from tests.planted import constants
 from tests.raw_websocket import connection, handshake
 from tests.serving import LIMIT_SECONDS, Server, eventually, serving
@@ -74,10 +74,10 @@ def shared(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[t
 
 @pytest.fixture
 def crowded(shared: tuple[Server, MemoryGroup]) -> Iterator[tuple[Server, MemoryGroup]]:
-    """The server and its group. After the test, nothing was killed, no allocation met the limit, and everything is served again."""
+    """The server and its group. After the test, nothing was killed, and everything is served again."""
     server, group = shared
     yield server, group
-    assert (group.kills(), group.failures(), server.events("child ended")) == (0, 0, [])
+    assert (group.kills(), server.events("child ended")) == (0, [])
     eventually(lambda: server.infer("sensors", [LARGE]).status_code == 200)
     eventually(lambda: server.infer("sensors", [SMALL], session="after", end=True).status_code == 200)
     assert call(server, LARGE) is None
@@ -136,11 +136,6 @@ def check_shed(server: Server) -> None:
     assert call(server, LARGE) is grpc.StatusCode.UNAVAILABLE
     assert server.infer("sensors", [SMALL]).status_code == 200
     assert call(server, SMALL) is None
-    check_observed(server)
-
-
-def check_observed(server: Server) -> None:
-    """Check that requests without inference are answered."""
     for path in ("/healthz", "/readyz", "/metrics", "/models", "/v2/health/ready"):
         assert server.client.get(path).status_code == 200
     assert server.client.post("/v2/repository/index", json={}).status_code == 200
@@ -190,15 +185,3 @@ def test_sessions_do_not_fill_the_memory(crowded: tuple[Server, MemoryGroup]) ->
     assert server.infer("wide", [[[1.0]]], session="s0", start=False).status_code == 200
     for number in range(opened):
         assert server.infer("wide", [[[1.0]]], session=f"s{number}", start=False, end=True).status_code == 200
-
-
-def test_everything_is_refused_when_others_take_the_memory(crowded: tuple[Server, MemoryGroup]) -> None:
-    server, group = crowded
-    assert server.infer("sensors", [SMALL], session="open", start=True).status_code == 200
-    with group.ballast(REFUSE_SHARE + 0.02):
-        eventually(lambda: server.metric("seqserve_memory_limit_used_ratio") >= REFUSE_SHARE)
-        for options in ({}, {"session": "open", "start": False}):
-            assert is_refusal(server.infer("sensors", [SMALL], **options))
-        assert call(server, SMALL) is grpc.StatusCode.UNAVAILABLE
-        check_observed(server)
-    eventually(lambda: server.infer("sensors", [SMALL], session="open", start=False, end=True).status_code == 200)

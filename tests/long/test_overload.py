@@ -6,44 +6,41 @@ load generator, which shares the cores with the server, takes nothing from it.
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from statistics import median
 
 import httpx
 import pytest
 
 from tests import planted
 from tests.accumulator import at_rest
-from tests.long.flood import flooded
+from tests.long import scaled
 from tests.long.overload import (
     ATTEMPTS,
     DEADLINE_SECONDS,
     LAGS,
-    MOST_CALLERS,
     SECONDS,
     Overload,
+    Probes,
     check_computed,
     faults,
     staircase,
 )
-from tests.serving import LIMIT_SECONDS, Server, eventually, serving
-from tests.steady import open_files
+from tests.serving import LIMIT_SECONDS, Server, eventually, serving, stopped
+from tests.steady import processes
 
 ROWS = [[0.1, 0.2, 0.3]] * 4
 LSTM, COMPUTED_CAPACITY = {"kind": "lstm", "hidden": 256, "depth": 8}, 40.0
 """With 100 requests per second, the refusals at 10 times the capacity take a tenth of the engine's time on a machine with two cores."""
 BURST_SECONDS, BURSTS, BURST, BETWEEN = 0.2, 5, 50, 0.3
-IDLE = 1000
+LATE_LOAD_SECONDS = 300.0
+LIMITS_SECONDS, SCRAPES = {"/healthz": 0.1, "/readyz": 0.1, "/metrics": 0.3}, 10
 LEAST_FRONTEND_GOODPUT, MOST_LAG_SECONDS = 0.8, 0.1
 DEFAULT_DEADLINES_MS = {"http": "5000", "grpc": "5000", "large http": str(round(1000 * DEADLINE_SECONDS))}
 """By kind of request. A frontend refuses requests that have waited for a tenth of it, and a decoder for half of it."""
-PROBE_SECONDS = 0.01
-TIMES = 10
-"""Ratio of the callers that overload the frontends to the callers that keep them busy."""
 
 
 @pytest.fixture(scope="module")
@@ -71,18 +68,6 @@ def test_goodput_holds_up_to_20_times_the_capacity_of_the_processor_of_the_engin
     check_computed(LSTM, COMPUTED_CAPACITY, tmp_path, show, **limits)
 
 
-def test_frontends_answer_ten_times_the_callers(folder: Path, tmp_path: Path, show: Callable[[object], None]) -> None:
-    """The model is tiny: the callers wait for the frontend."""
-    with serving(folder, tmp_path) as server:
-        overload = Overload.of(server, "http", "sensors", ROWS)
-        before = at_rest(server)
-        rates = [(overload.capacity(SECONDS), overload.capacity(SECONDS, TIMES * 64)) for _ in range(3)]
-        show(f"64 callers and {TIMES} times as many: {', '.join(f'{one:.0f} and {many:.0f}' for one, many in rates)} answers/s")
-        assert max(many / one for one, many in rates) >= 0.8
-        outcomes = at_rest(server).since(before).outcomes
-    assert outcomes.keys() <= {"ok", "overloaded"}, outcomes
-
-
 @contextmanager
 def frontend_bound(folder: Path, scratch: Path, kind: str) -> Iterator[Overload]:
     with pytest.MonkeyPatch.context() as patch:
@@ -91,50 +76,20 @@ def frontend_bound(folder: Path, scratch: Path, kind: str) -> Iterator[Overload]
             yield Overload.of(server, kind, "sensors", ROWS)
 
 
-class LoopLag:
-    """The times in which a frontend answers /healthz, which needs nothing but its event loop."""
-
-    def __init__(self, server: Server) -> None:
-        self._server = server
-        self._ended = threading.Event()
-        self.seconds: list[float] = []
-
-    @contextmanager
-    def measured(self) -> Iterator[None]:
-        """Measure within the context."""
-        with ThreadPoolExecutor(1) as pool:
-            measuring = pool.submit(self._measure)
-            try:
-                yield
-            finally:
-                self._ended.set()
-                measuring.result()
-
-    def _measure(self) -> None:
-        with httpx.Client(base_url=self._server.address, timeout=LIMIT_SECONDS, trust_env=False) as client:
-            while not self._ended.wait(PROBE_SECONDS):
-                before = time.monotonic()
-                assert client.get("/healthz").status_code == 200
-                self.seconds.append(time.monotonic() - before)
-
-    @property
-    def p99(self) -> float:
-        return sorted(self.seconds)[int(0.99 * (len(self.seconds) - 1))]
-
-
 def frontend_faults(overload: Overload, times: float, capacity: float, show: Callable[[object], None]) -> list[str]:
-    """Return the faults at this multiple of the frontends' capacity."""
-    lag = LoopLag(overload.server)
-    with lag.measured():
+    """Return the faults at this multiple of the frontends' capacity. /healthz needs nothing of a frontend but its event loop."""
+    probes = Probes(overload.server.address, "/healthz", connection="keep-alive")
+    with probes.running():
         step = overload.step(times * capacity, SECONDS)
-    show(f"{times} times: {step}, p99 of the event loop's lag {1000 * lag.p99:.0f} ms")
+    lag = probes.quantile("/healthz", 0.99)
+    show(f"{times} times: {step}, p99 of the event loop's lag {1000 * lag:.0f} ms")
     found = []
     if step.goodput < LEAST_FRONTEND_GOODPUT * capacity:
         found.append(f"{step.goodput:.0f} answers in time per second, of a capacity of {capacity:.0f}")
     if step.other:
         found.append(f"failures {step.other}")
-    if lag.p99 > MOST_LAG_SECONDS + LAGS * step.lag:
-        found.append(f"p99 of the event loop's lag is {lag.p99:.3f} s")
+    if lag > MOST_LAG_SECONDS + LAGS * step.lag:
+        found.append(f"p99 of the event loop's lag is {lag:.3f} s")
     return [f"{times} times: {fault}" for fault in found]
 
 
@@ -142,7 +97,7 @@ def frontend_faults(overload: Overload, times: float, capacity: float, show: Cal
 def test_goodput_holds_up_to_10_times_the_capacity_of_the_frontends(
     kind: str, folder: Path, tmp_path: Path, show: Callable[[object], None]
 ) -> None:
-    """An open loop. The decoding is planted: it takes a fixed time, and no processor time from the generator."""
+    """The decoding is planted: it takes a fixed time, and no processor time from the generator."""
     with frontend_bound(folder, tmp_path, kind) as overload:
         capacity, found = overload.capacity(SECONDS), []
         for times in (1, 2, 5, 10):
@@ -169,26 +124,52 @@ def test_bursts_keep_the_deadlines_of_accepted_requests(device: Server, show: Ca
     assert not [fault for burst in [*bursts, steady] for fault in faults(BETWEEN, burst, capacity)]
 
 
-def test_goodput_holds_beside_a_thousand_idle_connections(device: Server, show: Callable[[object], None]) -> None:
-    overload = Overload.of(device, "http", "sensors", ROWS)
-    with flooded(device, IDLE, lambda: None):
-        eventually(lambda: open_files(device)["frontend-0"] > IDLE)
-        for _ in range(ATTEMPTS):
-            capacity = overload.capacity(SECONDS)
-            step = overload.step(TIMES * capacity, SECONDS)
-            show(f"{IDLE} idle connections, {TIMES} times {capacity:.0f} requests/s: {step}")
-            wrong = faults(TIMES, step, capacity)
-            if not wrong:
-                break
-    assert not wrong
+def test_no_late_request_is_computed_at_twice_the_capacity(
+    folder: Path, tmp_path: Path, show: Callable[[object], None]
+) -> None:
+    rows = tmp_path / "rows"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ROWS", str(rows))
+        planted.plant("dated-device", patch)
+        with serving(folder, tmp_path, max_batch_sequences="2", idle_seconds="600") as server:
+            overload, before = Overload.of(server, "http", "sensors", ROWS), at_rest(server)
+            step = overload.step(2 * overload.capacity(SECONDS), scaled(LATE_LOAD_SECONDS))
+            at_rest(server).since(before).check()
+    batches = [line.split() for line in rows.read_text().splitlines()]
+    computed, late = (sum(int(batch[place]) for batch in batches) for place in (0, 1))
+    show(f"{step}; {computed} rows computed, {late} late")
+    assert computed and not late and step.refused + step.expired and not step.other
+    assert step.late <= step.answered // 100
 
 
-def test_clients_that_retry_at_once_do_not_stop_the_service(device: Server, show: Callable[[object], None]) -> None:
-    """MOST_CALLERS callers send requests without a pause. Afterwards, requests at half of the capacity are all answered."""
-    overload = Overload.of(device, "http", "sensors", ROWS)
-    capacity = overload.capacity(SECONDS)
-    storm = overload.capacity(SECONDS, MOST_CALLERS)
-    after = overload.step(capacity / 2, SECONDS)
-    show(f"{capacity:.0f} answers/s, {storm:.0f} while {MOST_CALLERS} callers retry at once; afterwards {after}")
-    assert storm > 0.85 * capacity
-    assert after.refused == after.expired == after.late == 0 and not after.other
+# Health checks and /metrics.
+
+
+@pytest.mark.parametrize("names", [["engine-0", "frontend-1"], ["supervisor"]], ids=" and ".join)
+def test_metrics_answer_within_300_ms_while_processes_are_stopped(names: list[str], folder: Path, tmp_path: Path) -> None:
+    """The last values of a process that does not answer are known."""
+    with serving(folder, tmp_path, "--health-port", "0", frontends="2") as server, ExitStack() as stops:
+        assert server.infer("sensors", [ROWS]).status_code == 200
+        before = server.metric("seqserve_requests_accepted_total")
+        for name in names:
+            stops.enter_context(stopped(processes(server)[name]))
+        address = server.health if "supervisor" not in names else server.address  # the supervisor has the health port
+        probes = Probes(address, "/metrics")
+        with probes.running():
+            eventually(lambda: len(probes.seconds["/metrics"]) > SCRAPES)
+        assert median(probes.seconds["/metrics"]) < LIMITS_SECONDS["/metrics"], probes.seconds
+        text = httpx.get(f"{address}/metrics", timeout=LIMIT_SECONDS, trust_env=False).text
+        assert f"seqserve_requests_accepted_total {before}" in text
+        stops.close()
+        eventually(server.ready)
+
+
+def test_health_port_answers_in_time_during_overload(folder: Path, tmp_path: Path, show: Callable[[object], None]) -> None:
+    """Twenty times as many requests arrive as the service answers."""
+    with serving(folder, tmp_path, "--health-port", "0", frontends="2") as server:
+        overload, probes = Overload.of(server, "http", "sensors", ROWS), Probes(server.health, *LIMITS_SECONDS)
+        rate = 20 * overload.capacity(SECONDS)
+        with probes.running():
+            step = overload.step(rate, SECONDS)
+    show(f"{step}; { ({path: max(seconds) for path, seconds in probes.seconds.items()}) }")
+    assert [path for path, limit in LIMITS_SECONDS.items() if max(probes.seconds[path]) > limit + LAGS * step.lag] == []

@@ -6,15 +6,12 @@ import importlib
 import json
 import shutil
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from service.modeling import spec
 from tests.serving import Server, serving
 
 pytestmark = pytest.mark.usefixtures("examples")
@@ -93,17 +90,6 @@ def server(trained: tuple[Path, dict[str, Any]], tmp_path_factory: pytest.TempPa
 
 
 @pytest.mark.parametrize("task", SCRIPTS)
-def test_recipe_writes_a_model_with_a_card(task: str, trained: tuple[Path, dict[str, Any]]) -> None:
-    models, records = trained
-    record, folder = records[task], models / NAMES[task] / "1"
-    card = (folder / spec.CARD).read_text()
-    assert "$" not in card and "--hidden 8" in card
-    figures = importlib.import_module("training.terminal").sentence(record["quality"])
-    assert figures in card.replace("\n", " ")
-    assert record["model"] == NAMES[task] and record["bytes"] == sum(file.stat().st_size for file in folder.iterdir())
-
-
-@pytest.mark.parametrize("task", SCRIPTS)
 def test_quality_through_the_service_is_that_of_the_training(
     task: str, evaluate: Any, trained: tuple[Path, dict[str, Any]], server: Server, data: Path, tmp_path: Path
 ) -> None:
@@ -120,22 +106,6 @@ def test_quality_through_the_service_is_that_of_the_training(
         assert next(iter(served["quality"].values())) == pytest.approx(
             next(iter(trained[1][task]["quality"].values())), rel=0.3
         )
-
-
-@pytest.mark.parametrize("task", ["language", "forecast"])
-def test_streams_get_the_answers_of_whole_sequences(
-    task: str, evaluate: Any, trained: tuple[Path, dict[str, Any]], server: Server, data: Path
-) -> None:
-    recipe = evaluate.RECIPES[task]
-    settings = replace(recipe.settings["gru"], **recipe.quick)
-    examples = [example[:60] for example in recipe.read_test(data, recipe.default_set)[:2]]
-    parts = recipe.read(data, recipe.default_set, settings).sample(20)
-    model = recipe.train(recipe.default_set, parts, settings, torch.device("cpu"))
-    model.model.load(trained[0] / NAMES[task] / "1")
-    service = importlib.import_module("training.service").Service(server.address)
-    answers = zip(recipe.ask(service, NAMES[task], examples), recipe.answers(model, examples), strict=True)
-    for served, expected in answers:
-        np.testing.assert_allclose(served, expected, atol=1e-3)
 
 
 def test_text_classifier_learns(evaluate: Any, data: Path, tmp_path: Path) -> None:
@@ -186,23 +156,3 @@ def test_missing_data_is_explained(
     assert main(evaluate.RECIPES[task], "", ["--quick", "--data", str(tmp_path), "--models", str(tmp_path)]) == 2
     assert message in capsys.readouterr().err and list(tmp_path.iterdir()) == []
     assert evaluate.main([task, "--data", str(tmp_path)]) == 2
-
-
-def test_service_that_is_away_or_lacks_the_model_is_explained(
-    evaluate: Any, server: Server, data: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    line = ["tags", "--data", str(data)]
-    assert evaluate.main([*line, "--url", "http://127.0.0.1:9"]) == 1
-    assert "make serve" in capsys.readouterr().err
-    (data / "other.test.tags").write_text("a\tX\n")
-    assert evaluate.main([*line, "--set", "other", "--url", server.address]) == 1
-    assert "other-tags-" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("task", ["text", "language"])
-def test_training_is_reproducible(task: str, evaluate: Any, data: Path, tmp_path: Path) -> None:
-    folders = [tmp_path / name for name in ("one", "two")]
-    for folder in folders:
-        train(evaluate, task, data, folder)
-    one, two = ((folder / NAMES[task] / "1" / spec.WEIGHTS).read_bytes() for folder in folders)
-    assert one == two

@@ -1,25 +1,28 @@
-"""A proxy and the service agree where each request ends, whatever a client sends. `make test-all` runs this folder.
+"""A proxy and the service agree where each request ends, whatever a client sends.
 
 A client sends an ambiguous request through a proxy, and another client sends a marker, which the proxy writes to the same connection if
 it can. A relay between proxy and service records the responses of the service: a smuggled request would cause an additional response,
-or would take the place of the marker.
+or would take the place of the marker. Each proxy keeps one connection to the service and forwards as much as it can.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import socket
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
 import pytest
 
-from tests.long.proxies import proxy
-from tests.long.relay import Relay, Response, responses
+from loadtest.servers import free_port
+from tests import proxies
 from tests.proxies import PROXIES
 from tests.serving import LIMIT_SECONDS, Server, serving
 
@@ -47,115 +50,267 @@ LENGTH = f"Content-Length: {len(BODY)}\r\n"
 CHUNKS = "Transfer-Encoding: chunked\r\n"
 UPGRADE = "Connection: Upgrade\r\nUpgrade: "
 
-TRANSFER_ENCODINGS = {
-    "plain": "Transfer-Encoding: chunked",
-    "space before the colon": "Transfer-Encoding : chunked",
-    "tab": "Transfer-Encoding:\tchunked",
-    "trailing space": "Transfer-Encoding: chunked ",
-    "upper case": "TRANSFER-ENCODING: CHUNKED",
-    "underscore": "Transfer_Encoding: chunked",
-    "unknown coding": "Transfer-Encoding: xchunked",
-    "identity": "Transfer-Encoding: identity",
-    "two codings": "Transfer-Encoding: chunked, identity",
-    "gzip": "Transfer-Encoding: gzip, chunked",
-    "twice": "Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked",
-    "contradiction": "Transfer-Encoding: identity\r\nTransfer-Encoding: chunked",
-    "quoted": 'Transfer-Encoding: "chunked"',
-    "comma": "Transfer-Encoding: ,chunked",
-    "vertical tab": "Transfer-Encoding: \x0bchunked",
-    "folded": "Transfer-Encoding:\r\n chunked",
-    "folded away": "X: y\r\n Transfer-Encoding: chunked",
-    "leading space": " Transfer-Encoding: chunked",
-    "zero byte": "Transfer-Encoding: chunked\0",
-    "bare LF before": "X: y\nTransfer-Encoding: chunked",
-    "bare CR before": "X: y\rTransfer-Encoding: chunked",
-}
-LENGTHS = {
-    "two": f"Content-Length: {len(BODY)}\r\nContent-Length: 0",
-    "two, the other way": f"Content-Length: 0\r\nContent-Length: {len(BODY)}",
-    "two equal": f"Content-Length: {len(BODY)}\r\nContent-Length: {len(BODY)}",
-    "list": f"Content-Length: {len(BODY)}, {len(BODY)}",
-    "plus": f"Content-Length: +{len(BODY)}",
-    "minus": f"Content-Length: -{len(BODY)}",
-    "hexadecimal": f"Content-Length: 0x{len(BODY):x}",
-    "leading zeros": f"Content-Length: 000{len(BODY)}",
-    "space inside": f"Content-Length: {len(BODY) // 10} {len(BODY) % 10}",
-    "space before the colon": f"Content-Length : {len(BODY)}",
-    "empty": "Content-Length:",
-    "huge": f"Content-Length: {(1 << 64) + len(BODY)}",
-    "underscore": f"Content_Length: {len(BODY)}",
-    "folded": f"Content-Length:\r\n {len(BODY)}",
-    "bare LF after": f"Content-Length: {len(BODY)}\nX: y",
-}
-CHUNK_BODIES = {
-    "extension": CHUNKED.replace(b"\r\n", b";a=b\r\n", 1),
-    "quoted extension": CHUNKED.replace(b"\r\n", b';a="\r\n', 1),
-    "LF in an extension": CHUNKED.replace(b"\r\n", b";a\n0\r\n", 1),
-    "space after the size": CHUNKED.replace(b"\r\n", b" \r\n", 1),
-    "space before the size": b" " + CHUNKED,
-    "0x": b"0x" + CHUNKED,
-    "plus": b"+" + CHUNKED,
-    "leading zeros": b"0000" + CHUNKED,
-    "wraps at 64 bits": b"1" + b"0" * (16 - len(b"%x" % len(BODY))) + CHUNKED,
-    "no size": b"\r\n" + CHUNKED,
-    "LF line ends": CHUNKED.replace(b"\r\n", b"\n"),
-    "CR line ends": CHUNKED.replace(b"\r\n", b"\r"),
-    "too long": CHUNKED.replace(b"}\r\n", b"}xx\r\n"),
-    "no end of the chunk": CHUNKED.replace(b"}\r\n", b"}"),
-    "trailer": CHUNKED[:-2] + b"X: y\r\n\r\n",
-    "length in a trailer": CHUNKED[:-2] + b"Content-Length: 500\r\n\r\n",
-    "LF at the end": CHUNKED[:-2] + b"\n",
-    "negative": CHUNKED.replace(b"0\r\n\r\n", b"-0\r\n\r\n"),
-}
-TARGETS = {
-    "absolute": "http://a/infer",
-    "absolute, other host": "http://b/infer",
-    "with a request inside": "/infer%20HTTP/1.1%0d%0a%0d%0aGET%20/healthz",
-    "with spaces": "/infer HTTP/1.1 x",
-    "asterisk": "*",
-    "dots": "/x/../infer",
-    "fragment": "/infer#x",
-}
-ATTACKS: dict[str, bytes] = {
-    "harmless": post(LENGTH, BODY),
-    "harmless chunks": post(CHUNKS, CHUNKED),
-    **{
-        f"length and coding: {name}": post(f"{LENGTH}{line}\r\n", CHUNKED + SMUGGLED)
-        for name, line in TRANSFER_ENCODINGS.items()
-    },
-    **{
-        f"coding and length: {name}": post(f"{line}\r\n{LENGTH}", b"0\r\n\r\n" + OPEN)
-        for name, line in TRANSFER_ENCODINGS.items()
-    },
-    **{f"coding: {name}": post(f"{line}\r\n", CHUNKED + SMUGGLED) for name, line in TRANSFER_ENCODINGS.items()},
-    **{f"length: {name}": post(f"{line}\r\n", BODY + SMUGGLED) for name, line in LENGTHS.items()},
-    **{f"chunks, {name}": post(CHUNKS, body + SMUGGLED) for name, body in CHUNK_BODIES.items()},
-    **{f"target, {name}": post(LENGTH, BODY + SMUGGLED, target) for name, target in TARGETS.items()},
-    **{f"upgrade to {name}": post(f"{UPGRADE}{name}\r\n{LENGTH}", BODY + SMUGGLED) for name in ("websocket", "h2c", "x")},
-    **{
-        f"upgrade to {name}, chunked": post(f"{UPGRADE}{name}\r\n{CHUNKS}", CHUNKED + SMUGGLED)
-        for name in ("websocket", "h2c", "x")
-    },
-    "upgrade with a request as body": post(f"{UPGRADE}websocket\r\nContent-Length: {len(SMUGGLED)}\r\n", SMUGGLED, "/stream"),
-    "GET with a body": post(LENGTH, BODY + SMUGGLED).replace(b"POST", b"GET", 1),
-    "GET with a request as body": b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(SMUGGLED)
-    + SMUGGLED,
-    "HTTP/1.0 with chunks": post(f"Connection: keep-alive\r\n{CHUNKS}", CHUNKED + SMUGGLED, version="1.0"),
-    "HTTP/1.0 with a length": post(f"Connection: keep-alive\r\n{LENGTH}", BODY + SMUGGLED, version="1.0"),
-    "other version": post(LENGTH, BODY + SMUGGLED, version="1.2"),
-    "Connection names Content-Length": post(f"Connection: Content-Length\r\n{LENGTH}", BODY + SMUGGLED),
-    "Connection names Transfer-Encoding": post(f"Connection: Transfer-Encoding\r\n{CHUNKS}", CHUNKED + SMUGGLED),
-    "two hosts": post(f"Host: b\r\n{LENGTH}", BODY + SMUGGLED),
-    "Expect": post(f"Expect: 100-continue\r\n{LENGTH}", BODY + SMUGGLED),
-    "unknown Expect": post(f"Expect: x\r\n{LENGTH}", BODY + SMUGGLED),
-    "LF line ends": post(LENGTH, b"").replace(b"\r\n", b"\n") + BODY + SMUGGLED,
-    "LF LF in a header": post(f"X: y\n\n{LENGTH}", BODY + SMUGGLED),
-    "CR CR LF": post(LENGTH, b"").replace(b"a\r\n", b"a\r\r\n") + BODY + SMUGGLED,
-    "empty lines before": b"\r\n\r\n" + post(LENGTH, BODY + SMUGGLED),
-    "space in a header's name": post(f"X Y: z\r\n{LENGTH}", BODY + SMUGGLED),
-    "header without a colon": post(f"X\r\n{LENGTH}", BODY + SMUGGLED),
-    "body that is too short": post("Content-Length: 500\r\n", BODY),
-}
+TRANSFER_ENCODINGS = (
+    *(
+        "Transfer-Encoding: chunked",
+        "Transfer-Encoding : chunked",
+        "Transfer-Encoding:\tchunked",
+        "Transfer-Encoding: chunked ",
+    ),
+    *("TRANSFER-ENCODING: CHUNKED", "Transfer_Encoding: chunked", "Transfer-Encoding: xchunked", "Transfer-Encoding: identity"),
+    *("Transfer-Encoding: chunked, identity", "Transfer-Encoding: gzip, chunked", 'Transfer-Encoding: "chunked"'),
+    *("Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked", "Transfer-Encoding: identity\r\nTransfer-Encoding: chunked"),
+    *("Transfer-Encoding: ,chunked", "Transfer-Encoding: \x0bchunked", "Transfer-Encoding:\r\n chunked"),
+    *("X: y\r\n Transfer-Encoding: chunked", " Transfer-Encoding: chunked", "Transfer-Encoding: chunked\0"),
+    *("X: y\nTransfer-Encoding: chunked", "X: y\rTransfer-Encoding: chunked"),
+)
+N = len(BODY)
+LENGTHS = (
+    *(f"Content-Length: {N}\r\nContent-Length: 0", f"Content-Length: 0\r\nContent-Length: {N}"),
+    *(
+        f"Content-Length: {N}\r\nContent-Length: {N}",
+        f"Content-Length: {N}, {N}",
+        f"Content-Length: +{N}",
+        f"Content-Length: -{N}",
+    ),
+    *(f"Content-Length: 0x{N:x}", f"Content-Length: 000{N}", f"Content-Length: {N // 10} {N % 10}", f"Content-Length : {N}"),
+    *("Content-Length:", f"Content-Length: {(1 << 64) + N}", f"Content_Length: {N}", f"Content-Length:\r\n {N}"),
+    f"Content-Length: {N}\nX: y",
+)
+CHUNK_BODIES = (
+    *(CHUNKED.replace(b"\r\n", end, 1) for end in (b";a=b\r\n", b';a="\r\n', b";a\n0\r\n", b" \r\n")),
+    *(start + CHUNKED for start in (b" ", b"0x", b"+", b"0000", b"1" + b"0" * (16 - len(b"%x" % N)), b"\r\n")),
+    *(CHUNKED.replace(b"\r\n", end) for end in (b"\n", b"\r")),
+    *(CHUNKED.replace(b"}\r\n", end) for end in (b"}xx\r\n", b"}")),
+    *(CHUNKED[:-2] + end for end in (b"X: y\r\n\r\n", b"Content-Length: 500\r\n\r\n", b"\n")),
+    CHUNKED.replace(b"0\r\n\r\n", b"-0\r\n\r\n"),
+)
+TARGETS = (
+    *(
+        "http://a/infer",
+        "http://b/infer",
+        "/infer%20HTTP/1.1%0d%0a%0d%0aGET%20/healthz",
+        "/infer HTTP/1.1 x",
+        "*",
+        "/x/../infer",
+    ),
+    "/infer#x",
+)
+BEFORE_LENGTH = (
+    *("Connection: Content-Length", "Host: b", "Expect: 100-continue", "Expect: x", "X Y: z", "X"),
+    *(f"{UPGRADE}{name}" for name in ("websocket", "h2c", "x")),
+)
+"""Header lines in front of a correct length."""
+HARMLESS = post(LENGTH, BODY)
+ATTACKS: tuple[bytes, ...] = (
+    *(HARMLESS, post(CHUNKS, CHUNKED)),
+    *(post(f"{LENGTH}{line}\r\n", CHUNKED + SMUGGLED) for line in TRANSFER_ENCODINGS),
+    *(post(f"{line}\r\n{LENGTH}", b"0\r\n\r\n" + OPEN) for line in TRANSFER_ENCODINGS),
+    *(post(f"{line}\r\n", CHUNKED + SMUGGLED) for line in TRANSFER_ENCODINGS),
+    *(post(f"{line}\r\n", BODY + SMUGGLED) for line in LENGTHS),
+    *(post(CHUNKS, body + SMUGGLED) for body in CHUNK_BODIES),
+    *(post(LENGTH, BODY + SMUGGLED, target) for target in TARGETS),
+    *(post(f"{line}\r\n{LENGTH}", BODY + SMUGGLED) for line in BEFORE_LENGTH),
+    *(post(f"{UPGRADE}{name}\r\n{CHUNKS}", CHUNKED + SMUGGLED) for name in ("websocket", "h2c", "x")),
+    post(f"X: y\n\n{LENGTH}", BODY + SMUGGLED),
+    post(f"Connection: Transfer-Encoding\r\n{CHUNKS}", CHUNKED + SMUGGLED),
+    post(f"{UPGRADE}websocket\r\nContent-Length: {len(SMUGGLED)}\r\n", SMUGGLED, "/stream"),
+    post(LENGTH, BODY + SMUGGLED).replace(b"POST", b"GET", 1),
+    b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(SMUGGLED) + SMUGGLED,
+    post(f"Connection: keep-alive\r\n{CHUNKS}", CHUNKED + SMUGGLED, version="1.0"),
+    post(f"Connection: keep-alive\r\n{LENGTH}", BODY + SMUGGLED, version="1.0"),
+    post(LENGTH, BODY + SMUGGLED, version="1.2"),
+    post(LENGTH, b"").replace(b"\r\n", b"\n") + BODY + SMUGGLED,
+    post(LENGTH, b"").replace(b"a\r\n", b"a\r\r\n") + BODY + SMUGGLED,
+    b"\r\n\r\n" + post(LENGTH, BODY + SMUGGLED),
+    post("Content-Length: 500\r\n", BODY),
+)
+
+
+# The proxies.
+
+NGINX = """
+daemon off;
+user root;
+worker_processes 1;
+pid {scratch}/pid;
+error_log {scratch}/error.log;
+events {{ worker_connections 256; }}
+http {{
+    access_log off;
+    client_body_temp_path {scratch}/body;
+    proxy_temp_path {scratch}/proxy;
+    fastcgi_temp_path {scratch}/fastcgi;
+    uwsgi_temp_path {scratch}/uwsgi;
+    scgi_temp_path {scratch}/scgi;
+    ignore_invalid_headers off;
+    underscores_in_headers on;
+    map $http_upgrade $connection_upgrade {{ default upgrade; '' ''; }}
+    upstream service {{ server 127.0.0.1:{service}; keepalive 1; }}
+    server {{
+        listen 127.0.0.1:{port};
+        location / {{
+            proxy_pass http://service;
+            proxy_http_version 1.1;
+            proxy_request_buffering off;
+            proxy_next_upstream off;
+            proxy_set_header Host $http_host;
+            proxy_set_header Upgrade $http_upgrade;
+            proxy_set_header Connection $connection_upgrade;
+        }}
+    }}
+}}
+"""
+HAPROXY = """
+global
+    nbthread 1
+defaults
+    mode http
+    timeout connect 5s
+    timeout client 30s
+    timeout server 30s
+    retries 0
+    http-reuse always
+    option accept-invalid-http-request
+frontend clients
+    bind 127.0.0.1:{port}
+    default_backend service
+backend service
+    option accept-invalid-http-response
+    server service 127.0.0.1:{service}
+"""
+
+
+@contextmanager
+def proxy(name: str, service: int, scratch: Path) -> Iterator[int]:
+    """Run a proxy in front of a port of this machine. Yields the proxy's port."""
+    port = free_port()
+    with proxies.running(name, proxies.arguments(name, _written(name, service, port, scratch)), port, scratch):
+        yield port
+
+
+def _written(name: str, service: int, port: int, scratch: Path) -> Path:
+    """Write the proxy's configuration, and return its file."""
+    file = scratch / f"{name}.conf"
+    if name == "envoy":
+        file = file.with_suffix(".json")
+        file.write_text(json.dumps(_envoy(service, port)))
+    else:
+        file.write_text((NGINX if name == "nginx" else HAPROXY).format(port=port, service=service, scratch=scratch))
+    return file
+
+
+def _envoy(service: int, port: int) -> dict[str, object]:
+    route = {"match": {"prefix": "/"}, "route": {"cluster": "service"}}
+    manager = {
+        "@type": "type.googleapis.com/envoy.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager",
+        "stat_prefix": "clients",
+        "codec_type": "HTTP1",
+        "upgrade_configs": [{"upgrade_type": "websocket"}],
+        "route_config": {"virtual_hosts": [{"name": "all", "domains": ["*"], "routes": [route]}]},
+        "http_filters": [
+            {
+                "name": "envoy.filters.http.router",
+                "typed_config": {"@type": "type.googleapis.com/envoy.extensions.filters.http.router.v3.Router"},
+            }
+        ],
+    }
+    endpoint = {"endpoint": {"address": _address(service)}}
+    cluster = {
+        "name": "service",
+        "type": "STATIC",
+        "load_assignment": {"cluster_name": "service", "endpoints": [{"lb_endpoints": [endpoint]}]},
+    }
+    chain = {"filters": [{"name": "envoy.filters.network.http_connection_manager", "typed_config": manager}]}
+    listener = {"name": "clients", "address": _address(port), "filter_chains": [chain]}
+    return {"static_resources": {"listeners": [listener], "clusters": [cluster]}}
+
+
+def _address(port: int) -> dict[str, object]:
+    return {"socket_address": {"address": "127.0.0.1", "port_value": port}}
+
+
+# The relay.
+
+
+class Relay:
+    """Forwards connections to a port of this machine."""
+
+    def __init__(self, target: int) -> None:
+        self._target = target
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listening.getsockname()[1]
+        self.recordings: list[bytearray] = []
+        """The bytes that the service has sent on each connection."""
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        self._listening.shutdown(socket.SHUT_RDWR)
+        self._listening.close()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                client, _ = self._listening.accept()
+                self.recordings.append(bytearray())
+                threading.Thread(target=self._serve, args=(client, self.recordings[-1]), daemon=True).start()
+
+    def _serve(self, client: socket.socket, recording: bytearray) -> None:
+        with client, socket.create_connection(("127.0.0.1", self._target)) as server:
+            returning = threading.Thread(target=_pump, args=(server, client, recording), daemon=True)
+            returning.start()
+            _pump(client, server, bytearray())
+            returning.join()
+
+
+def _pump(source: socket.socket, sink: socket.socket, record: bytearray) -> None:
+    """Forward bytes until the end of the source, and record them before they can have an effect."""
+    with suppress(OSError):
+        while data := source.recv(1 << 16):
+            record += data
+            sink.sendall(data)
+    with suppress(OSError):
+        sink.shutdown(socket.SHUT_WR)
+
+
+@dataclass(frozen=True)
+class Response:
+    """A response. json: whether it comes from the service, whose errors are JSON too, and not from a proxy."""
+
+    status: int
+    json: bool
+    body: bytes
+
+
+def responses(data: bytes) -> list[Response]:
+    """Return the complete responses in the bytes of a connection, up to a switch to another protocol."""
+    found = []
+    while (end := data.find(b"\r\n\r\n")) >= 0:
+        head, data = data[:end].lower(), data[end + 4 :]
+        status = int(head.split(b" ", 2)[1])
+        if status == 100:
+            continue
+        body, data = _body(head, data)
+        found.append(Response(status, b"\r\ncontent-type: application/json" in head, body))
+        if status == 101:
+            break
+    return found
+
+
+def _body(head: bytes, data: bytes) -> tuple[bytes, bytes]:
+    """Return the body of a response and the bytes after it."""
+    if b"\r\ntransfer-encoding: chunked" in head:
+        body = b""
+        while size := int(data.split(b"\r\n", 1)[0] or b"0", 16):
+            start = data.index(b"\r\n") + 2
+            body, data = body + data[start : start + size], data[start + size + 2 :]
+        return body, data.partition(b"\r\n\r\n")[2]
+    length = re.search(rb"\r\ncontent-length: (\d+)", head)
+    size = int(length[1]) if length else 0
+    return data[:size], data[size:]
+
+
+# The tests.
 
 
 @pytest.fixture(scope="module")
@@ -209,7 +364,7 @@ def send_marker(port: int) -> Response:
 
 def given(relay: Relay) -> Counter[Response]:
     """Return all responses of the service so far."""
-    return Counter(response for recording in relay.recordings for response in responses(bytes(recording.responses)))
+    return Counter(response for recording in relay.recordings for response in responses(bytes(recording)))
 
 
 def from_service(found: list[Response]) -> list[Response]:
@@ -218,7 +373,7 @@ def from_service(found: list[Response]) -> list[Response]:
 
 
 @pytest.mark.parametrize("together", [True, False], ids=["together", "apart"])
-@pytest.mark.parametrize("attack", ATTACKS.values(), ids=[name.replace(" ", "-") for name in ATTACKS])
+@pytest.mark.parametrize("attack", ATTACKS, ids=[f"{number}" for number in range(len(ATTACKS))])
 def test_proxy_and_service_agree_on_the_end_of_a_request(relay: Relay, port: int, attack: bytes, *, together: bool) -> None:
     """A proxy that gets head and body together may write a length in place of chunks."""
     send_marker(port)
@@ -236,6 +391,6 @@ def test_requests_of_different_clients_share_a_connection(relay: Relay, port: in
     send_marker(port)
     connections = len(relay.recordings)
     for _ in range(5):
-        assert [response.status for response in exchange(port, ATTACKS["harmless"], complete=bool)] == [200]
+        assert [response.status for response in exchange(port, HARMLESS, complete=bool)] == [200]
         send_marker(port)
     assert len(relay.recordings) <= connections + 1, "a proxy may replace a connection once"

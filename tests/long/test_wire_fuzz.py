@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.long import scaled
 from tests.long.fuzz.wire.run import fuzzed, served
 
-REQUESTS = 100_000
+REQUESTS = scaled(100_000)
 
 
 def test_mutated_requests_get_valid_replies_and_leave_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

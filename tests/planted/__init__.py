@@ -10,28 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.planted.sitecustomize import (
-    AT_ONCE,
-    DEADLY_MODEL,
-    FRONTEND_POINTS,
-    HARMED_MODEL,
-    PLANTS,
-    POINTS,
-    STEPS,
-)
+from tests.planted.sitecustomize import AT_ONCE, DEADLY_MODEL, FRONTEND_POINTS, HARMED_MODEL, PLANTS, POINTS, STEPS
 from tests.serving import rewrite
 
-__all__ = [
-    "DEADLY_MODEL",
-    "FRONTEND_POINTS",
-    "HARMED_MODEL",
-    "PLANTED_PATH",
-    "POINTS",
-    "STEPS",
-    "Gate",
-    "constants",
-    "plant",
-]
+__all__ = ["DEADLY_MODEL", "FRONTEND_POINTS", "HARMED_MODEL", "PLANTED_PATH", "POINTS", "STEPS", "Gate", "constants", "plant"]
 
 PLANTED_PATH = str(Path(__file__).parent)
 """The folder for PYTHONPATH with which a process runs sitecustomize.py at its start."""

@@ -4,8 +4,6 @@ PLANTED names faults of a server, separated by commas:
 - sticky, endless, memory: a device error in a batch on a GPU that has a sequence of exactly STEPS time steps;
 - failed-capture: captures of graphs of the model HARMED_MODEL fail as the file CAPTURE says: `synchronizes` is an illegal call that
   raises, `invalid` an illegal call whose error is ignored, `raises` an error of Python. An empty file harms nothing;
-- ends: an engine kills itself when a sequence of exactly STEPS time steps reaches the point that the first line of the file ENDS names,
-  one of POINTS; then the line is gone;
 - ends-anywhere: a process kills itself when any request reaches the point that the file ENDS/<its process id> names. POINTS are
   the points of an engine, and FRONTEND_POINTS the points of a frontend;
 - deadly: an engine kills itself when it loads the model DEADLY_MODEL, or starts a batch of it, as the file DEADLY says: `load` or `batch`;
@@ -18,8 +16,7 @@ PLANTED names faults of a server, separated by commas:
 - dated-device: as slow-device, and the engine appends a line to the file ROWS for each batch: its rows, and how many of their deadlines had
   passed when the batch was formed;
 - timed-callbacks: frontends append each callback of their event loop that takes longer than TIMED_SECONDS to the file CALLBACKS;
-- recorded-network: processes append each use of the network to the file NETWORK: connections, datagrams and look-ups of names;
-- skewed-engine: the clock of an engine is ahead of the clocks of the frontends by SKEW_SECONDS;
+- recorded: processes append what they open and each use of the network to the file RECORD: see RECORDED;
 - portable: a system without memfd_create, eventfd, sched_getaffinity and /proc, whose prctl fails.
 
 PLANTED_CONSTANTS is a JSON object of other values of constants, by module and name: {"service.supervisor.ports.BACKLOG": 1}.
@@ -49,25 +46,13 @@ HARMED_MODEL = "harmed"
 DEVICE_SECONDS = 0.04
 FRONTEND_SECONDS = 0.01
 GATE_SECONDS = 0.002
-SKEW_SECONDS = 3600.0
 TIMED_SECONDS = 0.001
-KERNELS = {
-    "sticky": "*(volatile int*)0x10 = 1;",
-    "endless": "while (true) { __nanosleep(1000); }",
-}
+KERNELS = {"sticky": "*(volatile int*)0x10 = 1;", "endless": "while (true) { __nanosleep(1000); }"}
 LINUX_ONLY = ("memfd_create", "eventfd", "eventfd_read", "eventfd_write", "sched_getaffinity", "sched_setaffinity")
-NETWORK_EVENTS = {
-    *(
-        "socket.connect",
-        "socket.sendto",
-        "socket.getaddrinfo",
-        "socket.gethostbyname",
-        "socket.gethostbyaddr",
-        "socket.getnameinfo",
-    ),
-    "urllib.Request",
-}
-"""Audit events of Python."""
+RECORDED = {"open": 0, "os.listdir": 0, "os.scandir": 0, "urllib.Request": 0}
+RECORDED |= dict.fromkeys(("socket.connect", "socket.sendto", "socket.getnameinfo"), -1)
+RECORDED |= dict.fromkeys(("socket.getaddrinfo", "socket.gethostbyname", "socket.gethostbyaddr"), 0)
+"""Audit events of Python, and which of their arguments is recorded."""
 POINTS = ("received", "launching", "launched", "answering", "answered")
 """Points on the way of a request through an engine: its frame was read, its batch starts, its batch was started, its answer is about to be
 written, its answer was written."""
@@ -132,34 +117,20 @@ def into_captures(runner: Any, fault: str) -> None:
     runner.CudaGraphRunner._encode_bucket = planted
 
 
-def end_once(point: str, *, marked: bool) -> None:
-    """End this process without a word if a marked request has reached the point that is next."""
-    file = Path(os.environ["ENDS"])
-    first, _, rest = file.read_text().partition("\n") if marked else ("", "", "")
-    if first == point:
-        file.write_text(rest)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def end_anywhere(point: str, *, marked: bool) -> None:
+def end_at(point: str) -> None:
     """End this process without a word if it is to end at this point."""
     file = Path(os.environ["ENDS"], str(os.getpid()))
     if file.exists() and file.read_text() == point:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-ENDINGS = {"ends": end_once, "ends-anywhere": end_anywhere}
-"""The fault when a request reaches a point. A request is marked if it has exactly STEPS time steps."""
-
-
 def into_launches(device_engine: Any, fault: str) -> None:
-    launch, end_at = device_engine.DeviceEngine.launch, ENDINGS[fault]
+    launch = device_engine.DeviceEngine.launch
 
     def planted(self: Any, batch: Any) -> None:
-        marked = any(STEPS in block.lengths for block in batch.blocks)
-        end_at("launching", marked=marked)
+        end_at("launching")
         launch(self, batch)
-        end_at("launched", marked=marked)
+        end_at("launched")
 
     device_engine.DeviceEngine.launch = planted
 
@@ -268,42 +239,42 @@ def into_batchers(batcher: Any, fault: str) -> None:
 
 def into_workers(worker: Any, fault: str) -> None:
     handle_block, send_block, flush = worker.Worker._handle_block, worker.Worker.send_block, worker.Worker._flush
-    handle_request, answer, end_at = worker.Worker._handle_request, worker.Worker._answer, ENDINGS[fault]
-    answered: dict[Any, bool] = {}
+    handle_request, answer = worker.Worker._handle_request, worker.Worker._answer
+    answered: set[Any] = set()
 
-    def handling(self: Any, channel: Any, frame: Any, message: Any) -> None:
-        end_at("received", marked=message.longest == STEPS)
-        handle_block(self, channel, frame, message)
+    def handling(self: Any, *arguments: Any) -> None:
+        end_at("received")
+        handle_block(self, *arguments)
 
-    def handling_request(self: Any, channel: Any, frame: Any, message: Any) -> None:
-        end_at("received", marked=False)
-        handle_request(self, channel, frame, message)
+    def handling_request(self: Any, *arguments: Any) -> None:
+        end_at("received")
+        handle_request(self, *arguments)
 
-    def sending(self: Any, channel: Any, block: Any, *arguments: Any) -> None:
-        marked = block.longest == STEPS
-        end_at("answering", marked=marked)
-        answered[channel] = answered.get(channel, False) or marked
-        send_block(self, channel, block, *arguments)
+    def sending(self: Any, channel: Any, *arguments: Any) -> None:
+        end_at("answering")
+        answered.add(channel)
+        send_block(self, channel, *arguments)
 
     def answering(self: Any, channel: Any, *arguments: Any) -> None:
-        end_at("answering", marked=False)
-        answered.setdefault(channel, False)
+        end_at("answering")
+        answered.add(channel)
         answer(self, channel, *arguments)
 
     def flushing(self: Any, channel: Any) -> None:
         flush(self, channel)
         if channel in answered:
-            end_at("answered", marked=answered.pop(channel))
+            answered.remove(channel)
+            end_at("answered")
 
     worker.Worker._handle_block, worker.Worker.send_block, worker.Worker._flush = handling, sending, flushing
     worker.Worker._handle_request, worker.Worker._answer = handling_request, answering
 
 
 def into_dispatchers(dispatcher: Any, fault: str) -> None:
-    send, end_at = dispatcher.Dispatcher.send, ENDINGS[fault]
+    send = dispatcher.Dispatcher.send
 
     def sending(self: Any, *arguments: Any, **options: Any) -> Any:
-        end_at("parsed", marked=False)
+        end_at("parsed")
         return send(self, *arguments, **options)
 
     dispatcher.Dispatcher.send = sending
@@ -311,28 +282,27 @@ def into_dispatchers(dispatcher: Any, fault: str) -> None:
 
 def into_connections(connection: Any, fault: str) -> None:
     handle_frame, count_written = connection.EngineConnection._handle_frame, connection.EngineConnection._count_written
-    end_at = ENDINGS[fault]
 
     def returning(self: Any, frame: Any) -> None:
         if type(frame.message).__name__ in ("Answer", "AnswerBlock", "Refusal", "RefusalBlock"):
-            end_at("returned", marked=False)
+            end_at("returned")
         handle_frame(self, frame)
 
     def written(self: Any, size: int, writes: int) -> None:
         count_written(self, size, writes)
         if size:
-            end_at("sent", marked=False)
+            end_at("sent")
 
     connection.EngineConnection._handle_frame, connection.EngineConnection._count_written = returning, written
 
 
 def into_replies(http_protocol: Any, fault: str) -> None:
-    reply, end_at = http_protocol.HttpProtocol._reply, ENDINGS[fault]
+    reply = http_protocol.HttpProtocol._reply
 
     def planted(self: Any, *arguments: Any) -> None:
-        end_at("replying", marked=False)
+        end_at("replying")
         reply(self, *arguments)
-        end_at("replied", marked=False)
+        end_at("replied")
 
     http_protocol.HttpProtocol._reply = planted
 
@@ -366,13 +336,13 @@ def remove_linux() -> None:
     pathlib.Path.open = refusing(pathlib.Path.open)  # type: ignore[method-assign]
 
 
-def record_network() -> None:
-    """Append a line for this process, and a line for each event of NETWORK_EVENTS."""
-    file = os.open(os.environ["NETWORK"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+def record_events() -> None:
+    """Append a line for this process, and a line for each event of RECORDED."""
+    file = os.open(os.environ["RECORD"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def record(event: str, arguments: tuple[Any, ...]) -> None:
-        if event in NETWORK_EVENTS:
-            os.write(file, f"{event} {arguments[-1]!r} {sys.orig_argv}\n".encode())
+        if event in RECORDED and not isinstance(recorded := arguments[RECORDED[event]], int):
+            os.write(file, f"{event} {recorded!r}\n".encode(errors="surrogateescape"))
 
     sys.addaudithook(record)
     os.write(file, f"process {os.getpid()}\n".encode())
@@ -383,11 +353,6 @@ def shift_monotonic(seconds: float) -> None:
     monotonic, monotonic_ns = time.monotonic, time.monotonic_ns
     time.monotonic = lambda: monotonic() + seconds
     time.monotonic_ns = lambda: monotonic_ns() + int(seconds * 1e9)
-
-
-def skew_engine() -> None:
-    if "service.engine" in sys.orig_argv:
-        shift_monotonic(SKEW_SECONDS)
 
 
 def into_event_loops(uvicorn_config: Any, fault: str) -> None:
@@ -516,12 +481,12 @@ BATCHER, SCHEDULER = "service.engine.batching.batcher", "service.engine.batching
 CONNECTION, DISPATCHER = "service.frontend.dispatch.connection", "service.frontend.dispatch.dispatcher"
 DEVICE_ENGINE, WORKER = "service.engine.execution.device_engine", "service.engine.worker"
 ENCODER = "service.modeling.encoder"
-ENDS_OF_ENGINES = ((DEVICE_ENGINE, into_launches), (WORKER, into_workers))
 ENDS_OF_PROCESSES = (
     (DISPATCHER, into_dispatchers),
     (CONNECTION, into_connections),
     ("service.frontend.http_protocol", into_replies),
-    *ENDS_OF_ENGINES,
+    (DEVICE_ENGINE, into_launches),
+    (WORKER, into_workers),
 )
 DECODING = (
     *((f"service.frontend.{module}", into_decoding) for module in ("rest.infer", "oip.grpc_infer")),
@@ -531,10 +496,9 @@ STARTS = ("service.frontend.start_queue", into_start_queues)
 DEVICE = (ENCODER, into_encoders)
 Plants = tuple[tuple[str, Callable[[Any, str], None]], ...]
 PLANTS: dict[str, Plants] = {
-    **dict.fromkeys(ENDINGS, ENDS_OF_PROCESSES),
+    "ends-anywhere": ENDS_OF_PROCESSES,
     **dict.fromkeys((*KERNELS, "memory"), (("service.engine.execution.cuda_graph_runner", into_batches),)),
     "failed-capture": (("service.engine.execution.cuda_graph_runner", into_captures),),
-    "ends": ENDS_OF_ENGINES,
     "timed-callbacks": (("uvicorn.config", into_event_loops),),
     "deadly": ((ENCODER, into_loads), (DEVICE_ENGINE, into_batches_of_a_model)),
     "slow-device": (DEVICE,),
@@ -546,9 +510,8 @@ PLANTS: dict[str, Plants] = {
 }
 """By fault: the modules in which it is planted, and the functions that plant it there."""
 AT_ONCE: dict[str, Callable[[], None]] = {
-    "skewed-engine": skew_engine,
     "portable": remove_linux,
-    "recorded-network": record_network,
+    "recorded": record_events,
 }
 """By fault: the function that plants it when the process starts."""
 

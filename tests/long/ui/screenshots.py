@@ -13,7 +13,7 @@ from pathlib import Path
 
 import httpx
 
-from tests.long.ui.browser import choose, launched, opened, run
+from tests.long.ui.conftest import choose, launched, opened, run
 from tests.serving import Server, serving
 
 ROOT = Path(__file__).parents[3]

@@ -1,4 +1,4 @@
-"""The code that the page shows sends the same request: it runs, and prints the answer of the page."""
+"""Code for a browser and from the page: what the page shows runs and prints its answer, and examples/clients/browser.html works."""
 
 from __future__ import annotations
 
@@ -7,15 +7,22 @@ import re
 import shlex
 import subprocess
 import sys
+import threading
 from ast import literal_eval
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
-from tests.long.ui.browser import choose, opened
-from tests.serving import Server, eventually, nearly_equal
+from tests.long.ui.conftest import choose
+from tests.serving import Server, eventually, nearly_equal, serving
+
+ROOT = Path(__file__).resolve().parents[3]
 
 TEXT = "how 'far' is\nthe \"sea\" \\ $HOME `x` 🌊 ?"
 CASES: list[tuple[str, str, str, str]] = [
@@ -74,18 +81,22 @@ def test_programs_print_the_answer_of_the_page(
             assert shown(printed) == pytest.approx(np.array(wanted, float).ravel(), rel=1e-4, abs=1e-6)
 
 
-def test_code_is_copied(browser: Browser, site: Server) -> None:
-    with opened(browser, site, permissions=["clipboard-read", "clipboard-write"]) as page:
-        choose(page, "words")
-        expect(page.locator("#code")).to_contain_text('"model":"words"')
-        page.get_by_role("button", name="Copy").click()
-        expect(page.locator("#copy-status")).to_have_text("Copied")
-        assert page.evaluate("() => navigator.clipboard.readText()") == page.locator("#code").inner_text()
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *arguments: object) -> None:
+        pass
 
 
-def test_code_is_selected_where_a_page_may_not_copy(page: Page) -> None:
-    page.evaluate("() => { navigator.clipboard.writeText = () => Promise.reject(new Error('no permission')); }")
-    choose(page, "words")
-    page.get_by_role("button", name="Copy").click()
-    expect(page.locator("#copy-status")).to_contain_text("Selected")
-    assert page.evaluate("() => getSelection().toString()").strip() == page.locator("#code").inner_text().strip()
+def test_browser_client_shows_answers_forecasts_and_an_error(browser: Browser, tmp_path: Path) -> None:
+    """The service allows its origin, and no other."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(ROOT / "examples" / "clients"))) as pages:
+        threading.Thread(target=pages.serve_forever, daemon=True).start()
+        origin = f"http://127.0.0.1:{pages.server_port}"
+        with serving(ROOT / "models", tmp_path, allowed_origins=origin) as server:
+            for address, shown in ((origin, "nobody"), (origin.replace("127.0.0.1", "localhost"), "fetch")):
+                page = browser.new_page()
+                page.goto(f"{address}/browser.html?service={quote(server.address, safe='')}")
+                expect(page.locator("#output")).to_contain_text(shown)
+                text = page.locator("#output").inner_text()
+                assert text.startswith("NUM\n") == (address == origin), text
+                page.close()
+        pages.shutdown()

@@ -11,9 +11,9 @@ from playwright.sync_api import Browser, Page, expect
 
 from service.access.keys import create
 from service.access.scopes import Scope
-from tests.long.ui.browser import choose, opened, run
+from tests.long.ui.conftest import choose, opened, run
 from tests.planted import constants
-from tests.serving import Server, eventually, rewrite, serving
+from tests.serving import Server, rewrite, serving
 
 SCOPES = {
     "everything": [Scope.INFER, Scope.SESSION, Scope.METRICS],
@@ -58,21 +58,6 @@ def enter(page: Page, key: str) -> None:
     page.get_by_role("button", name="Continue").click()
 
 
-def test_page_asks_for_a_key_before_a_request_is_refused(locked: Page, guarded: Guarded) -> None:
-    expect(locked.get_by_role("heading", name="This service needs a key")).to_be_visible()
-    expect(locked.locator("#layout")).to_be_hidden()
-    assert guarded.server.events("audit") == []
-
-
-def test_wrong_key_is_refused_and_another_is_asked_for(locked: Page, guarded: Guarded) -> None:
-    enter(locked, "wrong")
-    expect(locked.get_by_role("alert")).to_contain_text("This service has no such key.")
-    expect(locked.get_by_label("Key", exact=True)).to_be_focused()
-    assert locked.get_by_label("Key", exact=True).input_value() == ""
-    enter(locked, guarded.keys["infers"])
-    expect(locked.locator("#caller")).to_have_text("key infers")
-
-
 @pytest.mark.parametrize(
     ("key", "models", "stream", "live"),
     [
@@ -101,22 +86,6 @@ def test_page_shows_what_the_scopes_allow(
     assert refused == [], "the page asks for nothing that its key may not have"
 
 
-def test_stream_sends_its_key(locked: Page, guarded: Guarded) -> None:
-    enter(locked, guarded.keys["everything"])
-    choose(locked, "sensors")
-    locked.get_by_role("button", name="Start", exact=True).click()
-    expect(locked.locator("#stream-facts")).to_contain_text("answered in")
-
-
-def test_code_reads_the_key_from_the_environment(locked: Page, guarded: Guarded) -> None:
-    enter(locked, guarded.keys["everything"])
-    choose(locked, "words")
-    for tab in ("curl", "Python", "tritonclient", "gRPC"):
-        locked.get_by_role("tab", name=tab, exact=True).click()
-        code = locked.locator("#code").inner_text()
-        assert "SEQSERVE_CLIENT_KEY" in code and guarded.keys["everything"] not in code
-
-
 def test_key_stays_in_its_tab_until_it_is_forgotten(locked: Page, guarded: Guarded, browser: Browser) -> None:
     enter(locked, guarded.keys["infers"])
     expect(locked.locator("#caller")).to_have_text("key infers")
@@ -130,25 +99,6 @@ def test_key_stays_in_its_tab_until_it_is_forgotten(locked: Page, guarded: Guard
     locked.reload()
     expect(locked.get_by_label("Key", exact=True)).to_be_visible()
     assert guarded.keys["infers"] not in locked.content() and locked.context.cookies() == []
-
-
-def test_quota_is_explained(locked: Page, guarded: Guarded) -> None:
-    enter(locked, guarded.keys["limited"])
-    choose(locked, "words")
-
-    def refused() -> bool:
-        run(locked)
-        return "Too many requests" in locked.locator("#result").inner_text()
-
-    eventually(refused)
-    expect(locked.locator("#result")).to_contain_text("max_requests_per_second")
-    expect(locked.get_by_role("button", name="Try again")).to_be_enabled()
-
-    def answered() -> bool:
-        run(locked)
-        return locked.locator("#result .bars").is_visible()
-
-    eventually(answered)
 
 
 def test_revoked_key_ends_the_stream_and_is_explained(locked: Page, guarded: Guarded) -> None:

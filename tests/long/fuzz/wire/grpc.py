@@ -13,8 +13,7 @@ from loadtest.oip_requests import PATH
 from service.errors import SERVICE_FAILED
 from service.frontend.oip.protobuf import METHODS, SERVICE
 from tests.frontend.http2 import peer
-from tests.long.fuzz.wire.conversation import Conversation, Judgement
-from tests.long.fuzz.wire.mutations import mutated
+from tests.long.fuzz.wire.conversation import Conversation, Judgement, mutated
 
 MOST_CALLS = 6
 LAST_STREAM = 9_999

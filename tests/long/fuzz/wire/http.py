@@ -11,125 +11,36 @@ from dataclasses import dataclass
 from typing import Any
 
 from service.errors import BY_CODE, STATUS, InferenceFailed
-from tests.long.fuzz.wire.conversation import Conversation, Judgement
-from tests.long.fuzz.wire.mutations import TOKENS, mutated
+from tests.long.fuzz.wire.conversation import TOKENS, Conversation, Judgement, mutated
 
 MOST_REQUESTS = 6
 """Requests on one connection."""
 LAST = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
 """Ends a connection whose requests can be read. Its reply is not counted."""
 LIVE = b'\r\n\r\n{"live":true}'
-METHODS = (b"GET", b"POST", b"PUT", b"DELETE", b"HEAD", b"OPTIONS", b"PATCH", b"TRACE", b"CONNECT", b"BREW", b"get", b"")
-VERSIONS = (
-    b"HTTP/1.1",
-    b"HTTP/1.0",
-    b"HTTP/2.0",
-    b"HTTP/0.9",
-    b"HTTP/1.2",
-    b"HTTP/1.10",
-    b"HTTPS/1.1",
-    b"ICY/1.1",
-    b"http/1.1",
-    b"",
-)
-PATHS = (
-    *(
-        b"/",
-        b"/infer",
-        b"/tokens",
-        b"/models",
-        b"/models/words/card",
-        b"/v2",
-        b"/v2/health/ready",
-        b"/v2/models/stats",
-        b"/readyz",
-    ),
-    *(
-        b"/v2/models/words",
-        b"/v2/models/words/versions/1/infer",
-        b"/v2/models/words/config",
-        b"/v2/models/nobody/ready",
-        b"/metrics",
-    ),
-    *(
-        b"/models/..%2f..%2fetc%2fpasswd/card",
-        b"/v2/models/..%2f/ready",
-        b"//v2",
-        b"/v2/../infer",
-        b"/infer;x=1",
-        b"/INFER",
-        b"*",
-        b"/infer/",
-    ),
-    *(
-        b"http://elsewhere/infer",
-        b"/sessions/x/state",
-        b"/sessions/" + b"y" * 300 + b"/state",
-        b"/v2/repository/index",
-        b"/debug/trace",
-    ),
-    *(
-        b"/v2/systemsharedmemory/region/a/register",
-        b"/v2/trace/setting",
-        b"/openapi.json?x=%00",
-        b"/infer?" + b"q" * 400,
-        b"/stream",
-        b"/%ff%fe",
-    ),
-)
-HEADERS = (
-    *(
-        b"Content-Length: 5",
-        b"Content-Length: -1",
-        b"Content-Length: 0x10",
-        b"Content-Length: 18446744073709551616",
-        b"Content-Length: 4, 4",
-    ),
-    *(b"Transfer-Encoding: chunked", b"Transfer-Encoding: xchunked", b"Transfer-Encoding: gzip, chunked", b"TE: trailers"),
-    *(
-        b"Content-Encoding: gzip",
-        b"Content-Encoding: br",
-        b"Content-Type: text/plain",
-        b"Content-Type: application/octet-stream",
-    ),
-    *(
-        b"Expect: 100-continue",
-        b"Expect: 200-ok",
-        b"Connection: close",
-        b"Connection: Upgrade",
-        b"Upgrade: websocket",
-        b"Upgrade: h2c",
-    ),
-    *(
-        b"Host: localhost:99999",
-        b"Host: elsewhere",
-        b"Host:",
-        b" folded: yes",
-        b"Colonless",
-        b": nameless",
-        b"X\0Y: 1",
-        b"X-\xff: \xfe",
-    ),
-    *(
-        b"Inference-Header-Content-Length: 5",
-        b"Inference-Header-Content-Length: 99999999999",
-        b"Inference-Header-Content-Length: +5",
-    ),
-    *(b"Authorization: Bearer wrong", b"Authorization: Basic dTpw", b"Authorization:", b"Origin: https://elsewhere.example"),
-    *(
-        b"traceparent: 00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01",
-        b"traceparent: ff-0-0-0",
-        b"X-Request-Id: \x1b[31m",
-    ),
-    *(
-        b"X-Request-Id: " + b"i" * 500,
-        b"Seqserve-Session: ../x",
-        b"Seqserve-Session: " + b"s" * 300,
-        b"Range: bytes=0-",
-        b"Cookie: a=b",
-    ),
-    *(b"X-Forwarded-For: 10.0.0.1", b"X-HTTP-Method-Override: DELETE", b"X-Original-URL: /debug/trace", b"X: " + b"h" * 3000),
-)
+METHODS = [*b"GET POST PUT DELETE HEAD OPTIONS PATCH TRACE CONNECT BREW get".split(), b""]
+VERSIONS = [*b"HTTP/1.1 HTTP/1.0 HTTP/2.0 HTTP/0.9 HTTP/1.2 HTTP/1.10 HTTPS/1.1 ICY/1.1 http/1.1".split(), b""]
+PATHS = [
+    *b"""
+/ /infer /tokens /models /models/words/card /v2 /v2/health/ready /v2/models/stats /readyz /v2/models/words /metrics /stream * /%ff%fe
+/v2/models/words/versions/1/infer /v2/models/words/config /v2/models/nobody/ready /models/..%2f..%2fetc%2fpasswd/card
+/v2/models/..%2f/ready //v2 /v2/../infer /infer;x=1 /INFER /infer/ http://elsewhere/infer /sessions/x/state /v2/repository/index
+/debug/trace /v2/systemsharedmemory/region/a/register /v2/trace/setting /openapi.json?x=%00
+""".split(),
+    *(b"/sessions/" + b"y" * 300 + b"/state", b"/infer?" + b"q" * 400),
+]
+HEADERS = [
+    *b"""Content-Length: 5|Content-Length: -1|Content-Length: 0x10|Content-Length: 18446744073709551616|Content-Length: 4, 4|TE: trailers
+Transfer-Encoding: chunked|Transfer-Encoding: xchunked|Transfer-Encoding: gzip, chunked|Content-Encoding: gzip|Content-Encoding: br
+Content-Type: text/plain|Content-Type: application/octet-stream|Expect: 100-continue|Expect: 200-ok|Connection: close|Upgrade: h2c
+Connection: Upgrade|Upgrade: websocket|Host: localhost:99999|Host: elsewhere|Host:| folded: yes|Colonless|: nameless|Cookie: a=b
+Inference-Header-Content-Length: 5|Inference-Header-Content-Length: 99999999999|Inference-Header-Content-Length: +5|Range: bytes=0-
+Authorization: Bearer wrong|Authorization: Basic dTpw|Authorization:|Origin: https://elsewhere.example|Seqserve-Session: ../x
+traceparent: 00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01|traceparent: ff-0-0-0|X-Forwarded-For: 10.0.0.1
+X-HTTP-Method-Override: DELETE|X-Original-URL: /debug/trace""".replace(b"\n", b"|").split(b"|"),
+    *(b"X\0Y: 1", b"X-\xff: \xfe", b"X-Request-Id: \x1b[31m", b"X-Request-Id: " + b"i" * 500, b"X: " + b"h" * 3000),
+    b"Seqserve-Session: " + b"s" * 300,
+]
 ROWS = [[0.5, -1.0, 2.0], [0.25, 3.0, -0.5]]
 _HEAD = re.compile(rb"HTTP/1\.1 (\d{3}) [A-Z][A-Za-z' -]*\r\n((?:[a-z0-9-]+: [^\r\n]*\r\n)*)\r\n")
 _LENGTH = re.compile(rb"(?m)^content-length: (\d+)\r$")
@@ -161,37 +72,28 @@ def _oip(name: str, datatype: str, shape: Sequence[int], data: Sequence[Any], **
     return {"inputs": [{"name": name, "datatype": datatype, "shape": shape, "data": data}], **more}
 
 
+WORDS = {"model": "words", "inputs": ["how far is the sea"]}
+FLAT = _oip("inputs", "FP32", [2, 3], [1.0, 2.0, 3.0, 4.0, 5.0, 6.0], parameters={"timeout": 30_000_000})
 SEEDS = (
-    _post("/infer", {"model": "words", "inputs": ["how far is the sea"]}),
-    _post(
-        "/infer", {"model": "words", "inputs": ["how far", "who was first ?"], "return": ["embedding"], "deadline_ms": 30_000}
-    ),
+    _post("/infer", WORDS),
+    _post("/infer", WORDS | {"inputs": ["how far", "who was first ?"], "return": ["embedding"], "deadline_ms": 30_000}),
     _post("/infer", {"model": "sensors", "inputs": [ROWS], "priority": "high"}),
     _post("/infer", {"model": "reader", "inputs": [[1, 2, 3, 11]], "top": 2}),
     _post("/infer", {"model": "speller", "inputs": [[1, 2, 3]], "session": "fuzzed", "start": True, "end": True}),
     _post("/infer", {"model": "speller", "inputs": [[4, 5]], "session": "open"}),
-    _post("/infer", {"model": "tagger", "inputs": ["how far is the sea"]}),
-    _post("/tokens", {"model": "words", "inputs": ["how far is the sea"]}),
+    _post("/infer", WORDS | {"model": "tagger"}),
+    _post("/tokens", WORDS),
     _post("/v2/models/words/infer", _oip("text", "BYTES", [1], ["how far"], id="7", outputs=[{"name": "scores"}])),
-    _post(
-        "/v2/models/sensors/infer",
-        _oip("inputs", "FP32", [2, 3], [1.0, 2.0, 3.0, 4.0, 5.0, 6.0], parameters={"timeout": 30_000_000}),
-    ),
+    _post("/v2/models/sensors/infer", FLAT),
     _post("/v2/models/reader/versions/1/infer", _oip("ids", "INT64", [3], [1, 2, 3])),
-    _post(
-        "/v2/models/sensors/infer",
-        gzip.compress(json.dumps(_oip("inputs", "FP32", [1, 3], [1, 2, 3])).encode()),
-        b"Content-Encoding: gzip",
-    ),
+    _post("/v2/models/sensors/infer", gzip.compress(json.dumps(FLAT).encode()), b"Content-Encoding: gzip"),
     _binary(),
     _post("/v2/repository/index", {"ready": True}),
     _post("/v2/repository/models/nobody/load", {"parameters": {}}),
     _post("/sessions/fuzzed/fork", {"to": "copy"}),
     Seed(b"PUT", b"/sessions/fuzzed/state", b"\x93NUMPY\x01\0" + bytes(60)),
-    Seed(b"GET", b"/sessions/fuzzed/state"),
+    *(Seed(b"GET", path) for path in (b"/sessions/fuzzed/state", b"/models", b"/v2/models/words/versions/1")),
     Seed(b"DELETE", b"/sessions/fuzzed"),
-    Seed(b"GET", b"/models"),
-    Seed(b"GET", b"/v2/models/words/versions/1"),
 )
 
 
@@ -252,16 +154,8 @@ class HttpSource:
             told = size if chance.random() < 0.95 else chance.choice((0, size + 1, max(0, size - 1), 1 << 63, 1 << 40))
             chunks += b"%x%b\r\n%b\r\n" % (told, chance.choice((b"", b"", b"", b";name=value", b" ")), body[:size])
             body = body[size:]
-        chunks += chance.choice(
-            (
-                b"0\r\n\r\n",
-                b"0\r\n\r\n",
-                b"0\r\n\r\n",
-                b"0\r\nTrailer: x\r\n\r\n",
-                b"00000000000000000000\r\n\r\n",
-                b"-1\r\n\r\n",
-            )
-        )
+        ends = *(b"0\r\n\r\n",) * 3, b"0\r\nTrailer: x\r\n\r\n", b"00000000000000000000\r\n\r\n", b"-1\r\n\r\n"
+        chunks += chance.choice(ends)
         line = b"%b %b HTTP/1.1" % (seed.method, seed.path)
         return b"\r\n".join((line, *self._usual, *seed.headers, b"Transfer-Encoding: chunked", b"", bytes(chunks)))
 

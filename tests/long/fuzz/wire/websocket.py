@@ -6,9 +6,8 @@ import json
 import random
 import struct
 
-from tests.long.fuzz.wire.conversation import Conversation, Judgement
+from tests.long.fuzz.wire.conversation import Conversation, Judgement, mutated
 from tests.long.fuzz.wire.http import error_fault
-from tests.long.fuzz.wire.mutations import mutated
 from tests.raw_websocket import BINARY, CLOSE, CONTINUATION, PING, PONG, TEXT, frame
 
 MOST_MESSAGES = 8

@@ -1,0 +1,128 @@
+"""The scenarios of the load test on new servers, each with little load, and the traces of a service."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kernels.bench.baselines import BASELINES
+from loadtest import bench
+from loadtest.__main__ import main
+from loadtest.comparison.contenders import SERVERS
+from loadtest.requests import KINDS
+from loadtest.scenarios.engine import STAGES
+from loadtest.scenarios.fairness import ALONE, BESIDE, UNFAIR
+from service import cli
+from service.access.keys import create
+from service.access.scopes import Scope
+from tests import traces
+from tests.certificates import Authority
+from tests.kernels.bench.conftest import measured, tiny
+from tests.serving import answering, serving
+
+USERS = ["OneText", "TenTexts", "TokenIds", "Session", "OpenInference"]
+WORDS = {"model": "words", "inputs": ["how far is the sea ?"]}
+
+
+@pytest.fixture(autouse=True)
+def _own_cores() -> Iterator[None]:
+    """A scenario may limit its process to some cores."""
+    before = os.sched_getaffinity(0)
+    yield
+    os.sched_setaffinity(0, before)
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    [path] = folder.glob("*.jsonl")
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("server", SERVERS, ids=lambda server: server.name)
+def test_serving_compares_servers_that_answer_every_request_rightly(server: Any, tmp_path: Path) -> None:
+    if reason := server.why_skipped():
+        pytest.skip(reason)
+    load = ["--callers", "1", "8", "--rates", "50", "--seconds", "1", "--rounds", "1", "--logs", str(tmp_path / "logs")]
+    assert main(["serving", "--servers", server.name, *load, "--out", str(tmp_path)]) == 0
+    found = records(tmp_path)
+    assert not [record["skipped"] for record in found if "skipped" in record]
+    assert len(found) == 2 * 3 * len(server.endpoints) + 2 * server.constant
+    assert all(record["answers"] > 0 == record["failed"] and record["cpu_us"] > 0 for record in found)
+
+
+def test_capacity_measures_every_kind_in_both_loops(tmp_path: Path) -> None:
+    options = ["--generators", "2", "--callers", "2", "--seconds", "2", "--rounds", "1", "--share", "0.3"]
+    assert main(["capacity", *options, "--out", str(tmp_path)]) == 0
+    expected = [(kind, loop) for kind in KINDS for loop in ("closed", "30%")]
+    assert [(record["request"], record["loop"]) for record in records(tmp_path)] == expected
+    assert all(record["failed"] == 0 < record["answers"] for record in records(tmp_path))
+
+
+def test_fairness_measures_every_case(tmp_path: Path) -> None:
+    options = ["--units", "16", "--steps", "8", "--seconds", "2", "--rounds", "1", "--share", "0.01", "--noise", "2"]
+    assert main(["fairness", *options, "--out", str(tmp_path)]) in (0, 1)  # a busy machine may not answer all requests in time
+    assert [record["case"] for record in records(tmp_path)] == [ALONE, BESIDE, UNFAIR]
+
+
+def test_stages_of_the_engine_add_up(tmp_path: Path) -> None:
+    options = ["--device", "cpu", "--models", "question-type-cnn", "--rows", "4", "--batches", "1", "--seconds", "0.02"]
+    assert main(["engine", *options, "--out", str(tmp_path)]) == 0
+    single, *sizes = records(tmp_path)
+    stages = single["stages_us"]
+    assert stages["total"][0] == pytest.approx(sum(stages[stage][0] for stage in STAGES[:-1]), abs=0.1)
+    assert [size["rows"] for size in sizes] == [1, 2, 4]
+
+
+def test_locust_reports_failed_requests(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A new server with the embedded models refuses requests with more than five inputs."""
+    config = tmp_path / "settings.toml"
+    config.write_text("[limits]\nmax_inputs = 5\n")
+    words = ["--users", "7", "--seconds", "5", "--out", str(tmp_path), "--", "--device", "cpu", "--config", str(config)]
+    assert main(["locust", *words]) == 1
+    pattern = r"^(?:POST)? +([A-Z][A-Za-z ]+?) +(\d+) +(\d+)\([\d.]+%\) \|"
+    rows = {name: (int(sent), int(failed)) for name, sent, failed in re.findall(pattern, capfd.readouterr().err, re.MULTILINE)}
+    assert all(rows[user][0] for user in USERS) and [user for user in USERS if rows[user][1]] == ["TenTexts"]
+
+
+def test_locust_sends_the_key_over_tls(models_folder: Path, tmp_path: Path) -> None:
+    keys, key, authority = tmp_path / "keys.toml", tmp_path / "key", Authority(tmp_path)
+    key.write_text(create(keys, "measuring", [Scope.INFER, Scope.SESSION, Scope.METRICS], "measuring") + "\n")
+    certificate, private = authority.sign("service")
+    flags = ("--keys", str(keys), "--tls-cert", str(certificate), "--tls-key", str(private))
+    with serving(models_folder, tmp_path, *flags) as server:
+        line = ["locust", "--url", server.address, "--ca", str(authority.certificate), "--users", "3", "--seconds", "3"]
+        assert main([*line, "--key-file", str(key), "--out", str(tmp_path / "out")]) == 0
+    written = [file.read_text(errors="ignore") for file in (tmp_path / "out").iterdir() if file.is_file()]
+    assert key.read_text().strip() not in "".join(written)
+
+
+def test_sru_package_is_a_baseline() -> None:
+    """Its first use compiles it."""
+    findings = measured(tiny("sru"), next(each for each in BASELINES["sru"] if each.name == "sru package"))
+    assert not findings.wrong
+    assert findings.skipped or findings.measurements[-1].error < 1e-5
+
+
+def test_traces_have_every_engine_and_the_batches_of_a_bench(
+    models_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "WARM_UP_SECONDS", 0.1)
+    with serving(models_folder, tmp_path, "--debug", "--device", "cpu,cpu") as server:
+        with answering(server, WORDS, WORDS, WORDS, WORDS):
+            traced = server.client.post("/debug/trace", params={"batches": 10, "seconds": 20}, timeout=60)
+        line = ["bench", "--url", server.address, "--models", str(models_folder), "--model", "words", "--seconds", "1"]
+        assert cli.main([*line, "--trace", str(tmp_path / "trace.json"), "--callers", "1,4"]) == 0
+    processes = traces.processes(traced.json())
+    assert list(processes) == ["engine-0 cpu", "engine-1 cpu"]
+    assert [len([event for event in rows["batches"] if event.args]) for rows in processes.values()] == [10, 10]
+    for rows in processes.values():
+        for batch in [event for event in rows["batches"] if event.args]:
+            stages = [event.name for event in rows["batches"] if not event.args and batch.holds(event)]
+            assert stages == ["stage_in", "compute", "stage_out", "reply"]
+    batches = [event for event in traces.tracks(json.loads((tmp_path / "trace.json").read_text()))["batches"] if event.args]
+    assert {event.args["model"] for event in batches} == {"words"} and 1 < len(batches) <= 100
