@@ -20,7 +20,6 @@ from service.engine.batching.state_slots import ZERO_SLOT
 from service.engine.batching.stored_sessions import StoredSessions
 from service.engine.batching.ticket import Ticket
 from service.engine.execution.cost_model import Cost
-from service.engine.execution.device import DeviceLost
 from service.engine.execution.device_engine import PreparedModel
 from service.engine.execution.in_flight import Array, BlockResult, ChunkResult, EndObserver, FinishedPart
 from service.engine.internal_errors import InternalErrors
@@ -32,7 +31,7 @@ from service.ipc.session_journal import SessionJournal
 from service.log import Log
 from service.metrics import Counter, Metrics
 from tests.engine.batching import fakes
-from tests.engine.batching.fakes import MODEL, OTHER, PLAIN, ids, limits, request
+from tests.engine.batching.fakes import MODEL, OTHER, ids, limits, request
 
 POISON = 666
 OVERFLOW = 777
@@ -188,15 +187,11 @@ class EngineOfSteps(FakeEngine):
     """Returns every second step of each sequence, with a pick per step and no scores."""
 
     def launch(self, batch: Batch) -> None:
-        for block in batch.blocks:
-            self._done.append((block, of_block([_every_second(row) for row in rows_of(block)])))
-        for chunk in batch.chunks:
-            self._done.append((chunk, _every_second(np.frombuffer(chunk.data, IDS))))
+        def every_second(row: np.ndarray[tuple[int], np.dtype[np.int32]]) -> ChunkResult:
+            return ChunkResult(None, row[::2, None], None, None, steps=len(row[::2]), per_step=True)
 
-
-def _every_second(row: np.ndarray[tuple[int], np.dtype[np.int32]]) -> ChunkResult:
-    picks = row[::2, None]
-    return ChunkResult(None, picks, None, None, steps=len(picks), per_step=True)
+        self._done += [(block, of_block([every_second(row) for row in rows_of(block)])) for block in batch.blocks]
+        self._done += [(chunk, every_second(np.frombuffer(chunk.data, IDS))) for chunk in batch.chunks]
 
 
 class EngineOfSmallMemory(FakeEngine):
@@ -209,13 +204,6 @@ class EngineOfSmallMemory(FakeEngine):
             self.failures += 1
             raise OutOfMemory(f"no memory for {batch.tokens} steps", retry_after=1)
         super().launch(batch)
-
-
-class LostEngine(FakeEngine):
-    """Has lost its device."""
-
-    def launch(self, batch: Batch) -> None:
-        raise DeviceLost("the device is lost")
 
 
 class AsynchronousEngine(FakeEngine):
@@ -348,42 +336,23 @@ class BatcherHarness:
     def call(
         self,
         *sequences: Sequence[int],
-        model: ModelKey = MODEL,
         allowed: float = 1e9,
-        priority: int = 0,
-        returns: Returns = PLAIN,
         lengths: Sequence[int] = (),
         session: str | None = None,
-        starts: bool | None = None,
-        ends: bool = False,
-        exactly: bool = True,
         again: bool = False,
-        at: int | None = None,
-        opens: bool = True,
+        **options: Any,
     ) -> FakeClient:
-        """Submit a request with these sequences. lengths: claimed lengths, by default the real lengths."""
+        """Submit a request with these sequences. lengths: claimed lengths, by default the real lengths; options: as in `fakes`."""
         client = FakeClient(sequences)
         self.clients.append(client)
-        lengths = lengths or [len(sequence) for sequence in sequences]
+        lengths, data = lengths or [len(sequence) for sequence in sequences], ids(sequences)
         if self.in_blocks and session is None:
             requests = [(self.frontend.add(client), self.now + allowed, lengths)]
-            options = {"model": model, "priority": priority, "returns": returns, "owner": self.frontend}
-            self.batcher.submit_block(fakes.block(requests, ids(sequences), divisible=self.engine.streams(model), **options))  # type: ignore[arg-type]
+            options["divisible"] = self.engine.streams(options.get("model", MODEL))
+            self.batcher.submit_block(fakes.block(requests, data, owner=self.frontend, **options))
             return client
-        sent = request(
-            lengths,
-            model=model,
-            deadline=self.now + allowed,
-            priority=priority,
-            returns=returns,
-            session=session,
-            starts=starts,
-            ends=ends,
-            exactly=exactly,
-            at=at,
-            opens=opens,
-        )
-        client.ticket = self.batcher.submit(sent, ids(sequences), client.receive_answer, client.errors.append, again=again)
+        sent = request(lengths, deadline=self.now + allowed, session=session, **options)
+        client.ticket = self.batcher.submit(sent, data, client.receive_answer, client.errors.append, again=again)
         return client
 
     def disconnect(self, client: FakeClient) -> None:

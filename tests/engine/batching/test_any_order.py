@@ -78,6 +78,6 @@ class AnyOrderOfTickets(AnyOrder):
 
 
 TestAnyOrder = AnyOrder.TestCase
-TestAnyOrder.settings = settings(max_examples=80, stateful_step_count=40)
+TestAnyOrder.settings = settings(max_examples=30, stateful_step_count=40)
 TestAnyOrderOfTickets = AnyOrderOfTickets.TestCase
-TestAnyOrderOfTickets.settings = settings(max_examples=40, stateful_step_count=40)
+TestAnyOrderOfTickets.settings = settings(max_examples=20, stateful_step_count=40)

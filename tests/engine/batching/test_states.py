@@ -52,14 +52,6 @@ def test_sequences_start_from_their_states_and_return_those_after_them() -> None
     assert used(harness) == 0
 
 
-def test_states_may_be_given_without_asking_for_them() -> None:
-    harness = BatcherHarness()
-    client = call(harness, [1, 2, 3], states=[(10.0, 2.0)], returns=Returns())
-    harness.run()
-    assert client.sums == [16.0] and client.answers[0][0].state == ()
-    assert used(harness) == 0
-
-
 def test_long_sequence_keeps_its_state_over_several_batches() -> None:
     harness = BatcherHarness(batch_seconds=0.02)
     harness.engine.per_row = Cost(0.001, 0.0, 0.001)
