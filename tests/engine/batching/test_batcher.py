@@ -264,8 +264,6 @@ def test_metrics_count_queued_and_answered_sequences() -> None:
     assert counted_at == [(5, [3, 2]), (3, [1, 2]), (1, [1, 0]), (0, [0, 0]), (0, [0, 0])]
     queued = metrics.stage_seconds.values[*MODEL.labels, "queue"]
     assert (sum(queued[:-1]), queued[-1]) == (3, 12.0), "seconds in the queue, once for each sequence"
-    cancelled = harness.call([5])
-    harness.during_batch(lambda: harness.disconnect(cancelled))
     assert total(metrics.sequences) == 3 and total(metrics.failed) == 1
 
 
