@@ -24,11 +24,6 @@ class Events(Log):
         self.events.append((f"{level}: {event}", values))
 
 
-@pytest.fixture
-def log(monkeypatch: pytest.MonkeyPatch) -> Events:
-    return Events()
-
-
 def compiler(monkeypatch: pytest.MonkeyPatch, reasons: list[str | None], status: int = 0) -> list[list[str]]:
     """Replace the compiler by a command that ends with a status; return the commands. reasons: what `missing` returns in turn."""
     commands: list[list[str]] = []
@@ -42,28 +37,22 @@ def compiler(monkeypatch: pytest.MonkeyPatch, reasons: list[str | None], status:
     return commands
 
 
-def test_compiled_kernels_are_not_compiled_again(log: Events, monkeypatch: pytest.MonkeyPatch) -> None:
-    commands = compiler(monkeypatch, [None])
+@pytest.mark.parametrize(
+    ("reasons", "status", "events"),
+    [
+        ([None], 0, []),
+        ([NOT_COMPILED, None], 0, ["warning: cpu kernels not compiled", "info: cpu kernels compiled"]),
+        ([NOT_COMPILED], 1, ["warning: cpu kernels not compiled", "error: cpu kernels not compiled"]),
+        (["the folder of compiled kernels cannot be written: set SEQSERVE_CACHE"], 0, ["warning: cpu kernels not compiled"]),
+    ],
+    ids=["compiled", "missing", "compiler fails", "cannot be kept"],
+)
+def test_missing_kernels_are_compiled_for_the_next_start(
+    reasons: list[str | None], status: int, events: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands, log = compiler(monkeypatch, reasons.copy(), status), Events()
     kernel_compiler.compile_in_background(log)
-    assert not commands and not log.events
-
-
-def test_missing_kernels_are_compiled_for_the_next_start(log: Events, monkeypatch: pytest.MonkeyPatch) -> None:
-    commands = compiler(monkeypatch, [NOT_COMPILED, None])
-    kernel_compiler.compile_in_background(log)
-    eventually(lambda: len(log.events) == 2)
-    assert [event for event, _ in log.events] == ["warning: cpu kernels not compiled", "info: cpu kernels compiled"]
-    assert [command[1:] for command in commands] == [["-m", "kernels.cpu", "--low-priority"]]
-
-
-def test_failed_compiler_is_logged(log: Events, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiler(monkeypatch, [NOT_COMPILED], status=1)
-    kernel_compiler.compile_in_background(log)
-    eventually(lambda: len(log.events) == 2)
-    assert log.events[1] == ("error: cpu kernels not compiled", {"reason": "no space left on device"})
-
-
-def test_nothing_is_compiled_where_it_cannot_be_kept(log: Events, monkeypatch: pytest.MonkeyPatch) -> None:
-    commands = compiler(monkeypatch, ["the folder of compiled kernels cannot be written: set SEQSERVE_CACHE"])
-    kernel_compiler.compile_in_background(log)
-    assert not commands and [event for event, _ in log.events] == ["warning: cpu kernels not compiled"]
+    eventually(lambda: len(log.events) == len(events))
+    assert [event for event, _ in log.events] == events
+    assert [command[1:] for command in commands] == [["-m", "kernels.cpu", "--low-priority"]] * (NOT_COMPILED in reasons)
+    assert status == 0 or log.events[1][1] == {"reason": "no space left on device"}

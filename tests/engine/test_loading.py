@@ -83,11 +83,6 @@ def engine() -> Iterator[LoadingEngine]:
     yield LoadingEngine()
 
 
-def test_prepared_version_is_served_and_announced(engine: LoadingEngine) -> None:
-    assert engine.prepare_new() is None
-    assert (engine.opened, engine.freezes, engine.changes) == ([NEW.key], 1, 1)
-
-
 @pytest.mark.parametrize(
     ("error", "kind", "message"),
     [
@@ -109,6 +104,25 @@ def test_version_that_cannot_load_is_reported_with_its_reason(error: Exception, 
     assert (engine.opened, engine.freezes, engine.changes) == ([], 0, 0)
 
 
+def test_prepared_version_is_served_and_announced(engine: LoadingEngine) -> None:
+    assert engine.prepare_new() is None
+    assert (engine.opened, engine.freezes, engine.changes) == ([NEW.key], 1, 1)
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_unload_waits_a_limited_time_for_a_frontend(engine: LoadingEngine, ended: bool) -> None:
+    engine.unload(30.0, FRONTEND)
+    if ended:
+        engine.loader.forget(FRONTEND)
+    engine.wait()
+    assert engine.closed == [MODEL] * ended
+    engine.wait(CLOSING_SECONDS)
+    assert engine.closed == [MODEL]
+    closed: list[bool] = []
+    engine.loader.close(CloseModel(MODEL, 30.0), {FRONTEND}, lambda: closed.append(True))
+    assert closed == [True], "it is not served any more"
+
+
 def test_version_is_unloaded_after_every_frontend_released_it(engine: LoadingEngine) -> None:
     engine.loader.release(FRONTEND, MODEL)
     engine.unload(30.0, FRONTEND, OTHER_FRONTEND)
@@ -117,19 +131,6 @@ def test_version_is_unloaded_after_every_frontend_released_it(engine: LoadingEng
     engine.loader.release(OTHER_FRONTEND, MODEL)
     engine.wait()
     assert (engine.closed, engine.changes) == ([MODEL], 1)
-
-
-def test_unload_does_not_wait_for_an_ended_frontend(engine: LoadingEngine) -> None:
-    engine.unload(30.0, FRONTEND)
-    engine.loader.forget(FRONTEND)
-    engine.wait()
-    assert engine.closed == [MODEL]
-
-
-def test_unload_does_not_wait_for_a_frontend_that_never_releases(engine: LoadingEngine) -> None:
-    engine.unload(30.0, FRONTEND)
-    engine.wait(CLOSING_SECONDS)
-    assert engine.closed == [MODEL]
 
 
 def test_version_stays_until_its_queued_requests_are_answered(engine: LoadingEngine) -> None:
@@ -177,10 +178,3 @@ def test_version_closed_after_it_failed_to_load_can_load_again() -> None:
     engine.loader.close(CloseModel(NEW.key, 0.0), {FRONTEND}, lambda: None)
     assert engine.prepare_new() is None
     assert engine.opened == [NEW.key]
-
-
-def test_closing_a_version_that_is_not_served_ends_at_once(engine: LoadingEngine) -> None:
-    closed: list[bool] = []
-    engine.closed.append(MODEL)
-    engine.loader.close(CloseModel(MODEL, 30.0), {FRONTEND}, lambda: closed.append(True))
-    assert closed == [True]

@@ -35,9 +35,7 @@ from service.ipc.messages import (
     EngineStatus,
     ExportSession,
     MetricsCollected,
-    ModelKey,
     ModelVersion,
-    Ready,
     RecordTrace,
     Refusal,
     RefusalBlock,
@@ -125,14 +123,6 @@ class OneRequestPerBatch(Batcher):
             raise self.raised
 
 
-class Idle(FakeEngine):
-    """An engine that has nothing to do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.served = [ModelKey("words", "1")]
-
-
 class WorkerHarness:
     """A worker with one frontend. Keeps the frames that the worker sends to both."""
 
@@ -140,7 +130,8 @@ class WorkerHarness:
         near, far = pair()
         self.supervisor, self._control = Channel(near), Channel(far)
         self.frontend, self.heartbeat, self.metrics = self._attached(), Heartbeat(), Metrics()
-        self.engine = Idle()
+        self.engine = FakeEngine()
+        self.engine.served = [MODEL]
         self.to_frontend: list[Frame] = []
         self.to_supervisor: list[Frame] = []
         self.batcher = OneRequestPerBatch(self._after)
@@ -204,17 +195,13 @@ def sent(moment: float) -> Request:
     return msgspec.structs.replace(request([2]), sent=moment)
 
 
-def test_batches_are_launched_between_many_requests(harness: WorkerHarness) -> None:
-    for id in range(3 * BATCH_SEQUENCES):
-        harness.frontend.send(encode(sent(SOON), id, (b"",)))
-    harness.run()
-    assert harness.batcher.most_between == BATCH_SEQUENCES
-
-
-def test_batches_are_launched_between_many_blocks(harness: WorkerHarness) -> None:
+@pytest.mark.parametrize("in_blocks", [False, True])
+def test_batches_are_launched_between_many_requests(harness: WorkerHarness, in_blocks: bool) -> None:
+    """Requests of a block count each."""
     for id in range(3 * BATCH_SEQUENCES):
         columns = fakes.block([(id, NEVER, [1]), (100 + id, NEVER, [1])]).columns
-        harness.frontend.send(encode(messages.RequestBlock(*MODEL, 2, 2, 2, 1, 1, NEVER, SOON, 0, PLAIN), 0, columns))
+        block = encode(messages.RequestBlock(*MODEL, 2, 2, 2, 1, 1, NEVER, SOON, 0, PLAIN), 0, columns)
+        harness.frontend.send(block if in_blocks else encode(sent(SOON), id, (b"",)))
     harness.run()
     assert harness.batcher.most_between == BATCH_SEQUENCES
 
@@ -240,7 +227,6 @@ def test_unexpected_exception_refuses_its_requests_and_nothing_else(
     harness.frontend.send(encode(block, 0, columns))
     harness.frontend.send(encode(Cancel(), 13))
     harness.frontend.send(encode(ExportSession("a"), 14))
-    harness.frontend.send(encode(RecordTrace(batches=5, seconds=0.0), 16))
     harness.run()
     refused = {frame.id: frame.message for frame in harness.to_frontend if isinstance(frame.message, Refusal)}
     [of_block] = [frame for frame in harness.to_frontend if isinstance(frame.message, RefusalBlock)]
@@ -249,7 +235,6 @@ def test_unexpected_exception_refuses_its_requests_and_nothing_else(
     assert np.frombuffer(of_block.tail, ID).tolist() == [11, 12]
     refusals = [*refused.values(), of_block.message.refusal]
     assert {(refusal.code, refusal.message) for refusal in refusals} == {("inference_failed", SERVICE_FAILED)}
-    assert 16 in [frame.id for frame in harness.to_frontend if isinstance(frame.message, Done)]
     counts = {work: values for (work,), [values] in harness.metrics.engine_errors.values.items()}
     assert counts == {"requests": 2, "cancel": 1, "session_call": 1}
     logged = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
@@ -272,22 +257,6 @@ def test_refusals_for_an_ended_frontend_are_dropped(harness: WorkerHarness) -> N
     assert not harness.worker._answered
 
 
-def test_frontend_that_a_write_finds_closed_is_forgotten_once(harness: WorkerHarness, monkeypatch: pytest.MonkeyPatch) -> None:
-    def submit(*arguments: object, **options: object) -> None:
-        harness.frontend.close()
-        harness.worker._send_status()
-
-    monkeypatch.setattr(harness.batcher, "submit", submit)
-    harness.frontend.send(encode(request([2]), 10, (b"",)))
-    harness.run()
-    assert [type(frame.message) for frame in harness.to_supervisor] == [Ready]
-
-
-def test_frontend_without_answers_gets_no_backlog(harness: WorkerHarness) -> None:
-    harness.run()
-    assert [type(frame.message) for frame in harness.to_frontend] == [EngineStatus]
-
-
 def test_metrics_include_the_backlog(harness: WorkerHarness) -> None:
     for id in (1, 2, 3):
         harness.frontend.send(encode(request([2]), id, (b"",)))
@@ -298,14 +267,6 @@ def test_metrics_include_the_backlog(harness: WorkerHarness) -> None:
     [[labels, [seconds]]] = counts.message.snapshot["seqserve_backlog_seconds"]
     assert (counts.id, tuple(labels)) == (5, (str(PLACE),))
     assert seconds in [SECONDS * waiting for waiting in range(4)]
-
-
-def test_frontend_receives_the_trace_it_asked_for(harness: WorkerHarness) -> None:
-    harness.frontend.send(encode(RecordTrace(batches=5, seconds=0.0), 4))
-    harness.run()
-    traced = next(frame for frame in harness.to_frontend if isinstance(frame.message, Done))
-    assert traced.id == 4
-    assert msgspec.json.decode(traced.tail)[0]["args"] == {"name": f"engine-{PLACE} cpu"}
 
 
 def test_cancelled_trace_makes_room_for_the_next(harness: WorkerHarness) -> None:
@@ -319,14 +280,13 @@ def test_cancelled_trace_makes_room_for_the_next(harness: WorkerHarness) -> None
     assert harness.heartbeat.late_seconds() < 0
 
 
-def test_recording_a_trace_does_not_count_as_a_hang(harness: WorkerHarness) -> None:
+@pytest.mark.parametrize("traced", [False, True])
+def test_hung_batch_misses_the_heartbeat(harness: WorkerHarness, traced: bool) -> None:
+    """Recording a trace is no hang. Its frontend gets it."""
     harness.engine.running = time.monotonic() - 100, 0.0
-    harness.frontend.send(encode(RecordTrace(batches=5, seconds=0.0), 4))
+    if traced:
+        harness.frontend.send(encode(RecordTrace(batches=5, seconds=0.0), 4))
     harness.run()
-    assert harness.heartbeat.late_seconds() < 0
-
-
-def test_hung_batch_misses_the_heartbeat(harness: WorkerHarness) -> None:
-    harness.engine.running = time.monotonic() - 100, 0.0
-    harness.run()
-    assert harness.heartbeat.late_seconds() > 90
+    assert (harness.heartbeat.late_seconds() < 0) == traced and (traced or harness.heartbeat.late_seconds() > 90)
+    events = {frame.id: msgspec.json.decode(frame.tail) for frame in harness.to_frontend if isinstance(frame.message, Done)}
+    assert {id: first["args"] for id, [first, *_] in events.items()} == ({4: {"name": f"engine-{PLACE} cpu"}} if traced else {})

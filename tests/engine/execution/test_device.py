@@ -1,8 +1,6 @@
-"""Tests of the settings of a process for its device."""
+"""The setting of a process for TF32."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -10,23 +8,16 @@ import torch
 from service.engine.execution.device import allow_tf32
 
 
-@pytest.fixture(autouse=True)
-def _precision() -> Iterator[None]:
-    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    yield
-    torch.set_float32_matmul_precision(before[0])
-    torch.backends.cudnn.allow_tf32 = before[1]
-
-
-@pytest.mark.parametrize("allowed", [False, True])
-def test_tf32_of_a_gpu_is_what_the_setting_says(allowed: bool) -> None:
-    allow_tf32(torch.device("cuda:0"), not allowed)
-    allow_tf32(torch.device("cuda:0"), allowed)
-    assert (torch.get_float32_matmul_precision() == "high") == allowed
-    assert torch.backends.cudnn.allow_tf32 == allowed
-
-
-def test_cpu_computes_in_true_float32() -> None:
-    torch.set_float32_matmul_precision("highest")
-    allow_tf32(torch.device("cpu"), True)
-    assert torch.get_float32_matmul_precision() == "highest"
+@pytest.mark.parametrize(
+    ("device", "allowed", "precision"), [("cuda:0", False, "highest"), ("cuda:0", True, "high"), ("cpu", True, None)]
+)
+def test_tf32_of_a_gpu_is_what_the_setting_says(
+    device: str, allowed: bool, precision: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CPU computes in true float32."""
+    precisions: list[str] = []
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", precisions.append)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", not allowed)
+    allow_tf32(torch.device(device), allowed)
+    assert precisions == ([] if precision is None else [precision])
+    assert torch.backends.cudnn.allow_tf32 == (allowed == (device != "cpu"))

@@ -29,7 +29,6 @@ from tests.kernels.families import cpu_backends
 
 WORDS, SENSORS = ModelKey("words", "1"), ModelKey("sensors", "1")
 HEADS = [ModelKey(name, "1") for name in models.OF_EVERY_HEAD]
-TAGGER, HALVER, EMBEDDER = ModelKey("tagger", "1"), ModelKey("halver", "1"), ModelKey("embedder", "1")
 LENGTHS = [7, 1, 13, 4]
 LONGER = [7, 3, 13, 4]
 """Long enough for every model."""
@@ -54,7 +53,8 @@ def metrics() -> Metrics:
 
 @pytest.fixture
 def engine(encoders: dict[ModelKey, Encoder], metrics: Metrics) -> DeviceEngine:
-    return DeviceEngine(encoders, metrics, max_batch_sequences=8, max_batch_tokens=40)
+    served = {key: encoders[key] for key in (WORDS, SENSORS)}
+    return DeviceEngine(served, metrics, max_batch_sequences=8, max_batch_tokens=40)
 
 
 def random_input(key: ModelKey, steps: int, seed: int) -> NDArray[np.generic]:
@@ -87,15 +87,8 @@ def assert_alike(result: ChunkResult, other: ChunkResult) -> None:
 
 
 @pytest.mark.parametrize("key", [*HEADS, SENSORS])
-def test_chunk_has_the_same_result_alone_and_in_a_batch(engine: DeviceEngine, key: ModelKey) -> None:
-    chunks = [chunk(key, steps, seed) for seed, steps in enumerate(LONGER)]
-    for single, batched in zip(chunks, run(engine, key, chunks), strict=True):
-        [alone] = run(engine, key, [single])
-        assert_alike(batched, alone)
-
-
-@pytest.mark.parametrize("key", [*HEADS, SENSORS])
-def test_result_is_the_output_of_the_encoder(engine: DeviceEngine, encoders: dict[ModelKey, Encoder], key: ModelKey) -> None:
+def test_result_in_a_batch_is_the_output_of_the_encoder_alone(encoders: dict[ModelKey, Encoder], key: ModelKey) -> None:
+    engine = DeviceEngine({key: encoders[key]}, Metrics(), max_batch_sequences=8, max_batch_tokens=40)
     answers = run(engine, key, [chunk(key, steps, seed) for seed, steps in enumerate(LONGER)])
     for seed, (steps, result) in enumerate(zip(LONGER, answers, strict=True)):
         data = torch.from_numpy(random_input(key, steps, seed))
@@ -105,35 +98,6 @@ def test_result_is_the_output_of_the_encoder(engine: DeviceEngine, encoders: dic
             None if array is None else array.numpy() for array in (head.scores, head.picks, head.embedding, encoding.sequence)
         )
         assert_alike(result, ChunkResult(scores, picks, embedding, sequence, steps=int(encoding.offsets[-1])))
-
-
-def test_classifier_returns_scores_embedding_and_sequence(engine: DeviceEngine) -> None:
-    for key, width in ((WORDS, 10), (SENSORS, models.SENSORS_HIDDEN)):
-        [result] = run(engine, key, [chunk(key, 7)])
-        assert result.picks is None and result.steps == 7
-        assert result.scores is not None and result.scores.shape == (1, len(models.LABELS))
-        assert result.embedding is not None and result.embedding.shape == (1, width)
-        assert result.sequence is not None and result.sequence.shape == (7, width)
-
-
-def test_per_step_head_returns_a_line_per_step(engine: DeviceEngine) -> None:
-    for steps, result in zip(LENGTHS, run(engine, TAGGER, [chunk(TAGGER, steps) for steps in LENGTHS]), strict=True):
-        assert result.scores is not None and result.picks is not None and result.embedding is None
-        assert result.scores.shape == result.picks.shape == (steps, 1)
-        assert result.scores.dtype == np.dtype(FEATURES) and result.picks.dtype == np.dtype(IDS)
-
-
-def test_strided_model_returns_fewer_steps(engine: DeviceEngine) -> None:
-    for steps, result in zip(LONGER, run(engine, HALVER, [chunk(HALVER, steps) for steps in LONGER]), strict=True):
-        assert result.steps == (steps - 1) // 2
-        assert result.sequence is not None and result.sequence.shape == (result.steps, 5)
-        assert result.scores is None and result.picks is None and result.embedding is None
-
-
-def test_model_without_steps_returns_no_sequence(engine: DeviceEngine) -> None:
-    for result in run(engine, EMBEDDER, [chunk(EMBEDDER, steps) for steps in LONGER]):
-        assert result.sequence is None
-        assert result.embedding is not None and result.embedding.shape == (1, 8)
 
 
 def test_each_chunk_gets_only_the_arrays_it_requests(engine: DeviceEngine) -> None:
@@ -165,20 +129,18 @@ def test_finished_returns_each_chunk_once(engine: DeviceEngine) -> None:
     assert engine.finished() == []
 
 
-def test_failed_batch_finishes_nothing_and_the_next_runs(engine: DeviceEngine) -> None:
-    good, broken = chunk(WORDS, 2), Chunk(b"\0", 3, Returns(), None)
-    with pytest.raises(ValueError, match="different"):
+@pytest.mark.parametrize(
+    ("ids", "steps", "error"), [(b"\0", 3, ValueError), (np.array([1, len(models.WORDS)], IDS).tobytes(), 2, IndexError)]
+)
+def test_failed_batch_finishes_nothing_and_the_next_runs(
+    engine: DeviceEngine, ids: bytes, steps: int, error: type[Exception]
+) -> None:
+    """Its bytes do not match its length, or an id is beyond the vocabulary."""
+    good, broken = chunk(WORDS, 2), Chunk(ids, steps, Returns(), None)
+    with pytest.raises(error):
         engine.launch(Batch(WORDS, [good, broken]))
     assert engine.finished() == []
     assert len(run(engine, WORDS, [good])) == 1
-
-
-def test_id_beyond_the_vocabulary_fails_its_batch_only(engine: DeviceEngine) -> None:
-    unknown_id = Chunk(np.array([1, len(models.WORDS)], IDS).tobytes(), 2, Returns(), None)
-    with pytest.raises(IndexError):
-        engine.launch(Batch(WORDS, [unknown_id]))
-    assert engine.finished() == []
-    assert len(run(engine, WORDS, [chunk(WORDS, 2)])) == 1
 
 
 def test_sequence_longer_than_a_batch_runs_alone(engine: DeviceEngine, encoders: dict[ModelKey, Encoder]) -> None:
@@ -188,15 +150,16 @@ def test_sequence_longer_than_a_batch_runs_alone(engine: DeviceEngine, encoders:
     assert result.sequence is not None and len(result.sequence) == steps
 
 
-def test_engine_serves_only_loaded_models(engine: DeviceEngine) -> None:
-    assert engine.serves(WORDS) and engine.serves(SENSORS)
-    assert not engine.serves(ModelKey("words", "2"))
-
-
 def test_prepared_model_is_served_until_it_is_closed(
     engine: DeviceEngine, encoders: dict[ModelKey, Encoder], metrics: Metrics
 ) -> None:
-    newer = ModelKey(*WORDS.labels, 7)
+    def fail() -> Encoder:
+        raise ValueError("broken")
+
+    newer, loaded = ModelKey(*WORDS.labels, 7), engine.loaded()
+    with pytest.raises(ValueError, match="broken"):
+        engine.prepare(fail, lambda work: work())
+    assert engine.loaded() == loaded
     prepared = engine.prepare(lambda: encoders[WORDS], lambda work: work())
     assert not engine.serves(newer)
     before = engine.weight_bytes
@@ -212,7 +175,7 @@ def test_prepared_model_is_served_until_it_is_closed(
     assert WORDS.labels not in metrics.weight_bytes.values
 
 
-@pytest.mark.parametrize("key", [*HEADS, SENSORS])
+@pytest.mark.parametrize("key", [WORDS, SENSORS])
 def test_closed_model_is_freed_without_the_garbage_collector(tmp_path: Path, key: ModelKey) -> None:
     """The collector skips the models, which exist when the heap is frozen."""
     spec = models.sensors(tmp_path) if key == SENSORS else models.OF_EVERY_HEAD[key.name](tmp_path)
@@ -229,19 +192,9 @@ def test_closed_model_is_freed_without_the_garbage_collector(tmp_path: Path, key
         gc.enable()
 
 
-def test_failed_preparation_changes_nothing(engine: DeviceEngine) -> None:
-    def fail() -> Encoder:
-        raise ValueError("broken")
-
-    before = engine.loaded()
-    with pytest.raises(ValueError, match="broken"):
-        engine.prepare(fail, lambda work: work())
-    assert engine.loaded() == before
-
-
-def test_loaded_reports_device_and_backends(engine: DeviceEngine, encoders: dict[ModelKey, Encoder]) -> None:
+def test_loaded_reports_device_and_backends(engine: DeviceEngine) -> None:
     loaded = {model.name: model for model in engine.loaded()}
-    assert list(loaded) == [key.name for key in encoders]
+    assert list(loaded) == ["words", "sensors"]
     words, sensors = loaded["words"], loaded["sensors"]
     assert (words.name, words.version, words.device) == ("words", "1", "cpu")
     assert [line.partition(": ")[0] for line in words.backends] == ["layers.0", "layers.1"]

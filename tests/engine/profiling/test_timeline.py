@@ -104,11 +104,6 @@ def test_cpu_batch_has_a_compute_stage_and_nested_operations() -> None:
     assert all(tracks["batches"][2].holds(piece) for piece in tracks["operations"])
 
 
-def test_operation_that_outlasts_its_caller_is_cut() -> None:
-    tracks = drawn([on_cpu(0)], seen("cpu_op", 20, 50, "outer"), seen("cpu_op", 30, 40.001, "inner"))
-    assert spans(tracks["operations"]) == [(20, 70), (30, 70)]
-
-
 def test_launches_copies_and_kernels_have_their_tracks() -> None:
     tracks = drawn(
         [batch(0)],
@@ -139,31 +134,12 @@ def test_launches_copies_and_kernels_have_their_tracks() -> None:
     assert all(device.holds(piece) for name in tracks for piece in tracks[name] if name.startswith(("copies", "kernels")))
 
 
-def test_overlapping_kernels_of_a_stream_have_two_tracks() -> None:
-    tracks = drawn([batch(0)], *(seen("kernel", 30 + 20 * number, 30, str(number), tid=STREAM) for number in range(4)))
-    assert [piece.name for piece in tracks["kernels, stream 7"]] == ["0", "2"]
-    assert [piece.name for piece in tracks["kernels, stream 7 (2)"]] == ["1", "3"]
-
-
 def test_batches_in_flight_have_two_tracks_and_share_the_device() -> None:
     tracks = drawn([batch(0), batch(150, free_us=200), batch(310, free_us=350)])
     assert list(tracks) == ["queue", "batches", "batches (2)", "device"]
     assert [piece.args["batch"] for piece in tracks["batches"] if piece.args] == [0, 2]
     assert [piece.args["batch"] for piece in tracks["batches (2)"] if piece.args] == [1]
     assert spans(tracks["device"]) == [(10, 200), (200, 350), (350, 510)]
-
-
-def test_batches_that_waited_together_have_two_queue_tracks() -> None:
-    tracks = drawn([batch(0), batch(310, arrivals=[START - 60e-6])])
-    assert spans(tracks["queue"]) == [(-100, 0)]
-    assert spans(tracks["queue (2)"]) == [(-60, 310)]
-
-
-def test_batches_answered_together_are_not_nested() -> None:
-    together = batch(0).replied
-    tracks = drawn([batch(0), batch(50, free_us=200, ended=together, split=together, replied=together)])
-    assert [piece.args["batch"] for piece in tracks["batches"] if piece.args] == [0]
-    assert [piece.args["batch"] for piece in tracks["batches (2)"] if piece.args] == [1]
 
 
 def test_late_seen_end_does_not_take_the_next_kernels() -> None:
@@ -173,27 +149,3 @@ def test_late_seen_end_does_not_take_the_next_kernels() -> None:
     tracks = drawn(batches, *asked, *ran)
     assert spans(tracks["device"]) == [(10, 150), (150, 300)]
     assert all(device.holds(kernel) for device, kernel in zip(tracks["device"], tracks["kernels, stream 7"], strict=True))
-
-
-def test_events_of_other_batches_are_not_drawn() -> None:
-    before = [seen("cuda_runtime", -5, 3, "before"), seen("kernel", 2, 3, "of the previous batch", tid=STREAM)]
-    after = [seen("cuda_runtime", 210, 3, "after"), seen("kernel", 220, 3, "after", tid=STREAM)]
-    within = [seen("cuda_runtime", 15, 3, "within"), seen("kernel", 20, 3, "within", tid=STREAM)]
-    tracks = drawn([batch(0)], *before, *within, *after)
-    assert [piece.name for piece in tracks["launches"]] == [piece.name for piece in tracks["kernels, stream 7"]] == ["within"]
-
-
-def test_batch_that_runs_again_has_no_queue_slice() -> None:
-    assert list(drawn([batch(0, arrivals=())])) == ["batches", "device"]
-
-
-def test_profiler_events_need_a_clock_mark() -> None:
-    found = events(2, "cuda:0", [batch(0)], [seen("kernel", 20, 3)], MARKS)
-    assert [*traces.processes({"traceEvents": found})["engine-2 cuda:0"]] == ["queue", "batches", "device"]
-
-
-def test_each_engine_is_a_named_process() -> None:
-    both = events(0, "cuda:0", [batch(0)], [], []) + events(1, "cuda:1", [], SEEN_MARKS, MARKS)
-    found = traces.processes({"traceEvents": both})
-    assert list(found) == ["engine-0 cuda:0", "engine-1 cuda:1"]
-    assert found["engine-1 cuda:1"] == {}
