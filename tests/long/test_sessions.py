@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 
 import pytest
 
 from tests import models
 from tests.accumulator import CALLERS, REST_SECONDS, SMALL, counts, faults_of, rests, start_sessions, tell
-from tests.engine.batching.story import Story, any_event
+from tests.engine.batching.story import tell_story
 from tests.serving import eventually, serving
 from tests.steady import WARM_UP, Memory, growing
 
@@ -21,24 +20,9 @@ WAVE, ABANDONED = 4000, 100_000
 """Sessions that are abandoned at once, nearly as many as may be open, and in all."""
 
 
-def tell_story(seed: int) -> None:
-    """Run random events and check the state after each. An error names the seed."""
-    story, chance = Story(), random.Random(seed)
-    try:
-        for _ in range(EVENTS_OF_A_STORY):
-            any_event(story, chance)
-            story.check()
-        story.finish()
-    except BaseException as fault:
-        fault.add_note(f"in the story of seed {seed}")
-        raise
-    finally:
-        story.close()
-
-
 def test_million_events_keep_states_and_sums_of_sessions() -> None:
     for seed in range(EVENTS // EVENTS_OF_A_STORY):
-        tell_story(seed)
+        tell_story(seed, EVENTS_OF_A_STORY)
 
 
 def test_512_000_sequences_have_exact_sums(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -46,33 +47,16 @@ def request(
     *,
     model: ModelKey = MODEL,
     deadline: float = NEVER,
-    priority: int = 0,
-    returns: Returns = PLAIN,
-    session: str | None = None,
     starts: bool | None = None,
     ends: bool = False,
-    exactly: bool = True,
-    initial: bool = False,
     at: int | None = None,
     opens: bool = True,
+    **others: Any,
 ) -> Request:
-    return Request(
-        model.name,
-        model.version,
-        list(lengths),
-        deadline,
-        sent=0.0,
-        priority=priority,
-        returns=returns,
-        session=session,
-        session_starts=starts,
-        session_ends=ends,
-        initial=initial,
-        generation=model.generation,
-        exactly=exactly,
-        session_at=at,
-        opens_session=opens,
-    )
+    """Return a request. starts, ends, at, opens: of its session; others: as in Request."""
+    session = {"session_starts": starts, "session_ends": ends, "session_at": at, "opens_session": opens}
+    key = {"generation": model.generation, "exactly": True}
+    return Request(*model.labels, list(lengths), deadline, sent=0.0, **(key | session | others))  # type: ignore[arg-type]
 
 
 def ids(sequences: Sequence[Sequence[int]]) -> bytes:

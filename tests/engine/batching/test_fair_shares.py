@@ -108,7 +108,10 @@ def test_models_do_not_multiply_the_share_of_a_tenant() -> None:
 
 
 def test_tenant_cannot_take_all_places_in_the_queue() -> None:
-    queue = scheduler(max_waiting=64)
+    """Its first request may be as large as the queue."""
+    queue, empty = scheduler(max_waiting=64), scheduler(max_waiting=64)
+    empty.add(MODEL, sequences(*[1] * 64, share=QUIET), now=0.0)
+    assert empty.waiting == 64
     add(queue, NOISY, round(TENANT_SHARE * 64))
     with pytest.raises(Overloaded, match="56 sequences of this tenant wait"):
         add(queue, NOISY)
@@ -120,14 +123,8 @@ def test_tenant_cannot_take_all_places_in_the_queue() -> None:
         add(queue, NO_TENANT)
 
 
-def test_first_request_of_a_tenant_may_be_as_large_as_the_queue() -> None:
-    queue = scheduler(max_waiting=64)
-    queue.add(MODEL, sequences(*[1] * 64, share=QUIET), now=0.0)
-    assert queue.waiting == 64
-
-
 def test_queue_of_another_tenant_refuses_no_deadline() -> None:
-    """Alone, eight rows take one second each second: the noisy tenant's queue takes 50 s."""
+    """Nor do refusals of another tenant. The noisy tenant's queue takes 50 s. Its blocks are refused as a whole."""
     queue = scheduler(cost=ROW_COST, max_batch_sequences=1)
     add(queue, NOISY, 50)
     with pytest.raises(Overloaded):
@@ -135,15 +132,9 @@ def test_queue_of_another_tenant_refuses_no_deadline() -> None:
     add(queue, QUIET, 2, deadline=11.0)
     with pytest.raises(Overloaded):
         add(queue, QUIET, 5, deadline=11.0)
-
-
-def test_refusals_of_one_tenant_do_not_refuse_another() -> None:
-    queue = scheduler(cost=ROW_COST, max_batch_sequences=1)
-    add(queue, NOISY, 50)
-    for _ in range(3):
-        refused = queue.add_block(block([(1, 10.0, [1]), (2, 10.0, [1])], share=NOISY), now=0.0)
-        assert sorted(id for ids, _ in refused for id in ids) == [1, 2]
-    assert queue.add_block(block([(3, 10.0, [1])], share=QUIET), now=0.0) == []
+    [refused] = queue.add_block(block([(1, 10.0, [1]), (2, 10.0, [1])], share=NOISY), now=0.0)
+    assert refused.ids == [1, 2]
+    assert queue.add_block(block([(3, 11.0, [1])], share=HEAVY), now=0.0) == []
 
 
 @pytest.mark.parametrize("in_blocks", [False, True])

@@ -1,4 +1,4 @@
-"""Requests in blocks are queued, refused, dropped and scheduled exactly as the same requests one by one."""
+"""Requests in blocks are queued, refused, dropped and scheduled exactly as the same requests one by one, within all limits."""
 
 from __future__ import annotations
 
@@ -72,6 +72,7 @@ class Pair:
         }
         self.divisible = {key: choose([True, False]) for key in (MODEL, OTHER)}
         limits = SchedulerLimits(choose([5, 20, 100]), choose([1, 3, 8]), choose([30, 100]), choose([5.0, 10.0, 100.0]))
+        self.limits = limits
         self.room = choose([0, 1, 2, 5])
         self.single: Scheduler[NamedSequence] = Scheduler(limits, self.costs.__getitem__, lambda _: self.room)
         self.blocks: Scheduler[NamedSequence] = Scheduler(limits, self.costs.__getitem__, lambda _: self.room, self._unpack)
@@ -81,7 +82,10 @@ class Pair:
         self.chance.choices(events, (5, 5, 2, 1, 1, 1, 1))[0]()
         if self.chance.random() < 0.2:
             self.room = self.chance.choice([0, 1, 2, 5])
+        queued = [each for sequences in self.single_sequences.values() for each in sequences if each.remaining]
         assert (self.single.waiting, self.single.begun) == (self.blocks.waiting, self.blocks.begun)
+        assert self.single.begun == sum(sequence.begun for sequence in queued)
+        assert self.single.waiting == len(queued) - self.single.begun
         assert self.single.waiting_by_model() == self.blocks.waiting_by_model()
         assert self.single.backlog_seconds() == pytest.approx(self.blocks.backlog_seconds())
 
@@ -137,10 +141,24 @@ class Pair:
                 sequence.ready = self.block_sequences[id][0].ready = self.chance.random() < 0.5
 
     def batch(self) -> None:
+        before = {
+            sequence: (sequence.remaining, sequence.begun)
+            for sequences in self.single_sequences.values()
+            for sequence in sequences
+        }
         single, blocks = self.single.next_batch(), self.blocks.next_batch()
         if single is None or blocks is None:
             assert single is blocks
             return
+        parts = [part for part in single.parts if not part.sequence.stateful]
+        assert 1 <= len(single.parts) <= self.limits.max_batch_sequences
+        assert len(single.parts) == 1 or sum(part.steps for part in single.parts) <= self.limits.max_batch_tokens
+        assert sum(part.first and not part.last for part in parts) <= self.room
+        for part in single.parts:
+            left, begun = before[part.sequence]
+            assert 1 <= part.steps <= left and part.sequence.remaining == left - part.steps
+            assert (part.first, part.last) == (not begun, part.steps == left)
+            assert part.last or part.sequence.divisible
         assert single.model == blocks.model
         rows = [(part.sequence.id, part.sequence.number, *part[1:]) for part in blocks.parts]
         for whole in blocks.blocks:
@@ -170,6 +188,9 @@ class Pair:
             id for whole in blocks.blocks for id, row in zip(whole.ids, whole.rows, strict=True) for _ in range(row.sequences)
         ]
         assert sorted(sequence.id for sequence in single.sequences) == sorted(late)
+        assert all(sequence.deadline <= self.now for sequence in single.sequences)
+        for sequence in single.sequences:
+            self.single_sequences.pop(sequence.id, None)
 
     def _unpack(self, one: RequestBlock) -> list[NamedSequence]:
         [id] = one.ids

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from service.engine.batching.batch_builder import UNLIMITED, ScheduledSteps, fair_share
 from service.engine.batching.due import HEAD_START_SECONDS, STRETCH
@@ -85,16 +84,10 @@ def test_full_queue_of_all_models_refuses_a_request_until_the_next_batch() -> No
 # Batches of whole sequences.
 
 
-def test_batch_respects_max_batch_sequences() -> None:
-    queue = scheduler(max_batch_sequences=3)
-    add(queue, 1, 2, 3, 4, 5, 6, 7)
-    assert batches(queue) == [(MODEL, [1, 2, 3]), (MODEL, [4, 5, 6]), (MODEL, [7])]
-
-
-def test_batch_respects_max_batch_tokens() -> None:
-    queue = scheduler(max_batch_tokens=10)
-    add(queue, 4, 6, 1, 9, 2)
-    assert batches(queue) == [(MODEL, [4, 6]), (MODEL, [1, 9]), (MODEL, [2])]
+def test_batch_respects_both_limits() -> None:
+    queue = scheduler(max_batch_sequences=3, max_batch_tokens=10)
+    add(queue, 1, 2, 3, 4, 6, 1, 9, 2)
+    assert batches(queue) == [(MODEL, [1, 2, 3]), (MODEL, [4, 6]), (MODEL, [1, 9]), (MODEL, [2])]
 
 
 @pytest.mark.parametrize("steps", [(500, 1, 1), (1, 500, 1), (1, 1, 500)], ids=str)
@@ -143,12 +136,6 @@ def test_long_sequences_take_steps_that_short_ones_leave() -> None:
     # The short sequences leave 50 steps to each, and batches of 20 steps have 0.8 of that throughput.
     # With an equal share of 20 steps, K would be 16.
     assert [part.steps for part in batch(queue)[1]] == [*[10] * 6, 20, 20]
-
-
-def test_batch_takes_the_steps_that_fit_its_budget() -> None:
-    queue = scheduler(cost=Cost(4.0, 1.0, 0.5), batch_seconds=100.0, max_batch_tokens=1000)
-    add(queue, 200, divisible=True)
-    assert batches(queue) == [(MODEL, [64]), (MODEL, [64]), (MODEL, [64]), (MODEL, [8])]
 
 
 def test_shortest_sequence_limits_the_steps_of_a_batch() -> None:
@@ -315,23 +302,16 @@ def test_full_batches_leave_time_for_sequences_due_earlier() -> None:
 
 
 def test_running_batches_count_against_the_deadline() -> None:
+    """An idle engine refuses nothing by prediction. A request that takes too long alone has another error."""
     queue = scheduler(cost=Cost(2.0, 0, 0))
     with pytest.raises(Overloaded):
         add(queue, 1, deadline=CAUTION * 5 - 0.1, busy=3.0)
     add(queue, 1, deadline=CAUTION * 5, busy=3.0)
-
-
-def test_request_too_slow_alone_exceeds_its_deadline() -> None:
-    queue = scheduler(cost=STEP_COST)
-    add(queue, 1)
-    with pytest.raises(DeadlineExceeded, match="about 50 s alone"):
-        add(queue, 50, deadline=40.0)
-
-
-def test_idle_engine_refuses_nothing_by_prediction() -> None:
-    queue = scheduler(cost=Cost(1e6, 0, 0))
-    add(queue, 1, deadline=0.1)
-    assert queue.waiting == 1
+    with pytest.raises(DeadlineExceeded, match="about 2 s alone"):
+        add(queue, 1, deadline=CAUTION * 2 - 0.1)
+    idle = scheduler(cost=Cost(1e6, 0, 0))
+    add(idle, 1, deadline=0.1)
+    assert idle.waiting == 1
 
 
 def test_higher_priority_ignores_the_work_behind_it() -> None:
@@ -340,96 +320,3 @@ def test_higher_priority_ignores_the_work_behind_it() -> None:
     with pytest.raises(Overloaded):
         add(queue, 1, deadline=10.0, priority=-1)
     add(queue, 1, deadline=10.0, priority=1)
-
-
-class Queueing(RuleBasedStateMachine):
-    """Requests, batches, cancellations and deadlines in any order, checked against a plain list."""
-
-    ROWS, TOKENS, LIMIT, BUDGET = 3, 30, 12, 10.0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.room = 2
-        scheduler_limits = limits(self.LIMIT, self.ROWS, self.TOKENS, self.BUDGET)
-        self.queue: Scheduler[QueuedSequence] = Scheduler(scheduler_limits, lambda _: Cost(0.0, 1.0, 0.0), lambda _: self.room)
-        self.plain: list[tuple[ModelKey, QueuedSequence]] = []
-        self.steps: dict[QueuedSequence, int] = {}
-        self.now = 0.0
-
-    @rule(
-        steps=st.lists(st.integers(1, 40), min_size=1, max_size=5),
-        model=st.sampled_from([MODEL, OTHER]),
-        divisible=st.booleans(),
-        priority=st.integers(-2, 2),
-        allowed=st.sampled_from([1.0, 50.0, 1e9]),
-    )
-    def request(self, steps: list[int], model: ModelKey, divisible: bool, priority: int, allowed: float) -> None:
-        made = sequences(*steps, deadline=self.now + allowed, priority=priority, divisible=divisible)
-        waiting = sum(not sequence.begun for _, sequence in self.plain)
-        try:
-            self.queue.add(model, made, now=self.now)
-        except (Overloaded, DeadlineExceeded) as refused:
-            full = waiting + len(steps) > self.LIMIT
-            # An earlier prediction is checked before the limit of the queue, so a full queue may give its error.
-            assert full or "SEQSERVE_MAX_WAITING" not in refused.message
-            assert full or self.plain, "an empty queue refuses nothing by prediction"
-            return
-        assert waiting + len(steps) <= self.LIMIT
-        self.plain += [(model, sequence) for sequence in made]
-        self.steps |= dict(zip(made, steps, strict=True))
-
-    @rule(seconds=st.sampled_from([0.0, 0.5, 1.0, 60.0]))
-    def time_passes(self, seconds: float) -> None:
-        self.now += seconds
-
-    @rule(which=st.integers(0, 20))
-    def cancel(self, which: int) -> None:
-        if self.plain:
-            _, dropped = self.plain.pop(which % len(self.plain))
-            assert self.queue.drop([dropped]) == 1
-            self.room += dropped.begun
-
-    @rule()
-    def drop_late(self) -> None:
-        late = {sequence for _, sequence in self.plain if sequence.deadline <= self.now}
-        assert set(self.queue.drop_late(self.now).sequences) == late
-        self.plain = [queued for queued in self.plain if queued[1] not in late]
-        self.room += sum(sequence.begun for sequence in late)
-
-    @rule()
-    def batch(self) -> None:
-        before = {sequence: (sequence.remaining, sequence.begun) for _, sequence in self.plain}
-        taken = self.queue.next_batch()
-        if taken is None:
-            assert not self.plain
-            return
-        model, parts = taken.model, taken.parts
-        assert len(parts) <= self.ROWS and {part.sequence for part in parts} <= {
-            each for key, each in self.plain if key == model
-        }
-        assert len(parts) == len({part.sequence for part in parts})
-        assert len(parts) == 1 or sum(part.steps for part in parts) <= self.TOKENS
-        for part in parts:
-            left, begun = before[part.sequence]
-            assert 1 <= part.steps <= left and part.sequence.remaining == left - part.steps
-            assert (part.first, part.last) == (not begun, part.sequence.remaining == 0)
-            assert part.sequence.divisible or part.last
-            assert part.last or part.steps <= max(LEAST_STEPS, self.BUDGET)
-            self.room -= part.first and not part.last
-            self.room += part.last and begun
-        assert self.room >= 0
-        self.plain = [queued for queued in self.plain if queued[1].remaining]
-
-    @invariant()
-    def the_counts_are_what_is_queued(self) -> None:
-        assert self.queue.waiting == sum(not sequence.begun for _, sequence in self.plain)
-        assert self.queue.begun == sum(sequence.begun for _, sequence in self.plain)
-
-    def teardown(self) -> None:
-        for _ in range(sum(-(-self.steps[sequence] // LEAST_STEPS) for _, sequence in self.plain)):
-            self.batch()
-        assert not self.plain, "every sequence completes"
-
-
-TestQueueing = Queueing.TestCase
-TestQueueing.settings = settings(max_examples=40, stateful_step_count=40)

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from functools import partial
 
 import pytest
 import torch
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from service.engine.batching import session_state as states
 from service.engine.batching.scheduler import Scheduler
@@ -28,7 +24,6 @@ from service.errors import (
     UnknownModel,
     UnknownSession,
 )
-from service.ipc import session_file
 from service.ipc.messages import ModelKey
 from service.ipc.session_file import Origin
 from service.ipc.session_journal import SessionJournal
@@ -44,10 +39,7 @@ from tests.engine.batching.harness import (
     counted,
     total,
 )
-from tests.engine.batching.story import NAMES, Story, any_event
-
-EVENTS, STORIES = 80, 25
-"""tests/long has more."""
+from tests.engine.batching.story import tell_story
 
 
 def progress(client: FakeClient) -> tuple[float, int]:
@@ -97,9 +89,14 @@ class ChunkedHarness(BatcherHarness):
 # Chunks.
 
 
-def test_each_chunk_continues_from_the_one_before() -> None:
+def test_chunks_of_a_session_run_one_by_one_in_order() -> None:
+    """None is accepted after the last."""
     harness = BatcherHarness()
-    assert [progress(send(harness, *values)) for values in ((1, 2), (3,), (4, 5, 6))] == [(3, 2), (6, 3), (21, 6)]
+    clients = [harness.call([value, 1], session="a", ends=value == 7) for value in range(1, 8)]
+    late = harness.call([1], session="a")
+    harness.run()
+    assert [progress(client) for client in clients] == [(sum(range(value + 1)) + value, 2 * value) for value in range(1, 8)]
+    assert harness.engine.ran == [[value] for value in range(1, 8)] and refused(late) is SessionConflict
 
 
 def test_last_chunk_ends_the_session() -> None:
@@ -152,21 +149,6 @@ def test_restart_begins_at_zero_when_the_state_is_on_the_host() -> None:
     assert progress(send(harness, 1)) == (6, 2)
 
 
-def test_resume_of_an_unknown_session_fails() -> None:
-    harness = BatcherHarness()
-    assert refused(send(harness, 1, starts=False)) is UnknownSession
-    assert progress(send(harness, 1)) == (1, 1)
-    assert progress(send(harness, 1, starts=False)) == (2, 2)
-
-
-def test_chunks_of_a_session_run_one_by_one_in_order() -> None:
-    harness = BatcherHarness()
-    clients = [harness.call([value], session="a") for value in range(1, 8)]
-    harness.run()
-    assert [progress(client) for client in clients] == [(sum(range(value + 1)), value) for value in range(1, 8)]
-    assert harness.engine.ran == [[value] for value in range(1, 8)]
-
-
 @pytest.mark.parametrize(
     "lengths, model, error",
     [([1, 1], MODEL, InvalidInput), ([1], OTHER, InvalidInput)],
@@ -199,6 +181,7 @@ def harness_of_versions() -> BatcherHarness:
     [(NEWER, False, MODEL), (NEWER, True, None), (RELOADED, False, MODEL), (RELOADED, True, MODEL)],
 )
 def test_conflict_names_the_version_that_was_probably_meant(model: ModelKey, exactly: bool, elsewhere: ModelKey | None) -> None:
+    """A restarted session uses the named version."""
     harness = harness_of_versions()
     send(harness, 1)
     [error] = harness.call([2], model=model, session="a", exactly=exactly).errors
@@ -206,11 +189,6 @@ def test_conflict_names_the_version_that_was_probably_meant(model: ModelKey, exa
     assert total(harness.metrics.refused) == (elsewhere is None), "a chunk that is sent again is not counted"
     assert harness.batcher.sessions.model_of("a") == MODEL
     assert send(harness, 2).sums == [3.0]
-
-
-def test_restarted_session_uses_the_named_version() -> None:
-    harness = harness_of_versions()
-    send(harness, 1)
     assert progress(send(harness, 2, model=NEWER, starts=True)) == (2, 1)
     assert (harness.batcher.sessions.model_of("a"), harness.batcher.sessions.model_of("b")) == (NEWER, None)
 
@@ -243,13 +221,6 @@ def test_unload_loses_only_the_sessions_of_its_version() -> None:
     assert counted(harness.metrics.sessions_ended)["unloaded"] == 2
 
 
-def test_no_chunk_is_accepted_after_the_last() -> None:
-    harness = BatcherHarness()
-    last, late = harness.call([1], session="a", ends=True), harness.call([1], session="a")
-    harness.run()
-    assert last.sums == [1.0] and refused(late) is SessionConflict
-
-
 # Chunks that do not run.
 
 
@@ -264,7 +235,26 @@ def test_chunk_cancelled_between_batches_changes_nothing() -> None:
     assert used_slots(harness) == 1
     assert counted(harness.metrics.cancelled) == {"running": 1}
     harness.asynchronous.end()
+    assert not harness.answer(*[1] * 40, OVERFLOW, *[1] * 29).answers[0][0].finite, "as a part of it"
+    assert harness.batcher.idle and used_slots(harness) == 1
     assert progress(harness.answer(2)) == (3, 2)
+
+
+def test_chunks_after_one_that_is_not_run_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is cancelled, or its answer raises."""
+    harness = BatcherHarness()
+    first, cancelled, later, last = (harness.call([value], session="a") for value in (1, 2, 3, 4))
+    harness.disconnect(cancelled)
+    harness.run()
+    assert first.sums == [1.0]
+    assert refused(later) is refused(last) is SessionConflict
+    with monkeypatch.context() as patched:
+        patched.setattr(FakeClient, "receive_answer", fail)
+        bad, later = harness.call([10], session="a"), harness.call([20], session="a")
+        harness.run()
+    assert refused(bad) is InferenceFailed and refused(later) is SessionConflict
+    assert progress(send(harness, 2)) == (3, 2)
+    assert used_slots(harness) == 1
 
 
 @pytest.mark.parametrize(("value", "allowed", "error"), [(POISON, 1e9, InferenceFailed), (10, 5.0, DeadlineExceeded)])
@@ -294,28 +284,6 @@ def test_chunk_whose_state_cannot_be_restored_fails_alone(monkeypatch: pytest.Mo
     assert refused(bad) is InferenceFailed and mate.sums == [3.0]
     assert progress(send(harness, 4)) == (5, 2)
     assert counted(harness.metrics.engine_errors) == {"batch": 1}
-
-
-def test_chunks_after_a_cancelled_chunk_are_refused() -> None:
-    harness = BatcherHarness()
-    first, cancelled, later, last = (harness.call([value], session="a") for value in (1, 2, 3, 4))
-    harness.disconnect(cancelled)
-    harness.run()
-    assert first.sums == [1.0]
-    assert refused(later) is refused(last) is SessionConflict
-    assert progress(send(harness, 2)) == (3, 2)
-
-
-def test_chunk_whose_answer_raises_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    harness = BatcherHarness()
-    send(harness, 1)
-    with monkeypatch.context() as patched:
-        patched.setattr(FakeClient, "receive_answer", fail)
-        bad, later = harness.call([10], session="a"), harness.call([20], session="a")
-        harness.run()
-    assert refused(bad) is InferenceFailed and refused(later) is SessionConflict
-    assert progress(send(harness, 2)) == (3, 2)
-    assert used_slots(harness) == 1
 
 
 def test_request_that_opens_no_session_only_continues_one() -> None:
@@ -357,14 +325,6 @@ def test_first_chunk_that_is_not_answered_opens_no_session(monkeypatch: pytest.M
     assert harness.batcher.sessions.model_of("a") is None and harness.batcher.idle and used_slots(harness) == 0
     assert harness.metrics.sessions.values[()] == [0.0]
     assert refused(send(harness, 1, starts=False)) is UnknownSession
-
-
-def test_long_chunk_is_refused_if_any_part_is_not_finite() -> None:
-    harness = ChunkedHarness()
-    harness.answer(1)
-    assert not harness.answer(*[1] * 40, OVERFLOW, *[1] * 29).answers[0][0].finite
-    assert harness.batcher.idle and used_slots(harness) == 1
-    assert progress(harness.answer(2)) == (3, 2)
 
 
 # State slots.
@@ -433,6 +393,31 @@ def test_session_with_a_waiting_chunk_is_not_idle() -> None:
     assert progress(client) == (20, 20)
 
 
+def test_session_beyond_the_limit_is_refused() -> None:
+    """Chunks, imports, and chunks of the session that a client deletes. An import replaces no open session."""
+    harness = BatcherHarness(max_sessions=2)
+    assert refused(send(harness, 1, starts=False)) is UnknownSession
+    send(harness, 1)
+    file = harness.batcher.sessions.export_state("a")
+    with pytest.raises(SessionConflict):
+        harness.import_state("a", file)
+    harness.import_state("b", file)
+    [error] = send(harness, 1, session="c").errors
+    assert isinstance(error, TooManySessions) and error.retry_after == 1
+    assert error.message.startswith("2 sessions are open and SEQSERVE_MAX_SESSIONS is 2")
+    with pytest.raises(TooManySessions):
+        harness.import_state("c", file)
+    waits = harness.call([2], session="b")
+    with pytest.raises(SessionConflict):
+        harness.batcher.sessions.export_state("b")
+    harness.batcher.sessions.end("b")
+    assert refused(waits) is SessionConflict and used_slots(harness) == 1
+    with pytest.raises(UnknownSession):
+        harness.batcher.sessions.end("b")
+    assert send(harness, 1, session="c").sums == [1.0]
+    assert progress(send(harness, 2, starts=False)) == (3, 2)
+
+
 def test_abandoned_sessions_make_room_for_open_ones() -> None:
     """The end of the oldest is forgotten by then."""
     harness = BatcherHarness(max_sessions=2)
@@ -445,30 +430,18 @@ def test_abandoned_sessions_make_room_for_open_ones() -> None:
     assert send(harness, 1, session="s3").sums == [1.0]
 
 
-def test_session_beyond_the_limit_is_refused() -> None:
-    harness = BatcherHarness(max_sessions=2)
-    send(harness, 1)
-    send(harness, 1, session="b")
-    [error] = send(harness, 1, session="c").errors
-    assert isinstance(error, TooManySessions) and error.retry_after == 1
-    assert error.message.startswith("2 sessions are open and SEQSERVE_MAX_SESSIONS is 2")
-    assert send(harness, 2).sums == [3.0]
-    send(harness, 1, session="b", ends=True)
-    assert send(harness, 1, session="c").sums == [1.0]
-
-
-def test_deleted_session_refuses_its_waiting_chunks() -> None:
-    harness = BatcherHarness()
-    send(harness, 1)
-    waits = harness.call([1], session="a")
-    harness.batcher.sessions.end("a")
-    assert refused(waits) is SessionConflict
-    assert used_slots(harness) == 0
-    with pytest.raises(UnknownSession):
-        harness.batcher.sessions.end("a")
-
-
 # Ends of engines.
+
+
+def test_chunks_that_are_sent_again_do_not_continue_a_lost_session() -> None:
+    journal = SessionJournal(6)
+    send(BatcherHarness(journal=journal), 1)
+    after = BatcherHarness(journal=journal)
+    clients = [after.call([value], session="a", again=True) for value in (1, 2)]
+    begins = after.call([5], session="b", starts=True, again=True)
+    after.run()
+    assert [refused(client) for client in clients] == [SessionLost, SessionLost]
+    assert begins.sums == [5.0]
 
 
 def test_session_lost_with_its_engine_reports_it_once() -> None:
@@ -489,18 +462,6 @@ def test_session_lost_with_its_engine_reports_it_once() -> None:
     assert progress(send(after, 2, session="ended")) == (2, 1)
 
 
-def test_resubmitted_chunks_of_a_lost_session_are_refused() -> None:
-    journal = SessionJournal(6)
-    send(BatcherHarness(journal=journal), 1)
-    after = BatcherHarness(journal=journal)
-    clients = [after.call([value], session="a", again=True) for value in (1, 2)]
-    begins = after.call([5], session="b", starts=True, again=True)
-    after.run()
-    assert [refused(client) for client in clients] == [SessionLost, SessionLost]
-    assert begins.sums == [5.0]
-    assert progress(send(after, 3)) == (3, 1)
-
-
 # Export and import.
 
 
@@ -514,28 +475,6 @@ def test_exported_state_continues_in_another_engine() -> None:
     assert progress(send(there, 3)) == (6, 3)
     assert progress(send(here, 4, session="fork")) == (7, 3)
     assert progress(send(here, 10)) == (13, 3)
-
-
-def test_export_waits_for_running_chunks() -> None:
-    harness = BatcherHarness()
-    send(harness, 1)
-    harness.call([2], session="a")
-    with pytest.raises(SessionConflict):
-        harness.batcher.sessions.export_state("a")
-    harness.run()
-    assert session_file.read(harness.batcher.sessions.export_state("a")).origin.steps == 2
-
-
-def test_import_respects_open_sessions_and_the_limit() -> None:
-    harness = BatcherHarness(max_sessions=2)
-    send(harness, 1)
-    data = harness.batcher.sessions.export_state("a")
-    with pytest.raises(SessionConflict):
-        harness.import_state("a", data)
-    harness.import_state("b", data)
-    with pytest.raises(TooManySessions):
-        harness.import_state("c", data)
-    assert send(harness, 1).sums == [2.0]
 
 
 @pytest.mark.parametrize(
@@ -571,50 +510,7 @@ def test_import_of_other_tensors_is_refused(state: states.State) -> None:
         BatcherHarness().import_state("a", states.pack(state, Origin(*MODEL.labels, "abc", 1)))
 
 
-# Any order.
-
-
-class AnyOrder(RuleBasedStateMachine):
-    """Stories of EVENTS events. Hypothesis shortens a story that fails."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.story = Story()
-
-    @rule(
-        name=st.sampled_from(NAMES),
-        values=st.lists(st.sampled_from([1, 2, POISON, OVERFLOW]), min_size=1, max_size=20),
-        starts=st.sampled_from([None, None, True, False]),
-        ends=st.booleans(),
-        allowed=st.sampled_from([1e9, 30.0]),
-    )
-    def chunk(self, name: str, values: list[int], starts: bool | None, ends: bool, allowed: float) -> None:
-        self.story.chunk(name, values, starts, ends, allowed)
-
-    @rule(seed=st.integers(0, 1 << 32))
-    def anything(self, seed: int) -> None:
-        any_event(self.story, random.Random(seed))
-
-    @rule()
-    def end_of_batch(self) -> None:
-        self.story.end_of_batch()
-
-    @rule(seconds=st.sampled_from([1.0, IDLE_SECONDS]))
-    def time_passes(self, seconds: float) -> None:
-        self.story.time_passes(seconds)
-
-    @rule()
-    def engine_ends(self) -> None:
-        self.story.engine_ends()
-
-    @invariant()
-    def every_slot_has_one_owner(self) -> None:
-        self.story.check()
-
-    def teardown(self) -> None:
-        self.story.finish()
-        self.story.close()
-
-
-TestAnyOrder = pytest.mark.slow(AnyOrder.TestCase)
-TestAnyOrder.settings = settings(max_examples=STORIES, stateful_step_count=EVENTS)
+@pytest.mark.parametrize("seed", range(10))
+def test_any_order_of_events_keeps_sums_and_slots(seed: int) -> None:
+    """tests/long tells a million events."""
+    tell_story(seed, events=200)
