@@ -20,7 +20,7 @@ from service.engine.internal_errors import InternalErrors
 from service.engine.loading import ModelLoader
 from service.engine.trials import Trials
 from service.engine.worker import Worker
-from service.errors import SERVICE_FAILED, Overloaded, ServiceError
+from service.errors import SERVICE_FAILED, ServiceError
 from service.ipc import messages
 from service.ipc.blocks import ID
 from service.ipc.channel import Channel, Frame, encode, pair
@@ -244,19 +244,6 @@ def test_unexpected_exception_refuses_its_requests_and_nothing_else(
     assert logged[0]["error"] == "IndexError: secret"
 
 
-def test_refusals_for_an_ended_frontend_are_dropped(harness: WorkerHarness) -> None:
-    owners: list[BlockOwner] = []
-    harness.batcher.submit_block = lambda block: owners.append(block.owner)  # type: ignore[method-assign]
-    columns = fakes.block([(11, NEVER, [1])]).columns
-    harness.frontend.send(encode(messages.RequestBlock(*MODEL, 1, 1, 1, 1, 1, NEVER, 0.0, 0, PLAIN), 0, columns))
-    harness.run()
-    harness.frontend.close()
-    harness.run()
-    [owner] = owners
-    owner.refuse([11], Overloaded("full"))
-    assert not harness.worker._answered
-
-
 def test_metrics_include_the_backlog(harness: WorkerHarness) -> None:
     for id in (1, 2, 3):
         harness.frontend.send(encode(request([2]), id, (b"",)))
@@ -267,17 +254,6 @@ def test_metrics_include_the_backlog(harness: WorkerHarness) -> None:
     [[labels, [seconds]]] = counts.message.snapshot["seqserve_backlog_seconds"]
     assert (counts.id, tuple(labels)) == (5, (str(PLACE),))
     assert seconds in [SECONDS * waiting for waiting in range(4)]
-
-
-def test_cancelled_trace_makes_room_for_the_next(harness: WorkerHarness) -> None:
-    for id in (4, 5, 6):
-        harness.frontend.send(encode(RecordTrace(batches=5, seconds=0.0 if id == 6 else 60.0), id))
-        if id == 4:
-            harness.frontend.send(encode(Cancel(), id))
-    harness.run()
-    answers = [(type(frame.message), frame.id) for frame in harness.to_frontend if type(frame.message) in (Done, Refusal)]
-    assert answers == [(Refusal, 6)]
-    assert harness.heartbeat.late_seconds() < 0
 
 
 @pytest.mark.parametrize("traced", [False, True])

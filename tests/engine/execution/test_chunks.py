@@ -111,16 +111,6 @@ def bits(result: ChunkResult) -> list[bytes | None]:
     return [None if array is None else array.tobytes() for array in result[:4]]
 
 
-def test_reused_slot_keeps_nothing_of_its_last_sequence(tmp_path: Path) -> None:
-    _, engine = make_engine(tmp_path, "lstm", "max")
-    [alone] = run(engine, chunk(rows(1)))
-    run(engine, chunk(rows(2), write_slot=FIRST_SLOT))
-    run(engine, chunk(rows(1)[:4], write_slot=FIRST_SLOT))
-    [again] = run(engine, chunk(rows(1)[4:], read_slot=FIRST_SLOT))
-    assert again.embedding is not None and alone.embedding is not None
-    assert_allclose(again.embedding, alone.embedding, atol=ROUNDING)
-
-
 MATES = 31
 BAD_VALUES = [np.nan, np.inf, -np.inf, 3e38, -3e38, 1e-45, -0.0]
 """The last two are finite and harmless: a number too small for the normal form, and a negative zero."""

@@ -20,7 +20,7 @@ from service.engine.execution import model_runner
 from service.engine.execution.device_engine import DeviceEngine
 from service.engine.execution.in_flight import BatchArrays, ChunkResult, InFlightBatch
 from service.ipc.messages import FEATURES, IDS, ModelKey, Returns
-from service.metrics import Counter, Metrics
+from service.metrics import Metrics
 from service.modeling import store
 from service.modeling.encoder import Encoder
 from tests import models
@@ -47,14 +47,9 @@ def encoders(tmp_path_factory: pytest.TempPathFactory) -> dict[ModelKey, Encoder
 
 
 @pytest.fixture
-def metrics() -> Metrics:
-    return Metrics()
-
-
-@pytest.fixture
-def engine(encoders: dict[ModelKey, Encoder], metrics: Metrics) -> DeviceEngine:
+def engine(encoders: dict[ModelKey, Encoder]) -> DeviceEngine:
     served = {key: encoders[key] for key in (WORDS, SENSORS)}
-    return DeviceEngine(served, metrics, max_batch_sequences=8, max_batch_tokens=40)
+    return DeviceEngine(served, Metrics(), max_batch_sequences=8, max_batch_tokens=40)
 
 
 def random_input(key: ModelKey, steps: int, seed: int) -> NDArray[np.generic]:
@@ -121,14 +116,6 @@ def test_results_are_float32_and_survive_the_next_batch(engine: DeviceEngine) ->
     assert all(np.array_equal(array, copy) for array, copy in zip(held, copies, strict=True))
 
 
-def test_finished_returns_each_chunk_once(engine: DeviceEngine) -> None:
-    first, second = chunk(WORDS, 2), chunk(SENSORS, 3)
-    engine.launch(Batch(WORDS, [first]))
-    engine.launch(Batch(SENSORS, [second]))
-    assert [done for done, _ in engine.finished()] == [first, second]
-    assert engine.finished() == []
-
-
 @pytest.mark.parametrize(
     ("ids", "steps", "error"), [(b"\0", 3, ValueError), (np.array([1, len(models.WORDS)], IDS).tobytes(), 2, IndexError)]
 )
@@ -141,18 +128,12 @@ def test_failed_batch_finishes_nothing_and_the_next_runs(
         engine.launch(Batch(WORDS, [good, broken]))
     assert engine.finished() == []
     assert len(run(engine, WORDS, [good])) == 1
+    longer_than_a_batch = chunk(SENSORS, 50)
+    [result] = run(engine, SENSORS, [longer_than_a_batch])
+    assert result.sequence is not None and len(result.sequence) == 50
 
 
-def test_sequence_longer_than_a_batch_runs_alone(engine: DeviceEngine, encoders: dict[ModelKey, Encoder]) -> None:
-    steps = encoders[SENSORS].spec.input.max_steps
-    assert steps > 40
-    [result] = run(engine, SENSORS, [chunk(SENSORS, steps)])
-    assert result.sequence is not None and len(result.sequence) == steps
-
-
-def test_prepared_model_is_served_until_it_is_closed(
-    engine: DeviceEngine, encoders: dict[ModelKey, Encoder], metrics: Metrics
-) -> None:
+def test_prepared_model_is_served_until_it_is_closed(engine: DeviceEngine, encoders: dict[ModelKey, Encoder]) -> None:
     def fail() -> Encoder:
         raise ValueError("broken")
 
@@ -168,6 +149,7 @@ def test_prepared_model_is_served_until_it_is_closed(
     assert (engine.newest("words", "1"), engine.newest("words", "2")) == (newer, None)
     [result], [other] = run(engine, newer, [chunk(newer, 7)]), run(engine, WORDS, [chunk(WORDS, 7)])
     assert_alike(result, other)
+    metrics = engine._metrics
     engine.close(newer)
     assert not engine.serves(newer) and engine.serves(WORDS)
     assert metrics.weight_bytes.values[WORDS.labels] == [encoders[WORDS].weight_bytes()], "the older version is still served"
@@ -216,51 +198,18 @@ def test_batches_that_end_early_leave_no_predicted_time(engine: DeviceEngine, mo
     engine.finished()
 
 
-class LateCollector:
-    """A device that ends a batch when the host waits for it."""
-
-    ended = False
-
-    def complete(self) -> bool:
-        return self.ended
-
-    def wait(self) -> None:
-        self.ended = True
-
-
-def test_end_that_the_host_sees_late_makes_no_step_slow(engine: DeviceEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device may have ended at any moment since the host last looked."""
-    launch, before, seconds = model_runner.ModelRunner.launch, engine.cost(SENSORS), 0.02
-
-    def launch_late(runner: model_runner.ModelRunner, batch: Batch, collector: object) -> InFlightBatch:
-        in_flight = launch(runner, batch)
-        in_flight.collector = LateCollector()  # type: ignore[assignment]
-        return in_flight
-
-    monkeypatch.setattr(model_runner.ModelRunner, "launch", launch_late)
-    for _ in range(20):
-        engine.launch(Batch(SENSORS, [chunk(SENSORS, 3)]))
-        [in_flight] = engine._in_flight
-        assert not engine.finished()
-        time.sleep(seconds)
-        in_flight.wait()
-        assert engine.finished()
-    after = engine.cost(SENSORS)
-    assert after.per_step <= 4 * before.per_step
-    assert after.fixed > 2 * before.fixed
-
-
-def test_batch_is_counted_in_the_metrics(engine: DeviceEngine, metrics: Metrics) -> None:
+def test_batch_is_counted_in_the_metrics(engine: DeviceEngine) -> None:
+    metrics = engine._metrics
     run(engine, WORDS, [chunk(WORDS, steps) for steps in LENGTHS])
-    assert count(metrics.tokens) == sum(LENGTHS)
-    assert count(metrics.padding_avoided) == max(LENGTHS) * len(LENGTHS) - sum(LENGTHS)
+    assert metrics.tokens.values[WORDS.labels] == [sum(LENGTHS)]
+    assert metrics.padding_avoided.values[WORDS.labels] == [max(LENGTHS) * len(LENGTHS) - sum(LENGTHS)]
     assert metrics.batch_sequences.values[WORDS.labels][-1] == len(LENGTHS)
     assert metrics.batch_tokens.values[WORDS.labels][-1] == sum(LENGTHS)
     counts = {stage: sum(values[:-1]) for (*_, stage), values in metrics.stage_seconds.values.items()}
     assert counts == dict.fromkeys(("stage_in", "device_wait", "compute", "stage_out"), len(LENGTHS)), "once per sequence"
 
 
-def test_stages_of_a_batch_follow_without_a_gap(engine: DeviceEngine, metrics: Metrics) -> None:
+def test_stages_of_a_batch_follow_without_a_gap(engine: DeviceEngine) -> None:
     """The batch was staged while the device still ran the previous one."""
     now = time.monotonic()
     batch = Batch(WORDS, [chunk(WORDS, 3), chunk(WORDS, 4)], formed=now - 1.0)
@@ -269,15 +218,11 @@ def test_stages_of_a_batch_follow_without_a_gap(engine: DeviceEngine, metrics: M
     busy_seconds = engine.busy_seconds
     in_flight = InFlightBatch(batch, np.empty(0, np.int32), arrays, 0.1, now - 0.9, now - 0.8, now - 0.7, on_a_gpu)  # type: ignore[arg-type] # nothing is read
     engine._count(in_flight, ended=now - 0.25)
-    means = {stage: values[-1] / 2 for (*_, stage), values in metrics.stage_seconds.values.items()}
+    means = {stage: values[-1] / 2 for (*_, stage), values in engine._metrics.stage_seconds.values.items()}
     assert list(means) == ["stage_in", "device_wait", "compute", "stage_out"]
     assert [means[stage] for stage in ("stage_in", "device_wait", "compute")] == pytest.approx([0.2, 0.3, 0.25])
     assert means["stage_out"] >= 0.25
     assert engine.busy_seconds - busy_seconds == pytest.approx(0.25)
-
-
-def count(counter: Counter) -> float:
-    return counter.values[WORDS.labels][0]
 
 
 @pytest.mark.parametrize(

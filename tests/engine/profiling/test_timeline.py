@@ -140,12 +140,3 @@ def test_batches_in_flight_have_two_tracks_and_share_the_device() -> None:
     assert [piece.args["batch"] for piece in tracks["batches"] if piece.args] == [0, 2]
     assert [piece.args["batch"] for piece in tracks["batches (2)"] if piece.args] == [1]
     assert spans(tracks["device"]) == [(10, 200), (200, 350), (350, 510)]
-
-
-def test_late_seen_end_does_not_take_the_next_kernels() -> None:
-    batches = [batch(0), batch(100, free_us=200)]
-    asked = [seen("cuda_runtime", at, 5, "cudaGraphLaunch", correlation=number) for number, at in enumerate((15, 115))]
-    ran = [seen("kernel", at, 30, tid=STREAM, correlation=number) for number, at in enumerate((40, 150))]
-    tracks = drawn(batches, *asked, *ran)
-    assert spans(tracks["device"]) == [(10, 150), (150, 300)]
-    assert all(device.holds(kernel) for device, kernel in zip(tracks["device"], tracks["kernels, stream 7"], strict=True))
