@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -26,13 +27,18 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 from tritonclient.grpc import service_pb2
 
 from tests.serving import Server, SharedServer, eventually, serving
-from tests.supervisor.test_processes import start
 
 HEALTH, REFLECTION = "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"
 SERVICE = "inference.GRPCInferenceService"
 DRAIN_SECONDS = 300
 LAME_DUCK_SECONDS = 60
 """Long enough for a busy machine to answer the requests that a test sends before the ports close. An interrupt ends it earlier."""
+
+
+def start(folder: Path, *flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Start a service that is expected to fail. It takes free ports unless the flags name others."""
+    command = [sys.executable, "-m", "service", "serve", "--models", str(folder), "--port", "0", "--grpc-port", "0", *flags]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ | variables, check=False)
 
 
 @pytest.fixture(scope="module")

@@ -61,25 +61,25 @@ async def get(port: int, path: str, *lines: str) -> tuple[int, str, bytes]:
 
 
 @pytest.mark.parametrize("ready", [True, False])
-def test_checks_tell_live_from_ready(ready: bool) -> None:
+def test_checks_tell_live_from_ready_beside_metrics(ready: bool) -> None:
     async def scenario(port: int) -> None:
         assert await get(port, "/healthz?verbose") == (200, (await get(port, "/healthz"))[1], b'{"live":true}')
         status, head, body = await get(port, "/readyz")
         assert (status, json.loads(body).get("ready"), "retry-after: 1" in head) == (
             (200, True, False) if ready else (503, None, True)
         )
-
-    run(scenario, ready)
-
-
-def test_metrics_come_in_both_formats() -> None:
-    async def scenario(port: int) -> None:
         status, head, body = await get(port, "/metrics")
         assert status == 200 and "text/plain" in head and b"seqserve_ready" in body
         status, head, body = await get(port, "/metrics", "Accept: application/openmetrics-text")
         assert status == 200 and "application/openmetrics-text" in head and body.endswith(b"# EOF\n")
+        foreign = b"GET /metrics HTTP/1.1\r\nHost: example.com\r\n\r\n"
+        assert (await exchange(port, foreign))[0] == 403, "a web page may point its own name at this machine"
 
-    run(scenario)
+    async def with_tls(port: int) -> None:
+        assert [(await get(port, path))[0] for path in ("/healthz", "/metrics")] == [200, 404]
+
+    run(scenario, ready)
+    run(with_tls, tls_cert="certificate.pem")
 
 
 @pytest.mark.parametrize(
@@ -134,23 +134,6 @@ def test_wrong_keys_wait(tmp_path: Path) -> None:
         assert (await get(port, "/healthz"))[0] == 200
 
     run(scenario, keys=str(keys))
-
-
-def test_foreign_hosts_get_no_metrics() -> None:
-    """A web page may point its own name at this machine."""
-
-    async def scenario(port: int) -> None:
-        request = b"GET /metrics HTTP/1.1\r\nHost: example.com\r\n\r\n"
-        assert (await exchange(port, request))[0] == 403
-
-    run(scenario)
-
-
-def test_with_tls_there_are_no_metrics() -> None:
-    async def scenario(port: int) -> None:
-        assert [(await get(port, path))[0] for path in ("/healthz", "/metrics")] == [200, 404]
-
-    run(scenario, tls_cert="certificate.pem")
 
 
 def test_connections_are_few_and_short(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -36,12 +35,8 @@ def test_frontends_follow_the_engines(engine_nodes: Sequence[int], frontends: in
     assert nodes_of(planned, "engine") == list(engine_nodes)
     assert nodes_of(planned, "frontend") == frontend_nodes
     assert all(cores == TWO_NODES[node] for node, cores in planned.values())
-
-
-def test_processes_are_pinned_to_usable_cores_only() -> None:
-    planned = plan(TWO_NODES, [0, 1], ALL - {0, 9}, 2)
-    assert planned["engine-0"] == planned["frontend-0"] == (0, frozenset(range(1, 8)))
-    assert planned["engine-1"] == planned["frontend-1"] == (1, frozenset({8, *range(10, 16)}))
+    planned = plan(TWO_NODES, engine_nodes, ALL - {0, 9}, frontends)
+    assert all(cores == TWO_NODES[node] - {0, 9} for node, cores in planned.values()), "only usable cores"
 
 
 @pytest.mark.parametrize("frontends, pinned", [(7, True), (8, False)])
@@ -66,13 +61,6 @@ def test_nothing_is_pinned_without_two_usable_nodes_and_the_nodes_of_all_engines
     nodes: dict[int, Cores], engine_nodes: Sequence[int | None], usable: set[int]
 ) -> None:
     assert plan(nodes, engine_nodes, usable, 2) == {}
-
-
-def test_every_process_of_a_large_machine_is_pinned() -> None:
-    nodes = {node: frozenset(range(32 * node, 32 * node + 32)) for node in range(4)}
-    planned = plan(nodes, [0, 0, 1, 1, 2, 2, 3, 3], set(range(128)), 60)
-    assert Counter(nodes_of(planned, "engine")) == dict.fromkeys(range(4), 2)
-    assert Counter(nodes_of(planned, "frontend")) == dict.fromkeys(range(4), 15)
 
 
 @pytest.mark.parametrize("text, cores", [("0", {0}), ("0-2", {0, 1, 2}), ("0-1,4,6-7", {0, 1, 4, 6, 7}), ("", set())])

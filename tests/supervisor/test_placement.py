@@ -54,10 +54,14 @@ def test_engines_and_frontends_go_to_the_nodes_of_the_gpus(tmp_path: Path) -> No
     assert placed.pinned["engine-0"][1] == set(range(8, 16))
 
 
-def test_auto_is_the_first_gpu(tmp_path: Path) -> None:
-    placed = place_processes(Settings(), machine(tmp_path, 2))
-    assert placed.frontends == 7
-    assert pinned_nodes(placed) == {"engine-0": 0, **{f"frontend-{place}": 0 for place in range(7)}}
+@pytest.mark.parametrize(("gpus", "placed"), [(ADDRESSES, (7, 9, {0})), ([], (4, 12, set()))])
+def test_auto_is_the_first_gpu_or_else_the_cpu(
+    gpus: list[str], placed: tuple[int, int, set[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a GPU, most cores are the engine's."""
+    monkeypatch.setattr(placement, "find_gpus", lambda: gpus)
+    found = place_processes(Settings(), machine(tmp_path, 2))
+    assert (found.frontends, found.compute_threads, set(pinned_nodes(found).values())) == placed
 
 
 @pytest.mark.parametrize(
@@ -82,12 +86,6 @@ def test_the_driver_is_asked_only_when_the_answer_matters(
     place_processes(settings, machine(tmp_path, 1))
 
 
-def test_auto_without_a_gpu_leaves_most_cores_to_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placement, "find_gpus", list)
-    placed = place_processes(Settings(), machine(tmp_path, 2))
-    assert (placed.frontends, placed.compute_threads, placed.pinned) == (4, 12, {})
-
-
 # The driver.
 
 
@@ -107,9 +105,6 @@ def driver(status: int = 0) -> Any:
 
 def test_gpus_have_the_addresses_of_the_system() -> None:
     assert gpus.read_addresses(driver()) == ADDRESSES
-
-
-def test_a_driver_that_fails_is_an_error() -> None:
     with pytest.raises(OSError, match="999"):
         gpus.read_addresses(driver(999))
 
@@ -122,11 +117,6 @@ def test_a_driver_that_cannot_be_asked_has_no_gpus(command: Sequence[str], monke
     run = subprocess.run
     monkeypatch.setattr(subprocess, "run", lambda _, **options: run(command, **options))
     assert gpus.find_gpus() == []
-
-
-def test_the_probe_prints_a_list() -> None:
-    addresses = gpus.find_gpus()
-    assert all(address.count(":") == 2 for address in addresses), addresses
 
 
 # On this machine.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import threading
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, cast
@@ -43,17 +42,17 @@ from tests.supervisor.fakes import FakeChild
 
 
 class Supervised:
-    """A reloader over a folder with version 1 of words, with one engine and one frontend."""
+    """A reloader over a folder with version 1 of words, with one engine and two frontends."""
 
     def __init__(self, root: Path, **settings: Any) -> None:
         self.root = root
-        self.engine, self.frontend = FakeChild("engine-0"), FakeChild("frontend-0")
+        self.engine, self.frontend, self.other = (FakeChild(name) for name in ("engine-0", "frontend-0", "frontend-1"))
         self.metrics, self.trials, self.unloaded = Metrics(), Trials(), list[ModelKey]()
         given = Settings(models=root, **settings)
         self.reloader = ModelReloader(
             Repository(root, given.versions),
             given,
-            lambda: cast("list[Child]", [self.frontend, self.engine]),
+            lambda: cast("list[Child]", [self.frontend, self.engine, self.other]),
             self.unloaded.append,
             self.trials,
             self.metrics,
@@ -107,6 +106,7 @@ def test_engines_prepare_before_frontends_switch_and_engines_unload(root: Path) 
         [prepared], [switched] = at.engine.took(PrepareModel), at.frontend.took(ServeModels)
         assert (prepared.model_version.version, switched.manifest) == ("2", at.reloader.manifest)
         assert [type(call) for call in at.frontend.calls] == [PrepareModel, ServeModels]
+        assert at.other.calls == at.frontend.calls
         assert (await at.states())["1"][0] == "UNLOADING" and (await at.states())["2"][0] == "READY"
         [closing] = await at.closed()
         assert (closing.key.version, closing.seconds) == ("1", reload.UNLOAD_SECONDS)
@@ -136,54 +136,71 @@ def test_only_changed_versions_are_prepared(root: Path) -> None:
     run(scenario, root)
 
 
-def test_policy_of_a_client_holds_until_the_next(root: Path) -> None:
+def test_loads_and_unloads_follow_the_newest_policy(root: Path) -> None:
+    """A policy of a client holds until the next. Aliases are read with each load."""
+
     async def scenario(at: Supervised) -> None:
         for version in (2, 3):
             models.words(root, version=version, seed=version)
-        for policy, served in (
-            ("latest", ["3"]),
-            (None, ["3"]),
-            ("1,2", ["1", "2"]),
-            (None, ["1", "2"]),
-            ("all", ["1", "2", "3"]),
-        ):
+        (root / spec.ALIASES).write_text('any = "words"')
+        for policy, served in (("latest", ["3"]), (None, ["3"]), ("1,2", ["1", "2"]), (None, ["1", "2"])):
             await at.reloader.load("words", policy)
-            assert [version for _, version in at.served()] == served
+            assert at.served() == [("words", version) for version in served]
+        assert at.frontend.took(ServeModels)[-1].manifest.aliases == {"any": "words"}
         with pytest.raises(InvalidInput, match="shorten it"):
             await at.reloader.load("words", "1" * (MAX_POLICY_CHARACTERS + 1))
-
-    run(scenario, root)
-
-
-def test_versions_are_unloaded_and_may_be_loaded_again(root: Path) -> None:
-    async def scenario(at: Supervised) -> None:
+        for name in ("nobody", "../models", "/etc", "."):
+            with pytest.raises(UnknownModel):
+                await at.reloader.load(name)
+        assert at.reloader.manifest.unavailable == [], "names of clients are not kept"
+        (root / spec.ALIASES).write_text('any = "nobody"')
+        with pytest.raises(InvalidModel, match="any stands for 'nobody'"):
+            await at.reloader.load("words")
+        (root / spec.ALIASES).unlink()
         models.tagger(root)
         await at.reloader.load("tagger")
         await at.reloader.unload("words")
         assert at.served() == [("tagger", "1")]
-        with pytest.raises(UnknownModel, match="served are tagger"):
-            await at.reloader.unload("words")
-        await at.reloader.unload("tagger")
-        with pytest.raises(UnknownModel, match="served are none"):
-            await at.reloader.unload("tagger")
+        for name, others in (("words", "tagger"), ("tagger", "none")):
+            if others == "none":
+                await at.reloader.unload("tagger")
+            with pytest.raises(UnknownModel, match=f"served are {others}"):
+                await at.reloader.unload(name)
         await at.reloader.load("words")
-        assert at.served() == [("words", "1")]
-        assert at.changes() == {"ok": 4, "unknown_model": 2}
-
-    run(scenario, root)
-
-
-def test_aliases_are_read_with_each_load(root: Path) -> None:
-    async def scenario(at: Supervised) -> None:
-        (root / spec.ALIASES).write_text('any = "words"')
-        await at.reloader.load("words")
-        assert at.frontend.took(ServeModels)[-1].manifest.aliases == {"any": "words"}
-        (root / spec.ALIASES).write_text('any = "nobody"')
-        with pytest.raises(InvalidModel, match="any stands for 'nobody'"):
+        assert at.served() == [("words", "1"), ("words", "2")]
+        assert at.changes() == {"ok": 8, "unknown_model": 6, "invalid_model": 1}
+        at.reloader.close()
+        with pytest.raises(Unavailable, match="shutting down"):
             await at.reloader.load("words")
-        assert at.reloader.manifest.aliases == {"any": "words"}
 
     run(scenario, root)
+
+
+@pytest.mark.parametrize(
+    ("settings", "refusal"),
+    [
+        ({"reload": "off"}, "SEQSERVE_RELOAD is off"),
+        ({"reload": "off", "replicated": True}, "SEQSERVE_RELOAD is off"),
+        ({"replicated": True}, "set SEQSERVE_RELOAD=poll"),
+        ({"replicated": True, "reload": "poll"}, r"versions\.toml"),
+    ],
+    ids=str,
+)
+def test_settings_refuse_changes(settings: dict[str, Any], refusal: str, root: Path) -> None:
+    """Replicas that poll take loads of what all will serve."""
+
+    async def scenario(at: Supervised) -> None:
+        polls = settings["reload"] == "poll" if "reload" in settings else False
+        for change in (at.reloader.load("words", "latest" if polls else None), at.reloader.unload("words")):
+            with pytest.raises(Unsupported, match=refusal):
+                await change
+        assert at.served() == [("words", "1")]
+        if polls:
+            models.words(root, version=2, seed=2)
+            await at.reloader.load("words")
+            assert len(at.served()) == 2
+
+    run(scenario, root, **settings)
 
 
 def test_invalid_version_leaves_the_old_one_and_its_reason_is_listed(root: Path) -> None:
@@ -207,22 +224,6 @@ def test_invalid_version_leaves_the_old_one_and_its_reason_is_listed(root: Path)
     run(scenario, root)
 
 
-def test_served_version_whose_files_were_overwritten_is_refused(root: Path) -> None:
-    async def scenario(at: Supervised) -> None:
-        models.words(root, version=2, seed=2)
-        file = root / "words" / "1" / spec.WEIGHTS
-        content = file.read_bytes()
-        with file.open("r+b") as weights:
-            weights.write(content[::-1])
-        with pytest.raises(InvalidModel, match="does not have the digest"):
-            await at.reloader.load("words")
-        file.write_bytes(content)
-        await at.reloader.load("words")
-        assert at.served() == [("words", "1"), ("words", "2")]
-
-    run(scenario, root)
-
-
 @pytest.mark.parametrize("refuses", ["engine", "frontend"])
 def test_refusal_of_one_process_is_a_refusal_of_the_load(refuses: str, root: Path) -> None:
     async def scenario(at: Supervised) -> None:
@@ -235,6 +236,21 @@ def test_refusal_of_one_process_is_a_refusal_of_the_load(refuses: str, root: Pat
         child.ended.set()
         await at.reloader.load("words")
         assert len(at.served()) == 2, "the successor of a process that ended starts with the manifest"
+
+    run(scenario, root)
+
+
+@pytest.mark.parametrize("refuses", ["frontend", "other"])
+def test_frontend_that_does_not_switch_is_killed(refuses: str, root: Path) -> None:
+    """The other one serves the new versions."""
+
+    async def scenario(at: Supervised) -> None:
+        child: FakeChild = getattr(at, refuses)
+        child.errors[ServeModels] = Unavailable("busy")
+        await at.reloader.unload("words")
+        assert at.served() == [] and child.killed == "ended"
+        assert all(frontend.took(ServeModels) for frontend in (at.frontend, at.other))
+        assert [frontend.killed for frontend in (at.frontend, at.other)].count("") == 1
 
     run(scenario, root)
 
@@ -264,15 +280,6 @@ def test_load_fails_when_its_engine_ends_with_it(root: Path) -> None:
     run(scenario, root)
 
 
-def test_frontend_that_does_not_switch_is_killed(root: Path) -> None:
-    async def scenario(at: Supervised) -> None:
-        at.frontend.errors[ServeModels] = Unavailable("busy")
-        await at.reloader.unload("words")
-        assert at.served() == [] and at.frontend.killed == "ended"
-
-    run(scenario, root)
-
-
 @pytest.mark.parametrize("everywhere", [False, True])
 def test_version_that_a_process_started_without_is_loaded_again(everywhere: bool, root: Path) -> None:
     async def scenario(at: Supervised) -> None:
@@ -287,69 +294,6 @@ def test_version_that_a_process_started_without_is_loaded_again(everywhere: bool
         assert at.served() == [("words", "1")] and at.engine.took(PrepareModel) and not at.reloader.manifest.unavailable
 
     run(scenario, root)
-
-
-@pytest.mark.parametrize("name", ["nobody", "../models", "/etc", "."])
-def test_only_folders_of_the_models_folder_are_loaded(name: str, root: Path) -> None:
-    async def scenario(at: Supervised) -> None:
-        with pytest.raises(UnknownModel):
-            await at.reloader.load(name)
-        assert at.reloader.manifest.unavailable == [], "names of clients are not kept"
-
-    run(scenario, root)
-
-
-@pytest.mark.parametrize("change", ["load", "unload"])
-@pytest.mark.parametrize(
-    ("settings", "refusal"),
-    [
-        ({"reload": "off"}, "SEQSERVE_RELOAD is off"),
-        ({"reload": "off", "replicated": True}, "SEQSERVE_RELOAD is off"),
-        ({"replicated": True}, "set SEQSERVE_RELOAD=poll"),
-    ],
-    ids=str,
-)
-def test_settings_refuse_changes(change: str, settings: dict[str, Any], refusal: str, root: Path) -> None:
-    async def scenario(at: Supervised) -> None:
-        with pytest.raises(Unsupported, match=refusal):
-            await getattr(at.reloader, change)("words")
-        assert at.served() == [("words", "1")]
-
-    run(scenario, root, **settings)
-
-
-def test_replicas_that_poll_take_loads_of_what_all_will_serve(root: Path) -> None:
-    async def scenario(at: Supervised) -> None:
-        models.words(root, version=2, seed=2)
-        await at.reloader.load("words")
-        assert len(at.served()) == 2
-        for change in (at.reloader.load("words", "latest"), at.reloader.unload("words")):
-            with pytest.raises(Unsupported, match=r"versions\.toml"):
-                await change
-
-    run(scenario, root, replicated=True, reload="poll")
-
-
-def test_hung_folder_delays_one_change(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stall = threading.Event()
-
-    async def scenario(at: Supervised) -> None:
-        models.tagger(root)
-        read = Repository.read
-        monkeypatch.setattr(ModelReloader._read, "__defaults__", (0.05,))
-        monkeypatch.setattr(
-            Repository, "read", lambda self, name, policy: stall.wait() if name == "words" else read(self, name, policy)
-        )
-        with pytest.raises(Unavailable, match="did not answer within"):
-            await at.reloader.load("words")
-        monkeypatch.setattr(ModelReloader._read, "__defaults__", (60.0,))
-        await at.reloader.load("tagger")
-        assert len(at.served()) == 2
-
-    try:
-        run(scenario, root)
-    finally:
-        stall.set()
 
 
 @pytest.mark.parametrize("change", ["load", "unload"])
@@ -381,15 +325,6 @@ def test_change_whose_client_has_gone_is_cancelled(change: str, root: Path) -> N
         assert at.changes() == {"ok": 1, GONE: 2}
         [dropped] = await at.closed()
         assert (dropped.key.version, dropped.seconds) == ("2", 0.0)
-
-    run(scenario, root)
-
-
-def test_closed_reloader_begins_no_change(root: Path) -> None:
-    async def scenario(at: Supervised) -> None:
-        at.reloader.close()
-        with pytest.raises(Unavailable, match="shutting down"):
-            await at.reloader.load("words")
 
     run(scenario, root)
 

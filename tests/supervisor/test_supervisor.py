@@ -212,6 +212,8 @@ def test_version_that_one_process_lacks_is_left_out_at_the_start(root: Path) -> 
 
 
 def test_version_with_which_engines_end_becomes_unavailable(root: Path) -> None:
+    """A version that has run in another engine is kept."""
+
     async def scenario(at: Started) -> None:
         at.supervisor._announced = True
         for _ in range(MAX_ENDS):
@@ -225,11 +227,7 @@ def test_version_with_which_engines_end_becomes_unavailable(root: Path) -> None:
         assert at.supervisor.manifest.model_versions == []
         assert at.reasons()[0].startswith(f"{MAX_ENDS} engines in a row ended")
 
-    run(root, scenario)
-
-
-def test_version_that_has_run_in_another_engine_is_kept(root: Path) -> None:
-    async def scenario(at: Started) -> None:
+    async def ran_elsewhere(at: Started) -> None:
         at.supervisor._announced = True
         other = at.supervisor._children["engine-1"] = FakeChild("engine-1")
         at.tell(other, TrialBegan(at.version.key))
@@ -243,18 +241,4 @@ def test_version_that_has_run_in_another_engine_is_kept(root: Path) -> None:
         assert at.supervisor.manifest.model_versions == [at.version]
 
     run(root, scenario)
-
-
-def test_bug_in_a_call_fails_the_call(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario(at: Started) -> None:
-        supervised = at.supervisor
-
-        async def broken(message: object) -> None:
-            raise KeyError("bug")
-
-        supervised._answer(at.frontend, Frame(Ready(), 7, b""), broken)
-        await settle(at)
-        [refusal] = at.frontend.calls
-        assert refusal.code == "inference_failed" and not supervised._calls
-
-    run(root, scenario)
+    run(root, ran_elsewhere)

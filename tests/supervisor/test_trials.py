@@ -24,6 +24,10 @@ def test_version_is_refused_after_a_fixed_number_of_ends() -> None:
     ]
     assert trials.to_load([WORDS, OTHER]) == [OTHER]
     assert not end(trials, WORDS.key), "it is refused once"
+    trials.keep({OTHER.key})
+    assert trials.to_load([WORDS, OTHER]) == [WORDS, OTHER], "a version that is forgotten can be loaded again"
+    end(trials, WORDS.key)
+    assert trials.to_load([WORDS, OTHER]) == [OTHER, WORDS], "versions with which engines ended are loaded last"
 
 
 def test_run_in_between_begins_the_count_again() -> None:
@@ -34,27 +38,9 @@ def test_run_in_between_begins_the_count_again() -> None:
     assert not trials.has_ended_engines(WORDS.key)
 
 
-def test_end_does_not_count_while_another_engine_has_run_the_version() -> None:
+def test_version_is_kept_while_the_device_may_be_the_cause() -> None:
+    """It is refused once an engine ends with it after loading another version, unless it has run in another engine."""
     trials = Trials()
     assert not any(end(trials, WORDS.key, elsewhere=True) for _ in range(2 * MAX_ENDS))
-
-
-def test_version_is_kept_while_the_device_may_be_the_cause() -> None:
-    """It is refused once an engine ends with it after loading another version."""
-    trials = Trials()
     assert not any(end(trials, WORDS.key, survived=frozenset({WORDS.key})) for _ in range(2 * MAX_ENDS))
     assert end(trials, WORDS.key)
-
-
-def test_versions_with_which_engines_ended_are_loaded_last() -> None:
-    trials = Trials()
-    end(trials, WORDS.key)
-    assert trials.to_load([WORDS, OTHER]) == [OTHER, WORDS]
-
-
-def test_forgotten_versions_can_be_loaded_again() -> None:
-    trials = Trials()
-    for _ in range(MAX_ENDS):
-        end(trials, WORDS.key)
-    trials.keep({OTHER.key})
-    assert trials.to_load([WORDS, OTHER]) == [WORDS, OTHER]
