@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 from tests import models, planted
 from tests.planted import Gate
@@ -25,6 +25,7 @@ torch.set_num_threads(1)
 
 # How long an example takes depends on the other work of the machine.
 settings.register_profile("any machine", settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("first failure", settings.get_profile("any machine"), phases=[Phase.explicit, Phase.generate])
 settings.load_profile("any machine")
 
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")

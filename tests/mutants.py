@@ -16,14 +16,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 import tomllib
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import astuple, dataclass
-from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from queue import SimpleQueue
 from typing import Any
 
@@ -36,8 +34,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PARTS: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 STAGES = ("not server and not slow and not gpu", "server or slow")
 """The tests of a part in the order in which they run: most faults are found before a server starts."""
-SLOWER, MORE_SECONDS = 3, 30.0
-"""Tests that take longer than without a fault, by this factor and time, have found it: it ends no loop, or no wait."""
+HANGS = 120.0
+"""A test that takes more seconds than this has found a fault: one that ends no loop, or no wait."""
 
 
 @dataclass(frozen=True)
@@ -91,14 +89,13 @@ def main() -> int:
             trees.put(copy(Path(scratch) / str(number)))
         for stage in STAGES[: 1 if options.quick else None]:
             left = [mutant for mutant in mutants if (mutant, stage) not in known and not is_found(mutant, known)]
-            parts = list(dict.fromkeys(mutant.part for mutant in left))
-            limits = dict(zip(parts, pool.map(partial(limit, stage=stage, trees=trees), parts), strict=True))
-            print(stage, {part: round(seconds) for part, seconds in limits.items()}, flush=True)
-            for mutant, passed in zip(
-                left, pool.map(partial(passes, stage=stage, limits=limits, trees=trees), left), strict=True
-            ):
-                known[mutant, stage] = not passed
-                print(json.dumps([*astuple(mutant), stage, not passed]), file=out, flush=True)
+            tests = list(dict.fromkeys(test for mutant in left for test in PARTS[mutant.part]["tests"]))
+            if left and (output := run(ROOT, tests, stage, "--numprocesses", str(options.jobs), "--dist", "loadfile")):
+                raise SystemExit(f"the tests fail without a fault:\n{output}")
+            running = {pool.submit(passes, mutant, stage, trees): mutant for mutant in left}
+            for done in as_completed(running):
+                known[running[done], stage] = not done.result()
+                print(json.dumps([*astuple(running[done]), stage, not done.result()]), file=out, flush=True)
     missed = [mutant for mutant in mutants if not is_found(mutant, known)]
     for mutant in missed:
         print(f"missed: {mutant.file}:{mutant.line}\n{mutant.difference()}")
@@ -162,35 +159,43 @@ def copy(tree: Path) -> Path:
     return tree
 
 
-def limit(part: str, stage: str, trees: SimpleQueue[Path]) -> float:
-    """Return how many seconds the tests of a part may take with a fault. Raises SystemExit if they fail without a fault."""
-    tree, started = trees.get(), time.monotonic()
-    failed = run(tree, part, stage, None)
-    trees.put(tree)
-    if failed:
-        raise SystemExit(f"the tests of {part} fail without a fault:\n{failed}")
-    return SLOWER * (time.monotonic() - started) + MORE_SECONDS
+def tests_of(part: str, file: str) -> tuple[list[str], list[str]]:
+    """Return the files with tests of a part: those that are named after the faulty file or import it, and the others."""
+    module = PurePath(file).with_suffix("")
+    package = f"from {'.'.join(module.parts[:-1])} import"
+    near: list[str] = []
+    far: list[str] = []
+    for test in dict.fromkeys(test for name in PARTS[part]["tests"] for test in _files(ROOT / name)):
+        code = test.read_text()
+        is_near = (
+            test.stem == f"test_{module.name}" or ".".join(module.parts) in code or (package in code and module.name in code)
+        )
+        (near if is_near else far).append(str(test.relative_to(ROOT)))
+    return near, far
 
 
-def passes(mutant: Mutant, stage: str, limits: dict[str, float], trees: SimpleQueue[Path]) -> bool:
-    """Return whether the tests of a stage pass in a copy of the project with a fault."""
+def _files(place: Path) -> list[Path]:
+    return sorted(place.rglob("test_*.py")) if place.is_dir() else [place]
+
+
+def passes(mutant: Mutant, stage: str, trees: SimpleQueue[Path]) -> bool:
+    """Return whether the tests of a stage pass in a copy of the project with a fault. Most faults fail one of the first tests."""
     tree, code = trees.get(), mutant.code()
     assert code is not None
-    try:
-        (tree / mutant.file).write_text(code)
-        return not run(tree, mutant.part, stage, limits[mutant.part])
-    except subprocess.TimeoutExpired:
-        return False
-    finally:
-        shutil.copy2(ROOT / mutant.file, tree / mutant.file)
-        trees.put(tree)
+    (tree / mutant.file).write_text(code)
+    failed = any(run(tree, tests, stage) for tests in tests_of(mutant.part, mutant.file) if tests)
+    shutil.copy2(ROOT / mutant.file, tree / mutant.file)
+    trees.put(tree)
+    return not failed
 
 
-def run(tree: Path, part: str, stage: str, seconds: float | None) -> str:
-    """Run the tests of a part until one fails. Return the output of the failed test. Raises TimeoutExpired."""
-    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-m", stage, *PARTS[part]["tests"]]
+def run(tree: Path, tests: list[str], stage: str, *more: str) -> str:
+    """Run tests until one fails. Return the output of the failed test."""
+    limit = ["-o", f"faulthandler_timeout={HANGS}", "-o", "faulthandler_exit_on_timeout=true"]
+    options = ["-x", "-p", "no:cacheprovider", "--hypothesis-profile", "first failure", "-m", stage, *limit, *more]
+    command = [sys.executable, "-m", "pytest", *options, *tests]
     environment = os.environ | {"PYTHONPATH": f"{tree}:{os.environ.get('PYTHONPATH', '')}", "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=seconds, check=False)
+    done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=False)
     return "" if done.returncode in (0, 5) else done.stdout + done.stderr  # 5: no test was selected
 
 
