@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
 from service.engine import worker
-from service.engine.batching.batcher import Batcher
-from service.engine.batching.request_block import RequestBlock
-from service.engine.batching.ticket import BlockOwner, SendAnswer, SendRefusal, Ticket
+from service.engine.batching.ticket import SendAnswer, SendRefusal, Ticket
 from service.engine.execution.device_engine import PreparedModel
 from service.engine.execution.graph_capture import RunBetweenBatches
 from service.engine.internal_errors import InternalErrors
 from service.engine.loading import ModelLoader
 from service.engine.trials import Trials
 from service.engine.worker import Worker
-from service.errors import SERVICE_FAILED, ServiceError
+from service.errors import SERVICE_FAILED
 from service.ipc import messages
 from service.ipc.blocks import ID
 from service.ipc.channel import Channel, Frame, encode, pair
@@ -57,74 +57,12 @@ BATCHES = 6
 """Batches per test. Then the frontend closes its channel, and one batch later the supervisor closes the control channel."""
 
 
-class OneRequestPerBatch(Batcher):
-    """Answers one request per batch, then calls `after` with the number of the batch. Raises `raised` for the requests of frontends."""
-
-    def __init__(self, after: Callable[[int], None]) -> None:
-        self.batch_sequences = BATCH_SEQUENCES
-        self._after = after
-        self.raised: Exception | None = None
-        self._batches = 0
-        self._replies: list[SendAnswer] = []
-        self._since = 0
-        self.most_between = 0
-        """The most requests submitted between two batches."""
-
-    @property
-    def waiting(self) -> int:
-        return 1
-
-    @property
-    def idle(self) -> bool:
-        return False
-
-    def count(self) -> None:
-        pass
-
-    def backlog_seconds(self) -> float:
-        return SECONDS * len(self._replies)
-
-    def submit(
-        self, request: Request, data: bytes | memoryview, reply: SendAnswer, refuse: SendRefusal, *, again: bool = False
-    ) -> Ticket:
-        self._fail_if_told()
-        self._replies.append(reply)
-        self._since += 1
-        self.most_between = max(self.most_between, self._since)
-        return Ticket(request, reply, refuse)
-
-    def submit_block(self, block: RequestBlock) -> None:
-        self._fail_if_told()
-        self._since += block.requests
-        self.most_between = max(self.most_between, self._since)
-
-    def fail_requests(self, owner: BlockOwner, ids: Sequence[int], error: ServiceError) -> None:
-        owner.refuse(ids, error)
-
-    def cancel(self, ticket: Ticket) -> None:
-        self._replies.clear()
-
-    def cancel_owner(self, owner: object) -> None:
-        pass
-
-    def cancel_request(self, owner: object, id: int) -> None:
-        self._fail_if_told()
-
-    def step(self, before_launch: object = None) -> bool:
-        self._since = 0
-        if self._replies:
-            self._replies.pop(0)(Answer((1, 1)), [b"1234"])
-        self._batches += 1
-        self._after(self._batches)
-        return True
-
-    def _fail_if_told(self) -> None:
-        if self.raised is not None:
-            raise self.raised
-
-
 class WorkerHarness:
-    """A worker with one frontend. Keeps the frames that the worker sends to both."""
+    """A worker with one frontend. Keeps the frames that the worker sends to both.
+
+    Its batcher answers one request per batch. It raises `raised` for the requests of frontends. most_between: the most requests that were
+    submitted between two batches.
+    """
 
     def __init__(self) -> None:
         near, far = pair()
@@ -134,13 +72,27 @@ class WorkerHarness:
         self.engine.served = [MODEL]
         self.to_frontend: list[Frame] = []
         self.to_supervisor: list[Frame] = []
-        self.batcher = OneRequestPerBatch(self._after)
-        models = ModelLoader(self.engine, self.batcher, self._prepared, Log("worker"))
-        errors = InternalErrors(Log("worker"), self.metrics)
-        trials = Trials(self._control)
-        self.worker = Worker(
-            self._control, self.heartbeat, self.batcher, self.engine, models, trials, PLACE, self.metrics, errors
+        self.raised: Exception | None = None
+        self._replies: list[SendAnswer] = []
+        self.batches = self.since = self.most_between = 0
+        batcher: Any = SimpleNamespace(
+            waiting=1,
+            idle=False,
+            batch_sequences=BATCH_SEQUENCES,
+            count=lambda: None,
+            backlog_seconds=lambda: SECONDS * len(self._replies),
+            submit=self._submit,
+            submit_block=lambda block: self._count(block.requests),
+            fail_requests=lambda owner, ids, error: owner.refuse(ids, error),
+            cancel=lambda *_: self._replies.clear(),
+            cancel_owner=lambda *_: None,
+            cancel_request=lambda *_: self._count(0),
+            watch=lambda *_: None,
+            step=self._step,
         )
+        models = ModelLoader(self.engine, batcher, self._prepared, Log("worker"))
+        errors, trials = InternalErrors(Log("worker"), self.metrics), Trials(self._control)
+        self.worker = Worker(self._control, self.heartbeat, batcher, self.engine, models, trials, PLACE, self.metrics, errors)
 
     def run(self) -> None:
         self.supervisor.flush()
@@ -161,13 +113,29 @@ class WorkerHarness:
         far.close()
         return Channel(near)
 
-    def _after(self, batch: int) -> None:
-        if batch == BATCHES:
+    def _submit(self, request: Request, data: bytes, reply: SendAnswer, refuse: SendRefusal, *, again: bool = False) -> Ticket:
+        self._count(1)
+        self._replies.append(reply)
+        return Ticket(request, reply, refuse)
+
+    def _count(self, requests: int) -> None:
+        if self.raised is not None:
+            raise self.raised
+        self.since += requests
+        self.most_between = max(self.most_between, self.since)
+
+    def _step(self, before_launch: object = None) -> bool:
+        self.since = 0
+        if self._replies:
+            self._replies.pop(0)(Answer((1, 1)), [b"1234"])
+        self.batches += 1
+        if self.batches == BATCHES:
             self.to_frontend = self.frontend.receive()
             self.frontend.close()
-        elif batch == BATCHES + 1:
+        elif self.batches == BATCHES + 1:
             self.to_supervisor = self.supervisor.receive()
             self.supervisor.close()
+        return True
 
 
 @pytest.fixture
@@ -203,7 +171,7 @@ def test_batches_are_launched_between_many_requests(harness: WorkerHarness, in_b
         block = encode(messages.RequestBlock(*MODEL, 2, 2, 2, 1, 1, NEVER, SOON, 0, PLAIN), 0, columns)
         harness.frontend.send(block if in_blocks else encode(sent(SOON), id, (b"",)))
     harness.run()
-    assert harness.batcher.most_between == BATCH_SEQUENCES
+    assert harness.most_between == BATCH_SEQUENCES
 
 
 def test_requests_that_waited_long_are_read_before_the_next_batch(
@@ -214,7 +182,7 @@ def test_requests_that_waited_long_are_read_before_the_next_batch(
     for id in range(3 * BATCH_SEQUENCES):
         harness.frontend.send(encode(sent(0.0), id, (b"",)))
     harness.run()
-    assert harness.batcher.most_between == 2 * BATCH_SEQUENCES
+    assert harness.most_between == 2 * BATCH_SEQUENCES
 
 
 def test_unexpected_exception_refuses_its_requests_and_nothing_else(
@@ -222,7 +190,7 @@ def test_unexpected_exception_refuses_its_requests_and_nothing_else(
 ) -> None:
     columns = fakes.block([(11, NEVER, [1]), (12, NEVER, [1, 1])]).columns
     block = messages.RequestBlock(*MODEL, 2, 3, 3, 1, 1, NEVER, 0.0, 0, PLAIN)
-    harness.batcher.raised = IndexError("secret")
+    harness.raised = IndexError("secret")
     harness.frontend.send(encode(request([2]), 10, (b"",)))
     harness.frontend.send(encode(block, 0, columns))
     harness.frontend.send(encode(Cancel(), 13))
