@@ -93,87 +93,89 @@ def run(scenario: Callable[[Supervised], Coroutine[Any, Any, None]], root: Path,
     asyncio.run(within())
 
 
+def with_reloader(scenario: Callable[[Supervised], Coroutine[Any, Any, None]]) -> Callable[[Path], None]:
+    """Return a test that runs a scenario with the default settings."""
+
+    def test(root: Path) -> None:
+        run(scenario, root)
+
+    return test
+
+
 def other_weights(folder: Path) -> None:
     file = folder / spec.WEIGHTS
     file.write_bytes(file.read_bytes()[:-4] + b"\0\0\0\0")
 
 
-def test_engines_prepare_before_frontends_switch_and_engines_unload(root: Path) -> None:
-    async def scenario(at: Supervised) -> None:
-        models.words(root, version=2, seed=2)
-        await at.reloader.load("words", "latest")
-        assert at.served() == [("words", "2")]
-        [prepared], [switched] = at.engine.took(PrepareModel), at.frontend.took(ServeModels)
-        assert (prepared.model_version.version, switched.manifest) == ("2", at.reloader.manifest)
-        assert [type(call) for call in at.frontend.calls] == [PrepareModel, ServeModels]
-        assert at.other.calls == at.frontend.calls
-        assert (await at.states())["1"][0] == "UNLOADING" and (await at.states())["2"][0] == "READY"
-        [closing] = await at.closed()
-        assert (closing.key.version, closing.seconds) == ("1", reload.UNLOAD_SECONDS)
-        assert not at.unloaded and not at.frontend.took(ForgetModel)
-        at.engine.unused.set()
-        while not at.unloaded:
-            await asyncio.sleep(0)
-        assert [key.version for key in at.unloaded] == ["1"] and at.frontend.took(ForgetModel)
-        assert (await at.states())["1"] == ("UNAVAILABLE", "the version policy does not select it")
-
-    run(scenario, root)
+@with_reloader
+async def test_engines_prepare_before_frontends_switch_and_engines_unload(at: Supervised) -> None:
+    models.words(at.root, version=2, seed=2)
+    await at.reloader.load("words", "latest")
+    assert at.served() == [("words", "2")]
+    [prepared], [switched] = at.engine.took(PrepareModel), at.frontend.took(ServeModels)
+    assert (prepared.model_version.version, switched.manifest) == ("2", at.reloader.manifest)
+    assert [type(call) for call in at.frontend.calls] == [PrepareModel, ServeModels]
+    assert at.other.calls == at.frontend.calls
+    assert (await at.states())["1"][0] == "UNLOADING" and (await at.states())["2"][0] == "READY"
+    [closing] = await at.closed()
+    assert (closing.key.version, closing.seconds) == ("1", reload.UNLOAD_SECONDS)
+    assert not at.unloaded and not at.frontend.took(ForgetModel)
+    at.engine.unused.set()
+    while not at.unloaded:
+        await asyncio.sleep(0)
+    assert [key.version for key in at.unloaded] == ["1"] and at.frontend.took(ForgetModel)
+    assert (await at.states())["1"] == ("UNAVAILABLE", "the version policy does not select it")
 
 
-def test_only_changed_versions_are_prepared(root: Path) -> None:
-    async def scenario(at: Supervised) -> None:
-        first = at.reloader.manifest
-        await at.reloader.load("words")
-        assert at.reloader.manifest is first and not at.engine.calls and not at.frontend.calls
-        models.words(root, seed=5)
-        await at.reloader.load("words")
-        [prepared], [closed] = at.engine.took(PrepareModel), await at.closed()
-        assert closed.key == first.model_versions[0].key != prepared.model_version.key
-        at.engine.unused.set()
-        await asyncio.sleep(0.01)
-        assert not at.unloaded, "the version is served, so its metrics stay"
-
-    run(scenario, root)
+@with_reloader
+async def test_only_changed_versions_are_prepared(at: Supervised) -> None:
+    first = at.reloader.manifest
+    await at.reloader.load("words")
+    assert at.reloader.manifest is first and not at.engine.calls and not at.frontend.calls
+    models.words(at.root, seed=5)
+    await at.reloader.load("words")
+    [prepared], [closed] = at.engine.took(PrepareModel), await at.closed()
+    assert closed.key == first.model_versions[0].key != prepared.model_version.key
+    at.engine.unused.set()
+    await asyncio.sleep(0.01)
+    assert not at.unloaded, "the version is served, so its metrics stay"
 
 
-def test_loads_and_unloads_follow_the_newest_policy(root: Path) -> None:
+@with_reloader
+async def test_loads_and_unloads_follow_the_newest_policy(at: Supervised) -> None:
     """A policy of a client holds until the next. Aliases are read with each load."""
-
-    async def scenario(at: Supervised) -> None:
-        for version in (2, 3):
-            models.words(root, version=version, seed=version)
-        (root / spec.ALIASES).write_text('any = "words"')
-        for policy, served in (("latest", ["3"]), (None, ["3"]), ("1,2", ["1", "2"]), (None, ["1", "2"])):
-            await at.reloader.load("words", policy)
-            assert at.served() == [("words", version) for version in served]
-        assert at.frontend.took(ServeModels)[-1].manifest.aliases == {"any": "words"}
-        with pytest.raises(InvalidInput, match="shorten it"):
-            await at.reloader.load("words", "1" * (MAX_POLICY_CHARACTERS + 1))
-        for name in ("nobody", "../models", "/etc", "."):
-            with pytest.raises(UnknownModel):
-                await at.reloader.load(name)
-        assert at.reloader.manifest.unavailable == [], "names of clients are not kept"
-        (root / spec.ALIASES).write_text('any = "nobody"')
-        with pytest.raises(InvalidModel, match="any stands for 'nobody'"):
-            await at.reloader.load("words")
-        (root / spec.ALIASES).unlink()
-        models.tagger(root)
-        await at.reloader.load("tagger")
-        await at.reloader.unload("words")
-        assert at.served() == [("tagger", "1")]
-        for name, others in (("words", "tagger"), ("tagger", "none")):
-            if others == "none":
-                await at.reloader.unload("tagger")
-            with pytest.raises(UnknownModel, match=f"served are {others}"):
-                await at.reloader.unload(name)
+    for version in (2, 3):
+        models.words(at.root, version=version, seed=version)
+    (at.root / spec.ALIASES).write_text('any = "words"')
+    for policy, served in (("latest", ["3"]), (None, ["3"]), ("1,2", ["1", "2"]), (None, ["1", "2"])):
+        await at.reloader.load("words", policy)
+        assert at.served() == [("words", version) for version in served]
+    assert at.frontend.took(ServeModels)[-1].manifest.aliases == {"any": "words"}
+    with pytest.raises(InvalidInput, match="shorten it"):
+        await at.reloader.load("words", "1" * (MAX_POLICY_CHARACTERS + 1))
+    for name in ("nobody", "../models", "/etc", "."):
+        with pytest.raises(UnknownModel):
+            await at.reloader.load(name)
+    assert at.reloader.manifest.unavailable == [], "names of clients are not kept"
+    (at.root / spec.ALIASES).write_text('any = "nobody"')
+    with pytest.raises(InvalidModel, match="any stands for 'nobody'"):
         await at.reloader.load("words")
-        assert at.served() == [("words", "1"), ("words", "2")]
-        assert at.changes() == {"ok": 8, "unknown_model": 6, "invalid_model": 1}
-        at.reloader.close()
-        with pytest.raises(Unavailable, match="shutting down"):
-            await at.reloader.load("words")
-
-    run(scenario, root)
+    (at.root / spec.ALIASES).unlink()
+    models.tagger(at.root)
+    await at.reloader.load("tagger")
+    await at.reloader.unload("words")
+    assert at.served() == [("tagger", "1")]
+    for name, others in (("words", "tagger"), ("tagger", "none")):
+        if others == "none":
+            await at.reloader.unload("tagger")
+        with pytest.raises(UnknownModel, match=f"served are {others}"):
+            await at.reloader.unload(name)
+    await at.reloader.load("words")
+    assert at.served() == [("words", "1"), ("words", "2")]
+    assert at.changes() == {"ok": 8, "unknown_model": 6, "invalid_model": 1}
+    at.reloader.close()
+    with pytest.raises(Unavailable, match="shutting down"):
+        await at.reloader.load("words")
 
 
 @pytest.mark.parametrize(
@@ -203,25 +205,22 @@ def test_settings_refuse_changes(settings: dict[str, Any], refusal: str, root: P
     run(scenario, root, **settings)
 
 
-def test_invalid_version_leaves_the_old_one_and_its_reason_is_listed(root: Path) -> None:
+@with_reloader
+async def test_invalid_version_leaves_the_old_one_and_its_reason_is_listed(at: Supervised) -> None:
     """Without the path of the models folder."""
-
-    async def scenario(at: Supervised) -> None:
-        before = at.reloader.manifest
-        models.words(root, version=2, seed=2)
-        other_weights(root / "words" / "2")
-        at.engine.errors[PrepareModel] = InvalidModel(f"{root}/words/2/weights.safetensors does not have the digest")
-        with pytest.raises(InvalidModel, match=r"^words/2/weights.safetensors"):
-            await at.reloader.load("words")
-        assert at.reloader.manifest == before
-        assert (await at.states())["2"] == ("UNAVAILABLE", "words/2/weights.safetensors does not have the digest")
-        [closed] = await at.closed()
-        assert (closed.key.version, closed.seconds) == ("2", 0.0), "processes drop what they prepared"
-        shutil.rmtree(root / "words" / "2")
+    before = at.reloader.manifest
+    models.words(at.root, version=2, seed=2)
+    other_weights(at.root / "words" / "2")
+    at.engine.errors[PrepareModel] = InvalidModel(f"{at.root}/words/2/weights.safetensors does not have the digest")
+    with pytest.raises(InvalidModel, match=r"^words/2/weights.safetensors"):
         await at.reloader.load("words")
-        assert await at.states() == {"1": ("READY", "")}
-
-    run(scenario, root)
+    assert at.reloader.manifest == before
+    assert (await at.states())["2"] == ("UNAVAILABLE", "words/2/weights.safetensors does not have the digest")
+    [closed] = await at.closed()
+    assert (closed.key.version, closed.seconds) == ("2", 0.0), "processes drop what they prepared"
+    shutil.rmtree(at.root / "words" / "2")
+    await at.reloader.load("words")
+    assert await at.states() == {"1": ("READY", "")}
 
 
 @pytest.mark.parametrize("refuses", ["engine", "frontend"])
@@ -255,29 +254,27 @@ def test_frontend_that_does_not_switch_is_killed(refuses: str, root: Path) -> No
     run(scenario, root)
 
 
-def test_load_fails_when_its_engine_ends_with_it(root: Path) -> None:
-    async def scenario(at: Supervised) -> None:
-        models.words(root, version=2, seed=2)
-        preparing, call = asyncio.Event(), at.engine.call
+@with_reloader
+async def test_load_fails_when_its_engine_ends_with_it(at: Supervised) -> None:
+    models.words(at.root, version=2, seed=2)
+    preparing, call = asyncio.Event(), at.engine.call
 
-        async def ending(message: Any, reply: type, *, timeout: float | None = None) -> Done:
-            if isinstance(message, PrepareModel):
-                at.engine.on_trial.add(message.model_version.key)
-                at.engine.ended.set()
-                assert [version.version for version in at.reloader.engine_manifest().model_versions] == ["1", "2"]
-                assert (await at.states())["2"][0] == "LOADING"
-                at.trials.count_end(message.model_version.key, survived=frozenset(), ran_elsewhere=False)
-                assert [version.version for version in at.reloader.engine_manifest().model_versions] == ["1"]
-                preparing.set()
-                raise Unavailable("engine-0 has ended")
-            return await call(message, reply, timeout=timeout)
+    async def ending(message: Any, reply: type, *, timeout: float | None = None) -> Done:
+        if isinstance(message, PrepareModel):
+            at.engine.on_trial.add(message.model_version.key)
+            at.engine.ended.set()
+            assert [version.version for version in at.reloader.engine_manifest().model_versions] == ["1", "2"]
+            assert (await at.states())["2"][0] == "LOADING"
+            at.trials.count_end(message.model_version.key, survived=frozenset(), ran_elsewhere=False)
+            assert [version.version for version in at.reloader.engine_manifest().model_versions] == ["1"]
+            preparing.set()
+            raise Unavailable("engine-0 has ended")
+        return await call(message, reply, timeout=timeout)
 
-        at.engine.call = ending  # type: ignore[method-assign]
-        with pytest.raises(Unavailable, match="ended while it loaded words version 2"):
-            await at.reloader.load("words")
-        assert preparing.is_set() and at.served() == [("words", "1")]
-
-    run(scenario, root)
+    at.engine.call = ending  # type: ignore[method-assign]
+    with pytest.raises(Unavailable, match="ended while it loaded words version 2"):
+        await at.reloader.load("words")
+    assert preparing.is_set() and at.served() == [("words", "1")]
 
 
 @pytest.mark.parametrize("everywhere", [False, True])
