@@ -11,7 +11,7 @@ import pytest
 
 from service.errors import Unavailable
 from service.ipc.channel import Channel, Frame, pair
-from service.ipc.messages import CollectMetrics, LoadModel, MetricsCollected
+from service.ipc.messages import CollectMetrics, MetricsCollected
 from service.ipc.process_config import DEVICE_LOST
 from service.supervisor.process import EXIT_SECONDS, Child
 
@@ -78,17 +78,3 @@ def test_call_fails_when_the_process_ends() -> None:
         assert child.process.returncode is not None and child.ended.is_set()
 
     run_child("engine-0", "control.recv(1)", test)
-
-
-def test_large_message_does_not_wait_for_its_reader() -> None:
-    """It leaves as fast as the process reads, and the event loop keeps running."""
-    size = 15 << 20
-
-    async def test(child: Child) -> None:
-        child.send(LoadModel("n" * size))
-        await asyncio.sleep(0)
-        assert not child.ended.is_set()
-        await child.ended.wait()  # the process ends when it has read everything
-
-    read = f"size = {size}; exec('while size > 0: size -= len(control.recv(1 << 20))')"
-    run_child("frontend-0", read, test)

@@ -109,15 +109,6 @@ def test_sequence_that_makes_the_model_raise_fails_alone(capfd: pytest.CaptureFi
     assert (entry["model"], entry["version"], entry["error"]) == (*MODEL.labels, "ValueError: poisoned")
 
 
-def test_failing_request_cancelled_meanwhile_counts_once() -> None:
-    harness = BatcherHarness()
-    cancelled = harness.call([POISON])
-    harness.during_batch(lambda: harness.disconnect(cancelled))
-    assert cancelled.replies == 0
-    assert counted(harness.metrics.cancelled) == {"running": 1}
-    assert total(harness.metrics.failed) == 0
-
-
 def test_failed_request_computes_no_further_sequence() -> None:
     harness = BatcherHarness(max_batch_sequences=2)
     bad = harness.call([POISON], [5], [3], [4])
@@ -169,6 +160,7 @@ def test_lost_device_answers_nothing_and_retries_nothing(monkeypatch: pytest.Mon
     with pytest.raises(DeviceLost):
         harness.batcher.step()
     assert [client.replies for client in clients] == [0, 0] and len(launched) == 1
+    assert total(harness.metrics.engine_errors) == 0
 
 
 def test_requests_that_arrive_while_a_batch_runs_join_the_next() -> None:

@@ -156,17 +156,3 @@ def test_batch_keeps_the_budget_while_tenants_compete(in_blocks: bool, monkeypat
     assert batch(queue) == {"noisy": 3}, "the other tenant may return at any time"
     assert [batch(queue) for _ in range(2)] == 2 * [{"noisy": 3}]
     assert batch(queue) == {"noisy": 8}, "it has been away for a while"
-
-
-def test_dropped_requests_leave_nothing_behind() -> None:
-    queue = scheduler()
-    made = sequences(1, 1, share=NOISY)
-    queue.add(MODEL, made, now=0.0)
-    owner = object()
-    queue.add_block(block([(1, 5.0, [1]), (2, NEVER, [1])], share=QUIET, owner=owner), now=0.0)
-    queue.drop(made)
-    queue.drop_late(6.0)
-    queue.drop_request(owner, 2)
-    assert queue.waiting == 0 and queue.next_batch() is None
-    add(queue, NOISY, 3)
-    assert batch(queue) == {"noisy": 3}

@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 
 from service.engine.batching.request_block import RequestBlock
-from service.engine.execution.device import DeviceLost
 from service.engine.execution.in_flight import BlockResult
 from service.engine.internal_errors import MAX_KINDS, InternalErrors
 from service.errors import SERVICE_FAILED, InferenceFailed
 from service.log import Log
 from service.metrics import Metrics
-from tests.engine.batching.harness import BatcherHarness, counted, total
+from tests.engine.batching.harness import BatcherHarness, counted
 
 
 def test_kinds_of_logged_errors_are_limited(capfd: pytest.CaptureFixture[str]) -> None:
@@ -20,13 +19,6 @@ def test_kinds_of_logged_errors_are_limited(capfd: pytest.CaptureFixture[str]) -
         errors.log("bug", ValueError("x" * 10_000), work=str(number))
     logged = capfd.readouterr().err.splitlines()
     assert len(logged) == MAX_KINDS and len(logged[0]) < 1000
-
-
-def test_lost_device_is_no_internal_error() -> None:
-    metrics = Metrics()
-    with pytest.raises(DeviceLost):
-        InternalErrors(Log("engine"), metrics).report("batch", DeviceLost("the device is lost"))
-    assert total(metrics.engine_errors) == 0
 
 
 def test_block_whose_answer_raises_is_refused_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -162,20 +162,3 @@ def test_large_finite_states_are_not_marked(check: Callable[[list[torch.Tensor],
     assert check(slabs, torch.tensor([3, 2, 1], dtype=torch.int32)).tolist() == [False, False, True]
     finite = check(slabs, torch.tensor([4, 1], dtype=torch.int32))
     assert finite is None or finite.tolist() == [True, True]
-
-
-@pytest.mark.parametrize(
-    "layer, head, streams",
-    [
-        (LAYERS["lstm"], "last", True),
-        (LAYERS["lstm"], "span", False),
-        (LAYERS["lstm"] | {"bidirectional": True}, "last", False),
-        (LAYERS["conv"] | {"padding": "same"}, "max", False),
-        (LAYERS["conv"] | {"stride": 2}, "max", False),
-    ],
-    ids=["one direction", "span", "both directions", "centred", "strided"],
-)
-def test_model_that_looks_ahead_does_not_stream(layer: dict[str, Any], head: str, streams: bool, tmp_path: Path) -> None:
-    spec = models.made_up(tmp_path, "streamed", FLOATS, layer, head=HEADS.get(head, {"kind": head}))
-    encoder = Encoder(spec, store.read_arrays(tmp_path / "streamed" / "1", spec), torch.device("cpu"))
-    assert encoder.streams == streams

@@ -183,11 +183,6 @@ def test_loaded_reports_device_and_backends(engine: DeviceEngine) -> None:
     assert sensors.backends == [f"layers.0: {cpu_backends('lstm')[0]}"]
 
 
-def test_larger_batch_is_predicted_to_take_longer(engine: DeviceEngine) -> None:
-    short, long = Batch(WORDS, [chunk(WORDS, 1)]), Batch(WORDS, [chunk(WORDS, 20)] * 8)
-    assert 0 < engine.predicted_seconds(short) < engine.predicted_seconds(long)
-
-
 def test_batches_that_end_early_leave_no_predicted_time(engine: DeviceEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_runner.ModelRunner, "predicted_seconds", lambda *_: 100.0)
     for _ in range(10):

@@ -45,11 +45,6 @@ def batch(begin_us: float, *, free_us: float = 0.0, **others: Any) -> TracedBatc
     return replace(traced, **others)
 
 
-def on_cpu(begin_us: float) -> TracedBatch:
-    traced = batch(begin_us, asynchronous=False, by="launches", padded_tokens=0)
-    return replace(traced, launched=traced.ended)
-
-
 def seen(cat: str, begin_us: float, us: float, name: str = "it", tid: int = THREAD, **args: Any) -> ProfilerEvent:
     """Return a profiler event at this many microseconds after START."""
     return ProfilerEvent(name, cat, 1e6 * (START - BEHIND) + begin_us, us, tid, args)
@@ -93,15 +88,6 @@ def test_batch_is_drawn_with_its_stages_queue_and_device_time() -> None:
     assert spans(tracks["queue"]) == [(-100, 0)]
     assert tracks["queue"][0].args == {"batch": 0, "rows": 3, "mean_us": 50.0}
     assert spans(tracks["device"]) == [(10, 200)]
-
-
-def test_cpu_batch_has_a_compute_stage_and_nested_operations() -> None:
-    outer, inner, beside = seen("cpu_op", 20, 100, "outer"), seen("cpu_op", 30, 90, "inner"), seen("cpu_op", 120, 5, "beside")
-    tracks = drawn([on_cpu(0)], inner, beside, outer)
-    assert list(tracks) == ["queue", "batches", "operations"]
-    assert [piece.name for piece in tracks["batches"]] == ["words", "stage_in", "compute", "stage_out", "reply"]
-    assert [piece.name for piece in tracks["operations"]] == ["outer", "inner", "beside"]
-    assert all(tracks["batches"][2].holds(piece) for piece in tracks["operations"])
 
 
 def test_launches_copies_and_kernels_have_their_tracks() -> None:
