@@ -18,8 +18,7 @@ from service.metrics import Metrics
 from service.modeling import store
 from service.modeling.encoder import Encoder
 from tests import models
-from tests.engine.batching.fakes import MODEL, OTHER
-from tests.engine.batching.harness import FakeEngine
+from tests.engine.batching.harness import MODEL, OTHER, FakeEngine
 
 
 class Answering(FakeEngine):

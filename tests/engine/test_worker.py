@@ -43,9 +43,8 @@ from service.ipc.messages import (
 )
 from service.log import Log
 from service.metrics import Metrics
-from tests.engine.batching import fakes
-from tests.engine.batching.fakes import MODEL, NEVER, PLAIN, request
-from tests.engine.batching.harness import FakeEngine
+from tests.engine.batching import harness as fakes
+from tests.engine.batching.harness import MODEL, NEVER, PLAIN, FakeEngine, request
 
 PLACE = 3
 SECONDS = 2.5

@@ -1,4 +1,4 @@
-"""The reader of exported sessions accepts only the files of an export, and refuses all others cheaply."""
+"""The reader of exported sessions accepts only the files of an export. Rendezvous hashing places sessions."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import random
 import struct
 import time
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from service.engine.batching import session_state
 from service.errors import InvalidRequest
 from service.ipc import session_file
 from service.ipc.session_file import FORMAT, MAX_HEADER_BYTES, MAX_TENSORS, Origin, StoredTensor
+from service.ipc.session_placement import engine_of_session
 
 ORIGIN = Origin("words", "3", "0af" * 10, 7)
 METADATA = {"format": FORMAT, "model": "words", "version": "3", "weights": "", "steps": "7"}
@@ -135,3 +137,20 @@ def test_damaged_files_are_read_or_refused() -> None:
         except InvalidRequest:
             continue
         assert sum(tensor.size for tensor in file.tensors.values()) == len(file.data)
+
+
+NAMES = [f"session {number}" for number in range(4000)]
+
+
+@pytest.mark.parametrize("places", [1, 3])
+def test_added_engine_moves_only_its_share(places: int) -> None:
+    found = Counter(engine_of_session(name, places) for name in NAMES)
+    assert sorted(found) == list(range(places))
+    assert max(found.values()) - min(found.values()) < 0.1 * len(NAMES)
+    moved = [name for name in NAMES if engine_of_session(name, places) != engine_of_session(name, places + 1)]
+    assert len(moved) == pytest.approx(len(NAMES) / (places + 1), rel=0.15)
+    assert {engine_of_session(name, places + 1) for name in moved} == {places}
+
+
+def test_placement_is_stable_across_releases() -> None:
+    assert [engine_of_session(name, 4) for name in ("a", "b", "sensor-17", "x" * 128)] == [2, 2, 1, 0]

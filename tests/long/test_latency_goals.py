@@ -21,7 +21,7 @@ from service.engine.batching.model_queue import QueuedSequence
 from service.engine.batching.scheduler import Scheduler
 from service.engine.execution.cost_model import Cost
 from service.settings import Settings
-from tests.engine.batching.fakes import MODEL, limits
+from tests.engine.batching.harness import MODEL, limits
 
 BUDGET_SECONDS = 0.0005
 LOAD, LONG_SHARE = 0.7, 0.01

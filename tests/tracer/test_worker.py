@@ -1,4 +1,4 @@
-"""The tracer's spans and its queue, with an exporter that the test plays."""
+"""The tracer's spans, its queue, and the protocol of its exporter, which follows from the URL of the receiver."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from service.ipc.messages import Api, BatchRun, RequestTrace
 from service.log import Log
 from service.metrics import Metrics
+from service.settings import Settings
 from service.tracer import worker
+from service.tracer.exporter import open_exporter
 from service.tracer.spans import LINK_SECONDS, MAX_BATCHES, SpanMaker, stages
 from service.tracer.worker import Tracer
+from tests.tracer.receiver import receiving
 
 
 def run_of(number: int, engine: int = 0) -> BatchRun:
@@ -106,3 +109,32 @@ def test_spans_are_exported_at_the_end_and_counted(
     asyncio.run(test())
     assert {labels[0]: values[0] for labels, values in metrics.spans.values.items()} == counts
     assert len(exporter.spans) == counts.get("exported", len(exporter.spans))
+
+
+@pytest.mark.parametrize(
+    ("url", "endpoint"),
+    [
+        ("http://collector:4318", "http://collector:4318/v1/traces"),
+        ("http://collector:4318/", "http://collector:4318/v1/traces"),
+        ("https://collector/v1/traces", "https://collector/v1/traces"),
+        ("http://collector:4317/other", "http://collector:4317/other"),
+        ("http://collector:4317", "collector:4317"),
+        ("https://collector/", "collector"),
+    ],
+)
+def test_url_decides_the_protocol(url: str, endpoint: str) -> None:
+    """A URL of OTLP over HTTP stays a URL; gRPC takes host and port of it."""
+    exporter = open_exporter(Settings(trace_endpoint=url))
+    assert exporter._endpoint == endpoint  # type: ignore[attr-defined]
+    exporter.shutdown()
+
+
+@pytest.mark.parametrize("protocol", ["grpc", "http"])
+def test_spans_arrive_over_each_protocol(protocol: str) -> None:
+    with receiving(protocol) as receiver:
+        exporter = open_exporter(Settings(trace_endpoint=receiver.endpoint))
+        spans = SpanMaker(Resource({"service.name": "seqserve"})).request_spans(request(7, run_of(1)), 0.0, 0.0)
+        exporter.export(spans)
+        exporter.shutdown()
+    assert {(span.trace, span.resource["service.name"]) for span in receiver.spans} == {(f"{7:032x}", "seqserve")}
+    assert [span.name for span in receiver.spans] == [span.name for span in spans]

@@ -16,8 +16,16 @@ from service.engine.execution.cost_model import Cost
 from service.errors import ServiceError, SessionConflict, SessionExpired, SessionLost, TooManySessions, UnknownSession
 from service.ipc.messages import ModelKey
 from service.ipc.session_journal import SessionJournal
-from tests.engine.batching.fakes import MODEL, OTHER
-from tests.engine.batching.harness import IDLE_SECONDS, OVERFLOW, POISON, AsynchronousEngine, BatcherHarness, FakeClient
+from tests.engine.batching.harness import (
+    IDLE_SECONDS,
+    MODEL,
+    OTHER,
+    OVERFLOW,
+    POISON,
+    AsynchronousEngine,
+    BatcherHarness,
+    FakeClient,
+)
 
 NAMES = ("a", "b", "c", "d", "e")
 MOST_SESSIONS = 3

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from service.ipc.messages import ModelKey
-from tests.engine.batching.fakes import MODEL, OTHER
-from tests.engine.batching.harness import POISON, BatcherHarness, total
+from tests.engine.batching.harness import MODEL, OTHER, POISON, BatcherHarness, total
 
 
 class AnyOrder(RuleBasedStateMachine):

@@ -1,4 +1,4 @@
-"""The batcher replies to every request once, whatever is cancelled, late, refused or broken."""
+"""The batcher replies to every request once, whatever is cancelled, late, refused or broken. Clients cannot fill the log with errors."""
 
 from __future__ import annotations
 
@@ -9,12 +9,26 @@ import pytest
 
 from service.engine.batch import Batch
 from service.engine.batching.memory_limits import PERIOD_SECONDS
+from service.engine.batching.request_block import RequestBlock
 from service.engine.execution.device import DeviceLost
-from service.engine.internal_errors import LOG_SECONDS
-from service.errors import DeadlineExceeded, InferenceFailed, InvalidInput, OutOfMemory, Overloaded, ServiceError, UnknownModel
+from service.engine.execution.in_flight import BlockResult
+from service.engine.internal_errors import LOG_SECONDS, MAX_KINDS, InternalErrors
+from service.errors import (
+    SERVICE_FAILED,
+    DeadlineExceeded,
+    InferenceFailed,
+    InvalidInput,
+    OutOfMemory,
+    Overloaded,
+    ServiceError,
+    UnknownModel,
+)
 from service.ipc.messages import FEATURES, IDS, Answer, ModelKey, Returns
-from tests.engine.batching.fakes import MODEL, OTHER
+from service.log import Log
+from service.metrics import Metrics
 from tests.engine.batching.harness import (
+    MODEL,
+    OTHER,
     POISON,
     ROOM,
     AsynchronousEngine,
@@ -261,3 +275,30 @@ def test_every_launch_is_announced_before_it_happens() -> None:
     harness.call([POISON])
     assert harness.batcher.step(announce)
     assert announced[0] == [1, 2] and sorted(announced[1:]) == [[1], [2]]
+
+
+def test_kinds_of_logged_errors_are_limited(capfd: pytest.CaptureFixture[str]) -> None:
+    errors = InternalErrors(Log("engine"), Metrics())
+    for number in range(2 * MAX_KINDS):
+        errors.log("bug", ValueError("x" * 10_000), work=str(number))
+    logged = capfd.readouterr().err.splitlines()
+    assert len(logged) == MAX_KINDS and len(logged[0]) < 1000
+
+
+def test_block_whose_answer_raises_is_refused_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = BatcherHarness()
+    harness.in_blocks = True
+    answer = harness.frontend.answer
+
+    def fail_first(block: RequestBlock, result: BlockResult, ready: float) -> None:
+        if block.ids[0] == 0:
+            raise IndexError("secret")
+        answer(block, result, ready)
+
+    monkeypatch.setattr(harness.frontend, "answer", fail_first)
+    bad, good = harness.call([1], [2]), harness.call([3])
+    harness.run()
+    [error] = bad.errors
+    assert isinstance(error, InferenceFailed) and error.message == SERVICE_FAILED
+    assert good.sums == [3.0]
+    assert counted(harness.metrics.engine_errors) == {"answer": 1}

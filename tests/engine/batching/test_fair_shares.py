@@ -12,7 +12,7 @@ from service.engine.batching.scheduler import TENANT_SHARE, Scheduler
 from service.engine.execution.cost_model import Cost
 from service.errors import Overloaded
 from service.ipc.messages import NO_TENANT, ModelKey, Share
-from tests.engine.batching.fakes import COST, MODEL, NEVER, OTHER, block, limits, sequences
+from tests.engine.batching.harness import COST, MODEL, NEVER, OTHER, block, limits, sequences
 
 NOISY, QUIET, HEAVY = Share("noisy"), Share("quiet"), Share("heavy", weight=3.0)
 ROW_COST = Cost(0.0, 0.0, 1.0)

@@ -20,7 +20,7 @@ from service.engine.batching.scheduler import Scheduler
 from service.engine.execution.cost_model import Cost
 from service.errors import ServiceError
 from service.ipc.messages import IDS, NO_TENANT, Share
-from tests.engine.batching.fakes import MODEL, OTHER, block
+from tests.engine.batching.harness import MODEL, OTHER, block
 
 EVENTS = 250
 LENGTHS = (1, 2, 5, 16, 17, 40)

@@ -13,7 +13,7 @@ from service.engine.batching.scheduler import CAUTION, Scheduler
 from service.engine.execution.cost_model import Cost
 from service.errors import DeadlineExceeded, Overloaded
 from service.ipc.messages import ModelKey
-from tests.engine.batching.fakes import COST, MODEL, NEVER, OTHER, limits, sequences
+from tests.engine.batching.harness import COST, MODEL, NEVER, OTHER, limits, sequences
 
 STEP_COST = Cost(0.0, 1.0, 0.0)
 """One second per step of the longest row."""

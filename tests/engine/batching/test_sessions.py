@@ -27,9 +27,10 @@ from service.errors import (
 from service.ipc.messages import ModelKey
 from service.ipc.session_file import Origin
 from service.ipc.session_journal import SessionJournal
-from tests.engine.batching.fakes import MODEL, OTHER
 from tests.engine.batching.harness import (
     IDLE_SECONDS,
+    MODEL,
+    OTHER,
     OVERFLOW,
     POISON,
     AsynchronousEngine,

@@ -1,4 +1,4 @@
-"""States that requests bring and ask for: each sequence continues from its own, and no slot is lost."""
+"""States that requests bring and ask for, and their slots: each sequence continues from its own, and no slot is lost."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from service.engine.batching.state_slots import FIRST_SLOT, SlotAllocator, StaleSlot
 from service.engine.execution.cost_model import Cost
 from service.errors import InferenceFailed, InvalidInput
 from service.ipc.messages import FEATURES, Returns
-from tests.engine.batching import fakes
-from tests.engine.batching.fakes import OTHER, ids
-from tests.engine.batching.harness import POISON, BatcherHarness, FakeClient, FakeEngine
+from tests.engine.batching import harness as fakes
+from tests.engine.batching.harness import OTHER, POISON, BatcherHarness, FakeClient, FakeEngine, ids
 
 STATE = Returns(state=True)
 
@@ -88,3 +88,29 @@ def test_model_without_states_refuses_them(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(harness.engine, "spec", lambda _: without)
     client = call(harness, [1])
     assert [type(error) for error in client.errors] == [InvalidInput]
+
+
+def test_slot_is_allocated_once_until_it_is_freed() -> None:
+    slots = SlotAllocator(3, 2)
+    taken = [slots.allocate() for _ in range(5)]
+    assert sorted(slot.number for slot in taken) == list(range(FIRST_SLOT, FIRST_SLOT + 5))
+    assert slots.used == 5
+    with pytest.raises(IndexError):
+        slots.allocate()
+    slots.free(taken[2])
+    assert slots.allocate().number == taken[2].number
+
+
+def test_second_free_fails_and_keeps_the_new_owner() -> None:
+    slots = SlotAllocator(1, 0)
+    old = slots.allocate()
+    slots.free(old)
+    with pytest.raises(StaleSlot):
+        slots.free(old)
+    new = slots.allocate()
+    assert new.number == old.number and new != old
+    with pytest.raises(StaleSlot):
+        slots.free(old)
+    assert slots.owns(new) and not slots.owns(old)
+    slots.free(new)
+    assert slots.used == 0

@@ -22,8 +22,7 @@ from service.ipc.messages import ModelKey
 from service.ipc.session_journal import SessionJournal
 from service.log import Log
 from service.metrics import Metrics
-from tests.engine.batching.fakes import MODEL, ids, limits
-from tests.engine.batching.harness import IDLE_SECONDS, AsynchronousEngine
+from tests.engine.batching.harness import IDLE_SECONDS, MODEL, AsynchronousEngine, ids, limits
 
 MARKED = 1_000_000
 MARK = ids([[MARKED]])

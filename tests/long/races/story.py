@@ -20,8 +20,7 @@ from service.ipc import messages
 from service.ipc.messages import FEATURES, Answer
 from service.ipc.session_journal import SessionJournal
 from service.metrics import Metrics
-from tests.engine.batching.fakes import MODEL, ids, request
-from tests.engine.batching.harness import IDLE_SECONDS
+from tests.engine.batching.harness import IDLE_SECONDS, MODEL, ids, request
 from tests.frontend.http2.peer import ClockLoop
 from tests.long.races import CODES, FRONTEND_POINTS, POINTS, Event
 from tests.long.races.processes import MARKED, EngineProcess
