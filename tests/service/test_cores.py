@@ -40,43 +40,29 @@ def test_engines_share_the_cores_that_frontends_leave(cores: int, frontends: int
     assert compute_threads(cores, frontends, engines) == threads
 
 
+V1_QUOTA, V1_PERIOD = "cpu/box/cpu.cfs_quota_us", "cpu/box/cpu.cfs_period_us"
+
+
 @pytest.mark.parametrize(
-    "files, limit",
+    ("groups", "files", "limit"),
     [
-        ({}, math.inf),
-        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "max 100000\n"}, math.inf),
-        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "250000 100000\n"}, 2.5),
-        ({"proc/self/cgroup": "0::/pod/box\n", "sys/fs/cgroup/pod/box/cpu.max": "150000 50000\n"}, 3),
-        (
-            {
-                "proc/self/cgroup": "0::/pod/box\n",
-                "sys/fs/cgroup/pod/cpu.max": "100000 100000\n",
-                "sys/fs/cgroup/pod/box/cpu.max": "400000 100000\n",
-            },
-            1,
-        ),
-        ({"proc/self/cgroup": "0::/of/the/host\n", "sys/fs/cgroup/cpu.max": "400000 100000\n"}, 4),
-        (
-            {
-                "proc/self/cgroup": "5:memory:/\n4:cpu,cpuacct:/box\n0::/\n",
-                "sys/fs/cgroup/cpu/box/cpu.cfs_quota_us": "50000\n",
-                "sys/fs/cgroup/cpu/box/cpu.cfs_period_us": "100000\n",
-            },
-            0.5,
-        ),
-        (
-            {
-                "proc/self/cgroup": "1:cpu:/\n",
-                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
-                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
-            },
-            math.inf,
-        ),
-        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "nonsense\n"}, math.inf),
+        (None, {}, math.inf),
+        ("0::/\n", {"cpu.max": "max 100000\n"}, math.inf),
+        ("0::/\n", {"cpu.max": "250000 100000\n"}, 2.5),
+        ("0::/\n", {"cpu.max": "nonsense\n"}, math.inf),
+        ("0::/pod/box\n", {"pod/box/cpu.max": "150000 50000\n"}, 3),
+        ("0::/pod/box\n", {"pod/cpu.max": "100000 100000\n", "pod/box/cpu.max": "400000 100000\n"}, 1),
+        ("0::/of/the/host\n", {"cpu.max": "400000 100000\n"}, 4),
+        ("5:memory:/\n4:cpu,cpuacct:/box\n0::/\n", {V1_QUOTA: "50000\n", V1_PERIOD: "100000\n"}, 0.5),
+        ("1:cpu:/box\n", {V1_QUOTA: "-1\n", V1_PERIOD: "100000\n"}, math.inf),
     ],
 )
-def test_cpu_limit_is_the_smallest_of_all_control_groups(files: dict[str, str], limit: float, tmp_path: Path) -> None:
-    write(tmp_path, files)
+def test_cpu_limit_is_the_smallest_of_all_control_groups(
+    groups: str | None, files: dict[str, str], limit: float, tmp_path: Path
+) -> None:
+    write(tmp_path, {f"sys/fs/cgroup/{name}": text for name, text in files.items()})
+    if groups is not None:
+        write(tmp_path, {"proc/self/cgroup": groups})
     assert cpu_limit(tmp_path) == limit
 
 

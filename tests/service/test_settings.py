@@ -1,12 +1,15 @@
-"""The sources of settings, their precedence, and the errors that stop the start."""
+"""The sources of settings and of the keys of commands, their precedence, and the errors that stop the start."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from service import settings
+from service.client_access import ClientAccess
 from service.errors import SettingsError
 from service.settings import Settings, as_toml, load
 
@@ -175,3 +178,23 @@ def test_printed_settings_are_a_file_of_settings(file: Path) -> None:
 def test_invalid_toml_is_refused_with_the_file(file: Path, content: bytes) -> None:
     file.write_bytes(content)
     assert refusal({"config": str(file)}, {}).startswith(f"settings file {file}: ")
+
+
+def test_key_comes_from_the_file_or_else_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "key"
+    file.write_text(" from.file\n")
+    assert ClientAccess.read(None, None).headers == {}
+    monkeypatch.setenv(settings.CLIENT_KEY, "from.environment")
+    assert ClientAccess.read(None, None).headers == {"Authorization": "Bearer from.environment"}
+    assert ClientAccess.read(file, None).key == "from.file"
+    assert settings.load({}, os.environ) == settings.Settings(), "the service starts with the variable"
+
+
+@pytest.mark.parametrize("content", [b"", b"two words", b"a\r\nX-Header: injected", b"\xff", "sécret".encode()])
+def test_file_without_one_key_is_refused(content: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    file.write_bytes(content)
+    for wrong in (file, tmp_path / "missing"):
+        with pytest.raises(SettingsError, match=r"^key file ") as raised:
+            ClientAccess.read(wrong, None)
+        assert "injected" not in str(raised.value)

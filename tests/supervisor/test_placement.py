@@ -132,20 +132,6 @@ def test_auto_is_the_first_gpu_or_else_the_cpu(
     assert (found.frontends, found.compute_threads, set(pinned_nodes(found).values())) == placed
 
 
-@pytest.mark.parametrize(
-    "settings, nodes",
-    [
-        (Settings(frontends=2), 1),
-        (Settings(frontends=2, device="cpu"), 2),
-        (Settings(frontends=2, device="cuda:0,cpu"), 2),
-        (Settings(frontends=2, device="cuda:7"), 2),
-    ],
-    ids=["one node", "CPU", "GPU and CPU", "missing GPU"],
-)
-def test_nothing_is_pinned(settings: Settings, nodes: int, tmp_path: Path) -> None:
-    assert place_processes(settings, machine(tmp_path, nodes)).pinned == {}
-
-
 def test_node_of_a_gpu_may_be_unknown(tmp_path: Path) -> None:
     folder = tmp_path / "bus/pci/devices/0000:1b:00.0"
     folder.mkdir(parents=True)

@@ -77,9 +77,8 @@ def test_per_step_answer_counts_steps_and_omits_absent_arrays() -> None:
     assert np.frombuffer(data, IDS).tolist() == [1, 3, 5, 6, 7]
 
 
-def test_cancelled_request_keeps_its_batch_mates() -> None:
+def test_cancelled_request_keeps_its_batch_mates(harness: BatcherHarness) -> None:
     """Also if it is cancelled while its batch runs."""
-    harness = BatcherHarness()
     first, cancelled, last = harness.call([1]), harness.call([2], [3]), harness.call([4])
     harness.disconnect(cancelled)
     harness.run()
@@ -91,8 +90,7 @@ def test_cancelled_request_keeps_its_batch_mates() -> None:
     assert counted(harness.metrics.cancelled) == {"waiting": 1, "running": 1}
 
 
-def test_late_or_repeated_cancel_counts_nothing() -> None:
-    harness = BatcherHarness()
+def test_late_or_repeated_cancel_counts_nothing(harness: BatcherHarness) -> None:
     answered, cancelled = harness.call([1]), harness.call([2])
     harness.disconnect(cancelled)
     harness.run()
@@ -101,9 +99,8 @@ def test_late_or_repeated_cancel_counts_nothing() -> None:
     assert counted(harness.metrics.cancelled) == {"waiting": 1}
 
 
-def test_sequence_that_makes_the_model_raise_fails_alone(capfd: pytest.CaptureFixture[str]) -> None:
+def test_sequence_that_makes_the_model_raise_fails_alone(harness: BatcherHarness, capfd: pytest.CaptureFixture[str]) -> None:
     """The log names the model and its error. Clients cannot fill it."""
-    harness = BatcherHarness()
     first, bad, last = harness.call([1]), harness.call([POISON]), harness.call([3], [4])
     harness.run()
     assert (first.sums, last.sums) == ([1.0], [3.0, 4.0])
@@ -202,8 +199,7 @@ def test_backlog_includes_running_and_queued_work() -> None:
     assert harness.batcher.backlog_seconds() == pytest.approx(7.0 + 2.002)
 
 
-def test_deadline_that_passes_in_the_queue_is_refused_unrun() -> None:
-    harness = BatcherHarness()
+def test_deadline_that_passes_in_the_queue_is_refused_unrun(harness: BatcherHarness) -> None:
     late, patient = harness.call([1], [2], allowed=5.0), harness.call([3], allowed=5.001)
     harness.now = 5.0
     harness.run()
@@ -235,8 +231,7 @@ def test_invalid_request_is_refused_at_once(
     assert not harness.batcher.step()
 
 
-def test_request_whose_data_does_not_match_its_lengths_fails_alone() -> None:
-    harness = BatcherHarness()
+def test_request_whose_data_does_not_match_its_lengths_fails_alone(harness: BatcherHarness) -> None:
     mate, wrong = harness.call([1]), harness.call([2], lengths=[3])
     harness.run()
     assert mate.sums == [1.0]
@@ -285,8 +280,7 @@ def test_kinds_of_logged_errors_are_limited(capfd: pytest.CaptureFixture[str]) -
     assert len(logged) == MAX_KINDS and len(logged[0]) < 1000
 
 
-def test_block_whose_answer_raises_is_refused_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    harness = BatcherHarness()
+def test_block_whose_answer_raises_is_refused_alone(harness: BatcherHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     harness.in_blocks = True
     answer = harness.frontend.answer
 

@@ -90,9 +90,8 @@ class ChunkedHarness(BatcherHarness):
 # Chunks.
 
 
-def test_chunks_of_a_session_run_one_by_one_in_order() -> None:
+def test_chunks_of_a_session_run_one_by_one_in_order(harness: BatcherHarness) -> None:
     """None is accepted after the last."""
-    harness = BatcherHarness()
     clients = [harness.call([value, 1], session="a", ends=value == 7) for value in range(1, 8)]
     late = harness.call([1], session="a")
     harness.run()
@@ -100,8 +99,7 @@ def test_chunks_of_a_session_run_one_by_one_in_order() -> None:
     assert harness.engine.ran == [[value] for value in range(1, 8)] and refused(late) is SessionConflict
 
 
-def test_last_chunk_ends_the_session() -> None:
-    harness = BatcherHarness()
+def test_last_chunk_ends_the_session(harness: BatcherHarness) -> None:
     send(harness, 1)
     assert used_slots(harness) == 1
     assert progress(send(harness, 2, ends=True)) == (3, 2)
@@ -109,8 +107,7 @@ def test_last_chunk_ends_the_session() -> None:
     assert progress(send(harness, 5)) == (5, 1)
 
 
-def test_restart_waits_for_the_chunks_before_it() -> None:
-    harness = BatcherHarness()
+def test_restart_waits_for_the_chunks_before_it(harness: BatcherHarness) -> None:
     clients = [
         harness.call([value], session="a", starts=starts) for value, starts in ((1, None), (2, None), (5, True), (6, None))
     ]
@@ -120,8 +117,7 @@ def test_restart_waits_for_the_chunks_before_it() -> None:
     assert counted(harness.metrics.sessions_ended) == {"restarted": 1}
 
 
-def test_refused_restart_leaves_the_session_as_it_was() -> None:
-    harness = BatcherHarness()
+def test_refused_restart_leaves_the_session_as_it_was(harness: BatcherHarness) -> None:
     send(harness, 1)
     assert refused(send(harness, POISON, starts=True)) is InferenceFailed
     cancelled = harness.call([5], session="a", starts=True)
@@ -131,8 +127,7 @@ def test_refused_restart_leaves_the_session_as_it_was() -> None:
     assert not counted(harness.metrics.sessions_ended) and used_slots(harness) == 1
 
 
-def test_refused_restart_of_an_expired_session_still_reports_its_end() -> None:
-    harness = BatcherHarness()
+def test_refused_restart_of_an_expired_session_still_reports_its_end(harness: BatcherHarness) -> None:
     send(harness, 1)
     harness.now += IDLE_SECONDS
     harness.run()
@@ -155,8 +150,9 @@ def test_restart_begins_at_zero_when_the_state_is_on_the_host() -> None:
     [([1, 1], MODEL, InvalidInput), ([1], OTHER, InvalidInput)],
     ids=["two sequences", "a model that sees the whole"],
 )
-def test_request_that_cannot_be_a_chunk_is_refused(lengths: Sequence[int], model: ModelKey, error: type[ServiceError]) -> None:
-    harness = BatcherHarness()
+def test_request_that_cannot_be_a_chunk_is_refused(
+    harness: BatcherHarness, lengths: Sequence[int], model: ModelKey, error: type[ServiceError]
+) -> None:
     client = harness.call(*([1] * length for length in lengths), model=model, session="a")
     assert refused(client) is error
     assert send(harness, 3).sums == [3.0]
@@ -241,9 +237,8 @@ def test_chunk_cancelled_between_batches_changes_nothing() -> None:
     assert progress(harness.answer(2)) == (3, 2)
 
 
-def test_chunks_after_one_that_is_not_run_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_after_one_that_is_not_run_are_refused(harness: BatcherHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is cancelled, or its answer raises."""
-    harness = BatcherHarness()
     first, cancelled, later, last = (harness.call([value], session="a") for value in (1, 2, 3, 4))
     harness.disconnect(cancelled)
     harness.run()
@@ -287,8 +282,7 @@ def test_chunk_whose_state_cannot_be_restored_fails_alone(monkeypatch: pytest.Mo
     assert counted(harness.metrics.engine_errors) == {"batch": 1}
 
 
-def test_request_that_opens_no_session_only_continues_one() -> None:
-    harness = BatcherHarness()
+def test_request_that_opens_no_session_only_continues_one(harness: BatcherHarness) -> None:
     assert refused(send(harness, 1, opens=False)) is Overloaded
     send(harness, 1)
     assert progress(send(harness, 2, opens=False)) == (3, 2)
@@ -300,8 +294,7 @@ def test_request_that_opens_no_session_only_continues_one() -> None:
 
 
 @pytest.mark.parametrize("ends", [False, True])
-def test_chunk_that_is_not_finite_changes_nothing(ends: bool) -> None:
-    harness = BatcherHarness()
+def test_chunk_that_is_not_finite_changes_nothing(harness: BatcherHarness, ends: bool) -> None:
     for name in ("a", "b"):
         send(harness, 1, session=name)
     bad, later = harness.call([10, OVERFLOW], session="a", ends=ends), harness.call([20], session="a")
@@ -370,8 +363,7 @@ def test_cancel_and_expiry_free_a_slot_once(running: bool) -> None:
 # Ends of sessions.
 
 
-def test_idle_session_expires_and_reports_it_once() -> None:
-    harness = BatcherHarness()
+def test_idle_session_expires_and_reports_it_once(harness: BatcherHarness) -> None:
     send(harness, 1)
     send(harness, 1, session="b")
     harness.now = IDLE_SECONDS - 1

@@ -42,8 +42,7 @@ def used(harness: BatcherHarness) -> float:
     return sum(values[0] for values in harness.metrics.state_slots_used.values.values())
 
 
-def test_sequences_start_from_their_states_and_return_those_after_them() -> None:
-    harness = BatcherHarness()
+def test_sequences_start_from_their_states_and_return_those_after_them(harness: BatcherHarness) -> None:
     client = call(harness, [1, 2, 3], [4], states=[(10.0, 2.0), (20.0, 5.0)])
     fresh = call(harness, [7, 8])
     harness.run()
@@ -71,8 +70,7 @@ def test_more_sequences_than_slots_wait_for_free_ones() -> None:
     assert used(harness) == 0
 
 
-def test_failed_and_cancelled_requests_free_their_slots() -> None:
-    harness = BatcherHarness()
+def test_failed_and_cancelled_requests_free_their_slots(harness: BatcherHarness) -> None:
     failed, cancelled, served = (call(harness, [number], states=[(1.0, 1.0)]) for number in (POISON, 5, 6))
     harness.during_batch(lambda: harness.disconnect(cancelled))
     harness.run()
@@ -81,8 +79,7 @@ def test_failed_and_cancelled_requests_free_their_slots() -> None:
     assert used(harness) == 0
 
 
-def test_model_without_states_refuses_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    harness = BatcherHarness()
+def test_model_without_states_refuses_them(harness: BatcherHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     without = harness.engine.spec(OTHER)
     without.states = {}
     monkeypatch.setattr(harness.engine, "spec", lambda _: without)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from service.engine.batch import Batch, Chunk
 from service.engine.execution import model_runner
+from service.engine.execution.device import allow_tf32
 from service.engine.execution.device_engine import DeviceEngine
 from service.engine.execution.in_flight import BatchArrays, ChunkResult, InFlightBatch
 from service.ipc.messages import FEATURES, IDS, ModelKey, Returns
@@ -236,3 +237,18 @@ def test_warm_up_runs_every_size_before_it_measures(device: str, longer: list[tu
     assert cost.per_step > 0, "although longer rows took no longer"
     timed = [size for size in ((1, 4), (1, 16), (8, 4)) for _ in range(model_runner.TRIALS)]
     assert ran == [(1, 4), (2, 4), (4, 4), (8, 4), *longer, *timed], "measurements come last"
+
+
+@pytest.mark.parametrize(
+    ("device", "allowed", "precision"), [("cuda:0", False, "highest"), ("cuda:0", True, "high"), ("cpu", True, None)]
+)
+def test_tf32_of_a_gpu_is_what_the_setting_says(
+    device: str, allowed: bool, precision: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CPU computes in true float32."""
+    precisions: list[str] = []
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", precisions.append)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", not allowed)
+    allow_tf32(torch.device(device), allowed)
+    assert precisions == ([] if precision is None else [precision])
+    assert torch.backends.cudnn.allow_tf32 == (allowed == (device != "cpu"))
