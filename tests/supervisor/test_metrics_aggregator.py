@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 from typing import Any, cast
 
-from service.errors import Unavailable
+from service.errors import ServiceError, Unavailable
 from service.ipc.messages import CollectMetrics, MetricsCollected
 from service.metrics import Metrics
 from service.supervisor.metrics_aggregator import MetricsAggregator
 from service.supervisor.process import Child
 from tests.supervisor.fakes import FakeChild
 
-LATE = {CollectMetrics: Unavailable("late")}
+LATE: dict[type, ServiceError] = {CollectMetrics: Unavailable("late")}
 
 
 def counts(reruns: float) -> dict[type, Any]:
