@@ -241,7 +241,7 @@ def test_refusal_of_one_process_is_a_refusal_of_the_load(refuses: str, root: Pat
 
 @pytest.mark.parametrize("refuses", ["frontend", "other"])
 def test_frontend_that_does_not_switch_is_killed(refuses: str, root: Path) -> None:
-    """The other one serves the new versions."""
+    """The other frontend serves the new versions."""
 
     async def scenario(at: Supervised) -> None:
         child: FakeChild = getattr(at, refuses)
