@@ -73,6 +73,7 @@ def test_frontend_that_asked_first_is_next(frontends: list[Frontend]) -> None:
     assert not third.take()
     second.give_back()
     assert third.take()
+    assert not first.take(OTHER_ENGINE), "the third still has that turn"
 
 
 @pytest.mark.parametrize("ends", [False, True])

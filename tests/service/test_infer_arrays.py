@@ -138,11 +138,10 @@ def test_sequences_without_steps_do_not_affect_the_others(root: Path, tmp_path: 
     for output in both.keys() - {"offsets"}:
         np.testing.assert_allclose(both[output][-len(alone[output]) :], alone[output], atol=1e-6)
     assert both["offsets"].tolist() == [0, 0, len(both["sequence"])]
-    head = (
-        Encoder(description, store.read_arrays(root / model / "1", description), torch.device("cpu"))
-        .run_without_steps()
-        .head_output
-    )  # type: ignore[union-attr]
+    encoder = Encoder(description, store.read_arrays(root / model / "1", description), torch.device("cpu"))
+    without_steps = encoder.run_without_steps()
+    assert without_steps is not None
+    head = without_steps.head_output
     for output, values in {"embedding": head.embedding, "scores": head.scores, "value": head.scores}.items():
         if output in both and values is not None:
             np.testing.assert_allclose(both[output][:1], values, atol=1e-6)

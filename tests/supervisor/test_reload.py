@@ -22,7 +22,6 @@ from service.errors import (
 from service.ipc.messages import (
     MAX_POLICY_CHARACTERS,
     CloseModel,
-    Done,
     ForgetModel,
     ModelKey,
     PrepareModel,
@@ -259,7 +258,7 @@ async def test_load_fails_when_its_engine_ends_with_it(at: Supervised) -> None:
     models.words(at.root, version=2, seed=2)
     preparing, call = asyncio.Event(), at.engine.call
 
-    async def ending(message: Any, reply: type, *, timeout: float | None = None) -> Done:
+    async def ending(message: Any, reply: type, *, timeout: float | None = None) -> Any:
         if isinstance(message, PrepareModel):
             at.engine.on_trial.add(message.model_version.key)
             at.engine.ended.set()
@@ -303,7 +302,7 @@ def test_change_whose_client_has_gone_is_cancelled(change: str, root: Path) -> N
         await at.reloader.load("tagger")
         reached, call = asyncio.Event(), at.engine.call
 
-        async def stalled(message: Any, reply: type, *, timeout: float | None = None) -> Done:
+        async def stalled(message: Any, reply: type, *, timeout: float | None = None) -> Any:
             if isinstance(message, PrepareModel):
                 reached.set()
                 await asyncio.Event().wait()

@@ -75,7 +75,7 @@ def request(
     """Return a request. starts, ends, at, opens: of its session; others: as in Request."""
     session = {"session_starts": starts, "session_ends": ends, "session_at": at, "opens_session": opens}
     key = {"generation": model.generation, "exactly": True}
-    return Request(*model.labels, list(lengths), deadline, sent=0.0, **(key | session | others))  # type: ignore[arg-type]
+    return Request(*model.labels, list(lengths), deadline, sent=0.0, **(key | session | others))
 
 
 def ids(sequences: Sequence[Sequence[int]]) -> bytes:
