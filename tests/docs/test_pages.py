@@ -47,7 +47,12 @@ def requests(page: str) -> Iterator[Example]:
 
 
 EXAMPLES = [(name, example) for name, page in PAGES.items() for example in requests(page)]
-PROGRAMS = [(name, code) for name, page in PAGES.items() for language, code in BLOCK.findall(page) if language == "python"]
+PROGRAMS = [
+    (name, code)
+    for name, page in PAGES.items()
+    for language, code in BLOCK.findall(page)
+    if language == "python" and name != "docs/exporting.md"  # tests/long runs it
+]
 
 
 @pytest.fixture(scope="module")
