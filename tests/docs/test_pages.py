@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -48,7 +47,12 @@ def requests(page: str) -> Iterator[Example]:
 
 
 EXAMPLES = [(name, example) for name, page in PAGES.items() for example in requests(page)]
-PROGRAMS = [(name, code) for name, page in PAGES.items() for language, code in BLOCK.findall(page) if language == "python"]
+PROGRAMS = [
+    (name, code)
+    for name, page in PAGES.items()
+    for language, code in BLOCK.findall(page)
+    if language == "python" and name != "docs/exporting.md"  # tests/long runs it
+]
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +105,7 @@ def test_program_prints_what_the_page_shows(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The importing page's program writes the checkpoint that its command imports."""
+    """The importing page's program writes the checkpoint that its command imports. A stream ends with the shown reply to its last chunk."""
     monkeypatch.chdir(tmp_path)
     address = embedded.address.removeprefix("http://")
     printed = run(code.replace("127.0.0.1:8000", address).replace("127.0.0.1:8001", embedded.grpc), capsys)
@@ -109,6 +113,11 @@ def test_program_prints_what_the_page_shows(
     assert printed or name == "docs/importing.md"
     if shown:
         assert printed.splitlines()[-1] == shown[1]
+    if name == "docs/streams.md":
+        [example] = requests(PAGES[name])
+        last = json.loads(printed.splitlines()[-1])
+        assert example.reply is not None and last["session"]["steps"] == example.reply["session"]["steps"]
+        assert_alike(last["outputs"], example.reply["outputs"])
     if name == "docs/importing.md":
         command = re.search(r"^seqserve (import .+)$", PAGES[name], re.MULTILINE)
         assert command
@@ -118,30 +127,11 @@ def test_program_prints_what_the_page_shows(
         assert (tmp_path / "my-models" / "sentiment" / "1" / "card.md").exists()
 
 
-def test_stream_ends_with_the_reply_of_the_whole_sequence(embedded: Server, capsys: pytest.CaptureFixture[str]) -> None:
-    page = PAGES["docs/streams.md"]
-    [code] = [code for name, code in PROGRAMS if name == "docs/streams.md"]
-    [example] = requests(page)
-    assert example.reply is not None
-    program = code.replace("127.0.0.1:8000", embedded.address.removeprefix("http://"))
-    last = json.loads(run(program, capsys).splitlines()[-1])
-    assert_alike(last["outputs"], example.reply["outputs"])
-    assert last["session"]["steps"] == example.reply["session"]["steps"]
-
-
-def test_chunks_of_an_example_are_the_sequence_of_another() -> None:
-    whole = [example.bodies[0]["inputs"][0] for name, example in EXAMPLES if name == "docs/http.md"]
-    [stream] = [example for name, example in EXAMPLES if name == "docs/streams.md"]
-    assert [row for body in stream.bodies for row in body["inputs"][0]] in whole
-
-
-def test_tokens_are_those_that_the_page_shows(embedded: Server) -> None:
+def test_endpoints_of_the_page_are_served(embedded: Server) -> None:
+    """Tokens are those that the page shows."""
     shown = re.search(r"/tokens .*?-d '(.+?)'\n```\n\n```text\n(.+?)```", PAGES["docs/http.md"], re.DOTALL)
     assert shown
     assert embedded.client.post("/tokens", json=json.loads(shown[1])).json() == json.loads(shown[2])
-
-
-def test_every_endpoint_of_the_tables_is_served(embedded: Server) -> None:
     endpoints = re.findall(r"`(GET|POST) (/\w+)`", PAGES["docs/http.md"])
     assert len(endpoints) > 5
     for method, path in endpoints:
@@ -151,15 +141,6 @@ def test_every_endpoint_of_the_tables_is_served(embedded: Server) -> None:
 def test_table_of_errors_is_the_one_in_errors_py() -> None:
     rows = re.findall(r"^\| (\d{3}) \| `(\w+)` \| (\w+) \|", PAGES["docs/http.md"], re.MULTILINE)
     assert sorted(rows) == sorted((str(status.http), error.code, status.grpc) for error, status in STATUS.items())
-
-
-def test_client_of_the_examples_prints_an_answer(
-    embedded: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The clients in other languages run in tests/long."""
-    monkeypatch.setattr(sys, "argv", ["http_client.py", embedded.address])
-    printed = run((ROOT / "examples" / "clients" / "http_client.py").read_text(), capsys)
-    assert re.search(r"^NUM$", printed, re.MULTILINE) and "unknown model nobody" in printed
 
 
 def test_command_without_a_server_answers(capsys: pytest.CaptureFixture[str]) -> None:

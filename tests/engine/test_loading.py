@@ -1,22 +1,30 @@
-"""Versions that an engine loads and unloads: which errors are reported, and which requests and sessions delay an unload."""
+"""Versions that an engine loads and unloads: which errors are reported, what delays an unload, and whether memory and kernels are there."""
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from kernels.cpu.cache import NOT_COMPILED
+from service.engine import build, kernel_compiler
 from service.engine.execution.device_engine import PreparedModel
 from service.engine.execution.graph_capture import RunBetweenBatches
 from service.engine.loading import CHECK_SECONDS, CLOSING_SECONDS, ModelLoader
 from service.errors import InvalidModel, ModelError, NoRoom, ServiceError, SessionLost
 from service.ipc.messages import CloseModel, ModelKey, ModelVersion
 from service.log import Log
-from tests.engine.batching.fakes import MODEL
-from tests.engine.batching.harness import BatcherHarness, FakeEngine
+from service.modeling import store
+from service.settings import load
+from tests import models
+from tests.engine.batching.harness import MODEL, BatcherHarness, FakeEngine
 from tests.engine.test_loader_thread import wait_until_readable
+from tests.serving import eventually
 
 NEW = ModelVersion("words", "1", 7, "/models/words/1", "{}")
 FRONTEND, OTHER_FRONTEND = "a channel", "another channel"
@@ -83,11 +91,6 @@ def engine() -> Iterator[LoadingEngine]:
     yield LoadingEngine()
 
 
-def test_prepared_version_is_served_and_announced(engine: LoadingEngine) -> None:
-    assert engine.prepare_new() is None
-    assert (engine.opened, engine.freezes, engine.changes) == ([NEW.key], 1, 1)
-
-
 @pytest.mark.parametrize(
     ("error", "kind", "message"),
     [
@@ -109,6 +112,25 @@ def test_version_that_cannot_load_is_reported_with_its_reason(error: Exception, 
     assert (engine.opened, engine.freezes, engine.changes) == ([], 0, 0)
 
 
+def test_prepared_version_is_served_and_announced(engine: LoadingEngine) -> None:
+    assert engine.prepare_new() is None
+    assert (engine.opened, engine.freezes, engine.changes) == ([NEW.key], 1, 1)
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_unload_waits_a_limited_time_for_a_frontend(engine: LoadingEngine, ended: bool) -> None:
+    engine.unload(30.0, FRONTEND)
+    if ended:
+        engine.loader.forget(FRONTEND)
+    engine.wait()
+    assert engine.closed == [MODEL] * ended
+    engine.wait(CLOSING_SECONDS)
+    assert engine.closed == [MODEL]
+    closed: list[bool] = []
+    engine.loader.close(CloseModel(MODEL, 30.0), {FRONTEND}, lambda: closed.append(True))
+    assert closed == [True], "it is not served any more"
+
+
 def test_version_is_unloaded_after_every_frontend_released_it(engine: LoadingEngine) -> None:
     engine.loader.release(FRONTEND, MODEL)
     engine.unload(30.0, FRONTEND, OTHER_FRONTEND)
@@ -117,19 +139,6 @@ def test_version_is_unloaded_after_every_frontend_released_it(engine: LoadingEng
     engine.loader.release(OTHER_FRONTEND, MODEL)
     engine.wait()
     assert (engine.closed, engine.changes) == ([MODEL], 1)
-
-
-def test_unload_does_not_wait_for_an_ended_frontend(engine: LoadingEngine) -> None:
-    engine.unload(30.0, FRONTEND)
-    engine.loader.forget(FRONTEND)
-    engine.wait()
-    assert engine.closed == [MODEL]
-
-
-def test_unload_does_not_wait_for_a_frontend_that_never_releases(engine: LoadingEngine) -> None:
-    engine.unload(30.0, FRONTEND)
-    engine.wait(CLOSING_SECONDS)
-    assert engine.closed == [MODEL]
 
 
 def test_version_stays_until_its_queued_requests_are_answered(engine: LoadingEngine) -> None:
@@ -179,8 +188,68 @@ def test_version_closed_after_it_failed_to_load_can_load_again() -> None:
     assert engine.opened == [NEW.key]
 
 
-def test_closing_a_version_that_is_not_served_ends_at_once(engine: LoadingEngine) -> None:
-    closed: list[bool] = []
-    engine.closed.append(MODEL)
-    engine.loader.close(CloseModel(MODEL, 30.0), {FRONTEND}, lambda: closed.append(True))
-    assert closed == [True]
+@pytest.mark.parametrize("device, bytes_per_value", [("cpu", {}), ("cuda:0", {"float16": 2, "bfloat16": 2, "int8": 2})])
+@pytest.mark.parametrize("precision", ["float32", "float16", "bfloat16", "int8"])
+def test_weights_count_as_they_are_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str, device: str, bytes_per_value: dict[str, int]
+) -> None:
+    described = models.words(tmp_path).model_copy(update={"precision": precision})
+    arrays = models.weights(described)
+    described = store.write(tmp_path / "words" / "2", described, arrays, card="made up", tokenizer=models.tokenizer())
+    version = ModelVersion("words", "2", 1, str(tmp_path / "words" / "2"), described.model_dump_json())
+    engine: Any = SimpleNamespace(device=torch.device(device), weight_bytes=0, prepare=lambda load, _: load())
+    needed = bytes_per_value.get(precision, 4) * sum(array.numel() for array in arrays.values())
+    monkeypatch.setattr(build, "_encoder", lambda *_: "the encoder")
+
+    def prepare(free: int) -> Any:
+        monkeypatch.setattr(build, "available_bytes", lambda _: free)
+        return build.prepare_model(load({"models": tmp_path}, {}), engine, version, lambda run: run())
+
+    assert prepare(needed) == "the encoder"
+    with pytest.raises(NoRoom, match=f"words version 2 needs {needed} bytes"):
+        prepare(needed - 1)
+
+
+class Events(Log):
+    """Keeps the events instead of printing them."""
+
+    def __init__(self) -> None:
+        super().__init__("engine-0")
+        self.events: list[tuple[str, dict[str, Any]]] = []
+
+    def _write(self, level: str, event: str, values: dict[str, Any]) -> None:
+        self.events.append((f"{level}: {event}", values))
+
+
+def compiler(monkeypatch: pytest.MonkeyPatch, reasons: list[str | None], status: int = 0) -> list[list[str]]:
+    """Replace the compiler by a command that ends with a status; return the commands. reasons: what `missing` returns in turn."""
+    commands: list[list[str]] = []
+
+    def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        commands.append(command)
+        return subprocess.CompletedProcess(command, status, stderr="no space left on device\n")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(kernel_compiler, "missing", lambda: reasons.pop(0))
+    return commands
+
+
+@pytest.mark.parametrize(
+    ("reasons", "status", "events"),
+    [
+        ([None], 0, []),
+        ([NOT_COMPILED, None], 0, ["warning: cpu kernels not compiled", "info: cpu kernels compiled"]),
+        ([NOT_COMPILED], 1, ["warning: cpu kernels not compiled", "error: cpu kernels not compiled"]),
+        (["the folder of compiled kernels cannot be written: set SEQSERVE_CACHE"], 0, ["warning: cpu kernels not compiled"]),
+    ],
+    ids=["compiled", "missing", "compiler fails", "cannot be kept"],
+)
+def test_missing_kernels_are_compiled_for_the_next_start(
+    reasons: list[str | None], status: int, events: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands, log = compiler(monkeypatch, reasons.copy(), status), Events()
+    kernel_compiler.compile_in_background(log)
+    eventually(lambda: len(log.events) == len(events))
+    assert [event for event, _ in log.events] == events
+    assert [command[1:] for command in commands] == [["-m", "kernels.cpu", "--low-priority"]] * (NOT_COMPILED in reasons)
+    assert status == 0 or log.events[1][1] == {"reason": "no space left on device"}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import chain
 
 import pytest
 
@@ -13,76 +14,63 @@ from service.ipc.messages import Message, ModelKey, TrialBegan, TrialEnded
 WORDS, OTHER = ModelKey("words", "1"), ModelKey("other", "1")
 
 
-class Listener:
-    """A process that receives the messages of the engine."""
-
-    def __init__(self) -> None:
-        near, far = pair()
-        self.channel, self._end = Channel(near), Channel(far)
-
-    def received(self) -> list[Message]:
-        return [frame.message for frame in self._end.receive()]
-
-    def close(self) -> None:
-        self.channel.close()
-        self._end.close()
+Ends = tuple[Channel, Callable[[], list[Message]]]
 
 
 @pytest.fixture
-def supervisor() -> Iterator[Listener]:
-    listener = Listener()
-    yield listener
-    listener.close()
+def ends() -> Iterator[list[Ends]]:
+    """Channels to two processes, and what each receives."""
+    pairs = [[Channel(end) for end in pair()] for _ in range(2)]
+    yield [(near, lambda far=far: [frame.message for frame in far.receive()]) for near, far in pairs]  # type: ignore[misc]
+    for channel in chain(*pairs):
+        channel.close()
 
 
-@pytest.fixture
-def frontend() -> Iterator[Listener]:
-    listener = Listener()
-    yield listener
-    listener.close()
-
-
-def test_load_and_first_batch_are_announced(supervisor: Listener) -> None:
-    trials = Trials(supervisor.channel)
+def test_load_and_first_batch_are_announced(ends: list[Ends]) -> None:
+    (supervisor, received), _ = ends
+    trials = Trials(supervisor)
     with trials.load(WORDS):
-        assert supervisor.received() == [TrialBegan(WORDS)]
-    assert supervisor.received() == [TrialEnded(WORDS, ran=False)]
+        assert received() == [TrialBegan(WORDS)]
+    assert received() == [TrialEnded(WORDS, ran=False)]
     trials.begin_batch(WORDS)
     trials.begin_batch(WORDS)
-    assert supervisor.received() == [TrialBegan(WORDS)]
+    assert received() == [TrialBegan(WORDS)]
     trials.end_batches(lambda _: True)
-    assert not supervisor.received(), "its batch still runs"
+    assert not received(), "its batch still runs"
     trials.end_batches(lambda _: False)
-    assert supervisor.received() == [TrialEnded(WORDS, ran=True)]
+    assert received() == [TrialEnded(WORDS, ran=True)]
     trials.begin_batch(WORDS)
-    assert not supervisor.received(), "only the first batch is a trial"
+    assert not received(), "only the first batch is a trial"
 
 
-def test_load_that_raises_is_survived(supervisor: Listener) -> None:
-    with pytest.raises(ValueError, match="broken"), Trials(supervisor.channel).load(WORDS):
+def test_load_that_raises_is_survived(ends: list[Ends]) -> None:
+    (supervisor, received), _ = ends
+    with pytest.raises(ValueError, match="broken"), Trials(supervisor).load(WORDS):
         raise ValueError("broken")
-    assert supervisor.received() == [TrialBegan(WORDS), TrialEnded(WORDS, ran=False)]
+    assert received() == [TrialBegan(WORDS), TrialEnded(WORDS, ran=False)]
 
 
-def test_new_frontend_learns_what_the_others_know(supervisor: Listener, frontend: Listener) -> None:
-    trials = Trials(supervisor.channel)
+def test_new_frontend_learns_what_the_others_know(ends: list[Ends]) -> None:
+    (supervisor, _), (frontend, known) = ends
+    trials = Trials(supervisor)
     trials.begin_batch(WORDS)
     trials.end_batches(lambda _: False)
     trials.begin_batch(OTHER)
-    trials.attach(frontend.channel)
-    assert frontend.received() == [TrialBegan(OTHER), TrialEnded(WORDS, ran=True)]
+    trials.attach(frontend)
+    assert known() == [TrialBegan(OTHER), TrialEnded(WORDS, ran=True)]
     trials.end_batches(lambda _: False)
-    assert frontend.received() == [TrialEnded(OTHER, ran=True)]
-    trials.detach(frontend.channel)
+    assert known() == [TrialEnded(OTHER, ran=True)]
+    trials.detach(frontend)
     trials.begin_load(WORDS)
-    assert not frontend.received()
+    assert not known()
 
 
-def test_version_that_is_loaded_again_is_tried_again(supervisor: Listener) -> None:
-    trials = Trials(supervisor.channel)
+def test_version_that_is_loaded_again_is_tried_again(ends: list[Ends]) -> None:
+    (supervisor, received), _ = ends
+    trials = Trials(supervisor)
     trials.begin_batch(WORDS)
     trials.end_batches(lambda _: False)
     trials.forget(WORDS)
-    supervisor.received()
+    received()
     trials.begin_batch(WORDS)
-    assert supervisor.received() == [TrialBegan(WORDS)]
+    assert received() == [TrialBegan(WORDS)]

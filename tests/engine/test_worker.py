@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
 from service.engine import worker
-from service.engine.batching.batcher import Batcher
-from service.engine.batching.request_block import RequestBlock
-from service.engine.batching.ticket import BlockOwner, SendAnswer, SendRefusal, Ticket
+from service.engine.batching.ticket import SendAnswer, SendRefusal, Ticket
 from service.engine.execution.device_engine import PreparedModel
 from service.engine.execution.graph_capture import RunBetweenBatches
 from service.engine.internal_errors import InternalErrors
 from service.engine.loading import ModelLoader
 from service.engine.trials import Trials
 from service.engine.worker import Worker
-from service.errors import SERVICE_FAILED, Overloaded, ServiceError
+from service.errors import SERVICE_FAILED
 from service.ipc import messages
 from service.ipc.blocks import ID
 from service.ipc.channel import Channel, Frame, encode, pair
@@ -35,9 +35,7 @@ from service.ipc.messages import (
     EngineStatus,
     ExportSession,
     MetricsCollected,
-    ModelKey,
     ModelVersion,
-    Ready,
     RecordTrace,
     Refusal,
     RefusalBlock,
@@ -45,9 +43,8 @@ from service.ipc.messages import (
 )
 from service.log import Log
 from service.metrics import Metrics
-from tests.engine.batching import fakes
-from tests.engine.batching.fakes import MODEL, NEVER, PLAIN, request
-from tests.engine.batching.harness import FakeEngine
+from tests.engine.batching import harness as fakes
+from tests.engine.batching.harness import MODEL, NEVER, PLAIN, FakeEngine, request
 
 PLACE = 3
 SECONDS = 2.5
@@ -59,97 +56,42 @@ BATCHES = 6
 """Batches per test. Then the frontend closes its channel, and one batch later the supervisor closes the control channel."""
 
 
-class OneRequestPerBatch(Batcher):
-    """Answers one request per batch, then calls `after` with the number of the batch. Raises `raised` for the requests of frontends."""
-
-    def __init__(self, after: Callable[[int], None]) -> None:
-        self.batch_sequences = BATCH_SEQUENCES
-        self._after = after
-        self.raised: Exception | None = None
-        self._batches = 0
-        self._replies: list[SendAnswer] = []
-        self._since = 0
-        self.most_between = 0
-        """The most requests submitted between two batches."""
-
-    @property
-    def waiting(self) -> int:
-        return 1
-
-    @property
-    def idle(self) -> bool:
-        return False
-
-    def count(self) -> None:
-        pass
-
-    def backlog_seconds(self) -> float:
-        return SECONDS * len(self._replies)
-
-    def submit(
-        self, request: Request, data: bytes | memoryview, reply: SendAnswer, refuse: SendRefusal, *, again: bool = False
-    ) -> Ticket:
-        self._fail_if_told()
-        self._replies.append(reply)
-        self._since += 1
-        self.most_between = max(self.most_between, self._since)
-        return Ticket(request, reply, refuse)
-
-    def submit_block(self, block: RequestBlock) -> None:
-        self._fail_if_told()
-        self._since += block.requests
-        self.most_between = max(self.most_between, self._since)
-
-    def fail_requests(self, owner: BlockOwner, ids: Sequence[int], error: ServiceError) -> None:
-        owner.refuse(ids, error)
-
-    def cancel(self, ticket: Ticket) -> None:
-        self._replies.clear()
-
-    def cancel_owner(self, owner: object) -> None:
-        pass
-
-    def cancel_request(self, owner: object, id: int) -> None:
-        self._fail_if_told()
-
-    def step(self, before_launch: object = None) -> bool:
-        self._since = 0
-        if self._replies:
-            self._replies.pop(0)(Answer((1, 1)), [b"1234"])
-        self._batches += 1
-        self._after(self._batches)
-        return True
-
-    def _fail_if_told(self) -> None:
-        if self.raised is not None:
-            raise self.raised
-
-
-class Idle(FakeEngine):
-    """An engine that has nothing to do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.served = [ModelKey("words", "1")]
-
-
 class WorkerHarness:
-    """A worker with one frontend. Keeps the frames that the worker sends to both."""
+    """A worker with one frontend. Keeps the frames that the worker sends to both.
+
+    Its batcher answers one request per batch. It raises `raised` for the requests of frontends. most_between: the most requests that were
+    submitted between two batches.
+    """
 
     def __init__(self) -> None:
         near, far = pair()
         self.supervisor, self._control = Channel(near), Channel(far)
         self.frontend, self.heartbeat, self.metrics = self._attached(), Heartbeat(), Metrics()
-        self.engine = Idle()
+        self.engine = FakeEngine()
+        self.engine.served = [MODEL]
         self.to_frontend: list[Frame] = []
         self.to_supervisor: list[Frame] = []
-        self.batcher = OneRequestPerBatch(self._after)
-        models = ModelLoader(self.engine, self.batcher, self._prepared, Log("worker"))
-        errors = InternalErrors(Log("worker"), self.metrics)
-        trials = Trials(self._control)
-        self.worker = Worker(
-            self._control, self.heartbeat, self.batcher, self.engine, models, trials, PLACE, self.metrics, errors
+        self.raised: Exception | None = None
+        self._replies: list[SendAnswer] = []
+        self.batches = self.since = self.most_between = 0
+        batcher: Any = SimpleNamespace(
+            waiting=1,
+            idle=False,
+            batch_sequences=BATCH_SEQUENCES,
+            count=lambda: None,
+            backlog_seconds=lambda: SECONDS * len(self._replies),
+            submit=self._submit,
+            submit_block=lambda block: self._count(block.requests),
+            fail_requests=lambda owner, ids, error: owner.refuse(ids, error),
+            cancel=lambda *_: self._replies.clear(),
+            cancel_owner=lambda *_: None,
+            cancel_request=lambda *_: self._count(0),
+            watch=lambda *_: None,
+            step=self._step,
         )
+        models = ModelLoader(self.engine, batcher, self._prepared, Log("worker"))
+        errors, trials = InternalErrors(Log("worker"), self.metrics), Trials(self._control)
+        self.worker = Worker(self._control, self.heartbeat, batcher, self.engine, models, trials, PLACE, self.metrics, errors)
 
     def run(self) -> None:
         self.supervisor.flush()
@@ -170,13 +112,29 @@ class WorkerHarness:
         far.close()
         return Channel(near)
 
-    def _after(self, batch: int) -> None:
-        if batch == BATCHES:
+    def _submit(self, request: Request, data: bytes, reply: SendAnswer, refuse: SendRefusal, *, again: bool = False) -> Ticket:
+        self._count(1)
+        self._replies.append(reply)
+        return Ticket(request, reply, refuse)
+
+    def _count(self, requests: int) -> None:
+        if self.raised is not None:
+            raise self.raised
+        self.since += requests
+        self.most_between = max(self.most_between, self.since)
+
+    def _step(self, before_launch: object = None) -> bool:
+        self.since = 0
+        if self._replies:
+            self._replies.pop(0)(Answer((1, 1)), [b"1234"])
+        self.batches += 1
+        if self.batches == BATCHES:
             self.to_frontend = self.frontend.receive()
             self.frontend.close()
-        elif batch == BATCHES + 1:
+        elif self.batches == BATCHES + 1:
             self.to_supervisor = self.supervisor.receive()
             self.supervisor.close()
+        return True
 
 
 @pytest.fixture
@@ -204,19 +162,15 @@ def sent(moment: float) -> Request:
     return msgspec.structs.replace(request([2]), sent=moment)
 
 
-def test_batches_are_launched_between_many_requests(harness: WorkerHarness) -> None:
-    for id in range(3 * BATCH_SEQUENCES):
-        harness.frontend.send(encode(sent(SOON), id, (b"",)))
-    harness.run()
-    assert harness.batcher.most_between == BATCH_SEQUENCES
-
-
-def test_batches_are_launched_between_many_blocks(harness: WorkerHarness) -> None:
+@pytest.mark.parametrize("in_blocks", [False, True])
+def test_batches_are_launched_between_many_requests(harness: WorkerHarness, in_blocks: bool) -> None:
+    """Requests of a block count each."""
     for id in range(3 * BATCH_SEQUENCES):
         columns = fakes.block([(id, NEVER, [1]), (100 + id, NEVER, [1])]).columns
-        harness.frontend.send(encode(messages.RequestBlock(*MODEL, 2, 2, 2, 1, 1, NEVER, SOON, 0, PLAIN), 0, columns))
+        block = encode(messages.RequestBlock(*MODEL, 2, 2, 2, 1, 1, NEVER, SOON, 0, PLAIN), 0, columns)
+        harness.frontend.send(block if in_blocks else encode(sent(SOON), id, (b"",)))
     harness.run()
-    assert harness.batcher.most_between == BATCH_SEQUENCES
+    assert harness.most_between == BATCH_SEQUENCES
 
 
 def test_requests_that_waited_long_are_read_before_the_next_batch(
@@ -227,7 +181,7 @@ def test_requests_that_waited_long_are_read_before_the_next_batch(
     for id in range(3 * BATCH_SEQUENCES):
         harness.frontend.send(encode(sent(0.0), id, (b"",)))
     harness.run()
-    assert harness.batcher.most_between == 2 * BATCH_SEQUENCES
+    assert harness.most_between == 2 * BATCH_SEQUENCES
 
 
 def test_unexpected_exception_refuses_its_requests_and_nothing_else(
@@ -235,12 +189,11 @@ def test_unexpected_exception_refuses_its_requests_and_nothing_else(
 ) -> None:
     columns = fakes.block([(11, NEVER, [1]), (12, NEVER, [1, 1])]).columns
     block = messages.RequestBlock(*MODEL, 2, 3, 3, 1, 1, NEVER, 0.0, 0, PLAIN)
-    harness.batcher.raised = IndexError("secret")
+    harness.raised = IndexError("secret")
     harness.frontend.send(encode(request([2]), 10, (b"",)))
     harness.frontend.send(encode(block, 0, columns))
     harness.frontend.send(encode(Cancel(), 13))
     harness.frontend.send(encode(ExportSession("a"), 14))
-    harness.frontend.send(encode(RecordTrace(batches=5, seconds=0.0), 16))
     harness.run()
     refused = {frame.id: frame.message for frame in harness.to_frontend if isinstance(frame.message, Refusal)}
     [of_block] = [frame for frame in harness.to_frontend if isinstance(frame.message, RefusalBlock)]
@@ -249,7 +202,6 @@ def test_unexpected_exception_refuses_its_requests_and_nothing_else(
     assert np.frombuffer(of_block.tail, ID).tolist() == [11, 12]
     refusals = [*refused.values(), of_block.message.refusal]
     assert {(refusal.code, refusal.message) for refusal in refusals} == {("inference_failed", SERVICE_FAILED)}
-    assert 16 in [frame.id for frame in harness.to_frontend if isinstance(frame.message, Done)]
     counts = {work: values for (work,), [values] in harness.metrics.engine_errors.values.items()}
     assert counts == {"requests": 2, "cancel": 1, "session_call": 1}
     logged = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
@@ -257,35 +209,6 @@ def test_unexpected_exception_refuses_its_requests_and_nothing_else(
         ("bug", work) for work in ("requests", "cancel", "session_call")
     ]
     assert logged[0]["error"] == "IndexError: secret"
-
-
-def test_refusals_for_an_ended_frontend_are_dropped(harness: WorkerHarness) -> None:
-    owners: list[BlockOwner] = []
-    harness.batcher.submit_block = lambda block: owners.append(block.owner)  # type: ignore[method-assign]
-    columns = fakes.block([(11, NEVER, [1])]).columns
-    harness.frontend.send(encode(messages.RequestBlock(*MODEL, 1, 1, 1, 1, 1, NEVER, 0.0, 0, PLAIN), 0, columns))
-    harness.run()
-    harness.frontend.close()
-    harness.run()
-    [owner] = owners
-    owner.refuse([11], Overloaded("full"))
-    assert not harness.worker._answered
-
-
-def test_frontend_that_a_write_finds_closed_is_forgotten_once(harness: WorkerHarness, monkeypatch: pytest.MonkeyPatch) -> None:
-    def submit(*arguments: object, **options: object) -> None:
-        harness.frontend.close()
-        harness.worker._send_status()
-
-    monkeypatch.setattr(harness.batcher, "submit", submit)
-    harness.frontend.send(encode(request([2]), 10, (b"",)))
-    harness.run()
-    assert [type(frame.message) for frame in harness.to_supervisor] == [Ready]
-
-
-def test_frontend_without_answers_gets_no_backlog(harness: WorkerHarness) -> None:
-    harness.run()
-    assert [type(frame.message) for frame in harness.to_frontend] == [EngineStatus]
 
 
 def test_metrics_include_the_backlog(harness: WorkerHarness) -> None:
@@ -300,33 +223,13 @@ def test_metrics_include_the_backlog(harness: WorkerHarness) -> None:
     assert seconds in [SECONDS * waiting for waiting in range(4)]
 
 
-def test_frontend_receives_the_trace_it_asked_for(harness: WorkerHarness) -> None:
-    harness.frontend.send(encode(RecordTrace(batches=5, seconds=0.0), 4))
-    harness.run()
-    traced = next(frame for frame in harness.to_frontend if isinstance(frame.message, Done))
-    assert traced.id == 4
-    assert msgspec.json.decode(traced.tail)[0]["args"] == {"name": f"engine-{PLACE} cpu"}
-
-
-def test_cancelled_trace_makes_room_for_the_next(harness: WorkerHarness) -> None:
-    for id in (4, 5, 6):
-        harness.frontend.send(encode(RecordTrace(batches=5, seconds=0.0 if id == 6 else 60.0), id))
-        if id == 4:
-            harness.frontend.send(encode(Cancel(), id))
-    harness.run()
-    answers = [(type(frame.message), frame.id) for frame in harness.to_frontend if type(frame.message) in (Done, Refusal)]
-    assert answers == [(Refusal, 6)]
-    assert harness.heartbeat.late_seconds() < 0
-
-
-def test_recording_a_trace_does_not_count_as_a_hang(harness: WorkerHarness) -> None:
+@pytest.mark.parametrize("traced", [False, True])
+def test_hung_batch_misses_the_heartbeat(harness: WorkerHarness, traced: bool) -> None:
+    """Recording a trace is no hang. Its frontend gets it."""
     harness.engine.running = time.monotonic() - 100, 0.0
-    harness.frontend.send(encode(RecordTrace(batches=5, seconds=0.0), 4))
+    if traced:
+        harness.frontend.send(encode(RecordTrace(batches=5, seconds=0.0), 4))
     harness.run()
-    assert harness.heartbeat.late_seconds() < 0
-
-
-def test_hung_batch_misses_the_heartbeat(harness: WorkerHarness) -> None:
-    harness.engine.running = time.monotonic() - 100, 0.0
-    harness.run()
-    assert harness.heartbeat.late_seconds() > 90
+    assert (harness.heartbeat.late_seconds() < 0) == traced and (traced or harness.heartbeat.late_seconds() > 90)
+    events = {frame.id: msgspec.json.decode(frame.tail) for frame in harness.to_frontend if isinstance(frame.message, Done)}
+    assert {id: first["args"] for id, [first, *_] in events.items()} == ({4: {"name": f"engine-{PLACE} cpu"}} if traced else {})

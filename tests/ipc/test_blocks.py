@@ -123,13 +123,3 @@ def test_each_answer_has_the_lines_of_its_request(counts: list[int], per_step: b
         assert (answer.scores, answer.picks, answer.embedding, answer.sequence) == tuple(part.shape for part in parts)
         assert bytes(values) == b"".join(part.tobytes() for part in parts)
         first, first_step = first + count, first_step + sum(own_steps)
-
-
-def test_absent_array_is_absent_from_every_answer() -> None:
-    message = AnswerBlock(2, 2, (), (2, 1))
-    data = np.array([5, 6], "<u8").tobytes() + np.array([1, 1, 4, 4, 70, 80], "<i4").tobytes()
-    answers = list(split_answers(message, data))
-    assert [(id, answer.scores, answer.picks, bytes(values)) for id, answer, values in answers] == [
-        (5, (), (1, 1), np.int32(70).tobytes()),
-        (6, (), (1, 1), np.int32(80).tobytes()),
-    ]

@@ -31,7 +31,9 @@ class OtherProcess:
         self.channel.send(encode(reply, frame.id, (tail,)))
 
 
-def exchange(test: Exchange) -> None:
+def with_other_process(test: Exchange) -> Callable[[], None]:
+    """Return a test that runs in an event loop, with an Rpc and the process at its other end."""
+
     async def run() -> None:
         near, far = pair()
         other = OtherProcess(Channel(far))
@@ -47,93 +49,70 @@ def exchange(test: Exchange) -> None:
             channel.close()
             other.channel.close()
 
-    asyncio.run(run())
+    return lambda: asyncio.run(run())
 
 
 def call(rpc: Rpc, message: Message, tail: bytes = b"", timeout: float | None = None) -> asyncio.Future[bytes | memoryview]:
     return asyncio.ensure_future(rpc.call_done(message, tail=tail, timeout=timeout))
 
 
-def test_replies_in_another_order_reach_their_calls() -> None:
-    async def test(rpc: Rpc, other: OtherProcess) -> None:
-        calls = [call(rpc, ExportSession(name)) for name in "abc"]
-        frames = [await other.next_frame() for _ in calls]
-        for frame in reversed(frames):
-            assert isinstance(frame.message, ExportSession)
-            other.reply(frame, Done(), frame.message.session.encode())
-        assert await asyncio.gather(*calls) == [b"a", b"b", b"c"]
-
-    exchange(test)
-
-
-def test_reply_has_the_expected_type() -> None:
-    async def test(rpc: Rpc, other: OtherProcess) -> None:
-        pending = asyncio.ensure_future(rpc.call(ExportSession("a"), SessionFound))
-        other.reply(await other.next_frame(), SessionFound(None))
-        assert await pending == (SessionFound(None), b"")
-
-    exchange(test)
+@with_other_process
+async def test_replies_in_another_order_reach_their_calls(rpc: Rpc, other: OtherProcess) -> None:
+    found = asyncio.ensure_future(rpc.call(ExportSession("s"), SessionFound))
+    other.reply(await other.next_frame(), SessionFound(None))
+    assert await found == (SessionFound(None), b"")
+    calls = [call(rpc, ExportSession(name)) for name in "abc"]
+    frames = [await other.next_frame() for _ in calls]
+    for frame in reversed(frames):
+        assert isinstance(frame.message, ExportSession)
+        other.reply(frame, Done(), frame.message.session.encode())
+    assert await asyncio.gather(*calls) == [b"a", b"b", b"c"]
 
 
-def test_refusal_raises_its_error() -> None:
-    async def test(rpc: Rpc, other: OtherProcess) -> None:
-        pending = call(rpc, EndSession("a"))
-        other.reply(await other.next_frame(), Refusal.of(UnknownModel("no such model", field="model")))
-        with pytest.raises(UnknownModel, match="no such model"):
-            await pending
-
-    exchange(test)
+@with_other_process
+async def test_refusal_raises_its_error(rpc: Rpc, other: OtherProcess) -> None:
+    pending = call(rpc, EndSession("a"))
+    other.reply(await other.next_frame(), Refusal.of(UnknownModel("no such model", field="model")))
+    with pytest.raises(UnknownModel, match="no such model"):
+        await pending
 
 
-def test_late_reply_raises_unavailable_and_is_ignored() -> None:
-    async def test(rpc: Rpc, other: OtherProcess) -> None:
-        late = call(rpc, EndSession("a"), timeout=0.05)
-        frame = await other.next_frame()
-        with pytest.raises(Unavailable, match=r"EndSession within 0.05 s"):
-            await late
-        cancel = await other.next_frame()
-        assert (cancel.message, cancel.id) == (Cancel(), frame.id)
-        other.reply(frame, Done())
-        following = call(rpc, EndSession("b"))
-        other.reply(await other.next_frame(), Done(), b"in time")
-        assert await following == b"in time"
-
-    exchange(test)
-
-
-def test_cancelled_call_tells_the_other_process() -> None:
-    async def test(rpc: Rpc, other: OtherProcess) -> None:
-        pending = call(rpc, EndSession("a"))
-        frame = await other.next_frame()
-        pending.cancel()
-        cancel = await other.next_frame()
-        assert (cancel.message, cancel.id) == (Cancel(), frame.id)
-        assert rpc.pending_bytes == 0
-
-    exchange(test)
+@with_other_process
+async def test_late_or_cancelled_call_tells_the_other_process(rpc: Rpc, other: OtherProcess) -> None:
+    late = call(rpc, EndSession("a"), timeout=0.05)
+    frame = await other.next_frame()
+    with pytest.raises(Unavailable, match=r"EndSession within 0.05 s"):
+        await late
+    cancel = await other.next_frame()
+    assert (cancel.message, cancel.id) == (Cancel(), frame.id)
+    other.reply(frame, Done())
+    cancelled = call(rpc, EndSession("a"))
+    frame = await other.next_frame()
+    cancelled.cancel()
+    cancel = await other.next_frame()
+    assert (cancel.message, cancel.id) == (Cancel(), frame.id) and rpc.pending_bytes == 0
+    following = call(rpc, EndSession("b"))
+    other.reply(await other.next_frame(), Done(), b"in time")
+    assert await following == b"in time"
 
 
-def test_end_of_the_other_process_fails_calls() -> None:
-    async def test(rpc: Rpc, other: OtherProcess) -> None:
-        pending = call(rpc, EndSession("a"))
-        await other.next_frame()
-        other.channel.close()
-        for future in (pending, call(rpc, EndSession("b"))):
-            with pytest.raises(EngineLost):
-                await future
-
-    exchange(test)
+@with_other_process
+async def test_end_of_the_other_process_fails_calls(rpc: Rpc, other: OtherProcess) -> None:
+    pending = call(rpc, EndSession("a"))
+    await other.next_frame()
+    other.channel.close()
+    for future in (pending, call(rpc, EndSession("b"))):
+        with pytest.raises(EngineLost):
+            await future
 
 
-def test_large_call_leaves_while_the_loop_goes_on() -> None:
+@with_other_process
+async def test_large_call_leaves_while_the_loop_goes_on(rpc: Rpc, other: OtherProcess) -> None:
     """A frame that exceeds the socket's buffer leaves in pieces, without blocking the loop."""
 
-    async def test(rpc: Rpc, other: OtherProcess) -> None:
-        pending = call(rpc, EndSession("a"), bytes(15 * MIB))
-        frame = await other.next_frame()
-        assert rpc.pending_bytes > 15 * MIB
-        assert len(frame.tail) == 15 * MIB
-        other.reply(frame, Done(), frame.tail)
-        assert len(await pending) == 15 * MIB
-
-    exchange(test)
+    pending = call(rpc, EndSession("a"), bytes(15 * MIB))
+    frame = await other.next_frame()
+    assert rpc.pending_bytes > 15 * MIB
+    assert len(frame.tail) == 15 * MIB
+    other.reply(frame, Done(), frame.tail)
+    assert len(await pending) == 15 * MIB

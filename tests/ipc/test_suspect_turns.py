@@ -60,47 +60,30 @@ def frontends() -> Iterator[list[Frontend]]:
     os.close(turns.descriptor)
 
 
-def test_one_frontend_at_a_time_runs_a_suspect_in_an_engine(frontends: list[Frontend]) -> None:
-    first, second, _ = frontends
-    assert first.take() and first.take()
-    assert not second.take()
-    assert second.take(OTHER_ENGINE)
-    first.give_back()
-    assert second.take()
-    assert not first.take()
-
-
 def test_frontend_that_asked_first_is_next(frontends: list[Frontend]) -> None:
     first, second, third = frontends
     assert first.take()
+    assert first.take(), "it has the turn already"
     assert not second.take() and not third.take()
+    assert third.take(OTHER_ENGINE)
+    assert SuspectTurns(-1).take(ENGINE), "a single frontend never waits"
     first.give_back()
     assert not first.take() and not third.take(), "it is the turn of the second"
     assert second.take()
     assert not third.take()
     second.give_back()
     assert third.take()
+    assert not first.take(OTHER_ENGINE), "the third still has that turn"
 
 
-def test_frontend_that_gives_up_leaves_its_place(frontends: list[Frontend]) -> None:
+@pytest.mark.parametrize("ends", [False, True])
+def test_frontend_that_gives_up_or_ends_leaves_its_place(frontends: list[Frontend], ends: bool) -> None:
     first, second, third = frontends
     assert first.take()
     assert not second.take()
-    second.give_back()
-    first.give_back()
+    for frontend in (second, first):
+        if ends:
+            frontend.end()
+        else:
+            frontend.give_back()
     assert third.take()
-
-
-def test_frontend_that_ends_gives_back_its_turn(frontends: list[Frontend]) -> None:
-    first, second, third = frontends
-    assert first.take()
-    assert not second.take()
-    second.end()
-    first.end()
-    assert third.take()
-
-
-def test_single_frontend_never_waits() -> None:
-    turns = SuspectTurns(-1)
-    assert turns.take(ENGINE) and turns.take(ENGINE)
-    turns.give_back(ENGINE)

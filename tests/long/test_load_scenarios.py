@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from kernels.bench.baselines import BASELINES
 from loadtest import bench
 from loadtest.__main__ import main
 from loadtest.comparison.contenders import SERVERS
@@ -23,7 +22,6 @@ from service.access.keys import create
 from service.access.scopes import Scope
 from tests import traces
 from tests.certificates import Authority
-from tests.kernels.bench.conftest import measured, tiny
 from tests.serving import answering, serving
 
 USERS = ["OneText", "TenTexts", "TokenIds", "Session", "OpenInference"]
@@ -99,13 +97,6 @@ def test_locust_sends_the_key_over_tls(models_folder: Path, tmp_path: Path) -> N
         assert main([*line, "--key-file", str(key), "--out", str(tmp_path / "out")]) == 0
     written = [file.read_text(errors="ignore") for file in (tmp_path / "out").iterdir() if file.is_file()]
     assert key.read_text().strip() not in "".join(written)
-
-
-def test_sru_package_is_a_baseline() -> None:
-    """Its first use compiles it."""
-    findings = measured(tiny("sru"), next(each for each in BASELINES["sru"] if each.name == "sru package"))
-    assert not findings.wrong
-    assert findings.skipped or findings.measurements[-1].error < 1e-5
 
 
 def test_traces_have_every_engine_and_the_batches_of_a_bench(

@@ -40,8 +40,7 @@ from service.ipc.messages import FEATURES, Answer, ModelKey
 from service.ipc.session_journal import SessionJournal
 from service.log import Log
 from service.metrics import Metrics
-from tests.engine.batching.fakes import MODEL, ids, limits, request
-from tests.engine.batching.harness import IDLE_SECONDS, AsynchronousEngine
+from tests.engine.batching.harness import IDLE_SECONDS, MODEL, AsynchronousEngine, ids, limits, request
 from tests.frontend.http2.peer import ClockLoop
 from tests.long import scaled
 

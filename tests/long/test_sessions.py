@@ -22,7 +22,7 @@ from loadtest.target import Target
 from tests import models
 from tests.accumulator import NEW, REST_SECONDS, Account, at_rest, rests, watch
 from tests.callers import Caller
-from tests.engine.batching.story import Story, any_event
+from tests.engine.batching.story import tell_story
 from tests.long import scaled
 from tests.planted import constants
 from tests.reloading import load, unload
@@ -46,17 +46,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_million_events_keep_states_and_sums_of_sessions() -> None:
     for seed in range(scaled(EVENTS / EVENTS_OF_A_STORY)):
-        story, chance = Story(), random.Random(seed)
-        try:
-            for _ in range(EVENTS_OF_A_STORY):
-                any_event(story, chance)
-                story.check()
-            story.finish()
-        except BaseException as fault:
-            fault.add_note(f"in the story of seed {seed}")
-            raise
-        finally:
-            story.close()
+        tell_story(seed, EVENTS_OF_A_STORY)
 
 
 # Clients that hang up.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import signal
 from pathlib import Path
 
@@ -23,22 +22,11 @@ def test_infer_command_answers_as_the_server_does(
 ) -> None:
     assert main(["infer", "--models", str(models_folder), "--device", "cpu", "--model", "words", *QUESTIONS]) == 0
     printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert server.client.post("/infer", json=_example(Repository(models_folder).manifest())).status_code == 200
     served = server.infer("words", QUESTIONS).json()["outputs"]
     for one, other in zip(printed, served, strict=True):
         assert one["label"] == other["label"]
         assert one["scores"] == pytest.approx(other["scores"], rel=1e-5)
-
-
-def test_infer_command_names_the_models_for_an_unknown_name(models_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["infer", "--models", str(models_folder), "--model", "nobody", "status"]) == 1
-    assert "served are sensors, words" in capsys.readouterr().err
-
-
-def test_models_command_lists_the_folder(models_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["models", "--models", str(models_folder)]) == 0
-    printed = capsys.readouterr().out
-    assert "words  version 2  text > embedding > lstm > classify  float32" in printed
-    assert "sensors  version 1  features > lstm > classify  float32" in printed
 
 
 @pytest.mark.parametrize("place", ["words", "words/2"])
@@ -78,24 +66,28 @@ def test_compress_command_writes_a_version_and_prints_its_card(tmp_path: Path, c
         main([*command[:2], "--precision", "int4"])
 
 
-def test_shown_request_is_answered(models_folder: Path, server: Server, tmp_path: Path) -> None:
-    """It names an alias, if there is one."""
-    assert server.client.post("/infer", json=_example(Repository(models_folder).manifest())).status_code == 200
-    shutil.copytree(models_folder, tmp_path / "models")
-    (tmp_path / "models" / "aliases.toml").write_text('stable = "words/1"')
-    assert _example(Repository(tmp_path / "models").manifest())["model"] == "stable"
+def test_models_command_lists_the_folder(models_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["models", "--models", str(models_folder)]) == 0
+    printed = capsys.readouterr().out
+    assert "words  version 2  text > embedding > lstm > classify  float32" in printed
+    assert "sensors  version 1  features > lstm > classify  float32" in printed
 
 
-def test_error_names_a_folder_without_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["models", "--models", str(tmp_path)]) == 1
-    assert str(tmp_path) in capsys.readouterr().err
-    assert main(["serve", "--models", str(tmp_path / "nowhere")]) == 1
-    assert "does not exist" in capsys.readouterr().err
-
-
-def test_impossible_setting_exits_with_status_2(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve", "--port", "70000"]) == 2
-    assert "--port is '70000'" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("command", "status", "message"),
+    [
+        (["infer", "--models", "{models}", "--model", "nobody", "status"], 1, "served are sensors, words"),
+        (["models", "--models", "{empty}"], 1, "{empty}"),
+        (["serve", "--models", "{empty}/nowhere"], 1, "does not exist"),
+        (["serve", "--port", "70000"], 2, "--port is '70000'"),
+    ],
+)
+def test_refused_command_says_why(
+    command: list[str], status: int, message: str, models_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = {"models": models_folder, "empty": tmp_path}
+    assert main([word.format_map(names) for word in command]) == status
+    assert message.format_map(names) in capsys.readouterr().err
 
 
 def test_sigterm_during_imports_ends_the_command(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ import io
 import struct
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +27,10 @@ Array = NDArray[Any]
 LENGTHS = [5, 3, 9]
 OUTPUTS = {
     "words": {"embedding", "sequence", "logits", "scores"},
-    "forecaster": {"embedding", "sequence", "logits", "value"},
     "tagger": {"sequence", "logits", "probabilities"},
-    "reader": {"sequence", "logits"},
-    "speller": {"embedding", "sequence", "logits", "probabilities"},
-    "embedder": {"embedding"},
     "halver": {"sequence"},
 }
-"""The outputs of each model, besides states and the offsets of packed steps."""
+"""The outputs of models, besides states and the offsets of packed steps."""
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +41,6 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write(folder)
     lstm = {"kind": "lstm", "hidden": 4, "depth": 2, "bidirectional": True}
     head = {"kind": "classify", "pool": "last", "labels": models.LABELS}
-    conv = {"kind": "conv", "filters": 4, "width": 3, "pads": [3, 1], "stride": 2}
-    models.made_up(folder, "padded", {"kind": "features", "features": 3, "max_steps": 64}, conv, head={"kind": "sequence"})
     models.made_up(folder, "both", {"kind": "features", "features": 3, "max_steps": 64}, lstm, head=head)
     return folder
 
@@ -69,68 +62,27 @@ def rows_of(description: spec.ModelSpec) -> list[Array]:
     return [random.normal(size=(length, description.input.features)).astype(np.float32) for length in LENGTHS]
 
 
-def padded(rows: list[Array]) -> Array:
-    """Return rows as one array. Its padding is a valid input, which must not count."""
-    whole = np.ones((len(rows), max(LENGTHS) + 2, *rows[0].shape[1:]), rows[0].dtype)
-    for index, row in enumerate(rows):
-        whole[index, : len(row)] = row
-    return whole
-
-
-@pytest.mark.parametrize("model", models.OF_EVERY_HEAD)
+@pytest.mark.parametrize("model", OUTPUTS)
 def test_forms_of_the_inputs_give_the_same_outputs(root: Path, tmp_path: Path, model: str) -> None:
-    """Padded with lengths, packed with offsets, and each sequence alone."""
+    """Padded with lengths, and packed with offsets. The padding is a valid input, which does not count."""
     description = spec.read(root / model / "1")
     rows, name = rows_of(description), "inputs" if description.input.features else "ids"
-    alone = [infer(root, model, {name: row[None]}, tmp_path) for row in rows]
+    padded = np.ones((len(rows), max(LENGTHS) + 2, *rows[0].shape[1:]), rows[0].dtype)
+    for index, row in enumerate(rows):
+        padded[index, : len(row)] = row
     packed = infer(root, model, {name: np.concatenate(rows), "offsets": np.cumsum([0, *LENGTHS])}, tmp_path)
-    whole = infer(root, model, {name: padded(rows), "lengths": np.array(LENGTHS, np.int32)}, tmp_path)
-    states = {output for output in packed if output.startswith("state.")}
-    assert packed.keys() == OUTPUTS[model] | states | {"offsets"}
-    assert {state.removeprefix("state.") for state in states} >= description.states.keys()
-    by_step = OUTPUTS[model] & ({"sequence", "logits", "probabilities"} if model in ("tagger", "reader") else {"sequence"})
+    whole = infer(root, model, {name: padded, "lengths": np.array(LENGTHS, np.int32)}, tmp_path)
+    states = {f"state.{state}" for state in description.states}
+    assert packed.keys() >= OUTPUTS[model] | states | {"offsets"}
     counts = np.diff(packed["offsets"])
     for output in packed.keys() - {"offsets"}:
+        values = whole[output]
         assert packed[output].dtype == np.float32
-        expected = np.concatenate(
-            [one[output].reshape(-1, *one[output].shape[2:]) if output in by_step else one[output] for one in alone]
-        )
-        np.testing.assert_allclose(packed[output], expected, atol=1e-6)
-        if output in by_step:
-            assert not whole[output][np.arange(whole[output].shape[1]) >= counts[:, None]].any()
-            values = whole[output][np.arange(whole[output].shape[1]) < counts[:, None]]
-        else:
-            values = whole[output]
+        if len(packed[output]) == counts.sum():
+            is_step = np.arange(values.shape[1]) < counts[:, None]
+            assert not values[~is_step].any()
+            values = values[is_step]
         np.testing.assert_allclose(values, packed[output], atol=1e-6)
-
-
-def test_head_outputs_follow_from_each_other(root: Path, tmp_path: Path) -> None:
-    def run(model: str) -> tuple[dict[str, Array], dict[str, Array]]:
-        description = spec.read(root / model / "1")
-        name, rows = "inputs" if description.input.features else "ids", rows_of(description)
-        arrays = store.read_arrays(root / model / "1", description)
-        weights = {name: arrays[f"head.{name}"].numpy() for name in ("weight", "bias") if f"head.{name}" in arrays}
-        return infer(root, model, {name: np.concatenate(rows), "offsets": np.cumsum([0, *LENGTHS])}, tmp_path), weights
-
-    def softmax(logits: Array) -> Array:
-        return torch.from_numpy(logits).softmax(1).numpy()
-
-    for model, vector, answer in (
-        ("words", "embedding", "scores"),
-        ("forecaster", "embedding", "value"),
-        ("speller", "embedding", "probabilities"),
-        ("tagger", "sequence", "probabilities"),
-        ("reader", "sequence", "logits"),
-    ):
-        outputs, weights = run(model)
-        np.testing.assert_allclose(outputs["logits"], outputs[vector] @ weights["weight"] + weights["bias"], atol=1e-5)
-        expected = outputs["logits"] if model in ("forecaster", "reader") else softmax(outputs["logits"])
-        np.testing.assert_allclose(outputs[answer], expected, atol=1e-6)
-    outputs, _ = run("words")
-    maxima = [outputs["sequence"][begin:end].max(0) for begin, end in pairwise(outputs["offsets"])]
-    np.testing.assert_array_equal(outputs["embedding"], np.stack(maxima))
-    outputs, _ = run("embedder")
-    np.testing.assert_allclose(np.linalg.norm(outputs["embedding"], axis=1), 1, atol=1e-6)
 
 
 def torch_lstm(root: Path) -> nn.LSTM:
@@ -146,18 +98,21 @@ def torch_lstm(root: Path) -> nn.LSTM:
     return lstm
 
 
-@pytest.mark.parametrize("starts", [False, True])
-def test_states_of_both_directions_and_levels_are_those_of_torch(root: Path, tmp_path: Path, starts: bool) -> None:
+def test_states_of_both_directions_and_levels_are_those_of_torch(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The folder of a version names its model. The second half of a sequence starts from the states of the first."""
     rows = [torch.from_numpy(row) for row in rows_of(spec.read(root / "both" / "1"))]
     places = [f"state.layers.0.{level}.{direction}" for level in range(2) for direction in ("forward", "backward")]
-    initial = torch.randn(2, 4, 3, 4, generator=torch.Generator().manual_seed(5)) if starts else torch.zeros(2, 4, 3, 4)
+    initial = torch.randn(2, 4, 3, 4, generator=torch.Generator().manual_seed(5))
     given = {
         f"{place}.{name}": initial[index, number].numpy()
         for number, place in enumerate(places)
         for index, name in enumerate(("hidden", "cell"))
     }
-    arrays = {"inputs": torch.cat(rows).numpy(), "offsets": np.cumsum([0, *LENGTHS]), **(given if starts else {})}
-    outputs = infer(root, "both", arrays, tmp_path)
+    arrays = {"inputs": torch.cat(rows).numpy(), "offsets": np.cumsum([0, *LENGTHS]), "output": np.zeros(3), **given}
+    outputs = infer(tmp_path / "nowhere", str(root / "both" / "1"), arrays, tmp_path)
+    assert "state.layers.0.1.backward.cell  3 x 4  float32" in capsys.readouterr().out.splitlines()
     with torch.no_grad():
         packed = nn.utils.rnn.pack_sequence(rows, enforce_sorted=False)
         steps, final = torch_lstm(root)(packed, tuple(initial))
@@ -166,62 +121,30 @@ def test_states_of_both_directions_and_levels_are_those_of_torch(root: Path, tmp
     for index, name in enumerate(("hidden", "cell")):
         for number, place in enumerate(places):
             np.testing.assert_allclose(outputs[f"{place}.{name}"], final[index][number], atol=1e-6)
-
-
-def test_final_states_are_the_initial_states_of_the_rest(root: Path, tmp_path: Path) -> None:
     ids = np.arange(24).reshape(2, 12) % 12
-    whole = infer(root, "speller", {"ids": ids}, tmp_path)
-    first = infer(root, "speller", {"ids": ids[:, :5]}, tmp_path)
+    whole, first = (infer(root, "speller", {"ids": part}, tmp_path) for part in (ids, ids[:, :5]))
     states = {name: values for name, values in first.items() if name.startswith("state.")}
     rest = infer(root, "speller", {"ids": ids[:, 5:], **states}, tmp_path)
-    assert len(states) == 4
     for name in ("logits", *states):
         np.testing.assert_allclose(rest[name], whole[name], atol=1e-6)
 
 
-@pytest.mark.parametrize("model", ["words", "forecaster", "tagger", "speller", "both", "padded"])
-def test_sequences_without_steps_are_answered_over_zeros(root: Path, tmp_path: Path, model: str) -> None:
-    """They do not affect the other sequences, and their states do not change."""
+@pytest.mark.parametrize("model", ["words", "forecaster", "tagger"])
+def test_sequences_without_steps_do_not_affect_the_others(root: Path, tmp_path: Path, model: str) -> None:
     description = spec.read(root / model / "1")
     name, row = "inputs" if description.input.features else "ids", rows_of(description)[0]
     alone = infer(root, model, {name: row, "offsets": [0, len(row)]}, tmp_path)
-    start = next(
-        (state for state in alone if state.startswith("state.") and state.removeprefix("state.") in description.states), None
-    )
-    given = {} if start is None else {start: np.concatenate([np.full_like(alone[start], 0.5), np.zeros_like(alone[start])])}
-    both = infer(root, model, {name: row, "offsets": [0, 0, len(row)], **given}, tmp_path)
+    both = infer(root, model, {name: row, "offsets": [0, 0, len(row)]}, tmp_path)
+    for output in both.keys() - {"offsets"}:
+        np.testing.assert_allclose(both[output][-len(alone[output]) :], alone[output], atol=1e-6)
+    assert both["offsets"].tolist() == [0, 0, len(both["sequence"])]
     encoder = Encoder(description, store.read_arrays(root / model / "1", description), torch.device("cpu"))
     without_steps = encoder.run_without_steps()
     assert without_steps is not None
     head = without_steps.head_output
-    answers = {"embedding": head.embedding, "scores": head.scores, "value": head.scores}
-    expected = {output: values for output, values in answers.items() if values is not None}
-    for output, values in both.items():
-        by_step = output == "sequence" or (model == "tagger" and output in ("logits", "probabilities"))
-        if output != "offsets":
-            np.testing.assert_allclose(values if by_step else values[1:], alone[output], atol=1e-6)
-        if output in expected:
-            np.testing.assert_allclose(values[:1], expected[output], atol=1e-6)
-        if output.startswith("state."):
-            assert (values[0] == (0.5 if output == start else 0.0)).all()
-    assert both["offsets"].tolist() == [0, 0, len(both["sequence"])]
-
-
-def test_texts_are_tokenised_as_the_model_does(root: Path, tmp_path: Path) -> None:
-    of_texts = infer(root, "words", {"text": ["how far is the sea ?", "who was first"]}, tmp_path)
-    of_ids = infer(root, "words", {"ids": [1, 2, 3, 4, 5, 9, 6, 7, 8], "offsets": [0, 6, 9]}, tmp_path)
-    assert of_texts.keys() == of_ids.keys()
-    for name, values in of_texts.items():
-        np.testing.assert_array_equal(values, of_ids[name])
-
-
-def test_version_folder_names_a_model_and_outputs_are_listed(
-    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The models folder is not read then. Expected outputs in the file are left alone."""
-    arrays = {"inputs": np.ones((2, 4, 3)), "output": np.zeros((2, 3)), "final.layers.0.0.forward.cell": np.zeros((2, 4))}
-    infer(tmp_path / "nowhere", str(root / "both" / "1"), arrays, tmp_path)
-    assert "state.layers.0.1.backward.cell  2 x 4  float32" in capsys.readouterr().out.splitlines()
+    for output, values in {"embedding": head.embedding, "scores": head.scores, "value": head.scores}.items():
+        if output in both and values is not None:
+            np.testing.assert_allclose(both[output][:1], values, atol=1e-6)
 
 
 def refusal(root: Path, model: str, npz: Path, capsys: pytest.CaptureFixture[str]) -> str:
@@ -238,38 +161,26 @@ def refusal(root: Path, model: str, npz: Path, capsys: pytest.CaptureFixture[str
     "model, arrays, message",
     [
         ("both", {}, "the arrays (none) have no 'inputs', which both takes: add it"),
-        ("both", {"ids": np.ones((1, 3))}, "the arrays ids have no 'inputs'"),
         ("both", {"inputs": np.ones((1, 4, 3)), "length": [3]}, "'length' is neither an input nor an output of both"),
-        ("both", {"inputs": np.ones((1, 4, 3)), "scors": [3]}, "'scors' is neither an input nor an output of both"),
         ("both", {"inputs": np.ones((1, 4, 2))}, "'inputs' has steps of 2 numbers, and both takes 3"),
         ("both", {"inputs": np.ones((4, 3))}, "'inputs' has the shape (4, 3): send (sequences, steps, features)"),
-        ("both", {"inputs": np.ones(())}, "'inputs' has the shape ()"),
         ("both", {"inputs": np.ones((1, 4, 3)), "offsets": [0, 4]}, "with 'offsets', send (steps, features)"),
         ("both", {"inputs": np.full((1, 4, 3), "a")}, "'inputs' has the dtype <U1: send numbers"),
         ("both", {"inputs": np.full((1, 4, 3), 1e39)}, "'inputs' has numbers that are not finite in float32"),
-        ("both", {"inputs": np.full((1, 4, 3), np.nan)}, "'inputs' has numbers that are not finite in float32"),
-        ("both", {"inputs": np.ones((2, 4, 3)), "lengths": [4]}, "'lengths' must be 2 numbers from 0 to 4"),
         ("both", {"inputs": np.ones((2, 4, 3)), "lengths": [4, 5]}, "'lengths' must be 2 numbers from 0 to 4"),
         ("reader", {"ids": np.ones((2, 4), int), "lengths": [4, 0]}, "the sequence 1 has 0 steps, and reader needs at least 1"),
         ("both", {"inputs": np.ones((2, 4, 3)), "lengths": [4.0, 3.5]}, "'lengths' has the dtype float64: send integers"),
-        ("both", {"inputs": np.ones((4, 3)), "offsets": ["0", "4"]}, "'offsets' has the dtype <U1: send integers"),
         ("both", {"inputs": np.ones((4, 3)), "offsets": [0, 3, 2, 4]}, "'offsets' must rise from 0 to the 4 steps"),
-        ("both", {"inputs": np.ones((4, 3)), "offsets": [0, 2]}, "'offsets' must rise from 0 to the 4 steps"),
         ("both", {"inputs": np.ones((4, 3)), "offsets": [[0, 4]]}, "'offsets' must rise from 0 to the 4 steps"),
-        ("both", {"inputs": np.ones((4, 3)), "offsets": np.empty(0, int)}, "'offsets' must rise from 0 to the 4 steps"),
         ("both", {"inputs": np.ones((4, 3)), "offsets": [0, 4], "lengths": [4]}, "have both 'lengths' and 'offsets'"),
         ("both", {"inputs": np.ones((1, 4, 3)), "state.layers.3.hidden": [[1]]}, "no recurrent layer has the state 'layers.3.hidden'"),
         ("both", {"inputs": np.ones((1, 4, 3)), "state.layers.0.0.forward.cell": [1]}, "has the shape (1,), expected (1, 4)"),
         ("both", {"inputs": np.ones((1, 4, 3)), "state.layers.0.0.forward.cell": [["a"]]}, "has the dtype <U1: send numbers"),
         ("words", {"ids": np.ones((1, 4))}, "'ids' has the dtype float64: send integers"),
         ("words", {"ids": np.full((1, 4), 10)}, "'ids' has ids from 10 to 10, and the vocabulary of words ends at 9"),
-        ("words", {"ids": np.full((1, 4), -1)}, "'ids' has ids from -1 to -1"),
-        ("words", {"ids": np.full((1, 4), 1 << 40)}, "'ids' has ids from 1099511627776"),
         ("words", {"text": ["how far"], "ids": np.ones((1, 4), int)}, "the arrays have both 'text' and 'ids'"),
         ("words", {"text": ["how far"], "lengths": [2]}, "'text' has whole texts, which have no 'lengths'"),
         ("words", {"text": [["how far"]]}, "'text' must be one text for each sequence"),
-        ("words", {"text": [1]}, "'text' must be one text for each sequence"),
-        ("embedder", {"text": [""]}, "the sequence 0 has 0 steps, and embedder needs at least 3"),
         ("words", {"text": np.frombuffer(b"\xff" * 4, "<U1")}, "the array 'text' is damaged: it has characters that do not exist"),
         ("tagger", {"text": np.frombuffer(b"\x00\xd8\x00\x00", "<U1")}, "cannot be tokenised"),
         ("halver", {"inputs": np.ones((1, 2, 2))}, "the sequence 0 has 2 steps, and halver needs at least 3"),
@@ -316,26 +227,19 @@ def damaged_stream() -> bytes:
 @pytest.mark.parametrize(
     "content, message",
     [
-        (lambda: b"", "cannot be read as .npz"),
         (lambda: b"not an archive", "cannot be read as .npz: File is not a zip file"),
         (lambda: archive(header("(4,)") + bytes(16))[:-30], "cannot be read as .npz"),
         (damaged_stream, "cannot be read as .npz"),
         (lambda: archive(objects()), "the array 'inputs' has the dtype object, which is not read: write numbers or text"),
-        (lambda: archive(header("(1,)", "[('a', '<f4')]") + bytes(4)), "which is not read: write numbers or text"),
         (lambda: archive(header("(1,)", "'<c8'") + bytes(8)), "has the dtype complex64, which is not read"),
-        (lambda: archive(header("(1 << 50,)") + bytes(16)), "the array 'inputs' is damaged"),
         (lambda: archive(header(f"({1 << 50}, {1 << 50})") + bytes(16)), "is damaged: it has 16 bytes for the shape"),
         (lambda: archive(header(f"(0, {1 << 62}, 64)")), "the array 'inputs' is damaged"),
-        (lambda: archive(header("(-2, -2)") + bytes(16)), "is damaged: it has 16 bytes for the shape (-2, -2)"),
         (lambda: archive(header(f"({1 << 40},)", "'<U0'")), "is damaged: it has 0 bytes for the shape"),
         (lambda: archive(header(f"({'1,' * 70})") + bytes(4)), "the array 'inputs' is damaged"),
-        (lambda: archive(header("(4,)") + bytes(12)), "is damaged: it has 12 bytes for the shape (4,)"),
-        (lambda: archive(header("(4") + bytes(16)), "the array 'inputs' is damaged"),
         (lambda: archive(header("(4,)", version=b"\x09\x00") + bytes(16)), "the array 'inputs' is damaged"),
         (lambda: archive(b"hello"), "the array 'inputs' is damaged"),
         (lambda: archive(header("(4,)") + bytes(16), names=("inputs", "inputs")), "has two arrays of one name"),
         (lambda: archive(header(f"({40 << 20},)") + bytes(160 << 20), compressed=True), "that would expand to"),
-        (lambda: archive(bytes(4 << 20), compressed=True, names=[str(number) for number in range(99)]), "that would expand to"),
     ],
 )  # fmt: skip
 def test_hostile_files_are_refused(
@@ -344,13 +248,6 @@ def test_hostile_files_are_refused(
     file = tmp_path / "inputs.npz"
     file.write_bytes(content())
     assert message in refusal(root, "both", file, capsys)
-
-
-def test_compressed_files_are_read(tmp_path: Path) -> None:
-    file = tmp_path / "inputs.npz"
-    np.savez_compressed(file, inputs=np.zeros((64, 1024), np.float32), text=np.array(["a", "bc"]))
-    arrays = read_npz(file)
-    assert arrays["inputs"].shape == (64, 1024) and arrays["text"].tolist() == ["a", "bc"]
 
 
 def test_missing_files_and_flags_are_named(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -283,25 +283,21 @@ def test_rolling_update_reads_earlier_forms_and_spares_later_ones(open_replica: 
     assert apply(old, SaveSession("s", 3, 9, anew=True), b"late") is False
 
 
-@pytest.mark.parametrize("left", [-1, 10, 0])
-def test_torn_file_is_no_state(left: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "content", [-1, 10, 0, b"\xff\xfe\n", b"[" * 100_000, b"5\n", b'{"form": 1, "turn": 1, "begun": "x"}\n'], ids=repr
+)
+def test_torn_or_damaged_file_is_no_state_and_fails_alone(content: int | bytes, tmp_path: Path) -> None:
+    """A file that is torn ends its session. Other bytes may have been written by something else."""
     store = FolderStore(tmp_path, "first", KEEP_SECONDS)
     save(store, b"whole")
     [file] = tmp_path.glob("sessions/*/[0-9a-f]*")
-    file.write_bytes(file.read_bytes()[:left])
-    assert take(store) == Taken(TakeOutcome.ENDED, ended="lost")
-    assert apply(store, SaveSession("s", 2, 6, anew=True), b"new") is True
-
-
-@pytest.mark.parametrize("content", [b"\xff\xfe\n", b"[" * 100_000, b"5\n", b'{"form": 1, "turn": 1, "begun": "x"}\n'])
-def test_damaged_file_fails_alone(content: bytes, tmp_path: Path) -> None:
-    """It may have been written by something else."""
-    store = FolderStore(tmp_path, "first", KEEP_SECONDS)
-    save(store, b"whole")
-    [file] = tmp_path.glob("sessions/*/[0-9a-f]*")
-    file.write_bytes(content)
-    assert isinstance(take(store), StoreFailed | Taken)
+    file.write_bytes(file.read_bytes()[:content] if isinstance(content, int) else content)
     assert apply(store, SaveSession("t", 1, 5), b"") is True
+    taken = take(store)
+    if isinstance(content, int):
+        assert taken == Taken(TakeOutcome.ENDED, ended="lost")
+        assert apply(store, SaveSession("s", 2, 6, anew=True), b"new") is True
+    assert isinstance(taken, StoreFailed | Taken)
 
 
 def test_what_is_no_file_of_a_session_stays(tmp_path: Path) -> None:
@@ -347,7 +343,11 @@ def test_locked_folder_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert isinstance(results[0], StoreFailed) and results[1] is True
 
 
-def test_folder_that_cannot_be_written_stops_the_start(tmp_path: Path) -> None:
+def test_setting_chooses_the_store(tmp_path: Path) -> None:
+    """A folder that cannot be written stops the start."""
+    store, began = open_store(Settings(session_store=str(tmp_path)), "first"), time.monotonic()
+    assert isinstance(store, FolderStore)
+    assert store.read_inbox(0.2) == [] and time.monotonic() - began >= 0.2, "it waits for a note"
     (tmp_path / "file").touch()
     with pytest.raises(SettingsError, match="SEQSERVE_SESSION_STORE"):
         FolderStore(tmp_path / "file", "first", KEEP_SECONDS)
@@ -362,16 +362,11 @@ def test_redis_that_does_not_answer_is_an_error() -> None:
             call()
 
 
-def test_redis_that_lost_its_scripts_gets_them_again(redis: Redis) -> None:
-    store = RedisStore(redis.url, "first", KEEP_SECONDS)
+def test_redis_that_was_stopped_lets_nobody_seize_a_session(redis: Redis) -> None:
+    """All leases have ended then, also the lease of the replica that continues first. It gets its scripts again."""
+    first, second = (RedisStore(redis.url, replica, KEEP_SECONDS) for replica in ("owner", "other"))
     redis.stop()
     redis.start()
-    assert save(store, b"state") is True
-
-
-def test_redis_that_was_stopped_lets_nobody_seize_a_session(redis: Redis) -> None:
-    """All leases have ended then, also the lease of the replica that continues first."""
-    first, second = (RedisStore(redis.url, replica, KEEP_SECONDS) for replica in ("owner", "other"))
     first.renew()
     assert apply(first, TakeSession("stopped", 1, 5, begins=True)) == NEW
     assert apply(second, TakeSession("stopped", 2, 9, begins=False)) == HELD
@@ -385,13 +380,3 @@ def test_url_that_is_none_stops_the_start_without_its_password(url: str) -> None
     with pytest.raises(SettingsError, match="SEQSERVE_SESSION_STORE") as failed:
         RedisStore(url, "first", KEEP_SECONDS)
     assert "secret" not in str(failed.value)
-
-
-def test_waiting_for_notes_ends_with_the_first(open_replica: Open) -> None:
-    store, began = open_replica("first"), time.monotonic()
-    assert store.read_inbox(0.2) == []
-    assert time.monotonic() - began >= 0.2
-
-
-def test_setting_chooses_the_store(tmp_path: Path) -> None:
-    assert isinstance(open_store(Settings(session_store=str(tmp_path)), "first"), FolderStore)

@@ -14,11 +14,13 @@ from service.metrics import Snapshot
 
 @dataclass(eq=False)
 class FakeChild:
-    """A process that replies Done to each call, or raises the error for that type of message. Unloading waits for `unused`."""
+    """A process that replies Done to each call, unless another reply or an error is set. Unloading waits for `unused`."""
 
     name: str
     errors: dict[type, ServiceError] = field(default_factory=dict)
+    replies: dict[type, Any] = field(default_factory=dict)
     calls: list[Any] = field(default_factory=list)
+    timeouts: set[float | None] = field(default_factory=set)
     killed: str = ""
     ready: bool = True
     hung: bool = False
@@ -38,14 +40,15 @@ class FakeChild:
         self.place = int(self.name.partition("-")[2])
         self.process = SimpleNamespace(pid=1)
 
-    async def call(self, message: Any, reply: type, *, timeout: float | None = None) -> Done:
+    async def call(self, message: Any, reply: type, *, timeout: float | None = None) -> Any:
         self.calls.append(message)
+        self.timeouts.add(timeout)
         await asyncio.sleep(0)
         if type(message) in self.errors:
             raise self.errors[type(message)]
         if isinstance(message, CloseModel) and message.seconds:
             await self.unused.wait()
-        return Done()
+        return self.replies.get(type(message), Done())
 
     def send(self, message: Any, id: int = 0) -> None:
         self.calls.append(message)

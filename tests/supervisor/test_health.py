@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from service.access.keys import create
-from service.access.refused_keys import FREE_REFUSALS
 from service.access.scopes import Scope
 from service.log import Log
 from service.metrics import Metrics, Snapshot
@@ -61,25 +60,25 @@ async def get(port: int, path: str, *lines: str) -> tuple[int, str, bytes]:
 
 
 @pytest.mark.parametrize("ready", [True, False])
-def test_checks_tell_live_from_ready(ready: bool) -> None:
+def test_checks_tell_live_from_ready_beside_metrics(ready: bool) -> None:
     async def scenario(port: int) -> None:
         assert await get(port, "/healthz?verbose") == (200, (await get(port, "/healthz"))[1], b'{"live":true}')
         status, head, body = await get(port, "/readyz")
         assert (status, json.loads(body).get("ready"), "retry-after: 1" in head) == (
             (200, True, False) if ready else (503, None, True)
         )
-
-    run(scenario, ready)
-
-
-def test_metrics_come_in_both_formats() -> None:
-    async def scenario(port: int) -> None:
         status, head, body = await get(port, "/metrics")
         assert status == 200 and "text/plain" in head and b"seqserve_ready" in body
         status, head, body = await get(port, "/metrics", "Accept: application/openmetrics-text")
         assert status == 200 and "application/openmetrics-text" in head and body.endswith(b"# EOF\n")
+        foreign = b"GET /metrics HTTP/1.1\r\nHost: example.com\r\n\r\n"
+        assert (await exchange(port, foreign))[0] == 403, "a web page may point its own name at this machine"
 
-    run(scenario)
+    async def with_tls(port: int) -> None:
+        assert [(await get(port, path))[0] for path in ("/healthz", "/metrics")] == [200, 404]
+
+    run(scenario, ready)
+    run(with_tls, tls_cert="certificate.pem")
 
 
 @pytest.mark.parametrize(
@@ -119,38 +118,6 @@ def test_metrics_need_the_same_rights_as_elsewhere(tmp_path: Path) -> None:
         assert (await get(port, "/metrics", f"Authorization: Bearer {added}"))[0] == 200
 
     run(scenario, keys=str(keys))
-
-
-def test_wrong_keys_wait(tmp_path: Path) -> None:
-    keys = tmp_path / "keys.toml"
-    create(keys, "prometheus", [Scope.METRICS], "operators")
-
-    async def scenario(port: int) -> None:
-        for _ in range(FREE_REFUSALS):
-            assert (await get(port, "/metrics", "Authorization: Bearer wrong"))[0] == 401
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.2):
-                await get(port, "/metrics", "Authorization: Bearer wrong")
-        assert (await get(port, "/healthz"))[0] == 200
-
-    run(scenario, keys=str(keys))
-
-
-def test_foreign_hosts_get_no_metrics() -> None:
-    """A web page may point its own name at this machine."""
-
-    async def scenario(port: int) -> None:
-        request = b"GET /metrics HTTP/1.1\r\nHost: example.com\r\n\r\n"
-        assert (await exchange(port, request))[0] == 403
-
-    run(scenario)
-
-
-def test_with_tls_there_are_no_metrics() -> None:
-    async def scenario(port: int) -> None:
-        assert [(await get(port, path))[0] for path in ("/healthz", "/metrics")] == [200, 404]
-
-    run(scenario, tls_cert="certificate.pem")
 
 
 def test_connections_are_few_and_short(monkeypatch: pytest.MonkeyPatch) -> None:

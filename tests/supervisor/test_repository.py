@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from service.errors import ModelError
-from service.modeling.spec import ALIASES, MODEL, WEIGHTS
+from service.modeling.spec import ALIASES, MODEL
 from service.supervisor.repository import MAX_HUNG_READS, POLICY, FolderReader, Repository, choose, keep_unchanged
 from tests import models
 
@@ -45,15 +45,14 @@ def root(tmp_path: Path) -> Path:
 )
 def test_policy_chooses_versions(policy: str, served: list[str]) -> None:
     assert choose(policy, ["1", "2", "10"]) == served
-
-
-def test_missing_version_cannot_be_chosen() -> None:
     with pytest.raises(ModelError, match="selects version 3, which does not exist: choose from 1, 2"):
         choose("2,3", ["1", "2"])
 
 
 def test_client_policy_precedes_the_model_s_and_the_service_s(root: Path) -> None:
-    assert [model_version.version for model_version in Repository(root, "latest").read("words")] == ["10"]
+    [model_version] = Repository(root, "latest").read("words")
+    assert (model_version.name, model_version.version, Path(model_version.folder)) == ("words", "10", root / "words" / "10")
+    assert msgspec.json.decode(model_version.spec)["head"]["labels"] == list(models.LABELS)
     write_policy(root, 'serve = "latest:2"')
     assert [model_version.version for model_version in Repository(root, "latest").read("words")] == ["2", "10"]
     assert versions(root, "1") == ["1"]
@@ -67,10 +66,20 @@ def test_invalid_policy_names_its_file(root: Path, text: str) -> None:
 
 
 def test_alias_names_a_model_or_a_version(root: Path) -> None:
+    """The alias of the service names its only model, unless the folder has that alias. In a manifest its version must be served."""
     (root / ALIASES).write_text('any = "words"\nstable = "words/2"')
     assert Repository(root).manifest().aliases == {"any": "words", "stable": "words/2"}
+    assert Repository(root, alias="stable").aliases() == Repository(root, "latest").aliases() == Repository(root).aliases()
     with pytest.raises(ModelError, match="stable stands for 'words/2', and words has the versions 10"):
         Repository(root, "latest").manifest()
+    (root / ALIASES).unlink()
+    assert Repository(root, alias="my-service").manifest().aliases == {"my-service": "words"}
+    assert Repository(root / "words", alias="my-service").readable_manifest().aliases == {"my-service": "words"}
+    assert Repository(root, alias="words").manifest().aliases == {}
+    with pytest.raises(ModelError, match="SEQSERVE_ALIAS is 'my service'"):
+        Repository(root, alias="my service").manifest()
+    models.words(root, "verbs")
+    assert Repository(root, alias="my-service").manifest().aliases == {}, "two models"
 
 
 def test_unchanged_version_is_not_loaded_again(root: Path) -> None:
@@ -96,17 +105,10 @@ def test_replaced_weights_of_a_served_version_are_detected(root: Path) -> None:
         repository.check(model_version)
     weights.write_bytes(content)
     repository.check(model_version)
-
-
-def test_alias_may_name_a_version_that_is_not_served(root: Path) -> None:
-    (root / ALIASES).write_text('old = "words/1"')
-    assert Repository(root, "latest").aliases() == {"old": "words/1"}
-
-
-def test_model_version_has_what_a_frontend_needs(root: Path) -> None:
-    [model_version] = Repository(root, "latest").read("words")
-    assert (model_version.name, model_version.version, Path(model_version.folder)) == ("words", "10", root / "words" / "10")
-    assert msgspec.json.decode(model_version.spec)["head"]["labels"] == list(models.LABELS)
+    weights.unlink()
+    os.mkfifo(weights)
+    with pytest.raises(ModelError, match="not a regular file"):
+        repository.check(model_version)
 
 
 def test_fingerprints_change_with_files_and_aliases(root: Path) -> None:
@@ -144,33 +146,10 @@ def test_folder_of_one_version_can_be_the_models_folder(root: Path) -> None:
     assert (model_version.name, model_version.version, Path(model_version.folder)) == ("words", "1", folder)
     assert repository.read("words", "latest")[0].spec == model_version.spec
     repository.check(model_version)
-    (folder / WEIGHTS).write_bytes(b"changed")
-    with pytest.raises(ModelError, match="does not have the digest"):
-        repository.check(model_version)
-
-
-@pytest.mark.parametrize(("text", "reason"), [("name = [", "Expected|Invalid|Unclosed"), ('name = "../x"', "use letters")])
-def test_folder_of_one_model_needs_a_valid_name(root: Path, text: str, reason: str) -> None:
-    (root / "words" / "10" / MODEL).write_text(text)
-    with pytest.raises(ModelError, match=reason):
-        Repository(root / "words").readable_manifest()
-
-
-def test_alias_of_the_service_names_its_only_model(root: Path) -> None:
-    assert Repository(root, alias="my-service").manifest().aliases == {"my-service": "words"}
-    assert Repository(root / "words", alias="my-service").readable_manifest().aliases == {"my-service": "words"}
-    assert Repository(root, alias="words").manifest().aliases == {}
-    with pytest.raises(ModelError, match="SEQSERVE_ALIAS is 'my service'"):
-        Repository(root, alias="my service").manifest()
-
-
-def test_alias_of_the_service_is_unused_beside_others(root: Path) -> None:
-    """An alias in the folder takes precedence, and with several models it names no model."""
-    (root / ALIASES).write_text('my-service = "words/1"')
-    assert Repository(root, alias="my-service").aliases() == {"my-service": "words/1"}
-    (root / ALIASES).unlink()
-    models.words(root, "verbs")
-    assert Repository(root, alias="my-service").manifest().aliases == {}
+    for text, reason in (("name = [", "Expected|Invalid|Unclosed"), ('name = "../x"', "use letters")):
+        (folder / MODEL).write_text(text)
+        with pytest.raises(ModelError, match=reason):
+            Repository(root / "words").readable_manifest()
 
 
 @pytest.mark.parametrize("file", [ALIASES, f"words/{POLICY}", f"words/10/{MODEL}"])
@@ -181,34 +160,7 @@ def test_fifo_is_not_read(root: Path, file: str) -> None:
         Repository(root).manifest()
 
 
-def test_fifo_among_a_version_s_files_is_not_read(root: Path) -> None:
-    repository = Repository(root, "latest")
-    [model_version] = repository.read("words")
-    (root / "words" / "10" / WEIGHTS).unlink()
-    os.mkfifo(root / "words" / "10" / WEIGHTS)
-    with pytest.raises(ModelError, match="not a regular file"):
-        repository.check(model_version)
-
-
-def test_hung_read_is_abandoned_and_the_next_one_runs() -> None:
-    stall = threading.Event()
-
-    async def run() -> None:
-        reader = FolderReader()
-        with pytest.raises(TimeoutError):
-            await reader.run(stall.wait, 0.05)
-        assert await reader.run(lambda: "read", 60) == "read"
-        with pytest.raises(ModelError, match="broken"):
-            await reader.run(raise_broken, 60)
-
-    def raise_broken() -> None:
-        raise ModelError("broken")
-
-    asyncio.run(run())
-    stall.set()
-
-
-def test_reads_are_refused_while_too_many_hang() -> None:
+def test_hung_reads_are_abandoned_and_limited() -> None:
     stall, started = threading.Event(), 0
 
     def hang() -> None:
@@ -216,14 +168,20 @@ def test_reads_are_refused_while_too_many_hang() -> None:
         started += 1
         stall.wait()
 
+    def fail() -> None:
+        raise ModelError("broken")
+
     async def run() -> None:
         reader = FolderReader()
-        for _ in range(MAX_HUNG_READS + 2):
+        with pytest.raises(ModelError, match="broken"):
+            await reader.run(fail, 60)
+        for number in range(MAX_HUNG_READS + 2):
             with pytest.raises(TimeoutError):
                 await reader.run(hang, 0.01)
-        async with asyncio.timeout(60):
-            while started < MAX_HUNG_READS:
-                await asyncio.sleep(0.001)
+            if number == 0:
+                assert await reader.run(lambda: "read", 60) == "read"
+        while started < MAX_HUNG_READS:
+            await asyncio.sleep(0.001)
         assert started == MAX_HUNG_READS
         stall.set()
         while True:  # until the threads have ended

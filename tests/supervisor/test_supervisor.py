@@ -1,4 +1,4 @@
-"""What the supervisor decides about its processes: restarts, hangs, readiness and versions that cannot be loaded, with fake processes."""
+"""What the supervisor decides about its processes: restarts, hangs, readiness and versions with which engines end, with fake processes."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import pytest
 from service.errors import InvalidModel, StartError
 from service.ipc.channel import Frame
 from service.ipc.heartbeat import IDLE_SECONDS, PATIENCE_SECONDS
-from service.ipc.messages import ModelVersion, NotLoaded, Ready, TrialBegan, TrialEnded
+from service.ipc.messages import ModelKey, ModelVersion, NotLoaded, Ready, TrialBegan, TrialEnded
 from service.log import Log
 from service.settings import Settings
 from service.supervisor import supervisor
 from service.supervisor.process import Child
 from service.supervisor.supervisor import FORGIVEN_SECONDS, LONGEST_DELAY_SECONDS, STARTS_ALLOWED, Supervisor
-from service.supervisor.trials import MAX_ENDS
+from service.supervisor.trials import MAX_ENDS, Trials
 from tests import models
 from tests.supervisor.fakes import FakeChild
 
@@ -212,6 +212,8 @@ def test_version_that_one_process_lacks_is_left_out_at_the_start(root: Path) -> 
 
 
 def test_version_with_which_engines_end_becomes_unavailable(root: Path) -> None:
+    """A version that has run in another engine is kept."""
+
     async def scenario(at: Started) -> None:
         at.supervisor._announced = True
         for _ in range(MAX_ENDS):
@@ -225,11 +227,7 @@ def test_version_with_which_engines_end_becomes_unavailable(root: Path) -> None:
         assert at.supervisor.manifest.model_versions == []
         assert at.reasons()[0].startswith(f"{MAX_ENDS} engines in a row ended")
 
-    run(root, scenario)
-
-
-def test_version_that_has_run_in_another_engine_is_kept(root: Path) -> None:
-    async def scenario(at: Started) -> None:
+    async def ran_elsewhere(at: Started) -> None:
         at.supervisor._announced = True
         other = at.supervisor._children["engine-1"] = FakeChild("engine-1")
         at.tell(other, TrialBegan(at.version.key))
@@ -243,18 +241,45 @@ def test_version_that_has_run_in_another_engine_is_kept(root: Path) -> None:
         assert at.supervisor.manifest.model_versions == [at.version]
 
     run(root, scenario)
+    run(root, ran_elsewhere)
 
 
-def test_bug_in_a_call_fails_the_call(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario(at: Started) -> None:
-        supervised = at.supervisor
+WORDS, OTHER = ModelVersion("words", "1", 1, "", ""), ModelVersion("other", "1", 2, "", "")
 
-        async def broken(message: object) -> None:
-            raise KeyError("bug")
 
-        supervised._answer(at.frontend, Frame(Ready(), 7, b""), broken)
-        await settle(at)
-        [refusal] = at.frontend.calls
-        assert refusal.code == "inference_failed" and not supervised._calls
+def end(
+    trials: Trials, key: ModelKey, *, survived: frozenset[ModelKey] = frozenset({OTHER.key}), elsewhere: bool = False
+) -> str:
+    """Count an end, and return the reason with which the version is refused, empty if it is not."""
+    error = trials.count_end(key, survived=survived, ran_elsewhere=elsewhere)
+    return "" if error is None else error.message
 
-    run(root, scenario)
+
+def test_version_is_refused_after_a_fixed_number_of_ends() -> None:
+    trials = Trials()
+    reasons = [end(trials, WORDS.key) for _ in range(MAX_ENDS)]
+    assert reasons == [""] * (MAX_ENDS - 1) + [
+        f"{MAX_ENDS} engines in a row ended while they loaded this version or ran its first batch"
+    ]
+    assert trials.to_load([WORDS, OTHER]) == [OTHER]
+    assert not end(trials, WORDS.key), "it is refused once"
+    trials.keep({OTHER.key})
+    assert trials.to_load([WORDS, OTHER]) == [WORDS, OTHER], "a version that is forgotten can be loaded again"
+    end(trials, WORDS.key)
+    assert trials.to_load([WORDS, OTHER]) == [OTHER, WORDS], "versions with which engines ended are loaded last"
+
+
+def test_run_in_between_begins_the_count_again() -> None:
+    trials = Trials()
+    for _ in range(3):
+        assert not any(end(trials, WORDS.key) for _ in range(MAX_ENDS - 1))
+        trials.count_pass(WORDS.key)
+    assert not trials.has_ended_engines(WORDS.key)
+
+
+def test_version_is_kept_while_the_device_may_be_the_cause() -> None:
+    """It is refused once an engine ends with it after loading another version, unless it has run in another engine."""
+    trials = Trials()
+    assert not any(end(trials, WORDS.key, elsewhere=True) for _ in range(2 * MAX_ENDS))
+    assert not any(end(trials, WORDS.key, survived=frozenset({WORDS.key})) for _ in range(2 * MAX_ENDS))
+    assert end(trials, WORDS.key)

@@ -90,12 +90,6 @@ def _attributes(pairs: Any) -> dict[str, Any]:
 @contextmanager
 def receiving(protocol: str) -> Iterator[Receiver]:
     """Run a receiver. protocol: grpc or http."""
-    with _receiving_grpc() if protocol == "grpc" else _receiving_http() as receiver:
-        yield receiver
-
-
-@contextmanager
-def _receiving_grpc() -> Iterator[Receiver]:
     receiver = Receiver()
 
     class Servicer(TraceServiceServicer):
@@ -103,37 +97,29 @@ def _receiving_grpc() -> Iterator[Receiver]:
             receiver.take(request)
             return ExportTraceServiceResponse()
 
-    server = grpc.server(ThreadPoolExecutor(2))
-    add_TraceServiceServicer_to_server(Servicer(), server)  # type: ignore[no-untyped-call]
-    receiver.endpoint = f"http://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    server.start()
-    try:
-        yield receiver
-    finally:
-        server.stop(None).wait()
-
-
-@contextmanager
-def _receiving_http() -> Iterator[Receiver]:
-    receiver = Receiver()
-
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["content-length"]))
             if self.headers.get("content-encoding") == "gzip":
                 body = gzip.decompress(body)
-            found = self.path == "/v1/traces" and self.headers["content-type"] == "application/x-protobuf"
-            if found:
-                receiver.take(ExportTraceServiceRequest.FromString(body))
-            self.send_response(200 if found else 404)
+            assert self.path == "/v1/traces" and self.headers["content-type"] == "application/x-protobuf"
+            receiver.take(ExportTraceServiceRequest.FromString(body))
+            self.send_response(200)
             self.send_header("content-length", "0")
             self.end_headers()
 
-        def log_message(self, *arguments: object) -> None:
-            pass
+        def log_message(self, *arguments: object) -> None: ...
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        receiver.endpoint = f"http://127.0.0.1:{server.server_port}/v1/traces"
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+    if protocol == "grpc":
+        server = grpc.server(ThreadPoolExecutor(2))
+        add_TraceServiceServicer_to_server(Servicer(), server)  # type: ignore[no-untyped-call]
+        receiver.endpoint = f"http://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        server.start()
         yield receiver
-        server.shutdown()
+        server.stop(None).wait()
+    else:
+        with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
+            receiver.endpoint = f"http://127.0.0.1:{http.server_port}/v1/traces"
+            threading.Thread(target=http.serve_forever, daemon=True).start()
+            yield receiver
+            http.shutdown()

@@ -1,11 +1,9 @@
-"""The tracer's spans and its queue, with an exporter that the test plays."""
+"""The tracer's spans, its queue, and the protocol of its exporter, which follows from the URL of the receiver."""
 
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,9 +14,12 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from service.ipc.messages import Api, BatchRun, RequestTrace
 from service.log import Log
 from service.metrics import Metrics
+from service.settings import Settings
 from service.tracer import worker
+from service.tracer.exporter import open_exporter
 from service.tracer.spans import LINK_SECONDS, MAX_BATCHES, SpanMaker, stages
 from service.tracer.worker import Tracer
+from tests.tracer.receiver import receiving
 
 
 def run_of(number: int, engine: int = 0) -> BatchRun:
@@ -28,14 +29,6 @@ def run_of(number: int, engine: int = 0) -> BatchRun:
 
 def request(number: int, *runs: BatchRun) -> RequestTrace:
     moments: dict[str, Any] = {"arrived": 1.0, "sent": 2.0, "received": 7.0, "ready": 6.5, "ended": 8.0, "queued": 2.5}
-    described: dict[str, Any] = {
-        "outcome": "ok",
-        "status": "200",
-        "failed": False,
-        "caller": "local",
-        "model": "words",
-        "version": "1",
-    }
     identity: dict[str, Any] = {
         "trace": f"{number:032x}",
         "span": f"{number:016x}",
@@ -43,7 +36,9 @@ def request(number: int, *runs: BatchRun) -> RequestTrace:
         "state": "",
         "request_id": "id",
     }
-    return RequestTrace(**identity, **described, **moments, api=Api.INFER, sequences=1, tokens=3, runs=list(runs))
+    outcome: dict[str, Any] = {"outcome": "ok", "status": "200", "failed": False, "caller": "local", "api": Api.INFER}
+    model: dict[str, Any] = {"model": "words", "version": "1", "sequences": 1, "tokens": 3}
+    return RequestTrace(**identity, **outcome, **moments, **model, runs=list(runs))
 
 
 class Exporter(SpanExporter):
@@ -58,10 +53,6 @@ class Exporter(SpanExporter):
             raise self._result
         self.spans += spans
         return self._result
-
-
-def outcomes(metrics: Metrics) -> dict[str, float]:
-    return {labels[0]: values[0] for labels, values in metrics.spans.values.items()}
 
 
 def test_stages_follow_each_other_from_arrival_to_end() -> None:
@@ -82,17 +73,13 @@ def test_batch_waits_for_the_requests_of_all_frontends() -> None:
     assert maker.batch_spans(LINK_SECONDS - 0.01, 0.0) == []
     [batch] = maker.batch_spans(LINK_SECONDS, 0.0)
     assert [link.context for link in batch.links] == [root.context for root in roots]
-    assert maker.batch_spans(100.0, 0.0) == []
-
-
-def test_late_request_links_to_the_span_that_was_made() -> None:
-    maker = SpanMaker(Resource({}))
-    maker.request_spans(request(1, run_of(7)), 0.0, 0.0)
-    [batch] = maker.batch_spans(LINK_SECONDS, 0.0)
-    late = maker.request_spans(request(2, run_of(7)), 50.0, 0.0)
+    late = maker.request_spans(request(4, run_of(7)), 50.0, 0.0)
     [compute] = [span for span in late if span.name == "compute"]
-    assert [link.context for link in compute.links] == [batch.context]
-    assert maker.batch_spans(1000.0, 0.0) == []
+    assert [link.context for link in compute.links] == [batch.context], "a late request links to the span that was made"
+    assert maker.batch_spans(100.0, 0.0) == []
+    for number in range(MAX_BATCHES + 100):
+        maker.request_spans(request(number + 1, run_of(number)), 200.0, 0.0)
+    assert len(maker.batch_spans(300.0, 0.0)) == len(maker._made) == MAX_BATCHES and not maker._batches
 
 
 def test_batches_of_other_engines_and_other_times_are_others() -> None:
@@ -103,47 +90,57 @@ def test_batches_of_other_engines_and_other_times_are_others() -> None:
     assert len({span.context.trace_id for span in maker.batch_spans(LINK_SECONDS, 0.0) if span.context}) == 4
 
 
-def test_memory_of_batches_is_bounded() -> None:
-    maker = SpanMaker(Resource({}))
-    for number in range(MAX_BATCHES + 100):
-        maker.request_spans(request(number + 1, run_of(number)), 0.0, 0.0)
-    assert len(maker.batch_spans(LINK_SECONDS, 0.0)) == MAX_BATCHES
-    for number in range(MAX_BATCHES + 100):
-        maker.request_spans(request(number + 1, run_of(number)), 0.0, 0.0)
-    maker.batch_spans(2 * LINK_SECONDS, 0.0)
-    assert len(maker._made) == MAX_BATCHES and not maker._batches
-
-
 @pytest.mark.parametrize(
-    "result, outcome",
-    [(SpanExportResult.SUCCESS, "exported"), (SpanExportResult.FAILURE, "failed"), (RuntimeError("broken"), "failed")],
+    ("result", "limit", "counts"),
+    [
+        (SpanExportResult.SUCCESS, 10_000, {"exported": 1050}),
+        (SpanExportResult.SUCCESS, 25, {"dropped": 1025, "exported": 25}),
+        (SpanExportResult.FAILURE, 10_000, {"failed": 1050}),
+        (RuntimeError("broken"), 10_000, {"failed": 1050}),
+    ],
 )
-def test_all_spans_are_exported_at_the_end_and_counted(
-    tmp_path: Path, result: SpanExportResult | Exception, outcome: str
+def test_spans_are_exported_at_the_end_and_counted(
+    result: SpanExportResult | Exception, limit: int, counts: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Those beyond the limit are dropped."""
+    monkeypatch.setattr(worker, "MAX_WAITING_SPANS", limit)
     metrics, exporter = Metrics(), Exporter(result)
-    descriptor = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT)
 
     async def test() -> None:
-        tracer = Tracer(SpanMaker(Resource({})), exporter, metrics, Log("tracer", descriptor))
+        tracer = Tracer(SpanMaker(Resource({})), exporter, metrics, Log("tracer"))
         tracer.add([request(number + 1, run_of(number // 2)) for number in range(100)])
         tracer.stop()
         await tracer.run()
 
     asyncio.run(test())
-    os.close(descriptor)
-    assert outcomes(metrics) == {outcome: 100 * 10 + 50}
+    assert {labels[0]: values[0] for labels, values in metrics.spans.values.items()} == counts
+    assert len(exporter.spans) == counts.get("exported", len(exporter.spans))
 
 
-def test_spans_beyond_the_limit_are_dropped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "MAX_WAITING_SPANS", 25)
-    metrics, exporter = Metrics(), Exporter()
+@pytest.mark.parametrize(
+    ("url", "endpoint"),
+    [
+        ("http://collector:4318", "http://collector:4318/v1/traces"),
+        ("http://collector:4318/", "http://collector:4318/v1/traces"),
+        ("https://collector/v1/traces", "https://collector/v1/traces"),
+        ("http://collector:4317/other", "http://collector:4317/other"),
+        ("http://collector:4317", "collector:4317"),
+        ("https://collector/", "collector"),
+    ],
+)
+def test_url_decides_the_protocol(url: str, endpoint: str) -> None:
+    """A URL of OTLP over HTTP stays a URL; gRPC takes host and port of it."""
+    exporter = open_exporter(Settings(trace_endpoint=url))
+    assert exporter._endpoint == endpoint  # type: ignore[attr-defined]
+    exporter.shutdown()
 
-    async def test() -> None:
-        tracer = Tracer(SpanMaker(Resource({})), exporter, metrics, Log("tracer"))
-        tracer.add([request(number + 1) for number in range(20)])
-        tracer.stop()
-        await tracer.run()
 
-    asyncio.run(test())
-    assert outcomes(metrics) == {"dropped": 20 * 4 - 25, "exported": 25} and len(exporter.spans) == 25
+@pytest.mark.parametrize("protocol", ["grpc", "http"])
+def test_spans_arrive_over_each_protocol(protocol: str) -> None:
+    with receiving(protocol) as receiver:
+        exporter = open_exporter(Settings(trace_endpoint=receiver.endpoint))
+        spans = SpanMaker(Resource({"service.name": "seqserve"})).request_spans(request(7, run_of(1)), 0.0, 0.0)
+        exporter.export(spans)
+        exporter.shutdown()
+    assert {(span.trace, span.resource["service.name"]) for span in receiver.spans} == {(f"{7:032x}", "seqserve")}
+    assert [span.name for span in receiver.spans] == [span.name for span in spans]

@@ -1,4 +1,4 @@
-"""A batcher with a fake engine and a clock that the test moves, and clients that keep their replies."""
+"""A batcher with a fake engine and a clock that the test moves, clients that keep their replies, and short constructors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ import numpy as np
 import torch
 
 from service.engine.batch import Batch
+from service.engine.batching.batch_builder import SchedulerLimits
 from service.engine.batching.batcher import Batcher
+from service.engine.batching.model_queue import QueuedSequence
 from service.engine.batching.request_block import RequestBlock
 from service.engine.batching.session_state import State
 from service.engine.batching.session_table import SessionTable
@@ -20,19 +22,101 @@ from service.engine.batching.state_slots import ZERO_SLOT
 from service.engine.batching.stored_sessions import StoredSessions
 from service.engine.batching.ticket import Ticket
 from service.engine.execution.cost_model import Cost
-from service.engine.execution.device import DeviceLost
 from service.engine.execution.device_engine import PreparedModel
 from service.engine.execution.in_flight import Array, BlockResult, ChunkResult, EndObserver, FinishedPart
 from service.engine.internal_errors import InternalErrors
 from service.errors import OutOfMemory, ServiceError
 from service.ipc import session_file
-from service.ipc.blocks import COUNT, split_answers
-from service.ipc.messages import FEATURES, IDS, Answer, AnswerBlock, LoadedModel, ModelKey, Request, Returns
+from service.ipc.blocks import COUNT, DEADLINE, ID, Columns, split_answers
+from service.ipc.messages import FEATURES, IDS, NO_TENANT, Answer, AnswerBlock, LoadedModel, ModelKey, Request, Returns, Share
 from service.ipc.session_journal import SessionJournal
 from service.log import Log
 from service.metrics import Counter, Metrics
-from tests.engine.batching import fakes
-from tests.engine.batching.fakes import MODEL, OTHER, PLAIN, ids, limits, request
+
+MODEL = ModelKey("words", "1")
+OTHER = ModelKey("sensors", "1")
+PLAIN = Returns()
+NEVER = 1e9
+COST = Cost(1.0, 0.0, 0.0)
+"""Every batch costs the same, so the time budget never limits its steps."""
+
+
+def sequences(
+    *steps: int,
+    deadline: float = NEVER,
+    priority: int = 0,
+    divisible: bool = False,
+    stateful: bool = False,
+    share: Share = NO_TENANT,
+) -> list[QueuedSequence]:
+    return [QueuedSequence(count, deadline, priority, divisible=divisible, stateful=stateful, share=share) for count in steps]
+
+
+def limits(
+    max_waiting: int = 100,
+    max_batch_sequences: int = 8,
+    max_batch_tokens: int = 100,
+    batch_seconds: float = 100.0,
+) -> SchedulerLimits:
+    return SchedulerLimits(max_waiting, max_batch_sequences, max_batch_tokens, batch_seconds)
+
+
+def request(
+    lengths: Sequence[int],
+    *,
+    model: ModelKey = MODEL,
+    deadline: float = NEVER,
+    starts: bool | None = None,
+    ends: bool = False,
+    at: int | None = None,
+    opens: bool = True,
+    **others: Any,
+) -> Request:
+    """Return a request. starts, ends, at, opens: of its session; others: as in Request."""
+    session = {"session_starts": starts, "session_ends": ends, "session_at": at, "opens_session": opens}
+    key = {"generation": model.generation, "exactly": True}
+    return Request(*model.labels, list(lengths), deadline, sent=0.0, **(key | session | others))
+
+
+def ids(sequences: Sequence[Sequence[int]]) -> bytes:
+    """Return sequences of token ids in the format of the frontend."""
+    return b"".join(np.array(sequence, IDS).tobytes() for sequence in sequences)
+
+
+def block(
+    requests: Sequence[tuple[int, float, Sequence[int]]],
+    values: bytes = b"",
+    *,
+    model: ModelKey = MODEL,
+    priority: int = 0,
+    returns: Returns = PLAIN,
+    share: Share = NO_TENANT,
+    divisible: bool = False,
+    owner: object = None,
+) -> RequestBlock:
+    """Return a block. requests: the id, the deadline and the lengths of each; values: their token ids, zeros by default."""
+    lengths = [steps for _, _, of_request in requests for steps in of_request]
+    columns = Columns(
+        np.array([id for id, _, _ in requests], ID).tobytes(),
+        np.array([deadline for _, deadline, _ in requests], DEADLINE).tobytes(),
+        np.array([len(of_request) for _, _, of_request in requests], COUNT).tobytes(),
+        np.array(lengths, COUNT).tobytes(),
+        values or bytes(np.dtype(IDS).itemsize * sum(lengths)),
+    )
+    return RequestBlock(
+        model,
+        columns,
+        steps=sum(lengths),
+        shortest=min(lengths, default=0),
+        longest=max(lengths, default=0),
+        deadline=min(deadline for _, deadline, _ in requests),
+        priority=priority,
+        returns=returns,
+        share=share,
+        divisible=divisible,
+        owner=owner,
+    )
+
 
 POISON = 666
 OVERFLOW = 777
@@ -188,15 +272,11 @@ class EngineOfSteps(FakeEngine):
     """Returns every second step of each sequence, with a pick per step and no scores."""
 
     def launch(self, batch: Batch) -> None:
-        for block in batch.blocks:
-            self._done.append((block, of_block([_every_second(row) for row in rows_of(block)])))
-        for chunk in batch.chunks:
-            self._done.append((chunk, _every_second(np.frombuffer(chunk.data, IDS))))
+        def every_second(row: np.ndarray[tuple[int], np.dtype[np.int32]]) -> ChunkResult:
+            return ChunkResult(None, row[::2, None], None, None, steps=len(row[::2]), per_step=True)
 
-
-def _every_second(row: np.ndarray[tuple[int], np.dtype[np.int32]]) -> ChunkResult:
-    picks = row[::2, None]
-    return ChunkResult(None, picks, None, None, steps=len(picks), per_step=True)
+        self._done += [(block, of_block([every_second(row) for row in rows_of(block)])) for block in batch.blocks]
+        self._done += [(chunk, every_second(np.frombuffer(chunk.data, IDS))) for chunk in batch.chunks]
 
 
 class EngineOfSmallMemory(FakeEngine):
@@ -209,13 +289,6 @@ class EngineOfSmallMemory(FakeEngine):
             self.failures += 1
             raise OutOfMemory(f"no memory for {batch.tokens} steps", retry_after=1)
         super().launch(batch)
-
-
-class LostEngine(FakeEngine):
-    """Has lost its device."""
-
-    def launch(self, batch: Batch) -> None:
-        raise DeviceLost("the device is lost")
 
 
 class AsynchronousEngine(FakeEngine):
@@ -348,42 +421,23 @@ class BatcherHarness:
     def call(
         self,
         *sequences: Sequence[int],
-        model: ModelKey = MODEL,
         allowed: float = 1e9,
-        priority: int = 0,
-        returns: Returns = PLAIN,
         lengths: Sequence[int] = (),
         session: str | None = None,
-        starts: bool | None = None,
-        ends: bool = False,
-        exactly: bool = True,
         again: bool = False,
-        at: int | None = None,
-        opens: bool = True,
+        **options: Any,
     ) -> FakeClient:
-        """Submit a request with these sequences. lengths: claimed lengths, by default the real lengths."""
+        """Submit a request with these sequences. lengths: the claimed lengths; options: as in `request` or `block`."""
         client = FakeClient(sequences)
         self.clients.append(client)
-        lengths = lengths or [len(sequence) for sequence in sequences]
+        lengths, data = lengths or [len(sequence) for sequence in sequences], ids(sequences)
         if self.in_blocks and session is None:
             requests = [(self.frontend.add(client), self.now + allowed, lengths)]
-            options = {"model": model, "priority": priority, "returns": returns, "owner": self.frontend}
-            self.batcher.submit_block(fakes.block(requests, ids(sequences), divisible=self.engine.streams(model), **options))  # type: ignore[arg-type]
+            options["divisible"] = self.engine.streams(options.get("model", MODEL))
+            self.batcher.submit_block(block(requests, data, owner=self.frontend, **options))
             return client
-        sent = request(
-            lengths,
-            model=model,
-            deadline=self.now + allowed,
-            priority=priority,
-            returns=returns,
-            session=session,
-            starts=starts,
-            ends=ends,
-            exactly=exactly,
-            at=at,
-            opens=opens,
-        )
-        client.ticket = self.batcher.submit(sent, ids(sequences), client.receive_answer, client.errors.append, again=again)
+        sent = request(lengths, deadline=self.now + allowed, session=session, **options)
+        client.ticket = self.batcher.submit(sent, data, client.receive_answer, client.errors.append, again=again)
         return client
 
     def disconnect(self, client: FakeClient) -> None:

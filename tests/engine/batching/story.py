@@ -16,8 +16,16 @@ from service.engine.execution.cost_model import Cost
 from service.errors import ServiceError, SessionConflict, SessionExpired, SessionLost, TooManySessions, UnknownSession
 from service.ipc.messages import ModelKey
 from service.ipc.session_journal import SessionJournal
-from tests.engine.batching.fakes import MODEL, OTHER
-from tests.engine.batching.harness import IDLE_SECONDS, OVERFLOW, POISON, AsynchronousEngine, BatcherHarness, FakeClient
+from tests.engine.batching.harness import (
+    IDLE_SECONDS,
+    MODEL,
+    OTHER,
+    OVERFLOW,
+    POISON,
+    AsynchronousEngine,
+    BatcherHarness,
+    FakeClient,
+)
 
 NAMES = ("a", "b", "c", "d", "e")
 MOST_SESSIONS = 3
@@ -252,6 +260,8 @@ def any_event(story: Story, chance: random.Random) -> None:
     match chance.choices(range(9), (30, 8, 20, 30, 3, 6, 2, 4, 0.3))[0]:
         case 0:
             ends = chance.random() < 0.2
+            if chance.random() < 0.03:
+                values[-1] = OVERFLOW
             starts = chance.choices((None, True, False), (8, 1, 1))[0]
             story.chunk(name, values, starts, ends, chance.choice((1e9, 1e9, 30.0, 90.0)))
         case 1:
@@ -270,3 +280,18 @@ def any_event(story: Story, chance: random.Random) -> None:
             story.export(name) if chance.random() < 0.5 else story.adopt(name, chance.randrange(100))
         case _:
             story.engine_ends()
+
+
+def tell_story(seed: int, events: int) -> None:
+    """Run random events and check the state after each. An error names the seed."""
+    story, chance = Story(), random.Random(seed)
+    try:
+        for _ in range(events):
+            any_event(story, chance)
+            story.check()
+        story.finish()
+    except BaseException as fault:
+        fault.add_note(f"in the story of seed {seed}")
+        raise
+    finally:
+        story.close()

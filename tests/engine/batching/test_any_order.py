@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from service.ipc.messages import ModelKey
-from tests.engine.batching.fakes import MODEL, OTHER
-from tests.engine.batching.harness import POISON, BatcherHarness, total
+from tests.engine.batching.harness import MODEL, OTHER, POISON, BatcherHarness, total
 
 
 class AnyOrder(RuleBasedStateMachine):
@@ -78,6 +77,6 @@ class AnyOrderOfTickets(AnyOrder):
 
 
 TestAnyOrder = AnyOrder.TestCase
-TestAnyOrder.settings = settings(max_examples=80, stateful_step_count=40)
+TestAnyOrder.settings = settings(max_examples=30, stateful_step_count=40)
 TestAnyOrderOfTickets = AnyOrderOfTickets.TestCase
-TestAnyOrderOfTickets.settings = settings(max_examples=40, stateful_step_count=40)
+TestAnyOrderOfTickets.settings = settings(max_examples=20, stateful_step_count=40)

@@ -1,4 +1,4 @@
-"""The batcher replies to every request once, whatever is cancelled, late, refused or broken."""
+"""The batcher replies to every request once, whatever is cancelled, late, refused or broken. Clients cannot fill the log with errors."""
 
 from __future__ import annotations
 
@@ -9,18 +9,32 @@ import pytest
 
 from service.engine.batch import Batch
 from service.engine.batching.memory_limits import PERIOD_SECONDS
+from service.engine.batching.request_block import RequestBlock
 from service.engine.execution.device import DeviceLost
-from service.errors import DeadlineExceeded, InferenceFailed, InvalidInput, OutOfMemory, Overloaded, ServiceError, UnknownModel
+from service.engine.execution.in_flight import BlockResult
+from service.engine.internal_errors import LOG_SECONDS, MAX_KINDS, InternalErrors
+from service.errors import (
+    SERVICE_FAILED,
+    DeadlineExceeded,
+    InferenceFailed,
+    InvalidInput,
+    OutOfMemory,
+    Overloaded,
+    ServiceError,
+    UnknownModel,
+)
 from service.ipc.messages import FEATURES, IDS, Answer, ModelKey, Returns
-from tests.engine.batching.fakes import MODEL, OTHER
+from service.log import Log
+from service.metrics import Metrics
 from tests.engine.batching.harness import (
+    MODEL,
+    OTHER,
     POISON,
     ROOM,
     AsynchronousEngine,
     BatcherHarness,
     EngineOfSmallMemory,
     EngineOfSteps,
-    LostEngine,
     counted,
     total,
 )
@@ -30,15 +44,6 @@ from tests.engine.batching.harness import (
 def arrival(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests arrive in blocks, or one by one with a ticket each."""
     monkeypatch.setattr(BatcherHarness, "in_blocks", request.param == "blocks")
-
-
-def test_waiting_requests_share_a_batch() -> None:
-    harness = BatcherHarness()
-    clients = [harness.call([1, 2]), harness.call([10]), harness.call([100, 100, 100])]
-    harness.run()
-    [ran] = harness.engine.ran
-    assert sorted(ran) == [1, 10, 100]
-    assert [client.sums for client in clients] == [[3.0], [10.0], [300.0]]
 
 
 def test_sequences_of_several_batches_give_one_answer_in_order() -> None:
@@ -72,36 +77,20 @@ def test_per_step_answer_counts_steps_and_omits_absent_arrays() -> None:
     assert np.frombuffer(data, IDS).tolist() == [1, 3, 5, 6, 7]
 
 
-def test_cancelled_request_keeps_its_batch_mates() -> None:
-    harness = BatcherHarness()
+def test_cancelled_request_keeps_its_batch_mates(harness: BatcherHarness) -> None:
+    """Also if it is cancelled while its batch runs."""
     first, cancelled, last = harness.call([1]), harness.call([2], [3]), harness.call([4])
     harness.disconnect(cancelled)
     harness.run()
     assert harness.engine.ran == [[1, 4]]
     assert (first.sums, last.sums, cancelled.replies) == ([1.0], [4.0], 0)
-    assert counted(harness.metrics.cancelled) == {"waiting": 1}
-
-
-def test_request_cancelled_while_running_gets_no_reply() -> None:
-    harness = BatcherHarness()
     mate, cancelled = harness.call([1]), harness.call([2])
     harness.during_batch(lambda: harness.disconnect(cancelled))
     assert (mate.sums, cancelled.replies) == ([1.0], 0)
-    assert counted(harness.metrics.cancelled) == {"running": 1}
+    assert counted(harness.metrics.cancelled) == {"waiting": 1, "running": 1}
 
 
-def test_request_cancelled_between_batches_leaves_the_queue() -> None:
-    harness = BatcherHarness(max_batch_sequences=1)
-    cancelled, mate = harness.call([1], [2], [3]), harness.call([4])
-    harness.batcher.step()
-    harness.disconnect(cancelled)
-    harness.run()
-    assert harness.engine.ran == [[1], [4]]
-    assert (mate.sums, cancelled.replies) == ([4.0], 0)
-
-
-def test_late_or_repeated_cancel_counts_nothing() -> None:
-    harness = BatcherHarness()
+def test_late_or_repeated_cancel_counts_nothing(harness: BatcherHarness) -> None:
     answered, cancelled = harness.call([1]), harness.call([2])
     harness.disconnect(cancelled)
     harness.run()
@@ -110,47 +99,33 @@ def test_late_or_repeated_cancel_counts_nothing() -> None:
     assert counted(harness.metrics.cancelled) == {"waiting": 1}
 
 
-def test_sequence_that_makes_the_model_raise_fails_alone() -> None:
-    harness = BatcherHarness()
+def test_sequence_that_makes_the_model_raise_fails_alone(harness: BatcherHarness, capfd: pytest.CaptureFixture[str]) -> None:
+    """The log names the model and its error. Clients cannot fill it."""
     first, bad, last = harness.call([1]), harness.call([POISON]), harness.call([3], [4])
     harness.run()
     assert (first.sums, last.sums) == ([1.0], [3.0, 4.0])
     [error] = bad.errors
     assert isinstance(error, InferenceFailed)
     assert error.message == "the model raised an exception on this request: the log of the service names it"
-
-
-def test_log_names_the_model_and_its_error(capfd: pytest.CaptureFixture[str]) -> None:
-    harness = BatcherHarness()
-    harness.call([POISON])
-    harness.run()
-    [entry] = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
+    entries = list[str]()
+    for seconds in (0.0, 0.0, LOG_SECONDS, 0.0):
+        entries += capfd.readouterr().err.splitlines()
+        harness.now += seconds
+        harness.call([POISON])
+        harness.run()
+    entries += capfd.readouterr().err.splitlines()
+    assert len(entries) == 2
+    entry = json.loads(entries[0])
     assert (entry["event"], entry["level"]) == ("model raised", "error")
     assert (entry["model"], entry["version"], entry["error"]) == (*MODEL.labels, "ValueError: poisoned")
 
 
-def test_failing_request_cancelled_meanwhile_counts_once() -> None:
-    harness = BatcherHarness()
-    cancelled = harness.call([POISON])
-    harness.during_batch(lambda: harness.disconnect(cancelled))
-    assert cancelled.replies == 0
-    assert counted(harness.metrics.cancelled) == {"running": 1}
-    assert total(harness.metrics.failed) == 0
-
-
 def test_failed_request_computes_no_further_sequence() -> None:
     harness = BatcherHarness(max_batch_sequences=2)
-    bad = harness.call([POISON], [POISON], [3], [4])
+    bad = harness.call([POISON], [5], [3], [4])
     harness.run()
     assert [type(error) for error in bad.errors] == [InferenceFailed]
     assert not bad.answers
-    assert not any(3 in batch or 4 in batch for batch in harness.engine.ran)
-
-
-def test_retry_skips_sequences_of_a_failed_request() -> None:
-    harness = BatcherHarness()
-    harness.call([POISON], [5])
-    harness.run()
     assert harness.engine.ran == [[POISON, 5], [POISON]]
 
 
@@ -177,24 +152,26 @@ def failed_batches(harness: BatcherHarness) -> int:
 def test_batches_are_smaller_for_a_while_after_one_without_memory() -> None:
     harness = BatcherHarness(engine=EngineOfSmallMemory(), max_batch_tokens=2 * ROOM)
     assert [failed_batches(harness) for _ in range(3)] == [1, 0, 0]
+    large = harness.call([1] * 2 * ROOM)
+    harness.run()
+    assert len(large.errors) == 1 and failed_batches(harness) == 0
     harness.now += PERIOD_SECONDS
     assert [failed_batches(harness) for _ in range(2)] == [1, 0], "the device still has too little memory for the usual batches"
 
 
-def test_request_that_fails_alone_makes_no_batch_smaller() -> None:
-    harness = BatcherHarness(engine=EngineOfSmallMemory(), max_batch_tokens=2 * ROOM)
-    large = harness.call([1] * 2 * ROOM)
-    harness.run()
-    assert len(large.errors) == 1
-    assert failed_batches(harness) == 1
+def test_lost_device_answers_nothing_and_retries_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    harness, launched = BatcherHarness(), list[Batch]()
 
+    def lose(batch: Batch) -> None:
+        launched.append(batch)
+        raise DeviceLost("the device is lost")
 
-def test_lost_device_answers_nothing_and_retries_nothing() -> None:
-    harness = BatcherHarness(engine=LostEngine())
+    monkeypatch.setattr(harness.engine, "launch", lose)
     clients = [harness.call([1]), harness.call([2])]
     with pytest.raises(DeviceLost):
         harness.batcher.step()
-    assert [client.replies for client in clients] == [0, 0]
+    assert [client.replies for client in clients] == [0, 0] and len(launched) == 1
+    assert total(harness.metrics.engine_errors) == 0
 
 
 def test_requests_that_arrive_while_a_batch_runs_join_the_next() -> None:
@@ -222,8 +199,7 @@ def test_backlog_includes_running_and_queued_work() -> None:
     assert harness.batcher.backlog_seconds() == pytest.approx(7.0 + 2.002)
 
 
-def test_deadline_that_passes_in_the_queue_is_refused_unrun() -> None:
-    harness = BatcherHarness()
+def test_deadline_that_passes_in_the_queue_is_refused_unrun(harness: BatcherHarness) -> None:
     late, patient = harness.call([1], [2], allowed=5.0), harness.call([3], allowed=5.001)
     harness.now = 5.0
     harness.run()
@@ -233,25 +209,13 @@ def test_deadline_that_passes_in_the_queue_is_refused_unrun() -> None:
     assert counted(harness.metrics.refused) == {"deadline_exceeded": 1}
 
 
-def test_deadline_that_passes_between_batches_ends_the_request() -> None:
-    harness = BatcherHarness(max_batch_sequences=1)
-    late = harness.call([1], [2], allowed=5.0)
-    harness.batcher.step()
-    harness.now = 6.0
-    harness.run()
-    assert [type(error) for error in late.errors] == [DeadlineExceeded]
-    assert harness.engine.ran == [[1]]
-
-
 @pytest.mark.parametrize(
     "sequences, model, allowed, error",
     [
         ([[1]], ModelKey("unknown", "1"), 1.0, UnknownModel),
-        ([[1]], ModelKey(MODEL.name, "2"), 1.0, UnknownModel),
         ([], MODEL, 1.0, InvalidInput),
         ([[1], []], MODEL, 1.0, InvalidInput),
         ([[1]], MODEL, 0.0, DeadlineExceeded),
-        ([[1]], MODEL, -1.0, DeadlineExceeded),
         ([[1]] * 5, MODEL, 1.0, Overloaded),
     ],
 )
@@ -267,32 +231,30 @@ def test_invalid_request_is_refused_at_once(
     assert not harness.batcher.step()
 
 
-def test_request_whose_data_does_not_match_its_lengths_fails_alone() -> None:
-    harness = BatcherHarness()
+def test_request_whose_data_does_not_match_its_lengths_fails_alone(harness: BatcherHarness) -> None:
     mate, wrong = harness.call([1]), harness.call([2], lengths=[3])
     harness.run()
     assert mate.sums == [1.0]
     assert [type(error) for error in wrong.errors] == [InferenceFailed]
 
 
-def test_queue_time_is_observed_once_per_sequence() -> None:
+def test_metrics_count_queued_and_answered_sequences() -> None:
     harness = BatcherHarness(max_batch_sequences=2)
+    metrics = harness.metrics
     harness.call([1], [2], [3])
+    harness.call([POISON], [4], model=OTHER)
     harness.now = 4.0
-    harness.run()
-    queued = harness.metrics.stage_seconds.values[*MODEL.labels, "queue"]
-    assert sum(queued[:-1]) == 3
-    assert queued[-1] == 12.0
-
-
-def test_sequences_metric_counts_answered_sequences_only() -> None:
-    harness = BatcherHarness()
-    harness.call([1], [2])
-    harness.call([POISON], [3])
-    cancelled = harness.call([4])
-    harness.during_batch(lambda: harness.disconnect(cancelled))
-    harness.run()
-    assert total(harness.metrics.sequences) == 2
+    counted_at = []
+    for _ in range(5):
+        harness.batcher.count()
+        counted_at.append(
+            (metrics.queue_depth.values[()][0], [values[0] for values in metrics.sequences_waiting.values.values()])
+        )
+        harness.batcher.step()
+    assert counted_at == [(5, [3, 2]), (3, [1, 2]), (1, [1, 0]), (0, [0, 0]), (0, [0, 0])]
+    queued = metrics.stage_seconds.values[*MODEL.labels, "queue"]
+    assert (sum(queued[:-1]), queued[-1]) == (3, 12.0), "seconds in the queue, once for each sequence"
+    assert total(metrics.sequences) == 3 and total(metrics.failed) == 1
 
 
 def test_every_launch_is_announced_before_it_happens() -> None:
@@ -308,3 +270,29 @@ def test_every_launch_is_announced_before_it_happens() -> None:
     harness.call([POISON])
     assert harness.batcher.step(announce)
     assert announced[0] == [1, 2] and sorted(announced[1:]) == [[1], [2]]
+
+
+def test_kinds_of_logged_errors_are_limited(capfd: pytest.CaptureFixture[str]) -> None:
+    errors = InternalErrors(Log("engine"), Metrics())
+    for number in range(2 * MAX_KINDS):
+        errors.log("bug", ValueError("x" * 10_000), work=str(number))
+    logged = capfd.readouterr().err.splitlines()
+    assert len(logged) == MAX_KINDS and len(logged[0]) < 1000
+
+
+def test_block_whose_answer_raises_is_refused_alone(harness: BatcherHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    harness.in_blocks = True
+    answer = harness.frontend.answer
+
+    def fail_first(block: RequestBlock, result: BlockResult, ready: float) -> None:
+        if block.ids[0] == 0:
+            raise IndexError("secret")
+        answer(block, result, ready)
+
+    monkeypatch.setattr(harness.frontend, "answer", fail_first)
+    bad, good = harness.call([1], [2]), harness.call([3])
+    harness.run()
+    [error] = bad.errors
+    assert isinstance(error, InferenceFailed) and error.message == SERVICE_FAILED
+    assert good.sums == [3.0]
+    assert counted(harness.metrics.engine_errors) == {"answer": 1}

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from service.engine.batching.batch_builder import UNLIMITED, ScheduledSteps, fair_share
 from service.engine.batching.due import HEAD_START_SECONDS, STRETCH
@@ -16,7 +13,7 @@ from service.engine.batching.scheduler import CAUTION, Scheduler
 from service.engine.execution.cost_model import Cost
 from service.errors import DeadlineExceeded, Overloaded
 from service.ipc.messages import ModelKey
-from tests.engine.batching.fakes import COST, MODEL, NEVER, OTHER, limits, sequences
+from tests.engine.batching.harness import COST, MODEL, NEVER, OTHER, limits, sequences
 
 STEP_COST = Cost(0.0, 1.0, 0.0)
 """One second per step of the longest row."""
@@ -69,106 +66,28 @@ def batches(of: Scheduler[QueuedSequence]) -> list[tuple[ModelKey, list[int]]]:
 # The queue limit.
 
 
-@given(limit=st.integers(1, 20), requests=st.lists(st.integers(1, 12), max_size=12))
-@settings(max_examples=1000)
-def test_request_is_refused_exactly_when_the_queue_is_full(limit: int, requests: list[int]) -> None:
-    queue, waiting = scheduler(max_waiting=limit), 0
-    for count in requests:
-        if waiting + count > limit:
-            with pytest.raises(Overloaded):
-                add(queue, *[1] * count)
-        else:
-            add(queue, *[1] * count)
-            waiting += count
-        assert queue.waiting == waiting
-
-
-@given(limit=st.sampled_from([1, 7, 64]), offered=st.lists(st.integers(1, 60), max_size=60), data=st.data())
-@settings(max_examples=1000)
-def test_queue_limit_counts_only_sequences_that_have_not_begun(limit: int, offered: list[int], data: st.DataObject) -> None:
-    """A sequence that has begun does not count, however many steps it has left."""
-    queue, refused, accepted, ran = scheduler(max_waiting=limit, cost=STEP_COST, batch_seconds=10.0), 0, 0, 0
-    for steps in offered:
-        before = queue.waiting
-        try:
-            add(queue, steps, divisible=True)
-            accepted += 1
-            assert before < limit
-        except Overloaded:
-            refused += 1
-            assert before == limit
-        if data.draw(st.booleans()):
-            taken = queue.next_batch()
-            ran += sum(part.first for part in taken.parts) if taken else 0
-        assert queue.waiting == accepted - ran <= limit
-    assert refused + accepted == len(offered)
-
-
-def test_refused_request_queues_no_sequence() -> None:
-    queue = scheduler(max_waiting=4)
-    add(queue, 1, 2)
-    with pytest.raises(Overloaded):
-        add(queue, 3, 4, 5)
-    assert batches(queue) == [(MODEL, [1, 2])]
-
-
-def test_queue_limit_covers_all_models() -> None:
-    queue = scheduler(max_waiting=3)
-    add(queue, 1, 1, model=OTHER)
-    with pytest.raises(Overloaded):
-        add(queue, 1, 1)
-
-
-def test_refusal_names_the_setting_both_values_and_retry_time() -> None:
-    queue = scheduler(max_waiting=4)
-    add(queue, 1, 1, 1)
+def test_full_queue_of_all_models_refuses_a_request_until_the_next_batch() -> None:
+    """It counts sequences that have not begun. The refusal names the setting, both values and when to retry."""
+    queue = scheduler(max_waiting=4, max_batch_sequences=2)
+    add(queue, 1, model=OTHER)
+    add(queue, 1, 1)
     with pytest.raises(Overloaded) as caught:
         add(queue, 1, 1)
     message = "3 sequences wait, this request has 2 and SEQSERVE_MAX_WAITING is 4: retry later, or raise SEQSERVE_MAX_WAITING"
     assert caught.value.message == message
     assert caught.value.retry_after == 1
-
-
-def test_refused_request_fits_after_the_next_batch() -> None:
-    queue = scheduler(max_waiting=4, max_batch_sequences=3)
-    add(queue, 1, 1, 1, 1)
-    with pytest.raises(Overloaded):
-        add(queue, 2)
+    assert queue.waiting == 3, "none of its sequences is queued"
     queue.next_batch()
-    add(queue, 2, 2, 2)
-    assert queue.waiting == 4
-
-
-def test_empty_request_changes_nothing() -> None:
-    queue = scheduler()
-    add(queue)
-    assert queue.next_batch() is None
+    add(queue, 1, 1)
 
 
 # Batches of whole sequences.
 
 
-def test_empty_queue_gives_no_batch() -> None:
-    assert scheduler().next_batch() is None
-
-
-def test_waiting_sequences_run_together() -> None:
-    queue = scheduler()
-    for now in (0.0, 5.0, 9.0):
-        add(queue, 7, now=now)
-    assert batches(queue) == [(MODEL, [7, 7, 7])]
-
-
-def test_batch_respects_max_batch_sequences() -> None:
-    queue = scheduler(max_batch_sequences=3)
-    add(queue, 1, 2, 3, 4, 5, 6, 7)
-    assert batches(queue) == [(MODEL, [1, 2, 3]), (MODEL, [4, 5, 6]), (MODEL, [7])]
-
-
-def test_batch_respects_max_batch_tokens() -> None:
-    queue = scheduler(max_batch_tokens=10)
-    add(queue, 4, 6, 1, 9, 2)
-    assert batches(queue) == [(MODEL, [4, 6]), (MODEL, [1, 9]), (MODEL, [2])]
+def test_batch_respects_both_limits() -> None:
+    queue = scheduler(max_batch_sequences=3, max_batch_tokens=10)
+    add(queue, 1, 2, 3, 4, 6, 1, 9, 2)
+    assert batches(queue) == [(MODEL, [1, 2, 3]), (MODEL, [4, 6]), (MODEL, [1, 9]), (MODEL, [2])]
 
 
 @pytest.mark.parametrize("steps", [(500, 1, 1), (1, 500, 1), (1, 1, 500)], ids=str)
@@ -193,37 +112,12 @@ def test_long_indivisible_sequence_that_is_due_runs_with_others() -> None:
     assert batches(queue) == [(MODEL, [90, 10, 80])]
 
 
-def test_equal_priority_runs_in_order_of_arrival() -> None:
-    queue = scheduler(max_batch_sequences=1)
-    for steps in (5, 3, 4):
-        add(queue, steps, now=7.0)
-    add(queue, 1, 2, now=8.0)
-    assert batches(queue) == [(MODEL, [steps]) for steps in (5, 3, 4, 1, 2)]
-
-
-def test_higher_priority_runs_first() -> None:
-    queue = scheduler(max_batch_sequences=1)
-    for priority in (0, 2, -1, 1):
-        add(queue, 10 + priority, priority=priority)
-    assert batches(queue) == [(MODEL, [10 + priority]) for priority in (2, 1, 0, -1)]
-
-
 def test_priority_level_is_worth_its_head_start() -> None:
     queue = scheduler(max_batch_sequences=1)
     add(queue, 1, now=0.0)
     add(queue, 2, now=0.999 * HEAD_START_SECONDS, priority=1)
     add(queue, 3, now=1.001 * HEAD_START_SECONDS, priority=1)
     assert batches(queue) == [(MODEL, [2]), (MODEL, [1]), (MODEL, [3])]
-
-
-def test_lowest_priority_does_not_starve() -> None:
-    queue = scheduler(max_batch_sequences=1)
-    add(queue, 7, now=0.0, priority=-10)
-    ran: list[int] = []
-    for second in range(1, 30):
-        add(queue, 1, now=second * HEAD_START_SECONDS, priority=10)
-        ran += [part.steps for part in batch(queue)[1]]
-    assert ran.index(7) == 19
 
 
 # Batches of chunks.
@@ -242,18 +136,6 @@ def test_long_sequences_take_steps_that_short_ones_leave() -> None:
     # The short sequences leave 50 steps to each, and batches of 20 steps have 0.8 of that throughput.
     # With an equal share of 20 steps, K would be 16.
     assert [part.steps for part in batch(queue)[1]] == [*[10] * 6, 20, 20]
-
-
-def test_batch_takes_the_steps_that_fit_its_budget() -> None:
-    queue = scheduler(cost=Cost(4.0, 1.0, 0.5), batch_seconds=100.0, max_batch_tokens=1000)
-    add(queue, 200, divisible=True)
-    assert batches(queue) == [(MODEL, [64]), (MODEL, [64]), (MODEL, [64]), (MODEL, [8])]
-
-
-def test_more_rows_leave_fewer_steps_for_each() -> None:
-    queue = scheduler(cost=Cost(0.0, 1.0, 1.0), batch_seconds=60.0, max_batch_tokens=1000)
-    add(queue, 100, 100, divisible=True)
-    assert batch(queue)[1][0].steps == 20
 
 
 def test_shortest_sequence_limits_the_steps_of_a_batch() -> None:
@@ -276,12 +158,6 @@ def test_batch_takes_longer_than_its_fixed_time() -> None:
     assert batches(queue) == [(MODEL, [50, 50]), (MODEL, [1])]
 
 
-def test_every_row_of_a_full_batch_gets_its_share_of_the_steps() -> None:
-    queue = scheduler(cost=STEP_COST, batch_seconds=1000.0, max_batch_tokens=160)
-    add(queue, *[100] * 8, divisible=True)
-    assert batches(queue)[0] == (MODEL, [20] * 8)
-
-
 def test_first_sequence_is_predicted_to_take_the_batches_that_it_takes() -> None:
     """Its batches are as long as their fixed time, which is above the budget."""
     queue = scheduler(cost=Cost(50.0, 1.0, 0.0), batch_seconds=10.0, max_batch_tokens=1000)
@@ -300,23 +176,6 @@ def test_short_sequence_joins_and_leaves_while_a_long_one_runs() -> None:
         (short, 10, True, True),
     }
     assert [part.sequence for part in batch(queue)[1]] == [long]
-
-
-def test_many_long_sequences_do_not_block_a_short_one() -> None:
-    queue = scheduler(cost=STEP_COST, batch_seconds=10.0, max_batch_sequences=4)
-    add(queue, *[1000] * 12, divisible=True)
-    batch(queue)
-    [short] = add(queue, 5, now=1.5, divisible=True)
-    assert any(part.sequence is short for part in batch(queue)[1])
-
-
-def test_later_equal_sequences_do_not_delay_earlier_ones() -> None:
-    queue = scheduler(cost=STEP_COST, batch_seconds=20.0, max_batch_sequences=4)
-    first = add(queue, *[100] * 4, divisible=True)
-    for now in range(1, 6):
-        add(queue, *[100] * 4, now=now, divisible=True)
-        assert [part.sequence for part in batch(queue)[1]] == first
-    assert all(sequence.remaining == 0 for sequence in first)
 
 
 def test_stream_of_short_sequences_does_not_starve_a_long_one() -> None:
@@ -352,31 +211,15 @@ def test_sequence_that_is_not_ready_blocks_no_other() -> None:
     assert batches(queue) == [(MODEL, [5])]
 
 
-def test_sequences_behind_blocked_ones_fill_a_batch() -> None:
-    queue = scheduler(max_batch_sequences=3)
-    for sequence in add(queue, *[9] * 5):
-        sequence.ready = False
-    add(queue, 1, 2, 3, 4, now=1.0)
-    assert batches(queue) == [(MODEL, [1, 2, 3]), (MODEL, [4])]
-
-
 # Several models.
 
 
-def test_batch_has_one_model() -> None:
-    queue = scheduler(max_batch_sequences=2)
-    add(queue, 1)
-    add(queue, 10, 11, 12, model=OTHER)
-    add(queue, 2, 3)
-    assert batches(queue) == [(MODEL, [1, 2]), (OTHER, [10, 11]), (MODEL, [3]), (OTHER, [12])]
-
-
-def test_long_queue_of_one_model_does_not_delay_another() -> None:
-    queue = scheduler(max_batch_sequences=1)
-    add(queue, *[1] * 50)
-    batch(queue)
-    add(queue, 7, model=OTHER, now=1.0)
-    assert batch(queue)[0] == OTHER
+def test_priority_counts_between_models_as_within_one() -> None:
+    """A level is worth its head start in device time, and a model with the same level waits for its turn."""
+    queue = scheduler(max_batch_sequences=1, cost=Cost(0.6 * HEAD_START_SECONDS, 0.0, 0.0))
+    add(queue, 10, 11, 12, model=OTHER, priority=1)
+    add(queue, 1, 2, 3)
+    assert batches(queue) == [(OTHER, [10]), (OTHER, [11]), (MODEL, [1]), (OTHER, [12]), (MODEL, [2]), (MODEL, [3])]
 
 
 def test_models_share_the_device_by_time() -> None:
@@ -424,15 +267,6 @@ def test_drop_late_removes_and_returns_late_sequences() -> None:
     assert batches(queue) == [(MODEL, [4])]
 
 
-def test_drop_late_removes_a_begun_sequence() -> None:
-    queue = scheduler(cost=STEP_COST, batch_seconds=10.0)
-    [long] = add(queue, 100, deadline=150.0, divisible=True)
-    batch(queue)
-    assert (queue.waiting, queue.begun) == (0, 1)
-    assert queue.drop_late(150.0).sequences == [long]
-    assert (queue.waiting, queue.begun) == (0, 0)
-
-
 # Deadlines that cannot be met.
 
 
@@ -468,32 +302,16 @@ def test_full_batches_leave_time_for_sequences_due_earlier() -> None:
 
 
 def test_running_batches_count_against_the_deadline() -> None:
+    """An idle engine refuses nothing by prediction. A request that takes too long alone has another error."""
     queue = scheduler(cost=Cost(2.0, 0, 0))
     with pytest.raises(Overloaded):
         add(queue, 1, deadline=CAUTION * 5 - 0.1, busy=3.0)
     add(queue, 1, deadline=CAUTION * 5, busy=3.0)
-
-
-def test_request_too_slow_alone_exceeds_its_deadline() -> None:
-    queue = scheduler(cost=STEP_COST)
-    add(queue, 1)
-    with pytest.raises(DeadlineExceeded, match="about 50 s alone"):
-        add(queue, 50, deadline=40.0)
-
-
-def test_idle_engine_refuses_nothing_by_prediction() -> None:
-    queue = scheduler(cost=Cost(1e6, 0, 0))
-    add(queue, 1, deadline=0.1)
-    assert queue.waiting == 1
-
-
-def test_short_request_is_admitted_next_to_long_ones() -> None:
-    queue = scheduler(cost=STEP_COST, batch_seconds=16.0, max_batch_tokens=10_000)
-    add(queue, *[1000] * 4, divisible=True)
-    batch(queue)
-    add(queue, 10, deadline=100.0, divisible=True)
-    with pytest.raises((Overloaded, DeadlineExceeded)):
-        add(queue, 1000, deadline=100.0, divisible=True)
+    with pytest.raises(DeadlineExceeded, match="about 2 s alone"):
+        add(queue, 1, deadline=CAUTION * 2 - 0.1)
+    idle = scheduler(cost=Cost(1e6, 0, 0))
+    add(idle, 1, deadline=0.1)
+    assert idle.waiting == 1
 
 
 def test_higher_priority_ignores_the_work_behind_it() -> None:
@@ -502,109 +320,3 @@ def test_higher_priority_ignores_the_work_behind_it() -> None:
     with pytest.raises(Overloaded):
         add(queue, 1, deadline=10.0, priority=-1)
     add(queue, 1, deadline=10.0, priority=1)
-
-
-@dataclass(frozen=True)
-class Queued:
-    """A sequence in the reference list."""
-
-    model: ModelKey
-    sequence: QueuedSequence
-
-
-class Queueing(RuleBasedStateMachine):
-    """Requests, batches, cancellations and deadlines in any order, checked against a plain list."""
-
-    ROWS, TOKENS, LIMIT, BUDGET = 3, 30, 12, 10.0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.room = 2
-        scheduler_limits = limits(self.LIMIT, self.ROWS, self.TOKENS, self.BUDGET)
-        self.queue: Scheduler[QueuedSequence] = Scheduler(scheduler_limits, lambda _: Cost(0.0, 1.0, 0.0), lambda _: self.room)
-        self.plain: list[Queued] = []
-        self.steps: dict[QueuedSequence, int] = {}
-        self.now = 0.0
-
-    @rule(
-        steps=st.lists(st.integers(1, 40), min_size=1, max_size=5),
-        model=st.sampled_from([MODEL, OTHER]),
-        divisible=st.booleans(),
-        priority=st.integers(-2, 2),
-        allowed=st.sampled_from([1.0, 50.0, 1e9]),
-    )
-    def request(self, steps: list[int], model: ModelKey, divisible: bool, priority: int, allowed: float) -> None:
-        made = sequences(*steps, deadline=self.now + allowed, priority=priority, divisible=divisible)
-        waiting = sum(not queued.sequence.begun for queued in self.plain)
-        try:
-            self.queue.add(model, made, now=self.now)
-        except (Overloaded, DeadlineExceeded) as refused:
-            full = waiting + len(steps) > self.LIMIT
-            # An earlier prediction is checked before the limit of the queue, so a full queue may give its error.
-            assert full or "SEQSERVE_MAX_WAITING" not in refused.message
-            assert full or self.plain, "an empty queue refuses nothing by prediction"
-            return
-        assert waiting + len(steps) <= self.LIMIT
-        self.plain += [Queued(model, sequence) for sequence in made]
-        self.steps |= dict(zip(made, steps, strict=True))
-
-    @rule(seconds=st.sampled_from([0.0, 0.5, 1.0, 60.0]))
-    def time_passes(self, seconds: float) -> None:
-        self.now += seconds
-
-    @rule(which=st.integers(0, 20))
-    def cancel(self, which: int) -> None:
-        if self.plain:
-            dropped = self.plain.pop(which % len(self.plain))
-            assert self.queue.drop([dropped.sequence]) == 1
-            self._free_room(dropped.sequence)
-
-    @rule()
-    def drop_late(self) -> None:
-        late = {queued.sequence for queued in self.plain if queued.sequence.deadline <= self.now}
-        assert set(self.queue.drop_late(self.now).sequences) == late
-        self.plain = [queued for queued in self.plain if queued.sequence not in late]
-        for sequence in late:
-            self._free_room(sequence)
-
-    @rule()
-    def batch(self) -> None:
-        before = {
-            queued.sequence: (queued.sequence.remaining, queued.sequence.due, queued.sequence.begun) for queued in self.plain
-        }
-        taken = self.queue.next_batch()
-        if taken is None:
-            assert not self.plain
-            return
-        model, parts = taken.model, taken.parts
-        queued_sequences = {queued.sequence for queued in self.plain if queued.model == model}
-        assert len(parts) <= self.ROWS and {part.sequence for part in parts} <= queued_sequences
-        assert len(parts) == len({part.sequence for part in parts})
-        assert len(parts) == 1 or sum(part.steps for part in parts) <= self.TOKENS
-        for part in parts:
-            left, _, begun = before[part.sequence]
-            assert 1 <= part.steps <= left and part.sequence.remaining == left - part.steps
-            assert (part.first, part.last) == (not begun, part.sequence.remaining == 0)
-            assert part.sequence.divisible or part.last
-            assert part.last or part.steps <= max(LEAST_STEPS, self.BUDGET)
-            self.room -= part.first and not part.last
-            self.room += part.last and begun
-        assert self.room >= 0
-        self.plain = [queued for queued in self.plain if queued.sequence.remaining]
-
-    def _free_room(self, sequence: QueuedSequence) -> None:
-        self.room += sequence.begun
-
-    @invariant()
-    def the_counts_are_what_is_queued(self) -> None:
-        assert self.queue.waiting == sum(not queued.sequence.begun for queued in self.plain)
-        assert self.queue.begun == sum(queued.sequence.begun for queued in self.plain)
-
-    def teardown(self) -> None:
-        for _ in range(sum(-(-self.steps[queued.sequence] // LEAST_STEPS) for queued in self.plain)):
-            self.batch()
-        assert not self.plain, "every sequence completes"
-
-
-TestQueueing = Queueing.TestCase
-TestQueueing.settings = settings(max_examples=80, stateful_step_count=40)

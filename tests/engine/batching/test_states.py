@@ -1,4 +1,4 @@
-"""States that requests bring and ask for: each sequence continues from its own, and no slot is lost."""
+"""States that requests bring and ask for, and their slots: each sequence continues from its own, and no slot is lost."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from service.engine.batching.state_slots import FIRST_SLOT, SlotAllocator, StaleSlot
 from service.engine.execution.cost_model import Cost
 from service.errors import InferenceFailed, InvalidInput
 from service.ipc.messages import FEATURES, Returns
-from tests.engine.batching import fakes
-from tests.engine.batching.fakes import OTHER, ids
-from tests.engine.batching.harness import POISON, BatcherHarness, FakeClient, FakeEngine
+from tests.engine.batching import harness as fakes
+from tests.engine.batching.harness import OTHER, POISON, BatcherHarness, FakeClient, FakeEngine, ids
 
 STATE = Returns(state=True)
 
@@ -42,21 +42,12 @@ def used(harness: BatcherHarness) -> float:
     return sum(values[0] for values in harness.metrics.state_slots_used.values.values())
 
 
-def test_sequences_start_from_their_states_and_return_those_after_them() -> None:
-    harness = BatcherHarness()
+def test_sequences_start_from_their_states_and_return_those_after_them(harness: BatcherHarness) -> None:
     client = call(harness, [1, 2, 3], [4], states=[(10.0, 2.0), (20.0, 5.0)])
     fresh = call(harness, [7, 8])
     harness.run()
     assert client.sums == [16.0, 24.0] and final(client) == [[16.0, 5.0], [24.0, 6.0]]
     assert fresh.sums == [15.0] and final(fresh) == [[15.0, 2.0]]
-    assert used(harness) == 0
-
-
-def test_states_may_be_given_without_asking_for_them() -> None:
-    harness = BatcherHarness()
-    client = call(harness, [1, 2, 3], states=[(10.0, 2.0)], returns=Returns())
-    harness.run()
-    assert client.sums == [16.0] and client.answers[0][0].state == ()
     assert used(harness) == 0
 
 
@@ -79,8 +70,7 @@ def test_more_sequences_than_slots_wait_for_free_ones() -> None:
     assert used(harness) == 0
 
 
-def test_failed_and_cancelled_requests_free_their_slots() -> None:
-    harness = BatcherHarness()
+def test_failed_and_cancelled_requests_free_their_slots(harness: BatcherHarness) -> None:
     failed, cancelled, served = (call(harness, [number], states=[(1.0, 1.0)]) for number in (POISON, 5, 6))
     harness.during_batch(lambda: harness.disconnect(cancelled))
     harness.run()
@@ -89,10 +79,35 @@ def test_failed_and_cancelled_requests_free_their_slots() -> None:
     assert used(harness) == 0
 
 
-def test_model_without_states_refuses_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    harness = BatcherHarness()
+def test_model_without_states_refuses_them(harness: BatcherHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     without = harness.engine.spec(OTHER)
     without.states = {}
     monkeypatch.setattr(harness.engine, "spec", lambda _: without)
     client = call(harness, [1])
     assert [type(error) for error in client.errors] == [InvalidInput]
+
+
+def test_slot_is_allocated_once_until_it_is_freed() -> None:
+    slots = SlotAllocator(3, 2)
+    taken = [slots.allocate() for _ in range(5)]
+    assert sorted(slot.number for slot in taken) == list(range(FIRST_SLOT, FIRST_SLOT + 5))
+    assert slots.used == 5
+    with pytest.raises(IndexError):
+        slots.allocate()
+    slots.free(taken[2])
+    assert slots.allocate().number == taken[2].number
+
+
+def test_second_free_fails_and_keeps_the_new_owner() -> None:
+    slots = SlotAllocator(1, 0)
+    old = slots.allocate()
+    slots.free(old)
+    with pytest.raises(StaleSlot):
+        slots.free(old)
+    new = slots.allocate()
+    assert new.number == old.number and new != old
+    with pytest.raises(StaleSlot):
+        slots.free(old)
+    assert slots.owns(new) and not slots.owns(old)
+    slots.free(new)
+    assert slots.used == 0

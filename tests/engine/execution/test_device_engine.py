@@ -17,10 +17,11 @@ from numpy.typing import NDArray
 
 from service.engine.batch import Batch, Chunk
 from service.engine.execution import model_runner
+from service.engine.execution.device import allow_tf32
 from service.engine.execution.device_engine import DeviceEngine
 from service.engine.execution.in_flight import BatchArrays, ChunkResult, InFlightBatch
 from service.ipc.messages import FEATURES, IDS, ModelKey, Returns
-from service.metrics import Counter, Metrics
+from service.metrics import Metrics
 from service.modeling import store
 from service.modeling.encoder import Encoder
 from tests import models
@@ -29,7 +30,6 @@ from tests.kernels.families import cpu_backends
 
 WORDS, SENSORS = ModelKey("words", "1"), ModelKey("sensors", "1")
 HEADS = [ModelKey(name, "1") for name in models.OF_EVERY_HEAD]
-TAGGER, HALVER, EMBEDDER = ModelKey("tagger", "1"), ModelKey("halver", "1"), ModelKey("embedder", "1")
 LENGTHS = [7, 1, 13, 4]
 LONGER = [7, 3, 13, 4]
 """Long enough for every model."""
@@ -48,13 +48,9 @@ def encoders(tmp_path_factory: pytest.TempPathFactory) -> dict[ModelKey, Encoder
 
 
 @pytest.fixture
-def metrics() -> Metrics:
-    return Metrics()
-
-
-@pytest.fixture
-def engine(encoders: dict[ModelKey, Encoder], metrics: Metrics) -> DeviceEngine:
-    return DeviceEngine(encoders, metrics, max_batch_sequences=8, max_batch_tokens=40)
+def engine(encoders: dict[ModelKey, Encoder]) -> DeviceEngine:
+    served = {key: encoders[key] for key in (WORDS, SENSORS)}
+    return DeviceEngine(served, Metrics(), max_batch_sequences=8, max_batch_tokens=40)
 
 
 def random_input(key: ModelKey, steps: int, seed: int) -> NDArray[np.generic]:
@@ -87,15 +83,8 @@ def assert_alike(result: ChunkResult, other: ChunkResult) -> None:
 
 
 @pytest.mark.parametrize("key", [*HEADS, SENSORS])
-def test_chunk_has_the_same_result_alone_and_in_a_batch(engine: DeviceEngine, key: ModelKey) -> None:
-    chunks = [chunk(key, steps, seed) for seed, steps in enumerate(LONGER)]
-    for single, batched in zip(chunks, run(engine, key, chunks), strict=True):
-        [alone] = run(engine, key, [single])
-        assert_alike(batched, alone)
-
-
-@pytest.mark.parametrize("key", [*HEADS, SENSORS])
-def test_result_is_the_output_of_the_encoder(engine: DeviceEngine, encoders: dict[ModelKey, Encoder], key: ModelKey) -> None:
+def test_result_in_a_batch_is_the_output_of_the_encoder_alone(encoders: dict[ModelKey, Encoder], key: ModelKey) -> None:
+    engine = DeviceEngine({key: encoders[key]}, Metrics(), max_batch_sequences=8, max_batch_tokens=40)
     answers = run(engine, key, [chunk(key, steps, seed) for seed, steps in enumerate(LONGER)])
     for seed, (steps, result) in enumerate(zip(LONGER, answers, strict=True)):
         data = torch.from_numpy(random_input(key, steps, seed))
@@ -105,35 +94,6 @@ def test_result_is_the_output_of_the_encoder(engine: DeviceEngine, encoders: dic
             None if array is None else array.numpy() for array in (head.scores, head.picks, head.embedding, encoding.sequence)
         )
         assert_alike(result, ChunkResult(scores, picks, embedding, sequence, steps=int(encoding.offsets[-1])))
-
-
-def test_classifier_returns_scores_embedding_and_sequence(engine: DeviceEngine) -> None:
-    for key, width in ((WORDS, 10), (SENSORS, models.SENSORS_HIDDEN)):
-        [result] = run(engine, key, [chunk(key, 7)])
-        assert result.picks is None and result.steps == 7
-        assert result.scores is not None and result.scores.shape == (1, len(models.LABELS))
-        assert result.embedding is not None and result.embedding.shape == (1, width)
-        assert result.sequence is not None and result.sequence.shape == (7, width)
-
-
-def test_per_step_head_returns_a_line_per_step(engine: DeviceEngine) -> None:
-    for steps, result in zip(LENGTHS, run(engine, TAGGER, [chunk(TAGGER, steps) for steps in LENGTHS]), strict=True):
-        assert result.scores is not None and result.picks is not None and result.embedding is None
-        assert result.scores.shape == result.picks.shape == (steps, 1)
-        assert result.scores.dtype == np.dtype(FEATURES) and result.picks.dtype == np.dtype(IDS)
-
-
-def test_strided_model_returns_fewer_steps(engine: DeviceEngine) -> None:
-    for steps, result in zip(LONGER, run(engine, HALVER, [chunk(HALVER, steps) for steps in LONGER]), strict=True):
-        assert result.steps == (steps - 1) // 2
-        assert result.sequence is not None and result.sequence.shape == (result.steps, 5)
-        assert result.scores is None and result.picks is None and result.embedding is None
-
-
-def test_model_without_steps_returns_no_sequence(engine: DeviceEngine) -> None:
-    for result in run(engine, EMBEDDER, [chunk(EMBEDDER, steps) for steps in LONGER]):
-        assert result.sequence is None
-        assert result.embedding is not None and result.embedding.shape == (1, 8)
 
 
 def test_each_chunk_gets_only_the_arrays_it_requests(engine: DeviceEngine) -> None:
@@ -157,46 +117,31 @@ def test_results_are_float32_and_survive_the_next_batch(engine: DeviceEngine) ->
     assert all(np.array_equal(array, copy) for array, copy in zip(held, copies, strict=True))
 
 
-def test_finished_returns_each_chunk_once(engine: DeviceEngine) -> None:
-    first, second = chunk(WORDS, 2), chunk(SENSORS, 3)
-    engine.launch(Batch(WORDS, [first]))
-    engine.launch(Batch(SENSORS, [second]))
-    assert [done for done, _ in engine.finished()] == [first, second]
-    assert engine.finished() == []
-
-
-def test_failed_batch_finishes_nothing_and_the_next_runs(engine: DeviceEngine) -> None:
-    good, broken = chunk(WORDS, 2), Chunk(b"\0", 3, Returns(), None)
-    with pytest.raises(ValueError, match="different"):
+@pytest.mark.parametrize(
+    ("ids", "steps", "error"), [(b"\0", 3, ValueError), (np.array([1, len(models.WORDS)], IDS).tobytes(), 2, IndexError)]
+)
+def test_failed_batch_finishes_nothing_and_the_next_runs(
+    engine: DeviceEngine, ids: bytes, steps: int, error: type[Exception]
+) -> None:
+    """Its bytes do not match its length, or an id is beyond the vocabulary."""
+    good, broken = chunk(WORDS, 2), Chunk(ids, steps, Returns(), None)
+    with pytest.raises(error):
         engine.launch(Batch(WORDS, [good, broken]))
     assert engine.finished() == []
     assert len(run(engine, WORDS, [good])) == 1
+    longer_than_a_batch = chunk(SENSORS, 50)
+    [result] = run(engine, SENSORS, [longer_than_a_batch])
+    assert result.sequence is not None and len(result.sequence) == 50
 
 
-def test_id_beyond_the_vocabulary_fails_its_batch_only(engine: DeviceEngine) -> None:
-    unknown_id = Chunk(np.array([1, len(models.WORDS)], IDS).tobytes(), 2, Returns(), None)
-    with pytest.raises(IndexError):
-        engine.launch(Batch(WORDS, [unknown_id]))
-    assert engine.finished() == []
-    assert len(run(engine, WORDS, [chunk(WORDS, 2)])) == 1
+def test_prepared_model_is_served_until_it_is_closed(engine: DeviceEngine, encoders: dict[ModelKey, Encoder]) -> None:
+    def fail() -> Encoder:
+        raise ValueError("broken")
 
-
-def test_sequence_longer_than_a_batch_runs_alone(engine: DeviceEngine, encoders: dict[ModelKey, Encoder]) -> None:
-    steps = encoders[SENSORS].spec.input.max_steps
-    assert steps > 40
-    [result] = run(engine, SENSORS, [chunk(SENSORS, steps)])
-    assert result.sequence is not None and len(result.sequence) == steps
-
-
-def test_engine_serves_only_loaded_models(engine: DeviceEngine) -> None:
-    assert engine.serves(WORDS) and engine.serves(SENSORS)
-    assert not engine.serves(ModelKey("words", "2"))
-
-
-def test_prepared_model_is_served_until_it_is_closed(
-    engine: DeviceEngine, encoders: dict[ModelKey, Encoder], metrics: Metrics
-) -> None:
-    newer = ModelKey(*WORDS.labels, 7)
+    newer, loaded = ModelKey(*WORDS.labels, 7), engine.loaded()
+    with pytest.raises(ValueError, match="broken"):
+        engine.prepare(fail, lambda work: work())
+    assert engine.loaded() == loaded
     prepared = engine.prepare(lambda: encoders[WORDS], lambda work: work())
     assert not engine.serves(newer)
     before = engine.weight_bytes
@@ -205,6 +150,7 @@ def test_prepared_model_is_served_until_it_is_closed(
     assert (engine.newest("words", "1"), engine.newest("words", "2")) == (newer, None)
     [result], [other] = run(engine, newer, [chunk(newer, 7)]), run(engine, WORDS, [chunk(WORDS, 7)])
     assert_alike(result, other)
+    metrics = engine._metrics
     engine.close(newer)
     assert not engine.serves(newer) and engine.serves(WORDS)
     assert metrics.weight_bytes.values[WORDS.labels] == [encoders[WORDS].weight_bytes()], "the older version is still served"
@@ -212,7 +158,7 @@ def test_prepared_model_is_served_until_it_is_closed(
     assert WORDS.labels not in metrics.weight_bytes.values
 
 
-@pytest.mark.parametrize("key", [*HEADS, SENSORS])
+@pytest.mark.parametrize("key", [WORDS, SENSORS])
 def test_closed_model_is_freed_without_the_garbage_collector(tmp_path: Path, key: ModelKey) -> None:
     """The collector skips the models, which exist when the heap is frozen."""
     spec = models.sensors(tmp_path) if key == SENSORS else models.OF_EVERY_HEAD[key.name](tmp_path)
@@ -229,28 +175,13 @@ def test_closed_model_is_freed_without_the_garbage_collector(tmp_path: Path, key
         gc.enable()
 
 
-def test_failed_preparation_changes_nothing(engine: DeviceEngine) -> None:
-    def fail() -> Encoder:
-        raise ValueError("broken")
-
-    before = engine.loaded()
-    with pytest.raises(ValueError, match="broken"):
-        engine.prepare(fail, lambda work: work())
-    assert engine.loaded() == before
-
-
-def test_loaded_reports_device_and_backends(engine: DeviceEngine, encoders: dict[ModelKey, Encoder]) -> None:
+def test_loaded_reports_device_and_backends(engine: DeviceEngine) -> None:
     loaded = {model.name: model for model in engine.loaded()}
-    assert list(loaded) == [key.name for key in encoders]
+    assert list(loaded) == ["words", "sensors"]
     words, sensors = loaded["words"], loaded["sensors"]
     assert (words.name, words.version, words.device) == ("words", "1", "cpu")
     assert [line.partition(": ")[0] for line in words.backends] == ["layers.0", "layers.1"]
     assert sensors.backends == [f"layers.0: {cpu_backends('lstm')[0]}"]
-
-
-def test_larger_batch_is_predicted_to_take_longer(engine: DeviceEngine) -> None:
-    short, long = Batch(WORDS, [chunk(WORDS, 1)]), Batch(WORDS, [chunk(WORDS, 20)] * 8)
-    assert 0 < engine.predicted_seconds(short) < engine.predicted_seconds(long)
 
 
 def test_batches_that_end_early_leave_no_predicted_time(engine: DeviceEngine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,51 +194,18 @@ def test_batches_that_end_early_leave_no_predicted_time(engine: DeviceEngine, mo
     engine.finished()
 
 
-class LateCollector:
-    """A device that ends a batch when the host waits for it."""
-
-    ended = False
-
-    def complete(self) -> bool:
-        return self.ended
-
-    def wait(self) -> None:
-        self.ended = True
-
-
-def test_end_that_the_host_sees_late_makes_no_step_slow(engine: DeviceEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device may have ended at any moment since the host last looked."""
-    launch, before, seconds = model_runner.ModelRunner.launch, engine.cost(SENSORS), 0.02
-
-    def launch_late(runner: model_runner.ModelRunner, batch: Batch, collector: object) -> InFlightBatch:
-        in_flight = launch(runner, batch)
-        in_flight.collector = LateCollector()  # type: ignore[assignment]
-        return in_flight
-
-    monkeypatch.setattr(model_runner.ModelRunner, "launch", launch_late)
-    for _ in range(20):
-        engine.launch(Batch(SENSORS, [chunk(SENSORS, 3)]))
-        [in_flight] = engine._in_flight
-        assert not engine.finished()
-        time.sleep(seconds)
-        in_flight.wait()
-        assert engine.finished()
-    after = engine.cost(SENSORS)
-    assert after.per_step <= 4 * before.per_step
-    assert after.fixed > 2 * before.fixed
-
-
-def test_batch_is_counted_in_the_metrics(engine: DeviceEngine, metrics: Metrics) -> None:
+def test_batch_is_counted_in_the_metrics(engine: DeviceEngine) -> None:
+    metrics = engine._metrics
     run(engine, WORDS, [chunk(WORDS, steps) for steps in LENGTHS])
-    assert count(metrics.tokens) == sum(LENGTHS)
-    assert count(metrics.padding_avoided) == max(LENGTHS) * len(LENGTHS) - sum(LENGTHS)
+    assert metrics.tokens.values[WORDS.labels] == [sum(LENGTHS)]
+    assert metrics.padding_avoided.values[WORDS.labels] == [max(LENGTHS) * len(LENGTHS) - sum(LENGTHS)]
     assert metrics.batch_sequences.values[WORDS.labels][-1] == len(LENGTHS)
     assert metrics.batch_tokens.values[WORDS.labels][-1] == sum(LENGTHS)
     counts = {stage: sum(values[:-1]) for (*_, stage), values in metrics.stage_seconds.values.items()}
     assert counts == dict.fromkeys(("stage_in", "device_wait", "compute", "stage_out"), len(LENGTHS)), "once per sequence"
 
 
-def test_stages_of_a_batch_follow_without_a_gap(engine: DeviceEngine, metrics: Metrics) -> None:
+def test_stages_of_a_batch_follow_without_a_gap(engine: DeviceEngine) -> None:
     """The batch was staged while the device still ran the previous one."""
     now = time.monotonic()
     batch = Batch(WORDS, [chunk(WORDS, 3), chunk(WORDS, 4)], formed=now - 1.0)
@@ -316,15 +214,11 @@ def test_stages_of_a_batch_follow_without_a_gap(engine: DeviceEngine, metrics: M
     busy_seconds = engine.busy_seconds
     in_flight = InFlightBatch(batch, np.empty(0, np.int32), arrays, 0.1, now - 0.9, now - 0.8, now - 0.7, on_a_gpu)  # type: ignore[arg-type] # nothing is read
     engine._count(in_flight, ended=now - 0.25)
-    means = {stage: values[-1] / 2 for (*_, stage), values in metrics.stage_seconds.values.items()}
+    means = {stage: values[-1] / 2 for (*_, stage), values in engine._metrics.stage_seconds.values.items()}
     assert list(means) == ["stage_in", "device_wait", "compute", "stage_out"]
     assert [means[stage] for stage in ("stage_in", "device_wait", "compute")] == pytest.approx([0.2, 0.3, 0.25])
     assert means["stage_out"] >= 0.25
     assert engine.busy_seconds - busy_seconds == pytest.approx(0.25)
-
-
-def count(counter: Counter) -> float:
-    return counter.values[WORDS.labels][0]
 
 
 @pytest.mark.parametrize(
@@ -343,3 +237,18 @@ def test_warm_up_runs_every_size_before_it_measures(device: str, longer: list[tu
     assert cost.per_step > 0, "although longer rows took no longer"
     timed = [size for size in ((1, 4), (1, 16), (8, 4)) for _ in range(model_runner.TRIALS)]
     assert ran == [(1, 4), (2, 4), (4, 4), (8, 4), *longer, *timed], "measurements come last"
+
+
+@pytest.mark.parametrize(
+    ("device", "allowed", "precision"), [("cuda:0", False, "highest"), ("cuda:0", True, "high"), ("cpu", True, None)]
+)
+def test_tf32_of_a_gpu_is_what_the_setting_says(
+    device: str, allowed: bool, precision: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CPU computes in true float32."""
+    precisions: list[str] = []
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", precisions.append)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", not allowed)
+    allow_tf32(torch.device(device), allowed)
+    assert precisions == ([] if precision is None else [precision])
+    assert torch.backends.cudnn.allow_tf32 == (allowed == (device != "cpu"))

@@ -9,7 +9,7 @@ from itertools import accumulate
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -31,21 +31,19 @@ def batch(arrays: Sequence[NDArray[np.generic]]) -> Batch:
     return Batch(ModelKey("words", "1"), [Chunk(array.tobytes(), len(array), Returns(), None) for array in arrays])
 
 
-def ids(*lengths: int) -> list[NDArray[np.int32]]:
-    """Return ids that count from 0 across all chunks."""
-    return np.split(np.arange(sum(lengths), dtype=IDS), np.cumsum(lengths)[:-1])
+def numbers(*lengths: int, width: int | None = None) -> list[NDArray[np.generic]]:
+    """Return ids, or features of this width, that count from 0 across all chunks."""
+    steps = sum(lengths)
+    whole = np.arange(steps, dtype=IDS) if width is None else np.arange(steps * width, dtype=FEATURES).reshape(-1, width)
+    return np.split(whole, np.cumsum(lengths)[:-1])
 
 
-def features(width: int, *lengths: int) -> list[NDArray[np.float32]]:
-    numbers = np.arange(sum(lengths) * width, dtype=FEATURES).reshape(-1, width)
-    return np.split(numbers, np.cumsum(lengths)[:-1])
-
-
-@given(st.lists(st.integers(1, TOKENS // ROWS), min_size=1, max_size=ROWS))
-def test_ids_are_packed_end_to_end(lengths: list[int]) -> None:
-    x = stage(Staging(ROWS, TOKENS, None, CPU), batch(ids(*lengths)))
-    assert x.data.dtype == torch.int32
-    assert x.data.tolist() == list(range(sum(lengths)))
+@given(st.none() | st.integers(1, 7), st.lists(st.integers(1, TOKENS // ROWS), min_size=1, max_size=ROWS))
+@example(None, [TOKENS // ROWS] * ROWS)
+def test_chunks_are_packed_end_to_end(width: int | None, lengths: list[int]) -> None:
+    x = stage(Staging(ROWS, TOKENS, width, CPU), batch(numbers(*lengths, width=width)))
+    assert x.data.dtype == (torch.int32 if width is None else torch.float32)
+    assert x.data.tolist() == np.concatenate(numbers(*lengths, width=width)).tolist()
     assert x.offsets.dtype == torch.int32
     assert x.lengths.tolist() == lengths
 
@@ -62,23 +60,10 @@ def test_large_parts_are_copied_whole(difference: int) -> None:
         assert x.data[:3].tolist() + x.data[-5:].tolist() == [0, 1, 2, 0, 1, 2, 3, 4]
 
 
-@given(st.integers(1, 7), st.lists(st.integers(1, TOKENS // ROWS), min_size=1, max_size=ROWS))
-def test_features_are_packed_end_to_end(width: int, lengths: list[int]) -> None:
-    x = stage(Staging(ROWS, TOKENS, width, CPU), batch(features(width, *lengths)))
-    assert x.data.dtype == torch.float32
-    assert x.data.tolist() == np.concatenate(features(width, *lengths)).tolist()
-    assert x.lengths.tolist() == lengths
-
-
-def test_full_batch_fits() -> None:
-    x = stage(Staging(ROWS, TOKENS, None, CPU), batch(ids(*[TOKENS // ROWS] * ROWS)))
-    assert x.lengths.tolist() == [TOKENS // ROWS] * ROWS
-
-
 def test_staging_overwrites_a_longer_batch() -> None:
     staging = Staging(ROWS, TOKENS, None, CPU)
-    staging.stage(batch(ids(8, 8, 8)))
-    x = stage(staging, batch(ids(3, 1)))
+    staging.stage(batch(numbers(8, 8, 8)))
+    x = stage(staging, batch(numbers(3, 1)))
     assert x.data.tolist() == [0, 1, 2, 3]
     assert x.offsets.tolist() == [0, 3, 4]
 

@@ -1,7 +1,7 @@
-"""One device on a virtual clock, on which the scheduler of the service and static batching answer the same seeded arrivals.
+"""Long sequences do not delay short ones, and static batching is far behind: the goals of the scheduler, on a virtual clock.
 
-A batch takes exactly its predicted time, is chosen when the device is free, and is answered when it ends. Time outside of the engine is not
-simulated.
+The scheduler of the service and static batching answer the same seeded arrivals. A batch takes exactly its predicted time, is chosen when
+the device is free, and is answered when it ends. Time outside of the engine is not simulated.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import math
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate, islice
 from typing import NamedTuple, Protocol
 
@@ -20,8 +21,11 @@ from service.engine.batching.model_queue import QueuedSequence
 from service.engine.batching.scheduler import Scheduler
 from service.engine.execution.cost_model import Cost
 from service.settings import Settings
-from tests.engine.batching.fakes import MODEL, limits
+from tests.engine.batching.harness import MODEL, limits
 
+BUDGET_SECONDS = 0.0005
+LOAD, LONG_SHARE = 0.7, 0.01
+"""Share of the capacity at which latencies are compared, and share of long sequences in the mixture."""
 COST = Cost(26.2e-6, 0.596e-6, 0.0128e-6)
 """Batches of an LSTM with 512 units on an NVIDIA H200."""
 SHORT, LONG = 10, 4096
@@ -157,3 +161,16 @@ def p99_of_short(policy: Policy, rate: float, long_share: float) -> float:
     span = sequences[-1].came
     counted = [each for each in sequences if each.steps == SHORT and FROM <= each.came / span <= TO]
     return float(np.percentile([each.answered - each.came for each in counted], 99))
+
+
+def test_short_sequences_meet_their_latency_goals() -> None:
+    alone, mixed = (capacity(partial(Continuous, BUDGET_SECONDS), share, 400_000) for share in (0.0, LONG_SHARE))
+    p99_alone = p99_of_short(Continuous(BUDGET_SECONDS), LOAD * alone, 0.0)
+    p99_mixed = p99_of_short(Continuous(BUDGET_SECONDS), LOAD * mixed, LONG_SHARE)
+    assert p99_mixed <= p99_alone + 1.5 * BUDGET_SECONDS
+
+
+def test_static_batching_takes_five_times_as_long() -> None:
+    rate = LOAD * capacity(Static, LONG_SHARE, 20_000)
+    ours, static = (p99_of_short(policy, rate, LONG_SHARE) for policy in (Continuous(BUDGET_SECONDS), Static()))
+    assert static >= 5 * ours

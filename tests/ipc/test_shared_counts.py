@@ -1,4 +1,4 @@
-"""Several frontends count the use of keys in the memory that they share."""
+"""Frontends count the use of keys, and their connections, in the memory that they share."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.ipc import quota_counts
+from service.ipc.connection_counts import NOT_ACCEPTING, ConnectionCounts, Port
 from service.ipc.quota_counts import QuotaCounts, Used
 
 
@@ -30,23 +31,11 @@ def test_frontends_see_the_same_use(frontends: list[QuotaCounts]) -> None:
     assert first.total(10.5) == second.total(10.5) == Used(5, 2, 150)
     first.end(3)
     assert second.total(10.5).in_flight == 2
-
-
-def test_keys_are_counted_apart(frontends: list[QuotaCounts]) -> None:
-    uses = [frontends[number % 2].of_key(f"key-{number}") for number in range(20)]
-    for number, use in enumerate(uses):
+    assert [second.total(now).requests for now in (10.9, 11.0, 11.25, 11.75, 12.0, 99.0)] == [2, 2, 1.5, 0.5, 0, 0]
+    others = [frontends[number % 2].of_key(f"key-{number}") for number in range(20)]
+    for number, use in enumerate(others):
         use.begin(number, 0, now=1.0)
-    assert [counts.of_key(f"key-{number}").total(1.0).in_flight for counts in frontends for number in range(20)] == 2 * [
-        *range(20)
-    ]
-
-
-@pytest.mark.parametrize(("now", "requests"), [(10.9, 8.0), (11.0, 8.0), (11.25, 6.0), (11.75, 2.0), (12.0, 0.0), (99.0, 0.0)])
-def test_requests_count_for_a_second(now: float, requests: float) -> None:
-    use = QuotaCounts.private().of_key("reader")
-    for _ in range(8):
-        use.begin(0, 10, now=10.5)
-    assert use.total(now)[1:] == (requests, 10 * requests)
+    assert [frontends[1].of_key(f"key-{number}").total(1.0).in_flight for number in range(20)] == [*range(20)]
 
 
 @given(st.lists(st.tuples(st.floats(0.0, 3.0), st.integers(0, 5)), max_size=40))
@@ -79,3 +68,16 @@ def test_too_many_keys_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
         counts.of_key(name)
     with pytest.raises(RuntimeError, match="3 keys"):
         counts.of_key("d")
+
+
+def test_every_process_sees_the_numbers_of_all_frontends() -> None:
+    supervisor = ConnectionCounts.create(3)
+    frontend = ConnectionCounts(os.dup(supervisor.descriptor))
+    assert frontend.on_port(Port.HTTP).tolist() == frontend.on_port(Port.GRPC).tolist() == [NOT_ACCEPTING] * 3
+    for place in range(3):
+        frontend.on_port(Port.HTTP)[place] = place
+        frontend.on_port(Port.GRPC)[place] = 10 + place
+    assert supervisor.on_port(Port.HTTP).tolist() == [0, 1, 2]
+    supervisor.remove(1)
+    assert frontend.on_port(Port.HTTP).tolist() == [0, NOT_ACCEPTING, 2]
+    assert frontend.on_port(Port.GRPC).tolist() == [10, NOT_ACCEPTING, 12]
