@@ -117,6 +117,18 @@ def test_restart_waits_for_the_chunks_before_it(harness: BatcherHarness) -> None
     assert counted(harness.metrics.sessions_ended) == {"restarted": 1}
 
 
+def test_chunk_that_expects_other_steps_is_refused(harness: BatcherHarness) -> None:
+    """The steps of waiting chunks count as well, from the last restart on."""
+    clients, at = [], 0
+    for values, starts in (([1, 2], None), ([3], None), ([4, 4, 4], None), ([5], True), ([6, 6], None), ([7], None)):
+        clients.append(harness.call(values, session="a", starts=starts, at=None if starts else at))
+        at = len(values) + (0 if starts else at)
+        wrong = [harness.call([9], session="a", at=steps) for steps in range(8) if steps != at]
+        assert [refused(client) for client in wrong] == [SessionConflict] * 7
+    harness.run()
+    assert [progress(client) for client in clients] == [(3, 2), (6, 3), (18, 6), (5, 1), (17, 3), (24, 4)]
+
+
 def test_refused_restart_leaves_the_session_as_it_was(harness: BatcherHarness) -> None:
     send(harness, 1)
     assert refused(send(harness, POISON, starts=True)) is InferenceFailed

@@ -72,6 +72,14 @@ def test_padding_takes_at_most_its_share_of_a_batch(padded: float) -> None:
             assert (larger - smaller - 1) * each.padded <= TOKEN_PADDING * seconds * (1 + 1e-9)
 
 
+def test_padding_is_the_share_of_the_time_that_a_batch_takes() -> None:
+    """Between the smallest and the largest graph the time grows with the tokens. Half the share of the tokens is always allowed."""
+    costs = TokenCost(rows=8, least=100, most=1100, shortest=0.010, longest=0.030, padded=0.0001)
+    assert [costs.padding(tokens, 0.5) for tokens in (100, 600, 1100)] == [50, 150, 275]
+    assert costs._replace(shortest=0.100).padding(100, 0.5) == 500
+    assert costs._replace(padded=0.0).padding(100, 0.5) == costs.most == costs._replace(shortest=9.0).padding(100, 0.5)
+
+
 @pytest.mark.parametrize(
     "most, counts",
     [

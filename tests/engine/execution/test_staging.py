@@ -15,8 +15,10 @@ from numpy.typing import NDArray
 
 from kernels.ragged import Ragged
 from service.engine.batch import Batch, Chunk
+from service.engine.batching.state_slots import ZERO_SLOT
 from service.engine.execution.staging import PARALLEL_BYTES, Staging
 from service.ipc.messages import FEATURES, IDS, ModelKey, Returns
+from tests.engine.batching.harness import MODEL, NEVER, block, ids
 
 CPU = torch.device("cpu")
 ROWS, TOKENS = 5, 40
@@ -52,12 +54,12 @@ def test_chunks_are_packed_end_to_end(width: int | None, lengths: list[int]) -> 
 def test_large_parts_are_copied_whole(difference: int) -> None:
     steps = (PARALLEL_BYTES + difference) // 4
     values = np.random.default_rng(0).integers(1 << 30, size=steps).astype(IDS)
-    staged = batch([np.arange(3, dtype=IDS), values, np.arange(5, dtype=IDS)])
+    staged = batch([np.arange(70, dtype=IDS), values, np.arange(5, dtype=IDS)])
     for data in (staged.chunks[1].data, memoryview(staged.chunks[1].data)):
         chunks = [staged.chunks[0], replace(staged.chunks[1], data=data), staged.chunks[2]]
-        x = stage(Staging(ROWS, steps + 8, None, CPU), Batch(staged.model, chunks))
-        assert x.data.numpy()[3:-5].tobytes() == values.tobytes()
-        assert x.data[:3].tolist() + x.data[-5:].tolist() == [0, 1, 2, 0, 1, 2, 3, 4]
+        x = stage(Staging(ROWS, steps + 75, None, CPU), Batch(staged.model, chunks))
+        assert x.data.numpy()[70:-5].tobytes() == values.tobytes()
+        assert x.data[:70].tolist() + x.data[-5:].tolist() == [*range(70), *range(5)]
 
 
 def test_staging_overwrites_a_longer_batch() -> None:
@@ -79,3 +81,53 @@ def test_chunk_whose_bytes_do_not_match_its_steps_fails(steps: int) -> None:
     wrong = Batch(ModelKey("words", "1"), [Chunk(bytes(8), steps, Returns(), None)])
     with pytest.raises(ValueError, match="different"):
         Staging(ROWS, TOKENS, None, CPU).stage(wrong)
+
+
+def slots(staging: Staging, rows: int) -> tuple[list[int], list[int]]:
+    """Return the slots that rows read, and those that they write."""
+    found = staging.row_slots(rows)
+    return found.sources.tolist(), found.targets.tolist()
+
+
+def test_rows_have_the_slots_of_their_chunks_and_not_those_of_the_batch_before() -> None:
+    """Blocks of whole sequences come first, and empty rows may follow."""
+    staging = Staging(ROWS, TOKENS, None, CPU)
+    first, second = (Chunk(np.full(2, 9, IDS).tobytes(), 2, Returns(), None, *slots) for slots in ((4, 6), (ZERO_SLOT, 7)))
+    begins = staging.stage(Batch(MODEL, [first, second], blocks=[block([(1, NEVER, [2, 1])], ids([[5, 6, 7]]))]), rows=ROWS)
+    assert begins.tolist() == [0, 2, 3, 5, 7]
+    assert staging.ragged(ROWS, 7).offsets.tolist() == [0, 2, 3, 5, 7, 7]
+    assert staging.ragged(ROWS, 7).data.tolist() == [5, 6, 7, 9, 9, 9, 9]
+    assert slots(staging, ROWS) == ([0, 0, 4, 0, 0], [1, 1, 6, 7, 1])
+    assert staging.written_slots(4).tolist() == [1, 1, 6, 7]
+    staging.stage(Batch(MODEL, [second]), rows=ROWS)
+    assert slots(staging, ROWS) == ([0] * ROWS, [7, 1, 1, 1, 1])
+    staging.stage_zeros([3, 1])
+    assert slots(staging, ROWS) == ([0] * ROWS, [1] * ROWS)
+    assert staging.ragged(2, 4).data.tolist() == [0] * 4
+
+
+@pytest.mark.parametrize("rows", [21, 64])
+def test_offsets_slots_and_data_of_a_full_buffer_do_not_overlap(rows: int) -> None:
+    staging = Staging(rows, 2 * rows, None, CPU)
+    chunks = [Chunk(ids([[100 + row, 200 + row]]), 2, Returns(), None, 300 + row, 400 + row) for row in range(rows)]
+    x = stage(staging, Batch(MODEL, chunks))
+    assert x.data.view(rows, 2).T.tolist() == [[100 + row for row in range(rows)], [200 + row for row in range(rows)]]
+    assert slots(staging, rows) == ([300 + row for row in range(rows)], [400 + row for row in range(rows)])
+
+
+def test_batches_in_flight_have_a_buffer_each() -> None:
+    staging = Staging(ROWS, TOKENS, None, CPU, in_flight=2)
+    x = stage(staging, batch(numbers(3)))
+    staging.stage(batch([np.full(3, 8, IDS)]), buffer=1)
+    assert x.data.tolist() == [0, 1, 2]
+
+
+def test_copy_to_the_device_has_offsets_slots_and_the_tokens_of_a_buffer() -> None:
+    """Another array stands for the memory of the device."""
+    staging = Staging(70, TOKENS, None, CPU, in_flight=2)
+    staging._device = torch.zeros_like(staging._host[0])
+    for buffer, expected in ((0, [0, 1, 2, 0]), (1, [8, 8, 8, 0])):
+        staging.stage(batch([np.arange(3, dtype=IDS) if buffer == 0 else np.full(3, 8, IDS)]), buffer)
+        target, source = (staging.copy(3, buffer) if buffer else staging.copy(3))._arrays
+        target.copy_(source)
+        assert staging.ragged(1, 4).data.tolist() == expected
