@@ -7,12 +7,23 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from service.ipc.messages import Message, ReleaseSession, SaveEnded, SaveSession, SessionTaken, TakeOutcome, TakeSession
+from service.ipc.messages import (
+    Message,
+    ReleaseSession,
+    SaveEnded,
+    SaveSession,
+    SessionTaken,
+    SessionWanted,
+    TakeOutcome,
+    TakeSession,
+    VerifySession,
+)
+from service.ipc.session_placement import engine_of_session
 from service.log import Log
 from service.metrics import Metrics
 from service.store import queue
 from service.store.queue import ChangeQueue, Queued
-from service.store.records import Change, Note, Result, StoreFailed, Taken
+from service.store.records import Change, Note, NoteKind, Result, StoreFailed, Taken
 from service.store.worker import StoreWorker
 
 LIMIT_SECONDS = 60.0
@@ -25,6 +36,7 @@ class FakeStore:
     def __init__(self, *results: Result) -> None:
         self.results = list(results)
         self.applied: list[Message] = []
+        self.notes: list[Note] = []
         self.away = False
 
     def apply(self, changes: Sequence[Change], *, may_seize: bool) -> list[Result]:
@@ -38,7 +50,8 @@ class FakeStore:
 
     def read_inbox(self, seconds: float) -> list[Note]:
         time.sleep(0.01)
-        return []
+        notes, self.notes = self.notes, []
+        return notes
 
     def sweep(self) -> None: ...
 
@@ -48,7 +61,8 @@ class FakeStore:
 class FakeEngine:
     """Keeps what the worker sends."""
 
-    def __init__(self) -> None:
+    def __init__(self, place: int = 0) -> None:
+        self.place = place
         self.received: list[Message] = []
 
     def send(self, message: Message, tail: bytes = b"") -> None:
@@ -56,10 +70,10 @@ class FakeEngine:
 
 
 def run(store: FakeStore, act: Callable[[StoreWorker, Any], None], replies: int) -> list[Message]:
-    """Run a worker until its engine has this many replies. Returns them."""
+    """Run a worker of two engines until the first has this many replies. Returns them."""
 
     async def work() -> list[Message]:
-        worker, engine = StoreWorker(store, 1, Metrics(), Log("store")), FakeEngine()
+        worker, engine = StoreWorker(store, 2, Metrics(), Log("store")), FakeEngine()
         await worker.start()
         act(worker, engine)
         async with asyncio.timeout(LIMIT_SECONDS):
@@ -103,6 +117,39 @@ def test_take_of_a_held_session_is_tried_again() -> None:
     store = FakeStore(Taken(TakeOutcome.HELD), Taken(TakeOutcome.HELD), Taken(TakeOutcome.NEW))
     [reply] = run(store, lambda worker, engine: worker.add(Change(TakeSession("s", 1, 5, begins=True)), engine), 1)
     assert reply == SessionTaken("s", TakeOutcome.NEW)
+
+
+def test_notes_go_to_the_engine_of_their_session() -> None:
+    names = [str(number) for number in range(20)]
+    store, other = FakeStore(), FakeEngine(1)
+    store.notes = [Note(kind, name) for name in names for kind in (NoteKind.WANTED, NoteKind.SEIZED)]
+    own = [name for name in names if engine_of_session(name, 2) == 0]
+
+    def act(worker: StoreWorker, engine: Any) -> None:
+        worker.engines += [engine, other]  # type: ignore[list-item]
+
+    assert run(store, act, 2 * len(own)) == [message(name) for name in own for message in (SessionWanted, VerifySession)]
+    assert other.received == [message(name) for name in names if name not in own for message in (SessionWanted, VerifySession)]
+
+
+def test_sessions_that_an_ended_engine_waits_for_are_not_taken() -> None:
+    store, ended = FakeStore(), FakeEngine(1)
+    store.results = [Taken(TakeOutcome.HELD), Taken(TakeOutcome.HELD), Taken(TakeOutcome.NEW), Taken(TakeOutcome.NEW)]
+
+    def act(worker: StoreWorker, engine: Any) -> None:
+        worker.engines += [engine, ended]  # type: ignore[list-item]
+        worker.add(Change(TakeSession("s", 1, 5, begins=True)), engine)
+        worker.add(Change(TakeSession("t", 1, 5, begins=True)), ended)  # type: ignore[arg-type]
+        asyncio.get_running_loop().create_task(lose(worker))
+
+    async def lose(worker: StoreWorker) -> None:
+        async with asyncio.timeout(LIMIT_SECONDS):
+            while worker._held.keys() != {"s", "t"}:
+                await asyncio.sleep(0)
+        worker.lose(ended)  # type: ignore[arg-type]
+
+    assert run(store, act, 1) == [SessionTaken("s", TakeOutcome.NEW)]
+    assert not ended.received
 
 
 def queued(change: Change) -> Queued[str]:
