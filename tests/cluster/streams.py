@@ -41,8 +41,7 @@ OWN_CONNECTION = (("grpc.use_local_subchannel_pool", 1),)
 
 @dataclass
 class Report:
-    """The observations of the clients. pauses: seconds until the answer to a chunk that a different replica answered than the chunk before,
-    by client's clock. others: the same for all other chunks."""
+    """The observations of the clients."""
 
     answered: Counter[str] = field(default_factory=Counter)
     """Chunks by kind of stream."""
@@ -50,19 +49,10 @@ class Report:
     failed: list[str] = field(default_factory=list)
     refused: Counter[str] = field(default_factory=Counter)
     """Answers that told the client to send the chunk again."""
-    pauses: list[tuple[float, float]] = field(default_factory=list)
-    others: list[float] = field(default_factory=list)
     moved: Counter[str] = field(default_factory=Counter)
-    """Chunks that another replica answered, by kind of stream."""
+    """Chunks that another replica answered than the chunk before, by kind of stream."""
     reconnected: Counter[str] = field(default_factory=Counter)
     """Streams that the service ended with the code that asks the client to return, by kind."""
-
-    def __str__(self) -> str:
-        return (
-            f"{dict(self.answered)} chunks, {dict(self.moved)} of them answered by another replica than the chunk before: "
-            f"{milliseconds([pause for _, pause in self.pauses])}; other chunks: {milliseconds(self.others)}; "
-            f"reconnected: {dict(self.reconnected)}; sent again: {dict(self.refused)}"
-        )
 
 
 class Place(NamedTuple):
@@ -191,7 +181,7 @@ class Stream:
                 self._balancer.drop(self._connected_to or (place.http if place else ""))
                 reply = Refusal(type(error).__name__)
             if isinstance(reply, Answer):
-                self._answered(values, reply, began)
+                self._answered(values, reply)
                 return
             code, reason = reply.code, f"{place}: {reply}"
             if code == "session_conflict" and reply.steps == self.account.steps + STEPS:
@@ -206,18 +196,13 @@ class Stream:
         self._report.failed.append(f"{self.name} at {self.account.steps} steps: {reason}")
         self.account = NEW
 
-    def _answered(self, values: Sequence[int], answer: Answer, began: float) -> None:
-        now, report = time.monotonic(), self._report
-        told, replica = answer
+    def _answered(self, values: Sequence[int], answer: Answer) -> None:
+        report, (told, replica) = self._report, answer
         expected = self.account.plus(values)
         if told != expected:
             report.wrong.append(f"{self.name}: {told}, not {expected}")
         report.answered[self.kind] += 1
-        if self._last and self._last != replica:
-            report.pauses.append((began, now - began))
-            report.moved[self.kind] += 1
-        else:
-            report.others.append(now - began)
+        report.moved[self.kind] += self._last not in ("", replica)
         self.account, self._last = told, replica
 
     async def _ask(self, place: Place, ids: Sequence[int]) -> Answer | Refusal:
@@ -406,13 +391,3 @@ class Streams:
             await self._watching
         await asyncio.gather(*(stream.close() for stream in self._streams))
         await asyncio.sleep(READY_SECONDS)  # transports close in a later tick
-
-
-def quantile(values: Sequence[float], share: float) -> float:
-    """Return the value below which this share of the values lies."""
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
-
-
-def milliseconds(seconds: Sequence[float]) -> str:
-    """Return the median and the 99th percentile for a report."""
-    return f"p50 {1000 * quantile(seconds, 0.5):.1f} ms, p99 {1000 * quantile(seconds, 0.99):.1f} ms" if seconds else "none"

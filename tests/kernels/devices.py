@@ -28,7 +28,7 @@ KIB = 1024
 KNOWN = (75, 80, 86, 87, 88, 89, 90, 100, 103, 110, 120, 121)
 """The architectures that NVRTC 13.0 compiles for."""
 QUARTER_REGISTERS = 16_384
-PORTABLE_CLUSTER, MAX_CLUSTER = 8, 16
+MAX_CLUSTER = 16
 
 
 @dataclass(frozen=True)

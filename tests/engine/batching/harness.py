@@ -53,10 +53,7 @@ def sequences(
 
 
 def limits(
-    max_waiting: int = 100,
-    max_batch_sequences: int = 8,
-    max_batch_tokens: int = 100,
-    batch_seconds: float = 100.0,
+    max_waiting: int = 100, max_batch_sequences: int = 8, max_batch_tokens: int = 100, batch_seconds: float = 100.0
 ) -> SchedulerLimits:
     return SchedulerLimits(max_waiting, max_batch_sequences, max_batch_tokens, batch_seconds)
 

@@ -6,6 +6,7 @@ import random
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,19 +31,9 @@ TENANTS = Share("one"), Share("two", 4.0), Share("three")
 class NamedSequence(QueuedSequence):
     """A sequence that knows its request. number: its place among the sequences of the request."""
 
-    def __init__(
-        self,
-        id: int,
-        number: int,
-        steps: int,
-        deadline: float,
-        priority: int = 0,
-        *,
-        share: Share,
-        divisible: bool,
-        stateful: bool = False,
-    ) -> None:
-        super().__init__(steps, deadline, priority, share=share, divisible=divisible, stateful=stateful)
+    def __init__(self, id: int, number: int, steps: int, deadline: float, priority: int = 0, **options: Any) -> None:
+        """options: as in QueuedSequence."""
+        super().__init__(steps, deadline, priority, **options)
         self.id = id
         self.number = number
 

@@ -72,13 +72,7 @@ def test_padding_takes_at_most_its_share_of_a_batch(padded: float) -> None:
             assert (larger - smaller - 1) * each.padded <= TOKEN_PADDING * seconds * (1 + 1e-9)
 
 
-@pytest.mark.parametrize(
-    "most, counts",
-    [
-        (2, [2, 1]),
-        (100, [100, 96, 64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2, 1]),
-    ],
-)
+@pytest.mark.parametrize("most, counts", [(2, [2, 1]), (100, [100, 96, 64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2, 1])])
 def test_row_counts_are_at_most_half_as_large_again(most: int, counts: list[int]) -> None:
     assert row_counts(most) == counts
 
