@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import grpc
 from tritonclient.grpc import service_pb2
@@ -62,11 +62,12 @@ class Place(NamedTuple):
     grpc: str
 
 
-class Balancer(Protocol):
+class Balancer:
     """Decides where the next chunk of a session goes."""
 
     def of(self, session: str) -> Place | None:
         """Return the place, None while no replica is ready."""
+        raise NotImplementedError
 
     def drop(self, address: str) -> None:
         """A connection to an HTTP address has failed."""
@@ -75,7 +76,7 @@ class Balancer(Protocol):
         """Follow the replicas."""
 
 
-class Rendezvous:
+class Rendezvous(Balancer):
     """Chooses a replica as a proxy with consistent hashing does: by rendezvous hashing over the replicas that are ready.
 
     When the replicas change, so do the places of some sessions.
@@ -113,20 +114,14 @@ class Rendezvous:
         return reply.status == 200
 
 
-class ThroughProxy:
+class ThroughProxy(Balancer):
     """Sends everything to a proxy."""
 
     def __init__(self, front: Front) -> None:
         self._place = Place(front.address.removeprefix("http://"), front.grpc)
 
-    async def watch(self) -> None:
-        pass
-
     def of(self, session: str) -> Place | None:
         return self._place
-
-    def drop(self, address: str) -> None:
-        pass
 
 
 class Answer(NamedTuple):
@@ -236,10 +231,7 @@ class HttpStream(Stream):
     """Sends chunks to POST /infer, over one connection for each place."""
 
     kind = "HTTP"
-
-    def __init__(self, name: str, balancer: Balancer, report: Report, interval: float) -> None:
-        super().__init__(name, balancer, report, interval)
-        self._caller: tuple[str, NamedCaller] | None = None
+    _caller: tuple[str, NamedCaller] | None = None
 
     async def _ask(self, place: Place, ids: Sequence[int]) -> Answer | Refusal:
         target = Target.of(f"http://{place.http}", "/infer")
@@ -267,11 +259,8 @@ class SocketStream(Stream):
     """Sends chunks over a WebSocket, which stays with its replica until that closes it."""
 
     kind = "WebSocket"
-
-    def __init__(self, name: str, balancer: Balancer, report: Report, interval: float) -> None:
-        super().__init__(name, balancer, report, interval)
-        self._socket: ClientConnection | None = None
-        self._replica = ""
+    _socket: ClientConnection | None = None
+    _replica = ""
 
     async def _ask(self, place: Place, ids: Sequence[int]) -> Answer | Refusal:
         if self._socket is None:
@@ -299,11 +288,8 @@ class CallStream(Stream):
     """Sends chunks on a gRPC call, ModelStreamInfer, which stays with its replica until that ends it."""
 
     kind = "gRPC"
-
-    def __init__(self, name: str, balancer: Balancer, report: Report, interval: float) -> None:
-        super().__init__(name, balancer, report, interval)
-        self._channel: Any = None
-        self._call: Any = None
+    _channel: Any = None
+    _call: Any = None
 
     async def _ask(self, place: Place, ids: Sequence[int]) -> Answer | Refusal:
         if self._call is None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mixed import ROUND, mixed, plain, send
+from tests.mixed import ROUND, mixed, send
 from tests.serving import Server, eventually, serving
 from tests.steady import Sample, growing, growth, sample
 
@@ -42,5 +42,5 @@ def test_load_allocates_no_device_memory_or_host_memory(tmp_path: Path, monkeypa
         assert device_metrics(server, MALLOCS, RESERVED) == before
         assert not growing(growth(found[len(found) // 2 :]))
         before = device_metrics(server, ALLOCATIONS)
-        send(server.address, plain(MODELS), rounds=ROUNDS // 2, callers=CLIENTS)
+        send(server.address, mixed(MODELS, varied=False), rounds=ROUNDS // 2, callers=CLIENTS)
         assert device_metrics(server, ALLOCATIONS) == before

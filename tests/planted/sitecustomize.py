@@ -141,10 +141,6 @@ def ends(owner: Any, name: str, before: str, after: str = "") -> None:
     around(owner, name, partial(end_at, before), partial(end_at, after) if after else nothing)
 
 
-def into_launches(device_engine: Any, fault: str) -> None:
-    ends(device_engine.DeviceEngine, "launch", "launching", "launched")
-
-
 def end_with(model: str, work: str) -> None:
     """End this process without a word if it begins the work that the model does not survive."""
     if model == DEADLY_MODEL and Path(os.environ["DEADLY"]).read_text() == work:
@@ -157,10 +153,6 @@ def into_loads(encoder: Any, fault: str) -> None:
 
 def into_batches_of_a_model(device_engine: Any, fault: str) -> None:
     around(device_engine.DeviceEngine, "launch", lambda _, batch: end_with(batch.model.name, "batch"))
-
-
-def into_encoders(encoder: Any, fault: str) -> None:
-    around(encoder.Encoder, "__call__", lambda *_: time.sleep(DEVICE_SECONDS))
 
 
 def into_gates(device_engine: Any, fault: str) -> None:
@@ -202,10 +194,6 @@ def into_models(encoder: Any, fault: str) -> None:
     around(encoder.Encoder, "__call__", nothing, harm)
 
 
-def into_schedulers(scheduler: Any, fault: str) -> None:
-    scheduler.Scheduler._surely_in_time = lambda *_: True
-
-
 def into_batchers(batcher: Any, fault: str) -> None:
     """Record the rows of each batch, and how many of their deadlines had passed when it was formed."""
     dropped_at = 0.0
@@ -244,10 +232,6 @@ def into_workers(worker: Any, fault: str) -> None:
     around(worker.Worker, "_flush", nothing, flushed)
 
 
-def into_dispatchers(dispatcher: Any, fault: str) -> None:
-    ends(dispatcher.Dispatcher, "send", "parsed")
-
-
 def into_connections(connection: Any, fault: str) -> None:
     def returning(_: Any, frame: Any) -> None:
         if type(frame.message).__name__ in ("Answer", "AnswerBlock", "Refusal", "RefusalBlock"):
@@ -259,10 +243,6 @@ def into_connections(connection: Any, fault: str) -> None:
 
     around(connection.EngineConnection, "_handle_frame", returning)
     around(connection.EngineConnection, "_count_written", nothing, written)
-
-
-def into_replies(http_protocol: Any, fault: str) -> None:
-    ends(http_protocol.HttpProtocol, "_reply", "replying", "replied")
 
 
 def remove_linux() -> None:
@@ -368,10 +348,6 @@ def into_decoders(worker: Any, fault: str) -> None:
     worker.PARSERS = {api: partial(planted, parse) for api, parse in parsers.items()}
 
 
-def into_start_queues(start_queue: Any, fault: str) -> None:
-    start_queue.SLICE_SECONDS = 0.0
-
-
 def into_constants(value: float, module: Any, name: str) -> None:
     constant = name.rpartition(".")[2]
     assert hasattr(module, constant), f"there is no constant {name}"
@@ -429,14 +405,14 @@ OF_FRONTENDS = ("timed-callbacks",)
 """Faults of frontends only: the callbacks of a frontend's decoder take long."""
 DEVICE_ENGINE, ENCODER = "service.engine.execution.device_engine", "service.modeling.encoder"
 GRAPHS = "service.engine.execution.cuda_graph_runner"
-DEVICE = (ENCODER, into_encoders)
+DEVICE = (ENCODER, lambda module, _: around(module.Encoder, "__call__", lambda *_: time.sleep(DEVICE_SECONDS)))
 Plants = tuple[tuple[str, Callable[[Any, str], None]], ...]
 PLANTS: dict[str, Plants] = {
     "ends-anywhere": (
-        ("service.frontend.dispatch.dispatcher", into_dispatchers),
+        ("service.frontend.dispatch.dispatcher", lambda module, _: ends(module.Dispatcher, "send", "parsed")),
         ("service.frontend.dispatch.connection", into_connections),
-        ("service.frontend.http_protocol", into_replies),
-        (DEVICE_ENGINE, into_launches),
+        ("service.frontend.http_protocol", lambda module, _: ends(module.HttpProtocol, "_reply", "replying", "replied")),
+        (DEVICE_ENGINE, lambda module, _: ends(module.DeviceEngine, "launch", "launching", "launched")),
         ("service.engine.worker", into_workers),
     ),
     **dict.fromkeys((*KERNELS, "memory"), ((GRAPHS, into_batches),)),
@@ -449,9 +425,12 @@ PLANTS: dict[str, Plants] = {
         ("service.frontend.oip.grpc_infer", into_decoding),
         ("service.frontend.decoder.worker", into_decoders),
     ),
-    "short-ticks": (("service.frontend.start_queue", into_start_queues),),
+    "short-ticks": (("service.frontend.start_queue", lambda module, _: setattr(module, "SLICE_SECONDS", 0.0)),),
     "dated-device": (DEVICE, ("service.engine.batching.batcher", into_batchers)),
-    "gated-device": ((DEVICE_ENGINE, into_gates), ("service.engine.batching.scheduler", into_schedulers)),
+    "gated-device": (
+        (DEVICE_ENGINE, into_gates),
+        ("service.engine.batching.scheduler", lambda module, _: setattr(module.Scheduler, "_surely_in_time", lambda *_: True)),
+    ),
     "damaged": ((ENCODER, into_models),),
 }
 """By fault: the modules in which it is planted, and the functions that plant it there."""

@@ -81,12 +81,8 @@ class Pair:
         assert self.single.backlog_seconds() == pytest.approx(self.blocks.backlog_seconds())
 
     def add(self) -> None:
-        model, priority, busy = (
-            self.chance.choice([MODEL, OTHER]),
-            self.chance.choice([0, 0, -1, 1]),
-            self.chance.choice([0.0, 3.0]),
-        )
-        share = self.chance.choice(self.shares)
+        choose = self.chance.choice
+        model, priority, busy, share = choose([MODEL, OTHER]), choose([0, 0, -1, 1]), choose([0.0, 3.0]), choose(self.shares)
         requests, refused = [], {}
         for _ in range(self.chance.choice([1, 1, 2, 4, 8])):
             self.last_id += 1

@@ -15,6 +15,7 @@ import torch
 from kernels.bench import __main__ as command
 from kernels.bench import report
 from kernels.bench.baselines.baseline import Baseline, TimedCall
+from kernels.bench.measure import Bench, Findings
 from kernels.bench.peaks import Peaks
 from kernels.bench.timing import AT_LEAST, WARM_UP, Spread, repeated, spread
 from kernels.bench.workload import EMBEDDED, FORMS, Workload
@@ -39,6 +40,10 @@ def tiny(family: str, kind: str = "layer", lengths: str = "questions", rows: int
     """Return a workload whose hidden size is a multiple of three filter widths."""
     usual = FORMS[family][-1] if family in FORMS else {"dense-conv": "width 5", "text-cnn-ids": EMBEDDED}.get(kind, "")
     return Workload(family, rows, 7, 6, 6, lengths=lengths, kind=kind, form=usual if form is None else form)
+
+
+def measured(workload: Workload, *baselines: Baseline) -> Findings:
+    return Bench(CPU, baselines, budget_s=0.0, progress=lambda _: None).measured([workload])
 
 
 @pytest.mark.parametrize("wrong_by", [0, 1])
