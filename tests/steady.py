@@ -91,7 +91,7 @@ def growth(samples: Sequence[dict[str, Sample]]) -> dict[str, Slope]:
 
 
 def growing(slopes: Mapping[str, Slope]) -> set[str]:
-    """Return the processes whose memory grows: not even the interval of confidence reaches down to the limit."""
+    """Return the processes whose memory grows: the whole interval of confidence is above the limit."""
     return {name for name, each in slopes.items() if name.endswith("bytes") and each.low > LIMIT_BYTES}
 
 

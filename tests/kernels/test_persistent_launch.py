@@ -32,10 +32,6 @@ def made() -> Iterator[list[FakeKernel]]:
         yield kernels
 
 
-def plain(hidden: int, **changes: Any) -> Variant:
-    return Variant(0, HALF, False, hidden)._replace(**changes)
-
-
 def through_fragments(packed: Tensor, hidden: Tensor) -> Tensor:
     """Return the gates of 8 rows, (8, 4, units), as m16n8k16 products compute them. hidden: (8, 32 x chunks)."""
     groups, chunks = packed.shape[:2]
@@ -63,7 +59,7 @@ def test_packed_weights_are_tensor_core_operands(gates: int) -> None:
     [(1, 1, 1, 1), (7, 1, 1, 7), (8, 1, 2, 4), (56, 1, 8, 7), (57, 2, 5, 6), (100, 2, 8, 7), (256, 5, 8, 7), (4096, 5, 8, 103)],
 )
 def test_rows_are_spread_over_resident_clusters(rows: int, octets: int, width: int, tiles: int) -> None:
-    plan = ClusterShape(plain(512), 16).launch(rows)
+    plan = ClusterShape(Variant(0, HALF, False, 512), 16).launch(rows)
     assert (plan.octets, plan.width, plan.blocks) == (octets, width, 16 * tiles)
     assert plan.octets in OCTETS and plan.shared <= SHARED_BYTES
 

@@ -163,7 +163,7 @@ class Replica:
         self.harness.batcher.step()
 
     def set_clock(self) -> None:
-        """Set the clock of this host, which differs from those of the others by hours."""
+        """Set the clock of this host. The clocks of the hosts are hours apart."""
         self.harness.now = self.story.now + AHEAD_SECONDS * self.place
 
     def everything(self) -> None:

@@ -50,7 +50,7 @@ def sequences(*steps: int, deadline: float = NEVER, divisible: bool = False, **o
 
 
 def scheduler(cost: Cost = COST, room: int = 1000, **limits: Any) -> Scheduler[QueuedSequence]:
-    """limits: those that differ from LIMITS."""
+    """limits: other values than in LIMITS."""
     return Scheduler(replace(LIMITS, **limits), lambda _: cost, lambda _: room)
 
 
@@ -391,7 +391,7 @@ class BatcherHarness:
         checkpoint_chunks: int = 0,
         **limits: Any,
     ) -> None:
-        """checkpoint_chunks: chunks between two saves, 0 for an engine without a session store. limits: those that differ from LIMITS."""
+        """checkpoint_chunks: chunks between two saves, 0 for an engine without a session store. limits: other values than in LIMITS."""
         self.now = 0.0
         self.engine = engine or FakeEngine()
         self.metrics = Metrics()
