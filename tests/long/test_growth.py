@@ -96,7 +96,7 @@ def test_100_000_abandoned_sessions_leave_nothing_behind(tmp_path: Path, show: S
             eventually(lambda: rests(server))
             found.append(sample(server, (wave + 1) * WAVE))
         assert server.metric("seqserve_sessions_ended_total", reason="expired") == waves * WAVE
-    slopes = growth(found[len(found) // 2 :])
+    slopes = growth(found[2:])  # until then the engine has learned as many names as it remembers
     show(slopes)
     assert not growing(slopes)
 
