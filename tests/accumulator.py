@@ -98,30 +98,19 @@ def at_rest(server: Server) -> Counts:
     return counts(server)
 
 
-def held(server: Server) -> dict[str, float]:
-    """Return the metrics of all resources that requests and sessions acquire and must release."""
-    return {name: server.metric(f"seqserve_{name}") for name in REST}
-
-
 def rests(server: Server) -> bool:
-    """Return whether nothing is held."""
-    return not any(held(server).values())
+    """Return whether nothing is held of all that requests and sessions acquire and must release."""
+    return not any(server.metric(f"seqserve_{name}") for name in REST)
 
 
-async def scrape(caller: Caller, target: Target) -> Counts:
-    reply = await caller.ask(f"GET /metrics HTTP/1.1\r\nHost: {target.host}\r\n\r\n".encode())
-    assert reply.status == 200
-    return Counts.of(reply.body.decode())
-
-
-async def watch(target: Target, in_flight: list[int], ended: asyncio.Event) -> None:
-    """Scrape the metrics repeatedly, check the counts, and note how many requests are in flight."""
+async def watch(target: Target, ended: asyncio.Event) -> None:
+    """Scrape the metrics repeatedly, and check the counts."""
     caller = await Caller.connect(target)
     try:
         while not ended.is_set():
-            now = await scrape(caller, target)
-            now.check()
-            in_flight.append(now.in_flight)
+            reply = await caller.ask(f"GET /metrics HTTP/1.1\r\nHost: {target.host}\r\n\r\n".encode())
+            assert reply.status == 200
+            Counts.of(reply.body.decode()).check()
             await asyncio.sleep(SCRAPE_SECONDS)
     finally:
         caller.hang_up()

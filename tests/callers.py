@@ -35,7 +35,8 @@ class Caller(asyncio.Protocol):
         self._reply: asyncio.Future[Response] | None = None
         self._parser = httptools.HttpResponseParser(self)
         self._body = b""
-        self._port = 0
+        self.port = 0
+        """The port of this end of the connection, which stays known after its end; 0 before."""
         self.unasked = 0
         """Replies to no request."""
 
@@ -47,11 +48,6 @@ class Caller(asyncio.Protocol):
     @property
     def connected(self) -> bool:
         return self._transport is not None
-
-    @property
-    def port(self) -> int:
-        """The port of this end of the connection, which stays known after its end; 0 before."""
-        return self._port
 
     async def ask(self, request: bytes) -> Response:
         """Send a request and return the reply. Raises ConnectionError when the server closes the connection first."""
@@ -68,7 +64,7 @@ class Caller(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)  # uvloop's transport is no subclass
-        self._port = int(transport.get_extra_info("sockname")[1])
+        self.port = int(transport.get_extra_info("sockname")[1])
 
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None

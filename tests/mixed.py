@@ -73,48 +73,41 @@ class Source(traffic.Traffic):
         return self._random.choices(among, shares)[0]
 
 
-class Plan:
-    """A request without its content. varied: it may ask for vectors, be invalid, or have a client that disconnects."""
+def plan(source: Source, chance: random.Random, *, varied: bool) -> Callable[[int], Asked]:
+    """Return a function of a number that returns a request with this number and new content, and always the same sizes.
 
-    def __init__(self, source: Source, chance: random.Random, *, varied: bool) -> None:
-        self._source = source
-        self._lengths = [source.steps() for _ in range(chance.randint(2, MOST_INPUTS) if chance.random() < SEVERAL else 1)]
-        self._options: Body = {}
-        self._status = 200
-        self._spoil: Callable[[Body, int], Body | str] = lambda body, _: body
-        self._patience_seconds = PATIENCE_SECONDS
-        way = chance.random() if varied else 1.0
-        if way < FOR_VECTORS:
-            there = {"embedding": source.spec.has_embedding, "sequence": source.spec.has_steps}
-            self._options = {"return": [name for name, has in there.items() if has]}
-        elif way < FOR_VECTORS + BAD:
-            self._status, self._spoil = chance.choice(SPOILT)
-        elif way < FOR_VECTORS + BAD + IMPATIENT:
-            self._patience_seconds = chance.uniform(0, IMPATIENCE_SECONDS)
+    varied: it may ask for vectors, be invalid, or have a client that disconnects.
+    """
+    lengths = [source.steps() for _ in range(chance.randint(2, MOST_INPUTS) if chance.random() < SEVERAL else 1)]
+    options: Body = {}
+    status, patience_seconds = 200, PATIENCE_SECONDS
+    spoil: Callable[[Body, int], Body | str] = lambda body, _: body  # noqa: E731
+    way = chance.random() if varied else 1.0
+    if way < FOR_VECTORS:
+        there = {"embedding": source.spec.has_embedding, "sequence": source.spec.has_steps}
+        options = {"return": [name for name, has in there.items() if has]}
+    elif way < FOR_VECTORS + BAD:
+        status, spoil = chance.choice(SPOILT)
+    elif way < FOR_VECTORS + BAD + IMPATIENT:
+        patience_seconds = chance.uniform(0, IMPATIENCE_SECONDS)
 
-    def asked(self, number: int) -> Asked:
-        """Return the request with this number and new content."""
-        body = self._source.body(0) | {"inputs": list(map(self._source.input, self._lengths))} | self._options
-        return Asked(json.dumps(self._spoil(body, number)).encode(), self._status, self._patience_seconds)
+    def asked(number: int) -> Asked:
+        body = source.body(0) | {"inputs": list(map(source.input, lengths))} | options
+        return Asked(json.dumps(spoil(body, number)).encode(), status, patience_seconds)
 
-
-def plain(models: Path, seed: int = 0) -> Iterator[Asked]:
-    """Yield requests without options for every model in the folder, without end."""
-    return _asked(models, seed, varied=False)
+    return asked
 
 
-def mixed(models: Path, seed: int = 0) -> Iterator[Asked]:
-    """Yield requests as `plain` does, mixed with requests for vectors, invalid requests, and clients that disconnect."""
-    return _asked(models, seed, varied=True)
+def mixed(models: Path, seed: int = 0, *, varied: bool = True) -> Iterator[Asked]:
+    """Yield requests for every model in the folder, without end: the requests of a round of plans repeatedly.
 
-
-def _asked(models: Path, seed: int, *, varied: bool) -> Iterator[Asked]:
-    """Yield the requests of a round of plans repeatedly."""
+    varied: also requests for vectors, invalid requests, and clients that disconnect.
+    """
     chance = random.Random(seed)
     folders = [folder for versions in spec.find_models(models).values() for folder in versions.values()]
     sources = [Source(folder, chance.getrandbits(32)) for folder in folders]
-    plans = [Plan(chance.choice(sources), chance, varied=varied) for _ in range(ROUND)]
-    return (plans[number % ROUND].asked(number) for number in count())
+    plans = [plan(chance.choice(sources), chance, varied=varied) for _ in range(ROUND)]
+    return (plans[number % ROUND](number) for number in count())
 
 
 def send(

@@ -11,11 +11,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,8 +29,6 @@ FRESH_SECONDS = 10.0
 """How long to wait for a process that is too busy for a scrape."""
 STOPPED, ZOMBIE = "T", "Z"
 """States of a process: a signal has stopped it, or it has ended and its parent has not noticed."""
-MAX_EXITS = 3
-"""How often a process of a shared server may end. Later restarts wait for seconds."""
 Check = Callable[[], Any]
 
 
@@ -161,36 +157,6 @@ def serving(
             server.process.stdout.close()
 
 
-class SharedServer:
-    """A server for tests that end its processes. A test that ends the server itself costs the next test a start, and nothing else."""
-
-    def __init__(self, models: Path, scratch: Path, *flags: str, **variables: str) -> None:
-        self._start = partial(serving, models, scratch, *flags, **variables)
-        self._stack = ExitStack()
-        self._server: Server | None = None
-
-    @contextmanager
-    def lent(self) -> Iterator[Server]:
-        """Yield the server, idle and with all its processes. Then print the log lines of this test.
-
-        A server is replaced when it has ended, or when one of its processes has ended MAX_EXITS times.
-        """
-        if self._server is not None and (self._server.process.poll() is not None or most_exits(self._server) >= MAX_EXITS):
-            self.close()
-        if self._server is None:
-            self._server = self._stack.enter_context(self._start())
-        server, log_bytes = self._server, self._server.log_bytes
-        eventually(lambda: idle(server))
-        try:
-            yield server
-        finally:
-            print(server.log_file.read_bytes()[log_bytes:].decode())
-
-    def close(self) -> None:
-        self._server = None
-        self._stack.close()
-
-
 def sum_of(metrics: str, name: str, labels: Mapping[str, str]) -> float:
     """Return the sum of a series over all labels that are not in `labels`. metrics: the text of a scrape."""
     samples = (sample for family in text_string_to_metric_families(metrics) for sample in family.samples)
@@ -200,11 +166,6 @@ def sum_of(metrics: str, name: str, labels: Mapping[str, str]) -> float:
 def is_fresh(metrics: str) -> bool:
     """Return whether all processes replied in time for a scrape."""
     return "\nseqserve_stale_processes 0.0\n" in metrics
-
-
-def most_exits(server: Server) -> int:
-    """Return how often the process that ended most often has ended."""
-    return max(Counter(event["child"] for event in server.events("child ended")).values(), default=0)
 
 
 def idle(server: Server) -> bool:
@@ -306,12 +267,6 @@ def client_ports(pid: int) -> set[int]:
             continue
     lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     return {int(line[2].partition(":")[2], 16) for line in lines if line[9] in inodes}
-
-
-def worked_seconds(pid: int) -> float:
-    """Return the processor time that a process has used."""
-    user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
-    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
 def check_unharmed(server: Service) -> None:

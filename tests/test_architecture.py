@@ -11,16 +11,14 @@ ROOT = Path(__file__).resolve().parent.parent
 SHARED = {"service.ipc", "service.cores", "service.errors", "service.log", "service.metrics", "service.settings"}
 EXPOSITION = {"service.exposition", "service.triton_statistics"}
 EVERYTHING = {"service", "loadtest"}
+SCHEDULERS = {
+    f"service.engine.batching.{name}"
+    for name in ("scheduler", "batch_builder", "fair_shares", "memory_limits", "model_queue", "request_block", "request_order")
+}
 SCHEDULING = {
-    *("service.engine.batching.scheduler", "service.engine.batching.batch_builder", "service.engine.batching.model_queue"),
-    "service.engine.batching.memory_limits",
-    *(
-        "service.engine.batching.request_block",
-        "service.engine.batching.request_order",
-        "service.engine.batching.due",
-        "service.engine.execution.cost_model",
-    ),
-    *("service.engine.batching.fair_shares", "service.errors", "service.ipc.blocks", "service.ipc.messages"),
+    *SCHEDULERS,
+    *("service.engine.batching.due", "service.engine.execution.cost_model"),
+    *("service.errors", "service.ipc.blocks", "service.ipc.messages"),
 }
 """The code that decides about batches knows neither a device nor a client."""
 MAY_IMPORT: dict[str, set[str]] = {  # the rule with the longest matching name holds; a part may always import from itself
@@ -39,28 +37,14 @@ MAY_IMPORT: dict[str, set[str]] = {  # the rule with the longest matching name h
     "service.modeling": {"kernels", "service.errors", "service.ipc.messages"},
     "service.modeling.spec": {"service.errors"},
     "service.engine": {"kernels", "service.memory_limit", "service.modeling", *SHARED},
-    **{
-        f"service.engine.batching.{name}": SCHEDULING
-        for name in (
-            "scheduler",
-            "batch_builder",
-            "fair_shares",
-            "memory_limits",
-            "model_queue",
-            "request_block",
-            "request_order",
-        )
-    },
+    **dict.fromkeys(SCHEDULERS, SCHEDULING),
     "service.importers": {"kernels", "service.modeling", "service.cores", "service.errors", "service.settings"},
     "service.exporters": {"kernels", "service.modeling", "service.importers.draft", "service.errors", "service.settings"},
     "service.compress": {"kernels", "service.modeling", "service.cores", "service.errors", "service.settings"},
     "service.access": {"service.errors", "service.ipc.messages", "service.settings"},
     "service.frontend": {
-        "service.access",
-        "service.memory_limit",
-        *("service.modeling.spec", "service.modeling.tokenizer"),
-        *EXPOSITION,
-        *SHARED,
+        *("service.access", "service.memory_limit", "service.modeling.spec", "service.modeling.tokenizer"),
+        *(*EXPOSITION, *SHARED),
     },
     "service.tracer": SHARED,
     "service.store": {*SHARED},

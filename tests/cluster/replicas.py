@@ -92,10 +92,6 @@ class Cluster:
         self.replicas.append(started)
         return started
 
-    def at(self, host: str) -> Replica:
-        """Return the newest replica at an address."""
-        return [replica for replica in self.replicas if replica.host == host][-1]
-
     def close(self) -> None:
         """End every replica and print the logs, which pytest shows for a failed test."""
         for replica in self.running:
@@ -119,16 +115,3 @@ def clustered(models: Path, scratch: Path, count: int = 3, **variables: str) -> 
         yield cluster
     finally:
         cluster.close()
-
-
-@contextmanager
-def stopped(replica: Replica) -> Iterator[None]:
-    """Stop all processes of a replica within the context."""
-    pids = [replica.process.pid, *{event["pid"] for event in replica.events("started")}]
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        for pid in reversed(pids):
-            os.kill(pid, signal.SIGCONT)

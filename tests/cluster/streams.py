@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import grpc
 from tritonclient.grpc import service_pb2
@@ -41,8 +41,7 @@ OWN_CONNECTION = (("grpc.use_local_subchannel_pool", 1),)
 
 @dataclass
 class Report:
-    """The observations of the clients. pauses: seconds until the answer to a chunk that a different replica answered than the chunk before,
-    by client's clock. others: the same for all other chunks."""
+    """The observations of the clients."""
 
     answered: Counter[str] = field(default_factory=Counter)
     """Chunks by kind of stream."""
@@ -50,19 +49,10 @@ class Report:
     failed: list[str] = field(default_factory=list)
     refused: Counter[str] = field(default_factory=Counter)
     """Answers that told the client to send the chunk again."""
-    pauses: list[tuple[float, float]] = field(default_factory=list)
-    others: list[float] = field(default_factory=list)
     moved: Counter[str] = field(default_factory=Counter)
-    """Chunks that another replica answered, by kind of stream."""
+    """Chunks that another replica answered than the chunk before, by kind of stream."""
     reconnected: Counter[str] = field(default_factory=Counter)
     """Streams that the service ended with the code that asks the client to return, by kind."""
-
-    def __str__(self) -> str:
-        return (
-            f"{dict(self.answered)} chunks, {dict(self.moved)} of them answered by another replica than the chunk before: "
-            f"{milliseconds([pause for _, pause in self.pauses])}; other chunks: {milliseconds(self.others)}; "
-            f"reconnected: {dict(self.reconnected)}; sent again: {dict(self.refused)}"
-        )
 
 
 class Place(NamedTuple):
@@ -72,11 +62,12 @@ class Place(NamedTuple):
     grpc: str
 
 
-class Balancer(Protocol):
+class Balancer:
     """Decides where the next chunk of a session goes."""
 
     def of(self, session: str) -> Place | None:
         """Return the place, None while no replica is ready."""
+        raise NotImplementedError
 
     def drop(self, address: str) -> None:
         """A connection to an HTTP address has failed."""
@@ -85,7 +76,7 @@ class Balancer(Protocol):
         """Follow the replicas."""
 
 
-class Rendezvous:
+class Rendezvous(Balancer):
     """Chooses a replica as a proxy with consistent hashing does: by rendezvous hashing over the replicas that are ready.
 
     When the replicas change, so do the places of some sessions.
@@ -123,20 +114,14 @@ class Rendezvous:
         return reply.status == 200
 
 
-class ThroughProxy:
+class ThroughProxy(Balancer):
     """Sends everything to a proxy."""
 
     def __init__(self, front: Front) -> None:
         self._place = Place(front.address.removeprefix("http://"), front.grpc)
 
-    async def watch(self) -> None:
-        pass
-
     def of(self, session: str) -> Place | None:
         return self._place
-
-    def drop(self, address: str) -> None:
-        pass
 
 
 class Answer(NamedTuple):
@@ -191,7 +176,7 @@ class Stream:
                 self._balancer.drop(self._connected_to or (place.http if place else ""))
                 reply = Refusal(type(error).__name__)
             if isinstance(reply, Answer):
-                self._answered(values, reply, began)
+                self._answered(values, reply)
                 return
             code, reason = reply.code, f"{place}: {reply}"
             if code == "session_conflict" and reply.steps == self.account.steps + STEPS:
@@ -206,18 +191,13 @@ class Stream:
         self._report.failed.append(f"{self.name} at {self.account.steps} steps: {reason}")
         self.account = NEW
 
-    def _answered(self, values: Sequence[int], answer: Answer, began: float) -> None:
-        now, report = time.monotonic(), self._report
-        told, replica = answer
+    def _answered(self, values: Sequence[int], answer: Answer) -> None:
+        report, (told, replica) = self._report, answer
         expected = self.account.plus(values)
         if told != expected:
             report.wrong.append(f"{self.name}: {told}, not {expected}")
         report.answered[self.kind] += 1
-        if self._last and self._last != replica:
-            report.pauses.append((began, now - began))
-            report.moved[self.kind] += 1
-        else:
-            report.others.append(now - began)
+        report.moved[self.kind] += self._last not in ("", replica)
         self.account, self._last = told, replica
 
     async def _ask(self, place: Place, ids: Sequence[int]) -> Answer | Refusal:
@@ -251,10 +231,7 @@ class HttpStream(Stream):
     """Sends chunks to POST /infer, over one connection for each place."""
 
     kind = "HTTP"
-
-    def __init__(self, name: str, balancer: Balancer, report: Report, interval: float) -> None:
-        super().__init__(name, balancer, report, interval)
-        self._caller: tuple[str, NamedCaller] | None = None
+    _caller: tuple[str, NamedCaller] | None = None
 
     async def _ask(self, place: Place, ids: Sequence[int]) -> Answer | Refusal:
         target = Target.of(f"http://{place.http}", "/infer")
@@ -282,11 +259,8 @@ class SocketStream(Stream):
     """Sends chunks over a WebSocket, which stays with its replica until that closes it."""
 
     kind = "WebSocket"
-
-    def __init__(self, name: str, balancer: Balancer, report: Report, interval: float) -> None:
-        super().__init__(name, balancer, report, interval)
-        self._socket: ClientConnection | None = None
-        self._replica = ""
+    _socket: ClientConnection | None = None
+    _replica = ""
 
     async def _ask(self, place: Place, ids: Sequence[int]) -> Answer | Refusal:
         if self._socket is None:
@@ -314,11 +288,8 @@ class CallStream(Stream):
     """Sends chunks on a gRPC call, ModelStreamInfer, which stays with its replica until that ends it."""
 
     kind = "gRPC"
-
-    def __init__(self, name: str, balancer: Balancer, report: Report, interval: float) -> None:
-        super().__init__(name, balancer, report, interval)
-        self._channel: Any = None
-        self._call: Any = None
+    _channel: Any = None
+    _call: Any = None
 
     async def _ask(self, place: Place, ids: Sequence[int]) -> Answer | Refusal:
         if self._call is None:
@@ -406,13 +377,3 @@ class Streams:
             await self._watching
         await asyncio.gather(*(stream.close() for stream in self._streams))
         await asyncio.sleep(READY_SECONDS)  # transports close in a later tick
-
-
-def quantile(values: Sequence[float], share: float) -> float:
-    """Return the value below which this share of the values lies."""
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
-
-
-def milliseconds(seconds: Sequence[float]) -> str:
-    """Return the median and the 99th percentile for a report."""
-    return f"p50 {1000 * quantile(seconds, 0.5):.1f} ms, p99 {1000 * quantile(seconds, 0.99):.1f} ms" if seconds else "none"

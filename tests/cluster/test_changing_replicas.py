@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,16 +12,12 @@ import pytest
 from tests import models
 from tests.cluster.replicas import HOSTS, Cluster, Replica, clustered
 from tests.cluster.shipped import shipped
-from tests.cluster.streams import Balancer, Place, Rendezvous, Report, Streams, ThroughProxy, milliseconds, quantile
+from tests.cluster.streams import Balancer, Place, Rendezvous, Report, Streams, ThroughProxy
 from tests.proxies import PROXIES
 
 REPLICAS = 3
 HTTP, SOCKETS, CALLS, INTERVAL = 400, 50, 50, 1.0
 SESSIONS = HTTP + SOCKETS + CALLS
-PAUSE_SECONDS = 0.2
-"""Longest pause of 99 of 100 moved sessions, beyond the time for which its steps wait for the cores of the machine."""
-MOVE_STEPS = 5
-"""Waits, each as long as for a chunk without a move: the end of the stream, the connection, its handshake, the chunk, and the state."""
 CHECKED_SECONDS = 3.0
 """Longer than a proxy needs to notice a replica that is ready or not."""
 CHECKING = ("envoy", "haproxy")
@@ -72,41 +67,27 @@ def stream(cluster: Cluster, balancer: Balancer, change: Change, lost: Callable[
     return report
 
 
-def check_pauses(pauses: Sequence[float], report: Report) -> None:
-    assert quantile(pauses, 0.99) < PAUSE_SECONDS + MOVE_STEPS * quantile(report.others, 0.99)
-
-
 def check_every_stream_was_ended(report: Report) -> None:
-    """A replica that ends asks its clients to return, and each stream was at a replica that has ended."""
+    """A replica that ends asks its clients to return, each stream was at a replica that has ended, and sessions have moved."""
     assert report.reconnected["WebSocket"] >= SOCKETS and report.reconnected["gRPC"] >= CALLS
+    assert report.moved.total() > HTTP
 
 
-def test_rolling_update_moves_every_session(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rolling_update_moves_every_session(tmp_path: Path) -> None:
     """Three replicas are replaced in turn, each by a replica at a new address."""
-    replaced: list[tuple[float, float]] = []
 
     async def update(cluster: Cluster) -> None:
         for old in list(cluster.running):
             await asyncio.to_thread(cluster.add)
-            ready = time.monotonic()
             await end(old)
-            replaced.append((ready, time.monotonic()))
             await asyncio.sleep(2 * INTERVAL)
 
     with sharing(tmp_path) as cluster:
-        report = stream(cluster, everywhere(cluster, 2 * REPLICAS), update)
-    draining = [pause for began, pause in report.pauses if any(begin <= began <= end for begin, end in replaced)]
-    with capsys.disabled():
-        print(f"\nwithout a proxy: {report}\n{len(draining)} moves during a drain: {milliseconds(draining)}")
-    check_every_stream_was_ended(report)
-    assert len(draining) > HTTP
-    check_pauses(draining, report)
+        check_every_stream_was_ended(stream(cluster, everywhere(cluster, 2 * REPLICAS), update))
 
 
 @pytest.mark.parametrize("proxy", CHECKING)
-def test_rolling_update_behind_a_proxy_moves_every_session(
-    proxy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rolling_update_behind_a_proxy_moves_every_session(proxy: str, tmp_path: Path) -> None:
     """Three replicas behind a proxy are replaced in turn, each by a replica at the same address."""
 
     async def update(cluster: Cluster) -> None:
@@ -116,12 +97,7 @@ def test_rolling_update_behind_a_proxy_moves_every_session(
             await asyncio.sleep(CHECKED_SECONDS)
 
     with sharing(tmp_path) as cluster, shipped(proxy, cluster, tmp_path, naming=True) as front:
-        report = stream(cluster, ThroughProxy(front), update)
-    with capsys.disabled():
-        print(f"\n{proxy}: {report}")
-    check_every_stream_was_ended(report)
-    assert len(report.pauses) > HTTP
-    check_pauses([pause for _, pause in report.pauses], report)
+        check_every_stream_was_ended(stream(cluster, ThroughProxy(front), update))
 
 
 @pytest.mark.parametrize("proxy", PROXIES)
@@ -139,17 +115,3 @@ def test_killed_replica_behind_a_proxy_loses_no_more_than_its_sessions(proxy: st
 
     with sharing(tmp_path) as cluster, shipped(proxy, cluster, tmp_path, naming=proxy in CHECKING) as front:
         stream(cluster, ThroughProxy(front), kill, lambda: held[0])
-
-
-def test_sessions_follow_three_then_five_then_two_replicas(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    async def grow_and_shrink(cluster: Cluster) -> None:
-        await asyncio.to_thread(cluster.start, 2)
-        await asyncio.sleep(3 * INTERVAL)
-        for old in cluster.running[:3]:
-            await end(old)
-
-    with sharing(tmp_path) as cluster:
-        report = stream(cluster, everywhere(cluster, REPLICAS + 2), grow_and_shrink)
-    with capsys.disabled():
-        print(f"\nfrom 3 to 5 to 2 replicas: {report}")
-    check_pauses([pause for _, pause in report.pauses], report)

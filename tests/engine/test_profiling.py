@@ -210,16 +210,8 @@ def test_batch_is_drawn_with_its_stages_queue_and_device_time() -> None:
     assert list(tracks) == ["queue", "batches", "device"]
     whole, *stages = tracks["batches"]
     assert whole.name == "words"
-    assert whole.args == {
-        "batch": 0,
-        "model": "words",
-        "version": "2",
-        "rows": 3,
-        "tokens": 20,
-        "longest": 9,
-        "by": "graph",
-        "padded_tokens": 4,
-    }
+    numbers = {"batch": 0, "rows": 3, "tokens": 20, "longest": 9, "padded_tokens": 4}
+    assert whole.args == {**numbers, "model": "words", "version": "2", "by": "graph"}
     assert [piece.name for piece in stages] == STAGES
     assert all(whole.holds(piece) for piece in stages)
     assert spans(tracks["batches"]) == [(0, 300), (0, 10), (10, 30), (200, 230), (230, 300)]
@@ -240,15 +232,8 @@ def test_launches_copies_and_kernels_have_their_tracks() -> None:
         seen("python_function", 20, 5),
         seen("cuda_runtime", 40, 1, "cudaEventQuery"),
     )
-    assert list(tracks) == [
-        "queue",
-        "batches",
-        "device",
-        "launches",
-        "copies, stream 7",
-        "kernels, stream 7",
-        "kernels, stream 8",
-    ]
+    streams = ["copies, stream 7", "kernels, stream 7", "kernels, stream 8"]
+    assert list(tracks) == ["queue", "batches", "device", "launches", *streams]
     assert spans(tracks["launches"]) == [(15, 21), (22, 24)], "the clock follows the shortest mark"
     assert [piece.name for piece in tracks["copies, stream 7"]] == ["Memcpy HtoD", "Memset"]
     assert tracks["copies, stream 7"][0].args == {"bytes": 80}

@@ -18,9 +18,9 @@ from kernels.ragged import Encoded, Outputs, Ragged
 from kernels.scan import launch as scan_launch
 from kernels.scan.shape import ScanShape, TileShape
 from tests.kernels import inputs
+from tests.kernels.devices import fresh_shape_caches
 from tests.kernels.families import Form
 from tests.kernels.inputs import Arguments, map_arrays
-from tests.kernels.shapes import fresh_shape_caches
 
 HALF, BFLOAT16, FLOAT32 = torch.float16, torch.bfloat16, torch.float32
 HALVES = (HALF, BFLOAT16)

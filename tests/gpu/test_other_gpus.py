@@ -18,9 +18,8 @@ from tests.gpu.cases import GRU, LSTM, SCANS
 from tests.gpu.comparisons import agree
 from tests.gpu.inputs import BFLOAT16, HALF, RAGGED, TOLERANCE, made
 from tests.gpu.stacks import text
-from tests.kernels.devices import L4, clear_launch_caches
+from tests.kernels.devices import L4, clear_launch_caches, fresh_shape_caches
 from tests.kernels.families import Form
-from tests.kernels.shapes import fresh_shape_caches
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 

@@ -47,10 +47,7 @@ def test_block_has_the_columns_and_totals_of_its_requests() -> None:
     requests = [pending(4, [2, 5], b"ab" * 14, 8.0, sent=1.0), pending(6, [1], b"cdef", sent=2.0)]
     message, columns = received(*encode_block(KEY, requests))
     assert message == RequestBlock("words", "2", 3, 2, 3, 8, 1, 5, 8.0, 1.5, 1, Returns(embedding=True)), "the mean of `sent`"
-    assert (bytes(columns.ids), bytes(columns.deadlines)) == (
-        np.array([4, 6], "<u8").tobytes(),
-        np.array([8.0, 9.0]).tobytes(),
-    )
+    assert (bytes(columns.ids), bytes(columns.deadlines)) == (np.array([4, 6], "<u8").tobytes(), np.array([8.0, 9.0]).tobytes())
     assert np.frombuffer(columns.counts, COUNT).tolist() == [2, 1]
     assert np.frombuffer(columns.lengths, COUNT).tolist() == [2, 5, 1]
     assert columns.values == b"ab" * 14 + b"cdef"

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
@@ -22,13 +23,12 @@ from kernels.scan import launch as scan
 from kernels.scan import product as scan_product
 from kernels.scan import shape as scan_shape
 from kernels.tensormap import MAP_BYTES
-from tests.kernels.shapes import fresh_shape_caches
 
 KIB = 1024
 KNOWN = (75, 80, 86, 87, 88, 89, 90, 100, 103, 110, 120, 121)
 """The architectures that NVRTC 13.0 compiles for."""
 QUARTER_REGISTERS = 16_384
-PORTABLE_CLUSTER, MAX_CLUSTER = 8, 16
+MAX_CLUSTER = 16
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,22 @@ def assert_passed(call: Mapping[str, int], expected: Mapping[str, Any]) -> None:
 
 def clear_launch_caches() -> None:
     """Forget the launches of SRUs, QRNNs and convolutions, which depend on the device."""
-    for module in (scan, scan_shape, plan, folded):
-        for function in vars(module).values():
-            if hasattr(function, "cache_clear"):
-                function.cache_clear()
+    _clear_caches(scan, scan_shape, plan, folded)
+
+
+@contextmanager
+def fresh_shape_caches() -> Iterator[None]:
+    """Forget the launch shapes of LSTMs and GRUs before and after the block, in which the device or its shapes are others."""
+    _clear_caches(persistent)
+    launching.multiprocessors.cache_clear()
+    try:
+        yield
+    finally:
+        _clear_caches(persistent)
+        launching.multiprocessors.cache_clear()
+
+
+def _clear_caches(*modules: ModuleType) -> None:
+    for function in (function for module in modules for function in vars(module).values()):
+        if hasattr(function, "cache_clear"):
+            function.cache_clear()

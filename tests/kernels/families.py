@@ -118,85 +118,57 @@ def whole(normal: Normal, *shape: int, below: int) -> Tensor:
     return (normal(*shape) * 1000).long() % below
 
 
-def _variant(normal: Normal, gates: int, hidden: int, kinds: Sequence[str], clip: float | None, norm: bool) -> dict[str, Any]:
-    """Return the fields of gated weights with these activations, clip and layer norms. A large epsilon does not amplify rounding."""
-    fields: dict[str, Any] = {"activations": tuple(ACTIVATIONS[kind] for kind in kinds)} if kinds else {}
-    if norm:
-        norms = {f"{name}_norm": normal(2, gates * hidden) for name in ("input", "recurrent")}
-        fields |= {**norms, "epsilon": 0.1}
-    return fields | {"clip": clip}
-
-
-def _lstm(
+def _gated(
     normal: Normal,
-    rows: int,
+    gates: int,
     hidden: int,
     inputs: int,
     *,
     ids: bool = False,
-    peepholes: bool = False,
-    projection: bool = False,
     activations: Sequence[str] = (),
     clip: float | None = None,
     layer_norm: bool = False,
+) -> dict[str, Any]:
+    """Return the fields of gated weights for vectors, or for ids with a table. A large epsilon does not amplify rounding."""
+    size = gates * hidden
+    fields: dict[str, Any] = {"clip": clip, "input": None, "bias": None, "table": None}
+    if ids:
+        fields["table"] = normal(VOCABULARY, size)
+    else:
+        fields |= {"input": normal(inputs, size) * inputs**-0.5, "bias": normal(size)}
+    if activations:
+        fields["activations"] = tuple(ACTIVATIONS[kind] for kind in activations)
+    if layer_norm:
+        fields |= {"input_norm": normal(2, size), "recurrent_norm": normal(2, size), "epsilon": 0.1}
+    return fields
+
+
+def _lstm(
+    normal: Normal, rows: int, hidden: int, inputs: int, *, peepholes: bool = False, projection: bool = False, **gated: Any
 ) -> tuple[LSTMWeights, LSTMState]:
-    """ids: with a table."""
     vector = (hidden + 1) // 2 if projection else hidden
     weights = LSTMWeights(
-        input=None if ids else normal(inputs, 4 * hidden) * inputs**-0.5,
         recurrent=normal(vector, 4 * hidden) * vector**-0.5,
-        bias=None if ids else normal(4 * hidden),
-        table=normal(VOCABULARY, 4 * hidden) if ids else None,
         peephole=normal(3 * hidden) if peepholes else None,
         projection=normal(hidden, vector) * hidden**-0.5 if projection else None,
-        cell_norm=normal(2, hidden) if layer_norm else None,
-        **_variant(normal, 4, hidden, activations, clip, layer_norm),
+        cell_norm=normal(2, hidden) if gated.get("layer_norm") else None,
+        **_gated(normal, 4, hidden, inputs, **gated),
     )
     return weights, LSTMState(normal(rows, vector).tanh(), normal(rows, hidden))
 
 
-def _rnn(
-    normal: Normal,
-    rows: int,
-    hidden: int,
-    inputs: int,
-    *,
-    ids: bool = False,
-    activations: Sequence[str] = (),
-    clip: float | None = None,
-    layer_norm: bool = False,
-) -> tuple[RNNWeights, RNNState]:
-    """ids: with a table."""
-    weights = RNNWeights(
-        input=None if ids else normal(inputs, hidden) * inputs**-0.5,
-        recurrent=normal(hidden, hidden) * 0.5 * hidden**-0.5,
-        bias=None if ids else normal(hidden),
-        table=normal(VOCABULARY, hidden) if ids else None,
-        **_variant(normal, 1, hidden, activations, clip, layer_norm),
-    )
-    return weights, RNNState(normal(rows, hidden).tanh())
+def _rnn(normal: Normal, rows: int, hidden: int, inputs: int, **gated: Any) -> tuple[RNNWeights, RNNState]:
+    recurrent = normal(hidden, hidden) * 0.5 * hidden**-0.5
+    return RNNWeights(recurrent=recurrent, **_gated(normal, 1, hidden, inputs, **gated)), RNNState(normal(rows, hidden).tanh())
 
 
 def _gru(
-    normal: Normal,
-    rows: int,
-    hidden: int,
-    inputs: int,
-    *,
-    reset: str = "after",
-    ids: bool = False,
-    activations: Sequence[str] = (),
-    clip: float | None = None,
-    layer_norm: bool = False,
+    normal: Normal, rows: int, hidden: int, inputs: int, *, reset: str = "after", **gated: Any
 ) -> tuple[GRUWeights, GRUState]:
-    """ids: with a table."""
     weights = GRUWeights(
-        input=None if ids else normal(inputs, 3 * hidden) * inputs**-0.5,
         recurrent=normal(hidden, 3 * hidden) * hidden**-0.5,
-        bias=None if ids else normal(3 * hidden),
         recurrent_bias=normal(hidden) if reset == "after" else None,
-        table=normal(VOCABULARY, 3 * hidden) if ids else None,
-        **_variant(normal, 3, hidden, activations, clip, layer_norm),
+        **_gated(normal, 3, hidden, inputs, **gated),
     )
     return weights, GRUState(normal(rows, hidden).tanh())
 

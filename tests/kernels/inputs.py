@@ -132,32 +132,6 @@ def assert_reserved_slots_unchanged(caches: Any) -> None:
         assert bool((cache[-1] == 9).all())
 
 
-def with_shared_slots(state: Any, index: torch.dtype = torch.int32) -> Any:
-    """Return the state in state caches that share slots; the other slots contain nines.
-
-    Every second row starts from the slot of the row before it, and the last two rows write to one slot.
-    """
-    first = next(iter(arrays(state).values()))
-    rows, order = len(first), torch.arange(len(first), device=first.device)
-    caches = put_in_slots(state, order, places=2 * rows + 1)
-    return replace(caches, slots=(rows + order).clamp(max=2 * rows - 2).to(index), sources=(order - order % 2).to(index))
-
-
-def assert_shared_slots_result(after: Any, state: Any, expected: Any) -> None:
-    """Assert bit-equality of all rows except the last two.
-
-    after: the state after a call with `with_shared_slots(state)`; expected: by row.
-    """
-    assert after.sources is None
-    for name, array in arrays(expected).items():
-        cache, rows = getattr(after, name), len(array)
-        assert torch.equal(getattr(after.by_row(), name)[:-2].to(array.dtype), array[:-2]), name
-        assert torch.equal(cache[:rows], getattr(state, name).to(cache.dtype)), (
-            f"{name}: no row writes a slot that others start from"
-        )
-        assert bool((cache[2 * rows - 1 :] == 9).all()), f"{name}: slots of no row"
-
-
 def as_float64(arguments: Arguments) -> Arguments:
     """Return the same values in float64."""
     return arguments.map_arrays(lambda array: array.double() if array.is_floating_point() else array)

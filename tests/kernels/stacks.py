@@ -11,9 +11,9 @@ from torch import Tensor
 
 from kernels.backend import AUTO
 from kernels.conv import stack, text_cnn
-from kernels.conv.types import GATED, ConvBlock, ConvState, ConvWeights
+from kernels.conv.types import ConvBlock, ConvState, ConvWeights
 from kernels.ragged import Encoded, Outputs, Ragged
-from tests.kernels.families import VOCABULARY, whole
+from tests.kernels.families import MAKERS, VOCABULARY, whole
 from tests.kernels.inputs import EVERYTHING, map_arrays, ragged
 
 Change = Callable[[Tensor], Tensor]
@@ -82,15 +82,7 @@ class Maker:
 
     def layer(self, outputs: int, width: int = 2, *, ids: str = "", **others: Any) -> ConvWeights:
         """Return a convolution over the outputs of the previous layer. ids: "", "embedding" or "tables"."""
-        maps = (2 if others.get("activation") in GATED else 1) * outputs
-        filters, bias = self.normal(width, self.columns, maps) * (width * self.columns) ** -0.5, self.normal(maps)
-        made = ConvWeights(filters, bias, **others)
-        if ids == "embedding":
-            made = replace(made, embedding=self.normal(VOCABULARY, self.columns))
-        elif ids == "tables":
-            tables = self.normal(width, 1 + VOCABULARY, maps) * width**-0.5
-            tables[:, 0] = 0.0
-            made = replace(made, tables=tables)
+        made: ConvWeights = MAKERS["conv"](self.normal, 0, outputs, self.columns, width=width, ids=ids, **others)[0]
         self.columns = outputs
         return made
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -20,13 +19,9 @@ from tests.kernels.inputs import EVERYTHING, Arguments
 from tests.kernels.sources import Member, members, undefined_names
 from tests.kernels.stacks import Maker, Stack
 
-SHARED_BYTES, PROCESSORS = H200.shared_memory_per_block_optin, H200.multi_processor_count
-
-
 HALF = torch.float16
-LAST, MAXIMUM, STEPS = Outputs(last=True), Outputs(max=True), Outputs(steps=True)
+LAST, STEPS = Outputs(last=True), Outputs(steps=True)
 LENGTHS = [9, 0, 1, 3, 14, 2]
-CONV = Form("conv", width=3)
 
 
 def names_of(member: Member) -> list[str]:
@@ -109,18 +104,6 @@ def test_ids_embeddings_and_tables_are_not_copied(wide: torch.dtype, made: list[
     assert_passed(call, {"tables 0": layer.tables, "ids": x.data, "steps": encoded.steps, **sizes})
 
 
-@pytest.mark.parametrize("ids", ["", "embedding", "tables"])
-@pytest.mark.parametrize("widths", [(1,), (5, 1, 3, 2, 4, 6, 8, 7)], ids=str)
-def test_text_cnn_is_one_launch(ids: str, widths: tuple[int, ...], made: list[FakeKernel]) -> None:
-    outputs, labels = [20 + width for width in widths], 6 if ids == "tables" else 0
-    fused.text_cnn(*halves(Maker(24).text_cnn(LENGTHS, widths, outputs, ids=ids, labels=labels)))
-    _, call = only(made)
-    assert (call["banks"], call["columns"]) == (len(widths), sum(outputs))
-    assert [call[f"width {bank}"] for bank in range(BANKS)] == [*widths, *[0] * (BANKS - len(widths))]
-    assert [call[f"outputs {bank}"] for bank in range(len(widths))] == outputs
-    assert [call[f"first_column {bank}"] for bank in range(len(widths))] == [0, *accumulate(outputs)][:-1]
-
-
 def stacked(*, states: bool = False) -> Stack:
     maker = Maker(24)
     made: Stack = halves(maker.stack(LENGTHS, *maker.tcn([24, 40, 40], width=3), with_states=states))
@@ -157,15 +140,6 @@ def test_writable_state_slots_are_written_in_place(made: list[FakeKernel]) -> No
         assert (call["after"] == slab.data_ptr()) == in_place == bool(call["lines_after"])
         # Another block may still read the old state after the new state was written.
         assert call["before"] not in (0, slab.data_ptr())
-
-
-@pytest.mark.parametrize("ids", ["", "embedding", "tables"])
-def test_batch_without_rows_launches_nothing(ids: str, made: list[FakeKernel]) -> None:
-    for want in (EVERYTHING, LAST, MAXIMUM):
-        encoded = run(problem_of(Form("conv", width=3, left=2, activation="relu", ids=ids), []), want)
-        assert {len(array) for array in (encoded.steps, encoded.last, encoded.max) if array is not None} == {0}
-    fused.text_cnn(*halves(Maker(24).text_cnn([], (3, 4), (23, 24), ids=ids, labels=6)))
-    assert not launches_of(made)
 
 
 def test_launches_are_early_once_filters_are_packed(made: list[FakeKernel]) -> None:

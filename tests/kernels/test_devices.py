@@ -19,20 +19,7 @@ from kernels.conv import tables
 from kernels.persistent.packing import Variant
 from kernels.scan import launch as scan_launcher
 from kernels.scan.shape import LONG_ROW, TILE
-from tests.kernels.devices import (
-    A10,
-    A100,
-    B200,
-    DEVICES,
-    H100,
-    L4,
-    RTX_3090,
-    RTX_4090,
-    RTX_5090,
-    Device,
-    FakeKernel,
-    emulated,
-)
+from tests.kernels.devices import A10, A100, B200, DEVICES, H100, L4, RTX_3090, RTX_4090, RTX_5090, Device, FakeKernel, emulated
 from tests.kernels.families import Form
 from tests.kernels.nvrtc import assert_fits_registers, required_library
 from tests.kernels.usual_layers import HALVES, LAST, SCANS, STEPS, chosen, persistent_launches, scan_launch, text_cnn_launches

@@ -220,22 +220,6 @@ def test_state_in_slots_is_read_and_written_in_place(form: Form, backend: str) -
         assert all(bool((cache[[1, 2, 5]] == 9).all()) for name, cache in inputs.arrays(caches).items() if name != "slots")
 
 
-@for_states_in_slots
-def test_rows_start_from_sources_and_write_to_slots(form: Form, backend: str) -> None:
-    x, weights, state = form.arguments([4, 0, 2, 3, 0, 0], 5, 3)
-    for index in (torch.int32, torch.int64):
-        caches = inputs.with_shared_slots(state, index)
-        before = caches.by_row()
-        assert before.slots is None and before.sources is None
-        assert all(
-            torch.equal(getattr(before, name), array[[0, 0, 2, 2, 4, 4]]) for name, array in inputs.arrays(state).items()
-        )
-        expected, encoded = form.run(x, weights, before, backend=backend), form.run(x, weights, caches, backend=backend)
-        inputs.assert_encodings_close(replace(encoded, state=expected.state), expected, steps=0)
-        assert encoded.state.slots is caches.slots
-        inputs.assert_shared_slots_result(encoded.state, state, expected.state)
-
-
 @for_forms([form for form in SOME_FORMS if has_slots(form) and is_causal(form) and not form.int8])
 def test_rows_share_a_first_slot_and_a_last_slot(form: Form, backend: str, seed: int = 0) -> None:
     x, weights, state = form.arguments([31, 1, 0, 17, 8], 13, 7, seed=seed)
@@ -280,7 +264,7 @@ def test_bidirectional_call_equals_two_calls(form: Form, backend: str) -> None:
 
 
 @for_both_directions
-def test_each_direction_has_its_own_slots_and_sources(form: Form, backend: str) -> None:
+def test_each_direction_has_its_own_slots(form: Form, backend: str) -> None:
     x, weights, states = bidirectional_arguments(form, [4, 0, 2])
     expected = form.bidirectional(x, weights, states, backend=backend)
     slots = torch.tensor([3, 0, 4]), torch.tensor([5, 1, 2])
@@ -290,10 +274,3 @@ def test_each_direction_has_its_own_slots_and_sources(form: Form, backend: str) 
     for after, cache, state in zip(encoded.state, caches, expected.state, strict=True):
         assert after is cache
         inputs.assert_states_close(cache.by_row(), state, steps=0)
-    x, weights, states = bidirectional_arguments(form, [4, 0, 2, 3, 0, 0])
-    caches = inputs.with_shared_slots(states[0]), inputs.with_shared_slots(states[1])
-    expected = form.bidirectional(x, weights, (caches[0].by_row(), caches[1].by_row()), backend=backend)
-    encoded = form.bidirectional(x, weights, caches, backend=backend)
-    assert all(torch.equal(getattr(encoded, name), getattr(expected, name)) for name in inputs.OUTPUTS)
-    for after, state, expected_state in zip(encoded.state, states, expected.state, strict=True):
-        inputs.assert_shared_slots_result(after, state, expected_state)

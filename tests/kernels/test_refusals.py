@@ -43,13 +43,24 @@ def shape(name: str, actual: str, expected: str) -> str:
     return f"{name} has the shape {actual}, expected {expected}"
 
 
+def value(name: str, actual: str, expected: str) -> str:
+    return f"{name} is {actual}, expected {expected}"
+
+
 zeros, SLOTS = torch.zeros, torch.tensor([3, 0])
 INPUT_AND_BIAS = "weights.input and weights.bias belong together: pass both, or neither"
 OF_IDS = "must be None because the data are ids"
 BLOCKS = "must be None because the data are already the product with weights.input"
 LEAST = "width, dilation and stride must be at least 1, left and right at least 0"
 NO_SLOTS = "state.sources requires state.slots: pass both, or neither"
-NO_IDS = "x.data is torch.float32, expected ids: torch.int32 or torch.int64"
+NO_IDS = value("x.data", "torch.float32", "ids: torch.int32 or torch.int64")
+NO_ROWS = "weights.tables has no rows, expected at least the row of padding"
+NO_WINDOW = "weights.tables has a window of 0 steps, expected at least the present step"
+NO_LINES = value("state.left", "torch.float32", "rows of weights.tables: torch.int64")
+BEYOND = value("weights.skip_from", "4", "0 to 3: the skip takes 5 of the data's 8 columns")
+ODD_MAPS = "weights.filters has 5 maps, expected an even number for 'glu': values, then gates"
+TWO_WAYS = "weights.embedding must be None because weights.tables has a value"
+ACTIVATIONS = "one of none, relu, tanh, gelu"
 
 
 @pytest.mark.parametrize(
@@ -76,42 +87,23 @@ NO_IDS = "x.data is torch.float32, expected ids: torch.int32 or torch.int64"
         (SRU, with_weights(input=None), shape("x.data", "(4, 3)", "3 or 4 blocks of 5 columns")),
         (SRU, with_weights(skip_from=0), "weights.skip_from must be None because weights.input has a skip block"),
         (SRU, with_weights(projection=zeros(3, 2)), shape("weights.projection", "(3, 2)", "(3, 3)")),
-        (
-            *(COLUMNS, with_weights(skip_from=4)),
-            "weights.skip_from is 4, expected 0 to 3: the skip takes 5 of the data's 8 columns",
-        ),
+        (COLUMNS, with_weights(skip_from=4), BEYOND),
         (SRU, with_weights(input=None, norm=zeros(2, 20)), f"weights.norm {BLOCKS}"),
         (SRU_OF_IDS, with_weights(table=zeros(9, 12)), shape("weights.table", "(9, 12)", "3 or 4 blocks of 5 columns")),
         (SRU_OF_IDS, with_weights(projection=zeros(3, 2)), f"weights.projection {OF_IDS}"),
         (SRU_OF_IDS, with_x(data=zeros(4, 1).int()), shape("x.data", "(4, 1)", "(4,)")),
         (SRU_OF_IDS, with_x(data=zeros(4)), NO_IDS),
         (QRNN, with_weights(input=zeros(2, 3, 10)), shape("weights.input", "(2, 3, 10)", "(2, 3, 15)")),
-        (QRNN, with_weights(pooling="of"), "weights.pooling is 'of', expected one of f, fo, ifo"),
+        (QRNN, with_weights(pooling="of"), value("weights.pooling", "'of'", "one of f, fo, ifo")),
         (QRNN, with_state(left=zeros(2, 2, 3)), shape("state.left", "(2, 2, 3)", "(2, 1, 3)")),
         (QRNN_OF_IDS, with_weights(tables=zeros(2, 9, 10)), shape("weights.tables", "(2, 9, 10)", "(2, 9, 15)")),
-        (QRNN_OF_IDS, with_weights(tables=zeros(2, 0, 15)), "weights.tables has no rows, expected at least the row of padding"),
-        (
-            *(QRNN_OF_IDS, with_weights(tables=zeros(0, 9, 15))),
-            "weights.tables has a window of 0 steps, expected at least the present step",
-        ),
-        (
-            QRNN_OF_IDS,
-            with_state(left=zeros(2, 1)),
-            "state.left is torch.float32, expected rows of weights.tables: torch.int64",
-        ),
-        (
-            *(CONV, with_weights(activation="step")),
-            "weights.activation is 'step', expected one of none, relu, tanh, gelu, glu, gated_tanh",
-        ),
-        (
-            *(CONV, with_weights(activation="glu")),
-            "weights.filters has 5 maps, expected an even number for 'glu': values, then gates",
-        ),
+        (QRNN_OF_IDS, with_weights(tables=zeros(2, 0, 15)), NO_ROWS),
+        (QRNN_OF_IDS, with_weights(tables=zeros(0, 9, 15)), NO_WINDOW),
+        (QRNN_OF_IDS, with_state(left=zeros(2, 1)), NO_LINES),
+        (CONV, with_weights(activation="step"), value("weights.activation", "'step'", f"{ACTIVATIONS}, glu, gated_tanh")),
+        (CONV, with_weights(activation="glu"), ODD_MAPS),
         (CONV, with_weights(tables=zeros(3, 9, 6)), shape("weights.tables", "(3, 9, 6)", "(3, 9, 5)")),
-        (
-            *(CONV_OF_IDS, with_weights(embedding=zeros(9, 3))),
-            "weights.embedding must be None because weights.tables has a value",
-        ),
+        (CONV_OF_IDS, with_weights(embedding=zeros(9, 3)), TWO_WAYS),
         (CONV, with_weights(filters=zeros(0, 3, 5)), LEAST),
         *(
             (CONV, with_weights(**{name: value}), LEAST)
@@ -198,6 +190,12 @@ def with_contexts(*left: int) -> Change:
     return lambda stack: stack._replace(states=states)
 
 
+def columns(layer: int, taken: int, given: int) -> str:
+    return f"blocks[1].layers[{layer}] takes {taken} columns and its input has {given}"
+
+
+NO_COLUMNS = "blocks[1].projection maps None to 5 columns, expected 4 to 5"
+LATE_IDS = "blocks[1].layers[0] takes ids, which only the first layer of a stack can do"
 NO_LAYERS = "blocks is empty, or has a block without layers: a stack needs at least one layer in every block"
 NO_RESIDUAL = "blocks[1] has a projection or an activation but residual is False: set residual"
 NOT_LINEAR = "blocks[1].projection must have width 1 and no padding, stride or activation"
@@ -210,25 +208,13 @@ NO_STEPS = "blocks[1] has a residual and layers[1] does not keep the steps: use 
         (lambda stack: stack._replace(blocks=()), NO_LAYERS),
         (lambda stack: stack._replace(blocks=(*stack.blocks, ConvBlock(()))), NO_LAYERS),
         (lambda stack: stack._replace(x=Ragged(stack.x.data[:, :2], stack.x.offsets)), shape("x.data", "(4, 2)", "(4, 3)")),
-        (
-            lambda stack: stack._replace(blocks=(stack.blocks[0],) * 2, states=None),
-            "blocks[1].layers[0] takes 3 columns and its input has 4",
-        ),
-        (
-            second(lambda block: replace(block, layers=(block.layers[1], block.layers[0], block.layers[0]))),
-            "blocks[1].layers[1] takes 4 columns and its input has 5",
-        ),
-        (
-            second(lambda block: replace(block, layers=(Maker(4).causal(4, 2, ids="tables"), block.layers[1]))),
-            "blocks[1].layers[0] takes ids, which only the first layer of a stack can do",
-        ),
+        (lambda stack: stack._replace(blocks=(stack.blocks[0],) * 2, states=None), columns(0, 3, 4)),
+        (second(lambda block: replace(block, layers=(*block.layers[::-1], block.layers[0]))), columns(1, 4, 5)),
+        (second(lambda block: replace(block, layers=(Maker(4).causal(4, 2, ids="tables"), block.layers[1]))), LATE_IDS),
         (with_block(residual=False), NO_RESIDUAL),
         (with_block(projection=None), "blocks[1] adds 4 columns to 5: add a projection"),
-        (with_block(activation="glu"), "blocks[1].activation is 'glu', expected one of none, relu, tanh, gelu"),
-        (
-            with_block(projection=linear(4, 5, embedding=zeros(9, 4))),
-            "blocks[1].projection maps None to 5 columns, expected 4 to 5",
-        ),
+        (with_block(activation="glu"), value("blocks[1].activation", "'glu'", ACTIVATIONS)),
+        (with_block(projection=linear(4, 5, embedding=zeros(9, 4))), NO_COLUMNS),
         (with_block(projection=ConvWeights(zeros(2, 4, 5), zeros(5), left=1)), NOT_LINEAR),
         *((with_block(projection=linear(4, 5, **{name: 2})), NOT_LINEAR) for name in ("left", "stride")),
         *((with_last_layer(**{name: value}), NO_STEPS) for name, value in (("stride", 2), ("left", 0), ("right", 1))),

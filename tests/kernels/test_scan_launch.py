@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -10,28 +9,24 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.qrnn import fused as fused_qrnn
 from kernels.ragged import ContractError, Outputs, Ragged
 from kernels.scan import launch
-from kernels.scan import product as product_launcher
 from kernels.scan.layer import GateSource, ScanForm, ScanVariant
-from kernels.scan.product import DEPTH
-from kernels.scan.shape import FEW_ROWS, HERE, LONG_ROW, PART, TILE, ScanShape, TileShape, shape_for
+from kernels.scan.shape import FEW_ROWS, HERE, LONG_ROW, PART, ScanShape, TileShape, shape_for
 from kernels.sru import fused as fused_sru
 from kernels.sru.types import SRUState
-from kernels.tensormap import MAP_BYTES
 from tests.kernels.devices import H200, FakeKernel, FakeLaunch, assert_passed, emulated, launches_of
-from tests.kernels.families import VOCABULARY, Form
-from tests.kernels.inputs import EVERYTHING, Arguments, arrays
+from tests.kernels.families import Form
+from tests.kernels.inputs import EVERYTHING, Arguments
 from tests.kernels.sources import members, undefined_names
 
-SHARED_BYTES, PROCESSORS = H200.shared_memory_per_block_optin, H200.multi_processor_count
+SHARED_BYTES = H200.shared_memory_per_block_optin
 SRU_1, SRU_2, QRNN = ScanForm(4, sru=True, skip=1), ScanForm(4, sru=True, own_cell=True, skip=1), ScanForm(3)
 
 
 PRODUCT, GATE_INPUTS = GateSource(product=True, window=1), GateSource(product=False, window=1)
 LENGTHS, HALF = [3, 0, 4], torch.float16
-LAST, STEPS = Outputs(last=True), Outputs(steps=True)
+LAST = Outputs(last=True)
 SKIPLESS = Form("sru", version=1, skip="none")
 CALL = [
     member.name + way
@@ -145,26 +140,6 @@ def test_members_of_call_are_passed_in_order(made: list[FakeKernel]) -> None:
     assert launched.blocks == (2, 2, 1) and launched.shared <= SHARED_BYTES
 
 
-def test_both_directions_are_one_launch_with_a_tensor_map_each(made: list[FakeKernel], monkeypatch: pytest.MonkeyPatch) -> None:
-    def tensor_map(address: int, *sizes: int) -> bytes:
-        return struct.pack("5q", address, *sizes).ljust(MAP_BYTES)
-
-    monkeypatch.setattr(product_launcher, "tensor_map", tensor_map)
-    form = Form("qrnn", pooling="fo", window=2)
-    pair = [half_arguments(form, inputs=24, seed=seed) for seed in (0, 1)]
-    x, weights, states = pair[0].x, [one.weights for one in pair], [one.state for one in pair]
-    encoded = fused_qrnn.bidirectional(x, (weights[0], weights[1]), (states[0], states[1]), want=LAST)
-    launched, call = only(made)
-    assert encoded.last is not None and encoded.last.shape == (3, 80) and call["width"] == 80 and launched.blocks[2] == 2
-    for way, layer, before, after in zip(("forward", "backward"), weights, states, encoded.state, strict=True):
-        passed = {"data": x.data, "source": layer.packed["input", 32], "before": before.cell, "after": after.cell}
-        assert_passed(call, {f"{name} {way}": array for name, array in (passed | {"left_after": after.left}).items()})
-    maps = [struct.unpack_from("5q", launched.arguments[0], way * MAP_BYTES) for way in (0, 1)]
-    assert maps == [(x.data.data_ptr(), 7, 24, TILE, DEPTH)] * 2
-    fused_sru.sru(*half_arguments(SKIPLESS, [0, 0]), want=EVERYTHING)
-    assert launches_of(made)[-1].arguments == (bytes(2 * MAP_BYTES),), "a batch without tokens needs no map"
-
-
 def test_weights_are_packed_once_and_later_launches_are_early(made: list[FakeKernel]) -> None:
     form = Form("sru", version=2, skip="block")
     arguments = half_arguments(form)
@@ -175,18 +150,6 @@ def test_weights_are_packed_once_and_later_launches_are_early(made: list[FakeKer
     assert all(
         call_of(first)[f"{name} forward"] == call_of(second)[f"{name} forward"] for name in ("source", "bias", "own_cell")
     )
-
-
-def test_ids_and_tables_are_not_copied(made: list[FakeKernel]) -> None:
-    x, weights, state = half_arguments(Form("qrnn", pooling="ifo", window=2, ids=True))
-    x = Ragged(x.data.long(), x.offsets)
-    encoded = fused_qrnn.qrnn(x, weights, state, want=LAST)
-    launched, call = only(made)
-    passed = {"source forward": weights.tables, "ids": x.data, "left forward": state.left}
-    passed |= {"left_after forward": encoded.state.left}
-    assert_passed(call, {**passed, "wide_ids": 1, "height": 1 + VOCABULARY, "data forward": 0})
-    expected = {"TAPS": 2, "GATHER": 1, "FIRST_LINE": 1, "PIECE_BYTES": 16}
-    assert expected.items() <= launched.kernel.constants.items()
 
 
 def test_divided_rows_are_folded(made: list[FakeKernel]) -> None:
@@ -207,22 +170,11 @@ def test_divided_rows_are_folded(made: list[FakeKernel]) -> None:
 def test_state_is_read_from_sources_and_written_to_slots(made: list[FakeKernel]) -> None:
     x, weights, _ = half_arguments(SKIPLESS)
     slots, sources = torch.tensor([8, 1, 2], dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
-    for begun in (None, sources):
-        caches = SRUState(torch.zeros(9, 40), slots, begun)
-        after = fused_sru.sru(x, weights, caches, want=LAST).state
-        passed = {"after forward": caches.cell, "before forward": caches.cell}
-        passed |= {"slots_after forward": slots, "slots_before forward": slots if begun is None else sources}
-        assert_passed(call_of(launches_of(made)[-1]), passed)
-        assert after.cell is caches.cell and after.slots is slots and after.sources is None
-        assert (after is caches) == (begun is None)
+    caches = SRUState(torch.zeros(9, 40), slots, sources)
+    after = fused_sru.sru(x, weights, caches, want=LAST).state
+    passed = {"after forward": caches.cell, "before forward": caches.cell}
+    assert_passed(only(made)[1], passed | {"slots_after forward": slots, "slots_before forward": sources})
+    assert after.cell is caches.cell and after.slots is slots and after.sources is None
     for cell in (caches.cell.half(), torch.zeros(40, 9).T):
         with pytest.raises(ContractError, match=r"state.cell with slots must be contiguous float32"):
             fused_sru.sru(x, weights, replace(caches, cell=cell), want=Outputs())
-
-
-@pytest.mark.parametrize("form", [Form("sru"), Form("qrnn", ids=True), Form("qrnn", window=3)], ids=str)
-def test_batch_without_rows_launches_nothing(form: Form, made: list[FakeKernel]) -> None:
-    layer = fused_sru.sru if form.family == "sru" else fused_qrnn.qrnn
-    encoded: Any = layer(*half_arguments(form, []), want=EVERYTHING)
-    assert not launches_of(made) and encoded.steps.shape == (0, 40)
-    assert {len(array) for array in arrays(encoded.state).values()} == {0}

@@ -32,10 +32,9 @@ RULES: Sequence[tuple[Rule, Callable[[Form], bool]]] = (
     (rules.test_gate_inputs_may_replace_inputs, lambda form: form.takes_gates and floats(form)),
     (rules.test_unrequested_outputs_are_none_and_change_nothing, bool),
     (rules.test_state_in_slots_is_read_and_written_in_place, has_slots),
-    (rules.test_rows_start_from_sources_and_write_to_slots, has_slots),
     (rules.test_rows_share_a_first_slot_and_a_last_slot, lambda form: has_slots(form) and is_causal(form) and floats(form)),
     (rules.test_bidirectional_call_equals_two_calls, has_directions),
-    (rules.test_each_direction_has_its_own_slots_and_sources, has_directions),
+    (rules.test_each_direction_has_its_own_slots, has_directions),
 )
 
 

@@ -17,11 +17,12 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from loadtest.generator.arrivals import poisson
+from service.engine.batching.batch_builder import SchedulerLimits
 from service.engine.batching.model_queue import QueuedSequence
 from service.engine.batching.scheduler import Scheduler
 from service.engine.execution.cost_model import Cost
 from service.settings import Settings
-from tests.engine.batching.harness import MODEL, limits
+from tests.engine.batching.harness import MODEL
 
 BUDGET_SECONDS = 0.0005
 LOAD, LONG_SHARE = 0.7, 0.01
@@ -75,7 +76,7 @@ class Continuous:
 
     def __init__(self, budget_seconds: float) -> None:
         settings = Settings()
-        sizes = limits(1 << 40, settings.max_batch_sequences, settings.max_batch_tokens, budget_seconds)
+        sizes = SchedulerLimits(1 << 40, settings.max_batch_sequences, settings.max_batch_tokens, budget_seconds)
         self._scheduler: Scheduler[SimulatedSequence] = Scheduler(
             sizes, lambda _: COST, lambda _: SLOTS - self._scheduler.begun
         )

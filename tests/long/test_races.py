@@ -12,7 +12,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import count
 from pathlib import Path
@@ -40,7 +40,7 @@ from service.ipc.messages import FEATURES, Answer, ModelKey
 from service.ipc.session_journal import SessionJournal
 from service.log import Log
 from service.metrics import Metrics
-from tests.engine.batching.harness import IDLE_SECONDS, MODEL, AsynchronousEngine, ids, limits, request
+from tests.engine.batching.harness import IDLE_SECONDS, LIMITS, MODEL, AsynchronousEngine, ids, request
 from tests.frontend.http2.peer import ClockLoop
 from tests.long import scaled
 
@@ -129,7 +129,7 @@ class EngineProcess:
         sessions = SessionTable(8, IDLE_SECONDS, story.journal, self.metrics)
         errors = InternalErrors(Log("engine", story.log), self.metrics, clock)
         self.batcher = Batcher(
-            limits(max_batch_sequences=3, max_batch_tokens=7), self.engine, sessions, self.metrics, clock, errors
+            replace(LIMITS, max_batch_sequences=3, max_batch_tokens=7), self.engine, sessions, self.metrics, clock, errors
         )
         models = ModelLoader(self.engine, self.batcher, _nothing_is_loaded, Log("engine", story.log), clock)
         near, far = pair()

@@ -101,7 +101,7 @@ async def wave(target: Target, requests: Sequence[bytes], chance: random.Random)
         cut = chance.choice((chance.randint(1, len(request) - 1), chance.randint(1, 100))) if number % 4 == 0 else len(request)
         going.append(leave(target, request[:cut], seconds, chance))
     ended = asyncio.Event()
-    watching = asyncio.ensure_future(watch(target, [], ended))
+    watching = asyncio.ensure_future(watch(target, ended))
     try:
         return Counter(await asyncio.gather(*going))
     finally:

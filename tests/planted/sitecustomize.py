@@ -61,6 +61,23 @@ FRONTEND_POINTS = ("parsed", "sent", "returned", "replying", "replied")
 answer has arrived, its reply is about to be written, its reply was written."""
 
 
+def nothing(*_: Any) -> None:
+    """Do nothing."""
+
+
+def around(owner: Any, name: str, before: Callable[..., object], after: Callable[..., object] = nothing) -> None:
+    """Call `before` with the arguments of each call of a method, and `after` with its result and its arguments."""
+    method = getattr(owner, name)
+
+    def planted(*arguments: Any, **options: Any) -> Any:
+        before(*arguments)
+        result = method(*arguments, **options)
+        after(result, *arguments)
+        return result
+
+    setattr(owner, name, planted)
+
+
 def raise_device_error(fault: str) -> None:
     if fault == "memory":
         import torch
@@ -77,15 +94,12 @@ def raise_device_error(fault: str) -> None:
 
 
 def into_batches(graphs: Any, fault: str) -> None:
-    launch = graphs.CudaGraphRunner.launch
-
-    def planted(self: Any, batch: Any, *arguments: Any, **options: Any) -> Any:
+    def harm(_: Any, batch: Any, *others: Any) -> None:
         lengths = [steps for block in batch.blocks for steps in block.lengths]
         if STEPS in lengths or any(chunk.steps == STEPS for chunk in batch.chunks):
             raise_device_error(fault)
-        return launch(self, batch, *arguments, **options)
 
-    graphs.CudaGraphRunner.launch = planted
+    around(graphs.CudaGraphRunner, "launch", harm)
 
 
 def fail_capture(how: str) -> None:
@@ -106,33 +120,25 @@ def fail_capture(how: str) -> None:
 def into_captures(runner: Any, fault: str) -> None:
     import torch
 
-    encode, capture = runner.CudaGraphRunner._encode_bucket, Path(os.environ["CAPTURE"])
+    capture = Path(os.environ["CAPTURE"])
 
-    def planted(self: Any, bucket: Any) -> Any:
-        encoded = encode(self, bucket)
-        if self.encoder.spec.name == HARMED_MODEL and torch.cuda.is_current_stream_capturing():
+    def fail(_: Any, graphs: Any, bucket: Any) -> None:
+        if graphs.encoder.spec.name == HARMED_MODEL and torch.cuda.is_current_stream_capturing():
             fail_capture(capture.read_text())
-        return encoded
 
-    runner.CudaGraphRunner._encode_bucket = planted
+    around(runner.CudaGraphRunner, "_encode_bucket", nothing, fail)
 
 
-def end_at(point: str) -> None:
+def end_at(point: str, *_: object) -> None:
     """End this process without a word if it is to end at this point."""
     file = Path(os.environ["ENDS"], str(os.getpid()))
     if file.exists() and file.read_text() == point:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def into_launches(device_engine: Any, fault: str) -> None:
-    launch = device_engine.DeviceEngine.launch
-
-    def planted(self: Any, batch: Any) -> None:
-        end_at("launching")
-        launch(self, batch)
-        end_at("launched")
-
-    device_engine.DeviceEngine.launch = planted
+def ends(owner: Any, name: str, before: str, after: str = "") -> None:
+    """Make the beginning of a method, and its end, points at which the process may end."""
+    around(owner, name, partial(end_at, before), partial(end_at, after) if after else nothing)
 
 
 def end_with(model: str, work: str) -> None:
@@ -142,33 +148,11 @@ def end_with(model: str, work: str) -> None:
 
 
 def into_loads(encoder: Any, fault: str) -> None:
-    make = encoder.Encoder.__init__
-
-    def planted(self: Any, spec: Any, *arguments: Any, **options: Any) -> None:
-        end_with(spec.name, "load")
-        make(self, spec, *arguments, **options)
-
-    encoder.Encoder.__init__ = planted
+    around(encoder.Encoder, "__init__", lambda *arguments: end_with(arguments[1].name, "load"))
 
 
 def into_batches_of_a_model(device_engine: Any, fault: str) -> None:
-    launch = device_engine.DeviceEngine.launch
-
-    def planted(self: Any, batch: Any) -> None:
-        end_with(batch.model.name, "batch")
-        launch(self, batch)
-
-    device_engine.DeviceEngine.launch = planted
-
-
-def into_encoders(encoder: Any, fault: str) -> None:
-    run = encoder.Encoder.__call__
-
-    def planted(self: Any, x: Any, *arguments: Any, **options: Any) -> Any:
-        time.sleep(DEVICE_SECONDS)
-        return run(self, x, *arguments, **options)
-
-    encoder.Encoder.__call__ = planted
+    around(device_engine.DeviceEngine, "launch", lambda _, batch: end_with(batch.model.name, "batch"))
 
 
 def into_gates(device_engine: Any, fault: str) -> None:
@@ -181,11 +165,9 @@ def into_gates(device_engine: Any, fault: str) -> None:
         text = gate.read_text()
         if text != passed[0]:
             passed[:] = text, 0
-        passed[1] += 1
-        if text == "open" or passed[1] <= int(text.split()[-1]):
-            return True
-        passed[1] -= 1
-        return False
+        passes = text == "open" or passed[1] < int(text.split()[-1])
+        passed[1] += passes
+        return passes
 
     def collecting(self: Any) -> None:
         if self._in_flight and lets_pass():
@@ -202,109 +184,65 @@ def into_gates(device_engine: Any, fault: str) -> None:
 def into_models(encoder: Any, fault: str) -> None:
     import torch
 
-    run, damaged = encoder.Encoder.__call__, Path(os.environ["DAMAGED"])
+    damaged = Path(os.environ["DAMAGED"])
 
-    def planted(self: Any, *arguments: Any, **options: Any) -> Any:
-        encoding = run(self, *arguments, **options)
+    def harm(encoding: Any, *_: Any) -> None:
         if damaged.exists() and encoding.head_output.scores is not None:
             with torch.inference_mode():
                 encoding.head_output.scores.mul_(0.5)
-        return encoding
 
-    encoder.Encoder.__call__ = planted
-
-
-def into_schedulers(scheduler: Any, fault: str) -> None:
-    scheduler.Scheduler._surely_in_time = lambda *_: True
+    around(encoder.Encoder, "__call__", nothing, harm)
 
 
 def into_batchers(batcher: Any, fault: str) -> None:
     """Record the rows of each batch, and how many of their deadlines had passed when it was formed."""
-    drop_late, run = batcher.Batcher._drop_late, batcher.Batcher._run
+    dropped_at = 0.0
 
-    def dropping(self: Any, now: float) -> None:
-        self.dropped_at = now
-        drop_late(self, now)
+    def note(_: Any, now: float) -> None:
+        nonlocal dropped_at
+        dropped_at = now
 
-    def running(self: Any, batch: Any, before_launch: Any) -> None:
+    def record(_: Any, batch: Any, before_launch: Any) -> None:
         deadlines = [deadline for block in batch.blocks for deadline in block.deadlines]
         deadlines += [chunk.owner.ticket.request.deadline for chunk in batch.chunks]
-        late = sum(deadline <= self.dropped_at for deadline in deadlines)
+        late = sum(deadline <= dropped_at for deadline in deadlines)
         with Path(os.environ["ROWS"]).open("a") as file:
             file.write(f"{batch.rows} {late}\n")
-        run(self, batch, before_launch)
 
-    batcher.Batcher._drop_late, batcher.Batcher._run = dropping, running
+    around(batcher.Batcher, "_drop_late", note)
+    around(batcher.Batcher, "_run", record)
 
 
 def into_workers(worker: Any, fault: str) -> None:
-    handle_block, send_block, flush = worker.Worker._handle_block, worker.Worker.send_block, worker.Worker._flush
-    handle_request, answer = worker.Worker._handle_request, worker.Worker._answer
     answered: set[Any] = set()
 
-    def handling(self: Any, *arguments: Any) -> None:
-        end_at("received")
-        handle_block(self, *arguments)
-
-    def handling_request(self: Any, *arguments: Any) -> None:
-        end_at("received")
-        handle_request(self, *arguments)
-
-    def sending(self: Any, channel: Any, *arguments: Any) -> None:
+    def answering(_: Any, channel: Any, *others: Any) -> None:
         end_at("answering")
         answered.add(channel)
-        send_block(self, channel, *arguments)
 
-    def answering(self: Any, channel: Any, *arguments: Any) -> None:
-        end_at("answering")
-        answered.add(channel)
-        answer(self, channel, *arguments)
-
-    def flushing(self: Any, channel: Any) -> None:
-        flush(self, channel)
+    def flushed(_: Any, worker: Any, channel: Any) -> None:
         if channel in answered:
             answered.remove(channel)
             end_at("answered")
 
-    worker.Worker._handle_block, worker.Worker.send_block, worker.Worker._flush = handling, sending, flushing
-    worker.Worker._handle_request, worker.Worker._answer = handling_request, answering
-
-
-def into_dispatchers(dispatcher: Any, fault: str) -> None:
-    send = dispatcher.Dispatcher.send
-
-    def sending(self: Any, *arguments: Any, **options: Any) -> Any:
-        end_at("parsed")
-        return send(self, *arguments, **options)
-
-    dispatcher.Dispatcher.send = sending
+    for name in ("_handle_block", "_handle_request"):
+        ends(worker.Worker, name, "received")
+    for name in ("send_block", "_answer"):
+        around(worker.Worker, name, answering)
+    around(worker.Worker, "_flush", nothing, flushed)
 
 
 def into_connections(connection: Any, fault: str) -> None:
-    handle_frame, count_written = connection.EngineConnection._handle_frame, connection.EngineConnection._count_written
-
-    def returning(self: Any, frame: Any) -> None:
+    def returning(_: Any, frame: Any) -> None:
         if type(frame.message).__name__ in ("Answer", "AnswerBlock", "Refusal", "RefusalBlock"):
             end_at("returned")
-        handle_frame(self, frame)
 
-    def written(self: Any, size: int, writes: int) -> None:
-        count_written(self, size, writes)
+    def written(_: Any, connection: Any, size: int, writes: int) -> None:
         if size:
             end_at("sent")
 
-    connection.EngineConnection._handle_frame, connection.EngineConnection._count_written = returning, written
-
-
-def into_replies(http_protocol: Any, fault: str) -> None:
-    reply = http_protocol.HttpProtocol._reply
-
-    def planted(self: Any, *arguments: Any) -> None:
-        end_at("replying")
-        reply(self, *arguments)
-        end_at("replied")
-
-    http_protocol.HttpProtocol._reply = planted
+    around(connection.EngineConnection, "_handle_frame", returning)
+    around(connection.EngineConnection, "_count_written", nothing, written)
 
 
 def remove_linux() -> None:
@@ -379,11 +317,9 @@ def into_event_loops(uvicorn_config: Any, fault: str) -> None:
         seconds = time.thread_time() - began
         if seconds > TIMED_SECONDS:
             # The step of a task does not name its task, which it refers to.
-            names = f"of which {collecting[1]:.6f} in collections: {callback!r} {gc.get_referents(callback)!r}"[:600].replace(
-                "\n", " "
-            )
+            names = f"of which {collecting[1]:.6f} in collections: {callback!r} {gc.get_referents(callback)!r}"[:600]
             with record.open("a") as file:
-                file.write(f"{seconds:.6f} {names}\n")
+                file.write(f"{seconds:.6f} {names}".replace("\n", " ") + "\n")
 
     asyncio.Handle._run = planted  # type: ignore[method-assign]
     transport: Any = asyncio.selector_events._SelectorSocketTransport  # type: ignore[attr-defined]
@@ -399,13 +335,7 @@ def into_event_loops(uvicorn_config: Any, fault: str) -> None:
 
 def into_decoding(module: Any, fault: str) -> None:
     endpoint = getattr(module, "HotInfer", None) or module.HotGrpcInfer
-    parse = endpoint.parse
-
-    def planted(self: Any, *arguments: Any) -> Any:
-        time.sleep(FRONTEND_SECONDS)
-        return parse(self, *arguments)
-
-    endpoint.parse = planted
+    around(endpoint, "parse", lambda *_: time.sleep(FRONTEND_SECONDS))
 
 
 def into_decoders(worker: Any, fault: str) -> None:
@@ -416,10 +346,6 @@ def into_decoders(worker: Any, fault: str) -> None:
         return parse(*arguments)
 
     worker.PARSERS = {api: partial(planted, parse) for api, parse in parsers.items()}
-
-
-def into_start_queues(start_queue: Any, fault: str) -> None:
-    start_queue.SLICE_SECONDS = 0.0
 
 
 def into_constants(value: float, module: Any, name: str) -> None:
@@ -477,42 +403,38 @@ def plant(fault: str) -> None:
 
 OF_FRONTENDS = ("timed-callbacks",)
 """Faults of frontends only: the callbacks of a frontend's decoder take long."""
-BATCHER, SCHEDULER = "service.engine.batching.batcher", "service.engine.batching.scheduler"
-CONNECTION, DISPATCHER = "service.frontend.dispatch.connection", "service.frontend.dispatch.dispatcher"
-DEVICE_ENGINE, WORKER = "service.engine.execution.device_engine", "service.engine.worker"
-ENCODER = "service.modeling.encoder"
-ENDS_OF_PROCESSES = (
-    (DISPATCHER, into_dispatchers),
-    (CONNECTION, into_connections),
-    ("service.frontend.http_protocol", into_replies),
-    (DEVICE_ENGINE, into_launches),
-    (WORKER, into_workers),
-)
-DECODING = (
-    *((f"service.frontend.{module}", into_decoding) for module in ("rest.infer", "oip.grpc_infer")),
-    ("service.frontend.decoder.worker", into_decoders),
-)
-STARTS = ("service.frontend.start_queue", into_start_queues)
-DEVICE = (ENCODER, into_encoders)
+DEVICE_ENGINE, ENCODER = "service.engine.execution.device_engine", "service.modeling.encoder"
+GRAPHS = "service.engine.execution.cuda_graph_runner"
+DEVICE = (ENCODER, lambda module, _: around(module.Encoder, "__call__", lambda *_: time.sleep(DEVICE_SECONDS)))
 Plants = tuple[tuple[str, Callable[[Any, str], None]], ...]
 PLANTS: dict[str, Plants] = {
-    "ends-anywhere": ENDS_OF_PROCESSES,
-    **dict.fromkeys((*KERNELS, "memory"), (("service.engine.execution.cuda_graph_runner", into_batches),)),
-    "failed-capture": (("service.engine.execution.cuda_graph_runner", into_captures),),
+    "ends-anywhere": (
+        ("service.frontend.dispatch.dispatcher", lambda module, _: ends(module.Dispatcher, "send", "parsed")),
+        ("service.frontend.dispatch.connection", into_connections),
+        ("service.frontend.http_protocol", lambda module, _: ends(module.HttpProtocol, "_reply", "replying", "replied")),
+        (DEVICE_ENGINE, lambda module, _: ends(module.DeviceEngine, "launch", "launching", "launched")),
+        ("service.engine.worker", into_workers),
+    ),
+    **dict.fromkeys((*KERNELS, "memory"), ((GRAPHS, into_batches),)),
+    "failed-capture": ((GRAPHS, into_captures),),
     "timed-callbacks": (("uvicorn.config", into_event_loops),),
     "deadly": ((ENCODER, into_loads), (DEVICE_ENGINE, into_batches_of_a_model)),
     "slow-device": (DEVICE,),
-    "slow-frontend": DECODING,
-    "short-ticks": (STARTS,),
-    "dated-device": (DEVICE, (BATCHER, into_batchers)),
-    "gated-device": ((DEVICE_ENGINE, into_gates), (SCHEDULER, into_schedulers)),
+    "slow-frontend": (
+        ("service.frontend.rest.infer", into_decoding),
+        ("service.frontend.oip.grpc_infer", into_decoding),
+        ("service.frontend.decoder.worker", into_decoders),
+    ),
+    "short-ticks": (("service.frontend.start_queue", lambda module, _: setattr(module, "SLICE_SECONDS", 0.0)),),
+    "dated-device": (DEVICE, ("service.engine.batching.batcher", into_batchers)),
+    "gated-device": (
+        (DEVICE_ENGINE, into_gates),
+        ("service.engine.batching.scheduler", lambda module, _: setattr(module.Scheduler, "_surely_in_time", lambda *_: True)),
+    ),
     "damaged": ((ENCODER, into_models),),
 }
 """By fault: the modules in which it is planted, and the functions that plant it there."""
-AT_ONCE: dict[str, Callable[[], None]] = {
-    "portable": remove_linux,
-    "recorded": record_events,
-}
+AT_ONCE: dict[str, Callable[[], None]] = {"portable": remove_linux, "recorded": record_events}
 """By fault: the function that plants it when the process starts."""
 
 

@@ -66,13 +66,6 @@ def test_compress_command_writes_a_version_and_prints_its_card(tmp_path: Path, c
         main([*command[:2], "--precision", "int4"])
 
 
-def test_models_command_lists_the_folder(models_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["models", "--models", str(models_folder)]) == 0
-    printed = capsys.readouterr().out
-    assert "words  version 2  text > embedding > lstm > classify  float32" in printed
-    assert "sensors  version 1  features > lstm > classify  float32" in printed
-
-
 @pytest.mark.parametrize(
     ("command", "status", "message"),
     [

@@ -101,11 +101,7 @@ def test_impossible_value_is_refused_with_variable_and_value(variable: str, valu
 
 
 @pytest.mark.parametrize(
-    "said, devices",
-    [
-        ("auto", ("auto",)),
-        ("cuda:10,cpu,cuda:1,cpu", ("cuda:10", "cpu", "cuda:1", "cpu")),
-    ],
+    "said, devices", [("auto", ("auto",)), ("cuda:10,cpu,cuda:1,cpu", ("cuda:10", "cpu", "cuda:1", "cpu"))]
 )
 def test_device_lists_one_device_per_engine(said: str, devices: tuple[str, ...]) -> None:
     assert load({"device": said}, {}).devices == devices

@@ -33,6 +33,7 @@ REPLICAS = 3
 CHECKPOINT_CHUNKS = 2
 STEPS = 3
 """Most steps of a chunk."""
+AHEAD_SECONDS = 3600.0
 
 
 class TimedStore(FolderStore):
@@ -55,7 +56,7 @@ class Replica:
     """One process after another at one address. `local` has the messages between its engine and its store process."""
 
     def __init__(self, place: int, generation: int, story: Story) -> None:
-        self.id = f"{generation:03d}-{place}"
+        self.id, self.place = f"{generation:03d}-{place}", place
         self.story = story
         self.running, self.flushes = True, False
         self.store = TimedStore(story.folder, self.id, story)
@@ -67,7 +68,7 @@ class Replica:
     def start_engine(self) -> None:
         """Start an engine, the first or the successor of one that crashed."""
         self.harness = BatcherHarness(checkpoint_chunks=CHECKPOINT_CHUNKS, max_sessions=16, journal=self.journal)
-        self.harness.now = self.story.now
+        self.set_clock()
         self.local: deque[tuple[Message, bytes]] = deque()
         self.answers: deque[tuple[Message, bytes]] = deque()
         self.held: dict[str, TakeSession] = {}
@@ -158,8 +159,12 @@ class Replica:
 
     def step(self) -> None:
         """Run a batch, and all work that is due."""
-        self.harness.now = self.story.now
+        self.set_clock()
         self.harness.batcher.step()
+
+    def set_clock(self) -> None:
+        """Set the clock of this host. The clocks of the hosts are hours apart."""
+        self.harness.now = self.story.now + AHEAD_SECONDS * self.place
 
     def everything(self) -> None:
         """Do all that is due."""
@@ -231,7 +236,7 @@ class Story:
             client.values.append(self.chance.randint(1, 9))
         chunk = client.values[client.known : client.known + size]
         names_steps = not client.starts and (client.told or not self.connected or self.chance.random() < 0.5)
-        replica.harness.now = self.now
+        replica.set_clock()
         client.replica, client.told = replica, False
         client.sent = replica.harness.call(
             chunk, session=name, starts=client.starts or None, ends=client.ends, at=client.known if names_steps else None

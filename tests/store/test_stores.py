@@ -197,11 +197,8 @@ def test_both_stores_follow_the_same_rules(seed: int, redis: Redis, tmp_path: Pa
     }
     alive = set[str]()
     for _ in range(300):
-        replica, change, may_seize = (
-            chance.choice("abc"),
-            Change(random_change(chance), chance.randbytes(4)),
-            chance.random() < 0.7,
-        )
+        replica, change = chance.choice("abc"), Change(random_change(chance), chance.randbytes(4))
+        may_seize = chance.random() < 0.7
         pair = stores[replica]
         if chance.random() < 0.1:
             for store in pair:

@@ -77,7 +77,7 @@ def settle(story: Story, *replicas: Replica) -> None:
 def send(
     story: Story, replica: Replica, ids: Sequence[int], *, starts: bool | None = None, at: int | None = None
 ) -> FakeClient:
-    replica.harness.now = story.now
+    replica.set_clock()
     return replica.harness.call(ids, session="a", starts=starts, at=at)
 
 

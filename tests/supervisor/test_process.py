@@ -53,11 +53,7 @@ def reap(name: str, code: str, exit_reason: str = "ended", exit_seconds: float =
 
 @pytest.mark.parametrize(
     "name, status, exit_reason",
-    [
-        ("engine-11", DEVICE_LOST, "device_lost"),
-        ("engine-0", 1, "ended"),
-        ("frontend-0", DEVICE_LOST, "ended"),
-    ],
+    [("engine-11", DEVICE_LOST, "device_lost"), ("engine-0", 1, "ended"), ("frontend-0", DEVICE_LOST, "ended")],
 )
 def test_exit_status_of_an_engine_reports_a_lost_device(name: str, status: int, exit_reason: str) -> None:
     """It may still be exiting when it closes the channel."""

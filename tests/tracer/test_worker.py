@@ -29,13 +29,8 @@ def run_of(number: int, engine: int = 0) -> BatchRun:
 
 def request(number: int, *runs: BatchRun) -> RequestTrace:
     moments: dict[str, Any] = {"arrived": 1.0, "sent": 2.0, "received": 7.0, "ready": 6.5, "ended": 8.0, "queued": 2.5}
-    identity: dict[str, Any] = {
-        "trace": f"{number:032x}",
-        "span": f"{number:016x}",
-        "parent": "",
-        "state": "",
-        "request_id": "id",
-    }
+    identity: dict[str, Any] = {"trace": f"{number:032x}", "span": f"{number:016x}", "request_id": "id"}
+    identity |= {"parent": "", "state": ""}
     outcome: dict[str, Any] = {"outcome": "ok", "status": "200", "failed": False, "caller": "local", "api": Api.INFER}
     model: dict[str, Any] = {"model": "words", "version": "1", "sequences": 1, "tokens": 3}
     return RequestTrace(**identity, **outcome, **moments, **model, runs=list(runs))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +16,7 @@ from service.engine.batching.batch_builder import SchedulerLimits
 from service.engine.batching.batcher import Batcher
 from service.engine.batching.model_queue import QueuedSequence
 from service.engine.batching.request_block import RequestBlock
+from service.engine.batching.scheduler import Scheduler
 from service.engine.batching.session_state import State
 from service.engine.batching.session_table import SessionTable
 from service.engine.batching.state_slots import ZERO_SLOT
@@ -41,24 +42,16 @@ COST = Cost(1.0, 0.0, 0.0)
 """Every batch costs the same, so the time budget never limits its steps."""
 
 
-def sequences(
-    *steps: int,
-    deadline: float = NEVER,
-    priority: int = 0,
-    divisible: bool = False,
-    stateful: bool = False,
-    share: Share = NO_TENANT,
-) -> list[QueuedSequence]:
-    return [QueuedSequence(count, deadline, priority, divisible=divisible, stateful=stateful, share=share) for count in steps]
+LIMITS = SchedulerLimits(max_waiting=100, max_batch_sequences=8, max_batch_tokens=100, batch_seconds=100.0)
 
 
-def limits(
-    max_waiting: int = 100,
-    max_batch_sequences: int = 8,
-    max_batch_tokens: int = 100,
-    batch_seconds: float = 100.0,
-) -> SchedulerLimits:
-    return SchedulerLimits(max_waiting, max_batch_sequences, max_batch_tokens, batch_seconds)
+def sequences(*steps: int, deadline: float = NEVER, divisible: bool = False, **options: Any) -> list[QueuedSequence]:
+    return [QueuedSequence(count, deadline, divisible=divisible, **options) for count in steps]
+
+
+def scheduler(cost: Cost = COST, room: int = 1000, **limits: Any) -> Scheduler[QueuedSequence]:
+    """limits: other values than in LIMITS."""
+    return Scheduler(replace(LIMITS, **limits), lambda _: cost, lambda _: room)
 
 
 def request(
@@ -392,27 +385,24 @@ class BatcherHarness:
     def __init__(
         self,
         *,
-        max_waiting: int = 100,
-        max_batch_sequences: int = 8,
-        max_batch_tokens: int = 100,
         engine: FakeEngine | None = None,
         max_sessions: int = 3,
         journal: SessionJournal | None = None,
-        batch_seconds: float = 100.0,
         checkpoint_chunks: int = 0,
+        **limits: Any,
     ) -> None:
-        """checkpoint_chunks: chunks between two saves, 0 for an engine without a session store."""
+        """checkpoint_chunks: chunks between two saves, 0 for an engine without a session store. limits: other values than in LIMITS."""
         self.now = 0.0
         self.engine = engine or FakeEngine()
         self.metrics = Metrics()
         self.journal = journal or SessionJournal(2 * max_sessions)
         sessions = SessionTable(max_sessions, IDLE_SECONDS, self.journal, self.metrics)
-        scheduler_limits = limits(max_waiting, max_batch_sequences, max_batch_tokens, batch_seconds)
+        scheduler_limits = replace(LIMITS, **limits)
         errors = InternalErrors(Log("engine"), self.metrics, lambda: self.now)
         self.stored = None
         if checkpoint_chunks:
             self.stored = StoredSessions(
-                sessions, lambda: self.now, max_waiting=max_waiting, checkpoint_chunks=checkpoint_chunks
+                sessions, lambda: self.now, max_waiting=scheduler_limits.max_waiting, checkpoint_chunks=checkpoint_chunks
             )
         self.batcher = Batcher(scheduler_limits, self.engine, sessions, self.metrics, lambda: self.now, errors, self.stored)
         self.clients: list[FakeClient] = []

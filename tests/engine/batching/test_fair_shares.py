@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -12,18 +13,16 @@ from service.engine.batching.scheduler import TENANT_SHARE, Scheduler
 from service.engine.execution.cost_model import Cost
 from service.errors import Overloaded
 from service.ipc.messages import NO_TENANT, ModelKey, Share
-from tests.engine.batching.harness import COST, MODEL, NEVER, OTHER, block, limits, sequences
+from tests.engine.batching import harness as fakes
+from tests.engine.batching.harness import MODEL, NEVER, OTHER, block, sequences
 
 NOISY, QUIET, HEAVY = Share("noisy"), Share("quiet"), Share("heavy", weight=3.0)
 ROW_COST = Cost(0.0, 0.0, 1.0)
 """One second per step of each row."""
 
 
-def scheduler(
-    max_waiting: int = 1000, max_batch_sequences: int = 8, *, cost: Cost = COST, batch_seconds: float = 100.0
-) -> Scheduler[QueuedSequence]:
-    scheduler_limits = limits(max_waiting, max_batch_sequences, 10_000, batch_seconds)
-    return Scheduler(scheduler_limits, lambda _: cost, lambda _: 1000)
+def scheduler(**options: Any) -> Scheduler[QueuedSequence]:
+    return fakes.scheduler(**{"max_waiting": 1000, "max_batch_tokens": 10_000} | options)
 
 
 def add(
@@ -33,13 +32,12 @@ def add(
     *,
     steps: int = 1,
     now: float = 0.0,
-    deadline: float = NEVER,
-    priority: int = 0,
     model: ModelKey = MODEL,
+    **options: Any,
 ) -> None:
-    """Add requests of one sequence each."""
+    """Add requests of one sequence each. options: of the sequences."""
     for _ in range(count):
-        to.add(model, sequences(steps, share=share, deadline=deadline, priority=priority), now=now)
+        to.add(model, sequences(steps, share=share, **options), now=now)
 
 
 def batch(of: Scheduler[QueuedSequence]) -> Counter[str]:

@@ -6,6 +6,7 @@ import random
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,19 +31,9 @@ TENANTS = Share("one"), Share("two", 4.0), Share("three")
 class NamedSequence(QueuedSequence):
     """A sequence that knows its request. number: its place among the sequences of the request."""
 
-    def __init__(
-        self,
-        id: int,
-        number: int,
-        steps: int,
-        deadline: float,
-        priority: int = 0,
-        *,
-        share: Share,
-        divisible: bool,
-        stateful: bool = False,
-    ) -> None:
-        super().__init__(steps, deadline, priority, share=share, divisible=divisible, stateful=stateful)
+    def __init__(self, id: int, number: int, steps: int, deadline: float, priority: int = 0, **options: Any) -> None:
+        """options: as in QueuedSequence."""
+        super().__init__(steps, deadline, priority, **options)
         self.id = id
         self.number = number
 
@@ -90,12 +81,8 @@ class Pair:
         assert self.single.backlog_seconds() == pytest.approx(self.blocks.backlog_seconds())
 
     def add(self) -> None:
-        model, priority, busy = (
-            self.chance.choice([MODEL, OTHER]),
-            self.chance.choice([0, 0, -1, 1]),
-            self.chance.choice([0.0, 3.0]),
-        )
-        share = self.chance.choice(self.shares)
+        choose = self.chance.choice
+        model, priority, busy, share = choose([MODEL, OTHER]), choose([0, 0, -1, 1]), choose([0.0, 3.0]), choose(self.shares)
         requests, refused = [], {}
         for _ in range(self.chance.choice([1, 1, 2, 4, 8])):
             self.last_id += 1

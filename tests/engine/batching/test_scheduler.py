@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,37 +16,17 @@ from service.engine.batching.scheduler import CAUTION, Scheduler
 from service.engine.execution.cost_model import Cost
 from service.errors import DeadlineExceeded, Overloaded
 from service.ipc.messages import ModelKey
-from tests.engine.batching.harness import COST, MODEL, NEVER, OTHER, limits, sequences
+from tests.engine.batching.harness import COST, LIMITS, MODEL, OTHER, scheduler, sequences
 
 STEP_COST = Cost(0.0, 1.0, 0.0)
 """One second per step of the longest row."""
 
 
-def scheduler(
-    max_waiting: int = 100,
-    max_batch_sequences: int = 8,
-    max_batch_tokens: int = 100,
-    *,
-    cost: Cost = COST,
-    batch_seconds: float = 100.0,
-    room: int = 1000,
-) -> Scheduler[QueuedSequence]:
-    scheduler_limits = limits(max_waiting, max_batch_sequences, max_batch_tokens, batch_seconds)
-    return Scheduler(scheduler_limits, lambda _: cost, lambda _: room)
-
-
 def add(
-    to: Scheduler[QueuedSequence],
-    *steps: int,
-    now: float = 0.0,
-    model: ModelKey = MODEL,
-    priority: int = 0,
-    deadline: float = NEVER,
-    divisible: bool = False,
-    stateful: bool = False,
-    busy: float = 0.0,
+    to: Scheduler[QueuedSequence], *steps: int, now: float = 0.0, model: ModelKey = MODEL, busy: float = 0.0, **options: Any
 ) -> list[QueuedSequence]:
-    made = sequences(*steps, deadline=deadline, priority=priority, divisible=divisible, stateful=stateful)
+    """options: of the sequences."""
+    made = sequences(*steps, **options)
     to.add(model, made, now=now, busy=busy)
     return made
 
@@ -223,9 +206,8 @@ def test_priority_counts_between_models_as_within_one() -> None:
 
 
 def test_models_share_the_device_by_time() -> None:
-    queue: Scheduler[QueuedSequence] = Scheduler(
-        limits(max_batch_sequences=1), {MODEL: COST, OTHER: Cost(3.0, 0, 0)}.__getitem__
-    )
+    costs = {MODEL: COST, OTHER: Cost(3.0, 0, 0)}
+    queue: Scheduler[QueuedSequence] = Scheduler(replace(LIMITS, max_batch_sequences=1), costs.__getitem__)
     add(queue, *[1] * 40)
     add(queue, *[1] * 40, model=OTHER)
     ran = [batch(queue)[0] for _ in range(40)]

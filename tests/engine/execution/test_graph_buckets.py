@@ -80,13 +80,7 @@ def test_padding_is_the_share_of_the_time_that_a_batch_takes() -> None:
     assert costs._replace(padded=0.0).padding(100, 0.5) == costs.most == costs._replace(shortest=9.0).padding(100, 0.5)
 
 
-@pytest.mark.parametrize(
-    "most, counts",
-    [
-        (2, [2, 1]),
-        (100, [100, 96, 64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2, 1]),
-    ],
-)
+@pytest.mark.parametrize("most, counts", [(2, [2, 1]), (100, [100, 96, 64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2, 1])])
 def test_row_counts_are_at_most_half_as_large_again(most: int, counts: list[int]) -> None:
     assert row_counts(most) == counts
 

@@ -14,8 +14,7 @@ import torch
 
 from kernels.bench import __main__ as command
 from kernels.bench import report
-from kernels.bench.baselines.baseline import Baseline, TimedCall, optional_package
-from kernels.bench.case import BenchCase
+from kernels.bench.baselines.baseline import Baseline, TimedCall
 from kernels.bench.measure import Bench, Findings
 from kernels.bench.peaks import Peaks
 from kernels.bench.timing import AT_LEAST, WARM_UP, Spread, repeated, spread
@@ -45,26 +44,6 @@ def tiny(family: str, kind: str = "layer", lengths: str = "questions", rows: int
 
 def measured(workload: Workload, *baselines: Baseline) -> Findings:
     return Bench(CPU, baselines, budget_s=0.0, progress=lambda _: None).measured([workload])
-
-
-def breaking(case: BenchCase) -> TimedCall:
-    raise RuntimeError("no such instruction")
-
-
-def missing(case: BenchCase) -> TimedCall:
-    optional_package("a_missing_package", "install a_package")
-    raise AssertionError("it was found")
-
-
-def test_faults_of_a_baseline_are_reported_and_do_not_stop_the_others() -> None:
-    wrong = Baseline("stubborn", lambda _: TimedCall(lambda: torch.zeros(3, 6)))
-    findings = measured(tiny("lstm"), wrong, Baseline("brittle", breaking), Baseline("absent", missing))
-    assert [one.backend for one in findings.measurements] == cpu_backends("lstm")
-    assert findings.wrong[0].startswith(f"stubborn on {tiny('lstm')}: the answer has an error of")
-    assert findings.wrong[1:] == [f"brittle on {tiny('lstm')}: RuntimeError: no such instruction"]
-    assert list(findings.skipped) == [
-        "absent is skipped: install a_package (ModuleNotFoundError: No module named 'a_missing_package')"
-    ]
 
 
 @pytest.mark.parametrize("wrong_by", [0, 1])

@@ -51,10 +51,7 @@ VALUES = VALUES[: len(VALUES) // LANES * LANES]
 
 @pytest.mark.parametrize(
     "emit, exact, relative",
-    [
-        (Vectors.sigmoid, lambda x: 1 / (1 + np.exp(-x)), False),
-        (Vectors.tanh, np.tanh, True),
-    ],
+    [(Vectors.sigmoid, lambda x: 1 / (1 + np.exp(-x)), False), (Vectors.tanh, np.tanh, True)],
     ids=["sigmoid", "tanh"],
 )
 def test_function_is_exact_to_a_few_bits(emit: Emit, exact: Callable[[Any], Any], relative: bool) -> None:
