@@ -27,7 +27,7 @@ from websockets.sync.client import connect
 from service.frontend.oip.protobuf import METHODS, SERVICE
 from service.frontend.scopes import HTTP_SCOPES
 from tests import models, planted
-from tests.long.fuzz.wire.conversation import send
+from tests.long.fuzz.wire import send
 from tests.serving import Server, eventually, serving
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,11 +8,10 @@ from itertools import product
 import pytest
 import torch
 
-from kernels.compile import CompileError
 from kernels.persistent.packing import Variant
 from kernels.ragged import ContractError
 from kernels.scan.shape import LONG_ROW
-from tests.kernels.devices import B200, DEVICES, H200, L4, Device, FakeLaunch, emulated
+from tests.kernels.devices import B200, DEVICES, Device, FakeLaunch, emulated
 from tests.kernels.nvrtc import assemble, assert_fits_registers, required_library
 from tests.kernels.usual_layers import HALVES, LAST, SCANS, STEPS, persistent_launches, scan_launch, text_cnn_launches
 
@@ -74,27 +73,3 @@ def test_kernels_compile_for_devices_that_nvrtc_does_not_know() -> None:
         for launch in launches:
             assert not launch.broken_limits() and not launch.kernel.constants.get("REGISTERS")
             assert assemble(launch.kernel, "sm_120").registers <= launch.kernel.max_registers
-
-
-def test_report_counts_registers_that_are_missing() -> None:
-    with emulated(L4) as made:
-        kernel = scan_launch(made, SCANS[2], torch.float16, 128, [2] * 9, STEPS).kernel
-    crowded = replace(kernel, threads=1024)
-    assert crowded.max_registers == assemble(crowded).registers == 64
-    with pytest.raises(AssertionError, match="spilled_bytes"):
-        assert_fits_registers(crowded)
-
-
-def test_instructions_that_a_device_lacks_do_not_compile() -> None:
-    with emulated(B200):
-        lends = persistent_launches(Variant(0, torch.float16, False, 1024), 256, 1)[0].launch.kernel
-    with emulated(H200) as made:
-        multiplies = scan_launch(made, SCANS[0], torch.float16, 128, [2] * 9, LAST).kernel
-    assert lends.constants["REGISTERS"] and multiplies.source.name == "product.cu"
-    for kernel, architecture, instruction in (
-        (lends, "sm_89", "setmaxnreg"),
-        (lends, "sm_120", "setmaxnreg"),
-        (multiplies, "sm_100a", "wgmma"),
-    ):
-        with pytest.raises(CompileError, match=instruction):
-            assemble(kernel, architecture)

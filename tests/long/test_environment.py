@@ -13,7 +13,6 @@ from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
-import httpx
 import pytest
 
 from kernels.folder import CACHE
@@ -21,7 +20,6 @@ from service.modeling import spec
 from tests import models
 from tests.accumulator import Account
 from tests.long.environment import compiled, full_disk
-from tests.planted import constants
 from tests.raw_websocket import connection
 from tests.reloading import TEXT, answered, load
 from tests.serving import Server, answering, check_unharmed, eventually, serving
@@ -89,17 +87,6 @@ def test_service_without_a_cache_folder_answers(folder: Path, tmp_path: Path, mo
         assert "cannot be written" in warning["reason"]
 
 
-def test_polled_folder_is_served_as_it_changes(folder: Path, tmp_path: Path) -> None:
-    polling = {"service.supervisor.reload.POLL_SECONDS": 0.1}
-    with constants(polling), serving(folder, tmp_path, reload="poll", versions="latest") as server:
-        models.words(folder, version=2, seed=2)
-        eventually(lambda: answered(server)[0] == "2")
-        shutil.rmtree(folder / "words" / "2")
-        eventually(lambda: answered(server)[0] == "1")
-        shutil.rmtree(folder / "words")
-        eventually(lambda: httpx.get(f"{server.address}/models", trust_env=False).json()["models"] == [])
-
-
 # The wall clock jumps by an hour and by a year, forwards and back.
 
 HOUR, YEAR = 3600, 365 * 86_400
@@ -138,14 +125,3 @@ def test_jumps_of_the_wall_clock_change_no_session_and_no_process(tmp_path: Path
         assert server.infer("accumulator", [[2]]).status_code == 200
         ahead = server.metric("seqserve_last_answer_time_seconds") - datetime.now(UTC).timestamp()
         assert abs(ahead - YEAR) < HOUR, "the service has seen the jumps"
-
-
-def test_session_expires_by_the_time_that_passes(tmp_path: Path) -> None:
-    """Not sooner after a jump ahead, and not later after a jump back."""
-    with jumping(tmp_path, session_idle_seconds=str(IDLE_SECONDS)) as (server, jump):
-        for name, seconds in (("ahead", YEAR), ("back", -YEAR)):
-            began = time.monotonic()
-            assert server.infer("accumulator", [[2]], session=name).status_code == 200
-            jump.write_text(str(seconds))
-            eventually(lambda: server.metric("seqserve_sessions") == 0)
-            assert time.monotonic() - began >= IDLE_SECONDS - 0.1, name

@@ -51,12 +51,6 @@ def program(name: str) -> str:
     return found
 
 
-def test_nghttp_gets_an_answer(served: Server, body: Path) -> None:
-    command = [program("nghttp"), "-v", f"-d{body}", *HEADERS, f"http://{served.grpc}{PATH}"]
-    said = subprocess.run(command, capture_output=True, timeout=60, check=True).stdout
-    assert b"grpc-status: 0" in said and b"HUM" in said
-
-
 def test_h2load_gets_every_answer(served: Server, body: Path) -> None:
     """Calls on many streams, with a window smaller than the reply."""
     calls = 10_000

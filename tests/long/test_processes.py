@@ -91,23 +91,6 @@ def test_nothing_outside_of_the_models_folder_is_read(make: str, reloaded: Reloa
     assert answered(server)[0] == "2"
 
 
-def test_chunk_is_validated_for_the_session_s_version(reloaded: Reloaded, tmp_path: Path) -> None:
-    server, root, _ = reloaded
-    models.sensors(root, features=3, hidden=4)
-    load(server, "sensors", policy={"all": {}})
-    assert server.infer("sensors", [[[0.1, 0.2, 0.3]]], session="old").status_code == 200
-    models.sensors(tmp_path / "wider", features=4, hidden=4)
-    shutil.move(tmp_path / "wider" / "sensors" / "1", root / "sensors" / "2")
-    load(server, "sensors")
-    for session, row, version in (("old", [0.1] * 3, "1"), ("new", [0.1] * 4, "2"), ("old", [0.2] * 3, "1")):
-        reply = server.infer("sensors", [[row]], session=session)
-        assert (reply.status_code, reply.json().get("version")) == (200, version), reply.text
-    assert server.infer("sensors", [[[0.1] * 4]], session="old").json()["field"] == "inputs[0][0]"
-    refusal = server.infer("sensors", [[[0.1] * 3]], session="old", version="2")
-    assert refusal.status_code == 400, "the request names the version"
-    assert server.infer("sensors", [[[0.1] * 3]], session="other").status_code == 400
-
-
 def test_socket_continues_the_version_of_its_session(reloaded: Reloaded, tmp_path: Path) -> None:
     """A second socket finds the version too, although its first chunk is not valid for the newest version."""
     server, root, _ = reloaded
@@ -137,17 +120,6 @@ def test_socket_continues_the_version_of_its_session(reloaded: Reloaded, tmp_pat
         assert [send(first, 4), send(first, 4, end=True), send(first, 4)] == [("2", 2), ("2", 3), ("2", 1)]
     with open_stream("version=2&session=new") as exact, open_stream("version=1&session=new") as conflicting:
         assert [send(exact, 4), send(conflicting, 3)] == [("2", 1), ("session_conflict", 0)]
-
-
-def test_sessions_of_a_replaced_version_keep_its_weights(reloaded: Reloaded) -> None:
-    server, root, _ = reloaded
-    assert summed(server, [1, 1], "old") == ("1", 2)
-    text = root / "accumulator" / "1" / spec.MODEL
-    text.write_text('description = "the same, described"\n' + text.read_text())
-    load(server, "accumulator")
-    assert reloaded.events("loaded")
-    assert summed(server, [1], "old", version="1") == ("1", 3)
-    assert summed(server, [1], "new", version="1") == ("1", 1)
 
 
 def test_restarted_processes_leave_out_a_model_whose_files_were_overwritten(reloaded: Reloaded) -> None:

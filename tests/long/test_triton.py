@@ -6,8 +6,6 @@ POST /infer has the expected outputs.
 from __future__ import annotations
 
 import asyncio
-import json
-import queue
 import shutil
 from collections.abc import AsyncIterator, Iterator
 from functools import partial
@@ -89,26 +87,6 @@ def client(request: pytest.FixtureRequest, server: Server) -> Iterator[Client]:
     check_unharmed(server)
 
 
-def test_metadata_statistics_and_repository(client: Client) -> None:
-    calls = client.calls
-    assert calls.is_server_live() and calls.is_server_ready() and calls.is_model_ready("words", "1")
-    client.infer("words", client.text("how far"))
-    statistics = calls.get_inference_statistics("words", **({"as_json": True} if client.transport == "grpc" else {}))
-    assert int(statistics["model_stats"][0]["inference_stats"]["success"]["count"]) >= 1
-    calls.unload_model("halver")
-    assert not calls.is_model_ready("halver")
-    calls.load_model("halver", config=json.dumps({"version_policy": {"latest": {"num_versions": 1}}}))
-    assert calls.is_model_ready("halver")
-
-
-def test_texts_get_the_outputs_of_post_infer(client: Client) -> None:
-    answer = client.infer("question-type-cnn", client.text(*QUESTIONS))
-    expected = client.expected("question-type-cnn", *QUESTIONS)
-    assert [label.decode() for label in answer["label"][:, 0]] == [output["label"] for output in expected]
-    np.testing.assert_allclose(answer["scores"], [[*output["scores"].values()] for output in expected], rtol=2e-3, atol=1e-6)
-    assert answer["score"][:, 0] == pytest.approx([output["score"] for output in expected], rel=1e-3)
-
-
 @pytest.mark.parametrize("datatype", FLOATS)
 def test_features_may_have_any_float_datatype(client: Client, datatype: str) -> None:
     answer = client.infer("forecaster", client.tensor("inputs", ROWS[None].astype(FLOATS[datatype]), datatype))
@@ -174,16 +152,6 @@ def test_outputs_have_the_requested_order_and_classes_are_sorted(client: Client)
     ]
 
 
-@pytest.mark.parametrize("algorithm", ["gzip", "deflate"])
-def test_messages_may_be_compressed(client: Client, algorithm: str) -> None:
-    both = {"request_compression_algorithm": algorithm, "response_compression_algorithm": algorithm}
-    options = both if client.transport == "http" else {"compression_algorithm": algorithm}
-    answer = client.infer(
-        "forecaster", client.tensor("inputs", ROWS[None].astype("f4"), "FP32"), outputs=("sequence",), **options
-    )
-    assert answer["sequence"].shape == (1, 12, 5)
-
-
 def test_session_in_chunks_gets_the_output_of_the_whole(client: Client) -> None:
     chunk = partial(client.infer, "sensor-forecast", sequence_id=7)
     for _ in range(2):  # sequence_start discards the state of the first round
@@ -194,36 +162,6 @@ def test_session_in_chunks_gets_the_output_of_the_whole(client: Client) -> None:
     with pytest.raises(InferenceServerException) as raised:
         chunk(client.tensor("inputs", ROWS[:1].astype("f4"), "FP32"))
     assert raised.value.status() in ("404", "StatusCode.NOT_FOUND")
-
-
-@pytest.mark.parametrize(
-    ("options", "statuses", "text"),
-    [
-        ({"model_name": "nobody"}, ("404", "StatusCode.NOT_FOUND"), "unknown model nobody"),
-        ({"model_version": "9"}, ("404", "StatusCode.NOT_FOUND"), "no version 9"),
-        ({"sequence_id": 7, "sequence_start": True}, ("400", "StatusCode.INVALID_ARGUMENT"), "leave session out"),
-        ({"timeout": 10**9}, ("400", "StatusCode.INVALID_ARGUMENT"), "SEQSERVE_MAX_DEADLINE_MS"),
-        ({"timeout": 1}, ("504", "StatusCode.DEADLINE_EXCEEDED"), "deadline"),
-    ],
-)
-def test_client_reads_errors(client: Client, options: dict[str, Any], statuses: tuple[str, str], text: str) -> None:
-    with pytest.raises(InferenceServerException, match=text) as raised:
-        client.calls.infer(**{"model_name": "words", "inputs": [client.text("how far")], **options})
-    assert raised.value.status() == statuses[client.transport == "grpc"]
-
-
-def test_unsupported_extensions_are_refused(client: Client) -> None:
-    shared = client.library.InferInput("text", [1], "BYTES")
-    shared.set_shared_memory("mine", 8)
-    for call in (
-        partial(client.calls.infer, "words", [shared]),
-        partial(client.calls.register_system_shared_memory, "mine", "/mine", 8),
-        client.calls.get_trace_settings,
-        partial(client.calls.load_model, "halver", files={"file:1/model.bin": b"x"}, config="{}"),
-    ):
-        with pytest.raises(InferenceServerException) as raised:
-            call()
-        assert raised.value.status() in ("501", "StatusCode.UNIMPLEMENTED")
 
 
 def test_asynchronous_client(client: Client) -> None:
@@ -242,22 +180,6 @@ def slow(steps: int) -> Any:
     message = METHODS["ModelInfer"].request_type(model_name="sensors", raw_input_contents=[bytes(12 * steps)])
     message.inputs.add(name="inputs", datatype="FP32", shape=[1, steps, 3])
     return message
-
-
-def test_cancelled_call_is_cancelled_in_the_engine(server: Server) -> None:
-    gone, cancelled = (
-        server.metric("seqserve_requests_total", outcome="client_gone"),
-        server.metric("seqserve_cancelled_total"),
-    )
-    client, answers = Client(server, "grpc"), queue.Queue[Any]()
-    tensor = client.tensor("inputs", np.zeros((1, 100_000, 3), np.float32), "FP32")
-    running = client.calls.async_infer("sensors", [tensor], lambda _, error: answers.put(error))
-    eventually(lambda: server.metric("seqserve_sequences_begun") == 1)
-    running.cancel()
-    assert "CANCELLED" in str(answers.get(timeout=60))
-    eventually(lambda: server.metric("seqserve_requests_total", outcome="client_gone") == gone + 1)
-    eventually(lambda: server.metric("seqserve_cancelled_total") == cancelled + 1)
-    client.calls.close()
 
 
 def test_calls_cancelled_at_any_time_leave_nothing_behind(server: Server) -> None:

@@ -10,7 +10,6 @@ PLANTED names faults of a server, separated by commas:
 - slow-device: each batch waits DEVICE_SECONDS, in which a device would compute: it takes no processor time;
 - slow-frontend: a frontend or its decoder waits FRONTEND_SECONDS while it decodes a request to /infer or to ModelInfer: it takes no
   processor time;
-- short-ticks: one tick of a frontend's event loop starts one request, and all others wait;
 - damaged: once the file DAMAGED exists, every model computes wrong scores;
 - gated-device: a batch stays in flight until the file GATE lets it end. It contains `open`, or a number of batches;
 - dated-device: as slow-device, and the engine appends a line to the file ROWS for each batch: its rows, and how many of their deadlines had
@@ -418,10 +417,6 @@ def into_decoders(worker: Any, fault: str) -> None:
     worker.PARSERS = {api: partial(planted, parse) for api, parse in parsers.items()}
 
 
-def into_start_queues(start_queue: Any, fault: str) -> None:
-    start_queue.SLICE_SECONDS = 0.0
-
-
 def into_constants(value: float, module: Any, name: str) -> None:
     constant = name.rpartition(".")[2]
     assert hasattr(module, constant), f"there is no constant {name}"
@@ -492,7 +487,6 @@ DECODING = (
     *((f"service.frontend.{module}", into_decoding) for module in ("rest.infer", "oip.grpc_infer")),
     ("service.frontend.decoder.worker", into_decoders),
 )
-STARTS = ("service.frontend.start_queue", into_start_queues)
 DEVICE = (ENCODER, into_encoders)
 Plants = tuple[tuple[str, Callable[[Any, str], None]], ...]
 PLANTS: dict[str, Plants] = {
@@ -503,7 +497,6 @@ PLANTS: dict[str, Plants] = {
     "deadly": ((ENCODER, into_loads), (DEVICE_ENGINE, into_batches_of_a_model)),
     "slow-device": (DEVICE,),
     "slow-frontend": DECODING,
-    "short-ticks": (STARTS,),
     "dated-device": (DEVICE, (BATCHER, into_batchers)),
     "gated-device": ((DEVICE_ENGINE, into_gates), (SCHEDULER, into_schedulers)),
     "damaged": ((ENCODER, into_models),),
