@@ -85,33 +85,11 @@ def test_killed_supervisor_leaves_no_process_behind(stopped: str, folder: Path, 
         assert [names[pid] for pid in left] == []
 
 
-def test_killed_frontend_and_stopped_service_leave_no_decoder(folder: Path, tmp_path: Path) -> None:
-    body = json.dumps(REQUEST) + " " * (64 << 10)
-
-    def decoder(server: Server) -> int:
-        assert httpx.post(f"{server.address}/infer", content=body, timeout=LIMIT_SECONDS, trust_env=False).status_code == 200
-        return int(server.events("decoder started")[-1]["pid"])
-
-    with serving(folder, tmp_path, lame_duck_seconds="0") as server:
-        first = decoder(server)
-        os.kill(server.pid("frontend-0"), signal.SIGKILL)
-        eventually(lambda: not alive(first))
-        eventually(server.ready)
-        second = decoder(server)
-        assert second != first and server.stop(signal.SIGTERM) == 0
-        eventually(lambda: not alive(second))
-
-
-@pytest.mark.parametrize(
-    ("port", "hello"),
-    [("address", b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"), ("grpc", peer.PREFACE + peer.settings())],
-)
-def test_connections_are_spread_and_a_frontend_that_hangs_or_ended_holds_none(
-    port: str, hello: bytes, folder: Path, tmp_path: Path
-) -> None:
+def test_connections_are_spread_and_a_frontend_that_hangs_or_ended_holds_none(folder: Path, tmp_path: Path) -> None:
+    hello = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
     count = 64
     with serving(folder, tmp_path, "--frontends", "4", idle_seconds="600") as server, ExitStack() as clients:
-        host, _, number = getattr(server, port).removeprefix("http://").rpartition(":")
+        host, _, number = server.address.removeprefix("http://").rpartition(":")
 
         def connect() -> None:
             client = clients.enter_context(closing(socket.create_connection((host, int(number)), LIMIT_SECONDS)))

@@ -8,21 +8,19 @@ import resource
 import shutil
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
-from kernels.folder import CACHE
 from service.modeling import spec
 from tests import models
 from tests.accumulator import Account
 from tests.long.environment import compiled, full_disk
 from tests.raw_websocket import connection
 from tests.reloading import TEXT, answered, load
-from tests.serving import Server, answering, check_unharmed, eventually, serving
+from tests.serving import answering, check_unharmed, eventually, serving
 from tests.steady import processes
 
 BODY = {"model": "words", "inputs": [TEXT]}
@@ -77,41 +75,24 @@ def test_requests_loads_and_traces_continue_after_a_full_disk(folder: Path, tmp_
         check_unharmed(server)
 
 
-def test_service_without_a_cache_folder_answers(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file is in the path of the folder. Models run without compiled code, and the log has a warning."""
-    (tmp_path / "file").touch()
-    monkeypatch.setenv(CACHE, str(tmp_path / "file" / "cache"))
-    with serving(folder, tmp_path, "--device", "cpu") as server:
-        assert answered(server)[0] == "1"
-        [warning] = server.events("cpu kernels not compiled")
-        assert "cannot be written" in warning["reason"]
-
-
 # The wall clock jumps by an hour and by a year, forwards and back.
 
 HOUR, YEAR = 3600, 365 * 86_400
 JUMPS = (HOUR, 0, -HOUR, YEAR, -YEAR, 0)
 """Seconds that the wall clock is ahead, in sequence."""
-PAUSE_SECONDS, IDLE_SECONDS = 2.5, 5.0
-"""Between two jumps: longer than the supervisor waits for a heartbeat. After the second time a session expires."""
-
-
-@contextmanager
-def jumping(scratch: Path, **settings: str) -> Iterator[tuple[Server, Path]]:
-    """Run a server whose wall clock is ahead by the time in the yielded file."""
-    jump = scratch / "jump"
-    jump.write_text("0")
-    models.accumulator(scratch / "accumulators")
-    with ExitStack() as stack:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("LD_PRELOAD", str(compiled("wall_clock.c", scratch)))
-            patch.setenv("CLOCK_JUMP", str(jump))
-            server = stack.enter_context(serving(scratch / "accumulators", scratch, **settings))
-        yield server, jump
+PAUSE_SECONDS = 2.5
+"""Between two jumps: longer than the supervisor waits for a heartbeat."""
 
 
 def test_jumps_of_the_wall_clock_change_no_session_and_no_process(tmp_path: Path) -> None:
-    with jumping(tmp_path, session_idle_seconds="60") as (server, jump):
+    jump = tmp_path / "jump"
+    jump.write_text("0")
+    models.accumulator(tmp_path / "accumulators")
+    with ExitStack() as stack:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("LD_PRELOAD", str(compiled("wall_clock.c", tmp_path)))
+            patch.setenv("CLOCK_JUMP", str(jump))
+            server = stack.enter_context(serving(tmp_path / "accumulators", tmp_path, session_idle_seconds="60"))
         before = processes(server)
         assert server.infer("accumulator", [[2]], session="kept").status_code == 200
         with answering(server, {"model": "accumulator", "inputs": [[2, 2, 0]], "deadline_ms": 30_000}):

@@ -1,17 +1,14 @@
-"""Long sequences do not delay short ones, and static batching is far behind: the goals of the scheduler, on a virtual clock.
+"""Long sequences do not delay short ones: the goal of the scheduler, on a virtual clock.
 
-The scheduler of the service and static batching answer the same seeded arrivals. A batch takes exactly its predicted time, is chosen when
-the device is free, and is answered when it ends. Time outside of the engine is not simulated.
+The scheduler of the service answers seeded arrivals. A batch takes exactly its predicted time, is chosen when the device is free, and is
+answered when it ends. Time outside of the engine is not simulated.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections import deque
-from collections.abc import Sequence
 from itertools import accumulate, islice
-from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -35,8 +32,8 @@ COUNT = 20_000
 """Sequences of a run."""
 FROM, TO = 0.1, 0.8
 """Shares of a run between which arrivals count: before, queues are too short; after, the last sequences have the device alone."""
-CAPACITY_ALONE, CAPACITY_MIXED, CAPACITY_STATIC = 1_635_000, 486_000, 26_500
-"""Sequences per second that the device can answer: the scheduler only short ones and the mixture, static batching the mixture."""
+CAPACITY_ALONE, CAPACITY_MIXED = 1_635_000, 486_000
+"""Sequences per second that the device can answer: only short ones, and the mixture."""
 
 
 class SimulatedSequence(QueuedSequence):
@@ -51,59 +48,6 @@ class SimulatedSequence(QueuedSequence):
         self.answered = math.nan
 
 
-class Batch(NamedTuple):
-    """A batch on the device. longest, tokens: padding included; done: sequences that end with it."""
-
-    longest: int
-    tokens: int
-    done: list[SimulatedSequence]
-
-
-class Policy(Protocol):
-    """A queue in front of the device."""
-
-    def add(self, sequence: SimulatedSequence) -> None: ...
-
-    def next_batch(self) -> Batch | None: ...
-
-
-class Continuous:
-    """The scheduler of the service."""
-
-    def __init__(self, budget_seconds: float) -> None:
-        settings = Settings()
-        sizes = limits(1 << 40, settings.max_batch_sequences, settings.max_batch_tokens, budget_seconds)
-        self._scheduler: Scheduler[SimulatedSequence] = Scheduler(
-            sizes, lambda _: COST, lambda _: SLOTS - self._scheduler.begun
-        )
-
-    def add(self, sequence: SimulatedSequence) -> None:
-        self._scheduler.add(MODEL, [sequence], now=sequence.came)
-
-    def next_batch(self) -> Batch | None:
-        scheduled = self._scheduler.next_batch()
-        if scheduled is None:
-            return None
-        steps = [part.steps for part in scheduled.parts]
-        return Batch(max(steps), sum(steps), [part.sequence for part in scheduled.parts if part.last])
-
-
-class Static:
-    """Runs the sequences that wait when the device is free, each sequence whole and padded to the longest."""
-
-    def __init__(self) -> None:
-        self._max_rows = Settings().max_batch_sequences
-        self._queue: deque[SimulatedSequence] = deque()
-
-    def add(self, sequence: SimulatedSequence) -> None:
-        self._queue.append(sequence)
-
-    def next_batch(self) -> Batch | None:
-        taken = [self._queue.popleft() for _ in range(min(self._max_rows, len(self._queue)))]
-        lengths = [sequence.steps for sequence in taken]
-        return Batch(max(lengths), max(lengths) * len(lengths), taken) if taken else None
-
-
 def arrivals(rate: float, long_share: float, seed: int = 0) -> list[SimulatedSequence]:
     """Return COUNT sequences that arrive at a mean rate of `rate` a second, of which a share is long."""
     chance = random.Random(seed)
@@ -111,41 +55,29 @@ def arrivals(rate: float, long_share: float, seed: int = 0) -> list[SimulatedSeq
     return [SimulatedSequence(LONG if chance.random() < long_share else SHORT, moment) for moment in moments]
 
 
-def answer(policy: Policy, sequences: Sequence[SimulatedSequence]) -> None:
-    """Answer every sequence."""
-    now, admitted = 0.0, 0
-    while True:
-        while admitted < len(sequences) and sequences[admitted].came <= now:
-            policy.add(sequences[admitted])
-            admitted += 1
-        batch = policy.next_batch()
-        if batch is not None:
-            now += COST.of(batch.longest, batch.tokens)
-            for sequence in batch.done:
-                assert math.isnan(sequence.answered), "a sequence is answered once"
-                sequence.answered = now
-        elif admitted < len(sequences):
+def p99_of_short(rate: float, long_share: float) -> float:
+    """Answer every sequence, and return the 99th percentile of the latency of short sequences in seconds."""
+    settings = Settings()
+    sizes = limits(1 << 40, settings.max_batch_sequences, settings.max_batch_tokens, BUDGET_SECONDS)
+    scheduler: Scheduler[SimulatedSequence] = Scheduler(sizes, lambda _: COST, lambda _: SLOTS - scheduler.begun)
+    sequences, now, admitted = arrivals(rate, long_share), 0.0, 0
+    while (batch := scheduler.next_batch()) is not None or admitted < COUNT:
+        if batch is None:
             now = sequences[admitted].came
         else:
-            return
-
-
-def p99_of_short(policy: Policy, rate: float, long_share: float) -> float:
-    """Return the 99th percentile of the latency of short sequences in seconds."""
-    sequences = arrivals(rate, long_share)
-    answer(policy, sequences)
+            steps = [part.steps for part in batch.parts]
+            now += COST.of(max(steps), sum(steps))
+            for sequence in [part.sequence for part in batch.parts if part.last]:
+                assert math.isnan(sequence.answered), "a sequence is answered once"
+                sequence.answered = now
+        while admitted < COUNT and sequences[admitted].came <= now:
+            scheduler.add(MODEL, [sequences[admitted]], now=sequences[admitted].came)
+            admitted += 1
     span = sequences[-1].came
     counted = [each for each in sequences if each.steps == SHORT and FROM <= each.came / span <= TO]
     return float(np.percentile([each.answered - each.came for each in counted], 99))
 
 
 def test_short_sequences_meet_their_latency_goals() -> None:
-    p99_alone = p99_of_short(Continuous(BUDGET_SECONDS), LOAD * CAPACITY_ALONE, 0.0)
-    p99_mixed = p99_of_short(Continuous(BUDGET_SECONDS), LOAD * CAPACITY_MIXED, LONG_SHARE)
+    p99_alone, p99_mixed = p99_of_short(LOAD * CAPACITY_ALONE, 0.0), p99_of_short(LOAD * CAPACITY_MIXED, LONG_SHARE)
     assert p99_mixed <= p99_alone + 1.5 * BUDGET_SECONDS
-
-
-def test_static_batching_takes_five_times_as_long() -> None:
-    policies = (Continuous(BUDGET_SECONDS), Static())
-    ours, static = (p99_of_short(policy, LOAD * CAPACITY_STATIC, LONG_SHARE) for policy in policies)
-    assert static >= 5 * ours

@@ -8,7 +8,7 @@ from __future__ import annotations
 import select
 import socket
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -34,21 +34,6 @@ LARGE = [[0.5, 1.5, 2.5]] * 10_000
 HEAD = b"POST /infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
 
 
-@contextmanager
-def limited(folder: Path, scratch: Path) -> Iterator[tuple[Server, MemoryGroup]]:
-    """Run a server whose control group has a limit."""
-    others = {"service.frontend.body_budget.MAX_RECEIVING_BYTES": MOST}
-    variables = {"max_memory_share": str(REFUSE_SHARE), "session_idle_seconds": "600", "state_slots": "64"}
-    with (
-        constants(others),
-        memory_group("seqserve-limited") as group,
-        serving(folder, scratch, program=group.program, drain_seconds="1", **variables) as server,
-    ):
-        assert server.infer("sensors", [LARGE]).status_code == 200  # its decoder belongs to the base
-        group.limit_to(BASE_SHARE)
-        yield server, group
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("models")
@@ -61,8 +46,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def crowded(folder: Path, tmp_path: Path) -> Iterator[tuple[Server, MemoryGroup]]:
-    """A server and its group. After the test, nothing was killed, and everything is served again."""
-    with limited(folder, tmp_path) as (server, group):
+    """A server whose control group has a limit. After the test, nothing was killed, and everything is served again."""
+    variables = {"max_memory_share": str(REFUSE_SHARE), "session_idle_seconds": "600", "state_slots": "64"}
+    with (
+        constants({"service.frontend.body_budget.MAX_RECEIVING_BYTES": MOST}),
+        memory_group("seqserve-limited") as group,
+        serving(folder, tmp_path, program=group.program, drain_seconds="1", **variables) as server,
+    ):
+        assert server.infer("sensors", [LARGE]).status_code == 200  # its decoder belongs to the base
+        group.limit_to(BASE_SHARE)
         yield server, group
         assert (group.kills(), server.events("child ended")) == (0, [])
         eventually(lambda: server.infer("sensors", [LARGE]).status_code == 200)

@@ -109,12 +109,6 @@ def test_quality_through_the_service_is_that_of_the_training(
         )
 
 
-def test_text_classifier_learns(evaluate: Any, data: Path, tmp_path: Path) -> None:
-    words = ("--epochs=12", "--patience=12", "--batch=8", "--dropout=0.1", "--rate=0.01", "--push=0")
-    record = train(evaluate, "text", data, tmp_path, *words)
-    assert record["quality"]["accuracy_percent"] > 90 and 1 <= record["epoch"] <= 12
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("espeak-ng") is None, reason="espeak-ng is missing: make programs PROGRAMS=speech")
 def test_keyword_recipe_hears_through_the_service(evaluate: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,20 +127,6 @@ def test_keyword_recipe_hears_through_the_service(evaluate: Any, tmp_path: Path,
     assert served["quality"] == pytest.approx(record["quality"], nan_ok=True)
     printed = capsys.readouterr()
     assert "noise.raw, 2.0 s: " in printed.out and "has no model 'other'" in printed.err
-
-
-@pytest.mark.parametrize(
-    ("task", "message"),
-    [("text", "0 DESC, 1 ENTY"), ("spans", "make_sets.py"), ("series", "PROGRAMS=series"), ("keyword", "PROGRAMS=speech")],
-)
-def test_missing_data_is_explained(
-    task: str, message: str, evaluate: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    main = importlib.import_module("training.recipe").main
-    assert main(evaluate.RECIPES[task], "", ["--quick", "--data", str(tmp_path), "--models", str(tmp_path)]) == 2
-    assert message in capsys.readouterr().err and list(tmp_path.iterdir()) == []
-    assert evaluate.main([task, "--data", str(tmp_path)]) == 2
 
 
 # Parts of the training.

@@ -123,15 +123,6 @@ def check_volumes(chart: Rendered) -> None:
     assert needed <= writable
 
 
-def check_privileges(chart: Rendered) -> None:
-    context, has = chart.pod["securityContext"], chart.container["securityContext"]
-    user, group = (int(id) for id in instructions("USER")[-1].split(":"))
-    assert (context["runAsUser"], context["runAsGroup"], context["fsGroup"]) == (user, group, group)
-    assert context["runAsNonRoot"] and has["readOnlyRootFilesystem"]
-    assert has["allowPrivilegeEscalation"] is False and has["capabilities"]["drop"] == ["ALL"]
-    assert chart.pod["automountServiceAccountToken"] is False
-
-
 def check_scaling(chart: Rendered) -> None:
     """KEDA divides a query by the number of pods, so it has to be a sum. For the other autoscaler, prometheus-adapter computes rates."""
     scalers, name = chart.of_kind("HorizontalPodAutoscaler", "ScaledObject"), chart.of_kind("Service")[0]["metadata"]["name"]
