@@ -1,4 +1,4 @@
-"""`seqserve bench`: invalid options, and a smoke test on a running server. `tests/long/test_loadtest.py` has every kind of load."""
+"""`seqserve bench`: invalid options, and a smoke test on a running server. `tests/long/test_load_scenarios.py` has whole scenarios."""
 
 from __future__ import annotations
 

@@ -26,8 +26,6 @@ from tests.serving import Server
 
 KINDS = ("http", "grpc", "session", "stream")
 MOST_STEPS, CHUNKS = 20, 4
-MOVED = 0.05
-"""Share of the chunks of sessions after which the session is exported, deleted and imported again."""
 PATIENCE_SECONDS = 60.0
 """How long a client waits. An answer that takes longer is lost."""
 PAUSE_SECONDS = 0.05
@@ -180,7 +178,7 @@ class HttpClient(Client):
 
 
 class SessionClient(HttpClient):
-    """One session after another, whose sums continue from chunk to chunk. Some are exported, deleted and imported meanwhile.
+    """One session after another, whose sums continue from chunk to chunk.
 
     A session goes on until its engine ends, or until a frontend that has its chunk ends. After the end of its engine it reports the loss
     once, and then it is unknown.
@@ -195,8 +193,6 @@ class SessionClient(HttpClient):
         count = self._chance.randint(1, 3 * CHUNKS)
         for number in range(count):
             outcome = await self._chunk(end=number == count - 1)
-            if outcome == "ok" and number < count - 1 and self._chance.random() < MOVED:
-                outcome = await self._move()
             if outcome != "ok":
                 break
         else:
@@ -236,25 +232,6 @@ class SessionClient(HttpClient):
         if outcome == "ok":
             self._account = expected
         return outcome
-
-    async def _move(self) -> str:
-        """Export the session, delete it and import it. A session that is lost meanwhile is left."""
-        state = b""
-        for verb in ("GET", "DELETE", "PUT"):
-
-            async def send(verb: str = verb) -> tuple[str, None]:
-                nonlocal state
-                body = state if verb == "PUT" else b""
-                head = f"{verb} /sessions/{self._name}/state HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
-                code, reply = await self.send(head.encode() + body)
-                state = reply if verb == "GET" else state
-                return code, None
-
-            if (outcome := await self.ask(send, None, f"{verb} {self._name}")) != "ok":
-                if verb != "GET":
-                    self._account = NEW
-                return outcome
-        return "ok"
 
 
 class GrpcClient(Client):

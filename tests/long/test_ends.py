@@ -1,4 +1,4 @@
-"""Processes that are killed, that hang, that end with a model, and that are told to stop: what is left, and who is answered."""
+"""Processes that are killed, that hang, and that end with a model: what is left, and who is answered."""
 
 from __future__ import annotations
 
@@ -6,32 +6,22 @@ import json
 import os
 import signal
 import socket
-import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
-import grpc
 import httpx
-import numpy as np
 import pytest
-import tritonclient.grpc as triton
-from grpc_health.v1 import health_pb2
-from grpc_health.v1.health_pb2_grpc import HealthStub
-from tritonclient.grpc import service_pb2
 
 from service.engine.known_answers import CHECK_SECONDS
 from service.frontend.oip.grpc_application import STREAM_PATH
 from service.supervisor.trials import MAX_ENDS
 from tests import models, planted
 from tests.frontend.http2 import peer
-from tests.long.fuzz.wire.grpc import frames_of
+from tests.long.fuzz.traffic import frames_of
 from tests.long.overload import LAGS, Lag
 from tests.planted import DEADLY_MODEL
-from tests.raw_websocket import PING, PONG, close_code, frame, open_socket, receive_frame
 from tests.reloading import TEXT, answered, load
 from tests.serving import LIMIT_SECONDS, Server, alive, answering, asking, descendants, eventually, serving
 
@@ -95,33 +85,11 @@ def test_killed_supervisor_leaves_no_process_behind(stopped: str, folder: Path, 
         assert [names[pid] for pid in left] == []
 
 
-def test_killed_frontend_and_stopped_service_leave_no_decoder(folder: Path, tmp_path: Path) -> None:
-    body = json.dumps(REQUEST) + " " * (64 << 10)
-
-    def decoder(server: Server) -> int:
-        assert httpx.post(f"{server.address}/infer", content=body, timeout=LIMIT_SECONDS, trust_env=False).status_code == 200
-        return int(server.events("decoder started")[-1]["pid"])
-
-    with serving(folder, tmp_path, lame_duck_seconds="0") as server:
-        first = decoder(server)
-        os.kill(server.pid("frontend-0"), signal.SIGKILL)
-        eventually(lambda: not alive(first))
-        eventually(server.ready)
-        second = decoder(server)
-        assert second != first and server.stop(signal.SIGTERM) == 0
-        eventually(lambda: not alive(second))
-
-
-@pytest.mark.parametrize(
-    ("port", "hello"),
-    [("address", b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"), ("grpc", peer.PREFACE + peer.settings())],
-)
-def test_connections_are_spread_and_a_frontend_that_hangs_or_ended_holds_none(
-    port: str, hello: bytes, folder: Path, tmp_path: Path
-) -> None:
+def test_connections_are_spread_and_a_frontend_that_hangs_or_ended_holds_none(folder: Path, tmp_path: Path) -> None:
+    hello = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
     count = 64
     with serving(folder, tmp_path, "--frontends", "4", idle_seconds="600") as server, ExitStack() as clients:
-        host, _, number = getattr(server, port).removeprefix("http://").rpartition(":")
+        host, _, number = server.address.removeprefix("http://").rpartition(":")
 
         def connect() -> None:
             client = clients.enter_context(closing(socket.create_connection((host, int(number)), LIMIT_SECONDS)))
@@ -217,18 +185,6 @@ def test_model_that_ends_engines_becomes_unavailable_and_the_other_is_served(
         assert server.metric("seqserve_requests_total", model="words", outcome="engine_lost") == 0
 
 
-def test_version_whose_load_ends_engines_is_not_loaded(deadly: Path, folder: Path, tmp_path: Path) -> None:
-    """The load fails with the first end. The version that was served before is served on."""
-    with serving(folder, tmp_path, "--device", "cpu,cpu") as server:
-        deadly.write_text("load")
-        models.words(folder, DEADLY_MODEL, version=2)
-        assert "ended while it loaded deadly version 2" in load(server, DEADLY_MODEL, status=503)["error"]
-        deadly.write_text("")
-        eventually(lambda: server.ready() and server.infer(DEADLY_MODEL, [TEXT]).status_code == 200, RESTARTS_SECONDS)
-        assert server.infer(DEADLY_MODEL, [TEXT]).json()["version"] == "1"
-        assert ends(server) == [[f"{DEADLY_MODEL}/2"]] * 2, "each engine ended once"
-
-
 def test_service_runs_without_what_only_linux_has(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It answers, loads a new version of a model, and restarts an engine that died."""
     planted.plant("portable", monkeypatch)
@@ -242,16 +198,6 @@ def test_service_runs_without_what_only_linux_has(folder: Path, tmp_path: Path, 
 
 
 # Clients that have gone without closing their connections: the pings of the service find them.
-
-
-def test_websocket_that_answers_no_ping_is_closed(models_folder: Path, tmp_path: Path) -> None:
-    deadlines = {"default_deadline_ms": "1000", "max_deadline_ms": "1000"}
-    with serving(models_folder, tmp_path, **deadlines) as server, open_socket(server) as dead, open_socket(server) as silent:
-        opcode, payload = receive_frame(silent)
-        assert opcode == PING
-        silent.sendall(frame(PONG, payload))
-        assert close_code(dead) == 1011
-        assert receive_frame(silent)[0] == PING
 
 
 def test_grpc_client_that_answers_no_ping_is_closed_within_80_seconds(folder: Path, tmp_path: Path) -> None:
@@ -269,99 +215,3 @@ def test_grpc_client_that_answers_no_ping_is_closed_within_80_seconds(folder: Pa
             seconds = time.monotonic() - began
     assert [frame.payload for frame in frames_of(received) if frame.kind == peer.PING] == [b"are you?"]
     assert seconds <= 82 + LAGS * lag.worst
-
-
-# The service is told to stop while it has calls of gRPC.
-
-SERVICE = "/inference.GRPCInferenceService"
-DRAINING = {"lame_duck_seconds": "60", "drain_seconds": "300", "default_deadline_ms": "300000", "max_deadline_ms": "300000"}
-"""Long enough for a busy machine to answer the requests that a test sends before the ports close. An interrupt ends the lame duck."""
-
-
-def rows(steps: int) -> Any:
-    """Return the input of a call of sensors: one sequence."""
-    array = np.full((1, steps, 3), 0.1, np.float32)
-    return triton.InferInput("inputs", list(array.shape), "FP32").set_data_from_numpy(array)
-
-
-def infer(server: Server, steps: int) -> bool:
-    with triton.InferenceServerClient(server.grpc) as client:
-        return bool(client.infer("sensors", [rows(steps)]).as_numpy("label").size)
-
-
-def test_sigterm_drains_without_loss_and_frees_the_port(models_folder: Path, tmp_path: Path) -> None:
-    """Accepted calls are answered. Clients that only watch the health do not delay the stop."""
-    done, port_closing = list[bool](), threading.Event()
-    text = triton.InferInput("text", [1, 1], "BYTES").set_data_from_numpy(np.array([["how far"]], np.object_))
-    with serving(models_folder, tmp_path, "--frontends", "2", **DRAINING) as server:
-
-        def keep_calling() -> None:
-            with triton.InferenceServerClient(server.grpc) as client:
-                while True:
-                    try:
-                        done.append(client.infer("words", [text]).as_numpy("label").size == 1)
-                    except triton.InferenceServerException as error:
-                        # gRPC cancels calls that it has not passed to a handler yet.
-                        assert port_closing.is_set() and ("UNAVAILABLE" in str(error) or "CANCELLED" in str(error)), error
-                        return
-
-        def arrived() -> float:
-            return server.metric("seqserve_stage_seconds_count", model="sensors", stage="channel")
-
-        with grpc.insecure_channel(server.grpc) as channel, ThreadPoolExecutor(12) as pool:
-            watch = HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=600)
-            assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
-            clients = [pool.submit(keep_calling) for _ in range(4)]
-            try:
-                eventually(lambda: len(done) > 20)
-                before = arrived()
-                slow = [pool.submit(infer, server, 20_000) for _ in range(5)]
-                eventually(lambda: arrived() == before + len(slow))
-                server.process.terminate()
-                assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
-                assert httpx.get(f"{server.address}/readyz", trust_env=False).status_code == 503
-                count = len(done)
-                eventually(lambda: len(done) > count)
-            finally:
-                port_closing.set()
-                server.process.send_signal(signal.SIGINT)
-            assert all(call.result() for call in slow)
-            for client in clients:
-                client.result()
-            assert server.process.wait(600) == 0
-    socket.create_server(("127.0.0.1", int(server.grpc.rpartition(":")[2]))).close()
-
-
-def test_calls_longer_than_the_drain_are_cut_off(models_folder: Path, tmp_path: Path) -> None:
-    short = {"lame_duck_seconds": "0.1", "drain_seconds": "0.2"}
-    with serving(models_folder, tmp_path, **short) as server, ThreadPoolExecutor(8) as pool:
-        os.kill(server.pid("engine-0"), signal.SIGSTOP)  # so that no call ends before the drain
-        calls = [pool.submit(infer, server, 1) for _ in range(8)]
-        eventually(lambda: server.metric("seqserve_requests_in_flight") == 8)
-        server.process.terminate()
-        assert all("UNAVAILABLE" in str(call.exception(60)) for call in calls)
-        assert server.process.wait(60) == 0
-        assert not server.events("bug") + server.events("library warning")
-
-
-def test_stream_ends_with_unavailable_after_its_last_reply(models_folder: Path, tmp_path: Path) -> None:
-    request = service_pb2.ModelInferRequest(model_name="sensors", raw_input_contents=[bytes(12 * 75_000)])
-    request.inputs.add(name="inputs", datatype="FP32", shape=[1, 75_000, 3])
-    hold = threading.Event()
-
-    def requests() -> Iterator[Any]:
-        for number in range(5):
-            yield service_pb2.ModelInferRequest(id=str(number)).SerializeToString() + request.SerializeToString()
-        hold.wait()
-
-    with serving(models_folder, tmp_path, **DRAINING) as server, grpc.insecure_channel(server.grpc) as channel:
-        read = service_pb2.ModelStreamInferResponse.FromString
-        answers = channel.stream_stream(f"{SERVICE}/ModelStreamInfer", response_deserializer=read)(requests())
-        replied = [next(answers).infer_response.id]
-        server.process.send_signal(signal.SIGINT)
-        with pytest.raises(grpc.RpcError) as ended:
-            replied.extend(answer.infer_response.id for answer in iter(lambda: next(answers), None))
-        hold.set()
-        assert ended.value.code() == grpc.StatusCode.UNAVAILABLE and "the service is shutting down" in ended.value.details()
-        assert replied == [str(number) for number in range(5)]
-        assert server.process.wait(600) == 0

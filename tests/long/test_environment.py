@@ -8,23 +8,19 @@ import resource
 import shutil
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
 
-import httpx
 import pytest
 
-from kernels.folder import CACHE
 from service.modeling import spec
 from tests import models
 from tests.accumulator import Account
 from tests.long.environment import compiled, full_disk
-from tests.planted import constants
 from tests.raw_websocket import connection
 from tests.reloading import TEXT, answered, load
-from tests.serving import Server, answering, check_unharmed, eventually, serving
+from tests.serving import answering, check_unharmed, eventually, serving
 from tests.steady import processes
 
 BODY = {"model": "words", "inputs": [TEXT]}
@@ -79,52 +75,24 @@ def test_requests_loads_and_traces_continue_after_a_full_disk(folder: Path, tmp_
         check_unharmed(server)
 
 
-def test_service_without_a_cache_folder_answers(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file is in the path of the folder. Models run without compiled code, and the log has a warning."""
-    (tmp_path / "file").touch()
-    monkeypatch.setenv(CACHE, str(tmp_path / "file" / "cache"))
-    with serving(folder, tmp_path, "--device", "cpu") as server:
-        assert answered(server)[0] == "1"
-        [warning] = server.events("cpu kernels not compiled")
-        assert "cannot be written" in warning["reason"]
-
-
-def test_polled_folder_is_served_as_it_changes(folder: Path, tmp_path: Path) -> None:
-    polling = {"service.supervisor.reload.POLL_SECONDS": 0.1}
-    with constants(polling), serving(folder, tmp_path, reload="poll", versions="latest") as server:
-        models.words(folder, version=2, seed=2)
-        eventually(lambda: answered(server)[0] == "2")
-        shutil.rmtree(folder / "words" / "2")
-        eventually(lambda: answered(server)[0] == "1")
-        shutil.rmtree(folder / "words")
-        eventually(lambda: httpx.get(f"{server.address}/models", trust_env=False).json()["models"] == [])
-
-
 # The wall clock jumps by an hour and by a year, forwards and back.
 
 HOUR, YEAR = 3600, 365 * 86_400
 JUMPS = (HOUR, 0, -HOUR, YEAR, -YEAR, 0)
 """Seconds that the wall clock is ahead, in sequence."""
-PAUSE_SECONDS, IDLE_SECONDS = 2.5, 5.0
-"""Between two jumps: longer than the supervisor waits for a heartbeat. After the second time a session expires."""
-
-
-@contextmanager
-def jumping(scratch: Path, **settings: str) -> Iterator[tuple[Server, Path]]:
-    """Run a server whose wall clock is ahead by the time in the yielded file."""
-    jump = scratch / "jump"
-    jump.write_text("0")
-    models.accumulator(scratch / "accumulators")
-    with ExitStack() as stack:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("LD_PRELOAD", str(compiled("wall_clock.c", scratch)))
-            patch.setenv("CLOCK_JUMP", str(jump))
-            server = stack.enter_context(serving(scratch / "accumulators", scratch, **settings))
-        yield server, jump
+PAUSE_SECONDS = 2.5
+"""Between two jumps: longer than the supervisor waits for a heartbeat."""
 
 
 def test_jumps_of_the_wall_clock_change_no_session_and_no_process(tmp_path: Path) -> None:
-    with jumping(tmp_path, session_idle_seconds="60") as (server, jump):
+    jump = tmp_path / "jump"
+    jump.write_text("0")
+    models.accumulator(tmp_path / "accumulators")
+    with ExitStack() as stack:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("LD_PRELOAD", str(compiled("wall_clock.c", tmp_path)))
+            patch.setenv("CLOCK_JUMP", str(jump))
+            server = stack.enter_context(serving(tmp_path / "accumulators", tmp_path, session_idle_seconds="60"))
         before = processes(server)
         assert server.infer("accumulator", [[2]], session="kept").status_code == 200
         with answering(server, {"model": "accumulator", "inputs": [[2, 2, 0]], "deadline_ms": 30_000}):
@@ -138,14 +106,3 @@ def test_jumps_of_the_wall_clock_change_no_session_and_no_process(tmp_path: Path
         assert server.infer("accumulator", [[2]]).status_code == 200
         ahead = server.metric("seqserve_last_answer_time_seconds") - datetime.now(UTC).timestamp()
         assert abs(ahead - YEAR) < HOUR, "the service has seen the jumps"
-
-
-def test_session_expires_by_the_time_that_passes(tmp_path: Path) -> None:
-    """Not sooner after a jump ahead, and not later after a jump back."""
-    with jumping(tmp_path, session_idle_seconds=str(IDLE_SECONDS)) as (server, jump):
-        for name, seconds in (("ahead", YEAR), ("back", -YEAR)):
-            began = time.monotonic()
-            assert server.infer("accumulator", [[2]], session=name).status_code == 200
-            jump.write_text(str(seconds))
-            eventually(lambda: server.metric("seqserve_sessions") == 0)
-            assert time.monotonic() - began >= IDLE_SECONDS - 0.1, name

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from service.importers.draft import ImportRefused
 from tests.importers import torch_models
 from tests.importers.keras import test_cases as keras_cases
 from tests.importers.keras.builders import Case as KerasCase
@@ -15,7 +14,6 @@ from tests.importers.onnx import test_cases as onnx_cases
 from tests.importers.onnx import test_exports as onnx_exports
 from tests.importers.onnx.graphs import Case as Graph
 from tests.importers.onnx.graphs import assert_case as assert_graph
-from tests.importers.onnx.graphs import imported
 from tests.importers.pytorch import test_cases as state_dicts
 from tests.importers.pytorch.cases import CASES as STATE_DICTS
 from tests.importers.pytorch.cases import Case as StateDict
@@ -87,13 +85,3 @@ def test_program_of_torch_export(sample: Sample, tmp_path: Path) -> None:
 @pytest.mark.parametrize("sample", SCRIPTED, ids=str)
 def test_scripted_module(sample: Sample, how: str, tmp_path: Path) -> None:
     archives.assert_imports(sample, tmp_path, how)
-
-
-@pytest.mark.parametrize(
-    "sample, refused",
-    [(torch_models.PROJECTED[0], "initial state has the shape"), (torch_models.RECURRENT[-1], "takes the step 1")],
-    ids=str,
-)
-def test_wrong_graph_of_the_new_exporter(sample: Sample, refused: str, tmp_path: Path) -> None:
-    with pytest.raises(ImportRefused, match=refused):
-        imported(onnx_exports.exported(sample, sample.module(), dynamo=True), tmp_path)

@@ -2,7 +2,7 @@
 
 Two classes of wrong keys are checked in random order. The slowest checks, which interrupts and other processes have delayed, are left
 out. The statistic t is the difference of the mean times in units of its standard error. It grows with the number of checks if there is
-a difference, and stays near 0 otherwise. The planted leaks show that the test finds a difference.
+a difference, and stays near 0 otherwise.
 """
 
 from __future__ import annotations
@@ -46,14 +46,6 @@ def other_than(character: str) -> str:
     return random.choice(CHARACTERS.replace(character, ""))
 
 
-@pytest.fixture(scope="module")
-def file(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A key file with several keys, and the token of the fourth key."""
-    file = tmp_path_factory.mktemp("timing") / "keys.toml"
-    tokens = [keys.create(file, f"key-{number}", [Scope.INFER], "tenant") for number in range(8)]
-    return file, tokens[3]
-
-
 def wrong_keys(token: str) -> dict[str, Wrong]:
     id, _, secret = token.partition(".")
     return {
@@ -89,19 +81,9 @@ def t_of(policy: AccessPolicy, first: Wrong, second: Wrong, margin_ns: float) ->
     return max(0.0, excess) / sqrt(sum(variances))
 
 
-def differs(file: tuple[Path, str], first: str, second: str) -> bool:
-    """Return whether wrong keys of two classes take different times in each of ATTEMPTS measurements."""
-    policy, wrong = AccessPolicy(Settings(keys=str(file[0]))), wrong_keys(file[1])
-    margin = LOOKUP_NS if "unknown id" in (first, second) else 0.0
-    return all(t_of(policy, wrong[first], wrong[second], margin) > SUSPICIOUS for _ in range(ATTEMPTS))
-
-
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        ("unknown id", "wrong secret"),
-        ("wrong first byte", "wrong last byte"),
-    ],
-)
-def test_time_of_a_check_does_not_tell_what_is_wrong(first: str, second: str, file: tuple[Path, str]) -> None:
-    assert not differs(file, first, second)
+@pytest.mark.parametrize(("first", "second"), [("unknown id", "wrong secret"), ("wrong first byte", "wrong last byte")])
+def test_time_of_a_check_does_not_tell_what_is_wrong(first: str, second: str, tmp_path: Path) -> None:
+    tokens = [keys.create(tmp_path / "keys.toml", f"key-{number}", [Scope.INFER], "tenant") for number in range(8)]
+    policy, wrong = AccessPolicy(Settings(keys=str(tmp_path / "keys.toml"))), wrong_keys(tokens[3])
+    margin = LOOKUP_NS if first == "unknown id" else 0.0
+    assert any(t_of(policy, wrong[first], wrong[second], margin) <= SUSPICIOUS for _ in range(ATTEMPTS))

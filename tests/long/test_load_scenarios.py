@@ -1,31 +1,28 @@
-"""The scenarios of the load test on new servers, each with little load, and the traces of a service."""
+"""The scenarios of the load test on new servers, each with little load."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from loadtest import bench
 from loadtest.__main__ import main
 from loadtest.comparison.contenders import SERVERS
 from loadtest.requests import KINDS
-from loadtest.scenarios.engine import STAGES
 from loadtest.scenarios.fairness import ALONE, BESIDE, UNFAIR
+from loadtest.servers import ROOT
 from service import cli
 from service.access.keys import create
 from service.access.scopes import Scope
 from tests import traces
 from tests.certificates import Authority
-from tests.serving import answering, serving
-
-USERS = ["OneText", "TenTexts", "TokenIds", "Session", "OpenInference"]
-WORDS = {"model": "words", "inputs": ["how far is the sea ?"]}
+from tests.serving import serving
 
 
 @pytest.fixture(autouse=True)
@@ -67,24 +64,15 @@ def test_fairness_measures_every_case(tmp_path: Path) -> None:
     assert [record["case"] for record in records(tmp_path)] == [ALONE, BESIDE, UNFAIR]
 
 
-def test_stages_of_the_engine_add_up(tmp_path: Path) -> None:
-    options = ["--device", "cpu", "--models", "question-type-cnn", "--rows", "4", "--batches", "1", "--seconds", "0.02"]
-    assert main(["engine", *options, "--out", str(tmp_path)]) == 0
-    single, *sizes = records(tmp_path)
-    stages = single["stages_us"]
-    assert stages["total"][0] == pytest.approx(sum(stages[stage][0] for stage in STAGES[:-1]), abs=0.1)
-    assert [size["rows"] for size in sizes] == [1, 2, 4]
-
-
-def test_locust_reports_failed_requests(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """A new server with the embedded models refuses requests with more than five inputs."""
-    config = tmp_path / "settings.toml"
-    config.write_text("[limits]\nmax_inputs = 5\n")
-    words = ["--users", "7", "--seconds", "5", "--out", str(tmp_path), "--", "--device", "cpu", "--config", str(config)]
-    assert main(["locust", *words]) == 1
-    pattern = r"^(?:POST)? +([A-Z][A-Za-z ]+?) +(\d+) +(\d+)\([\d.]+%\) \|"
-    rows = {name: (int(sent), int(failed)) for name, sent, failed in re.findall(pattern, capfd.readouterr().err, re.MULTILINE)}
-    assert all(rows[user][0] for user in USERS) and [user for user in USERS if rows[user][1]] == ["TenTexts"]
+def test_tree_is_compared_with_itself(tmp_path: Path) -> None:
+    names = ["text, 1 caller", "chunk, 4 in flight", "WebSocket, 4 in flight"]
+    command = ["compare", str(ROOT), str(ROOT), "--pairs", "1", "--floor", "0", "--cell-floor", "0", "--cells", *names]
+    assert main([*command, "--logs", str(tmp_path), "--out", str(tmp_path), "--seconds", "2"]) == 0
+    [path] = tmp_path.glob("compare-*.json")
+    [record] = json.loads(path.read_text()).values()
+    values = [values for cell in record["cells"].values() for values in cell.values()]
+    assert list(record["cells"]) == names
+    assert all(each["old"] > 0 < each["new"] and np.isfinite(each["ratio"]) for each in values)
 
 
 def test_locust_sends_the_key_over_tls(models_folder: Path, tmp_path: Path) -> None:
@@ -99,21 +87,10 @@ def test_locust_sends_the_key_over_tls(models_folder: Path, tmp_path: Path) -> N
     assert key.read_text().strip() not in "".join(written)
 
 
-def test_traces_have_every_engine_and_the_batches_of_a_bench(
-    models_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bench_writes_a_trace_of_the_service(models_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "WARM_UP_SECONDS", 0.1)
-    with serving(models_folder, tmp_path, "--debug", "--device", "cpu,cpu") as server:
-        with answering(server, WORDS, WORDS, WORDS, WORDS):
-            traced = server.client.post("/debug/trace", params={"batches": 10, "seconds": 20}, timeout=60)
+    with serving(models_folder, tmp_path, "--debug") as server:
         line = ["bench", "--url", server.address, "--models", str(models_folder), "--model", "words", "--seconds", "1"]
         assert cli.main([*line, "--trace", str(tmp_path / "trace.json"), "--callers", "1,4"]) == 0
-    processes = traces.processes(traced.json())
-    assert list(processes) == ["engine-0 cpu", "engine-1 cpu"]
-    assert [len([event for event in rows["batches"] if event.args]) for rows in processes.values()] == [10, 10]
-    for rows in processes.values():
-        for batch in [event for event in rows["batches"] if event.args]:
-            stages = [event.name for event in rows["batches"] if not event.args and batch.holds(event)]
-            assert stages == ["stage_in", "compute", "stage_out", "reply"]
     batches = [event for event in traces.tracks(json.loads((tmp_path / "trace.json").read_text()))["batches"] if event.args]
     assert {event.args["model"] for event in batches} == {"words"} and 1 < len(batches) <= 100

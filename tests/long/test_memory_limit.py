@@ -5,11 +5,10 @@
 
 from __future__ import annotations
 
-import json
 import select
 import socket
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -27,33 +26,12 @@ from tests.serving import LIMIT_SECONDS, Server, eventually, serving
 
 BASE_SHARE, SHED_SHARE, REFUSE_SHARE = 0.6, 0.85, 0.95
 MOST = 1 << 30
-"""The other limits of memory do not matter here."""
+"""The limit of bodies does not matter here."""
 STATE_NUMBERS = 1 << 17
 BODIES, BODY_BYTES = 60, 8 << 20
-READERS = 100
 SMALL = [[1.0, 2.0, 3.0]]
 LARGE = [[0.5, 1.5, 2.5]] * 10_000
 HEAD = b"POST /infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
-VECTORS = json.dumps({"model": "sensors", "inputs": [[[0, 1, 0]] * 2_000], "return": ["sequence"]}).encode()
-"""A small request with an answer of 6 MB."""
-
-
-@contextmanager
-def limited(folder: Path, scratch: Path, name: str) -> Iterator[tuple[Server, MemoryGroup]]:
-    """Run a server whose control group has a limit."""
-    others = {
-        "service.frontend.body_budget.MAX_RECEIVING_BYTES": MOST,
-        "service.frontend.connection_guard.MAX_UNREAD_BYTES": MOST,
-    }
-    variables = {"max_memory_share": str(REFUSE_SHARE), "session_idle_seconds": "600", "state_slots": "64"}
-    with (
-        constants(others),
-        memory_group(f"seqserve-{name}") as group,
-        serving(folder, scratch, program=group.program, drain_seconds="1", **variables) as server,
-    ):
-        assert server.infer("sensors", [LARGE]).status_code == 200  # its decoder belongs to the base
-        group.limit_to(BASE_SHARE)
-        yield server, group
 
 
 @pytest.fixture(scope="module")
@@ -66,22 +44,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.fixture(scope="module")
-def shared(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, MemoryGroup]]:
-    with limited(folder, tmp_path_factory.mktemp("log"), "limited") as running:
-        yield running
-
-
 @pytest.fixture
-def crowded(shared: tuple[Server, MemoryGroup]) -> Iterator[tuple[Server, MemoryGroup]]:
-    """The server and its group. After the test, nothing was killed, and everything is served again."""
-    server, group = shared
-    yield server, group
-    assert (group.kills(), server.events("child ended")) == (0, [])
-    eventually(lambda: server.infer("sensors", [LARGE]).status_code == 200)
-    eventually(lambda: server.infer("sensors", [SMALL], session="after", end=True).status_code == 200)
-    assert call(server, LARGE) is None
-    assert server.metric("seqserve_memory_limit_used_ratio") < SHED_SHARE
+def crowded(folder: Path, tmp_path: Path) -> Iterator[tuple[Server, MemoryGroup]]:
+    """A server whose control group has a limit. After the test, nothing was killed, and everything is served again."""
+    variables = {"max_memory_share": str(REFUSE_SHARE), "session_idle_seconds": "600", "state_slots": "64"}
+    with (
+        constants({"service.frontend.body_budget.MAX_RECEIVING_BYTES": MOST}),
+        memory_group("seqserve-limited") as group,
+        serving(folder, tmp_path, program=group.program, drain_seconds="1", **variables) as server,
+    ):
+        assert server.infer("sensors", [LARGE]).status_code == 200  # its decoder belongs to the base
+        group.limit_to(BASE_SHARE)
+        yield server, group
+        assert (group.kills(), server.events("child ended")) == (0, [])
+        eventually(lambda: server.infer("sensors", [LARGE]).status_code == 200)
+        eventually(lambda: server.infer("sensors", [SMALL], session="after", end=True).status_code == 200)
+        assert call(server, LARGE) is None
+        assert server.metric("seqserve_memory_limit_used_ratio") < SHED_SHARE
 
 
 def call(server: Server, rows: list[list[float]]) -> grpc.StatusCode | None:
@@ -95,11 +74,9 @@ def call(server: Server, rows: list[list[float]]) -> grpc.StatusCode | None:
     return None
 
 
-def connect(server: Server, held: ExitStack, *, receive_bytes: int = 0) -> socket.socket:
+def connect(server: Server, held: ExitStack) -> socket.socket:
     address = urlsplit(server.address)
     client = held.enter_context(closing(socket.socket()))
-    if receive_bytes:
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
     client.settimeout(LIMIT_SECONDS)
     client.connect((address.hostname, address.port))
     return client
@@ -162,18 +139,6 @@ def test_large_bodies_are_refused_before_the_limit(crowded: tuple[Server, Memory
             check_shed(server)
             assert server.infer("sensors", [SMALL], session="open", start=False).status_code == 200
     assert server.infer("sensors", [SMALL], session="open", start=False, end=True).status_code == 200
-
-
-def test_slow_readers_do_not_fill_the_memory(crowded: tuple[Server, MemoryGroup]) -> None:
-    server, _ = crowded
-    with ExitStack() as held:
-        clients = [connect(server, held, receive_bytes=4096) for _ in range(READERS)]
-        for client in clients:
-            client.sendall(HEAD % len(VECTORS) + VECTORS)
-        eventually(lambda: len(select.select(clients, [], [], 0)[0]) == READERS)
-        received = replies(clients)
-        assert any(reply.startswith(b"HTTP/1.1 200 ") for reply in received)
-        assert sum(b'"code":"overloaded"' in reply for reply in received) > READERS / 4
 
 
 def test_sessions_do_not_fill_the_memory(crowded: tuple[Server, MemoryGroup]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 
@@ -68,14 +68,6 @@ def test_goodput_holds_up_to_20_times_the_capacity_of_the_processor_of_the_engin
     check_computed(LSTM, COMPUTED_CAPACITY, tmp_path, show, **limits)
 
 
-@contextmanager
-def frontend_bound(folder: Path, scratch: Path, kind: str) -> Iterator[Overload]:
-    with pytest.MonkeyPatch.context() as patch:
-        planted.plant("slow-frontend", patch)
-        with serving(folder, scratch, idle_seconds="600", default_deadline_ms=DEFAULT_DEADLINES_MS[kind]) as server:
-            yield Overload.of(server, kind, "sensors", ROWS)
-
-
 def frontend_faults(overload: Overload, times: float, capacity: float, show: Callable[[object], None]) -> list[str]:
     """Return the faults at this multiple of the frontends' capacity. /healthz needs nothing of a frontend but its event loop."""
     probes = Probes(overload.server.address, "/healthz", connection="keep-alive")
@@ -98,7 +90,10 @@ def test_goodput_holds_up_to_10_times_the_capacity_of_the_frontends(
     kind: str, folder: Path, tmp_path: Path, show: Callable[[object], None]
 ) -> None:
     """The decoding is planted: it takes a fixed time, and no processor time from the generator."""
-    with frontend_bound(folder, tmp_path, kind) as overload:
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
+        planted.plant("slow-frontend", patch)
+        limits = {"idle_seconds": "600", "default_deadline_ms": DEFAULT_DEADLINES_MS[kind]}
+        overload = Overload.of(stack.enter_context(serving(folder, tmp_path, **limits)), kind, "sensors", ROWS)
         capacity, found = overload.capacity(SECONDS), []
         for times in (1, 2, 5, 10):
             for _ in range(ATTEMPTS):

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
 import signal
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
-from websockets.sync.client import ClientConnection, connect
 
 from service.modeling import spec
 from tests import models
@@ -33,8 +28,6 @@ from tests.supervisor.test_processes import (
 )
 
 __all__ = ["reloaded", "started", "two_engines"]
-
-SECRET = "the secret outside"
 
 
 def scores(response: httpx.Response) -> dict[str, float]:
@@ -64,90 +57,6 @@ def test_request_that_ended_two_engines_is_refused_and_others_are_answered(two_e
     assert int(refused.headers["retry-after"]) >= 1 and "not sent to a third" in replies[1].json()["error"]
     assert scores(replies[0]) == pytest.approx(undisturbed, abs=1e-5)
     eventually(lambda: restarts(two_engines, "engine") == before + 2)
-
-
-@pytest.mark.parametrize("make", ["link", "fifo"])
-def test_nothing_outside_of_the_models_folder_is_read(make: str, reloaded: Reloaded, tmp_path: Path) -> None:
-    """A model is served without a card that is no file of its folder, and a linked tokenizer is refused."""
-    server, root, _ = reloaded
-    (tmp_path / "secret").write_text(SECRET)
-    shutil.copytree(root / "words" / "1", root / "words" / "2")
-    card, tokenizer = (root / "words" / "2" / name for name in (spec.CARD, spec.TOKENIZER))
-    card.unlink()
-    if make == "link":
-        card.symlink_to(tmp_path / "secret")
-    else:
-        os.mkfifo(card)
-    load(server, "words")
-    assert answered(server)[0] == "2"
-    for path in ("/models", "/models/words", "/models/words/card", "/v2/models/words/versions/2"):
-        assert SECRET not in server.client.get(path).text
-    tokenizer.rename(tmp_path / spec.TOKENIZER)
-    if make == "link":
-        tokenizer.symlink_to(tmp_path / spec.TOKENIZER)
-    else:
-        os.mkfifo(tokenizer)
-    assert load(server, "words", status=400)["code"] == "invalid_model"
-    assert answered(server)[0] == "2"
-
-
-def test_chunk_is_validated_for_the_session_s_version(reloaded: Reloaded, tmp_path: Path) -> None:
-    server, root, _ = reloaded
-    models.sensors(root, features=3, hidden=4)
-    load(server, "sensors", policy={"all": {}})
-    assert server.infer("sensors", [[[0.1, 0.2, 0.3]]], session="old").status_code == 200
-    models.sensors(tmp_path / "wider", features=4, hidden=4)
-    shutil.move(tmp_path / "wider" / "sensors" / "1", root / "sensors" / "2")
-    load(server, "sensors")
-    for session, row, version in (("old", [0.1] * 3, "1"), ("new", [0.1] * 4, "2"), ("old", [0.2] * 3, "1")):
-        reply = server.infer("sensors", [[row]], session=session)
-        assert (reply.status_code, reply.json().get("version")) == (200, version), reply.text
-    assert server.infer("sensors", [[[0.1] * 4]], session="old").json()["field"] == "inputs[0][0]"
-    refusal = server.infer("sensors", [[[0.1] * 3]], session="old", version="2")
-    assert refusal.status_code == 400, "the request names the version"
-    assert server.infer("sensors", [[[0.1] * 3]], session="other").status_code == 400
-
-
-def test_socket_continues_the_version_of_its_session(reloaded: Reloaded, tmp_path: Path) -> None:
-    """A second socket finds the version too, although its first chunk is not valid for the newest version."""
-    server, root, _ = reloaded
-    models.sensors(root, features=3, hidden=4)
-    load(server, "sensors", policy={"all": {}})
-
-    def send(stream: ClientConnection, features: int, **options: Any) -> tuple[str, int]:
-        stream.send(json.dumps({"input": [[0.1] * features], **options}))
-        reply = json.loads(stream.recv(timeout=30))
-        return reply.get("version") or reply["code"], reply.get("session", {}).get("steps", 0)
-
-    def open_stream(query: str) -> ClientConnection:
-        return connect(server.address.replace("http", "ws") + f"/stream?model=sensors&{query}", proxy=None)
-
-    with open_stream("session=old") as first:
-        assert send(first, 3) == ("1", 1)
-        models.sensors(tmp_path / "wider", features=4, hidden=4)
-        shutil.move(tmp_path / "wider" / "sensors" / "1", root / "sensors" / "2")
-        load(server, "sensors")
-        assert send(first, 3) == ("1", 2)
-        assert send(first, 4) == ("invalid_input", 0)
-        with open_stream("session=old") as second:
-            assert [send(second, 3), send(second, 3)] == [("1", 3), ("1", 4)]
-        assert server.client.delete("/sessions/old/state").status_code == 200
-        assert send(first, 3) == ("unknown_session", 0)
-        assert send(first, 4, start=True) == ("2", 1)
-        assert [send(first, 4), send(first, 4, end=True), send(first, 4)] == [("2", 2), ("2", 3), ("2", 1)]
-    with open_stream("version=2&session=new") as exact, open_stream("version=1&session=new") as conflicting:
-        assert [send(exact, 4), send(conflicting, 3)] == [("2", 1), ("session_conflict", 0)]
-
-
-def test_sessions_of_a_replaced_version_keep_its_weights(reloaded: Reloaded) -> None:
-    server, root, _ = reloaded
-    assert summed(server, [1, 1], "old") == ("1", 2)
-    text = root / "accumulator" / "1" / spec.MODEL
-    text.write_text('description = "the same, described"\n' + text.read_text())
-    load(server, "accumulator")
-    assert reloaded.events("loaded")
-    assert summed(server, [1], "old", version="1") == ("1", 3)
-    assert summed(server, [1], "new", version="1") == ("1", 1)
 
 
 def test_restarted_processes_leave_out_a_model_whose_files_were_overwritten(reloaded: Reloaded) -> None:

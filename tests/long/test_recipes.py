@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.serving import Server, serving
 
@@ -108,22 +109,6 @@ def test_quality_through_the_service_is_that_of_the_training(
         )
 
 
-def test_text_classifier_learns(evaluate: Any, data: Path, tmp_path: Path) -> None:
-    record = train(
-        evaluate,
-        "text",
-        data,
-        tmp_path,
-        "--epochs=12",
-        "--patience=12",
-        "--batch=8",
-        "--dropout=0.1",
-        "--rate=0.01",
-        "--push=0",
-    )
-    assert record["quality"]["accuracy_percent"] > 90 and 1 <= record["epoch"] <= 12
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("espeak-ng") is None, reason="espeak-ng is missing: make programs PROGRAMS=speech")
 def test_keyword_recipe_hears_through_the_service(evaluate: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -144,15 +129,53 @@ def test_keyword_recipe_hears_through_the_service(evaluate: Any, tmp_path: Path,
     assert "noise.raw, 2.0 s: " in printed.out and "has no model 'other'" in printed.err
 
 
-@pytest.mark.parametrize(
-    ("task", "message"),
-    [("text", "0 DESC, 1 ENTY"), ("spans", "make_sets.py"), ("series", "PROGRAMS=series"), ("keyword", "PROGRAMS=speech")],
-)
-def test_missing_data_is_explained(
-    task: str, message: str, evaluate: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    main = importlib.import_module("training.recipe").main
-    assert main(evaluate.RECIPES[task], "", ["--quick", "--data", str(tmp_path), "--models", str(tmp_path)]) == 2
-    assert message in capsys.readouterr().err and list(tmp_path.iterdir()) == []
-    assert evaluate.main([task, "--data", str(tmp_path)]) == 2
+# Parts of the training.
+
+
+def test_best_epoch_is_kept_and_patience_ends_the_training() -> None:
+    """The scores 50, 70, 60, 70 with a patience of 2 end the training after epoch 4; the weights come from epoch 2."""
+    models, encoders = importlib.import_module("training.model"), importlib.import_module("training.encoders")
+    model = models.Model(models.Raw(), encoders.STEP_ENCODERS["gru"](2, 3, True), 1)
+    scores, heads, rows = iter([50.0, 70.0, 60.0, 70.0]), [], torch.randn(4, 5, 2)
+
+    def backward(batch: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = model(batch, torch.full((4,), 5)).square().mean()
+        torch.autograd.backward(loss)
+        return loss.detach()
+
+    def score() -> float:
+        heads.append(model.head.weight.detach().clone())
+        return next(scores)
+
+    fitted = importlib.import_module("training.fitting").fit(
+        model, 9, 0.01, lambda _: [rows], backward, score=score, patience=2
+    )
+    assert (fitted.epoch, fitted.score, len(heads)) == (2, 70.0, 4) and fitted.seconds > 0
+    assert torch.equal(model.head.weight, heads[1]) and not torch.equal(heads[1], heads[3])
+
+
+def test_adversarial_step_adds_the_gradients_of_embeddings_with_a_higher_loss() -> None:
+    recipe, models, batches = (
+        importlib.import_module("train_text"),
+        importlib.import_module("training.model"),
+        importlib.import_module("training.batches"),
+    )
+    model = models.Model(
+        models.Embedding(9, 4), importlib.import_module("training.encoders").ENCODERS["lstm"](4, 3), 2, pooled=True
+    )
+    [batch] = batches.batches([batches.Row(torch.tensor([1, 2]), torch.tensor([1]))], 1)
+    table = model.inputs.table.weight
+
+    def step(push: float) -> tuple[float, torch.Tensor]:
+        model.zero_grad()
+        loss = recipe.adversarial(model, batch, recipe.Settings("lstm", push=push))
+        return float(loss), table.grad.clone()
+
+    before = table.detach().clone()
+    loss, gradient = step(0.0)
+    _, both = step(0.1)
+    torch.testing.assert_close(table.detach(), before)
+    table.data.add_(gradient / gradient.norm(), alpha=0.1)
+    higher, moved = step(0.0)
+    assert higher > loss
+    torch.testing.assert_close(both, gradient + moved)

@@ -21,7 +21,7 @@ import pytest
 
 from loadtest import oip_requests
 from tests import planted
-from tests.cluster.replicas import Cluster, Replica, clustered
+from tests.cluster.replicas import Replica, clustered
 from tests.long.overload import Overload, grpc_request
 from tests.retries import RETRIES
 from tests.serving import eventually
@@ -50,14 +50,6 @@ OPTIONS = [
     ("grpc.min_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 500),
 ]
-
-
-@contextmanager
-def replicated(folder: Path, scratch: Path) -> Iterator[Cluster]:
-    with pytest.MonkeyPatch.context() as patch:
-        planted.plant("slow-device", patch)
-        with clustered(folder, scratch, REPLICAS, max_batch_sequences="4", max_waiting="16", max_inputs="16") as cluster:
-            yield cluster
 
 
 @dataclass
@@ -103,15 +95,16 @@ class Clients:
         return sum(answered) / len(answered)
 
 
-def received(replicas: list[Replica]) -> float:
-    """Return how many attempts these replicas have received."""
-    return sum(replica.metric("seqserve_requests_accepted_total") for replica in replicas)
-
-
 def test_clients_that_retry_at_once_hardly_add_to_the_load(
-    folder: Path, tmp_path: Path, show: Callable[[object], None]
+    folder: Path, tmp_path: Path, show: Callable[[object], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with replicated(folder, tmp_path) as cluster:
+    def received(*replicas: Replica) -> float:
+        """Return how many attempts these replicas have received."""
+        return sum(replica.metric("seqserve_requests_accepted_total") for replica in replicas)
+
+    planted.plant("slow-device", monkeypatch)
+    limits = {"max_batch_sequences": "4", "max_waiting": "16", "max_inputs": "16"}
+    with clustered(folder, tmp_path, REPLICAS, **limits) as cluster:
         first, *others = cluster.replicas
         capacity = Overload.of(first, "grpc", "sensors", ROWS).capacity(WATCHED_SECONDS)
         clients = Clients(grpc_request(first, "sensors", ROWS), LOAD * REPLICAS * capacity)
@@ -121,11 +114,11 @@ def test_clients_that_retry_at_once_hardly_add_to_the_load(
             time.sleep(WATCHED_SECONDS)
             killed = time.monotonic()
             first.kill()
-            sent, attempts = clients.sent, received(others)
+            sent, attempts = clients.sent, received(*others)
             time.sleep(DEAD_SECONDS)
             again = cluster.again(first)
             time.sleep(RECOVERY_SECONDS)
-            sent, attempts = clients.sent - sent, received([*others, again]) - attempts
+            sent, attempts = clients.sent - sent, received(*others, again) - attempts
             recovered = time.monotonic()
             time.sleep(WATCHED_SECONDS)
             ended = time.monotonic()

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -23,7 +23,6 @@ import pytest
 
 from loadtest.servers import free_port
 from tests import proxies
-from tests.proxies import PROXIES
 from tests.serving import LIMIT_SECONDS, Server, serving
 
 PAUSE_SECONDS = 0.03
@@ -181,53 +180,32 @@ backend service
 """
 
 
-@contextmanager
-def proxy(name: str, service: int, scratch: Path) -> Iterator[int]:
-    """Run a proxy in front of a port of this machine. Yields the proxy's port."""
-    port = free_port()
-    with proxies.running(name, proxies.arguments(name, _written(name, service, port, scratch)), port, scratch):
-        yield port
-
-
-def _written(name: str, service: int, port: int, scratch: Path) -> Path:
-    """Write the proxy's configuration, and return its file."""
-    file = scratch / f"{name}.conf"
-    if name == "envoy":
-        file = file.with_suffix(".json")
-        file.write_text(json.dumps(_envoy(service, port)))
-    else:
-        file.write_text((NGINX if name == "nginx" else HAPROXY).format(port=port, service=service, scratch=scratch))
-    return file
-
-
-def _envoy(service: int, port: int) -> dict[str, object]:
-    route = {"match": {"prefix": "/"}, "route": {"cluster": "service"}}
-    manager = {
-        "@type": "type.googleapis.com/envoy.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager",
-        "stat_prefix": "clients",
-        "codec_type": "HTTP1",
-        "upgrade_configs": [{"upgrade_type": "websocket"}],
-        "route_config": {"virtual_hosts": [{"name": "all", "domains": ["*"], "routes": [route]}]},
-        "http_filters": [
-            {
-                "name": "envoy.filters.http.router",
-                "typed_config": {"@type": "type.googleapis.com/envoy.extensions.filters.http.router.v3.Router"},
-            }
-        ],
-    }
-    endpoint = {"endpoint": {"address": _address(service)}}
-    cluster = {
-        "name": "service",
-        "type": "STATIC",
-        "load_assignment": {"cluster_name": "service", "endpoints": [{"lb_endpoints": [endpoint]}]},
-    }
-    chain = {"filters": [{"name": "envoy.filters.network.http_connection_manager", "typed_config": manager}]}
-    listener = {"name": "clients", "address": _address(port), "filter_chains": [chain]}
-    return {"static_resources": {"listeners": [listener], "clusters": [cluster]}}
-
-
-def _address(port: int) -> dict[str, object]:
-    return {"socket_address": {"address": "127.0.0.1", "port_value": port}}
+ENVOY = """
+static_resources:
+  listeners:
+  - address: {{socket_address: {{address: 127.0.0.1, port_value: {port}}}}}
+    filter_chains:
+    - filters:
+      - name: envoy.filters.network.http_connection_manager
+        typed_config:
+          "@type": type.googleapis.com/envoy.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager
+          stat_prefix: clients
+          codec_type: HTTP1
+          upgrade_configs: [{{upgrade_type: websocket}}]
+          route_config:
+            virtual_hosts: [{{name: all, domains: ["*"], routes: [{{match: {{prefix: /}}, route: {{cluster: service}}}}]}}]
+          http_filters:
+          - name: envoy.filters.http.router
+            typed_config: {{"@type": type.googleapis.com/envoy.extensions.filters.http.router.v3.Router}}
+  clusters:
+  - name: service
+    type: STATIC
+    load_assignment:
+      cluster_name: service
+      endpoints:
+      - lb_endpoints: [{{endpoint: {{address: {{socket_address: {{address: 127.0.0.1, port_value: {service}}}}}}}}}]
+"""
+CONFIGURATIONS = {"nginx.conf": NGINX, "haproxy.conf": HAPROXY, "envoy.yaml": ENVOY}
 
 
 # The relay.
@@ -326,9 +304,13 @@ def relay(server: Server) -> Iterator[Relay]:
     made.close()
 
 
-@pytest.fixture(scope="module", params=PROXIES)
+@pytest.fixture(scope="module", params=CONFIGURATIONS)
 def port(request: pytest.FixtureRequest, relay: Relay, tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    with proxy(request.param, relay.port, tmp_path_factory.mktemp(request.param)) as listening:
+    """The port of a proxy in front of the relay."""
+    name, scratch, listening = request.param.partition(".")[0], tmp_path_factory.mktemp("proxy"), free_port()
+    file = scratch / request.param
+    file.write_text(CONFIGURATIONS[request.param].format(port=listening, service=relay.port, scratch=scratch))
+    with proxies.running(name, proxies.arguments(name, file), listening, scratch):
         yield listening
 
 

@@ -35,12 +35,6 @@ def test_200_ends_lose_nothing(tmp_path: Path, show: Show) -> None:
         assert all(map(alive, descendants(server.process.pid)))
 
 
-def test_requests_that_wait_for_a_later_tick_are_accounted_for(tmp_path: Path) -> None:
-    """One tick of a frontend starts one request."""
-    with soaked(tmp_path, "short-ticks") as (soak, _):
-        assert [soak.cycle(fault, END_SECONDS) for fault in ("nothing", "hang up")] == [[], []]
-
-
 def test_sums_of_many_sessions_are_exact_with_few_state_slots(tmp_path: Path, show: Show) -> None:
     """Batches are small, and states move to the host and back, while clients hang up and versions are replaced."""
     with soaked(tmp_path, crowd=40, settings=SMALL) as (soak, server):

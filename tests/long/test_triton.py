@@ -6,12 +6,7 @@ POST /infer has the expected outputs.
 from __future__ import annotations
 
 import asyncio
-import json
-import queue
-import shutil
 from collections.abc import AsyncIterator, Iterator
-from functools import partial
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -20,17 +15,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tritonclient.grpc
-import tritonclient.grpc.aio
 import tritonclient.http
-import tritonclient.http.aio
-from tritonclient.utils import InferenceServerException
 
 from service.frontend.oip.protobuf import METHODS, SERVICE
 from tests import models
 from tests.serving import Server, check_unharmed, eventually, serving
 
-SHIPPED = Path(__file__).resolve().parents[2] / "models"
-QUESTIONS = ["How far is it from Denver to Aspen ?", "Who was the first American in space ?", "What does NASA stand for ?"]
 ROWS = np.round(np.sin(np.arange(36).reshape(12, 3)) * 8) / 8  # exact in every datatype
 FLOATS = {"FP32": np.float32, "FP64": np.float64, "FP16": np.float16, "BF16": ml_dtypes.bfloat16}
 LIBRARIES: dict[str, ModuleType] = {"http": tritonclient.http, "grpc": tritonclient.grpc}
@@ -38,12 +28,10 @@ LIBRARIES: dict[str, ModuleType] = {"http": tritonclient.http, "grpc": tritoncli
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server with a model for each kind of head and two shipped models."""
+    """A server with a model for each kind of input."""
     root = tmp_path_factory.mktemp("models")
-    for make in (models.sensors, *models.OF_EVERY_HEAD.values()):
+    for make in (models.sensors, models.forecaster, models.speller):
         make(root)
-    for name in ("question-type-cnn", "sensor-forecast"):
-        shutil.copytree(SHIPPED / name, root / name)
     with serving(root, tmp_path_factory.mktemp("log"), "--frontends", "2") as running:
         yield running
 
@@ -52,28 +40,18 @@ class Client:
     """A client of one library, and its tensors."""
 
     def __init__(self, server: Server, transport: str) -> None:
-        self.server, self.transport, self.library = server, transport, LIBRARIES[transport]
-        self.address = server.grpc if transport == "grpc" else server.address.removeprefix("http://")
-        self.calls: Any = self.library.InferenceServerClient(self.address)
+        self.server, self.library = server, LIBRARIES[transport]
+        address = server.grpc if transport == "grpc" else server.address.removeprefix("http://")
+        self.calls: Any = self.library.InferenceServerClient(address)
 
     def tensor(self, name: str, values: Any, datatype: str) -> Any:
         array = np.asarray(values)
         return self.library.InferInput(name, list(array.shape), datatype).set_data_from_numpy(array)
 
-    def text(self, *texts: str) -> Any:
-        return self.tensor("text", np.array([[text.encode()] for text in texts], object), "BYTES")
-
-    def infer(self, model: str, *inputs: Any, outputs: tuple[Any, ...] = (), **options: Any) -> dict[str, Any]:
-        """Return the outputs by name. outputs: names, or outputs of the library; empty for all."""
-        asked = [self.library.InferRequestedOutput(each) if isinstance(each, str) else each for each in outputs] or None
-        answer = self.calls.infer(model, list(inputs), outputs=asked, **options)
-        response = answer.get_response()
-        names = (
-            [each["name"] for each in response["outputs"]]
-            if self.transport == "http"
-            else [each.name for each in response.outputs]
-        )
-        return {name: answer.as_numpy(name) for name in names}
+    def infer(self, model: str, *inputs: Any, outputs: tuple[str, ...]) -> dict[str, Any]:
+        """Return the outputs with these names."""
+        answer = self.calls.infer(model, list(inputs), outputs=[self.library.InferRequestedOutput(name) for name in outputs])
+        return {name: answer.as_numpy(name) for name in outputs}
 
     def expected(self, model: str, *inputs: Any) -> list[dict[str, Any]]:
         """Return the outputs of POST /infer."""
@@ -89,36 +67,18 @@ def client(request: pytest.FixtureRequest, server: Server) -> Iterator[Client]:
     check_unharmed(server)
 
 
-def test_metadata_statistics_and_repository(client: Client) -> None:
-    calls = client.calls
-    assert calls.is_server_live() and calls.is_server_ready() and calls.is_model_ready("words", "1")
-    client.infer("words", client.text("how far"))
-    statistics = calls.get_inference_statistics("words", **({"as_json": True} if client.transport == "grpc" else {}))
-    assert int(statistics["model_stats"][0]["inference_stats"]["success"]["count"]) >= 1
-    calls.unload_model("halver")
-    assert not calls.is_model_ready("halver")
-    calls.load_model("halver", config=json.dumps({"version_policy": {"latest": {"num_versions": 1}}}))
-    assert calls.is_model_ready("halver")
-
-
-def test_texts_get_the_outputs_of_post_infer(client: Client) -> None:
-    answer = client.infer("question-type-cnn", client.text(*QUESTIONS))
-    expected = client.expected("question-type-cnn", *QUESTIONS)
-    assert [label.decode() for label in answer["label"][:, 0]] == [output["label"] for output in expected]
-    np.testing.assert_allclose(answer["scores"], [[*output["scores"].values()] for output in expected], rtol=2e-3, atol=1e-6)
-    assert answer["score"][:, 0] == pytest.approx([output["score"] for output in expected], rel=1e-3)
-
-
 @pytest.mark.parametrize("datatype", FLOATS)
 def test_features_may_have_any_float_datatype(client: Client, datatype: str) -> None:
-    answer = client.infer("forecaster", client.tensor("inputs", ROWS[None].astype(FLOATS[datatype]), datatype))
+    answer = client.infer(
+        "forecaster", client.tensor("inputs", ROWS[None].astype(FLOATS[datatype]), datatype), outputs=("value",)
+    )
     np.testing.assert_allclose(answer["value"], [client.expected("forecaster", ROWS.tolist())[0]["value"]], rtol=1e-5)
 
 
 @pytest.mark.parametrize("datatype", ["INT32", "INT64"])
 def test_ids_may_be_int32_or_int64(client: Client, datatype: str) -> None:
     ids = np.array([[1, 2, 3], [4, 5, 6]], datatype.lower())
-    answer = client.infer("speller", client.tensor("ids", ids, datatype))
+    answer = client.infer("speller", client.tensor("ids", ids, datatype), outputs=("ids",))
     assert answer["ids"].tolist() == [output["ids"] for output in client.expected("speller", *ids.tolist())]
 
 
@@ -144,97 +104,6 @@ def test_padded_and_packed_sequences_equal_post_infer(client: Client) -> None:
     np.testing.assert_allclose(without_padding, packed["sequence"][0], rtol=1e-5, atol=1e-7)
 
 
-def test_every_head_answers_as_post_infer(client: Client) -> None:
-    """Labels of steps are padded with empty strings, and a model may answer with fewer steps than it gets."""
-    labels = client.infer("tagger", client.text("how far is the sea", "who"))
-    texts = [output["labels"] for output in client.expected("tagger", "how far is the sea", "who")]
-    assert labels["labels"].tolist() == [[label.encode() for label in [*row, *[""] * (5 - len(row))]] for row in texts]
-    span = client.infer("reader", client.tensor("ids", np.array([[1, 2, 3, 4]]), "INT64"))
-    [expected] = client.expected("reader", [1, 2, 3, 4])
-    assert (span["start"][0, 0], span["end"][0, 0]) == (expected["start"], expected["end"])
-    vector, [expected] = (
-        client.infer("embedder", client.text("how far is the sea")),
-        client.expected("embedder", "how far is the sea"),
-    )
-    np.testing.assert_allclose(vector["embedding"], [expected["embedding"]], rtol=1e-5)
-    rows = np.arange(14, dtype="f4").reshape(1, 7, 2) / 14
-    steps = client.infer("halver", client.tensor("inputs", rows, "FP32"))
-    np.testing.assert_allclose(steps["sequence"], [client.expected("halver", rows[0].tolist())[0]["sequence"]], rtol=1e-5)
-    assert steps["lengths"].tolist() == [[3]]
-
-
-def test_outputs_have_the_requested_order_and_classes_are_sorted(client: Client) -> None:
-    best = client.library.InferRequestedOutput("scores", class_count=2)
-    answer = client.infer("words", client.text("how far"), outputs=("label", best, "score"), request_id="mine")
-    assert list(answer) == ["label", "scores", "score"]
-    scores = list(client.expected("words", "how far")[0]["scores"].items())
-    order = sorted(range(3), key=lambda index: -scores[index][1])[:2]
-    assert [line.decode().split(":")[1:] for line in np.ravel(answer["scores"])] == [
-        [str(index), scores[index][0]] for index in order
-    ]
-
-
-@pytest.mark.parametrize("algorithm", ["gzip", "deflate"])
-def test_messages_may_be_compressed(client: Client, algorithm: str) -> None:
-    both = {"request_compression_algorithm": algorithm, "response_compression_algorithm": algorithm}
-    options = both if client.transport == "http" else {"compression_algorithm": algorithm}
-    answer = client.infer(
-        "forecaster", client.tensor("inputs", ROWS[None].astype("f4"), "FP32"), outputs=("sequence",), **options
-    )
-    assert answer["sequence"].shape == (1, 12, 5)
-
-
-def test_session_in_chunks_gets_the_output_of_the_whole(client: Client) -> None:
-    chunk = partial(client.infer, "sensor-forecast", sequence_id=7)
-    for _ in range(2):  # sequence_start discards the state of the first round
-        chunk(client.tensor("inputs", ROWS[:5].astype("f4"), "FP32"), sequence_start=True)
-    last = chunk(client.tensor("inputs", ROWS[5:].astype("f4"), "FP32"), sequence_end=True)
-    expected = client.expected("sensor-forecast", ROWS.tolist())[0]["value"]
-    np.testing.assert_allclose(last["value"], [expected], rtol=1e-3, atol=1e-4)
-    with pytest.raises(InferenceServerException) as raised:
-        chunk(client.tensor("inputs", ROWS[:1].astype("f4"), "FP32"))
-    assert raised.value.status() in ("404", "StatusCode.NOT_FOUND")
-
-
-@pytest.mark.parametrize(
-    ("options", "statuses", "text"),
-    [
-        ({"model_name": "nobody"}, ("404", "StatusCode.NOT_FOUND"), "unknown model nobody"),
-        ({"model_version": "9"}, ("404", "StatusCode.NOT_FOUND"), "no version 9"),
-        ({"sequence_id": 7, "sequence_start": True}, ("400", "StatusCode.INVALID_ARGUMENT"), "leave session out"),
-        ({"timeout": 10**9}, ("400", "StatusCode.INVALID_ARGUMENT"), "SEQSERVE_MAX_DEADLINE_MS"),
-        ({"timeout": 1}, ("504", "StatusCode.DEADLINE_EXCEEDED"), "deadline"),
-    ],
-)
-def test_client_reads_errors(client: Client, options: dict[str, Any], statuses: tuple[str, str], text: str) -> None:
-    with pytest.raises(InferenceServerException, match=text) as raised:
-        client.calls.infer(**{"model_name": "words", "inputs": [client.text("how far")], **options})
-    assert raised.value.status() == statuses[client.transport == "grpc"]
-
-
-def test_unsupported_extensions_are_refused(client: Client) -> None:
-    shared = client.library.InferInput("text", [1], "BYTES")
-    shared.set_shared_memory("mine", 8)
-    for call in (
-        partial(client.calls.infer, "words", [shared]),
-        partial(client.calls.register_system_shared_memory, "mine", "/mine", 8),
-        client.calls.get_trace_settings,
-        partial(client.calls.load_model, "halver", files={"file:1/model.bin": b"x"}, config="{}"),
-    ):
-        with pytest.raises(InferenceServerException) as raised:
-            call()
-        assert raised.value.status() in ("501", "StatusCode.UNIMPLEMENTED")
-
-
-def test_asynchronous_client(client: Client) -> None:
-    async def infer() -> list[str]:
-        async with client.library.aio.InferenceServerClient(client.address) as calls:
-            answers = await asyncio.gather(*(calls.infer("words", [client.text(question)]) for question in QUESTIONS * 10))
-            return [answer.as_numpy("label").item().decode() for answer in answers]
-
-    assert asyncio.run(infer()) == [output["label"] for output in client.expected("words", *QUESTIONS)] * 10
-
-
 # Calls of gRPC that are cancelled.
 
 
@@ -242,22 +111,6 @@ def slow(steps: int) -> Any:
     message = METHODS["ModelInfer"].request_type(model_name="sensors", raw_input_contents=[bytes(12 * steps)])
     message.inputs.add(name="inputs", datatype="FP32", shape=[1, steps, 3])
     return message
-
-
-def test_cancelled_call_is_cancelled_in_the_engine(server: Server) -> None:
-    gone, cancelled = (
-        server.metric("seqserve_requests_total", outcome="client_gone"),
-        server.metric("seqserve_cancelled_total"),
-    )
-    client, answers = Client(server, "grpc"), queue.Queue[Any]()
-    tensor = client.tensor("inputs", np.zeros((1, 100_000, 3), np.float32), "FP32")
-    running = client.calls.async_infer("sensors", [tensor], lambda _, error: answers.put(error))
-    eventually(lambda: server.metric("seqserve_sequences_begun") == 1)
-    running.cancel()
-    assert "CANCELLED" in str(answers.get(timeout=60))
-    eventually(lambda: server.metric("seqserve_requests_total", outcome="client_gone") == gone + 1)
-    eventually(lambda: server.metric("seqserve_cancelled_total") == cancelled + 1)
-    client.calls.close()
 
 
 def test_calls_cancelled_at_any_time_leave_nothing_behind(server: Server) -> None:

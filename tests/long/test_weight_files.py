@@ -13,8 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from service.errors import ModelError
 from service.modeling import store
 from service.modeling.spec import WEIGHTS
@@ -51,15 +49,9 @@ class Mutator:
         self._header, self._data = split(content)
         self._names = [name for name in self._header if name != "__metadata__"]
         self._chance = random.Random(seed)
-        self._entries = (self._offset, self._shape, self._dtype, self._renamed, self._swapped, self._hole, self._entry)
 
     def mutated(self) -> bytes:
-        chance = self._chance
-        if chance.random() < 0.5:
-            header = json.loads(json.dumps(self._header))
-            data = chance.choice(self._entries)(header, chance.choice(self._names), chance.choice(self._names))
-            return joined(header, data or self._data)
-        return self._of_bytes(chance.randrange(7))
+        return self._of_entries() if self._chance.random() < 0.5 else self._of_bytes(self._chance.randrange(7))
 
     def _of_bytes(self, way: int) -> bytes:
         chance, content = self._chance, bytearray(self._content)
@@ -81,39 +73,30 @@ class Mutator:
             return joined(text.encode(), self._data)
         return bytes(content)
 
-    def _offset(self, header: Header, name: str, other: str) -> None:
-        numbers = (*NUMBERS, self._chance.randrange(len(self._data)))
-        header[name]["data_offsets"][self._chance.randrange(2)] = self._chance.choice(numbers)
-
-    def _shape(self, header: Header, name: str, other: str) -> None:
-        shape, number = header[name]["shape"], self._chance.choice(NUMBERS)
-        changes: tuple[Callable[[], object], ...] = (
-            shape.reverse,
-            lambda: shape.append(number),
-            lambda: shape.insert(0, 1),
-            shape.clear,
-        )
-        self._chance.choice(changes)()
-
-    def _dtype(self, header: Header, name: str, other: str) -> None:
-        header[name]["dtype"] = self._chance.choice(DTYPES)
-
-    def _renamed(self, header: Header, name: str, other: str) -> None:
-        header[self._chance.choice((other, "", "../../etc/passwd", "x" * 300, "\0", "__metadata__"))] = header.pop(name)
-
-    def _swapped(self, header: Header, name: str, other: str) -> None:
-        one, two = header[name]["data_offsets"], header[other]["data_offsets"]
-        header[name]["data_offsets"], header[other]["data_offsets"] = two, one
-
-    def _hole(self, header: Header, name: str, other: str) -> bytes:
-        """Move all tensors behind some unused bytes."""
-        hole = self._chance.randint(1, 64)
-        for each in self._names:
-            header[each]["data_offsets"] = [offset + hole for offset in header[each]["data_offsets"]]
-        return bytes(hole) + self._data
-
-    def _entry(self, header: Header, name: str, other: str) -> None:
-        header[name] = self._chance.choice(NUMBERS)
+    def _of_entries(self) -> bytes:
+        chance, header, hole = self._chance, json.loads(json.dumps(self._header)), b""
+        name, other = chance.sample(self._names, 2)
+        entry, number = header[name], chance.choice((*NUMBERS, chance.randrange(len(self._data))))
+        match chance.randrange(8):
+            case 0:
+                entry["data_offsets"][chance.randrange(2)] = number
+            case 1:
+                entry["shape"].insert(chance.choice((0, len(entry["shape"]))), number)
+            case 2:
+                entry["shape"] = chance.choice((entry["shape"][::-1], []))
+            case 3:
+                entry["dtype"] = chance.choice(DTYPES)
+            case 4:
+                header[chance.choice((other, "", "../../etc/passwd", "x" * 300, "\0", "__metadata__"))] = header.pop(name)
+            case 5:
+                entry["data_offsets"], header[other]["data_offsets"] = header[other]["data_offsets"], entry["data_offsets"]
+            case 6:
+                header[name] = number
+            case _:  # all tensors behind some unused bytes
+                hole = bytes(chance.randint(1, 64))
+                for each in self._names:
+                    header[each]["data_offsets"] = [offset + len(hole) for offset in header[each]["data_offsets"]]
+        return joined(header, hole + self._data)
 
 
 def test_million_mutated_files_are_refused_or_loaded_bit_by_bit(tmp_path: Path, show: Callable[[object], None]) -> None:
@@ -138,13 +121,3 @@ def test_million_mutated_files_are_refused_or_loaded_bit_by_bit(tmp_path: Path, 
     show(f"{loaded} of {WARM_UP + size} files loaded, {grown / 2**20:.1f} MiB more")
     assert size // 20 < loaded < size - size // 20
     assert grown <= LIMIT_BYTES
-
-
-def test_file_of_a_hundred_thousand_tensors_is_refused_soon(tmp_path: Path) -> None:
-    spec = models.words(tmp_path)
-    entry = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
-    content = joined({f"tensor-{number}": entry for number in range(100_000)}, b"")
-    began = time.thread_time()
-    with pytest.raises(ModelError):
-        store.parse_arrays(tmp_path / spec.name / "1" / WEIGHTS, content, spec)
-    assert time.thread_time() - began < MAX_SECONDS

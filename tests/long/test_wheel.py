@@ -83,9 +83,3 @@ def test_installed_wheel_serves_the_embedded_models(address: str) -> None:
     reply = httpx.post(f"{address}/infer", json=example.bodies[0], timeout=60, trust_env=False).json()
     assert example.reply is not None
     assert reply["outputs"][0]["label"] == example.reply["outputs"][0]["label"]
-
-
-def test_installed_wheel_sends_load(address: str, environment: Path, tmp_path: Path) -> None:
-    command = [str(environment / "bin" / "seqserve"), "bench", "--url", address, "--callers", "1", "--seconds", "0.2"]
-    done = subprocess.run(command, cwd=tmp_path, env=clean(), capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr

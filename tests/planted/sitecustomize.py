@@ -10,7 +10,6 @@ PLANTED names faults of a server, separated by commas:
 - slow-device: each batch waits DEVICE_SECONDS, in which a device would compute: it takes no processor time;
 - slow-frontend: a frontend or its decoder waits FRONTEND_SECONDS while it decodes a request to /infer or to ModelInfer: it takes no
   processor time;
-- short-ticks: one tick of a frontend's event loop starts one request, and all others wait;
 - damaged: once the file DAMAGED exists, every model computes wrong scores;
 - gated-device: a batch stays in flight until the file GATE lets it end. It contains `open`, or a number of batches;
 - dated-device: as slow-device, and the engine appends a line to the file ROWS for each batch: its rows, and how many of their deadlines had
@@ -425,7 +424,6 @@ PLANTS: dict[str, Plants] = {
         ("service.frontend.oip.grpc_infer", into_decoding),
         ("service.frontend.decoder.worker", into_decoders),
     ),
-    "short-ticks": (("service.frontend.start_queue", lambda module, _: setattr(module, "SLICE_SECONDS", 0.0)),),
     "dated-device": (DEVICE, ("service.engine.batching.batcher", into_batchers)),
     "gated-device": (
         (DEVICE_ENGINE, into_gates),

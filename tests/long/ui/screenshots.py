@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import random
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-import httpx
-
 from tests.long.ui.conftest import choose, launched, opened, run
-from tests.serving import Server, serving
+from tests.serving import answering, serving
 
 ROOT = Path(__file__).parents[3]
 SIZE = {"width": 1360, "height": 860}
@@ -31,7 +25,7 @@ def main(folder: Path) -> None:
     with (
         tempfile.TemporaryDirectory() as scratch,
         serving(ROOT / "models", Path(scratch), "--port", "8000", "--grpc-port", "8001") as server,
-        requests(server),
+        answering(server, *({"model": name, "inputs": [*QUESTIONS[:count]]} for name in MODELS for count in (1, 4))),
         launched() as browser,
         opened(browser, server, size=SIZE) as page,
     ):
@@ -56,27 +50,6 @@ def main(folder: Path) -> None:
                 "height": box["height"] + MARGIN,
             }
             page.screenshot(path=folder / name, clip=margins, full_page=True)  # type: ignore[arg-type]
-
-
-@contextmanager
-def requests(server: Server) -> Iterator[None]:
-    """Send some requests per second until the end of the block, in bursts of different sizes."""
-    ended = threading.Event()
-
-    def send() -> None:
-        chance = random.Random(1)
-        with httpx.Client(base_url=server.address, trust_env=False) as client:
-            while not ended.wait(chance.expovariate(12)):
-                inputs = [chance.choice(QUESTIONS) for _ in range(chance.choice((1, 1, 2, 4, 8)))]
-                client.post("/infer", json={"model": chance.choice(MODELS), "inputs": inputs}).raise_for_status()
-
-    sender = threading.Thread(target=send)
-    sender.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        sender.join()
 
 
 if __name__ == "__main__":

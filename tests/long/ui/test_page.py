@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
-from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from playwright.sync_api import Browser, Page, Route, expect
+from playwright.sync_api import Browser, Page, expect
 
 from tests.long.ui.conftest import DESKTOP, HOSTILE, PHONE, choose, opened, run
 from tests.models import LABELS
@@ -20,19 +18,6 @@ from tests.serving import Server, eventually
 
 def type_input(page: Page, text: str, field: str = "Text") -> None:
     page.get_by_label(field, exact=True).fill(text)
-
-
-def test_classifier_shows_a_bar_for_each_class(page: Page, site: Server) -> None:
-    choose(page, "words")
-    type_input(page, "how far is the sea ?")
-    answer = run(page)
-    [output] = site.infer("words", ["how far is the sea ?"]).json()["outputs"]
-    assert answer.splitlines()[:2] == [f"score {output['score']:.3f}", output["label"]]
-    shown = page.locator(".bars .bar-label").all_inner_texts()
-    assert shown == sorted(LABELS, key=lambda label: -output["scores"][label])
-    assert page.locator(".bars .chosen .bar-label").inner_text() == output["label"]
-    widths = page.eval_on_selector_all(".bars .bar", "bars => bars.map((bar) => Number(bar.style.getPropertyValue('--share')))")
-    assert widths == pytest.approx(sorted(output["scores"].values(), reverse=True))
 
 
 def test_tokens_have_the_colours_of_their_labels(page: Page, site: Server) -> None:
@@ -93,7 +78,6 @@ def test_series_is_pasted_uploaded_and_drawn(page: Page, tmp_path: Path) -> None
         ("speller", "Token ids", "1, 2, x", "x is no token id of this model: use whole numbers from 0 to 11."),
         ("speller", "Token ids", "12", "12 is no token id of this model"),
         ("series", "Rows of numbers", "1, 2\n3", "Line 2 has 1 number and this model takes 2."),
-        ("series", "Rows of numbers", "1, 2\n3, four", "Line 2 has something that is no number."),
         ("series", "Rows of numbers", "[[1, 2", "This begins like JSON and is none"),
         ("words", "Text", "sea " * 65, "words takes at most 64"),
         ("halver", "Rows of numbers", "1, 2", "needs at least 3"),
@@ -105,31 +89,6 @@ def test_wrong_input_is_explained(model: str, field: str, text: str, message: st
     run(page)
     assert message in page.get_by_role("alert").inner_text()
     assert page.get_by_role("button", name="Try again").count() == 0
-
-
-@pytest.mark.parametrize(
-    ("status", "code", "title"), [(429, "quota_exceeded", "Too many requests"), (503, "overloaded", "Not available now")]
-)
-def test_refused_request_is_tried_again_after_the_wait(status: int, code: str, title: str, page: Page) -> None:
-    refusals = [1]
-
-    def answer(route: Route) -> None:
-        if not refusals:
-            route.continue_()
-            return
-        body = json.dumps({"error": f"too much: retry later {code}", "code": code})
-        route.fulfill(status=status, body=body, headers={"retry-after": str(refusals.pop())})
-
-    page.route("**/infer", answer)
-    choose(page, "words")
-    run(page)
-    alert = page.get_by_role("alert")
-    assert title in alert.inner_text() and f"too much: retry later {code}." in alert.inner_text()
-    again = alert.get_by_role("button")
-    expect(again).to_be_enabled()
-    assert again.inner_text() == "Try again"
-    again.click()
-    expect(page.locator("#result .bars")).to_be_visible()
 
 
 # Streams.
@@ -146,13 +105,12 @@ def await_steps(page: Page, count: int) -> None:
     page.wait_for_function("count => parseInt(document.getElementById('stream-facts')?.textContent) >= count", arg=count)
 
 
-@pytest.mark.parametrize(("model", "lines"), [("sensors", 3), ("series", 2), ("forecaster", 2)])
-def test_answers_are_drawn_as_they_come(model: str, lines: int, page: Page) -> None:
-    start(page, model)
+def test_answers_are_drawn_as_they_come(page: Page) -> None:
+    start(page, "sensors")
     await_steps(page, 12)
     expect(page.locator("#stream-status")).to_have_text("Streaming")
     answered = page.locator("#stream-view figure", has_text="answered")
-    assert answered.locator("path.line").count() == lines
+    assert answered.locator("path.line").count() == 3
     lengths = answered.locator("path.line").evaluate_all("all => all.map((one) => one.getAttribute('d').split('L').length)")
     assert min(lengths) >= 3
     assert "answered in" in page.locator("#stream-facts").inner_text()
@@ -176,27 +134,10 @@ def test_page_survives_the_restart_of_an_engine(page: Page, site: Server) -> Non
     expect(page.locator("#ready")).to_have_text("ready")
 
 
-def test_page_reports_a_service_that_does_not_answer(page: Page) -> None:
-    choose(page, "words")
-    page.route("**/*", lambda route: route.abort())
-    run(page)
-    alert = page.locator("#result").get_by_role("alert")
-    expect(alert).to_contain_text("Not reachable")
-    expect(page.locator("#ready")).to_have_text("no answer")
-    expect(page.locator("#live-plots")).to_contain_text("does not answer")
-    page.unroute_all()
-    alert.get_by_role("button", name="Try again").click()
-    expect(page.locator("#result .bars")).to_be_visible()
-    expect(page.locator("#ready")).to_have_text("ready")
-    expect(page.locator("#live-plots .tile")).to_have_count(5)
-
-
 # Looks.
 
-TEXT_CONTRAST = 4.5
-LARGE_CONTRAST = 3.0
-"""WCAG 2.2, level AA: for text, and for large text and parts of a graphic."""
-LARGE_PIXELS = 24
+TEXT_CONTRAST, LARGE_CONTRAST, LARGE_PIXELS = 4.5, 3.0, 24
+"""WCAG 2.2, level AA: for text, and for large text."""
 VISIBLE_TEXTS = """() => {
   const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
   const rgba = (colour) => {
@@ -212,23 +153,12 @@ VISIBLE_TEXTS = """() => {
     }
     return rgba(getComputedStyle(document.documentElement).getPropertyValue("--ground"));
   };
-  const texts = [];
-  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
-  while (walker.nextNode()) {
-    const element = walker.currentNode.parentElement;
-    if (!walker.currentNode.textContent.trim() || !element.checkVisibility()) continue;
-    const style = getComputedStyle(element);
-    const text = walker.currentNode.textContent.trim().slice(0, 40);
-    texts.push({ text, colour: rgba(style.color), ground: ground(element), size: parseFloat(style.fontSize) });
-  }
-  return texts;
-}"""
-LINES = """() => {
-  const shown = [...document.querySelectorAll(".line, .area, .swatch, .span")].filter((one) => one.checkVisibility());
-  const ground = getComputedStyle(document.body).backgroundColor;
-  const colour = ({ stroke, fill, backgroundColor }, { classList }) =>
-    classList.contains("line") ? stroke : classList.contains("area") ? fill : backgroundColor;
-  return shown.map((one) => [colour(getComputedStyle(one), one), ground]);
+  const elements = [...document.body.querySelectorAll("*")].filter(
+    (one) => one.checkVisibility() && [...one.childNodes].some((node) => node.nodeType === 3 && node.textContent.trim()));
+  return elements.map((one) => {
+    const style = getComputedStyle(one);
+    return { text: one.textContent.slice(0, 40), colour: rgba(style.color), ground: ground(one), size: parseFloat(style.fontSize) };
+  });
 }"""
 WIDTHS = "() => [document.documentElement.scrollWidth, document.documentElement.clientWidth]"
 
@@ -239,32 +169,19 @@ def luminance(colour: list[float]) -> float:
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
-def contrast(one: list[float], other: list[float]) -> float:
-    """Return the contrast ratio of two colours, as WCAG defines it."""
-    lighter, darker = sorted((luminance(one), luminance(other)), reverse=True)
-    return (lighter + 0.05) / (darker + 0.05)
-
-
-def parsed(colour: str) -> list[float]:
-    return [float(part) for part in colour.removeprefix("rgb(").removesuffix(")").split(",")]
-
-
-def check_contrast(page: Page) -> None:
+def check_looks(page: Page) -> None:
+    """Check that nothing is wider than the window, and the contrast of each text, as WCAG defines it."""
+    needed, available = page.evaluate(WIDTHS)
+    assert needed <= available
     texts: list[dict[str, Any]] = page.evaluate(VISIBLE_TEXTS)
     assert len(texts) > 10
     for text in texts:
-        needed = LARGE_CONTRAST if text["size"] >= LARGE_PIXELS else TEXT_CONTRAST
-        assert contrast(text["colour"], text["ground"]) >= needed, text
-    for colour, ground in page.evaluate(LINES):
-        assert contrast(parsed(colour), parsed(ground)) >= LARGE_CONTRAST, colour
+        darker, lighter = sorted((luminance(text["colour"]), luminance(text["ground"])))
+        wanted = LARGE_CONTRAST if text["size"] >= LARGE_PIXELS else TEXT_CONTRAST
+        assert (lighter + 0.05) / (darker + 0.05) >= wanted, text
 
 
-def check_width(page: Page) -> None:
-    needed, available = page.evaluate(WIDTHS)
-    assert needed <= available
-
-
-@pytest.mark.parametrize(("scheme", "size"), [*product(("light", "dark"), (DESKTOP, PHONE))], ids=str)
+@pytest.mark.parametrize(("scheme", "size"), [("light", PHONE), ("dark", DESKTOP)], ids=str)
 def test_every_answer_is_readable_and_fits(
     scheme: Literal["light", "dark"], size: dict[str, int], browser: Browser, site: Server
 ) -> None:
@@ -273,18 +190,14 @@ def test_every_answer_is_readable_and_fits(
         for model in ("tagger", "passages", "words", "hostile", "embedder", "halver", "series", "forecaster", "speller"):
             choose(page, model)
             run(page)
-            check_width(page)
-            check_contrast(page)
+            check_looks(page)
         page.get_by_label("Token ids").fill("wrong")
         run(page)
-        check_contrast(page)
-        page.get_by_role("button", name="Start", exact=True).click()
+        check_looks(page)
         page.get_by_label("Token ids").fill("1, 2")
         page.get_by_role("button", name="Start", exact=True).click()
         expect(page.locator("#stream-facts")).to_be_visible()
-        check_width(page)
-        ground = parsed(page.evaluate("() => getComputedStyle(document.body).backgroundColor"))
-        assert (luminance(ground) > 0.5) is (scheme == "light")
+        check_looks(page)
 
 
 def test_keyboard_is_enough(browser: Browser, site: Server) -> None:
@@ -311,9 +224,6 @@ def test_keyboard_is_enough(browser: Browser, site: Server) -> None:
         page.keyboard.press("ArrowRight")
         expect(page.get_by_role("tab", name="Python")).to_be_focused()
         expect(page.get_by_role("tab", name="Python")).to_have_attribute("aria-selected", "true")
-        page.locator("#card summary").focus()
-        page.keyboard.press("Enter")
-        expect(page.locator("#card-text")).to_be_visible()
         for control in page.locator(
             "button:visible, input:visible, textarea:visible, select:visible, a:visible, summary:visible"
         ).all():
@@ -335,4 +245,4 @@ def test_hostile_names_and_cards_stay_text(page: Page) -> None:
     links = card.locator("a").evaluate_all("all => all.map((one) => one.getAttribute('href'))")
     assert links == ["https://example.org/a_(b", "http://example.org/x.png"]
     assert "[run](javascript:alert(1))" in card.inner_text()
-    check_width(page)
+    check_looks(page)
