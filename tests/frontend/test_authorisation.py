@@ -13,7 +13,7 @@ import pytest
 import tritonclient.grpc as triton
 from fastapi.routing import APIRoute, iter_route_contexts
 from starlette.routing import Route, WebSocketRoute
-from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
 from service.access.keys import create
@@ -115,14 +115,6 @@ def test_other_spellings_of_a_path_admit_nobody(path: str, guarded: Guarded) -> 
             client.sendall(f"{lines}\r\n{{}}".encode())
             status = int(client.recv(1 << 16).split(b" ")[1])
         assert status in (307, 400, 401, 404, 405), target  # 307 leads to the path without its last slash
-
-
-def test_socket_needs_a_key_with_sessions(guarded: Guarded) -> None:
-    url = guarded.address.replace("http", "ws") + "/stream?model=sensors"
-    for token, status in ((None, 401), ("wrong", 401), (guarded.scoped[Scope.INFER], 403)):
-        with pytest.raises(InvalidStatus) as refused:
-            connect(url, additional_headers=bearer(token))
-        assert refused.value.response.status_code == status
 
 
 def test_sessions_of_other_tenants_look_unknown(guarded: Guarded) -> None:

@@ -24,9 +24,6 @@ from tests.serving import Server, eventually, nearly_equal, serving
 
 ROW = [0.1, -0.2, 0.3]
 IDS = [1, 5, 11, 0, 3, 3, 7, 2, 9]
-MAX_SESSIONS = 8
-GIVES_UP = httpx.Timeout(60, read=0.3)
-"""For a client that sends its request and does not wait for the answer."""
 
 
 @pytest.fixture(scope="module")
@@ -36,9 +33,8 @@ def shared(gate: Gate, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
     models.sensors(root)
     models.speller(root)
     flags = ("--device", "cpu,cpu", "--frontends", "2")
-    settings = {"state_slots": "2", "max_sessions": str(MAX_SESSIONS), "lame_duck_seconds": "0.2"}
-    long = {"default_deadline_ms": "600000", "max_deadline_ms": "600000"}
-    with serving(root, tmp_path_factory.mktemp("log"), *flags, **settings, **long) as running:
+    settings = {"state_slots": "2", "lame_duck_seconds": "0.2", "default_deadline_ms": "600000", "max_deadline_ms": "600000"}
+    with serving(root, tmp_path_factory.mktemp("log"), *flags, **settings) as running:
         yield running
 
 
@@ -169,44 +165,6 @@ def test_state_that_cannot_continue_is_refused(shared: Server) -> None:
     assert shared.client.patch("/sessions/brought/state").headers["allow"] == "DELETE, GET, PUT"
     assert shared.metric("seqserve_sessions") == 1
     assert steps(ask(shared, "speller", [1], "known", end=True)) == 3
-
-
-def test_session_over_the_limit_is_refused_and_others_continue(shared: Server) -> None:
-    """The place of a socket that closed is free at once. The limit is that of one engine."""
-    *names, more = names_at(0, MAX_SESSIONS, "limited")
-    assert {steps(ask(shared, "speller", [1], name)) for name in names} == {1}
-    with streamed(shared, f"model=speller&session={more}") as last:
-        assert tell(last, input=[1])["session"]["steps"] == 1
-        refused = ask(shared, "speller", [1], names_at(0, 1, "one more")[0])
-        assert code(refused) == (429, "too_many_sessions") and int(refused.headers["retry-after"]) >= 1
-    assert delete(shared, more).status_code == 200
-    assert {steps(ask(shared, "speller", [1], name, end=True)) for name in names} == {2}
-    assert shared.metric("seqserve_session_moves_total", to="host") > 0
-    assert shared.metric("seqserve_sessions") == shared.metric("seqserve_state_slots_used") == 0
-
-
-def test_late_and_abandoned_requests_are_not_computed(shared: Server, gate: Gate) -> None:
-    def computed() -> float:
-        return shared.metric("seqserve_sequences_total", model="speller")
-
-    def arrived() -> float:
-        return shared.metric("seqserve_stage_seconds_count", stage="channel")
-
-    before, sent, gone = computed(), arrived(), shared.metric("seqserve_requests_total", outcome="client_gone")
-    [busy], [late], [left] = (names_at(0, 1, prefix) for prefix in ("busy", "late", "left"))
-    gate.let(0)
-    with ThreadPoolExecutor() as pool:
-        running = pool.submit(ask, shared, "speller", [1], busy, end=True)
-        eventually(lambda: arrived() == sent + 1 and shared.metric("seqserve_queue_depth") == 0)
-        assert code(ask(shared, "speller", [1], late, deadline_ms=100)) == (504, "deadline_exceeded")
-        with pytest.raises(httpx.ReadTimeout):
-            body = {"model": "speller", "inputs": [[1]], "session": left}
-            httpx.post(f"{shared.address}/infer", json=body, timeout=GIVES_UP, trust_env=False)
-        eventually(lambda: shared.metric("seqserve_requests_total", outcome="client_gone") == gone + 1)
-        gate.open()
-        assert steps(running.result()) == 1
-    assert steps(ask(shared, "speller", [1], busy, end=True)) == 1
-    assert computed() == before + 2 and shared.metric("seqserve_sessions") == 0
 
 
 def test_lost_sessions_are_reported_once_and_the_other_engine_continues(shared: Server, gate: Gate) -> None:
