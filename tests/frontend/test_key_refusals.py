@@ -29,16 +29,8 @@ DENIED = b"HTTP/1.1 401 Unauthorized\r\n"
 
 
 def guess(*headers: str, path: str = "/infer", body: bytes = b"{}") -> bytes:
-    lines = [
-        f"POST {path} HTTP/1.1",
-        "Host: a",
-        "Authorization: Bearer wrong",
-        *headers,
-        f"Content-Length: {len(body)}",
-        "",
-        "",
-    ]
-    return "\r\n".join(lines).encode() + body
+    lines = [f"POST {path} HTTP/1.1", "Host: a", "Authorization: Bearer wrong", *headers, f"Content-Length: {len(body)}"]
+    return "\r\n".join([*lines, "", ""]).encode() + body
 
 
 class CalmStarts(StartQueue):
@@ -70,31 +62,23 @@ class Guesser:
     def send(self, data: bytes) -> None:
         self.protocol.data_received(data)
 
-    def exhaust(self) -> None:
-        """Send the wrong keys that are answered at once."""
-        for _ in range(FREE_REFUSALS):
-            self.send(guess())
-        assert len(self.replies) == FREE_REFUSALS
-        self.transport.write.reset_mock()
 
-
-With = Callable[[Callable[[Guesser], Awaitable[None]]], None]
+Test = Callable[[Guesser], Awaitable[None]]
 
 
 @pytest.fixture
-def with_guesser(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> With:
-    """Return a function that runs a test in an event loop. Late answers wait LONG_SECONDS."""
-    monkeypatch.setattr(refused_keys, "DELAY_SECONDS", LONG_SECONDS)
+def with_guesser(tmp_path: Path) -> Callable[[Test], None]:
+    """Return a function that runs a test in an event loop."""
     create(tmp_path / "keys.toml", "valid", [Scope.INFER], "valid")
 
-    def run(test: Callable[[Guesser], Awaitable[None]]) -> None:
+    def run(test: Test) -> None:
         with_ports(tmp_path, lambda ports: test(Guesser(ports)), CalmStarts, keys=str(tmp_path / "keys.toml"))
 
     return run
 
 
 @pytest.mark.parametrize("path", ["/infer", "/v2/models/words/versions/1/infer"])
-def test_wrong_key_is_refused_without_a_task(path: str, with_guesser: With) -> None:
+def test_wrong_key_is_refused_without_a_task(path: str, with_guesser: Callable[[Test], None]) -> None:
     """Also if the request arrives in parts, when it is complete."""
 
     async def test(guesser: Guesser) -> None:
@@ -111,7 +95,7 @@ def test_wrong_key_is_refused_without_a_task(path: str, with_guesser: With) -> N
     with_guesser(test)
 
 
-def test_other_requests_belong_to_the_general_path(with_guesser: With) -> None:
+def test_other_requests_belong_to_the_general_path(with_guesser: Callable[[Test], None]) -> None:
     """Behind a proxy, with an unusual head, without such a route, to another endpoint, and with a large body."""
 
     async def test(guesser: Guesser) -> None:
@@ -124,35 +108,24 @@ def test_other_requests_belong_to_the_general_path(with_guesser: With) -> None:
     with_guesser(test)
 
 
-def test_answer_waits_after_several_wrong_keys_but_not_without_a_key(
-    with_guesser: With, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_answers_wait_after_several_wrong_keys(with_guesser: Callable[[Test], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A waiting answer to a client that leaves has no timer, which would keep the connection in memory."""
     monkeypatch.setattr(refused_keys, "DELAY_SECONDS", SHORT_SECONDS)
 
     async def test(guesser: Guesser) -> None:
-        guesser.exhaust()
+        for _ in range(FREE_REFUSALS):
+            guesser.send(guess())
         guesser.send(guess() + guess())
-        assert not guesser.replies and not guesser.state.tasks
-        while len(guesser.replies) < 2:
+        assert len(guesser.replies) == FREE_REFUSALS and not guesser.state.tasks
+        while len(guesser.replies) < FREE_REFUSALS + 2:
             await asyncio.sleep(SHORT_SECONDS)
-        assert all(reply.startswith(DENIED) for reply in guesser.replies)
-        guesser.send(guess().replace(b"Authorization: Bearer wrong\r\n", b""))
-        assert len(guesser.replies) == 3 and b"the request has no key" in guesser.replies[2]
-
-    with_guesser(test)
-
-
-def test_client_that_leaves_is_forgotten_at_once(with_guesser: With) -> None:
-    """The answer that waits for it leaves no timer, which would keep the connection in memory."""
-
-    async def test(guesser: Guesser) -> None:
-        guesser.exhaust()
+        monkeypatch.setattr(refused_keys, "DELAY_SECONDS", LONG_SECONDS)
         before = late_timers()
         guesser.send(guess())
         assert late_timers() - before
         guesser.protocol.connection_lost(None)
         await asyncio.sleep(0)
-        assert not late_timers() - before and not guesser.replies
+        assert not late_timers() - before and len(guesser.replies) == FREE_REFUSALS + 2
 
     with_guesser(test)
 
@@ -199,6 +172,11 @@ def test_answers_to_wrong_keys_wait_on_every_transport(
             assert time.monotonic() - began >= DELAY_SECONDS
         assert call(service, "wrong", timeout=DELAY_SECONDS / 4) is grpc.StatusCode.DEADLINE_EXCEEDED
         monkeypatch.setattr(refused_keys, "DELAY_SECONDS", LONG_SECONDS)
-        assert [get(service, token), get(service, None), shake_hands(service, token)] == [200, 401, 101]
+        assert [get(service, token), get(service, None), infer(service, None), shake_hands(service, token)] == [
+            200,
+            401,
+            401,
+            101,
+        ]
         assert call(service, token) is grpc.StatusCode.OK
         assert not service.events("bug") and not service.events("library warning")

@@ -5,7 +5,6 @@ The engine is a stand-in. tests/long/test_triton_grpc.py has every option of Tri
 
 from __future__ import annotations
 
-import asyncio
 import socket
 import struct
 import threading
@@ -277,19 +276,6 @@ def test_invalid_and_slow_clients_are_disconnected(
         monkeypatch.setattr(connection_guard, "RECEIVE_SECONDS", 0.1)  # for the slow clients
     assert {reason: closed(reason) - count for reason, count in before.items()} == {"invalid_request": 1, "slow_request": 2}
     assert len(call(channel, rows()).outputs) == 3
-
-
-def test_quiet_client_is_pinged(heads: InProcess) -> None:
-    def sweep() -> None:
-        heads._server._grpc.sweep(asyncio.get_running_loop().time() + 61)  # type: ignore[union-attr]
-
-    with closing(connect(heads)) as client:
-        client.sendall(PREFACE + settings())
-        received = b""
-        while frame(peer.SETTINGS, peer.ACK) not in received:
-            received += client.recv(1 << 16)
-        heads.call(sweep)
-        assert b"are you?" in client.recv(1 << 16)
 
 
 # Shutdown.

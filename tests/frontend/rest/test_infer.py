@@ -81,6 +81,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({**GOOD, "deadline_ms": 10**9}, "deadline_ms", "SEQSERVE_MAX_DEADLINE_MS is 60000"),
     *(({**GOOD, "priority": value}, "priority", part) for value, part in ((11, "less than or equal to 10"), (0.5, "integer"))),
     ({**GOOD, "version": [1]}, "version", "string"),
+    ({**SENSORS, "inputs": [[]], "session": "a"}, "inputs[0]", "at least one step"),
 ]
 
 
