@@ -1,4 +1,4 @@
-"""A listener takes its share of the connections, and those that other frontends leave. tests/long/test_listener.py has whole services."""
+"""A listener takes its share of the connections, and those that others leave. A frontend survives errors of its periodic work."""
 
 from __future__ import annotations
 
@@ -6,12 +6,20 @@ import asyncio
 import math
 import socket
 from contextlib import ExitStack, closing
+from typing import Any, cast
 
 import pytest
+import uvicorn
 
+from service.frontend import inference
+from service.frontend.catalog import Catalog
 from service.frontend.connection_share import ConnectionShare
 from service.frontend.listener import Listener, SharedPort
+from service.frontend.server import FrontendServer
 from service.ipc.connection_counts import NOT_ACCEPTING, ConnectionCounts, Port
+from service.log import Log
+from service.metrics import Metrics
+from service.settings import Settings
 from tests.serving import LIMIT_SECONDS
 
 
@@ -96,3 +104,27 @@ def test_frontend_above_the_mean_leaves_connections_to_the_others() -> None:
             return await connect(listening, [many, few], 10)
 
     assert asyncio.run(test()) == [0, 10]
+
+
+def fail() -> None:
+    raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("part", ["access", "tls", "state_keys"])
+def test_error_of_periodic_work_is_reported(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+    """uvicorn would end the frontend."""
+    nothing, reported = cast(Any, None), list[Exception]()
+    frontend = inference.Frontend(Settings(), Catalog([], {}), nothing, Metrics(), Log("frontend"), nothing)
+    monkeypatch.setattr(getattr(frontend, part), "reload", fail)
+    monkeypatch.setattr(inference.Frontend, "internal_error", lambda _, error: reported.append(error))
+    config = uvicorn.Config(nothing, log_config=None)
+    config.load()
+    with closing(socket.create_server(("127.0.0.1", 0))) as listening:
+        port = SharedPort(listening, ConnectionShare(ConnectionCounts.create(1).on_port(Port.HTTP), 0))
+        server = FrontendServer(config, nothing, frontend, port, None, None, is_restart=False)
+
+        async def tick() -> bool:
+            return await server.on_tick(0)
+
+        assert asyncio.run(tick()) is False, "the server goes on"
+    assert [type(error) for error in reported] == [ZeroDivisionError]
