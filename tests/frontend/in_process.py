@@ -211,13 +211,13 @@ class StandInEngine:
             self._sessions[session] = (request.key, steps, checksum)
             if request.session_ends:
                 del self._sessions[session]
-        arrays = _arrays(spec, request, checksums)
+        arrays = arrays_of(spec, request, checksums)
         shapes: dict[str, Any] = {name: array.shape for name, array in arrays.items()}
         answer = Answer(**shapes, steps=request.lengths, session_steps=steps)
         return answer, b"".join(array.tobytes() for array in arrays.values())
 
 
-def _arrays(spec: ModelSpec, request: Request, checksums: Sequence[Sequence[int]]) -> dict[str, np.ndarray[Any, Any]]:
+def arrays_of(spec: ModelSpec, request: Request, checksums: Sequence[Sequence[int]]) -> dict[str, np.ndarray[Any, Any]]:
     """Return the arrays of an answer. checksums: of the values up to each step, by sequence."""
     head: Any = spec.head
     last = [steps[-1] if steps else 0 for steps in checksums]

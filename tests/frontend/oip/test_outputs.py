@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 
 from service.errors import InvalidInput, TooLarge
@@ -80,13 +79,6 @@ def test_classes_are_sorted_best_first(harness: InferHarness) -> None:
 )
 def test_invalid_outputs_are_rejected(harness: InferHarness, model: str, outputs: list[RequestedOutput], text: str) -> None:
     harness.check_refused(InvalidInput, "outputs", text, model, *three_sequences(model), outputs=outputs)
-
-
-def test_values_that_are_not_finite_are_rejected(harness: InferHarness) -> None:
-    harness.dispatcher.answers = {"forecaster": {"scores": [[1, 2], [3, np.inf], [5, 6]]}}
-    with pytest.raises(InvalidInput, match="not finite") as raised:
-        harness.infer("forecaster", *three_sequences("forecaster"))
-    assert raised.value.field == "inputs[1]"
 
 
 def test_padding_of_outputs_is_limited(harness: InferHarness, monkeypatch: pytest.MonkeyPatch) -> None:
