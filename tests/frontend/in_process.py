@@ -7,7 +7,6 @@ before it in its session, so two ways to send the same sequence get the same ans
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import socket
 import threading
@@ -67,7 +66,7 @@ from service.modeling.spec import ModelSpec
 from service.settings import Settings
 from service.supervisor.repository import Repository
 from tests.frontend.dispatch.test_dispatcher import requests_of
-from tests.serving import LIMIT_SECONDS, sum_of
+from tests.serving import LIMIT_SECONDS, Server
 
 STREAMS = ("accumulator", "forecaster", "numbers", "sensors", "speller")
 """Models whose sequences may arrive in chunks."""
@@ -282,8 +281,8 @@ class StandInSupervisor:
         self.frontend.catalog.serve([key for key in keys if key.name not in self._unloaded], {})
 
 
-class InProcess:
-    """A frontend in a thread, with the methods of a Server that tests use."""
+class InProcess(Server):
+    """A frontend in a thread, with the methods of a Server, except those for its processes."""
 
     def __init__(
         self, models: Path, scratch: Path, *, admin: bool, tls: bool, quota_counts: QuotaCounts, settings: Settings
@@ -323,13 +322,6 @@ class InProcess:
         self._thread.start()
         self._started.result(LIMIT_SECONDS)
 
-    def infer(self, model: str, inputs: list[Any], **options: Any) -> httpx.Response:
-        return self.client.post("/infer", json={"model": model, "inputs": inputs, **options})
-
-    def metric(self, name: str, **labels: str) -> float:
-        """Return the sum of a series over all labels that are not in `labels`."""
-        return sum_of(self.scrape(), name, labels)
-
     def scrape(self, headers: dict[str, str] | None = None) -> str:
         """Return the text of /metrics. The thread of the frontend makes it as if a client had asked: keys do not matter."""
         return expose(self.call(self.frontend.metrics.snapshot), "").text.decode()
@@ -355,16 +347,6 @@ class InProcess:
         finally:
             if self._thread.is_alive():
                 self.call(self.engine.release)
-
-    def log(self, *, since: int = 0) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.log_file.read_bytes()[since:].split(b"\n")[:-1]]
-
-    def events(self, name: str, *, since: int = 0) -> list[dict[str, Any]]:
-        return [event for event in self.log(since=since) if event["event"] == name]
-
-    @property
-    def log_bytes(self) -> int:
-        return self.log_file.read_bytes().rfind(b"\n") + 1
 
     def begin_to_stop(self) -> None:
         """Drain, as at the end of the lame-duck time after SIGTERM."""

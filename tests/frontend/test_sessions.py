@@ -127,7 +127,7 @@ def test_errors_of_sessions_have_their_codes_and_change_nothing(shared: Server) 
         return shared.client.post(f"/sessions/{name}/fork", json={"session": copy})
 
     assert [steps(ask(shared, "speller", [1, 2], "one")) for _ in range(2)] == [2, 4]
-    counted = ask(shared, "speller", [1], "one", steps=3)
+    counted, good = ask(shared, "speller", [1], "one", steps=3), state(shared, "one")
     assert (*code(counted), counted.json()["field"], counted.json()["steps"]) == (409, "session_conflict", "steps", 4)
     for refused, expected in (
         (ask(shared, "speller", [1], "two", start=False), (404, "unknown_session")),
@@ -135,36 +135,23 @@ def test_errors_of_sessions_have_their_codes_and_change_nothing(shared: Server) 
         (ask(shared, "speller", [99], "one"), (400, "invalid_input")),
         (fork("nobody", "copy"), (404, "unknown_session")),
         (fork("one", "one"), (409, "session_conflict")),
-        (put(shared, "one", state(shared, "one")), (409, "session_conflict")),
+        (put(shared, "one", good), (409, "session_conflict")),
+        (put(shared, "brought", good.replace(b'"version":"1"', b'"version":"7"')), (409, "session_conflict")),
+        *((put(shared, "brought", content), (400, "invalid_request")) for content in (good[:-1], os.urandom(200))),
+        (put(shared, "brought", bytes((16 << 20) + 1)), (413, "too_large")),
+        (put(shared, "brought", good, "application/json"), (415, "unsupported_media")),
+        (put(shared, "%20brought", good), (400, "invalid_input")),
         *((fork("one", name), (400, "invalid_input")) for name in (" copy", 7)),
         (shared.client.post("/sessions/one/fork", content="copy"), (400, "invalid_request")),
     ):
         assert code(refused) == expected, refused.text
+    assert shared.client.patch("/sessions/brought/state").headers["allow"] == "DELETE, GET, PUT"
     assert steps(ask(shared, "speller", [1], "one", steps=4, end=True)) == 5
     lost = ask(shared, "speller", [1], "one", steps=5)
     assert (*code(lost), lost.json()["steps"]) == (409, "session_lost", 0)
     for gone in (delete(shared, "one"), shared.client.get("/sessions/one/state")):
         assert code(gone) == (404, "unknown_session")
     assert shared.metric("seqserve_sessions") == 0
-
-
-def test_state_that_cannot_continue_is_refused(shared: Server) -> None:
-    assert steps(ask(shared, "speller", [1, 2], "known")) == 2
-    good = state(shared, "known")
-    for content, expected in (
-        (good.replace(b"speller", b"smeller"), (409, "session_conflict")),
-        (good.replace(b'"version":"1"', b'"version":"7"'), (409, "session_conflict")),
-        (good[:-1], (400, "invalid_request")),
-        (os.urandom(200), (400, "invalid_request")),
-        (good[:-4] + struct.pack("<f", float("nan")), (400, "invalid_request")),
-        (bytes((16 << 20) + 1), (413, "too_large")),
-    ):
-        assert code(put(shared, "brought", content)) == expected
-    assert code(put(shared, "brought", good, "application/json")) == (415, "unsupported_media")
-    assert code(put(shared, "%20brought", good)) == (400, "invalid_input")
-    assert shared.client.patch("/sessions/brought/state").headers["allow"] == "DELETE, GET, PUT"
-    assert shared.metric("seqserve_sessions") == 1
-    assert steps(ask(shared, "speller", [1], "known", end=True)) == 3
 
 
 def test_lost_sessions_are_reported_once_and_the_other_engine_continues(shared: Server, gate: Gate) -> None:

@@ -36,6 +36,8 @@ from tests import models
 from tests.frontend.in_process import InProcess
 from tests.frontend.oip.harness import catalog_of, fake_frontend, values
 from tests.frontend.oip.messages import QUESTION, requesting, text, typed, with_parameters
+from tests.frontend.oip.test_json import INVALID
+from tests.frontend.rest.test_infer import WRONG
 from tests.serving import eventually
 
 PADDING = b" " * (MAX_LOOP_BODY_BYTES + 1)
@@ -44,32 +46,22 @@ UNKNOWN_FIELD = b"\xfa\x7f\x81\x80\x04" + PADDING
 """Field 2047 of a message, with a size in three bytes. protobuf ignores it."""
 WORDS = json.dumps({"model": "words", "inputs": ["how far"]}).encode()
 LARGE = WORDS + PADDING
-INPUTS: dict[str, list[Any]] = {
-    "words": [["how far", ""], [[1, 2], [3]], [None]],
-    "speller": [[[1, 11]], [[1], [-1]], [[1.5]]],
-    "forecaster": [[[[1, 2, 3]] * 3], [[[1, 2]]], [[[1, 2, 1e39]]]],
-}
-OPTIONS: list[dict[str, Any]] = [
-    {"priority": 2},
-    {"priority": 99},
-    {"return": ["embedding"]},
-    {"version": "7"},
-    {"session": "s"},
-]
-IDS: dict[str, Any] = {"name": "ids", "datatype": "INT32", "shape": [3], "data": [1, 2, 3]}
-OIP: list[dict[str, Any]] = [{"inputs": [{**IDS, **change}]} for change in ({}, {"shape": [4]}, {"data": [99] * 3})]
-OIP += [{"inputs": [IDS], **more} for more in ({"id": "x"}, {"outputs": [{"name": "scores"}]}, {"id": 5})]
 MESSAGES = [typed("ids", "INT32", [1, 3], int_contents=row) for row in ([1, 2, 3], [1, 99, 3], [1])]
 MESSAGES += [requesting(text(QUESTION), "scores"), with_parameters(text(QUESTION, id="seven"), priority=2, x=float("inf"))]
+NUMBERS = {"model": "forecaster", "inputs": [[[1, 2, 3]] * 3]}
+IDS = {"inputs": [{"name": "ids", "datatype": "INT32", "shape": [3], "data": [1, 2, 3]}]}
 BODIES = {
     "infer": [
-        *(json.dumps({"model": model, "inputs": inputs}).encode() for model, rows in INPUTS.items() for inputs in rows),
-        *(json.dumps({"model": "words", "inputs": ["how far"], **options}).encode() for options in OPTIONS),
-        *(b"{}", b"[]", b'{"model":"words","inputs":["\xff"]}', WORDS + b"x"),
+        WORDS,
+        WORDS + b"x",
+        b'{"model":"words","inputs":["\xff"]}',
+        *(json.dumps(body).encode() for body, _, _ in WRONG),
     ],
-    "oip": [json.dumps(document).encode() for document in OIP],
+    "oip": [json.dumps(document).encode() for document, tail, *_ in INVALID if isinstance(document, dict) and not tail],
     "grpc": [message.SerializeToString() for message in MESSAGES],
 }
+BODIES["infer"] += [json.dumps({**NUMBERS, **more}).encode() for more in ({}, {"priority": 2}, {"return": ["embedding"]})]
+BODIES["oip"] += [json.dumps({**IDS, **more}).encode() for more in ({}, {"id": "x"}, {"outputs": [{"name": "scores"}]})]
 
 
 class Bench(NamedTuple):

@@ -1,6 +1,6 @@
 """The gRPC port with the gRPC library's and Triton's clients: methods, streams, health, hostile clients, and the shutdown.
 
-The engine is a stand-in. tests/long/test_triton_grpc.py has every option of Triton's client, tests/long/test_grpc_stops.py ends processes.
+The engine is a stand-in. tests/long/test_triton.py has every option of Triton's client.
 """
 
 from __future__ import annotations
@@ -43,14 +43,9 @@ GOING_AWAY = frame(GOAWAY, 0, 0, b"\x7f\xff\xff\xff" + bytes(4))
 CALL = peer.block((b"content-type", b"application/grpc"), path=f"{SERVICE}/ModelInfer".encode())
 
 
-def raw(name: str, datatype: str, shape: list[int], *data: bytes, model: str = "sensors") -> Any:
-    """Return a request with one input whose values are raw bytes."""
-    return tensors((name, datatype, shape, b"".join(data)), model=model, id="mine")
-
-
 def rows(data: bytes = bytes(12), model: str = "sensors", **parameters: Any) -> Any:
     """Return a request with one row of three features."""
-    return with_parameters(raw("inputs", "FP32", [1, 1, 3], data, model=model), **parameters)
+    return with_parameters(tensors(("inputs", "FP32", [1, 1, 3], data), model=model, id="mine"), **parameters)
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +84,10 @@ def refusal(channel: grpc.Channel, message: Any, method: str = "ModelInfer", **o
         call(channel, message, method, **options)
     error: Any = raised.value
     return error.code().name, error.details(), dict(error.trailing_metadata())
+
+
+def outcomes(heads: InProcess, outcome: str) -> float:
+    return heads.metric("seqserve_requests_total", outcome=outcome)
 
 
 # Methods.
@@ -143,15 +142,9 @@ def test_errors_have_a_status_and_metadata(heads: InProcess, channel: grpc.Chann
         assert (status, trailing["seqserve-code"]) == ("UNIMPLEMENTED", "unsupported")
         assert "shared memory, trace settings and log settings are not supported" in details
     assert refusal(channel, bytes(1 << 17), "ModelReady")[0] == "RESOURCE_EXHAUSTED", "a message without tensors"
-    before = heads.metric("seqserve_requests_total", outcome="too_large")
-    status, details, _ = refusal(channel, rows(bytes(BODY_BYTES)))
-    assert (status, f"SEQSERVE_MAX_BODY_BYTES is {BODY_BYTES}" in details) == ("RESOURCE_EXHAUSTED", True)
-    assert "larger than max" in refusal(channel, rows(bytes(8 * BODY_BYTES)), compression=grpc.Compression.Gzip)[1]
-    assert heads.metric("seqserve_requests_total", outcome="too_large") == before + 1
-
-
-def outcomes(heads: InProcess, outcome: str) -> float:
-    return heads.metric("seqserve_requests_total", outcome=outcome)
+    before = outcomes(heads, "too_large")
+    assert f"SEQSERVE_MAX_BODY_BYTES is {BODY_BYTES}" in refusal(channel, rows(bytes(BODY_BYTES)))[1]
+    assert outcomes(heads, "too_large") == before + 1
 
 
 def test_cancelled_calls_and_streams_are_cancelled_in_the_engine(heads: InProcess, channel: grpc.Channel) -> None:

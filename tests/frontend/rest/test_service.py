@@ -9,7 +9,7 @@ import pytest
 
 from tests.frontend.rest.test_infer import QUESTION
 from tests.kernels.families import cpu_backends
-from tests.models import LABELS, WORDS
+from tests.models import LABELS
 from tests.serving import Server
 
 COUNTS = {"request_success": 1, "count": 2, "exec_count": 1}
@@ -19,22 +19,6 @@ STAGES = {
     **dict.fromkeys(("queue", "stage_in", "device_wait", "compute", "stage_out"), 2),
 }
 """How often each stage of a request with two inputs is counted."""
-
-
-def test_texts_and_ids_get_labels_scores_and_vectors(server: Server) -> None:
-    ids = [WORDS.index(word) for word in QUESTION.split()]
-    answer = server.infer("words", [QUESTION, "who", ids], **{"return": ["embedding", "sequence"]}).json()
-    assert (answer["model"], answer["version"]) == ("words", "2"), "the newest version by default"
-    for output, steps in zip(answer["outputs"], (6, 1, 6), strict=True):
-        assert set(output["scores"]) == set(LABELS)
-        assert output["score"] == max(output["scores"].values()) == output["scores"][output["label"]]
-        assert sum(output["scores"].values()) == pytest.approx(1, abs=1e-6)
-        assert [len(step) for step in output["sequence"]] == [10] * steps
-        pooled = [max(column) for column in zip(*output["sequence"], strict=True)]
-        assert pooled == output["embedding"], "the model pools by the maximum over time"
-    assert answer["outputs"][0] == answer["outputs"][2] != answer["outputs"][1]
-    first = server.infer("words", [QUESTION], version=1).json()
-    assert first["version"] == "1" and first["outputs"][0]["scores"] != answer["outputs"][0]["scores"]
 
 
 def test_models_are_listed_with_device_and_backends(server: Server) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from importlib.resources import files
 from pathlib import Path
 
 from service.frontend.ui.page import MEDIA_TYPES, read_assets
@@ -56,3 +57,10 @@ def test_setting_turns_the_page_off(models_folder: Path, tmp_path: Path) -> None
         for path in ("/", "/ui/main.js"):
             assert local.client.get(path).status_code == 404
         assert local.client.get("/access").status_code == local.client.get("/docs").status_code == 200
+
+
+def test_package_has_every_file_of_the_page() -> None:
+    kinds = {Path(file.name).suffix for file in files("service.frontend.ui").iterdir() if file.is_file()} - {".py"}
+    project = Path(__file__).parents[3] / "pyproject.toml"
+    [patterns] = re.findall(r'"service.frontend.ui" = \[(.*)\]', project.read_text())
+    assert kinds == set(re.findall(r"\*(\.\w+)", patterns)) == set(MEDIA_TYPES)
