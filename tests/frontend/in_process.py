@@ -28,11 +28,11 @@ from service.engine.batching import session_state
 from service.errors import InvalidInput, ServiceError, TooManySessions, UnknownModel, UnknownSession
 from service.exposition import expose
 from service.frontend.app import build_app
-from service.frontend.catalog import Catalog, build_catalog
+from service.frontend.catalog import Catalog, ServedModel, build_catalog
 from service.frontend.connection_share import ConnectionShare
 from service.frontend.control import Control
 from service.frontend.dispatch.dispatcher import Dispatcher, channel_limit
-from service.frontend.inference import Frontend
+from service.frontend.inference import Frontend, SupervisorClient
 from service.frontend.listener import SharedPort
 from service.frontend.scopes import ADMIN_PORT_SCOPES
 from service.frontend.server import AdminPort, FrontendServer, _config
@@ -285,7 +285,14 @@ class InProcess(Server):
     """A frontend in a thread, with the methods of a Server, except those for its processes."""
 
     def __init__(
-        self, models: Path, scratch: Path, *, admin: bool, tls: bool, quota_counts: QuotaCounts, settings: Settings
+        self,
+        models: Path,
+        scratch: Path,
+        *,
+        admin: bool,
+        run: Callable[..., Any],
+        quota_counts: QuotaCounts,
+        settings: Settings,
     ) -> None:
         self.log_file = scratch / f"log-{id(self)}"
         self._descriptor = os.open(self.log_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
@@ -302,7 +309,7 @@ class InProcess(Server):
             for port, listening in self._listening.items()
         }
         places = {port: listening.getsockname()[1] for port, listening in self._listening.items()}
-        kind = "https" if tls else "http"
+        kind = "https" if settings.tls_cert else "http"
         self.address, self.grpc = f"{kind}://127.0.0.1:{places[Port.HTTP]}", f"127.0.0.1:{places[Port.GRPC]}"
         self.admin = f"{kind}://127.0.0.1:{places[Port.ADMIN]}" if admin else ""
         scopes = frozenset(Scope) - ADMIN_PORT_SCOPES if admin else frozenset(Scope)
@@ -318,7 +325,7 @@ class InProcess(Server):
         )
         self.client = httpx.Client(base_url=self.address, timeout=30, trust_env=False, verify=False)
         self._started = Future[None]()
-        self._thread = threading.Thread(target=lambda: uvloop.run(self._serve()), name="frontend")
+        self._thread = threading.Thread(target=lambda: run(self._serve()), name="frontend")
         self._thread.start()
         self._started.result(LIMIT_SECONDS)
 
@@ -390,9 +397,18 @@ class InProcess(Server):
 
 @contextmanager
 def in_process(
-    models: Path, scratch: Path, *, admin: bool = False, quota_counts: QuotaCounts | None = None, **settings: Any
+    models: Path,
+    scratch: Path,
+    *,
+    admin: bool = False,
+    run: Callable[..., Any] = uvloop.run,
+    quota_counts: QuotaCounts | None = None,
+    **settings: Any,
 ) -> Iterator[InProcess]:
-    """Run a frontend until the end of the block. Then print its log, which pytest shows for a failed test."""
+    """Run a frontend until the end of the block. Then print its log, which pytest shows for a failed test.
+
+    run: asyncio.run makes an event loop whose timers `late_timers` sees.
+    """
     values: dict[str, Any] = {
         "default_deadline_ms": 60_000,
         "max_memory_share": 1,
@@ -401,10 +417,27 @@ def in_process(
     } | settings
     if admin:
         values["admin_port"] = 0
-    counts, tls = quota_counts or QuotaCounts.private(), "tls_cert" in settings
-    service = InProcess(models, scratch, admin=admin, tls=tls, quota_counts=counts, settings=Settings(**values))
+    counts = quota_counts or QuotaCounts.private()
+    service = InProcess(models, scratch, admin=admin, run=run, quota_counts=counts, settings=Settings(**values))
     try:
         yield service
     finally:
         service.close()
         print(service.log_file.read_text())
+
+
+def late_timers(service: InProcess) -> set[asyncio.TimerHandle]:
+    """Return the timers in the loop of a frontend that are due after the longest wait of a test."""
+
+    def read() -> set[asyncio.TimerHandle]:
+        loop: Any = asyncio.get_running_loop()
+        return {timer for timer in loop._scheduled if not timer.cancelled() and timer.when() > loop.time() + LIMIT_SECONDS}
+
+    timers: set[asyncio.TimerHandle] = service.call(read)
+    return timers
+
+
+def frontend_of(dispatcher: Dispatcher, metrics: Metrics, *specs: ModelSpec) -> Frontend:
+    """Return a frontend without ports and without a supervisor that serves version 1 of some models."""
+    catalog = Catalog([ServedModel(spec, "1", None) for spec in specs], {})
+    return Frontend(Settings(), catalog, dispatcher, metrics, Log("frontend"), cast(SupervisorClient, None))

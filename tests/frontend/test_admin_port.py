@@ -21,8 +21,8 @@ from service.frontend.scopes import ADMIN_PORT_SCOPES
 from service.settings import load
 from tests.frontend.conftest import AtOnce, Guarded, bearer
 from tests.frontend.in_process import InProcess, in_process
-from tests.frontend.ports import hot
 from tests.frontend.test_authorisation import ENDPOINTS, scope_of
+from tests.frontend.test_hot_path import request
 from tests.raw_websocket import connection
 from tests.serving import eventually
 
@@ -71,7 +71,7 @@ def test_full_main_port_leaves_room_for_administrators(divided: InProcess) -> No
         with divided.held() as engine:
             clients = [stack.enter_context(connection(divided)) for _ in range(CONNECTIONS)]
             for client in clients:
-                client.sendall(hot(BODY))
+                client.sendall(request(BODY))
             eventually(lambda: len(engine.waiting) == CONNECTIONS)
             assert httpx.get(f"{divided.admin}/healthz", timeout=60, trust_env=False).status_code == 200
         assert all(client.recv(1 << 12).startswith(b"HTTP/1.1 200") for client in clients)

@@ -25,8 +25,7 @@ from service.frontend.scopes import GRPC_SCOPES, HTTP_SCOPES, grpc_scope
 from service.metrics import Metrics
 from tests import raw_websocket
 from tests.frontend.conftest import Guarded, bearer
-from tests.frontend.in_process import InProcess
-from tests.frontend.ports import frontend_of
+from tests.frontend.in_process import InProcess, frontend_of
 from tests.frontend.test_hot_path import exchange, request, through_the_general_path
 from tests.serving import eventually, rewrite
 

@@ -23,8 +23,7 @@ from service.frontend.oip.protobuf import METHODS
 from service.frontend.websocket_protocol import MAX_MESSAGE_BYTES
 from tests.frontend.in_process import InProcess, in_process
 from tests.frontend.oip.messages import ids
-from tests.frontend.ports import hot
-from tests.frontend.test_hot_path import count_replies
+from tests.frontend.test_hot_path import count_replies, request
 from tests.raw_websocket import (
     BINARY,
     CONTINUATION,
@@ -285,7 +284,7 @@ def test_handshake_beyond_the_number_of_sockets_gets_503(limited: InProcess) -> 
 
 # Connections end at their longest age and at SIGTERM, so that clients connect again, and nothing on them is lost.
 
-HOT, GENERAL = hot(b'{"model": "accumulator", "inputs": [[1]]}'), b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
+HOT, GENERAL = request(b'{"model": "accumulator", "inputs": [[1]]}'), b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
 CLOSES = b"connection: close"
 
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, cast
+from urllib.parse import urlsplit
 
 import pytest
 
-from loadtest.oip_requests import METHOD, PATH
+from loadtest.oip_requests import PATH
 from service.frontend import connection_guard, http_protocol, websocket_protocol
 from service.frontend.connection_guard import UnreadBytes
 from service.frontend.delivery import Delivery, delivery
@@ -22,28 +26,21 @@ from service.frontend.start_queue import StartQueue
 from service.frontend.websocket_protocol import WebSocketProtocol
 from service.metrics import CUT_OFF, GONE
 from tests.frontend.http2 import peer
-from tests.frontend.http2.peer import reset
-from tests.frontend.ports import (
-    BODY,
-    LATE_BODY,
-    LATE_STEPS,
-    Ports,
-    connected,
-    hot,
-    late_timers,
-    limited,
-    until,
-    watched,
-    with_ports,
-)
+from tests.frontend.in_process import InProcess, in_process, late_timers
+from tests.frontend.oip.messages import ids
+from tests.frontend.test_hot_path import request, through_the_general_path
 from tests.raw_websocket import CLOSE, CONTINUATION, TEXT, frame, handshake
 from tests.serving import LIMIT_SECONDS, eventually
 
 # A closed connection is freed at once, however it ended. A garbage collection of many connections would take long.
 
-CHUNK, LATE_CHUNK = (frame(TEXT, b'{"input": [1, 2, 3%b]}' % more) for more in (b"", b", 1"))
+CHUNK = frame(TEXT, b'{"input": [[1, 2, 3]]}')
+HOT = request(b'{"model": "words", "inputs": [[1, 1, 1]]}')
+GENERAL = through_the_general_path(HOT)
+FRAME_HEAD_BYTES = 7
+"""Of a small frame, and the first byte of its content."""
 SENT = b""
-"""Stands for a reply: the client leaves once the engine has its request."""
+"""Stands for a reply: the client leaves once the engine has its request, which it does not answer."""
 
 
 class Conversation(NamedTuple):
@@ -54,14 +51,8 @@ class Conversation(NamedTuple):
     opening: bytes = b""
 
 
-def general(body: bytes) -> bytes:
-    """Return a request for the general path."""
-    head = b"POST /infer HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
-    return head + b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
-
-
 def chunks(*frames: bytes, reply: bytes = SENT) -> Conversation:
-    return Conversation(b"".join(frames), reply, handshake("model=words"))
+    return Conversation(b"".join(frames), reply, handshake())
 
 
 def call(path: str, message: bytes = b"", *, stream: int = 1, ended: bool = True) -> bytes:
@@ -70,39 +61,32 @@ def call(path: str, message: bytes = b"", *, stream: int = 1, ended: bool = True
     return head + peer.frame(peer.DATA, peer.END_STREAM if ended else 0, stream, frame_message(message))
 
 
-def infer(steps: int = 3) -> bytes:
-    request = METHOD.request_type(model_name="words", raw_input_contents=[struct.pack(f"<{steps}i", *[1] * steps)])
-    request.inputs.add(name="ids", datatype="INT32", shape=[1, steps])
-    serialised: bytes = request.SerializeToString()
-    return serialised
-
-
 STREAM, LIVE = (f"{PATH.rpartition('/')[0]}/{name}" for name in ("ModelStreamInfer", "ServerLive"))
-GREETING = peer.PREFACE + peer.settings()
+GREETING, IDS = peer.PREFACE + peer.settings(), ids(bytes(12), "words").SerializeToString()
 CONVERSATIONS = {
     "http": {
-        "hot request": Conversation(hot(BODY), b'"outputs"'),
-        "running and waiting hot requests": Conversation(hot(LATE_BODY) + hot(BODY) * 3),
-        "running and waiting general requests": Conversation(general(LATE_BODY) + general(BODY) * 3),
+        "hot request": Conversation(HOT, b'"outputs"'),
+        "running and waiting hot requests": Conversation(HOT + HOT * 3),
+        "running and waiting general requests": Conversation(GENERAL + GENERAL * 3),
         "no HTTP": Conversation(b"\0\r\n\r\n", b"not valid HTTP"),
-        "refusal behind a reply": Conversation(general(LATE_BODY) + b"GET /models HTTP/1.1\r\n\r\n"),
+        "refusal behind a reply": Conversation(GENERAL + b"GET /models HTTP/1.1\r\n\r\n"),
     },
     "websocket": {
         "closed socket": chunks(CHUNK, frame(CLOSE, struct.pack(">H", 1000)), reply=b"\x88\x02\x03\xe8"),
-        "running chunks": chunks(CHUNK, *[LATE_CHUNK] * 2),
+        "running chunks": chunks(CHUNK, *[CHUNK] * 2),
         "incomplete frame": chunks(CHUNK, CHUNK[:-1], reply=b'"outputs"'),
         "wrong frame": chunks(frame(CONTINUATION, CHUNK), reply=b"\x88"),
     },
     "grpc": {
-        "hot call": Conversation(GREETING + call(PATH, infer()), b"grpc-status\x010"),
-        "running hot call": Conversation(GREETING + call(PATH, infer(LATE_STEPS))),
+        "hot call": Conversation(GREETING + call(PATH, IDS), b"grpc-status\x010"),
+        "running hot call": Conversation(GREETING + call(PATH, IDS)),
         "refused call": Conversation(GREETING + call("/nothing"), b"grpc-status\x0212"),
         "reset call": Conversation(
-            GREETING + call(STREAM, infer(), ended=False) + peer.reset(1) + call(LIVE, stream=3), b"grpc-status\x010"
+            GREETING + call(STREAM, IDS, ended=False) + peer.reset(1) + call(LIVE, stream=3), b"grpc-status\x010"
         ),
-        "call after a fault": Conversation(GREETING + call(STREAM, infer(), ended=False) + peer.frame(peer.PING), b"PING"),
-        "open stream": Conversation(GREETING + call(STREAM, infer(), ended=False), b"scores"),
-        "running stream": Conversation(GREETING + call(STREAM, infer(LATE_STEPS), ended=False)),
+        "call after a fault": Conversation(GREETING + call(STREAM, IDS, ended=False) + peer.frame(peer.PING), b"PING"),
+        "open stream": Conversation(GREETING + call(STREAM, IDS, ended=False), b"scores"),
+        "running stream": Conversation(GREETING + call(STREAM, IDS, ended=False)),
         "no HTTP/2": Conversation(b"GET / HTTP/1.1\r\n\r\n", b"HTTP/2"),
     },
 }
@@ -114,140 +98,161 @@ PROTOCOLS: dict[str, tuple[type, ...]] = {
 """The classes with an object for each connection."""
 
 
-async def hold(ports: Ports, kind: str, conversation: Conversation, name: str) -> None:
+@pytest.fixture(scope="module")
+def service(models_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[InProcess]:
+    with in_process(models_folder, tmp_path_factory.mktemp("log"), run=asyncio.run) as running:
+        yield running
+
+
+@contextmanager
+def connected(service: InProcess, kind: str = "http") -> Iterator[socket.socket]:
+    """A client's connection to a port. It is aborted at the end."""
+    host, _, port = (service.grpc if kind == "grpc" else urlsplit(service.address).netloc).rpartition(":")
+    with socket.create_connection((host, int(port)), LIMIT_SECONDS) as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        yield client
+
+
+def read_until(client: socket.socket, end: bytes) -> None:
+    data = b""
+    while end not in data:
+        part = client.recv(1 << 16)
+        assert part, data
+        data += part
+
+
+def watched(kinds: tuple[type, ...], monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Any]]:
+    """Return a list of references to the objects of some classes that are created from now on. They do not keep the objects."""
+    references: list[weakref.ref[Any]] = []
+
+    def watch(kind: type) -> None:
+        create = kind.__init__  # type: ignore[misc]
+
+        def watched_create(self: Any, *arguments: Any, **options: Any) -> None:
+            references.append(weakref.ref(self))
+            create(self, *arguments, **options)
+
+        monkeypatch.setattr(kind, "__init__", watched_create)
+
+    for kind in kinds:
+        watch(kind)
+    return references
+
+
+def hold(service: InProcess, kind: str, conversation: Conversation) -> None:
     """Hold a conversation."""
-    ports.late.clear()
-    async with connected(ports.grpc if kind == "grpc" else ports.http) as (reader, writer), limited(f"{name} gets no reply"):
+    with service.held() if conversation.reply == SENT else nullcontext(), connected(service, kind) as client:
         if conversation.opening:
-            writer.write(conversation.opening)
-            await reader.readuntil(b"\r\n\r\n")
-        writer.write(conversation.data)
-        await (reader.readuntil(conversation.reply) if conversation.reply else ports.late.wait())
-
-
-class BusyTicks(StartQueue):
-    """Every request waits for the next tick."""
-
-    def must_wait(self, now: float) -> bool:
-        return True
+            client.sendall(conversation.opening)
+            read_until(client, b"\r\n\r\n")
+        client.sendall(conversation.data)
+        if conversation.reply == SENT:
+            eventually(lambda: service.engine.waiting)
+        else:
+            read_until(client, conversation.reply)
 
 
 @pytest.mark.usefixtures("without_collections")
-@pytest.mark.parametrize("queue", [StartQueue, BusyTicks])
+@pytest.mark.parametrize("busy", [False, True])
 @pytest.mark.parametrize("kind", CONVERSATIONS)
-def test_closed_connection_is_freed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, queue: type[StartQueue]
-) -> None:
-    """Also the timer that closes a refused connection, which would keep the transport in memory."""
+def test_closed_connection_is_freed(service: InProcess, monkeypatch: pytest.MonkeyPatch, kind: str, busy: bool) -> None:
+    """Also the timer that closes a refused connection, which would keep the transport in memory. busy: all requests wait for a tick."""
     connections = watched(PROTOCOLS[kind], monkeypatch)
+    if busy:
+        monkeypatch.setattr(StartQueue, "must_wait", lambda *_: True)
     for module in (http_protocol, connection):
         monkeypatch.setattr(module, "LINGER_SECONDS", 2 * LIMIT_SECONDS)
-
-    async def test(ports: Ports) -> None:
-        before = late_timers()
-        for name, conversation in CONVERSATIONS[kind].items():
-            await hold(ports, kind, conversation, name)
-            assert len(connections) == len(PROTOCOLS[kind]), name
-            async with limited(f"{name} leaves its connection in memory"):
-                while any(reference() is not None for reference in connections):
-                    await asyncio.sleep(0.001)
-            assert late_timers() <= before, name
-            connections.clear()
-
-    with_ports(tmp_path, test, queue)
+    before = late_timers(service)
+    for name, conversation in CONVERSATIONS[kind].items():
+        hold(service, kind, conversation)
+        assert len(connections) == len(PROTOCOLS[kind]), name
+        eventually(lambda: not any(reference() for reference in connections))
+        assert late_timers(service) <= before, name
+        connections.clear()
 
 
 # Requests that wait for a later tick of the event loop, which the test lets start.
 
-FRAME_HEAD_BYTES = 7
-"""Of a small frame, and the first byte of its content."""
 
+class Starts:
+    """The start queue of a frontend, in which every request waits until `release`."""
 
-class HeldStarts(StartQueue):
-    """Every request waits until `release`."""
-
-    def must_wait(self, now: float) -> bool:
-        return True
-
-    def _schedule(self) -> None:
-        """Schedule nothing."""
+    def __init__(self, service: InProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._service, self._queue = service, service.frontend.starts
+        monkeypatch.setattr(StartQueue, "must_wait", lambda *_: True)
+        monkeypatch.setattr(StartQueue, "_schedule", lambda _: None)
 
     @property
     def held(self) -> int:
-        return len(self._waiting)
+        return len(self._queue._waiting)
+
+    def await_one(self) -> None:
+        eventually(lambda: self.held == 1)
 
     def release(self) -> None:
-        while self._waiting:
-            self._next_tick()
+        while self.held:
+            self._service.call(self._queue._next_tick)
 
 
-def starts_of(ports: Ports) -> HeldStarts:
-    assert isinstance(ports.frontend.starts, HeldStarts)
-    return ports.frontend.starts
+@pytest.fixture
+def starts(service: InProcess, monkeypatch: pytest.MonkeyPatch) -> Iterator[Starts]:
+    queue = Starts(service, monkeypatch)
+    yield queue
+    queue.release()
 
 
-def test_grpc_requests_that_end_before_their_turn_are_counted(tmp_path: Path) -> None:
-    async def test(ports: Ports) -> None:
-        starts, application, metrics = starts_of(ports), ports.application, ports.frontend.metrics
-        async with connected(ports.grpc) as (_, writer):
-            writer.write(GREETING + call(PATH, infer()))
-            await until(lambda: starts.held == 1)
-            writer.write(reset(1))
-            await until(lambda: not application.open_calls)
-            starts.release()
-            writer.write(call(PATH, infer(), stream=3))
-            await until(lambda: starts.held == 1)
-            application.cut_off()
-            starts.release()
-        assert application.held_bytes == 0
-        metrics.snapshot()
-        assert {labels[2]: count for labels, [count] in metrics.requests.values.items() if count} == {GONE: 1, CUT_OFF: 1}
+def test_grpc_requests_that_end_before_their_turn_are_counted(service: InProcess, starts: Starts) -> None:
+    application = service._server._grpc._application  # type: ignore[union-attr]
 
-    with_ports(tmp_path, test, HeldStarts)
+    def counts() -> list[float]:
+        return [service.metric("seqserve_requests_total", outcome=outcome) for outcome in (GONE, CUT_OFF)]
+
+    before = counts()
+    with connected(service, "grpc") as client:
+        client.sendall(GREETING + call(PATH, IDS))
+        starts.await_one()
+        client.sendall(peer.reset(1))
+        eventually(lambda: not application.open_calls)
+        starts.release()
+        client.sendall(call(PATH, IDS, stream=3))
+        starts.await_one()
+        service.call(application.cut_off)
+        starts.release()
+    assert application.held_bytes == 0
+    assert counts() == [count + 1 for count in before]
 
 
-def test_waiting_requests_count_as_one_and_keep_their_connection_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_requests_count_as_one_and_keep_their_connection_open(
+    service: InProcess, starts: Starts, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The bytes of pipelined requests are many, and each is small. A timer of the general path closes only an idle connection."""
-    protocols = watched((HttpProtocol,), monkeypatch)
-
-    async def test(ports: Ports) -> None:
-        bodies = ports.frontend.bodies
-
-        def idle_timer() -> object:
-            protocol: Any = protocols[0]()
-            return protocol.timeout_keep_alive_task
-
-        async with connected(ports.http) as (reader, writer):
-            writer.write(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
-            await reader.readuntil(b"\r\n\r\n")
-            await until(idle_timer)
-            writer.write(hot(BODY) * 500)
-            await until(lambda: starts_of(ports).held == 1)
-            assert bodies.held_bytes == len(hot(BODY))
-            assert idle_timer() is None
-        await until(lambda: bodies.held_bytes == 0)
-
-    with_ports(tmp_path, test, HeldStarts)
+    protocols, bodies = watched((HttpProtocol,), monkeypatch), service.frontend.bodies
+    with connected(service) as client:
+        client.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        read_until(client, b"\r\n\r\n")
+        eventually(lambda: protocols[0]().timeout_keep_alive_task)
+        client.sendall(HOT * 300)
+        starts.await_one()
+        eventually(lambda: bodies.held_bytes == len(HOT))
+        assert protocols[0]().timeout_keep_alive_task is None
+    eventually(lambda: bodies.held_bytes == 0)
 
 
-def test_slow_websocket_client_gains_no_time_from_a_busy_frontend(tmp_path: Path) -> None:
-    async def test(ports: Ports) -> None:
-        starts, message = starts_of(ports), frame(TEXT, b'{"input": [1, 2, 3]}')
-        async with connected(ports.http) as (reader, writer):
-            writer.write(handshake("model=words"))
-            await reader.readuntil(b"\r\n\r\n")
-            await until(lambda: [socket for socket in ports.sockets if socket._receiver is not None])
-            [socket] = ports.sockets
+def test_slow_websocket_client_gains_no_time_from_a_busy_frontend(
+    service: InProcess, starts: Starts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sockets, began = watched((WebSocketProtocol,), monkeypatch), list[float]()
+    with connected(service) as client:
+        client.sendall(handshake())
+        read_until(client, b"\r\n\r\n")
+        eventually(lambda: sockets and sockets[0]()._receiver is not None)
+        starts.release()
+        for byte in CHUNK[:-1]:
+            client.sendall(bytes([byte]))
+            starts.await_one()
             starts.release()
-            began = []
-            for byte in message[:-1]:
-                writer.write(bytes([byte]))
-                await until(lambda: starts.held == 1)
-                starts.release()
-                began.append(socket.phase_began)
-            assert len(set(began[FRAME_HEAD_BYTES:])) == 1
-
-    with_ports(tmp_path, test, HeldStarts)
+            began.append(sockets[0]().phase_began)
+        assert len(set(began[FRAME_HEAD_BYTES:])) == 1
 
 
 # A client that reads a little at a time has not stopped reading. The tests play the kernel, which knows what has been received.
@@ -303,28 +308,24 @@ def test_without_the_kernel_the_write_buffer_tells_what_is_read() -> None:
 
 
 def test_websocket_of_a_slow_reader_is_not_read_and_stays_open_while_it_reads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    service: InProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The time for a pong begins again while the client reads the data in front of the ping."""
     sockets, known = watched((WebSocketProtocol,), monkeypatch), [Delivery(0, 10)]
     monkeypatch.setattr(websocket_protocol, "delivery", lambda _: known[-1])
-
-    async def test(ports: Ports) -> None:
-        async with connected(ports.http) as (reader, writer):
-            writer.write(handshake("model=words"))
-            await reader.readuntil(b"\r\n\r\n")
-            protocol: Any = sockets[0]()
-            await until(protocol.transport.is_reading)
-            protocol.pause_writing()
-            assert not protocol.transport.is_reading(), "only the buffers of the kernel fill"
-            protocol.resume_writing()
-            await until(protocol.transport.is_reading)
-            protocol.send_keepalive_ping()
-            for received in (1, 2):
-                known.append(Delivery(received, 10))
-                protocol.keepalive_timeout()
-                assert protocol.pong_timer is not None and not protocol.close_sent
-            protocol.keepalive_timeout()
-            assert protocol.close_sent, "it reads nothing any more"
-
-    with_ports(tmp_path, test)
+    with connected(service) as client:
+        client.sendall(handshake())
+        read_until(client, b"\r\n\r\n")
+        protocol: Any = sockets[0]()
+        eventually(lambda: protocol.transport.is_reading())
+        service.call(protocol.pause_writing)
+        assert not protocol.transport.is_reading(), "only the buffers of the kernel fill"
+        service.call(protocol.resume_writing)
+        eventually(lambda: protocol.transport.is_reading())
+        service.call(protocol.send_keepalive_ping)
+        for received in (1, 2):
+            known.append(Delivery(received, 10))
+            service.call(protocol.keepalive_timeout)
+            assert protocol.pong_timer is not None and not protocol.close_sent
+        service.call(protocol.keepalive_timeout)
+        assert protocol.close_sent, "it reads nothing any more"
