@@ -115,8 +115,10 @@ def repeated_messages() -> list[bytes]:
         *({}, everything),
         *({"outputs": [raw(name)]} for name in ("scores", "embedding", "sequence")),
         *({"outputs": [raw("scores"), other]} for other in (raw("label"), raw("scores"))),
-        {"outputs": [{"name": "scores"}]},
-        {"outputs": [{"name": "scores", "parameters": {"binary_data": True, "classification": 2}}]},
+        *(
+            {"outputs": [{"name": "scores", **each}]}
+            for each in ({}, {"parameters": {"binary_data": True, "classification": 2}})
+        ),
         {"outputs": [raw("scores")], "id": "seven"},
         {"outputs": [raw("scores")], "parameters": {"priority": 1, "timeout": 60_000_000}},
     ]
@@ -125,21 +127,18 @@ def repeated_messages() -> list[bytes]:
     messages = []
     for options in requested:
         flat = {"inputs": [{**ids, "shape": [3]}], **options}
-        messages += [binary_message("words", flat, values) for values in (valid, struct.pack("<3i", 3, 1, 0))]
-        messages += [binary_message("words", flat, struct.pack("<3i", 1, wrong, 3)) for wrong in (-1, 1 << 20, -(1 << 31))]
-        messages += [binary_message("words", flat, values) for values in (valid[:-1], valid + b"\0", b"")]
+        rows = [valid, *(struct.pack("<3i", 3, id, 0) for id in (1, -1, 1 << 20, -(1 << 31))), valid[:-1], valid + b"\0", b""]
+        messages += [binary_message("words", flat, values) for values in rows]
         messages.append(binary_message("words", flat, valid, b"Accept-Encoding: gzip\r\n"))
         messages.append(binary_message("words", {"inputs": [{**ids, "shape": [2, 3]}], **options}, two))
     wide = {"inputs": [{**ids, "shape": [400]}], "outputs": [raw("scores")]}
     messages += [binary_message("words", wide, struct.pack("<400i", *[id] * 400)) for id in (1, 2, -1)]
     text = {"inputs": [{"name": "text", "datatype": "BYTES", "shape": [1]}], "outputs": [raw("scores")]}
-    for element in (b"how far", b"far how", b"how \xff\xff", b"       ", "日é ".encode()):
-        messages.append(binary_message("words", text, struct.pack("<I", len(element)) + element))
-    messages.append(binary_message("words", text, struct.pack("<I", 6) + b"how far"))
+    elements = (b"how far", b"far how", b"how \xff\xff", b"       ", "日é ".encode())
+    messages += [binary_message("words", text, struct.pack("<I", 7) + element) for element in (*elements, b"how fars")]
     steps = {"inputs": [{"name": "inputs", "datatype": "FP32", "shape": [4, 3]}]}
-    for value in (1.0, 2.0, float("nan"), float("inf"), 3e38):
-        messages.append(binary_message("sensors", steps | everything, struct.pack("<12f", *[value] * 12)))
-    return messages
+    numbers = [struct.pack("<12f", *[value] * 12) for value in (1.0, 2.0, float("nan"), float("inf"), 3e38)]
+    return [*messages, *(binary_message("sensors", steps | everything, values) for values in numbers)]
 
 
 def test_remembered_json_gets_the_same_bytes_as_json_that_is_read(local: InProcess) -> None:

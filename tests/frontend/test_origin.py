@@ -76,15 +76,12 @@ def id_of(*ids: bytes) -> bytes:
     return RequestIdentity(Origin.read([(b"x-request-id", id) for id in ids]), RequestIds()).request_id
 
 
-@pytest.mark.parametrize("id", [b"a", b"x" * 128, b"8bd12a4e-55bd-4be2-a2c3-9f0f0c5b2b39", b"Root=1-67891233-abcdef0123"])
-def test_well_formed_request_id_is_kept(id: bytes) -> None:
-    assert id_of(id) == id
-
-
 @pytest.mark.parametrize(
     "ids", [[id] for id in (b"", b"x" * 129, b"a b", b"a\nb", b'a"b', b"a\\b", b"a\x7f", b"\xff", b"<a>")] + [[b"a", b"a"]]
 )
 def test_malformed_or_repeated_request_id_is_replaced(ids: list[bytes]) -> None:
+    for id in (b"a", b"x" * 128, b"8bd12a4e-55bd-4be2-a2c3-9f0f0c5b2b39", b"Root=1-67891233-abcdef0123"):
+        assert id_of(id) == id, "a well-formed id is kept"
     made = {id_of(*ids) for _ in range(10)}
     assert len(made) == 10 and all(re.fullmatch(rb"[0-9a-f]{32}", id) for id in made)
 

@@ -124,7 +124,7 @@ def test_methods_about_server_and_models_reply_as_over_http(heads: InProcess, cl
 
 def test_models_are_unloaded_and_loaded(client: Any) -> None:
     client.unload_model("halver")
-    assert "halver" not in {entry.name for entry in client.get_model_repository_index().models if entry.state == "READY"}
+    assert not any(entry.name == "halver" for entry in client.get_model_repository_index().models)
     client.load_model("halver")
     assert client.is_model_ready("halver")
     with pytest.raises(InferenceServerException, match=r"UNIMPLEMENTED.*copy them to the models folder"):

@@ -126,13 +126,10 @@ def test_sequence_id_names_a_session(harness: InferHarness) -> None:
         assert (request.session, request.session_starts, request.session_ends) == session
 
 
-def test_smaller_priority_is_more_urgent(harness: InferHarness) -> None:
+def test_smaller_priority_is_more_urgent_and_timeout_a_deadline(harness: InferHarness) -> None:
     expected = {0: 0, 1: 10, 2: 9, 11: 0, 12: -1, 21: -10, 22: -10, 2**40: -10}
     requests = {value: harness.engine_request("speller", TWO_IDS, priority=value)[0] for value in expected}
     assert {value: request.priority for value, request in requests.items()} == expected
-
-
-def test_timeout_is_a_deadline_in_microseconds(harness: InferHarness) -> None:
     assert harness.engine_request("speller", TWO_IDS, timeout=250_000)[0].deadline == 100.25
     for parameters in ({}, {"timeout": 0}):
         deadline = harness.engine_request("speller", TWO_IDS, **parameters)[0].deadline

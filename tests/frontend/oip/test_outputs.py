@@ -30,6 +30,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
 
 
 def test_each_head_has_its_own_outputs(harness: InferHarness) -> None:
+    """Classes are sorted best first."""
     for name, expected in EXPECTED.items():
         response = harness.infer(name, *three_sequences(name))
         assert (response.model, response.version, response.id, response.parameters) == (name, "1", "7", {})
@@ -38,6 +39,11 @@ def test_each_head_has_its_own_outputs(harness: InferHarness) -> None:
     assert values(harness.infer("speller", *three_sequences("speller")))["ids"] == ANSWERS["speller"]["picks"]
     halved = harness.infer("halver", *three_sequences("halver"))
     assert [output.shape for output in halved.outputs] == [(3, 3, 5), (3, 1)], "an encoder may shorten its input"
+    [two] = harness.infer("words", *three_sequences("words"), outputs=[RequestedOutput("scores", 2)]).outputs
+    assert (two.datatype, two.shape) == (BYTES, (3, 2))
+    assert two.values == [b"0.5:1:far", b"0.25:0:near", b"0.5:0:near", b"0.25:1:far", b"0.75:2:unknown", b"0.125:0:near"]
+    [all_classes] = harness.infer("words", *three_sequences("words"), outputs=[RequestedOutput("scores", 2**40)]).outputs
+    assert all_classes.shape == (3, 3)
 
 
 def test_step_outputs_of_packed_sequences_are_packed(harness: InferHarness) -> None:
@@ -55,14 +61,6 @@ def test_outputs_have_the_requested_order(harness: InferHarness, inputs: list[Te
     tagged = values(harness.infer("tagger", *inputs, outputs=requested))
     assert list(tagged) == ["offsets", "labels", "lengths"]
     assert (tagged["lengths"], tagged["offsets"]) == ([[2], [1], [3]], [OFFSETS])
-
-
-def test_classes_are_sorted_best_first(harness: InferHarness) -> None:
-    [two] = harness.infer("words", *three_sequences("words"), outputs=[RequestedOutput("scores", 2)]).outputs
-    assert (two.datatype, two.shape) == (BYTES, (3, 2))
-    assert two.values == [b"0.5:1:far", b"0.25:0:near", b"0.5:0:near", b"0.25:1:far", b"0.75:2:unknown", b"0.125:0:near"]
-    [all_classes] = harness.infer("words", *three_sequences("words"), outputs=[RequestedOutput("scores", 2**40)]).outputs
-    assert all_classes.shape == (3, 3)
 
 
 @pytest.mark.parametrize(

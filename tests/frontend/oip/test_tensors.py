@@ -55,15 +55,12 @@ def test_strings_round_trip(strings: list[Any]) -> None:
     assert encode(tensor) == data
 
 
-def test_known_bytes_have_known_values() -> None:
+def test_known_bytes_have_known_values_and_are_not_copied() -> None:
     assert values(decode("x", "FP16", [2], bytes.fromhex("003c00c0"))).tolist() == [1.0, -2.0]
     assert values(decode("x", "BF16", [2], bytes.fromhex("803f00c0"))).tolist() == [1.0, -2.0]
     assert values(decode("x", "INT64", [1], b"\xfe" + b"\xff" * 7)).tolist() == [-2]
     assert values(decode("x", "BOOL", [3], b"\x00\x01\x02")).tolist() == [False, True, True]
     assert values(from_list("x", "FP32", [2], [1e39, 1])).tolist() == [np.inf, 1.0], "the check of the inputs rejects it"
-
-
-def test_numbers_are_not_copied() -> None:
     data = np.arange(6, dtype="<f4").tobytes()
     array = values(decode("x", "FP32", [2, 3], memoryview(data)))
     assert np.shares_memory(array, np.frombuffer(data, "<f4"))
