@@ -9,7 +9,8 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
+from unittest.mock import Mock
 from urllib.parse import urlsplit
 
 import pytest
@@ -21,13 +22,13 @@ from service.frontend.delivery import Delivery, delivery
 from service.frontend.http2 import connection
 from service.frontend.http2.connection import Http2Connection
 from service.frontend.http_protocol import HttpProtocol
-from service.frontend.oip.grpc_wire import frame_message
 from service.frontend.start_queue import StartQueue
 from service.frontend.websocket_protocol import WebSocketProtocol
 from service.metrics import CUT_OFF, GONE
 from tests.frontend.http2 import peer
 from tests.frontend.in_process import InProcess, in_process, late_timers
 from tests.frontend.oip.messages import ids
+from tests.frontend.oip.test_grpc_calls import head, message
 from tests.frontend.test_hot_path import request, through_the_general_path
 from tests.raw_websocket import CLOSE, CONTINUATION, TEXT, frame, handshake
 from tests.serving import LIMIT_SECONDS, eventually
@@ -55,10 +56,9 @@ def chunks(*frames: bytes, reply: bytes = SENT) -> Conversation:
     return Conversation(b"".join(frames), reply, handshake())
 
 
-def call(path: str, message: bytes = b"", *, stream: int = 1, ended: bool = True) -> bytes:
-    fields = [(b"te", b"trailers"), (b"content-type", b"application/grpc")]
-    head = peer.frame(peer.HEADERS, peer.END_HEADERS, stream, peer.block(*fields, path=path.encode()))
-    return head + peer.frame(peer.DATA, peer.END_STREAM if ended else 0, stream, frame_message(message))
+def call(path: str, data: bytes = b"", *, stream: int = 1, ended: bool = True) -> bytes:
+    body = peer.frame(peer.DATA, peer.END_STREAM if ended else 0, stream, message(data))
+    return head(path.encode(), stream=stream) + body
 
 
 STREAM, LIVE = (f"{PATH.rpartition('/')[0]}/{name}" for name in ("ModelStreamInfer", "ServerLive"))
@@ -258,51 +258,35 @@ def test_slow_websocket_client_gains_no_time_from_a_busy_frontend(
 # A client that reads a little at a time has not stopped reading. The tests play the kernel, which knows what has been received.
 
 
-class Transport:
-    """A transport of which some bytes wait for the client."""
-
-    def __init__(self, connection: socket.socket | None = None) -> None:
-        self.waiting, self._connection = 0, connection
-
-    def get_write_buffer_size(self) -> int:
-        return self.waiting
-
-    def get_extra_info(self, name: str) -> socket.socket | None:
-        assert name == "socket"
-        return self._connection
-
-
 def test_kernel_tells_what_the_client_has_received() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
         connection, _ = server.accept()
         with connection:
-            transport = cast(asyncio.Transport, Transport(connection))
+            transport = Mock(**{"get_extra_info.return_value": connection})
             before = delivery(transport)
             connection.sendall(b"x" * 5)
             assert client.recv(5) == b"x" * 5
             assert before is not None
             # An acknowledgement may be late.
             eventually(lambda: delivery(transport) == Delivery(before.acknowledged_bytes + 5, 0))
-    assert delivery(cast(asyncio.Transport, Transport())) is None
+    assert delivery(Mock(**{"get_extra_info.return_value": None})) is None
 
 
 def test_client_reads_while_its_system_receives(monkeypatch: pytest.MonkeyPatch) -> None:
     """Although the write buffer does not shrink."""
-    played, unread, received = Transport(), UnreadBytes(), 0
+    transport, unread, received = Mock(**{"get_write_buffer_size.return_value": 100}), UnreadBytes(), 0
     monkeypatch.setattr(connection_guard, "delivery", lambda _: Delivery(received, 1000))
-    transport, played.waiting = cast(asyncio.Transport, played), 100
     for now, received, since in ((0, 0, 0), (10, 1, 10), (20, 2, 20), (50, 2, 20), (90, 2, 20), (91, 3, 91)):  # noqa: B007
         assert unread.since(transport, now) == since
     assert unread.size == 100
-    played.waiting = 0
+    transport.get_write_buffer_size.return_value = 0
     assert unread.since(transport, 92) is None
 
 
 def test_without_the_kernel_the_write_buffer_tells_what_is_read() -> None:
-    played, unread = Transport(), UnreadBytes()
-    transport = cast(asyncio.Transport, played)
+    transport, unread = Mock(**{"get_extra_info.return_value": None}), UnreadBytes()
     for now, waiting, since in ((0, 100, 0), (1, 100, 0), (2, 90, 2), (3, 120, 2), (4, 0, None), (5, 10, 5)):
-        played.waiting = waiting
+        transport.get_write_buffer_size.return_value = waiting
         assert unread.since(transport, now) == since
     assert unread.since(transport, 6, written_bytes=200) == 6, "more was written, and the rest is no larger"
 
