@@ -11,7 +11,7 @@ import os
 import socket
 import threading
 import zlib
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -329,7 +329,7 @@ class InProcess(Server):
         self._thread.start()
         self._started.result(LIMIT_SECONDS)
 
-    def scrape(self, headers: dict[str, str] | None = None) -> str:
+    def scrape(self, headers: Mapping[str, str] | None = None) -> str:
         """Return the text of /metrics. The thread of the frontend makes it as if a client had asked: keys do not matter."""
         return expose(self.call(self.frontend.metrics.snapshot), "").text.decode()
 
@@ -359,7 +359,7 @@ class InProcess(Server):
         """Drain, as at the end of the lame-duck time after SIGTERM."""
         self._server.should_exit = True
 
-    def stop(self) -> None:
+    def stop(self) -> None:  # type: ignore[override]
         """Drain, and wait for the end."""
         self.begin_to_stop()
         self._thread.join(LIMIT_SECONDS)

@@ -6,7 +6,7 @@ import asyncio
 import socket
 import struct
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -121,9 +121,9 @@ def read_until(client: socket.socket, end: bytes) -> None:
         data += part
 
 
-def watched(kinds: tuple[type, ...], monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Any]]:
+def watched(kinds: tuple[type, ...], monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], Any]]:
     """Return a list of references to the objects of some classes that are created from now on. They do not keep the objects."""
-    references: list[weakref.ref[Any]] = []
+    references: list[Callable[[], Any]] = []
 
     def watch(kind: type) -> None:
         create = kind.__init__  # type: ignore[misc]

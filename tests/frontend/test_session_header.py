@@ -30,7 +30,8 @@ def test_header_is_empty_or_the_one_session_of_the_request() -> None:
         with pytest.raises(InvalidInput) as refused:
             header_session(values)
         assert refused.value.field == SESSION_HEADER
-    assert [resolve_session(*names, "session") for names in (("a", None), (None, "a"), ("a", "a"))] == ["a"] * 3
+    pairs = (("a", None), (None, "a"), ("a", "a"))
+    assert [resolve_session(named, header, "session") for named, header in pairs] == ["a"] * 3
     with pytest.raises(InvalidInput, match=r"^session is here and the header x-session-id is there: send the same") as refused:
         resolve_session("here", "there", "session")
     assert refused.value.field == "session"
