@@ -39,6 +39,7 @@ from tests.serving import LIMIT_SECONDS, eventually
 
 SERVICE, HEALTH = "/inference.GRPCInferenceService", "/grpc.health.v1.Health"
 QUESTIONS = ["How far is it from Denver to Aspen ?", "Who wrote Faust ?"]
+ROWS = np.array([[0.1 * step, -0.5, 1 / step] for step in range(1, 13)], np.float32)
 GOING_AWAY = frame(GOAWAY, 0, 0, b"\x7f\xff\xff\xff" + bytes(4))
 CALL = peer.block((b"content-type", b"application/grpc"), path=f"{SERVICE}/ModelInfer".encode())
 
@@ -144,6 +145,7 @@ def test_errors_have_a_status_and_metadata(heads: InProcess, channel: grpc.Chann
     assert refusal(channel, bytes(1 << 17), "ModelReady")[0] == "RESOURCE_EXHAUSTED", "a message without tensors"
     before = outcomes(heads, "too_large")
     assert f"SEQSERVE_MAX_BODY_BYTES is {BODY_BYTES}" in refusal(channel, rows(bytes(BODY_BYTES)))[1]
+    assert "larger than max" in refusal(channel, rows(bytes(8 * BODY_BYTES)), compression=grpc.Compression.Gzip)[1]
     assert outcomes(heads, "too_large") == before + 1
 
 
@@ -164,6 +166,24 @@ def test_cancelled_calls_and_streams_are_cancelled_in_the_engine(heads: InProces
 
 
 # Streams.
+
+
+def test_sessions_on_one_stream_get_the_outputs_of_the_whole(heads: InProcess, channel: grpc.Channel) -> None:
+    """A session that has ended starts again."""
+    sequences: dict[int | str, Any] = {1: ROWS, "three": ROWS[::-1] * 2, 2**63 - 1: ROWS * 0}
+    outputs = heads.infer("forecaster", [sequence.tolist() for sequence in sequences.values()]).json()["outputs"]
+    chunks = [
+        rows(values[step].tobytes(), "forecaster", sequence_id=id, sequence_start=step == 0, sequence_end=step == 11)
+        for _ in range(2)
+        for step in range(12)
+        for id, values in sequences.items()
+    ]
+    replies = [answer.infer_response for answer in stream_of(channel, chunks)]
+    steps = [reply.parameters["sequence_steps"].int64_param for reply in replies]
+    assert steps == [step for step in range(1, 13) for _ in sequences] * 2
+    for last in (replies[33:36], replies[69:]):
+        values = [np.frombuffer(reply.raw_output_contents[0], "f4").tolist() for reply in last]
+        assert values == [pytest.approx(output["value"], abs=1e-5) for output in outputs]
 
 
 def test_stream_replies_in_the_order_of_the_requests(heads: InProcess, channel: grpc.Channel) -> None:
