@@ -12,9 +12,13 @@ import pytest
 from service.access.keys import create
 from service.access.refused_keys import RefusedKeys
 from service.access.scopes import KEY_SCOPES, Scope
+from service.frontend.catalog import Catalog, ServedModel
+from service.modeling import spec as specs
+from service.modeling.tokenizer import Tokenizer
 from tests import models
 from tests.frontend.http2.peer import ClockLoop, Peer
 from tests.frontend.in_process import InProcess, in_process
+from tests.frontend.oip.harness import InferHarness, fake_frontend
 from tests.serving import Server, serving
 
 BODY_BYTES = 2 << 20
@@ -77,6 +81,23 @@ def heads_server(every_head: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     """The real service with the models of `every_head`."""
     with serving(every_head, tmp_path_factory.mktemp("log")) as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def catalog(heads_folder: Path) -> Catalog:
+    """One model for each kind of head. alias: another name of words."""
+    served = []
+    for name in models.OF_EVERY_HEAD:
+        spec = specs.read(heads_folder / name / "1")
+        served.append(
+            ServedModel(spec, "1", Tokenizer.read(heads_folder / name / "1", spec) if spec.input.kind == "text" else None)
+        )
+    return Catalog(served, {"alias": "words"})
+
+
+@pytest.fixture
+def harness(catalog: Catalog) -> InferHarness:
+    return InferHarness(fake_frontend(catalog, max_inputs=8))
 
 
 @pytest.fixture

@@ -7,12 +7,11 @@ before it in its session, so two ways to send the same sequence get the same ans
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import socket
 import threading
 import zlib
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,11 +28,11 @@ from service.engine.batching import session_state
 from service.errors import InvalidInput, ServiceError, TooManySessions, UnknownModel, UnknownSession
 from service.exposition import expose
 from service.frontend.app import build_app
-from service.frontend.catalog import Catalog, build_catalog
+from service.frontend.catalog import Catalog, ServedModel, build_catalog
 from service.frontend.connection_share import ConnectionShare
 from service.frontend.control import Control
 from service.frontend.dispatch.dispatcher import Dispatcher, channel_limit
-from service.frontend.inference import Frontend
+from service.frontend.inference import Frontend, SupervisorClient
 from service.frontend.listener import SharedPort
 from service.frontend.scopes import ADMIN_PORT_SCOPES
 from service.frontend.server import AdminPort, FrontendServer, _config
@@ -67,7 +66,7 @@ from service.modeling.spec import ModelSpec
 from service.settings import Settings
 from service.supervisor.repository import Repository
 from tests.frontend.dispatch.test_dispatcher import requests_of
-from tests.serving import LIMIT_SECONDS, sum_of
+from tests.serving import LIMIT_SECONDS, Server
 
 STREAMS = ("accumulator", "forecaster", "numbers", "sensors", "speller")
 """Models whose sequences may arrive in chunks."""
@@ -211,13 +210,13 @@ class StandInEngine:
             self._sessions[session] = (request.key, steps, checksum)
             if request.session_ends:
                 del self._sessions[session]
-        arrays = _arrays(spec, request, checksums)
+        arrays = arrays_of(spec, request, checksums)
         shapes: dict[str, Any] = {name: array.shape for name, array in arrays.items()}
         answer = Answer(**shapes, steps=request.lengths, session_steps=steps)
         return answer, b"".join(array.tobytes() for array in arrays.values())
 
 
-def _arrays(spec: ModelSpec, request: Request, checksums: Sequence[Sequence[int]]) -> dict[str, np.ndarray[Any, Any]]:
+def arrays_of(spec: ModelSpec, request: Request, checksums: Sequence[Sequence[int]]) -> dict[str, np.ndarray[Any, Any]]:
     """Return the arrays of an answer. checksums: of the values up to each step, by sequence."""
     head: Any = spec.head
     last = [steps[-1] if steps else 0 for steps in checksums]
@@ -282,11 +281,18 @@ class StandInSupervisor:
         self.frontend.catalog.serve([key for key in keys if key.name not in self._unloaded], {})
 
 
-class InProcess:
-    """A frontend in a thread, with the methods of a Server that tests use."""
+class InProcess(Server):
+    """A frontend in a thread, with the methods of a Server, except those for its processes."""
 
     def __init__(
-        self, models: Path, scratch: Path, *, admin: bool, tls: bool, quota_counts: QuotaCounts, settings: Settings
+        self,
+        models: Path,
+        scratch: Path,
+        *,
+        admin: bool,
+        run: Callable[..., Any],
+        quota_counts: QuotaCounts,
+        settings: Settings,
     ) -> None:
         self.log_file = scratch / f"log-{id(self)}"
         self._descriptor = os.open(self.log_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
@@ -303,7 +309,7 @@ class InProcess:
             for port, listening in self._listening.items()
         }
         places = {port: listening.getsockname()[1] for port, listening in self._listening.items()}
-        kind = "https" if tls else "http"
+        kind = "https" if settings.tls_cert else "http"
         self.address, self.grpc = f"{kind}://127.0.0.1:{places[Port.HTTP]}", f"127.0.0.1:{places[Port.GRPC]}"
         self.admin = f"{kind}://127.0.0.1:{places[Port.ADMIN]}" if admin else ""
         scopes = frozenset(Scope) - ADMIN_PORT_SCOPES if admin else frozenset(Scope)
@@ -319,18 +325,11 @@ class InProcess:
         )
         self.client = httpx.Client(base_url=self.address, timeout=30, trust_env=False, verify=False)
         self._started = Future[None]()
-        self._thread = threading.Thread(target=lambda: uvloop.run(self._serve()), name="frontend")
+        self._thread = threading.Thread(target=lambda: run(self._serve()), name="frontend")
         self._thread.start()
         self._started.result(LIMIT_SECONDS)
 
-    def infer(self, model: str, inputs: list[Any], **options: Any) -> httpx.Response:
-        return self.client.post("/infer", json={"model": model, "inputs": inputs, **options})
-
-    def metric(self, name: str, **labels: str) -> float:
-        """Return the sum of a series over all labels that are not in `labels`."""
-        return sum_of(self.scrape(), name, labels)
-
-    def scrape(self, headers: dict[str, str] | None = None) -> str:
+    def scrape(self, headers: Mapping[str, str] | None = None) -> str:
         """Return the text of /metrics. The thread of the frontend makes it as if a client had asked: keys do not matter."""
         return expose(self.call(self.frontend.metrics.snapshot), "").text.decode()
 
@@ -356,21 +355,11 @@ class InProcess:
             if self._thread.is_alive():
                 self.call(self.engine.release)
 
-    def log(self, *, since: int = 0) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.log_file.read_bytes()[since:].split(b"\n")[:-1]]
-
-    def events(self, name: str, *, since: int = 0) -> list[dict[str, Any]]:
-        return [event for event in self.log(since=since) if event["event"] == name]
-
-    @property
-    def log_bytes(self) -> int:
-        return self.log_file.read_bytes().rfind(b"\n") + 1
-
     def begin_to_stop(self) -> None:
         """Drain, as at the end of the lame-duck time after SIGTERM."""
         self._server.should_exit = True
 
-    def stop(self) -> None:
+    def stop(self) -> None:  # type: ignore[override]
         """Drain, and wait for the end."""
         self.begin_to_stop()
         self._thread.join(LIMIT_SECONDS)
@@ -408,9 +397,18 @@ class InProcess:
 
 @contextmanager
 def in_process(
-    models: Path, scratch: Path, *, admin: bool = False, quota_counts: QuotaCounts | None = None, **settings: Any
+    models: Path,
+    scratch: Path,
+    *,
+    admin: bool = False,
+    run: Callable[..., Any] = uvloop.run,
+    quota_counts: QuotaCounts | None = None,
+    **settings: Any,
 ) -> Iterator[InProcess]:
-    """Run a frontend until the end of the block. Then print its log, which pytest shows for a failed test."""
+    """Run a frontend until the end of the block. Then print its log, which pytest shows for a failed test.
+
+    run: asyncio.run makes an event loop whose timers `late_timers` sees.
+    """
     values: dict[str, Any] = {
         "default_deadline_ms": 60_000,
         "max_memory_share": 1,
@@ -419,10 +417,27 @@ def in_process(
     } | settings
     if admin:
         values["admin_port"] = 0
-    counts, tls = quota_counts or QuotaCounts.private(), "tls_cert" in settings
-    service = InProcess(models, scratch, admin=admin, tls=tls, quota_counts=counts, settings=Settings(**values))
+    counts = quota_counts or QuotaCounts.private()
+    service = InProcess(models, scratch, admin=admin, run=run, quota_counts=counts, settings=Settings(**values))
     try:
         yield service
     finally:
         service.close()
         print(service.log_file.read_text())
+
+
+def late_timers(service: InProcess) -> set[asyncio.TimerHandle]:
+    """Return the timers in the loop of a frontend that are due after the longest wait of a test."""
+
+    def read() -> set[asyncio.TimerHandle]:
+        loop: Any = asyncio.get_running_loop()
+        return {timer for timer in loop._scheduled if not timer.cancelled() and timer.when() > loop.time() + LIMIT_SECONDS}
+
+    timers: set[asyncio.TimerHandle] = service.call(read)
+    return timers
+
+
+def frontend_of(dispatcher: Dispatcher, metrics: Metrics, *specs: ModelSpec) -> Frontend:
+    """Return a frontend without ports and without a supervisor that serves version 1 of some models."""
+    catalog = Catalog([ServedModel(spec, "1", None) for spec in specs], {})
+    return Frontend(Settings(), catalog, dispatcher, metrics, Log("frontend"), cast(SupervisorClient, None))

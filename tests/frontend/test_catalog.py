@@ -60,14 +60,12 @@ def test_retired_version_is_found_for_sessions_until_forgotten(spec: ModelSpec) 
 
 
 def test_retired_version_is_that_of_the_last_generation(spec: ModelSpec) -> None:
+    """Unknown versions are not served."""
     old, new = ServedModel(spec, "1", None, 3), ServedModel(spec, "1", None, 8)
     catalog = Catalog([old, new], {})
     assert catalog.serve([], {}) == [new.key]
     assert catalog.find_retired("words", None) is new
     assert catalog.find_retired("words", "2") is None
-
-
-def test_unknown_versions_are_not_served(spec: ModelSpec) -> None:
     catalog = Catalog(served(spec, 1), {})
     assert catalog.serve([ModelKey("words", "1", 1), ModelKey("words", "2", 2)], {}) == []
     assert catalog.find("words", None).version == "1"

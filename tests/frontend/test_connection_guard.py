@@ -135,6 +135,10 @@ def test_longest_idle_connection_makes_room_first() -> None:
     assert guard.ends == ["", "", ""]
     assert not guard.make_room(3, 0), "its socket closes later"
     assert guard.ends == ["", "", "aborted"] and guard.reasons == {("too_many",): [1.0]}
+    for phase, end in ((Phase.RECEIVING, "aborted"), (Phase.RUNNING, "")):
+        guard = Guard(Connection(Phase.RUNNING), Connection(phase))
+        assert not guard.make_room(3, 0)
+        assert guard.ends == ["", end]
 
 
 def test_no_connection_closes_while_others_are_not_open_yet() -> None:
@@ -144,13 +148,6 @@ def test_no_connection_closes_while_others_are_not_open_yet() -> None:
     assert guard.ends == [""]
     assert not guard.make_room(3, 0)
     assert guard.ends == ["aborted"]
-
-
-def test_running_connections_make_no_room() -> None:
-    for phase, end in ((Phase.RECEIVING, "aborted"), (Phase.RUNNING, "")):
-        guard = Guard(Connection(Phase.RUNNING), Connection(phase))
-        assert not guard.make_room(3, 0)
-        assert guard.ends == ["", end]
 
 
 def test_default_limit_leaves_open_files_for_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,26 +1,49 @@
-"""The replies of a frontend to clients that send too much, too slowly or ambiguously, while it serves other clients."""
+"""The replies of a frontend to clients that send too much, too slowly or ambiguously, and the longest age of a connection."""
 
 from __future__ import annotations
 
+import itertools
 import json
+import queue
+import random
 import re
 import socket
+import struct
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import pytest
 
 from service.frontend import connection_guard
+from service.frontend.oip.protobuf import METHODS
+from service.frontend.websocket_protocol import MAX_MESSAGE_BYTES
 from tests.frontend.in_process import InProcess, in_process
-from tests.raw_websocket import connection, handshake
-from tests.serving import eventually
+from tests.frontend.oip.messages import ids
+from tests.frontend.test_hot_path import count_replies, request
+from tests.raw_websocket import (
+    BINARY,
+    CONTINUATION,
+    PING,
+    PONG,
+    TEXT,
+    close_code,
+    connection,
+    frame,
+    handshake,
+    open_socket,
+    receive_frame,
+)
+from tests.serving import check_unharmed, eventually
 
 BODY = json.dumps({"model": "words", "inputs": ["how far"]}).encode()
 LENGTH = b"Content-Length: %d\r\n" % len(BODY)
 INFER = b"POST /infer HTTP/1.1\r\nHost: localhost\r\n"
+MESSAGE = json.dumps({"input": [[0.1, -2.0, 30.0]]}).encode()
+MAX_SOCKETS = 20
 HIDDEN = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
 
 
@@ -30,13 +53,21 @@ def limited(models_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> It
         patch.setattr(connection_guard, "RECEIVE_SECONDS", 1)
         patch.setattr(connection_guard, "SEND_SECONDS", 1)
         patch.setattr("service.frontend.inference.MAX_RECEIVING_BYTES", 3_000_000)
-        limits: dict[str, Any] = {"idle_seconds": 1, "max_connections": 40}
+        for name, value in {"MAX_MESSAGE_FRAMES": 200, "MAX_FRAME_RATE": 500, "MAX_PING_RATE": 50}.items():
+            patch.setattr(f"service.frontend.websocket_protocol.{name}", value)
+        limits: dict[str, Any] = {"idle_seconds": 1, "max_connections": 2 * MAX_SOCKETS}
         with in_process(models_folder, tmp_path_factory.mktemp("log"), **limits) as running:
             # A new connection for each request: an idle one may close at the moment at which the client sends the next request.
             running.client.close()
             limit = httpx.Limits(max_keepalive_connections=0)
             running.client = httpx.Client(base_url=running.address, timeout=30, trust_env=False, limits=limit)
             yield running
+
+
+@pytest.fixture(autouse=True)
+def unharmed(limited: InProcess) -> Iterator[None]:
+    yield
+    check_unharmed(limited)
 
 
 def closed(limited: InProcess, reason: str) -> float:
@@ -165,3 +196,141 @@ def test_incomplete_bodies_share_a_budget(limited: InProcess) -> None:
                 clients[3].sendall(bytes(100_000))
         reply = read_to_end(clients[3])
     assert statuses(reply) == [503] and b'"overloaded"' in reply and closed(limited, "overloaded") > 0
+
+
+# WebSockets.
+
+
+@pytest.mark.parametrize(
+    "data, code, reason",
+    [
+        (frame(PING) * 51, 1008, "too_many_pings"),
+        (frame(PONG) * 51, 1008, "too_many_pings"),
+        (frame(BINARY, last=False) + frame(CONTINUATION, last=False) * 200, 1008, "too_many_frames"),
+        (frame(BINARY, last=False), 1008, "slow_request"),
+        (frame(BINARY, b"1234")[:-1], 1008, "slow_request"),
+        (frame(BINARY, bytes(MAX_MESSAGE_BYTES + 1)), 1009, "too_large"),
+        ((frame(BINARY, bytes(600_000), last=False) + frame(CONTINUATION, bytes(600_000))), 1009, "too_large"),
+        (frame(TEXT, b"\xff"), 1007, "invalid_request"),
+        (frame(CONTINUATION, b"1"), 1002, "invalid_request"),
+        (frame(3), 1002, "invalid_request"),
+        (b"\x82\x01a", 1002, "invalid_request"),
+    ],
+)
+def test_client_beyond_a_limit_is_closed_with_a_code(limited: InProcess, data: bytes, code: int, reason: str) -> None:
+    before = closed(limited, reason)
+    with open_socket(limited) as client:
+        client.sendall(data)
+        assert close_code(client) == code
+    assert closed(limited, reason) == before + 1
+
+
+def mixed_frames() -> Iterator[bytes]:
+    """Yield messages of all lengths of a head, whole, in fragments, with pings between, masked, and two messages that are refused."""
+    row = b"[0.1, -2.0, 30.0]"
+    for size in (30, 125, 126, 127, 300, 65_535, 65_536):
+        yield frame(TEXT, b'{"input": [%b]}' % row + b" " * (size - 30), mask=b"\x01\x80\xff\x00")
+    yield frame(BINARY, struct.pack("<3f", 0.1, -2.0, 30.0) * 40, mask=b"abcd")
+    yield (
+        frame(TEXT, MESSAGE[:9], last=False, mask=b"efgh")
+        + frame(PING, b"ping")
+        + frame(CONTINUATION, MESSAGE[9:], mask=b"ijkl")
+    )
+    yield frame(PING) + frame(BINARY) + frame(TEXT)
+    yield frame(TEXT, '{"input": "é"}'.encode(), mask=b"mnop") + frame(TEXT, MESSAGE)
+
+
+def replies_to(limited: InProcess, pieces: list[bytes]) -> tuple[list[str | int], list[float]]:
+    """Return the error or the number of steps of every reply to `mixed_frames`, and the scores of all replies."""
+    with open_socket(limited) as client:
+        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for piece in pieces:
+            client.sendall(piece)
+        frames = [receive_frame(client) for _ in range(15)]
+    assert [payload for opcode, payload in frames if opcode == PONG] == [b"ping", b""]
+    replies = [json.loads(payload) for opcode, payload in frames if opcode == TEXT]
+    outputs = [reply["outputs"][0] for reply in replies if "outputs" in reply]
+    scores = [score for output in outputs for score in output["scores"].values()]
+    return [reply.get("error") or reply["session"]["steps"] for reply in replies], scores
+
+
+def test_replies_do_not_depend_on_where_the_frames_are_cut(limited: InProcess) -> None:
+    """Messages that arrive whole and messages that arrive in parts are parsed by different code."""
+    frames = list(mixed_frames())
+    expected, scores = replies_to(limited, frames)
+    assert [reply for reply in expected if isinstance(reply, int)] == [1, 2, 3, 4, 5, 6, 7, 47, 48, 49]
+    data, generator = b"".join(frames), random.Random(3)
+    random_cuts = [sorted({*generator.sample(range(2_000), 20), *generator.sample(range(len(data)), 20)}) for _ in range(3)]
+    for cuts in (*random_cuts, list(range(2_000))):
+        pieces = [data[start:end] for start, end in itertools.pairwise([0, *cuts, len(data)])]
+        replies, same_scores = replies_to(limited, pieces)
+        assert replies == expected
+        assert same_scores == pytest.approx(scores, rel=1e-5)
+
+
+def test_handshake_beyond_the_number_of_sockets_gets_503(limited: InProcess) -> None:
+    before = closed(limited, "overloaded")
+    with ExitStack() as sockets:
+        for _ in range(MAX_SOCKETS):
+            sockets.enter_context(open_socket(limited))
+        with connection(limited) as client:
+            client.sendall(handshake())
+            reply = client.recv(1 << 16)
+        assert reply.startswith(b"HTTP/1.1 503 Service Unavailable\r\n")
+        assert b"20 WebSockets are open" in reply and b"SEQSERVE_MAX_CONNECTIONS" in reply and b'"code":"overloaded"' in reply
+        assert limited.infer("words", ["how far"]).status_code == 200
+    assert closed(limited, "overloaded") == before + 1
+
+
+# Connections end at their longest age and at SIGTERM, so that clients connect again, and nothing on them is lost.
+
+HOT, GENERAL = request(b'{"model": "accumulator", "inputs": [[1]]}'), b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
+CLOSES = b"connection: close"
+
+
+@pytest.fixture
+def service(heads_folder: Path, tmp_path: Path) -> Iterator[InProcess]:
+    with in_process(heads_folder, tmp_path, replicated=True) as running:
+        yield running
+
+
+def replies(client: Any, requests: bytes, count: int) -> bytes:
+    """Send requests and return their replies, and whatever is sent until the end of a connection that closes."""
+    client.sendall(requests)
+    data = b""
+    while (CLOSES in data.lower() or count_replies(data) < count) and (part := client.recv(1 << 16)):
+        data += part
+    assert count_replies(data.lower()) == count
+    return data.lower()
+
+
+def test_old_connections_close_after_the_replies_to_what_has_arrived(
+    service: InProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection_guard, "REPLICA_CONNECTION_SECONDS", -1.0)  # old from the beginning
+    for last in (HOT, GENERAL):
+        with connection(service) as client:
+            assert CLOSES in replies(client, last, 1)
+        with connection(service) as client:
+            assert replies(client, HOT + last, 2).count(CLOSES) == 1
+
+
+def test_drain_ends_connections_after_their_replies(service: InProcess) -> None:
+    """A stream continues, an HTTP connection closes after its reply, and a gRPC client connects again."""
+    with connection(service) as client, grpc.insecure_channel(service.grpc) as channel:
+        assert CLOSES not in replies(client, HOT, 1)
+        states: list[grpc.ChannelConnectivity] = []
+        channel.subscribe(states.append)
+        requests: queue.Queue[Any] = queue.Queue()
+        method = channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")
+        answers = method(iter(requests.get, None), metadata=[("x-session-id", "a")], wait_for_ready=True)
+        requests.put(ids(b"\2\0\0\0", "accumulator", parameters={"sequence_start": {"bool_param": True}}).SerializeToString())
+        assert next(answers)
+        service.call(lambda: setattr(service.frontend, "draining", True))  # as the supervisor asks at SIGTERM
+        assert CLOSES in replies(client, HOT, 1)
+        eventually(lambda: states and states[-1] is grpc.ChannelConnectivity.IDLE)
+        for steps in range(2, 7):
+            requests.put(ids(b"\2\0\0\0", "accumulator").SerializeToString())
+            answer = METHODS["ModelStreamInfer"].response_type.FromString(next(answers))
+            assert answer.infer_response.parameters["sequence_steps"].int64_param == steps
+        requests.put(None)

@@ -25,7 +25,7 @@ from service.ipc.messages import Answer, Api, Cancel, Refusal, Request
 from service.metrics import CUT_OFF, GONE, OK, Metrics
 from tests import models
 from tests.frontend.dispatch.test_dispatcher import EngineProcess, meet, run
-from tests.frontend.ports import frontend_of
+from tests.frontend.in_process import frontend_of
 
 HEAD = RequestHead("/infer", 0, {}, LOCAL)
 

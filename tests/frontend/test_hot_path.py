@@ -13,12 +13,13 @@ from urllib.parse import urlsplit
 import pytest
 
 from tests.frontend.in_process import InProcess
+from tests.frontend.oip.test_json import INVALID
+from tests.frontend.rest.test_infer import NOT_JSON, WRONG
 from tests.serving import LIMIT_SECONDS, Service
 
 HOT = b"POST /infer HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 GENERAL_HEADER = b"TE: trailers\r\n"
 """A header that makes any request unusual, and that no endpoint reads."""
-UNUSUAL_INPUTS: list[Any] = [None, True, 5, {}, ["x"], [1.0], [-1], [10**30], [2**63], [[1.0]], "\ud800"]
 
 
 def request(body: bytes, *, head: bytes = HOT, length: int | None = None) -> bytes:
@@ -62,40 +63,27 @@ def count_replies(data: bytes) -> int:
 def bodies() -> list[bytes]:
     """Return valid, refused and broken bodies of POST /infer."""
     texts = ["how far is it ?", "How FAR, is 12 it?!", "日本 é", "a\tb\nc", "[UNK] far", "", "   ", "x" * 3000]
-    inputs: list[Any] = [*([text] for text in texts), texts[:3], [[1, 2, 3]], [[]]]
-    values: dict[str, list[Any]] = {
-        "version": ["1", 1, "7", 1.0, True, None, 10**30],
-        "return": [["embedding"], ["sequence"], ["embedding", "sequence"], [], ["x"], "embedding", [1] * 50],
-        "deadline_ms": [1000, 1e3, 0, -1, 1e12, "5", True, None],
-        "priority": [-10, 10, 11, 1.0, True, None],
-        "start": [True],
-        "end": [False, True],
-        "unknown": [1],
-        "inputs": [5, [], *([value] for value in UNUSUAL_INPUTS)],
-        "model": ["nothing", "", 5, None, "x" * 5000],
-    }
-    options: list[dict[str, Any]] = [{"inputs": each} for each in inputs]
-    options += [{name: value} for name, each in values.items() for value in each]
-    options.append({"session": "s", "end": True})
+    options: list[dict[str, Any]] = [{"inputs": each} for each in (*([text] for text in texts), texts[:3], [[1, 2, 3]], [[]])]
+    options += [{"version": version} for version in ("1", 1, "7", 1.0, None)]
+    options += [{"return": names} for names in (["embedding"], ["sequence"], ["embedding", "sequence"], [])]
+    options += [{"deadline_ms": 1e3}, {"priority": -10}, {"session": "s", "end": True}, {"start": None}, {"model": "nothing"}]
     valid = [json.dumps({"model": "words", "inputs": ["how far"], **option}).encode() for option in options]
-    broken = [b"", b"{", b"[]", b"null", b"\xff", b'{"model": "words"}', b'{"inputs": ["a"]}', b"[" * 5000]
-    broken += [b'\xef\xbb\xbf{"model":"words","inputs":["a"]}', b'{"model":"words","inputs":["a"],"inputs":["how"]}']
-    broken += [b'{"model":"words","inputs":[NaN]}', b'{"model":"words","inputs":["\xc3"]}']
-    return [*valid, *broken, b'{"model":"words","inputs":["how"]} x', b' {"model":"words","inputs":["how"]}\r\n ']
+    broken = [b'\xef\xbb\xbf{"model":"words","inputs":["a"]}', b'{"model":"words","inputs":["a"],"inputs":["how"]}']
+    broken += [b'{"model":"words","inputs":[NaN]}', b'{"model":"words","inputs":["how"]} x']
+    spaced = b' {"model":"words","inputs":["how"]}\r\n '
+    return [*valid, *(json.dumps(body).encode() for body, _, _ in WRONG), *NOT_JSON, *broken, spaced]
 
 
 def oip_messages() -> list[bytes]:
     """Return inference requests of the Open Inference Protocol: JSON and binary, valid and refused."""
-    text = {"name": "text", "datatype": "BYTES", "shape": [1], "data": ["how far"]}
     ids = {"name": "ids", "datatype": "INT32", "shape": [3]}
     full = {**ids, "data": [1, 2, 3]}
-    documents: list[dict[str, Any]] = [
-        *({"inputs": inputs} for inputs in ([text], [{**full, "shape": [4]}], [{**full, "datatype": "INT9"}], [], 5)),
-        {"inputs": [full], "id": "seven"},
+    documents: list[Any] = [
+        *({"inputs": [full], **more} for more in ({}, {"id": "seven"}, {"outputs": [{"name": "scores"}]})),
         *({"inputs": [full], "outputs": [{"name": "scores", "parameters": {name: 2}}]} for name in ("classification", "other")),
         {"inputs": [full], "outputs": [{"name": "scores", "parameters": {"binary_data": True}}]},
         {"inputs": [full], "parameters": {"sequence_id": "a", "sequence_start": True, "sequence_end": True}},
-        {"inputs": [full], "parameters": {"timeout": -1}},
+        *(document for document, tail, *_ in INVALID if isinstance(document, dict) and not tail),
     ]
     messages = []
     for path in ("words/infer", "words/versions/1/infer", "words/versions/9/infer", "nothing/infer", "words/infer?x=1"):
@@ -127,8 +115,10 @@ def repeated_messages() -> list[bytes]:
         *({}, everything),
         *({"outputs": [raw(name)]} for name in ("scores", "embedding", "sequence")),
         *({"outputs": [raw("scores"), other]} for other in (raw("label"), raw("scores"))),
-        {"outputs": [{"name": "scores"}]},
-        {"outputs": [{"name": "scores", "parameters": {"binary_data": True, "classification": 2}}]},
+        *(
+            {"outputs": [{"name": "scores", **each}]}
+            for each in ({}, {"parameters": {"binary_data": True, "classification": 2}})
+        ),
         {"outputs": [raw("scores")], "id": "seven"},
         {"outputs": [raw("scores")], "parameters": {"priority": 1, "timeout": 60_000_000}},
     ]
@@ -137,21 +127,18 @@ def repeated_messages() -> list[bytes]:
     messages = []
     for options in requested:
         flat = {"inputs": [{**ids, "shape": [3]}], **options}
-        messages += [binary_message("words", flat, values) for values in (valid, struct.pack("<3i", 3, 1, 0))]
-        messages += [binary_message("words", flat, struct.pack("<3i", 1, wrong, 3)) for wrong in (-1, 1 << 20, -(1 << 31))]
-        messages += [binary_message("words", flat, values) for values in (valid[:-1], valid + b"\0", b"")]
+        rows = [valid, *(struct.pack("<3i", 3, id, 0) for id in (1, -1, 1 << 20, -(1 << 31))), valid[:-1], valid + b"\0", b""]
+        messages += [binary_message("words", flat, values) for values in rows]
         messages.append(binary_message("words", flat, valid, b"Accept-Encoding: gzip\r\n"))
         messages.append(binary_message("words", {"inputs": [{**ids, "shape": [2, 3]}], **options}, two))
     wide = {"inputs": [{**ids, "shape": [400]}], "outputs": [raw("scores")]}
     messages += [binary_message("words", wide, struct.pack("<400i", *[id] * 400)) for id in (1, 2, -1)]
     text = {"inputs": [{"name": "text", "datatype": "BYTES", "shape": [1]}], "outputs": [raw("scores")]}
-    for element in (b"how far", b"far how", b"how \xff\xff", b"       ", "日é ".encode()):
-        messages.append(binary_message("words", text, struct.pack("<I", len(element)) + element))
-    messages.append(binary_message("words", text, struct.pack("<I", 6) + b"how far"))
+    elements = (b"how far", b"far how", b"how \xff\xff", b"       ", "日é ".encode())
+    messages += [binary_message("words", text, struct.pack("<I", 7) + element) for element in (*elements, b"how fars")]
     steps = {"inputs": [{"name": "inputs", "datatype": "FP32", "shape": [4, 3]}]}
-    for value in (1.0, 2.0, float("nan"), float("inf"), 3e38):
-        messages.append(binary_message("sensors", steps | everything, struct.pack("<12f", *[value] * 12)))
-    return messages
+    numbers = [struct.pack("<12f", *[value] * 12) for value in (1.0, 2.0, float("nan"), float("inf"), 3e38)]
+    return [*messages, *(binary_message("sensors", steps | everything, values) for values in numbers)]
 
 
 def test_remembered_json_gets_the_same_bytes_as_json_that_is_read(local: InProcess) -> None:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import cast
-from unittest.mock import Mock
 
 import grpc
 import pytest
@@ -15,151 +13,31 @@ from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
 from service.access import refused_keys
+from service.access.caller import ANYBODY
 from service.access.keys import create
 from service.access.refused_keys import FREE_REFUSALS
 from service.access.scopes import Scope
-from service.frontend.http_protocol import HttpProtocol
-from service.frontend.start_queue import StartQueue
+from service.frontend.inference import Frontend
+from service.frontend.key_refusals import MAX_BODY_BYTES, KeyRefusals
+from service.frontend.request_heads import RequestHead
 from tests.frontend.conftest import bearer
-from tests.frontend.in_process import InProcess, in_process
-from tests.frontend.ports import Ports, late_timers, with_ports
+from tests.frontend.in_process import InProcess, in_process, late_timers
+from tests.frontend.test_hot_path import exchange
+from tests.raw_websocket import connection
+from tests.serving import eventually
 
-LONG_SECONDS, SHORT_SECONDS = 1000.0, 0.01
-DENIED = b"HTTP/1.1 401 Unauthorized\r\n"
-
-
-def guess(*headers: str, path: str = "/infer", body: bytes = b"{}") -> bytes:
-    lines = [
-        f"POST {path} HTTP/1.1",
-        "Host: a",
-        "Authorization: Bearer wrong",
-        *headers,
-        f"Content-Length: {len(body)}",
-        "",
-        "",
-    ]
-    return "\r\n".join(lines).encode() + body
+DELAY_SECONDS, LONG_SECONDS = 0.2, 1000.0
+GUESS = b"POST /infer HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer wrong\r\nContent-Length: 2\r\n\r\n{}"
 
 
-class CalmStarts(StartQueue):
-    """No request waits for a later tick, however busy the machine is."""
-
-    def must_wait(self, now: float) -> bool:
-        return False
-
-
-class Guesser:
-    """A connection of a client that guesses keys. Its transport is a mock."""
-
-    def __init__(self, ports: Ports) -> None:
-        self.metrics, self.state = ports.frontend.metrics, ports.state
-        self.protocol = cast(HttpProtocol, ports.http())
-        self.transport = Mock(**{"get_extra_info.return_value": None, "is_closing.return_value": False})
-        self.protocol.connection_made(self.transport)
-
-    @property
-    def replies(self) -> list[bytes]:
-        return [call.args[0] for call in self.transport.write.call_args_list]
-
-    @property
-    def accepted(self) -> float:
-        """How many requests for inference are counted."""
-        self.metrics.snapshot()
-        return sum(count for [count] in self.metrics.accepted.values.values())
-
-    def send(self, data: bytes) -> None:
-        self.protocol.data_received(data)
-
-    def exhaust(self) -> None:
-        """Send the wrong keys that are answered at once."""
-        for _ in range(FREE_REFUSALS):
-            self.send(guess())
-        assert len(self.replies) == FREE_REFUSALS
-        self.transport.write.reset_mock()
-
-
-With = Callable[[Callable[[Guesser], Awaitable[None]]], None]
-
-
-@pytest.fixture
-def with_guesser(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> With:
-    """Return a function that runs a test in an event loop. Late answers wait LONG_SECONDS."""
-    monkeypatch.setattr(refused_keys, "DELAY_SECONDS", LONG_SECONDS)
-    create(tmp_path / "keys.toml", "valid", [Scope.INFER], "valid")
-
-    def run(test: Callable[[Guesser], Awaitable[None]]) -> None:
-        with_ports(tmp_path, lambda ports: test(Guesser(ports)), CalmStarts, keys=str(tmp_path / "keys.toml"))
-
-    return run
-
-
-@pytest.mark.parametrize("path", ["/infer", "/v2/models/words/versions/1/infer"])
-def test_wrong_key_is_refused_without_a_task(path: str, with_guesser: With) -> None:
-    """Also if the request arrives in parts, when it is complete."""
-
-    async def test(guesser: Guesser) -> None:
-        head, body = guess(path=path)[:-2], guess()[-2:]
-        guesser.send(head)
-        assert not guesser.replies
-        guesser.send(body)
-        assert [reply.startswith(DENIED) for reply in guesser.replies] == [True]
-        guesser.send(head)
-        guesser.protocol.connection_lost(None)
-        assert not guesser.state.tasks and guesser.accepted == 0
-        assert guesser.metrics.denied.values == {("unauthorized",): [1.0]}
-
-    with_guesser(test)
-
-
-def test_other_requests_belong_to_the_general_path(with_guesser: With) -> None:
-    """Behind a proxy, with an unusual head, without such a route, to another endpoint, and with a large body."""
-
-    async def test(guesser: Guesser) -> None:
-        unusual = guess("X-Forwarded-For: 10.0.0.1"), guess("TE: trailers"), guess(body=b"x" * ((1 << 16) + 1))
-        for data in (*unusual, guess(path="/v2/models/a/b/infer"), guess(path="/tokens")):
-            guesser.send(data)
-            assert len(guesser.state.tasks) == 1, data
-            await asyncio.wait(guesser.state.tasks)
-
-    with_guesser(test)
-
-
-def test_answer_waits_after_several_wrong_keys_but_not_without_a_key(
-    with_guesser: With, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(refused_keys, "DELAY_SECONDS", SHORT_SECONDS)
-
-    async def test(guesser: Guesser) -> None:
-        guesser.exhaust()
-        guesser.send(guess() + guess())
-        assert not guesser.replies and not guesser.state.tasks
-        while len(guesser.replies) < 2:
-            await asyncio.sleep(SHORT_SECONDS)
-        assert all(reply.startswith(DENIED) for reply in guesser.replies)
-        guesser.send(guess().replace(b"Authorization: Bearer wrong\r\n", b""))
-        assert len(guesser.replies) == 3 and b"the request has no key" in guesser.replies[2]
-
-    with_guesser(test)
-
-
-def test_client_that_leaves_is_forgotten_at_once(with_guesser: With) -> None:
-    """The answer that waits for it leaves no timer, which would keep the connection in memory."""
-
-    async def test(guesser: Guesser) -> None:
-        guesser.exhaust()
-        before = late_timers()
-        guesser.send(guess())
-        assert late_timers() - before
-        guesser.protocol.connection_lost(None)
-        await asyncio.sleep(0)
-        assert not late_timers() - before and not guesser.replies
-
-    with_guesser(test)
-
-
-# Every transport of a frontend.
-
-DELAY_SECONDS = 0.2
+def test_other_requests_belong_to_the_general_path() -> None:
+    """Without such a route, to another endpoint, and with a large body."""
+    refusals = KeyRefusals(cast(Frontend, None))
+    for path, length, accepted in (
+        *(("/infer", MAX_BODY_BYTES, True), ("/infer", MAX_BODY_BYTES + 1, False)),
+        *(("/v2/models/words/versions/1/infer", 2, True), ("/v2/models/a/b/infer", 2, False), ("/tokens", 2, False)),
+    ):
+        assert refusals.accepts(RequestHead(path, length, {}, ANYBODY)) is accepted
 
 
 def get(service: InProcess, token: str | None) -> object:
@@ -188,17 +66,27 @@ def call(service: InProcess, token: str | None, timeout: float = 60) -> object:
 def test_answers_to_wrong_keys_wait_on_every_transport(
     models_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Answers to valid keys of the same address do not. A request without a key guesses nothing."""
+    """Answers to valid keys of the same address do not. A request without a key guesses nothing.
+
+    An answer that waits for a client that leaves has no timer, which would keep the connection in memory.
+    """
     monkeypatch.setattr(refused_keys, "DELAY_SECONDS", DELAY_SECONDS)
     token = create(tmp_path / "keys.toml", "valid", [Scope.INFER, Scope.SESSION], "valid")
-    with in_process(models_folder, tmp_path, keys=str(tmp_path / "keys.toml")) as service:
+    with in_process(models_folder, tmp_path, keys=str(tmp_path / "keys.toml"), run=asyncio.run) as service:
         assert [get(service, "wrong") for _ in range(FREE_REFUSALS)] == [401] * FREE_REFUSALS
         for send, refusal in ((get, 401), (infer, 401), (shake_hands, 401), (call, grpc.StatusCode.UNAUTHENTICATED)):
             began = time.monotonic()
             assert send(service, "wrong") == refusal
             assert time.monotonic() - began >= DELAY_SECONDS
+        assert exchange(service, GUESS + GUESS, replies=2).count(b"HTTP/1.1 401 ") == 2
         assert call(service, "wrong", timeout=DELAY_SECONDS / 4) is grpc.StatusCode.DEADLINE_EXCEEDED
         monkeypatch.setattr(refused_keys, "DELAY_SECONDS", LONG_SECONDS)
-        assert [get(service, token), get(service, None), shake_hands(service, token)] == [200, 401, 101]
-        assert call(service, token) is grpc.StatusCode.OK
+        assert [get(service, token), get(service, None), infer(service, None)] == [200, 401, 401]
+        assert (shake_hands(service, token), call(service, token)) == (101, grpc.StatusCode.OK)
+        before = late_timers(service)
+        with connection(service) as client:
+            client.sendall(GUESS)
+            eventually(lambda: late_timers(service) - before)
+            assert not service._server.server_state.tasks, "the application does not see the request"
+        eventually(lambda: not late_timers(service) - before)
         assert not service.events("bug") and not service.events("library warning")

@@ -1,4 +1,4 @@
-"""A listener takes its share of the connections, and those that other frontends leave. tests/long/test_listener.py has whole services."""
+"""A listener takes its share of the connections, and those that others leave. A frontend survives errors of its periodic work."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import asyncio
 import math
 import socket
 from contextlib import ExitStack, closing
+from unittest.mock import Mock
 
 import pytest
 
 from service.frontend.connection_share import ConnectionShare
+from service.frontend.inference import Frontend
 from service.frontend.listener import Listener, SharedPort
 from service.ipc.connection_counts import NOT_ACCEPTING, ConnectionCounts, Port
-from tests.serving import LIMIT_SECONDS
+from tests.frontend.in_process import InProcess
+from tests.serving import LIMIT_SECONDS, eventually
 
 
 def share(numbers: list[int], place: int = 0) -> ConnectionShare:
@@ -42,7 +45,7 @@ def test_share_follows_from_the_mean(numbers: list[int], excess: int, allowance:
     assert int(min(share(numbers).allowance(), 1e9)) == min(allowance, 1e9)
 
 
-class Frontend:
+class Listening:
     """A listener in this process, which counts accepted connections. It starts with `connections`, which is only a number."""
 
     def __init__(self, listening: socket.socket, numbers: memoryview[int], place: int, connections: int = 0) -> None:
@@ -61,7 +64,7 @@ class Frontend:
         return asyncio.Protocol()
 
 
-async def connect(listening: socket.socket, frontends: list[Frontend], count: int) -> list[int]:
+async def connect(listening: socket.socket, frontends: list[Listening], count: int) -> list[int]:
     """Connect clients one after the other. Return how many connections each frontend has accepted."""
     with ExitStack() as stack:
         for number in range(1, count + 1):
@@ -82,7 +85,7 @@ def test_connections_that_others_leave_are_accepted(beside: list[int]) -> None:
 
     async def test() -> list[int]:
         with socket.create_server(("127.0.0.1", 0)) as listening:
-            return await connect(listening, [Frontend(listening, numbers, 0)], 20)
+            return await connect(listening, [Listening(listening, numbers, 0)], 20)
 
     assert asyncio.run(test()) == [20] and numbers[0] == NOT_ACCEPTING
 
@@ -92,7 +95,17 @@ def test_frontend_above_the_mean_leaves_connections_to_the_others() -> None:
 
     async def test() -> list[int]:
         with socket.create_server(("127.0.0.1", 0)) as listening:
-            many, few = Frontend(listening, numbers, 0, connections=20), Frontend(listening, numbers, 1)
+            many, few = Listening(listening, numbers, 0, connections=20), Listening(listening, numbers, 1)
             return await connect(listening, [many, few], 10)
 
     assert asyncio.run(test()) == [0, 10]
+
+
+@pytest.mark.parametrize("part", ["access", "tls", "state_keys"])
+def test_error_of_periodic_work_is_reported(local: InProcess, monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+    """uvicorn would end the frontend."""
+    reported, fail = list[Exception](), Mock(side_effect=ZeroDivisionError)
+    monkeypatch.setattr(getattr(local.frontend, part), "reload", fail)
+    monkeypatch.setattr(Frontend, "internal_error", lambda _, error: reported.append(error))
+    eventually(lambda: len(reported) > 1)
+    assert {type(error) for error in reported} == {ZeroDivisionError}, "the server goes on"

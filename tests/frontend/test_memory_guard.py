@@ -77,15 +77,6 @@ def test_requests_are_refused_by_the_share_in_use(
     assert memory.admit(CHUNK, LARGE_BYTES + 1, 0) == (CHUNK, None), "the service recovers"
 
 
-def test_memory_without_a_limit_changes_nothing() -> None:
-    guard = MemoryGuard(0.95, lambda: NO_LIMIT, Metrics(), Log("frontend"), lambda: pytest.fail("nothing is returned"))
-    guard.update()
-    guard.arrive(1 << 50)
-    guard.check_large()
-    guard.check_new_session()
-    assert not guard.limited and guard.excess_bytes < 0
-
-
 def test_largest_share_refuses_nothing_and_a_smaller_one_earlier() -> None:
     memory = Memory(120, max_share=1)
     memory.arrive(LIMIT)
@@ -94,6 +85,12 @@ def test_largest_share_refuses_nothing_and_a_smaller_one_earlier() -> None:
     memory.check_new_session()
     assert not memory.limited and memory.excess_bytes < 0 and memory.trims == 0
     assert memory.metrics.memory_limit_used.values[()] == [1.2]
+    guard = MemoryGuard(0.95, lambda: NO_LIMIT, Metrics(), Log("frontend"), lambda: pytest.fail("nothing is returned"))
+    guard.update()
+    guard.arrive(1 << 50)
+    guard.check_large()
+    guard.check_new_session()
+    assert not guard.limited and guard.excess_bytes < 0, "without a limit"
     half = Memory(39, max_share=0.5)
     half.check_new_session()
     half.fill(41)

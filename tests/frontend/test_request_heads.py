@@ -143,3 +143,4 @@ def test_refused_heads_do_not_replace_remembered_heads(tmp_path: Path) -> None:
     refusal = find(HEAD, known).refusal
     assert refusal is not None and not refusal.has_key and "has no key" in refusal.message
     assert known.find(with_key(other)) is None, "the general path refuses a key without the scope"
+    assert known.find(with_key("wrong", b"X-Forwarded-For: 10.0.0.1")) is None, "and clients behind a proxy"

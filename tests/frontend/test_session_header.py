@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any
 
 import grpc
 import pytest
@@ -17,7 +16,7 @@ from service.frontend.decoder.client import MAX_LOOP_BODY_BYTES
 from service.frontend.session_header import SESSION_HEADER, header_session, resolve_session
 from tests.frontend.in_process import InProcess
 
-REFUSED = "refused"
+REFUSED, SERVICE = "refused", "/inference.GRPCInferenceService"
 Chunk = Callable[[InProcess, str, list[tuple[str, str]], str | None, bool], int | str]
 """Sends a chunk of one step by a path, with some headers and the session that the request names, perhaps as the first chunk.
 
@@ -25,15 +24,12 @@ Returns the steps of the session, 0 without one, or REFUSED.
 """
 
 
-def test_header_is_empty_or_one_session_id() -> None:
+def test_header_is_empty_or_the_one_session_of_the_request() -> None:
     assert [header_session(values) for values in ([], [""], ["pump 7"])] == [None, None, "pump 7"]
     for values in (["stream:1"], ["x" * 129], ["a", "a"]):
         with pytest.raises(InvalidInput) as refused:
             header_session(values)
         assert refused.value.field == SESSION_HEADER
-
-
-def test_header_and_request_name_the_same_session() -> None:
     pairs = (("a", None), (None, "a"), ("a", "a"))
     assert [resolve_session(named, header, "session") for named, header in pairs] == ["a"] * 3
     with pytest.raises(InvalidInput, match=r"^session is here and the header x-session-id is there: send the same") as refused:
@@ -71,23 +67,19 @@ def over_grpc(heads: InProcess, path: str, headers: list[tuple[str, str]], named
     if start:
         request.parameters["sequence_start"].bool_param = True
     response = service_pb2.ModelStreamInferResponse()
+    data, options = request.SerializeToString(), {"metadata": headers, "timeout": 60}
     with grpc.insecure_channel(heads.grpc) as channel:
-        options: dict[str, Any] = {"metadata": headers, "timeout": 60}
         try:
             if path == "stream":
-                [reply] = channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")(
-                    iter([request.SerializeToString()]), **options
-                )
-                response.ParseFromString(reply)
+                response.ParseFromString(next(channel.stream_stream(f"{SERVICE}/ModelStreamInfer")(iter([data]), **options)))
             else:
-                call = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
-                options["compression"] = grpc.Compression.Gzip if path == "general" else None
-                response.infer_response.ParseFromString(call(request.SerializeToString(), **options))
+                compression = grpc.Compression.Gzip if path == "general" else None
+                call = channel.unary_unary(f"{SERVICE}/ModelInfer")
+                response.infer_response.ParseFromString(call(data, compression=compression, **options))
         except grpc.RpcError as error:
             assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
             return REFUSED
-    steps: int = response.infer_response.parameters["sequence_steps"].int64_param
-    return REFUSED if response.error_message else steps
+    return REFUSED if response.error_message else response.infer_response.parameters["sequence_steps"].int64_param
 
 
 def socket(heads: InProcess, path: str, headers: list[tuple[str, str]], named: str | None, start: bool) -> int | str:
@@ -118,9 +110,8 @@ def test_header_names_the_session(heads: InProcess, chunk: Chunk, path: str) -> 
     assert [steps("a", named="a"), steps(named="a")] == [4, 5]
     assert [steps("there", named="here"), steps("stream:1"), steps("a", "a")] == [REFUSED] * 3
     assert [steps(""), steps()] == [1 if chunk is socket else 0] * 2
-    for session in ("a", "b"):
-        assert heads.client.delete(f"/sessions/{session}/state", headers={SESSION_HEADER: session}).status_code == 200
-    assert heads.client.delete("/sessions/here/state").status_code == 404, "no session was opened"
+    deleted = [heads.client.delete(f"/sessions/{name}/state", headers={SESSION_HEADER: name}) for name in ("a", "b", "here")]
+    assert [answer.status_code for answer in deleted] == [200, 200, 404], "no other session was opened"
 
 
 def test_only_requests_to_a_session_refuse_the_header(heads: InProcess) -> None:

@@ -16,7 +16,7 @@ import pytest
 from websockets.sync.client import connect
 
 from service.errors import SettingsError
-from service.frontend.tls import TlsContexts, build_context
+from service.frontend.tls import build_context
 from service.settings import Settings
 from tests.certificates import Authority
 from tests.frontend.in_process import InProcess, in_process
@@ -111,17 +111,3 @@ def test_files_that_cannot_serve_stop_the_start(authority: Authority, tmp_path: 
     ):
         with pytest.raises(SettingsError, match=r"tls_cert|TLS cannot start with"):
             build_context(settings(**names))
-
-
-def test_contexts_stay_until_all_files_are_new(authority: Authority, tmp_path: Path) -> None:
-    certificate, key = (shutil.copy(file, tmp_path / file.name) for file in authority.sign("first"))
-    contexts = TlsContexts(settings(tls_cert=certificate, tls_key=key))
-    before = contexts.http
-    assert not contexts.reload()
-    newer, newer_key = authority.sign("second")
-    shutil.copy(newer, certificate)
-    with pytest.raises(SettingsError):
-        contexts.reload()
-    assert contexts.http is before
-    shutil.copy(newer_key, key)
-    assert contexts.reload() and contexts.http is not before

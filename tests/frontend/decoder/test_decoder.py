@@ -8,12 +8,14 @@ import json
 import os
 import signal
 import struct
+import time
 import tracemalloc
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
-import msgspec
+import grpc
 import pytest
 from websockets.sync.client import connect
 
@@ -24,18 +26,18 @@ from service.frontend.decoder import client, turns
 from service.frontend.decoder.client import MAX_LOOP_BODY_BYTES
 from service.frontend.decoder.turns import Turns
 from service.frontend.decoder.worker import Decoder
-from service.frontend.inference import Frontend, TrackedRequest
-from service.frontend.oip import grpc_calls, rest
+from service.frontend.inference import TrackedRequest
+from service.frontend.oip.json import HEADER_LENGTH
 from service.frontend.rest import infer
 from service.frontend.start_queue import LongWaits
 from service.ipc.channel import Frame
 from service.ipc.messages import Api, DecodeBody
 from service.log import Log
 from service.settings import Settings
-from tests import models
-from tests.frontend.in_process import InProcess
-from tests.frontend.oip.harness import catalog_of, fake_frontend, values
+from tests.frontend.in_process import InProcess, in_process
 from tests.frontend.oip.messages import QUESTION, requesting, text, typed, with_parameters
+from tests.frontend.oip.test_json import INVALID
+from tests.frontend.rest.test_infer import WRONG
 from tests.serving import eventually
 
 PADDING = b" " * (MAX_LOOP_BODY_BYTES + 1)
@@ -44,139 +46,100 @@ UNKNOWN_FIELD = b"\xfa\x7f\x81\x80\x04" + PADDING
 """Field 2047 of a message, with a size in three bytes. protobuf ignores it."""
 WORDS = json.dumps({"model": "words", "inputs": ["how far"]}).encode()
 LARGE = WORDS + PADDING
-INPUTS: dict[str, list[Any]] = {
-    "words": [["how far", ""], [[1, 2], [3]], [None]],
-    "speller": [[[1, 11]], [[1], [-1]], [[1.5]]],
-    "forecaster": [[[[1, 2, 3]] * 3], [[[1, 2]]], [[[1, 2, 1e39]]]],
-}
-OPTIONS: list[dict[str, Any]] = [
-    {"priority": 2},
-    {"priority": 99},
-    {"return": ["embedding"]},
-    {"version": "7"},
-    {"session": "s"},
-]
-IDS: dict[str, Any] = {"name": "ids", "datatype": "INT32", "shape": [3], "data": [1, 2, 3]}
-OIP: list[dict[str, Any]] = [{"inputs": [{**IDS, **change}]} for change in ({}, {"shape": [4]}, {"data": [99] * 3})]
-OIP += [{"inputs": [IDS], **more} for more in ({"id": "x"}, {"outputs": [{"name": "scores"}]}, {"id": 5})]
 MESSAGES = [typed("ids", "INT32", [1, 3], int_contents=row) for row in ([1, 2, 3], [1, 99, 3], [1])]
 MESSAGES += [requesting(text(QUESTION), "scores"), with_parameters(text(QUESTION, id="seven"), priority=2, x=float("inf"))]
+NUMBERS = {"model": "forecaster", "inputs": [[[1, 2, 3]] * 3]}
+IDS = {"inputs": [{"name": "ids", "datatype": "INT32", "shape": [3], "data": [1, 2, 3]}]}
 BODIES = {
     "infer": [
-        *(json.dumps({"model": model, "inputs": inputs}).encode() for model, rows in INPUTS.items() for inputs in rows),
-        *(json.dumps({"model": "words", "inputs": ["how far"], **options}).encode() for options in OPTIONS),
-        *(b"{}", b"[]", b'{"model":"words","inputs":["\xff"]}', WORDS + b"x"),
+        WORDS,
+        WORDS + b"x",
+        b'{"model":"words","inputs":["\xff"]}',
+        *(json.dumps(body).encode() for body, _, _ in WRONG),
     ],
-    "oip": [json.dumps(document).encode() for document in OIP],
+    "oip": [json.dumps(document).encode() for document, tail, *_ in INVALID if isinstance(document, dict) and not tail],
     "grpc": [message.SerializeToString() for message in MESSAGES],
 }
-
-
-class Bench(NamedTuple):
-    """A frontend in this process, and the event loop that it runs in."""
-
-    frontend: Frontend
-    runner: asyncio.Runner
-
-    def result(self, answering: Callable[[TrackedRequest], Awaitable[Any]]) -> Any:
-        """Return the reply or the error of a request, and the data that the engine received for it."""
-        requests: list[tuple[Any, bytes]] = self.frontend.dispatcher.requests  # type: ignore[attr-defined]
-
-        async def run() -> Any:
-            try:
-                return await answering(TrackedRequest(100.0, LOCAL))
-            except ServiceError as error:
-                return type(error), error.message, error.field, error.retry_after
-
-        requests.clear()
-        reply = self.runner.run(run())
-        return reply, [(msgspec.structs.replace(request, sent=0.0), bytes(tail)) for request, tail in requests]
-
-    def send(self, api: str, data: bytes, header_length: int | None = None) -> Any:
-        class Context:
-            session = None
-
-            def time_remaining(self) -> float | None:
-                return None
-
-        async def answer(tracked: TrackedRequest) -> Any:
-            if api == "infer":
-                return await infer._answer_data(self.frontend, tracked, data)
-            if api == "oip":
-                response, raw = await rest._answer_data(self.frontend, tracked, data, header_length, "words", "")
-                return response.id, values(response), raw
-            async with grpc_calls.read_request(data, self.frontend) as read:
-                return await grpc_calls.infer_message(self.frontend, tracked, read, Context())
-
-        return self.result(answer)
-
-    @property
-    def pid(self) -> int:
-        process = self.frontend.decoder._process
-        return 0 if process is None or not process.open else process._process.pid
+BODIES["infer"] += [json.dumps({**NUMBERS, **more}).encode() for more in ({}, {"priority": 2}, {"return": ["embedding"]})]
+BODIES["oip"] += [json.dumps({**IDS, **more}).encode() for more in ({}, {"id": "x"}, {"outputs": [{"name": "scores"}]})]
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    catalog = catalog_of(tmp_path_factory.mktemp("models"), (models.words, models.forecaster, models.speller))
-    frontend = fake_frontend(catalog, streams=())
-    with asyncio.Runner() as runner:
-        yield Bench(frontend, runner)
+def service(heads_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[InProcess]:
+    with in_process(heads_folder, tmp_path_factory.mktemp("log")) as running:
+        yield running
 
-        async def close() -> None:
-            frontend.decoder.close()
 
-        runner.run(close())
+def send(service: InProcess, api: str, body: bytes, **headers: str) -> Any:
+    """Return the reply to a request, or its error."""
+    if api != "grpc":
+        path = {"infer": "/infer", "oip": "/v2/models/words/infer"}[api]
+        answer = service.client.post(path, content=body, headers=headers)
+        return answer.status_code, answer.content
+    with grpc.insecure_channel(service.grpc) as channel:
+        try:
+            return channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")(body, timeout=60)
+        except grpc.RpcError as error:
+            return error.code(), error.details()
+
+
+def answer_large(service: InProcess) -> asyncio.Future[bytes]:
+    """Start a request with a large body in the thread of the frontend."""
+    return asyncio.ensure_future(infer._answer_data(service.frontend, TrackedRequest(time.monotonic(), LOCAL), LARGE))
+
+
+def decoder_of(service: InProcess) -> int:
+    """Return the process id of the decoder, 0 without one."""
+    process = service.frontend.decoder._process
+    return 0 if process is None or not process.open else process._process.pid
 
 
 @pytest.mark.parametrize("api", BODIES)
-def test_large_body_is_answered_as_a_small_one(bench: Bench, api: str) -> None:
+def test_large_body_is_answered_as_a_small_one(service: InProcess, api: str) -> None:
     for body in BODIES[api]:
-        assert bench.send(api, body + (UNKNOWN_FIELD if api == "grpc" else PADDING)) == bench.send(api, body), body
-    assert bench.pid
+        assert send(service, api, body + (UNKNOWN_FIELD if api == "grpc" else PADDING)) == send(service, api, body), body
+    assert decoder_of(service)
     if api == "oip":
         tensor = {"name": "ids", "datatype": "INT32", "shape": [3], "parameters": {"binary_data_size": 12}}
         header, tail = json.dumps({"inputs": [tensor]}).encode(), struct.pack("<3i", 1, 2, 3)
-        small = bench.send(api, header + tail, len(header))
-        assert small[1] and bench.send(api, header + PADDING + tail, len(header + PADDING)) == small
+        small, large = (
+            send(service, api, head + tail, **{HEADER_LENGTH: str(len(head))}) for head in (header, header + PADDING)
+        )
+        assert small[0] == 200 and small == large
 
 
-def test_inputs_are_packed_again_for_another_model(bench: Bench) -> None:
+def test_inputs_are_packed_again_for_another_model(service: InProcess) -> None:
     """The first model refuses the inputs and the second takes them; then the first may be tried again."""
     data = json.dumps({"model": "words", "inputs": [[1, 2, 11]]}).encode() + PADDING
-    words, speller = (bench.frontend.catalog.find(name, None) for name in ("words", "speller"))
+    words, speller = (service.frontend.catalog.find(name, None) for name in ("words", "speller"))
 
-    async def pack_three_times(tracked: TrackedRequest) -> Any:
-        async with bench.frontend.decoder.decode(DecodeBody("infer"), data) as body:
+    async def pack_three_times() -> Any:
+        async with service.frontend.decoder.decode(DecodeBody("infer"), data) as body:
             with pytest.raises(InvalidInput, match=r"inputs\[0\]\[2\]"):
                 await body.pack(words)
             return [(lengths, bytes(data)) for lengths, data in [await body.pack(speller) for _ in range(2)]]
 
-    assert bench.result(pack_three_times)[0] == [([3], struct.pack("<3i", 1, 2, 11))] * 2
+    assert service.run(pack_three_times()) == [([3], struct.pack("<3i", 1, 2, 11))] * 2
 
 
-def test_bodies_wait_within_the_budget(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bodies_wait_within_the_budget(service: InProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that disconnects leaves the decoder free, and so does a bug."""
 
-    async def at_once(tracked: TrackedRequest) -> list[Any]:
-        def answer() -> asyncio.Future[bytes]:
-            return asyncio.ensure_future(infer._answer_data(bench.frontend, tracked, LARGE))
-
-        replies = await asyncio.gather(*[answer() for _ in range(3)], return_exceptions=True)
-        cancelled = [answer() for _ in range(2)]
+    async def at_once() -> list[Any]:
+        replies = await asyncio.gather(*[answer_large(service) for _ in range(3)], return_exceptions=True)
+        cancelled = [answer_large(service) for _ in range(2)]
         await asyncio.sleep(0)
         for task in cancelled:
             task.cancel()
         await asyncio.wait(cancelled)
         with pytest.raises(ServiceError, match="see its log"):
-            async with bench.frontend.decoder.decode(DecodeBody("no such"), b""):
+            async with service.frontend.decoder.decode(DecodeBody("no such"), b""):
                 pass
-        return [*replies, await answer()]
+        return [*replies, await answer_large(service)]
 
-    monkeypatch.setattr(bench.frontend.bodies, "_limit", 2 * len(LARGE))
-    replies, _ = bench.result(at_once)
-    assert [type(reply) for reply in replies] == [bytes, bytes, Overloaded, bytes]
-    assert bench.frontend.bodies.held_bytes == 0
+    monkeypatch.setattr(service.frontend.bodies, "_limit", 2 * len(LARGE))
+    assert [type(reply) for reply in service.run(at_once())] == [bytes, bytes, Overloaded, bytes]
+    assert service.frontend.bodies.held_bytes == 0
 
 
 @pytest.mark.parametrize(("patience", "refused"), [(0.0, [False, True]), (60.0, [False, False])])
@@ -201,23 +164,23 @@ def test_bodies_that_wait_long_are_refused_in_an_overload(
     assert asyncio.run(wait_for_turns()) == refused
 
 
-def test_decoder_that_ends_is_replaced(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A killed decoder fails its request, and an idle decoder ends. tests/long/test_decoder.py ends frontends."""
-    expected = bench.send("infer", LARGE)
-    first = bench.pid
+def test_decoder_that_ends_is_replaced(service: InProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A killed decoder fails its request, and an idle decoder ends."""
+    expected = send(service, "infer", LARGE)
+    first = decoder_of(service)
     os.kill(first, signal.SIGSTOP)  # so that it is killed while it has the body
 
-    async def kill_while_decoding(tracked: TrackedRequest) -> bytes:
-        answering = asyncio.ensure_future(infer._answer_data(bench.frontend, tracked, LARGE))
+    async def kill_while_decoding() -> bytes:
+        answering = answer_large(service)
         await asyncio.sleep(0)
         os.kill(first, signal.SIGKILL)
         return await answering
 
-    (error, message, *_), _ = bench.result(kill_while_decoding)
-    assert error is Unavailable and "has ended: retry" in message
+    with pytest.raises(Unavailable, match="has ended: retry"):
+        service.run(kill_while_decoding())
     monkeypatch.setattr(client, "IDLE_SECONDS", 0.0)
-    assert bench.send("infer", LARGE) == expected
-    eventually(lambda: bench.runner.run(asyncio.sleep(0)) or not bench.pid)
+    assert send(service, "infer", LARGE) == expected
+    eventually(lambda: not decoder_of(service))
 
 
 def test_refused_body_is_freed_without_the_garbage_collector() -> None:

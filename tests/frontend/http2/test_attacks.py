@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from service.frontend import connection_guard
 from service.frontend.connection_guard import ConnectionGuard, Phase
 from service.frontend.http2 import connection, floods, header_blocks
 from service.frontend.http2.budget import Budget
@@ -177,16 +176,6 @@ def test_stream_that_never_opens_its_window_is_reset_alone(peer: Peer) -> None:
     assert peer.sweep(2).resets(1) == [ErrorCode.CANCEL]
     assert peer.application.lost == [1] and peer.connection.unread_bytes == 0
     assert peer.send(request(3))[0].kind == HEADERS
-
-
-def test_most_unread_replies_are_closed_first(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection_guard, "MAX_UNREAD_BYTES", 2_000_000)
-    guarded = Guarded(peer)
-    peer.send(settings((4, 0)), request(1, b"/large"), request(3, b"/large"))
-    guarded.guard.sweep(peer.loop.now)
-    assert not peer.closed
-    peer.send(request(5, b"/large"))
-    assert guarded.closed_after(0) == ["slow_reader"]
 
 
 @pytest.mark.parametrize("start", [b"", PREFACE[:10], PREFACE, PREFACE + settings()[:5]])

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
-from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -13,7 +12,7 @@ import pytest
 
 from service.access.caller import LOCAL
 from service.errors import ServiceError
-from service.frontend.catalog import Catalog, ServedModel
+from service.frontend.catalog import Catalog
 from service.frontend.dispatch.dispatcher import Dispatcher
 from service.frontend.inference import Frontend, SupervisorClient, track_request
 from service.frontend.oip.infer import infer
@@ -23,8 +22,6 @@ from service.frontend.origin import NO_ORIGIN, RequestIdentity
 from service.ipc.messages import Answer, Api, LoadedModel, Request
 from service.log import Log
 from service.metrics import Metrics
-from service.modeling.spec import ModelSpec
-from service.modeling.tokenizer import Tokenizer
 from service.settings import Settings
 
 SEQUENCES = [[[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]], [[7.0, 8.0, 9.0]], [[1.5, 2.5, 3.5], [0.0, -1.0, 2.0], [3.0, 3.0, 3.0]]]
@@ -85,15 +82,6 @@ class FakeDispatcher:
 
     def cancel(self, pending: Pending) -> None:
         self.cancelled.append(pending)
-
-
-def catalog_of(root: Path, makers: Iterable[Callable[[Path], ModelSpec]]) -> Catalog:
-    """Return a catalog of models that are made in a folder. alias: another name of words."""
-    served = []
-    for spec in [make(root) for make in makers]:
-        tokenizer = Tokenizer.read(root / spec.name / "1", spec) if spec.input.kind == "text" else None
-        served.append(ServedModel(spec, "1", tokenizer))
-    return Catalog(served, {"alias": "words"})
 
 
 def fake_frontend(catalog: Catalog, streams: Sequence[str] = ("forecaster", "speller"), **settings: Any) -> Frontend:

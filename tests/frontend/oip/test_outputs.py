@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 
 from service.errors import InvalidInput, TooLarge
@@ -31,6 +30,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
 
 
 def test_each_head_has_its_own_outputs(harness: InferHarness) -> None:
+    """Classes are sorted best first."""
     for name, expected in EXPECTED.items():
         response = harness.infer(name, *three_sequences(name))
         assert (response.model, response.version, response.id, response.parameters) == (name, "1", "7", {})
@@ -39,6 +39,11 @@ def test_each_head_has_its_own_outputs(harness: InferHarness) -> None:
     assert values(harness.infer("speller", *three_sequences("speller")))["ids"] == ANSWERS["speller"]["picks"]
     halved = harness.infer("halver", *three_sequences("halver"))
     assert [output.shape for output in halved.outputs] == [(3, 3, 5), (3, 1)], "an encoder may shorten its input"
+    [two] = harness.infer("words", *three_sequences("words"), outputs=[RequestedOutput("scores", 2)]).outputs
+    assert (two.datatype, two.shape) == (BYTES, (3, 2))
+    assert two.values == [b"0.5:1:far", b"0.25:0:near", b"0.5:0:near", b"0.25:1:far", b"0.75:2:unknown", b"0.125:0:near"]
+    [all_classes] = harness.infer("words", *three_sequences("words"), outputs=[RequestedOutput("scores", 2**40)]).outputs
+    assert all_classes.shape == (3, 3)
 
 
 def test_step_outputs_of_packed_sequences_are_packed(harness: InferHarness) -> None:
@@ -58,14 +63,6 @@ def test_outputs_have_the_requested_order(harness: InferHarness, inputs: list[Te
     assert (tagged["lengths"], tagged["offsets"]) == ([[2], [1], [3]], [OFFSETS])
 
 
-def test_classes_are_sorted_best_first(harness: InferHarness) -> None:
-    [two] = harness.infer("words", *three_sequences("words"), outputs=[RequestedOutput("scores", 2)]).outputs
-    assert (two.datatype, two.shape) == (BYTES, (3, 2))
-    assert two.values == [b"0.5:1:far", b"0.25:0:near", b"0.5:0:near", b"0.25:1:far", b"0.75:2:unknown", b"0.125:0:near"]
-    [all_classes] = harness.infer("words", *three_sequences("words"), outputs=[RequestedOutput("scores", 2**40)]).outputs
-    assert all_classes.shape == (3, 3)
-
-
 @pytest.mark.parametrize(
     ("model", "outputs", "text"),
     [
@@ -80,13 +77,6 @@ def test_classes_are_sorted_best_first(harness: InferHarness) -> None:
 )
 def test_invalid_outputs_are_rejected(harness: InferHarness, model: str, outputs: list[RequestedOutput], text: str) -> None:
     harness.check_refused(InvalidInput, "outputs", text, model, *three_sequences(model), outputs=outputs)
-
-
-def test_values_that_are_not_finite_are_rejected(harness: InferHarness) -> None:
-    harness.dispatcher.answers = {"forecaster": {"scores": [[1, 2], [3, np.inf], [5, 6]]}}
-    with pytest.raises(InvalidInput, match="not finite") as raised:
-        harness.infer("forecaster", *three_sequences("forecaster"))
-    assert raised.value.field == "inputs[1]"
 
 
 def test_padding_of_outputs_is_limited(harness: InferHarness, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,15 +55,12 @@ def test_strings_round_trip(strings: list[Any]) -> None:
     assert encode(tensor) == data
 
 
-def test_known_bytes_have_known_values() -> None:
+def test_known_bytes_have_known_values_and_are_not_copied() -> None:
     assert values(decode("x", "FP16", [2], bytes.fromhex("003c00c0"))).tolist() == [1.0, -2.0]
     assert values(decode("x", "BF16", [2], bytes.fromhex("803f00c0"))).tolist() == [1.0, -2.0]
     assert values(decode("x", "INT64", [1], b"\xfe" + b"\xff" * 7)).tolist() == [-2]
     assert values(decode("x", "BOOL", [3], b"\x00\x01\x02")).tolist() == [False, True, True]
     assert values(from_list("x", "FP32", [2], [1e39, 1])).tolist() == [np.inf, 1.0], "the check of the inputs rejects it"
-
-
-def test_numbers_are_not_copied() -> None:
     data = np.arange(6, dtype="<f4").tobytes()
     array = values(decode("x", "FP32", [2, 3], memoryview(data)))
     assert np.shares_memory(array, np.frombuffer(data, "<f4"))
@@ -73,7 +70,6 @@ INVALID: list[tuple[Callable[..., Tensor], str, list[int], Any, tuple[str, ...]]
     (decode, "FP8", [1], b"\0", ("FP8", "FP32", "BYTES")),
     (decode, "fp32", [1], b"\0" * 4, ("'fp32'", "send one of")),
     (decode, "FP32", [-1], b"\0" * 4, ("[-1]", f"between 1 and {HUGE}")),
-    (decode, "FP32", [0], b"", ("[0]",)),
     (decode, "FP32", [2**31], b"", (str(2**31),)),
     (decode, "FP32", [HUGE] * 8, b"\0" * 4, ("has 4 bytes", str(4 * HUGE**8))),
     (decode, "FP32", [1] * 9, b"\0" * 4, ("9 dimensions", "8")),
@@ -83,7 +79,6 @@ INVALID: list[tuple[Callable[..., Tensor], str, list[int], Any, tuple[str, ...]]
     (decode, BYTES, [2], elements(b"a"), ("has 5 bytes", "8")),
     (decode, BYTES, [1], elements(b"a", b"b"), ("has 10 bytes", "at byte 5")),
     (decode, BYTES, [1], elements(b"abc")[:-1], ("3 bytes for element 0", "only 2 remain")),
-    (decode, BYTES, [1], b"\xff\xff\xff\xff", ("4294967295",)),
     (decode, BYTES, [3], elements(b"abcdefgh"), ("before the length of element 1", "all 3 elements")),
     (from_list, "FP16", [1], [1.0], ("FP16", "raw bytes", "FP32")),
     (from_list, "FP8", [1], [1.0], ("FP8",)),
@@ -95,7 +90,6 @@ INVALID: list[tuple[Callable[..., Tensor], str, list[int], Any, tuple[str, ...]]
     (from_list, "FP32", [2, 2], [[[1, 2], [3, 4]]], ("dimension 0",)),
     (from_list, "FP32", [1], ["1"], ("a string at index 0", "a number")),
     (from_list, "FP32", [1], [True], ("true at index 0", "a number")),
-    (from_list, "FP32", [1], [None], ("null at index 0",)),
     (from_list, "FP64", [1], [10**400], ("FP64 cannot hold",)),
     (from_list, "INT32", [2], [1, 2.0], ("2.0 at index 1", "a whole number")),
     (from_list, "INT32", [1], [2**31], ("INT32 cannot hold",)),

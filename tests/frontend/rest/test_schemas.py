@@ -142,10 +142,7 @@ def check(error: ServiceError, refusal: Refusal) -> None:
         ("version=1", (InvalidInput, "model", "needs model")),
         ("model=nobody", (UnknownModel, "model", "sensors")),
         ("model=speller&version=7", (UnknownModel, "version", "served are 1")),
-        (
-            "model=speller&x=1",
-            (InvalidInput, "x", "known parameters are model, version, session, return, deadline_ms, priority"),
-        ),
+        ("model=speller&x=1", (InvalidInput, "x", "parameters are model, version, session, return, deadline_ms, priority")),
         ("model=speller&return=all", (InvalidInput, "return", "all")),
         *((f"model=speller&deadline_ms={value}", (InvalidInput, "deadline_ms", part)) for value, part in DEADLINES),
         ("model=speller&priority=11", (InvalidInput, "priority", "less than or equal to 10")),

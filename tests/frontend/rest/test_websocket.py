@@ -6,14 +6,17 @@ import json
 import socket
 import struct
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from websockets.exceptions import InvalidStatus
+from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
+from service.errors import SessionConflict
+from service.frontend.rest.websocket import HotChunks
 from service.ipc.messages import EndSession, Request
-from tests.frontend.in_process import EMBEDDING_WIDTH, InProcess
+from tests.frontend.in_process import EMBEDDING_WIDTH, InProcess, in_process
 from tests.raw_websocket import connection
 from tests.serving import check_unharmed, eventually
 
@@ -89,9 +92,8 @@ def test_messages_sent_ahead_are_answered_in_order(local: InProcess) -> None:
 @pytest.mark.parametrize(
     "path, status, code, field",
     [
-        *(("/stream", 400, "invalid_input", "model"), ("/stream?model=nobody", 404, "unknown_model", "model")),
-        *((f"{MODEL}&{query}=9", 400, "invalid_input", query) for query in ("colour", "return")),
-        *((f"{MODEL}&version=9", 404, "unknown_model", "version"), (f"{MODEL}&session=%20a", 400, "invalid_input", "session")),
+        (f"{MODEL}&colour=9", 400, "invalid_input", "colour"),
+        (f"{MODEL}&version=9", 404, "unknown_model", "version"),
         *((path, 404, "unknown_route", None) for path in ("/infer", "/stream/x")),
     ],
 )
@@ -133,3 +135,25 @@ def test_disconnect_cancels_chunks_and_closes_the_session(local: InProcess) -> N
         eventually(lambda: engine.cancelled == cancelled + 1)
         eventually(lambda: isinstance(engine.last_call, EndSession))
     assert local.metric("seqserve_requests_total", outcome="client_gone") == gone + 1
+
+
+@pytest.mark.parametrize("method", ["build", "write"])
+def test_internal_error_closes_the_socket_with_1011(
+    models_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """The session may or may not have the chunk. An error of the engine leaves the socket open."""
+
+    def fail(*arguments: Any) -> None:
+        raise ZeroDivisionError
+
+    with in_process(models_folder, tmp_path) as service, open_stream(service) as stream:
+        service.engine.refusal = SessionConflict("busy")
+        assert send(stream, {"input": [ROW]})["code"] == "session_conflict"
+        service.engine.refusal = None
+        monkeypatch.setattr(HotChunks, method, fail)
+        reply = send(stream, {"input": [ROW]})
+        assert reply["code"] == "inference_failed" and "ZeroDivisionError" not in reply["error"]
+        with pytest.raises(ConnectionClosed) as closed:
+            stream.recv(timeout=30)
+        assert closed.value.rcvd is not None and closed.value.rcvd.code == 1011
+        assert closed.value.rcvd.reason, "a close frame with 1011 and no reason echoes that of the client"

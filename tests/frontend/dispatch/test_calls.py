@@ -1,4 +1,4 @@
-"""Session requests are routed to the engine that holds the session."""
+"""Chunks and calls of a session go to the engine that holds it, and traces to every engine."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import msgspec
 import pytest
 
 from service.errors import DeadlineExceeded, EngineLost, Overloaded, SessionLost, Unavailable, UnknownSession
+from service.frontend.dispatch import dispatcher as module
 from service.frontend.dispatch.dispatcher import Dispatcher
 from service.ipc.channel import encode
-from service.ipc.messages import Cancel, Done, EndSession, ExportSession, ImportSession, Refusal, Request
+from service.ipc.messages import Cancel, Done, EndSession, ExportSession, ImportSession, RecordTrace, Refusal, Request
 from service.ipc.session_file import Origin, SessionFile
 from service.ipc.session_placement import engine_of_session
 from service.metrics import Metrics
-from tests.frontend.dispatch.test_dispatcher import in_loop, lose, meet, meet_two, request, send, tails
+from tests.frontend.dispatch.test_dispatcher import EngineProcess, in_loop, lose, meet, meet_two, request, run, send, tails
 
 NAMES = [str(number) for number in range(20)]
 ORIGIN = Origin("words", "1", "", 1)
@@ -112,12 +113,17 @@ async def test_session_calls_go_to_the_sessions_engine(dispatcher: Dispatcher, m
 
 @in_loop()
 async def test_calls_to_a_lost_engine_fail(dispatcher: Dispatcher, metrics: Metrics) -> None:
+    with pytest.raises(Unavailable, match="loading"):
+        await dispatcher.trace(20, 1.5)
     engine = await meet(dispatcher)
     asked = [
         asyncio.ensure_future(one)
-        for one in (dispatcher.export_session("a"), dispatcher.import_session("b", a_file(5)), dispatcher.end_session("c"))
+        for one in (
+            *(dispatcher.export_session("a"), dispatcher.import_session("b", a_file(5)), dispatcher.end_session("c")),
+            dispatcher.trace(20, 1.5),
+        )
     ]
-    await engine.frames(3)
+    await engine.frames(4)
     engine.channel.close()
     for one in asked:
         with pytest.raises(EngineLost, match="before it replied"):
@@ -140,3 +146,42 @@ async def test_session_states_count_towards_channel_bytes(dispatcher: Dispatcher
     second = asyncio.ensure_future(dispatcher.import_session("b", a_file(6_000)))
     await engine.frames(1)
     second.cancel()
+
+
+async def start_trace(dispatcher: Dispatcher, *engine_processes: EngineProcess) -> tuple[asyncio.Task[list[bytes]], list[int]]:
+    """Start a trace; return its task and the id of the call to each engine."""
+    task = asyncio.ensure_future(dispatcher.trace(20, 1.5))
+    frames = [frame for engine in engine_processes for frame in await engine.frames(1)]
+    assert [frame.message for frame in frames] == [RecordTrace(20, 1.5)] * len(engine_processes)
+    return task, [frame.id for frame in frames]
+
+
+@in_loop()
+async def test_traces_of_all_engines_come_in_order_or_not_at_all(dispatcher: Dispatcher, metrics: Metrics) -> None:
+    """The refusal of one engine cancels the call to the other."""
+    first_engine, second_engine = await meet_two(dispatcher)
+    task, (first, second) = await start_trace(dispatcher, first_engine, second_engine)
+    second_engine.send(encode(Done(), second, (b"[2]",)))
+    first_engine.send(encode(Done(), first, (b"[1]",)))
+    assert await task == [b"[1]", b"[2]"]
+    task, (first, second) = await start_trace(dispatcher, first_engine, second_engine)
+    first_engine.send(encode(Refusal("overloaded", "a trace is being recorded", None, 1), first))
+    with pytest.raises(Overloaded, match="being recorded"):
+        await task
+    [frame] = await second_engine.frames(1)
+    assert (type(frame.message), frame.id) == (Cancel, second)
+
+
+def test_disconnect_and_timeout_cancel_the_trace_in_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(dispatcher: Dispatcher, metrics: Metrics) -> None:
+        engine = await meet(dispatcher)
+        task, [id] = await start_trace(dispatcher, engine)
+        task.cancel()
+        assert [(type(frame.message), frame.id) for frame in await engine.frames(1)] == [(Cancel, id)]
+        monkeypatch.setattr(module, "TRACE_GRACE_SECONDS", -1.4)
+        with pytest.raises(Unavailable, match="did not reply to RecordTrace within"):
+            await dispatcher.trace(20, 1.5)
+        assert [type(frame.message) for frame in await engine.frames(2)] == [RecordTrace, Cancel]
+        engine.send(encode(Done(), id, (b"[]",)))
+
+    run(test)
