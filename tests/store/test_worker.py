@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
+
 from service.ipc.messages import (
     Message,
     ReleaseSession,
@@ -150,6 +152,27 @@ def test_sessions_that_an_ended_engine_waits_for_are_not_taken() -> None:
 
     assert run(store, act, 1) == [SessionTaken("s", TakeOutcome.NEW)]
     assert not ended.received
+
+
+def test_bug_in_the_work_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The supervisor starts another. An error of the store is no bug."""
+
+    class Broken(FakeStore):
+        def sweep(self) -> None:
+            raise RuntimeError("bug")
+
+    statuses: list[int] = []
+    monkeypatch.setattr("os._exit", statuses.append)
+
+    async def work() -> None:
+        worker = StoreWorker(Broken(), 1, Metrics(), Log("store"))
+        await worker.start()
+        async with asyncio.timeout(LIMIT_SECONDS):
+            while not statuses:
+                await asyncio.sleep(0.01)
+
+    asyncio.run(work())
+    assert statuses == [1]
 
 
 def queued(change: Change) -> Queued[str]:
