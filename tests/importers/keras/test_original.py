@@ -14,8 +14,8 @@ import pytest
 from service.importers.draft import ImportRefused
 from service.importers.keras import read
 from service.importers.keras.original import _has_only_keras
+from tests.importers.hostile import SEQUENTIAL, good, write
 from tests.importers.importing import import_file
-from tests.importers.keras.test_hostile_files import SEQUENTIAL, archive
 
 
 def install(monkeypatch: pytest.MonkeyPatch, answer: Callable[[Any], Any], version: str = "3.15.1") -> None:
@@ -49,20 +49,20 @@ def lstm_of_ones(batch: Any) -> Any:
 
 def test_import_compares_with_keras(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, lstm_of_ones)
-    report = import_file(tmp_path, archive(tmp_path))
+    report = import_file(tmp_path, write(tmp_path, "model.keras", good("model.keras")))
     assert any("for which Keras 3.15.1 computed the outputs of the source" in line for line in report)
 
 
 def test_other_answer_of_keras_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, lambda batch: lstm_of_ones(batch) + 0.1)
     with pytest.raises(ImportRefused, match=r"the largest difference is 0\.1"):
-        import_file(tmp_path, archive(tmp_path))
+        import_file(tmp_path, write(tmp_path, "model.keras", good("model.keras")))
     assert not (tmp_path / "models").exists()
 
 
 def test_keras_2_does_not_run_a_model_of_keras_3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, lstm_of_ones, version="2.15.0")
-    assert read(archive(tmp_path)).original is None
+    assert read(write(tmp_path, "model.keras", good("model.keras"))).original is None
 
 
 @pytest.mark.parametrize(
