@@ -26,7 +26,6 @@ from tests.modeling.random_models import (
     CONVOLUTIONS,
     EVERY_LAYER,
     FEATURES,
-    ONE_OF_A_KIND,
     RECURRENT,
     TCNS,
     VOCABULARY,
@@ -162,16 +161,6 @@ def test_folded_tables_agree_with_the_embedding(form: Form) -> None:
         # A table is rounded once for each tap of a window, so the error is that of a few steps.
         tolerance = rounding(torch.float32, LONGEST) if storage == torch.float32 else 8 * torch.finfo(storage).eps
         assert_gives_alike(folded(x, EVERYTHING), embedded(x, EVERYTHING), tolerance)
-
-
-@pytest.mark.parametrize("form", ONE_OF_A_KIND, ids=str)
-def test_embed_after_fold_releases_the_tables(form: Form) -> None:
-    both, embedded = (form.built(WIDTH) for _ in range(2))
-    both.fold(table())
-    for runnable in (both, embedded):
-        runnable.embed(table())
-    assert device_bytes(both.tensors()) == device_bytes(embedded.tensors())
-    assert_gives_alike(both(ids(), EVERYTHING), embedded(ids(), EVERYTHING), 0.0)
 
 
 @every_streaming_layer

@@ -126,11 +126,7 @@ CASES = [
     *(
         _activations(kind, *(name if each == "_" else each for each in names), more=True)
         for name in ACTIVATIONS
-        for kind, names in (
-            ("GRU", ["_", "Tanh"]),
-            ("LSTM", ["Sigmoid", "_", "Tanh"]),
-            ("LSTM", ["HardSigmoid", "Tanh", "_"]),
-        )
+        for kind, names in (("GRU", ["_", "Tanh"]), ("LSTM", ["Sigmoid", "_", "Tanh"]), ("LSTM", ["HardSigmoid", "Tanh", "_"]))
     ),
     *(_case(kind, "without bias", bias=False, direction=BOTH) for kind in GATES),
     *(_case(kind, "clip", clip=0.4, direction=BOTH) for kind in GATES),
