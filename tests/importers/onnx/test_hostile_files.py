@@ -38,12 +38,6 @@ def with_weights(array: Any = None, dims: tuple[int, ...] | None = None, kind: i
     return model
 
 
-def of_value(value: float) -> ModelProto:
-    array = np.ones((FEATURES, 4))
-    array[1, 2] = value
-    return with_weights(array)
-
-
 NOT_FINITE = r"the weight weight is .* at \(1, 2\): weights are finite numbers of float32"
 WEIGHTS: dict[str, tuple[ModelProto, str]] = {
     **{
@@ -52,9 +46,10 @@ WEIGHTS: dict[str, tuple[ModelProto, str]] = {
     },
     "of a negative shape": (with_weights(dims=(-1, 4)), r"has the shape \(-1, 4\)"),
     "empty": (with_weights(np.ones((FEATURES, 0), np.float32)), "which are no weights"),
-    "not a number": (of_value(np.nan), NOT_FINITE),
-    "infinite": (of_value(-np.inf), NOT_FINITE),
-    "too large for float32": (of_value(1e300), NOT_FINITE),
+    **{
+        f"of {value}": (with_weights(np.array([[1.0] * 4, [1.0, 1.0, value, 1.0], [1.0] * 4])), NOT_FINITE)
+        for value in (np.nan, -np.inf, 1e300)
+    },
     **{f"of type {kind}": (with_weights(kind=kind), "the tensor weight_0 is of type") for kind in (TensorProto.STRING, 99)},
 }
 
@@ -81,25 +76,17 @@ def test_external_data_beside_the_model_is_read(tmp_path: Path) -> None:
     np.testing.assert_array_equal(draft.arrays()["layers.0.weight"].ravel(), np.arange(FEATURES * 4))
 
 
-def place(kind: str, file: Path, secret: Path) -> None:
-    """Put something where the data of a model are looked for."""
-    match kind:
-        case "a file":
-            file.write_bytes(data())
-        case "a short file":
-            file.write_bytes(data(5))
-        case "a link":
-            file.symlink_to(secret)
-        case "a hard link":
-            file.hardlink_to(secret)
-        case "a linked folder":
-            (file.parent / "inner").symlink_to(secret.parent)
-        case "a pipe":
-            os.mkfifo(file)
-        case "a folder":
-            file.mkdir()
-
-
+PLACED: dict[str, Callable[[Path, Path], Any]] = {
+    "nothing": lambda *_: None,
+    "a file": lambda file, _: file.write_bytes(data()),
+    "a short file": lambda file, _: file.write_bytes(data(5)),
+    "a link": Path.symlink_to,
+    "a hard link": Path.hardlink_to,
+    "a linked folder": lambda file, secret: (file.parent / "inner").symlink_to(secret.parent),
+    "a pipe": lambda file, _: os.mkfifo(file),
+    "a folder": lambda file, _: file.mkdir(),
+}
+"""What is put where the data of a model are looked for."""
 OUTSIDE = "put the file into the folder of the model"
 
 
@@ -127,26 +114,14 @@ OUTSIDE = "put the file into the folder of the model"
 def test_external_data_that_is_no_plain_file_is_refused(kind: str, model: ModelProto, message: str, tmp_path: Path) -> None:
     (tmp_path / "secret").write_bytes(data())
     (tmp_path / "model").mkdir()
-    place(kind, tmp_path / "model" / "weights.bin", tmp_path / "secret")
+    PLACED[kind](tmp_path / "model" / "weights.bin", tmp_path / "secret")
     assert_refused(model, tmp_path / "model", message)
 
 
 @pytest.mark.parametrize("kind", ["a pipe", "a folder", "nothing"])
 def test_model_that_is_no_file_is_refused(kind: str, tmp_path: Path) -> None:
-    place(kind, tmp_path / "model.onnx", tmp_path)
+    PLACED[kind](tmp_path / "model.onnx", tmp_path)
     hostile.assert_refused(tmp_path / "model.onnx")
-
-
-def in_a_cycle(net: Net, x: str) -> str:
-    net.nodes.append(helper.make_node("Add", [x, "b"], ["a"], name="first"))
-    net.nodes.append(helper.make_node("Tanh", ["a"], ["b"], name="second"))
-    return "b"
-
-
-def with_two_values(net: Net, x: str) -> str:
-    y = net.add("Tanh", x)
-    net.nodes.append(helper.make_node("Relu", [x], [y]))
-    return y
 
 
 def constant_elsewhere(net: Net, x: str) -> str:
@@ -154,12 +129,6 @@ def constant_elsewhere(net: Net, x: str) -> str:
     tensor.external_data.add(key="location", value="/etc/hostname")
     net.nodes.append(helper.make_node("Constant", [], ["constant"], value=tensor))
     return net.add("Add", x, "constant")
-
-
-def many_nodes(net: Net, x: str) -> str:
-    node = helper.make_node("Tanh", [x], ["y"])
-    net.nodes.extend([node] * 10_001)
-    return "y"
 
 
 def many_large_constants(net: Net, x: str) -> str:
@@ -187,11 +156,11 @@ def edited(edit: Callable[[ModelProto], Any]) -> Callable[[], ModelProto]:
 
 GRAPHS: dict[str, tuple[Callable[[], ModelProto], str]] = {
     **{f"weights {name}": (lambda model=model: model, message) for name, (model, message) in WEIGHTS.items()},
-    "a cycle": (graph(in_a_cycle), "Add node first: its input b is computed after it, or not at all"),
-    "a name with two values": (graph(with_two_values), "has several values"),
+    "a cycle": (graph(("Add", "tanh_1"), ("Tanh",)), "Add node add_0: its input tanh_1 is computed after it, or not at all"),
+    "a name with two values": (edited(lambda model: model.graph.node.append(model.graph.node[0])), "has several values"),
     "external data of an attribute": (graph(constant_elsewhere), "does not fit its shape"),
     "Loop": (graph(("Loop",)), "Loop node .*cannot be imported"),
-    "many nodes": (graph(many_nodes), "has more than 10000 nodes"),
+    "many nodes": (edited(lambda model: model.graph.node.extend([model.graph.node[0]] * 10_001)), "has more than 10000 nodes"),
     "factors that are not finite": (graph(("Mul", np.array([1.0, np.nan, 1.0], np.float32)), ("Relu",)), "not finite"),
     "a long chain of activations": (graph(*[("Abs",), ("Log",)] * 4000), "."),
     "columns that double": (graph(dense(FEATURES, 4), *[("Concat", "_", "_", {"axis": 2})] * 60), "columns, and the limit is"),
@@ -221,13 +190,13 @@ def test_hostile_graph_is_refused(make: Callable[[], ModelProto], message: str, 
 
 def branched(depth: int, *inputs: onnx.ValueInfoProto) -> ModelProto:
     """Return a model of If nodes within each other. inputs: besides x; without any, the condition is a constant."""
-    branch: Any = None
-    for level in range(depth + 1):
-        branches: dict[str, Any] = {"then_branch": branch, "else_branch": branch}
-        node = helper.make_node("If", ["yes"], [f"y{level}"], **branches) if level else helper.make_node("Tanh", ["x"], ["y0"])
-        output = helper.make_tensor_value_info(f"y{level}", TensorProto.FLOAT, None)
-        branch = helper.make_graph([node], f"branch{level}", [], [output])
-    branch.input.extend([helper.make_tensor_value_info("x", TensorProto.FLOAT, ("batch", "steps", FEATURES)), *inputs])
+    net = Net()
+    branch = net.model(net.add("Tanh", "x")).graph
+    del branch.input[:]
+    for level in range(depth):
+        node = helper.make_node("If", ["yes"], [f"y{level}"], then_branch=branch, else_branch=branch)
+        branch = helper.make_graph([node], f"branch{level}", [], [helper.make_tensor_value_info(f"y{level}", 1, None)])
+    branch.input.extend([*net.inputs, *inputs])
     branch.initializer.extend([] if inputs else [numpy_helper.from_array(np.array(True), "yes")])
     return helper.make_model(branch, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
 
