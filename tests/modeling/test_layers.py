@@ -5,7 +5,6 @@ The equations are compared with torch, and with the packages that have a layer, 
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -13,13 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.backend import AUTO
 from kernels.ragged import Encoded, Outputs, Ragged
-from service.modeling import recurrent
 from service.modeling.convolution import ConvStack
 from service.modeling.recurrent import RecurrentStack
 from service.modeling.runnable_layer import device_bytes
-from service.modeling.spec import QRNNLayer, RecurrentLayer, SRULayer
+from service.modeling.spec import RecurrentLayer
 from tests.kernels import inputs
 from tests.kernels.inputs import EVERYTHING, assert_close, assert_states_close, rounding
 from tests.modeling.random_models import (
@@ -70,23 +67,6 @@ def test_row_is_encoded_alike_alone_and_in_a_batch(form: Form) -> None:
                 if getattr(together, name) is not None:
                     expected = getattr(alone, name)[0] if len(data) else torch.zeros(form.spec.outputs)
                     assert_close(getattr(together, name)[row], expected, steps=len(data))
-
-
-@pytest.mark.parametrize("kind, layer", [("sru", SRULayer), ("qrnn", QRNNLayer)])
-def test_both_directions_run_in_one_call(kind: str, layer: type[RecurrentLayer], monkeypatch: pytest.MonkeyPatch) -> None:
-    form = Form(kind, depth=2, bidirectional=True)
-    expected, family, calls = form.built()(features(), EVERYTHING), recurrent.FAMILIES[layer], []
-
-    def both(x: Ragged, weights: Any, states: Any, *, want: Outputs, backend: str) -> Encoded:
-        calls.append((len(weights), backend))
-        return family.run_both(x, weights, states, want=want, backend=backend)
-
-    def run(*_: Any, **__: Any) -> Encoded:
-        pytest.fail("one direction was run alone")
-
-    monkeypatch.setitem(recurrent.FAMILIES, layer, replace(family, run=run, run_both=both))
-    assert_gives_alike(form.built()(features(), EVERYTHING), expected, 0.0)
-    assert calls == [(2, AUTO), (2, AUTO)]
 
 
 def piece(x: Ragged, begin: int, end: int) -> Ragged:
