@@ -116,80 +116,65 @@ OF_STEPS = [
         lengths=(6, 6),
     ),
 ]
-Connect = Callable[[Any, Any], Any]
+Connect = Callable[[Any, Any, Any], Any]
 
 
 def after_steps(name: str, connect: Connect, refused: str = "", *, more: bool = False, steps: int | None = None) -> Case:
-    """Return the case of a function over the steps of a recurrent layer."""
-    build = functional(lambda keras, x: connect(keras, keras.layers.GRU(4, return_sequences=True)(x)), steps=steps)
-    return Case(name, build, refused, more)
+    """Return the case of a function of `keras.layers`, `keras.ops` and the steps of a recurrent layer."""
+
+    def build(keras: Any, x: Any) -> Any:
+        return connect(keras.layers, keras.ops, keras.layers.GRU(4, return_sequences=True)(x))
+
+    return Case(name, functional(build, steps=steps), refused, more)
 
 
-def attention(keras: Any, x: Any) -> Any:
-    weights = keras.layers.Softmax(axis=1)(keras.layers.Dense(1, use_bias=False)(x))
-    return keras.layers.Dense(2)(keras.ops.sum(x * weights, axis=1))
+def last_state_of_both(layers: Any, ops: Any, x: Any) -> Any:
+    both = layers.Bidirectional(layers.GRU(3, return_sequences=True))(x)
+    return layers.Dense(2)(ops.concatenate([both[:, -1, :3], both[:, 0, 3:]], axis=-1))
 
 
-def attention_with_hidden_layer(keras: Any, x: Any) -> Any:
-    scores = keras.layers.Dense(1, use_bias=False)(keras.layers.Dense(3, activation="tanh")(x))
-    return keras.ops.sum(keras.layers.Multiply()([x, keras.ops.softmax(scores, axis=1)]), axis=1)
-
-
-def attention_by_dot(keras: Any, x: Any) -> Any:
-    return keras.layers.Flatten()(keras.layers.Dot(axes=1)([x, keras.layers.Softmax(axis=1)(keras.layers.Dense(1)(x))]))
-
-
-def attention_by_product(keras: Any, x: Any) -> Any:
-    weights = keras.ops.softmax(keras.layers.Dense(1)(x), axis=1)
-    return keras.ops.squeeze(keras.ops.matmul(keras.ops.transpose(x, (0, 2, 1)), weights), axis=-1)
-
-
-def flipped(keras: Any, x: Any) -> Any:
+def flipped(layers: Any, ops: Any, x: Any) -> Any:
     """A forward layer, and a backward layer over reversed steps."""
-    back = keras.ops.flip(keras.layers.LSTM(3, return_sequences=True)(keras.ops.flip(x, axis=1)), axis=1)
-    return keras.ops.concatenate([keras.layers.LSTM(3, return_sequences=True)(x), back], axis=-1)
+    back = ops.flip(layers.LSTM(3, return_sequences=True)(ops.flip(x, axis=1)), axis=1)
+    return ops.concatenate([layers.LSTM(3, return_sequences=True)(x), back], axis=-1)
 
 
-def columns(keras: Any, x: Any) -> Any:
-    return keras.layers.LSTM(3)(keras.ops.concatenate([x[..., 2:], x[:, :, :1], x[..., ::-1]], axis=2))
-
-
-def shaped(keras: Any, x: Any) -> Any:
-    last = keras.ops.expand_dims(x[:, -1], 1)
-    return keras.layers.Dense(2)(keras.ops.reshape(keras.ops.squeeze(last, axis=1), (-1, 4)))
-
-
-def last_state_of_both(keras: Any, x: Any) -> Any:
-    both = keras.layers.Bidirectional(keras.layers.GRU(3, return_sequences=True))(x)
-    return keras.layers.Dense(2)(keras.ops.concatenate([both[:, -1, :3], both[:, 0, 3:]], axis=-1))
-
-
-def function(name: str, keras: Any, x: Any) -> Any:
-    return getattr(keras.ops, name)(x)
-
-
+CONNECTIONS: dict[str, Connect] = {
+    "x[:, 0]": lambda _, __, x: x[:, 0],
+    "x[:, ::-1]": lambda layers, _, x: layers.LSTM(3)(x[:, ::-1]),
+    "first and last step of a bidirectional layer": last_state_of_both,
+    "columns": lambda layers, ops, x: layers.LSTM(3)(ops.concatenate([x[..., 2:], x[:, :, :1], x[..., ::-1]], axis=2)),
+    "Sum: over the steps": lambda _, ops, x: ops.sum(x, axis=1),
+    "Mean: over the steps": lambda layers, ops, x: layers.Dense(2)(ops.mean(x, axis=1)),
+    "Max: keepdims": lambda _, ops, x: ops.squeeze(ops.max(x, 1, keepdims=True), 1),
+    "Flip: over the steps, and back": flipped,
+    "Reshape, Squeeze, ExpandDims: of a vector": lambda layers, ops, x: layers.Dense(2)(
+        ops.reshape(ops.squeeze(ops.expand_dims(x[:, -1], 1), axis=1), (-1, 4))
+    ),
+    "attention pool": lambda layers, ops, x: layers.Dense(2)(
+        ops.sum(x * layers.Softmax(axis=1)(layers.Dense(1, use_bias=False)(x)), axis=1)
+    ),
+    "attention pool with a hidden layer": lambda layers, ops, x: ops.sum(
+        layers.Multiply()([x, ops.softmax(layers.Dense(1, use_bias=False)(layers.Dense(3, activation="tanh")(x)), axis=1)]),
+        axis=1,
+    ),
+    "attention pool by Dot": lambda layers, _, x: layers.Flatten()(
+        layers.Dot(axes=1)([x, layers.Softmax(axis=1)(layers.Dense(1)(x))])
+    ),
+    "attention pool by Matmul": lambda layers, ops, x: ops.squeeze(
+        ops.matmul(ops.transpose(x, (0, 2, 1)), ops.softmax(layers.Dense(1)(x), axis=1)), axis=-1
+    ),
+}
 OPS = [
-    after_steps("x[:, 0]", lambda _, x: x[:, 0]),
-    after_steps("first and last step of a bidirectional layer", last_state_of_both),
-    after_steps("x[:, ::-1]", lambda keras, x: keras.layers.LSTM(3)(x[:, ::-1])),
-    after_steps("columns", columns),
-    after_steps("x[:, 1]", lambda _, x: x[:, 1], "takes the first or the last step"),
-    after_steps("x[:, 1:]", lambda _, x: x[:, 1:], "takes the first or the last step", steps=6),
-    after_steps("Sum: over the steps", lambda keras, x: keras.ops.sum(x, axis=1)),
-    after_steps("Mean: over the steps", lambda keras, x: keras.layers.Dense(2)(keras.ops.mean(x, axis=1))),
-    after_steps("Max: keepdims", lambda keras, x: keras.ops.squeeze(keras.ops.max(x, 1, keepdims=True), 1)),
-    after_steps("Sum: over the columns", lambda keras, x: keras.ops.sum(x, axis=2), "a pool reduces the steps"),
-    after_steps("Flip: over the steps, and back", flipped),
-    after_steps("Reshape, Squeeze, ExpandDims: of a vector", shaped),
-    after_steps("attention pool", attention),
-    after_steps("attention pool with a hidden layer", attention_with_hidden_layer),
-    after_steps("attention pool by Dot", attention_by_dot),
-    after_steps("attention pool by Matmul", attention_by_product),
+    *(after_steps(name, connect) for name, connect in CONNECTIONS.items()),
+    after_steps("x[:, 1]", lambda _, __, x: x[:, 1], "takes the first or the last step"),
+    after_steps("x[:, 1:]", lambda _, __, x: x[:, 1:], "takes the first or the last step", steps=6),
+    after_steps("Sum: over the columns", lambda _, ops, x: ops.sum(x, axis=2), "a pool reduces the steps"),
+    after_steps("keras.ops: cumsum", lambda _, ops, x: ops.cumsum(x, axis=1), "cannot be imported"),
     *(
-        after_steps(f"keras.ops: {name}", partial(function, name), more=name not in ("silu", "exp"))
+        after_steps(f"keras.ops: {name}", lambda _, ops, x, name=name: getattr(ops, name)(x), more=name not in ("silu", "exp"))
         for name in (*ACTIVATIONS[1:5], *ACTIVATIONS[7:11], "tanh", "gelu", "silu", "leaky_relu", "exp")
     ),
-    after_steps("keras.ops: cumsum", lambda keras, x: keras.ops.cumsum(x, axis=1), "cannot be imported"),
 ]
 
 
@@ -204,6 +189,15 @@ def _of_two_widths(keras: Any, x: Any) -> Any:
 
 def _multiplied(keras: Any, x: Any) -> Any:
     return keras.layers.Multiply()([keras.layers.Conv1D(4, 3, padding="same")(x), cell("LSTM", **STEPS)(keras.layers)(x)])
+
+
+def _trained(keras: Any, x: Any) -> Any:
+    return keras.layers.GRU(2)(keras.layers.BatchNormalization()(x, training=True))
+
+
+def _of_two_inputs(keras: Any) -> Any:
+    starts = [keras.Input((None, 3)), keras.Input((None, 3))]
+    return keras.Model(starts, keras.layers.GRU(2)(keras.layers.Add()(starts)))
 
 
 def _twice(keras: Any, x: Any) -> Any:
@@ -246,24 +240,10 @@ NETWORKS = [
     Case("Add: a number, and other arithmetic", functional(lambda keras, x: keras.layers.GRU(UNITS)(1.0 - (x * 0.5 + 2.0)))),
     Case("Dense: called twice", functional(_twice)),
     Case("two outputs", functional(lambda keras, x: [keras.layers.LSTM(2, name=name)(x) for name in ("first", "second")])),
-    Case(
-        "Concatenate: along the steps",
-        functional(lambda keras, x: keras.layers.Concatenate(axis=1)([x, keras.layers.Dense(FEATURES)(x)])),
-        "Concatenate",
-    ),
+    Case("Concatenate: along the steps", functional(lambda keras, x: keras.layers.Concatenate(axis=1)([x, x])), "Concatenate"),
     Case("Multiply: two layers", functional(_multiplied), "no layer of model.toml does in this way"),
-    Case(
-        "BatchNormalization: training=True",
-        functional(lambda keras, x: keras.layers.GRU(2)(keras.layers.BatchNormalization()(x, training=True))),
-        "is called with training=True",
-    ),
-    Case(
-        "two inputs",
-        lambda keras: keras.Model(
-            starts := [keras.Input((None, 3)), keras.Input((None, 3))], keras.layers.GRU(2)(keras.layers.Add()(starts))
-        ),
-        "has 2 inputs",
-    ),
+    Case("BatchNormalization: training=True", functional(_trained), "is called with training=True"),
+    Case("two inputs", _of_two_inputs, "has 2 inputs"),
 ]
 
 

@@ -64,10 +64,6 @@ def _of_each_kind(kind: str) -> list[Case]:
     ]
 
 
-def _without_merge(keras: Any, x: Any) -> Any:
-    return keras.layers.Concatenate()(both("LSTM", None, **STEPS)(keras.layers)(x))
-
-
 def _final_states(keras: Any, x: Any) -> Any:
     """The usual encoder: final hidden states of both directions, joined."""
     _, forward, _, backward, _ = both("LSTM", return_state=True)(keras.layers)(x)
@@ -80,10 +76,6 @@ def _with_backward(layers: Any, **options: Any) -> Any:
 
 def _initial_state(keras: Any, x: Any) -> Any:
     return keras.layers.GRU(UNITS)(x, initial_state=keras.layers.GRU(UNITS, return_state=True)(x)[1])
-
-
-def _stateful(keras: Any) -> Any:
-    return keras.Sequential([keras.Input((None, FEATURES), batch_size=1), keras.layers.LSTM(UNITS, stateful=True)])
 
 
 def _explicit_mask(keras: Any, ids: Any) -> Any:
@@ -123,8 +115,14 @@ CASES = [
     *(case for kind in RECURRENT for case in _of_each_kind(kind)),
     imports("GRU: reset_after=False", cell("GRU", reset_after=False, **STEPS)),
     imports("GRU: reset_after=False, use_bias=False", cell("GRU", reset_after=False, use_bias=False)),
-    Case("LSTM: stateful", _stateful),
-    Case("Bidirectional: merge_mode None, joined", functional(_without_merge)),
+    Case(
+        "LSTM: stateful",
+        lambda keras: keras.Sequential([keras.Input((None, 3), batch_size=1), keras.layers.LSTM(2, stateful=True)]),
+    ),
+    Case(
+        "Bidirectional: merge_mode None, joined",
+        functional(lambda keras, x: keras.layers.Concatenate()(both("LSTM", None, **STEPS)(keras.layers)(x))),
+    ),
     Case("Bidirectional: return_state, final hidden states joined", functional(_final_states)),
     imports("Bidirectional: backward_layer with the same options", _with_backward),
     refuses(
@@ -133,9 +131,6 @@ CASES = [
     Case("GRU: initial_state from a layer", functional(_initial_state), "initial states are tensors of the model"),
     Case("LSTM: cell state", functional(lambda keras, x: keras.layers.LSTM(2, return_state=True)(x)[2]), "is a cell state"),
     refuses("LSTM: activation mish", "its activation is 'mish'", cell("LSTM", activation="mish")),
-    refuses(
-        *("RNN: several cells", "its cell is 'StackedRNNCells'"),
-        lambda layers: layers.RNN([layers.LSTMCell(2), layers.LSTMCell(2)]),
-    ),
+    refuses("RNN: several cells", "its cell is 'StackedRNNCells'", lambda layers: layers.RNN([layers.LSTMCell(2)] * 2)),
     *MASKS,
 ]
