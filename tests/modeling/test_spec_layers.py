@@ -98,12 +98,8 @@ def test_invalid_layer_error_names_the_key(kind: str, keys: Table, key: str, val
         ({**CONV, "pads": (1, 0), "padding": "causal"}, SEQUENCE, "remove one of them"),
         ({"kind": "lstm", "hidden": 4, "activation": {"kind": "tanh", "alpha": 2.0}}, SEQUENCE, "tanh has no parameter alpha"),
         ({"kind": "lstm", "hidden": 4, "activation": 3}, SEQUENCE, "write the name of an activation"),
-        (
-            LSTM,
-            {"kind": "tag", "labels": ["near"]},
-            "tag: Value error, labels has one label, and softmax would always choose it",
-        ),
-        (LSTM, {"kind": "tag", "labels": ["near", "near"]}, "tag: Value error, labels must be unique"),
+        (LSTM, {"kind": "tag", "labels": ["near"]}, "labels has one label, and softmax would always choose it"),
+        (LSTM, {"kind": "tag", "labels": ["near", "near"]}, "labels must be unique"),
         (LSTM, {"kind": "tag", "labels": LABELS, "pool": "max"}, "pool: Extra inputs are not permitted"),
         (LSTM, {"kind": "regress"}, "pool: Field required"),
         (LSTM, {"kind": "regress", "pool": "max", "outputs": 0}, "outputs: Input should be greater than 0"),
@@ -126,10 +122,10 @@ def test_text_cnn_must_be_the_last_layer() -> None:
     assert model_error(TEXT_CNN, LSTM) == "a text_cnn outputs one vector per sequence: it can only be the last layer"
 
 
-@pytest.mark.parametrize("head", [{"kind": "embed", "pool": "mean"}, {"kind": "span"}, {"kind": "sequence"}], ids=str)
-def test_text_cnn_rejects_heads_that_need_steps(head: Table) -> None:
+def test_text_cnn_rejects_heads_that_need_steps() -> None:
     message = 'a text_cnn needs a head of kind classify, regress or embed with pool = "max"'
-    assert model_error(EMBEDDING, TEXT_CNN, head=head, input=IDS) == message
+    for head in ({"kind": "embed", "pool": "mean"}, {"kind": "span"}, {"kind": "sequence"}):
+        assert model_error(EMBEDDING, TEXT_CNN, head=head, input=IDS) == message
 
 
 def test_next_head_needs_a_vocabulary() -> None:
