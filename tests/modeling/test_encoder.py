@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from kernels import conv
 from kernels.backend import AUTO, PINNED
 from kernels.lstm import levels
 from kernels.ragged import STORAGE, Encoded, Outputs, Ragged
 from service.modeling import folding, layer_builder, recurrent
 from service.modeling.encoder import Encoder
-from service.modeling.spec import LSTMLayer, ModelSpec
+from service.modeling.spec import LSTMLayer, ModelSpec, RecurrentLayer
 from tests.kernels import inputs
 from tests.kernels.inputs import EVERYTHING, assert_close
 from tests.modeling.random_models import (
@@ -103,7 +102,8 @@ def test_model_runs_its_layers_one_after_another(pool: str, forms: tuple[Form, .
 
 
 def test_pinned_model_requests_a_pinned_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    requested, kind = [], LSTMLayer
+    requested: list[str] = []
+    kind: type[RecurrentLayer] = LSTMLayer
 
     def run(*arguments: Any, backend: str, **options: Any) -> Encoded:
         requested.append(backend)
@@ -130,21 +130,6 @@ def test_embedding_is_folded_unless_the_table_is_too_large_or_the_model_says_nev
         monkeypatch.setattr(folding, "MAX_TABLE_NUMBERS", limit)
         assert encoder(spec).backends()["layers.0"] == expected
     assert encoder(classifier(Form("tcn"))).backends()["layers.0"] == EMBEDDED
-
-
-@pytest.mark.parametrize("embedded", [False, True])
-def test_consecutive_convolutions_run_as_one_stack(monkeypatch: pytest.MonkeyPatch, embedded: bool) -> None:
-    forms = Form("conv"), Form("tcn"), Form("gru"), Form("conv", padding="causal"), Form("conv")
-    spec = classifier(*forms, embedded=embedded, pool="last")
-    made, calls, stack = encoder(spec), [], conv.stack
-
-    def counted(x: Ragged, blocks: Any, states: Any = None, *, want: Outputs) -> Encoded:
-        calls.append((len(blocks), want))
-        return stack(x, blocks, states, want=want)
-
-    monkeypatch.setattr(conv, "stack", counted)
-    made(batch(spec, LENGTHS))
-    assert calls == [(3, Outputs(steps=True)), (2, Outputs(last=True))]
 
 
 @pytest.mark.parametrize("precision", list(STORAGE))

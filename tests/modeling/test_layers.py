@@ -152,14 +152,3 @@ def test_chunks_of_ids_give_the_same_steps(form: Form) -> None:
         whole, (carried, _) = runnable(x, EVERYTHING), in_chunks(runnable, x, [0, 1, 5, 14])
         assert whole.steps is not None
         assert_close(carried, whole.steps, steps=LONGEST)
-
-
-@pytest.mark.parametrize("form", EVERY_LAYER, ids=str)
-def test_layer_holds_the_tensors_of_its_spec(form: Form) -> None:
-    runnable = form.built(WIDTH)
-    in_filters = ("magnitude", "norm") if form.kind in ("conv", "tcn") else ()
-    kept = [array for name, array in form.arrays(WIDTH).items() if not in_filters or not name.endswith(in_filters)]
-    assert sum(one.numel() for one in runnable.tensors()) == sum(array.numel() for array in kept)
-    assert runnable.backend() == form.fastest_on_cpu
-    assert runnable.takes_ids is None
-    assert (runnable.folded_columns is None) == (form.kind == "tcn")

@@ -139,6 +139,10 @@ def flipped(layers: Any, ops: Any, x: Any) -> Any:
     return ops.concatenate([layers.LSTM(3, return_sequences=True)(x), back], axis=-1)
 
 
+def function(name: str, _: Any, ops: Any, x: Any) -> Any:
+    return getattr(ops, name)(x)
+
+
 CONNECTIONS: dict[str, Connect] = {
     "x[:, 0]": lambda _, __, x: x[:, 0],
     "x[:, ::-1]": lambda layers, _, x: layers.LSTM(3)(x[:, ::-1]),
@@ -172,7 +176,7 @@ OPS = [
     after_steps("Sum: over the columns", lambda _, ops, x: ops.sum(x, axis=2), "a pool reduces the steps"),
     after_steps("keras.ops: cumsum", lambda _, ops, x: ops.cumsum(x, axis=1), "cannot be imported"),
     *(
-        after_steps(f"keras.ops: {name}", lambda _, ops, x, name=name: getattr(ops, name)(x), more=name not in ("silu", "exp"))
+        after_steps(f"keras.ops: {name}", partial(function, name), more=name not in ("silu", "exp"))
         for name in (*ACTIVATIONS[1:5], *ACTIVATIONS[7:11], "tanh", "gelu", "silu", "leaky_relu", "exp")
     ),
 ]

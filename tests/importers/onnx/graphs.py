@@ -89,7 +89,9 @@ class Net:
             places: dict[Any, str] = {"_": y, "x": x, None: ""}
             is_placed = any(isinstance(each, str) and each == "_" for each in operands)
             placed = operands if is_placed else ["_", *operands]
-            named = [places.get(each, each) if isinstance(each, str | None) else self.constant(each) for each in placed]
+            named: list[Any] = [
+                places.get(each, each) if isinstance(each, str | None) else self.constant(each) for each in placed
+            ]
             y = self.add(name, *named, **attributes)
         return y
 

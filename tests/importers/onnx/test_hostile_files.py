@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -154,8 +155,16 @@ def edited(edit: Callable[[ModelProto], Any]) -> Callable[[], ModelProto]:
     return build
 
 
+def copied(model: ModelProto) -> ModelProto:
+    return model
+
+
+def with_opset(version: int, model: ModelProto) -> None:
+    model.opset_import[0].version = version
+
+
 GRAPHS: dict[str, tuple[Callable[[], ModelProto], str]] = {
-    **{f"weights {name}": (lambda model=model: model, message) for name, (model, message) in WEIGHTS.items()},
+    **{f"weights {name}": (partial(copied, model), message) for name, (model, message) in WEIGHTS.items()},
     "a cycle": (graph(("Add", "tanh_1"), ("Tanh",)), "Add node add_0: its input tanh_1 is computed after it, or not at all"),
     "a name with two values": (edited(lambda model: model.graph.node.append(model.graph.node[0])), "has several values"),
     "external data of an attribute": (graph(constant_elsewhere), "does not fit its shape"),
@@ -170,7 +179,7 @@ GRAPHS: dict[str, tuple[Callable[[], ModelProto], str]] = {
     "an operator of another domain": (graph(("Tanh", {"domain": "com.microsoft"})), r"it is an operator of com\.microsoft"),
     **{
         f"opset {version}": (
-            edited(lambda model, version=version: setattr(model.opset_import[0], "version", version)),
+            edited(partial(with_opset, version)),
             f"has opset {version}",
         )
         for version in (3, 99)

@@ -20,6 +20,7 @@ class Code:
         return os.mkdir, ("executed",)
 
 
+EMPTY: list[Any] = [{}, {"epoch": 3}, [1, 2], torch.ones(3), {"a": {"b": {}}}]
 WRONG: list[tuple[Any, str]] = [
     ({**STATE_DICT, "extra": Code()}, r"has the object posix\.mkdir, which is code, and is not read"),
     ({**STATE_DICT, IH: torch.ones(8, 3).fill_(torch.nan)}, "24 values that are not finite"),
@@ -31,7 +32,7 @@ WRONG: list[tuple[Any, str]] = [
     ({**STATE_DICT, BIAS: torch.ones(9)}, r"these tensors do not make a lstm layer .* \(9,\)"),
     ({**STATE_DICT, HH: torch.ones(8)}, "rnn has the tensors"),
     ({**STATE_DICT, HH: torch.ones(9, 2)}, r"layers.0.0.forward.recurrent has the shape \(2, 9\)"),
-    *((content, "has no tensors") for content in ({}, {"epoch": 3}, [1, 2], torch.ones(3), {"a": {"b": {}}})),
+    *((content, "has no tensors") for content in EMPTY),
 ]
 
 

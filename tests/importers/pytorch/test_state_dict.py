@@ -34,13 +34,10 @@ def test_recipe_says_what_the_file_does_not(tmp_path: Path) -> None:
     class Encoder(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.front = nn.Conv1d(FEATURES, 6, 3, stride=2, groups=3)
-            self.front_norm = nn.BatchNorm1d(6, eps=0.01)
-            self.rnn = nn.GRU(6, HIDDEN, bidirectional=True)
-            self.norm = nn.LayerNorm(2 * HIDDEN)
+            self.front, self.front_norm = nn.Conv1d(FEATURES, 6, 3, stride=2, groups=3), nn.BatchNorm1d(6, eps=0.01)
+            self.rnn, self.norm = nn.GRU(6, HIDDEN, bidirectional=True), nn.LayerNorm(2 * HIDDEN)
             self.auxiliary = nn.Linear(7, 7)
-            self.first = nn.Linear(4 * HIDDEN, 6)
-            self.out = nn.Linear(6, 2)
+            self.first, self.out = nn.Linear(4 * HIDDEN, 6), nn.Linear(6, 2)
 
         def forward(self, row: Tensor) -> Outputs:
             x = functional.elu(self.front_norm(self.front(functional.pad(row.T, (1, 2))[None])))[0].T

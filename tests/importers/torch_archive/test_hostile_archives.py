@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,10 @@ def _sizes(*sizes: int) -> list[dict[str, int]]:
     return [{"as_int": size} for size in sizes]
 
 
+def _with_meta(wrong: dict[str, Any], model: Any) -> None:
+    model["config"]["fc.weight"]["tensor_meta"].update(wrong)
+
+
 DESCRIPTIONS: list[tuple[Change, str]] = [
     (_target("os.system"), "calls os.system, which cannot be imported"),
     (_target("torch.ops.aten.from_file.default"), "has no operator from_file|linear"),
@@ -81,10 +86,7 @@ DESCRIPTIONS: list[tuple[Change, str]] = [
     *((without(end), ".") for end in ("models/model.json", "model_weights_config.json", "weight_0")),
     *(
         (
-            edited(
-                "model_weights_config.json",
-                lambda model, wrong=wrong: model["config"]["fc.weight"]["tensor_meta"].update(wrong),
-            ),
+            edited("model_weights_config.json", partial(_with_meta, wrong)),
             ".",
         )
         for wrong in (
