@@ -61,7 +61,7 @@ def _sizes(*sizes: int) -> list[dict[str, int]]:
     return [{"as_int": size} for size in sizes]
 
 
-def _with_meta(wrong: dict[str, Any], model: Any) -> None:
+def _with_meta(wrong: Any, model: Any) -> None:
     model["config"]["fc.weight"]["tensor_meta"].update(wrong)
 
 
