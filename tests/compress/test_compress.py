@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from service import compress, local
-from service.compress.comparison import compare, random_inputs
+from service.compress.comparison import compare
 from service.errors import ModelError
 from service.modeling import spec, store
 from service.modeling.spec import CARD, WEIGHTS, ModelSpec
@@ -90,14 +90,6 @@ def test_section_counts_what_changed(root: Path, monkeypatch: pytest.MonkeyPatch
     assert found == pytest.approx([max(differences), sum(differences) / 3], rel=0.06)
 
 
-def test_random_inputs_are_the_same_in_every_run(root: Path) -> None:
-    model = spec.read(root / "words" / "1")
-    first, second = (random_inputs(model).sequences for _ in range(2))
-    assert len(first) == 256 and all(map(torch.equal, first, second))
-    assert {len(ids) for ids in first} <= set(range(1, 65)) and len({len(ids) for ids in first}) > 40
-    assert {int(id) for ids in first for id in ids} == set(range(len(models.WORDS)))
-
-
 def test_card_has_one_section(root: Path) -> None:
     """A version made of a converted version has its own section, and the rest of the card is unchanged."""
     card = root / "words" / "1" / CARD
@@ -137,7 +129,7 @@ def test_name_and_version_are_chosen(root: Path) -> None:
         ("words", {"data": " \n"}, "has no lines"),
         (
             "words",
-            {"data": "near how\nnearby how far"},
+            {"data": "near how\nnearby how"},
             "line 2: 'nearby' is no label of the model: the labels are near, far, unknown",
         ),
         ("words", {"data": "3 how far"}, "line 1: '3' is no label of the model"),
@@ -173,14 +165,12 @@ def test_interrupted_conversion_leaves_nothing(root: Path, monkeypatch: pytest.M
     assert [path.relative_to(root) for path in root.glob("*/*")] == [Path("words", "1")]
 
 
-@pytest.mark.parametrize("name", [None, "words-int8"])
-def test_version_that_appears_meanwhile_is_kept(root: Path, monkeypatch: pytest.MonkeyPatch, name: str | None) -> None:
+def test_version_that_appears_meanwhile_is_kept(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def slow(*arguments: Any) -> Any:
-        models.words(root, name or "words", version=1 if name else 2, seed=9)
+        models.words(root, version=2, seed=9)
         return compare(*arguments)
 
     monkeypatch.setattr("service.compress.compare", slow)
     with pytest.raises(ModelError, match="cannot be written"):
-        convert(root, "words", "int8", name=name)
-    folder = root / (name or "words") / ("1" if name else "2")
-    assert spec.read(folder).precision == "float32"
+        convert(root, "words", "int8")
+    assert spec.read(root / "words" / "2").precision == "float32"

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from service.exporters.command import export_model
+from service.importers.check import MAIN_OUTPUTS
 from service.importers.command import Request as ImportRequest
 from service.importers.command import import_model
 from service.modeling import store
@@ -105,15 +106,11 @@ def main_answers(folder: Path, spec: ModelSpec, rows: Sequence[Array]) -> list[A
     encoder = Encoder(spec, store.read_arrays(folder / "models" / spec.name / "1", spec), torch.device("cpu"))
     name = "ids" if spec.input.features is None else "inputs"
     outputs = run_arrays(encoder, {name: np.concatenate(list(rows)), "offsets": np.cumsum([0, *map(len, rows)])})
-    offsets = outputs["offsets"]
-    by_step = {"tag": "probabilities", "span": "logits", "sequence": "sequence"}
-    if spec.head.kind not in by_step:
-        name = {"classify": "scores", "regress": "value", "next": "probabilities", "embed": "embedding"}[spec.head.kind]
-        return list(outputs[name])
-    steps = np.split(outputs[by_step[spec.head.kind]], offsets[1:-1])
-    if spec.head.kind == "span":
-        return [torch.from_numpy(one).softmax(0).numpy() for one in steps]
-    return steps
+    answer = outputs["logits" if spec.head.kind == "span" else MAIN_OUTPUTS[spec.head.kind]]
+    if spec.head.kind not in ("tag", "span", "sequence"):
+        return list(answer)
+    steps = np.split(answer, outputs["offsets"][1:-1])
+    return [torch.from_numpy(one).softmax(0).numpy() for one in steps] if spec.head.kind == "span" else steps
 
 
 def assert_answers(folder: Path, spec: ModelSpec, rows: Sequence[Array], found: Sequence[Array | Tensor]) -> None:

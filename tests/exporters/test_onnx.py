@@ -67,8 +67,6 @@ def test_onnx_runtime_computes_the_same_or_the_model_is_refused(case: Case, tmp_
     "layers, takes_batches",
     [
         (({"kind": "lstm", "hidden": 2}, {"kind": "conv", "filters": 3, "width": 4}), True),
-        (({"kind": "tcn", "filters": 3, "levels": 2},), True),
-        (({"kind": "conv", "filters": 3, "width": 3, "padding": "none"},), False),
         (({"kind": "conv", "filters": 3, "width": 3, "stride": 2}, {"kind": "gru", "hidden": 2}), False),
         (({"kind": "pool", "reduce": "max", "width": 2}, {"kind": "dense", "width": 2}), False),
     ],

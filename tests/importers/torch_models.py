@@ -79,19 +79,16 @@ class Recurrent(nn.Module):
     def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
         given = None
         if self.start:
-            batch = x.shape[1 - self.axis]
-            hidden = self.hidden.expand(-1, batch, -1).contiguous() if self.start == "learned" else self._zeros(batch)
+            levels, batch = self.rnn.num_layers * (1 + self.rnn.bidirectional), x.shape[1 - self.axis]
+            learned = self.start == "learned"
+            hidden = self.hidden.expand(-1, batch, -1).contiguous() if learned else torch.zeros(levels, batch, HIDDEN)
             given = (hidden, hidden.tanh()) if isinstance(self.rnn, nn.LSTM) else hidden
         if self.packed:
             x = pack_padded_sequence(x, lengths, batch_first=self.rnn.batch_first, enforce_sorted=False)  # type: ignore[arg-type, assignment]
         steps, state = self.rnn(x, given)
         if self.packed:
             steps, _ = pad_packed_sequence(steps, batch_first=self.rnn.batch_first)
-        hidden = state[0] if isinstance(state, tuple) else state
-        return self._head(steps, hidden)
-
-    def _zeros(self, batch: int) -> Tensor:
-        return torch.zeros(self.rnn.num_layers * (1 + self.rnn.bidirectional), batch, HIDDEN)
+        return self._head(steps, state[0] if isinstance(state, tuple) else state)
 
     def _head(self, steps: Tensor, hidden: Tensor) -> Tensor:
         if self.reads == "steps":
@@ -115,10 +112,10 @@ class TextCNN(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, 4)
         self.conv, self.pool = conv, pool
-        if conv == 1:
-            self.convs = nn.ModuleList(nn.Conv1d(4, 5, width, padding=padding) for width in (2, 3, 1))
-        else:
-            self.convs = nn.ModuleList(nn.Conv2d(1, 5, (width, 4), padding=(padding, 0)) for width in (2, 3, 1))
+        self.convs: Any = nn.ModuleList(
+            nn.Conv1d(4, 5, width, padding=padding) if conv == 1 else nn.Conv2d(1, 5, (width, 4), padding=(padding, 0))
+            for width in (2, 3, 1)
+        )
         self.dropout = nn.Dropout(0.5)
         self.hidden = nn.Linear(15, 6) if hidden else None
         self.fc = nn.Linear(6 if hidden else 15, LABELS)
@@ -126,8 +123,7 @@ class TextCNN(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embedding(ids)
         x = x.transpose(1, 2) if self.conv == 1 else x.unsqueeze(1)
-        maps = [functional.relu(conv(x)) for conv in self.convs]
-        maps = maps if self.conv == 1 else [each.squeeze(3) for each in maps]
+        maps = [functional.relu(conv(x)) if self.conv == 1 else functional.relu(conv(x)).squeeze(3) for conv in self.convs]
         if self.pool == "adaptive":
             pooled = [functional.adaptive_max_pool1d(each, 1).squeeze(-1) for each in maps]
         else:
@@ -189,12 +185,10 @@ class Activated(nn.Module):
     def __init__(self, activation: nn.Module) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, 4)
-        self.activation = activation
-        self.inner = nn.Linear(4, 6)
-        self.fc = nn.Linear(6, 2)
+        self.head = nn.Sequential(nn.Linear(4, 6), activation, nn.Linear(6, 2))
 
     def forward(self, ids: Tensor) -> Tensor:
-        return self.fc(self.activation(self.inner(self.embedding(ids).mean(1))))
+        return self.head(self.embedding(ids).mean(1))
 
 
 class Attention(nn.Module):
@@ -272,22 +266,21 @@ RECURRENT = list(_recurrent_samples())
 PACKED = list(_packed_samples())
 PROJECTED = [_recurrent("LSTM", "proj_size=2", bidirectional=both, proj_size=2) for both in (False, True)]
 OTHERS = [
-    Sample("nn.Conv1d: text CNN", TextCNN, ids=True),
-    Sample("nn.Conv1d: text CNN with padding", lambda: TextCNN(padding=2), ids=True),
-    Sample("nn.Conv1d: text CNN, adaptive_max_pool1d", lambda: TextCNN(pool="adaptive"), ids=True),
-    Sample("nn.Conv2d: text CNN", lambda: TextCNN(2), ids=True),
-    Sample("nn.Conv2d: text CNN, amax", lambda: TextCNN(2, "amax"), ids=True),
+    *(
+        Sample(f"nn.Conv{conv}d: text CNN{option}", partial(TextCNN, conv, pool, padding), ids=True)
+        for conv, option, pool, padding in (
+            *((1, "", "max", 0), (1, " with padding", "max", 2), (1, ", adaptive_max_pool1d", "adaptive", 0)),
+            *((2, "", "max", 0), (2, ", amax", "amax", 0)),
+        )
+    ),
     Sample("nn.Conv1d: TCN", lambda: TCN(plain)),
     Sample("nn.Conv1d: TCN with nn.utils.weight_norm", lambda: TCN(old_weight_norm)),
     Sample("nn.Conv1d: TCN with parametrizations.weight_norm", lambda: TCN(parametrizations.weight_norm, "tags")),
     Sample("nn.Conv1d: causal, functional.glu", Gated),
     Sample("nn.Conv1d, nn.BatchNorm1d, nn.MaxPool1d, nn.GRU, nn.LayerNorm: stride and groups", Mixed),
-    *(
-        Sample(
-            f"nn.GRU: attention pool by {form}{', linear' * (not hidden)}", partial(Attention, form, hidden=hidden), ids=True
-        )
-        for form, hidden in product(("sum", "bmm"), (True, False))
-    ),
+    Sample("nn.GRU: attention pool by sum", Attention, ids=True),
+    Sample("nn.GRU: attention pool by bmm", partial(Attention, "bmm"), ids=True),
+    Sample("nn.GRU: attention pool by bmm, linear", partial(Attention, "bmm", hidden=False), ids=True),
 ]
 
 

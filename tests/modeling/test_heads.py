@@ -123,29 +123,18 @@ def test_span_is_the_most_likely_valid_span(scores: list[tuple[float, float]]) -
     assert score == pytest.approx(every[pair], rel=1e-5)
 
 
-def test_span_never_ends_before_it_starts() -> None:
-    _, pair, _ = span_over([(0.0, 9.0), (0.0, 1.0), (9.0, 0.0), (0.0, 2.0)])
-    assert pair == (2, 3)
-
-
 @pytest.mark.parametrize("scale", [1e4, 1e30])
 def test_span_of_huge_scores_is_finite(scale: float) -> None:
     score, pair, _ = span_over([(0.0, 0.0), (scale, 0.0), (0.0, scale)])
     assert (score, pair) == (1.0, (1, 2))
 
 
-@every_head
-def test_head_output_is_alike_alone_and_in_a_batch(head: dict[str, Any]) -> None:
-    runnable = built(head)
-    together = run_head(runnable)
-    rows = inputs.steps_by_row(encoding(), inputs.ragged(torch.empty(sum(LENGTHS)), LENGTHS))
-    alone = [run_head(runnable, [len(row)], inputs.encoding([row], None)) for row in rows]
-    for name in ("scores", "picks", "embedding"):
-        mine = getattr(together, name)
-        parts = [getattr(one, name) for one in alone]
-        assert all((part is None) == (mine is None) for part in parts)
-        if mine is not None:
-            assert_close(mine, torch.cat(parts), steps=0)
+def test_spans_of_a_batch_are_those_of_its_rows() -> None:
+    runnable, encoded = built({"kind": "span"}), encoding()
+    rows = inputs.steps_by_row(encoded, inputs.ragged(torch.empty(sum(LENGTHS)), LENGTHS))
+    alone = [run_head(runnable, [len(row)], inputs.encoding([row], None)).picks for row in rows]
+    together = run_head(runnable).picks
+    assert together is not None and together.tolist() == [pick.tolist()[0] for pick in alone if pick is not None]
 
 
 @every_head

@@ -5,7 +5,6 @@ The equations are compared with torch, and with the packages that have a layer, 
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -13,20 +12,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.backend import AUTO
 from kernels.ragged import Encoded, Outputs, Ragged
-from service.modeling import recurrent
 from service.modeling.convolution import ConvStack
 from service.modeling.recurrent import RecurrentStack
 from service.modeling.runnable_layer import device_bytes
-from service.modeling.spec import QRNNLayer, RecurrentLayer, SRULayer
+from service.modeling.spec import RecurrentLayer
 from tests.kernels import inputs
 from tests.kernels.inputs import EVERYTHING, assert_close, assert_states_close, rounding
 from tests.modeling.random_models import (
     CONVOLUTIONS,
     EVERY_LAYER,
     FEATURES,
-    ONE_OF_A_KIND,
     RECURRENT,
     TCNS,
     VOCABULARY,
@@ -71,23 +67,6 @@ def test_row_is_encoded_alike_alone_and_in_a_batch(form: Form) -> None:
                 if getattr(together, name) is not None:
                     expected = getattr(alone, name)[0] if len(data) else torch.zeros(form.spec.outputs)
                     assert_close(getattr(together, name)[row], expected, steps=len(data))
-
-
-@pytest.mark.parametrize("kind, layer", [("sru", SRULayer), ("qrnn", QRNNLayer)])
-def test_both_directions_run_in_one_call(kind: str, layer: type[RecurrentLayer], monkeypatch: pytest.MonkeyPatch) -> None:
-    form = Form(kind, depth=2, bidirectional=True)
-    expected, family, calls = form.built()(features(), EVERYTHING), recurrent.FAMILIES[layer], []
-
-    def both(x: Ragged, weights: Any, states: Any, *, want: Outputs, backend: str) -> Encoded:
-        calls.append((len(weights), backend))
-        return family.run_both(x, weights, states, want=want, backend=backend)
-
-    def run(*_: Any, **__: Any) -> Encoded:
-        pytest.fail("one direction was run alone")
-
-    monkeypatch.setitem(recurrent.FAMILIES, layer, replace(family, run=run, run_both=both))
-    assert_gives_alike(form.built()(features(), EVERYTHING), expected, 0.0)
-    assert calls == [(2, AUTO), (2, AUTO)]
 
 
 def piece(x: Ragged, begin: int, end: int) -> Ragged:
@@ -164,16 +143,6 @@ def test_folded_tables_agree_with_the_embedding(form: Form) -> None:
         assert_gives_alike(folded(x, EVERYTHING), embedded(x, EVERYTHING), tolerance)
 
 
-@pytest.mark.parametrize("form", ONE_OF_A_KIND, ids=str)
-def test_embed_after_fold_releases_the_tables(form: Form) -> None:
-    both, embedded = (form.built(WIDTH) for _ in range(2))
-    both.fold(table())
-    for runnable in (both, embedded):
-        runnable.embed(table())
-    assert device_bytes(both.tensors()) == device_bytes(embedded.tensors())
-    assert_gives_alike(both(ids(), EVERYTHING), embedded(ids(), EVERYTHING), 0.0)
-
-
 @every_streaming_layer
 def test_chunks_of_ids_give_the_same_steps(form: Form) -> None:
     for mode in ("embed", "fold") if form.kind != "tcn" else ("embed",):
@@ -183,14 +152,3 @@ def test_chunks_of_ids_give_the_same_steps(form: Form) -> None:
         whole, (carried, _) = runnable(x, EVERYTHING), in_chunks(runnable, x, [0, 1, 5, 14])
         assert whole.steps is not None
         assert_close(carried, whole.steps, steps=LONGEST)
-
-
-@pytest.mark.parametrize("form", EVERY_LAYER, ids=str)
-def test_layer_holds_the_tensors_of_its_spec(form: Form) -> None:
-    runnable = form.built(WIDTH)
-    in_filters = ("magnitude", "norm") if form.kind in ("conv", "tcn") else ()
-    kept = [array for name, array in form.arrays(WIDTH).items() if not in_filters or not name.endswith(in_filters)]
-    assert sum(one.numel() for one in runnable.tensors()) == sum(array.numel() for array in kept)
-    assert runnable.backend() == form.fastest_on_cpu
-    assert runnable.takes_ids is None
-    assert (runnable.folded_columns is None) == (form.kind == "tcn")

@@ -89,5 +89,5 @@ def imports(name: str, *parts: Layer, more: bool = False, steps: int | None = No
     return Case(name, over_features(*parts, steps=steps, features=features), more=more, lengths=lengths)
 
 
-def refuses(name: str, refused: str, *parts: Layer, more: bool = False, steps: int | None = None) -> Case:
-    return Case(name, over_features(*parts, steps=steps), refused, more)
+def refuses(name: str, refused: str, *parts: Layer, steps: int | None = None) -> Case:
+    return Case(name, over_features(*parts, steps=steps), refused)

@@ -39,17 +39,12 @@ def _residual(keras: Any, x: Any, *, last: int = 2) -> Any:
 
 
 def _convolutions() -> list[Case]:
-    windows: dict[str, dict[str, Any]] = {
-        "strides": {"kernel_size": 2, "padding": "same", "strides": 3},
-        **{padding: {"kernel_size": 3, "padding": padding, "dilation_rate": 2} for padding in ("valid", "same", "causal")},
-    }
-    more: list[dict[str, Any]] = [
-        *({"kernel_size": width, "padding": padding} for padding in ("valid", "same", "causal") for width in (1, 2, 3, 4)),
-        *({"kernel_size": 3, "padding": padding, "strides": 2} for padding in ("valid", "same", "causal")),
+    windows: list[dict[str, Any]] = [
+        {"kernel_size": 2, "padding": "same", "strides": 3},
+        *({"kernel_size": 3, "padding": padding, "dilation_rate": 2} for padding in ("valid", "same", "causal")),
     ]
     return [
-        *(imports(f"Conv1D: {named(window)}", conv(**window)) for window in windows.values()),
-        *(imports(f"Conv1D: {named(window)}", conv(**window), more=True) for window in more),
+        *(imports(f"Conv1D: {named(window)}", conv(**window)) for window in windows),
         imports("Conv1D: groups, strides", conv(3, groups=2, padding="same", strides=2), features=4),
         imports("Conv1D: use_bias=False, gelu", conv(3, use_bias=False, activation="gelu")),
         imports("Conv1D: batch norm and ReLU after it", conv(3), one("BatchNormalization"), one("ReLU"), conv(3)),
@@ -58,14 +53,9 @@ def _convolutions() -> list[Case]:
         refuses("Conv1D: channels first", "data_format is 'channels_first'", conv(3, data_format="channels_first"), steps=6),
         refuses("Conv1DTranspose: any", NOT_IMPORTED, one("Conv1DTranspose", 2, 2)),
         *(
-            imports(f"{kind}: {named(window)}", one(kind, **window), more=is_more)
+            imports(f"{kind}: {named(window)}", one(kind, **window))
             for kind in ("MaxPooling1D", "AveragePooling1D")
-            for is_more, window in (
-                (False, {"pool_size": 2}),
-                (False, {"pool_size": 3, "strides": 2, "padding": "same"}),
-                (True, {"pool_size": 3, "strides": 1, "padding": "same"}),
-                (True, {"pool_size": 3, "strides": 2}),
-            )
+            for window in ({"pool_size": 2}, {"pool_size": 3, "strides": 2, "padding": "same"})
         ),
         imports("MaxPooling1D: all steps", one("MaxPooling1D", 6), one("Flatten"), dense(), steps=6),
         imports("GlobalMaxPooling1D: as the output", conv(3), maximum),
@@ -74,7 +64,6 @@ def _convolutions() -> list[Case]:
         Case("Add: other dilations", functional(partial(_residual, last=3)), "dilated by 1, 2, 4"),
         imports("Activation: glu after a convolution", one("Conv1D", 8, 2, padding="causal"), one("Activation", "glu")),
         imports("Cropping1D: after padding", one("ZeroPadding1D", 2), conv(3), one("Cropping1D", (0, 2))),
-        imports("ZeroPadding1D: before a convolution", one("ZeroPadding1D", (2, 1)), conv(3), more=True),
     ]
 
 
@@ -82,33 +71,23 @@ ACTIVATIONS = (
     *("linear", "relu", "relu6", "sigmoid", "hard_sigmoid", "tanh", "hard_tanh", "softplus", "softsign", "selu", "elu"),
     *("celu", "gelu", "silu", "leaky_relu", "exponential"),
 )
-WITHOUT = ("mish", "hard_silu", "log_sigmoid", "squareplus", "tanh_shrink", "soft_shrink")
-"""Activations that a model does not have."""
-OWN_LAYERS: dict[str, tuple[dict[str, Any], ...]] = {
-    "ReLU": ({"max_value": 6.0}, {"negative_slope": 0.2}, {"threshold": 0.7}),
-    "LeakyReLU": ({"negative_slope": 0.05},),
-    "ELU": ({"alpha": 0.5},),
-}
+OWN_LAYERS: list[tuple[str, dict[str, Any]]] = [
+    *(("ReLU", option) for option in ({"max_value": 6.0}, {"negative_slope": 0.2}, {"threshold": 0.7})),
+    *(("LeakyReLU", {"negative_slope": 0.05}), ("ELU", {"alpha": 0.5})),
+]
 WITHOUT_EFFECT = ("Dropout", "SpatialDropout1D", "GaussianNoise", "GaussianDropout", "AlphaDropout", "ActivityRegularization")
 
 
-def per_step(kind: str, *arguments: Any, **options: Any) -> Layer:
-    return lambda layers: layers.TimeDistributed(getattr(layers, kind)(*arguments, **options))
+def per_step(kind: str, *arguments: Any) -> Layer:
+    return lambda layers: layers.TimeDistributed(getattr(layers, kind)(*arguments))
 
 
 NORMS = ("BatchNormalization", "LayerNormalization")
 OF_STEPS = [
     *(imports(f"Dense: {name}", dense(4, name)) for name in ACTIVATIONS),
     *(imports(f"Activation: {name}", cell("GRU", **STEPS), one("Activation", name), more=True) for name in ACTIVATIONS),
-    *(
-        refuses(f"Activation: {name}", f"its activation is '{name}'", one("Activation", name), more=name != "mish")
-        for name in WITHOUT
-    ),
-    *(
-        imports(f"{kind}: {named(options)}", dense(4), one(kind, **options))
-        for kind, choices in OWN_LAYERS.items()
-        for options in choices
-    ),
+    refuses("Activation: mish", "its activation is 'mish'", one("Activation", "mish")),
+    *(imports(f"{kind}: {named(options)}", dense(4), one(kind, **options)) for kind, options in OWN_LAYERS),
     refuses("ReLU: max_value=2.0", "no activation of model.toml computes", one("ReLU", max_value=2.0)),
     imports("PReLU: one slope", dense(1), one("PReLU", shared_axes=[1])),
     refuses("PReLU: a slope for each column", "a slope for each column", one("PReLU", shared_axes=[1])),
@@ -119,16 +98,15 @@ OF_STEPS = [
     imports("TimeDistributed", cell("LSTM", **STEPS), per_step("Dense", 4, "relu"), per_step("LayerNormalization")),
     refuses("TimeDistributed: LSTM", "it applies LSTM", one("Reshape", (5, 3, 1)), per_step("LSTM", 2), steps=5),
     *(
-        imports(f"{kind}: {named(options)}", dense(4), one(kind, **options), more=is_more)
+        imports(f"{kind}: {named(options)}", dense(4), one(kind, **options))
         for kind in NORMS
-        for is_more, options in ((True, {}), (False, {"scale": False}), (False, {"center": False}), (False, {"epsilon": 0.1}))
+        for options in ({"scale": False}, {"center": False}, {"epsilon": 0.1})
     ),
     imports("BatchNormalization: after a pool", conv(3), maximum, one("BatchNormalization"), dense()),
     *(refuses(f"{kind}: over the steps", "only the last axis", one(kind, axis=1), steps=5) for kind in NORMS),
     imports("Rescaling: scale and offset", one("Rescaling", 0.5, 1.0), cell("GRU")),
     imports("Normalization: adapted", one("Normalization"), cell("GRU")),
     imports("layers without effect", *(one(kind, 0.5) for kind in WITHOUT_EFFECT), cell("GRU"), one("Identity")),
-    imports("Reshape: one column for each number", one("Reshape", (6, 3)), cell("LSTM"), steps=6, more=True),
     refuses("Reshape: of the steps", "makes one axis of 3 of steps", one("Reshape", (3, 6)), steps=6),
     refuses("Permute: steps and features", "and not batch, steps, columns", one("Permute", (2, 1)), cell("GRU"), steps=5),
     refuses("Flatten: all steps", "a model takes sequences of any length", one("Flatten"), steps=5),
@@ -138,81 +116,69 @@ OF_STEPS = [
         lengths=(6, 6),
     ),
 ]
-Connect = Callable[[Any, Any], Any]
+Connect = Callable[[Any, Any, Any], Any]
 
 
 def after_steps(name: str, connect: Connect, refused: str = "", *, more: bool = False, steps: int | None = None) -> Case:
-    """Return the case of a function over the steps of a recurrent layer."""
-    build = functional(lambda keras, x: connect(keras, keras.layers.GRU(4, return_sequences=True)(x)), steps=steps)
-    return Case(name, build, refused, more)
+    """Return the case of a function of `keras.layers`, `keras.ops` and the steps of a recurrent layer."""
+
+    def build(keras: Any, x: Any) -> Any:
+        return connect(keras.layers, keras.ops, keras.layers.GRU(4, return_sequences=True)(x))
+
+    return Case(name, functional(build, steps=steps), refused, more)
 
 
-def attention(keras: Any, x: Any) -> Any:
-    weights = keras.layers.Softmax(axis=1)(keras.layers.Dense(1, use_bias=False)(x))
-    return keras.layers.Dense(2)(keras.ops.sum(x * weights, axis=1))
+def last_state_of_both(layers: Any, ops: Any, x: Any) -> Any:
+    both = layers.Bidirectional(layers.GRU(3, return_sequences=True))(x)
+    return layers.Dense(2)(ops.concatenate([both[:, -1, :3], both[:, 0, 3:]], axis=-1))
 
 
-def attention_with_hidden_layer(keras: Any, x: Any) -> Any:
-    scores = keras.layers.Dense(1, use_bias=False)(keras.layers.Dense(3, activation="tanh")(x))
-    return keras.ops.sum(keras.layers.Multiply()([x, keras.ops.softmax(scores, axis=1)]), axis=1)
-
-
-def attention_by_dot(keras: Any, x: Any) -> Any:
-    return keras.layers.Flatten()(keras.layers.Dot(axes=1)([x, keras.layers.Softmax(axis=1)(keras.layers.Dense(1)(x))]))
-
-
-def attention_by_product(keras: Any, x: Any) -> Any:
-    weights = keras.ops.softmax(keras.layers.Dense(1)(x), axis=1)
-    return keras.ops.squeeze(keras.ops.matmul(keras.ops.transpose(x, (0, 2, 1)), weights), axis=-1)
-
-
-def flipped(keras: Any, x: Any) -> Any:
+def flipped(layers: Any, ops: Any, x: Any) -> Any:
     """A forward layer, and a backward layer over reversed steps."""
-    back = keras.ops.flip(keras.layers.LSTM(3, return_sequences=True)(keras.ops.flip(x, axis=1)), axis=1)
-    return keras.ops.concatenate([keras.layers.LSTM(3, return_sequences=True)(x), back], axis=-1)
+    back = ops.flip(layers.LSTM(3, return_sequences=True)(ops.flip(x, axis=1)), axis=1)
+    return ops.concatenate([layers.LSTM(3, return_sequences=True)(x), back], axis=-1)
 
 
-def columns(keras: Any, x: Any) -> Any:
-    return keras.layers.LSTM(3)(keras.ops.concatenate([x[..., 2:], x[:, :, :1], x[..., ::-1]], axis=2))
+def function(name: str, _: Any, ops: Any, x: Any) -> Any:
+    return getattr(ops, name)(x)
 
 
-def shaped(keras: Any, x: Any) -> Any:
-    last = keras.ops.expand_dims(x[:, -1], 1)
-    return keras.layers.Dense(2)(keras.ops.reshape(keras.ops.squeeze(last, axis=1), (-1, 4)))
-
-
-def last_state_of_both(keras: Any, x: Any) -> Any:
-    both = keras.layers.Bidirectional(keras.layers.GRU(3, return_sequences=True))(x)
-    return keras.layers.Dense(2)(keras.ops.concatenate([both[:, -1, :3], both[:, 0, 3:]], axis=-1))
-
-
-def function(name: str, keras: Any, x: Any) -> Any:
-    return getattr(keras.ops, name)(x)
-
-
+CONNECTIONS: dict[str, Connect] = {
+    "x[:, 0]": lambda _, __, x: x[:, 0],
+    "x[:, ::-1]": lambda layers, _, x: layers.LSTM(3)(x[:, ::-1]),
+    "first and last step of a bidirectional layer": last_state_of_both,
+    "columns": lambda layers, ops, x: layers.LSTM(3)(ops.concatenate([x[..., 2:], x[:, :, :1], x[..., ::-1]], axis=2)),
+    "Sum: over the steps": lambda _, ops, x: ops.sum(x, axis=1),
+    "Mean: over the steps": lambda layers, ops, x: layers.Dense(2)(ops.mean(x, axis=1)),
+    "Max: keepdims": lambda _, ops, x: ops.squeeze(ops.max(x, 1, keepdims=True), 1),
+    "Flip: over the steps, and back": flipped,
+    "Reshape, Squeeze, ExpandDims: of a vector": lambda layers, ops, x: layers.Dense(2)(
+        ops.reshape(ops.squeeze(ops.expand_dims(x[:, -1], 1), axis=1), (-1, 4))
+    ),
+    "attention pool": lambda layers, ops, x: layers.Dense(2)(
+        ops.sum(x * layers.Softmax(axis=1)(layers.Dense(1, use_bias=False)(x)), axis=1)
+    ),
+    "attention pool with a hidden layer": lambda layers, ops, x: ops.sum(
+        layers.Multiply()([x, ops.softmax(layers.Dense(1, use_bias=False)(layers.Dense(3, activation="tanh")(x)), axis=1)]),
+        axis=1,
+    ),
+    "attention pool by Dot": lambda layers, _, x: layers.Flatten()(
+        layers.Dot(axes=1)([x, layers.Softmax(axis=1)(layers.Dense(1)(x))])
+    ),
+    "attention pool by Matmul": lambda layers, ops, x: ops.squeeze(
+        ops.matmul(ops.transpose(x, (0, 2, 1)), ops.softmax(layers.Dense(1)(x), axis=1)), axis=-1
+    ),
+}
 OPS = [
-    after_steps("x[:, -1, :]", lambda keras, x: keras.layers.Dense(2)(x[:, -1, :]), more=True),
-    after_steps("x[:, 0]", lambda _, x: x[:, 0]),
-    after_steps("first and last step of a bidirectional layer", last_state_of_both),
-    after_steps("x[:, ::-1]", lambda keras, x: keras.layers.LSTM(3)(x[:, ::-1])),
-    after_steps("columns", columns),
-    after_steps("x[:, 1]", lambda _, x: x[:, 1], "takes the first or the last step"),
-    after_steps("x[:, 1:]", lambda _, x: x[:, 1:], "takes the first or the last step", steps=6),
-    after_steps("Sum: over the steps", lambda keras, x: keras.ops.sum(x, axis=1)),
-    after_steps("Mean: over the steps", lambda keras, x: keras.layers.Dense(2)(keras.ops.mean(x, axis=1))),
-    after_steps("Max: keepdims", lambda keras, x: keras.ops.squeeze(keras.ops.max(x, 1, keepdims=True), 1)),
-    after_steps("Sum: over the columns", lambda keras, x: keras.ops.sum(x, axis=2), "a pool reduces the steps"),
-    after_steps("Flip: over the steps, and back", flipped),
-    after_steps("Reshape, Squeeze, ExpandDims: of a vector", shaped),
-    after_steps("attention pool", attention),
-    after_steps("attention pool with a hidden layer", attention_with_hidden_layer),
-    after_steps("attention pool by Dot", attention_by_dot),
-    after_steps("attention pool by Matmul", attention_by_product),
+    *(after_steps(name, connect) for name, connect in CONNECTIONS.items()),
+    after_steps("x[:, 1]", lambda _, __, x: x[:, 1], "takes the first or the last step"),
+    after_steps("x[:, 1:]", lambda _, __, x: x[:, 1:], "takes the first or the last step", steps=6),
+    after_steps("Sum: over the columns", lambda _, ops, x: ops.sum(x, axis=2), "a pool reduces the steps"),
+    after_steps("keras.ops: cumsum", lambda _, ops, x: ops.cumsum(x, axis=1), "cannot be imported"),
     *(
         after_steps(f"keras.ops: {name}", partial(function, name), more=name not in ("silu", "exp"))
         for name in (*ACTIVATIONS[1:5], *ACTIVATIONS[7:11], "tanh", "gelu", "silu", "leaky_relu", "exp")
     ),
-    after_steps("keras.ops: cumsum", lambda keras, x: keras.ops.cumsum(x, axis=1), "cannot be imported"),
 ]
 
 
@@ -221,8 +187,21 @@ def _pools_joined(keras: Any, x: Any) -> Any:
     return layers.Dense(2)(layers.Concatenate()([layers.GlobalMaxPooling1D()(y), layers.GlobalAveragePooling1D()(y)]))
 
 
+def _of_two_widths(keras: Any, x: Any) -> Any:
+    return keras.layers.Concatenate()([conv(width, padding="same")(keras.layers)(x) for width in (1, 3)])
+
+
 def _multiplied(keras: Any, x: Any) -> Any:
     return keras.layers.Multiply()([keras.layers.Conv1D(4, 3, padding="same")(x), cell("LSTM", **STEPS)(keras.layers)(x)])
+
+
+def _trained(keras: Any, x: Any) -> Any:
+    return keras.layers.GRU(2)(keras.layers.BatchNormalization()(x, training=True))
+
+
+def _of_two_inputs(keras: Any) -> Any:
+    starts = [keras.Input((None, 3)), keras.Input((None, 3))]
+    return keras.Model(starts, keras.layers.GRU(2)(keras.layers.Add()(starts)))
 
 
 def _twice(keras: Any, x: Any) -> Any:
@@ -260,34 +239,15 @@ NETWORKS = [
     ),
     *(Case(f"every layer kind, {suffix}", over_ids(*EVERY_KIND), suffix=suffix) for suffix in (".h5", ".weights.h5")),
     Case("Concatenate: two pools of one layer", functional(_pools_joined)),
-    Case(
-        "Concatenate: convolutions of several widths",
-        functional(
-            lambda keras, x: keras.layers.Concatenate()([conv(width, padding="same")(keras.layers)(x) for width in (1, 3)])
-        ),
-    ),
+    Case("Concatenate: convolutions of several widths", functional(_of_two_widths)),
     Case("Average: both directions", functional(lambda keras, x: keras.layers.Average()(both("GRU", None)(keras.layers)(x)))),
     Case("Add: a number, and other arithmetic", functional(lambda keras, x: keras.layers.GRU(UNITS)(1.0 - (x * 0.5 + 2.0)))),
     Case("Dense: called twice", functional(_twice)),
     Case("two outputs", functional(lambda keras, x: [keras.layers.LSTM(2, name=name)(x) for name in ("first", "second")])),
-    Case(
-        "Concatenate: along the steps",
-        functional(lambda keras, x: keras.layers.Concatenate(axis=1)([x, keras.layers.Dense(FEATURES)(x)])),
-        "Concatenate",
-    ),
+    Case("Concatenate: along the steps", functional(lambda keras, x: keras.layers.Concatenate(axis=1)([x, x])), "Concatenate"),
     Case("Multiply: two layers", functional(_multiplied), "no layer of model.toml does in this way"),
-    Case(
-        "BatchNormalization: training=True",
-        functional(lambda keras, x: keras.layers.GRU(2)(keras.layers.BatchNormalization()(x, training=True))),
-        "is called with training=True",
-    ),
-    Case(
-        "two inputs",
-        lambda keras: keras.Model(
-            starts := [keras.Input((None, 3)), keras.Input((None, 3))], keras.layers.GRU(2)(keras.layers.Add()(starts))
-        ),
-        "has 2 inputs",
-    ),
+    Case("BatchNormalization: training=True", functional(_trained), "is called with training=True"),
+    Case("two inputs", _of_two_inputs, "has 2 inputs"),
 ]
 
 
@@ -331,9 +291,5 @@ CODE = [
         "Dense: a function as its activation", "is the function _doubled, which is code", one("Dense", 2, activation=_doubled)
     ),
     Case("Dense: quantized", _quantized, "its option quantization_config"),
-    Case(
-        "MultiHeadAttention", functional(lambda keras, x: keras.layers.MultiHeadAttention(1, 2)(x, x)), NOT_IMPORTED, more=True
-    ),
-    refuses("UpSampling1D: any", NOT_IMPORTED, one("UpSampling1D"), more=True),
 ]
 CASES = (*_convolutions(), *OF_STEPS, *OPS, *NETWORKS, *CODE)

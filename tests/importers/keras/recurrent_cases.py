@@ -22,6 +22,8 @@ from tests.importers.keras.builders import (
 )
 
 RECURRENT = ("LSTM", "GRU", "SimpleRNN")
+GATES = {"LSTM": ["hard_sigmoid"], "GRU": ["softsign"]}
+PADDING = {"LSTM": "post", "GRU": "holes", "SimpleRNN": "pre"}
 MERGES = {"concat": "LSTM", "sum": "GRU", "mul": "SimpleRNN", "ave": "GRU"}
 """Ways to merge both directions, and the layer with which `make test` checks each."""
 
@@ -39,18 +41,14 @@ def _of_each_kind(kind: str) -> list[Case]:
         imports(f"{kind}: use_bias=False", cell(kind, use_bias=False, **STEPS)),
         imports(f"{kind}: go_backwards", cell(kind, go_backwards=True)),
         imports(f"{kind}: go_backwards, two layers", cell(kind, go_backwards=True, **STEPS), cell(kind), more=not is_first),
-        imports(f"{kind}: dropout", cell(kind, dropout=0.5, recurrent_dropout=0.5), more=True),
         imports(f"{kind}: unroll", cell(kind, unroll=True), steps=5, more=not is_first),
         *(
             imports(f"{kind}: activation {name}", cell(kind, activation=name, **STEPS), more=name != "relu")
             for name in ("relu", "sigmoid", "linear", "hard_tanh", "elu")
         ),
         *(
-            imports(
-                f"{kind}: recurrent_activation {name}", cell(kind, recurrent_activation=name, **STEPS), more=name != by_kind
-            )
-            for name in ("sigmoid", "hard_sigmoid", "relu6", "softsign")
-            if (by_kind := {"LSTM": "hard_sigmoid", "GRU": "softsign"}.get(kind))
+            imports(f"{kind}: gates of {gates}", cell(kind, recurrent_activation=gates, **STEPS))
+            for gates in GATES.get(kind, ())
         ),
         *(
             imports(f"Bidirectional: {kind}, {mode}, {options}", both(kind, mode, **options), more=kind != in_short)
@@ -62,18 +60,8 @@ def _of_each_kind(kind: str) -> list[Case]:
         imports(f"Bidirectional: {kind}, two layers", both(kind, **STEPS), both(kind), dense(), more=not is_first),
         imports(f"RNN: {kind}Cell", lambda layers: layers.RNN(getattr(layers, f"{kind}Cell")(UNITS), **STEPS), more=is_first),
         Case(f"{kind}: final hidden state", functional(lambda keras, x: cell(kind, return_state=True)(keras.layers)(x)[1])),
-        *(
-            Case(
-                f"mask_zero: {kind}, {padding}", over_ids(cell(kind), mask_zero=True), "", padding != in_short, padding=padding
-            )
-            for padding in ("post", "pre", "holes")
-            for in_short in ({"LSTM": "post", "GRU": "holes", "SimpleRNN": "pre"}[kind],)
-        ),
+        Case(f"mask_zero: {kind}", over_ids(cell(kind), mask_zero=True), padding=PADDING[kind]),
     ]
-
-
-def _without_merge(keras: Any, x: Any) -> Any:
-    return keras.layers.Concatenate()(both("LSTM", None, **STEPS)(keras.layers)(x))
 
 
 def _final_states(keras: Any, x: Any) -> Any:
@@ -82,21 +70,12 @@ def _final_states(keras: Any, x: Any) -> Any:
     return keras.layers.Dense(2)(keras.layers.Concatenate()([forward, backward]))
 
 
-def _two_sizes(layers: Any) -> Any:
-    backward = layers.LSTM(UNITS, go_backwards=True, activation="relu")
-    return layers.Bidirectional(layers.LSTM(UNITS), backward_layer=backward)
-
-
-def _own_backward(layers: Any) -> Any:
-    return layers.Bidirectional(layers.GRU(UNITS), backward_layer=layers.GRU(UNITS, go_backwards=True))
+def _with_backward(layers: Any, **options: Any) -> Any:
+    return layers.Bidirectional(layers.GRU(UNITS), backward_layer=layers.GRU(UNITS, go_backwards=True, **options))
 
 
 def _initial_state(keras: Any, x: Any) -> Any:
     return keras.layers.GRU(UNITS)(x, initial_state=keras.layers.GRU(UNITS, return_state=True)(x)[1])
-
-
-def _stateful(keras: Any) -> Any:
-    return keras.Sequential([keras.Input((None, FEATURES), batch_size=1), keras.layers.LSTM(UNITS, stateful=True)])
 
 
 def _explicit_mask(keras: Any, ids: Any) -> Any:
@@ -116,10 +95,9 @@ def _masked_sum(keras: Any, x: Any) -> Any:
     return keras.layers.Dense(1)(keras.layers.Concatenate()([forward, backward]))
 
 
-UNMASKED = (one("Conv1D", 4, 3), one("GlobalMaxPooling1D"))
 MASKS = [
     *(
-        Case(f"mask_zero: {name}, {padding}", over_ids(*layers, mask_zero=True), more=padding != "pre", padding=padding)
+        Case(f"mask_zero: {name}", over_ids(*layers, mask_zero=True), padding="pre")
         for name, layers in (
             ("return_sequences", (cell("GRU", **STEPS),)),
             ("two bidirectional layers", (both("LSTM", **STEPS), both("GRU"))),
@@ -127,12 +105,9 @@ MASKS = [
             ("mean over time", (cell("GRU", **STEPS), one("GlobalAveragePooling1D"))),
             ("tags", (both("LSTM", **STEPS), dense(3, "softmax"))),
         )
-        for padding in ("post", "pre")
     ),
     Case("mask_zero: functional", functional(_masked, ids=True), padding="pre"),
-    Case("mask_zero: functional, .h5", functional(_masked, ids=True), more=True, padding="post", suffix=".h5"),
-    Case("mask_zero: a maximum over time", over_ids(cell("GRU", **STEPS), UNMASKED[1], mask_zero=True), more=True),
-    Case("mask_zero: a convolution", over_ids(*UNMASKED, mask_zero=True)),
+    Case("mask_zero: a convolution", over_ids(one("Conv1D", 4, 3), one("GlobalMaxPooling1D"), mask_zero=True)),
     Case("Masking: separate forward and backward layers", functional(_masked_sum), padding="post"),
     Case("NotEqual: a mask as an argument", functional(_explicit_mask, ids=True), padding="post"),
 ]
@@ -140,19 +115,22 @@ CASES = [
     *(case for kind in RECURRENT for case in _of_each_kind(kind)),
     imports("GRU: reset_after=False", cell("GRU", reset_after=False, **STEPS)),
     imports("GRU: reset_after=False, use_bias=False", cell("GRU", reset_after=False, use_bias=False)),
-    imports("GRU: reset_after=False in both directions", both("GRU", reset_after=False), more=True),
-    imports("LSTM: unit_forget_bias=False", cell("LSTM", unit_forget_bias=False), more=True),
-    Case("LSTM: stateful", _stateful),
-    Case("Bidirectional: merge_mode None, joined", functional(_without_merge)),
+    Case(
+        "LSTM: stateful",
+        lambda keras: keras.Sequential([keras.Input((None, 3), batch_size=1), keras.layers.LSTM(2, stateful=True)]),
+    ),
+    Case(
+        "Bidirectional: merge_mode None, joined",
+        functional(lambda keras, x: keras.layers.Concatenate()(both("LSTM", None, **STEPS)(keras.layers)(x))),
+    ),
     Case("Bidirectional: return_state, final hidden states joined", functional(_final_states)),
-    imports("Bidirectional: backward_layer with the same options", _own_backward),
-    refuses("Bidirectional: backward_layer with other options", "different options", _two_sizes),
+    imports("Bidirectional: backward_layer with the same options", _with_backward),
+    refuses(
+        "Bidirectional: backward_layer with other options", "different options", partial(_with_backward, activation="relu")
+    ),
     Case("GRU: initial_state from a layer", functional(_initial_state), "initial states are tensors of the model"),
     Case("LSTM: cell state", functional(lambda keras, x: keras.layers.LSTM(2, return_state=True)(x)[2]), "is a cell state"),
     refuses("LSTM: activation mish", "its activation is 'mish'", cell("LSTM", activation="mish")),
-    refuses(
-        *("RNN: several cells", "its cell is 'StackedRNNCells'"),
-        lambda layers: layers.RNN([layers.LSTMCell(2), layers.LSTMCell(2)]),
-    ),
+    refuses("RNN: several cells", "its cell is 'StackedRNNCells'", lambda layers: layers.RNN([layers.LSTMCell(2)] * 2)),
     *MASKS,
 ]

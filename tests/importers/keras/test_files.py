@@ -12,8 +12,9 @@ import pytest
 
 from service.importers.draft import ImportRefused
 from service.importers.keras import read
+from tests.importers.hostile import LSTM, SEQUENTIAL
 from tests.importers.importing import import_file
-from tests.importers.keras.test_hostile_files import LSTM, SEQUENTIAL, written
+from tests.importers.keras.test_hostile_files import written
 
 BFLOAT16 = np.dtype("V2")
 

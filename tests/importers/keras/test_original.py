@@ -14,8 +14,8 @@ import pytest
 from service.importers.draft import ImportRefused
 from service.importers.keras import read
 from service.importers.keras.original import _has_only_keras
+from tests.importers.hostile import SEQUENTIAL, good, write
 from tests.importers.importing import import_file
-from tests.importers.keras.test_hostile_files import SEQUENTIAL, archive
 
 
 def install(monkeypatch: pytest.MonkeyPatch, answer: Callable[[Any], Any], version: str = "3.15.1") -> None:
@@ -24,15 +24,14 @@ def install(monkeypatch: pytest.MonkeyPatch, answer: Callable[[Any], Any], versi
     class Model:
         layers = ()
 
+        def __init__(self, path: Path, *, compile: bool, safe_mode: bool) -> None:
+            assert safe_mode and not compile
+
         def __call__(self, batch: Any, *, training: bool) -> Any:
             assert not training
             return answer(batch)
 
-    def load_model(path: Path, *, compile: bool, safe_mode: bool) -> Any:
-        assert safe_mode and not compile
-        return Model()
-
-    models, ops = SimpleNamespace(load_model=load_model), SimpleNamespace(convert_to_numpy=np.asarray)
+    models, ops = SimpleNamespace(load_model=Model), SimpleNamespace(convert_to_numpy=np.asarray)
     monkeypatch.setitem(sys.modules, "keras", SimpleNamespace(__version__=version, models=models, ops=ops))
 
 
@@ -41,28 +40,22 @@ def lstm_of_ones(batch: Any) -> Any:
     hidden, cell = np.zeros((2, len(batch), 2))
     for step in batch.swapaxes(0, 1):
         gates = step.sum(axis=1, keepdims=True) + hidden.sum(axis=1, keepdims=True) + 1.0
-        gate = 1 / (1 + np.exp(-gates))
-        cell = gate * cell + gate * np.tanh(gates)
-        hidden = gate * np.tanh(cell)
+        cell = (cell + np.tanh(gates)) / (1 + np.exp(-gates))
+        hidden = np.tanh(cell) / (1 + np.exp(-gates))
     return hidden
 
 
 def test_import_compares_with_keras(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, lstm_of_ones)
-    report = import_file(tmp_path, archive(tmp_path))
-    assert any("for which Keras 3.15.1 computed the outputs of the source" in line for line in report)
-
-
-def test_other_answer_of_keras_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keras 2 does not run a model of Keras 3."""
+    file = write(tmp_path, "model.keras", good("model.keras"))
     install(monkeypatch, lambda batch: lstm_of_ones(batch) + 0.1)
     with pytest.raises(ImportRefused, match=r"the largest difference is 0\.1"):
-        import_file(tmp_path, archive(tmp_path))
+        import_file(tmp_path, file)
     assert not (tmp_path / "models").exists()
-
-
-def test_keras_2_does_not_run_a_model_of_keras_3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, lstm_of_ones)
+    assert any("for which Keras 3.15.1 computed the outputs of the source" in line for line in import_file(tmp_path, file))
     install(monkeypatch, lstm_of_ones, version="2.15.0")
-    assert read(archive(tmp_path)).original is None
+    assert read(file).original is None
 
 
 @pytest.mark.parametrize(

@@ -126,11 +126,7 @@ CASES = [
     *(
         _activations(kind, *(name if each == "_" else each for each in names), more=True)
         for name in ACTIVATIONS
-        for kind, names in (
-            ("GRU", ["_", "Tanh"]),
-            ("LSTM", ["Sigmoid", "_", "Tanh"]),
-            ("LSTM", ["HardSigmoid", "Tanh", "_"]),
-        )
+        for kind, names in (("GRU", ["_", "Tanh"]), ("LSTM", ["Sigmoid", "_", "Tanh"]), ("LSTM", ["HardSigmoid", "Tanh", "_"]))
     ),
     *(_case(kind, "without bias", bias=False, direction=BOTH) for kind in GATES),
     *(_case(kind, "clip", clip=0.4, direction=BOTH) for kind in GATES),
@@ -138,14 +134,10 @@ CASES = [
     *(_case(kind, "sequence_lens", with_lengths=True, direction=BOTH, more=kind != "LSTM") for kind in GATES),
     *(_case(kind, "layout 1", layout=1, more=kind != "LSTM") for kind in GATES),
     _case("GRU", "linear_before_reset", linear_before_reset=1, direction=BOTH),
-    _case("GRU", "linear_before_reset, without bias", linear_before_reset=1, bias=False, more=True),
-    _case("GRU", "linear_before_reset and clip", linear_before_reset=1, clip=0.3, more=True),
     _case("LSTM", "peepholes", peepholes=True, direction=BOTH),
-    _case("LSTM", "peepholes, clip and initial states", peepholes=True, clip=0.3, start=True, more=True),
     _case("LSTM", "input_forget", input_forget=1, direction=BOTH),
     _case("LSTM", "input_forget and peepholes", input_forget=1, peepholes=True, start=True),
     *(_other(f"{kind}: final hidden state", partial(final, kind), more=kind == "RNN") for kind in GATES),
-    *(_other(f"LSTM: final hidden state, {way}", partial(final, "LSTM", way), more=True) for way in ("forward", "reverse")),
     *(_other(f"{kind}: two layers", partial(stacked, kind), more=kind != "GRU") for kind in GATES),
     _other("sum of both directions", partial(merged, "Add")),
     _other("mean of both directions", partial(merged, "Add", ("Mul", 0.5))),

@@ -15,9 +15,8 @@ from onnx import ModelProto
 from torch import nn
 
 from service.importers.draft import ImportRefused
-from tests.importers.importing import import_file
 from tests.importers.onnx.graphs import TOLERANCE, answers, imported
-from tests.importers.torch_models import PACKED, REFUSED, Sample, named
+from tests.importers.torch_models import REFUSED, Sample, named
 
 BY_OLD_EXPORTER = named(
     *(
@@ -39,11 +38,8 @@ def exported(sample: Sample, module: nn.Module, *, dynamo: bool = False) -> Mode
         warnings.simplefilter("ignore")  # torch warns about its own exporters
         if dynamo:
             axes = ({batch: torch.export.Dim("batch"), steps: torch.export.Dim("steps")}, {0: torch.export.Dim("batch")})
-            program = torch.onnx.export(
-                module, sample.inputs(), dynamo=True, dynamic_shapes=axes[: len(names)], input_names=names, verbose=False
-            )
-            assert program is not None
-            return program.model_proto
+            options: dict[str, Any] = {"dynamic_shapes": axes[: len(names)], "input_names": names, "verbose": False}
+            return torch.onnx.export(module, sample.inputs(), dynamo=True, **options).model_proto  # type: ignore[union-attr]
         open_axes: dict[str, Any] = {"x": {batch: "batch", steps: "steps"}, "lengths": {0: "batch"}}
         content: Any = io.BytesIO()
         dynamic = {name: open_axes[name] for name in names}
@@ -62,16 +58,6 @@ def assert_exports(sample: Sample, folder: Path, *, dynamo: bool = False) -> Non
 @pytest.mark.parametrize("sample", BY_OLD_EXPORTER, ids=str)
 def test_file_of_the_old_exporter_imports(sample: Sample, tmp_path: Path) -> None:
     assert_exports(sample, tmp_path)
-
-
-def test_file_of_one_length_and_batch_imports(tmp_path: Path) -> None:
-    """Without dynamic axes, a file takes the shape with which it was exported. The import compares it with ONNX Runtime."""
-    sample = PACKED[0]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.onnx.export(sample.module(), sample.inputs([9, 9]), str(tmp_path / "model.onnx"), dynamo=False)
-    report = import_file(tmp_path, tmp_path / "model.onnx")
-    assert any("The outputs agree for random sequences of 9 steps" in line for line in report)
 
 
 def test_activation_that_no_layer_has_is_refused(tmp_path: Path) -> None:

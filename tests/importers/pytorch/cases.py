@@ -141,38 +141,29 @@ class OverRows(nn.Module):
         return {"sequence": steps[:, 0]}
 
 
-class QRNNLayer(nn.Module):
-    """One layer of Salesforce's and fastai's QRNN: a linear layer over this step and the previous step, newest first, blocks z f o.
+class QRNN(nn.Module):
+    """Layers of Salesforce's and fastai's QRNN: a linear layer over this step and the previous step, newest first, blocks z f o.
 
     f is the gate of the new value: c = f z + (1 - f) c.
     """
 
-    def __init__(self, inputs: int, window: int, *, output_gate: bool) -> None:
-        super().__init__()
-        self.window, self.output_gate = window, output_gate
-        self.linear = nn.Linear(window * inputs, (3 if output_gate else 2) * HIDDEN)
-
-    def forward(self, row: Tensor) -> Tensor:
-        before = torch.cat((torch.zeros_like(row[:1]), row[:-1]))
-        seen = torch.cat((row, before), 1) if self.window == 2 else row
-        z, f, *o = self.linear(seen).chunk(3 if self.output_gate else 2, 1)
-        cell, steps = torch.zeros(HIDDEN), []
-        for t in range(len(row)):
-            forget = f[t].sigmoid()
-            cell = forget * z[t].tanh() + (1 - forget) * cell
-            steps.append(o[0][t].sigmoid() * cell if o else cell)
-        return torch.stack(steps)
-
-
-class QRNN(nn.Module):
     def __init__(self, window: int, *, output_gate: bool) -> None:
         super().__init__()
-        widths = [FEATURES, HIDDEN, HIDDEN]
-        self.layers = nn.ModuleList(QRNNLayer(inputs, window, output_gate=output_gate) for inputs in widths)
+        self.window, self.blocks = window, 3 if output_gate else 2
+        self.layers = nn.ModuleList(nn.Module() for _ in range(3))
+        for level, inputs in zip(self.layers, [FEATURES, HIDDEN, HIDDEN], strict=True):
+            level.linear = nn.Linear(window * inputs, self.blocks * HIDDEN)
 
     def forward(self, row: Tensor) -> Outputs:
-        for one in self.layers:
-            row = one(row)
+        for level in self.layers:
+            before = torch.cat((torch.zeros_like(row[:1]), row[:-1]))
+            z, f, *o = level.linear(torch.cat((row, before), 1) if self.window == 2 else row).chunk(self.blocks, 1)  # type: ignore[operator]
+            cell, steps = torch.zeros(HIDDEN), []
+            for t in range(len(row)):
+                forget = f[t].sigmoid()
+                cell = forget * z[t].tanh() + (1 - forget) * cell
+                steps.append(o[0][t].sigmoid() * cell if o else cell)
+            row = torch.stack(steps)
         return {"sequence": row}
 
 
@@ -209,52 +200,39 @@ def _recurrent_cases() -> Iterator[Case]:
             yield Case(f"nn.{kind}: {depth}{', both' * both}{name}", build, more=is_more, ids=True, lengths=(9, 1, 4))
     for kind in ("LSTMCell", "GRUCell", "RNNCell"):
         yield Case(f"nn.{kind}: over the steps", partial(Cell, kind))
-        yield Case(f"nn.{kind}: bias=False", partial(Cell, kind, bias=False), more=True)
     relu = layer("embedding", "embedding") + layer("rnn", "rnn", activation='"relu"') + classify("classifier", "last")
     yield Case('nn.RNN: nonlinearity="relu" (recipe)', partial(Tagger, "RNN", nonlinearity="relu"), relu, ids=True)
-    cell = layer("rnn", "cell", activation='"relu"')
-    yield Case('nn.RNNCell: nonlinearity="relu" (recipe)', partial(Cell, "RNNCell", nonlinearity="relu"), cell, more=True)
 
 
-def _conv(
-    name: str, pads: tuple[int, int] = (1, 1), *, keys: Mapping[str, Any] | None = None, more: bool = False, **options: Any
-) -> Case:
+def _conv(name: str, pads: tuple[int, int] = (1, 1), *, keys: Mapping[str, Any] | None = None, **options: Any) -> Case:
     """Return a convolution through a recipe. keys: of the recipe, besides the options of torch."""
     same = {key: options[key] for key in ("stride", "dilation", "groups") if key in options}
     own = {} if "padding" in options else {"pads": list(pads)}
     recipe = layer("conv", "conv", **own, **same, **(keys or {}))
-    return Case(f"nn.Conv1d: {name} (recipe)", partial(Convolution, pads, **options), recipe, more=more)
+    return Case(f"nn.Conv1d: {name} (recipe)", partial(Convolution, pads, **options), recipe)
 
 
 def _conv_cases() -> Iterator[Case]:
     yield Case("nn.Conv1d: padding=1", partial(Convolution, padding=1))
-    yield _conv("no padding", (0, 0), more=True)
-    yield _conv("causal padding", (2, 0), more=True)
     yield _conv("stride, dilation, groups", (4, 3), stride=2, dilation=3, groups=3)
     yield _conv("bias=False", bias=False)
     yield _conv("padding same, width 4", (0, 0), width=4, padding="same", keys={"padding": '"same"'})
-    yield _conv("width 1", (0, 0), width=1, more=True)
     leaky = partial(functional.leaky_relu, negative_slope=0.2)
     yield _conv("leaky_relu", activation=leaky, keys={"activation": '{ kind = "leaky_relu", alpha = 0.2 }'})
     yield _conv("functional.glu", activation=partial(functional.glu, dim=1), keys={"activation": '"glu"'})
-    yield _conv("no activation", activation=plain, keys={"activation": '"none"'}, more=True)
     for name, norm in NORMS.items():
         yield _conv(f"{name}, stride and groups", norm=norm, stride=2, groups=3)
     yield Case("nn.BatchNorm1d: before the activation", partial(Convolution, batch_norm=1e-5, padding=1))
     recipe = layer("conv", "conv", norm_from='"norm"', epsilon=0.1)
     yield Case("nn.BatchNorm1d: eps (recipe)", partial(Convolution, batch_norm=0.1, padding=1), recipe)
     recipe = layer("embedding", "embedding") + layer("text_cnn", "convs", padding=2) + classify("fc", "max")
-    for conv in (1, 2):
-        text: dict[str, Any] = {"run": probabilities, "ids": True, "lengths": (9, 3, 4)}
-        yield Case(f"nn.Conv{conv}d: text CNN", partial(TextCNN, conv), more=conv == 1, **text)
-        yield Case(f"nn.Conv{conv}d: text CNN with a hidden layer", partial(TextCNN, conv, hidden=True), more=conv == 2, **text)
-        yield Case(
-            f"nn.Conv{conv}d: text CNN with padding (recipe)", partial(TextCNN, conv, "max", 2), recipe, more=conv == 2, **text
-        )
-    for name, norm in {"": plain, **NORMS}.items():
-        yield Case(f"nn.Conv1d: TCN {name}", partial(TCN, norm), more=not name, run=logits)
+    text: dict[str, Any] = {"run": probabilities, "ids": True, "lengths": (9, 3, 4)}
+    yield Case("nn.Conv2d: text CNN", partial(TextCNN, 2), **text)
+    yield Case("nn.Conv1d: text CNN with a hidden layer", partial(TextCNN, hidden=True), **text)
+    yield Case("nn.Conv1d: text CNN with padding (recipe)", partial(TextCNN, padding=2), recipe, **text)
+    for name, norm in NORMS.items():
+        yield Case(f"nn.Conv1d: TCN {name}", partial(TCN, norm), run=logits)
     yield Case("nn.Conv1d: TCN of width 2", partial(TCN, plain, width=2, inputs=HIDDEN), run=logits, features=HIDDEN)
-    yield Case("nn.Conv1d: TCN of one level", partial(TCN, plain, levels=1), more=True, run=logits)
 
 
 def logits(module: nn.Module, row: Tensor) -> Outputs:
@@ -269,14 +247,12 @@ def _step_cases() -> Iterator[Case]:
     dense = layer("dense", "layers.0")
     tanh = layer("dense", "layers.0", activation='"tanh"') + SEQUENCE
     yield Case("nn.Linear: bias=False, tanh (recipe)", lambda: Chain(nn.Linear(FEATURES, 6, bias=False), nn.Tanh()), tanh)
-    norms: list[tuple[type[nn.Module], str, dict[str, Any], dict[str, Any]]] = [
-        (nn.LayerNorm, "layer_norm", {}, {}),
-        (nn.LayerNorm, "layer_norm", {"eps": 0.1}, {"epsilon": 0.1}),
-        (nn.LayerNorm, "layer_norm", {"bias": False}, {}),
-        (nn.BatchNorm1d, "batch_norm", {"eps": 0.1}, {"epsilon": 0.1}),
-        (nn.BatchNorm1d, "batch_norm", {"affine": False}, {}),
+    norms: list[tuple[type[nn.Module], str, dict[str, Any]]] = [
+        *((nn.LayerNorm, "layer_norm", options) for options in ({}, {"eps": 0.1}, {"bias": False})),
+        *((nn.BatchNorm1d, "batch_norm", options) for options in ({"eps": 0.1}, {"affine": False})),
     ]
-    for module, kind, options, keys in norms:
+    for module, kind, options in norms:
+        keys = {"epsilon": options["eps"]} if "eps" in options else {}
         recipe = dense + layer(kind, "layers.1", **keys) + SEQUENCE
         yield Case(f"nn.{module.__name__}: {options}", partial(_after_linear, module, options), recipe)
     yield Case("nn.MultiheadAttention", lambda: nn.MultiheadAttention(4, 2), "", "which no layer is known to have")
@@ -287,27 +263,30 @@ def _after_linear(module: Callable[..., nn.Module], options: Mapping[str, Any]) 
 
 
 def _scan_cases() -> Iterator[Case]:
-    tanh = {"activation": '"tanh"'}
-    in_short: list[tuple[dict[str, Any], dict[str, Any], int, bool]] = [
-        ({}, {}, HIDDEN, True),
-        ({"v1": True}, {}, FEATURES, False),
-        ({"has_skip_term": False}, {"skip": False}, FEATURES, True),
-        ({"rescale": True, "highway_bias": -1.0}, {}, HIDDEN, False),
-        ({"layer_norm": True, "normalize_after": True}, {"layer_norm": '"after"'}, FEATURES, True),
-        ({"use_tanh": True, "rescale": True, "layer_norm": True, "projection_size": 2}, tanh, HIDDEN, True),
-        ({"projection_size": 4}, {}, FEATURES, True),
+    sizes = (
+        (HIDDEN, True),
+        (FEATURES, False),
+        (FEATURES, True),
+        (HIDDEN, False),
+        (FEATURES, True),
+        (HIDDEN, True),
+        (FEATURES, True),
+    )
+    every: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        *(
+            ({}, {}),
+            ({"v1": True}, {}),
+            ({"has_skip_term": False}, {"skip": False}),
+            ({"rescale": True, "highway_bias": -1.0}, {}),
+        ),
+        ({"layer_norm": True, "normalize_after": True}, {"layer_norm": '"after"'}),
+        ({"use_tanh": True, "rescale": True, "layer_norm": True, "projection_size": 2}, {"activation": '"tanh"'}),
+        ({"projection_size": 4}, {}),
     ]
-    every = [
-        (options, keys, inputs, both)
-        for options, keys, _, _ in in_short
-        for inputs in (FEATURES, HIDDEN)
-        for both in (False, True)
-    ]
-    for options, keys, inputs, both in every:
-        recipe = layer("sru", "encoder", bidirectional=both, **keys)
+    for ((options, keys), in_short), inputs, both in product(zip(every, sizes, strict=True), (FEATURES, HIDDEN), (False, True)):
         build = partial(OverRows, inputs, 3, bidirectional=both, **options)
-        is_more = (options, keys, inputs, both) not in in_short
         name = f"sru.SRU: {options}{', both' * both}, {inputs} inputs"
+        recipe, is_more = layer("sru", "encoder", bidirectional=both, **keys), (inputs, both) != in_short
         yield Case(name, build, recipe, more=is_more, features=inputs, lengths=(9, 1, 4))
     wide = partial(OverRows, FEATURES, 2, proj_input_to_hidden_first=True)
     refused = "encoder.input_to_hidden is a module of its own within the SRU"

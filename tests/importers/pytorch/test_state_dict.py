@@ -34,13 +34,10 @@ def test_recipe_says_what_the_file_does_not(tmp_path: Path) -> None:
     class Encoder(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.front = nn.Conv1d(FEATURES, 6, 3, stride=2, groups=3)
-            self.front_norm = nn.BatchNorm1d(6, eps=0.01)
-            self.rnn = nn.GRU(6, HIDDEN, bidirectional=True)
-            self.norm = nn.LayerNorm(2 * HIDDEN)
+            self.front, self.front_norm = nn.Conv1d(FEATURES, 6, 3, stride=2, groups=3), nn.BatchNorm1d(6, eps=0.01)
+            self.rnn, self.norm = nn.GRU(6, HIDDEN, bidirectional=True), nn.LayerNorm(2 * HIDDEN)
             self.auxiliary = nn.Linear(7, 7)
-            self.first = nn.Linear(4 * HIDDEN, 6)
-            self.out = nn.Linear(6, 2)
+            self.first, self.out = nn.Linear(4 * HIDDEN, 6), nn.Linear(6, 2)
 
         def forward(self, row: Tensor) -> Outputs:
             x = functional.elu(self.front_norm(self.front(functional.pad(row.T, (1, 2))[None])))[0].T
@@ -72,13 +69,9 @@ def test_files_that_hold_a_state_dict(tmp_path: Path, form: str) -> None:
     else:
         torch.save({"epoch": 3, "optimizer": {}, "state_dict": state} if form == "nested" else state, file)
     model.load_state_dict({name: value.float() for name, value in state.items()})
-    import_file(tmp_path, file, check=expected(model, random_ids()))
-
-
-def test_next_import_writes_the_next_version(tmp_path: Path) -> None:
-    file = save(tmp_path, randomize(Tagger("GRU")))
     for version in ("1", "2"):
-        assert import_file(tmp_path, file)[-1] == f"{tmp_path / 'models' / 'imported' / version} is complete."
+        report = import_file(tmp_path, file, check=expected(model, random_ids()))
+        assert report[-1] == f"{tmp_path / 'models' / 'imported' / version} is complete."
     assert not [path for path in (tmp_path / "models").iterdir() if path.name.startswith(".")]
 
 
@@ -86,14 +79,11 @@ def test_next_import_writes_the_next_version(tmp_path: Path) -> None:
     "change, message",
     [
         (
-            {"logits": None, "scores": None, "sequence": None},
+            dict.fromkeys(("logits", "scores", "sequence")),
             "the file has no expected outputs: add any of embedding, sequence, logits",
         ),
         ({"answer": torch.zeros(3)}, "the file has the output 'answer', which the model lacks"),
-        (
-            {"logits": torch.zeros(3, 4)},
-            r"the output 'logits' has the shape \(3, 4\) in the file, and the model computes \(3, 3\)",
-        ),
+        ({"logits": torch.zeros(3, 4)}, r"the output 'logits' has the shape \(3, 4\) in the file, .* computes \(3, 3\)"),
         ({"logits": torch.full((3, 3), torch.nan)}, "the output 'logits' has values in the file that are not finite"),
         ({"ids": None}, "have no 'ids', which imported takes"),
         ({"ids": torch.full((14,), 17)}, "'ids' has ids from 17 to 17, and the vocabulary of imported ends at 16"),
@@ -118,10 +108,7 @@ def test_wrong_check_is_refused(tmp_path: Path, change: dict[str, Tensor | None]
         ("[[layers]", "recipe.toml"),
         ('[[layers]]\nkind = "lstn"', "layers.0 of the recipe has the kind 'lstn'"),
         ('[[layers]]\nkind = "lstm"', "layers.0 of the recipe needs `from`"),
-        (
-            '[[layers]]\nkind = "lstm"\nfrom = "encoder"',
-            "no tensor starts with 'encoder': the modules are embedding, rnn, classifier",
-        ),
+        ('[[layers]]\nkind = "lstm"\nfrom = "no"', "no tensor starts with 'no': the modules are embedding, rnn, classifier"),
         ('[[layers]]\nkind = "gru"\nfrom = "rnn"', "rnn is a lstm, and the recipe says otherwise"),
         ('[head]\nlabels = ["a", "b"]', r"head.weight has the shape \(5, 3\) in the checkpoint, and the model needs \(5, 2\)"),
         ('[head]\npool = "best"', "head.pool: the value is 'best'"),

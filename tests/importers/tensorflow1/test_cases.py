@@ -21,15 +21,8 @@ RECIPES = {
     "tagger": layer("embedding", "words") + layer("gru", "bidirectional_rnn") + layer("dense", "tags") + SEQUENCE,
 }
 IN_SHORT = (
-    *(
-        "BasicRNNCell_both",
-        "BasicLSTMCell",
-        "LSTMCell_levels",
-        "GRUCell",
-        "CudnnCompatibleLSTMCell",
-        "CudnnCompatibleGRUCell_stack",
-    ),
-    *("peepholes", "projection", *RECIPES),
+    *("BasicRNNCell_both", "BasicLSTMCell", "LSTMCell_levels", "GRUCell", "CudnnCompatibleLSTMCell"),
+    *("CudnnCompatibleGRUCell_stack", "peepholes", "projection", *RECIPES),
 )
 Variables = dict[str, Any]
 
@@ -58,25 +51,21 @@ def cell(place: str, inputs: int = 3, units: int = 3) -> Variables:
 
 
 STACKS = [f"bidirectional_rnn/{way}/multi_rnn_cell/cell_{level}/gru_cell" for way in ("fw", "bw") for level in (0, 1)]
+NEEDS_RECIPE = r"write a recipe with \[\[layers\]\]"
+RNN = cell("rnn/gru_cell")
 WRONG: dict[str, tuple[Variables, str]] = {
-    "a recurrent layer twice": (
-        {**cell("first/rnn/gru_cell"), **cell("second/rnn/gru_cell")},
-        r"write a recipe with \[\[layers\]\]",
-    ),
+    "a recurrent layer twice": ({**cell("first/rnn/gru_cell"), **cell("second/rnn/gru_cell")}, NEEDS_RECIPE),
     "directions in separate stacks": (
         {name: array for place in STACKS for name, array in cell(place).items()},
         "are not joined at every level",
     ),
-    "a convolution": (
-        {"conv/kernel": np.ones((3, 3, 3), np.float32), **cell("rnn/gru_cell")},
-        r"write a recipe with \[\[layers\]\]",
-    ),
+    "a convolution": ({"conv/kernel": np.ones((3, 3, 3), np.float32), **RNN}, NEEDS_RECIPE),
     "a missing variable": (
-        {name: array for name, array in cell("rnn/gru_cell").items() if not name.endswith("candidate/bias")},
+        {name: array for name, array in RNN.items() if not name.endswith("candidate/bias")},
         "a gru_cell has no variable candidate/bias",
     ),
     **{
-        message: ({**cell("rnn/gru_cell"), f"rnn/gru_cell/{name}": array}, message)
+        message: ({**RNN, f"rnn/gru_cell/{name}": array}, message)
         for name, array, message in (
             ("gates/kernel", np.full((6, 6), np.nan, np.float32), "has values that are not finite"),
             ("gates/kernel", np.ones((6, 0), np.float32), "has no numbers"),
@@ -97,9 +86,8 @@ def test_wrong_variables_are_refused_with_the_reason(tmp_path: Path, variables: 
 
 
 def test_variables_of_a_training_are_left_out(tmp_path: Path) -> None:
-    variables = cell("rnn/gru_cell")
-    slots = {f"{name}/Adam_1": array for name, array in variables.items()}
-    np.savez(tmp_path / "weights.npz", **variables, **slots, global_step=np.array(7), beta1_power=np.array(0.9, np.float32))
+    slots = {f"{name}/Adam_1": array for name, array in RNN.items()}
+    np.savez(tmp_path / "weights.npz", **RNN, **slots, global_step=np.array(7), beta1_power=np.array(0.9, np.float32))
     report = import_file(tmp_path, tmp_path / "weights.npz")
     assert not [line for line in report if "is not used" in line]
 

@@ -25,11 +25,8 @@ TRACED = [
     *named(
         *("nn.LSTM: two layers, bidirectional", "nn.GRU: without bias, bidirectional", "nn.RNN: initial states of zeros"),
         *("nn.LSTM: learned initial states, bidirectional", "nn.GRU: packed, batch_first=False", 'nn.RNN: nonlinearity="relu"'),
-        *(
-            "nn.LSTM: packed, two layers, bidirectional",
-            "nn.LSTM: proj_size=2, bidirectional",
-            "nn.GRU: last step, batch_first=False",
-        ),
+        *("nn.LSTM: packed, two layers, bidirectional", "nn.LSTM: proj_size=2, bidirectional"),
+        "nn.GRU: last step, batch_first=False",
         *("nn.Conv1d: text CNN with padding", "nn.Conv1d: text CNN, adaptive_max_pool1d", "nn.Conv2d: text CNN, amax"),
         *("nn.Conv1d: TCN with nn.utils.weight_norm", "nn.Conv1d: causal, functional.glu", "stride and groups"),
         *("attention pool by sum", "attention pool by bmm, linear"),
@@ -102,13 +99,9 @@ def test_module_that_no_layers_compute_is_refused(sample: Sample, how: str, mess
         read(write(sample, sample.build(), tmp_path, how))
 
 
-@pytest.mark.parametrize("how", ["export", "trace"])
-def test_import_compares_with_the_archive_itself(how: str, tmp_path: Path) -> None:
-    sample = RECURRENT[0]
-    report = import_file(tmp_path, write(sample, sample.module(), tmp_path, how))
+def test_import_compares_with_the_archive_itself(tmp_path: Path) -> None:
+    report = import_file(tmp_path, write(RECURRENT[0], RECURRENT[0].module(), tmp_path, "trace"))
     assert any(f"torch {torch.__version__} computed the outputs of the source" in line for line in report)
-    card = (tmp_path / "models" / "imported" / "1" / "card.md").read_text()
-    assert "| scores |" in card and "agree with those of the source within 1e-05 for random sequences of" in card
 
 
 def test_static_shapes_import_for_their_length(tmp_path: Path) -> None:
