@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,7 @@ from service.exporters.model import ExportRefused
 from tests.exporters.cases import CASES, VOCABULARY, Case
 from tests.exporters.exporting import assert_round_trip, export, write_case
 from tests.modeling.random_models import FEATURES
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # the package compiles CUDA kernels where it can
-    import sru
+from tests.sru_package import SRU
 
 
 def conv() -> list[nn.Module]:
@@ -36,7 +32,7 @@ MODULES: dict[str, tuple[Any, Callable[[], list[nn.Module]]]] = {
         ({"kind": "layer_norm"}, {"kind": "dense", "width": 4}),
         lambda: [nn.LayerNorm(FEATURES), nn.Linear(FEATURES, 4)],
     ),
-    "sru": (({"kind": "sru", "hidden": 5, "depth": 2},), lambda: [sru.SRU(FEATURES, 5, 2)]),
+    "sru": (({"kind": "sru", "hidden": 5, "depth": 2},), lambda: [SRU(FEATURES, 5, 2)]),
 }
 
 
