@@ -74,10 +74,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="run only tests that start no server")
     parser.add_argument("--least", type=float, default=90.0, help="percentage of the faults that the tests must find")
     parser.add_argument(
-        "--out",
-        type=Path,
-        default=ROOT / "build" / "mutants.jsonl",
-        help="file for the result of each fault, which a later call reads",
+        "--out", type=Path, default=ROOT / "build" / "mutants.jsonl", help="results that a later call continues"
     )
     options = parser.parse_args()
     mutants = [mutant for part in options.parts for mutant in draw(part, options.each, options.seed)]

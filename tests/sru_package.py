@@ -1,5 +1,4 @@
-"""The SRU of its authors, without its compiled code: compiling takes most of a minute, and with gradients the package computes in
-Python."""
+"""The SRU of its authors, which computes in Python with gradients on a CPU. Compiling its code would take most of a minute."""
 
 from unittest.mock import patch
 

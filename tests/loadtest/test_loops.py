@@ -5,18 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable
 from itertools import count
 from typing import Any
 
-import pytest
 import uvloop
 from msgspec import structs
 
 from loadtest.generator.job import Job, Result
-from loadtest.generator.loops import UNANSWERED, WRONG, run
-from loadtest.generator.process import divided, merged
+from loadtest.generator.loops import WRONG, run
 from loadtest.target import Target
 
 Handler = Callable[[int], Awaitable[bytes | None]]
@@ -96,30 +93,9 @@ def test_faults_are_failures_and_no_answers() -> None:
     assert result.failures.keys() == {WRONG, "status 503 overloaded", "closed by the server"} and result.answers > 0
 
 
-def test_request_without_an_answer_is_a_failure_of_a_closed_loop() -> None:
-    result = loaded(in_turn(RIGHT, seconds=5.0), callers=2, seconds=0.05, grace=0.05)
-    assert result.failures == {UNANSWERED: 2} and result.answers == 0
-
-
 def test_open_loop_counts_from_the_due_time() -> None:
     """One connection takes 20 ms for a request, and ten times as many are due: each waits for all before it."""
     result = loaded(in_turn(RIGHT, seconds=0.02), rate=500, seconds=0.5)
     assert result.answers <= 26 < 150 < result.due
     assert result.ordered_latencies()[-1] > 0.3, "a request that was due in the first half is answered at the end or later"
     assert not result.failures
-
-
-def test_load_is_divided_among_generators() -> None:
-    closed = divided(job(callers=5, seed=7), 2)
-    assert [(each.callers, each.rate, each.seed) for each in closed] == [(3, 0, 7), (2, 0, 8)]
-    assert [(each.callers, each.rate) for each in divided(job(callers=256, rate=90.0), 3)] == [(86, 30), (85, 30), (85, 30)]
-
-
-def test_results_of_generators_are_added() -> None:
-    one = Result(2.0, 10, 8, array("d", [0.1, 0.3]).tobytes(), {"status 503": 2}, 1.0, [3.0, 5.0])
-    other = Result(4.0, 1, 2, array("d", [0.2]).tobytes(), {"status 503": 1, "broken": 1}, 0.5, [5.0, 6.0])
-    both = merged([one, other])
-    assert (both.seconds, both.due, both.answers, both.cpu_seconds) == (3.0, 11, 10, 1.5)
-    assert both.milliseconds() == pytest.approx({"p50_ms": 200, "p90_ms": 300, "p99_ms": 300})
-    assert both.failures == {"status 503": 3, "broken": 1}
-    assert both.server_cpu_seconds == [4.0, 5.5], "each generator measured the same server"

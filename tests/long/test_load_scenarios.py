@@ -13,8 +13,6 @@ import pytest
 
 from loadtest import bench
 from loadtest.__main__ import main
-from loadtest.comparison.contenders import SERVERS
-from loadtest.requests import KINDS
 from loadtest.scenarios.fairness import ALONE, BESIDE, UNFAIR
 from loadtest.servers import ROOT
 from service import cli
@@ -36,26 +34,6 @@ def _own_cores() -> Iterator[None]:
 def records(folder: Path) -> list[dict[str, Any]]:
     [path] = folder.glob("*.jsonl")
     return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-@pytest.mark.parametrize("server", SERVERS, ids=lambda server: server.name)
-def test_serving_compares_servers_that_answer_every_request_rightly(server: Any, tmp_path: Path) -> None:
-    if reason := server.why_skipped():
-        pytest.skip(reason)
-    load = ["--callers", "1", "8", "--rates", "50", "--seconds", "1", "--rounds", "1", "--logs", str(tmp_path / "logs")]
-    assert main(["serving", "--servers", server.name, *load, "--out", str(tmp_path)]) == 0
-    found = records(tmp_path)
-    assert not [record["skipped"] for record in found if "skipped" in record]
-    assert len(found) == 2 * 3 * len(server.endpoints) + 2 * server.constant
-    assert all(record["answers"] > 0 == record["failed"] and record["cpu_us"] > 0 for record in found)
-
-
-def test_capacity_measures_every_kind_in_both_loops(tmp_path: Path) -> None:
-    options = ["--generators", "2", "--callers", "2", "--seconds", "2", "--rounds", "1", "--share", "0.3"]
-    assert main(["capacity", *options, "--out", str(tmp_path)]) == 0
-    expected = [(kind, loop) for kind in KINDS for loop in ("closed", "30%")]
-    assert [(record["request"], record["loop"]) for record in records(tmp_path)] == expected
-    assert all(record["failed"] == 0 < record["answers"] for record in records(tmp_path))
 
 
 def test_fairness_measures_every_case(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -17,6 +18,8 @@ import pytest
 import tritonclient.grpc
 import tritonclient.http
 
+from loadtest.scenarios import perf_analyzer
+from loadtest.servers import ROOT
 from service.frontend.oip.protobuf import METHODS, SERVICE
 from tests import models
 from tests.serving import Server, check_unharmed, eventually, serving
@@ -137,3 +140,15 @@ def test_calls_cancelled_at_any_time_leave_nothing_behind(server: Server) -> Non
     accepted = server.metric("seqserve_requests_accepted_total")
     eventually(lambda: server.metric("seqserve_requests_total") == accepted)
     check_unharmed(server)
+
+
+def test_load_generator_calls_with_grpc_for_cpp(tmp_path: Path) -> None:
+    """Questions, and sessions in single calls and on streams. Another implementation than that of the Python library."""
+    if not perf_analyzer.BINARY.is_file():
+        pytest.skip(f"{perf_analyzer.BINARY} is missing: `make test-all` installs it")
+    with serving(ROOT / "models", tmp_path) as server:
+        cases = perf_analyzer.cases(tmp_path, server.address, server.grpc, callers=[8])
+        for case in [case for case in cases if case.protocol != perf_analyzer.REST]:
+            # A fixed number of calls: a busy machine takes longer, and no figure has to be stable.
+            assert perf_analyzer.measure(case, tmp_path, "--request-count", "500") is not None, f"{case.name} failed"
+        check_unharmed(server)
