@@ -54,12 +54,18 @@ async def test_end_counts_only_against_the_version_on_trial(dispatcher: Dispatch
     await beside
 
 
-@in_loop(places=2)
-async def test_remaining_engine_does_not_get_the_version_that_ended_the_other(dispatcher: Dispatcher, metrics: Metrics) -> None:
+async def meet_two_and_lose_the_first(dispatcher: Dispatcher) -> tuple[EngineProcess, asyncio.Task[Any]]:
+    """Send an untried version, with which the first engine ends. Return the second engine, and the request that waits."""
     first, second = await meet_two(dispatcher)
     waits = await send(dispatcher, b"untried", **NEW)
     await tails(first, 1)
     await end_in_trial(dispatcher, first, UNTRIED)
+    return second, waits
+
+
+@in_loop(places=2)
+async def test_remaining_engine_does_not_get_the_version_that_ended_the_other(dispatcher: Dispatcher, metrics: Metrics) -> None:
+    second, waits = await meet_two_and_lose_the_first(dispatcher)
     with pytest.raises(EngineLost, match="an engine ended with untried version 1"):
         await (await send(dispatcher, b"untried", **NEW))
     await send(dispatcher, b"other")
@@ -86,10 +92,7 @@ def test_wait_for_the_successor_of_an_engine_ends() -> None:
 
 @in_loop(places=2)
 async def test_waiting_requests_of_a_retired_version_are_refused(dispatcher: Dispatcher, metrics: Metrics) -> None:
-    first, second = await meet_two(dispatcher)
-    waits = await send(dispatcher, b"untried", **NEW)
-    await tails(first, 1)
-    await end_in_trial(dispatcher, first, UNTRIED)
+    second, waits = await meet_two_and_lose_the_first(dispatcher)
     dispatcher.release(UNTRIED)
     with pytest.raises(EngineLost, match="not served any more"):
         await waits
@@ -99,10 +102,7 @@ async def test_waiting_requests_of_a_retired_version_are_refused(dispatcher: Dis
 @in_loop(places=2)
 async def test_version_that_runs_after_all_is_sent_to_every_engine(dispatcher: Dispatcher, metrics: Metrics) -> None:
     """An engine that ended for another reason during the trial does not keep the version from the other engines."""
-    first, second = await meet_two(dispatcher)
-    waits = await send(dispatcher, b"untried", **NEW)
-    await tails(first, 1)
-    await end_in_trial(dispatcher, first, UNTRIED)
+    second, waits = await meet_two_and_lose_the_first(dispatcher)
     second.send(encode(TrialEnded(UNTRIED, ran=True)))
     assert await tails(second, 1) == [b"untried"]
     waits.cancel()
