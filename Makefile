@@ -149,9 +149,9 @@ test-fast: $(TESTED)
 # Also several replicas on addresses of loopback behind real proxies and on a Ray cluster, and the image and the compose files on the
 # container engine of DOCKER_HOST or docker's context. Before a release, run longer: `SCALE=1 make test-all`,
 # `python -m tests.long.soak --hours 8` and `python -m tests.long.fuzz.wire --requests 2000000`.
-test-all: $(TESTED) .venv-kubernetes/installed .venv-perf/installed .venv-ray/installed
+test-all: $(if $(FILES),$(TESTED),test) .venv-kubernetes/installed .venv-perf/installed .venv-ray/installed
 	@tools/programs.sh $(PROGRAMS)
-	$(WITH_PROGRAMS) $(BIN)/python -m pytest -rs $(or $(FILES),tests tests/long tests/cluster tests/docker)
+	$(WITH_PROGRAMS) $(BIN)/python -m pytest -rs $(or $(FILES),tests/long tests/cluster tests/docker)
 
 # Tests run in any worker, and those that share a server or an engine in one. The test of overload runs last, because it needs the whole GPU.
 test-gpu: install .venv/tools

@@ -82,8 +82,8 @@ def main() -> int:
     known = read(options.out)
     with options.out.open("a") as out, ThreadPoolExecutor(options.jobs) as pool, tempfile.TemporaryDirectory() as scratch:
         trees = SimpleQueue[Path]()
-        for number in range(options.jobs):
-            trees.put(copy(Path(scratch) / str(number)))
+        for tree in pool.map(copy, (Path(scratch) / str(number) for number in range(options.jobs))):
+            trees.put(tree)
         for stage in STAGES[: 1 if options.quick else None]:
             left = [mutant for mutant in mutants if (mutant, stage) not in known and not is_found(mutant, known)]
             tests = list(dict.fromkeys(test for mutant in left for test in PARTS[mutant.part]["tests"]))

@@ -12,8 +12,10 @@ import pytest
 from service.ipc.messages import (
     Message,
     ReleaseSession,
+    ReleaseSessions,
     SaveEnded,
     SaveSession,
+    SessionsLeft,
     SessionTaken,
     SessionWanted,
     TakeOutcome,
@@ -152,6 +154,34 @@ def test_sessions_that_an_ended_engine_waits_for_are_not_taken() -> None:
 
     assert run(store, act, 1) == [SessionTaken("s", TakeOutcome.NEW)]
     assert not ended.received
+
+
+class HoldingEngine(FakeEngine):
+    """Has sessions, and releases as many as it is asked to."""
+
+    def __init__(self, held: int) -> None:
+        super().__init__()
+        self.rpc, self.held, self.left = self, held, 0
+
+    async def call(self, release: ReleaseSessions, *_: Any, **__: Any) -> tuple[SessionsLeft, bytes]:
+        self.held -= min(release.limit, self.held)
+        return SessionsLeft(self.held), b""
+
+
+@pytest.mark.parametrize("away, left", [(False, 0), (True, 5)])
+def test_sessions_are_flushed_while_the_store_answers(away: bool, left: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("service.store.worker.AWAY_SECONDS", 0.1)
+    store, engine, metrics = FakeStore(), HoldingEngine(5), Metrics()
+    store.away = away
+
+    async def work() -> None:
+        flushed = StoreWorker(store, 1, metrics, Log("store"))
+        flushed.engines.append(engine)  # type: ignore[arg-type]
+        await flushed.start()
+        await flushed.flush(LIMIT_SECONDS)
+
+    asyncio.run(work())
+    assert engine.held == metrics.sessions_not_saved.values[()][0] == left
 
 
 def test_bug_in_the_work_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,8 +52,8 @@ class EngineProcess:
 
     def __init__(self, dispatcher: Dispatcher, place: int) -> None:
         near, far = pair()
-        self.channel = Channel(near)
-        dispatcher.attach(Channel(far))
+        self.channel, self.frontend = Channel(near), Channel(far)
+        dispatcher.attach(self.frontend)
         backends = ["lstm: framework", f"head: of {place}"]
         model = LoadedModel("words", "1", f"cuda:{place}", backends, per_step=0.0, per_token=SECONDS_PER_TOKEN)
         self.send(encode(EngineStatus([model], place)) + encode(TrialEnded(model.key, ran=True)))
@@ -198,6 +198,7 @@ async def test_refusals_raise_the_engines_error(dispatcher: Dispatcher, metrics:
     engine.send(encode(Answer((1, 1)), second, (b"0000",)))
     errors = await asyncio.gather(calls[0], calls[2], return_exceptions=True)
     assert [(type(error), str(error)) for error in errors] == [(Overloaded, "full")] * 2
+    assert metrics.channel_bytes.values[("frontend",)] == [engine.frontend.bytes_sent]
     assert errors[0] is not errors[1]
     assert (await calls[1]).data == b"0000"
 

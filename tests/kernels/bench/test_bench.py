@@ -1,7 +1,4 @@
-"""The bench checks answers before it times them: a smoke test.
-
-`tests/long/test_kernel_bench.py` runs every baseline.
-"""
+"""The bench checks answers before it times them: a smoke test."""
 
 from __future__ import annotations
 
