@@ -128,7 +128,7 @@ def test_program_prints_what_the_page_shows(
 
 
 def test_endpoints_of_the_page_are_served(embedded: Server) -> None:
-    """Tokens are those that the page shows."""
+    """The tokens equal the tokens on the page."""
     shown = re.search(r"/tokens .*?-d '(.+?)'\n```\n\n```text\n(.+?)```", PAGES["docs/http.md"], re.DOTALL)
     assert shown
     assert embedded.client.post("/tokens", json=json.loads(shown[1])).json() == json.loads(shown[2])

@@ -1,4 +1,4 @@
-"""A listener takes its share of the connections, and those that others leave. A frontend survives errors of its periodic work."""
+"""A listener takes its share of the connections, and the rest of other listeners. A frontend survives errors of its periodic work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small files that import, one of each kind, and the runner of files made to harm, which tests make of them."""
+"""A small valid file of each kind, and the runner of hostile files, which tests make from the valid files."""
 
 from __future__ import annotations
 

@@ -185,7 +185,7 @@ def with_states(**changes: Any) -> Change:
 
 
 def with_contexts(*left: int) -> Change:
-    """Give each layer a state of so many steps."""
+    """Give each layer a state of this number of steps."""
     states = tuple(ConvState(zeros(2, steps, columns)) for steps, columns in zip(left, (3, 3, 4, 4), strict=False))
     return lambda stack: stack._replace(states=states)
 

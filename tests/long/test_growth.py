@@ -61,7 +61,7 @@ Show = Callable[[object], None]
 
 
 def test_no_process_grows_in_a_million_requests(tmp_path: Path, show: Show) -> None:
-    """The models are the embedded ones, and one of each head."""
+    """The embedded models, and a model of each head."""
     folder, found = tmp_path / "models", list[dict[str, Sample]]()
     shutil.copytree(ROOT / "models", folder)
     for make in models.OF_EVERY_HEAD.values():

@@ -50,7 +50,7 @@ class SimulatedSequence(QueuedSequence):
 
 
 def arrivals(rate: float, long_share: float, seed: int = 0) -> list[SimulatedSequence]:
-    """Return COUNT sequences that arrive at a mean rate of `rate` a second, of which a share is long."""
+    """Return COUNT sequences that arrive at a mean rate of `rate` a second. A share of them is long."""
     chance = random.Random(seed)
     moments = accumulate(islice(poisson(rate, seed), COUNT))
     return [SimulatedSequence(LONG if chance.random() < long_share else SHORT, moment) for moment in moments]

@@ -157,7 +157,7 @@ def test_sessions_that_an_ended_engine_waits_for_are_not_taken() -> None:
 
 
 class HoldingEngine(FakeEngine):
-    """Has sessions, and releases as many as it is asked to."""
+    """Has sessions, and releases the requested number of them."""
 
     def __init__(self, held: int) -> None:
         super().__init__()

@@ -34,7 +34,7 @@ from service.metrics import Metrics
 
 SECONDS_PER_TOKEN = 1.0
 LARGE = bytes(6_000)
-"""Values of which the channel takes only one."""
+"""Values of one request, which fill the channel."""
 
 
 class Clock:

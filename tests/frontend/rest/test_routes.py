@@ -1,4 +1,4 @@
-"""The routes beside inference: tokens, models and their cards, access, traces, and the page of the API."""
+"""The routes other than inference: tokens, models and their cards, access, traces, and the page of the API."""
 
 from __future__ import annotations
 
