@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from service.errors import UnknownModel
+from service.errors import Unavailable, UnknownModel
 from service.frontend.catalog import Catalog, ServedModel
-from service.ipc.messages import ModelKey
+from service.ipc.messages import IndexEntry, ModelKey
 from service.modeling.spec import ModelSpec
 from tests import models
 
@@ -29,6 +29,15 @@ def test_name_finds_the_newest_version_and_alias_its_target(spec: ModelSpec) -> 
     assert [model.version for model in catalog.served] == ["1", "2", "10"]
     with pytest.raises(UnknownModel):
         catalog.find("stable", "10")
+
+
+def test_version_that_cannot_be_served_is_named_with_the_reason(spec: ModelSpec) -> None:
+    catalog = Catalog(served(spec, 1), {}, [IndexEntry("words", "2", "UNAVAILABLE", "its weights are damaged")])
+    assert catalog.find("words", None).version == "1"
+    with pytest.raises(Unavailable, match="words version 2 cannot be served: its weights are damaged"):
+        catalog.find("words", 2)
+    with pytest.raises(UnknownModel, match="no version 3"):
+        catalog.find("words", 3)
 
 
 def test_error_names_similar_models_of_many(spec: ModelSpec) -> None:

@@ -66,8 +66,9 @@ async def meet_two_and_lose_the_first(dispatcher: Dispatcher) -> tuple[EnginePro
 @in_loop(places=2)
 async def test_remaining_engine_does_not_get_the_version_that_ended_the_other(dispatcher: Dispatcher, metrics: Metrics) -> None:
     second, waits = await meet_two_and_lose_the_first(dispatcher)
-    with pytest.raises(EngineLost, match="an engine ended with untried version 1"):
+    with pytest.raises(EngineLost, match="an engine ended with untried version 1") as raised:
         await (await send(dispatcher, b"untried", **NEW))
+    assert raised.value.retry_after == 1
     await send(dispatcher, b"other")
     assert await tails(second, 1) == [b"other"]
     first = await meet(dispatcher, 0)
