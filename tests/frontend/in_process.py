@@ -427,11 +427,12 @@ def in_process(
 
 
 def late_timers(service: InProcess) -> set[asyncio.TimerHandle]:
-    """Return the timers in the loop of a frontend that are due after the longest wait of a test."""
+    """Return the timers in the loop of a frontend that are due long after the longest wait of a test, and after every deadline."""
 
     def read() -> set[asyncio.TimerHandle]:
         loop: Any = asyncio.get_running_loop()
-        return {timer for timer in loop._scheduled if not timer.cancelled() and timer.when() > loop.time() + LIMIT_SECONDS}
+        late = loop.time() + 1.5 * LIMIT_SECONDS
+        return {timer for timer in loop._scheduled if not timer.cancelled() and timer.when() > late}
 
     timers: set[asyncio.TimerHandle] = service.call(read)
     return timers
