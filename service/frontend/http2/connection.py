@@ -55,13 +55,12 @@ from service.frontend.http2.frames import (
 from service.frontend.http2.header_blocks import HeaderReader, RequestFields
 from service.frontend.http2.sender import Sender
 from service.frontend.http2.stream import RECEIVE_WINDOW, Stream, StreamHandler
+from service.frontend.reading_turns import ReadingTurns, Turn
 
 CONNECTION_WINDOW = 1 << 22
 """How much data of all streams may be on its way. The windows of the streams limit how much is kept."""
 MAX_CONTINUATIONS = 8
 """Frames of one header block after the first: its largest size needs one or two."""
-SLICE_SECONDS = 0.004
-"""How long the frames of one connection are handled before other connections get their turn."""
 LINGER_SECONDS = 1.0
 """How long a connection is still read after a fault: closing it at once could discard the GOAWAY frame."""
 MIN_WINDOW_UPDATE = 64
@@ -128,8 +127,15 @@ class _Budgets:
 class Http2Connection(asyncio.Protocol):
     """A connection of a client."""
 
-    def __init__(self, application: Application, limits: Limits, connections: set[Http2Connection], floods: Floods) -> None:
-        """connections: all open connections; this connection adds and removes itself. floods: of all connections."""
+    def __init__(
+        self,
+        application: Application,
+        limits: Limits,
+        connections: set[Http2Connection],
+        floods: Floods,
+        turns: ReadingTurns,
+    ) -> None:
+        """connections: all open connections; this connection adds and removes itself. floods, turns: of all connections."""
         self._application = application
         self._limits = limits
         self._connections = connections
@@ -151,7 +157,9 @@ class Http2Connection(asyncio.Protocol):
         self._owed = 0
         """Data since the window of the connection was opened last."""
         self._initial_send_window = DEFAULT_WINDOW
-        self._continuing = False
+        self._turn = Turn(turns, self)
+        self._holding = False
+        """Whether the first frames are handled later."""
         self._closing = False
         self._closing_later: asyncio.TimerHandle | None = None
         """Closes the connection a little after GOAWAY."""
@@ -189,6 +197,7 @@ class Http2Connection(asyncio.Protocol):
             self._closing_later.cancel()  # it would keep this object until it closes the connection
         self._lose_streams()
         self._sender.close()
+        self._turn.close()
 
     def pause_writing(self) -> None:
         """Stop reading too: a client that reads no replies gets no further replies."""
@@ -198,8 +207,7 @@ class Http2Connection(asyncio.Protocol):
     def resume_writing(self) -> None:
         self._sender.paused = False
         self._sender.pump()
-        if not self._continuing and not self._sender.paused and not self._transport.is_closing():
-            self._transport.resume_reading()
+        self._resume_reading()
 
     def data_received(self, data: bytes) -> None:
         if self._closing:
@@ -209,13 +217,11 @@ class Http2Connection(asyncio.Protocol):
             data = self._buffer + data
         else:
             self._begin_phase()
-        if self._continuing:
-            self._buffer = data
-        elif self._held_until > self._heard:
-            self._buffer = data
+        self._buffer = data
+        if self._held_until > self._heard:
             self._hold(self._held_until - self._heard)
         else:
-            self._read(data)
+            self._turn.take()
 
     def eof_received(self) -> bool:
         """Close the connection: a client that sends nothing more cannot read replies either, as flow control needs both directions."""
@@ -223,13 +229,16 @@ class Http2Connection(asyncio.Protocol):
 
     # Frames.
 
-    def _read(self, data: bytes) -> None:
+    def read_turn(self, until: float) -> bool:
+        """Handle the frames that have arrived, as `Reader` says."""
+        if self._closing:
+            return False
+        more = False
         try:
             if self._awaits_preface:
-                data = self._read_preface(data)
-            self._buffer = data
+                self._read_preface()
             if not self._awaits_preface:
-                self._read_frames(data)
+                more = self._read_frames(self._buffer, until)
         except ConnectionFault as fault:
             self._application.count_fault()
             if isinstance(fault, Flood):
@@ -239,18 +248,27 @@ class Http2Connection(asyncio.Protocol):
             self._application.report(error)
             self._fail(ConnectionFault(ErrorCode.INTERNAL_ERROR, "the service failed on this connection: see its log"))
         self._sender.flush()
+        return more and not self._closing
 
-    def _read_preface(self, data: bytes) -> bytes:
-        if not PREFACE.startswith(data[: len(PREFACE)]):
+    def pause_turn(self) -> None:
+        self._transport.pause_reading()
+
+    def resume_turn(self) -> None:
+        self._resume_reading()
+
+    def _resume_reading(self) -> None:
+        if not (self._turn.waits or self._holding or self._sender.paused or self._transport.is_closing()):
+            self._transport.resume_reading()
+
+    def _read_preface(self) -> None:
+        if not PREFACE.startswith(self._buffer[: len(PREFACE)]):
             raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, "this port speaks HTTP/2")
-        if len(data) < len(PREFACE):
-            return data
-        self._awaits_preface = False
-        return data[len(PREFACE) :]
+        if len(self._buffer) >= len(PREFACE):
+            self._awaits_preface, self._buffer = False, self._buffer[len(PREFACE) :]
 
-    def _read_frames(self, data: bytes) -> None:
-        at, end = 0, len(data)
-        turn_ends = time.monotonic() + SLICE_SECONDS
+    def _read_frames(self, data: bytes, until: float) -> bool:
+        """Handle whole frames until a time. Return whether others wait."""
+        at, end, more = 0, len(data), False
         while end - at >= HEADER_BYTES:
             upper, lower, kind, flags, stream = read_header(data, at)
             size = upper << 8 | lower
@@ -263,13 +281,14 @@ class Http2Connection(asyncio.Protocol):
             at = stop
             if self._closing:
                 self._buffer = b""
-                return
-            if time.monotonic() > turn_ends:
-                self._pause_turn()
+                return False
+            if time.monotonic() > until:
+                more = True
                 break
         if at:
             self._buffer = data[at:]
             self._begin_phase()
+        return more
 
     def _begin_phase(self) -> None:
         """Start the time in which the next frames must arrive. All frames of a header block share one time."""
@@ -290,31 +309,21 @@ class Http2Connection(asyncio.Protocol):
         except StreamFault as fault:
             self._reset(stream, fault.code)
 
-    def _pause_turn(self) -> None:
-        """Let other connections run before the rest of the frames."""
-        self._continuing = True
-        self._transport.pause_reading()
-        self._loop.call_soon(self._continue_turn)
-
     def _hold(self, seconds: float) -> None:
         """Handle the first frames later."""
-        self._continuing = True
-        self._transport.pause_reading()
-        self._loop.call_later(seconds, self._end_hold)
+        if not self._holding:
+            self._holding = True
+            self._transport.pause_reading()
+            self._loop.call_later(seconds, self._end_hold)
 
     def _end_hold(self) -> None:
         """Handle the first frames as if they had just arrived: budgets and later floods count from now on."""
-        self._heard = self._loop.time()
-        self._begin_phase()
-        self._continue_turn()
-
-    def _continue_turn(self) -> None:
-        self._continuing = False
-        if self._closing:
-            return
-        self._read(self._buffer)
-        if not self._continuing and not self._sender.paused and not self._transport.is_closing():
-            self._transport.resume_reading()
+        self._holding = False
+        if not self._closing:
+            self._heard = self._loop.time()
+            self._begin_phase()
+            self._turn.take()
+            self._resume_reading()
 
     def _handle_data(self, flags: int, id: int, payload: bytes) -> None:
         size = len(payload)
@@ -619,7 +628,7 @@ class Http2Connection(asyncio.Protocol):
     @property
     def has_unread_frames(self) -> bool:
         """Whether frames wait for the connection's next turn."""
-        return self._continuing and self._held_until <= self._loop.time()
+        return self._turn.waits
 
     # The connection guard.
 

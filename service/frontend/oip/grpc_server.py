@@ -68,7 +68,7 @@ class GrpcServer:
         limits, floods = _limits(self._frontend.settings), Floods()
         self._listener = Listener(
             self._port,
-            lambda: Http2Connection(self._application, limits, self.connections, floods),
+            lambda: Http2Connection(self._application, limits, self.connections, floods, self._frontend.turns),
             self._make_room,
             lambda: len(self.connections),
             lambda: self._frontend.tls.grpc,

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import tracemalloc
 from typing import Any
 
 import pytest
 
 from service.frontend.connection_guard import ConnectionGuard, Phase
-from service.frontend.http2 import connection, floods, header_blocks
+from service.frontend.http2 import floods, header_blocks
 from service.frontend.http2.budget import Budget
 from service.frontend.http2.floods import HOLD_SECONDS, RESETS, RESETS_PER_SECOND, WINDOW_SECONDS, Floods
 from service.frontend.http2.frames import ErrorCode
+from service.frontend.reading_turns import ReadingTurns
 from service.metrics import Metrics
 from service.settings import Settings
 from tests.frontend.http2.peer import (
@@ -210,10 +212,10 @@ def test_idle_connection_stays_while_there_is_room(peer: Peer) -> None:
     assert guarded.closed_after(0) == ["too_many"]
 
 
-def test_long_burst_is_handled_in_turns(loop: ClockLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_burst_is_handled_in_turns(loop: ClockLoop) -> None:
     """Other connections run between the turns of a connection with many frames, which is not read from meanwhile."""
-    monkeypatch.setattr(connection, "SLICE_SECONDS", -1)
-    peer, other = Peer(loop), Peer(loop)
+    turns = ReadingTurns(clock=itertools.count(step=0.001).__next__)
+    peer, other = Peer(loop, turns=turns), Peer(loop, turns=turns)
 
     async def send() -> bool:
         peer.connection.data_received(b"".join(request(id) for id in range(1, 200, 2)))
