@@ -52,7 +52,7 @@ from service.frontend.http2.frames import (
     settings_frame,
     window_update,
 )
-from service.frontend.http2.header_blocks import HeaderReader, RequestFields
+from service.frontend.http2.header_blocks import TOLERANCE, HeaderReader, RequestFields
 from service.frontend.http2.sender import Sender
 from service.frontend.http2.stream import RECEIVE_WINDOW, Stream, StreamHandler
 from service.frontend.reading_turns import ReadingTurns, Turn
@@ -63,6 +63,12 @@ MAX_CONTINUATIONS = 8
 """Frames of one header block after the first: its largest size needs one or two."""
 LINGER_SECONDS = 1.0
 """How long a connection is still read after a fault: closing it at once could discard the GOAWAY frame."""
+MIN_DATA_BYTES = 5
+"""Smaller frames within a body count as control frames. Some clients send the 5 bytes before a gRPC message apart."""
+FREE_WINDOW_UPDATES, SENT_BYTES_PER_UPDATE = 10_000, 64
+"""Updates of windows that a client may send at any time, and how many sent bytes allow it one more."""
+RAPID_SECONDS = 0.005
+"""A stream that is reset sooner has cost this side more than the client. Later, its client has waited for it: its deadline has passed."""
 MIN_WINDOW_UPDATE = 64
 """Smaller updates of a window count as control frames while data waits: each may cause a frame with little data."""
 DRAIN_PING = b"draining"
@@ -157,6 +163,7 @@ class Http2Connection(asyncio.Protocol):
         self._owed = 0
         """Data since the window of the connection was opened last."""
         self._initial_send_window = DEFAULT_WINDOW
+        self._window_updates = 0
         self._turn = Turn(turns, self)
         self._holding = False
         """Whether the first frames are handled later."""
@@ -333,7 +340,7 @@ class Http2Connection(asyncio.Protocol):
             self._owed = 0
         if flags & PADDED:
             payload = _without_padding(payload)
-        if len(payload) == 0 and not flags & END_STREAM:
+        if (not payload or size < MIN_DATA_BYTES) and not flags & END_STREAM:
             self._spend_control()
         stream = self._streams.get(id)
         if stream is None:
@@ -364,7 +371,7 @@ class Http2Connection(asyncio.Protocol):
             raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, "a CONTINUATION frame continues nothing")
         block.parts.append(payload)
         block.size += len(payload)
-        if block.size > self._limits.max_header_bytes or len(block.parts) > MAX_CONTINUATIONS:
+        if block.size > TOLERANCE * self._limits.max_header_bytes or len(block.parts) > MAX_CONTINUATIONS:
             raise ConnectionFault(ErrorCode.ENHANCE_YOUR_CALM, "a header block is too large, or in too many frames")
         if flags & END_HEADERS:
             self._block = None
@@ -403,7 +410,7 @@ class Http2Connection(asyncio.Protocol):
             self._headers.skip(block)
             raise StreamFault(ErrorCode.REFUSED_STREAM)
         request = self._headers.request(block)
-        stream = Stream(id, self._sender, self._initial_send_window, self._end_stream)
+        stream = Stream(id, self._sender, self._initial_send_window, self._end_stream, self._heard)
         stream.expected_bytes = request.content_length
         self._streams[id] = stream
         handler = self._application.start(stream, request)
@@ -424,9 +431,10 @@ class Http2Connection(asyncio.Protocol):
         self._check_used(id, RST_STREAM)
         if len(payload) != 4:
             raise ConnectionFault(ErrorCode.FRAME_SIZE_ERROR, "an RST_STREAM frame does not have 4 bytes")
-        if not self._budgets.resets.spend(self._heard):
-            raise Flood("too many streams are reset")
         stream = self._streams.pop(id, None)
+        rapid = stream is None or self._heard - stream.began < RAPID_SECONDS
+        if rapid and not self._budgets.resets.spend(self._heard):
+            self._leave_flood("too many streams are reset as soon as they begin")
         if stream is not None:
             self._abandoned.append(id)
             stream.lost()
@@ -499,6 +507,9 @@ class Http2Connection(asyncio.Protocol):
         increment = WORD.unpack(payload)[0] & MAX_WINDOW
         if increment < MIN_WINDOW_UPDATE and self._sender.pending_bytes:
             self._spend_control()
+        self._window_updates += 1
+        if self._window_updates > FREE_WINDOW_UPDATES + self._sender.written_bytes // SENT_BYTES_PER_UPDATE:
+            raise Flood("the windows are updated more often than data is sent")
         if id == 0:
             self._sender.window += increment
             if increment == 0:
@@ -524,6 +535,16 @@ class Http2Connection(asyncio.Protocol):
         self._spend_control()
         if id not in self._abandoned:
             raise StreamFault(ErrorCode.STREAM_CLOSED)
+
+    def _leave_flood(self, text: str) -> None:
+        """Let no more streams begin because the client floods; the open ones may belong to other clients behind a proxy."""
+        if self._last_accepted != MAX_WINDOW:
+            raise Flood(text)
+        self._application.count_fault()
+        self._floods.record(self._sender.peer, self._heard)
+        self._draining, self._drain_pinged, self._last_accepted = True, math.inf, self._last_stream
+        self._sender.write(goaway_frame(self._last_stream, ErrorCode.ENHANCE_YOUR_CALM, text))
+        self._close_if_drained()
 
     def _spend_control(self) -> None:
         if not self._budgets.control.spend(self._heard):
