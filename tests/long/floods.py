@@ -1,6 +1,6 @@
-"""`python -m tests.long.floods KIND HTTP-PORT GRPC-PORT CONNECTIONS SECONDS`: send cheap bytes that are costly to handle on many connections.
+"""`python -m tests.long.floods KIND HTTP-PORT GRPC-PORT CONNECTIONS SECONDS`: send bytes that cost the service more than the client.
 
-No connection has a key. One that the service closes is opened again.
+No connection has a key. A connection that the service closes is opened again.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ GREETING = PREFACE + settings((4, 1 << 20)) + window(0, 1 << 30)
 POST = b"POST /infer HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 
 
-def calls(path: bytes, then: Callable[[int], bytes] = lambda id: b"") -> Iterator[bytes]:
-    """Yield calls without end. then: the frames after each."""
+def calls(path: bytes, then: Callable[[int], bytes] | None = None) -> Iterator[bytes]:
+    """Yield calls without end. then: returns the frames after a call."""
     block = header_block(*FIELDS, path=path)
     yield GREETING
     for id in count(1, 2):
-        yield frame(HEADERS, END_HEADERS, id, block) + frame(DATA, END_STREAM, id, EMPTY) + then(id)
+        yield frame(HEADERS, END_HEADERS, id, block) + frame(DATA, END_STREAM, id, EMPTY) + (then(id) if then else b"")
 
 
 def endless(first: bytes, more: bytes) -> Iterator[bytes]:

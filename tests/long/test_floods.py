@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -32,7 +31,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.mark.parametrize("connections", [50, 200])
 @pytest.mark.parametrize("kind", KINDS)
-def test_innocent_caller_beside_a_flood(server: Server, kind: str, connections: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_innocent_caller_beside_a_flood(
+    server: Server, kind: str, connections: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     ports = [address.rpartition(":")[2] for address in (server.address, server.grpc)]
     before = sum(resident_bytes(pid) for pid in processes(server).values())
     command = [sys.executable, "-m", "tests.long.floods", kind, *ports, str(connections), str(SECONDS + 2)]

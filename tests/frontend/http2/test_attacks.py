@@ -21,6 +21,8 @@ from tests.frontend.http2.peer import (
     END_STREAM,
     KINDS,
     PREFACE,
+    RESPONSE,
+    TRAILERS,
     ClockLoop,
     Peer,
     block,
@@ -52,6 +54,7 @@ ENDLESS_FRAMES: dict[str, list[bytes]] = {
     "rapid reset": RESETS_OF_STREAMS,
     "stream errors": [request(id, b"/hold") + window(id, 0) for id in STREAMS],
     "tiny windows": [settings((4, 0)), request(1, b"/large"), *[window(1, 1)] * 1500],
+    "window updates": [window(0, 1)] * 10_001,
     "CONTINUATION": [BEGUN, *[frame(CONTINUATION, 0, 1, b"")] * 8],
     "endless header block": [BEGUN, *[frame(CONTINUATION, 0, 1, bytes(10_000))] * 7],
 }
@@ -76,6 +79,26 @@ def test_usual_rates_are_no_attack(peer: Peer, seconds: list[list[bytes]]) -> No
         peer.loop.now += 1
         peer.send(*frames)
         assert not peer.closed
+
+
+def test_calls_that_are_given_up_are_no_flood(loop: ClockLoop) -> None:
+    """Behind a proxy, one connection has the calls of many clients, and their deadlines pass."""
+    peer = Peer(loop, max_streams=3000)
+    peer.send(request(1, b"/hold"), *[request(id, b"/hold") for id in STREAMS[1:]])
+    loop.now += 0.01
+    assert not peer.send(*[reset(id) for id in STREAMS[1:]]).goaways
+    later = [id + STREAMS[-1] + 1 for id in STREAMS]
+    assert peer.send(*[request(id, b"/hold") + reset(id) for id in later]).goaways == [CALM] and not peer.closed
+    answer = peer.run(peer.application.handlers[1].stream.respond, RESPONSE, b"", TRAILERS)
+    assert answer[0].kind == HEADERS and peer.closed, "the open call is answered first"
+
+
+def test_large_metadata_end_only_their_call(peer: Peer) -> None:
+    large = block((b"x-large", b"x" * 20_000))
+    frames = frame(HEADERS, END_STREAM, 3, large[:16_000]) + frame(CONTINUATION, END_HEADERS, 3, large[16_000:])
+    sent = peer.send(request(1, b"/hold"), frames, request(5))
+    assert sent.resets(3) == [CALM] and not sent.goaways
+    assert [received.path for received in peer.application.requests] == [b"/hold", b"/echo"]
 
 
 def test_budget_fills_up_to_its_burst() -> None:
