@@ -14,7 +14,7 @@ from http import HTTPStatus
 from typing import Any, NoReturn, Protocol
 
 import uvicorn
-from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
@@ -31,6 +31,7 @@ from service.frontend.connection_guard import Phase, UnreadBytes, connection_lim
 from service.frontend.http_exchange import JSON, error_body
 from service.frontend.inference import Frontend
 from service.frontend.origin import NO_ORIGIN, Header, Identity
+from service.frontend.reading_turns import Turn
 from service.frontend.request_heads import RequestHead, RequestHeads
 from service.frontend.websocket_handshake import check_handshake
 from service.metrics import CLOSED_FOR
@@ -43,8 +44,6 @@ MAX_WAITING_BYTES = 1 << 16
 """Bytes of pipelined requests that are read before the running request is answered."""
 MAX_PARSE_BYTES = 1 << 12
 """Bytes that the general path parses before it checks whether requests wait for the running request: the parser prepares every request."""
-MAX_PARSE_SECONDS = 0.002
-"""Time after which a callback leaves the rest of the bytes to a later callback: chunks of one byte take long."""
 MAX_JOINED_BYTES = 1 << 16
 """A larger reply is not copied behind its head."""
 ACCEPT_SECONDS = 0.1
@@ -145,6 +144,19 @@ class HotPath:
         return head % (status, self._header_lines, length, request_id, more_headers)
 
 
+class _Flow(FlowControl):
+    """Does not read further bytes while the connection holds enough, whoever asks for more."""
+
+    def __init__(self, transport: asyncio.Transport, turn: Turn[HttpProtocol]) -> None:
+        super().__init__(transport)
+        self._turn = turn
+
+    def resume_reading(self) -> None:
+        connection = self._turn.reader
+        if connection is None or connection.may_read:
+            super().resume_reading()
+
+
 class HttpProtocol(HttpToolsProtocol):
     """One HTTP connection. Requests run one at a time; later requests wait in the order of arrival."""
 
@@ -155,6 +167,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._hot_path = hot_path
         self._request_ids = hot_path.frontend.request_ids
         self._starts = hot_path.frontend.starts
+        self._turn = Turn(hot_path.frontend.turns, self)
         self.origin, self.request_id = NO_ORIGIN, b""
         self.trace_headers: tuple[Header, ...] = ()
         self._general = False
@@ -205,13 +218,23 @@ class HttpProtocol(HttpToolsProtocol):
     def peer(self) -> str:
         return "" if self.client is None else self.client[0]
 
+    @property
+    def may_read(self) -> bool:
+        """Whether more bytes may arrive: none wait for a turn, and few wait for the requests before them."""
+        return not self._turn.waits and self._size <= max(MAX_WAITING_BYTES, self._needed)
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.flow = _Flow(transport, self._turn)
+
     def data_received(self, data: bytes) -> None:
         """Answer hot requests, and pass the bytes of all others to the general path."""
         if self._last_request:
             return
         if self._general:
             if not self._general_path_idle():
-                self._receive_general(data)
+                self._unparsed += data
+                self._turn.take()
                 return
             self._general = False
         self._parts.append(data)
@@ -232,6 +255,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._abandon_incomplete()
         self._count_received(0)
         self._unparsed, self._late_refusal = b"", None
+        self._turn.close()
         self.pipeline.clear()
         if self._running is not None:
             _disconnect(self._running)  # uvicorn tells only the request that arrived last
@@ -270,6 +294,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         self._message_begun, self._head_complete, self._head_bytes, self._current = True, False, 0, None
+        self.phase_began = self.loop.time()
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
@@ -346,6 +371,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._last_request = True
         self.ws_protocol_class = partial(self.ws_protocol_class, hot_path=hot_path)  # type: ignore[arg-type, assignment, call-arg, misc]
         super().handle_websocket_upgrade()
+        self._turn.close()
         self.parser = self.cycle = self._running = self._current = None  # type: ignore[assignment] # as at the end of a connection
 
     def _unsupported_upgrade_warning(self) -> None:
@@ -389,22 +415,29 @@ class HttpProtocol(HttpToolsProtocol):
     def _general_path_idle(self) -> bool:
         """Return whether the general path has answered all that it read, so that the next byte begins a request."""
         waiting = self._message_begun or self.pipeline or self._unparsed
-        return not waiting and self.cycle is not None and self.cycle.response_complete
+        return not waiting and (self.cycle is None or self.cycle.response_complete)
 
-    def _receive_general(self, data: bytes) -> None:
-        """Pass bytes to the general path, until a request waits for the running one or a later callback must continue."""
-        if not self._message_begun:
-            self.phase_began = self.loop.time()
-        data, parsed = self._unparsed + data, 0
-        end = time.monotonic() + MAX_PARSE_SECONDS
+    def read_turn(self, until: float) -> bool:
+        """Pass bytes to the general path, as `Reader` says, until a request waits for the running one."""
+        data, parsed, self._unparsed = self._unparsed, 0, b""
         while parsed < len(data) and not (self.pipeline or self._last_request):
-            if time.monotonic() > end:
-                self.flow.pause_reading()
-                self.loop.call_soon(self._continue_general)
+            if parsed and time.monotonic() > until:
                 break
             self._parse_general(data[parsed : parsed + MAX_PARSE_BYTES])
             parsed += MAX_PARSE_BYTES
         self._unparsed = data[parsed:]
+        return bool(self._unparsed) and not (self.pipeline or self._last_request)
+
+    def pause_turn(self) -> None:
+        self.flow.pause_reading()
+
+    def resume_turn(self) -> None:
+        if self._last_request or not (self.pipeline or self._holds_large_body() or self.transport.is_closing()):
+            self.flow.resume_reading()
+
+    def _holds_large_body(self) -> bool:
+        """Return whether the application has not read enough of a body: uvicorn reads on when it has."""
+        return self.cycle is not None and len(self.cycle.body) > HIGH_WATER_LIMIT
 
     def _parse_general(self, data: bytes) -> None:
         self._count_received(self.received_bytes + len(data))
@@ -417,9 +450,9 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _continue_general(self) -> None:
         """Continue with the bytes that the general path left."""
-        if self._unparsed and not (self.pipeline or self.transport.is_closing()):
+        if self._unparsed and not (self._turn.waits or self.pipeline or self.transport.is_closing()):
             data, self._unparsed = self._unparsed, b""
-            if self.cycle is None or len(self.cycle.body) <= HIGH_WATER_LIMIT:
+            if not self._holds_large_body():
                 self.flow.resume_reading()
             self.data_received(data)
 
@@ -444,6 +477,7 @@ class HttpProtocol(HttpToolsProtocol):
             if self._needed == 0:
                 self.phase_began = self.loop.time()
             self._keep(data, needed, endpoint)
+            self.flow.resume_reading()
             return
         arrived = time.monotonic() if waited_since is None else waited_since
         if waited_since is None and self._starts.must_wait(arrived):
@@ -492,7 +526,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._general = True
         self._parts, self._size, self._needed, self._incomplete = [], 0, 0, None
         self._count_received(0)
-        self._receive_general(data)
+        self._unparsed = data
+        self._turn.take()
 
     def _reply(self, status: bytes, content: bytes, headers: bytes) -> None:
         self._call, now = None, self.loop.time()
@@ -511,9 +546,10 @@ class HttpProtocol(HttpToolsProtocol):
         self.phase_began = now
         if self._last_reply:
             self.transport.close()
-        elif self._parts:
+        else:
             self.flow.resume_reading()
-            self.loop.call_soon(self._start_waiting)
+            if self._parts:
+                self.loop.call_soon(self._start_waiting)
 
     def _start_waiting(self) -> None:
         """Start a request that arrived while the previous request ran."""

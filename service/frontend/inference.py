@@ -37,6 +37,7 @@ from service.frontend.observation import EndedRequest, Observation, Observer, st
 from service.frontend.open_streams import OpenStreams
 from service.frontend.origin import Identity, RequestIds
 from service.frontend.quotas import QuotaLedger
+from service.frontend.reading_turns import ReadingTurns
 from service.frontend.retry_budget import RetryBudget
 from service.frontend.start_queue import StartQueue
 from service.frontend.tls import TlsContexts
@@ -94,6 +95,7 @@ class Frontend:
     quotas: QuotaLedger = field(init=False)
     retries: RetryBudget = field(init=False)
     starts: StartQueue = field(init=False)
+    turns: ReadingTurns = field(init=False)
     streams: OpenStreams = field(init=False)
     refused_keys: RefusedKeys = field(init=False)
     state_keys: StateKeys = field(init=False)
@@ -110,6 +112,7 @@ class Frontend:
         self.quotas = QuotaLedger(self.quota_counts, self.metrics)
         self.retries = RetryBudget(self.metrics)
         self.starts = StartQueue(self.settings.default_deadline_ms)
+        self.turns = ReadingTurns()
         self.streams = OpenStreams(self.access)
         self.refused_keys = RefusedKeys()
         self.state_keys = StateKeys(self.settings)

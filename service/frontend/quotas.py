@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 from service.access.caller import Caller, Quotas
@@ -32,6 +33,16 @@ class QuotaLedger:
         self._check(caller, use, sequences, size, now)
         use.begin(sequences, size, now)
         return partial(use.end, sequences)
+
+    @contextmanager
+    def hold(self, caller: Caller, sequences: int, size: int) -> Iterator[None]:
+        """Count a request that no engine answers, with a body of `size` bytes, within this context. Raises QuotaExceeded."""
+        end = self.begin(caller, sequences, size) if any(caller.quotas) else None
+        try:
+            yield
+        finally:
+            if end is not None:
+                end()
 
     def _check(self, caller: Caller, use: KeyUse, sequences: int, size: int, now: float) -> None:
         quotas, used = caller.quotas, use.total(now)

@@ -95,6 +95,11 @@ class StartQueue:
         """When this tick starts no further request."""
         self._refusing = False
 
+    @property
+    def waiting(self) -> int:
+        """How many requests and sockets wait for their turn."""
+        return len(self._waiting)
+
     def must_wait(self, now: float) -> bool:
         """Return whether a request that is complete now must wait. The caller otherwise starts it at once."""
         if not self._ticking:

@@ -5,9 +5,9 @@ implementation and of websockets' parser, and use their undocumented attributes;
 a new protocol: it would repeat uvicorn's handshake and keepalive, and the parser.
 
 Messages bypass ASGI: a MessageReceiver takes them in callbacks. Frames are parsed one at a time, for at most SLICE_SECONDS in one
-callback, and a message that consists of one frame without websockets' parser. Reading stops while the client does not read its replies,
-and soon after the receiver takes no message: a few bytes are read ahead, because a socket that is not read does not show that its client
-has gone.
+callback, less while requests wait, and a message that consists of one frame without websockets' parser. Reading stops while the client
+does not read its replies, and soon after the receiver takes no message: a few bytes are read ahead, because a socket that is not read
+does not show that its client has gone.
 """
 
 from __future__ import annotations
@@ -322,8 +322,8 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         self.frames, self._message_bytes = [], 0
 
     def _parse_frames(self) -> None:
-        """Handle the frames that have arrived, up to a complete message. After SLICE_SECONDS another callback continues."""
-        end = time.monotonic() + SLICE_SECONDS
+        """Handle the frames that have arrived, up to a complete message. After its share of time another callback continues."""
+        end = time.monotonic() + SLICE_SECONDS / (1 + self._starts.waiting)
         while self._may_parse():
             if not self._parse_frame():
                 break

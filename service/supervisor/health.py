@@ -37,7 +37,7 @@ from service.metrics import Snapshot
 from service.settings import Settings
 
 MAX_CONNECTIONS = 64
-"""Open connections. Further connections are closed at once."""
+"""Open connections. For a further connection, the oldest is closed: a probe is answered long before it is the oldest."""
 REQUEST_SECONDS = 5.0
 """How long a connection may take until it has its answer."""
 COLLECT_SECONDS = 0.1
@@ -79,7 +79,8 @@ class HealthPort:
         # Keys would cross the network in plain text, and client certificates would not be required.
         self._has_metrics = not settings.tls_cert
         self._server: asyncio.Server | None = None
-        self._open = 0
+        self._open: dict[asyncio.StreamWriter, None] = {}
+        """The open connections, the oldest first."""
 
     async def open(self) -> None:
         """Start to accept connections."""
@@ -92,17 +93,18 @@ class HealthPort:
         self._listening.close()
 
     async def _handle_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self._open >= MAX_CONNECTIONS:
-            writer.transport.abort()
-            return
-        self._open += 1
+        if len(self._open) >= MAX_CONNECTIONS:
+            oldest = next(iter(self._open))
+            del self._open[oldest]
+            oldest.transport.abort()
+        self._open[writer] = None
         try:
             # Cancelled when the service ends: asyncio would report the cancellation of a connection as an error.
             with suppress(OSError, TimeoutError, asyncio.CancelledError):
                 async with asyncio.timeout(REQUEST_SECONDS):
                     await self._handle_request(reader, writer)
         finally:
-            self._open -= 1
+            self._open.pop(writer, None)
             writer.transport.abort()
 
     async def _handle_request(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

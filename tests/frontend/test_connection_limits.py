@@ -162,11 +162,11 @@ def test_unfinished_requests_get_408(limited: InProcess) -> None:
 
 
 def test_silent_connections_are_closed_and_make_room(limited: InProcess) -> None:
-    assert reply_to(limited, b"") == b""
+    assert reply_to(limited, b"") == reply_to(limited, b"\r\n") == b""
     assert closed(limited, "idle") > 0
     with ExitStack() as silent:
         for _ in range(100):
-            silent.enter_context(connection(limited))
+            silent.enter_context(connection(limited)).sendall(b"\r\n")
         assert limited.infer("words", ["how far"]).status_code == 200
         eventually(lambda: closed(limited, "too_many") > 0)
 

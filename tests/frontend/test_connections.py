@@ -7,7 +7,7 @@ import socket
 import struct
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import Mock
@@ -21,7 +21,7 @@ from service.frontend.connection_guard import UnreadBytes
 from service.frontend.delivery import Delivery, delivery
 from service.frontend.http2 import connection
 from service.frontend.http2.connection import Http2Connection
-from service.frontend.http_protocol import HttpProtocol
+from service.frontend.http_protocol import MAX_WAITING_BYTES, HttpProtocol
 from service.frontend.start_queue import StartQueue
 from service.frontend.websocket_protocol import WebSocketProtocol
 from service.metrics import CUT_OFF, GONE
@@ -236,6 +236,20 @@ def test_waiting_requests_count_as_one_and_keep_their_connection_open(
         eventually(lambda: bodies.held_bytes == len(HOT))
         assert protocols[0]().timeout_keep_alive_task is None
     eventually(lambda: bodies.held_bytes == 0)
+
+
+def test_pipelined_requests_wait_in_the_kernel(service: InProcess, starts: Starts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reply lets no more requests in while many wait. One read of the socket has at most 256 KiB."""
+    protocols, data, sent = watched((HttpProtocol,), monkeypatch), HOT * 30_000, 0
+    with connected(service) as client:
+        client.setblocking(False)
+        for _ in range(10):
+            with suppress(BlockingIOError):
+                while True:
+                    sent += client.send(data[sent:])
+            starts.await_one()
+            starts.release()
+        assert protocols[0]()._size <= MAX_WAITING_BYTES + (1 << 18)
 
 
 def test_slow_websocket_client_gains_no_time_from_a_busy_frontend(

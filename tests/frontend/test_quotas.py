@@ -126,6 +126,11 @@ def test_quotas_and_counts_hold_over_every_protocol(guarded: Guarded) -> None:
         assert (many.status_code, many.json()["code"], large.status_code) == (429, "quota_exceeded", 429)
         assert "max_sequences_in_flight of the key single is 1" in many.json()["error"]
     assert guarded.local.metric("seqserve_requests_total", model="sensors", outcome="quota_exceeded") == refused + 4
+    body = {"model": "words", "inputs": ["a b", "c d"]}
+    tokens = [
+        guarded.local.client.post("/tokens", json=body, headers=bearer(guarded.tenants[key])) for key in ("single", "support")
+    ]
+    assert [reply.status_code for reply in tokens] == [429, 200]
     with pytest.raises(grpc.RpcError, match="max_sequences_in_flight of the key single is 1") as raised:
         call(guarded, "single")
     assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED

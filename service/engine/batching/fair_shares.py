@@ -16,6 +16,8 @@ from service.engine.batching.model_queue import ModelQueue, S
 from service.engine.batching.request_order import BlockRequest
 from service.ipc.messages import Share
 
+TENANT_SHARE = 0.875
+"""Of the places that the other tenants leave, in the queue and among the sessions, a tenant that has places takes at most this share."""
 MEMORY = 1000
 """Tenants compete until this many batches in a row were of one tenant."""
 

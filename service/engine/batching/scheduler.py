@@ -42,7 +42,7 @@ from service.engine.batching.batch_builder import (
     take_first,
 )
 from service.engine.batching.due import STRETCH, allowance
-from service.engine.batching.fair_shares import FairShares
+from service.engine.batching.fair_shares import TENANT_SHARE, FairShares
 from service.engine.batching.memory_limits import MemoryLimits
 from service.engine.batching.model_queue import ModelQueue, Rejection, S, WorkByDue
 from service.engine.batching.request_block import SEQUENCES, STEPS, RequestBlock
@@ -54,8 +54,6 @@ NEWEST = 0.05
 """Weight of the newest batch in the running mean of the steps per batch."""
 CAUTION = 1.5
 """A request is admitted if this multiple of its expected time fits before its deadline: no prediction knows the pauses of a host."""
-TENANT_SHARE = 0.875
-"""Of the places in the queue that the other tenants leave, a tenant with waiting sequences takes at most this share."""
 
 FloatOrArray = TypeVar("FloatOrArray", float, NDArray[Any])
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from hashlib import blake2b
 from typing import NamedTuple
 
+from service.engine.batching.fair_shares import TENANT_SHARE
 from service.engine.batching.ticket import Session, StateLocation
 from service.errors import (
     ServiceError,
@@ -103,15 +104,23 @@ class SessionTable:
         return session
 
     def open(self, id: str, key: ModelKey, tenant_limit: int = 0) -> Session:
-        """Open a session; raises TooManySessions at the limit. tenant_limit: of the open sessions of its tenant, 0 for none."""
-        tenant = session_tenant(id)
-        if 0 < tenant_limit <= self._of_tenant[tenant]:
+        """Open a session; raises TooManySessions at the limit. tenant_limit: of the open sessions of its tenant, 0 for its share."""
+        tenant, free = session_tenant(id), self._limit - len(self._open)
+        held = self._of_tenant[tenant]
+        if tenant and held and not tenant_limit and held >= TENANT_SHARE * (free + held):
             raise TooManySessions(
-                f"{self._of_tenant[tenant]} sessions of {tenant} are open and its key allows {tenant_limit}: end one, or retry later",
+                f"{held} sessions of {tenant} are open and the {free} others are for other tenants: "
+                "end one, retry later, or set max_sessions of its key",
                 field="session",
                 retry_after=1,
             )
-        if len(self._open) >= self._limit:
+        if 0 < tenant_limit <= held:
+            raise TooManySessions(
+                f"{held} sessions of {tenant} are open and its key allows {tenant_limit}: end one, or retry later",
+                field="session",
+                retry_after=1,
+            )
+        if free <= 0:
             raise TooManySessions(
                 f"{len(self._open)} sessions are open and SEQSERVE_MAX_SESSIONS is {self._limit}: "
                 "end one, retry later, or raise SEQSERVE_MAX_SESSIONS",

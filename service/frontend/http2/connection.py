@@ -52,18 +52,23 @@ from service.frontend.http2.frames import (
     settings_frame,
     window_update,
 )
-from service.frontend.http2.header_blocks import HeaderReader, RequestFields
+from service.frontend.http2.header_blocks import TOLERANCE, HeaderReader, RequestFields
 from service.frontend.http2.sender import Sender
 from service.frontend.http2.stream import RECEIVE_WINDOW, Stream, StreamHandler
+from service.frontend.reading_turns import ReadingTurns, Turn
 
 CONNECTION_WINDOW = 1 << 22
 """How much data of all streams may be on its way. The windows of the streams limit how much is kept."""
 MAX_CONTINUATIONS = 8
 """Frames of one header block after the first: its largest size needs one or two."""
-SLICE_SECONDS = 0.004
-"""How long the frames of one connection are handled before other connections get their turn."""
 LINGER_SECONDS = 1.0
 """How long a connection is still read after a fault: closing it at once could discard the GOAWAY frame."""
+MIN_DATA_BYTES = 5
+"""Smaller frames within a body count as control frames. Some clients send the 5 bytes before a gRPC message apart."""
+FREE_WINDOW_UPDATES, SENT_BYTES_PER_UPDATE = 10_000, 64
+"""Updates of windows that a client may send at any time, and how many sent bytes allow it one more."""
+RAPID_SECONDS = 0.005
+"""A stream that is reset sooner has cost this side more than the client. Later, its client has waited for it: its deadline has passed."""
 MIN_WINDOW_UPDATE = 64
 """Smaller updates of a window count as control frames while data waits: each may cause a frame with little data."""
 DRAIN_PING = b"draining"
@@ -128,8 +133,15 @@ class _Budgets:
 class Http2Connection(asyncio.Protocol):
     """A connection of a client."""
 
-    def __init__(self, application: Application, limits: Limits, connections: set[Http2Connection], floods: Floods) -> None:
-        """connections: all open connections; this connection adds and removes itself. floods: of all connections."""
+    def __init__(
+        self,
+        application: Application,
+        limits: Limits,
+        connections: set[Http2Connection],
+        floods: Floods,
+        turns: ReadingTurns,
+    ) -> None:
+        """connections: all open connections; this connection adds and removes itself. floods, turns: of all connections."""
         self._application = application
         self._limits = limits
         self._connections = connections
@@ -151,7 +163,10 @@ class Http2Connection(asyncio.Protocol):
         self._owed = 0
         """Data since the window of the connection was opened last."""
         self._initial_send_window = DEFAULT_WINDOW
-        self._continuing = False
+        self._window_updates = 0
+        self._turn = Turn(turns, self)
+        self._holding = False
+        """Whether the first frames are handled later."""
         self._closing = False
         self._closing_later: asyncio.TimerHandle | None = None
         """Closes the connection a little after GOAWAY."""
@@ -189,6 +204,7 @@ class Http2Connection(asyncio.Protocol):
             self._closing_later.cancel()  # it would keep this object until it closes the connection
         self._lose_streams()
         self._sender.close()
+        self._turn.close()
 
     def pause_writing(self) -> None:
         """Stop reading too: a client that reads no replies gets no further replies."""
@@ -198,8 +214,7 @@ class Http2Connection(asyncio.Protocol):
     def resume_writing(self) -> None:
         self._sender.paused = False
         self._sender.pump()
-        if not self._continuing and not self._sender.paused and not self._transport.is_closing():
-            self._transport.resume_reading()
+        self._resume_reading()
 
     def data_received(self, data: bytes) -> None:
         if self._closing:
@@ -209,13 +224,11 @@ class Http2Connection(asyncio.Protocol):
             data = self._buffer + data
         else:
             self._begin_phase()
-        if self._continuing:
-            self._buffer = data
-        elif self._held_until > self._heard:
-            self._buffer = data
+        self._buffer = data
+        if self._held_until > self._heard:
             self._hold(self._held_until - self._heard)
         else:
-            self._read(data)
+            self._turn.take()
 
     def eof_received(self) -> bool:
         """Close the connection: a client that sends nothing more cannot read replies either, as flow control needs both directions."""
@@ -223,13 +236,16 @@ class Http2Connection(asyncio.Protocol):
 
     # Frames.
 
-    def _read(self, data: bytes) -> None:
+    def read_turn(self, until: float) -> bool:
+        """Handle the frames that have arrived, as `Reader` says."""
+        if self._closing:
+            return False
+        more = False
         try:
             if self._awaits_preface:
-                data = self._read_preface(data)
-            self._buffer = data
+                self._read_preface()
             if not self._awaits_preface:
-                self._read_frames(data)
+                more = self._read_frames(self._buffer, until)
         except ConnectionFault as fault:
             self._application.count_fault()
             if isinstance(fault, Flood):
@@ -239,18 +255,27 @@ class Http2Connection(asyncio.Protocol):
             self._application.report(error)
             self._fail(ConnectionFault(ErrorCode.INTERNAL_ERROR, "the service failed on this connection: see its log"))
         self._sender.flush()
+        return more and not self._closing
 
-    def _read_preface(self, data: bytes) -> bytes:
-        if not PREFACE.startswith(data[: len(PREFACE)]):
+    def pause_turn(self) -> None:
+        self._transport.pause_reading()
+
+    def resume_turn(self) -> None:
+        self._resume_reading()
+
+    def _resume_reading(self) -> None:
+        if not (self._turn.waits or self._holding or self._sender.paused or self._transport.is_closing()):
+            self._transport.resume_reading()
+
+    def _read_preface(self) -> None:
+        if not PREFACE.startswith(self._buffer[: len(PREFACE)]):
             raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, "this port speaks HTTP/2")
-        if len(data) < len(PREFACE):
-            return data
-        self._awaits_preface = False
-        return data[len(PREFACE) :]
+        if len(self._buffer) >= len(PREFACE):
+            self._awaits_preface, self._buffer = False, self._buffer[len(PREFACE) :]
 
-    def _read_frames(self, data: bytes) -> None:
-        at, end = 0, len(data)
-        turn_ends = time.monotonic() + SLICE_SECONDS
+    def _read_frames(self, data: bytes, until: float) -> bool:
+        """Handle whole frames until a time. Return whether others wait."""
+        at, end, more = 0, len(data), False
         while end - at >= HEADER_BYTES:
             upper, lower, kind, flags, stream = read_header(data, at)
             size = upper << 8 | lower
@@ -263,13 +288,14 @@ class Http2Connection(asyncio.Protocol):
             at = stop
             if self._closing:
                 self._buffer = b""
-                return
-            if time.monotonic() > turn_ends:
-                self._pause_turn()
+                return False
+            if time.monotonic() > until:
+                more = True
                 break
         if at:
             self._buffer = data[at:]
             self._begin_phase()
+        return more
 
     def _begin_phase(self) -> None:
         """Start the time in which the next frames must arrive. All frames of a header block share one time."""
@@ -290,31 +316,21 @@ class Http2Connection(asyncio.Protocol):
         except StreamFault as fault:
             self._reset(stream, fault.code)
 
-    def _pause_turn(self) -> None:
-        """Let other connections run before the rest of the frames."""
-        self._continuing = True
-        self._transport.pause_reading()
-        self._loop.call_soon(self._continue_turn)
-
     def _hold(self, seconds: float) -> None:
         """Handle the first frames later."""
-        self._continuing = True
-        self._transport.pause_reading()
-        self._loop.call_later(seconds, self._end_hold)
+        if not self._holding:
+            self._holding = True
+            self._transport.pause_reading()
+            self._loop.call_later(seconds, self._end_hold)
 
     def _end_hold(self) -> None:
         """Handle the first frames as if they had just arrived: budgets and later floods count from now on."""
-        self._heard = self._loop.time()
-        self._begin_phase()
-        self._continue_turn()
-
-    def _continue_turn(self) -> None:
-        self._continuing = False
-        if self._closing:
-            return
-        self._read(self._buffer)
-        if not self._continuing and not self._sender.paused and not self._transport.is_closing():
-            self._transport.resume_reading()
+        self._holding = False
+        if not self._closing:
+            self._heard = self._loop.time()
+            self._begin_phase()
+            self._turn.take()
+            self._resume_reading()
 
     def _handle_data(self, flags: int, id: int, payload: bytes) -> None:
         size = len(payload)
@@ -324,7 +340,7 @@ class Http2Connection(asyncio.Protocol):
             self._owed = 0
         if flags & PADDED:
             payload = _without_padding(payload)
-        if len(payload) == 0 and not flags & END_STREAM:
+        if (not payload or size < MIN_DATA_BYTES) and not flags & END_STREAM:
             self._spend_control()
         stream = self._streams.get(id)
         if stream is None:
@@ -355,7 +371,7 @@ class Http2Connection(asyncio.Protocol):
             raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, "a CONTINUATION frame continues nothing")
         block.parts.append(payload)
         block.size += len(payload)
-        if block.size > self._limits.max_header_bytes or len(block.parts) > MAX_CONTINUATIONS:
+        if block.size > TOLERANCE * self._limits.max_header_bytes or len(block.parts) > MAX_CONTINUATIONS:
             raise ConnectionFault(ErrorCode.ENHANCE_YOUR_CALM, "a header block is too large, or in too many frames")
         if flags & END_HEADERS:
             self._block = None
@@ -394,7 +410,7 @@ class Http2Connection(asyncio.Protocol):
             self._headers.skip(block)
             raise StreamFault(ErrorCode.REFUSED_STREAM)
         request = self._headers.request(block)
-        stream = Stream(id, self._sender, self._initial_send_window, self._end_stream)
+        stream = Stream(id, self._sender, self._initial_send_window, self._end_stream, self._heard)
         stream.expected_bytes = request.content_length
         self._streams[id] = stream
         handler = self._application.start(stream, request)
@@ -415,9 +431,10 @@ class Http2Connection(asyncio.Protocol):
         self._check_used(id, RST_STREAM)
         if len(payload) != 4:
             raise ConnectionFault(ErrorCode.FRAME_SIZE_ERROR, "an RST_STREAM frame does not have 4 bytes")
-        if not self._budgets.resets.spend(self._heard):
-            raise Flood("too many streams are reset")
         stream = self._streams.pop(id, None)
+        rapid = stream is None or self._heard - stream.began < RAPID_SECONDS
+        if rapid and not self._budgets.resets.spend(self._heard):
+            self._leave_flood("too many streams are reset as soon as they begin")
         if stream is not None:
             self._abandoned.append(id)
             stream.lost()
@@ -490,6 +507,9 @@ class Http2Connection(asyncio.Protocol):
         increment = WORD.unpack(payload)[0] & MAX_WINDOW
         if increment < MIN_WINDOW_UPDATE and self._sender.pending_bytes:
             self._spend_control()
+        self._window_updates += 1
+        if self._window_updates > FREE_WINDOW_UPDATES + self._sender.written_bytes // SENT_BYTES_PER_UPDATE:
+            raise Flood("the windows are updated more often than data is sent")
         if id == 0:
             self._sender.window += increment
             if increment == 0:
@@ -515,6 +535,16 @@ class Http2Connection(asyncio.Protocol):
         self._spend_control()
         if id not in self._abandoned:
             raise StreamFault(ErrorCode.STREAM_CLOSED)
+
+    def _leave_flood(self, text: str) -> None:
+        """Let no more streams begin because the client floods; the open ones may belong to other clients behind a proxy."""
+        if self._last_accepted != MAX_WINDOW:
+            raise Flood(text)
+        self._application.count_fault()
+        self._floods.record(self._sender.peer, self._heard)
+        self._draining, self._drain_pinged, self._last_accepted = True, math.inf, self._last_stream
+        self._sender.write(goaway_frame(self._last_stream, ErrorCode.ENHANCE_YOUR_CALM, text))
+        self._close_if_drained()
 
     def _spend_control(self) -> None:
         if not self._budgets.control.spend(self._heard):
@@ -619,7 +649,7 @@ class Http2Connection(asyncio.Protocol):
     @property
     def has_unread_frames(self) -> bool:
         """Whether frames wait for the connection's next turn."""
-        return self._continuing and self._held_until <= self._loop.time()
+        return self._turn.waits
 
     # The connection guard.
 

@@ -19,6 +19,10 @@ Fields = list[tuple[bytes, bytes]]
 
 MAX_REMEMBERED, MAX_REMEMBERED_BYTES = 64, 512
 """Blocks that a connection remembers, and the size of the largest one: one client must not fill the memory."""
+TOLERANCE = 4
+"""How many times the largest header list and block a connection decodes, to refuse one request rather than the connection."""
+FIELD_BYTES = 32
+"""What a field counts beside its name and its value: RFC 9113, section 10.5.1."""
 MAX_SIZE_UPDATES = 2
 """Changes of the table's size in one block: RFC 7541 needs no more, and each costs more to handle than to send."""
 PSEUDO_FIELDS = (b":method", b":scheme", b":path", b":authority")
@@ -73,7 +77,11 @@ class HeaderReader:
     """Decodes the header blocks of one connection."""
 
     def __init__(self, max_list_bytes: int) -> None:
-        self._decoder = Decoder(max_list_bytes)
+        """max_list_bytes: of one header list, as RFC 9113 counts it. A request with a larger list is refused; the connection ends
+        only if the list is TOLERANCE times as large.
+        """
+        self._max_list_bytes = max_list_bytes
+        self._decoder = Decoder(TOLERANCE * max_list_bytes)
         self._remembered: dict[bytes, RequestFields] = {}
 
     def request(self, block: bytes) -> RequestFields:
@@ -85,6 +93,7 @@ class HeaderReader:
         fields, changed = self._decode(block)
         if changed:
             self._remembered.clear()
+        self._check_size(fields)
         request = RequestFields(fields)
         if not changed and len(block) <= MAX_REMEMBERED_BYTES:
             if len(self._remembered) >= MAX_REMEMBERED:
@@ -97,12 +106,17 @@ class HeaderReader:
         fields, changed = self._decode(block)
         if changed:
             self._remembered.clear()
+        self._check_size(fields)
         check_fields(fields)
 
     def skip(self, block: bytes) -> None:
         """Decode a block that is ignored: later blocks may refer to its fields."""
         if self._decode(block)[1]:
             self._remembered.clear()
+
+    def _check_size(self, fields: Fields) -> None:
+        if sum(len(name) + len(value) + FIELD_BYTES for name, value in fields) > self._max_list_bytes:
+            raise StreamFault(ErrorCode.ENHANCE_YOUR_CALM)
 
     def _decode(self, block: bytes) -> tuple[Fields, bool]:
         """Return the fields of a block, and whether it changed the dynamic table."""

@@ -44,6 +44,7 @@ class Stream:
         "_owed",
         "_received",
         "_sender",
+        "began",
         "client_ended",
         "expected_bytes",
         "handler",
@@ -56,8 +57,12 @@ class Stream:
         "trailers",
     )
 
-    def __init__(self, id: int, sender: Sender, send_window: int, end: Callable[[Stream, bool], None]) -> None:
+    def __init__(
+        self, id: int, sender: Sender, send_window: int, end: Callable[[Stream, bool], None], began: float = 0.0
+    ) -> None:
         self.id = id
+        self.began = began
+        """When its request arrived."""
         self._sender = sender
         self._end = end
         self.handler: StreamHandler | None = None

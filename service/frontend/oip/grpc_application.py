@@ -50,8 +50,14 @@ from service.settings import OFF
 
 INFER_PATH = f"/{SERVICE}/ModelInfer"
 STREAM_PATH = f"/{SERVICE}/ModelStreamInfer"
+MAX_PUBLIC_STREAMS = 1000
+"""Open streams of methods that need no key, such as Watch, of all clients of a frontend. They may stay open for ever."""
 CONTENT_TYPE = b"application/grpc"
 _SESSION_FIELD = SESSION_HEADER.encode()
+_TOO_MANY = Status(
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+    f"{MAX_PUBLIC_STREAMS} streams without a key are open: close some, or ask with single calls",
+)
 
 
 class _Route(NamedTuple):
@@ -97,6 +103,7 @@ class GrpcApplication:
         self._incomplete: set[_UnaryRequest] = set()
         self._hot_calls: set[InferCall] = set()
         self._calls: dict[asyncio.Task[None], GrpcCall] = {}
+        self._public_streams = 0
 
     @property
     def unanswered(self) -> bool:
@@ -239,20 +246,31 @@ class GrpcApplication:
 
     def start_call(
         self, stream: Stream, request: RequestFields, route: _Route, deadline: float, reader: MessageReader
-    ) -> GrpcCall:
-        """Start a call on the general path. reader: may hold its request."""
+    ) -> GrpcCall | None:
+        """Start a call on the general path, or refuse it and return None. reader: may hold its request."""
         assert route.fields is not None and route.method is not None
+        streams = route.method.request_streaming or route.method.response_streaming
+        if is_public := route.scope is Scope.PUBLIC and streams:
+            if self._public_streams >= MAX_PUBLIC_STREAMS:
+                reader.close()
+                stream.send_headers(trailers_only(_TOO_MANY) + self.request_id_field(route.origin), last=True)
+                return None
+            self._public_streams += 1
         work = Work(route.fields, route.method, route.scope, route.caller, route.session)
         identity = RequestIdentity(route.origin, self._frontend.request_ids)
         call = GrpcCall(stream, request, work, deadline, reader, self._max_message_bytes, identity)
         task = call.start(self._frontend, self._shutdown)
         self._calls[task] = call
-        task.add_done_callback(self._calls.pop)
+        task.add_done_callback(partial(self._end_call, is_public=is_public))
         if route.method.request_streaming:
             self._frontend.streams.add(call)
             task.add_done_callback(lambda _: self._frontend.streams.discard(call))
         stream.handler = call
         return call
+
+    def _end_call(self, task: asyncio.Task[None], *, is_public: bool) -> None:
+        del self._calls[task]
+        self._public_streams -= is_public
 
 
 class _UnaryRequest:

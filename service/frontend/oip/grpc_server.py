@@ -26,8 +26,6 @@ from service.frontend.oip.protobuf import POOL, SERVICE, parse_message
 from service.settings import Settings
 
 HEALTH = "grpc.health.v1.Health"
-HEALTH_POLL_SECONDS = 0.25
-"""How often a client's Watch checks for a change of the status."""
 MAX_STREAMS = 1024
 """Concurrent calls of one connection; further calls wait in the client."""
 MAX_HEADER_BYTES = 16 << 10
@@ -56,6 +54,7 @@ class GrpcServer:
         self._port = port
         self._make_room = make_room
         self._shutdown = GrpcShutdown()
+        self._was_ready, self._status_changed = frontend.ready, asyncio.Event()
         self._left = False
         """Whether the connections that were open at SIGTERM were asked to end."""
 
@@ -68,7 +67,7 @@ class GrpcServer:
         limits, floods = _limits(self._frontend.settings), Floods()
         self._listener = Listener(
             self._port,
-            lambda: Http2Connection(self._application, limits, self.connections, floods),
+            lambda: Http2Connection(self._application, limits, self.connections, floods, self._frontend.turns),
             self._make_room,
             lambda: len(self.connections),
             lambda: self._frontend.tls.grpc,
@@ -76,8 +75,15 @@ class GrpcServer:
         self._listener.open()
 
     def publish(self) -> None:
-        """Let the other frontends know how many connections this frontend has."""
+        """Let the other frontends know how many connections this frontend has, and the watching clients whether it is ready now."""
         self._listener.publish()
+        self._publish_status()
+
+    def _publish_status(self) -> None:
+        if self._frontend.ready != self._was_ready:
+            self._was_ready = self._frontend.ready
+            self._status_changed.set()
+            self._status_changed = asyncio.Event()
 
     def leave(self) -> None:
         """Tell the clients on open connections to go elsewhere; calls on new connections are still accepted. Later calls do nothing."""
@@ -99,6 +105,7 @@ class GrpcServer:
     async def close(self) -> None:
         """Stop accepting calls, and give open inference calls `drain_seconds` to finish."""
         self._shutdown.begun.set()
+        self._publish_status()
         self._listener.close()
         for connection in list(self.connections):
             connection.drain()
@@ -146,12 +153,10 @@ class GrpcServer:
         return self._status(request.service)
 
     async def _handle_watch(self, request: Any, context: GrpcContext) -> AsyncIterator[Any]:
-        last = None
         while True:
-            if (status := self._status(request.service)) != last:
-                yield status
-            last = status
-            await asyncio.sleep(HEALTH_POLL_SECONDS)
+            changed = self._status_changed
+            yield self._status(request.service)
+            await changed.wait()
 
     def _status(self, service: str) -> Any:
         status = "SERVING" if self._frontend.ready else "NOT_SERVING"

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictStr
 
 from service.errors import InvalidInput, TooLarge
 from service.frontend.head_outputs import input_field
-from service.frontend.http_exchange import MANAGEMENT_LIMIT, read_json, respond_json
+from service.frontend.http_exchange import MANAGEMENT_LIMIT, caller_of, read_json, respond_json
 from service.frontend.inference import Frontend
 from service.frontend.rest.schemas import ERRORS, JsonBody, describe_body
 from service.modeling.tokenizer import Tokenizer
@@ -59,7 +59,8 @@ def add_routes(router: APIRouter, frontend: Frontend) -> None:
     @router.post("/tokens", response_model=TokensReply, responses=ERRORS, openapi_extra=describe_body(TokensBody, _EXAMPLE))
     async def tokens(request: Request) -> Response:
         """Split texts into the tokens that a model sees, each a step of its sequence, or name the tokens of ids."""
-        body = TokensBody.parse(await read_json(request, frontend, MANAGEMENT_LIMIT))
+        data = await read_json(request, frontend, MANAGEMENT_LIMIT)
+        body = TokensBody.parse(data)
         model = frontend.catalog.find(body.model, body.version)
         if model.tokenizer is None:
             raise InvalidInput(f"{model.spec.name} has no tokenizer: name a model over text", field="model")
@@ -68,8 +69,9 @@ def add_routes(router: APIRouter, frontend: Frontend) -> None:
             raise TooLarge(
                 f"inputs has {len(body.inputs)} entries and SEQSERVE_MAX_INPUTS is {limit}: send fewer", field="inputs"
             )
-        # In a thread: a text of 64 KiB takes milliseconds.
-        outputs = await asyncio.to_thread(_tokens_of_all, model.tokenizer, body.inputs)
+        with frontend.quotas.hold(caller_of(request), len(body.inputs), len(data)):
+            # In a thread: a text of 64 KiB takes milliseconds.
+            outputs = await asyncio.to_thread(_tokens_of_all, model.tokenizer, body.inputs)
         return respond_json(frontend, {"model": model.spec.name, "version": model.version, "outputs": outputs})
 
 

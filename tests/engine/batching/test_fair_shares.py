@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from service.engine.batching import batch_builder, fair_shares
+from service.engine.batching.fair_shares import TENANT_SHARE
 from service.engine.batching.model_queue import QueuedSequence
-from service.engine.batching.scheduler import TENANT_SHARE, Scheduler
+from service.engine.batching.scheduler import Scheduler
 from service.engine.execution.cost_model import Cost
 from service.errors import Overloaded
 from service.ipc.messages import NO_TENANT, ModelKey, Share

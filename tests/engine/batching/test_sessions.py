@@ -24,7 +24,7 @@ from service.errors import (
     UnknownModel,
     UnknownSession,
 )
-from service.ipc.messages import ModelKey
+from service.ipc.messages import ModelKey, session_of_tenant
 from service.ipc.session_file import Origin
 from service.ipc.session_journal import SessionJournal
 from tests.engine.batching.harness import (
@@ -396,6 +396,16 @@ def test_session_with_a_waiting_chunk_is_not_idle() -> None:
     harness.batch()
     harness.batcher.step()
     assert progress(client) == (20, 20)
+
+
+def test_tenant_leaves_sessions_to_others() -> None:
+    """Unless its key says how many it may have."""
+    harness = BatcherHarness(max_sessions=16)
+    names = [session_of_tenant("a", str(number)) for number in range(16)]
+    assert [bool(send(harness, 1, session=name).errors) for name in names] == [False] * 14 + [True] * 2
+    assert refused(send(harness, 1, session=names[14])) is TooManySessions
+    assert not send(harness, 1, session=session_of_tenant("b", "0")).errors
+    assert not send(harness, 1, session=names[15], session_limit=16).errors
 
 
 def test_session_beyond_the_limit_is_refused() -> None:

@@ -14,6 +14,7 @@ from service.frontend.http2.connection import Application, Http2Connection, Limi
 from service.frontend.http2.floods import Floods
 from service.frontend.http2.header_blocks import RequestFields, encode_fields
 from service.frontend.http2.stream import Stream, StreamHandler
+from service.frontend.reading_turns import ReadingTurns
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 KINDS = DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(10)
@@ -199,7 +200,9 @@ class EchoApplication(Application):
 
 
 class Peer:
-    """A connected client. floods: of earlier connections, as the service remembers them. limits: that differ from LIMITS."""
+    """A connected client. floods: of earlier connections, as the service remembers them. turns: if several connections share them.
+    limits: that differ from LIMITS.
+    """
 
     def __init__(
         self,
@@ -208,6 +211,7 @@ class Peer:
         *,
         greet: bool = True,
         floods: Floods | None = None,
+        turns: ReadingTurns | None = None,
         **limits: float,
     ) -> None:
         self.loop = loop
@@ -216,12 +220,13 @@ class Peer:
         self.transport = FakeTransport(loop)
         self._buffer = b""
         self._headers = hpack.Decoder(1 << 20)
+        self.turns = turns or ReadingTurns()
         loop.run_until_complete(self._connect(replace(LIMITS, **cast(Any, limits)), floods or Floods()))
         if greet:
             self.greeting = self.send(PREFACE + settings())
 
     async def _connect(self, limits: Limits, floods: Floods) -> None:
-        self.connection = Http2Connection(self.application, limits, self.connections, floods)
+        self.connection = Http2Connection(self.application, limits, self.connections, floods, self.turns)
         self.transport.connection = self.connection
         self.connection.connection_made(cast(asyncio.BaseTransport, self.transport))
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import tracemalloc
 from typing import Any
 
 import pytest
 
 from service.frontend.connection_guard import ConnectionGuard, Phase
-from service.frontend.http2 import connection, floods, header_blocks
+from service.frontend.http2 import floods, header_blocks
 from service.frontend.http2.budget import Budget
 from service.frontend.http2.floods import HOLD_SECONDS, RESETS, RESETS_PER_SECOND, WINDOW_SECONDS, Floods
 from service.frontend.http2.frames import ErrorCode
+from service.frontend.reading_turns import ReadingTurns
 from service.metrics import Metrics
 from service.settings import Settings
 from tests.frontend.http2.peer import (
@@ -19,6 +21,8 @@ from tests.frontend.http2.peer import (
     END_STREAM,
     KINDS,
     PREFACE,
+    RESPONSE,
+    TRAILERS,
     ClockLoop,
     Peer,
     block,
@@ -50,8 +54,9 @@ ENDLESS_FRAMES: dict[str, list[bytes]] = {
     "rapid reset": RESETS_OF_STREAMS,
     "stream errors": [request(id, b"/hold") + window(id, 0) for id in STREAMS],
     "tiny windows": [settings((4, 0)), request(1, b"/large"), *[window(1, 1)] * 1500],
+    "window updates": [window(0, 1)] * 10_001,
     "CONTINUATION": [BEGUN, *[frame(CONTINUATION, 0, 1, b"")] * 8],
-    "endless header block": [BEGUN, *[frame(CONTINUATION, 0, 1, bytes(8_192))] * 2],
+    "endless header block": [BEGUN, *[frame(CONTINUATION, 0, 1, bytes(10_000))] * 7],
 }
 USUAL_FRAMES: dict[str, list[list[bytes]]] = {
     "a ping around each answer": [[PINGED, request(id), PINGED] for id in range(1, 600, 2)],
@@ -74,6 +79,26 @@ def test_usual_rates_are_no_attack(peer: Peer, seconds: list[list[bytes]]) -> No
         peer.loop.now += 1
         peer.send(*frames)
         assert not peer.closed
+
+
+def test_calls_that_are_given_up_are_no_flood(loop: ClockLoop) -> None:
+    """Behind a proxy, one connection has the calls of many clients, and their deadlines pass."""
+    peer = Peer(loop, max_streams=3000)
+    peer.send(request(1, b"/hold"), *[request(id, b"/hold") for id in STREAMS[1:]])
+    loop.now += 0.01
+    assert not peer.send(*[reset(id) for id in STREAMS[1:]]).goaways
+    later = [id + STREAMS[-1] + 1 for id in STREAMS]
+    assert peer.send(*[request(id, b"/hold") + reset(id) for id in later]).goaways == [CALM] and not peer.closed
+    answer = peer.run(peer.application.handlers[1].stream.respond, RESPONSE, b"", TRAILERS)
+    assert answer[0].kind == HEADERS and peer.closed, "the open call is answered first"
+
+
+def test_large_metadata_end_only_their_call(peer: Peer) -> None:
+    large = block((b"x-large", b"x" * 20_000))
+    frames = frame(HEADERS, END_STREAM, 3, large[:16_000]) + frame(CONTINUATION, END_HEADERS, 3, large[16_000:])
+    sent = peer.send(request(1, b"/hold"), frames, request(5))
+    assert sent.resets(3) == [CALM] and not sent.goaways
+    assert [received.path for received in peer.application.requests] == [b"/hold", b"/echo"]
 
 
 def test_budget_fills_up_to_its_burst() -> None:
@@ -210,10 +235,10 @@ def test_idle_connection_stays_while_there_is_room(peer: Peer) -> None:
     assert guarded.closed_after(0) == ["too_many"]
 
 
-def test_long_burst_is_handled_in_turns(loop: ClockLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_burst_is_handled_in_turns(loop: ClockLoop) -> None:
     """Other connections run between the turns of a connection with many frames, which is not read from meanwhile."""
-    monkeypatch.setattr(connection, "SLICE_SECONDS", -1)
-    peer, other = Peer(loop), Peer(loop)
+    turns = ReadingTurns(clock=itertools.count(step=0.001).__next__)
+    peer, other = Peer(loop, turns=turns), Peer(loop, turns=turns)
 
     async def send() -> bool:
         peer.connection.data_received(b"".join(request(id) for id in range(1, 200, 2)))
@@ -292,7 +317,7 @@ def test_flood_changes_nothing_for_others(loop: ClockLoop) -> None:
     """An open connection of the same address may belong to another client behind a proxy. A request that is too large is no flood."""
     known = Floods()
     opened, large = Peer(loop, floods=known), Peer(loop, floods=known)
-    assert large.send(frame(HEADERS, 0, 1, bytes(16_000)), frame(CONTINUATION, 0, 1, bytes(16_000))).goaways == [CALM]
+    assert large.send(frame(HEADERS, 0, 1, bytes(16_000)), *[frame(CONTINUATION, 0, 1, bytes(16_000))] * 5).goaways == [CALM]
     assert known.find("127.0.0.1", loop.now) is None
     flood(loop, known)
     opened.send(*RESETS_OF_STREAMS[: RESETS + 100])

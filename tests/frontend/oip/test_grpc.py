@@ -244,6 +244,18 @@ def test_health_of_server_and_service(heads: InProcess, channel: grpc.Channel) -
     assert not heads.events("bug", since=since)
 
 
+def test_streams_without_a_key_are_limited(local: InProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("service.frontend.oip.grpc_application.MAX_PUBLIC_STREAMS", 1)
+    with grpc.insecure_channel(local.grpc) as channel:
+        watching = HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=60)
+        assert next(watching).status == health_pb2.HealthCheckResponse.SERVING
+        with pytest.raises(grpc.RpcError, match="RESOURCE_EXHAUSTED"):
+            next(HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=60))
+        watching.cancel()
+        eventually(lambda: not local._server._grpc._application.open_calls)  # type: ignore[union-attr]
+        assert next(HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=60))
+
+
 def test_reflection_describes_every_service(channel: grpc.Channel) -> None:
     def reflect(**request: str) -> Any:
         requests = iter([reflection_pb2.ServerReflectionRequest(**request)])

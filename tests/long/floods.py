@@ -1,0 +1,111 @@
+"""`python -m tests.long.floods KIND HTTP-PORT GRPC-PORT CONNECTIONS SECONDS`: send bytes that cost the service more than the client.
+
+No connection has a key. A connection that the service closes is opened again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from itertools import count
+
+import uvloop
+
+from tests.frontend.http2.peer import (
+    DATA,
+    END_HEADERS,
+    END_STREAM,
+    HEADERS,
+    PREFACE,
+    frame,
+    reset,
+    settings,
+    window,
+)
+from tests.frontend.http2.peer import block as header_block
+
+PIECE = 1 << 14
+HEALTH = b"/grpc.health.v1.Health/Watch"
+LIVE = b"/inference.GRPCInferenceService/ServerLive"
+FIELDS = ((b"content-type", b"application/grpc"), (b"te", b"trailers"))
+EMPTY = struct.pack(">BI", 0, 0)
+GREETING = PREFACE + settings((4, 1 << 20)) + window(0, 1 << 30)
+POST = b"POST /infer HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+
+
+def calls(path: bytes, then: Callable[[int], bytes] | None = None) -> Iterator[bytes]:
+    """Yield calls without end. then: returns the frames after a call."""
+    block = header_block(*FIELDS, path=path)
+    yield GREETING
+    for id in count(1, 2):
+        yield frame(HEADERS, END_HEADERS, id, block) + frame(DATA, END_STREAM, id, EMPTY) + (then(id) if then else b"")
+
+
+def endless(first: bytes, more: bytes) -> Iterator[bytes]:
+    """Yield bytes, then others again and again."""
+    yield first
+    yield from iter(lambda: more * max(1, PIECE // len(more)), b"")
+
+
+KINDS: dict[str, tuple[bool, Callable[[], Iterator[bytes]]]] = {
+    "window updates": (True, lambda: endless(GREETING, window(0, 1))),
+    "refused calls": (True, lambda: calls(b"/inference.GRPCInferenceService/Nothing")),
+    "ServerLive": (True, lambda: calls(LIVE)),
+    "resets": (True, lambda: calls(LIVE, reset)),
+    "watches": (True, lambda: calls(HEALTH)),
+    "chunks of a byte": (False, lambda: endless(POST + b"transfer-encoding: chunked\r\n\r\n", b"1\r\n \r\n")),
+    "pipelined requests": (False, lambda: endless(b"", POST + b"content-length: 2\r\n\r\n{}")),
+    "pipelined probes": (False, lambda: endless(b"", b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n")),
+    "empty lines": (False, lambda: endless(b"", b"\r\n")),
+}
+"""Whether it goes to the port of gRPC, and the bytes of one connection."""
+
+
+async def flood(port: int, conversation: Callable[[], Iterator[bytes]], until: float) -> None:
+    """Send until the end, and read whatever comes."""
+    while time.monotonic() < until:
+        with suppress(OSError, TimeoutError):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            reading = asyncio.create_task(drain(reader))
+            try:
+                await send(writer, conversation(), reading, until)
+            finally:
+                reading.cancel()
+                writer.transport.abort()
+        await asyncio.sleep(0.01)
+
+
+async def send(writer: asyncio.StreamWriter, parts: Iterator[bytes], reading: asyncio.Task[None], until: float) -> None:
+    piece = b""
+    for part in parts:
+        piece += part
+        if len(piece) >= PIECE:
+            writer.write(piece)
+            async with asyncio.timeout(max(0.01, until - time.monotonic())):
+                await writer.drain()
+            piece = b""
+            if reading.done():
+                return
+
+
+async def drain(reader: asyncio.StreamReader) -> None:
+    with suppress(OSError):
+        while await reader.read(1 << 16):
+            pass
+
+
+async def main() -> None:
+    kind, http, grpc, connections, seconds = sys.argv[1], *map(int, sys.argv[2:5]), float(sys.argv[5])
+    over_grpc, conversation = KINDS[kind]
+    until = time.monotonic() + seconds
+    async with asyncio.TaskGroup() as group:
+        for _ in range(connections):
+            group.create_task(flood(grpc if over_grpc else http, conversation, until))
+
+
+if __name__ == "__main__":
+    uvloop.run(main())

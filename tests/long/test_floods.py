@@ -1,0 +1,54 @@
+"""No number of strangers delays an innocent caller for long, whatever cheap bytes they send: the kinds of floods.py."""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests import models
+from tests.long.floods import KINDS
+from tests.serving import Server, serving
+from tests.steady import processes, resident_bytes
+
+SECONDS, PAUSE_SECONDS = 6.0, 0.005
+MOST_P99_SECONDS = 0.5
+"""Ten times the goal on two cores without other work: the flood has processes of its own, and a test machine may be busy."""
+MOST_GROWTH_BYTES = 256 << 20
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    root = tmp_path_factory.mktemp("models")
+    models.words(root)
+    with serving(root, tmp_path_factory.mktemp("server"), "--debug", frontends="1") as running:
+        yield running
+
+
+@pytest.mark.parametrize("connections", [50, 200])
+@pytest.mark.parametrize("kind", KINDS)
+def test_innocent_caller_beside_a_flood(
+    server: Server, kind: str, connections: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ports = [address.rpartition(":")[2] for address in (server.address, server.grpc)]
+    before = sum(resident_bytes(pid) for pid in processes(server).values())
+    command = [sys.executable, "-m", "tests.long.floods", kind, *ports, str(connections), str(SECONDS + 2)]
+    with subprocess.Popen(command) as flood:
+        time.sleep(2)
+        seconds, until = [], time.monotonic() + SECONDS
+        while time.monotonic() < until:
+            began = time.perf_counter()
+            assert server.infer("words", ["a b"]).status_code == 200
+            seconds.append(time.perf_counter() - began)
+            time.sleep(PAUSE_SECONDS)
+        growth = sum(resident_bytes(pid) for pid in processes(server).values()) - before
+        assert flood.wait() == 0
+    p50, p99 = statistics.median(seconds), statistics.quantiles(seconds, n=100)[98]
+    with capsys.disabled():
+        figures = f"p50 {1000 * p50:.1f} ms, p99 {1000 * p99:.1f} ms, most {1000 * max(seconds):.0f} ms, {growth / 1e6:+.0f} MB"
+        print(f"\n{kind}, {connections} connections: {figures} beside {len(seconds)} requests")
+    assert p99 < MOST_P99_SECONDS and growth < MOST_GROWTH_BYTES
