@@ -33,10 +33,8 @@ def cache_folder() -> Path | None:
     path = _own_folder()
     if path is None:
         return None
-    try:
+    with suppress(OSError):
         path.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        return None
     return path if os.access(path, os.W_OK) and _key(path) else None
 
 
@@ -58,8 +56,8 @@ def keep(name: str, content: bytes) -> None:
 
 
 def _own_folder() -> Path | None:
-    """Return the folder of compiled kernels, which may be missing or read-only; None if it is in the home of a user without one, or if it
-    belongs to a user other than this one and root."""
+    """Return the folder of compiled kernels, which may be missing or read-only; None if it is in the home of a user without a home, or
+    belongs to a user who is neither this user nor root."""
     try:
         path = Path(os.environ.get(CACHE, DEFAULT_CACHE)).expanduser()
         return path if not path.exists() or path.stat().st_uid in (0, os.geteuid()) else None
@@ -84,7 +82,8 @@ def _digest(key: bytes, name: str, content: bytes) -> bytes:
 
 def _read(path: Path) -> bytes:
     """Return the content of a file that only this user can read and write, or nothing."""
-    with suppress(OSError), open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+    with suppress(OSError), os.fdopen(os.open(path, flags), "rb") as file:
         status = os.fstat(file.fileno())
         is_private = status.st_uid == os.geteuid() and not status.st_mode & 0o077
         if is_private and stat.S_ISREG(status.st_mode) and status.st_size <= MAX_BYTES:

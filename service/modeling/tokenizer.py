@@ -28,12 +28,11 @@ class Tokenizer:
     def __init__(self, definition: bytes) -> None:
         """definition: the content of tokenizer.json, which a decoder process gets. The library's exceptions pass through."""
         self.definition = definition
+        _check_cost(json.loads(definition))  # before the library normalises the tokens in the file
         self._tokenizer = tokenizer = HuggingFaceTokenizer.from_buffer(definition)
         tokenizer.no_padding()
         tokenizer.no_truncation()
-        parsed = json.loads(tokenizer.to_str())
-        _check_cost(parsed)
-        self._word_table = build_word_table(parsed, lambda text: list(tokenizer.encode(text).ids))
+        self._word_table = build_word_table(json.loads(tokenizer.to_str()), lambda text: list(tokenizer.encode(text).ids))
         with suppress(Exception):  # a panic passes through
             tokenizer.encode_batch_fast(["a"])  # the library's first batch takes a millisecond: no request should wait for it
 
@@ -106,28 +105,31 @@ def _refusal(error: BaseException, field: str) -> BaseException:
 
 
 def _check_cost(definition: dict[str, Any]) -> None:
-    """Raise ValueError for a tokenizer whose time or memory may be out of proportion to a text. definition: as the library writes it."""
-    growth = max(_growth(definition["normalizer"]) * _growth(definition["post_processor"]), _growth(definition["decoder"]))
+    """Raise ValueError if time or memory of a tokenizer may be out of proportion to a text. definition: the content of its file."""
+    growth = math.prod(_growth(definition.get(part)) for part in ("normalizer", "model", "post_processor", "decoder"))
     if growth > MAX_GROWTH:
         raise ValueError(f"it may make a text {growth} times as long, {MAX_GROWTH} times is allowed: replace fewer characters")
-    characters = definition["model"].get("max_input_chars_per_word", 0)
+    characters = definition.get("model", {}).get("max_input_chars_per_word", 0)
     if characters > MAX_WORD_CHARACTERS:
         raise ValueError(f"max_input_chars_per_word is {characters}: lower it to {MAX_WORD_CHARACTERS}")
 
 
 def _growth(step: Any) -> int:
     """Return how many times as long a text may become in a step of a tokenizer, as far as its file decides that."""
-    match step:
-        case {"normalizers": steps} | {"processors": steps} | {"decoders": steps}:
-            return math.prod(map(_growth, steps))
-        case {"type": "Replace", "pattern": {"String": str(text)}, "content": content} if text:
-            return max(1, math.ceil(len(content) / len(text)))
-        case {"type": "Replace" | "Prepend"}:  # a regular expression may match between any two characters
-            return 1 + len(step.get("content") or step.get("prepend", ""))
-        case {"type": "Precompiled", "precompiled_charsmap": table}:
-            content = base64.b64decode(table)  # the size of a trie, the trie, and texts that end with a zero byte
-            texts = content[4 + int.from_bytes(content[:4], "little") :].split(b"\0")
-            return max(1, *(len(text.decode(errors="ignore")) for text in texts))
-        case {"type": "TemplateProcessing", "single": pieces, "special_tokens": special}:
-            return sum(len(special[piece["SpecialToken"]["id"]]["ids"]) if "SpecialToken" in piece else 1 for piece in pieces)
-    return 1
+    growth = 1
+    for key, value in (step or {}).items():
+        match key:
+            case "normalizers" | "processors" | "decoders":
+                growth *= math.prod(map(_growth, value))
+            case "content" | "prepend" | "continuing_subword_prefix" | "end_of_word_suffix":
+                text = step.get("pattern", {}).get("String", "")
+                # A regular expression may match between any two characters.
+                growth *= max(1, math.ceil(len(value) / len(text))) if text else 1 + len(value or "")
+            case "precompiled_charsmap":  # the size of a trie, the trie, and texts that end with a zero byte
+                table = base64.b64decode(value)
+                texts = table[4 + int.from_bytes(table[:4], "little") :].split(b"\0")
+                growth *= max(1, *(len(text.decode(errors="ignore")) for text in texts))
+            case "single":
+                ids = {name: len(token["ids"]) for name, token in step["special_tokens"].items()}
+                growth *= sum(ids[piece["SpecialToken"]["id"]] if "SpecialToken" in piece else 1 for piece in value)
+    return growth

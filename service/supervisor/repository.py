@@ -93,7 +93,7 @@ class Repository:
         fingerprint = frozenset(_files(folder))
         if fingerprint != self._verified.get(folder):
             model = spec.ModelSpec.model_validate_json(model_version.spec)
-            for name in model.sha256:
+            for name in model.sha256.keys() & {spec.WEIGHTS, spec.TOKENIZER}:
                 spec.read_verified(folder / name, model)
             self._verified[folder] = fingerprint
 
@@ -120,8 +120,8 @@ class Repository:
         versions: dict[str, list[str]] = {}
         for name, folder in spec.named_folders(self._root).items():
             versions[name] = []
-            with contextlib.suppress(OSError):
-                versions[name] = spec.version_names(folder)
+            with contextlib.suppress(OSError, ModelError):
+                versions[name] = list(spec.version_folders(folder, name))
         return versions
 
     def _read_aliases(self, models: Mapping[str, Sequence[str]]) -> dict[str, str]:

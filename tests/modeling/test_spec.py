@@ -116,7 +116,7 @@ def test_invalid_toml_error_names_the_file(tmp_path: Path, content: bytes) -> No
         (GOOD.replace("hidden = 5", "hidden = 0x" + "f" * 5000), "the value is too long to show"),
         (GOOD.replace("depth = 2", "depth = 1000000000"), "less than or equal to 64"),
         (GOOD.replace('"near"', str([*map(str, range(65_535))])[1:-1]), "at most 65536 items"),
-        ("".join(f"key{number} = 1\n" for number in range(20_000)), "and 199.. more errors"),
+        ("".join(f"key{number} = 1\n" for number in range(20_000)), "key10: unknown key"),
     ],
 )
 def test_hostile_toml_is_refused_in_time(tmp_path: Path, content: str, reason: str) -> None:
@@ -157,7 +157,7 @@ def test_versions_sort_numerically_without_hidden_folders(tmp_path: Path) -> Non
 @pytest.mark.parametrize("other", ["003", "old", "0", "1.bak", "1234567890", "１", "lost+found"])
 def test_folder_that_is_no_version_hides_no_version(tmp_path: Path, other: str) -> None:
     version_folder(tmp_path, GOOD, version=other)
-    with pytest.raises(ModelError, match="has no version folder, whose name is a whole number"):
+    with pytest.raises(ModelError, match="has no version folder, named 1, 2 and so on"):
         spec.find_models(tmp_path)
     version_folder(tmp_path, GOOD)
     (tmp_path / "lost+found").mkdir()
@@ -175,7 +175,7 @@ def test_model_without_version_error_names_the_folder(tmp_path: Path) -> None:
     (tmp_path / "words").mkdir()
     with pytest.raises(ModelError) as caught:
         spec.find_models(tmp_path)
-    assert str(caught.value).endswith(f"without leading zeros: put the model's files into {tmp_path / 'words' / '1'}")
+    assert str(caught.value).endswith(f"named 1, 2 and so on: put the model's files into {tmp_path / 'words' / '1'}")
 
 
 def test_missing_models_folder_error_names_the_flag(tmp_path: Path) -> None:

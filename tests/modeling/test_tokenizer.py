@@ -116,6 +116,7 @@ def test_file_without_its_digest_is_rejected(folder: Path, model: ModelSpec) -> 
         ("normalizer", Prepend("a" * 2000)),
         ("post_processor", TemplateProcessing("$A " * 2000 + "[CLS]", None, [("[CLS]", 0)])),
         ("decoder", decoders.Replace("w", "w" * 2000)),
+        ("model", WordPiece({"[UNK]": 0}, unk_token="[UNK]", continuing_subword_prefix="#" * 2000)),
     ],
 )
 def test_tokenizer_that_expands_a_text_is_refused(part: str, content: Any, folder: Path, model: ModelSpec) -> None:

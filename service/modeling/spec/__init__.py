@@ -107,16 +107,9 @@ MODEL, WEIGHTS, TOKENIZER, CARD = "model.toml", "weights.safetensors", "tokenize
 ALIASES = "aliases.toml"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 VERSION = re.compile(r"[1-9][0-9]{0,8}")
-LOST_AND_FOUND = "lost+found"
-"""A folder that a file system has at its top, and so a volume of models, too."""
 CHARACTERS_PER_STEP = 32
 """No tokeniser is expected to produce fewer tokens than one per 32 characters."""
-MAX_TOKENIZER_BYTES = 64 << 20
-MAX_HEADER_BYTES, MAX_TENSOR_HEADER_BYTES = 1 << 20, 1 << 10
-"""The header of a file of weights, besides its tensors, and the part of each tensor in it."""
-
-
-FileName = Annotated[str, Field(pattern=f"^{NAME.pattern}$")]
+MAX_TOKENIZER_BYTES, MAX_HEADER_BYTES = 64 << 20, 1 << 20
 
 
 class SequenceInput(Table):
@@ -150,7 +143,7 @@ class SequenceInput(Table):
 class ModelSpec(Table):
     """The content of model.toml. `sha256` has the digest of every other file that is read to serve the model."""
 
-    name: FileName
+    name: Annotated[str, Field(pattern=f"^{NAME.pattern}$")]
     description: str = ""
     precision: Literal["float32", "float16", "bfloat16", "int8"]
     fold: Literal["auto", "never"] = "auto"
@@ -158,7 +151,7 @@ class ModelSpec(Table):
     input: SequenceInput
     layers: Annotated[tuple[Layer, ...], Field(min_length=1, max_length=256)]
     head: Head
-    sha256: dict[FileName, Annotated[str, Field(pattern="^[0-9a-f]{64}$")]] = Field(default_factory=dict, max_length=16)
+    sha256: dict[str, Annotated[str, Field(pattern="^[0-9a-f]{64}$")]] = Field(default_factory=dict, max_length=16)
 
     @model_validator(mode="after")
     def _layers_follow_each_other(self) -> ModelSpec:
@@ -209,8 +202,7 @@ class ModelSpec(Table):
         """Return the most bytes that a file of the version folder may have."""
         if file != WEIGHTS:
             return MAX_TOKENIZER_BYTES
-        tensors = self.tensors().values()
-        return sum(4 * math.prod(shape) + MAX_TENSOR_HEADER_BYTES for shape in tensors) + MAX_HEADER_BYTES
+        return MAX_HEADER_BYTES + sum(1024 + 4 * math.prod(shape) for shape in self.tensors().values())
 
     def matrices(self) -> list[str]:
         """Return the names of the tensors that are stored as int8 numbers if that is the precision."""
@@ -374,16 +366,8 @@ def version_folders(folder: Path, name: str | None = None) -> dict[str, Path]:
         return {"1": folder}
     versions = _numbered_folders(folder)
     if not versions:
-        raise ModelError(
-            f"{folder} has no version folder, whose name is a whole number from 1 without leading zeros: "
-            f"put the model's files into {folder / '1'}"
-        )
+        raise ModelError(f"{folder} has no version folder, named 1, 2 and so on: put the model's files into {folder / '1'}")
     return {version.name: version for version in versions}
-
-
-def version_names(folder: Path) -> list[str]:
-    """Return the names of the version folders of a model, in ascending order."""
-    return ["1"] if (folder / MODEL).exists() else [version.name for version in _numbered_folders(folder)]
 
 
 def _numbered_folders(folder: Path) -> list[Path]:
@@ -402,16 +386,14 @@ def read_aliases(root: Path, models: Mapping[str, Collection[str]]) -> dict[str,
         if alias in models or not NAME.fullmatch(alias):
             raise ModelError(f"{file}: the alias {alias!r:.80} is the name of a model, or not a valid name: choose another")
         model, pinned, version = target.partition("/") if isinstance(target, str) else ("", "", "")
+        shown = shortened(target)
         if model not in models:
-            known = ", ".join(models)
-            raise ModelError(f"{file}: {alias} stands for {shortened(target)}, which does not exist: the models are {known}")
+            raise ModelError(f"{file}: {alias} stands for {shown}, which does not exist: the models are {', '.join(models)}")
         if pinned and version not in models[model]:
-            raise ModelError(
-                f"{file}: {alias} stands for {target!r:.80}, and {model} has the versions {', '.join(models[model])}"
-            )
+            raise ModelError(f"{file}: {alias} stands for {shown}, and {model} has the versions {', '.join(models[model])}")
     return alias_targets
 
 
 def visible_folders(root: Path) -> Iterator[Path]:
     """Return the folders within `root` that are not hidden: models in the models folder, versions in a model folder."""
-    return (path for path in sorted(root.iterdir()) if path.is_dir() and not path.name.startswith((".", LOST_AND_FOUND)))
+    return (path for path in sorted(root.iterdir()) if path.is_dir() and not path.name.startswith((".", "lost+found")))

@@ -14,8 +14,8 @@ from service.modeling.spec.layers import LAYER_KINDS
 
 MAX_SHOWN = 80
 """Characters of a wrong value in an error."""
-MAX_MESSAGES, MAX_MESSAGE = 16, 1000
-"""Errors of a file that are described, and characters of each."""
+MAX_MESSAGES = 16
+"""Errors of a file that are described."""
 Location = tuple[int | str, ...]
 
 
@@ -60,11 +60,11 @@ def error_messages(invalid: ValidationError) -> list[str]:
     # A list without its wrong items is too short: the items have their own errors.
     inside = {problem.location[:1] for problem in problems if len(problem.location) > 1}
     problems = [problem for problem in problems if problem.kind != "too_short" or problem.location not in inside]
-    messages = [
-        f"{'.'.join(map(str, problem.location)) or 'the whole file'}: {problem.describe(problems)}"[:MAX_MESSAGE]
-        for problem in problems[:MAX_MESSAGES]
+    shown = problems[:MAX_MESSAGES]
+    places = [
+        "the whole file" if not problem.location else ".".join(map(str, problem.location))[:MAX_SHOWN] for problem in shown
     ]
-    return messages if len(messages) == len(problems) else [*messages, f"and {len(problems) - MAX_MESSAGES} more errors"]
+    return [f"{place}: {problem.describe(problems)}" for place, problem in zip(places, shown, strict=True)]
 
 
 def _location(parts: Location) -> Location:

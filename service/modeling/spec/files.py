@@ -18,7 +18,7 @@ MAX_TOML_BYTES = 2 << 20
 MAX_TABLE_DEPTH = 100
 _PART, _DOT = r"""(?:[\w-]++|"(?:[^"\\\n]|\\.)*+"?|'[^'\n]*+'?)""", r"[ \t]*+\.[ \t]*+"
 _KEY = re.compile(rf"({_PART}(?:{_DOT}{_PART}){{{MAX_TABLE_DEPTH}}})|{_PART}(?:{_DOT}{_PART})*+")
-"""A key, or a value. The group matches a key with so many parts that tomllib would not end: its time grows with their square."""
+"""A key, or a value. The group matches a key of too many parts: the time of tomllib grows with their square."""
 _confined_to: list[Path] = []
 """The models folder, if this process reads no files outside of it."""
 

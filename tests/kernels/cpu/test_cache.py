@@ -121,7 +121,7 @@ def test_another_installation_reads_the_machine_code(folder: Path, tmp_path: Pat
 
 
 def test_damaged_machine_code_is_compiled_again(folder: Path, tmp_path: Path) -> None:
-    """And a pickle that somebody has put there is not read."""
+    """And a pickle in its place is not read."""
     doubled(installed(tmp_path / "first"), 1)
     (file,) = folder.iterdir()
     for content in (b"", file.read_bytes()[:-1], pickle.dumps(print)):
