@@ -45,7 +45,7 @@ def read_toml(file: Path) -> dict[str, Any] | None:
     except RecursionError as error:
         raise ModelError(f"{file}: its tables or lists are nested too deeply") from error
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, not TOML, or an integer of too many digits
-        raise ModelError(f"{file}: {error}") from error
+        raise ModelError(f"{file}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def read_file(file: Path, size: int = -1, *, limit: int | None = None) -> bytes:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -103,11 +104,10 @@ def installed(place: Path) -> ModuleType:
 
 def doubled(module: ModuleType, number: int) -> tuple[int, bool]:
     """Return the result of the compiled function, and whether it was read from the folder."""
-    out, compiled = torch.zeros(1, dtype=torch.int64), []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kernels.cpu.compiled._dump", lambda result: compiled.append(result) or _dump(result))
+    out = torch.zeros(1, dtype=torch.int64)
+    with patch("kernels.cpu.compiled._dump", wraps=_dump) as written:
         module.double(number, out.data_ptr())
-    return int(out), not compiled
+    return int(out), not written.called
 
 
 def test_another_installation_reads_the_machine_code(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
