@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib.util import find_spec
@@ -21,7 +19,7 @@ from typing import Any
 
 import torch
 
-from kernels.folder import cache_folder
+from kernels.folder import keep, read_kept
 
 MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 14
@@ -32,8 +30,6 @@ PORTABLE_CLUSTER = 8
 MAX_CACHED_CONFIGS = 4096
 VIRTUAL = "compute_"
 """The beginning of the names of virtual architectures."""
-DIGEST_BYTES = 32
-"""Bytes of the SHA-256 digest that precedes the code in a file of the folder."""
 
 
 class CompileError(RuntimeError):
@@ -201,35 +197,13 @@ def _load_or_compile(text: str, options: Sequence[str]) -> bytes:
     """Return the code of a source: from the folder, or compiled and written there if the file is missing or damaged."""
     from cupy.cuda import nvrtc
 
-    folder = cache_folder()
-    if folder is None:
-        return _machine_code(text, options)
-    key = "\0".join((str(nvrtc.getVersion()), *options, text))
-    path = folder / f"{hashlib.sha256(key.encode()).hexdigest()}.cubin"
-    content = _read(path)
-    digest, code = content[:DIGEST_BYTES], content[DIGEST_BYTES:]
-    if not code or digest != hashlib.sha256(code).digest():
+    source = "\0".join((str(nvrtc.getVersion()), *options, text))
+    name = f"{hashlib.sha256(source.encode()).hexdigest()}.cubin"
+    code = read_kept(name)
+    if not code:
         code = _machine_code(text, options)
-        _write(hashlib.sha256(code).digest() + code, path)
+        keep(name, code)
     return code
-
-
-def _write(content: bytes, path: Path) -> None:
-    """Write a file atomically. Without disk space nothing is written, and the next start compiles again."""
-    partial = path.with_suffix(f".{os.getpid()}")
-    try:
-        partial.write_bytes(content)
-        partial.replace(path)
-    except OSError:
-        with suppress(OSError):
-            partial.unlink(missing_ok=True)
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError:
-        return b""
 
 
 def _machine_code(text: str, options: Sequence[str]) -> bytes:

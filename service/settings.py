@@ -274,7 +274,7 @@ def _from_file(file: Path) -> dict[str, tuple[str, Any]]:
     """Return the source and the value of each setting in a file. Raises SettingsError, also for a setting in the wrong table."""
     try:
         values = tomllib.loads(file.read_text())
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise SettingsError(f"settings file {file}: {error}") from error
     limits = values.pop(LIMITS, {})
     if not isinstance(limits, dict):

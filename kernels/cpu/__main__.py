@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 
-from kernels.cpu.cache import NOT_COMPILED, code_folder, missing
+from kernels.cpu.cache import NOT_COMPILED, missing
 from kernels.cpu.target import TARGET, compilable_targets
 
 NICENESS = 10
@@ -24,12 +24,11 @@ def main() -> int:
     if options.all:
         commands = {target.name: [sys.executable, "-m", "kernels.cpu"] for target in compilable_targets()}
         return max(subprocess.run(command, env=os.environ | {TARGET: name}).returncode for name, command in commands.items())
-    folder = code_folder()
-    if folder is not None and missing() == NOT_COMPILED:
+    if missing() == NOT_COMPILED:
         from kernels.cpu.compiled import compile_all
 
         print("compiling the CPU kernels, which takes about half a minute", file=sys.stderr)
-        compile_all(folder)
+        compile_all()
     if reason := missing():
         print(f"the CPU kernels are not used: {reason}", file=sys.stderr)
     return 0

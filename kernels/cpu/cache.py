@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kernels.cpu.target import host_target
-from kernels.folder import cache_folder, readable_folder
+from kernels.folder import cache_folder, read_kept
 
 if TYPE_CHECKING:
     from kernels.backend import Problem
@@ -25,7 +25,7 @@ LOOPS = "*/cpu_loops.py"
 SOURCES = ("cpu/*.py", LOOPS)
 NOT_COMPILED = "not compiled for this processor: run `python -m kernels.cpu`"
 COMPLETE = "complete"
-"""The file that shows that every function of the folder is compiled."""
+"""The file that is written when every function is compiled, with the names of their files."""
 
 
 def refuses(problem: Problem) -> str | None:
@@ -39,16 +39,19 @@ def missing() -> str | None:
         return "Numba is not installed"
     if host_target() is None:
         return "needs a processor with AVX2, AVX-512 or NEON"
-    folder = code_folder()
-    if folder is not None and (folder / COMPLETE).exists():
+    names = read_kept(code_file(COMPLETE)).decode().split()
+    if names and all(map(read_kept, names)):
         return None
-    return NOT_COMPILED if cache_folder() else "the folder of compiled kernels cannot be written: set SEQSERVE_CACHE"
+    if cache_folder() is None:
+        return "the folder of compiled kernels cannot be written, or belongs to another user: set SEQSERVE_CACHE"
+    return NOT_COMPILED
 
 
-def code_folder() -> Path | None:
-    """Return the folder for machine code of these sources on this processor, or None if there is no folder of compiled kernels."""
-    parent, target = readable_folder(), host_target()
-    return None if parent is None or target is None else parent / f"cpu-{target.name}-{_digest()}"
+def code_file(name: str) -> str:
+    """Return the path within the folder of compiled kernels of a file for these sources and this processor, which has a target."""
+    target = host_target()
+    assert target is not None
+    return f"cpu-{target.name}-{_digest()}/{name}"
 
 
 @cache

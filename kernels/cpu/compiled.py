@@ -6,20 +6,22 @@ addresses, all int64, because Numba would take microseconds to unpack arrays.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable
 from functools import cached_property
 from importlib import import_module
-from pathlib import Path
 from typing import Any, TypeVar
 
-from numba import config, njit, types
-from numba.core.caching import UserProvidedCacheLocator
+import msgspec
+from numba import _dynfunc, config, njit, types
+from numba.core.compiler_lock import global_compiler_lock
+from numba.core.environment import Environment
+from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
-from kernels.cpu.cache import COMPLETE, KERNELS, LOOPS, code_folder
+from kernels.cpu.cache import COMPLETE, KERNELS, LOOPS, code_file
 from kernels.cpu.target import Target, host_target
-from kernels.folder import cache_folder
+from kernels.folder import keep, read_kept
 from kernels.ragged import ContractError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -64,41 +66,48 @@ class Compiled:
         """Compile the function, or read it from the folder."""
         self.machine_code  # noqa: B018
 
+    @property
+    def file(self) -> str:
+        """Path of the file with the machine code, within the folder of compiled kernels."""
+        return code_file(f"{self._function.__module__}.{self._function.__name__}")
+
     @cached_property
-    def machine_code(self) -> Any:
+    def machine_code(self) -> Callable[..., None]:
+        kept = read_kept(self.file)
+        if kept:
+            return _load(kept)
         signature = types.void(*[types.int64] * self._function.__code__.co_argcount)
-        with _kept_in(code_folder()) as is_kept:
-            return njit(signature, nogil=True, error_model="numpy", cache=is_kept)(self._function)
+        (result,) = njit(signature, nogil=True, error_model="numpy")(self._function).overloads.values()
+        keep(self.file, _dump(result))
+        entry: Callable[..., None] = result.entry_point
+        return entry
 
 
-class FolderLocator(UserProvidedCacheLocator):  # type: ignore[misc]  # Numba has no types
-    """Tells Numba where in a folder the machine code of a function is. Numba's own locators go by the path of the source file, so
-    that a second installation would compile again, and they refuse a read-only folder."""
-
-    @classmethod
-    def get_suitable_cache_subpath(cls, source: str) -> str:
-        return Path(source).parent.name
-
-    def ensure_cache_path(self) -> None:
-        Path(self.get_cache_path()).mkdir(parents=True, exist_ok=True)
+def _dump(result: Any) -> bytes:
+    """Return the machine code of a function that Numba has compiled. Numba's own cache would write, and read, a pickle."""
+    assert not result.environment.consts, "the functions take and return no Python objects"
+    code, wrapper = result.library.serialize_using_object_code(), result.fndesc.llvm_cpython_wrapper_name
+    return msgspec.msgpack.encode((code, wrapper, result.environment.env_name))
 
 
-@contextmanager
-def _kept_in(folder: Path | None) -> Iterator[bool]:
-    """Let Numba keep machine code in this folder. Yields whether it can: the folder is there, or can be made."""
-    before = config.CACHE_DIR, config.CACHE_LOCATOR_CLASSES
-    config.CACHE_DIR = str(folder)
-    config.CACHE_LOCATOR_CLASSES = f"{__name__}.{FolderLocator.__name__}"
-    try:
-        yield folder is not None and (folder.exists() or cache_folder() is not None)
-    finally:
-        config.CACHE_DIR, config.CACHE_LOCATOR_CLASSES = before
+def _load(content: bytes) -> Callable[..., None]:
+    """Return the function with this machine code, linked as Numba does it."""
+    code, wrapper, variable = msgspec.msgpack.decode(content)
+    with global_compiler_lock:
+        cpu_target.target_context.refresh()  # the machine code calls Numba's runtime
+        library = cpu_target.target_context.codegen().unserialize_library(code)
+        environment, address = Environment({}), library.get_pointer_to_function(wrapper)
+        library.codegen.set_env(variable, environment)
+        function: Callable[..., None] = _dynfunc.make_function(
+            sys.modules[__name__], wrapper, "", address, environment, (library,)
+        )
+    return function
 
 
-def compile_all(folder: Path) -> None:
-    """Compile every loop that is not in the folder of this target yet."""
+def compile_all() -> None:
+    """Compile every loop that is not kept yet for this target."""
     for source in KERNELS.glob(LOOPS):
         import_module(f"kernels.{source.parent.name}.{source.stem}")
     for function in ALL:
         function.compile()
-    (folder / COMPLETE).touch()
+    keep(code_file(COMPLETE), "\n".join(function.file for function in ALL).encode())

@@ -131,7 +131,7 @@ def _read_tables(file: Path) -> dict[str, _KeyTable]:
     except ValidationError as error:
         detail = error.errors()[0]
         raise SettingsError(f"key file {file}: {'.'.join(map(str, detail['loc']))}: {detail['msg']}") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise SettingsError(f"key file {file}: {error}") from None
     _check_names(file, tables)
     _check_weights(file, tables)

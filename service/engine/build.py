@@ -109,7 +109,6 @@ def prepare_model(
     """Prepare a version while the engine serves others; raises ModelError, or NoRoom when it does not fit."""
 
     def load() -> Encoder:
-        _check_memory(version, _weights_bytes(version, engine.device), available_bytes(engine.device))
         encoder = _encoder(version, engine.device)
         if settings.max_model_bytes:
             _check_memory(version, encoder.weight_bytes(), settings.max_model_bytes - engine.weight_bytes)
@@ -119,6 +118,8 @@ def prepare_model(
 
 
 def _encoder(version: ModelVersion, device: torch.device) -> Encoder:
+    """Read a version onto a device; raises ModelError, or NoRoom before it reads weights that do not fit."""
+    _check_memory(version, _weights_bytes(version, device), available_bytes(device))
     folder = Path(version.folder)
     model = spec.read(folder, version.name)
     if model != spec.ModelSpec.model_validate_json(version.spec):

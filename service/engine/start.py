@@ -12,7 +12,7 @@ from service.engine.kernel_compiler import compile_in_background
 from service.engine.loading import ModelLoader
 from service.engine.trials import Trials
 from service.engine.worker import Worker
-from service.errors import StartError
+from service.errors import NoRoom, StartError
 from service.ipc.channel import send_now
 from service.ipc.heartbeat import Heartbeat
 from service.ipc.messages import Failed
@@ -48,7 +48,7 @@ def _run(config: ProcessConfig, settings: Settings) -> None:
             report=partial(send_now, control),
             trial=trials.load,
         )
-    except StartError as error:
+    except (StartError, NoRoom) as error:
         send_now(control, Failed(str(error)))
         return
     if engine.device.type == "cpu" and config.place == 0:

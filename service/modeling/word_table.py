@@ -6,7 +6,6 @@ replaced digits as the only normalisation. Any other tokenizer, and any text tha
 
 from __future__ import annotations
 
-import json
 import random
 import re
 import struct
@@ -42,12 +41,11 @@ class WordTable:
         return b"".join([get(word, unknown) for word in _WORD.findall(text.encode().translate(self._folding))])
 
 
-def build_word_table(definition: str, encode: Callable[[str], list[int]]) -> WordTable | None:
+def build_word_table(parsed: dict[str, Any], encode: Callable[[str], list[int]]) -> WordTable | None:
     """Return a table for a tokenizer, or None where a dictionary does not give the library's ids.
 
-    definition: the text of tokenizer.json. encode: the library's tokenizer, whose ids are compared with the table's on generated texts.
+    parsed: the content of tokenizer.json. encode: the library's tokenizer, whose ids are compared with the table's on generated texts.
     """
-    parsed = json.loads(definition)
     model, folding = parsed["model"], _folding(parsed["normalizer"])
     if folding is None or parsed["pre_tokenizer"] != {"type": "BertPreTokenizer"} or parsed["post_processor"] is not None:
         return None

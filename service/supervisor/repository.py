@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from itertools import count
@@ -94,7 +93,7 @@ class Repository:
         fingerprint = frozenset(_files(folder))
         if fingerprint != self._verified.get(folder):
             model = spec.ModelSpec.model_validate_json(model_version.spec)
-            for name in model.sha256:
+            for name in model.sha256.keys() & {spec.WEIGHTS, spec.TOKENIZER}:
                 spec.read_verified(folder / name, model)
             self._verified[folder] = fingerprint
 
@@ -121,8 +120,8 @@ class Repository:
         versions: dict[str, list[str]] = {}
         for name, folder in spec.named_folders(self._root).items():
             versions[name] = []
-            with contextlib.suppress(OSError):
-                versions[name] = spec.version_names(folder)
+            with contextlib.suppress(OSError, ModelError):
+                versions[name] = list(spec.version_folders(folder, name))
         return versions
 
     def _read_aliases(self, models: Mapping[str, Sequence[str]]) -> dict[str, str]:
@@ -151,10 +150,7 @@ class Repository:
     def _read_policy(self, folder: Path) -> str:
         """Return the policy in a model's versions.toml, or the default."""
         file = folder / POLICY
-        try:
-            values = tomllib.loads(spec.read_file(file).decode()) if file.exists() else {}
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise ModelError(f"{file}: {error}") from error
+        values = spec.read_toml(file) or {}
         policy = values.pop("serve", self._policy)
         if values or not isinstance(policy, str) or not VERSIONS.fullmatch(policy):
             raise ModelError(f'{file}: its only key is serve, with "all", "latest", "latest:2" or versions such as "1,3"')
@@ -226,8 +222,9 @@ def keep_unchanged(
 
 def _files(folder: Path) -> Iterator[tuple[str, int, int]]:
     for path in sorted(folder.rglob("*")):
-        if path.is_file():
-            yield from _stat(path, folder)
+        with contextlib.suppress(OSError):  # such as a folder that may not be entered
+            if path.is_file():
+                yield from _stat(path, folder)
 
 
 def _stat(path: Path, root: Path) -> Iterator[tuple[str, int, int]]:

@@ -67,6 +67,7 @@ def test_other_tokens_identify_nobody(form: str, file: Path) -> None:
     ("text", "named"),
     [
         ("[", "keys.toml"),
+        ("a = " + "[" * 5000, "keys.toml"),
         ("\xff", "keys.toml"),
         ("a = 1", "keys.toml"),
         ("[a]\nname = 'reader'", "keys.toml: tenant"),

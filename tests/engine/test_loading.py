@@ -199,7 +199,7 @@ def test_weights_count_as_they_are_in_memory(
     version = ModelVersion("words", "2", 1, str(tmp_path / "words" / "2"), described.model_dump_json())
     engine: Any = SimpleNamespace(device=torch.device(device), weight_bytes=0, prepare=lambda load, _: load())
     needed = bytes_per_value.get(precision, 4) * sum(array.numel() for array in arrays.values())
-    monkeypatch.setattr(build, "_encoder", lambda *_: "the encoder")
+    monkeypatch.setattr(build, "Encoder", lambda *_: "the encoder")
 
     def prepare(free: int) -> Any:
         monkeypatch.setattr(build, "available_bytes", lambda _: free)

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from service.modeling.spec import files
+from service.errors import ModelError
+from service.modeling.spec import MODEL, TOKENIZER, WEIGHTS, ModelSpec, files, read, read_verified
 
 SWAPS = 300
 OWN, SECRET, REFUSED = b"own", b"secret", b"refused"
@@ -113,3 +114,13 @@ def test_swapped_files_are_never_those_outside(root: Path, outside: Path) -> Non
             ended.set()
             thread.join()
         assert found.keys() == {OWN, REFUSED}, found
+
+
+@pytest.mark.parametrize("name", [MODEL, TOKENIZER, WEIGHTS])
+def test_sparse_file_is_refused_before_it_is_read(name: str, folder: Path, model: ModelSpec) -> None:
+    os.truncate(folder / name, 1 << 40)
+    with pytest.raises(ModelError, match=rf"{name}.* it has 1099511627776 bytes, and at most \d+ are read"):
+        if name == MODEL:
+            read(folder)
+        else:
+            read_verified(folder / name, model)

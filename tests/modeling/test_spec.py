@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,33 @@ def test_invalid_toml_error_names_the_file(tmp_path: Path, content: bytes) -> No
     assert error_message(folder).startswith(f"{folder / 'model.toml'}: ")
 
 
+@pytest.mark.parametrize(
+    "content, reason",
+    [
+        ("[" * 20_000, "Invalid|Expected"),
+        ("x = " + "[" * 20_000, "nested too deeply"),
+        ("x = " + "{a=" * 20_000, "nested too deeply"),
+        ("a." * 500_000 + "a = 1", "a key has more than 100 parts"),
+        ('\'a\' . "\\"".' * 100_000, "a key has more than 100 parts"),
+        ('"\\' * 500_000, "Unescaped"),
+        ("x = " + "9" * 5000, "Exceeds the limit"),
+        (GOOD.replace("hidden = 5", "hidden = 0x" + "f" * 5000), "the value is too long to show"),
+        (GOOD.replace("depth = 2", "depth = 1000000000"), "less than or equal to 64"),
+        (GOOD.replace('"near"', str([*map(str, range(65_535))])[1:-1]), "at most 65536 items"),
+        ("".join(f"key{number} = 1\n" for number in range(20_000)), "key10: unknown key"),
+    ],
+)
+def test_hostile_toml_is_refused_in_time(tmp_path: Path, content: str, reason: str) -> None:
+    """Parsed without bounds, some of these would take hours, or all memory."""
+    message = error_message(version_folder(tmp_path, content))
+    assert re.search(reason, message) and len(message) < 20_000
+
+
+def test_description_with_many_dots_is_no_nested_key(tmp_path: Path) -> None:
+    described = f'description = "{"a.b.c " * 500}{"." * 500}"\n' + GOOD
+    assert spec.read(version_folder(tmp_path, described)).description.startswith("a.b.c")
+
+
 def test_name_must_match_the_folder(tmp_path: Path) -> None:
     message = error_message(version_folder(tmp_path, GOOD, name="verbs"))
     assert "name is 'words' and the folder is 'verbs': use the same name for both" in message
@@ -126,12 +154,14 @@ def test_versions_sort_numerically_without_hidden_folders(tmp_path: Path) -> Non
     assert list(models["words"].items()) == [(version, tmp_path / "words" / version) for version in ("1", "9", "10")]
 
 
-@pytest.mark.parametrize("version", ["003", "abc", "0", "1.0", "1234567890", "１"])
-def test_version_must_be_a_whole_number(tmp_path: Path, version: str) -> None:
-    folder = version_folder(tmp_path, GOOD, version=version)
-    with pytest.raises(ModelError) as caught:
+@pytest.mark.parametrize("other", ["003", "old", "0", "1.bak", "1234567890", "１", "lost+found"])
+def test_folder_that_is_no_version_hides_no_version(tmp_path: Path, other: str) -> None:
+    version_folder(tmp_path, GOOD, version=other)
+    with pytest.raises(ModelError, match="has no version folder, named 1, 2 and so on"):
         spec.find_models(tmp_path)
-    assert str(caught.value) == f"{folder}: a version is a whole number from 1 without leading zeros: rename the folder"
+    version_folder(tmp_path, GOOD)
+    (tmp_path / "lost+found").mkdir()
+    assert spec.find_models(tmp_path) == {"words": {"1": tmp_path / "words" / "1"}}
 
 
 @pytest.mark.parametrize("name", ["wo rds", "_words", "wörter", "w" * 129])
@@ -145,7 +175,7 @@ def test_model_without_version_error_names_the_folder(tmp_path: Path) -> None:
     (tmp_path / "words").mkdir()
     with pytest.raises(ModelError) as caught:
         spec.find_models(tmp_path)
-    assert str(caught.value).endswith(f"has no version folder: put the model's files into {tmp_path / 'words' / '1'}")
+    assert str(caught.value).endswith(f"named 1, 2 and so on: put the model's files into {tmp_path / 'words' / '1'}")
 
 
 def test_missing_models_folder_error_names_the_flag(tmp_path: Path) -> None:

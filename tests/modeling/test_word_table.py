@@ -22,7 +22,7 @@ DEFINITION: dict[str, Any] = json.loads(LIBRARY.to_str())
 def table_of(**changes: Any) -> WordTable | None:
     definition = json.dumps({**DEFINITION, **changes})
     library = Tokenizer.from_str(definition)
-    return build_word_table(definition, lambda text: list(library.encode(text).ids))
+    return build_word_table(json.loads(definition), lambda text: list(library.encode(text).ids))
 
 
 @pytest.fixture(scope="module")
@@ -75,4 +75,4 @@ def test_normaliser_that_the_table_applies(normalizer: dict[str, Any] | None) ->
 
 
 def test_table_that_disagrees_with_the_library_is_not_used() -> None:
-    assert build_word_table(json.dumps(DEFINITION), lambda _: [7]) is None
+    assert build_word_table(DEFINITION, lambda _: [7]) is None

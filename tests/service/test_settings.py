@@ -170,7 +170,9 @@ def test_printed_settings_are_a_file_of_settings(file: Path) -> None:
     assert "# Most sequences in one request.\nmax_inputs = 7\n" in file.read_text()
 
 
-@pytest.mark.parametrize("content", [b"port = ", b"port 8000", b"port = 1\nport = 2", b'host = "\xff"'])
+@pytest.mark.parametrize(
+    "content", [b"port = ", b"port 8000", b"port = 1\nport = 2", b"port = " + b"9" * 5000, b'host = "\xff"']
+)
 def test_invalid_toml_is_refused_with_the_file(file: Path, content: bytes) -> None:
     file.write_bytes(content)
     assert refusal({"config": str(file)}, {}).startswith(f"settings file {file}: ")

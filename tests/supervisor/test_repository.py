@@ -135,7 +135,7 @@ def test_folder_of_one_model_can_be_the_models_folder(root: Path) -> None:
     served = [(each.name, each.version, Path(each.folder)) for each in repository.manifest().model_versions]
     assert served == [("words", version, folder / version) for version in ("2", "10")]
     assert repository.readable_manifest().unavailable == []
-    assert (repository.listing(), repository.has("words")) == ({"words": ["1", "10", "2"]}, True)
+    assert (repository.listing(), repository.has("words")) == ({"words": ["1", "2", "10"]}, True)
     assert repository.fingerprints().keys() == {"", "words"}
 
 

@@ -13,8 +13,8 @@ download a model put its files directly into the models folder. The name of such
 from __future__ import annotations
 
 import hashlib
+import math
 import re
-import tomllib
 from collections.abc import Collection, Iterator, Mapping
 from itertools import product
 from pathlib import Path
@@ -24,8 +24,8 @@ from pydantic import Field, StrictBool, ValidationError, model_validator
 
 from service.errors import ModelError
 from service.modeling.spec.activations import Activation
-from service.modeling.spec.error_messages import error_messages
-from service.modeling.spec.files import confined, read_file
+from service.modeling.spec.error_messages import error_messages, shortened
+from service.modeling.spec.files import confined, read_file, read_toml
 from service.modeling.spec.heads import (
     ClassifyHead,
     EmbedHead,
@@ -57,7 +57,7 @@ from service.modeling.spec.layers import (
     TCNLayer,
     TextCNNLayer,
 )
-from service.modeling.spec.table import Shapes, Size, Table
+from service.modeling.spec.table import Count, Shapes, Size, Table
 
 __all__ = [
     "MATRICES",
@@ -97,6 +97,7 @@ __all__ = [
     "read",
     "read_aliases",
     "read_file",
+    "read_toml",
     "read_verified",
     "version_folders",
     "visible_folders",
@@ -108,14 +109,15 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 VERSION = re.compile(r"[1-9][0-9]{0,8}")
 CHARACTERS_PER_STEP = 32
 """No tokeniser is expected to produce fewer tokens than one per 32 characters."""
+MAX_TOKENIZER_BYTES, MAX_HEADER_BYTES = 64 << 20, 1 << 20
 
 
 class SequenceInput(Table):
     """The input of a model: text, token ids below `vocabulary`, or steps of `features` floats."""
 
     kind: Literal["text", "ids", "features"]
-    max_steps: Size
-    vocabulary: Size | None = None
+    max_steps: Count
+    vocabulary: Count | None = None
     features: Size | None = None
 
     @model_validator(mode="after")
@@ -147,9 +149,9 @@ class ModelSpec(Table):
     fold: Literal["auto", "never"] = "auto"
     pin_backend: StrictBool = False
     input: SequenceInput
-    layers: Annotated[tuple[Layer, ...], Field(min_length=1)]
+    layers: Annotated[tuple[Layer, ...], Field(min_length=1, max_length=256)]
     head: Head
-    sha256: dict[str, Annotated[str, Field(pattern="^[0-9a-f]{64}$")]] = Field(default_factory=dict)
+    sha256: dict[str, Annotated[str, Field(pattern="^[0-9a-f]{64}$")]] = Field(default_factory=dict, max_length=16)
 
     @model_validator(mode="after")
     def _layers_follow_each_other(self) -> ModelSpec:
@@ -195,6 +197,12 @@ class ModelSpec(Table):
             inputs = layer.output_width(inputs)
         head = self.head.tensors(inputs, self.input.vocabulary)
         return shapes | {f"head.{name}": shape for name, shape in head.items()}
+
+    def max_bytes(self, file: str) -> int:
+        """Return the most bytes that a file of the version folder may have."""
+        if file != WEIGHTS:
+            return MAX_TOKENIZER_BYTES
+        return MAX_HEADER_BYTES + sum(1024 + 4 * math.prod(shape) for shape in self.tensors().values())
 
     def matrices(self) -> list[str]:
         """Return the names of the tensors that are stored as int8 numbers if that is the precision."""
@@ -265,12 +273,11 @@ def read(folder: Path, name: str | None = None) -> ModelSpec:
     name: that the model must have, by default the name of the folder around the version folder.
     """
     file = folder / MODEL
+    values = read_toml(file)
+    if values is None:
+        raise ModelError(f"{file} is missing: a version folder needs {MODEL}, {WEIGHTS} and, for text, {TOKENIZER}")
     try:
-        spec = ModelSpec.model_validate(tomllib.loads(read_file(file).decode()))
-    except FileNotFoundError:
-        raise ModelError(f"{file} is missing: a version folder needs {MODEL}, {WEIGHTS} and, for text, {TOKENIZER}") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ModelError(f"{file}: {error}") from error
+        spec = ModelSpec.model_validate(values)
     except ValidationError as error:
         raise ModelError("; ".join(f"{file}: {message}" for message in error_messages(error))) from error
     if spec.name != (name or folder.parent.name):
@@ -283,7 +290,7 @@ def read(folder: Path, name: str | None = None) -> ModelSpec:
 def read_verified(file: Path, spec: ModelSpec) -> bytes:
     """Return the content of a file of a version folder; raises ModelError unless its digest matches `spec`."""
     try:
-        data = read_file(file)
+        data = read_file(file, limit=spec.max_bytes(file.name))
     except OSError as error:
         raise ModelError(f"{file} cannot be read: {error.strerror}") from error
     expected = spec.sha256.get(file.name)
@@ -336,43 +343,36 @@ def _direct_versions(root: Path) -> list[Path]:
     """Return the version folders of `root` in ascending order if it is the folder of one model, or `root` if it is that of a version."""
     if (root / MODEL).exists():
         return [root]
-    versions = [folder for folder in visible_folders(root) if VERSION.fullmatch(folder.name) and (folder / MODEL).exists()]
-    return sorted(versions, key=lambda folder: int(folder.name))
+    return [folder for folder in _numbered_folders(root) if (folder / MODEL).exists()]
 
 
 def _name_in(folder: Path) -> str:
     """Return the name in the model.toml of a version folder; raises ModelError."""
     file = folder / MODEL
-    try:
-        name = tomllib.loads(read_file(file).decode()).get("name")
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ModelError(f"{file}: {error}") from error
+    name = (read_toml(file) or {}).get("name")
     if not isinstance(name, str) or not NAME.fullmatch(name):
-        raise ModelError(f"{file}: name is {name!r}: use letters, digits, '.', '_' and '-'")
+        raise ModelError(f"{file}: name is {shortened(name)}: use letters, digits, '.', '_' and '-'")
     return name
 
 
 def version_folders(folder: Path, name: str | None = None) -> dict[str, Path]:
-    """Return the version folders of a model, in ascending order; raises ModelError for invalid names or no version.
+    """Return the version folders of a model, in ascending order; raises ModelError for an invalid name or no version.
 
-    name: of the model, by default that of the folder. A folder with a model.toml is itself version 1.
+    name: of the model, by default that of the folder. A folder with a model.toml is itself version 1. Folders such as old/ are no versions.
     """
     if not NAME.fullmatch(name or folder.name):
         raise ModelError(f"{folder}: a model name has letters, digits, '.', '_' and '-' only: rename the folder")
     if (folder / MODEL).exists():
         return {"1": folder}
-    for version in visible_folders(folder):
-        if not VERSION.fullmatch(version.name):
-            raise ModelError(f"{version}: a version is a whole number from 1 without leading zeros: rename the folder")
-    versions = {version.name: version for version in sorted(visible_folders(folder), key=lambda path: int(path.name))}
+    versions = _numbered_folders(folder)
     if not versions:
-        raise ModelError(f"{folder} has no version folder: put the model's files into {folder / '1'}")
-    return versions
+        raise ModelError(f"{folder} has no version folder, named 1, 2 and so on: put the model's files into {folder / '1'}")
+    return {version.name: version for version in versions}
 
 
-def version_names(folder: Path) -> list[str]:
-    """Return the names of the version folders of a model, valid or not."""
-    return ["1"] if (folder / MODEL).exists() else [version.name for version in visible_folders(folder)]
+def _numbered_folders(folder: Path) -> list[Path]:
+    versions = [path for path in visible_folders(folder) if VERSION.fullmatch(path.name)]
+    return sorted(versions, key=lambda path: int(path.name))
 
 
 def read_aliases(root: Path, models: Mapping[str, Collection[str]]) -> dict[str, str]:
@@ -381,21 +381,19 @@ def read_aliases(root: Path, models: Mapping[str, Collection[str]]) -> dict[str,
     models: the versions of each model.
     """
     file = root / ALIASES
-    try:
-        alias_targets = tomllib.loads(read_file(file).decode()) if file.exists() else {}
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ModelError(f"{file}: {error}") from error
+    alias_targets = read_toml(file) or {}
     for alias, target in alias_targets.items():
         if alias in models or not NAME.fullmatch(alias):
-            raise ModelError(f"{file}: the alias {alias!r} is the name of a model, or not a valid name: choose another")
+            raise ModelError(f"{file}: the alias {alias!r:.80} is the name of a model, or not a valid name: choose another")
         model, pinned, version = target.partition("/") if isinstance(target, str) else ("", "", "")
+        shown = shortened(target)
         if model not in models:
-            raise ModelError(f"{file}: {alias} stands for {target!r}, which does not exist: the models are {', '.join(models)}")
+            raise ModelError(f"{file}: {alias} stands for {shown}, which does not exist: the models are {', '.join(models)}")
         if pinned and version not in models[model]:
-            raise ModelError(f"{file}: {alias} stands for {target!r}, and {model} has the versions {', '.join(models[model])}")
+            raise ModelError(f"{file}: {alias} stands for {shown}, and {model} has the versions {', '.join(models[model])}")
     return alias_targets
 
 
 def visible_folders(root: Path) -> Iterator[Path]:
     """Return the folders within `root` that are not hidden: models in the models folder, versions in a model folder."""
-    return (path for path in sorted(root.iterdir()) if path.is_dir() and not path.name.startswith("."))
+    return (path for path in sorted(root.iterdir()) if path.is_dir() and not path.name.startswith((".", "lost+found")))

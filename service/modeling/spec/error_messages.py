@@ -14,6 +14,8 @@ from service.modeling.spec.layers import LAYER_KINDS
 
 MAX_SHOWN = 80
 """Characters of a wrong value in an error."""
+MAX_MESSAGES = 16
+"""Errors of a file that are described."""
 Location = tuple[int | str, ...]
 
 
@@ -36,10 +38,10 @@ class _Problem(NamedTuple):
             case "extra_forbidden":
                 return f"unknown key: {self._meant(others) or 'remove it or correct its name'}"
             case "union_tag_invalid":
-                return f"kind is {self.context['tag']!r}: use one of {self.context['expected_tags']}"
+                return f"kind is {shortened(self.context['tag'])}: use one of {self.context['expected_tags']}"
             case "union_tag_not_found":
                 return "the key kind is missing: add it"
-        return f"the value is {_shortened(self.value)}: it {_requirement(self.message)}"
+        return f"the value is {shortened(self.value)}: it {_requirement(self.message)}"
 
     def _meant(self, others: Iterable[_Problem]) -> str | None:
         """Return a question for an unknown key with nearly the name of a missing key."""
@@ -53,12 +55,16 @@ def error_messages(invalid: ValidationError) -> list[str]:
     """Return each error with its place in the file."""
     problems = [
         _Problem(_location(error["loc"]), error["type"], error["msg"], error["input"], error.get("ctx", {}))
-        for error in invalid.errors()
+        for error in invalid.errors(include_url=False)
     ]
     # A list without its wrong items is too short: the items have their own errors.
     inside = {problem.location[:1] for problem in problems if len(problem.location) > 1}
     problems = [problem for problem in problems if problem.kind != "too_short" or problem.location not in inside]
-    return [f"{'.'.join(map(str, problem.location)) or 'the whole file'}: {problem.describe(problems)}" for problem in problems]
+    shown = problems[:MAX_MESSAGES]
+    places = [
+        "the whole file" if not problem.location else ".".join(map(str, problem.location))[:MAX_SHOWN] for problem in shown
+    ]
+    return [f"{place}: {problem.describe(problems)}" for place, problem in zip(places, shown, strict=True)]
 
 
 def _location(parts: Location) -> Location:
@@ -77,6 +83,10 @@ def _requirement(message: str) -> str:
     return re.sub(r"^\w+ should", "should", message).replace(" after validation", "")
 
 
-def _shortened(value: object) -> str:
-    text = repr(value)
+def shortened(value: object) -> str:
+    """Return a value as text, without its end if it is long."""
+    try:
+        text = repr(value)
+    except (RecursionError, ValueError):  # ValueError: an integer of many digits
+        return "too long to show"
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."

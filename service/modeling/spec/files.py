@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import stat
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+from service.errors import ModelError
+
+MAX_TOML_BYTES = 2 << 20
+MAX_TABLE_DEPTH = 100
+_PART, _DOT = r"""(?:[\w-]++|"(?:[^"\\\n]|\\.)*+"?|'[^'\n]*+'?)""", r"[ \t]*+\.[ \t]*+"
+_KEY = re.compile(rf"({_PART}(?:{_DOT}{_PART}){{{MAX_TABLE_DEPTH}}})|{_PART}(?:{_DOT}{_PART})*+")
+"""A key, or a value. The group matches a key of too many parts: the time of tomllib grows with their square."""
 _confined_to: list[Path] = []
 """The models folder, if this process reads no files outside of it."""
 
@@ -23,14 +33,32 @@ def confined(root: Path) -> Iterator[None]:
         _confined_to[:] = before
 
 
-def read_file(file: Path, size: int = -1) -> bytes:
-    """Return the content of a regular file, or its first `size` bytes; raises OSError. A FIFO or a device is refused: reading it could
-    block for ever."""
+def read_toml(file: Path) -> dict[str, Any] | None:
+    """Return the content of a TOML file, or None if there is no such file; raises ModelError for every other defect."""
+    try:
+        text = read_file(file, limit=MAX_TOML_BYTES).decode()
+        if any(key[1] for key in _KEY.finditer(text)):
+            raise ModelError(f"{file}: a key has more than {MAX_TABLE_DEPTH} parts: nest fewer tables")
+        return tomllib.loads(text)
+    except FileNotFoundError:
+        return None
+    except RecursionError as error:
+        raise ModelError(f"{file}: its tables or lists are nested too deeply") from error
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, not TOML, or an integer of too many digits
+        raise ModelError(f"{file}: {getattr(error, 'strerror', None) or error}") from error
+
+
+def read_file(file: Path, size: int = -1, *, limit: int | None = None) -> bytes:
+    """Return the content of a regular file, or its first `size` bytes; raises OSError, also if it has more than `limit` bytes. A FIFO or a
+    device is refused: reading it could block for ever."""
     # Opening a FIFO without O_NONBLOCK waits for a writer.
     descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "it is not a regular file")
+        if limit is not None and status.st_size > limit:
+            raise OSError(errno.EFBIG, f"it has {status.st_size} bytes, and at most {limit} are read")
         # After opening: a check before it would race with a change of the path.
         if any(not _real_path(descriptor, file).is_relative_to(os.path.realpath(root)) for root in _confined_to):
             raise OSError(errno.EACCES, "it is a link out of the models folder: put the file itself there")

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, PlainSerializer, StrictBool, model_validator
 
 from service.modeling.spec.activations import NONE, Activation
-from service.modeling.spec.table import Shapes, Size, Table
+from service.modeling.spec.table import Count, Shapes, Size, Table
 
 Pool = Literal["last", "first", "last_step", "mean", "max", "sum", "attention"]
 
@@ -22,7 +22,7 @@ def _as_written(pools: tuple[str, ...]) -> str | list[str]:
 
 Pools = Annotated[tuple[Pool, ...], BeforeValidator(_as_list), PlainSerializer(_as_written), Field(min_length=1)]
 """One pool, written as its name, or a list of pools."""
-Labels = Annotated[tuple[str, ...], Field(min_length=1)]
+Labels = Annotated[tuple[str, ...], Field(min_length=1, max_length=1 << 16)]
 
 
 class Labelled(Table):
@@ -56,7 +56,7 @@ class PoolingHead(Table):
 
     pool: Pools
     attention_width: Size | None = None
-    dense: tuple[HeadDense, ...] = ()
+    dense: Annotated[tuple[HeadDense, ...], Field(max_length=64)] = ()
 
     @model_validator(mode="after")
     def _pools_are_used(self) -> PoolingHead:
@@ -132,7 +132,7 @@ class NextHead(Table):
     """The `top` most likely tokens after the last step: a linear layer to the vocabulary and softmax."""
 
     kind: Literal["next"]
-    top: Size = 5
+    top: Count = 5
 
     def tensors(self, inputs: int, vocabulary: int | None) -> Shapes:
         return _linear(inputs, vocabulary or 0)

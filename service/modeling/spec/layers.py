@@ -7,12 +7,12 @@ from typing import Annotated, Literal
 from pydantic import Field, StrictBool, model_validator
 
 from service.modeling.spec.activations import NONE, SIGMOID, TANH, Activation, ConvActivation
-from service.modeling.spec.table import LayerTable, Shapes, Size
+from service.modeling.spec.table import LayerTable, Shapes, Size, Steps
 
 DIRECTIONS = ("forward", "backward")
 Direction = Literal["forward", "backward"]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Pads = tuple[Annotated[int, Field(ge=0, strict=True)], Annotated[int, Field(ge=0, strict=True)]]
+Pads = tuple[Steps, Steps]
 QRNN_BLOCKS = {"f": 2, "fo": 3, "ifo": 4}
 GATED = ("glu", "gated_tanh")
 MATRICES = ("weight", "input", "recurrent", "projection", "filters")
@@ -41,7 +41,7 @@ class RecurrentLayer(LayerTable):
     """
 
     hidden: Size
-    depth: Size = 1
+    depth: Annotated[int, Field(gt=0, le=64, strict=True)] = 1
     bidirectional: StrictBool = False
     direction: Direction = "forward"
 
@@ -416,7 +416,7 @@ class TextCNNLayer(LayerTable):
     kind: Literal["text_cnn"]
     widths: Annotated[tuple[Size, ...], Field(min_length=1)]
     filters: Size
-    padding: Annotated[int, Field(ge=0, strict=True)] = 0
+    padding: Steps = 0
 
     @model_validator(mode="after")
     def _widths_differ(self) -> TextCNNLayer:

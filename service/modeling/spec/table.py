@@ -6,7 +6,10 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-Size = Annotated[int, Field(gt=0, strict=True)]
+Size = Annotated[int, Field(gt=0, le=1 << 16, strict=True)]
+Count = Annotated[int, Field(gt=0, lt=1 << 31, strict=True)]
+"""A number that may be larger than a size: of token ids, or of time steps."""
+Steps = Annotated[int, Field(ge=0, le=1 << 16, strict=True)]
 Shapes = dict[str, tuple[int, ...]]
 
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
+import pickle
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from kernels.cpu import __main__ as command
 from kernels.cpu import cache, target
-from kernels.folder import CACHE
+from kernels.cpu.compiled import _dump
+from kernels.folder import CACHE, keep
 
 
 @pytest.fixture(autouse=True)
@@ -27,22 +30,22 @@ def _fresh_target() -> Iterator[None]:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of the machine code, which is not there yet."""
     monkeypatch.setenv(CACHE, str(tmp_path / "cache"))
-    code = cache.code_folder()
-    assert code is not None
-    return code
+    return (tmp_path / "cache" / cache.code_file("")).resolve()
 
 
 def test_complete_folder_is_used_even_if_it_is_read_only(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cache.missing() == cache.NOT_COMPILED
-    folder.mkdir(parents=True)
-    (folder / cache.COMPLETE).touch()
+    for name, content in (("run", b"code"), (cache.COMPLETE, cache.code_file("run").encode())):
+        keep(cache.code_file(name), content)
     assert cache.missing() is None
     monkeypatch.setattr(cache, "cache_folder", lambda: None)
     assert cache.missing() is None
     monkeypatch.setattr(sys, "argv", ["kernels.cpu"])
     assert command.main() == 0 and capsys.readouterr() == ("", ""), "everything is compiled"
+    (folder / "run").write_bytes(b"")
+    assert cache.missing() is not None, "a file is damaged"
 
 
 def test_loops_that_cannot_run_name_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,34 +102,45 @@ def installed(place: Path) -> ModuleType:
     return module
 
 
-def doubled(module: ModuleType, number: int) -> tuple[int, int]:
-    """Return the result of the compiled function, and how many signatures were read from the folder."""
+def doubled(module: ModuleType, number: int) -> tuple[int, bool]:
+    """Return the result of the compiled function, and whether it was read from the folder."""
     out = torch.zeros(1, dtype=torch.int64)
-    module.double(number, out.data_ptr())
-    return int(out), sum(module.double.machine_code.stats.cache_hits.values())
+    with patch("kernels.cpu.compiled._dump", wraps=_dump) as written:
+        module.double(number, out.data_ptr())
+    return int(out), not written.called
 
 
 def test_another_installation_reads_the_machine_code(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert doubled(installed(tmp_path / "first"), 21) == (42, 0)
-    assert [path.name for path in folder.iterdir()] == ["double"]
-    files = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
-    assert doubled(installed(tmp_path / "second"), 4) == (8, 1)
-    monkeypatch.setattr("kernels.cpu.compiled.cache_folder", lambda: None)  # as if the folder could not be written
-    assert doubled(installed(tmp_path / "third"), 3) == (6, 1)
-    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == files
+    assert doubled(installed(tmp_path / "first"), 21) == (42, False)
+    (file,) = folder.iterdir()
+    before = file.stat()
+    assert doubled(installed(tmp_path / "second"), 4) == (8, True)
+    monkeypatch.setattr("kernels.folder.cache_folder", lambda: None)  # as if the folder could not be written
+    assert doubled(installed(tmp_path / "third"), 3) == (6, True)
+    assert file.stat() == before
+
+
+def test_damaged_machine_code_is_compiled_again(folder: Path, tmp_path: Path) -> None:
+    """And a pickle in its place is not read."""
+    doubled(installed(tmp_path / "first"), 1)
+    (file,) = folder.iterdir()
+    for content in (b"", file.read_bytes()[:-1], pickle.dumps(print)):
+        file.write_bytes(content)
+        assert doubled(installed(tmp_path / f"after {len(content)}"), 4) == (8, False)
+    assert doubled(installed(tmp_path / "last"), 3) == (6, True)
 
 
 def test_function_is_compiled_without_a_folder(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kernels.cpu.compiled.cache_folder", lambda: None)
-    assert doubled(installed(tmp_path / "first"), 5) == (10, 0)
+    monkeypatch.setattr("kernels.folder.cache_folder", lambda: None)
+    assert doubled(installed(tmp_path / "first"), 5) == (10, False)
     assert not folder.exists()
 
 
 def test_compile_all_compiles_every_loop(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from kernels.cpu import compiled
 
-    done: list[bool] = []
-    folder.mkdir(parents=True)
-    monkeypatch.setattr(compiled, "ALL", [SimpleNamespace(compile=lambda: done.append((folder / cache.COMPLETE).exists()))])
-    compiled.compile_all(folder)
-    assert done == [False] and cache.missing() is None
+    function = SimpleNamespace(file=cache.code_file("run"), compile=lambda: keep(cache.code_file("run"), b"code"))
+    monkeypatch.setattr(compiled, "ALL", [function])
+    assert cache.missing() == cache.NOT_COMPILED
+    compiled.compile_all()
+    assert cache.missing() is None
