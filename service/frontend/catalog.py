@@ -12,6 +12,7 @@ import orjson
 
 from service.errors import InvalidModel, ModelError, ServiceError, Unavailable, UnknownModel
 from service.frontend.head_outputs import OutputWriter
+from service.frontend.oip.model_tensors import TensorNames
 from service.frontend.quoting import quote
 from service.ipc.messages import IndexEntry, Manifest, ModelKey, ModelVersion, NotLoaded
 from service.log import Log
@@ -22,6 +23,8 @@ MAX_LISTED = 8
 """Names of models in an error."""
 MAX_COMPARED = 64
 """Names that are compared with an unknown name, and characters of that name."""
+NUMBER_CHARACTERS = 10
+"""Of a usual number of an answer in JSON."""
 MAX_CARD_BYTES = 1 << 16
 """Of a model card; a longer card is cut off."""
 
@@ -31,7 +34,8 @@ class ServedModel:
     """One version of a model. `generation` identifies the content of its folder, as in the engines' ModelKey.
 
     `writer` writes its outputs. `min_steps` is the shortest sequence that it takes, 0 if it answers sequences without steps too.
-    `step_bytes` is the size of a time step. `identity` has its name and version as JSON members. `card` is the content of its card.md.
+    `step_bytes` is the size of a time step. `identity` has its name and version as JSON members. `step_numbers` are those
+    of an answer for each step, without and with the vector of the step. `card` is the content of its card.md.
     `weight_bytes` is the size of its file of weights.
     """
 
@@ -46,17 +50,15 @@ class ServedModel:
     min_steps: int = field(init=False, compare=False, repr=False)
     step_bytes: int = field(init=False, compare=False, repr=False)
     identity: bytes = field(init=False, compare=False, repr=False)
+    step_numbers: tuple[int, int] = field(init=False, compare=False, repr=False)
+    tensor_names: TensorNames = field(init=False, compare=False, repr=False)
 
     def answer_numbers(self, steps: int, *, sequence: bool) -> int:
         """Return how many numbers the answer for these steps has at most, as far as they grow with the steps.
 
         sequence: whether the request asks for the vector of every step.
         """
-        head = self.spec.head
-        numbers = len(head.labels) if head.kind == "tag" else 0
-        if sequence or head.kind == "sequence":
-            numbers += self.spec.output_width
-        return steps * numbers
+        return steps * self.step_numbers[sequence]
 
     def __post_init__(self) -> None:
         identity = b'"model":%b,"version":%b' % (orjson.dumps(self.spec.name), orjson.dumps(self.version))
@@ -65,6 +67,16 @@ class ServedModel:
         object.__setattr__(self, "min_steps", 0 if self.spec.takes_empty else self.spec.min_steps)
         object.__setattr__(self, "step_bytes", self.spec.input.step_bytes)
         object.__setattr__(self, "identity", identity)
+        object.__setattr__(self, "step_numbers", _step_numbers(self.spec))
+        object.__setattr__(self, "tensor_names", TensorNames.of(self.spec))
+
+
+def _step_numbers(spec: ModelSpec) -> tuple[int, int]:
+    head, numbers = spec.head, 0
+    if head.kind == "tag":  # a score and one label, which counts as the numbers that are as long
+        numbers = 1 + max(1, max(map(len, map(orjson.dumps, head.labels))) // NUMBER_CHARACTERS)
+    vector = spec.output_width
+    return numbers + (vector if head.kind == "sequence" else 0), numbers + vector
 
 
 ModelIndex = dict[str, dict[str, ServedModel]]

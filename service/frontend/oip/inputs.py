@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from service.errors import InvalidInput
 from service.frontend import validation
 from service.frontend.catalog import ServedModel
-from service.frontend.oip import metadata
-from service.frontend.oip.metadata import LENGTHS, OFFSETS, STATE
+from service.frontend.oip.model_tensors import LENGTHS, OFFSETS, STATE
 from service.frontend.oip.tensors import BYTES, Tensor, tensor_error
 from service.frontend.validation import PackedInputs
 from service.settings import Settings
@@ -85,7 +84,7 @@ class InputTensors:
 
     def _check_names(self, model: ServedModel) -> None:
         """Raise InvalidInput unless the model takes these inputs and datatypes, and exactly one input holds the values."""
-        known = [tensor.name for tensor in (*metadata.inputs(model.spec), *metadata.state_tensors(model.spec))]
+        known = model.tensor_names.inputs
         for name, tensor in self._tensors.items():
             if name not in known:
                 raise tensor_error(name, f"is not an input of {model.spec.name}: its inputs are {', '.join(known)}")
