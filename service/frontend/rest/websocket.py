@@ -183,10 +183,10 @@ def add_routes(router: APIRouter, frontend: Frontend) -> None:
 
 async def serve_socket(frontend: Frontend, chunks: HotChunks, socket: WebSocket) -> None:
     """Serve one socket until it closes. Raises a ServiceError, which refuses the handshake, for an invalid query."""
-    query = StreamQuery.parse(socket.query_params.multi_items())
-    query.session = resolve_session(query.session, named_session(socket), "session")
     with audited(frontend, Scope.SESSION, "GET /stream", peer_of(socket)) as entry:
         await admit(frontend, socket, Scope.SESSION, entry)
+    query = StreamQuery.parse(socket.query_params.multi_items())
+    query.session = resolve_session(query.session, named_session(socket), "session")
     model = frontend.catalog.find(query.model, query.version)
     query.check_options(model.spec, frontend.settings)
     await socket.accept(SUBPROTOCOL if SUBPROTOCOL in socket.scope.get("subprotocols", ()) else None)
