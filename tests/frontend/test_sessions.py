@@ -107,6 +107,43 @@ def test_chunks_over_http_and_grpc_run_in_sequence(shared: Server) -> None:
     assert delete(shared, "both").json() == {"session": "both"}
 
 
+def test_empty_chunk_ends_a_session_over_each_api(shared: Server) -> None:
+    """The reply has the steps, and no outputs. Without an end it is refused, and so is one that starts a session."""
+    method, parameters = oip_requests.METHOD, {"sequence_id": "ended", "sequence_end": True}
+    shapes = {"ids": [1, 1], "lengths": [1, 1]}
+    tensors = [{"name": name, "datatype": "INT32", "shape": shape, "data": [0]} for name, shape in shapes.items()]
+    message = method.request_type(model_name="speller", raw_input_contents=[bytes(4)] * 2)
+    message.parameters["sequence_id"].string_param, message.parameters["sequence_end"].bool_param = "ended", True
+    for name, shape in shapes.items():
+        message.inputs.add(name=name, datatype="INT32", shape=shape)
+
+    def over_oip() -> tuple[Any, int]:
+        reply = shared.client.post("/v2/models/speller/infer", json={"inputs": tensors, "parameters": parameters}).json()
+        return reply["outputs"], reply["parameters"]["sequence_steps"]
+
+    def over_grpc() -> tuple[Any, int]:
+        with grpc.insecure_channel(shared.grpc) as channel:
+            reply = method.response_type.FromString(channel.unary_unary(oip_requests.PATH)(message.SerializeToString()))
+        return [*reply.outputs], reply.parameters["sequence_steps"].int64_param
+
+    def over_http() -> tuple[Any, int]:
+        answer = ask(shared, "speller", [], "ended", end=True)
+        return answer.json()["outputs"], steps(answer)
+
+    def over_a_socket() -> tuple[Any, int]:
+        with streamed(shared, "model=speller&session=ended") as stream:
+            reply = tell(stream, input=[], end=True)
+        return reply["outputs"], reply["session"]["steps"]
+
+    for end in (over_oip, over_grpc, over_http, over_a_socket):
+        assert steps(ask(shared, "speller", [1, 2], "ended")) == 2
+        assert end() == ([], 2)
+        assert code(delete(shared, "ended")) == (404, "unknown_session")
+        assert code(ask(shared, "speller", [], "ended", end=True)) == (404, "unknown_session")
+    for options in ({}, {"start": True, "end": True}):
+        assert code(ask(shared, "speller", [], "ended", **options)) == (400, "invalid_input")
+
+
 def test_state_continues_in_another_engine_bit_for_bit(shared: Server) -> None:
     """Exported and imported, or as a fork."""
     [here], [there], [fork] = names_at(0, 1, "moving"), names_at(1, 1, "moved/there"), names_at(1, 1, "copy")

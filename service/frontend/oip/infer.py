@@ -96,7 +96,7 @@ def engine_request(
     outputs.check_classes(request.outputs, model.spec, len(packed.lengths))
     if options.session is not None:
         validation.check_single_input(len(packed.lengths), "parameters.sequence_id")
-        validation.check_chunk(packed, tensors.field_of(0))
+        validation.check_chunk(packed, options, tensors.field_of(0))
     message = validation.engine_request(packed, options, model, arrived)
     if options.session is not None and message.has_states:
         raise InvalidInput(
@@ -115,5 +115,7 @@ def build_response(
         version=model.version,
         id=request.id,
         parameters={"sequence_steps": answer.session_steps} if answer.session_steps else {},
-        outputs=outputs.output_tensors(model.spec, arrays, answer.steps, request.outputs, tensors.ragged),
+        outputs=outputs.output_tensors(model.spec, arrays, answer.steps, request.outputs, tensors.ragged)
+        if answer.steps
+        else [],
     )

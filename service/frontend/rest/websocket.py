@@ -107,7 +107,7 @@ class StreamMessage(JsonBody):
     start: StrictBool | None = None
     """true restarts the session with this chunk; false only continues an open session."""
     end: StrictBool = False
-    """true closes the session after this chunk; the next chunk starts it again."""
+    """true closes the session after this chunk, which may be empty; the next chunk starts it again."""
     steps: Annotated[int, Field(ge=0, le=MAX_SESSION_STEPS, strict=True)] | None = None
     """How many steps the session has before this chunk. A chunk that finds another number is refused."""
 
