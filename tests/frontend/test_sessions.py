@@ -34,7 +34,8 @@ def shared(gate: Gate, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
     models.speller(root)
     flags = ("--device", "cpu,cpu", "--frontends", "2")
     settings = {"state_slots": "2", "lame_duck_seconds": "0.2", "default_deadline_ms": "600000", "max_deadline_ms": "600000"}
-    with serving(root, tmp_path_factory.mktemp("log"), *flags, **settings) as running:
+    closed = "import os, runpy; os.close(0); runpy.run_module('service', run_name='__main__')"  # as with <&-
+    with serving(root, tmp_path_factory.mktemp("log"), *flags, program=("-c", closed), **settings) as running:
         yield running
 
 
@@ -223,13 +224,13 @@ def test_lost_sessions_are_reported_once_and_the_other_engine_continues(shared: 
 
 
 def test_shutdown_answers_sent_chunks_and_closes_streams(shared: Server) -> None:
-    """The last test with this service."""
+    """Also at SIGHUP, which a terminal sends when it closes. The last test with this service."""
     with streamed(shared, "model=sensors") as busy, streamed(shared, "model=sensors") as idle:
         for stream in (busy, idle):
             assert tell(stream, input=[ROW])["session"]["steps"] == 1
         for _ in range(3):
             busy.send(struct.pack("<3f", *ROW) * 2_000)
-        shared.process.terminate()
+        shared.process.send_signal(signal.SIGHUP)
         assert [json.loads(busy.recv(timeout=60))["session"]["steps"] for _ in range(3)] == [2_001, 4_001, 6_001]
         for stream in (busy, idle):
             with pytest.raises(ConnectionClosed) as closed:
