@@ -214,8 +214,8 @@ class Batcher:
     def _check(self, request: Request, key: ModelKey, again: bool) -> None:
         if not self._engine.serves(key):
             if request.session is not None:
-                # The session ended with its version: for the client, that matters more than the missing version.
-                self.sessions.check_ended(request, again)
+                # The session ended with its version, or stays with another: that matters more than the missing version.
+                self.sessions.check_elsewhere(request, again)
             raise UnknownModel(f"the engine does not serve {request.model} version {request.version}", field="model")
         if not request.ends_only and (not request.lengths or min(request.lengths) < 1):
             raise InvalidInput("a request needs at least one sequence, and every sequence at least one step", field="inputs")

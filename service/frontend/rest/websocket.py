@@ -187,7 +187,10 @@ async def serve_socket(frontend: Frontend, chunks: HotChunks, socket: WebSocket)
         await admit(frontend, socket, Scope.SESSION, entry)
     query = StreamQuery.parse(socket.query_params.multi_items())
     query.session = resolve_session(query.session, named_session(socket), "session")
-    model = frontend.catalog.find(query.model, query.version)
+    # An open session stays with its version, whether that is served or not.
+    model, unknown = frontend.catalog.find_or_retired(query.model, query.version)
+    if unknown is not None and query.session is None:
+        raise unknown
     query.check_options(model.spec, frontend.settings)
     await socket.accept(SUBPROTOCOL if SUBPROTOCOL in socket.scope.get("subprotocols", ()) else None)
     stream = _ChunkStream(frontend, chunks, socket, query, model.key.labels, entry.caller)

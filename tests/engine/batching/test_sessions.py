@@ -231,6 +231,16 @@ def test_chunk_of_a_version_that_was_unloaded_is_lost_once() -> None:
     assert send(harness, 3).sums == [3.0]
 
 
+def test_session_of_a_version_is_found_when_a_newer_one_was_unloaded() -> None:
+    """The frontend, which knows neither, chose the newest."""
+    harness, gone = harness_of_versions(), ModelKey(MODEL.name, "3", 9)
+    send(harness, 1)
+    [error] = harness.call([2], model=gone, session="a", starts=False, exactly=False).errors
+    assert isinstance(error, SessionConflict) and error.elsewhere == MODEL
+    assert refused(harness.call([2], model=gone, session="a", starts=False)) is SessionConflict, "it names that version"
+    assert refused(harness.call([2], model=gone, session="a", starts=True)) is UnknownModel
+
+
 def test_unload_loses_only_the_sessions_of_its_version() -> None:
     harness = harness_of_versions()
     send(harness, 1)
