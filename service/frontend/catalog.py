@@ -12,7 +12,6 @@ import orjson
 
 from service.errors import InvalidModel, ModelError, ServiceError, Unavailable, UnknownModel
 from service.frontend.head_outputs import OutputWriter
-from service.frontend.oip.model_tensors import TensorNames
 from service.frontend.quoting import quote
 from service.ipc.messages import IndexEntry, Manifest, ModelKey, ModelVersion, NotLoaded
 from service.log import Log
@@ -24,7 +23,7 @@ MAX_LISTED = 8
 MAX_COMPARED = 64
 """Names that are compared with an unknown name, and characters of that name."""
 NUMBER_CHARACTERS = 10
-"""Of a usual number of an answer in JSON."""
+"""Of a usual number in JSON."""
 MAX_CARD_BYTES = 1 << 16
 """Of a model card; a longer card is cut off."""
 
@@ -34,8 +33,8 @@ class ServedModel:
     """One version of a model. `generation` identifies the content of its folder, as in the engines' ModelKey.
 
     `writer` writes its outputs. `min_steps` is the shortest sequence that it takes, 0 if it answers sequences without steps too.
-    `step_bytes` is the size of a time step. `identity` has its name and version as JSON members. `step_numbers` are those
-    of an answer for each step, without and with the vector of the step. `card` is the content of its card.md.
+    `step_bytes` is the size of a time step. `identity` has its name and version as JSON members. `tag_numbers` are those of a tagger's
+    answer for a step: its score, and its label, which counts as the numbers that are as long. `card` is the content of its card.md.
     `weight_bytes` is the size of its file of weights.
     """
 
@@ -50,15 +49,18 @@ class ServedModel:
     min_steps: int = field(init=False, compare=False, repr=False)
     step_bytes: int = field(init=False, compare=False, repr=False)
     identity: bytes = field(init=False, compare=False, repr=False)
-    step_numbers: tuple[int, int] = field(init=False, compare=False, repr=False)
-    tensor_names: TensorNames = field(init=False, compare=False, repr=False)
+    tag_numbers: int = field(init=False, compare=False, repr=False)
 
     def answer_numbers(self, steps: int, *, sequence: bool) -> int:
         """Return how many numbers the answer for these steps has at most, as far as they grow with the steps.
 
         sequence: whether the request asks for the vector of every step.
         """
-        return steps * self.step_numbers[sequence]
+        head = self.spec.head
+        numbers = self.tag_numbers
+        if sequence or head.kind == "sequence":
+            numbers += self.spec.output_width
+        return steps * numbers
 
     def __post_init__(self) -> None:
         identity = b'"model":%b,"version":%b' % (orjson.dumps(self.spec.name), orjson.dumps(self.version))
@@ -67,16 +69,8 @@ class ServedModel:
         object.__setattr__(self, "min_steps", 0 if self.spec.takes_empty else self.spec.min_steps)
         object.__setattr__(self, "step_bytes", self.spec.input.step_bytes)
         object.__setattr__(self, "identity", identity)
-        object.__setattr__(self, "step_numbers", _step_numbers(self.spec))
-        object.__setattr__(self, "tensor_names", TensorNames.of(self.spec))
-
-
-def _step_numbers(spec: ModelSpec) -> tuple[int, int]:
-    head, numbers = spec.head, 0
-    if head.kind == "tag":  # a score and one label, which counts as the numbers that are as long
-        numbers = 1 + max(1, max(map(len, map(orjson.dumps, head.labels))) // NUMBER_CHARACTERS)
-    vector = spec.output_width
-    return numbers + (vector if head.kind == "sequence" else 0), numbers + vector
+        labels = [len(orjson.dumps(label)) for label in self.spec.head.labels] if self.spec.head.kind == "tag" else []
+        object.__setattr__(self, "tag_numbers", 1 + max(1, max(labels) // NUMBER_CHARACTERS) if labels else 0)
 
 
 ModelIndex = dict[str, dict[str, ServedModel]]

@@ -16,10 +16,9 @@ import numpy as np
 
 from service.frontend import validation
 from service.frontend.catalog import Catalog, ModelIndex, ServedModel
-from service.frontend.oip import parameters
+from service.frontend.oip import metadata, parameters
 from service.frontend.oip.inputs import ID_BYTES, InputTensors
 from service.frontend.oip.json import ParsedRequest
-from service.frontend.oip.model_tensors import head_outputs
 from service.frontend.oip.tensors import BYTES, Tensor, decode
 from service.frontend.validation import PackedInputs
 from service.ipc.messages import FEATURES
@@ -159,10 +158,10 @@ class BinaryForms:
 def _whole_output_size(parsed: ParsedRequest, model: ServedModel, sequences: int) -> int:
     """Return the size of the engine's answer if nothing else follows the head of the response, otherwise 0."""
     spec, requested = model.spec, parsed.request.outputs
-    names = [output.name for output in requested] or [output.name for output in head_outputs(spec)]
+    names = [output.name for output in requested] or [output.name for output in metadata.head_outputs(spec)]
     if names != [WHOLE_OUTPUTS.get(type(spec.head))] or not parsed.raw(names[0]) or any(output.classes for output in requested):
         return 0
-    [output] = [output for output in head_outputs(spec) if output.name == names[0]]
+    [output] = [output for output in metadata.head_outputs(spec) if output.name == names[0]]
     return sequences * math.prod(output.dims) * np.dtype(FEATURES).itemsize
 
 

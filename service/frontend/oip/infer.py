@@ -78,7 +78,7 @@ def check_options(
     request: InferRequest, session: str | None, model: ServedModel, settings: Settings, within_seconds: float = math.inf
 ) -> validation.Options:
     """Return the options of a request; raises a ServiceError for options or outputs that the model does not have."""
-    outputs.check_requested(request.outputs, model)
+    outputs.check_requested(request.outputs, model.spec)
     return parameters.request_options(request, session, model, settings, within_seconds * 1000)
 
 

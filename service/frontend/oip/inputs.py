@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from service.errors import InvalidInput
 from service.frontend import validation
 from service.frontend.catalog import ServedModel
-from service.frontend.oip.model_tensors import LENGTHS, OFFSETS, STATE
+from service.frontend.oip import metadata
+from service.frontend.oip.metadata import LENGTHS, OFFSETS, STATE
 from service.frontend.oip.tensors import BYTES, Tensor, tensor_error
 from service.frontend.validation import PackedInputs
 from service.settings import Settings
@@ -84,7 +85,8 @@ class InputTensors:
 
     def _check_names(self, model: ServedModel) -> None:
         """Raise InvalidInput unless the model takes these inputs and datatypes, and exactly one input holds the values."""
-        known = model.tensor_names.inputs
+        states = [STATE + name for name in model.spec.states]
+        known = [metadata.inputs(model.spec)[0].name, *metadata.other_inputs(model.spec), *states]
         for name, tensor in self._tensors.items():
             if name not in known:
                 raise tensor_error(name, f"is not an input of {model.spec.name}: its inputs are {', '.join(known)}")

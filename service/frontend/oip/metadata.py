@@ -6,7 +6,7 @@ REST and gRPC return the same values. Nothing here knows HTTP or gRPC.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -15,10 +15,10 @@ from service import __version__, triton_statistics
 from service.errors import InvalidInput, Unsupported
 from service.frontend.catalog import ServedModel
 from service.frontend.inference import Frontend
-from service.frontend.oip.model_tensors import TensorMetadata, inputs, outputs
 from service.frontend.oip.tensors import BYTES
 from service.frontend.quoting import quote
 from service.ipc.messages import MAX_POLICY_CHARACTERS
+from service.modeling.spec import ClassifyHead, EmbedHead, ModelSpec, NextHead, RegressHead, SequenceHead, SpanHead, TagHead
 
 EXTENSIONS = (
     *("binary_tensor_data", "classification", "parameters", "sequence", "sequence(string_id)"),
@@ -27,6 +27,9 @@ EXTENSIONS = (
 PLATFORM = "seqserve"
 UNSUPPORTED_EXTENSION = "shared memory, trace settings and log settings are not supported: send tensors with the request"
 """The error message for extensions of Triton that this service does not have."""
+LENGTHS, OFFSETS = "lengths", "offsets"
+STATE = "state."
+"""Prefix of the tensors of the states of recurrent layers: inputs to start from them, outputs to get them."""
 VERSION_POLICY = "version_policy"
 
 
@@ -52,6 +55,72 @@ class _VersionPolicy(msgspec.Struct, forbid_unknown_fields=True):
     all: _AllVersions | None = None
     latest: _LatestVersions | None = None
     specific: _SpecificVersions | None = None
+
+
+class TensorMetadata(NamedTuple):
+    """An input or output tensor of a model. dims: the dimensions of one sequence; -1 accepts any size."""
+
+    name: str
+    datatype: str
+    dims: tuple[int, ...]
+
+
+def inputs(spec: ModelSpec) -> list[TensorMetadata]:
+    """Return the input that a request needs. A request may have others (`other_inputs`), which the metadata does not list: load
+    generators send every input that it lists."""
+    if spec.input.features is not None:
+        return [TensorMetadata("inputs", "FP32", (-1, spec.input.features))]
+    return [TensorMetadata("text", BYTES, (1,)) if spec.input.kind == "text" else TensorMetadata("ids", "INT32", (-1,))]
+
+
+def other_inputs(spec: ModelSpec) -> list[str]:
+    """Return the names of the inputs that a request may also have: ids instead of a text, and the layout of its sequences."""
+    return [*(["ids"] if spec.input.kind == "text" else []), LENGTHS, OFFSETS]
+
+
+def outputs(spec: ModelSpec) -> list[TensorMetadata]:
+    """Return the outputs of a model: the head's outputs, then the outputs that a request must name to receive them."""
+    head = head_outputs(spec)
+    extra = [TensorMetadata("embedding", "FP32", (spec.embedding_width,))] if spec.has_embedding else []
+    if spec.has_steps:
+        layout = [TensorMetadata(LENGTHS, "INT32", (1,)), TensorMetadata(OFFSETS, "INT32", (-1,))]
+        extra += [TensorMetadata("sequence", "FP32", (-1, spec.output_width)), *layout]
+    return [*head, *(tensor for tensor in extra if tensor not in head)]
+
+
+def state_tensors(spec: ModelSpec) -> list[TensorMetadata]:
+    """Return the tensors of a model's states. A request may send them as inputs and ask for them as outputs.
+
+    They are not part of the metadata: some clients ask for every output that it lists.
+    """
+    return [TensorMetadata(f"{STATE}{name}", "FP32", (width,)) for name, width in spec.states.items()]
+
+
+def head_outputs(spec: ModelSpec) -> list[TensorMetadata]:
+    """Return the outputs of a model's head."""
+    match spec.head:
+        case ClassifyHead(labels=labels):
+            return [
+                TensorMetadata("label", BYTES, (1,)),
+                TensorMetadata("score", "FP32", (1,)),
+                TensorMetadata("scores", "FP32", (len(labels),)),
+            ]
+        case RegressHead(outputs=count):
+            return [TensorMetadata("value", "FP32", (count,))]
+        case TagHead():
+            return [TensorMetadata("labels", BYTES, (-1,)), TensorMetadata("scores", "FP32", (-1,))]
+        case SpanHead():
+            return [
+                TensorMetadata("start", "INT32", (1,)),
+                TensorMetadata("end", "INT32", (1,)),
+                TensorMetadata("score", "FP32", (1,)),
+            ]
+        case NextHead(top=top):
+            return [TensorMetadata("ids", "INT32", (top,)), TensorMetadata("scores", "FP32", (top,))]
+        case EmbedHead():
+            return [TensorMetadata("embedding", "FP32", (spec.embedding_width,))]
+        case SequenceHead():
+            return [TensorMetadata("sequence", "FP32", (-1, spec.output_width))]
 
 
 def server_metadata() -> dict[str, Any]:

@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from service.errors import InvalidInput, TooLarge
-from service.frontend.catalog import ServedModel
 from service.frontend.head_outputs import json_numbers, split_state
+from service.frontend.oip import metadata
 from service.frontend.oip.limits import MAX_CLASSES
-from service.frontend.oip.model_tensors import LENGTHS, OFFSETS, STATE, head_outputs
+from service.frontend.oip.metadata import LENGTHS, OFFSETS, STATE, state_tensors
 from service.frontend.oip.tensors import BYTES, Tensor
 from service.frontend.oip.types import RequestedOutput
 from service.frontend.quoting import quote
@@ -30,14 +30,17 @@ MAX_PADDED_BYTES = 64 << 20
 """Size limit of a padded output: a single long sequence among many short sequences could inflate a small answer."""
 
 
-def check_requested(outputs: Sequence[RequestedOutput], model: ServedModel) -> None:
+def check_requested(outputs: Sequence[RequestedOutput], spec: ModelSpec) -> None:
     """Raise InvalidInput unless the model has these outputs.
 
     Some clients request every output that the metadata lists, so `lengths` and `offsets` may be requested together.
     """
     if not outputs:
         return
-    spec, known, names = model.spec, model.tensor_names.outputs, [output.name for output in outputs]
+    names = [output.name for output in outputs]
+    known = [tensor.name for tensor in metadata.head_outputs(spec)]
+    if not set(names).issubset(known):  # most requests name no others, and need not wait for the list of all
+        known = [tensor.name for tensor in (*metadata.outputs(spec), *state_tensors(spec))]
     for index, output in enumerate(outputs):
         if output.name not in known:
             raise _outputs_error(f"{quote(output.name)} is not an output of {spec.name}: its outputs are {', '.join(known)}")
@@ -77,7 +80,7 @@ def output_tensors(
     """
     answer = _AnswerTensors(spec, arrays, _SequenceLayout(steps, ragged))
     if not requested:
-        names = [tensor.name for tensor in head_outputs(spec)]
+        names = [tensor.name for tensor in metadata.head_outputs(spec)]
         layout = [OFFSETS if ragged else LENGTHS] if has_step_outputs(spec) else []
         requested = [RequestedOutput(name) for name in (*names, *layout)]
     return [answer.classes(output.classes) if output.classes else answer.tensor(output.name) for output in requested]

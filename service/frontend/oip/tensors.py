@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 
 from service.errors import InvalidInput, TooLarge
 from service.frontend.oip.limits import MAX_TEXTS
-from service.frontend.oip.model_tensors import BYTES as BYTES
 from service.frontend.quoting import describe_value, quote
 
 Array = NDArray[Any]
 
+BYTES = "BYTES"
 DATATYPES: dict[str, np.dtype[Any]] = {
     "BOOL": np.dtype("?"),
     **{

@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from itertools import chain
-from operator import attrgetter
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -34,12 +33,6 @@ from service.settings import Settings
 
 MAX_RETURNS = 8
 """Most names in `return`. A name may be repeated, but a list of a million names would stall the event loop."""
-_HAS: dict[str, Callable[[ModelSpec], object]] = {
-    "embedding": attrgetter("has_embedding"),
-    "sequence": attrgetter("has_steps"),
-    "state": attrgetter("states"),
-}
-"""Whether a model has a vector that a request may ask for. Looked up for each request: only the states walk all layers."""
 _JSON_TYPES = (None, JSON.encode(), b"application/json; charset=utf-8", b"application/json;charset=utf-8")
 _HEADERS = b"content-type: " + JSON.encode() + b"\r\n"
 Packer = Callable[[ServedModel], Awaitable[PackedInputs]]
@@ -235,8 +228,9 @@ def engine_request(
 
 def check_returns(returns: Sequence[str], spec: ModelSpec) -> messages.Returns:
     """Validate `return`. Raises InvalidInput for vectors that the model does not have."""
+    has = {"embedding": spec.has_embedding, "sequence": spec.has_steps, "state": bool(spec.states)}
     for name in returns:
-        if not _HAS[name](spec):
+        if not has[name]:
             raise InvalidInput(f"{spec.name} has no {name} to return: leave {name} out of return", field="return")
     return validation.requested_returns(returns, spec)
 
