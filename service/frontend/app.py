@@ -94,11 +94,10 @@ class Preflights(CORSMiddleware):
         response = super().preflight_response(request_headers)
         try:
             self._frontend.access.check_page(request_headers.get("host", ""), request_headers["origin"])
-            if response.status_code != 200:
-                raise Forbidden(f"web pages of this Origin may not send this request: {bytes(response.body).decode()}")
         except Forbidden as error:
             return respond_error(self._frontend, error)
-        return response
+        refusal = Forbidden(f"web pages may not send this request: {bytes(response.body).decode()}")
+        return response if response.status_code == 200 else respond_error(self._frontend, refusal)
 
 
 def _describe_keys(app: FastAPI, router: APIRouter) -> None:

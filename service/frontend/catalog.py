@@ -22,8 +22,6 @@ MAX_LISTED = 8
 """Names of models in an error."""
 MAX_COMPARED = 64
 """Names that are compared with an unknown name, and characters of that name."""
-NUMBER_CHARACTERS = 10
-"""Of a usual number in JSON."""
 MAX_CARD_BYTES = 1 << 16
 """Of a model card; a longer card is cut off."""
 
@@ -70,7 +68,9 @@ class ServedModel:
         object.__setattr__(self, "step_bytes", self.spec.input.step_bytes)
         object.__setattr__(self, "identity", identity)
         labels = [len(orjson.dumps(label)) for label in self.spec.head.labels] if self.spec.head.kind == "tag" else []
-        object.__setattr__(self, "tag_numbers", 1 + max(1, max(labels) // NUMBER_CHARACTERS) if labels else 0)
+        object.__setattr__(
+            self, "tag_numbers", 1 + max(1, max(labels) // 10) if labels else 0
+        )  # a number in JSON has about 10 bytes
 
 
 ModelIndex = dict[str, dict[str, ServedModel]]

@@ -126,10 +126,7 @@ class Sessions:
             )
 
     def check_elsewhere(self, request: Request, again: bool) -> None:
-        """Raise the error for a chunk of a version that is not served, if it continues a session: one that ended, or of another version.
-
-        again: another engine ended while it had the chunk.
-        """
+        """Raise the error for a chunk of a version that is not served, if its session ended (once) or belongs to another version."""
         id = request.session
         assert id is not None
         if again or self._table.end_reason(id) or (self._table.find(id) is not None and not request.session_starts):

@@ -17,7 +17,6 @@ class Budget:
         """Take one unit; false when there is none left. What is refused costs nothing: it would delay later units without end."""
         self._left = min(self._burst, self._left + (now - self._time) * self._rate)
         self._time = now
-        if self._left < 1:
-            return False
-        self._left -= 1
-        return True
+        allowed = self._left >= 1
+        self._left -= allowed
+        return allowed

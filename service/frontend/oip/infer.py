@@ -115,7 +115,5 @@ def build_response(
         version=model.version,
         id=request.id,
         parameters={"sequence_steps": answer.session_steps} if answer.session_steps else {},
-        outputs=outputs.output_tensors(model.spec, arrays, answer.steps, request.outputs, tensors.ragged)
-        if answer.steps
-        else [],
+        outputs=outputs.output_tensors(model.spec, arrays, answer.steps, request.outputs, tensors.ragged),
     )
