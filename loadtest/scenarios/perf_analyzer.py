@@ -105,12 +105,11 @@ def cases(
 
 
 def _questions(model: dict[str, Any]) -> list[Any]:
-    """Return texts, or token ids when the words of the model are unknown."""
+    """Return texts, of numbers when the words of the model are unknown."""
     traffic = discovery.inputs(servers.MODELS, model)
     inputs: list[Any] = [traffic.input() for _ in range(TEXTS)]
-    if isinstance(inputs[0], str):
-        return [{"text": {"content": [text], "shape": [1]}} for text in inputs]
-    return [{"ids": {"content": ids, "shape": [len(ids)]}} for ids in inputs]
+    texts = [each if isinstance(each, str) else " ".join(map(str, each)) for each in inputs]
+    return [{"text": {"content": [text], "shape": [1]}} for text in texts]
 
 
 def _sequences(model: dict[str, Any]) -> list[Any]:

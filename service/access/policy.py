@@ -9,7 +9,6 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Iterable
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from service.access.caller import ANYBODY, LOCAL, Caller
 from service.access.keys import KeyRing
@@ -48,13 +47,16 @@ class AccessPolicy:
 
         Raises Unauthorized without a valid key, if the service has keys, and Forbidden for a host or an origin that is not allowed.
         """
-        self._check_host(host)
-        self._check_origin(host, origin)
+        self.check_page(host, origin)
         return self._caller(host, authorization)
 
-    def _check_host(self, host: str) -> None:
+    def check_page(self, host: str, origin: str | None) -> None:
+        """Raise Forbidden for a host or an origin that is not allowed."""
         if not self._any_host and _name(host) not in self._hosts:
             raise Forbidden("the Host of the request is not one of this service: add it to SEQSERVE_ALLOWED_HOSTS")
+        if origin is None or origin.lower() in self._origins or origin.lower().partition("://")[2] == host.lower():
+            return
+        raise Forbidden("web pages of this Origin may not use the service: add it to SEQSERVE_ALLOWED_ORIGINS")
 
     def reload(self) -> None:
         """Read the key file again if it has changed. Raises SettingsError and keeps the old keys if it cannot be read."""
@@ -80,11 +82,6 @@ class AccessPolicy:
         if caller is None:
             raise Unauthorized("the key is not valid: send the header Authorization: Bearer KEY with a key of this service")
         return caller
-
-    def _check_origin(self, host: str, origin: str | None) -> None:
-        if origin is None or origin.lower() in self._origins or urlsplit(origin).netloc.lower() == host.lower():
-            return
-        raise Forbidden("web pages of this Origin may not use the service: add it to SEQSERVE_ALLOWED_ORIGINS")
 
 
 def check_start(settings: Settings) -> None:

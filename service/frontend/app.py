@@ -7,13 +7,15 @@ from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.routing import APIRoute
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import BaseRoute, Match, Route, WebSocketRoute
+from starlette.types import ASGIApp
 
 from service import __version__
 from service.access.scopes import KEY_SCOPES, Scope
-from service.errors import MethodNotAllowed, ServiceError, UnknownRoute
+from service.errors import Forbidden, MethodNotAllowed, ServiceError, UnknownRoute
 from service.frontend import docs_page
 from service.frontend.http_exchange import DirectRoute, IdentifyingApp, respond_error
 from service.frontend.inference import ClientDisconnected, Frontend
@@ -39,9 +41,10 @@ def build_app(frontend: Frontend, scopes: Set[Scope] = frozenset(Scope), grpc_po
         description="A model server for sequence models.",
         docs_url=None,  # FastAPI's own page loads its scripts from other hosts
         redoc_url=None,
+        redirect_slashes=False,  # a redirect names the Host of the request, and is sent before any check
     )
     app.state.frontend = frontend
-    router = APIRouter(route_class=DirectRoute)
+    router = APIRouter(route_class=DirectRoute, redirect_slashes=False)
     # Starlette tries routes in this order: the routes of inference come first.
     infer.add_routes(router, frontend)
     oip_rest.add_routes(router, frontend, ERRORS)
@@ -63,7 +66,8 @@ def build_app(frontend: Frontend, scopes: Set[Scope] = frozenset(Scope), grpc_po
     if frontend.access.origins:
         # It wraps only the sending side: a wrapper around the receiving side would hide that a client has disconnected.
         app.add_middleware(
-            CORSMiddleware,
+            Preflights,
+            frontend=frontend,
             allow_origins=list(frontend.access.origins),
             allow_methods=["GET", "POST", "PUT", "DELETE"],
             allow_headers=["*"],
@@ -76,6 +80,24 @@ def build_app(frontend: Frontend, scopes: Set[Scope] = frozenset(Scope), grpc_po
     # The outermost layer: Starlette answers unexpected exceptions outside of the layers that are added.
     app.build_middleware_stack = IdentifyingApp.around(app.build_middleware_stack, frontend.request_ids)  # type: ignore[method-assign]
     return app
+
+
+class Preflights(CORSMiddleware):
+    """Answers what browsers ask before a request of another origin, after the same checks, and adds their headers to replies."""
+
+    def __init__(self, app: ASGIApp, /, frontend: Frontend, **options: Any) -> None:
+        super().__init__(app, **options)
+        self._frontend = frontend
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        """Return the answer to a preflight. Browsers send it without a key."""
+        response = super().preflight_response(request_headers)
+        try:
+            self._frontend.access.check_page(request_headers.get("host", ""), request_headers["origin"])
+        except Forbidden as error:
+            return respond_error(self._frontend, error)
+        refusal = Forbidden(f"web pages may not send this request: {bytes(response.body).decode()}")
+        return response if response.status_code == 200 else respond_error(self._frontend, refusal)
 
 
 def _describe_keys(app: FastAPI, router: APIRouter) -> None:

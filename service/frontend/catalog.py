@@ -31,7 +31,8 @@ class ServedModel:
     """One version of a model. `generation` identifies the content of its folder, as in the engines' ModelKey.
 
     `writer` writes its outputs. `min_steps` is the shortest sequence that it takes, 0 if it answers sequences without steps too.
-    `step_bytes` is the size of a time step. `identity` has its name and version as JSON members. `card` is the content of its card.md.
+    `step_bytes` is the size of a time step. `identity` has its name and version as JSON members. `tag_numbers` are those of a tagger's
+    answer for a step: its score, and its label, which counts as the numbers that are as long. `card` is the content of its card.md.
     `weight_bytes` is the size of its file of weights.
     """
 
@@ -46,6 +47,7 @@ class ServedModel:
     min_steps: int = field(init=False, compare=False, repr=False)
     step_bytes: int = field(init=False, compare=False, repr=False)
     identity: bytes = field(init=False, compare=False, repr=False)
+    tag_numbers: int = field(init=False, compare=False, repr=False)
 
     def answer_numbers(self, steps: int, *, sequence: bool) -> int:
         """Return how many numbers the answer for these steps has at most, as far as they grow with the steps.
@@ -53,7 +55,7 @@ class ServedModel:
         sequence: whether the request asks for the vector of every step.
         """
         head = self.spec.head
-        numbers = len(head.labels) if head.kind == "tag" else 0
+        numbers = self.tag_numbers
         if sequence or head.kind == "sequence":
             numbers += self.spec.output_width
         return steps * numbers
@@ -65,6 +67,10 @@ class ServedModel:
         object.__setattr__(self, "min_steps", 0 if self.spec.takes_empty else self.spec.min_steps)
         object.__setattr__(self, "step_bytes", self.spec.input.step_bytes)
         object.__setattr__(self, "identity", identity)
+        labels = [len(orjson.dumps(label)) for label in self.spec.head.labels] if self.spec.head.kind == "tag" else []
+        object.__setattr__(
+            self, "tag_numbers", 1 + max(1, max(labels) // 10) if labels else 0
+        )  # a number in JSON has about 10 bytes
 
 
 ModelIndex = dict[str, dict[str, ServedModel]]

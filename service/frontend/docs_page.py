@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from base64 import b64encode
 from hashlib import sha256
-from importlib.resources import as_file, files
-from pathlib import Path
+from importlib.resources import files
 
 from fastapi import APIRouter, Request, Response
 from fastapi.openapi.docs import get_swagger_ui_html
-from fastapi.responses import FileResponse
 
 from service.errors import UnknownRoute
+from service.frontend.ui.page import Asset, respond_asset
 
 SCRIPT, STYLE, ICON = "swagger-ui-bundle.js", "swagger-ui.css", "favicon-32x32.png"
+MEDIA_TYPES = {SCRIPT: "text/javascript; charset=utf-8", STYLE: "text/css; charset=utf-8", ICON: "image/png"}
 _SCRIPT_BEGIN, _SCRIPT_END = b"<script>", b"</script>"
 
 
@@ -34,6 +34,10 @@ def add_routes(router: APIRouter) -> None:
         "x-frame-options": "DENY",
     }
 
+    folder = files("fastapi_swagger.resources")
+    # In memory: FileResponse answers requests for thousands of ranges of a file, and in its own words.
+    assets = {name: Asset.of((folder / name).read_bytes(), media_type) for name, media_type in MEDIA_TYPES.items()}
+
     @router.get("/docs", include_in_schema=False)
     async def docs(request: Request) -> Response:
         return Response(page, media_type="text/html", headers=headers)
@@ -41,9 +45,9 @@ def add_routes(router: APIRouter) -> None:
     @router.get("/docs/{name}", include_in_schema=False)
     async def file(request: Request) -> Response:
         name = request.path_params["name"]
-        if name not in (SCRIPT, STYLE, ICON):
+        if name not in assets:
             raise UnknownRoute("no route has this path: see /docs")
-        return FileResponse(_resource(name))
+        return respond_asset(assets[name], request)
 
 
 def _policy(page: bytes) -> str:
@@ -54,8 +58,3 @@ def _policy(page: bytes) -> str:
         f"default-src 'none'; script-src 'self' 'sha256-{digest}'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; "
         "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
-
-
-def _resource(name: str) -> Path:
-    with as_file(files("fastapi_swagger.resources") / name) as path:
-        return path

@@ -24,7 +24,8 @@ from service.metrics import CUT_OFF, FAULTS, GONE, OK, Metrics
 from service.settings import Settings
 
 MAX_TRACES_PER_SECOND = 100
-"""Requests of one frontend that are traced, for whatever reason: no client fills the receiver of the traces."""
+"""Requests of one frontend that are traced because they were chosen at their start, and as many because they failed or were slow: no client
+fills the receiver of the traces, and a sample of many requests leaves room for the errors."""
 MAX_TRACED_RUNS = 32
 """Batches of one request with spans: the first batches, and the last."""
 ONCE_PER_REQUEST = ("parse", "channel", "reply", "encode", "total")
@@ -123,7 +124,7 @@ class Observer:
         self._access_rate = settings.access_log_rate
         self.highest_rate = max(self._access_rate, self._trace_rate if traces is not None else 0.0)
         self.slow_seconds = settings.slow_request_ms / 1000 or math.inf
-        self._budget = Budget(MAX_TRACES_PER_SECOND, MAX_TRACES_PER_SECOND)
+        self._chosen, self._late = (Budget(MAX_TRACES_PER_SECOND, MAX_TRACES_PER_SECOND) for _ in range(2))
         self.times_all = self.slow_seconds < math.inf
         """Whether engines tell for every request how its batches ran."""
         self.chooses = traces is not None or self._access_rate > 0
@@ -139,7 +140,7 @@ class Observer:
         if self._traces is not None:
             parent = parse_parent(identity.origin)
             traced = drawn < self._trace_rate if parent is None else parent.sampled
-            if traced and not self._budget.spend(time.monotonic()):
+            if traced and not self._chosen.spend(time.monotonic()):
                 self._metrics.traced_requests.add("over_limit")
                 traced = False
         if not traced:
@@ -162,7 +163,7 @@ class Observer:
 
     def _trace_late(self, observation: Observation | None, origin: Origin) -> Observation | None:
         """Choose a request at its end."""
-        if not self._budget.spend(time.monotonic()):
+        if not self._late.spend(time.monotonic()):
             self._metrics.traced_requests.add("over_limit")
             return observation
         return _traced(parse_parent(origin), logged=observation is not None and observation.logged)

@@ -253,6 +253,7 @@ def _config(frontend: Frontend, app: FastAPI) -> uvicorn.Config:
         access_log=False,
         headers=[("x-content-type-options", "nosniff")],
         server_header=False,
+        forwarded_allow_ips="127.0.0.1",  # only a proxy on this machine names its clients. By default a variable of uvicorn adds others
         timeout_keep_alive=round(max(1, frontend.settings.idle_seconds)),
         timeout_graceful_shutdown=max(1, round(frontend.settings.drain_seconds)),
     )

@@ -75,7 +75,7 @@ def engine_request(packed: PackedInputs, options: Options, model: ServedModel, a
         priority=options.priority,
         returns=options.returns,
         session=options.session,
-        session_starts=options.session_starts,
+        session_starts=options.session_starts if options.session is None or packed.lengths[0] else False,
         session_ends=options.session_ends,
         session_at=options.session_at,
         generation=model.generation,
@@ -229,10 +229,11 @@ def check_steps(steps: int, field: str, model: ServedModel) -> None:
         )
 
 
-def check_chunk(packed: PackedInputs, field: str) -> None:
-    """Raise InvalidInput for a chunk of a session without steps."""
-    if not packed.lengths[0]:
-        raise InvalidInput(f"{field} is empty: send at least one step with each chunk of a session", field=field)
+def check_chunk(packed: PackedInputs, options: Options, field: str) -> None:
+    """Raise InvalidInput for a chunk of a session without steps, unless it only ends an open session."""
+    if not packed.lengths[0] and (options.session_starts or not options.session_ends):
+        problem = f"{field} is empty: send at least one step with each chunk of a session"
+        raise InvalidInput(f"{problem}, or end an open session with an empty chunk", field=field)
 
 
 def engine_ids(values: NDArray[Any], field_of: FieldOf, model: ServedModel) -> NDArray[Any]:

@@ -260,6 +260,11 @@ class Request(Message, frozen=True):
         return ModelKey(self.model, self.version, self.generation)
 
     @property
+    def ends_only(self) -> bool:
+        """Whether it ends its session without another step. Its answer has no outputs."""
+        return self.session_ends and self.session is not None and self.lengths == [0]
+
+    @property
     def has_states(self) -> bool:
         """Whether it brings states or asks for them."""
         return self.initial or self.returns.state

@@ -60,6 +60,7 @@ class ProcessConfig(msgspec.Struct, frozen=True):
     def read(cls) -> ProcessConfig:
         """Return this process's configuration and bind its life to its parent's."""
         config = msgspec.json.decode(sys.stdin.buffer.read(), type=cls)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the supervisor drains
         _die_with(config.parent, config.control)
         return config
 

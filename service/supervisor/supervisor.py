@@ -129,7 +129,7 @@ class Supervisor:
         return self._model_reloader.manifest
 
     def serve(self) -> None:
-        """Run the service until SIGTERM or an interrupt, and drain it; raises StartError when it cannot start."""
+        """Run the service until SIGTERM, SIGHUP or an interrupt, and drain it; raises StartError when it cannot start."""
         try:
             asyncio.run(self._run())
         except BaseExceptionGroup as group:
@@ -149,7 +149,8 @@ class Supervisor:
             engines=len(self._engine_names),
             compute_threads=self._placement.compute_threads,
         )
-        _on_signal(signal.SIGTERM, loop, self._stop_requested.set)
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            _on_signal(number, loop, self._stop_requested.set)
         _on_signal(signal.SIGINT, loop, self._interrupt)
         try:
             if self._health is not None:
@@ -477,10 +478,11 @@ def _on_signal(number: signal.Signals, loop: asyncio.AbstractEventLoop, callback
 
     A handler of the event loop itself would be reset to the default when the loop closes: a late signal would change the exit status.
     """
-    signal.signal(number, lambda *_: loop.call_soon_threadsafe(callback))
+    if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores it
+        signal.signal(number, lambda *_: loop.call_soon_threadsafe(callback))
 
 
 def _ignore_signals() -> None:
     """Ignore further requests to stop."""
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

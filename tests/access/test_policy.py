@@ -38,7 +38,7 @@ def test_without_keys_a_local_client_may_do_everything(host: str) -> None:
     [
         *(({"host": host}, "HOSTS") for host in ("", "example.com", "127.0.0.1.example.com", "localhost.example.com:8000")),
         *(({"host": host}, "HOSTS") for host in ("127.0.0.2", "[::2]")),
-        *(({"origin": origin}, "ORIGINS") for origin in ("null", "http://example.com", "https://localhost:9")),
+        *(({"origin": origin}, "ORIGINS") for origin in ("null", "http://[", "http://example.com", "https://localhost:9")),
         ({"origin": "http://localhost:8000.example.com"}, "ORIGINS"),
     ],
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from service.errors import Unavailable, UnknownModel
@@ -46,6 +48,13 @@ def test_error_names_similar_models_of_many(spec: ModelSpec) -> None:
     assert len(near.value.message) < 200
     with pytest.raises(UnknownModel, match=r"^unknown model zzz: GET /models lists the 1001 names that are served$"):
         catalog.find("zzz", None)
+
+
+def test_answer_is_counted_as_it_is_sent(tmp_path: Path) -> None:
+    """A tagger returns a label and a score for each step, however many labels it has."""
+    model = ServedModel(models.tagger(tmp_path), "1", None)
+    width = model.spec.output_width
+    assert [model.answer_numbers(7, sequence=asked) for asked in (False, True)] == [7 * 2, 7 * (2 + width)]
 
 
 def test_retired_version_is_found_for_sessions_until_forgotten(spec: ModelSpec) -> None:

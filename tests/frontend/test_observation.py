@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from random import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -145,6 +146,19 @@ def test_traces_are_limited_and_dropped_at_a_full_socket(tracing: Watch, monkeyp
     assert len(service.traces) == counts["recorded",][0] > 100
     service.end(origin=SAMPLED)
     assert counts["dropped",] == [1.0] and len(service.traces) == 1
+
+
+def test_requests_over_the_limit_use_up_no_later_traces(tracing: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While more requests are sampled than the limit allows, as many as it allows are traced, and so are errors."""
+    now = 100.0
+    monkeypatch.setattr(observation, "time", SimpleNamespace(monotonic=lambda: now))
+    service = tracing(1.0)
+    for _ in range(10):
+        for number in range(100):
+            service.end(CUT_OFF if number == 99 else OK)
+            now += 0.001
+        traced = [trace.outcome for trace in service.traces]
+    assert traced.count(CUT_OFF) == 1 and abs(len(traced) - 0.1 * MAX_TRACES_PER_SECOND) <= 2
 
 
 def test_trace_has_what_the_tracer_needs_and_is_an_example_of_its_stages(tracing: Watch) -> None:

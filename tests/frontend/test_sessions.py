@@ -34,7 +34,8 @@ def shared(gate: Gate, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
     models.speller(root)
     flags = ("--device", "cpu,cpu", "--frontends", "2")
     settings = {"state_slots": "2", "lame_duck_seconds": "0.2", "default_deadline_ms": "600000", "max_deadline_ms": "600000"}
-    with serving(root, tmp_path_factory.mktemp("log"), *flags, **settings) as running:
+    closed = "import os, runpy; os.close(0); runpy.run_module('service', run_name='__main__')"  # as with <&-
+    with serving(root, tmp_path_factory.mktemp("log"), *flags, program=("-c", closed), **settings) as running:
         yield running
 
 
@@ -105,6 +106,43 @@ def test_chunks_over_http_and_grpc_run_in_sequence(shared: Server) -> None:
         answers = [pool.submit(over_grpc if number % 2 else over_http) for number in range(1, 64)]
     assert sorted(answer.result() for answer in answers) == list(range(2, 65))
     assert delete(shared, "both").json() == {"session": "both"}
+
+
+def test_empty_chunk_ends_a_session_over_each_api(shared: Server) -> None:
+    """The reply has the steps, and no outputs. Without an end it is refused, and so is one that starts a session."""
+    method, parameters = oip_requests.METHOD, {"sequence_id": "ended", "sequence_end": True}
+    shapes = {"ids": [1, 1], "lengths": [1, 1]}
+    tensors = [{"name": name, "datatype": "INT32", "shape": shape, "data": [0]} for name, shape in shapes.items()]
+    message = method.request_type(model_name="speller", raw_input_contents=[bytes(4)] * 2)
+    message.parameters["sequence_id"].string_param, message.parameters["sequence_end"].bool_param = "ended", True
+    for name, shape in shapes.items():
+        message.inputs.add(name=name, datatype="INT32", shape=shape)
+
+    def over_oip() -> tuple[Any, int]:
+        reply = shared.client.post("/v2/models/speller/infer", json={"inputs": tensors, "parameters": parameters}).json()
+        return reply["outputs"], reply["parameters"]["sequence_steps"]
+
+    def over_grpc() -> tuple[Any, int]:
+        with grpc.insecure_channel(shared.grpc) as channel:
+            reply = method.response_type.FromString(channel.unary_unary(oip_requests.PATH)(message.SerializeToString()))
+        return [*reply.outputs], reply.parameters["sequence_steps"].int64_param
+
+    def over_http() -> tuple[Any, int]:
+        answer = ask(shared, "speller", [], "ended", end=True)
+        return answer.json()["outputs"], steps(answer)
+
+    def over_a_socket() -> tuple[Any, int]:
+        with streamed(shared, "model=speller&session=ended") as stream:
+            reply = tell(stream, input=[], end=True)
+        return reply["outputs"], reply["session"]["steps"]
+
+    for end in (over_oip, over_grpc, over_http, over_a_socket):
+        assert steps(ask(shared, "speller", [1, 2], "ended")) == 2
+        assert end() == ([], 2)
+        assert code(delete(shared, "ended")) == (404, "unknown_session")
+        assert code(ask(shared, "speller", [], "ended", end=True)) == (404, "unknown_session")
+    for options in ({}, {"start": True, "end": True}):
+        assert code(ask(shared, "speller", [], "ended", **options)) == (400, "invalid_input")
 
 
 def test_state_continues_in_another_engine_bit_for_bit(shared: Server) -> None:
@@ -186,13 +224,13 @@ def test_lost_sessions_are_reported_once_and_the_other_engine_continues(shared: 
 
 
 def test_shutdown_answers_sent_chunks_and_closes_streams(shared: Server) -> None:
-    """The last test with this service."""
+    """Also at SIGHUP, which a terminal sends when it closes. The last test with this service."""
     with streamed(shared, "model=sensors") as busy, streamed(shared, "model=sensors") as idle:
         for stream in (busy, idle):
             assert tell(stream, input=[ROW])["session"]["steps"] == 1
         for _ in range(3):
             busy.send(struct.pack("<3f", *ROW) * 2_000)
-        shared.process.terminate()
+        shared.process.send_signal(signal.SIGHUP)
         assert [json.loads(busy.recv(timeout=60))["session"]["steps"] for _ in range(3)] == [2_001, 4_001, 6_001]
         for stream in (busy, idle):
             with pytest.raises(ConnectionClosed) as closed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 from tritonclient import grpc as triton
+from websockets.sync.client import connect
 
 from service.cli import main
 from service.modeling import spec
@@ -221,15 +223,19 @@ def test_session_stays_with_its_first_version(reloaded: Reloaded) -> None:
 
 
 def test_sessions_of_an_unloaded_version_continue_to_their_end(reloaded: Reloaded) -> None:
-    server, *_ = reloaded
+    server, root, _ = reloaded
     assert summed(server, [1, 1], "old") == ("1", 2)
+    shutil.copytree(root / "accumulator" / "1", root / "accumulator" / "2")
+    load(server, "accumulator")
     unload(server, "accumulator")
-    assert summed(server, [1], "old") == ("1", 3)
-    refused(server, 404, "unknown_session", session="other")
+    assert summed(server, [1], "old") == ("1", 3), "although a newer version was unloaded too"
+    with connect(server.address.replace("http", "ws") + "/stream?model=accumulator&session=old", proxy=None) as socket:
+        socket.send('{"input": [2]}')
+        assert json.loads(socket.recv(60))["session"]["steps"] == 4
+    assert server.infer("accumulator", [[1]], session="other").status_code == 404, "its code tells what was forgotten by now"
     refused(server, 404, "unknown_model", session="old", start=True)
-    assert len(reloaded.events("unloaded")) <= 1, "the engine of the session keeps it"
-    assert summed(server, [1], "old", end=True) == ("1", 4)
-    eventually(lambda: len(reloaded.events("unloaded")) == 2)
+    assert summed(server, [1], "old", end=True) == ("1", 5)
+    eventually(lambda: len(reloaded.events("unloaded")) == 4)
     refused(server, 404, "unknown_model", session="old")
 
 

@@ -214,10 +214,10 @@ class Batcher:
     def _check(self, request: Request, key: ModelKey, again: bool) -> None:
         if not self._engine.serves(key):
             if request.session is not None:
-                # The session ended with its version: for the client, that matters more than the missing version.
-                self.sessions.check_ended(request, again)
+                # The session ended with its version, or stays with another: that matters more than the missing version.
+                self.sessions.check_elsewhere(request, again)
             raise UnknownModel(f"the engine does not serve {request.model} version {request.version}", field="model")
-        if not request.lengths or min(request.lengths) < 1:
+        if not request.ends_only and (not request.lengths or min(request.lengths) < 1):
             raise InvalidInput("a request needs at least one sequence, and every sequence at least one step", field="inputs")
         if request.deadline <= self._clock():
             raise DeadlineExceeded("the deadline had passed when the request reached the engine: allow more time")
@@ -248,7 +248,8 @@ class Batcher:
             values, states = self._split_states(ticket, data)
             divisible = self._engine.streams(ticket.key)
             sequences = _sequences(ticket, values, session, divisible=divisible, initial_states=states)
-            self._scheduler.add(ticket.key, sequences, now=self._clock(), busy=self._engine.remaining_seconds)
+            if not request.ends_only:
+                self._scheduler.add(ticket.key, sequences, now=self._clock(), busy=self._engine.remaining_seconds)
         except Exception:
             if session is not None:
                 self.sessions.leave(session)
@@ -256,6 +257,7 @@ class Batcher:
         ticket.open(sequences)
         if session is not None:
             self.sessions.append(session, sequences[0])
+            self._end_if_due(session)
 
     def _split_states(self, ticket: Ticket, data: bytes | memoryview) -> tuple[memoryview, list[State]]:
         """Return the values of a request, and the state that each sequence starts from if it brings them."""
@@ -411,7 +413,13 @@ class Batcher:
         ticket.answer(ready, sequence.session_steps)
         if session is not None:
             self.sessions.advance(session, sequence)
+            self._end_if_due(session)
         self._metrics.sequences.add(*ticket.key.labels, by=len(ticket.request.lengths))
+
+    def _end_if_due(self, session: Session) -> None:
+        """Answer the request that only ends a session, once every chunk before it has been answered."""
+        if session.chunks and session.chunks[0].ticket.request.ends_only:
+            self._answer(session.chunks[0], self._clock())
 
     def _fail(self, ticket: Ticket, work: str, error: Exception) -> None:
         """Refuse a request that met an unexpected exception. work: one of metrics.ENGINE_WORK."""
@@ -475,7 +483,7 @@ def _sequences(
 ) -> list[RequestSequence]:
     """Split the data of a request into its sequences. initial_states: of each sequence, or none."""
     lengths = ticket.request.lengths
-    view, begin, step_bytes = memoryview(data), 0, len(data) // sum(lengths)
+    view, begin, step_bytes = memoryview(data), 0, len(data) // max(1, sum(lengths))
     sequences = []
     for steps, initial_state in zip_longest(lengths, initial_states):
         end = begin + steps * step_bytes

@@ -125,10 +125,11 @@ class Sessions:
                 field="session",
             )
 
-    def check_ended(self, request: Request, again: bool) -> None:
-        """Raise, once, the error for a chunk that continues a session which ended. again: another engine ended while it had the chunk."""
-        assert request.session is not None
-        if again or self._table.end_reason(request.session):
+    def check_elsewhere(self, request: Request, again: bool) -> None:
+        """Raise the error for a chunk of a version that is not served, if its session ended (once) or belongs to another version."""
+        id = request.session
+        assert id is not None
+        if again or self._table.end_reason(id) or (self._table.find(id) is not None and not request.session_starts):
             self._table.resume(request, again)
 
     def session_of(self, request: Request, again: bool) -> Session:

@@ -226,16 +226,16 @@ class Ticket:
         shapes: dict[str, Any] = {}
         data: list[bytes] = []
         single_chunks = all(len(sequence.results) == 1 for sequence in self.sequences)
-        first = self.sequences[0].results[-1]
-        for index, name in enumerate(ARRAYS):
-            if first[index] is None:
+        results = self.sequences[0].results  # none of a request that only ends a session
+        for index, name in enumerate(ARRAYS if results else ()):
+            if results[-1][index] is None:
                 continue
             arrays: list[Any] = (
                 [sequence.results[0][index] for sequence in self.sequences] if single_chunks else _arrays(self.sequences, index)
             )
             shapes[name] = (sum([len(array) for array in arrays]), *arrays[0].shape[1:])
             data += [array.tobytes() for array in arrays]
-        steps = [sequence.steps for sequence in self.sequences]
+        steps = [sequence.steps for sequence in self.sequences if results]
         states = [sequence.final_state for sequence in self.sequences if sequence.final_state is not None]
         if states:
             shapes["state"] = len(states), len(states[0]) // FLOAT_BYTES

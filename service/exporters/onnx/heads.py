@@ -47,7 +47,7 @@ def answer(graph: Graph, head: Head, part: Part, x: Encoded) -> str:
     if isinstance(head, SpanHead):
         return product(graph, part, x.steps)
     if isinstance(head, NextHead):
-        return graph.add("Softmax", _linear(graph, part, _pooled(graph, "last", part, x)), axis=-1)
+        return graph.add("Softmax", _linear(graph, part, _or_zero(graph, _pooled(graph, "last", part, x))), axis=-1)
     return _pooled_answer(graph, head, part, x) if isinstance(head, PoolingHead) else x.steps
 
 
@@ -56,6 +56,7 @@ def _pooled_answer(graph: Graph, head: PoolingHead, part: Part, x: Encoded) -> s
     if x.has_steps:
         pooled = [_pooled(graph, pool, part, x) for pool in head.pool]
         vector = pooled[0] if len(pooled) == 1 else graph.add("Concat", *pooled, axis=1)
+    vector = _or_zero(graph, vector)
     for index, layer in enumerate(head.dense):
         vector = activated(graph, layer.activation, _linear(graph, part, vector, f"dense.{index}."))
     if isinstance(head, EmbedHead):
@@ -82,6 +83,14 @@ def _pooled(graph: Graph, pool: str, part: Part, x: Encoded) -> str:
     if pool == "attention":
         return _attention(graph, part, x.steps)
     return x.final() if pool == "last" and x.final is not None else _last_step(graph, x.steps, part.inputs)
+
+
+def _or_zero(graph: Graph, vector: str) -> str:
+    """Return zeros for the sequences of a batch that have no steps. What layers and pools compute of padding alone means nothing."""
+    if not graph.has_batch:
+        return vector
+    has_steps = graph.add("Less", graph.number(0, np.int32), graph.add("Unsqueeze", graph.lengths, graph.integers(1)))
+    return graph.add("Where", has_steps, vector, graph.number(0.0))
 
 
 def _last_step(graph: Graph, x: str, width: int) -> str:

@@ -131,7 +131,7 @@ class Dispatcher:
         """
         if not self.ready:
             raise self._not_ready()
-        if 0 in request.lengths:
+        if 0 in request.lengths and not request.ends_only:
             return self._send_without_empty(request, data, receiver, on_end)
         id, key = self._next_id(), request.key
         if self._endangers_last(key):

@@ -14,8 +14,9 @@ class Budget:
         self._time = 0.0
 
     def spend(self, now: float) -> bool:
-        """Take one unit; false when there is none left."""
+        """Take one unit; false when there is none left. What is refused costs nothing: it would delay later units without end."""
         self._left = min(self._burst, self._left + (now - self._time) * self._rate)
         self._time = now
-        self._left -= 1
-        return self._left >= 0
+        allowed = self._left >= 1
+        self._left -= allowed
+        return allowed

@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 from google.protobuf.json_format import ParseDict
 
-from service.errors import ServiceError, Unavailable, Unsupported
+from service.errors import ServiceError, Unavailable, UnknownModel, Unsupported
 from service.frontend.inference import ClientDisconnected, Frontend
 from service.frontend.oip import metadata, protobuf
 from service.frontend.oip.grpc_calls import (
@@ -109,7 +109,7 @@ async def _handle_server_metadata(frontend: Frontend, request: ProtoMessage) -> 
 async def _handle_model_ready(frontend: Frontend, request: ProtoMessage) -> dict[str, Any]:
     try:
         return {"ready": metadata.model_ready(frontend, request.name, request.version)}
-    except Unavailable:
+    except (Unavailable, UnknownModel):
         return {"ready": False}
 
 

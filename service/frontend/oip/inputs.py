@@ -85,7 +85,8 @@ class InputTensors:
 
     def _check_names(self, model: ServedModel) -> None:
         """Raise InvalidInput unless the model takes these inputs and datatypes, and exactly one input holds the values."""
-        known = [tensor.name for tensor in (*metadata.inputs(model.spec), *metadata.state_tensors(model.spec))]
+        spec = model.spec
+        known = [metadata.inputs(spec)[0].name, *metadata.other_inputs(spec), *(STATE + name for name in spec.states)]
         for name, tensor in self._tensors.items():
             if name not in known:
                 raise tensor_error(name, f"is not an input of {model.spec.name}: its inputs are {', '.join(known)}")

@@ -25,7 +25,7 @@ HEADER_LENGTH = "Inference-Header-Content-Length"
 BINARY_SIZE = "binary_data_size"
 
 Name = Annotated[str, Meta(description="Name of the tensor in the model's metadata.")]
-Datatype = Annotated[str, Meta(description="BOOL, INT8 to INT64, UINT8 to UINT64, FP16 to FP64, BF16 or BYTES.")]
+Datatype = Annotated[str, Meta(description="BOOL, INT8 to INT64, UINT8 to UINT64, FP32, FP64, BYTES; as raw bytes FP16, BF16.")]
 Shape = Annotated[list[int], Meta(description="Dimensions of the tensor. The first counts the sequences.")]
 Parameters = Annotated[
     dict[str, Any] | None, Meta(description="Parameters by name: strings, numbers and booleans. Unknown names are ignored.")

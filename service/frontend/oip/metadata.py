@@ -63,17 +63,19 @@ class TensorMetadata(NamedTuple):
     name: str
     datatype: str
     dims: tuple[int, ...]
-    optional: bool = False
 
 
 def inputs(spec: ModelSpec) -> list[TensorMetadata]:
-    """Return the inputs of a model: the values, and the optional layout of sequences with different lengths."""
-    layout = [TensorMetadata(LENGTHS, "INT32", (1,), optional=True), TensorMetadata(OFFSETS, "INT32", (-1,), optional=True)]
+    """Return the input that a request needs. A request may have others (`other_inputs`), which the metadata does not list: load
+    generators send every input that it lists."""
     if spec.input.features is not None:
-        return [TensorMetadata("inputs", "FP32", (-1, spec.input.features)), *layout]
-    if spec.input.kind == "text":
-        return [TensorMetadata("text", BYTES, (1,)), TensorMetadata("ids", "INT32", (-1,), optional=True), *layout]
-    return [TensorMetadata("ids", "INT32", (-1,)), *layout]
+        return [TensorMetadata("inputs", "FP32", (-1, spec.input.features))]
+    return [TensorMetadata("text", BYTES, (1,)) if spec.input.kind == "text" else TensorMetadata("ids", "INT32", (-1,))]
+
+
+def other_inputs(spec: ModelSpec) -> list[str]:
+    """Return the names of the inputs that a request may also have: ids instead of a text, and the layout of its sequences."""
+    return [*(["ids"] if spec.input.kind == "text" else []), LENGTHS, OFFSETS]
 
 
 def outputs(spec: ModelSpec) -> list[TensorMetadata]:
@@ -147,7 +149,7 @@ def model_config(frontend: Frontend, name: str, version: str) -> dict[str, Any]:
         "backend": PLATFORM,
         VERSION_POLICY: {"specific": {"versions": [int(number) for number in frontend.catalog.index[name]]}},
         "max_batch_size": frontend.settings.max_inputs,
-        "input": [{**_tensor_config(tensor), "optional": tensor.optional} for tensor in inputs(served.spec)],
+        "input": [{**_tensor_config(tensor), "optional": False} for tensor in inputs(served.spec)],
         "output": [_tensor_config(tensor) for tensor in outputs(served.spec)],
         **_scheduling(frontend, served),
     }

@@ -38,7 +38,9 @@ def check_requested(outputs: Sequence[RequestedOutput], spec: ModelSpec) -> None
     if not outputs:
         return
     names = [output.name for output in outputs]
-    known = [tensor.name for tensor in (*metadata.outputs(spec), *state_tensors(spec))]
+    known = [tensor.name for tensor in metadata.head_outputs(spec)]
+    if not set(names).issubset(known):  # most requests name no others, and need not wait for the list of all
+        known = [tensor.name for tensor in (*metadata.outputs(spec), *state_tensors(spec))]
     for index, output in enumerate(outputs):
         if output.name not in known:
             raise _outputs_error(f"{quote(output.name)} is not an output of {spec.name}: its outputs are {', '.join(known)}")
@@ -74,14 +76,15 @@ def output_tensors(
 ) -> list[Tensor]:
     """Return the requested outputs in their order, or the head's outputs if the request names none.
 
-    arrays: from `head_outputs.decode_arrays`. steps: the length of each sequence. ragged: sequences are packed end to end.
+    arrays: from `head_outputs.decode_arrays`. steps: the length of each sequence; there is none, and no output, if the request only
+    ended a session. ragged: sequences are packed end to end.
     """
     answer = _AnswerTensors(spec, arrays, _SequenceLayout(steps, ragged))
     if not requested:
         names = [tensor.name for tensor in metadata.head_outputs(spec)]
         layout = [OFFSETS if ragged else LENGTHS] if has_step_outputs(spec) else []
         requested = [RequestedOutput(name) for name in (*names, *layout)]
-    return [answer.classes(output.classes) if output.classes else answer.tensor(output.name) for output in requested]
+    return [answer.classes(output.classes) if output.classes else answer.tensor(output.name) for output in requested if steps]
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,7 +66,7 @@ class InferBody(JsonBody):
     """Requires session. true restarts the session with this chunk, false only continues an open session; by default the chunk
     continues an open session or starts a new one."""
     end: StrictBool = False
-    """Requires session. true closes the session after this chunk."""
+    """Requires session. true closes the session after this chunk, which may be empty: the reply then has no outputs."""
     steps: Annotated[int, Field(ge=0, le=MAX_SESSION_STEPS, strict=True)] | None = None
     """Requires session. How many steps the session has before this chunk. A chunk that finds another number is refused."""
     deadline_ms: Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)] | None = None
@@ -209,8 +209,6 @@ def engine_request(
     body: InferBody, packed: PackedInputs, model: ServedModel, settings: Settings, arrived: float
 ) -> tuple[messages.Request, bytes | memoryview]:
     """Return the engine's request and its tensor bytes; raises InvalidInput."""
-    if body.session is not None:
-        validation.check_chunk(packed, body.field_of(0))
     if body.states is not None:
         packed = validation.with_states(packed, body.states, "states", model)
     options = validation.Options(
@@ -223,6 +221,8 @@ def engine_request(
         session_at=body.steps,
         exact_version=body.version is not None,
     )
+    if body.session is not None:
+        validation.check_chunk(packed, options, body.field_of(0))
     return validation.engine_request(packed, options, model, arrived), packed.data
 
 
@@ -278,8 +278,6 @@ class HotInfer(HotEndpoint):
     def build(self, parsed: Parsed, model: ServedModel, arrived: float) -> tuple[messages.Request, bytes | memoryview]:
         fields: InferFields = parsed.context
         packed = validation.pack_inputs(fields.inputs, self.field_of, model, self.frontend.settings)
-        if fields.session is not None:
-            validation.check_chunk(packed, self.field_of(0))
         options = validation.Options(
             returns=check_returns(fields.returns, model.spec),
             deadline_ms=validation.resolve_deadline_ms(fields.deadline_ms, self.frontend.settings),
@@ -290,6 +288,8 @@ class HotInfer(HotEndpoint):
             session_at=fields.steps,
             exact_version=fields.version is not None,
         )
+        if fields.session is not None:
+            validation.check_chunk(packed, options, self.field_of(0))
         return validation.engine_request(packed, options, model, arrived), packed.data
 
     def write(self, model: ServedModel, answers: list[AnsweredCall]) -> list[Reply | ServiceError]:

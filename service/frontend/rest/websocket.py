@@ -107,7 +107,7 @@ class StreamMessage(JsonBody):
     start: StrictBool | None = None
     """true restarts the session with this chunk; false only continues an open session."""
     end: StrictBool = False
-    """true closes the session after this chunk; the next chunk starts it again."""
+    """true closes the session after this chunk, which may be empty; the next chunk starts it again."""
     steps: Annotated[int, Field(ge=0, le=MAX_SESSION_STEPS, strict=True)] | None = None
     """How many steps the session has before this chunk. A chunk that finds another number is refused."""
 
@@ -183,11 +183,14 @@ def add_routes(router: APIRouter, frontend: Frontend) -> None:
 
 async def serve_socket(frontend: Frontend, chunks: HotChunks, socket: WebSocket) -> None:
     """Serve one socket until it closes. Raises a ServiceError, which refuses the handshake, for an invalid query."""
-    query = StreamQuery.parse(socket.query_params.multi_items())
-    query.session = resolve_session(query.session, named_session(socket), "session")
     with audited(frontend, Scope.SESSION, "GET /stream", peer_of(socket)) as entry:
         await admit(frontend, socket, Scope.SESSION, entry)
-    model = frontend.catalog.find(query.model, query.version)
+    query = StreamQuery.parse(socket.query_params.multi_items())
+    query.session = resolve_session(query.session, named_session(socket), "session")
+    # An open session stays with its version, whether that is served or not.
+    model, unknown = frontend.catalog.find_or_retired(query.model, query.version)
+    if unknown is not None and query.session is None:
+        raise unknown
     query.check_options(model.spec, frontend.settings)
     await socket.accept(SUBPROTOCOL if SUBPROTOCOL in socket.scope.get("subprotocols", ()) else None)
     stream = _ChunkStream(frontend, chunks, socket, query, model.key.labels, entry.caller)

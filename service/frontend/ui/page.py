@@ -37,6 +37,10 @@ class Asset(NamedTuple):
     media_type: str
     tag: str
 
+    @classmethod
+    def of(cls, content: bytes, media_type: str) -> Asset:
+        return cls(content, media_type, f'"{sha256(content).hexdigest()[:32]}"')
+
 
 def add_routes(router: APIRouter) -> None:
     """Add / and the files that the page loads."""
@@ -44,14 +48,14 @@ def add_routes(router: APIRouter) -> None:
 
     @router.get("/", include_in_schema=False)
     async def page(request: Request) -> Response:
-        return _respond(assets[PAGE], request)
+        return respond_asset(assets[PAGE], request)
 
     @router.get("/ui/{name}", include_in_schema=False)
     async def file(request: Request) -> Response:
         asset = assets.get(request.path_params["name"])
         if asset is None:
             raise UnknownRoute("no route has this path: see /docs")
-        return _respond(asset, request)
+        return respond_asset(asset, request)
 
 
 def read_assets() -> dict[str, Asset]:
@@ -60,12 +64,11 @@ def read_assets() -> dict[str, Asset]:
     for file in files(__package__).iterdir():
         media_type = MEDIA_TYPES.get(f".{file.name.rpartition('.')[2]}")
         if media_type is not None:
-            content = file.read_bytes()
-            found[file.name] = Asset(content, media_type, f'"{sha256(content).hexdigest()[:32]}"')
+            found[file.name] = Asset.of(file.read_bytes(), media_type)
     return found
 
 
-def _respond(asset: Asset, request: Request) -> Response:
+def respond_asset(asset: Asset, request: Request) -> Response:
     headers = {**HEADERS, "etag": asset.tag}
     known = [tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")]
     if asset.tag in known or known == ["*"]:

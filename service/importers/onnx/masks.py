@@ -15,6 +15,8 @@ from service.importers.onnx.values import Constant, Lengths, Mask, Value
 
 def steps_below(operation: Operation, positions: Constant, lengths: Lengths) -> Mask:
     """Return the mask of the positions 0, 1, 2, ... that are less than the lengths."""
+    if operation.node.op_type == "Less" and positions.array.size == 1 and positions.array == lengths.plus == 0:
+        return Mask(0)
     steps = operation.reading.steps + lengths.plus
     if operation.node.op_type != "Less" or not np.array_equal(positions.array.ravel(), np.arange(steps)):
         raise ImportRefused("it compares lengths to something else than the positions of all steps")
@@ -27,7 +29,7 @@ def without_padding(operation: Operation) -> Value:
     mask, x, fill = (operation.inputs[index] if operation.has(index) else None for index in range(3))
     if not isinstance(mask, Mask) or not isinstance(x, Signal) or not isinstance(fill, Constant) or fill.array.size != 1:
         raise ImportRefused("it chooses between numbers by something else than lengths of sequences, which cannot be imported")
-    if x.shape[x.steps_axis] != mask.steps:
+    if mask.steps and x.shape[x.steps_axis] != mask.steps:
         raise ImportRefused(f"its mask has {mask.steps} steps, and its input {x.shape[x.steps_axis]}")
     return x
 

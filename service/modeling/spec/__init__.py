@@ -16,6 +16,7 @@ import hashlib
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping
+from functools import cached_property
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Literal
@@ -141,7 +142,10 @@ class SequenceInput(Table):
 
 
 class ModelSpec(Table):
-    """The content of model.toml. `sha256` has the digest of every other file that is read to serve the model."""
+    """The content of model.toml. `sha256` has the digest of every other file that is read to serve the model.
+
+    What walks the layers is computed once, as requests ask for it. A copy keeps it: no copy has other layers or another input.
+    """
 
     name: Annotated[str, Field(pattern=f"^{NAME.pattern}$")]
     description: str = ""
@@ -221,7 +225,7 @@ class ModelSpec(Table):
         """Whether a sequence without steps has an answer: no layer needs several steps, and the head is not `span`."""
         return self.min_steps == 1 and self.head.kind != "span"
 
-    @property
+    @cached_property
     def states(self) -> dict[str, int]:
         """The states of the recurrent layers by name, such as `layers.1.0.forward.hidden`, and their widths.
 
@@ -243,7 +247,7 @@ class ModelSpec(Table):
         """The pools of the head, or none if it works on every step."""
         return self.head.pool if isinstance(self.head, PoolingHead) else ("last",) if self.head.kind == "next" else ()
 
-    @property
+    @cached_property
     def output_width(self) -> int:
         """Width of the vectors of the last layer."""
         inputs = self.input.vocabulary or self.input.features or 0

@@ -107,6 +107,23 @@ def test_last_chunk_ends_the_session(harness: BatcherHarness) -> None:
     assert progress(send(harness, 5)) == (5, 1)
 
 
+def test_empty_chunk_ends_a_session_after_the_chunks_before_it(harness: BatcherHarness) -> None:
+    """It never opens one, and is refused with a chunk before it that does not run."""
+    clients = [harness.call([1], session="a"), harness.call([2, 3], session="a")]
+    end = harness.call([], session="a", starts=False, ends=True)
+    late = harness.call([1], session="a")
+    assert not end.replies
+    harness.run()
+    assert [progress(client) for client in clients] == [(1, 1), (6, 3)] and refused(late) is SessionConflict
+    [(answer, data)] = end.answers
+    assert (answer.session_steps, answer.steps, answer.scores, data, used_slots(harness)) == (3, [], (), b"", 0)
+    assert refused(send(harness, starts=False, ends=True)) is UnknownSession
+    assert refused(send(harness, starts=False)) is InvalidInput
+    first, end = harness.call([1], session="a"), harness.call([], session="a", starts=False, ends=True)
+    harness.disconnect(first)
+    assert refused(end) is SessionConflict and not harness.batcher.sessions.holds(MODEL)
+
+
 def test_restart_waits_for_the_chunks_before_it(harness: BatcherHarness) -> None:
     clients = [
         harness.call([value], session="a", starts=starts) for value, starts in ((1, None), (2, None), (5, True), (6, None))
@@ -212,6 +229,16 @@ def test_chunk_of_a_version_that_was_unloaded_is_lost_once() -> None:
     assert refused(harness.call([2], model=gone, session="a")) is SessionLost
     assert refused(harness.call([2], model=gone, session="a")) is UnknownModel
     assert send(harness, 3).sums == [3.0]
+
+
+def test_session_of_a_version_is_found_when_a_newer_one_was_unloaded() -> None:
+    """The frontend, which knows neither, chose the newest."""
+    harness, gone = harness_of_versions(), ModelKey(MODEL.name, "3", 9)
+    send(harness, 1)
+    [error] = harness.call([2], model=gone, session="a", starts=False, exactly=False).errors
+    assert isinstance(error, SessionConflict) and error.elsewhere == MODEL
+    assert refused(harness.call([2], model=gone, session="a", starts=False)) is SessionConflict, "it names that version"
+    assert refused(harness.call([2], model=gone, session="a", starts=True)) is UnknownModel
 
 
 def test_unload_loses_only_the_sessions_of_its_version() -> None:

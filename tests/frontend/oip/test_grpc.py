@@ -118,7 +118,8 @@ def test_methods_about_server_and_models_reply_as_over_http(heads: InProcess, cl
     statistics = client.get_inference_statistics("tagger", "1")
     assert statistics == http("/models/tagger/stats", service_pb2.ModelStatisticsResponse())
     assert statistics.model_stats[0].inference_stats.success.count > 0
-    for method in ("get_model_metadata", "get_model_config", "is_model_ready", "get_inference_statistics"):
+    assert not client.is_model_ready("nobody") and not client.is_model_ready("words", "2")
+    for method in ("get_model_metadata", "get_model_config", "get_inference_statistics"):
         with pytest.raises(InferenceServerException, match=r"NOT_FOUND.*unknown model nobody"):
             getattr(client, method)("nobody")
 

@@ -32,10 +32,9 @@ def test_metadata_configuration_and_outputs_agree(harness: InferHarness, name: s
 
 
 def test_configuration_shows_what_a_model_takes(harness: InferHarness) -> None:
-    """Inputs that may be left out, and sessions."""
+    """The input that each request needs, for load generators that send all that are listed, and sessions."""
     words, forecaster = (model_config(harness.frontend, name, "1") for name in ("words", "forecaster"))
-    assert [tensor["name"] for tensor in words["input"] if tensor["optional"]] == ["ids", "lengths", "offsets"]
-    assert [tensor["name"] for tensor in forecaster["input"] if tensor["optional"]] == ["lengths", "offsets"]
+    assert [tensor["name"] for tensor in (*words["input"], *forecaster["input"])] == ["text", "inputs"]
     assert forecaster["sequence_batching"] == {"max_sequence_idle_microseconds": 60_000_000}
     assert words["dynamic_batching"] == {}
     assert "dynamic_batching" not in forecaster and "sequence_batching" not in words

@@ -129,6 +129,28 @@ def test_trace_needs_the_setting_and_valid_parameters(local: InProcess, guarded:
         assert (answer.status_code, answer.json()["field"]) == (400, name)
 
 
+def test_framework_answers_nothing_by_itself(models_folder: Path, tmp_path: Path) -> None:
+    """Each answer to a strange request is an error of the service. A preflight passes the checks of the request that follows it."""
+    asks, page = {"access-control-request-method": "POST"}, {"origin": "http://page.example"}
+    with in_process(models_folder, tmp_path, allowed_origins="http://page.example") as local:
+        for method, path, headers, status in (
+            *(("GET", path, {}, 404) for path in ("/models/", "/healthz/", "/docs/oauth2-redirect", "/redoc")),
+            *(("POST", path, {}, 404) for path in ("/infer/", "/v2/models/words/infer/")),
+            *((method, "/infer", {}, 405) for method in ("OPTIONS", "TRACE", "GET")),
+            ("GET", "/models", {"origin": "http://["}, 403),
+            ("OPTIONS", "/infer", asks | {"origin": "http://other.example"}, 403),
+            ("OPTIONS", "/infer", asks | page | {"host": "other.example"}, 403),
+            ("OPTIONS", "/infer", page | {"access-control-request-method": "PATCH"}, 403),
+        ):
+            answer = local.client.request(method, path, headers=headers)
+            assert (answer.status_code, set(answer.json())) == (status, {"error", "code"}), (method, path, headers)
+        allowed = local.client.options("/infer", headers=asks | page)
+        assert (allowed.status_code, allowed.headers["access-control-allow-origin"]) == (200, page["origin"])
+        file = local.client.get("/docs/swagger-ui.css", headers={"range": "bytes=0-0,2-2"})
+        assert file.status_code == 200 and len(file.content) > 10_000
+        assert local.client.get("/docs/swagger-ui.css", headers={"if-none-match": file.headers["etag"]}).status_code == 304
+
+
 def test_page_of_the_api_comes_from_the_service(local: InProcess) -> None:
     """Its policy allows the files that it loads, and it needs no other host."""
     page = local.client.get("/docs")
