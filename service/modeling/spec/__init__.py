@@ -94,6 +94,7 @@ __all__ = [
     "digest",
     "find_models",
     "model_folders",
+    "next_version",
     "read",
     "read_aliases",
     "read_file",
@@ -325,7 +326,11 @@ def named_folders(root: Path) -> dict[str, Path]:
 
 
 def require_models_folder(root: Path) -> None:
-    """Raise ModelError for the folder of one model: no model can be added there."""
+    """Create the folder of all models if it is missing; raises ModelError if no model can be added, such as to the folder of one model."""
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ModelError(f"{root} cannot be written: {error}") from error
     if _direct_versions(root):
         raise ModelError(
             f"{root} is the folder of one model, to which none can be added: name the folder of all models with --models"
@@ -368,6 +373,13 @@ def version_folders(folder: Path, name: str | None = None) -> dict[str, Path]:
     if not versions:
         raise ModelError(f"{folder} has no version folder: put the model's files into {folder / '1'}")
     return versions
+
+
+def next_version(root: Path, name: str) -> Path:
+    """Return the folder of the next version of a model, which may have none."""
+    home = root / name
+    versions = version_folders(home) if home.is_dir() and any(visible_folders(home)) else {}
+    return home / str(1 + max(map(int, versions), default=0))
 
 
 def version_names(folder: Path) -> list[str]:
