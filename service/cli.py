@@ -25,7 +25,7 @@ from service.importers.formats import FORMATS, LAYER_TABLES
 from service.ipc.messages import Manifest
 from service.log import Log
 from service.modeling import spec
-from service.settings import CLIENT_KEY, Settings, as_toml, load
+from service.settings import CLIENT_KEY, USER_MODELS, Settings, as_toml, load
 from service.supervisor.ports import Addresses
 from service.supervisor.supervisor import Supervisor
 
@@ -40,7 +40,7 @@ T = TypeVar("T", int, float)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit status: 0 success, 1 an error, 2 a wrong flag or setting."""
+    """Run a command and return its exit status: 0 success, 1 an error, 2 a wrong or missing flag or setting."""
     flags = vars(_parser().parse_args(arguments))
     run = flags.pop("run")
     options = {name: flags.pop(name) for name in list(flags) if name not in Settings.model_fields and name != "config"}
@@ -238,6 +238,9 @@ def _parser() -> argparse.ArgumentParser:
     shared = argparse.ArgumentParser(add_help=False)
     _setting(shared, "--models", metavar="DIR", help="folder of models")
     _setting(shared, "--config", metavar="FILE", help="TOML file of settings")
+    writing = argparse.ArgumentParser(add_help=False)
+    _setting(writing, "--models", metavar="DIR", help=f"folder of models, to which it is written (default: {USER_MODELS})")
+    _setting(writing, "--config", metavar="FILE", help="TOML file of settings")
     command = commands.add_parser("serve", parents=[shared], help="serve models until SIGTERM")
     _setting(command, "--host", help="address to listen on")
     _setting(command, "--port", help="HTTP port; 0 takes a free port")
@@ -274,12 +277,15 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("texts", nargs="*", metavar="TEXT")
     command.set_defaults(run=_infer)
     command = commands.add_parser(
-        "import", parents=[shared], help="turn a checkpoint of another framework into a model, and compare the outputs"
+        "import", parents=[writing], help="turn a checkpoint of another framework into a model, and compare the outputs"
     )
     command.add_argument("checkpoint", type=Path, metavar="FILE", help="checkpoint to read; nothing in it is executed")
     command.add_argument("--name", required=True, metavar="NAME", help="name of the model; its next version is written")
     command.add_argument("--format", choices=FORMATS, help="format of the checkpoint (default: by the name of the file)")
     command.add_argument("--recipe", type=Path, metavar="FILE", help="TOML file of what the checkpoint does not say")
+    command.add_argument(
+        "--weights", metavar="NAME,NAME", help="dictionary with the weights, or several with parts of the model"
+    )
     command.add_argument("--tokenizer", type=Path, metavar="FILE", help="tokenizer.json of a model for texts")
     command.add_argument("--check", type=Path, metavar="FILE", help=".npz of sample inputs and the outputs of the source")
     command.add_argument(
@@ -300,7 +306,7 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser(
         "export", parents=[shared], help="write a model as a checkpoint of another framework, with a recipe to import it"
     )
-    command.add_argument("model", metavar="MODEL", help="name of a model in the models folder")
+    command.add_argument("model", metavar="MODEL", help="name or alias of a model in the models folder")
     command.add_argument("--format", required=True, choices=SUFFIXES, help="format of the checkpoint")
     command.add_argument(
         "--out", required=True, type=Path, metavar="FILE", help="file to write; FILE.toml is the recipe that --recipe takes"
@@ -313,10 +319,10 @@ def _parser() -> argparse.ArgumentParser:
     command.set_defaults(run=models)
     command = commands.add_parser(
         "compress",
-        parents=[shared],
+        parents=[writing],
         help="make a model smaller without training, as a new version, and measure what that changes",
     )
-    command.add_argument("model", metavar="MODEL", help="name of a model in the models folder")
+    command.add_argument("model", metavar="MODEL", help="name or alias of a model in the models folder")
     command.add_argument(
         "--precision", required=True, choices=("int8", "bfloat16", "float16"), help="precision of the new version"
     )

@@ -35,6 +35,8 @@ LINKED_ADDRESS = re.compile(r"(tcp|udp|sctp)://")
 HERE = Path(__file__).resolve().parent
 EMBEDDED_MODELS = HERE / "embedded_models" if (HERE / "embedded_models").is_dir() else HERE.parent / "models"
 """The wheel contains the repository's models inside this package."""
+USER_MODELS = Path("~/.local/share/seqserve/models")
+"""Where commands write models if no models folder is named: the embedded models are part of the installation, or of a checkout."""
 BODY_CEILING_BYTES = 256 << 20
 """Largest value of `max_body_bytes`: a frontend holds as much of all requests that are incomplete or wait to be decoded."""
 MAX_INPUTS_CEILING = 4096
@@ -221,6 +223,14 @@ class Settings(ClientLimits):
     """A request that takes longer is slow: it is logged, and traced if traces are sent. 0 means that no request is slow."""
     debug: bool = False
     """Whether any client may record batches with POST /debug/trace. Batches take longer while it records."""
+
+    @property
+    def written_models(self) -> Path:
+        """The folder to which commands write models."""
+        try:
+            return self.models if "models" in self.model_fields_set else USER_MODELS.expanduser()
+        except RuntimeError:
+            raise SettingsError("this user has no home folder: name a folder of models with --models") from None
 
     @property
     def devices(self) -> tuple[str, ...]:

@@ -36,9 +36,9 @@ def compress(
     """
     torch.set_num_threads(usable_cores())
     set_cache_folder(settings.cache)
-    root = settings.models
+    root = settings.written_models
+    model, source = store.find_version(settings.models, model, version, settings.alias)
     spec.require_models_folder(root)
-    source = store.find_version(root, model, version)
     target = _target(root, model, name)
     before = spec.read(source, model)
     if precision == before.precision:
@@ -66,11 +66,11 @@ def compress(
 
 def _target(root: Path, model: str, name: str | None) -> Path:
     """Return the folder of the version to write; raises ModelError for a new name that exists."""
-    models = spec.find_models(root)
     if name is None:
-        return root / model / str(int(list(models[model])[-1]) + 1)
+        return spec.next_version(root, model)
     if not spec.NAME.fullmatch(name):
         raise ModelError(f"{name!r} is not a name of a model: use letters, digits, '.', '_' and '-'")
+    models = spec.find_models(root) if spec.named_folders(root) else {}
     if name in models or name in spec.read_aliases(root, models):
         raise ModelError(f"{name} exists in {root}: choose another name, or leave --name out for the next version of {model}")
     return root / name / "1"

@@ -22,8 +22,8 @@ def export_model(
     """
     if out.suffix not in SUFFIXES[format]:
         raise ExportRefused(f"{out} is no name of a file for {format}: let it end in {' or '.join(SUFFIXES[format])}")
-    folder = store.find_version(settings.models, model, version)
-    described = spec.read(folder, model)
+    name, folder = store.find_version(settings.models, model, version, settings.alias)
+    described = spec.read(folder, name)
     export = _export(Model(described, store.read_arrays(folder, described)), format, out.suffix)
     files, tokenizer = {out: export.content, Path(f"{out}.toml"): store.toml(export.recipe).encode()}, ""
     if described.input.kind == "text":

@@ -54,6 +54,8 @@ def export(model: Model, suffix: str) -> Export:
     for (layer, part), table in zip(model.layers(), tables["layers"], strict=True):
         if part.arrays:
             table["from"] = part.place
+            if isinstance(layer, SRULayer):
+                table |= {"bidirectional": layer.bidirectional, "activation": layer.activation}
             state |= {f"{part.place}.{name}": array for name, array in STATES[layer.kind](layer, part).items()}
         if isinstance(layer, ConvLayer) and layer.batch_norm:
             table["norm_from"] = f"{part.place}.norm"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import torch
 
 from kernels.folder import set_cache_folder
@@ -16,12 +18,13 @@ from service.cores import usable_cores
 from service.importers import pytorch, tensorflow1
 from service.importers.card import card, table
 from service.importers.check import Comparison, NotCompared, compare_with_original, differences
-from service.importers.draft import DEFAULT_STEPS, Draft, ImportRefused
+from service.importers.draft import DEFAULT_STEPS, UNFIT, Draft, ImportRefused
 from service.importers.formats import BY_SUFFIX, FORMATS, LAYER_TABLES, has_code
 from service.importers.head_kind import answer_as
 from service.importers.recipe import Recipe
 from service.importers.write import model_spec, tensors, write_version
 from service.modeling import spec
+from service.modeling.array_run import STATE, read_batch
 from service.modeling.encoder import Encoder
 from service.modeling.npz import read_npz
 from service.modeling.tokenizer import Tokenizer
@@ -36,14 +39,15 @@ class Request:
     """The arguments of an import.
 
     checkpoint: the file; name: of the model; format: a name in `formats.FORMATS`, or None to derive it from the file name; recipe: a file,
-    or None; tokenizer: a tokenizer.json for models of texts, or None; check: a .npz of inputs and expected outputs, or None; tolerance: the
-    largest difference that passes.
+    or None; weights: the places of a state_dict within the checkpoint, or None for its only one; tokenizer: a tokenizer.json for models of
+    texts, or None; check: a .npz of inputs and expected outputs, or None; tolerance: the largest difference that passes.
     """
 
     checkpoint: Path
     name: str
     format: str | None = None
     recipe: Path | None = None
+    weights: str | None = None
     tokenizer: Path | None = None
     check: Path | None = None
     tolerance: float = 1e-5
@@ -52,12 +56,13 @@ class Request:
 def import_model(settings: Settings, request: Request, say: Callable[[str], None]) -> Path:
     """Write a version folder and return it. say: receives each line of the report.
 
-    Raises ModelError for a checkpoint that cannot be imported, and for outputs that differ by more than the tolerance.
+    Raises ModelError for a checkpoint that cannot be imported, and for outputs that differ by more than the tolerance; ImportQuestion
+    if something was assumed, and no comparison proves it.
     """
     torch.set_num_threads(usable_cores())
     set_cache_folder(settings.cache)
     recipe = Recipe() if request.recipe is None else Recipe.read(request.recipe)
-    draft = _read(request.checkpoint, _format(request), recipe)
+    draft = _read(request, recipe)
     tokenizer = None if request.tokenizer is None else spec.read_file(request.tokenizer).decode()
     if tokenizer is not None:
         draft.input["kind"] = "text"
@@ -69,9 +74,16 @@ def import_model(settings: Settings, request: Request, say: Callable[[str], None
     # A folded table is rounded to the precision of the model, and the comparison is about the weights.
     encoder = Encoder(model.model_copy(update={"fold": "never"}), weights, torch.device("cpu"))
     found = _compare(request, encoder, draft, recipe, tokenizer, say)
-    content = card(request.name, draft, request.checkpoint.name, _digest(request.checkpoint), found, request.tolerance)
-    folder = write_version(settings.models, model, weights, content, tokenizer)
+    compared = set() if found is None else {one.name for one in found.differences if not one.name.startswith(STATE)}
+    of_head = compared == {"sequence"}  # outputs of every step prove the layers, and no head
+    unproven = [text for text in draft.assumed if not compared or (of_head and text.startswith("head"))]
+    if unproven:
+        raise draft.refusal("Nothing was written: the outputs depend on more than the checkpoint says", unproven)
+    digest = spec.digest(spec.read_file(request.checkpoint))
+    content = card(request.name, draft, request.checkpoint.name, digest, found, request.tolerance)
+    folder = write_version(settings.written_models, model, weights, content, tokenizer)
     say(f"{folder} is complete.")
+    say(f"Serve it: seqserve serve --models {shlex.quote(str(settings.written_models))}")
     return folder
 
 
@@ -90,12 +102,19 @@ def _format(request: Request) -> str:
     return known
 
 
-def _read(checkpoint: Path, format: str, recipe: Recipe) -> Draft:
+def _read(request: Request, recipe: Recipe) -> Draft:
     """Return the model in a checkpoint. Only tensors of PyTorch and of TensorFlow 1 come without the layers that they belong to."""
-    if format == "tensorflow1":
-        return tensorflow1.read(checkpoint, recipe)
-    if format == "pytorch" and not has_code(checkpoint):
-        return pytorch.read(checkpoint, recipe)
+    checkpoint, format = request.checkpoint, _format(request)
+    has_tensors_only = format == "pytorch" and not has_code(checkpoint)
+    if request.weights is not None and not has_tensors_only:
+        raise ImportRefused(f"--weights is {request.weights}, and {checkpoint} is no state_dict of PyTorch: leave it out")
+    try:
+        if has_tensors_only:
+            return pytorch.read(checkpoint, recipe, request.weights)
+        if format == "tensorflow1":
+            return tensorflow1.read(checkpoint, recipe)
+    except UNFIT as error:
+        raise ImportRefused(f"{checkpoint}: its tensors make no layers ({type(error).__name__}: {error})") from error
     format = "torch_archive" if format == "pytorch" else format
     if recipe.layers or recipe.dense or recipe.head_from is not None:
         raise ImportRefused(
@@ -133,11 +152,15 @@ def _compare(
 ) -> Comparison | None:
     """Return the differences from the expected outputs, or from the source itself; raises ImportRefused if one exceeds the tolerance."""
     if request.check is not None:
-        words = None if tokenizer is None else Tokenizer(tokenizer.encode())
-        found = Comparison(differences(encoder, read_npz(request.check), words), f"the samples in `{request.check.name}`")
+        words, arrays = None if tokenizer is None else Tokenizer(tokenizer.encode()), read_npz(request.check)
+        found = Comparison(differences(encoder, arrays, words), f"the samples in `{request.check.name}`")
+        if draft.assumed and np.diff(read_batch(encoder.spec, arrays, words).offsets).max(initial=0) < 2:
+            raise draft.refusal(f"no sequence in {request.check.name} has two steps, as a comparison needs")
     else:
         try:
-            found = _with_original(encoder, draft, recipe)
+            if draft.original is None:
+                raise NotCompared("nothing that is installed runs the source")
+            found = compare_with_original(encoder, draft, draft.original, recipe.head)
         except NotCompared as reason:
             say(f"The outputs were not compared with those of the source, because {reason}: add --check FILE.npz.")
             return None
@@ -145,19 +168,9 @@ def _compare(
         say(line)
     wrong = [one for one in found.differences if not one.largest <= request.tolerance]
     if wrong:
-        raise ImportRefused(
+        raise draft.refusal(
             f"{', '.join(one.name for one in wrong)}: the largest difference is {max(one.largest for one in wrong):.2g}, and --tolerance "
             f"is {request.tolerance:g}. Nothing was written. Check what the recipe says of activations, padding and pools"
         )
     say(f"The outputs agree for {found.source}.")
     return found
-
-
-def _with_original(encoder: Encoder, draft: Draft, recipe: Recipe) -> Comparison:
-    if draft.original is None:
-        raise NotCompared("nothing that is installed runs the source")
-    return compare_with_original(encoder, draft, draft.original, recipe.head)
-
-
-def _digest(file: Path) -> str:
-    return spec.digest(spec.read_file(file))

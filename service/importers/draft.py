@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from service.errors import ModelError
+from service.errors import ModelError, SettingsError
 
 Array = NDArray[Any]
-
-
+UNFIT = (ArithmeticError, LookupError, TypeError, ValueError)
+"""What numpy raises for arrays whose shapes make no layer."""
 DEFAULT_STEPS = 512
 """`input.max_steps` of a model where neither the checkpoint nor the recipe sets it."""
 POOLING = ("pool", "attention_width", "dense")
@@ -22,6 +22,10 @@ POOLING = ("pool", "attention_width", "dense")
 
 class ImportRefused(ModelError):
     """The checkpoint cannot become a model folder. The message names the part that is in the way, and a remedy."""
+
+
+class ImportQuestion(ImportRefused, SettingsError):
+    """Several models fit the checkpoint. The message names them, and the flag that chooses."""
 
 
 @dataclass(slots=True)
@@ -51,8 +55,9 @@ class Draft:
 
     input, layers, head: as in model.toml, with the sizes that follow from the arrays. The head may be incomplete: a recipe completes it.
     used: source tensor -> its place in the model; unused: source tensors that no layer needed; notes: differences between the source and
-    this model that its user must know; original: computes the outputs of the source, where it can be run; as_answer: turns its output for
-    a sequence into the main output of this model; answers: the kind of head with this main output.
+    this model that its user must know; assumed: settings that the source lacks, as they were tried, with others that fit (those of the
+    head begin with "head"); tried: a recipe that says it; original: computes the outputs of the source, where it can be run; as_answer:
+    turns its output for a sequence into the main output of this model; answers: the kind of head with this main output.
     """
 
     source: str
@@ -62,9 +67,20 @@ class Draft:
     used: dict[str, str] = field(default_factory=dict)
     unused: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    assumed: list[str] = field(default_factory=list)
+    tried: str = ""
     original: Original | None = None
     as_answer: Callable[[Array], Array] = np.asarray
     answers: str = ""
+
+    def refusal(self, reason: str, assumed: Sequence[str] = ()) -> ImportRefused:
+        """Return the refusal of this model, which is a question where something was assumed. assumed: a part of it; empty for all."""
+        texts = [f"- {text}" for text in assumed or self.assumed]
+        if not texts:
+            return ImportRefused(reason)
+        answers = "Prove it with --check FILE.npz, outputs of the source, or say it with --recipe FILE"
+        recipe = f", such as this recipe, corrected:\n{self.tried}" if self.tried else ""
+        return ImportQuestion("\n".join([f"{reason}. This was assumed:", *texts, answers + recipe]))
 
     def arrays(self) -> dict[str, Array]:
         """Return every tensor under its name in weights.safetensors, in float32."""

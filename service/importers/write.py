@@ -23,7 +23,7 @@ def model_spec(draft: Draft, name: str, overrides: Mapping[str, Any]) -> spec.Mo
     try:
         return spec.ModelSpec.model_validate(draft.model(name, overrides))
     except ValidationError as error:
-        raise ImportRefused(
+        raise draft.refusal(
             f"the model that follows from the checkpoint and the recipe is invalid: {'; '.join(error_messages(error))}"
         ) from error
 
@@ -39,7 +39,7 @@ def tensors(draft: Draft, model: spec.ModelSpec) -> dict[str, Tensor]:
                 f"has the shape {arrays[name].shape} in the checkpoint" if name in arrays else "is missing in the checkpoint"
             )
             needed = f"needs {shapes[name]}" if name in shapes else "has no such tensor"
-            raise ImportRefused(f"{name} {found}, and the model {needed}: correct the recipe")
+            raise draft.refusal(f"{name} {found}, and the model {needed}: correct the recipe")
     weights = {}
     for name, array in arrays.items():
         tensor = torch.from_numpy(array)
@@ -56,16 +56,13 @@ def write_version(root: Path, model: spec.ModelSpec, weights: Mapping[str, Tenso
 
     The folder appears in the models folder when it is complete.
     """
-    root.mkdir(parents=True, exist_ok=True)
     spec.require_models_folder(root)
-    home = root / model.name
-    versions = spec.version_folders(home) if home.is_dir() and any(spec.visible_folders(home)) else {}
-    target = home / str(1 + max(map(int, versions), default=0))
+    target = spec.next_version(root, model.name)
     try:
         with tempfile.TemporaryDirectory(prefix=".import-", dir=root) as hidden:
             written = Path(hidden) / model.name / target.name
             store.read_arrays(written, store.write(written, model, weights, card=card, tokenizer=tokenizer))
-            home.mkdir(exist_ok=True)
+            target.parent.mkdir(exist_ok=True)
             written.rename(target)
     except OSError as error:
         raise ModelError(f"{target} cannot be written: {error}") from error

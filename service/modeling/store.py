@@ -12,7 +12,18 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from service.errors import ModelError
-from service.modeling.spec import CARD, MODEL, TOKENIZER, WEIGHTS, ModelSpec, digest, find_models, read, read_verified
+from service.modeling.spec import (
+    CARD,
+    MODEL,
+    TOKENIZER,
+    WEIGHTS,
+    ModelSpec,
+    digest,
+    find_models,
+    read,
+    read_aliases,
+    read_verified,
+)
 from service.modeling.stored_weights import from_stored, tensor_forms, to_stored, wrong_values
 
 
@@ -51,15 +62,20 @@ def write(folder: Path, spec: ModelSpec, arrays: Mapping[str, Tensor], *, card: 
     return signed
 
 
-def find_version(root: Path, model: str, version: int | None) -> Path:
-    """Return the folder of a version of a model, the newest for None; raises ModelError if there is none."""
+def find_version(root: Path, model: str, version: int | None, alias: str = "") -> tuple[str, Path]:
+    """Return the name of a model and the folder of a version, the newest for None; raises ModelError if there is none.
+
+    model: a name or an alias; alias: of the only model, as SEQSERVE_ALIAS.
+    """
     models = find_models(root)
-    if model not in models:
+    aliases = {} if model in models else ({alias: next(iter(models))} if len(models) == 1 else {}) | read_aliases(root, models)
+    name, _, pinned = aliases.get(model, model).partition("/")
+    if name not in models:
         raise ModelError(f"{root} has no model {model!r}: the models are {', '.join(models)}")
-    versions = models[model]
+    versions = {pinned: models[name][pinned]} if pinned else models[name]
     if version is not None and str(version) not in versions:
         raise ModelError(f"{model} has no version {version}: the versions are {', '.join(versions)}")
-    return versions[list(versions)[-1] if version is None else str(version)]
+    return name, versions[list(versions)[-1] if version is None else str(version)]
 
 
 def _check(file: Path, tensors: Mapping[str, Tensor], spec: ModelSpec) -> None:

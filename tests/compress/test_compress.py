@@ -116,6 +116,17 @@ def test_name_and_version_are_chosen(root: Path) -> None:
         assert torch.equal(bias, models.weights(spec.read(root / "words" / "1"), seed=seed)["head.bias"].half())
 
 
+def test_version_of_an_embedded_model_goes_to_a_folder_of_the_user(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (root / "aliases.toml").write_text('question = "words"\n')
+    monkeypatch.setenv("HOME", str(root.parent))
+    default = settings(root)
+    default.model_fields_set.remove("models")
+    for version in "12":
+        folder, _ = compress.compress(default, "question", "float16")
+        assert folder == root.parent / ".local" / "share" / "seqserve" / "models" / "words" / version
+    assert [path.name for path in (root / "words").iterdir()] == ["1"]
+
+
 @pytest.mark.parametrize(
     "model, options, message",
     [

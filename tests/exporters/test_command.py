@@ -58,18 +58,23 @@ def test_low_precisions_come_back(tmp_path: Path, precision: str) -> None:
             assert torch.equal(tensors[name], tensor)
 
 
-def test_version_chooses_what_is_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    root = tmp_path / "models"
+def test_name_and_version_choose_what_is_exported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An alias stands for a model or a version, in the folder or in SEQSERVE_ALIAS, as other commands take it."""
+    root, out = tmp_path / "models", ("--format", "pytorch", "--out", tmp_path / "words.pt")
     for version in (1, 2):
         models.words(root, version=version, seed=version)
-    command = ("export", "words", "--models", root, "--format", "pytorch", "--out", tmp_path / "words.pt")
-    for flags, seed in ((["--version", "1"], 1), ([], 2)):
-        assert run(*command, *flags) == 0
-        state = torch.load(tmp_path / "words.pt", weights_only=True)
+    (root / "aliases.toml").write_text('any = "words"\nold = "words/1"\n')
+    monkeypatch.setenv("SEQSERVE_ALIAS", "served")
+    for name, seed in (("words --version 1", 1), ("words", 2), ("any", 2), ("old", 1), ("served", 2)):
+        assert run("export", *name.split(), "--models", root, *out) == 0
         expected = models.weights(spec.read(root / "words" / str(seed)), seed)
-        assert torch.equal(state["layers.0.weight"], expected["layers.0.weight"])
-    assert run(*command, "--version", "3") == 1
-    assert "words has no version 3: the versions are 1, 2" in capsys.readouterr().err
+        assert torch.equal(torch.load(out[-1], weights_only=True)["layers.0.weight"], expected["layers.0.weight"])
+    assert "--name words " in capsys.readouterr().out
+    for name, versions in (("words", "1, 2"), ("old", "1")):
+        assert run("export", name, "--version", "3", "--models", root, *out) == 1
+        assert f"{name} has no version 3: the versions are {versions}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

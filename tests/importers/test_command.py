@@ -18,6 +18,7 @@ from service.importers.command import known_layers
 from service.importers.draft import ImportRefused
 from service.importers.onnx import original
 from service.modeling.npz import write_npz
+from service.modeling.spec import find_models
 from tests.importers.importing import import_file
 from tests.importers.onnx.graphs import FEATURES, Net
 
@@ -54,6 +55,20 @@ def test_command_compares_with_a_file(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main([*arguments, "--tolerance", "1e-12"]) == 1
     assert "and --tolerance is 1e-12. Nothing was written" in capsys.readouterr().err
     assert [path.name for path in (models / "mean").iterdir()] == ["1"]
+
+
+def test_models_go_to_a_folder_of_the_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The embedded models are part of the installation. The command that the report prints serves the folder."""
+    monkeypatch.setenv("SEQSERVE_CACHE", str(Path("~/.cache/seqserve").expanduser()))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert main(["import", str(write(graph(), tmp_path)), "--name", "mean"]) == 0
+    printed, folder = capsys.readouterr().out, tmp_path / ".local" / "share" / "seqserve" / "models"
+    assert f"\nServe it: seqserve serve --models {folder}\n" in printed and [*find_models(folder)] == ["mean"]
+    with pytest.raises(SystemExit):
+        main(["import", "--help"])
+    assert "~/.local/share/seqserve/models" in capsys.readouterr().out
 
 
 def test_graph_is_compared_with_onnxruntime_by_itself(tmp_path: Path) -> None:

@@ -2,32 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from service.importers.draft import Draft, ImportRefused, Part
-from service.importers.pytorch.convert import CONVERTERS, attention
+from service.importers.draft import UNFIT, Draft, ImportQuestion, ImportRefused, Part
+from service.importers.ends import model_input, tried_recipe, usual_head
+from service.importers.pytorch.convert import CONVERTERS, attention, dense
 from service.importers.pytorch.files import SAFETENSORS, read_tensors
-from service.importers.pytorch.modules import Module, modules
+from service.importers.pytorch.modules import Module, modules, without_copies
 from service.importers.pytorch.plan import Plan, Step, suggest, usual_order
 from service.importers.recipe import FROM, Recipe
 from service.modeling.spec.layers import LAYER_KINDS
 
 
-def read(file: Path, recipe: Recipe) -> Draft:
-    """Return the model of a state_dict; raises ImportRefused for a checkpoint or a recipe that does not make one."""
-    found = modules(read_tensors(file))
+def read(file: Path, recipe: Recipe, weights: str | None = None) -> Draft:
+    """Return the model of a state_dict; raises ImportRefused for a checkpoint or a recipe that does not make one.
+
+    weights: the places of the state_dict within the checkpoint, or None for its only one.
+    """
+    everything = modules(read_tensors(file, weights))
+    found = without_copies(everything)
     ordered = list(found.values()) if file.suffix != SAFETENSORS else usual_order(list(found.values()))
     plan = _from_recipe(recipe, found) if recipe.layers else suggest(ordered)
+    if not recipe.layers:
+        plan.assumed += [f"{name}: a second name of equal tensors" for name in everything if name not in found]
     layers = [_converted(step) for step in plan.layers]
-    head = _head(plan, recipe, layers)
-    used = {name: _place(index, step) for index, step in enumerate(plan.layers) for name in _names(step)}
-    of_head = [step for step in (*plan.dense, plan.attention) if step is not None]
-    of_head += [] if plan.linear is None else [Step({}, [plan.linear])]
-    used |= {name: "head" for step in of_head for name in _names(step)}
+    linear = None if plan.linear is None else dense({"kind": "dense"}, plan.linear.modules)
+    pool = {} if plan.attention is None else attention(plan.attention.modules)
+    below = [dense({"kind": "dense", **step.table}, step.modules) for step in plan.dense]
+    head, assumed = usual_head(recipe, layers, below, linear, pool)
+    places = [(f"layers.{index} ({step.table['kind']})", step) for index, step in enumerate(plan.layers)]
+    places += [("head", step) for step in plan.of_head]
+    used = {name: place for place, step in places for module in step.modules for name in module.names.values()}
     unused = [name for module in found.values() for name in module.names.values() if name not in used]
-    return Draft("PyTorch state_dict", _input(layers, recipe), layers, head, used, unused, plan.notes)
+    of_linear = {} if plan.linear is None else plan.linear.entry
+    tables, of_dense = ([step.entry for step in steps] for steps in (plan.layers, plan.dense))
+    tried = "" if recipe.layers else tried_recipe(recipe, head, tables, of_dense, of_linear)
+    assumed = plan.assumed + assumed
+    return Draft("PyTorch state_dict", model_input(layers, recipe), layers, head, used, unused, assumed=assumed, tried=tried)
 
 
 def _from_recipe(recipe: Recipe, found: dict[str, Module]) -> Plan:
@@ -40,31 +51,30 @@ def _from_recipe(recipe: Recipe, found: dict[str, Module]) -> Plan:
                 f"layers.{index} of the recipe has the kind {table.get('kind')!r}: use one of {', '.join(LAYER_KINDS)}"
             )
         norm = table.pop("norm_from", None)
-        names = [prefix, norm] if norm is not None else [prefix]
-        plan.layers.append(Step(table, [module for name in names if name is not None for module in _within(found, name)]))
+        inner = [module for name in (prefix, norm) if name is not None for module in _within(found, name)]
+        plan.layers.append(Step(table, inner))
         if prefix is None and table["kind"] in CONVERTERS:
             raise ImportRefused(
                 f"layers.{index} of the recipe needs `from`, the start of the names of its tensors: {_listed(found)}"
             )
-    for dense in recipe.dense:
-        plan.dense.append(
-            Step({key: value for key, value in dense.items() if key != FROM}, _within(found, dense.get(FROM, "")))
-        )
+    for one in recipe.dense:
+        plan.dense.append(Step({key: value for key, value in one.items() if key != FROM}, _within(found, one.get(FROM, ""))))
     if recipe.head_from is not None:
-        [plan.linear] = _within(found, recipe.head_from)[:1]
+        plan.linear = Step({}, _within(found, recipe.head_from))
     if recipe.attention_from is not None:
-        plan.attention = Step({}, _within(found, recipe.attention_from))
+        plan.attention = Step({}, _within(found, recipe.attention_from, with_inner=True))
     return plan
 
 
-def _within(found: dict[str, Module], prefix: str) -> list[Module]:
-    """Return the module of this name, or all modules with names that start with it."""
-    if prefix in found:
-        return [found[prefix]]
-    inner = [module for name, module in found.items() if name.startswith(f"{prefix}.")]
-    if not inner:
-        raise ImportRefused(f"no tensor starts with {prefix!r}: the modules are {_listed(found)}")
-    return inner
+def _within(found: dict[str, Module], prefix: str | list[str], *, with_inner: bool = False) -> list[Module]:
+    """Return the module of this name, or all modules with names that start with it; with_inner: both. prefix: one, or several."""
+    if isinstance(prefix, list):
+        return [module for name in prefix for module in _within(found, name, with_inner=with_inner)]
+    own = [found[prefix]] if prefix in found else []
+    inner = [module for name, module in found.items() if name.startswith(f"{prefix}.")] if with_inner or not own else []
+    if not own and not inner:
+        raise ImportQuestion(f"no tensor starts with {prefix!r}: the modules are {_listed(found)}")
+    return own + inner
 
 
 def _listed(found: dict[str, Module]) -> str:
@@ -76,64 +86,10 @@ def _converted(step: Step) -> Part:
     convert = CONVERTERS.get(step.table["kind"])
     if convert is None:
         return Part(dict(step.table))
+    shapes = {f"{module.name}.{leaf}": array.shape for module in step.modules for leaf, array in module.tensors.items()}
     try:
+        if any(module.kind == "unknown" for module in step.modules):
+            raise ValueError("no layer is known to have all of them")
         return convert(step.table, step.modules)
-    except (ValueError, LookupError) as error:
-        shapes = {name: module.tensors[leaf].shape for module in step.modules for leaf, name in module.names.items()}
+    except UNFIT as error:
         raise ImportRefused(f"these tensors do not make a {step.table['kind']} layer ({error}): {shapes}") from error
-
-
-def _input(layers: Sequence[Part], recipe: Recipe) -> dict[str, Any]:
-    """Return the input that fits the first layer."""
-    first, given = layers[0], recipe.tables.get("input", {})
-    if "features" in given:
-        return {"kind": "features"}
-    if first.table["kind"] == "embedding":
-        return {"kind": "ids", "vocabulary": len(first.arrays["weight"])}
-    projected = first.table["kind"] == "sru" and not {"0.forward.projection", "0.backward.projection"}.isdisjoint(first.arrays)
-    names = ("projection",) if projected else ("input", "filters", "direction", "weight")
-    matrix = next((array for name, array in first.arrays.items() if name.endswith(names)), None)
-    if matrix is None:
-        raise ImportRefused("the first layer has no weights that tell the number of features: add input.features to the recipe")
-    return {"kind": "features", "features": matrix.shape[-2] * first.table.get("groups", 1)}
-
-
-def _head(plan: Plan, recipe: Recipe, layers: Sequence[Part]) -> Part:
-    """Return the head: the pool and the kind that most models have, unless the recipe says otherwise."""
-    given = recipe.head
-    kind = given.get("kind") or ("embed" if plan.linear is None else "classify")
-    table: dict[str, Any] = {"kind": kind}
-    if kind in ("classify", "regress", "embed") and "pool" not in given:
-        table["pool"] = "max" if layers[-1].table["kind"] == "text_cnn" else "last"
-        if table["pool"] == "last":
-            plan.notes.append(
-                'the head pools the last output of each sequence, which the file does not say: see "pool" for others'
-            )
-    arrays: dict[str, Any] = {}
-    if plan.linear is not None:
-        weight = plan.linear.weight.T
-        arrays |= {"weight": weight, "bias": plan.linear.bias(weight.shape[1])}
-        table |= _outputs(kind, weight.shape[1], given)
-    if plan.attention is not None:
-        arrays |= attention(plan.attention.modules)
-        table |= {"attention_width": len(arrays["attention.query"])} if "attention.weight" in arrays else {}
-    for index, step in enumerate(plan.dense):
-        weight = step.modules[0].weight.T
-        arrays |= {f"dense.{index}.weight": weight, f"dense.{index}.bias": step.modules[0].bias(weight.shape[1])}
-        table.setdefault("dense", []).append({"width": weight.shape[1], **step.table})
-    return Part(table, arrays)
-
-
-def _outputs(kind: str, outputs: int, given: dict[str, Any]) -> dict[str, Any]:
-    """Return the keys that follow from the number of outputs of the head's linear layer."""
-    if kind in ("classify", "tag"):
-        return {} if "labels" in given else {"labels": [str(number) for number in range(outputs)]}
-    return {"outputs": outputs} if kind == "regress" else {}
-
-
-def _place(index: int, step: Step) -> str:
-    return f"layers.{index} ({step.table['kind']})"
-
-
-def _names(step: Step) -> list[str]:
-    return [name for module in step.modules for name in module.names.values()]

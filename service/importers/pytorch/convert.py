@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
-from service.importers.draft import Array, ImportRefused, Part
+from service.importers.draft import Array, ImportQuestion, ImportRefused, Part
+from service.importers.ends import Table
 from service.importers.pytorch.modules import Module
 
-Table = dict[str, Any]
 DIRECTIONS = (("forward", ""), ("backward", "_reverse"))
+ATTENTION = {"query", "weight", "bias", "weight_g", "weight_v"}
 
 
 def recurrent(table: Table, found: Sequence[Module]) -> Part:
@@ -62,17 +62,27 @@ def embedding(table: Table, found: Sequence[Module]) -> Part:
 def dense(table: Table, found: Sequence[Module]) -> Part:
     """torch.nn.Linear."""
     module = _only(table, found)
+    if module.kind != "matrix":
+        raise ImportRefused(f"{module.name} is no linear layer, and the recipe says otherwise")
     weight = module.weight.T
     return Part({**table, "width": weight.shape[1]}, {"weight": weight, "bias": module.bias(weight.shape[1])})
 
 
 def attention(found: Sequence[Module]) -> dict[str, Array]:
-    """The attention of a head: `query`, and `weight` and `bias` of a linear layer before it."""
-    [module] = found
-    arrays = {"attention.query": module.tensors["query"]}
-    if "weight" in module.tensors:
-        weight = module.weight.T
-        arrays |= {"attention.weight": weight, "attention.bias": module.bias(weight.shape[1])}
+    """The attention of a head: a `query` or a linear layer with one output, and a linear layer with tanh before it if there is one."""
+    queries = [module.tensors["query"] for module in found if "query" in module.tensors]
+    linear = [module for module in found if module.tensors.keys() - {"query"}]
+    if not queries and linear and linear[-1].kind == "matrix" and len(linear[-1].weight) == 1:
+        queries.append(linear.pop().weight)  # its bias adds the same number to the score of every step
+    if len(queries) != 1 or len(linear) > 1 or any(not module.tensors.keys() <= ATTENTION for module in linear):
+        raise ImportQuestion(
+            f"{', '.join(module.name for module in found)} make no attention pool, which has a `query` or a linear layer with one "
+            "output, and at most one linear layer before it: name its modules with attention_from"
+        )
+    arrays = {"attention.query": queries[0].ravel()}
+    if linear:
+        weight = linear[0].weight.T
+        arrays |= {"attention.weight": weight, "attention.bias": linear[0].bias(weight.shape[1])}
     return arrays
 
 
@@ -144,20 +154,26 @@ def layer_norm(table: Table, found: Sequence[Module]) -> Part:
 
 
 def sru(table: Table, found: Sequence[Module]) -> Part:
-    """The `sru` package: the columns of a unit stand side by side there, and each block is one matrix here."""
+    """The `sru` and `pytorch-sru` packages: the columns of a unit stand side by side there, and each block is one matrix here."""
     cells = [module for module in found if module.kind == "sru"]
     norms = {module.name.rpartition(".")[0]: module for module in found if module.kind == "layer_norm"}
     if len(cells) + len(norms) != len(found):
         other = next(module for module in found if module.kind not in ("sru", "layer_norm"))
         raise ImportRefused(f"{other.name} is a module of its own within the SRU: import it as a layer before it")
-    bidirectional = bool(table.get("bidirectional", False))  # the shapes do not tell the option
+    if not table.keys() >= {"bidirectional", "activation"}:
+        raise ImportQuestion('add "bidirectional" and "activation" to the sru layer of the recipe: its shapes tell neither')
+    bidirectional = bool(table["bidirectional"])
     hidden = len(cells[0].tensors["bias"]) // 2 // (1 + bidirectional)
     arrays: dict[str, Array] = {}
     scales, projections = set(), set()
     for level, cell in enumerate(cells):
+        cell.tensors.setdefault("weight_c", np.zeros_like(cell.tensors["bias"]))
+        cell.tensors.setdefault("scale_x", np.ones(1, np.float32))
         arrays |= _sru_level(level, cell, _directions(table, bidirectional), hidden)
-        if not table.get("cell_gates", True):
-            _remove_cell(arrays, level, cell)
+        if not table.get("cell_gates", True):  # as in version 1 of the package
+            if cell.tensors["weight_c"].any():
+                raise ImportRefused(f"{cell.name}.weight_c is not zero, and cell_gates is false in the recipe: remove it")
+            arrays = {name: array for name, array in arrays.items() if not name.endswith(".cell")}
         blocks = cell.tensors["weight"].shape[1] // (hidden * (1 + bidirectional))
         scales |= {cell.tensors["scale_x"].ravel()[0]} if blocks == 3 else set()
         projections |= {cell.tensors["weight_proj"].shape[1]} if "weight_proj" in cell.tensors else set()
@@ -179,14 +195,6 @@ def sru(table: Table, found: Sequence[Module]) -> Part:
 def _directions(table: Table, bidirectional: bool) -> tuple[str, ...]:
     """Return the directions of a module in model.toml. The file does not tell whether a single direction reads reversed steps."""
     return ("forward", "backward") if bidirectional else (table.get("direction", "forward"),)
-
-
-def _remove_cell(arrays: dict[str, Array], level: int, cell: Module) -> None:
-    """Remove the weights of the cell in the gates, which are zero in version 1 of the package."""
-    if cell.tensors["weight_c"].any():
-        raise ImportRefused(f"{cell.name}.weight_c is not zero, and cell_gates is false in the recipe: remove it")
-    for name in [name for name in arrays if name.startswith(f"{level}.") and name.endswith(".cell")]:
-        del arrays[name]
 
 
 def _sru_level(level: int, cell: Module, names: Sequence[str], hidden: int) -> dict[str, Array]:
@@ -239,7 +247,7 @@ def _statistics(module: Module) -> Array:
 def _only(table: Table, found: Sequence[Module]) -> Module:
     if len(found) != 1:
         names = ", ".join(module.name for module in found)
-        raise ImportRefused(f"the {table['kind']} layer needs one module, and its name fits {names}: make `from` longer")
+        raise ImportQuestion(f"the {table['kind']} layer needs one module, and its name fits {names}: make `from` longer")
     return found[0]
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +15,30 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
-from service.importers.draft import Array, ImportRefused
+from service.importers.draft import Array, ImportQuestion, ImportRefused
 from service.modeling.spec import read_file
 
 SAFETENSORS = ".safetensors"
 """The suffix of files with tensors in alphabetical order, not in the order of the model."""
 MAX_TENSORS = 100_000
+TOP, LONGEST = ".", 1000
+"""The place of tensors that are in no dictionary of a checkpoint, and the length of a place within which none is read."""
 _CODE = re.compile(r"GLOBAL ([\w.]+)")
 
 
-def read_tensors(file: Path) -> dict[str, Array]:
+def read_tensors(file: Path, chosen: str | None = None) -> dict[str, Array]:
     """Return the tensors of a .safetensors file or of a state_dict that torch.save wrote, by name, with floats in float32.
 
-    A checkpoint may have the state_dict in a dictionary with other entries. Raises ImportRefused for anything else.
+    chosen: the places of state_dicts in the file, separated by commas, whose names then begin with their place if there are several; None
+    for the only one. Raises ImportRefused for a file without tensors, and ImportQuestion for one that has several state_dicts.
     """
-    tensors = _safetensors(file) if file.suffix == SAFETENSORS else _state_dict(file)
+    found = {TOP: _safetensors(file)} if file.suffix == SAFETENSORS else _state_dicts(file)
+    places = list(found) if chosen is None else chosen.split(",")
+    if not set(places) <= found.keys() or (chosen is None and len(found) > 1):
+        raise ImportQuestion(
+            f"{file} has weights at {', '.join(found)}: add --weights NAME, or NAME,NAME for parts of one model"
+        )
+    tensors = {f"{place}." * (len(places) > 1) + name: tensor for place in places for name, tensor in found[place].items()}
     if len(tensors) > MAX_TENSORS:
         raise ImportRefused(
             f"{file} has {len(tensors)} tensors, at most {MAX_TENSORS} are read: is it the checkpoint of one model?"
@@ -38,9 +48,13 @@ def read_tensors(file: Path) -> dict[str, Array]:
 
 def _safetensors(file: Path) -> dict[str, Tensor]:
     try:
-        tensors = load(read_file(file))
+        content = read_file(file)
+        tensors = load(content)
     except (OSError, SafetensorError) as error:
         raise ImportRefused(f"{file} is not a complete safetensors file: {error}") from error
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    # save_model writes tensors that are shared once, and their other names into the metadata.
+    tensors = {name: tensors[kept] for name, kept in header.get("__metadata__", {}).items() if kept in tensors} | tensors
     return {name: tensors[name] for name in sorted(tensors, key=_natural)}
 
 
@@ -49,7 +63,8 @@ def _natural(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdecimal() else (0, part) for part in re.split(r"(\d+)", name)]
 
 
-def _state_dict(file: Path) -> dict[str, Tensor]:
+def _state_dicts(file: Path) -> dict[str, dict[str, Tensor]]:
+    """Return the state_dicts in a checkpoint by their places."""
     _check_archive(file)
     try:
         content = torch.load(file, map_location="cpu", weights_only=True)
@@ -60,10 +75,10 @@ def _state_dict(file: Path) -> dict[str, Tensor]:
             f"{file} {found} and is not read: load it where you trust it, and save the weights alone with "
             "torch.save(model.state_dict(), FILE)"
         ) from error
-    tensors = dict(_tensors(content))
-    if not tensors:
+    state_dicts = _with_tensors(content)
+    if not state_dicts:
         raise ImportRefused(f"{file} has no tensors: save the weights with torch.save(model.state_dict(), FILE)")
-    return tensors
+    return state_dicts
 
 
 def _check_archive(file: Path) -> None:
@@ -76,19 +91,19 @@ def _check_archive(file: Path) -> None:
         raise ImportRefused(f"{file} is no archive of torch.save ({error}): save it again with a current torch") from error
 
 
-def _tensors(content: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield the named tensors of the state_dict in a checkpoint: the checkpoint itself, or the first dictionary with tensors in it."""
-    if not isinstance(content, Mapping):
-        return
-    own = [(str(name), value) for name, value in content.items() if isinstance(value, Tensor)]
-    if own:
-        yield from own
-        return
-    for value in content.values():
-        inner = list(_tensors(value))
-        if inner:
-            yield from inner
-            return
+def _with_tensors(content: Any) -> dict[str, dict[str, Tensor]]:
+    """Return the dictionaries with weights in a checkpoint by their places, except the state of optimizers. A single number, such as the
+    loss of a training, is no weight."""
+    found: dict[str, dict[str, Tensor]] = {}
+    waiting, known = [("", content)], set[int]()
+    for place, item in waiting:  # grows
+        if isinstance(item, Mapping) and "param_groups" not in item and id(item) not in known:
+            known.add(id(item))
+            tensors = {str(name): value for name, value in item.items() if isinstance(value, Tensor)}
+            if any(tensor.is_floating_point() and tensor.numel() > 1 for tensor in tensors.values()):
+                found[place or TOP] = tensors
+            waiting += [(f"{place}.{name}".lstrip("."), value) for name, value in item.items() if len(place) < LONGEST]
+    return found
 
 
 def _array(name: str, tensor: Tensor) -> Array:
@@ -102,4 +117,4 @@ def _array(name: str, tensor: Tensor) -> Array:
         )
     if not tensor.is_floating_point():
         return np.asarray(tensor.numpy())
-    return np.asarray(tensor.float().contiguous().numpy())
+    return np.asarray(tensor.detach().float().contiguous().numpy())  # a parameter has a gradient

@@ -11,10 +11,16 @@ import numpy as np
 from service.importers.draft import Array
 
 IGNORED = ("num_batches_tracked",)
-PARAMETRIZED = {"parametrizations.weight.original0": "weight_g", "parametrizations.weight.original1": "weight_v"}
-"""Names of torch.nn.utils.parametrizations.weight_norm, and the names of torch.nn.utils.weight_norm for the same tensors."""
+PARAMETRIZED = re.compile(r"parametrizations\.(\w+)\.original([01])")
+"""Names of torch.nn.utils.parametrizations.weight_norm: `<weight>_g` and `<weight>_v` of torch.nn.utils.weight_norm."""
+RAW = "_raw"
+"""The end of the name of a weight before the dropout of a weight drop, as fastai and AWD-LSTM have it."""
 RECURRENT = re.compile(r"(?:weight_(?:ih|hh|hr)|bias_(?:ih|hh))(?:_l\d+(?:_reverse)?)?")
 GATES = {1: "rnn", 3: "gru", 4: "lstm"}
+OF_SRU = {"weight", "weight_c", "bias", "scale_x", "weight_proj"}
+OF_BATCH_NORM = {"weight", "bias", "running_mean", "running_var"}
+OF_WEIGHT = {1: "layer_norm", 2: "matrix", 3: "conv", 4: "conv"}
+"""The kind of a module by the axes of its weight."""
 
 
 @dataclass(slots=True)
@@ -27,19 +33,27 @@ class Module:
 
     @property
     def kind(self) -> str:
-        """rnn, gru, lstm, sru, conv, matrix (a linear layer or an embedding), batch_norm, layer_norm, or unknown."""
+        """rnn, gru, lstm, sru, conv, matrix (a linear layer or an embedding), batch_norm, layer_norm (any norm), or unknown.
+
+        A module with a tensor that its kind does not have is unknown: it computes something else.
+        """
+        leaves = self.tensors.keys()
         hidden = next((array for leaf, array in self.tensors.items() if leaf.startswith("weight_hh")), None)
-        if hidden is not None and hidden.ndim == 2:
-            units = next(
-                (array.shape[1] for leaf, array in self.tensors.items() if leaf.startswith("weight_hr")), hidden.shape[1]
-            )
-            return GATES.get(len(hidden) // units, "unknown")
-        if {"weight", "weight_c", "bias", "scale_x"} <= self.tensors.keys():
-            return "sru"
-        if "running_mean" in self.tensors:
-            return "batch_norm"
+        if hidden is not None:
+            units = next((array for leaf, array in self.tensors.items() if leaf.startswith("weight_hr")), hidden).shape[-1]
+            fits = hidden.ndim == 2 and all(map(RECURRENT.fullmatch, leaves))
+            return GATES.get(len(hidden) // units, "unknown") if fits else "unknown"
+        if "weight_c" in leaves or "running_mean" in leaves:
+            return "sru" if leaves <= OF_SRU else "batch_norm" if leaves <= OF_BATCH_NORM else "unknown"
         weight = self.tensors.get("weight", self.tensors.get("weight_v"))
-        return "unknown" if weight is None else {1: "layer_norm", 2: "matrix", 3: "conv", 4: "conv"}.get(weight.ndim, "unknown")
+        if weight is None or not leaves <= {"weight", "bias", "weight_g", "weight_v"}:
+            return "unknown"
+        bias = self.tensors.get("bias", weight)
+        is_linear = bias.size == len(weight) and "rnn_lst." not in self.name
+        if weight.ndim == 2 and not is_linear and 2 * weight.shape[1] in (3 * bias.size, 4 * bias.size):
+            return "sru"  # without weights of the cell in its gates, as in version 1
+        fits = bias.shape[:1] == weight.shape[:1] and (weight.ndim != 4 or 1 in weight.shape[1::2])
+        return OF_WEIGHT.get(weight.ndim, "unknown") if fits else "unknown"
 
     @property
     def filters(self) -> Array:
@@ -52,40 +66,52 @@ class Module:
     @property
     def weight(self) -> Array:
         """The weight, computed from direction and magnitude if it has a weight norm."""
-        if "weight_v" not in self.tensors:
-            return self.tensors["weight"]
-        direction = self.tensors["weight_v"].astype(np.float64)
-        length = np.sqrt(np.square(direction).sum(axis=tuple(range(1, direction.ndim)), keepdims=True))
-        whole: Array = (direction * self.tensors["weight_g"].reshape(length.shape) / length).astype(np.float32)
-        return whole
+        return self.tensors["weight"] if "weight_v" not in self.tensors else _normed(self.tensors, "weight")
 
     def bias(self, size: int) -> Array:
         """Return the bias, or zeros."""
         return self.tensors.get("bias", np.zeros(size, np.float32))
 
 
+def _normed(tensors: Mapping[str, Array], name: str) -> Array:
+    """Return a weight from its direction and its magnitude, which has one number for each length that is normed."""
+    direction, magnitude = tensors[f"{name}_v"].astype(np.float64), tensors[f"{name}_g"]
+    axes = tuple(axis for axis, size in enumerate(magnitude.shape) if size == 1) if magnitude.ndim else None
+    length = np.sqrt(np.square(direction).sum(axis=axes, keepdims=True))
+    whole: Array = (direction * magnitude / length).astype(np.float32)
+    return whole
+
+
 def modules(tensors: Mapping[str, Array]) -> dict[str, Module]:
     """Return the modules by name, in the order of the state_dict. Tensors that inference does not need are left out."""
     found: dict[str, Module] = {}
-    for name, array in tensors.items():
+    for name in sorted(tensors, key=lambda name: name.endswith(RAW)):  # a weight before its dropout replaces a copy after it
         place, leaf = _split(name)
+        if leaf.endswith(RAW) and RECURRENT.fullmatch(leaf.removesuffix(RAW)):
+            leaf = leaf.removesuffix(RAW)
+            place = f"{place}.module" if f"{place}.module" in found else place
         if leaf not in IGNORED:
             module = found.setdefault(place, Module(place))
-            module.tensors[leaf] = array
+            module.tensors[leaf] = tensors[name]
             module.names[leaf] = name
-    return _without_copies(found)
+    for module in found.values():
+        for base in [leaf[:-2] for leaf in module.tensors if leaf.endswith("_v") and RECURRENT.fullmatch(leaf[:-2])]:
+            if f"{base}_g" in module.tensors:
+                module.tensors[base] = _normed(module.tensors, base)
+                del module.tensors[f"{base}_g"], module.tensors[f"{base}_v"]
+    return found
 
 
 def _split(name: str) -> tuple[str, str]:
     """Return the name of a tensor's module, and the name within it."""
-    for long, short in PARAMETRIZED.items():
-        if name == long or name.endswith(f".{long}"):
-            return name.removesuffix(long).rstrip("."), short
+    match = PARAMETRIZED.search(name)
+    if match is not None and match.end() == len(name):
+        return name[: match.start()].rstrip("."), f"{match[1]}_{'gv'[int(match[2])]}"
     place, _, leaf = name.rpartition(".")
     return place, leaf
 
 
-def _without_copies(found: dict[str, Module]) -> dict[str, Module]:
+def without_copies(found: dict[str, Module]) -> dict[str, Module]:
     """Leave out modules that a state_dict has under a second name, such as modules of a block that are also in its Sequential."""
     kept: dict[str, Module] = {}
     for name, module in found.items():

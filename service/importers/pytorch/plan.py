@@ -1,19 +1,35 @@
 """Suggests layers for the modules of a state_dict, where a recipe does not name them.
 
-A state_dict has names and shapes only. Other settings, such as activations and pools, are assumed as most models have them. Each assumption
-is noted: a comparison with the source shows whether it holds.
+A state_dict has names and shapes only. Other settings, such as activations and pools, are tried as most models have them. Each is a
+question, which a recipe or a comparison with the source answers.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from service.importers.draft import ImportRefused
-from service.importers.pytorch.convert import Table
+from service.importers.draft import ImportQuestion
+from service.importers.ends import Table, chained
 from service.importers.pytorch.modules import Module
+from service.importers.recipe import FROM
 
+USUAL: dict[str, tuple[Table, str]] = {
+    "embedding": ({}, "a dense layer without a bias fits too"),
+    "dense": ({"activation": "none"}, "other activations fit too, and so does an embedding if it has no bias"),
+    "conv": ({"stride": 1, "dilation": 1, "padding": "same", "activation": "relu"}, "others fit too, also transposed ones"),
+    "text_cnn": ({"padding": 0}, "with relu and the maximum over time; others fit too, and so do convolutions in a row"),
+    "tcn": ({}, "with relu, and dilations that double; others fit too"),
+    "sru": ({"bidirectional": False, "activation": "identity", "skip": True}, 'true, "tanh", false, a norm "after" fit too'),
+    "rnn": ({"activation": "tanh"}, "relu fits too"),
+    "batch_norm": ({"epsilon": 1e-5}, "others fit too"),
+    "layer_norm": ({"epsilon": 1e-5}, "RMSNorm, GroupNorm, InstanceNorm, PReLU, a batch norm without statistics fit too"),
+}
+"""The usual settings that tensors lack, and what else fits the tensors, by the kind of a layer."""
+LOSS = re.compile(r"(^|\.)(criterion|loss\w*|\w+_loss)(\.|$)")
+"""Names of modules that compute a loss."""
 TCN = re.compile(r"(?P<stack>.*?)\.?\d+\.(conv1|conv2|downsample)")
 
 
@@ -24,20 +40,33 @@ class Step:
     table: Table
     modules: list[Module] = field(default_factory=list)
 
+    @property
+    def entry(self) -> Table:
+        """The table of a recipe."""
+        names = [module.name for module in self.modules]
+        return {**self.table, **({FROM: names if len(names) > 1 else names[0]} if names else {})}
+
 
 @dataclass(slots=True)
 class Plan:
-    """Layers in order, the dense layers of the head, the head's attention and its linear layer if it has them, and the assumptions."""
+    """Layers in order, the dense layers of the head, the head's attention and its linear layer if it has them; assumed: as in `Draft`."""
 
     layers: list[Step] = field(default_factory=list)
     dense: list[Step] = field(default_factory=list)
     attention: Step | None = None
-    linear: Module | None = None
-    notes: list[str] = field(default_factory=list)
+    linear: Step | None = None
+    assumed: list[str] = field(default_factory=list)
 
     @property
-    def kinds(self) -> list[str]:
-        return [step.table["kind"] for step in self.layers]
+    def of_head(self) -> list[Step]:
+        return [step for step in (*self.dense, self.attention, self.linear) if step is not None]
+
+    def add(self, kind: str, modules: list[Module]) -> None:
+        """Add a layer, and the assumptions about it."""
+        keys, others = USUAL.get(kind, ({}, ""))
+        self.layers.append(Step({"kind": kind, **keys}, modules))
+        tried = "".join(f", {key} = {json.dumps(value)}" for key, value in keys.items())
+        self.assumed += [f"{modules[0].name}: {kind}{tried}; {others}"] * bool(others)
 
 
 def usual_order(modules: Sequence[Module]) -> list[Module]:
@@ -46,25 +75,20 @@ def usual_order(modules: Sequence[Module]) -> list[Module]:
     matrices = [module for module in modules if module.kind == "matrix"]
     ordered = [module for module in matrices if "bias" not in module.tensors][:1]
     ordered += [module for module in modules if module.kind != "matrix"]
-    linear = [module for module in matrices if module not in ordered]
-    while linear:
-        outputs = {len(module.weight) for module in linear}
-        first = next((module for module in linear if module.weight.shape[1] not in outputs), linear[0])
-        linear.remove(first)
-        ordered.append(first)
-    return ordered
+    return ordered + chained([module for module in matrices if module not in ordered], lambda module: module.weight.shape[::-1])
 
 
 def suggest(modules: Sequence[Module]) -> Plan:
-    """Return the plan of modules in the order of the state_dict; raises ImportRefused if a module has no known form."""
-    plan, remaining = Plan(), list(modules)
+    """Return the plan of modules in the order of the state_dict; raises ImportQuestion if a module has no known form."""
+    of_loss = [one for one in modules if LOSS.search(one.name) and all(array.ndim < 2 for array in one.tensors.values())]
+    plan, remaining = Plan(), [module for module in modules if module not in of_loss]
+    plan.assumed += [f"{module.name}: weights of a loss, which no layer needs" for module in of_loss]
     while remaining:
         module = remaining.pop(0)
         if module.kind == "unknown":
-            raise ImportRefused(
-                f"{module.name or 'the model'} has the tensors {', '.join(module.tensors)}, which no layer is known to have: "
-                "write a recipe with the [[layers]] that matter"
-            )
+            shapes = ", ".join(f"{leaf} {array.shape}" for leaf, array in module.tensors.items())
+            whole = f"{module.name or 'the model'} has the tensors {shapes}, which no layer is known to have"
+            raise ImportQuestion(f"{whole}: write a recipe with the [[layers]] that matter, and name it with --recipe")
         if module.kind == "matrix":
             _add_matrix(plan, module, remaining)
         elif module.kind == "conv":
@@ -72,11 +96,16 @@ def suggest(modules: Sequence[Module]) -> Plan:
         elif module.kind == "sru":
             _add_sru(plan, module, remaining)
         else:
-            plan.layers.append(Step({"kind": module.kind}, [module]))
-            _assume_recurrent(plan, module)
+            plan.add(module.kind, [module])
     if not plan.layers:
-        raise ImportRefused(
-            "the checkpoint has linear layers only, and no layer over a sequence: write a recipe with its [[layers]]"
+        raise ImportQuestion(
+            "the checkpoint has linear layers only, and none over a sequence: write its [[layers]], for --recipe"
+        )
+    names = [step.modules[0].name for step in (*plan.layers, *plan.of_head)]
+    if len(names) > 1:
+        plan.assumed.append(
+            f"{' > '.join(names)}: layers in this order, each on the output of the previous layer; in another order, with branches, sums "
+            "with an input (residual connections) or reversed steps, they have the same tensors"
         )
     return plan
 
@@ -84,63 +113,42 @@ def suggest(modules: Sequence[Module]) -> Plan:
 def _add_matrix(plan: Plan, module: Module, remaining: Sequence[Module]) -> None:
     """An embedding comes first and has no bias. Other matrices after the last layer over time belong to the head."""
     if not plan.layers and "bias" not in module.tensors and any(other.kind != "matrix" for other in remaining):
-        plan.layers.append(Step({"kind": "embedding"}, [module]))
+        plan.add("embedding", [module])
     elif any(other.kind != "matrix" for other in remaining):
-        plan.layers.append(Step({"kind": "dense"}, [module]))
-        plan.notes.append(f"{module.name}: no activation was assumed, which the file does not say")
+        plan.add("dense", [module])
     elif remaining:
         plan.dense.append(Step({"activation": "relu"}, [module]))
-        plan.notes.append(
-            f"{module.name}: relu was assumed as the activation of this layer of the head, which the file does not say"
-        )
+        plan.assumed.append(f"head.dense ({module.name}): relu; other activations fit too")
     else:
-        plan.linear = module
+        plan.linear = Step({}, [module])
 
 
 def _add_convolutions(plan: Plan, module: Module, remaining: list[Module]) -> None:
     """Add a TCN, convolutions side by side, or one convolution, with the modules that belong to it."""
     stack = TCN.fullmatch(module.name)
     if stack is not None:
-        levels = [module, *_taken(remaining, lambda other: _is_within(other, stack["stack"]))]
-        plan.layers.append(Step({"kind": "tcn"}, levels))
-        plan.notes.append(f"{stack['stack']}: the dilation of each level was assumed to double, which the file does not say")
+        plan.add("tcn", [module, *_taken(remaining, lambda other: _is_within(other, stack["stack"]))])
         return
-    inputs = module.filters.shape[1]
+    width, inputs, _ = module.filters.shape
     beside = _taken(
-        remaining, lambda other: other.kind == "conv" and other.filters.shape[1] == inputs and _differs(other, module)
+        remaining, lambda other: other.kind == "conv" and other.filters.shape[1] == inputs and len(other.filters) != width
     )
     if beside:
-        plan.layers.append(Step({"kind": "text_cnn"}, [module, *beside]))
-        plan.notes.append(f"{module.name} and others: relu and the maximum over time were assumed, without padding")
+        plan.add("text_cnn", [module, *beside])
         return
     norm = _taken(remaining, lambda other: other.kind == "batch_norm" and len(other.weight) == module.filters.shape[2])
-    plan.layers.append(Step({"kind": "conv", "padding": "same"}, [module, *norm]))
-    assumed = "stride 1, dilation 1, padding to the same length and relu" + " after the batch norm" * bool(norm)
-    plan.notes.append(f"{module.name}: {assumed} were assumed, which the file does not say")
+    plan.add("conv", [module, *norm])
 
 
 def _add_sru(plan: Plan, module: Module, remaining: list[Module]) -> None:
-    place = module.name.rpartition(".")[0]
-    levels = [
-        module,
-        *_taken(remaining, lambda other: other.name.startswith(f"{place}.") and other.kind in ("sru", "layer_norm")),
-    ]
-    plan.layers.append(Step({"kind": "sru"}, levels))
-    plan.notes.append(f"{place}: one direction and no activation of the cell were assumed, which the file does not say")
-
-
-def _assume_recurrent(plan: Plan, module: Module) -> None:
-    if module.kind == "rnn":
-        plan.notes.append(f"{module.name}: tanh was assumed, which the file does not say")
+    within = f"{module.name.rpartition('.')[0]}."
+    levels = _taken(remaining, lambda other: other.name.startswith(within) and other.kind in ("sru", "layer_norm"))
+    plan.add("sru", [module, *levels])
 
 
 def _is_within(module: Module, stack: str) -> bool:
     match = TCN.fullmatch(module.name)
     return match is not None and match["stack"] == stack
-
-
-def _differs(one: Module, other: Module) -> bool:
-    return len(one.filters) != len(other.filters)
 
 
 def _taken(remaining: list[Module], belongs: Callable[[Module], bool]) -> list[Module]:

@@ -6,13 +6,14 @@ layers are found by their names and sizes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from service.importers.draft import Draft, ImportRefused, Part
+from service.importers.ends import chained, model_input, tried_recipe, usual_head
 from service.importers.recipe import FROM, Recipe
 from service.importers.tensorflow1.cells import KINDS, adds_forget_bias, recurrent
 from service.importers.tensorflow1.variables import Layer, read_layers, within
@@ -29,16 +30,27 @@ Entry = tuple[dict[str, Any], Layer | None]
 def read(file: Path, recipe: Recipe) -> Draft:
     """Return the model of variables; raises ImportRefused for variables or a recipe that do not make a model."""
     found = read_layers(file)
-    notes: list[str] = []
-    entries, dense, linear = _from_recipe(recipe, found) if recipe.layers else _suggested(found, recipe)
-    layers = [_layer(table, layer, notes) for table, layer in entries]
-    head = _head(recipe, dense, linear, notes)
+    assumed: list[str] = []
+    entries, dense, linear = _from_recipe(recipe, found) if recipe.layers else _suggested(found, recipe, assumed)
+    layers = [_layer(table, layer, assumed) for table, layer in entries]
+    parts = [_layer({"kind": "dense", **options}, layer, assumed) for options, layer in dense]
+    head, of_head = usual_head(recipe, layers, parts, None if linear is None else _matrix_layer({}, linear), {})
     kinds = [part.table.get("kind") for part in layers]
     places = [(layer, f"layers.{index} ({kinds[index]})") for index, (_, layer) in enumerate(entries)]
     places += [(layer, "head") for layer in [*(layer for _, layer in dense), linear]]
     used = {name: place for layer, place in places if layer is not None for name in layer.names}
     unused = [name for layer in found.values() for name in layer.names if name not in used]
-    return Draft("TensorFlow 1 variables", _input(layers), layers, head, used, unused, notes)
+    tables, of_dense = ([{**_from(layer), **table} for table, layer in pairs] for pairs in (entries, dense))
+    tried = tried_recipe(recipe, head, tables, of_dense, _from(linear))
+    assumed += of_head
+    return Draft(
+        "TensorFlow 1 variables", model_input(layers, recipe), layers, head, used, unused, assumed=assumed, tried=tried
+    )
+
+
+def _from(layer: Layer | None) -> dict[str, Any]:
+    """Return the keys of a recipe that a layer needs."""
+    return {} if layer is None else {FROM: layer.name, **({FORGET_BIAS: 1.0} if adds_forget_bias(layer) else {})}
 
 
 def _from_recipe(recipe: Recipe, found: Mapping[str, Layer]) -> tuple[list[Entry], list[Entry], Layer | None]:
@@ -54,7 +66,7 @@ def _entry(table: Mapping[str, Any], found: Mapping[str, Layer]) -> Entry:
     return kept, within(found, table[FROM]) if FROM in table else None
 
 
-def _suggested(found: Mapping[str, Layer], recipe: Recipe) -> tuple[list[Entry], list[Entry], Layer | None]:
+def _suggested(found: Mapping[str, Layer], recipe: Recipe, assumed: list[str]) -> tuple[list[Entry], list[Entry], Layer | None]:
     """Return the layers that the sizes suggest: an embedding, which has no bias, one recurrent layer, and dense layers in a row."""
     recurrent_layers = [layer for layer in found.values() if layer.cells]
     embeddings = [layer for layer in found.values() if not layer.cells and "bias" not in layer.variables]
@@ -63,24 +75,17 @@ def _suggested(found: Mapping[str, Layer], recipe: Recipe) -> tuple[list[Entry],
         raise ImportRefused(
             f"write a recipe with [[layers]], because the file does not define their order: it has {', '.join(found)}"
         )
-    chain = _chained(others)
+    chain = chained(others, lambda layer: layer.matrix.shape)
     entries: list[Entry] = [({"kind": "embedding"}, layer) for layer in embeddings]
-    entries += [({}, recurrent_layers[0])]
+    entries += [({"kind": KINDS[next(iter(recurrent_layers[0].cells.values())).kind]}, recurrent_layers[0])]
+    assumed += [f"head.dense ({layer.name}): relu; other activations fit too" for layer in chain[:-1]]
+    if embeddings or chain:
+        names = " > ".join(layer.name for layer in (*embeddings, *recurrent_layers, *chain))
+        assumed.append(f"{names}: layers in this order, each on the output of the previous layer; others fit too")
     return entries, [({"activation": "relu"}, layer) for layer in chain[:-1]], chain[-1] if chain else None
 
 
-def _chained(dense: Sequence[Layer]) -> list[Layer]:
-    """Return dense layers in an order in which the outputs of each fit the inputs of the next."""
-    remaining, chain = list(dense), []
-    while remaining:
-        outputs = {layer.matrix.shape[1] for layer in remaining}
-        first = next((layer for layer in remaining if layer.matrix.shape[0] not in outputs), remaining[0])
-        remaining.remove(first)
-        chain.append(first)
-    return chain
-
-
-def _layer(table: dict[str, Any], layer: Layer | None, notes: list[str]) -> Part:
+def _layer(table: dict[str, Any], layer: Layer | None, assumed: list[str]) -> Part:
     """Return a layer of model.toml; raises ImportRefused for variables that do not make a layer."""
     if layer is None:
         return Part(table)
@@ -89,7 +94,7 @@ def _layer(table: dict[str, Any], layer: Layer | None, notes: list[str]) -> Part
     table = dict(table)
     given = table.pop(FORGET_BIAS, None)
     if given is None and adds_forget_bias(layer):
-        notes.append(f"{layer.name}: {FORGET_BIAS} 1.0 was assumed, which the file does not say")
+        assumed.append(f"{layer.name}: {FORGET_BIAS} = 1.0, which the cells add; a key of the recipe")
     try:
         return recurrent(table, layer, 1.0 if given is None else float(given))
     except (ValueError, LookupError, TypeError) as error:
@@ -107,43 +112,6 @@ def _matrix_layer(table: dict[str, Any], layer: Layer) -> Part:
     if kind == "conv":
         return Part({**table, "filters": width, "width": len(matrix)}, {"filters": matrix, "bias": bias})
     return Part({**table, "width": width}, {"weight": matrix, "bias": bias})
-
-
-def _head(recipe: Recipe, dense: Sequence[Entry], linear: Layer | None, notes: list[str]) -> Part:
-    """Return the head: the pool and the kind that most models have, unless the recipe says otherwise."""
-    given = recipe.head
-    table: dict[str, Any] = {"kind": given.get("kind") or ("embed" if linear is None else "classify")}
-    arrays: dict[str, Any] = {}
-    if table["kind"] in ("classify", "regress", "embed") and "pool" not in given:
-        table["pool"] = "last"
-        notes.append('the head pools the last output of each sequence, which the file does not say: see "pool" for others')
-    for index, (options, layer) in enumerate(dense):
-        part = _layer({"kind": "dense", **options}, layer, notes)
-        arrays |= {f"dense.{index}.{name}": array for name, array in part.arrays.items()}
-        table.setdefault("dense", []).append({key: value for key, value in part.table.items() if key != "kind"})
-        if not recipe.layers and layer is not None:
-            notes.append(
-                f"{layer.name}: relu was assumed as the activation of this layer of the head, which the file does not say"
-            )
-    if linear is not None:
-        part = _matrix_layer({"kind": "dense"}, linear)
-        arrays |= part.arrays
-        outputs = part.table["width"]
-        if table["kind"] in ("classify", "tag") and "labels" not in given:
-            table["labels"] = [str(number) for number in range(outputs)]
-        table |= {"outputs": outputs} if table["kind"] == "regress" else {}
-    return Part(table, arrays)
-
-
-def _input(layers: Sequence[Part]) -> dict[str, Any]:
-    """Return the input that fits the first layer."""
-    first = layers[0]
-    if first.table.get("kind") == "embedding":
-        return {"kind": "ids", "vocabulary": len(first.arrays["weight"])}
-    matrix = next((array for name, array in first.arrays.items() if name.endswith(("input", "filters", "weight"))), None)
-    if matrix is None:
-        raise ImportRefused("the first layer has no weights that tell the number of features: add input.features to the recipe")
-    return {"kind": "features", "features": matrix.shape[-2]}
 
 
 def _shapes(layer: Layer) -> str:

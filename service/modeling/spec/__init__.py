@@ -95,6 +95,7 @@ __all__ = [
     "digest",
     "find_models",
     "model_folders",
+    "next_version",
     "read",
     "read_aliases",
     "read_file",
@@ -336,7 +337,11 @@ def named_folders(root: Path) -> dict[str, Path]:
 
 
 def require_models_folder(root: Path) -> None:
-    """Raise ModelError for the folder of one model: no model can be added there."""
+    """Create the folder of all models if it is missing; raises ModelError if no model can be added, such as to the folder of one model."""
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ModelError(f"{root} cannot be written: {error}") from error
     if _direct_versions(root):
         raise ModelError(
             f"{root} is the folder of one model, to which none can be added: name the folder of all models with --models"
@@ -377,6 +382,13 @@ def version_folders(folder: Path, name: str | None = None) -> dict[str, Path]:
 def _numbered_folders(folder: Path) -> list[Path]:
     versions = [path for path in visible_folders(folder) if VERSION.fullmatch(path.name)]
     return sorted(versions, key=lambda path: int(path.name))
+
+
+def next_version(root: Path, name: str) -> Path:
+    """Return the folder of the next version of a model, which may have none."""
+    home = root / name
+    numbers = [int(version.name) for version in _numbered_folders(home)] if home.is_dir() else []
+    return home / str(1 + max(numbers, default=int((home / MODEL).exists())))
 
 
 def read_aliases(root: Path, models: Mapping[str, Collection[str]]) -> dict[str, str]:

@@ -285,7 +285,8 @@ def _scan_cases() -> Iterator[Case]:
     for ((options, keys), in_short), inputs, both in product(zip(every, sizes, strict=True), (FEATURES, HIDDEN), (False, True)):
         build = partial(OverRows, inputs, 3, bidirectional=both, **options)
         name = f"sru.SRU: {options}{', both' * both}, {inputs} inputs"
-        recipe, is_more = layer("sru", "encoder", bidirectional=both, **keys), (inputs, both) != in_short
+        keys = {"activation": '"identity"', "bidirectional": both, **keys}
+        recipe, is_more = layer("sru", "encoder", **keys), (inputs, both) != in_short
         yield Case(name, build, recipe, more=is_more, features=inputs, lengths=(9, 1, 4))
     wide = partial(OverRows, FEATURES, 2, proj_input_to_hidden_first=True)
     refused = "encoder.input_to_hidden is a module of its own within the SRU"

@@ -14,20 +14,10 @@ from torch.nn import functional
 from service.importers.draft import ImportRefused
 from service.modeling import spec
 from tests.importers.importing import FEATURES, expected, import_file, layer, random_features, random_ids, randomize, save
-from tests.importers.pytorch.cases import Case, OverRows, Tagger, random_module
-from tests.importers.torch_models import HIDDEN, TextCNN
+from tests.importers.pytorch.cases import Tagger
+from tests.importers.torch_models import HIDDEN
 
 Outputs = Mapping[str, Tensor]
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_assumptions_are_reported(tmp_path: Path) -> None:
-    model = random_module(Case("sru.SRU", lambda: OverRows(FEATURES, 2)))
-    report = import_file(tmp_path, save(tmp_path, model), check=expected(model, random_features()))
-    assumed = "one direction and no activation of the cell were assumed, which the file does not say"
-    assert f"note: encoder.rnn_lst: {assumed}" in report
-    report = import_file(tmp_path, save(tmp_path, randomize(TextCNN(hidden=True))))
-    assert any(line.startswith("note: hidden: relu was assumed") for line in report)
 
 
 def test_recipe_says_what_the_file_does_not(tmp_path: Path) -> None:
@@ -71,7 +61,8 @@ def test_files_that_hold_a_state_dict(tmp_path: Path, form: str) -> None:
     model.load_state_dict({name: value.float() for name, value in state.items()})
     for version in ("1", "2"):
         report = import_file(tmp_path, file, check=expected(model, random_ids()))
-        assert report[-1] == f"{tmp_path / 'models' / 'imported' / version} is complete."
+        folder = tmp_path / "models"
+        assert report[-2:] == [f"{folder / 'imported' / version} is complete.", f"Serve it: seqserve serve --models {folder}"]
     assert not [path for path in (tmp_path / "models").iterdir() if path.name.startswith(".")]
 
 

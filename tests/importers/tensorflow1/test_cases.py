@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from service.importers.draft import ImportRefused
+from service.importers.draft import ImportQuestion, ImportRefused
 from service.modeling.npz import read_npz
 from tests.importers.importing import import_file, layer
 
@@ -98,7 +98,11 @@ def test_recipe_without_from_lists_the_layers(tmp_path: Path) -> None:
         import_file(tmp_path, tmp_path / "weights.npz", recipe='[[layers]]\nkind = "gru"\n')
 
 
-def test_assumed_forget_bias_is_reported(tmp_path: Path) -> None:
-    report = import_file(tmp_path, CHECKPOINTS / "BasicLSTMCell.npz")
-    assert any("forget_bias 1.0 was assumed" in line for line in report)
-    assert not any("forget_bias 1.0" in line for line in import_file(tmp_path, CHECKPOINTS / "CudnnCompatibleLSTMCell.npz"))
+@pytest.mark.parametrize("name, others", [("BasicLSTMCell", "forget_bias = 1.0"), ("classifier", "layers in this order")])
+def test_what_variables_do_not_say_is_asked_for(tmp_path: Path, name: str, others: str) -> None:
+    """The question ends with a recipe, which answers it."""
+    with pytest.raises(ImportQuestion) as question:
+        import_file(tmp_path, CHECKPOINTS / f"{name}.npz")
+    assert others in str(question.value)
+    import_file(tmp_path, CHECKPOINTS / f"{name}.npz", recipe=str(question.value).partition("corrected:\n")[2])
+    import_file(tmp_path, CHECKPOINTS / "CudnnCompatibleLSTMCell.npz")
