@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Set
-from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request, Response
-from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import BaseRoute, Match, Route, WebSocketRoute
 
 from service import __version__
-from service.access.scopes import KEY_SCOPES, Scope
+from service.access.scopes import Scope
 from service.errors import MethodNotAllowed, ServiceError, UnknownRoute
-from service.frontend import docs_page
+from service.frontend import docs_page, openapi
 from service.frontend.http_exchange import DirectRoute, IdentifyingApp, respond_error
 from service.frontend.inference import ClientDisconnected, Frontend
 from service.frontend.oip import rest as oip_rest
 from service.frontend.rest import access, debug, health, infer, models, sessions, tokens, websocket
-from service.frontend.rest.schemas import ERRORS
 from service.frontend.scopes import HTTP_SCOPES, scopes_of
 from service.frontend.ui import page
 
@@ -44,7 +41,7 @@ def build_app(frontend: Frontend, scopes: Set[Scope] = frozenset(Scope), grpc_po
     router = APIRouter(route_class=DirectRoute)
     # Starlette tries routes in this order: the routes of inference come first.
     infer.add_routes(router, frontend)
-    oip_rest.add_routes(router, frontend, ERRORS)
+    oip_rest.add_routes(router, frontend)
     sessions.add_routes(router, frontend)
     websocket.add_routes(router, frontend)
     models.add_routes(router, frontend)
@@ -56,8 +53,7 @@ def build_app(frontend: Frontend, scopes: Set[Scope] = frozenset(Scope), grpc_po
     if frontend.settings.page:
         page.add_routes(router)
     router.routes = [route for route in router.routes if _path(route) not in HTTP_SCOPES or scopes_of(_path(route)) <= scopes]
-    if frontend.settings.keys:
-        _describe_keys(app, router)
+    openapi.describe(app, router, with_keys=bool(frontend.settings.keys))
     app.include_router(router)
 
     if frontend.access.origins:
@@ -76,24 +72,6 @@ def build_app(frontend: Frontend, scopes: Set[Scope] = frozenset(Scope), grpc_po
     # The outermost layer: Starlette answers unexpected exceptions outside of the layers that are added.
     app.build_middleware_stack = IdentifyingApp.around(app.build_middleware_stack, frontend.request_ids)  # type: ignore[method-assign]
     return app
-
-
-def _describe_keys(app: FastAPI, router: APIRouter) -> None:
-    """Name the key and its scope in the OpenAPI document, so that /docs asks for a key and sends it."""
-    for route in router.routes:
-        # STATE comes with SESSION, and PUBLIC with every key.
-        needed = scopes_of(_path(route)) & set(KEY_SCOPES) if isinstance(route, APIRoute) else set()
-        if needed:
-            assert isinstance(route, APIRoute)
-            route.openapi_extra = {**(route.openapi_extra or {}), "security": [{"key": sorted(needed)}]}
-    generate = app.openapi
-
-    def openapi() -> dict[str, Any]:
-        document = generate()
-        document.setdefault("components", {})["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-        return document
-
-    app.openapi = openapi  # type: ignore[method-assign]
 
 
 def _path(route: BaseRoute) -> str:

@@ -15,7 +15,6 @@ import time
 from ast import literal_eval
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import httpx
