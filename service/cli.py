@@ -9,9 +9,9 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from service import __version__
 from service.access import keys, state_keys
@@ -20,12 +20,13 @@ from service.access.scopes import KEY_SCOPES, Scope
 from service.client_access import ClientAccess
 from service.errors import ServiceError, SettingsError, StartError
 from service.exporters import SUFFIXES
+from service.flags import Parser, above_zero, add_setting, listed
 from service.frontend.tls import build_context
 from service.importers.formats import FORMATS, LAYER_TABLES
 from service.ipc.messages import Manifest
 from service.log import Log
 from service.modeling import spec
-from service.settings import CLIENT_KEY, Settings, as_toml, load
+from service.settings import CLIENT_KEY, CONFIG, Given, Settings, as_toml, gather, validated
 from service.supervisor.ports import Addresses
 from service.supervisor.supervisor import Supervisor
 
@@ -36,7 +37,6 @@ KEY_LIMITS = {
     "max_bytes_per_second": "bytes of values in a second",
     "max_sequences_in_flight": "sequences without an answer",
 }
-T = TypeVar("T", int, float)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,8 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run = flags.pop("run")
     options = {name: flags.pop(name) for name in list(flags) if name not in Settings.model_fields and name != "config"}
     try:
-        settings = load(flags, os.environ)
-        status: int = run(settings, **options)
+        given = gather(flags, os.environ)
+        settings = validated(given)
+        status: int = print_settings(settings, given) if run is print_settings else run(settings, **options)
     except (StartError, ServiceError) as error:
         print(f"seqserve: {error}", file=sys.stderr)
         return 2 if isinstance(error, SettingsError) else 1
@@ -162,9 +163,9 @@ def compress(
     return 0
 
 
-def print_settings(settings: Settings) -> int:
-    """Print all settings and their values."""
-    print(as_toml(settings))
+def print_settings(settings: Settings, given: Given) -> int:
+    """Print all settings with their values, defaults and sources."""
+    print(as_toml(settings, given))
     return 0
 
 
@@ -230,42 +231,44 @@ def _example(manifest: Manifest) -> dict[str, Any]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="seqserve", description="A server for sequence models.")
+    parser = Parser(prog="seqserve", description="A server for sequence models.")
     parser.add_argument("--version", action="version", version=f"seqserve {__version__}")
-    commands = parser.add_subparsers(
-        required=True, metavar="serve | infer | import | export | models | compress | settings | key | state-key | bench"
-    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
     shared = argparse.ArgumentParser(add_help=False)
-    _setting(shared, "--models", metavar="DIR", help="folder of models")
-    _setting(shared, "--config", metavar="FILE", help="TOML file of settings")
-    command = commands.add_parser("serve", parents=[shared], help="serve models until SIGTERM")
-    _setting(command, "--host", help="address to listen on")
-    _setting(command, "--port", help="HTTP port; 0 takes a free port")
-    _setting(command, "--grpc-port", metavar="off|PORT", help="gRPC port; 0 takes a free port")
-    _setting(
+    add_setting(shared, "--models", metavar="DIR", help="folder of models")
+    shared.add_argument("--config", metavar="FILE", help=f"TOML file of settings (default: {CONFIG})")
+    command = commands.add_parser(
+        "serve", parents=[shared], help="serve models until SIGTERM", epilog="`seqserve settings` prints the other settings."
+    )
+    add_setting(command, "--host", help="address to listen on")
+    add_setting(command, "--port", help="HTTP port; 0 takes a free port")
+    add_setting(command, "--grpc-port", metavar="off|PORT", help="gRPC port; 0 takes a free port")
+    add_setting(
         command, "--admin-port", metavar="off|PORT", help="separate port for administration and metrics; 0 takes a free port"
     )
-    _setting(
+    add_setting(
         command, "--health-port", metavar="off|PORT", help="separate port for health checks and metrics; 0 takes a free port"
     )
-    _setting(command, "--device", metavar="auto|cpu|cuda:N,...", help="devices to run on, one engine for each")
-    _setting(command, "--frontends", metavar="auto|N", help="number of processes that parse requests")
-    _setting(command, "--keys", metavar="FILE", help="TOML file of keys, which requests then need")
-    _setting(command, "--state-keys", metavar="FILE", help="file of secrets that sign exported session states")
-    _setting(
+    add_setting(command, "--device", metavar="auto|cpu|cuda:N,...", help="devices to run on, one engine for each")
+    add_setting(command, "--frontends", metavar="auto|N", help="number of processes that parse requests")
+    add_setting(command, "--keys", metavar="FILE", help="TOML file of keys, which requests then need")
+    add_setting(command, "--state-keys", metavar="FILE", help="file of secrets that sign exported session states")
+    add_setting(
         command, "--session-store", metavar="WHERE", help="where sessions are saved: a folder, or redis://HOST:PORT/DATABASE"
     )
-    _setting(command, "--tls-cert", metavar="FILE", help="certificate and its chain: both ports then speak TLS")
-    _setting(command, "--tls-key", metavar="FILE", help="key of the certificate, if it is not in the same file")
-    _setting(command, "--tls-client-ca", metavar="FILE", help="authority of the certificates that clients then need")
-    _setting(command, "--alias", metavar="NAME", help="another name of the model, if the folder has only one")
-    _setting(command, "--strict", action="store_true", help="end the start if a model cannot be served")
-    _setting(command, "--insecure", action="store_true", help="serve everybody who reaches the port, without keys")
-    _setting(command, "--allowed-hosts", metavar="NAME,NAME", help="names of this service in Host headers, besides localhost")
-    _setting(command, "--debug", action="store_true", help="let clients record batches with POST /debug/trace")
+    add_setting(command, "--tls-cert", metavar="FILE", help="certificate and its chain: both ports then speak TLS")
+    add_setting(command, "--tls-key", metavar="FILE", help="key of the certificate, if it is not in the same file")
+    add_setting(command, "--tls-client-ca", metavar="FILE", help="authority of the certificates that clients then need")
+    add_setting(command, "--alias", metavar="NAME", help="another name of the model, if the folder has only one")
+    add_setting(command, "--strict", action="store_true", help="end the start if a model cannot be served")
+    add_setting(command, "--insecure", action="store_true", help="serve everybody who reaches the port, without keys")
+    add_setting(
+        command, "--allowed-hosts", metavar="NAME,NAME", help="names of this service in Host headers, besides localhost"
+    )
+    add_setting(command, "--debug", action="store_true", help="let clients record batches with POST /debug/trace")
     command.set_defaults(run=serve)
     command = commands.add_parser("infer", parents=[shared], help="run a model on texts or on arrays, without a server")
-    _setting(command, "--device", metavar="auto|cpu|cuda:N", help="device to run on")
+    add_setting(command, "--device", metavar="auto|cpu|cuda:N", help="device to run on")
     command.add_argument(
         "--model", required=True, metavar="NAME|DIR", help="name of a model, or a version folder if --npz names arrays"
     )
@@ -284,7 +287,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--check", type=Path, metavar="FILE", help=".npz of sample inputs and the outputs of the source")
     command.add_argument(
         "--tolerance",
-        type=_above_zero(float),
+        type=above_zero(float),
         default=1e-5,
         metavar="T",
         help="largest difference from the outputs of the source (default: %(default)s)",
@@ -306,7 +309,7 @@ def _parser() -> argparse.ArgumentParser:
         "--out", required=True, type=Path, metavar="FILE", help="file to write; FILE.toml is the recipe that --recipe takes"
     )
     command.add_argument(
-        "--version", dest="model_version", type=_above_zero(int), metavar="N", help="version to read (default: the newest)"
+        "--version", dest="model_version", type=above_zero(int), metavar="N", help="version to read (default: the newest)"
     )
     command.set_defaults(run=export_checkpoint)
     command = commands.add_parser("models", parents=[shared], help="list the models folder")
@@ -328,16 +331,18 @@ def _parser() -> argparse.ArgumentParser:
         "random inputs)",
     )
     command.add_argument(
-        "--version", dest="model_version", type=_above_zero(int), metavar="N", help="version to read (default: the newest)"
+        "--version", dest="model_version", type=above_zero(int), metavar="N", help="version to read (default: the newest)"
     )
     command.add_argument("--name", metavar="NEW", help="write version 1 of a new model (default: the next version of MODEL)")
     command.set_defaults(run=compress)
-    command = commands.add_parser("settings", parents=[shared], help="print all settings, as a file for --config")
+    command = commands.add_parser(
+        "settings", parents=[shared], help="print all settings with value, default and source, as a file for --config"
+    )
     command.set_defaults(run=print_settings)
     key_commands = commands.add_parser("key", help="create keys").add_subparsers(required=True, metavar="new")
     command = key_commands.add_parser("new", parents=[shared], help="add a key to the key file and print it once")
     command.add_argument("name", metavar="NAME", help="name of the key, for the log")
-    _setting(command, "--keys", metavar="FILE", help="TOML file of keys; created if it is missing")
+    add_setting(command, "--keys", metavar="FILE", help="TOML file of keys; created if it is missing")
     command.add_argument(
         "--scopes",
         type=_scopes,
@@ -379,7 +384,7 @@ def _parser() -> argparse.ArgumentParser:
     command = state_key_commands.add_subparsers(required=True, metavar="new").add_parser(
         "new", parents=[shared], help="add a secret to the file of state keys"
     )
-    _setting(command, "--state-keys", metavar="FILE", help="file of secrets; created if it is missing")
+    add_setting(command, "--state-keys", metavar="FILE", help="file of secrets; created if it is missing")
     command.set_defaults(run=new_state_key)
 
     command = commands.add_parser(
@@ -394,14 +399,14 @@ def _parser() -> argparse.ArgumentParser:
     levels = command.add_mutually_exclusive_group()
     levels.add_argument(
         "--callers",
-        type=_listed(int),
+        type=listed(int),
         default=[],
         metavar="N,N",
         help="closed loop: numbers of clients that each wait for a reply before they send again",
     )
     levels.add_argument(
         "--rates",
-        type=_listed(float),
+        type=listed(float),
         default=[],
         metavar="R,R",
         help="open loop: requests per second, sent without waiting for replies (default: shares of the largest rate)",
@@ -412,13 +417,11 @@ def _parser() -> argparse.ArgumentParser:
         default="poisson",
         help="how an open loop spaces requests (default: %(default)s)",
     )
-    command.add_argument(
-        "--seconds", type=_above_zero(float), default=5.0, help="duration of each level (default: %(default)s)"
-    )
-    command.add_argument("--inputs", type=_above_zero(int), default=1, help="sequences per request (default: %(default)s)")
+    command.add_argument("--seconds", type=above_zero(float), default=5.0, help="duration of each level (default: %(default)s)")
+    command.add_argument("--inputs", type=above_zero(int), default=1, help="sequences per request (default: %(default)s)")
     command.add_argument(
         "--generators",
-        type=_above_zero(int),
+        type=above_zero(int),
         metavar="N",
         help="processes that send the load (default: 1, and more where they limit a level)",
     )
@@ -437,32 +440,3 @@ def _scopes(words: str) -> list[Scope]:
     if unknown:
         raise argparse.ArgumentTypeError(f"{unknown[0]!r} is not a scope: choose from {', '.join(KEY_SCOPES)}")
     return [Scope(word) for word in words.split(",")]
-
-
-def _above_zero(kind: type[T]) -> Callable[[str], T]:
-    """Return a parser of numbers above zero."""
-
-    def read(word: str) -> T:
-        try:
-            number = kind(word)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{word!r} is not a number above zero") from None
-        if not 0 < number < float("inf"):
-            raise argparse.ArgumentTypeError(f"{word!r} is not a number above zero")
-        return number
-
-    return read
-
-
-def _listed(kind: type[T]) -> Callable[[str], list[T]]:
-    """Return a parser of numbers above zero, separated by commas."""
-
-    def read(word: str) -> list[T]:
-        return [_above_zero(kind)(part) for part in word.split(",")]
-
-    return read
-
-
-def _setting(parser: argparse.ArgumentParser, flag: str, **options: Any) -> None:
-    """Add a flag that overrides a setting. The setting has the default and the checks."""
-    parser.add_argument(flag, default=None, **options)

@@ -83,6 +83,35 @@ def test_refused_command_says_why(
     assert message.format_map(names) in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("command", "hint"),
+    [
+        ("serv", "did you mean serve?"),
+        ("serve --prot 1", "did you mean --port?"),
+        ("serve --grpc_port=off", "did you mean --grpc-port?"),
+        ("serve --max-batch-sequences 3", "set the variable SEQSERVE_MAX_BATCH_SEQUENCES"),
+        ("export words --format pytroch --out x", "did you mean pytorch?"),
+        ("serve models", "see seqserve serve --help"),
+    ],
+)
+def test_mistyped_word_is_answered_with_the_nearest(command: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(command.split())
+    assert hint in capsys.readouterr().err
+
+
+def test_help_and_settings_show_defaults_and_sources(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["serve", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "0 takes a free port (default: 8000)" in shown and "without keys (default: off)" in shown
+    monkeypatch.setenv("SEQSERVE_PORT", "9000")
+    assert main(["settings"]) == 0
+    assert "# Default: 8000. Set by: SEQSERVE_PORT.\nport = 9000\n" in capsys.readouterr().out
+
+
 def test_sigterm_during_imports_ends_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first process of a container would not even notice a signal that it does not handle."""
     monkeypatch.setattr("service.cli.main", lambda: signal.raise_signal(signal.SIGTERM))

@@ -1,0 +1,65 @@
+"""How the commands read their flags: numbers, settings, and what was mistyped."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from service.settings import PREFIX, Settings, nearest
+
+T = TypeVar("T", int, float)
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that answers a mistyped command or flag with the nearest one. Its commands are parsers of this class too."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, unknown = super().parse_known_args(args, namespace)
+        for word in unknown:
+            flag = word.partition("=")[0].replace("_", "-")
+            setting = flag.removeprefix("--").replace("-", "_")
+            flags = [name for name in self._option_string_actions if name.startswith("--")]
+            if not flag.startswith("-"):
+                hint = f"see {self.prog} --help"
+            elif setting in Settings.model_fields and flag not in flags:
+                hint = f"it is no flag here, set the variable {PREFIX}{setting.upper()}"
+            else:
+                hint = nearest(flag, flags)
+            self.error(f"unknown argument {word}: {hint}")
+        return found, unknown
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            raise argparse.ArgumentError(action, f"{value!r} is unknown: {nearest(str(value), map(str, action.choices))}")
+
+
+def above_zero(kind: type[T]) -> Callable[[str], T]:
+    """Return a parser of numbers above zero."""
+
+    def read(word: str) -> T:
+        try:
+            number = kind(word)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{word!r} is not a number above zero") from None
+        if not 0 < number < float("inf"):
+            raise argparse.ArgumentTypeError(f"{word!r} is not a number above zero")
+        return number
+
+    return read
+
+
+def listed(kind: type[T]) -> Callable[[str], list[T]]:
+    """Return a parser of numbers above zero, separated by commas."""
+
+    def read(word: str) -> list[T]:
+        return [above_zero(kind)(part) for part in word.split(",")]
+
+    return read
+
+
+def add_setting(parser: argparse.ArgumentParser, flag: str, *, help: str, **options: Any) -> None:
+    """Add a flag that overrides a setting. The setting has the default and the checks."""
+    default = Settings.model_fields[flag.removeprefix("--").replace("-", "_")].default
+    shown = {"": "none", False: "off"}.get(default, default)
+    parser.add_argument(flag, default=None, help=f"{help} (default: {shown})", **options)
