@@ -28,7 +28,6 @@ def main() -> int:
     if folder is not None and missing() == NOT_COMPILED:
         from kernels.cpu.compiled import compile_all
 
-        print("compiling the CPU kernels, which takes about half a minute", file=sys.stderr)
         compile_all(folder)
     if reason := missing():
         print(f"the CPU kernels are not used: {reason}", file=sys.stderr)

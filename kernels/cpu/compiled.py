@@ -6,6 +6,8 @@ addresses, all int64, because Numba would take microseconds to unpack arrays.
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
@@ -96,9 +98,12 @@ def _kept_in(folder: Path | None) -> Iterator[bool]:
 
 
 def compile_all(folder: Path) -> None:
-    """Compile every loop that is not in the folder of this target yet."""
+    """Compile every loop that is not in the folder of this target yet. Prints a line for each: it takes minutes."""
+    start = time.monotonic()
     for source in KERNELS.glob(LOOPS):
         import_module(f"kernels.{source.parent.name}.{source.stem}")
-    for function in ALL:
+    for done, function in enumerate(ALL):
+        elapsed = f"{time.monotonic() - start:.0f} s"
+        print(f"compiling CPU kernel {done + 1} of {len(ALL)} into {folder}, {elapsed}", file=sys.stderr, flush=True)
         function.compile()
     (folder / COMPLETE).touch()

@@ -122,11 +122,18 @@ def test_function_is_compiled_without_a_folder(folder: Path, tmp_path: Path, mon
     assert not folder.exists()
 
 
-def test_compile_all_compiles_every_loop(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compile_all_compiles_every_loop_and_says_so(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     from kernels.cpu import compiled
 
     done: list[bool] = []
     folder.mkdir(parents=True)
-    monkeypatch.setattr(compiled, "ALL", [SimpleNamespace(compile=lambda: done.append((folder / cache.COMPLETE).exists()))])
-    compiled.compile_all(folder)
-    assert done == [False] and cache.missing() is None
+    loop = SimpleNamespace(compile=lambda: done.append((folder / cache.COMPLETE).exists()))
+    monkeypatch.setattr(compiled, "ALL", [loop, loop])
+    monkeypatch.setattr(compiled, "LOOPS", "nothing")
+    monkeypatch.setattr(sys, "argv", ["kernels.cpu"])
+    assert command.main() == 0
+    assert done == [False, False] and cache.missing() is None
+    first, second = capsys.readouterr().err.splitlines()
+    assert "kernel 1 of 2" in first and "kernel 2 of 2" in second
