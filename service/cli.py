@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import json
 import os
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -30,7 +31,7 @@ from service.settings import CLIENT_KEY, CONFIG, Given, Settings, as_toml, gathe
 from service.supervisor.ports import Addresses
 from service.supervisor.supervisor import Supervisor
 
-EXAMPLE = "How far is it from Denver to Aspen ?"
+EXAMPLE = "This is a text."
 ADDRESS = "http://127.0.0.1:8000"
 KEY_LIMITS = {
     "max_requests_per_second": "requests in a second",
@@ -64,9 +65,8 @@ def serve(settings: Settings) -> int:
         others = f" and for gRPC on {addresses.grpc}" if addresses.grpc else ""
         others += f" and for administration on {scheme}://{addresses.admin}" if addresses.admin else ""
         others += f" and for health on http://{addresses.health}" if addresses.health else ""
-        body = json.dumps(_example(supervisor.manifest))
         print(f"seqserve is ready on {address}{others} after {time.monotonic() - started:.1f} s. Try it:\n")
-        print(f"curl -s {address}/infer -H 'Content-Type: application/json' -d '{body}'\n", flush=True)
+        print(f"{_curl(address, settings, supervisor.manifest)}\n", flush=True)
 
     check_start(settings)
     state_keys.StateKeys(settings)
@@ -216,6 +216,13 @@ def _find_load_generator() -> None:
         sys.modules["loadtest"] = importlib.import_module("service.loadtest")
 
 
+def _curl(address: str, settings: Settings, manifest: Manifest) -> str:
+    """Return a command that sends a request for the first model."""
+    key = f' -H "Authorization: Bearer ${CLIENT_KEY}"' if settings.keys else ""
+    body = shlex.quote(json.dumps(_example(manifest)))
+    return f"curl -s {address}/infer -H 'Content-Type: application/json'{key} -d {body}"
+
+
 def _example(manifest: Manifest) -> dict[str, Any]:
     """Return a request for the first text model or alias, or for the first model if none takes text."""
     newest = {model_version.name: model_version.spec for model_version in manifest.model_versions}
@@ -226,7 +233,7 @@ def _example(manifest: Manifest) -> dict[str, Any]:
     models = {name: spec.ModelSpec.model_validate_json(text) for name, text in names.items()}
     name, model = min(models.items(), key=lambda pair: pair[1].input.kind != "text")
     step: list[float] = [0.0] * (model.input.features or 0)
-    inputs = {"text": EXAMPLE, "ids": [0] * model.min_steps, "features": [step] * model.min_steps}
+    inputs = {"text": model.input.example or EXAMPLE, "ids": [0] * model.min_steps, "features": [step] * model.min_steps}
     return {"model": name, "inputs": [inputs[model.input.kind]]}
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 from pathlib import Path
 
 import pytest
 
 from service import __main__
-from service.cli import _example, main
+from service.cli import _curl, _example, main
+from service.settings import CLIENT_KEY, Settings
 from service.supervisor.repository import Repository
 from tests import models
 from tests.serving import Server
@@ -45,6 +47,18 @@ def test_commands_read_the_folder_of_one_model(
     assert answers[0] == answers[1] == answers[2]
     assert main(["compress", "words", "--precision", "int8", "--models", folder]) == 1
     assert "is the folder of one model, to which none can be added" in capsys.readouterr().err
+
+
+def test_ready_line_sends_the_key_and_a_text_that_suits_the_model(tmp_path: Path) -> None:
+    models.words(tmp_path)
+    manifest = Repository(tmp_path).manifest()
+    asked = json.loads(shlex.split(_curl("http://here:1", Settings(), manifest))[-1])
+    assert asked == {"model": "words", "inputs": ["This is a text."]}
+    file = tmp_path / "words" / "1" / "model.toml"
+    file.write_text(file.read_text().replace("[input]", '[input]\nexample = "how far\'s the sea ?"'))
+    command = shlex.split(_curl("http://here:1", Settings(keys="keys.toml"), Repository(tmp_path).manifest()))
+    assert json.loads(command[-1])["inputs"] == ["how far's the sea ?"]
+    assert f"Authorization: Bearer ${CLIENT_KEY}" in command
 
 
 def test_compress_command_writes_a_version_and_prints_its_card(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

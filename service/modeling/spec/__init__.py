@@ -108,15 +108,22 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 VERSION = re.compile(r"[1-9][0-9]{0,8}")
 CHARACTERS_PER_STEP = 32
 """No tokeniser is expected to produce fewer tokens than one per 32 characters."""
+MAX_NAME, MAX_EXAMPLE = 64, 500
+"""Most characters of a name of a feature, and of an example."""
 
 
 class SequenceInput(Table):
-    """The input of a model: text, token ids below `vocabulary`, or steps of `features` floats."""
+    """The input of a model: text, token ids below `vocabulary`, or steps of `features` floats.
+
+    names: of the features. example: a text that suits the model, for the page and the ready line.
+    """
 
     kind: Literal["text", "ids", "features"]
     max_steps: Size
     vocabulary: Size | None = None
     features: Size | None = None
+    names: tuple[Annotated[str, Field(min_length=1, max_length=MAX_NAME)], ...] | None = None
+    example: Annotated[str, Field(min_length=1, max_length=MAX_EXAMPLE)] | None = None
 
     @model_validator(mode="after")
     def _sizes_fit_the_kind(self) -> SequenceInput:
@@ -125,6 +132,12 @@ class SequenceInput(Table):
             raise ValueError(f"an input of kind {self.kind!r} requires {required}")
         if getattr(self, forbidden) is not None:
             raise ValueError(f"an input of kind {self.kind!r} has no {forbidden}: remove it")
+        if self.names is not None and len(set(self.names)) != self.features:
+            raise ValueError(
+                f"names has {len(set(self.names))} different names and features is {self.features or 0}: name each feature"
+            )
+        if self.example is not None and self.kind != "text":
+            raise ValueError(f"an input of kind {self.kind!r} has no example: remove it")
         return self
 
     @property
