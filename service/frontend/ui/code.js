@@ -36,7 +36,8 @@ function websocket({ origin, body, steps, join }) {
   const { inputs, ...query } = body;
   const header = authorised() ? `, additional_headers={"Authorization": "Bearer " + os.environ["${VARIABLE}"]}` : "";
   return `import json
-${authorised() ? "import os\n" : ""}from websockets.sync.client import connect
+${authorised() ? "import os\n" : ""}
+from websockets.sync.client import connect  # pip install websockets
 
 with connect("${origin.replace("http", "ws")}/stream?${new URLSearchParams(query)}"${header}) as stream:
     for step in ${JSON.stringify(steps.map((step) => join([step])))}:

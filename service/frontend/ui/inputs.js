@@ -53,6 +53,7 @@ function featuresEditor(model, which, label, submit) {
       note.textContent = rows.length ? `${count(rows.length, "step")} of ${names ? listed(names) : count(columns, "number")}` : "no steps";
     } catch (error) {
       if (!(error instanceof InputError)) throw error;
+      pad.show([]);
       note.textContent = error.message;
     }
   };

@@ -109,6 +109,7 @@ def test_wrong_input_is_explained(model: str, field: str, text: str, message: st
     else:
         expect(page.locator("#code")).to_contain_text(message)
         expect(page.get_by_role("button", name="Copy")).to_be_disabled()
+        assert set(page.locator(".pad path.line").evaluate_all("all => all.map((one) => one.getAttribute('d'))")) <= {""}
 
 
 # Streams.
