@@ -21,7 +21,7 @@ from service.access.scopes import KEY_SCOPES, Scope
 from service.client_access import ClientAccess
 from service.errors import ServiceError, SettingsError, StartError
 from service.exporters import SUFFIXES
-from service.flags import Parser, above_zero, add_setting, listed
+from service.flags import Parser, above_zero, add_settings, listed
 from service.frontend.tls import build_context
 from service.importers.formats import FORMATS, LAYER_TABLES
 from service.ipc.messages import Manifest
@@ -242,40 +242,27 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"seqserve {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     shared = argparse.ArgumentParser(add_help=False)
-    add_setting(shared, "--models", metavar="DIR", help="folder of models")
+    add_settings(shared, models="DIR")
     shared.add_argument("--config", metavar="FILE", help=f"TOML file of settings (default: {CONFIG})")
     command = commands.add_parser(
         "serve", parents=[shared], help="serve models until SIGTERM", epilog="`seqserve settings` prints the other settings."
     )
-    add_setting(command, "--host", help="address to listen on")
-    add_setting(command, "--port", help="HTTP port; 0 takes a free port")
-    add_setting(command, "--grpc-port", metavar="off|PORT", help="gRPC port; 0 takes a free port")
-    add_setting(
-        command, "--admin-port", metavar="off|PORT", help="separate port for administration and metrics; 0 takes a free port"
+    add_settings(
+        command,
+        host="HOST",
+        port="PORT",
+        **dict.fromkeys(("grpc_port", "admin_port", "health_port"), "off|PORT"),
+        device="auto|cpu|cuda:N,...",
+        frontends="auto|N",
+        session_store="WHERE",
+        **dict.fromkeys(("keys", "state_keys", "tls_cert", "tls_key", "tls_client_ca"), "FILE"),
+        alias="NAME",
+        allowed_hosts="NAME,NAME",
+        **dict.fromkeys(("strict", "insecure", "debug")),
     )
-    add_setting(
-        command, "--health-port", metavar="off|PORT", help="separate port for health checks and metrics; 0 takes a free port"
-    )
-    add_setting(command, "--device", metavar="auto|cpu|cuda:N,...", help="devices to run on, one engine for each")
-    add_setting(command, "--frontends", metavar="auto|N", help="number of processes that parse requests")
-    add_setting(command, "--keys", metavar="FILE", help="TOML file of keys, which requests then need")
-    add_setting(command, "--state-keys", metavar="FILE", help="file of secrets that sign exported session states")
-    add_setting(
-        command, "--session-store", metavar="WHERE", help="where sessions are saved: a folder, or redis://HOST:PORT/DATABASE"
-    )
-    add_setting(command, "--tls-cert", metavar="FILE", help="certificate and its chain: both ports then speak TLS")
-    add_setting(command, "--tls-key", metavar="FILE", help="key of the certificate, if it is not in the same file")
-    add_setting(command, "--tls-client-ca", metavar="FILE", help="authority of the certificates that clients then need")
-    add_setting(command, "--alias", metavar="NAME", help="another name of the model, if the folder has only one")
-    add_setting(command, "--strict", action="store_true", help="end the start if a model cannot be served")
-    add_setting(command, "--insecure", action="store_true", help="serve everybody who reaches the port, without keys")
-    add_setting(
-        command, "--allowed-hosts", metavar="NAME,NAME", help="names of this service in Host headers, besides localhost"
-    )
-    add_setting(command, "--debug", action="store_true", help="let clients record batches with POST /debug/trace")
     command.set_defaults(run=serve)
     command = commands.add_parser("infer", parents=[shared], help="run a model on texts or on arrays, without a server")
-    add_setting(command, "--device", metavar="auto|cpu|cuda:N", help="device to run on")
+    add_settings(command, device="auto|cpu|cuda:N")
     command.add_argument(
         "--model", required=True, metavar="NAME|DIR", help="name of a model, or a version folder if --npz names arrays"
     )
@@ -349,7 +336,7 @@ def _parser() -> argparse.ArgumentParser:
     key_commands = commands.add_parser("key", help="create keys").add_subparsers(required=True, metavar="new")
     command = key_commands.add_parser("new", parents=[shared], help="add a key to the key file and print it once")
     command.add_argument("name", metavar="NAME", help="name of the key, for the log")
-    add_setting(command, "--keys", metavar="FILE", help="TOML file of keys; created if it is missing")
+    add_settings(command, keys="FILE")
     command.add_argument(
         "--scopes",
         type=_scopes,
@@ -391,7 +378,7 @@ def _parser() -> argparse.ArgumentParser:
     command = state_key_commands.add_subparsers(required=True, metavar="new").add_parser(
         "new", parents=[shared], help="add a secret to the file of state keys"
     )
-    add_setting(command, "--state-keys", metavar="FILE", help="file of secrets; created if it is missing")
+    add_settings(command, state_keys="FILE")
     command.set_defaults(run=new_state_key)
 
     command = commands.add_parser(

@@ -58,8 +58,11 @@ def listed(kind: type[T]) -> Callable[[str], list[T]]:
     return read
 
 
-def add_setting(parser: argparse.ArgumentParser, flag: str, *, help: str, **options: Any) -> None:
-    """Add a flag that overrides a setting. The setting has the default and the checks."""
-    default = Settings.model_fields[flag.removeprefix("--").replace("-", "_")].default
-    shown = {"": "none", False: "off"}.get(default, default)
-    parser.add_argument(flag, default=None, help=f"{help} (default: {shown})", **options)
+def add_settings(parser: argparse.ArgumentParser, **metavars: str | None) -> None:
+    """Add flags that override settings, which have the checks, the defaults and the descriptions. A flag without a metavar has no value."""
+    for name, metavar in metavars.items():
+        field = Settings.model_fields[name]
+        default = {"": "none", False: "off"}.get(field.default, field.default)
+        first = " ".join((field.description or "").split()).partition(". ")[0].rstrip(".")
+        value: dict[str, Any] = {"action": "store_true"} if metavar is None else {"metavar": metavar}
+        parser.add_argument(f"--{name.replace('_', '-')}", default=None, help=f"{first} (default: {default})", **value)

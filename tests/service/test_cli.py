@@ -120,7 +120,7 @@ def test_help_and_settings_show_defaults_and_sources(
     with pytest.raises(SystemExit, match="0"):
         main(["serve", "--help"])
     shown = " ".join(capsys.readouterr().out.split())
-    assert "0 takes a free port (default: 8000)" in shown and "without keys (default: off)" in shown
+    assert "which the ready line names (default: 8000)" in shown and "without keys (default: off)" in shown
     monkeypatch.setenv("SEQSERVE_PORT", "9000")
     assert main(["settings"]) == 0
     assert "# Default: 8000. Set by: SEQSERVE_PORT.\nport = 9000\n" in capsys.readouterr().out
