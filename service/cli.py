@@ -33,6 +33,9 @@ from service.supervisor.supervisor import Supervisor
 
 EXAMPLE = "This is a text."
 ADDRESS = "http://127.0.0.1:8000"
+FILE: dict[str, Any] = {"type": Path, "metavar": "FILE"}
+NUMBER: dict[str, Any] = {"type": int, "default": 0, "metavar": "N"}
+"""Options of flags with such a value."""
 KEY_LIMITS = {
     "max_requests_per_second": "requests in a second",
     "max_bytes_per_second": "bytes of values in a second",
@@ -241,9 +244,14 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="seqserve", description="A server for sequence models.")
     parser.add_argument("--version", action="version", version=f"seqserve {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    shared = argparse.ArgumentParser(add_help=False)
+    shared = Parser(add_help=False)
     add_settings(shared, models="DIR")
     shared.add_argument("--config", metavar="FILE", help=f"TOML file of settings (default: {CONFIG})")
+    source = Parser(add_help=False)
+    source.add_argument("model", metavar="MODEL", help="name of a model in the models folder")
+    source.add_argument(
+        "--version", dest="model_version", type=above_zero(int), metavar="N", help="version to read (default: the newest)"
+    )
     command = commands.add_parser(
         "serve", parents=[shared], help="serve models until SIGTERM", epilog="`seqserve settings` prints the other settings."
     )
@@ -266,66 +274,52 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--model", required=True, metavar="NAME|DIR", help="name of a model, or a version folder if --npz names arrays"
     )
-    command.add_argument("--npz", type=Path, metavar="FILE", help="arrays of sequences, and of initial states")
-    command.add_argument("--out", type=Path, metavar="FILE", help="file for the outputs of --npz and the final states")
+    command.add_argument("--npz", **FILE, help="arrays of sequences, and of initial states")
+    command.add_argument("--out", **FILE, help="file for the outputs of --npz and the final states")
     command.add_argument("texts", nargs="*", metavar="TEXT")
     command.set_defaults(run=_infer)
     command = commands.add_parser(
         "import", parents=[shared], help="turn a checkpoint of another framework into a model, and compare the outputs"
     )
-    command.add_argument("checkpoint", type=Path, metavar="FILE", help="checkpoint to read; nothing in it is executed")
+    command.add_argument("checkpoint", **FILE, help="checkpoint to read; nothing in it is executed")
     command.add_argument("--name", required=True, metavar="NAME", help="name of the model; its next version is written")
     command.add_argument("--format", choices=FORMATS, help="format of the checkpoint (default: by the name of the file)")
-    command.add_argument("--recipe", type=Path, metavar="FILE", help="TOML file of what the checkpoint does not say")
-    command.add_argument("--tokenizer", type=Path, metavar="FILE", help="tokenizer.json of a model for texts")
-    command.add_argument("--check", type=Path, metavar="FILE", help=".npz of sample inputs and the outputs of the source")
+    command.add_argument("--recipe", **FILE, help="TOML file of what the checkpoint does not say")
+    command.add_argument("--tokenizer", **FILE, help="tokenizer.json of a model for texts")
+    command.add_argument("--check", **FILE, help=".npz of sample inputs and the outputs of the source")
     command.add_argument(
-        "--tolerance",
-        type=above_zero(float),
-        default=1e-5,
-        metavar="T",
-        help="largest difference from the outputs of the source (default: %(default)s)",
+        "--tolerance", type=above_zero(float), default=1e-5, metavar="T", help="largest difference from the source's outputs"
     )
     command.add_argument(
         "--layers",
         action=_ListLayers,
         choices=LAYER_TABLES,
         default=argparse.SUPPRESS,
-        help="list the layers or operators of a format that can be imported",
+        help="list what can be imported of a format",
     )
     command.set_defaults(run=import_checkpoint)
     command = commands.add_parser(
-        "export", parents=[shared], help="write a model as a checkpoint of another framework, with a recipe to import it"
+        "export",
+        parents=[shared, source],
+        help="write a model as a checkpoint of another framework, with a recipe to import it",
     )
-    command.add_argument("model", metavar="MODEL", help="name of a model in the models folder")
     command.add_argument("--format", required=True, choices=SUFFIXES, help="format of the checkpoint")
-    command.add_argument(
-        "--out", required=True, type=Path, metavar="FILE", help="file to write; FILE.toml is the recipe that --recipe takes"
-    )
-    command.add_argument(
-        "--version", dest="model_version", type=above_zero(int), metavar="N", help="version to read (default: the newest)"
-    )
+    command.add_argument("--out", **FILE, required=True, help="file to write; FILE.toml is the recipe that --recipe takes")
     command.set_defaults(run=export_checkpoint)
     command = commands.add_parser("models", parents=[shared], help="list the models folder")
     command.set_defaults(run=models)
     command = commands.add_parser(
         "compress",
-        parents=[shared],
+        parents=[shared, source],
         help="make a model smaller without training, as a new version, and measure what that changes",
     )
-    command.add_argument("model", metavar="MODEL", help="name of a model in the models folder")
     command.add_argument(
         "--precision", required=True, choices=("int8", "bfloat16", "float16"), help="precision of the new version"
     )
     command.add_argument(
         "--data",
-        type=Path,
-        metavar="FILE",
-        help="lines of a label, a space and a text, to measure the accuracy of a text classifier (default: compare the outputs for "
-        "random inputs)",
-    )
-    command.add_argument(
-        "--version", dest="model_version", type=above_zero(int), metavar="N", help="version to read (default: the newest)"
+        **FILE,
+        help="lines of a label and a text, to measure the accuracy of a text classifier (default: random inputs)",
     )
     command.add_argument("--name", metavar="NEW", help="write version 1 of a new model (default: the next version of MODEL)")
     command.set_defaults(run=compress)
@@ -342,37 +336,27 @@ def _parser() -> argparse.ArgumentParser:
         type=_scopes,
         default="infer,session",
         metavar="SCOPE,SCOPE",
-        help=f"what the key allows, of {', '.join(KEY_SCOPES)} (default: %(default)s)",
+        help=f"what it allows, of {', '.join(KEY_SCOPES)}",
     )
     command.add_argument(
-        "--tenant", metavar="TENANT", help="keys of one tenant see the same sessions (default: a tenant with the key's name)"
+        "--tenant", metavar="TENANT", help="keys of one tenant see the same sessions (default: the key's name)"
     )
-    command.add_argument(
-        "--max-priority", type=int, default=0, metavar="N", help="highest priority of its requests (default: %(default)s)"
-    )
+    command.add_argument("--max-priority", **NUMBER, help="highest priority of its requests")
     command.add_argument(
         "--max-sessions",
         dest="tenant_sessions",
-        type=int,
-        default=0,
-        metavar="N",
-        help="most open sessions of its tenant in one engine; 0 for no limit of its own (default: %(default)s)",
+        **NUMBER,
+        help="most open sessions of its tenant in an engine; 0 for no own limit",
     )
     command.add_argument(
         "--weight",
         type=float,
         default=1.0,
         metavar="W",
-        help="weight of its tenant where tenants compete for an engine, the same for all its keys (default: %(default)s)",
+        help="weight of its tenant where tenants compete; all its keys have the same",
     )
     for limit, what in KEY_LIMITS.items():
-        command.add_argument(
-            f"--{limit.replace('_', '-')}",
-            type=int,
-            default=0,
-            metavar="N",
-            help=f"most {what}; 0 for no limit (default: %(default)s)",
-        )
+        command.add_argument(f"--{limit.replace('_', '-')}", **NUMBER, help=f"most {what}; 0 for no limit")
     command.set_defaults(run=new_key)
     state_key_commands = commands.add_parser("state-key", help="create secrets that sign exported session states")
     command = state_key_commands.add_subparsers(required=True, metavar="new").add_parser(
@@ -384,11 +368,9 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser(
         "bench", parents=[shared], help="send load to a running server and report latency and throughput"
     )
-    command.add_argument("--url", default=ADDRESS, help="address of the server (default: %(default)s)")
-    command.add_argument("--key-file", type=Path, metavar="FILE", help=f"file with the key to send (default: {CLIENT_KEY})")
-    command.add_argument(
-        "--ca", type=Path, metavar="FILE", help="authority of the server's certificate (default: the system's authorities)"
-    )
+    command.add_argument("--url", default=ADDRESS, help="address of the server")
+    command.add_argument("--key-file", **FILE, help=f"file with the key to send (default: {CLIENT_KEY})")
+    command.add_argument("--ca", **FILE, help="authority of the server's certificate (default: the system's authorities)")
     command.add_argument("--model", metavar="NAME", help="model to send requests to (default: the first that is served)")
     levels = command.add_mutually_exclusive_group()
     levels.add_argument(
@@ -396,34 +378,26 @@ def _parser() -> argparse.ArgumentParser:
         type=listed(int),
         default=[],
         metavar="N,N",
-        help="closed loop: numbers of clients that each wait for a reply before they send again",
+        help="closed loop: clients that wait for a reply before they send again",
     )
     levels.add_argument(
         "--rates",
         type=listed(float),
         default=[],
         metavar="R,R",
-        help="open loop: requests per second, sent without waiting for replies (default: shares of the largest rate)",
+        help="open loop: requests per second (default: shares of the largest)",
     )
     command.add_argument(
-        "--arrivals",
-        choices=("poisson", "bursty"),
-        default="poisson",
-        help="how an open loop spaces requests (default: %(default)s)",
+        "--arrivals", choices=("poisson", "bursty"), default="poisson", help="how an open loop spaces requests"
     )
-    command.add_argument("--seconds", type=above_zero(float), default=5.0, help="duration of each level (default: %(default)s)")
-    command.add_argument("--inputs", type=above_zero(int), default=1, help="sequences per request (default: %(default)s)")
+    command.add_argument("--seconds", type=above_zero(float), default=5.0, help="duration of each level")
+    command.add_argument("--inputs", type=above_zero(int), default=1, help="sequences per request")
     command.add_argument(
-        "--generators",
-        type=above_zero(int),
-        metavar="N",
-        help="processes that send the load (default: 1, and more where they limit a level)",
+        "--generators", type=above_zero(int), metavar="N", help="processes that send the load (default: as many as it needs)"
     )
-    command.add_argument("--seed", type=int, default=0, help="seed of the traffic (default: %(default)s)")
-    command.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file, one JSON object per level")
-    command.add_argument(
-        "--trace", type=Path, metavar="FILE", help="write the batches of the last level to this file, for ui.perfetto.dev"
-    )
+    command.add_argument("--seed", type=int, default=0, help="seed of the traffic")
+    command.add_argument("--json", **FILE, help="write the results to this file, one JSON object per level")
+    command.add_argument("--trace", **FILE, help="write the batches of the last level to this file, for ui.perfetto.dev")
     command.set_defaults(run=bench)
     return parser
 

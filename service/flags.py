@@ -12,7 +12,12 @@ T = TypeVar("T", int, float)
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that answers a mistyped command or flag with the nearest one. Its commands are parsers of this class too."""
+    """A parser that answers a mistyped command or flag with the nearest one, and shows the default of a flag in its help. Its commands are
+    parsers of this class too."""
+
+    def add_argument(self, *names: str, help: str = "", **options: Any) -> argparse.Action:
+        shown = "" if options.get("default") in (None, argparse.SUPPRESS) else " (default: %(default)s)"
+        return super().add_argument(*names, help=help + shown, **options)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         found, unknown = super().parse_known_args(args, namespace)

@@ -15,14 +15,7 @@ from service.errors import STATUS, ServiceError
 from service.frontend.scopes import HTTP_SCOPES, scopes_of
 
 Kinds = tuple[type[ServiceError], ...]
-GROUPS = {
-    "Inference": "Run models on texts, token ids or rows of numbers.",
-    "Sessions": "Sequences that arrive in chunks.",
-    "Open Inference Protocol": "Inference for KServe's and Triton's clients.",
-    "Model repository": "Load and unload models.",
-    "Operation": "Health, metrics and traces.",
-}
-_GROUP_OF = (
+_GROUPS = (
     (r"/(infer|tokens|models)", "Inference"),
     (r"/(stream|sessions)", "Sessions"),
     (r"/v2/repository", "Model repository"),
@@ -73,7 +66,7 @@ def named_examples(**examples: dict[str, Any]) -> dict[str, Any]:
 
 def describe(app: FastAPI, router: APIRouter, *, with_keys: bool) -> None:
     """Complete the description of all routes. with_keys: whether requests need a key, which /docs then asks for and sends."""
-    app.openapi_tags = [{"name": name, "description": text} for name, text in GROUPS.items()]
+    app.openapi_tags = [{"name": group} for _, group in _GROUPS]
     for route in router.routes:
         if isinstance(route, APIRoute) and route.include_in_schema:
             _describe(route, with_keys)
@@ -90,16 +83,15 @@ def describe(app: FastAPI, router: APIRouter, *, with_keys: bool) -> None:
 
 def _describe(route: APIRoute, with_keys: bool) -> None:
     path, [method] = route.path_format, route.methods
-    route.tags = [next(group for beginning, group in _GROUP_OF if re.match(beginning, path))]
+    route.tags = [next(group for beginning, group in _GROUPS if re.match(beginning, path))]
     name = route.description.partition(". ")[0].rstrip(".")
     route.summary = f"{name} (by version)" if "{version}" in path else name
     route.operation_id = "_".join(re.findall(r"\w+", f"{method} {path}")).lower()
     # STATE comes with SESSION, and PUBLIC with every key.
     needed = sorted(scopes_of(route.path) & set(KEY_SCOPES))
-    extra = route.openapi_extra = {
-        **(route.openapi_extra or {}),
-        **({"security": [{"key": needed}]} if with_keys and needed else {}),
-    }
+    extra = route.openapi_extra = dict(route.openapi_extra or {})
+    if with_keys and needed:
+        extra["security"] = [{"key": needed}]
     kinds = [kind for pattern, found in _ERRORS if re.fullmatch(pattern, f"{method.lower()} {path}") for kind in found]
     if HTTP_SCOPES[route.path] is not Scope.PUBLIC:
         kinds += [errors.Unauthorized, errors.Forbidden] if with_keys else [errors.Forbidden]

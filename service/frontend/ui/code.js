@@ -17,29 +17,30 @@ const VARIABLE = "SEQSERVE_CLIENT_KEY";
 
 const quoted = (text) => `'${text.replaceAll("'", `'\\''`)}'`;
 const authorised = () => key.get() !== null;
+const importOs = () => (authorised() ? "import os\n" : "");
+const headers = (argument, name = "Authorization") =>
+  authorised() ? `, ${argument}={"${name}": "Bearer " + os.environ["${VARIABLE}"]}` : "";
 
 function curl({ origin, body }) {
   const header = authorised() ? ` \\\n     -H "Authorization: Bearer $${VARIABLE}"` : "";
   return `curl -s ${origin}/infer -H 'Content-Type: application/json'${header} \\\n     -d ${quoted(JSON.stringify(body))}`;
 }
 
-/** Return requests that send the two halves of a sequence to a session. */
+/** Return requests that send a sequence to a session, its last step in another chunk. */
 function session({ origin, body, steps, join }) {
-  const halves = [steps.slice(0, steps.length / 2), steps.slice(steps.length / 2)].filter((half) => half.length);
-  const ends = (index) => (index === halves.length - 1 ? { end: true } : {});
-  const bodies = halves.map((half, index) => ({ ...body, inputs: [join(half)], session: "my-session", ...ends(index) }));
-  return bodies.map((one) => curl({ origin, body: one })).join("\n");
+  const chunks = [steps.slice(0, -1), steps.slice(-1)].filter((chunk) => chunk.length);
+  const send = (chunk, index) => ({ ...body, inputs: [join(chunk)], session: "my-session", end: index === chunks.length - 1 });
+  return chunks.map((chunk, index) => curl({ origin, body: send(chunk, index) })).join("\n");
 }
 
 /** Return a program that sends a sequence over a WebSocket, a step in a message. */
 function websocket({ origin, body, steps, join }) {
   const { inputs, ...query } = body;
-  const header = authorised() ? `, additional_headers={"Authorization": "Bearer " + os.environ["${VARIABLE}"]}` : "";
   return `import json
-${authorised() ? "import os\n" : ""}
+${importOs()}
 from websockets.sync.client import connect  # pip install websockets
 
-with connect("${origin.replace("http", "ws")}/stream?${new URLSearchParams(query)}"${header}) as stream:
+with connect("${origin.replace("http", "ws")}/stream?${new URLSearchParams(query)}"${headers("additional_headers")}) as stream:
     for step in ${JSON.stringify(steps.map((step) => join([step])))}:
         stream.send(json.dumps({"input": step}))
         print(json.loads(stream.recv()))
@@ -49,7 +50,7 @@ with connect("${origin.replace("http", "ws")}/stream?${new URLSearchParams(query
 function python({ origin, body }) {
   const header = authorised() ? `, "Authorization": "Bearer " + os.environ["${VARIABLE}"]` : "";
   return `import json
-${authorised() ? "import os\n" : ""}import urllib.request
+${importOs()}import urllib.request
 
 request = urllib.request.Request(
     "${origin}/infer",
@@ -86,14 +87,13 @@ inputs[1].set_data_from_numpy(np.array([${JSON.stringify(offsets)}], np.int32))`
 
 function triton(request, transport, address) {
   const { model, body, secure } = request;
-  const header = transport === "grpc" ? "authorization" : "Authorization"; // gRPC has lower-case names alone
-  const headers = authorised() ? `, headers={"${header}": "Bearer " + os.environ["${VARIABLE}"]}` : "";
-  return `${authorised() ? "import os\n\n" : ""}import numpy as np
+  const sent = headers("headers", transport === "grpc" ? "authorization" : "Authorization"); // gRPC has lower-case names alone
+  return `${importOs()}import numpy as np
 import tritonclient.${transport} as triton
 
 ${tensors(request)}
 with triton.InferenceServerClient("${address}"${secure ? ", ssl=True" : ""}) as client:
-    reply = client.infer("${model.name}", inputs${body.version ? `, model_version="${body.version}"` : ""}${headers})
+    reply = client.infer("${model.name}", inputs${body.version ? `, model_version="${body.version}"` : ""}${sent})
     print(reply.as_numpy("${OUTPUTS[model.head.kind]}"))
 `;
 }

@@ -108,8 +108,8 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 VERSION = re.compile(r"[1-9][0-9]{0,8}")
 CHARACTERS_PER_STEP = 32
 """No tokeniser is expected to produce fewer tokens than one per 32 characters."""
-MAX_NAME, MAX_EXAMPLE = 64, 500
-"""Most characters of a name of a feature, and of an example."""
+MAX_SHOWN = 500
+Shown = Annotated[str, Field(min_length=1, max_length=MAX_SHOWN)]
 
 
 class SequenceInput(Table):
@@ -122,8 +122,8 @@ class SequenceInput(Table):
     max_steps: Size
     vocabulary: Size | None = None
     features: Size | None = None
-    names: tuple[Annotated[str, Field(min_length=1, max_length=MAX_NAME)], ...] | None = None
-    example: Annotated[str, Field(min_length=1, max_length=MAX_EXAMPLE)] | None = None
+    names: tuple[Shown, ...] | None = None
+    example: Shown | None = None
 
     @model_validator(mode="after")
     def _sizes_fit_the_kind(self) -> SequenceInput:
