@@ -80,32 +80,19 @@ def serve(settings: Settings) -> int:
     return 0
 
 
-def _infer(settings: Settings, model: str, texts: list[str], npz: Path | None, out: Path | None) -> int:
-    """Run a model on texts or on arrays."""
-    if npz is None and texts and out is None:
-        return infer(settings, model, texts)
-    if npz is None or out is None or texts:
-        raise StartError("infer takes texts, or --npz FILE with --out FILE: name one of them")
-    return infer_arrays(settings, model, npz, out)
-
-
-def infer(settings: Settings, model: str, texts: list[str]) -> int:
-    """Run a text model in this process and print one JSON object per text."""
+def infer(settings: Settings, model: str, texts: list[str], npz: Path | None, out: Path | None) -> int:
+    """Run a model in this process: print one JSON object per text, or write every output for the arrays of a file to another file."""
     # Imported here because it loads torch, which the supervisor never needs.
     from service import local
 
-    for output in local.infer(settings, model, texts):
-        print(json.dumps(output))
-    return 0
-
-
-def infer_arrays(settings: Settings, model: str, npz: Path, out: Path) -> int:
-    """Run a model on the arrays of a file in this process, and write every output to another file."""
-    from service import local
-
-    outputs = local.infer_arrays(settings, model, npz, out)
-    for name, array in outputs.items():
-        print(f"{name}  {' x '.join(map(str, array.shape))}  {array.dtype}")
+    if npz is None and texts and out is None:
+        for output in local.infer(settings, model, texts):
+            print(json.dumps(output))
+    elif npz is None or out is None or texts:
+        raise StartError("infer takes texts, or --npz FILE with --out FILE: name one of them")
+    else:
+        for name, array in local.infer_arrays(settings, model, npz, out).items():
+            print(f"{name}  {' x '.join(map(str, array.shape))}  {array.dtype}")
     return 0
 
 
@@ -277,7 +264,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--npz", **FILE, help="arrays of sequences, and of initial states")
     command.add_argument("--out", **FILE, help="file for the outputs of --npz and the final states")
     command.add_argument("texts", nargs="*", metavar="TEXT")
-    command.set_defaults(run=_infer)
+    command.set_defaults(run=infer)
     command = commands.add_parser(
         "import", parents=[shared], help="turn a checkpoint of another framework into a model, and compare the outputs"
     )

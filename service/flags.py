@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from service.settings import PREFIX, Settings, nearest
@@ -43,13 +44,10 @@ def above_zero(kind: type[T]) -> Callable[[str], T]:
     """Return a parser of numbers above zero."""
 
     def read(word: str) -> T:
-        try:
-            number = kind(word)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{word!r} is not a number above zero") from None
-        if not 0 < number < float("inf"):
-            raise argparse.ArgumentTypeError(f"{word!r} is not a number above zero")
-        return number
+        with suppress(ValueError):
+            if 0 < (number := kind(word)) < float("inf"):
+                return number
+        raise argparse.ArgumentTypeError(f"{word!r} is not a number above zero")
 
     return read
 

@@ -11,7 +11,6 @@ import json
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
-from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
@@ -329,13 +328,9 @@ def _describe(error: Mapping[str, Any], values: Given) -> str:
 
 def as_toml(settings: Settings, given: Given) -> str:
     """Return all settings as a TOML file, each with its description, its default and its source. given: what `gather` returned."""
-    first = [name for name in Settings.model_fields if name not in ClientLimits.model_fields]
-    described = [
-        *map(partial(_as_toml, settings, given), first),
-        f"[{LIMITS}]",
-        *map(partial(_as_toml, settings, given), ClientLimits.model_fields),
-    ]
-    return "\n\n".join(described)
+    described = {name: _as_toml(settings, given, name) for name in Settings.model_fields}
+    limits = [described.pop(name) for name in ClientLimits.model_fields]
+    return "\n\n".join([*described.values(), f"[{LIMITS}]", *limits])
 
 
 def _as_toml(settings: Settings, given: Given, name: str) -> str:

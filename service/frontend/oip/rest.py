@@ -110,17 +110,6 @@ def _add_server(router: APIRouter, frontend: Frontend) -> None:
         """Return the name and version of the server and the supported protocol extensions."""
         return respond_json(frontend, metadata.server_metadata())
 
-    @router.get("/v2/health/live")
-    async def live(request: Request) -> Response:
-        """Return 200 while the process responds."""
-        return respond_json(frontend, {"live": True})
-
-    @router.get("/v2/health/ready")
-    async def ready(request: Request) -> Response:
-        """Return 200 if the server accepts inference requests, otherwise 503."""
-        frontend.check_ready()
-        return respond_json(frontend, {"ready": True})
-
 
 def _add_models(router: APIRouter, frontend: Frontend) -> None:
     async def model_metadata(request: Request) -> Response:

@@ -13,13 +13,15 @@ from service.frontend.inference import Frontend
 
 
 def add_routes(router: APIRouter, frontend: Frontend) -> None:
-    """Add /healthz, /readyz and /metrics."""
+    """Add /healthz and /readyz, also under their names in the Open Inference Protocol, and /metrics."""
 
+    @router.get("/v2/health/live")
     @router.get("/healthz")
     async def healthz(request: Request) -> Response:
         """Check that the process answers. Returns 200 as long as it does."""
         return respond_json(frontend, {"live": True})
 
+    @router.get("/v2/health/ready")
     @router.get("/readyz")
     async def readyz(request: Request) -> Response:
         """Check that requests are answered. Returns 503 while models load, while no engine is ready, and during shutdown."""

@@ -37,7 +37,7 @@ def test_openapi_describes_every_route(local: InProcess) -> None:
     assert {"text", "token ids", "rows of numbers"} < set(body["examples"])
     operations = [operation for path in paths.values() for operation in path.values()]
     assert {tag["name"] for tag in document["tags"]} == {tag for one in operations for tag in one["tags"]}
-    assert len({operation["summary"] for operation in operations}) == len(operations)
+    assert len({(operation["summary"], *operation["tags"]) for operation in operations}) == len(operations)
     assert set(paths["/healthz"]["get"]["responses"]) == {"200", "default"}
     assert set(paths["/sessions/{id}/state"]) == {"get", "put", "delete"}
     assert [each["name"] for each in paths["/stream"]["get"]["parameters"] if each["required"]] == ["model"]
