@@ -1,4 +1,4 @@
-"""How the commands read their flags: numbers, settings, and what was mistyped."""
+"""The parser of the commands: flags of settings and numbers, and hints at mistyped words."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Parser(argparse.ArgumentParser):
     """A parser that answers a mistyped command or flag with the nearest one, and shows the default of a flag in its help. Its commands are
     parsers of this class too."""
 
-    def add_argument(self, *names: str, help: str = "", **options: Any) -> argparse.Action:
+    def add_argument(self, *names: str, help: str | None = None, **options: Any) -> argparse.Action:
         shown = "" if options.get("default") in (None, argparse.SUPPRESS) else " (default: %(default)s)"
-        return super().add_argument(*names, help=help + shown, **options)
+        return super().add_argument(*names, help=f"{help or ''}{shown}", **options)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         found, unknown = super().parse_known_args(args, namespace)

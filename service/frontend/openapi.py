@@ -82,7 +82,7 @@ def describe(app: FastAPI, router: APIRouter, *, with_keys: bool) -> None:
 
 
 def _describe(route: APIRoute, with_keys: bool) -> None:
-    path, [method] = route.path_format, route.methods
+    path, method = route.path_format, next(iter(route.methods or ()))
     route.tags = [next(group for beginning, group in _GROUPS if re.match(beginning, path))]
     name = route.description.partition(". ")[0].rstrip(".")
     route.summary = f"{name} (by version)" if "{version}" in path else name

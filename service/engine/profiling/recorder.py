@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, cast
 
 import msgspec
 from torch.autograd.profiler import profile, record_function
@@ -83,7 +84,7 @@ class Profiler:
         os.environ.setdefault(*SILENT)
         self._folder = tempfile.TemporaryDirectory(prefix="seqserve-")
         # torch.profiler.profile would import torch's compiler at its first start, for seconds.
-        self._profile = profile(use_kineto=True, use_device="cuda" if device.startswith("cuda") else None)
+        self._profile = cast(Any, profile(use_kineto=True, use_device="cuda" if device.startswith("cuda") else None))
         self._profile.__enter__()
         self.marks = [_mark(f"mark {number}") for number in range(MARKS)]
 
