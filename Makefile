@@ -18,7 +18,7 @@ CORES       := $(shell nproc 2>/dev/null || echo 2)
 WORKERS     ?= $(shell expr $(CORES) + 1)
 ACCESS      := $(if $(KEY_FILE),--key-file $(KEY_FILE)) $(if $(CA),--ca $(CA))
 BIN         := .venv/bin
-INSTALL     := -m pip install --quiet --disable-pip-version-check
+INSTALL     := -m pip install --disable-pip-version-check
 PIP         := $(BIN)/python $(INSTALL) --constraint constraints.txt
 LOCK        := .venv-audit/bin/pip-compile --quiet --generate-hashes --strip-extras --no-header --no-annotate --unsafe-package torch \
                --no-emit-index-url --no-emit-find-links --no-emit-trusted-host --constraint constraints.txt
@@ -205,6 +205,7 @@ chart: .venv/tools
 
 # With the Python version of the image, because some packages are for some versions only.
 lock: .venv-audit/installed
+	@echo "reading the hashes of all packages, which takes minutes"
 	@$(LOCK) --extra redis --extra trace --output-file deploy/requirements/cpu.txt pyproject.toml
 	@$(LOCK) --extra gpu --extra redis --extra trace --constraint deploy/requirements/cpu.txt --output-file deploy/requirements/gpu.txt pyproject.toml
 

@@ -88,7 +88,7 @@ def _object(properties: Schema) -> Schema:
 
 
 def package(folder: Path) -> None:
-    """Copy the chart into a new folder. Links become the files to which they point."""
+    """Copy the chart into a new folder, with the schema of its values."""
     shutil.copytree(CHART, folder)
     schema = values_schema(yaml.safe_load((CHART / "values.yaml").read_text()))
     (folder / "values.schema.json").write_text(json.dumps(schema, indent=2, ensure_ascii=False) + "\n")

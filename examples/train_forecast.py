@@ -34,7 +34,7 @@ FIRST = 8
 """Steps of each stream that figures skip."""
 QUANTILES = (0.1, 0.5, 0.9)
 """Quantiles of the next reading; the first and the last bound an interval that has it with a probability of 80 %."""
-INPUTS = SequenceInput(kind="features", features=len(CHANNELS), max_steps=MAX_STEPS)
+INPUTS = SequenceInput(kind="features", features=len(CHANNELS), names=CHANNELS, max_steps=MAX_STEPS)
 OUTPUTS = len(CHANNELS) * len(QUANTILES)
 
 Chunk = tuple[Tensor, Tensor, bool]

@@ -27,7 +27,7 @@ from training.service import Advance, Service, ignore
 from training.text_sets import Example
 from training.tokenization import UNKNOWN, text_tokenizer, token_ids
 
-from service.modeling.spec import ClassifyHead, SequenceInput
+from service.modeling.spec import MAX_SHOWN, ClassifyHead, SequenceInput
 
 FAMILIES = ("lstm", "sru", "qrnn", "gru", "cnn", "tcn")
 MAX_STEPS = 512
@@ -95,7 +95,8 @@ class TextRecipe(Recipe):
             patience=settings.patience,
         )
         longest = max(len(row.inputs) for row in rows)
-        inputs = SequenceInput(kind="text", vocabulary=vocabulary, max_steps=max(MAX_STEPS, 2 * longest))
+        steps, example = max(MAX_STEPS, 2 * longest), texts[0][:MAX_SHOWN] or None
+        inputs = SequenceInput(kind="text", vocabulary=vocabulary, max_steps=steps, example=example)
         head = ClassifyHead(kind="classify", pool=("max",), labels=labels)
         return Trained(model, fitted, text_sets.description(name), inputs, head, tokenizer)
 

@@ -7,11 +7,12 @@ import importlib
 import importlib.util
 import json
 import os
+import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from service import __version__
 from service.access import keys, state_keys
@@ -20,23 +21,26 @@ from service.access.scopes import KEY_SCOPES, Scope
 from service.client_access import ClientAccess
 from service.errors import ServiceError, SettingsError, StartError
 from service.exporters import SUFFIXES
+from service.flags import Parser, above_zero, add_settings, listed
 from service.frontend.tls import build_context
 from service.importers.formats import FORMATS, LAYER_TABLES
 from service.ipc.messages import Manifest
 from service.log import Log
 from service.modeling import spec
-from service.settings import CLIENT_KEY, USER_MODELS, Settings, as_toml, load
+from service.settings import CLIENT_KEY, CONFIG, USER_MODELS, Given, Settings, as_toml, gather, validated
 from service.supervisor.ports import Addresses
 from service.supervisor.supervisor import Supervisor
 
-EXAMPLE = "How far is it from Denver to Aspen ?"
+EXAMPLE = "This is a text."
 ADDRESS = "http://127.0.0.1:8000"
+FILE: dict[str, Any] = {"type": Path, "metavar": "FILE"}
+NUMBER: dict[str, Any] = {"type": int, "default": 0, "metavar": "N"}
+"""Options of flags with such a value."""
 KEY_LIMITS = {
     "max_requests_per_second": "requests in a second",
     "max_bytes_per_second": "bytes of values in a second",
     "max_sequences_in_flight": "sequences without an answer",
 }
-T = TypeVar("T", int, float)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,8 +49,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run = flags.pop("run")
     options = {name: flags.pop(name) for name in list(flags) if name not in Settings.model_fields and name != "config"}
     try:
-        settings = load(flags, os.environ)
-        status: int = run(settings, **options)
+        given = gather(flags, os.environ)
+        settings = validated(given)
+        status: int = print_settings(settings, given) if run is print_settings else run(settings, **options)
     except (StartError, ServiceError) as error:
         print(f"seqserve: {error}", file=sys.stderr)
         return 2 if isinstance(error, SettingsError) else 1
@@ -63,9 +68,8 @@ def serve(settings: Settings) -> int:
         others = f" and for gRPC on {addresses.grpc}" if addresses.grpc else ""
         others += f" and for administration on {scheme}://{addresses.admin}" if addresses.admin else ""
         others += f" and for health on http://{addresses.health}" if addresses.health else ""
-        body = json.dumps(_example(supervisor.manifest))
         print(f"seqserve is ready on {address}{others} after {time.monotonic() - started:.1f} s. Try it:\n")
-        print(f"curl -s {address}/infer -H 'Content-Type: application/json' -d '{body}'\n", flush=True)
+        print(f"{_curl(address, settings, supervisor.manifest)}\n", flush=True)
 
     check_start(settings)
     state_keys.StateKeys(settings)
@@ -76,32 +80,19 @@ def serve(settings: Settings) -> int:
     return 0
 
 
-def _infer(settings: Settings, model: str, texts: list[str], npz: Path | None, out: Path | None) -> int:
-    """Run a model on texts or on arrays."""
-    if npz is None and texts and out is None:
-        return infer(settings, model, texts)
-    if npz is None or out is None or texts:
-        raise StartError("infer takes texts, or --npz FILE with --out FILE: name one of them")
-    return infer_arrays(settings, model, npz, out)
-
-
-def infer(settings: Settings, model: str, texts: list[str]) -> int:
-    """Run a text model in this process and print one JSON object per text."""
+def infer(settings: Settings, model: str, texts: list[str], npz: Path | None, out: Path | None) -> int:
+    """Run a model in this process: print one JSON object per text, or write every output for the arrays of a file to another file."""
     # Imported here because it loads torch, which the supervisor never needs.
     from service import local
 
-    for output in local.infer(settings, model, texts):
-        print(json.dumps(output))
-    return 0
-
-
-def infer_arrays(settings: Settings, model: str, npz: Path, out: Path) -> int:
-    """Run a model on the arrays of a file in this process, and write every output to another file."""
-    from service import local
-
-    outputs = local.infer_arrays(settings, model, npz, out)
-    for name, array in outputs.items():
-        print(f"{name}  {' x '.join(map(str, array.shape))}  {array.dtype}")
+    if npz is None and texts and out is None:
+        for output in local.infer(settings, model, texts):
+            print(json.dumps(output))
+    elif npz is None or out is None or texts:
+        raise StartError("infer takes texts, or --npz FILE with --out FILE: name one of them")
+    else:
+        for name, array in local.infer_arrays(settings, model, npz, out).items():
+            print(f"{name}  {' x '.join(map(str, array.shape))}  {array.dtype}")
     return 0
 
 
@@ -162,9 +153,9 @@ def compress(
     return 0
 
 
-def print_settings(settings: Settings) -> int:
-    """Print all settings and their values."""
-    print(as_toml(settings))
+def print_settings(settings: Settings, given: Given) -> int:
+    """Print all settings with their values, defaults and sources."""
+    print(as_toml(settings, given))
     return 0
 
 
@@ -215,6 +206,13 @@ def _find_load_generator() -> None:
         sys.modules["loadtest"] = importlib.import_module("service.loadtest")
 
 
+def _curl(address: str, settings: Settings, manifest: Manifest) -> str:
+    """Return a command that sends a request for the first model."""
+    key = f' -H "Authorization: Bearer ${CLIENT_KEY}"' if settings.keys else ""
+    body = shlex.quote(json.dumps(_example(manifest)))
+    return f"curl -s {address}/infer -H 'Content-Type: application/json'{key} -d {body}"
+
+
 def _example(manifest: Manifest) -> dict[str, Any]:
     """Return a request for the first text model or alias, or for the first model if none takes text."""
     newest = {model_version.name: model_version.spec for model_version in manifest.model_versions}
@@ -225,214 +223,174 @@ def _example(manifest: Manifest) -> dict[str, Any]:
     models = {name: spec.ModelSpec.model_validate_json(text) for name, text in names.items()}
     name, model = min(models.items(), key=lambda pair: pair[1].input.kind != "text")
     step: list[float] = [0.0] * (model.input.features or 0)
-    inputs = {"text": EXAMPLE, "ids": [0] * model.min_steps, "features": [step] * model.min_steps}
+    inputs = {"text": model.input.example or EXAMPLE, "ids": [0] * model.min_steps, "features": [step] * model.min_steps}
     return {"model": name, "inputs": [inputs[model.input.kind]]}
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="seqserve", description="A server for sequence models.")
+    parser = Parser(prog="seqserve", description="A server for sequence models.")
     parser.add_argument("--version", action="version", version=f"seqserve {__version__}")
-    commands = parser.add_subparsers(
-        required=True, metavar="serve | infer | import | export | models | compress | settings | key | state-key | bench"
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    shared = Parser(add_help=False)
+    add_settings(shared, models="DIR")
+    writing = Parser(add_help=False)
+    writing.add_argument("--models", metavar="DIR", help=f"folder of models, to which it is written (default: {USER_MODELS})")
+    for parser_of_files in (shared, writing):
+        parser_of_files.add_argument("--config", metavar="FILE", help=f"TOML file of settings (default: {CONFIG})")
+    source = Parser(add_help=False)
+    source.add_argument("model", metavar="MODEL", help="name or alias of a model in the models folder")
+    source.add_argument(
+        "--version", dest="model_version", type=above_zero(int), metavar="N", help="version to read (default: the newest)"
     )
-    shared = argparse.ArgumentParser(add_help=False)
-    _setting(shared, "--models", metavar="DIR", help="folder of models")
-    _setting(shared, "--config", metavar="FILE", help="TOML file of settings")
-    writing = argparse.ArgumentParser(add_help=False)
-    _setting(writing, "--models", metavar="DIR", help=f"folder of models, to which it is written (default: {USER_MODELS})")
-    _setting(writing, "--config", metavar="FILE", help="TOML file of settings")
-    command = commands.add_parser("serve", parents=[shared], help="serve models until SIGTERM")
-    _setting(command, "--host", help="address to listen on")
-    _setting(command, "--port", help="HTTP port; 0 takes a free port")
-    _setting(command, "--grpc-port", metavar="off|PORT", help="gRPC port; 0 takes a free port")
-    _setting(
-        command, "--admin-port", metavar="off|PORT", help="separate port for administration and metrics; 0 takes a free port"
+    command = commands.add_parser(
+        "serve", parents=[shared], help="serve models until SIGTERM", epilog="`seqserve settings` prints the other settings."
     )
-    _setting(
-        command, "--health-port", metavar="off|PORT", help="separate port for health checks and metrics; 0 takes a free port"
+    add_settings(
+        command,
+        host="HOST",
+        port="PORT",
+        **dict.fromkeys(("grpc_port", "admin_port", "health_port"), "off|PORT"),
+        device="auto|cpu|cuda:N,...",
+        frontends="auto|N",
+        session_store="WHERE",
+        **dict.fromkeys(("keys", "state_keys", "tls_cert", "tls_key", "tls_client_ca"), "FILE"),
+        alias="NAME",
+        allowed_hosts="NAME,NAME",
+        **dict.fromkeys(("strict", "insecure", "debug")),
     )
-    _setting(command, "--device", metavar="auto|cpu|cuda:N,...", help="devices to run on, one engine for each")
-    _setting(command, "--frontends", metavar="auto|N", help="number of processes that parse requests")
-    _setting(command, "--keys", metavar="FILE", help="TOML file of keys, which requests then need")
-    _setting(command, "--state-keys", metavar="FILE", help="file of secrets that sign exported session states")
-    _setting(
-        command, "--session-store", metavar="WHERE", help="where sessions are saved: a folder, or redis://HOST:PORT/DATABASE"
-    )
-    _setting(command, "--tls-cert", metavar="FILE", help="certificate and its chain: both ports then speak TLS")
-    _setting(command, "--tls-key", metavar="FILE", help="key of the certificate, if it is not in the same file")
-    _setting(command, "--tls-client-ca", metavar="FILE", help="authority of the certificates that clients then need")
-    _setting(command, "--alias", metavar="NAME", help="another name of the model, if the folder has only one")
-    _setting(command, "--strict", action="store_true", help="end the start if a model cannot be served")
-    _setting(command, "--insecure", action="store_true", help="serve everybody who reaches the port, without keys")
-    _setting(command, "--allowed-hosts", metavar="NAME,NAME", help="names of this service in Host headers, besides localhost")
-    _setting(command, "--debug", action="store_true", help="let clients record batches with POST /debug/trace")
     command.set_defaults(run=serve)
     command = commands.add_parser("infer", parents=[shared], help="run a model on texts or on arrays, without a server")
-    _setting(command, "--device", metavar="auto|cpu|cuda:N", help="device to run on")
+    add_settings(command, device="auto|cpu|cuda:N")
     command.add_argument(
         "--model", required=True, metavar="NAME|DIR", help="name of a model, or a version folder if --npz names arrays"
     )
-    command.add_argument("--npz", type=Path, metavar="FILE", help="arrays of sequences, and of initial states")
-    command.add_argument("--out", type=Path, metavar="FILE", help="file for the outputs of --npz and the final states")
+    command.add_argument("--npz", **FILE, help="arrays of sequences, and of initial states")
+    command.add_argument("--out", **FILE, help="file for the outputs of --npz and the final states")
     command.add_argument("texts", nargs="*", metavar="TEXT")
-    command.set_defaults(run=_infer)
+    command.set_defaults(run=infer)
     command = commands.add_parser(
         "import", parents=[writing], help="turn a checkpoint of another framework into a model, and compare the outputs"
     )
-    command.add_argument("checkpoint", type=Path, metavar="FILE", help="checkpoint to read; nothing in it is executed")
+    command.add_argument("checkpoint", **FILE, help="checkpoint to read; nothing in it is executed")
     command.add_argument("--name", required=True, metavar="NAME", help="name of the model; its next version is written")
     command.add_argument("--format", choices=FORMATS, help="format of the checkpoint (default: by the name of the file)")
-    command.add_argument("--recipe", type=Path, metavar="FILE", help="TOML file of what the checkpoint does not say")
+    command.add_argument("--recipe", **FILE, help="TOML file of what the checkpoint does not say")
     command.add_argument(
         "--weights", metavar="NAME,NAME", help="dictionary with the weights, or several with parts of the model"
     )
-    command.add_argument("--tokenizer", type=Path, metavar="FILE", help="tokenizer.json of a model for texts")
-    command.add_argument("--check", type=Path, metavar="FILE", help=".npz of sample inputs and the outputs of the source")
+    command.add_argument("--tokenizer", **FILE, help="tokenizer.json of a model for texts")
+    command.add_argument("--check", **FILE, help=".npz of sample inputs and the outputs of the source")
     command.add_argument(
-        "--tolerance",
-        type=_above_zero(float),
-        default=1e-5,
-        metavar="T",
-        help="largest difference from the outputs of the source (default: %(default)s)",
+        "--tolerance", type=above_zero(float), default=1e-5, metavar="T", help="largest difference from the source's outputs"
     )
     command.add_argument(
         "--layers",
         action=_ListLayers,
         choices=LAYER_TABLES,
         default=argparse.SUPPRESS,
-        help="list the layers or operators of a format that can be imported",
+        help="list what can be imported of a format",
     )
     command.set_defaults(run=import_checkpoint)
     command = commands.add_parser(
-        "export", parents=[shared], help="write a model as a checkpoint of another framework, with a recipe to import it"
+        "export",
+        parents=[shared, source],
+        help="write a model as a checkpoint of another framework, with a recipe to import it",
     )
-    command.add_argument("model", metavar="MODEL", help="name or alias of a model in the models folder")
     command.add_argument("--format", required=True, choices=SUFFIXES, help="format of the checkpoint")
-    command.add_argument(
-        "--out", required=True, type=Path, metavar="FILE", help="file to write; FILE.toml is the recipe that --recipe takes"
-    )
-    command.add_argument(
-        "--version", dest="model_version", type=_above_zero(int), metavar="N", help="version to read (default: the newest)"
-    )
+    command.add_argument("--out", **FILE, required=True, help="file to write; FILE.toml is the recipe that --recipe takes")
     command.set_defaults(run=export_checkpoint)
     command = commands.add_parser("models", parents=[shared], help="list the models folder")
     command.set_defaults(run=models)
     command = commands.add_parser(
         "compress",
-        parents=[writing],
+        parents=[writing, source],
         help="make a model smaller without training, as a new version, and measure what that changes",
     )
-    command.add_argument("model", metavar="MODEL", help="name or alias of a model in the models folder")
     command.add_argument(
         "--precision", required=True, choices=("int8", "bfloat16", "float16"), help="precision of the new version"
     )
     command.add_argument(
         "--data",
-        type=Path,
-        metavar="FILE",
-        help="lines of a label, a space and a text, to measure the accuracy of a text classifier (default: compare the outputs for "
-        "random inputs)",
-    )
-    command.add_argument(
-        "--version", dest="model_version", type=_above_zero(int), metavar="N", help="version to read (default: the newest)"
+        **FILE,
+        help="lines of a label and a text, to measure the accuracy of a text classifier (default: random inputs)",
     )
     command.add_argument("--name", metavar="NEW", help="write version 1 of a new model (default: the next version of MODEL)")
     command.set_defaults(run=compress)
-    command = commands.add_parser("settings", parents=[shared], help="print all settings, as a file for --config")
+    command = commands.add_parser(
+        "settings", parents=[shared], help="print all settings with value, default and source, as a file for --config"
+    )
     command.set_defaults(run=print_settings)
     key_commands = commands.add_parser("key", help="create keys").add_subparsers(required=True, metavar="new")
     command = key_commands.add_parser("new", parents=[shared], help="add a key to the key file and print it once")
     command.add_argument("name", metavar="NAME", help="name of the key, for the log")
-    _setting(command, "--keys", metavar="FILE", help="TOML file of keys; created if it is missing")
+    add_settings(command, keys="FILE")
     command.add_argument(
         "--scopes",
         type=_scopes,
         default="infer,session",
         metavar="SCOPE,SCOPE",
-        help=f"what the key allows, of {', '.join(KEY_SCOPES)} (default: %(default)s)",
+        help=f"what it allows, of {', '.join(KEY_SCOPES)}",
     )
     command.add_argument(
-        "--tenant", metavar="TENANT", help="keys of one tenant see the same sessions (default: a tenant with the key's name)"
+        "--tenant", metavar="TENANT", help="keys of one tenant see the same sessions (default: the key's name)"
     )
-    command.add_argument(
-        "--max-priority", type=int, default=0, metavar="N", help="highest priority of its requests (default: %(default)s)"
-    )
+    command.add_argument("--max-priority", **NUMBER, help="highest priority of its requests")
     command.add_argument(
         "--max-sessions",
         dest="tenant_sessions",
-        type=int,
-        default=0,
-        metavar="N",
-        help="most open sessions of its tenant in one engine; 0 for no limit of its own (default: %(default)s)",
+        **NUMBER,
+        help="most open sessions of its tenant in an engine; 0 for no own limit",
     )
     command.add_argument(
         "--weight",
         type=float,
         default=1.0,
         metavar="W",
-        help="weight of its tenant where tenants compete for an engine, the same for all its keys (default: %(default)s)",
+        help="weight of its tenant where tenants compete; all its keys have the same",
     )
     for limit, what in KEY_LIMITS.items():
-        command.add_argument(
-            f"--{limit.replace('_', '-')}",
-            type=int,
-            default=0,
-            metavar="N",
-            help=f"most {what}; 0 for no limit (default: %(default)s)",
-        )
+        command.add_argument(f"--{limit.replace('_', '-')}", **NUMBER, help=f"most {what}; 0 for no limit")
     command.set_defaults(run=new_key)
     state_key_commands = commands.add_parser("state-key", help="create secrets that sign exported session states")
     command = state_key_commands.add_subparsers(required=True, metavar="new").add_parser(
         "new", parents=[shared], help="add a secret to the file of state keys"
     )
-    _setting(command, "--state-keys", metavar="FILE", help="file of secrets; created if it is missing")
+    add_settings(command, state_keys="FILE")
     command.set_defaults(run=new_state_key)
 
     command = commands.add_parser(
         "bench", parents=[shared], help="send load to a running server and report latency and throughput"
     )
-    command.add_argument("--url", default=ADDRESS, help="address of the server (default: %(default)s)")
-    command.add_argument("--key-file", type=Path, metavar="FILE", help=f"file with the key to send (default: {CLIENT_KEY})")
-    command.add_argument(
-        "--ca", type=Path, metavar="FILE", help="authority of the server's certificate (default: the system's authorities)"
-    )
+    command.add_argument("--url", default=ADDRESS, help="address of the server")
+    command.add_argument("--key-file", **FILE, help=f"file with the key to send (default: {CLIENT_KEY})")
+    command.add_argument("--ca", **FILE, help="authority of the server's certificate (default: the system's authorities)")
     command.add_argument("--model", metavar="NAME", help="model to send requests to (default: the first that is served)")
     levels = command.add_mutually_exclusive_group()
     levels.add_argument(
         "--callers",
-        type=_listed(int),
+        type=listed(int),
         default=[],
         metavar="N,N",
-        help="closed loop: numbers of clients that each wait for a reply before they send again",
+        help="closed loop: clients that wait for a reply before they send again",
     )
     levels.add_argument(
         "--rates",
-        type=_listed(float),
+        type=listed(float),
         default=[],
         metavar="R,R",
-        help="open loop: requests per second, sent without waiting for replies (default: shares of the largest rate)",
+        help="open loop: requests per second (default: shares of the largest)",
     )
     command.add_argument(
-        "--arrivals",
-        choices=("poisson", "bursty"),
-        default="poisson",
-        help="how an open loop spaces requests (default: %(default)s)",
+        "--arrivals", choices=("poisson", "bursty"), default="poisson", help="how an open loop spaces requests"
     )
+    command.add_argument("--seconds", type=above_zero(float), default=5.0, help="duration of each level")
+    command.add_argument("--inputs", type=above_zero(int), default=1, help="sequences per request")
     command.add_argument(
-        "--seconds", type=_above_zero(float), default=5.0, help="duration of each level (default: %(default)s)"
+        "--generators", type=above_zero(int), metavar="N", help="processes that send the load (default: as many as it needs)"
     )
-    command.add_argument("--inputs", type=_above_zero(int), default=1, help="sequences per request (default: %(default)s)")
-    command.add_argument(
-        "--generators",
-        type=_above_zero(int),
-        metavar="N",
-        help="processes that send the load (default: 1, and more where they limit a level)",
-    )
-    command.add_argument("--seed", type=int, default=0, help="seed of the traffic (default: %(default)s)")
-    command.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file, one JSON object per level")
-    command.add_argument(
-        "--trace", type=Path, metavar="FILE", help="write the batches of the last level to this file, for ui.perfetto.dev"
-    )
+    command.add_argument("--seed", type=int, default=0, help="seed of the traffic")
+    command.add_argument("--json", **FILE, help="write the results to this file, one JSON object per level")
+    command.add_argument("--trace", **FILE, help="write the batches of the last level to this file, for ui.perfetto.dev")
     command.set_defaults(run=bench)
     return parser
 
@@ -443,32 +401,3 @@ def _scopes(words: str) -> list[Scope]:
     if unknown:
         raise argparse.ArgumentTypeError(f"{unknown[0]!r} is not a scope: choose from {', '.join(KEY_SCOPES)}")
     return [Scope(word) for word in words.split(",")]
-
-
-def _above_zero(kind: type[T]) -> Callable[[str], T]:
-    """Return a parser of numbers above zero."""
-
-    def read(word: str) -> T:
-        try:
-            number = kind(word)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{word!r} is not a number above zero") from None
-        if not 0 < number < float("inf"):
-            raise argparse.ArgumentTypeError(f"{word!r} is not a number above zero")
-        return number
-
-    return read
-
-
-def _listed(kind: type[T]) -> Callable[[str], list[T]]:
-    """Return a parser of numbers above zero, separated by commas."""
-
-    def read(word: str) -> list[T]:
-        return [_above_zero(kind)(part) for part in word.split(",")]
-
-    return read
-
-
-def _setting(parser: argparse.ArgumentParser, flag: str, **options: Any) -> None:
-    """Add a flag that overrides a setting. The setting has the default and the checks."""
-    parser.add_argument(flag, default=None, **options)

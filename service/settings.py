@@ -10,8 +10,7 @@ import difflib
 import json
 import re
 import tomllib
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Iterable, Mapping
 from itertools import combinations
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
@@ -255,8 +254,17 @@ class Settings(ClientLimits):
         return self
 
 
+Given = Mapping[str, tuple[str, Any]]
+"""The source and the value of each setting that has one, by name."""
+
+
 def load(flags: Mapping[str, Any], environment: Mapping[str, str]) -> Settings:
     """Return the settings of this start. Raises SettingsError, which names the setting, its source and the nearest known name."""
+    return validated(gather(flags, environment))
+
+
+def gather(flags: Mapping[str, Any], environment: Mapping[str, str]) -> Given:
+    """Return what flags, variables and the file set. Raises SettingsError for a file that cannot be read."""
     file = flags.get("config") or environment.get(CONFIG)
     values: dict[str, tuple[str, Any]] = {}
     if file:
@@ -267,7 +275,7 @@ def load(flags: Mapping[str, Any], environment: Mapping[str, str]) -> Settings:
     for name, value in flags.items():
         if name != "config" and value is not None:
             values[name] = (f"--{name.replace('_', '-')}", value)
-    return _validated(values)
+    return values
 
 
 def without_password(text: str) -> str:
@@ -299,12 +307,17 @@ def _from_file(file: Path) -> dict[str, tuple[str, Any]]:
     return {name: (f"{name} in {file}", value) for name, value in values.items()} | in_limits
 
 
-def _validated(values: Mapping[str, tuple[str, Any]]) -> Settings:
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return a hint at the known name that a mistyped one may stand for, or at all known names."""
+    near = difflib.get_close_matches(name, known := list(known), n=1)
+    return f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+
+
+def validated(values: Given) -> Settings:
+    """Return the settings with these values, and the defaults of the others. Raises SettingsError."""
     for name, (source, _) in values.items():
         if name not in Settings.model_fields:
-            near = difflib.get_close_matches(name, Settings.model_fields, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(Settings.model_fields)}"
-            raise SettingsError(f"unknown setting {source}: {hint}")
+            raise SettingsError(f"unknown setting {source}: {nearest(name, Settings.model_fields)}")
     try:
         return Settings.model_validate({name: value for name, (_, value) in values.items()})
     except ValidationError as error:
@@ -312,7 +325,7 @@ def _validated(values: Mapping[str, tuple[str, Any]]) -> Settings:
         raise SettingsError(without_password(described)) from None
 
 
-def _describe(error: Mapping[str, Any], values: Mapping[str, tuple[str, Any]]) -> str:
+def _describe(error: Mapping[str, Any], values: Given) -> str:
     """Return one sentence about a setting that failed validation."""
     name = str(error["loc"][0]) if error["loc"] else ""
     ours = error["type"] == "value_error"
@@ -323,19 +336,17 @@ def _describe(error: Mapping[str, Any], values: Mapping[str, tuple[str, Any]]) -
     return f"{source} is {value!r}: {reason}"
 
 
-def as_toml(settings: Settings) -> str:
-    """Return all settings as a TOML file, each with its description."""
-    first = [name for name in Settings.model_fields if name not in ClientLimits.model_fields]
-    described = [
-        *map(partial(_as_toml, settings), first),
-        f"[{LIMITS}]",
-        *map(partial(_as_toml, settings), ClientLimits.model_fields),
-    ]
-    return "\n\n".join(described)
+def as_toml(settings: Settings, given: Given) -> str:
+    """Return all settings as a TOML file, each with its description, its default and its source. given: what `gather` returned."""
+    described = {name: _as_toml(settings, given, name) for name in Settings.model_fields}
+    limits = [described.pop(name) for name in ClientLimits.model_fields]
+    return "\n\n".join([*described.values(), f"[{LIMITS}]", *limits])
 
 
-def _as_toml(settings: Settings, name: str) -> str:
+def _as_toml(settings: Settings, given: Given, name: str) -> str:
     """Return a setting as lines of TOML. JSON writes its value in the same way."""
-    description = (Settings.model_fields[name].description or "").splitlines()
-    value = without_password(json.dumps(getattr(settings, name), default=str, ensure_ascii=False))
-    return "\n".join([*(f"# {line}" for line in description), f"{name} = {value}"])
+    field = Settings.model_fields[name]
+    source, _ = given.get(name, ("default", None))
+    value, default = (json.dumps(one, default=str, ensure_ascii=False) for one in (getattr(settings, name), field.default))
+    comments = [*(field.description or "").splitlines(), f"Default: {default}. Set by: {source}."]
+    return "\n".join([*(f"# {line}" for line in comments), f"{name} = {without_password(value)}"])

@@ -33,6 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {  # the rule with the longest matching name h
     "service.cores": {"service.control_groups", "service.settings"},
     "service.memory_limit": {"service.control_groups"},
     "service.client_access": {"service.errors", "service.settings"},
+    "service.flags": {"service.settings"},
     "service.ipc": {"service.errors", "service.metrics", "service.settings"},
     "service.modeling": {"kernels", "service.errors", "service.ipc.messages"},
     "service.modeling.spec": {"service.errors"},

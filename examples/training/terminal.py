@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -12,6 +13,8 @@ from rich.table import Table
 
 WIDTH = 200
 """The width of a table where the standard output is no terminal."""
+LINE_SECONDS = 5.0
+"""How often a line tells the progress where the standard error is no terminal."""
 UNITS = {"percent": "%", "ms": "ms"}
 
 
@@ -19,11 +22,18 @@ UNITS = {"percent": "%", "ms": "ms"}
 def bar(title: str, total: float) -> Iterator[Callable[..., None]]:
     """Show a progress bar within the block. The function that the block gets adds to the progress, with a text if there is one."""
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, TextColumn("{task.fields[text]}"), console=Console(stderr=True)) as progress:
+    console = Console(stderr=True)
+    printed = start = time.monotonic()
+    with Progress(*columns, TextColumn("{task.fields[text]}"), console=console) as progress:
         task = progress.add_task(title, total=total, text="")
 
         def advance(amount: float = 1.0, text: str = "") -> None:
+            nonlocal printed
             progress.update(task, advance=amount, text=text)
+            now = time.monotonic()
+            if not console.is_terminal and now - printed >= LINE_SECONDS:  # in a file, the bar shows only when it is complete
+                printed = now
+                console.print(f"{title}: {progress.tasks[0].percentage:.0f} %, {now - start:.0f} s  {text}")
 
         yield advance
         progress.update(task, completed=total)

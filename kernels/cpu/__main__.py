@@ -27,7 +27,6 @@ def main() -> int:
     if missing() == NOT_COMPILED:
         from kernels.cpu.compiled import compile_all
 
-        print("compiling the CPU kernels, which takes about half a minute", file=sys.stderr)
         compile_all()
     if reason := missing():
         print(f"the CPU kernels are not used: {reason}", file=sys.stderr)

@@ -7,6 +7,7 @@ addresses, all int64, because Numba would take microseconds to unpack arrays.
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
 from functools import cached_property
 from importlib import import_module
@@ -21,7 +22,7 @@ from numba.extending import intrinsic
 
 from kernels.cpu.cache import COMPLETE, KERNELS, LOOPS, code_file
 from kernels.cpu.target import Target, host_target
-from kernels.folder import keep, read_kept
+from kernels.folder import cache_folder, keep, read_kept
 from kernels.ragged import ContractError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -105,9 +106,12 @@ def _load(content: bytes) -> Callable[..., None]:
 
 
 def compile_all() -> None:
-    """Compile every loop that is not kept yet for this target."""
+    """Compile every loop that is not kept yet for this target. Prints a line for each: it takes minutes."""
+    start, folder = time.monotonic(), cache_folder()
     for source in KERNELS.glob(LOOPS):
         import_module(f"kernels.{source.parent.name}.{source.stem}")
-    for function in ALL:
+    for done, function in enumerate(ALL):
+        elapsed = f"{time.monotonic() - start:.0f} s"
+        print(f"compiling CPU kernel {done + 1} of {len(ALL)} into {folder}, {elapsed}", file=sys.stderr, flush=True)
         function.compile()
     keep(code_file(COMPLETE), "\n".join(function.file for function in ALL).encode())

@@ -6,7 +6,6 @@ from collections.abc import Awaitable, Callable, Set
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request, Response
-from fastapi.routing import APIRoute
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -14,14 +13,13 @@ from starlette.routing import BaseRoute, Match, Route, WebSocketRoute
 from starlette.types import ASGIApp
 
 from service import __version__
-from service.access.scopes import KEY_SCOPES, Scope
+from service.access.scopes import Scope
 from service.errors import Forbidden, MethodNotAllowed, ServiceError, UnknownRoute
-from service.frontend import docs_page
+from service.frontend import docs_page, openapi
 from service.frontend.http_exchange import DirectRoute, IdentifyingApp, respond_error
 from service.frontend.inference import ClientDisconnected, Frontend
 from service.frontend.oip import rest as oip_rest
 from service.frontend.rest import access, debug, health, infer, models, sessions, tokens, websocket
-from service.frontend.rest.schemas import ERRORS
 from service.frontend.scopes import HTTP_SCOPES, scopes_of
 from service.frontend.ui import page
 
@@ -47,7 +45,7 @@ def build_app(frontend: Frontend, scopes: Set[Scope] = frozenset(Scope), grpc_po
     router = APIRouter(route_class=DirectRoute, redirect_slashes=False)
     # Starlette tries routes in this order: the routes of inference come first.
     infer.add_routes(router, frontend)
-    oip_rest.add_routes(router, frontend, ERRORS)
+    oip_rest.add_routes(router, frontend)
     sessions.add_routes(router, frontend)
     websocket.add_routes(router, frontend)
     models.add_routes(router, frontend)
@@ -59,8 +57,7 @@ def build_app(frontend: Frontend, scopes: Set[Scope] = frozenset(Scope), grpc_po
     if frontend.settings.page:
         page.add_routes(router)
     router.routes = [route for route in router.routes if _path(route) not in HTTP_SCOPES or scopes_of(_path(route)) <= scopes]
-    if frontend.settings.keys:
-        _describe_keys(app, router)
+    openapi.describe(app, router, with_keys=bool(frontend.settings.keys))
     app.include_router(router)
 
     if frontend.access.origins:
@@ -98,24 +95,6 @@ class Preflights(CORSMiddleware):
             return respond_error(self._frontend, error)
         refusal = Forbidden(f"web pages may not send this request: {bytes(response.body).decode()}")
         return response if response.status_code == 200 else respond_error(self._frontend, refusal)
-
-
-def _describe_keys(app: FastAPI, router: APIRouter) -> None:
-    """Name the key and its scope in the OpenAPI document, so that /docs asks for a key and sends it."""
-    for route in router.routes:
-        # STATE comes with SESSION, and PUBLIC with every key.
-        needed = scopes_of(_path(route)) & set(KEY_SCOPES) if isinstance(route, APIRoute) else set()
-        if needed:
-            assert isinstance(route, APIRoute)
-            route.openapi_extra = {**(route.openapi_extra or {}), "security": [{"key": sorted(needed)}]}
-    generate = app.openapi
-
-    def openapi() -> dict[str, Any]:
-        document = generate()
-        document.setdefault("components", {})["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-        return document
-
-    app.openapi = openapi  # type: ignore[method-assign]
 
 
 def _path(route: BaseRoute) -> str:

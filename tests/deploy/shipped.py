@@ -13,6 +13,7 @@ from service.metrics import Counter, Gauge, Histogram, Metrics, Series
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 DEPLOY = ROOT / "deploy"
+RULES, DASHBOARD = "chart/files/rules.yml", "chart/files/dashboard.json"
 COMPOSE, GPU = "docker-compose.yml", "docker-compose.gpu.yml"
 SUFFIXES: dict[type[Series], tuple[str, ...]] = {Counter: ("_total",), Gauge: ("",), Histogram: ("_bucket", "_count", "_sum")}
 
@@ -45,7 +46,7 @@ def instructions(name: str) -> list[str]:
 
 def rules() -> list[dict[str, Any]]:
     """Return the recording rules and the alerts."""
-    return [rule for group in read("rules.yml")["groups"] for rule in group["rules"]]
+    return [rule for group in read(RULES)["groups"] for rule in group["rules"]]
 
 
 def exposed() -> set[str]:

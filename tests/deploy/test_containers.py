@@ -21,6 +21,7 @@ from service.settings import PREFIX, Settings, load
 from tests.deploy.shipped import COMPOSE, DEPLOY, GPU, ROOT, instructions, read, services
 
 DEFAULTS = Settings()
+TEMPLATES = (DEPLOY / "chart" / "templates" / "monitoring.yaml").read_text()
 STOP_SECONDS = DEFAULTS.lame_duck_seconds + DEFAULTS.drain_seconds
 NEVER_CALLED = {"ptrace", "process_vm_readv", "mount", "unshare", "setns", "bpf", "keyctl", "io_uring_setup", "clone3"}
 
@@ -59,6 +60,15 @@ def test_compose_files_fit_the_dockerfile_and_are_careful() -> None:
     for one in services(COMPOSE).values():
         assert "build" in one or re.fullmatch(r".+:v?\d+\.\d+\.\d+", one["image"])
         assert all(re.match(r"127\.0\.0\.1:|\$\{SEQSERVE_HOST:-127\.0\.0\.1\}:", port) for port in one["ports"])
+
+
+def test_service_starts_without_the_images_of_other_projects() -> None:
+    assert [name for name, one in services(COMPOSE).items() if "profiles" not in one] == ["service"]
+
+
+def test_chart_is_complete_without_the_repository() -> None:
+    assert [path for path in (DEPLOY / "chart").rglob("*") if path.is_symlink()] == []
+    assert all((DEPLOY / "chart" / file).is_file() for file in re.findall(r'Files.Get "(.+?)"', TEMPLATES))
 
 
 def test_containers_and_ray_wait_for_lame_duck_and_drain() -> None:

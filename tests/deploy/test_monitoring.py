@@ -18,11 +18,12 @@ from grafana_foundation_sdk.models import units
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from service import metrics
+from tests.deploy import shipped
 from tests.deploy.shipped import DEPLOY, ROOT, exposed, read, rules
 from tests.serving import Server
 
 PAGE = (ROOT / "docs" / "operations.md").read_text()
-DASHBOARD: dict[str, Any] = read("grafana/dashboards/seqserve.json")
+DASHBOARD: dict[str, Any] = read(shipped.DASHBOARD)
 PANELS: list[dict[str, Any]] = DASHBOARD["panels"]
 DRAWN = [panel for panel in PANELS if panel["type"] != "row"]
 WITH_DATA = [panel for panel in DRAWN if "targets" in panel]
@@ -94,12 +95,12 @@ def test_panels_are_complete_and_do_not_overlap() -> None:
 def test_promtool_accepts_configuration_rules_and_queries(tmp_path: Path) -> None:
     """Also with the lines for services with keys and TLS, which are comments in the shipped file."""
     promtool("check", "config", "--lint=all", "--lint-fatal", "prometheus.yml")
-    promtool("check", "rules", "--lint=all", "--lint-fatal", "rules.yml")
+    promtool("check", "rules", "--lint=all", "--lint-fatal", shipped.RULES)
     promtool("test", "rules", "rules_test.yml")
     text = re.sub(r"^    # ( *\w+:(?: \S+)?)$", r"    \1", (DEPLOY / "prometheus.yml").read_text(), flags=re.MULTILINE)
     assert {"authorization", "scheme", "tls_config"} <= yaml.safe_load(text)["scrape_configs"][0].keys()
     (tmp_path / "prometheus.yml").write_text(text)
-    shutil.copy(DEPLOY / "rules.yml", tmp_path)
+    shutil.copytree(DEPLOY / "chart/files", tmp_path / "chart/files")
     for name in ("metrics-key", "authority.pem"):
         (tmp_path / name).touch()
     promtool("check", "config", "--lint=all", "--lint-fatal", str(tmp_path / "prometheus.yml"))

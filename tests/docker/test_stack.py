@@ -15,7 +15,6 @@ import time
 from ast import literal_eval
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -24,9 +23,9 @@ import yaml
 
 from loadtest.servers import free_port
 from service.settings import Settings
+from tests.deploy.shipped import DASHBOARD, DEPLOY, ROOT, RULES
 from tests.serving import eventually
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 README = (ROOT / "README.md").read_text()
 PORTS = {"service": ("SEQSERVE_PORT", "8000"), "prometheus": ("PROMETHEUS_PORT", "9090"), "grafana": ("GRAFANA_PORT", "3000")}
 
@@ -41,7 +40,8 @@ class Stack:
     @classmethod
     def made_up(cls) -> Stack:
         """Return a project with a unique name."""
-        stack = cls({**os.environ, "COMPOSE_PROJECT_NAME": f"seqserve-test-{os.getpid()}", "SEQSERVE_HOST": "127.0.0.1"})
+        named = {"COMPOSE_PROJECT_NAME": f"seqserve-test-{os.getpid()}", "COMPOSE_PROFILES": "monitoring"}
+        stack = cls({**os.environ, **named, "SEQSERVE_HOST": "127.0.0.1"})
         services = stack.config()["services"]
         for name, (variable, default) in PORTS.items():
             # Without published ports, as in the host's network, the port is the container's own: the variable's, if it is set.
@@ -181,7 +181,7 @@ def test_it_answers_and_prometheus_scrapes_it(stack: Stack) -> None:
         groups = prometheus.get("/api/v1/rules").json()["data"]["groups"]
         return {rule["name"]: rule["health"] for group in groups for rule in group["rules"]}
 
-    groups = yaml.safe_load((ROOT / "deploy" / "rules.yml").read_text())["groups"]
+    groups = yaml.safe_load((DEPLOY / RULES).read_text())["groups"]
     shipped = {rule.get("alert") or rule["record"]: "ok" for group in groups for rule in group["rules"]}
     eventually(answered)
     eventually(lambda: rules() == shipped)
@@ -194,7 +194,7 @@ def test_grafana_shows_the_dashboard_without_login(stack: Stack) -> None:
         pytest.skip(f"{image} is not on this engine and cannot be pulled, so Grafana is untested")
     stack.start("grafana")
     eventually(lambda: stack.reaches("grafana", "/api/health"), 60)
-    shipped = json.loads((ROOT / "deploy" / "grafana" / "dashboards" / "seqserve.json").read_text())
+    shipped = json.loads((DEPLOY / DASHBOARD).read_text())
     assert stack.clients["grafana"].get("/api/dashboards/home").json()["dashboard"]["title"] == shipped["title"]
 
 

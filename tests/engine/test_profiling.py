@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -249,3 +251,10 @@ def test_batches_in_flight_have_two_tracks_and_share_the_device() -> None:
     assert [piece.args["batch"] for piece in tracks["batches"] if piece.args] == [0, 2]
     assert [piece.args["batch"] for piece in tracks["batches (2)"] if piece.args] == [1]
     assert spans(tracks["device"]) == [(10, 200), (200, 350), (350, 510)]
+
+
+def test_start_of_the_profiler_imports_no_compiler() -> None:
+    """It would stall the queue for seconds."""
+    program = "import sys; from service.engine.profiling.recorder import Profiler; Profiler('cpu').stop(); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert "torch" in done.stdout.split() and not {"torch._dynamo", "sympy"} & set(done.stdout.split())

@@ -179,3 +179,13 @@ def test_adversarial_step_adds_the_gradients_of_embeddings_with_a_higher_loss() 
     higher, moved = step(0.0)
     assert higher > loss
     torch.testing.assert_close(both, gradient + moved)
+
+
+def test_training_tells_its_progress_without_a_terminal(
+    evaluate: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    terminal = importlib.import_module("training.terminal")
+    monkeypatch.setattr(terminal, "LINE_SECONDS", 0.0)
+    with terminal.bar("training", 4) as advance:
+        advance(1, "loss 0.5")
+        assert "training: 25 %, 0 s  loss 0.5" in capsys.readouterr().err

@@ -63,6 +63,8 @@ def error_message(folder: Path) -> str:
         ("vocabulary = 10", "vocabulary = 10\nfeatures = 3", "input", "an input of kind 'ids' has no features: remove it"),
         ('kind = "ids"', FEATURES, "input", "an input of kind 'features' has no vocabulary: remove it"),
         ('kind = "ids"', 'kind = "features"', "input", "an input of kind 'features' requires features"),
+        ('kind = "ids"', 'kind = "ids"\nexample = "a"', "input", "an input of kind 'ids' has no example: remove it"),
+        ('kind = "ids"', 'kind = "ids"\nnames = ["a"]', "input", "names has 1 different names and features is 0"),
         ('kind = "ids"', 'kind = "audio"', "input.kind", "'text', 'ids' or 'features'"),
         (
             'kind = "lstm"',

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 from pathlib import Path
 
 import pytest
 
 from service import __main__
-from service.cli import _example, main
+from service.cli import _curl, _example, main
+from service.settings import CLIENT_KEY, Settings
 from service.supervisor.repository import Repository
 from tests import models
 from tests.serving import Server
@@ -47,6 +49,18 @@ def test_commands_read_the_folder_of_one_model(
     assert "is the folder of one model, to which none can be added" in capsys.readouterr().err
 
 
+def test_ready_line_sends_the_key_and_a_text_that_suits_the_model(tmp_path: Path) -> None:
+    models.words(tmp_path)
+    manifest = Repository(tmp_path).manifest()
+    asked = json.loads(shlex.split(_curl("http://here:1", Settings(), manifest))[-1])
+    assert asked == {"model": "words", "inputs": ["This is a text."]}
+    file = tmp_path / "words" / "1" / "model.toml"
+    file.write_text(file.read_text().replace("[input]", '[input]\nexample = "how far\'s the sea ?"'))
+    command = shlex.split(_curl("http://here:1", Settings(keys="keys.toml"), Repository(tmp_path).manifest()))
+    assert json.loads(command[-1])["inputs"] == ["how far's the sea ?"]
+    assert f"Authorization: Bearer ${CLIENT_KEY}" in command
+
+
 def test_compress_command_writes_a_version_and_prints_its_card(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     models.words(tmp_path / "models")
     data = tmp_path / "texts.txt"
@@ -81,6 +95,35 @@ def test_refused_command_says_why(
     names = {"models": models_folder, "empty": tmp_path}
     assert main([word.format_map(names) for word in command]) == status
     assert message.format_map(names) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "hint"),
+    [
+        ("serv", "did you mean serve?"),
+        ("serve --prot 1", "did you mean --port?"),
+        ("serve --grpc_port=off", "did you mean --grpc-port?"),
+        ("serve --max-batch-sequences 3", "set the variable SEQSERVE_MAX_BATCH_SEQUENCES"),
+        ("export words --format pytroch --out x", "did you mean pytorch?"),
+        ("serve models", "see seqserve serve --help"),
+    ],
+)
+def test_mistyped_word_is_answered_with_the_nearest(command: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(command.split())
+    assert hint in capsys.readouterr().err
+
+
+def test_help_and_settings_show_defaults_and_sources(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["serve", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "which the ready line names (default: 8000)" in shown and "without keys (default: off)" in shown
+    monkeypatch.setenv("SEQSERVE_PORT", "9000")
+    assert main(["settings"]) == 0
+    assert "# Default: 8000. Set by: SEQSERVE_PORT.\nport = 9000\n" in capsys.readouterr().out
 
 
 def test_sigterm_during_imports_ends_the_command(monkeypatch: pytest.MonkeyPatch) -> None:

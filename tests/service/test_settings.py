@@ -165,9 +165,9 @@ def test_key_of_the_wrong_table_is_refused(file: Path, text: str, message: str) 
 
 def test_printed_settings_are_a_file_of_settings(file: Path) -> None:
     settings = load({"device": "cpu,cpu", "max_inputs": 7, "strict": True, "batch_budget_ms": 0.5, "grpc_port": "off"}, {})
-    file.write_text(as_toml(settings))
+    file.write_text(as_toml(settings, {}))
     assert load({"config": str(file)}, {}) == settings
-    assert "# Most sequences in one request.\nmax_inputs = 7\n" in file.read_text()
+    assert "# Most sequences in one request.\n# Default: 64. Set by: default.\nmax_inputs = 7\n" in file.read_text()
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,10 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, cast
 
 import msgspec
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.autograd.profiler import profile, record_function
 
 from service.engine.batch import Batch
 from service.engine.execution.in_flight import InFlightBatch
@@ -77,20 +78,20 @@ class BatchRecorder:
 
 
 class Profiler:
-    """torch's profiler, running. The first profiler in a process loads its libraries, which takes seconds on a GPU."""
+    """torch's profiler, running. On a GPU, the first profiler of a process loads the driver's library."""
 
     def __init__(self, device: str) -> None:
         os.environ.setdefault(*SILENT)
         self._folder = tempfile.TemporaryDirectory(prefix="seqserve-")
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.startswith("cuda") else [])]
-        self._profile = profile(activities=activities, acc_events=True)  # without acc_events it warns that events are cleared
-        self._profile.start()
+        # torch.profiler.profile would import torch's compiler at its first start, for seconds.
+        self._profile = cast(Any, profile(use_kineto=True, use_device="cuda" if device.startswith("cuda") else None))
+        self._profile.__enter__()
         self.marks = [_mark(f"mark {number}") for number in range(MARKS)]
 
     def stop(self) -> list[ProfilerEvent]:
         """Return the events; raises RuntimeError if there are none to read."""
         with self._folder as folder:
-            self._profile.stop()
+            self._profile.__exit__(None, None, None)
             file = Path(folder) / "trace.json"
             self._profile.export_chrome_trace(str(file))
             try:
@@ -100,7 +101,7 @@ class Profiler:
 
     def abandon(self) -> None:
         with self._folder:
-            self._profile.stop()
+            self._profile.__exit__(None, None, None)
 
 
 class _ExportedTrace(msgspec.Struct):

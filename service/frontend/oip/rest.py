@@ -34,6 +34,7 @@ from service.frontend.oip import json, metadata
 from service.frontend.oip.json import HEADER_LENGTH
 from service.frontend.oip.large_requests import DecodedInputs, RequestOptions
 from service.frontend.oip.types import InferResponse
+from service.frontend.openapi import named_examples
 from service.frontend.session_header import DESCRIPTION
 from service.ipc.messages import Api, DecodeBody
 from service.modeling.spec import NAME, VERSION
@@ -60,8 +61,6 @@ _HEADER = {
     "schema": {"type": "integer", "minimum": 0},
 }
 
-Responses = dict[int | str, dict[str, Any]]
-
 
 class RepositoryIndexJson(msgspec.Struct):
     """The versions to list."""
@@ -78,12 +77,12 @@ class RepositoryLoadJson(msgspec.Struct):
     ] = None
 
 
-def add_routes(router: APIRouter, frontend: Frontend, responses: Responses) -> None:
-    """Add the protocol's routes. responses: descriptions of the error responses."""
-    _add_infer(router, frontend, responses)
-    _add_server(router, frontend, responses)
-    _add_models(router, frontend, responses)
-    _add_repository(router, frontend, responses)
+def add_routes(router: APIRouter, frontend: Frontend) -> None:
+    """Add the protocol's routes."""
+    _add_infer(router, frontend)
+    _add_server(router, frontend)
+    _add_models(router, frontend)
+    _add_repository(router, frontend)
 
     async def unsupported(request: Request) -> Response:
         raise Unsupported(metadata.UNSUPPORTED_EXTENSION)
@@ -92,37 +91,27 @@ def add_routes(router: APIRouter, frontend: Frontend, responses: Responses) -> N
         router.add_api_route(path, unsupported, methods=["GET", "POST"], include_in_schema=False)
 
 
-def _add_infer(router: APIRouter, frontend: Frontend, responses: Responses) -> None:
+def _add_infer(router: APIRouter, frontend: Frontend) -> None:
     async def infer(request: Request) -> Response:
         """Run inference. Raw tensors may follow the JSON; Inference-Header-Content-Length is then the size of the JSON."""
         return await _infer(frontend, request)
 
     for path, parameters in MODEL_PATHS:
         description: dict[str, Any] = {"parameters": [*parameters, _HEADER, DESCRIPTION], **_INFER_REQUEST}
-        all_responses: Responses = {**responses, 200: {"content": _INFER_RESPONSE}}
-        router.add_api_route(path + "/infer", infer, methods=["POST"], responses=all_responses, openapi_extra=description)
+        router.add_api_route(
+            path + "/infer", infer, methods=["POST"], responses={200: {"content": _INFER_RESPONSE}}, openapi_extra=description
+        )
 
 
-def _add_server(router: APIRouter, frontend: Frontend, responses: Responses) -> None:
+def _add_server(router: APIRouter, frontend: Frontend) -> None:
     @router.get("/v2/", include_in_schema=False)
-    @router.get("/v2", responses=responses)
+    @router.get("/v2")
     async def server_metadata(request: Request) -> Response:
         """Return the name and version of the server and the supported protocol extensions."""
         return respond_json(frontend, metadata.server_metadata())
 
-    @router.get("/v2/health/live", responses=responses)
-    async def live(request: Request) -> Response:
-        """Return 200 while the process responds."""
-        return respond_json(frontend, {"live": True})
 
-    @router.get("/v2/health/ready", responses=responses)
-    async def ready(request: Request) -> Response:
-        """Return 200 if the server accepts inference requests, otherwise 503."""
-        frontend.check_ready()
-        return respond_json(frontend, {"ready": True})
-
-
-def _add_models(router: APIRouter, frontend: Frontend, responses: Responses) -> None:
+def _add_models(router: APIRouter, frontend: Frontend) -> None:
     async def model_metadata(request: Request) -> Response:
         """Return the inputs and outputs of a model. The first dimension of every shape counts the sequences."""
         return respond_json(frontend, metadata.model_metadata(frontend, *_path_model(request)))
@@ -144,7 +133,7 @@ def _add_models(router: APIRouter, frontend: Frontend, responses: Responses) -> 
             frontend, await cancel_on_disconnect(request, metadata.model_statistics(frontend, *_path_model(request)))
         )
 
-    @router.get("/v2/models/stats", responses=responses)
+    @router.get("/v2/models/stats")
     async def all_statistics(request: Request) -> Response:
         """Return request counts and durations of all models."""
         return respond_json(frontend, await cancel_on_disconnect(request, metadata.model_statistics(frontend)))
@@ -152,13 +141,13 @@ def _add_models(router: APIRouter, frontend: Frontend, responses: Responses) -> 
     for path, parameters in MODEL_PATHS:
         extra: dict[str, Any] = {"parameters": parameters}
         for end, endpoint in (("", model_metadata), ("/ready", ready), ("/config", config), ("/stats", statistics)):
-            router.add_api_route(path + end, endpoint, methods=["GET"], responses=responses, openapi_extra=extra)
+            router.add_api_route(path + end, endpoint, methods=["GET"], openapi_extra=extra)
 
 
-def _add_repository(router: APIRouter, frontend: Frontend, responses: Responses) -> None:
+def _add_repository(router: APIRouter, frontend: Frontend) -> None:
     index_body = _optional_body(RepositoryIndexJson, {"ready": True})
 
-    @router.post("/v2/repository/index", responses=responses, openapi_extra=index_body)
+    @router.post("/v2/repository/index", openapi_extra=index_body)
     async def index(request: Request) -> Response:
         """List every version in the models folder and its state."""
         body = json.parse(RepositoryIndexJson, await read_tensors(request, frontend, MANAGEMENT_LIMIT) or b"{}")
@@ -168,14 +157,14 @@ def _add_repository(router: APIRouter, frontend: Frontend, responses: Responses)
     example = {"parameters": {"config": '{"version_policy": {"all": {}}}'}}
     extra = {"parameters": [_NAME], **_optional_body(RepositoryLoadJson, example)}
 
-    @router.post("/v2/repository/models/{name}/load", responses=responses, openapi_extra=extra)
+    @router.post("/v2/repository/models/{name}/load", openapi_extra=extra)
     async def load(request: Request) -> Response:
         """Load or reload a model from the models folder. Returns when the model is served."""
         name, parameters = await _repository_request(frontend, request)
         await cancel_on_disconnect(request, frontend.supervisor.load(name, metadata.version_policy(parameters)))
         return respond_json(frontend, {"name": name})
 
-    @router.post("/v2/repository/models/{name}/unload", responses=responses, openapi_extra=extra)
+    @router.post("/v2/repository/models/{name}/unload", openapi_extra=extra)
     async def unload(request: Request) -> Response:
         """Unload a model."""
         name, _ = await _repository_request(frontend, request)
@@ -288,14 +277,19 @@ def _optional_body(body: type[msgspec.Struct], example: dict[str, Any]) -> dict[
     return {"requestBody": {"required": False, "content": content}}
 
 
-_EXAMPLE = {"inputs": [{"name": "text", "datatype": "BYTES", "shape": [1], "data": ["How far is it from Denver to Aspen ?"]}]}
+_ROWS = {"name": "inputs", "datatype": "FP32", "shape": [1, 2, 3], "data": [0.1, 0.5, 0.3, 0.2, 0.4, 0.3]}
+_EXAMPLES: dict[str, dict[str, Any]] = {
+    "text": {"inputs": [{"name": "text", "datatype": "BYTES", "shape": [1], "data": ["How far is it from Denver to Aspen ?"]}]},
+    "token_ids": {"inputs": [{"name": "ids", "datatype": "INT32", "shape": [1, 4], "data": [4, 11, 2, 7]}]},
+    "rows_of_numbers": {"inputs": [_ROWS]},
+}
 _BINARY = {"schema": {"type": "string", "format": "binary"}}
 _INFER_RESPONSE = {JSON: {"schema": json.inline_schema(json.InferResponseJson)}, OCTET_STREAM: _BINARY}
 _INFER_REQUEST = {
     "requestBody": {
         "required": True,
         "content": {
-            JSON: {"schema": json.inline_schema(json.InferRequestJson), "example": _EXAMPLE},
+            JSON: {"schema": json.inline_schema(json.InferRequestJson), "examples": named_examples(**_EXAMPLES)},
             OCTET_STREAM: _BINARY,
         },
     }

@@ -11,13 +11,12 @@ from service.access.caller import ANYBODY
 from service.access.scopes import Scope
 from service.frontend.http_exchange import authorization_of, identify, respond_json
 from service.frontend.inference import Frontend
-from service.frontend.rest.schemas import ERRORS
 
 
 def add_routes(router: APIRouter, frontend: Frontend, scopes: Set[Scope], grpc_port: int | None) -> None:
     """Add GET /access. scopes: of the endpoints on this port. grpc_port: of the service, None without gRPC."""
 
-    @router.get("/access", responses=ERRORS)
+    @router.get("/access")
     async def access(request: Request) -> Response:
         """Name the caller, and list the scopes that it may use on this port. Without a key, where keys are needed, these are few."""
         needs_key = bool(frontend.settings.keys) and authorization_of(request) is None

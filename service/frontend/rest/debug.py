@@ -10,7 +10,7 @@ from pydantic import Field
 from service.errors import UnknownRoute
 from service.frontend.http_exchange import JSON, cancel_on_disconnect
 from service.frontend.inference import Frontend
-from service.frontend.rest.schemas import ERRORS, QueryParameters, describe_query
+from service.frontend.rest.schemas import QueryParameters, describe_query
 
 
 class TraceQuery(QueryParameters):
@@ -30,11 +30,10 @@ def add_routes(router: APIRouter, frontend: Frontend) -> None:
     @router.post(
         "/debug/trace",
         include_in_schema=frontend.settings.debug,
-        responses=ERRORS,
         openapi_extra=describe_query(TraceQuery),
     )
     async def trace(request: Request) -> Response:
-        """Record the next batches of every engine, and return a trace that ui.perfetto.dev and chrome://tracing open."""
+        """Record the next batches of every engine. Returns a trace that ui.perfetto.dev and chrome://tracing open."""
         if not frontend.settings.debug:
             raise UnknownRoute(
                 "tracing is off because SEQSERVE_DEBUG is off: start the service with --debug or SEQSERVE_DEBUG=1"

@@ -10,26 +10,27 @@ from starlette.responses import PlainTextResponse
 from service.exposition import expose
 from service.frontend.http_exchange import respond_json
 from service.frontend.inference import Frontend
-from service.frontend.rest.schemas import ERRORS
 
 
 def add_routes(router: APIRouter, frontend: Frontend) -> None:
-    """Add /healthz, /readyz and /metrics."""
+    """Add /healthz and /readyz, also under their names in the Open Inference Protocol, and /metrics."""
 
+    @router.get("/v2/health/live")
     @router.get("/healthz")
     async def healthz(request: Request) -> Response:
-        """200 while this process answers."""
+        """Check that the process answers. Returns 200 as long as it does."""
         return respond_json(frontend, {"live": True})
 
-    @router.get("/readyz", responses=ERRORS)
+    @router.get("/v2/health/ready")
+    @router.get("/readyz")
     async def readyz(request: Request) -> Response:
-        """200 when requests are answered; 503 while models load, while no engine is ready, and during shutdown."""
+        """Check that requests are answered. Returns 503 while models load, while no engine is ready, and during shutdown."""
         frontend.check_ready()
         return respond_json(frontend, {"ready": True})
 
-    @router.get("/metrics", response_class=PlainTextResponse, responses=ERRORS)
+    @router.get("/metrics", response_class=PlainTextResponse)
     async def metrics(request: Request) -> Response:
-        """The metrics of all processes in Prometheus' text format, or in that of OpenMetrics if the client accepts it."""
+        """Return the metrics of all processes. They have Prometheus' text format, or that of OpenMetrics if the client accepts it."""
         snapshot = await frontend.supervisor.scrape()
         # In a thread: the text of ten models takes longer than a callback of the event loop may.
         exposition = await asyncio.to_thread(expose, snapshot, request.headers.get("accept", ""))

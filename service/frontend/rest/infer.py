@@ -23,7 +23,7 @@ from service.frontend.http_exchange import JSON, caller_of, cancel_on_disconnect
 from service.frontend.inference import Frontend, TrackedRequest, count_answer, run_inference, track_request
 from service.frontend.large_answers import LARGE_ANSWER_BYTES
 from service.frontend.request_heads import RequestHead
-from service.frontend.rest.schemas import ERRORS, JsonBody, SessionId, describe_body
+from service.frontend.rest.schemas import JsonBody, SessionId, describe_body
 from service.frontend.session_header import DESCRIPTION, resolve_session
 from service.frontend.validation import MAX_SESSION_STEPS, PackedInputs
 from service.ipc import messages
@@ -37,7 +37,13 @@ _JSON_TYPES = (None, JSON.encode(), b"application/json; charset=utf-8", b"applic
 _HEADERS = b"content-type: " + JSON.encode() + b"\r\n"
 Packer = Callable[[ServedModel], Awaitable[PackedInputs]]
 """Validates the inputs of a request for a model, and packs them."""
-_EXAMPLE = {"model": "question-type", "inputs": ["How far is it from Denver to Aspen ?"]}
+_ROWS = {"model": "sensor-forecast", "inputs": [[[0.1, 0.5, 0.3], [0.2, 0.4, 0.3]]]}
+_EXAMPLES: dict[str, dict[str, Any]] = {
+    "text": {"model": "question-type", "inputs": ["How far is it from Denver to Aspen ?"]},
+    "token_ids": {"model": "a-model-of-ids", "inputs": [[4, 11, 2, 7]]},
+    "rows_of_numbers": _ROWS,
+    "next_chunk_of_a_session": {**_ROWS, "session": "machine-7"},
+}
 
 
 class InferBody(JsonBody):
@@ -125,9 +131,9 @@ class InferReply(BaseModel):
 def add_routes(router: APIRouter, frontend: Frontend) -> None:
     """Add POST /infer."""
 
-    extra = {"parameters": [DESCRIPTION], **describe_body(InferBody, _EXAMPLE)}
+    extra = {"parameters": [DESCRIPTION], **describe_body(InferBody, **_EXAMPLES)}
 
-    @router.post("/infer", response_model=InferReply, responses=ERRORS, openapi_extra=extra)
+    @router.post("/infer", response_model=InferReply, openapi_extra=extra)
     async def infer(request: Request) -> Response:
         """Run a model on each input."""
         with track_request(frontend, time.monotonic(), caller_of(request), Api.INFER, identity_of(request)) as tracked:

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request, Response
 
 from service.frontend.http_exchange import respond, respond_json
 from service.frontend.inference import Frontend
-from service.frontend.rest.schemas import ERRORS, QueryParameters, describe_query
+from service.frontend.rest.schemas import QueryParameters, describe_query
 from service.ipc.messages import ModelKey
 
 MARKDOWN = "text/markdown; charset=utf-8"
@@ -30,17 +30,17 @@ def add_routes(router: APIRouter, frontend: Frontend) -> None:
 
     @router.get("/models")
     async def models(request: Request) -> Response:
-        """List every served model version, with the kernels that run it, and the versions that cannot be served, with the reason."""
+        """List the served models. Each version has the kernels that run it, and each that cannot be served has the reason."""
         return respond_json(frontend, {"models": _list_models(frontend), "unavailable": _list_unavailable(frontend)})
 
     @router.get(
         "/models/{name}/card",
-        responses={**ERRORS, **_CARD},
+        responses=_CARD,
         response_class=Response,
         openapi_extra={"parameters": [_NAME, *describe_query(CardQuery)["parameters"]]},
     )
     async def card(request: Request) -> Response:
-        """The first 64 KiB of a model's card.md, as it was when the model was loaded; empty for a model without one."""
+        """Return the card of a model. At most the first 64 KiB of its card.md when it was loaded; empty for a model without one."""
         query = CardQuery.parse(request.query_params.multi_items())
         model = frontend.catalog.find(request.path_params["name"], query.version)
         return respond(frontend, model.card, MARKDOWN)

@@ -8,13 +8,12 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, StrictStr, ValidationError, WithJsonSchema
 from pydantic_core import from_json
 
-from service.errors import STATUS, InvalidInput, InvalidRequest, ServiceError
+from service.errors import InvalidInput, InvalidRequest, ServiceError
+from service.frontend.openapi import named_examples
 from service.frontend.quoting import quote
 from service.frontend.validation import SESSION_ID_SCHEMA, check_session_id
 
 SessionId = Annotated[StrictStr, AfterValidator(check_session_id), WithJsonSchema(SESSION_ID_SCHEMA)]
-Responses = dict[int | str, dict[str, Any]]
-"""Descriptions of responses by status code, as FastAPI takes them."""
 
 
 class JsonBody(BaseModel):
@@ -63,26 +62,13 @@ class QueryParameters(BaseModel):
         return dict(items)
 
 
-class ErrorBody(BaseModel):
-    """Body of every error."""
+def describe_body(body: type[JsonBody], **examples: dict[str, Any]) -> dict[str, Any]:
+    """Return the OpenAPI description of a JSON body, for `openapi_extra`: FastAPI does not see a body that the endpoint reads itself.
 
-    model_config = ConfigDict(use_attribute_docstrings=True)
-
-    error: str
-    code: str
-    field: str | None = None
-    steps: int | None = None
-    """How many steps the session has, if the request expected another number."""
-
-
-ERRORS: Responses = {code: {"model": ErrorBody} for code in sorted({status.http for status in STATUS.values()})}
-"""The error responses that every route describes."""
-
-
-def describe_body(body: type[JsonBody], example: dict[str, Any]) -> dict[str, Any]:
-    """Return the OpenAPI description of a JSON body, for `openapi_extra`: FastAPI does not see a body that the endpoint reads itself."""
-    schema = body.model_json_schema(by_alias=True)
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema, "example": example}}}}
+    examples: by name, with spaces in place of underscores.
+    """
+    content = {"schema": body.model_json_schema(by_alias=True), "examples": named_examples(**examples)}
+    return {"requestBody": {"required": True, "content": {"application/json": content}}}
 
 
 def describe_query(query: type[QueryParameters]) -> dict[str, Any]:

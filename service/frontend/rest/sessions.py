@@ -18,7 +18,7 @@ from service.frontend.http_exchange import (
     respond_json,
 )
 from service.frontend.inference import Frontend
-from service.frontend.rest.schemas import ERRORS, JsonBody, SessionId, describe_body
+from service.frontend.rest.schemas import JsonBody, SessionId, describe_body
 from service.frontend.session_header import DESCRIPTION, resolve_session
 from service.frontend.state_signatures import check_signature, signed
 from service.frontend.validation import SESSION_ID_SCHEMA, check_session_id
@@ -51,18 +51,17 @@ def add_routes(router: APIRouter, frontend: Frontend) -> None:
 
     @router.get(
         STATE_PATH,
-        responses={**ERRORS, 200: {"content": {OCTET_STREAM: _STATE}}},
+        responses={200: {"content": {OCTET_STREAM: _STATE}}},
         openapi_extra={"parameters": [_ID, DESCRIPTION]},
     )
     async def export_state(request: Request) -> Response:
-        """Return the state of a session as a safetensors file, which any replica with the same model accepts. It stays open."""
+        """Export a session. Returns its state as a safetensors file, which any replica with the same model accepts. It stays open."""
         state = await cancel_on_disconnect(request, _export(frontend, caller_of(request), _id(request)))
         return respond(frontend, state, OCTET_STREAM)
 
     @router.put(
         STATE_PATH,
         response_model=SessionReply,
-        responses=ERRORS,
         openapi_extra={"parameters": [_ID, DESCRIPTION], "requestBody": {"required": True, "content": {OCTET_STREAM: _STATE}}},
     )
     async def import_state(request: Request) -> Response:
@@ -71,7 +70,7 @@ def add_routes(router: APIRouter, frontend: Frontend) -> None:
         await cancel_on_disconnect(request, _import(frontend, caller_of(request), id, state))
         return respond_json(frontend, {"session": id})
 
-    @router.delete(STATE_PATH, response_model=SessionReply, responses=ERRORS, openapi_extra={"parameters": [_ID, DESCRIPTION]})
+    @router.delete(STATE_PATH, response_model=SessionReply, openapi_extra={"parameters": [_ID, DESCRIPTION]})
     async def close(request: Request) -> Response:
         """Close a session and drop its state."""
         id = _id(request)
@@ -81,8 +80,7 @@ def add_routes(router: APIRouter, frontend: Frontend) -> None:
     @router.post(
         FORK_PATH,
         response_model=SessionReply,
-        responses=ERRORS,
-        openapi_extra={"parameters": [_ID, DESCRIPTION], **describe_body(ForkBody, {"session": "the-copy"})},
+        openapi_extra={"parameters": [_ID, DESCRIPTION], **describe_body(ForkBody, copy={"session": "the-copy"})},
     )
     async def fork(request: Request) -> Response:
         """Open another session that continues from the current state of this session."""

@@ -12,10 +12,13 @@ from service.errors import InvalidInput, TooLarge
 from service.frontend.head_outputs import input_field
 from service.frontend.http_exchange import MANAGEMENT_LIMIT, caller_of, read_json, respond_json
 from service.frontend.inference import Frontend
-from service.frontend.rest.schemas import ERRORS, JsonBody, describe_body
+from service.frontend.rest.schemas import JsonBody, describe_body
 from service.modeling.tokenizer import Tokenizer
 
-_EXAMPLE = {"model": "question-type", "inputs": ["How far is it from Denver to Aspen ?"]}
+_EXAMPLES: dict[str, dict[str, Any]] = {
+    "text": {"model": "question-type", "inputs": ["How far is it from Denver to Aspen ?"]},
+    "token_ids": {"model": "question-type", "inputs": [[4, 11, 2, 7]]},
+}
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31, strict=True)]
 
 
@@ -56,9 +59,9 @@ class TokensReply(BaseModel):
 def add_routes(router: APIRouter, frontend: Frontend) -> None:
     """Add POST /tokens."""
 
-    @router.post("/tokens", response_model=TokensReply, responses=ERRORS, openapi_extra=describe_body(TokensBody, _EXAMPLE))
+    @router.post("/tokens", response_model=TokensReply, openapi_extra=describe_body(TokensBody, **_EXAMPLES))
     async def tokens(request: Request) -> Response:
-        """Split texts into the tokens that a model sees, each a step of its sequence, or name the tokens of ids."""
+        """Split texts into tokens, or name the tokens of ids. Each token of a text is a step of the sequence that the model sees."""
         data = await read_json(request, frontend, MANAGEMENT_LIMIT)
         body = TokensBody.parse(data)
         model = frontend.catalog.find(body.model, body.version)

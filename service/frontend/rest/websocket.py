@@ -31,7 +31,7 @@ from service.frontend.http_exchange import SUBPROTOCOL, admit, error_body, ident
 from service.frontend.inference import ClientDisconnected, Frontend, track_request
 from service.frontend.origin import Header, Origin
 from service.frontend.rest.infer import HotInfer, InferBody, InferFields, answer, check_returns
-from service.frontend.rest.schemas import ERRORS, JsonBody, QueryParameters, SessionId, describe_query
+from service.frontend.rest.schemas import JsonBody, QueryParameters, SessionId, describe_query
 from service.frontend.session_header import DESCRIPTION, resolve_session
 from service.frontend.validation import MAX_SESSION_STEPS, resolve_deadline_ms
 from service.frontend.websocket_protocol import SOCKET, WebSocketProtocol
@@ -167,9 +167,9 @@ def add_routes(router: APIRouter, frontend: Frontend) -> None:
     described = describe_query(StreamQuery)
     described["parameters"].append(DESCRIPTION)
 
-    @router.get("/stream", responses=ERRORS, openapi_extra=described)
+    @router.get("/stream", status_code=101, openapi_extra=described)
     async def describe_stream(request: Request) -> Response:
-        """A WebSocket: each message is the next chunk of a session, and each reply has the form of /infer."""
+        """Open a WebSocket. Each message is the next chunk of a session, and each reply has the form of /infer."""
         raise InvalidRequest("this path is a WebSocket: connect with ws:// or wss://, or send chunks to /infer")
 
     @router.websocket("/stream")

@@ -21,10 +21,10 @@ export function classBars(head, output) {
   ];
 }
 
-/** Return a bar for a share between 0 and 1. value: the text behind it. */
-export function bar(label, share, chosen, value = score(share)) {
-  const line = h("span", { class: "bar", "aria-hidden": "true" });
-  line.style.setProperty("--share", Math.min(1, Math.max(0, share)));
+/** Return a bar for a share between 0 and 1. value: the text behind it. from, zero: where the bar begins, and where a line for 0 is. */
+export function bar(label, share, chosen, value = score(share), { from = 0, zero = 0 } = {}) {
+  const line = h("span", { class: zero ? "bar signed" : "bar", "aria-hidden": "true" });
+  Object.entries({ share: Math.min(1, Math.max(0, share)), from, zero }).forEach(([name, at]) => line.style.setProperty(`--${name}`, at));
   const name = h("span", { class: "bar-label", title: label }, label);
   return h("li", { class: chosen && "chosen" }, name, line, span("bar-value", value));
 }

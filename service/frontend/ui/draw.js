@@ -5,13 +5,13 @@ import { columnLines, EDGE, linePlot, rangeOf } from "./plot.js";
 
 const HEIGHT = 160;
 
-/** A plot of rows. changed: called with the rows after each stroke. */
+/** A plot of rows. names: of their columns. changed: called with the rows after each stroke. */
 export class DrawingPad {
-  constructor(columns, changed) {
-    Object.assign(this, { columns, changed, rows: [], column: 0, last: null, range: null });
+  constructor(names, changed) {
+    Object.assign(this, { columns: names.length, changed, rows: [], column: 0, last: null, range: null });
     this.figure = h("div", { class: "pad" });
     this.choice = h("select", { "aria-label": "Series to draw", onchange: () => (this.column = Number(this.choice.value)) });
-    this.choice.append(...Array.from({ length: columns }, (_, index) => h("option", { value: index }, `series ${index + 1}`)));
+    this.choice.append(...names.map((name, index) => h("option", { value: index }, name)));
     this.figure.addEventListener("pointerdown", (event) => this.begin(event));
     this.figure.addEventListener("pointermove", (event) => this.last && this.stroke(event));
     for (const end of ["pointerup", "pointercancel"]) this.figure.addEventListener(end, () => this.end());

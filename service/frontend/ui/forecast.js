@@ -1,7 +1,7 @@
 // The answer of a model that continues its series: it answers as many values as a row has.
 
 import * as api from "./api.js";
-import { h, hint, swatch } from "./dom.js";
+import { h, hint, span, swatch } from "./dom.js";
 import { count, number } from "./format.js";
 import { colour, columnLines, linePlot } from "./plot.js";
 
@@ -24,8 +24,8 @@ export async function forecastRows(model, body, first, steps, signal) {
   return ahead;
 }
 
-/** Return the plot of rows and of those that follow, with the values of the first that follows. */
-export function forecast(rows, ahead) {
+/** Return the plot of rows and of those that follow, with the values of the first that follows. names: of the columns, if known. */
+export function forecast(rows, ahead, names) {
   const series = rows.at(-1).map((_, index) => index);
   const known = columnLines(rows, series.length);
   const joined = columnLines([rows.at(-1), ...ahead], series.length);
@@ -37,6 +37,6 @@ export function forecast(rows, ahead) {
   return [
     linePlot({ lines: [...known, ...next], marks, steps: rows.length + ahead.length, label, height: 210 }),
     hint(ahead.length > 1 ? "The next row, and further rows, each from the forecasts before it:" : "The next row:"),
-    h("ul", { class: "values" }, series.map((index) => h("li", {}, swatch(colour(index)), first[index]))),
+    h("ul", { class: "values" }, series.map((index) => h("li", {}, swatch(colour(index)), names && span("hint", names[index]), first[index]))),
   ];
 }

@@ -31,4 +31,10 @@ export function bytes(count) {
   return `${DIGITS.format(count / 1000 ** power)} ${UNITS[power]}`;
 }
 
+/** Return the first names of a list. */
+export const listed = (names) => names.slice(0, 12).join(", ") + (names.length > 12 ? ", …" : "");
+
+/** Return the names of the numbers in a row. */
+export const columnNames = ({ input }) => input.names ?? Array.from({ length: input.features }, (_, index) => `series ${index + 1}`);
+
 export const count = (many, noun) => `${many} ${noun}${many === 1 ? "" : "s"}`;

@@ -2,10 +2,10 @@
 
 import { DrawingPad } from "./draw.js";
 import { button, h } from "./dom.js";
-import { count } from "./format.js";
+import { columnNames, count, listed } from "./format.js";
 import { formatRows, InputError, parseIds, parseRows } from "./table.js";
 
-const QUESTIONS = ["How far is it from Denver to Aspen ?", "Who was the first man on the moon ?"];
+const TEXTS = ["This is a text.", "This is another text."];
 const SAMPLE_STEPS = 48;
 const MAX_FILE_BYTES = 4e6;
 
@@ -26,7 +26,7 @@ function field(label, rows, value, submit, hint) {
 }
 
 function textEditor(model, which, label, submit) {
-  const { area, head } = field(label, 3, QUESTIONS[which], submit, "");
+  const { area, head } = field(label, 3, (!which && model.input.example) || TEXTS[which], submit, "");
   return { element: h("div", { class: "editor" }, head, area), value: () => area.value };
 }
 
@@ -43,15 +43,17 @@ function featuresEditor(model, which, label, submit) {
   const columns = model.input.features;
   const { area, note, head } = field(label, 6, formatRows(wave(columns, sampleSteps(model), which)), submit, "");
   area.classList.add("numbers");
-  const pad = new DrawingPad(columns, (rows) => (area.value = formatRows(rows)));
-  const value = () => parseRows(area.value, columns);
+  const { names } = model.input;
+  const pad = new DrawingPad(columnNames(model), (rows) => (area.value = formatRows(rows)));
+  const value = () => parseRows(area.value, columns, names);
   const draw = () => {
     try {
       const rows = value();
       pad.show(rows);
-      note.textContent = rows.length ? `${count(rows.length, "step")} of ${count(columns, "number")}` : "no steps";
+      note.textContent = rows.length ? `${count(rows.length, "step")} of ${names ? listed(names) : count(columns, "number")}` : "no steps";
     } catch (error) {
       if (!(error instanceof InputError)) throw error;
+      pad.show([]);
       note.textContent = error.message;
     }
   };

@@ -29,7 +29,9 @@ const tryIt = new TryIt(
     status: byId("result-status"),
   },
   {
-    changed: (body) => code.show(shown, body, access.grpc_port),
+    changed: (body) => code.show(shown, body, access.grpc_port, shown.streams && may("session")),
+    invalid: (message) => code.refuse(message),
+    failed: () => fill(byId("waterfall"), empty("The last request was not answered, so it has no times.")),
     answered: ({ stages, elapsed }) => drawWaterfall(byId("waterfall"), stages, elapsed),
     ended: () => checkReadiness(),
   },

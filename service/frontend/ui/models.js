@@ -1,7 +1,7 @@
 // The list of served models, and the facts about the chosen one.
 
 import { button, empty, fill, h, span } from "./dom.js";
-import { bytes, count } from "./format.js";
+import { bytes, count, listed } from "./format.js";
 
 const INPUTS = { text: "text", ids: "token ids", features: "numbers" };
 const HEADS = {
@@ -17,7 +17,8 @@ const HEADS = {
 /** Return the models of GET /models with an id each, newest version of a name first. */
 export function identified(models) {
   const all = models.map((model) => ({ ...model, id: `${model.name}/${model.version}` }));
-  return all.reverse().sort((a, b) => a.name.localeCompare(b.name));
+  const sorted = all.reverse().sort((a, b) => a.name.localeCompare(b.name));
+  return sorted.map((model, index) => ({ ...model, newest: model.name !== sorted[index - 1]?.name }));
 }
 
 function answerOf({ head }) {
@@ -115,7 +116,7 @@ function inputOf({ input, min_steps: least }) {
   const kinds = {
     text: "text",
     ids: `token ids below ${input.vocabulary}`,
-    features: `rows of ${count(input.features, "number")}`,
+    features: `rows of ${count(input.features, "number")}${input.names ? ` (${listed(input.names)})` : ""}`,
   };
   return `${kinds[input.kind]}, ${least > 1 ? `${least} to ` : "up to "}${input.max_steps} steps`;
 }
@@ -123,8 +124,7 @@ function inputOf({ input, min_steps: least }) {
 function answer(model) {
   const { kind, labels, outputs, multi_label: several } = model.head;
   if (!labels) return outputs > 1 ? count(outputs, "value") : answerOf(model);
-  const shown = labels.slice(0, 12).join(", ") + (labels.length > 12 ? ", …" : "");
-  return `${several ? "any" : "one"} of ${labels.length} ${kind === "tag" ? "labels for each token" : "classes"}: ${shown}`;
+  return `${several ? "any" : "one"} of ${labels.length} ${kind === "tag" ? "labels for each token" : "classes"}: ${listed(labels)}`;
 }
 
 function layer({ kind, ...values }) {

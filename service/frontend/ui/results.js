@@ -15,7 +15,7 @@ export function drawAnswer(model, outputs, sent, { tokens = null, ahead = null }
   const [output] = outputs;
   const draw = {
     classify: () => classBars(model.head, output),
-    regress: () => regression(output, sent[0], ahead),
+    regress: () => regression(model, output, sent[0], ahead),
     tag: () => tagged(model.head, output, stepsOf(model, sent[0], tokens?.[0])),
     span: () => spanOf(output, stepsOf(model, sent[0], tokens?.[0])),
     next: () => candidates(output, tokens?.[0]),
@@ -38,19 +38,23 @@ export function stepsOf(model, sequence, tokens) {
   });
 }
 
-function regression({ value }, sequence, ahead) {
+function regression({ input }, { value }, sequence, ahead) {
   const values = [value].flat();
   if (!values.every(Number.isFinite)) return empty(NOT_FINITE);
-  if (ahead && sequence.length) return forecast(sequence, ahead);
+  if (ahead && sequence.length) return forecast(sequence, ahead, input.names);
   return values.length === 1 ? headline("value", number(values[0])) : valueBars(values);
 }
 
-/** Values that stand beside each other: the bars have the lengths of their sizes. */
+/** Values that stand beside each other: the bars of negative ones are to the left of a line for zero. */
 function valueBars(values) {
   const shown = values.slice(0, MAX_VALUES);
-  const most = Math.max(...values.map(Math.abs), 1e-9);
+  const [low, high] = [Math.min(0, ...shown), Math.max(1e-9, ...shown)];
+  const share = (size) => size / (high - low);
   const rest = values.length - shown.length;
-  const bars = shown.map((value, index) => bar(`value ${index + 1}`, Math.abs(value) / most, value > 0, number(value)));
+  const bars = shown.map((value, index) => {
+    const place = { from: share(Math.min(0, value) - low), zero: share(-low) };
+    return bar(`value ${index + 1}`, share(Math.abs(value)), value > 0, number(value), place);
+  });
   return [h("ul", { class: "bars" }, bars), rest > 0 && hint(`and ${count(rest, "more value")}`)];
 }
 

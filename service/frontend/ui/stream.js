@@ -2,7 +2,8 @@
 
 import { ApiError, openStream } from "./api.js";
 import { empty, fill, h, hint } from "./dom.js";
-import { count, milliseconds } from "./format.js";
+import { continues } from "./forecast.js";
+import { columnNames, count, milliseconds } from "./format.js";
 import { colour, columnLines, legend, linePlot } from "./plot.js";
 import { problem } from "./problem.js";
 import { drawAnswer } from "./results.js";
@@ -104,12 +105,13 @@ export class StreamView {
     if (!columns) return hint(`… ${this.inputs.slice(-24).join(" ")}`);
     const from = SHOWN - this.inputs.length;
     const lines = columnLines(this.inputs, Math.min(columns, MAX_LINES)).map((line) => ({ ...line, from }));
-    return figure("sent", linePlot({ lines, steps: SHOWN, height: 110, label: "The last steps that were sent" }));
+    const plot = linePlot({ lines, steps: SHOWN, height: 110, label: "The last steps that were sent" });
+    return figure("sent", plot, legend(columnNames(this.model).slice(0, MAX_LINES).map((name, index) => [name, colour(index)])));
   }
 
   /** Answers that are numbers are drawn over time, all others as the newest alone. */
   drawAnswers(output) {
-    const names = seriesOf(this.model.head, output).slice(0, MAX_LINES);
+    const names = seriesOf(this.model, output).slice(0, MAX_LINES);
     if (!names.length) return drawAnswer(this.model, [output], [this.chunk]);
     const isClass = Boolean(output.scores);
     const value = (answer, index) => (isClass ? answer.scores[names[index]] : [answer.value].flat()[index]);
@@ -151,7 +153,9 @@ export class StreamView {
 const figure = (name, ...content) => h("figure", {}, h("figcaption", { class: "hint" }, name), content);
 
 /** Return the names of the numbers in an answer that are drawn over time, none for other answers. */
-function seriesOf(head, output) {
+function seriesOf(model, output) {
+  const { head } = model;
   if (head.kind === "classify") return head.labels;
+  if (continues(model)) return columnNames(model);
   return head.kind === "regress" ? [output.value].flat().map((_, index) => `value ${index + 1}`) : [];
 }

@@ -5,14 +5,17 @@ import { count } from "./format.js";
 /** What a user entered that is no input of the model. */
 export class InputError extends Error {}
 
-/** Return the rows of a text; throws InputError, which names the first wrong line. columns: how many numbers a row has. */
-export function parseRows(text, columns) {
+/** Return the rows of a text; throws InputError, which names the first wrong line. columns: how many numbers a row has; names: of these. */
+export function parseRows(text, columns, names = []) {
   const trimmed = text.trim();
   if (!trimmed) return [];
   if (trimmed.startsWith("[")) return checked(parseJson(trimmed), columns);
   const lines = trimmed.split(/\r?\n/).map((line) => line.trim());
   const rows = lines.map((line) => line.split(/[,;\t ]+/).filter(Boolean).map(Number));
   const begin = rows.length > 1 && rows[0].every(Number.isNaN) ? 1 : 0; // a line of column names
+  const titles = begin ? lines[0].split(/[,;\t]+/).map((title) => title.trim()) : [];
+  const moved = titles.find((title, index) => names.includes(title) && names[index] !== title);
+  if (moved) throw new InputError(`${moved} is in another column of Line 1: this model takes ${names.join(", ")}, in this order.`);
   return checked(rows.slice(begin), columns, begin);
 }
 

@@ -1,7 +1,7 @@
 // Try a model: an editor for its input, and its answer.
 
 import * as api from "./api.js";
-import { empty, fill, h } from "./dom.js";
+import { empty, fill, h, hint } from "./dom.js";
 import { continues, forecastRows, STEPS } from "./forecast.js";
 import { count } from "./format.js";
 import { createEditor } from "./inputs.js";
@@ -9,10 +9,12 @@ import { problem } from "./problem.js";
 import { drawAnswer, summary } from "./results.js";
 import { InputError } from "./table.js";
 
+const EMPTY = "The input is empty: this is the answer to a sequence without steps.";
+
 export class TryIt {
   /**
-   * elements: form, editors, ahead (a choice), result, status. events: changed(body) after each edit,
-   * answered({stages, elapsed}) after an answer, ended() after each run.
+   * elements: form, editors, ahead (a choice), result, status. events: changed(body) or invalid(message) after each edit,
+   * answered({stages, elapsed}) or failed() after a request, ended() after each run.
    */
   constructor(elements, events) {
     Object.assign(this, elements, { events, model: null, running: null });
@@ -61,7 +63,8 @@ export class TryIt {
     try {
       this.events.changed(this.body());
     } catch (error) {
-      if (!(error instanceof InputError)) throw error; // the code keeps the last valid input
+      if (!(error instanceof InputError)) throw error;
+      this.events.invalid(error.message);
     }
   }
 
@@ -75,7 +78,9 @@ export class TryIt {
       const answered = await api.infer(body, running.signal);
       const extras = await this.extras(body, answered.reply.outputs, running.signal);
       if (this.running !== running) return;
-      fill(this.result, drawAnswer(model, answered.reply.outputs, body.inputs, extras));
+      const [first] = body.inputs;
+      const note = (Array.isArray(first) ? first.length : first.trim()) ? null : hint(EMPTY);
+      fill(this.result, note, drawAnswer(model, answered.reply.outputs, body.inputs, extras));
       this.status.textContent = summary(model, answered.reply.outputs);
       this.events.answered(answered);
     } catch (error) {
@@ -84,6 +89,7 @@ export class TryIt {
       const shown = error instanceof InputError ? new api.ApiError(error.message, { status: 400 }) : error;
       fill(this.result, problem(shown, () => this.run()));
       this.status.textContent = "";
+      this.events.failed();
     } finally {
       if (this.running === running) this.result.removeAttribute("aria-busy");
       this.events.ended();

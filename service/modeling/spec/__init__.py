@@ -112,15 +112,22 @@ VERSION = re.compile(r"[1-9][0-9]{0,8}")
 CHARACTERS_PER_STEP = 32
 """No tokeniser is expected to produce fewer tokens than one per 32 characters."""
 MAX_TOKENIZER_BYTES, MAX_HEADER_BYTES = 64 << 20, 1 << 20
+MAX_SHOWN = 500
+Shown = Annotated[str, Field(min_length=1, max_length=MAX_SHOWN)]
 
 
 class SequenceInput(Table):
-    """The input of a model: text, token ids below `vocabulary`, or steps of `features` floats."""
+    """The input of a model: text, token ids below `vocabulary`, or steps of `features` floats.
+
+    names: of the features. example: a text that suits the model, for the page and the ready line.
+    """
 
     kind: Literal["text", "ids", "features"]
     max_steps: Count
     vocabulary: Count | None = None
     features: Size | None = None
+    names: tuple[Shown, ...] | None = None
+    example: Shown | None = None
 
     @model_validator(mode="after")
     def _sizes_fit_the_kind(self) -> SequenceInput:
@@ -129,6 +136,12 @@ class SequenceInput(Table):
             raise ValueError(f"an input of kind {self.kind!r} requires {required}")
         if getattr(self, forbidden) is not None:
             raise ValueError(f"an input of kind {self.kind!r} has no {forbidden}: remove it")
+        if self.names is not None and len(set(self.names)) != self.features:
+            raise ValueError(
+                f"names has {len(set(self.names))} different names and features is {self.features or 0}: name each feature"
+            )
+        if self.example is not None and self.kind != "text":
+            raise ValueError(f"an input of kind {self.kind!r} has no example: remove it")
         return self
 
     @property

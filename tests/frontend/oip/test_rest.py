@@ -169,4 +169,5 @@ def test_openapi_describes_the_protocol(heads: InProcess) -> None:
     content = infer["requestBody"]["content"]["application/json"]
     assert set(content["schema"]["properties"]) == {"id", "inputs", "outputs", "parameters"}
     assert "$ref" not in json.dumps(content["schema"])
-    assert post(heads, content["example"]).status_code == 200
+    assert {example["value"]["inputs"][0]["name"] for example in content["examples"].values()} == {"text", "ids", "inputs"}
+    assert post(heads, content["examples"]["text"]["value"]).status_code == 200

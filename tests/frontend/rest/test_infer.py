@@ -30,9 +30,15 @@ def refused(answer: httpx.Response, status: int, code: str, *parts: str, field: 
 
 
 def test_openapi_describes_every_route(local: InProcess) -> None:
-    paths = local.client.get("/openapi.json").json()["paths"]
-    body = paths["/infer"]["post"]["requestBody"]["content"]["application/json"]["schema"]
-    assert ", ".join(body["properties"]) == FIELDS.removeprefix("known fields are ")
+    document = local.client.get("/openapi.json").json()
+    paths = document["paths"]
+    body = paths["/infer"]["post"]["requestBody"]["content"]["application/json"]
+    assert ", ".join(body["schema"]["properties"]) == FIELDS.removeprefix("known fields are ")
+    assert {"text", "token ids", "rows of numbers"} < set(body["examples"])
+    operations = [operation for path in paths.values() for operation in path.values()]
+    assert {tag["name"] for tag in document["tags"]} == {tag for one in operations for tag in one["tags"]}
+    assert len({(operation["summary"], *operation["tags"]) for operation in operations}) == len(operations)
+    assert set(paths["/healthz"]["get"]["responses"]) == {"200", "default"}
     assert set(paths["/sessions/{id}/state"]) == {"get", "put", "delete"}
     assert [each["name"] for each in paths["/stream"]["get"]["parameters"] if each["required"]] == ["model"]
     assert {path for path in paths if not path.startswith("/v2")} == {

@@ -136,11 +136,22 @@ def test_function_is_compiled_without_a_folder(folder: Path, tmp_path: Path, mon
     assert not folder.exists()
 
 
-def test_compile_all_compiles_every_loop(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compile_all_compiles_every_loop_and_says_so(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     from kernels.cpu import compiled
 
-    function = SimpleNamespace(file=cache.code_file("run"), compile=lambda: keep(cache.code_file("run"), b"code"))
-    monkeypatch.setattr(compiled, "ALL", [function])
-    assert cache.missing() == cache.NOT_COMPILED
-    compiled.compile_all()
-    assert cache.missing() is None
+    done: list[bool] = []
+
+    def compile() -> None:
+        done.append(cache.missing() is None)
+        keep(cache.code_file("run"), b"code")
+
+    function = SimpleNamespace(file=cache.code_file("run"), compile=compile)
+    monkeypatch.setattr(compiled, "ALL", [function, function])
+    monkeypatch.setattr(compiled, "LOOPS", "nothing")
+    monkeypatch.setattr(sys, "argv", ["kernels.cpu"])
+    assert command.main() == 0
+    assert done == [False, False] and cache.missing() is None
+    first, second = capsys.readouterr().err.splitlines()
+    assert "kernel 1 of 2" in first and "kernel 2 of 2" in second

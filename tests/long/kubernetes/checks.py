@@ -11,7 +11,7 @@ from pathlib import PurePosixPath
 import yaml
 
 from service.settings import PREFIX, Settings, load
-from tests.deploy.shipped import COMPOSE, DEPLOY, GPU, exposed, instructions, rules, services
+from tests.deploy.shipped import COMPOSE, DEPLOY, GPU, RULES, exposed, instructions, rules, services
 from tests.long.kubernetes.tools import Object
 
 STOP_MARGIN_SECONDS = 8
@@ -146,7 +146,7 @@ def check_scaling(chart: Rendered) -> None:
 
 def check_monitoring(chart: Rendered) -> None:
     """The ServiceMonitor selects the Service whose port has the metrics, with the job that the shipped rules name."""
-    assert all(each["spec"] == yaml.safe_load((DEPLOY / "rules.yml").read_text()) for each in chart.of_kind("PrometheusRule"))
+    assert all(each["spec"] == yaml.safe_load((DEPLOY / RULES).read_text()) for each in chart.of_kind("PrometheusRule"))
     for spec in (each["spec"] for each in chart.of_kind("ServiceMonitor")):
         wanted, services_ = spec["selector"]["matchLabels"].items(), chart.of_kind("Service")
         [selected] = [each for each in services_ if wanted <= each["metadata"]["labels"].items()]

@@ -148,7 +148,7 @@ def hostile(root: Path) -> ModelSpec:
 def every_model(root: Path) -> Path:
     """Write a model for every head, and models that the page shows in another way."""
     gru = {"kind": "gru", "hidden": 5}
-    series = {"kind": "features", "features": 2, "max_steps": 60}
+    series = {"kind": "features", "features": 2, "names": ["depth", "speed"], "max_steps": 60}
     for make in (*models.OF_EVERY_HEAD.values(), hostile):
         make(root)
     models.sensors(root, hidden=16)

@@ -69,6 +69,7 @@ def test_programs_print_the_answer_of_the_page(
     page.get_by_label(field, exact=True).fill(value)
     body = sent_body(page)
     expected = site.client.post("/infer", json=body).json()["outputs"]
+    del body["version"]  # the newest, also when there is a newer one
     eventually(lambda: json.loads(shlex.split(code_of(page, "curl"))[-1]) == body)
     assert shlex.split(code_of(page, "curl"))[:3] == ["curl", "-s", f"{site.address}/infer"]
     assert nearly_equal(literal_eval(run_program(code_of(page, "Python"))), expected)
@@ -79,6 +80,19 @@ def test_programs_print_the_answer_of_the_page(
             assert re.findall(r"'(\w+)'", printed) == list(np.ravel(wanted))
         else:
             assert shown(printed) == pytest.approx(np.array(wanted, float).ravel(), rel=1e-4, abs=1e-6)
+
+
+def test_programs_of_streams_end_with_the_answer_to_the_sequence(page: Page, site: Server) -> None:
+    choose(page, "series")
+    page.get_by_label("Rows of numbers", exact=True).fill("1, 2\n3, 4\n5, 6")
+    [expected] = site.client.post("/infer", json=sent_body(page)).json()["outputs"]
+    printed = run_program(code_of(page, "WebSocket")).splitlines()
+    assert len(printed) == 3 and nearly_equal(literal_eval(printed[-1])["outputs"], [expected])
+    commands = [shlex.split(command) for command in re.split(r"\n(?=curl)", code_of(page, "Session"))]
+    answers = [site.client.post("/infer", json=json.loads(command[-1])).json() for command in commands]
+    assert [answer["session"]["steps"] for answer in answers] == [1, 3] and nearly_equal(answers[-1]["outputs"], [expected])
+    choose(page, "halver")
+    assert page.get_by_role("tab", name="WebSocket").count() == 0, "it takes no streams"
 
 
 class Quiet(SimpleHTTPRequestHandler):

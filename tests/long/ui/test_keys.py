@@ -74,6 +74,7 @@ def test_page_shows_what_the_scopes_allow(
         choose(locked, "sensors")
         run(locked)
         expect(locked.locator("#result .bars")).to_be_visible()
+        assert locked.get_by_role("tab", name="WebSocket").count() == stream
     for part, visible in (("#models", models), ("#work", models), ("#stream", stream), ("#live", live)):
         expect(locked.locator(part)).to_be_visible(visible=visible)
     expect(locked.locator("#nothing")).to_be_visible(visible=not (models or live))

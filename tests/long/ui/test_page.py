@@ -31,7 +31,8 @@ def test_tokens_have_the_colours_of_their_labels(page: Page, site: Server) -> No
     classes = [f"token c{LABELS.index(label)}" for label in output["labels"]]
     assert tokens.evaluate_all("all => all.map((one) => one.className)") == classes
     type_input(page, "")
-    assert run(page) == "This input has no steps, so there is nothing to label."
+    answer = run(page)
+    assert "The input is empty" in answer and "This input has no steps, so there is nothing to label." in answer
 
 
 def test_span_is_marked_in_its_text(page: Page, site: Server) -> None:
@@ -50,15 +51,15 @@ def test_span_is_marked_in_its_text(page: Page, site: Server) -> None:
 def test_series_is_pasted_uploaded_and_drawn(page: Page, tmp_path: Path) -> None:
     choose(page, "series")
     rows = page.get_by_label("Rows of numbers", exact=True)
-    expect(page.get_by_text("48 steps of 2 numbers")).to_be_visible()
+    expect(page.get_by_text("48 steps of depth, speed")).to_be_visible()
     rows.fill("a;b\n1;2\n3;4")
-    expect(page.get_by_text("2 steps of 2 numbers")).to_be_visible()
+    expect(page.get_by_text("2 steps of depth, speed")).to_be_visible()
     file = tmp_path / "rows.csv"
     file.write_text("x,y\n" + "\n".join(f"{step},{-step}" for step in range(20)))
     page.get_by_label("CSV file with rows of numbers").set_input_files(file)
-    expect(page.get_by_text("20 steps of 2 numbers")).to_be_visible()
+    expect(page.get_by_text("20 steps of depth, speed")).to_be_visible()
     before = rows.input_value().splitlines()[1:]
-    page.get_by_label("Series to draw").select_option("series 2")
+    page.get_by_label("Series to draw").select_option("speed")
     box = page.locator(".pad svg").bounding_box()
     assert box is not None
     page.mouse.move(box["x"] + 1, box["y"] + 30)
@@ -69,7 +70,19 @@ def test_series_is_pasted_uploaded_and_drawn(page: Page, tmp_path: Path) -> None
     assert [first for first, _ in drawn] == [float(line.split(",")[0]) for line in before]
     assert len({second for _, second in drawn}) == 1 and drawn[0][1] > 0
     page.get_by_role("button", name="Sample").click()
-    expect(page.get_by_text("48 steps of 2 numbers")).to_be_visible()
+    expect(page.get_by_text("48 steps of depth, speed")).to_be_visible()
+    run(page)
+    assert page.locator("#result .values .hint").all_inner_texts() == ["depth", "speed"]
+
+
+def test_bars_of_negative_values_are_left_of_zero(page: Page) -> None:
+    places = page.evaluate("""async () => {
+      const { drawAnswer } = await import("/ui/results.js");
+      const [bars] = drawAnswer({ input: {}, head: { kind: "regress" } }, [{ value: [-1, 3] }], [[]]);
+      const styles = [...bars.querySelectorAll(".bar")].map((one) => one.style);
+      return styles.map((style) => ["--from", "--share", "--zero"].map((name) => Number(style.getPropertyValue(name))));
+    }""")
+    assert places == [[0, 0.25, 0.25], [0.25, 0.75, 0.25]]
 
 
 @pytest.mark.parametrize(
@@ -79,6 +92,7 @@ def test_series_is_pasted_uploaded_and_drawn(page: Page, tmp_path: Path) -> None
         ("speller", "Token ids", "12", "12 is no token id of this model"),
         ("series", "Rows of numbers", "1, 2\n3", "Line 2 has 1 number and this model takes 2."),
         ("series", "Rows of numbers", "[[1, 2", "This begins like JSON and is none"),
+        ("series", "Rows of numbers", "speed;depth\n1;2", "this model takes depth, speed, in this order"),
         ("words", "Text", "sea " * 65, "words takes at most 64"),
         ("halver", "Rows of numbers", "1, 2", "needs at least 3"),
     ],
@@ -89,6 +103,13 @@ def test_wrong_input_is_explained(model: str, field: str, text: str, message: st
     run(page)
     assert message in page.get_by_role("alert").inner_text()
     assert page.get_by_role("button", name="Try again").count() == 0
+    expect(page.locator("#waterfall")).to_contain_text("was not answered")
+    if model in ("words", "halver"):
+        expect(page.locator("#code")).to_contain_text("/infer")
+    else:
+        expect(page.locator("#code")).to_contain_text(message)
+        expect(page.get_by_role("button", name="Copy")).to_be_disabled()
+        assert set(page.locator(".pad path.line").evaluate_all("all => all.map((one) => one.getAttribute('d'))")) <= {""}
 
 
 # Streams.
