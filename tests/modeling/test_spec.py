@@ -108,9 +108,7 @@ def test_invalid_toml_error_names_the_file(tmp_path: Path, content: bytes) -> No
 @pytest.mark.parametrize(
     "content, reason",
     [
-        ("[" * 20_000, "Invalid|Expected"),
         ("x = " + "[" * 20_000, "nested too deeply"),
-        ("x = " + "{a=" * 20_000, "nested too deeply"),
         ("a." * 500_000 + "a = 1", "a key has more than 100 parts"),
         ('\'a\' . "\\"".' * 100_000, "a key has more than 100 parts"),
         ('"\\' * 500_000, "Unescaped"),
@@ -125,11 +123,6 @@ def test_hostile_toml_is_refused_in_time(tmp_path: Path, content: str, reason: s
     """Parsed without bounds, some of these would take hours, or all memory."""
     message = error_message(version_folder(tmp_path, content))
     assert re.search(reason, message) and len(message) < 20_000
-
-
-def test_description_with_many_dots_is_no_nested_key(tmp_path: Path) -> None:
-    described = f'description = "{"a.b.c " * 500}{"." * 500}"\n' + GOOD
-    assert spec.read(version_folder(tmp_path, described)).description.startswith("a.b.c")
 
 
 def test_name_must_match_the_folder(tmp_path: Path) -> None:

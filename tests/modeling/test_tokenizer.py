@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Regex, decoders
+from tokenizers import Regex
 from tokenizers import Tokenizer as Library
 from tokenizers.models import WordLevel, WordPiece
-from tokenizers.normalizers import NFKD, Prepend, Replace, Sequence
+from tokenizers.normalizers import Prepend, Replace, Sequence
 from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
 
@@ -111,27 +111,19 @@ def test_file_without_its_digest_is_rejected(folder: Path, model: ModelSpec) -> 
 @pytest.mark.parametrize(
     "part, content",
     [
+        ("model", WordPiece({"[UNK]": 0}, unk_token="[UNK]", max_input_chars_per_word=100_000)),
         ("normalizer", Sequence([Replace("a", "a" * 100)] * 3)),
         ("normalizer", Sequence([Replace(Regex("[0-9]*"), "x")] * 11)),
         ("normalizer", Prepend("a" * 2000)),
         ("post_processor", TemplateProcessing("$A " * 2000 + "[CLS]", None, [("[CLS]", 0)])),
-        ("decoder", decoders.Replace("w", "w" * 2000)),
         ("model", WordPiece({"[UNK]": 0}, unk_token="[UNK]", continuing_subword_prefix="#" * 2000)),
     ],
 )
-def test_tokenizer_that_expands_a_text_is_refused(part: str, content: Any, folder: Path, model: ModelSpec) -> None:
+def test_tokenizer_of_high_cost_is_refused(part: str, content: Any, folder: Path, model: ModelSpec) -> None:
     made = word_level(numbered(len(models.WORDS)))
     setattr(made, part, content)
-    with pytest.raises(ModelError, match=r"tokenizer\.json: it may make a text \d+ times as long, 1024 times is allowed"):
+    with pytest.raises(ModelError, match=r"it may make a text \d+ times as long|max_input_chars_per_word is 100000"):
         Tokenizer.read(folder, with_file(folder, model, made.to_str()))
-
-
-def test_usual_normalizers_are_no_expansion(folder: Path, model: ModelSpec) -> None:
-    """As of tokenizers that were converted from SentencePiece."""
-    made = word_level(numbered(len(models.WORDS)))
-    made.normalizer = Sequence([Replace("``", '"'), Replace("''", '"'), NFKD(), Prepend("_"), Replace(Regex(" {2,}"), " ")])
-    made.post_processor = TemplateProcessing("[CLS] $A [SEP]", None, [("[CLS]", 0), ("[SEP]", 1)])
-    assert ids(Tokenizer.read(folder, with_file(folder, model, made.to_str())), "word2") == [0, 0, 1]
 
 
 @pytest.mark.parametrize(
@@ -147,10 +139,3 @@ def test_damaged_table_of_characters_is_an_error(table: bytes, reason: str, fold
     made["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(table).decode()}
     with pytest.raises(ModelError, match=reason):
         Tokenizer.read(folder, with_file(folder, model, json.dumps(made)))
-
-
-def test_wordpiece_of_long_words_is_refused(folder: Path, model: ModelSpec) -> None:
-    """Its time would grow with the cube of their characters."""
-    made = Library(WordPiece(numbered(len(models.WORDS)), unk_token="[UNK]", max_input_chars_per_word=100_000))
-    with pytest.raises(ModelError, match="max_input_chars_per_word is 100000: lower it to 256"):
-        Tokenizer.read(folder, with_file(folder, model, made.to_str()))

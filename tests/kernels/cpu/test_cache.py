@@ -116,8 +116,9 @@ def test_another_installation_reads_the_machine_code(folder: Path, tmp_path: Pat
     before = file.stat()
     assert doubled(installed(tmp_path / "second"), 4) == (8, True)
     monkeypatch.setattr("kernels.folder.cache_folder", lambda: None)  # as if the folder could not be written
-    assert doubled(installed(tmp_path / "third"), 3) == (6, True)
-    assert file.stat() == before
+    assert doubled(installed(tmp_path / "third"), 3) == (6, True) and file.stat() == before
+    file.unlink()
+    assert doubled(installed(tmp_path / "fourth"), 5) == (10, False) and not list(folder.iterdir())
 
 
 def test_damaged_machine_code_is_compiled_again(folder: Path, tmp_path: Path) -> None:
@@ -128,12 +129,6 @@ def test_damaged_machine_code_is_compiled_again(folder: Path, tmp_path: Path) ->
         file.write_bytes(content)
         assert doubled(installed(tmp_path / f"after {len(content)}"), 4) == (8, False)
     assert doubled(installed(tmp_path / "last"), 3) == (6, True)
-
-
-def test_function_is_compiled_without_a_folder(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kernels.folder.cache_folder", lambda: None)
-    assert doubled(installed(tmp_path / "first"), 5) == (10, False)
-    assert not folder.exists()
 
 
 def test_compile_all_compiles_every_loop_and_says_so(
