@@ -145,7 +145,7 @@ class HotPath:
 
 
 class _Flow(FlowControl):
-    """Does not read further bytes while the connection holds enough, whoever asks for more."""
+    """Does not read further bytes while the connection holds enough, even if the application asks for more."""
 
     def __init__(self, transport: asyncio.Transport, turn: Turn[HttpProtocol]) -> None:
         super().__init__(transport)

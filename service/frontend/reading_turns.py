@@ -2,8 +2,8 @@
 
 Bytes that are cheap to send may be costly to handle: frames without content, chunks of one byte, calls that are refused. With a limit of
 time for each connection alone, many connections together would still delay all others. So all connections share the time of a tick. Those
-that find none left wait with their reading paused, so that their further bytes stay in the kernel. Whoever has used least goes first,
-by start-time fair queueing (Goyal, Vin, Cheng 1996): a connection that sends little is served next, however many others flood.
+that find none left wait with their reading paused, so that their further bytes stay in the kernel. The connection that has used least
+goes first, by start-time fair queueing (Goyal, Vin, Cheng 1996): a connection that sends little is served next, however many others flood.
 
 The work that the bytes cause may run later, in tasks. So the shared time shrinks while ticks are long.
 """

@@ -431,6 +431,9 @@ class Http2Connection(asyncio.Protocol):
         self._check_used(id, RST_STREAM)
         if len(payload) != 4:
             raise ConnectionFault(ErrorCode.FRAME_SIZE_ERROR, "an RST_STREAM frame does not have 4 bytes")
+        if id > self._last_accepted:
+            self._spend_control()
+            return
         stream = self._streams.pop(id, None)
         rapid = stream is None or self._heard - stream.began < RAPID_SECONDS
         if rapid and not self._budgets.resets.spend(self._heard):
