@@ -1,6 +1,6 @@
 """The folder in which compiled kernels are kept, for GPUs and for CPUs.
 
-Whoever can change machine code runs code in this process. So each file begins with a digest under a key that only this user can read, and
+Machine code in this folder runs in this process. So each file begins with a digest under a key that only this user can read, and
 nothing is read from a folder of another user.
 """
 

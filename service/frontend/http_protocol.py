@@ -153,7 +153,7 @@ class _Flow(FlowControl):
 
     def resume_reading(self) -> None:
         connection = self._turn.reader
-        if connection is None or connection.may_read:
+        if self.read_paused and (connection is None or connection.may_read):
             super().resume_reading()
 
 

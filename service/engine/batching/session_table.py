@@ -107,26 +107,17 @@ class SessionTable:
         """Open a session; raises TooManySessions at the limit. tenant_limit: of the open sessions of its tenant, 0 for its share."""
         tenant, free = session_tenant(id), self._limit - len(self._open)
         held = self._of_tenant[tenant]
+        problem = ""
         if tenant and held and not tenant_limit and held >= TENANT_SHARE * (free + held):
-            raise TooManySessions(
-                f"{held} sessions of {tenant} are open and the {free} others are for other tenants: "
-                "end one, retry later, or set max_sessions of its key",
-                field="session",
-                retry_after=1,
-            )
-        if 0 < tenant_limit <= held:
-            raise TooManySessions(
-                f"{held} sessions of {tenant} are open and its key allows {tenant_limit}: end one, or retry later",
-                field="session",
-                retry_after=1,
-            )
-        if free <= 0:
-            raise TooManySessions(
-                f"{len(self._open)} sessions are open and SEQSERVE_MAX_SESSIONS is {self._limit}: "
-                "end one, retry later, or raise SEQSERVE_MAX_SESSIONS",
-                field="session",
-                retry_after=1,
-            )
+            problem = f"{held} sessions of {tenant} are open and the {free} others are for other tenants: "
+            problem += "end one, retry later, or set max_sessions of its key"
+        elif 0 < tenant_limit <= held:
+            problem = f"{held} sessions of {tenant} are open and its key allows {tenant_limit}: end one, or retry later"
+        elif free <= 0:
+            problem = f"{len(self._open)} sessions are open and SEQSERVE_MAX_SESSIONS is {self._limit}: "
+            problem += "end one, retry later, or raise SEQSERVE_MAX_SESSIONS"
+        if problem:
+            raise TooManySessions(problem, field="session", retry_after=1)
         ended = self._forget(_digest(id))
         if not self._free_records:
             self._forget(next(iter(self._ended)))

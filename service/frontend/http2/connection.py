@@ -214,7 +214,7 @@ class Http2Connection(asyncio.Protocol):
     def resume_writing(self) -> None:
         self._sender.paused = False
         self._sender.pump()
-        self._resume_reading()
+        self.resume_turn()
 
     def data_received(self, data: bytes) -> None:
         if self._closing:
@@ -261,9 +261,7 @@ class Http2Connection(asyncio.Protocol):
         self._transport.pause_reading()
 
     def resume_turn(self) -> None:
-        self._resume_reading()
-
-    def _resume_reading(self) -> None:
+        """Read from the socket again, unless something else waits."""
         if not (self._turn.waits or self._holding or self._sender.paused or self._transport.is_closing()):
             self._transport.resume_reading()
 
@@ -330,7 +328,7 @@ class Http2Connection(asyncio.Protocol):
             self._heard = self._loop.time()
             self._begin_phase()
             self._turn.take()
-            self._resume_reading()
+            self.resume_turn()
 
     def _handle_data(self, flags: int, id: int, payload: bytes) -> None:
         size = len(payload)
