@@ -205,14 +205,14 @@ class BatchBuilder(Generic[S]):
     def take(self) -> Taken[S]:
         """Return what the batch takes. Nothing if no sequence can run now."""
         waiting = (request for request in self._in_order if isinstance(request, BlockRequest) or request.ready)
-        first = list(islice(waiting, self._limits.max_batch_sequences))
+        limits = self._limits
+        first, lengths = _first_of(waiting, limits.max_batch_sequences)
         if first:
-            lengths, limits = _lengths(first, self._limits.max_batch_sequences), self._limits
             share = fair_share(lengths, limits.max_batch_tokens)
             self._limit = step_limit(limits, min(lengths), len(lengths), share, self._queue.cost)
             self._usual = max(self._limit, _rounded(lengths[0]))
             for request in chain(first, waiting):
-                if self._taken.rows == self._limits.max_batch_sequences:
+                if self._taken.rows == limits.max_batch_sequences:
                     break
                 if not (self._take_request(request) if isinstance(request, BlockRequest) else self._take_steps(request)):
                     break
@@ -324,10 +324,12 @@ def step_limit(limits: SchedulerLimits, shortest: int, rows: int, share: int, co
     return min(within_budget, max(_rounded(shortest), cost.steps_at_pace(PACE, within_budget, rows)))
 
 
-def _lengths(requests: Sequence[BlockRequest | S], most: int) -> list[int]:
-    """Return the remaining steps of the first sequences, at most `most` of them."""
+def _first_of(waiting: Iterator[BlockRequest | S], most: int) -> tuple[list[BlockRequest | S], list[int]]:
+    """Take requests with at least `most` sequences, or all. Returns them, and the remaining steps of their first `most` sequences."""
+    requests: list[BlockRequest | S] = []
     lengths: list[int] = []
-    for request in requests:
+    for request in waiting:
+        requests.append(request)
         if isinstance(request, BlockRequest):
             row = request.row
             lengths += request.block.lengths[row.first : row.first + row.sequences]
@@ -335,7 +337,7 @@ def _lengths(requests: Sequence[BlockRequest | S], most: int) -> list[int]:
             lengths.append(request.remaining)
         if len(lengths) >= most:
             break
-    return lengths[:most]
+    return requests, lengths[:most]
 
 
 def _rounded(steps: int) -> int:

@@ -120,17 +120,19 @@ class ModelQueue(Generic[S]):
 
     sequences: not in blocks, in the order of their due times.
     count, steps: of all sequences, those in blocks included, and their remaining steps. tenants: the same by tenant.
+    longest: no sequence that has been queued had more steps.
     used: seconds that the model's batches have taken, on the scheduler's account.
     reach: running mean of the steps that a batch takes of its longest sequence.
     cost: of the model's batches, as of the last batch.
     """
 
-    __slots__ = ("cost", "count", "reach", "sequences", "serial", "steps", "tenants", "used")
+    __slots__ = ("cost", "count", "longest", "reach", "sequences", "steps", "tenants", "used")
 
     def __init__(self, cost: Cost, used: float) -> None:
         self.sequences: list[S] = []
         self.count = 0
         self.steps = 0
+        self.longest = 0
         self.tenants: dict[str, QueuedWork] = {}
         self.used = used
         self.reach = 0.0
@@ -139,8 +141,6 @@ class ModelQueue(Generic[S]):
     def update_cost(self, cost: Cost) -> None:
         self.forget_rejections()
         self.cost = cost
-        self.serial = cost.fixed / LEAST_STEPS + cost.per_step + cost.per_token
-        """Upper bound of the seconds per step: no two sequences share a batch, and every batch takes LEAST_STEPS."""
 
     def forget_rejections(self) -> None:
         for work in self.tenants.values():

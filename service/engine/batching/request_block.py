@@ -43,7 +43,7 @@ class RequestBlock:
     divisible: whether several batches may share the steps of a sequence.
     owner: any object; the batcher answers and refuses the requests through it.
     timed: whether the answers tell how their batches ran.
-    arrived, order: when the block was queued, and how many requests arrived before it.
+    arrived, order: when the block was queued, and how many requests arrived before its first request.
     """
 
     def __init__(
@@ -112,6 +112,8 @@ class RequestBlock:
     @cached_property
     def rows(self) -> list[Row]:
         """Return the requests."""
+        if self.requests == 1:
+            return [Row(0, self.sequences, self.steps, self.longest)]
         if self.sequences == self.requests:
             return [Row(index, 1, steps, steps) for index, steps in enumerate(self.lengths)]
         rows = []
@@ -171,7 +173,7 @@ class RequestBlock:
             owner=self.owner,
             timed=self.timed,
         )
-        block.arrive(self.arrived, self.order, self._cost)
+        block.arrive(self.arrived, int(self.orders[indices[0]]), self._cost)
         block._orders, block.lengths = self.orders[indices], lengths
         return block
 

@@ -267,6 +267,7 @@ class Scheduler(Generic[S]):
         tenant = request.share.tenant
         self._shares.arrive(request.share, waits=any(tenant in queued.tenants for queued in self._queues.values()))
         self.waiting += request.count
+        queue.longest = max(queue.longest, request.longest)
         queue.count_work(tenant, request.count, request.steps)
 
     def _accept(
@@ -327,11 +328,11 @@ class Scheduler(Generic[S]):
         if block.sequences == block.requests and rejection is None:
             # Usually the requests that have room surely keep even the earliest deadline, with the steps of the whole block.
             end = max(0, min(places, block.requests))
-            if self._sure_seconds(queue, end, block.steps, busy) <= block.deadline - now:
+            if self._sure_seconds(queue, block, end, block.steps, busy) <= block.deadline - now:
                 self._count_first(block, queue, end)
                 return end
         counts, steps = block.sizes[:, SEQUENCES].cumsum(), block.sizes[:, STEPS].cumsum()
-        sure = (counts <= places) & (self._sure_seconds(queue, counts, steps, busy) <= block.deadlines - now)
+        sure = (counts <= places) & (self._sure_seconds(queue, block, counts, steps, busy) <= block.deadlines - now)
         if rejection is not None:
             sure &= ~rejection.covers_each(block.sizes[:, STEPS], block.deadlines - now, block.head_start)
         end = block.requests if sure.all() else int(sure.argmin())
@@ -492,19 +493,33 @@ class Scheduler(Generic[S]):
         return sum([work.count - work.begun for work in works])
 
     def _surely_in_time(self, queue: ModelQueue[S], request: _Arriving, now: float, busy: float) -> bool:
-        """Return whether a request keeps its deadline even if every sequence in the queue runs alone before it."""
+        """Return whether a request keeps its deadline even if everything in the queue is due before it."""
         time_left = request.deadline - now
         rejection = queue.rejection_of(request.share.tenant)
         if rejection is not None and rejection.covers(request.steps, time_left, request.head_start):
             return False
-        return self._sure_seconds(queue, request.count, request.steps, busy) <= time_left
+        return self._sure_seconds(queue, request, request.count, request.steps, busy) <= time_left
 
-    def _sure_seconds(self, queue: ModelQueue[S], count: FloatOrArray, steps: FloatOrArray, busy: float) -> FloatOrArray:
-        """Return the time in which `count` sequences are surely done, even if every sequence in the queue runs alone before them."""
-        serial = count * queue.cost.fixed + steps * queue.serial
+    def _sure_seconds(
+        self, queue: ModelQueue[S], arriving: _Arriving | RequestBlock, count: FloatOrArray, steps: FloatOrArray, busy: float
+    ) -> FloatOrArray:
+        """Return an upper bound of what `_refusal` needs for sequences of a request or of a block, at little cost.
+
+        count, steps: of the sequences; of many requests as arrays.
+        """
+        longest = arriving.longest
+        total = busy + self._most_seconds(queue, queue.count + count, queue.steps + steps, max(longest, queue.longest))
         for queued in self._queues.values():
-            serial += queued.count * queued.cost.fixed + queued.steps * queued.serial
-        return (CAUTION + STRETCH) * (busy + serial)
+            if queued is not queue:
+                total += self._most_seconds(queued, queued.count, queued.steps, queued.longest)
+        return CAUTION * total + STRETCH * queue.cost.of(longest, longest) - min(0.0, arriving.head_start)
+
+    def _most_seconds(self, queue: ModelQueue[S], count: FloatOrArray, steps: FloatOrArray, longest: int) -> FloatOrArray:
+        """Return an upper bound of `_seconds`. longest: no sequence has more steps."""
+        cost, rows = queue.cost, self._limits.max_batch_sequences
+        steps_per_row = steps / rows + longest
+        batches = count / rows + steps_per_row / self._expected_steps(queue, rows) + 2
+        return cost.fixed * batches + (cost.per_step + cost.per_token * rows) * steps_per_row
 
     def _refusal(
         self,

@@ -253,7 +253,7 @@ def test_drop_late_removes_and_returns_late_sequences() -> None:
 
 
 def test_request_that_would_miss_its_deadline_is_refused() -> None:
-    queue, enough = scheduler(max_batch_sequences=1, cost=Cost(2.0, 0, 0)), CAUTION * 8 + STRETCH * 2
+    queue, enough = scheduler(max_batch_sequences=1, cost=Cost(2.0, 0, 0)), CAUTION * 8
     add(queue, 1, 1, 1)
     with pytest.raises(Overloaded) as caught:
         add(queue, 1, deadline=enough - 0.1)
