@@ -253,6 +253,7 @@ def test_batches_in_flight_have_two_tracks_and_share_the_device() -> None:
     assert spans(tracks["device"]) == [(10, 200), (200, 350), (350, 510)]
 
 
+@pytest.mark.slow
 def test_start_of_the_profiler_imports_no_compiler() -> None:
     """It would stall the queue for seconds."""
     program = "import sys; from service.engine.profiling.recorder import Profiler; Profiler('cpu').stop(); print(*sys.modules)"

@@ -41,6 +41,7 @@ some_options = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 @hypothesis.given(lengths=some_lengths, options=some_options, seed=some_seeds)
 @hypothesis.settings(max_examples=60)
 def test_any_filter_agrees_with_torch_conv1d(lengths: list[int], options: dict[str, Any], seed: int) -> None:

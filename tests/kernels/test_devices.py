@@ -109,6 +109,7 @@ def test_launches_with_two_products_a_step_keep_the_limits(gru: bool, device: De
 # SRU, QRNN and convolutions.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", SCANS, ids=str)
 def test_scans_run_in_one_launch(form: Form, device: Device, made: list[FakeKernel]) -> None:
     details = "with the product of its inputs" if is_hopper(device) else "after a library product"

@@ -242,6 +242,7 @@ def bidirectional_arguments(form: Form, lengths: list[int]) -> tuple[Ragged, tup
     return forward.x, (forward.weights, backward.weights), (forward.state, backward.state)
 
 
+@pytest.mark.slow
 @for_both_directions
 def test_bidirectional_call_equals_two_calls(form: Form, backend: str) -> None:
     for lengths, with_states in (([7, 1, 0, 13], True), ([7, 1, 0, 13], False), ([0, 0], True), ([], False)):

@@ -17,6 +17,7 @@ from tests.importers.importing import import_file
 from tests.importers.keras.builders import Case
 from tests.importers.keras.make_checkpoints import CASES
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parent.parent.parent.parent
 PYTHON = ROOT / ".venv-sources" / "keras3" / "bin" / "python"
 """Python of the environment with Keras, which the Makefile creates."""

@@ -20,7 +20,7 @@ from tests.importers.torch_archive.scripted import REFUSED as REFUSED_SCRIPT
 from tests.importers.torch_archive.scripted import SCRIPTED, WithState
 from tests.importers.torch_models import ACTIVATED, RECURRENT, REFUSED, Sample, named
 
-pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")]
 TRACED = [
     *named(
         *("nn.LSTM: two layers, bidirectional", "nn.GRU: without bias, bidirectional", "nn.RNN: initial states of zeros"),
