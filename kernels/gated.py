@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-from typing import Any
+from dataclasses import fields, replace
+from functools import cached_property
+from typing import Any, Self
 
 from torch import Tensor
 
@@ -13,6 +14,7 @@ from kernels.norm import layer_norm
 from kernels.ragged import (
     ContractError,
     Encoded,
+    LayerWeights,
     Outputs,
     Ragged,
     RunKernel,
@@ -21,6 +23,23 @@ from kernels.ragged import (
     check_ragged,
     check_shape,
 )
+
+
+class RecurrentWeights(LayerWeights):
+    """The weights of an LSTM, a GRU or a plain RNN: a dataclass."""
+
+    recurrent: Tensor
+
+    @property
+    def hidden(self) -> int:
+        return self.recurrent.shape[0]
+
+    @cached_property
+    def over_gate_inputs(self) -> Self:
+        """The weights of the same layer over the rows of its table. They share what kernels pack."""
+        weights: Self = replace(self, input=None, bias=None, table=None, input_norm=None)  # type: ignore[type-var]
+        vars(weights)["packed"] = self.packed
+        return weights
 
 
 def gated_columns(weights: Any, gates: int) -> int | None:
