@@ -23,6 +23,6 @@ BACKENDS = (
     Backend("framework", with_table(with_state_slots(framework.gru)), accepts_everything, runs=None),
     Backend("reference", with_table(with_state_slots(reference.gru)), only_by_name, runs=None),
 )
-_KERNEL = RecurrentKernel(BACKENDS, check_gru, lambda weights: weights.recurrent)
-choice, gru, bidirectional, levels = _KERNEL.choice, _KERNEL.run, _KERNEL.bidirectional, _KERNEL.levels
+KERNEL = RecurrentKernel(BACKENDS, check_gru, lambda weights: weights.recurrent)
+choice, gru, bidirectional, levels = KERNEL.choice, KERNEL.run, KERNEL.bidirectional, KERNEL.levels
 """x.data: (tokens, inputs), or (tokens, 3 x hidden) gate inputs when weights.input is None, or (tokens,) ids for a table."""

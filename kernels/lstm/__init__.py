@@ -24,6 +24,6 @@ BACKENDS = (
     Backend("framework", with_table(with_state_slots(framework.lstm)), accepts_everything, runs=None),
     Backend("reference", with_table(with_state_slots(reference.lstm)), only_by_name, runs=None),
 )
-_KERNEL = RecurrentKernel(BACKENDS, check_lstm, lambda weights: weights.recurrent)
-choice, lstm, bidirectional, levels = _KERNEL.choice, _KERNEL.run, _KERNEL.bidirectional, _KERNEL.levels
+KERNEL = RecurrentKernel(BACKENDS, check_lstm, lambda weights: weights.recurrent)
+choice, lstm, bidirectional, levels = KERNEL.choice, KERNEL.run, KERNEL.bidirectional, KERNEL.levels
 """x.data: (tokens, inputs), or (tokens, 4 x hidden) gate inputs when weights.input is None, or (tokens,) ids for a table."""

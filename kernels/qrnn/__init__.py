@@ -21,6 +21,6 @@ BACKENDS = (
     Backend("framework", with_state_slots(framework.qrnn), accepts_everything),
     Backend("reference", with_state_slots(reference.qrnn), only_by_name),
 )
-_KERNEL = RecurrentKernel(BACKENDS, check_qrnn, lambda weights: weights.bias)
-choice, qrnn, bidirectional = _KERNEL.choice, _KERNEL.run, _KERNEL.bidirectional
+KERNEL = RecurrentKernel(BACKENDS, check_qrnn, lambda weights: weights.bias)
+choice, qrnn, bidirectional = KERNEL.choice, KERNEL.run, KERNEL.bidirectional
 """x.data: (tokens, inputs), or (tokens, blocks x hidden) gates without bias when weights.input is None, or (tokens,) ids for tables."""

@@ -16,6 +16,6 @@ BACKENDS = (
     Backend("framework", with_table(with_state_slots(framework.rnn)), accepts_everything, runs=None),
     Backend("reference", with_table(with_state_slots(reference.rnn)), only_by_name, runs=None),
 )
-_KERNEL = RecurrentKernel(BACKENDS, check_rnn, lambda weights: weights.recurrent)
-choice, rnn, bidirectional = _KERNEL.choice, _KERNEL.run, _KERNEL.bidirectional
+KERNEL = RecurrentKernel(BACKENDS, check_rnn, lambda weights: weights.recurrent)
+choice, rnn, bidirectional = KERNEL.choice, KERNEL.run, KERNEL.bidirectional
 """x.data: (tokens, inputs), or (tokens, hidden) sums of input and bias when weights.input is None, or (tokens,) ids for a table."""

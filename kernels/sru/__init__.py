@@ -21,6 +21,6 @@ BACKENDS = (
     Backend("framework", with_state_slots(framework.sru), accepts_everything),
     Backend("reference", with_state_slots(reference.sru), only_by_name),
 )
-_KERNEL = RecurrentKernel(BACKENDS, check_sru, lambda weights: weights.bias)
-choice, sru, bidirectional = _KERNEL.choice, _KERNEL.run, _KERNEL.bidirectional
+KERNEL = RecurrentKernel(BACKENDS, check_sru, lambda weights: weights.bias)
+choice, sru, bidirectional = KERNEL.choice, KERNEL.run, KERNEL.bidirectional
 """x.data: (tokens, inputs), or (tokens, 3 or 4 x hidden) blocks when weights.input is None, or (tokens,) ids for a table."""
