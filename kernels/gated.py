@@ -22,6 +22,7 @@ from kernels.ragged import (
     check_ids,
     check_ragged,
     check_shape,
+    state_entries,
 )
 
 
@@ -33,6 +34,12 @@ class RecurrentWeights(LayerWeights):
     @property
     def hidden(self) -> int:
         return self.recurrent.shape[0]
+
+    @cached_property
+    def columns(self) -> int | None:
+        """The data's number of columns, or None for ids. The first access checks the shapes of the weights and raises ContractError if
+        they are inconsistent."""
+        raise NotImplementedError
 
     @cached_property
     def over_gate_inputs(self) -> Self:
@@ -103,13 +110,16 @@ def clipped(values: Tensor, clip: float | None) -> Tensor:
     return values if clip is None else values.clamp(-clip, clip)
 
 
-def check_gated_data(x: Ragged, columns: int | None) -> None:
-    """Raises ContractError unless the data are rows of `columns` numbers, or ids if `columns` is None."""
+def check_gated(x: Ragged, weights: RecurrentWeights, state: Any) -> None:
+    """Raises ContractError unless data, weights and hidden state have consistent shapes."""
+    columns = weights.columns
     if columns is None:
         check_ids(x)
     else:
         check_shape("x.data", x.data, (None, columns))
     check_ragged(x)
+    if state is not None:
+        check_shape("state.hidden", state.hidden, (state_entries(x, state), weights.vector))
 
 
 def with_table(run: RunKernel) -> RunKernel:

@@ -8,9 +8,9 @@ Cho et al. 2014; the reset after the product as cuDNN and torch.nn.GRU compute i
 
 from kernels.backend import Backend, accepts_everything, only_by_name
 from kernels.cpu import cache
-from kernels.gated import RESET_BEFORE, with_table
+from kernels.gated import RESET_BEFORE, check_gated, with_table
 from kernels.gru import cpu, framework, reference
-from kernels.gru.types import GRUState, check_gru
+from kernels.gru.types import GRUState
 from kernels.persistent import launch
 from kernels.persistent.launch import Family
 from kernels.ragged import with_state_slots
@@ -23,6 +23,6 @@ BACKENDS = (
     Backend("framework", with_table(with_state_slots(framework.gru)), accepts_everything, runs=None),
     Backend("reference", with_table(with_state_slots(reference.gru)), only_by_name, runs=None),
 )
-KERNEL = RecurrentKernel(BACKENDS, check_gru, lambda weights: weights.recurrent)
+KERNEL = RecurrentKernel(BACKENDS, check_gated, lambda weights: weights.recurrent)
 choice, gru, bidirectional, levels = KERNEL.choice, KERNEL.run, KERNEL.bidirectional, KERNEL.levels
 """x.data: (tokens, inputs), or (tokens, 3 x hidden) gate inputs when weights.input is None, or (tokens,) ids for a table."""

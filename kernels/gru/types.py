@@ -8,9 +8,9 @@ from functools import cached_property
 from torch import Tensor
 
 from kernels.activations import SIGMOID, TANH, Activation
-from kernels.gated import RESET_BEFORE, RecurrentWeights, check_gated_data, gated_columns, variants_of
+from kernels.gated import RESET_BEFORE, RecurrentWeights, gated_columns, variants_of
 from kernels.norm import EPSILON
-from kernels.ragged import ContractError, Ragged, RowState, check_shape, state_entries
+from kernels.ragged import ContractError, RowState, check_shape
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,6 @@ class GRUWeights(RecurrentWeights):
 
     @cached_property
     def columns(self) -> int | None:
-        """The data's number of columns, or None for ids. The first access checks the shapes and raises ContractError if they
-        are inconsistent."""
         columns = gated_columns(self, 3)
         if self.recurrent_bias is not None:
             check_shape("weights.recurrent_bias", self.recurrent_bias, (self.hidden,))
@@ -71,10 +69,3 @@ class GRUState(RowState):
     hidden: Tensor
     slots: Tensor | None = None
     sources: Tensor | None = None
-
-
-def check_gru(x: Ragged, weights: GRUWeights, state: GRUState | None) -> None:
-    """Raises ContractError unless data, weights and state have consistent shapes."""
-    check_gated_data(x, weights.columns)
-    if state is not None:
-        check_shape("state.hidden", state.hidden, (state_entries(x, state), weights.hidden))

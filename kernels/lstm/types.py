@@ -8,7 +8,7 @@ from functools import cached_property
 from torch import Tensor
 
 from kernels.activations import SIGMOID, TANH, Activation
-from kernels.gated import PEEPHOLES, PROJECTION, RecurrentWeights, check_gated_data, gated_columns, variants_of
+from kernels.gated import PEEPHOLES, PROJECTION, RecurrentWeights, check_gated, gated_columns, variants_of
 from kernels.norm import EPSILON
 from kernels.ragged import Ragged, RowState, check_shape, state_entries
 
@@ -68,8 +68,6 @@ class LSTMWeights(RecurrentWeights):
 
     @cached_property
     def columns(self) -> int | None:
-        """The data's number of columns, or None for ids. The first access checks these shapes and raises ContractError if they
-        are inconsistent."""
         columns = gated_columns(self, 4)
         if self.peephole is not None:
             check_shape("weights.peephole", self.peephole, (3 * self.hidden,))
@@ -94,9 +92,6 @@ class LSTMState(RowState):
 
 def check_lstm(x: Ragged, weights: LSTMWeights, state: LSTMState | None) -> None:
     """Raises ContractError unless data, weights and state have consistent shapes."""
-    check_gated_data(x, weights.columns)
-    if state is None:
-        return
-    entries = state_entries(x, state)
-    check_shape("state.hidden", state.hidden, (entries, weights.vector))
-    check_shape("state.cell", state.cell, (entries, weights.hidden))
+    check_gated(x, weights, state)
+    if state is not None:
+        check_shape("state.cell", state.cell, (state_entries(x, state), weights.hidden))

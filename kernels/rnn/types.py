@@ -8,9 +8,9 @@ from functools import cached_property
 from torch import Tensor
 
 from kernels.activations import TANH, Activation
-from kernels.gated import RecurrentWeights, check_gated_data, gated_columns
+from kernels.gated import RecurrentWeights, gated_columns
 from kernels.norm import EPSILON
-from kernels.ragged import Ragged, RowState, check_shape, state_entries
+from kernels.ragged import RowState
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,6 @@ class RNNWeights(RecurrentWeights):
 
     @cached_property
     def columns(self) -> int | None:
-        """The data's number of columns, or None for ids. The first access checks the shapes and raises ContractError if they are
-        inconsistent."""
         return gated_columns(self, 1)
 
 
@@ -53,10 +51,3 @@ class RNNState(RowState):
     hidden: Tensor
     slots: Tensor | None = None
     sources: Tensor | None = None
-
-
-def check_rnn(x: Ragged, weights: RNNWeights, state: RNNState | None) -> None:
-    """Raises ContractError unless data, weights and state have consistent shapes."""
-    check_gated_data(x, weights.columns)
-    if state is not None:
-        check_shape("state.hidden", state.hidden, (state_entries(x, state), weights.hidden))
