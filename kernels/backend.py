@@ -119,16 +119,13 @@ def allows_tf32(device: torch.device, storage: torch.dtype) -> bool:
     return storage == torch.float32 and device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
 
 
-def cached_choice(backends: Callable[[], Sequence[Backend]]) -> Callable[..., Choice]:
+def cached_choice(backends: Sequence[Backend]) -> Callable[..., Choice]:
     """Return `choose` as a cached function of device, storage, hidden, requested, variants, vector and levels. Whether TF32 is allowed is
-    asked in every call. A backend's answer for a problem never changes.
-
-    backends: called when a choice is made, not before.
-    """
+    asked in every call. A backend's answer for a problem never changes."""
 
     @cache
     def cached(problem: Problem, requested: str) -> Choice:
-        return choose(backends(), problem, requested)
+        return choose(backends, problem, requested)
 
     def chosen(
         device: torch.device,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-from typing import Any
+from dataclasses import fields, replace
+from functools import cached_property
+from typing import Any, Self
 
 from torch import Tensor
 
@@ -13,6 +14,7 @@ from kernels.norm import layer_norm
 from kernels.ragged import (
     ContractError,
     Encoded,
+    LayerWeights,
     Outputs,
     Ragged,
     RunKernel,
@@ -20,7 +22,31 @@ from kernels.ragged import (
     check_ids,
     check_ragged,
     check_shape,
+    state_entries,
 )
+
+
+class RecurrentWeights(LayerWeights):
+    """The weights of an LSTM, a GRU or a plain RNN: a dataclass."""
+
+    recurrent: Tensor
+
+    @property
+    def hidden(self) -> int:
+        return self.recurrent.shape[0]
+
+    @cached_property
+    def columns(self) -> int | None:
+        """The data's number of columns, or None for ids. The first access checks the shapes of the weights and raises ContractError if
+        they are inconsistent."""
+        raise NotImplementedError
+
+    @cached_property
+    def over_gate_inputs(self) -> Self:
+        """The weights of the same layer over the rows of its table. They share what kernels pack."""
+        weights: Self = replace(self, input=None, bias=None, table=None, input_norm=None)  # type: ignore[type-var]
+        vars(weights)["packed"] = self.packed
+        return weights
 
 
 def gated_columns(weights: Any, gates: int) -> int | None:
@@ -84,13 +110,16 @@ def clipped(values: Tensor, clip: float | None) -> Tensor:
     return values if clip is None else values.clamp(-clip, clip)
 
 
-def check_gated_data(x: Ragged, columns: int | None) -> None:
-    """Raises ContractError unless the data are rows of `columns` numbers, or ids if `columns` is None."""
+def check_gated(x: Ragged, weights: RecurrentWeights, state: Any) -> None:
+    """Raises ContractError unless data, weights and hidden state have consistent shapes."""
+    columns = weights.columns
     if columns is None:
         check_ids(x)
     else:
         check_shape("x.data", x.data, (None, columns))
     check_ragged(x)
+    if state is not None:
+        check_shape("state.hidden", state.hidden, (state_entries(x, state), weights.vector))
 
 
 def with_table(run: RunKernel) -> RunKernel:

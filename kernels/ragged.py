@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import numpy as np
 import torch
@@ -88,12 +88,40 @@ class Encoded:
     scores: Tensor | None = None
 
 
+class LayerWeights:
+    """The weights of one layer in one direction, of any family. Values must not change after the first call."""
+
+    @property
+    def hidden(self) -> int:
+        raise NotImplementedError
+
+    @cached_property
+    def variants(self) -> tuple[str, ...]:
+        """What these weights have beyond the plain layer of their family."""
+        return ()
+
+    @property
+    def vector(self) -> int:
+        """Width of the output and of the hidden state."""
+        return self.hidden
+
+    @cached_property
+    def form(self) -> dict[str, Any]:
+        """The properties that both directions of a layer must share."""
+        return form_of(self)
+
+    @cached_property
+    def packed(self) -> dict[Any, Any]:
+        """The weights in the layouts that kernels read, by layout; each is made once and kept."""
+        return {}
+
+
 RunKernel = Callable[..., Encoded]
 """The function of a backend: from (x, weights, state, *, want) to Encoded."""
 
 
 class RowState(Protocol):
-    """The state of the rows of a batch, of any family.
+    """The state of the rows of a batch, of any family: a dataclass of its arrays, slots and sources.
 
     Without slots, every array has one entry for each row, and the state after the batch is in new arrays.
 
@@ -103,10 +131,17 @@ class RowState(Protocol):
     one slot. Several rows may write one slot, which then holds a mixture of their values.
     """
 
+    __slots__ = ()
+
     @property
     def slots(self) -> Tensor | None: ...
     @property
     def sources(self) -> Tensor | None: ...
+
+    def by_row(self) -> Self:
+        """Return the state without slots: a copy of the slots that the rows start from, or itself if it has no slots."""
+        slots = source_slots(self)
+        return self if slots is None else type(self)(*(getattr(self, name)[slots] for name in state_arrays(self)))
 
 
 State = TypeVar("State", bound=RowState)
@@ -136,10 +171,15 @@ def with_state_slots(run: RunKernel) -> RunKernel:
     return run_with_state_slots
 
 
+def state_arrays(state: Any) -> list[str]:
+    """Return the names of the arrays of a state."""
+    return [field.name for field in fields(state) if field.name not in ("slots", "sources")]
+
+
 def _scatter(by_row: Any, state: Any) -> None:
     """Write the state of each row into its slot of every state cache."""
     slots = state.slots.long()
-    for name in (field.name for field in fields(state) if field.name not in ("slots", "sources")):
+    for name in state_arrays(state):
         cache = getattr(state, name)
         cache.index_copy_(0, slots, getattr(by_row, name).to(cache.dtype))
 

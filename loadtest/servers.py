@@ -109,12 +109,6 @@ def named_or_new(url: str | None, grpc: str | None, log: Path, *flags: str) -> I
         yield server.url, server.grpc
 
 
-def free_port() -> int:
-    """Return a free TCP port."""
-    [port] = free_ports(1)
-    return port
-
-
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
     """Return `count` distinct free TCP ports. Until a server binds them, the system gives them to no other socket."""
     shuffled = random.SystemRandom().sample(PORTS, len(PORTS))

@@ -361,33 +361,26 @@ class Metrics:
             self.failed.start(*model)
             for outcome in (OK, *FAULTS):
                 self.requests.start(*model, outcome)
-        for reason in (*REFUSALS, MEMORY):
-            self.refused.start(reason)
-        for reason in DENIALS:
-            self.denied.start(reason)
-        for work in ENGINE_WORK:
-            self.engine_errors.start(work)
-        for reason in CLOSED_FOR:
-            self.connections_closed.start(reason)
-        for where in CANCELLED_WHILE:
-            self.cancelled.start(where)
-        for reason in SESSION_ENDS:
-            self.sessions_ended.start(reason)
-        for to in SESSION_MOVES:
-            self.session_moves.start(to)
-        for outcome in SAVES:
-            self.session_saves.start(outcome)
-        for outcome in TAKES:
-            self.session_takes.start(outcome)
+        shown: tuple[tuple[Counter, Iterable[str]], ...] = (
+            (self.refused, (*REFUSALS, MEMORY)),
+            (self.denied, DENIALS),
+            (self.engine_errors, ENGINE_WORK),
+            (self.connections_closed, CLOSED_FOR),
+            (self.cancelled, CANCELLED_WHILE),
+            (self.sessions_ended, SESSION_ENDS),
+            (self.session_moves, SESSION_MOVES),
+            (self.session_saves, SAVES),
+            (self.session_takes, TAKES),
+            (self.model_changes, CHANGES),
+            (self.traced_requests, TRACED_AS),
+            (self.spans, SPANS_AS),
+        )
+        for counter, values in shown:
+            for value in values:
+                counter.start(value)
+        for restart in RESTARTS:
+            self.restarts.start(*restart)
         self.sessions_not_saved.start()
-        for process, reason in RESTARTS:
-            self.restarts.start(process, reason)
-        for outcome in CHANGES:
-            self.model_changes.start(outcome)
-        for outcome in TRACED_AS:
-            self.traced_requests.start(outcome)
-        for outcome in SPANS_AS:
-            self.spans.start(outcome)
         self.rerun.start()
         self.accepted.start()
 

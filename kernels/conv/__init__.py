@@ -32,7 +32,7 @@ BACKENDS = (
         runs=None,
     ),
 )
-_chosen = cached_choice(lambda: BACKENDS)
+_chosen = cached_choice(BACKENDS)
 
 
 def choice(weights: ConvWeights, backend: str = AUTO) -> Choice:

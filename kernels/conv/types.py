@@ -13,13 +13,13 @@ from torch import Tensor
 from kernels.ragged import (
     ContractError,
     Ragged,
+    RowState,
     Sizes,
     check_absent,
     check_ids,
     check_ragged,
     check_shape,
     count_windows,
-    source_slots,
     state_entries,
 )
 
@@ -101,7 +101,7 @@ class ConvWeights:
 
 
 @dataclass(frozen=True, slots=True)
-class ConvState:
+class ConvState(RowState):
     """The steps before the next chunk of each row. left: (rows, left, inputs), oldest first; it replaces the zeros on the left.
 
     Slots and sources as in `kernels.ragged.RowState`: with slots, left is a state cache, (slots, left, inputs).
@@ -110,11 +110,6 @@ class ConvState:
     left: Tensor
     slots: Tensor | None = None
     sources: Tensor | None = None
-
-    def by_row(self) -> ConvState:
-        """Return the state without slots: a copy of the slots that the rows start from, or itself if it has no slots."""
-        slots = source_slots(self)
-        return self if slots is None else ConvState(self.left[slots])
 
 
 @dataclass(frozen=True, slots=True)

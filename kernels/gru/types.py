@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from torch import Tensor
 
 from kernels.activations import SIGMOID, TANH, Activation
-from kernels.gated import RESET_BEFORE, check_gated_data, gated_columns, variants_of
+from kernels.gated import RESET_BEFORE, RecurrentWeights, gated_columns, variants_of
 from kernels.norm import EPSILON
-from kernels.ragged import ContractError, Ragged, check_shape, form_of, source_slots, state_entries
+from kernels.ragged import ContractError, RowState, check_shape
 
 
 @dataclass(frozen=True)
-class GRUWeights:
+class GRUWeights(RecurrentWeights):
     """The weights of one layer in one direction, gate blocks in the order reset, update, new. Values must not change after the
     first call.
 
@@ -47,15 +46,6 @@ class GRUWeights:
     recurrent_norm: Tensor | None = None
     epsilon: float = EPSILON
 
-    @property
-    def hidden(self) -> int:
-        return self.recurrent.shape[0]
-
-    @property
-    def vector(self) -> int:
-        """Width of the output and of the hidden state."""
-        return self.hidden
-
     @cached_property
     def variants(self) -> tuple[str, ...]:
         """What these weights have beyond the GRU of cuDNN and PyTorch."""
@@ -63,8 +53,6 @@ class GRUWeights:
 
     @cached_property
     def columns(self) -> int | None:
-        """The data's number of columns, or None for ids. The first access checks the shapes and raises ContractError if they
-        are inconsistent."""
         columns = gated_columns(self, 3)
         if self.recurrent_bias is not None:
             check_shape("weights.recurrent_bias", self.recurrent_bias, (self.hidden,))
@@ -72,41 +60,12 @@ class GRUWeights:
             raise ContractError("weights.recurrent_norm needs one recurrent product: pass a recurrent_bias")
         return columns
 
-    @cached_property
-    def form(self) -> dict[str, Any]:
-        """The properties that both directions of a layer must share."""
-        return form_of(self)
-
-    @cached_property
-    def over_gate_inputs(self) -> GRUWeights:
-        """The weights of the same layer over the rows of its table. They share what kernels pack."""
-        weights = replace(self, input=None, bias=None, table=None, input_norm=None)
-        vars(weights)["packed"] = self.packed
-        return weights
-
-    @cached_property
-    def packed(self) -> dict[Any, Any]:
-        """The weights in the layouts that kernels read, by layout; each is made once and kept."""
-        return {}
-
 
 @dataclass(frozen=True, slots=True)
-class GRUState:
+class GRUState(RowState):
     """hidden: (rows, hidden) float32, or with slots a (slots, hidden) state cache. slots, sources: as in
     `kernels.ragged.RowState`."""
 
     hidden: Tensor
     slots: Tensor | None = None
     sources: Tensor | None = None
-
-    def by_row(self) -> GRUState:
-        """Return the state without slots: a copy of the slots that the rows start from, or itself if it has no slots."""
-        slots = source_slots(self)
-        return self if slots is None else GRUState(self.hidden[slots])
-
-
-def check_gru(x: Ragged, weights: GRUWeights, state: GRUState | None) -> None:
-    """Raises ContractError unless data, weights and state have consistent shapes."""
-    check_gated_data(x, weights.columns)
-    if state is not None:
-        check_shape("state.hidden", state.hidden, (state_entries(x, state), weights.hidden))

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from torch import Tensor
 
 from kernels.activations import SIGMOID, TANH, Activation
-from kernels.gated import PEEPHOLES, PROJECTION, check_gated_data, gated_columns, variants_of
+from kernels.gated import PEEPHOLES, PROJECTION, RecurrentWeights, check_gated, gated_columns, variants_of
 from kernels.norm import EPSILON
-from kernels.ragged import Ragged, check_shape, form_of, source_slots, state_entries
+from kernels.ragged import Ragged, RowState, check_shape, state_entries
 
 GATES = ("input", "forget", "cell", "output")
 """Order of the gate blocks along every axis of 4 x hidden."""
 
 
 @dataclass(frozen=True)
-class LSTMWeights:
+class LSTMWeights(RecurrentWeights):
     """The weights of one layer in one direction, gate blocks in the order of GATES. Values must not change after the first
     call.
 
@@ -69,8 +68,6 @@ class LSTMWeights:
 
     @cached_property
     def columns(self) -> int | None:
-        """The data's number of columns, or None for ids. The first access checks these shapes and raises ContractError if they
-        are inconsistent."""
         columns = gated_columns(self, 4)
         if self.peephole is not None:
             check_shape("weights.peephole", self.peephole, (3 * self.hidden,))
@@ -78,26 +75,9 @@ class LSTMWeights:
             check_shape("weights.cell_norm", self.cell_norm, (2, self.hidden))
         return columns
 
-    @cached_property
-    def form(self) -> dict[str, Any]:
-        """The properties that both directions of a layer must share."""
-        return form_of(self)
-
-    @cached_property
-    def over_gate_inputs(self) -> LSTMWeights:
-        """The weights of the same layer over the rows of its table. They share what kernels pack."""
-        weights = replace(self, input=None, bias=None, table=None, input_norm=None)
-        vars(weights)["packed"] = self.packed
-        return weights
-
-    @cached_property
-    def packed(self) -> dict[Any, Any]:
-        """The weights in the layouts that kernels read, by layout; each is made once and kept."""
-        return {}
-
 
 @dataclass(frozen=True, slots=True)
-class LSTMState:
+class LSTMState(RowState):
     """hidden: (rows, vector), cell: (rows, hidden), float32, the state after each row's last chunk; with slots, state caches with one entry
     for each slot.
 
@@ -109,17 +89,9 @@ class LSTMState:
     slots: Tensor | None = None
     sources: Tensor | None = None
 
-    def by_row(self) -> LSTMState:
-        """Return the state without slots: a copy of the slots that the rows start from, or itself if it has no slots."""
-        slots = source_slots(self)
-        return self if slots is None else LSTMState(self.hidden[slots], self.cell[slots])
-
 
 def check_lstm(x: Ragged, weights: LSTMWeights, state: LSTMState | None) -> None:
     """Raises ContractError unless data, weights and state have consistent shapes."""
-    check_gated_data(x, weights.columns)
-    if state is None:
-        return
-    entries = state_entries(x, state)
-    check_shape("state.hidden", state.hidden, (entries, weights.vector))
-    check_shape("state.cell", state.cell, (entries, weights.hidden))
+    check_gated(x, weights, state)
+    if state is not None:
+        check_shape("state.cell", state.cell, (state_entries(x, state), weights.hidden))

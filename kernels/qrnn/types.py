@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from kernels.ragged import (
     ContractError,
+    LayerWeights,
     Ragged,
+    RowState,
     check_absent,
     check_ids,
     check_ragged,
     check_shape,
-    form_of,
-    source_slots,
     state_entries,
 )
 
@@ -26,7 +25,7 @@ POOLINGS = {"f": 2, "fo": 3, "ifo": 4}
 
 
 @dataclass(frozen=True)
-class QRNNWeights:
+class QRNNWeights(LayerWeights):
     """The weights of one layer in one direction, in blocks of `hidden` columns: candidate, forget, output, input, as many as `pooling`
     has. Values must not change after the first call.
 
@@ -62,19 +61,9 @@ class QRNNWeights:
         are inconsistent."""
         return _columns(self)
 
-    @cached_property
-    def form(self) -> dict[str, Any]:
-        """The properties that both directions of a layer must share."""
-        return form_of(self)
-
-    @cached_property
-    def packed(self) -> dict[Any, Any]:
-        """The weights in the layouts that kernels read, by layout; each is made once and kept."""
-        return {}
-
 
 @dataclass(frozen=True, slots=True)
-class QRNNState:
+class QRNNState(RowState):
     """cell: (rows, hidden) float32; left: (rows, window - 1, inputs), the steps before the next chunk, oldest first.
 
     With tables, left is (rows, window - 1) int64: rows of the tables as `kernels.embedding.tap_rows` returns them, 0 for padding. With
@@ -85,11 +74,6 @@ class QRNNState:
     left: Tensor
     slots: Tensor | None = None
     sources: Tensor | None = None
-
-    def by_row(self) -> QRNNState:
-        """Return the state without slots: a copy of the slots that the rows start from, or itself if it has no slots."""
-        slots = source_slots(self)
-        return self if slots is None else QRNNState(self.cell[slots], self.left[slots])
 
 
 def check_qrnn(x: Ragged, weights: QRNNWeights, state: QRNNState | None) -> None:

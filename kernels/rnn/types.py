@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from torch import Tensor
 
 from kernels.activations import TANH, Activation
-from kernels.gated import check_gated_data, gated_columns
+from kernels.gated import RecurrentWeights, gated_columns
 from kernels.norm import EPSILON
-from kernels.ragged import Ragged, check_shape, form_of, source_slots, state_entries
+from kernels.ragged import RowState
 
 
 @dataclass(frozen=True)
-class RNNWeights:
+class RNNWeights(RecurrentWeights):
     """The weights of one layer in one direction. Values must not change after the first call.
 
     input: (inputs, hidden), or None when the data are ``x @ input + bias``; recurrent: (hidden, hidden); bias: (hidden,), or None when
@@ -40,48 +39,15 @@ class RNNWeights:
     recurrent_norm: Tensor | None = None
     epsilon: float = EPSILON
 
-    @property
-    def hidden(self) -> int:
-        return self.recurrent.shape[0]
-
-    @property
-    def vector(self) -> int:
-        """Width of the output and of the hidden state."""
-        return self.hidden
-
     @cached_property
     def columns(self) -> int | None:
-        """The data's number of columns, or None for ids. The first access checks the shapes and raises ContractError if they are
-        inconsistent."""
         return gated_columns(self, 1)
-
-    @cached_property
-    def form(self) -> dict[str, Any]:
-        """The properties that both directions of a layer must share."""
-        return form_of(self)
-
-    @cached_property
-    def over_gate_inputs(self) -> RNNWeights:
-        """The weights of the same layer over the rows of its table."""
-        return replace(self, input=None, bias=None, table=None, input_norm=None)
 
 
 @dataclass(frozen=True, slots=True)
-class RNNState:
+class RNNState(RowState):
     """hidden: (rows, hidden) float32, or with slots a (slots, hidden) state cache. slots, sources: as in `kernels.ragged.RowState`."""
 
     hidden: Tensor
     slots: Tensor | None = None
     sources: Tensor | None = None
-
-    def by_row(self) -> RNNState:
-        """Return the state without slots: a copy of the slots that the rows start from, or itself if it has no slots."""
-        slots = source_slots(self)
-        return self if slots is None else RNNState(self.hidden[slots])
-
-
-def check_rnn(x: Ragged, weights: RNNWeights, state: RNNState | None) -> None:
-    """Raises ContractError unless data, weights and state have consistent shapes."""
-    check_gated_data(x, weights.columns)
-    if state is not None:
-        check_shape("state.hidden", state.hidden, (state_entries(x, state), weights.hidden))

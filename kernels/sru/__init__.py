@@ -7,12 +7,13 @@ Lei et al., EMNLP 2018; without v it is the first version of that paper (version
 its own, scaled columns of the input, or zero.
 """
 
-from kernels.backend import AUTO, Backend, Choice, accepts_everything, cached_choice, only_by_name
+from kernels.backend import Backend, accepts_everything, only_by_name
 from kernels.cpu import cache
-from kernels.ragged import Encoded, Outputs, Ragged, check_both_directions, with_state_slots
+from kernels.ragged import with_state_slots
+from kernels.recurrent import RecurrentKernel
 from kernels.scan.launch import describe, refuses
 from kernels.sru import cpu, framework, fused, reference
-from kernels.sru.types import SRUState, SRUWeights, check_sru
+from kernels.sru.types import check_sru
 
 BACKENDS = (
     Backend("fused", fused.sru, refuses, describe, bidirectional=fused.bidirectional),
@@ -20,37 +21,6 @@ BACKENDS = (
     Backend("framework", with_state_slots(framework.sru), accepts_everything),
     Backend("reference", with_state_slots(reference.sru), only_by_name),
 )
-_chosen = cached_choice(lambda: BACKENDS)
-
-
-def choice(weights: SRUWeights, backend: str = AUTO) -> Choice:
-    """Return the backend that `sru` and `bidirectional` choose for these weights."""
-    return _chosen(weights.bias.device, weights.bias.dtype, weights.hidden, backend)
-
-
-def sru(x: Ragged, weights: SRUWeights, state: SRUState | None = None, *, want: Outputs, backend: str = AUTO) -> Encoded:
-    """Encode every row of `x`, starting from `state` (zeros when None).
-
-    x.data: (tokens, inputs), or (tokens, 3 or 4 x hidden) blocks when weights.input is None, or (tokens,) ids for a table.
-    `kernels.sru.types` describes shapes and blocks; raises ContractError for inconsistent shapes.
-    """
-    check_sru(x, weights, state)
-    encoded: Encoded = choice(weights, backend).backend.run(x, weights, state, want=want)
-    return encoded
-
-
-def bidirectional(
-    x: Ragged,
-    weights: tuple[SRUWeights, SRUWeights],
-    states: tuple[SRUState, SRUState] | None = None,
-    *,
-    want: Outputs,
-    backend: str = AUTO,
-) -> Encoded:
-    """Encode every row of `x` forward and backward with a pair of weights of the same form, starting from a pair of states.
-
-    The outputs are joined as [forward | backward], the steps in the order of the tokens; the state is the pair of states.
-    """
-    check_both_directions(check_sru, x, weights, states)
-    encoded: Encoded = choice(weights[0], backend).backend.run_bidirectional(x, weights, states, want=want)
-    return encoded
+KERNEL = RecurrentKernel(BACKENDS, check_sru, lambda weights: weights.bias)
+choice, sru, bidirectional = KERNEL.choice, KERNEL.run, KERNEL.bidirectional
+"""x.data: (tokens, inputs), or (tokens, 3 or 4 x hidden) blocks when weights.input is None, or (tokens,) ids for a table."""

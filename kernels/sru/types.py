@@ -10,19 +10,20 @@ from torch import Tensor
 
 from kernels.ragged import (
     ContractError,
+    LayerWeights,
     Ragged,
+    RowState,
     check_absent,
     check_ids,
     check_ragged,
     check_shape,
     form_of,
-    source_slots,
     state_entries,
 )
 
 
 @dataclass(frozen=True)
-class SRUWeights:
+class SRUWeights(LayerWeights):
     """The weights of one layer in one direction, in blocks of `hidden` columns: candidate, forget, reset and, in some layers, skip.
     Values must not change after the first call.
 
@@ -65,24 +66,14 @@ class SRUWeights:
         """The properties that both directions of a layer must share. Their skips may start at different columns."""
         return form_of(self) | {"skip_from": self.skip_from is not None}
 
-    @cached_property
-    def packed(self) -> dict[Any, Any]:
-        """The weights in the layouts that kernels read, by layout; each is made once and kept."""
-        return {}
-
 
 @dataclass(frozen=True, slots=True)
-class SRUState:
+class SRUState(RowState):
     """cell: (rows, hidden) float32, or with slots a (slots, hidden) state cache. slots, sources: as in `kernels.ragged.RowState`."""
 
     cell: Tensor
     slots: Tensor | None = None
     sources: Tensor | None = None
-
-    def by_row(self) -> SRUState:
-        """Return the state without slots: a copy of the slots that the rows start from, or itself if it has no slots."""
-        slots = source_slots(self)
-        return self if slots is None else SRUState(self.cell[slots])
 
 
 def check_sru(x: Ragged, weights: SRUWeights, state: SRUState | None) -> None:

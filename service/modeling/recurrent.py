@@ -10,11 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels import gru as gru_kernel
-from kernels import lstm as lstm_kernel
-from kernels import qrnn as qrnn_kernel
-from kernels import rnn as rnn_kernel
-from kernels import sru as sru_kernel
+from kernels import gru, lstm, qrnn, rnn, sru
 from kernels.backend import AUTO
 from kernels.embedding import fold, fold_taps
 from kernels.gru.types import GRUState, GRUWeights
@@ -23,6 +19,7 @@ from kernels.norm import layer_norm
 from kernels.pooling import pool_steps
 from kernels.qrnn.types import QRNNState, QRNNWeights
 from kernels.ragged import Encoded, Outputs, Ragged, compute_dtype
+from kernels.recurrent import RecurrentKernel
 from kernels.rnn.types import RNNState, RNNWeights
 from kernels.sru.types import SRUState, SRUWeights
 from service.modeling.activations import kernel_activation
@@ -34,20 +31,18 @@ GatedWeights = RNNWeights | LSTMWeights | GRUWeights
 
 @dataclass(frozen=True, slots=True)
 class RecurrentFamily:
-    """The functions of a recurrent kernel family that a stack calls.
+    """What a stack needs of a recurrent kernel family.
 
-    run: runs one direction; run_both: runs both; choice: picks the backend; fold: returns one direction's weights with the
-    embedding folded in, so that they take ids; folded_columns: returns the numbers that its tables have for each id; allocate: returns
-    zeroed state slabs for a number of slots; run_levels: runs several levels in one direction, where kernels run them at once.
+    kernel: chooses a backend and runs it; fold: returns one direction's weights with the embedding folded in, so that they take ids;
+    folded_columns: returns the numbers that its tables have for each id; allocate: returns zeroed state slabs for a number of slots;
+    runs_levels: whether kernels run several levels in one direction at once.
     """
 
-    run: Callable[..., Encoded]
-    run_both: Callable[..., Encoded]
-    choice: Callable[..., Any]
+    kernel: RecurrentKernel[Any, Any]
     fold: Callable[[Any, Tensor], Any]
     folded_columns: Callable[[Any], int]
     allocate: Callable[[Any, int], Any]
-    run_levels: Callable[..., Encoded] | None = None
+    runs_levels: bool = False
 
 
 MERGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -91,7 +86,7 @@ class RecurrentStack(RunnableLayer):
         self._family = family
         self._levels = levels
         self._requested = requested
-        self._runs_levels = family.run_levels is not None and len(levels) > 1 and all(level.is_plain for level in levels)
+        self._runs_levels = family.runs_levels and len(levels) > 1 and all(level.is_plain for level in levels)
         """Whether one call runs all levels."""
         self._embedding: Tensor | None = None
         self._folded: RecurrentLevel | None = None
@@ -152,8 +147,7 @@ class RecurrentStack(RunnableLayer):
 
     def backend(self) -> str:
         levels = {"levels": len(self._levels)} if self._runs_levels else {}
-        name: str = self._family.choice(self._levels[0].directions[0], self._requested, **levels).backend.name
-        return name
+        return self._family.kernel.choice(self._levels[0].directions[0], self._requested, **levels).backend.name
 
     def tensors(self) -> list[Tensor]:
         levels = self._levels if self._folded is None else [*self._levels, self._folded]
@@ -164,12 +158,11 @@ class RecurrentStack(RunnableLayer):
         self, levels: Sequence[RecurrentLevel], x: Ragged, want: Outputs, states: Sequence[Any] | None
     ) -> tuple[Encoded, list[Any]]:
         """Run plain levels in one call."""
-        assert self._family.run_levels is not None
         before = states
         if states is None and any(level.starts for level in levels):
             before = [state for level in levels for state in self._start(level, x.rows)]
         weights = [level.directions[0] for level in levels]
-        encoded = self._family.run_levels(x, weights, before, want=want, backend=self._requested)
+        encoded = self._family.kernel.levels(x, weights, before, want=want, backend=self._requested)
         return encoded, list(encoded.state)
 
     def _run_level(self, level: RecurrentLevel, x: Ragged, want: Outputs, states: tuple[Any, ...]) -> Encoded:
@@ -189,9 +182,9 @@ class RecurrentStack(RunnableLayer):
     def _run_directions(self, level: RecurrentLevel, x: Ragged, want: Outputs, states: tuple[Any, ...]) -> Encoded:
         if len(level.directions) == 2:
             both = None if states[0] is None else states
-            return self._family.run_both(x, level.directions, both, want=want, backend=self._requested)
+            return self._family.kernel.bidirectional(x, level.directions, both, want=want, backend=self._requested)
         read = x.reversed() if level.backward else x
-        encoded = self._family.run(read, level.directions[0], states[0], want=want, backend=self._requested)
+        encoded = self._family.kernel.run(read, level.directions[0], states[0], want=want, backend=self._requested)
         if level.backward and encoded.steps is not None:
             encoded = replace(encoded, steps=Ragged(encoded.steps, x.offsets).reversed().data)
         return replace(encoded, state=(encoded.state,))
@@ -373,25 +366,9 @@ def _zeros(weights: Any, slots: int, width: int | None = None) -> Tensor:
 
 
 FAMILIES: dict[type[RecurrentLayer], RecurrentFamily] = {
-    RNNLayer: RecurrentFamily(
-        rnn_kernel.rnn, rnn_kernel.bidirectional, rnn_kernel.choice, _fold_gates, _gate_columns, _rnn_states
-    ),
-    LSTMLayer: RecurrentFamily(
-        lstm_kernel.lstm,
-        lstm_kernel.bidirectional,
-        lstm_kernel.choice,
-        _fold_gates,
-        _gate_columns,
-        _lstm_states,
-        lstm_kernel.levels,
-    ),
-    GRULayer: RecurrentFamily(
-        gru_kernel.gru, gru_kernel.bidirectional, gru_kernel.choice, _fold_gates, _gate_columns, _gru_states, gru_kernel.levels
-    ),
-    SRULayer: RecurrentFamily(
-        sru_kernel.sru, sru_kernel.bidirectional, sru_kernel.choice, _fold_sru, _sru_columns, _sru_states
-    ),
-    QRNNLayer: RecurrentFamily(
-        qrnn_kernel.qrnn, qrnn_kernel.bidirectional, qrnn_kernel.choice, _fold_qrnn, _qrnn_columns, _qrnn_states
-    ),
+    RNNLayer: RecurrentFamily(rnn.KERNEL, _fold_gates, _gate_columns, _rnn_states),
+    LSTMLayer: RecurrentFamily(lstm.KERNEL, _fold_gates, _gate_columns, _lstm_states, runs_levels=True),
+    GRULayer: RecurrentFamily(gru.KERNEL, _fold_gates, _gate_columns, _gru_states, runs_levels=True),
+    SRULayer: RecurrentFamily(sru.KERNEL, _fold_sru, _sru_columns, _sru_states),
+    QRNNLayer: RecurrentFamily(qrnn.KERNEL, _fold_qrnn, _qrnn_columns, _qrnn_states),
 }

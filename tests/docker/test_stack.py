@@ -21,7 +21,7 @@ import httpx
 import pytest
 import yaml
 
-from loadtest.servers import free_port
+from loadtest.servers import free_ports
 from service.settings import Settings
 from tests.deploy.shipped import DASHBOARD, DEPLOY, ROOT, RULES
 from tests.serving import eventually
@@ -45,11 +45,11 @@ class Stack:
         services = stack.config()["services"]
         for name, (variable, default) in PORTS.items():
             # Without published ports, as in the host's network, the port is the container's own: the variable's, if it is set.
-            port = str(free_port()) if services[name].get("ports") else os.environ.get(variable, default)
+            port = str(free_ports(1)[0]) if services[name].get("ports") else os.environ.get(variable, default)
             stack.variables[variable] = port
             stack.clients[name] = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=10, trust_env=False)
         # No test uses gRPC here: its port only has to be free.
-        stack.variables.setdefault("SEQSERVE_GRPC_PORT", str(free_port()))
+        stack.variables.setdefault("SEQSERVE_GRPC_PORT", str(free_ports(1)[0]))
         return stack
 
     def docker(self, *arguments: str) -> str:

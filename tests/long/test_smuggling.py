@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 
-from loadtest.servers import free_port
+from loadtest.servers import free_ports
 from tests import proxies
 from tests.serving import LIMIT_SECONDS, Server, serving
 
@@ -307,7 +307,7 @@ def relay(server: Server) -> Iterator[Relay]:
 @pytest.fixture(scope="module", params=CONFIGURATIONS)
 def port(request: pytest.FixtureRequest, relay: Relay, tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     """The port of a proxy in front of the relay."""
-    name, scratch, listening = request.param.partition(".")[0], tmp_path_factory.mktemp("proxy"), free_port()
+    name, scratch, listening = request.param.partition(".")[0], tmp_path_factory.mktemp("proxy"), free_ports(1)[0]
     file = scratch / request.param
     file.write_text(CONFIGURATIONS[request.param].format(port=listening, service=relay.port, scratch=scratch))
     with proxies.running(name, proxies.arguments(name, file), listening, scratch):

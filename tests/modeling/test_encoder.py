@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
 from kernels.backend import AUTO, PINNED
-from kernels.lstm import levels
+from kernels.lstm import choice, levels
 from kernels.ragged import STORAGE, Encoded, Outputs, Ragged
 from service.modeling import folding, layer_builder, recurrent
 from service.modeling.encoder import Encoder
@@ -109,7 +110,11 @@ def test_pinned_model_requests_a_pinned_backend(monkeypatch: pytest.MonkeyPatch)
         requested.append(backend)
         return levels(*arguments, backend=backend, **options)
 
-    monkeypatch.setitem(recurrent.FAMILIES, kind, replace(recurrent.FAMILIES[kind], run_levels=run))
+    monkeypatch.setitem(
+        recurrent.FAMILIES,
+        kind,
+        replace(recurrent.FAMILIES[kind], kernel=cast(Any, SimpleNamespace(levels=run, choice=choice))),
+    )
     for pinned in (False, True):
         spec = classifier(Form("lstm", depth=2), pin_backend=pinned)
         encoder(spec)(batch(spec, LENGTHS))

@@ -6,7 +6,8 @@ import hashlib
 from dataclasses import fields, replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -118,7 +119,8 @@ def recorded_weights(monkeypatch: pytest.MonkeyPatch, form: Form, backend: str, 
         encoded: Encoded = chosen.run_bidirectional(x, weights, states, want=want)
         return encoded
 
-    chosen_family = replace(family, run=run, run_both=both, choice=lambda *_: Choice(chosen, ()))
+    kernel = SimpleNamespace(run=run, bidirectional=both, choice=lambda *_: Choice(chosen, ()))
+    chosen_family = replace(family, kernel=cast(Any, kernel))
     model = classifier(form, embedded=False)
     storage = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(precision, torch.float32)
     arrays = {name: array.to(storage) for name, array in random_arrays(model).items()}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from loadtest.servers import free_port
+from loadtest.servers import free_ports
 from tests.serving import eventually
 
 
@@ -19,7 +19,7 @@ class Redis:
     """A server on a port that stays the same. Its data is gone when it is stopped."""
 
     def __init__(self, program: str, folder: Path) -> None:
-        self._port = free_port()
+        self._port = free_ports(1)[0]
         self._command = [program, "--port", str(self._port), "--save", "", "--dir", str(folder)]
         self.url = f"redis://127.0.0.1:{self._port}/0"
         self.start()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from loadtest.servers import free_port
+from loadtest.servers import free_ports
 from service.errors import SettingsError
 from service.ipc.messages import DropSession, ReleaseSession, SaveSession, TakeOutcome, TakeSession
 from service.settings import Settings
@@ -352,7 +352,7 @@ def test_setting_chooses_the_store(tmp_path: Path) -> None:
 
 def test_redis_that_does_not_answer_is_an_error() -> None:
     pytest.importorskip("redis")
-    store = RedisStore(f"redis://127.0.0.1:{free_port()}/0", "first", KEEP_SECONDS)
+    store = RedisStore(f"redis://127.0.0.1:{free_ports(1)[0]}/0", "first", KEEP_SECONDS)
     assert isinstance(save(store, b""), StoreFailed)
     for call in (store.renew, lambda: store.read_inbox(0.1), store.end):
         with pytest.raises(StoreFailed):

@@ -647,11 +647,6 @@ class Http2Connection(asyncio.Protocol):
             self._pinged, self._ping_sent = now, True
             self._sender.write(frame(PING, 0, 0, b"are you?"))
 
-    @property
-    def has_unread_frames(self) -> bool:
-        """Whether frames wait for the connection's next turn."""
-        return self._turn.waits
-
     # The connection guard.
 
     @property

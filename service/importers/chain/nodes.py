@@ -80,8 +80,18 @@ class Pooled:
         return self.below.width * len(self.pools)
 
 
+class _AsWideAsBelow:
+    """A node with as many columns as the node below it."""
+
+    below: Node
+
+    @property
+    def width(self) -> int:
+        return self.below.width
+
+
 @dataclass(frozen=True, eq=False)
-class Mapped:
+class Mapped(_AsWideAsBelow):
     """A function of every number below. Several of them may together be one activation of model.toml: x * sigmoid(x) is silu."""
 
     below: Node
@@ -89,22 +99,14 @@ class Mapped:
     label: str
     origins: frozenset[str] = NO_ORIGINS
 
-    @property
-    def width(self) -> int:
-        return self.below.width
-
 
 @dataclass(frozen=True, eq=False)
-class Added:
+class Added(_AsWideAsBelow):
     """The sum of two nodes of the same width, such as a residual connection."""
 
     below: Node
     other: Node
     label: str
-
-    @property
-    def width(self) -> int:
-        return self.below.width
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,16 +122,12 @@ class StepWeights:
 
 
 @dataclass(frozen=True, eq=False)
-class Weighted:
+class Weighted(_AsWideAsBelow):
     """Every step below times its weight. The sum over all steps is an attention pool."""
 
     below: Node
     weights: StepWeights
     label: str
-
-    @property
-    def width(self) -> int:
-        return self.below.width
 
 
 Node = Input | Layer | Pooled | Mapped | Added | StepWeights | Weighted

@@ -231,6 +231,11 @@ class Peer:
         self.connection.connection_made(cast(asyncio.BaseTransport, self.transport))
 
     @property
+    def has_unread_frames(self) -> bool:
+        """Whether frames wait for the connection's next turn."""
+        return self.connection._turn.waits
+
+    @property
     def closed(self) -> bool:
         """Whether the server ended the connection."""
         return self.transport.eof or self.transport.closing
@@ -271,7 +276,7 @@ class Peer:
             self.connection.data_received(data)
         for _ in range(3):
             await asyncio.sleep(0)
-        while self.connection.has_unread_frames:
+        while self.has_unread_frames:
             await asyncio.sleep(0)
         await asyncio.sleep(0)
         return self._frames()

@@ -244,7 +244,7 @@ def test_long_burst_is_handled_in_turns(loop: ClockLoop) -> None:
         peer.connection.data_received(b"".join(request(id) for id in range(1, 200, 2)))
         other.connection.data_received(request(1))
         peer.connection.resume_writing()
-        return peer.connection.has_unread_frames and peer.transport.reading_paused
+        return peer.has_unread_frames and peer.transport.reading_paused
 
     assert loop.run_until_complete(send())
     assert other.send()[0].kind == HEADERS and len(peer.application.requests) < 100
