@@ -63,8 +63,9 @@ def import_model(settings: Settings, request: Request, say: Callable[[str], None
     set_cache_folder(settings.cache)
     recipe = Recipe() if request.recipe is None else Recipe.read(request.recipe)
     draft = _read(request, recipe)
-    tokenizer = None if request.tokenizer is None else spec.read_file(request.tokenizer).decode()
-    if tokenizer is not None:
+    words = None
+    if request.tokenizer is not None:
+        words = Tokenizer.checked(spec.read_file(request.tokenizer, limit=spec.MAX_TOKENIZER_BYTES), request.tokenizer)
         draft.input["kind"] = "text"
     if "max_steps" not in {**draft.input, **recipe.tables.get("input", {})}:
         draft.notes.append(f"input.max_steps is {DEFAULT_STEPS}, which neither the checkpoint nor a recipe says")
@@ -73,7 +74,7 @@ def import_model(settings: Settings, request: Request, say: Callable[[str], None
     weights = tensors(draft, model)
     # A folded table is rounded to the precision of the model, and the comparison is about the weights.
     encoder = Encoder(model.model_copy(update={"fold": "never"}), weights, torch.device("cpu"))
-    found = _compare(request, encoder, draft, recipe, tokenizer, say)
+    found = _compare(request, encoder, draft, recipe, words, say)
     compared = set() if found is None else {one.name for one in found.differences if not one.name.startswith(STATE)}
     of_head = compared == {"sequence"}  # outputs of every step prove the layers, and no head
     unproven = [text for text in draft.assumed if not compared or (of_head and text.startswith("head"))]
@@ -81,7 +82,8 @@ def import_model(settings: Settings, request: Request, say: Callable[[str], None
         raise draft.refusal("Nothing was written: the outputs depend on more than the checkpoint says", unproven)
     digest = spec.digest(spec.read_file(request.checkpoint))
     content = card(request.name, draft, request.checkpoint.name, digest, found, request.tolerance)
-    folder = write_version(settings.written_models, model, weights, content, tokenizer)
+    definition = None if words is None else words.definition.decode()
+    folder = write_version(settings.written_models, model, weights, content, definition)
     say(f"{folder} is complete.")
     say(f"Serve it: seqserve serve --models {shlex.quote(str(settings.written_models))}")
     return folder
@@ -148,11 +150,11 @@ def _report(draft: Draft, say: Callable[[str], None]) -> None:
 
 
 def _compare(
-    request: Request, encoder: Encoder, draft: Draft, recipe: Recipe, tokenizer: str | None, say: Callable[[str], None]
+    request: Request, encoder: Encoder, draft: Draft, recipe: Recipe, words: Tokenizer | None, say: Callable[[str], None]
 ) -> Comparison | None:
     """Return the differences from the expected outputs, or from the source itself; raises ImportRefused if one exceeds the tolerance."""
     if request.check is not None:
-        words, arrays = None if tokenizer is None else Tokenizer(tokenizer.encode()), read_npz(request.check)
+        arrays = read_npz(request.check)
         found = Comparison(differences(encoder, arrays, words), f"the samples in `{request.check.name}`")
         if draft.assumed and np.diff(read_batch(encoder.spec, arrays, words).offsets).max(initial=0) < 2:
             raise draft.refusal(f"no sequence in {request.check.name} has two steps, as a comparison needs")
