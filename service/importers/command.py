@@ -32,6 +32,8 @@ from service.settings import Settings
 
 PACKAGES = ("h5py", "onnx")
 """Packages of the extra `import`."""
+RUNNERS = {"ONNX graph": "install onnxruntime, or ", "Keras 3": "install keras 3 and its backend, or "}
+"""The way to a comparison, by the source. Without one, such a model is imported all the same: its file says everything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +65,8 @@ def import_model(settings: Settings, request: Request, say: Callable[[str], None
     set_cache_folder(settings.cache)
     recipe = Recipe() if request.recipe is None else Recipe.read(request.recipe)
     draft = _read(request, recipe)
-    words = None
-    if request.tokenizer is not None:
-        words = Tokenizer.checked(spec.read_file(request.tokenizer, limit=spec.MAX_TOKENIZER_BYTES), request.tokenizer)
+    words = None if request.tokenizer is None else _read_tokenizer(request.tokenizer)
+    if words is not None:
         draft.input["kind"] = "text"
     if "max_steps" not in {**draft.input, **recipe.tables.get("input", {})}:
         draft.notes.append(f"input.max_steps is {DEFAULT_STEPS}, which neither the checkpoint nor a recipe says")
@@ -127,6 +128,13 @@ def _read(request: Request, recipe: Recipe) -> Draft:
     return draft
 
 
+def _read_tokenizer(file: Path) -> Tokenizer:
+    try:
+        return Tokenizer.checked(spec.read_file(file, limit=spec.MAX_TOKENIZER_BYTES), file)
+    except OSError as error:
+        raise ImportRefused(f"{file} cannot be read: {error.strerror}") from error
+
+
 def _reader(module: str) -> ModuleType:
     """Import a module of the readers; raises ImportRefused if a package is missing."""
     try:
@@ -164,7 +172,8 @@ def _compare(
                 raise NotCompared("nothing that is installed runs the source")
             found = compare_with_original(encoder, draft, draft.original, recipe.head)
         except NotCompared as reason:
-            say(f"The outputs were not compared with those of the source, because {reason}: add --check FILE.npz.")
+            advice = "" if draft.original else RUNNERS.get(draft.source, "")
+            say(f"The outputs were not compared with those of the source, because {reason}: {advice}add --check FILE.npz.")
             return None
     for line in table(found.differences):
         say(line)
