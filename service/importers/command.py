@@ -32,7 +32,7 @@ from service.settings import Settings
 
 PACKAGES = ("h5py", "onnx")
 """Packages of the extra `import`."""
-RUNNERS = {"ONNX graph": "install onnxruntime, or ", "Keras 3": "install keras 3 and its backend, or "}
+RUNNERS = {"ONNX graph": " (install onnxruntime)", "Keras 3": " (install keras 3 and its backend)"}
 """The way to a comparison, by the source. Without one, such a model is imported all the same: its file says everything."""
 
 
@@ -65,7 +65,7 @@ def import_model(settings: Settings, request: Request, say: Callable[[str], None
     set_cache_folder(settings.cache)
     recipe = Recipe() if request.recipe is None else Recipe.read(request.recipe)
     draft = _read(request, recipe)
-    words = None if request.tokenizer is None else _read_tokenizer(request.tokenizer)
+    words = None if request.tokenizer is None else Tokenizer.checked(request.tokenizer)
     if words is not None:
         draft.input["kind"] = "text"
     if "max_steps" not in {**draft.input, **recipe.tables.get("input", {})}:
@@ -83,8 +83,7 @@ def import_model(settings: Settings, request: Request, say: Callable[[str], None
         raise draft.refusal("Nothing was written: the outputs depend on more than the checkpoint says", unproven)
     digest = spec.digest(spec.read_file(request.checkpoint))
     content = card(request.name, draft, request.checkpoint.name, digest, found, request.tolerance)
-    definition = None if words is None else words.definition.decode()
-    folder = write_version(settings.written_models, model, weights, content, definition)
+    folder = write_version(settings.written_models, model, weights, content, words.definition.decode() if words else None)
     say(f"{folder} is complete.")
     say(f"Serve it: seqserve serve --models {shlex.quote(str(settings.written_models))}")
     return folder
@@ -128,13 +127,6 @@ def _read(request: Request, recipe: Recipe) -> Draft:
     return draft
 
 
-def _read_tokenizer(file: Path) -> Tokenizer:
-    try:
-        return Tokenizer.checked(spec.read_file(file, limit=spec.MAX_TOKENIZER_BYTES), file)
-    except OSError as error:
-        raise ImportRefused(f"{file} cannot be read: {error.strerror}") from error
-
-
 def _reader(module: str) -> ModuleType:
     """Import a module of the readers; raises ImportRefused if a package is missing."""
     try:
@@ -169,11 +161,10 @@ def _compare(
     else:
         try:
             if draft.original is None:
-                raise NotCompared("nothing that is installed runs the source")
+                raise NotCompared(f"nothing that is installed runs the source{RUNNERS.get(draft.source, '')}")
             found = compare_with_original(encoder, draft, draft.original, recipe.head)
         except NotCompared as reason:
-            advice = "" if draft.original else RUNNERS.get(draft.source, "")
-            say(f"The outputs were not compared with those of the source, because {reason}: {advice}add --check FILE.npz.")
+            say(f"The outputs were not compared with those of the source, because {reason}: add --check FILE.npz.")
             return None
     for line in table(found.differences):
         say(line)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import struct
-from contextlib import suppress
 from pathlib import Path
 
 from service.errors import InvalidInput, ModelError
-from service.modeling.spec import MODEL, TOKENIZER, ModelSpec, read_verified
+from service.modeling.spec import MAX_TOKENIZER_BYTES, MODEL, TOKENIZER, ModelSpec, read_file, read_verified
 from service.modeling.tokenizer_file import check_within_limits, parse
 from service.modeling.word_table import build_word_table
 
@@ -20,16 +19,13 @@ class Tokenizer:
         """definition: the content of tokenizer.json, which a decoder process gets. The library's exceptions pass through."""
         self.definition = definition
         self._tokenizer = tokenizer = parse(definition)
-        tokenizer.no_padding()
-        tokenizer.no_truncation()
         self._word_table = build_word_table(json.loads(tokenizer.to_str()), lambda text: list(tokenizer.encode(text).ids))
-        with suppress(Exception):  # a panic passes through
-            tokenizer.encode_batch_fast(["a"])  # the library's first batch takes a millisecond: no request should wait for it
 
     @classmethod
-    def checked(cls, definition: bytes, file: Path) -> Tokenizer:
-        """Return the tokenizer with the content of this file; raises ModelError if it cannot be read, or not within limits."""
+    def checked(cls, file: Path, definition: bytes | None = None) -> Tokenizer:
+        """Return the tokenizer in a file; raises ModelError if it cannot be read, or not within limits. definition: its known content."""
         try:
+            definition = read_file(file, limit=MAX_TOKENIZER_BYTES) if definition is None else definition
             check_within_limits(definition)
             return cls(definition)
         except BaseException as error:  # the library raises plain Exception for every kind of broken file, and panics at some
@@ -41,7 +37,7 @@ class Tokenizer:
     def read(cls, folder: Path, spec: ModelSpec) -> Tokenizer:
         """Read the tokenizer of a version folder; raises ModelError if the file or its vocabulary does not match `spec`."""
         file = folder / TOKENIZER
-        tokenizer = cls.checked(read_verified(file, spec), file)
+        tokenizer = cls.checked(file, read_verified(file, spec))
         tokens = tokenizer.vocabulary
         if tokens > (spec.input.vocabulary or 0):
             raise ModelError(

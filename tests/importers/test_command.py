@@ -161,18 +161,18 @@ def test_file_that_says_everything_needs_no_framework(package: str, tmp_path: Pa
         else hostile.write(tmp_path, "model.keras", hostile.good("model.keras"))
     )
     report = import_file(tmp_path, file)
-    reason = f"because nothing that is installed runs the source: install {package}.*, or add --check FILE.npz"
+    reason = rf"because nothing that is installed runs the source \(install {package}.*\): add --check FILE.npz"
     assert re.search(reason, "\n".join(report))
     card = (tmp_path / "models" / "imported" / "1" / "card.md").read_text()
     assert "The outputs were not compared with those of the source." in card
 
 
-@pytest.mark.parametrize("content, message", [("{", "Expecting property name"), (None, "cannot be read: No such file")])
+@pytest.mark.parametrize("content, message", [("{", "Expecting property name"), (None, "No such file")])
 def test_damaged_tokenizer_is_refused(content: str | None, message: str, tmp_path: Path) -> None:
     file = tmp_path / "tokenizer.json"
     if content is not None:
         file.write_text(content)
-    with pytest.raises(ModelError, match=f"tokenizer.json:? {message}"):
+    with pytest.raises(ModelError, match=f"tokenizer.json: .*{message}"):
         import_file(tmp_path, write(graph(), tmp_path), tokenizer=file)
     assert not (tmp_path / "models").exists()
 
