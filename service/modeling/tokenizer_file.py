@@ -37,8 +37,8 @@ def check_within_limits(definition: bytes) -> None:
     """Raise ValueError unless a child process parses this content within its limits."""
     child = subprocess.run([sys.executable, "-m", __name__], input=definition, capture_output=True)
     if child.returncode:
-        reason = child.stderr.decode(errors="replace").strip().rpartition("\n")[2][:500]
-        raise ValueError(reason or f"it takes more than {CHILD_SECONDS} s of processor time or {CHILD_BYTES >> 30} GiB to read")
+        reason = child.stderr.decode(errors="replace").strip().rpartition("\n")[2][:500] if child.returncode > 0 else ""
+        raise ValueError(reason or f"it crashes, or takes {CHILD_SECONDS} s of processor time or {CHILD_BYTES >> 30} GiB")
 
 
 def _check_cost(definition: dict[str, Any]) -> None:

@@ -165,5 +165,5 @@ def test_reading_ends_at_a_limit(
         resource.setrlimit(resource.RLIMIT_DATA, (48 << 20, 48 << 20))
 
     monkeypatch.setattr(subprocess, "run", partial(subprocess.run, preexec_fn=lower_limits))
-    with pytest.raises(ModelError, match=r"tokenizer.json: (it takes more than 10 s|MemoryError)"):
+    with pytest.raises(ModelError, match=r"tokenizer.json: (it crashes, or takes 10 s|MemoryError)"):
         Tokenizer.read(folder, with_file(folder, model, json.dumps(made)))
