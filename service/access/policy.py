@@ -27,8 +27,8 @@ class AccessPolicy:
     def __init__(self, settings: Settings) -> None:
         """Raises SettingsError for a key file that cannot be read."""
         self._file = Path(settings.keys) if settings.keys else None
+        self._modified = modification(self._file)  # before the read: a change during it is then read again
         self._keys = None if self._file is None else KeyRing.read(self._file)
-        self._modified = modification(self._file)
         self._insecure = settings.insecure
         hosts = _listed(settings.allowed_hosts)
         # A page in a browser has no key.

@@ -42,7 +42,7 @@ class TlsContexts:
         self.grpc = build_context(self._settings, GRPC_PROTOCOLS)
         self._read_at = read_at
 
-    def _modifications(self) -> list[tuple[int, int] | None]:
+    def _modifications(self) -> list[tuple[int, ...] | None]:
         return [modification(file) for file in self._files]
 
 

@@ -32,6 +32,8 @@ from service.settings import Settings
 
 PACKAGES = ("h5py", "onnx")
 """Packages of the extra `import`."""
+RUNNERS = {"ONNX graph": " (install onnxruntime)", "Keras 3": " (install keras 3 and its backend)"}
+"""The way to a comparison, by the source. Without one, such a model is imported all the same: its file says everything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +65,8 @@ def import_model(settings: Settings, request: Request, say: Callable[[str], None
     set_cache_folder(settings.cache)
     recipe = Recipe() if request.recipe is None else Recipe.read(request.recipe)
     draft = _read(request, recipe)
-    tokenizer = None if request.tokenizer is None else spec.read_file(request.tokenizer).decode()
-    if tokenizer is not None:
+    words = None if request.tokenizer is None else Tokenizer.checked(request.tokenizer)
+    if words is not None:
         draft.input["kind"] = "text"
     if "max_steps" not in {**draft.input, **recipe.tables.get("input", {})}:
         draft.notes.append(f"input.max_steps is {DEFAULT_STEPS}, which neither the checkpoint nor a recipe says")
@@ -73,7 +75,7 @@ def import_model(settings: Settings, request: Request, say: Callable[[str], None
     weights = tensors(draft, model)
     # A folded table is rounded to the precision of the model, and the comparison is about the weights.
     encoder = Encoder(model.model_copy(update={"fold": "never"}), weights, torch.device("cpu"))
-    found = _compare(request, encoder, draft, recipe, tokenizer, say)
+    found = _compare(request, encoder, draft, recipe, words, say)
     compared = set() if found is None else {one.name for one in found.differences if not one.name.startswith(STATE)}
     of_head = compared == {"sequence"}  # outputs of every step prove the layers, and no head
     unproven = [text for text in draft.assumed if not compared or (of_head and text.startswith("head"))]
@@ -81,7 +83,7 @@ def import_model(settings: Settings, request: Request, say: Callable[[str], None
         raise draft.refusal("Nothing was written: the outputs depend on more than the checkpoint says", unproven)
     digest = spec.digest(spec.read_file(request.checkpoint))
     content = card(request.name, draft, request.checkpoint.name, digest, found, request.tolerance)
-    folder = write_version(settings.written_models, model, weights, content, tokenizer)
+    folder = write_version(settings.written_models, model, weights, content, words.definition.decode() if words else None)
     say(f"{folder} is complete.")
     say(f"Serve it: seqserve serve --models {shlex.quote(str(settings.written_models))}")
     return folder
@@ -148,18 +150,18 @@ def _report(draft: Draft, say: Callable[[str], None]) -> None:
 
 
 def _compare(
-    request: Request, encoder: Encoder, draft: Draft, recipe: Recipe, tokenizer: str | None, say: Callable[[str], None]
+    request: Request, encoder: Encoder, draft: Draft, recipe: Recipe, words: Tokenizer | None, say: Callable[[str], None]
 ) -> Comparison | None:
     """Return the differences from the expected outputs, or from the source itself; raises ImportRefused if one exceeds the tolerance."""
     if request.check is not None:
-        words, arrays = None if tokenizer is None else Tokenizer(tokenizer.encode()), read_npz(request.check)
+        arrays = read_npz(request.check)
         found = Comparison(differences(encoder, arrays, words), f"the samples in `{request.check.name}`")
         if draft.assumed and np.diff(read_batch(encoder.spec, arrays, words).offsets).max(initial=0) < 2:
             raise draft.refusal(f"no sequence in {request.check.name} has two steps, as a comparison needs")
     else:
         try:
             if draft.original is None:
-                raise NotCompared("nothing that is installed runs the source")
+                raise NotCompared(f"nothing that is installed runs the source{RUNNERS.get(draft.source, '')}")
             found = compare_with_original(encoder, draft, draft.original, recipe.head)
         except NotCompared as reason:
             say(f"The outputs were not compared with those of the source, because {reason}: add --check FILE.npz.")

@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-import base64
 import json
-import math
 import struct
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
-
-from tokenizers import Tokenizer as HuggingFaceTokenizer
 
 from service.errors import InvalidInput, ModelError
-from service.modeling.spec import MODEL, TOKENIZER, ModelSpec, read_verified
+from service.modeling.spec import MAX_TOKENIZER_BYTES, MODEL, TOKENIZER, ModelSpec, read_file, read_verified
+from service.modeling.tokenizer_file import check_within_limits, parse
 from service.modeling.word_table import build_word_table
-
-MAX_GROWTH = 1024
-"""How many times as long its tokenizer may make a text: a short text must not take seconds, and all memory."""
-MAX_WORD_CHARACTERS = 256
-"""Characters of a word that WordPiece takes apart. Its time grows with their cube, and 100 are usual."""
 
 
 class Tokenizer:
@@ -28,26 +18,26 @@ class Tokenizer:
     def __init__(self, definition: bytes) -> None:
         """definition: the content of tokenizer.json, which a decoder process gets. The library's exceptions pass through."""
         self.definition = definition
-        _check_cost(json.loads(definition))  # before the library normalises the tokens in the file
-        self._tokenizer = tokenizer = HuggingFaceTokenizer.from_buffer(definition)
-        tokenizer.no_padding()
-        tokenizer.no_truncation()
+        self._tokenizer = tokenizer = parse(definition)
         self._word_table = build_word_table(json.loads(tokenizer.to_str()), lambda text: list(tokenizer.encode(text).ids))
-        with suppress(Exception):  # a panic passes through
-            tokenizer.encode_batch_fast(["a"])  # the library's first batch takes a millisecond: no request should wait for it
+
+    @classmethod
+    def checked(cls, file: Path, definition: bytes | None = None) -> Tokenizer:
+        """Return the tokenizer in a file; raises ModelError if it cannot be read, or not within limits. definition: its known content."""
+        try:
+            definition = read_file(file, limit=MAX_TOKENIZER_BYTES) if definition is None else definition
+            check_within_limits(definition)
+            return cls(definition)
+        except BaseException as error:  # the library raises plain Exception for every kind of broken file, and panics at some
+            if isinstance(error, KeyboardInterrupt | SystemExit):
+                raise
+            raise ModelError(f"{file}: {error}") from error
 
     @classmethod
     def read(cls, folder: Path, spec: ModelSpec) -> Tokenizer:
         """Read the tokenizer of a version folder; raises ModelError if the file or its vocabulary does not match `spec`."""
         file = folder / TOKENIZER
-        try:
-            tokenizer = cls(read_verified(file, spec))
-        except ModelError:
-            raise
-        except BaseException as error:  # the library raises plain Exception for every kind of broken file, and panics at some
-            if isinstance(error, KeyboardInterrupt | SystemExit):
-                raise
-            raise ModelError(f"{file}: {error}") from error
+        tokenizer = cls.checked(file, read_verified(file, spec))
         tokens = tokenizer.vocabulary
         if tokens > (spec.input.vocabulary or 0):
             raise ModelError(
@@ -102,34 +92,3 @@ def _refusal(error: BaseException, field: str) -> BaseException:
     if isinstance(error, KeyboardInterrupt | SystemExit):
         return error
     return InvalidInput(f"{field} cannot be tokenised: {error}", field=field)
-
-
-def _check_cost(definition: dict[str, Any]) -> None:
-    """Raise ValueError if time or memory of a tokenizer may be out of proportion to a text. definition: the content of its file."""
-    growth = math.prod(_growth(definition.get(part)) for part in ("normalizer", "model", "post_processor", "decoder"))
-    if growth > MAX_GROWTH:
-        raise ValueError(f"it may make a text {growth} times as long, {MAX_GROWTH} times is allowed: replace fewer characters")
-    characters = definition.get("model", {}).get("max_input_chars_per_word", 0)
-    if characters > MAX_WORD_CHARACTERS:
-        raise ValueError(f"max_input_chars_per_word is {characters}: lower it to {MAX_WORD_CHARACTERS}")
-
-
-def _growth(step: Any) -> int:
-    """Return how many times as long a text may become in a step of a tokenizer, as far as its file decides that."""
-    growth = 1
-    for key, value in (step or {}).items():
-        match key:
-            case "normalizers" | "processors" | "decoders":
-                growth *= math.prod(map(_growth, value))
-            case "content" | "prepend" | "continuing_subword_prefix" | "end_of_word_suffix":
-                text = step.get("pattern", {}).get("String", "")
-                # A regular expression may match between any two characters.
-                growth *= max(1, math.ceil(len(value) / len(text))) if text else 1 + len(value or "")
-            case "precompiled_charsmap":  # the size of a trie, the trie, and texts that end with a zero byte
-                table = base64.b64decode(value)
-                texts = table[4 + int.from_bytes(table[:4], "little") :].split(b"\0")
-                growth *= max(1, *(len(text.decode(errors="ignore")) for text in texts))
-            case "single":
-                ids = {name: len(token["ids"]) for name, token in step["special_tokens"].items()}
-                growth *= sum(ids[piece["SpecialToken"]["id"]] if "SpecialToken" in piece else 1 for piece in value)
-    return growth

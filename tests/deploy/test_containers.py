@@ -176,3 +176,22 @@ def test_proxies_repeat_only_refused_connections_and_know_the_same_replicas() ->
         [group], [check] = cluster["load_assignment"]["endpoints"], cluster["health_checks"]
         assert [end["endpoint"]["address"]["socket_address"]["address"] for end in group["lb_endpoints"]] == names
         assert check["http_health_check"] == {"path": "/readyz"} and check["no_traffic_interval"] == check["interval"]
+
+
+def test_runtimes_of_kserve_probe_a_port_of_the_service() -> None:
+    """The health port, as the chart does, or with Knative the port of the pod. gRPC has no paths."""
+    health_port = read("chart/values.yaml")["healthPort"]
+    for file in ("runtime.yaml", "runtime-knative.yaml"):
+        for runtime in yaml.safe_load_all((DEPLOY / "kserve" / file).read_text()):
+            [container] = runtime["spec"]["containers"]
+            settings = load({}, {each["name"]: each["value"] for each in container["env"]})
+            served = {port["containerPort"] for port in container["ports"]}
+            assert served <= {settings.port, settings.grpc_port} == {DEFAULTS.port, DEFAULTS.grpc_port}
+            assert settings.health_port == (health_port if file == "runtime.yaml" else "off")
+            probes = {name: probe for name, probe in container.items() if name.endswith("Probe")}
+            assert probes.keys() >= {"readinessProbe", "livenessProbe"}
+            for name, probe in probes.items():
+                [(kind, request)] = [item for item in probe.items() if isinstance(item[1], dict)]
+                assert {request["port"]} == (served if settings.health_port == "off" else {health_port})
+                assert kind == ("grpc" if request["port"] == settings.grpc_port else "httpGet")
+                assert request.get("path") in (None, "/healthz" if name == "livenessProbe" else "/readyz")

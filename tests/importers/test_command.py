@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -14,11 +15,13 @@ import onnxruntime
 import pytest
 
 from service.cli import main
+from service.errors import ModelError
 from service.importers.command import known_layers
 from service.importers.draft import ImportRefused
 from service.importers.onnx import original
 from service.modeling.npz import write_npz
 from service.modeling.spec import find_models
+from tests.importers import hostile
 from tests.importers.importing import import_file
 from tests.importers.onnx.graphs import FEATURES, Net
 
@@ -147,10 +150,31 @@ def test_recipe_that_changes_the_pool_is_not_compared(tmp_path: Path) -> None:
     assert model["head"]["pool"] == "max"
 
 
-def test_graph_is_not_compared_without_onnxruntime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("package", ["onnxruntime", "keras"])
+def test_file_that_says_everything_needs_no_framework(package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing in a graph or an architecture is assumed: the model is written, and the report names what would compare it."""
     monkeypatch.setattr(original, "find_spec", dict[str, Any]().get)
-    report = import_file(tmp_path, write(graph(), tmp_path))
-    assert any("because nothing that is installed runs the source" in line for line in report)
+    monkeypatch.setitem(sys.modules, "keras", None)
+    file = (
+        write(graph(), tmp_path)
+        if package == "onnxruntime"
+        else hostile.write(tmp_path, "model.keras", hostile.good("model.keras"))
+    )
+    report = import_file(tmp_path, file)
+    reason = rf"because nothing that is installed runs the source \(install {package}.*\): add --check FILE.npz"
+    assert re.search(reason, "\n".join(report))
+    card = (tmp_path / "models" / "imported" / "1" / "card.md").read_text()
+    assert "The outputs were not compared with those of the source." in card
+
+
+@pytest.mark.parametrize("content, message", [("{", "Expecting property name"), (None, "No such file")])
+def test_damaged_tokenizer_is_refused(content: str | None, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "tokenizer.json"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(ModelError, match=f"tokenizer.json: .*{message}"):
+        import_file(tmp_path, write(graph(), tmp_path), tokenizer=file)
+    assert not (tmp_path / "models").exists()
 
 
 def test_recipe_with_layers_is_refused(tmp_path: Path) -> None:

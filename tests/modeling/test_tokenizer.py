@@ -5,7 +5,10 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import resource
+import subprocess
 from array import array
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -138,4 +141,29 @@ def test_damaged_table_of_characters_is_an_error(table: bytes, reason: str, fold
     made = json.loads(word_level(numbered(len(models.WORDS))).to_str())
     made["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(table).decode()}
     with pytest.raises(ModelError, match=reason):
+        Tokenizer.read(folder, with_file(folder, model, json.dumps(made)))
+
+
+SLOW = {"type": "Replace", "pattern": {"Regex": "(a+)+$"}, "content": "x"}
+"""Normalising all of the tokens below would take it minutes."""
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"normalizer": SLOW, "added_tokens": [f"{'a' * 21}b{id}" for id in range(1000)]}, {"normalizer": [[]] * 1_000_000}],
+)
+def test_reading_ends_at_a_limit(
+    changes: dict[str, Any], folder: Path, model: ModelSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A child process reads the file first. Its limits are lower here: a second, and 48 MiB."""
+    made = json.loads(word_level(numbered(len(models.WORDS))).to_str()) | changes
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "special"), False) | {"normalized": True}
+    made["added_tokens"] = [{"id": 10 + id, "content": text, **flags} for id, text in enumerate(made["added_tokens"])]
+
+    def lower_limits() -> None:
+        resource.setrlimit(resource.RLIMIT_CPU, (1, 1))
+        resource.setrlimit(resource.RLIMIT_DATA, (48 << 20, 48 << 20))
+
+    monkeypatch.setattr(subprocess, "run", partial(subprocess.run, preexec_fn=lower_limits))
+    with pytest.raises(ModelError, match=r"tokenizer.json: (it crashes, or takes 10 s|MemoryError)"):
         Tokenizer.read(folder, with_file(folder, model, json.dumps(made)))
