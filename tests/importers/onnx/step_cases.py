@@ -102,6 +102,10 @@ def one_axis_of_batch_and_steps(net: Net, x: str) -> str:
     return net.add("Reshape", net.dense(flat, WIDTH, 4), net.add("Concat", *sizes, net.constant([-1]), axis=0))
 
 
+def two_pools(net: Net, x: str) -> str:
+    return net.add("Concat", net.chain(x, one_step(-1)), net.add("ReduceMax", x, axes=[1], keepdims=0), axis=1)
+
+
 def softplus_by_choice(net: Net, x: str) -> str:
     large, soft = net.chain(x, ("Greater", 20.0)), net.chain(x, ("Exp",), ("Add", 1.0), ("Log",))
     return net.add("Where", large, x, soft)
@@ -143,6 +147,7 @@ REFUSED: dict[str, tuple[list[Operator], str]] = {
     "Clip: to 1": ([("Clip", None, 1.0)], NO_ACTIVATION),
     "Add: a constant for each step": ([with_weights("Add", [10007, 1])], "for each of the steps"),
     "LayerNormalization: axis 1": ([with_weights("LayerNormalization", [WIDTH], [WIDTH], axis=1)], "normalises several axes"),
+    "LayerNormalization: of two pools": ([two_pools, with_weights("LayerNormalization", [2 * WIDTH])], "follows the pool"),
     "Softmax: over steps, without a sum": ([("Softmax", {"axis": 1})], "only an attention pool"),
     "Slice: every second step": ([("Slice", [0], [1 << 40], [1], [2])], "takes some of the steps"),
     "Slice: the steps after the first": ([("Slice", [1], [1 << 40], [1])], "leaves out steps"),

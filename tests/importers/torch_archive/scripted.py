@@ -5,6 +5,7 @@ from typing import Optional
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from tests.importers.importing import FEATURES
@@ -72,6 +73,20 @@ class OfNumbers(nn.Module):
         if bool(y[0, 0, 0] > 0):
             return y
         return -y
+
+
+class EverySecond(nn.Module):
+    """Leaves out every second step."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x[:, ::2])
+
+
+class TwoSteps(nn.Module):
+    """Pools each half of the steps."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.adaptive_max_pool1d(x.transpose(1, 2), 2)
 
 
 SCRIPTED = [

@@ -17,7 +17,7 @@ from service.importers.torch_archive import read
 from tests.importers.importing import import_file
 from tests.importers.onnx.graphs import TOLERANCE, answers
 from tests.importers.torch_archive.scripted import REFUSED as REFUSED_SCRIPT
-from tests.importers.torch_archive.scripted import SCRIPTED, WithState
+from tests.importers.torch_archive.scripted import SCRIPTED, EverySecond, TwoSteps, WithState
 from tests.importers.torch_models import ACTIVATED, RECURRENT, REFUSED, Sample, named
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")]
@@ -90,6 +90,8 @@ def test_scripted_module_imports(sample: Sample, how: str, tmp_path: Path) -> No
         (REFUSED[0], "trace", "no activation of model.toml"),
         (REFUSED[-1], "trace", "operators of this name cannot be imported"),
         (REFUSED_SCRIPT, "script", "it works on the axis of batch"),
+        (Sample("two steps", TwoSteps), "trace", "only 1 can be imported"),
+        (Sample("every second step", EverySecond), "script", "takes some of the steps"),
         (Sample("__setstate__", WithState), "script", r"__setstate__ of its own, which is code, and is not run"),
     ],
     ids=str,
