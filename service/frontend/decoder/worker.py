@@ -35,7 +35,7 @@ from service.settings import Settings
 
 
 class ParsedBody(NamedTuple):
-    """A body without errors so far. options: everything but its inputs and states. pack: validates these for a model; raises a ServiceError."""
+    """A body without errors so far. options: everything but inputs and states. pack: validates these for a model; raises a ServiceError."""
 
     options: bytes
     pack: Callable[[ServedModel, Settings], PackedInputs]
