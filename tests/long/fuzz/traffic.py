@@ -10,7 +10,6 @@ import struct
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any, NamedTuple
 
 import hpack
@@ -19,12 +18,9 @@ from loadtest.oip_requests import PATH
 from service.errors import BY_CODE, SERVICE_FAILED, STATUS, InferenceFailed
 from service.frontend.oip.protobuf import METHODS, SERVICE
 from tests.frontend.http2 import peer
-from tests.long.floods import KINDS
 
 MOST_CHANGES, MOST_REQUESTS = 4, 6
 """Changes of one message, and messages on one connection."""
-FLOODS = 0.02
-"""Share of the connections that begin as a flood does."""
 TOKENS = [
     *b"""-1 0 1e400 NaN Infinity -0 9223372036854775808 99999999999999999999 1.5 +5 null true {} [] "" { [ ] } " , : \\u0000 \\ud800
 %00 %2e%2e%2f ../../etc/passwd ..\\..\\boot.ini /etc/passwd %2e%2e/%2e%2e/etc/passwd ${jndi:ldap://127.0.0.1/a} chunked gzip""".split(),
@@ -183,16 +179,8 @@ SEEDS = (
 def http(key: str, chance: random.Random) -> Conversation:
     """Return a connection with mutated requests. key: a valid key of the service."""
     usual = (b"Host: localhost", b"Authorization: Bearer " + key.encode())
-    if chance.random() < FLOODS:
-        return Conversation(_flood(False, chance) + LAST, judge_http)
     requests = (_request(usual, chance) for _ in range(chance.randint(1, MOST_REQUESTS)))
     return Conversation(b"".join(requests) + LAST, judge_http)
-
-
-def _flood(over_grpc: bool, chance: random.Random) -> bytes:
-    """Return the first bytes of a flood without WebSockets, whose handshake needs a key."""
-    floods = [flood for name, (grpc, flood) in KINDS.items() if grpc is over_grpc and "socket" not in name]
-    return b"".join(islice(chance.choice(floods)(), chance.randint(2, 20)))
 
 
 def _request(usual: Sequence[bytes], chance: random.Random) -> bytes:
@@ -355,8 +343,6 @@ def grpc(key: str, chance: random.Random) -> Conversation:
     if chance.random() < 0.2:
         data = mutated(data, chance)
     start = peer.PREFACE + peer.settings((4, 1 << 20))
-    if chance.random() < FLOODS:
-        start, data = _flood(True, chance), b""
     last = peer.frame(peer.HEADERS, peer.END_HEADERS, LAST_STREAM, peer.block(*usual, path=LAST_CALL))
     last += peer.frame(peer.DATA, peer.END_STREAM, LAST_STREAM, bytes(5))
     return Conversation(start + data + last, judge_grpc, is_answered)
