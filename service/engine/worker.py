@@ -379,7 +379,7 @@ class Worker:
         if block.timed:
             answer = msgspec.structs.replace(answer, queued=block.arrived, runs=list(result.runs))
         columns = block.columns.ids, block.columns.counts, result.steps
-        channel.send(encode(answer, tail=(*columns, *[array for array in arrays if array is not None])))
+        channel.send_divided(encode(answer, tail=(*columns, *[array for array in arrays if array is not None])))
         self._answered.add(channel)
 
     def open_ticket(self, channel: Channel, id: int, request: messages.Request) -> Ticket:
@@ -406,7 +406,7 @@ class Worker:
         self._flush(channel)
 
     def _send(self, channel: Channel, id: int, frame: bytes) -> None:
-        channel.send(frame)
+        channel.send_divided(frame)
         self._answered.add(channel)
         self._frontends[channel].tickets.pop(id, None)
 

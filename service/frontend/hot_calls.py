@@ -113,9 +113,9 @@ class AnsweredCall(NamedTuple):
 class Reply(NamedTuple):
     """A successful reply. headers: complete lines. compress: compresses the content in a thread if it is worth it."""
 
-    content: bytes
+    content: bytes | memoryview
     headers: bytes
-    compress: Callable[[bytes], bytes] | None = None
+    compress: Callable[[bytes | memoryview], bytes] | None = None
 
 
 class HotCall:

@@ -60,7 +60,7 @@ class _HeadRefused(Exception):
 class Exchange(Identity, Protocol):
     """Where the reply to one request goes, with the identity of the request."""
 
-    def respond(self, content: bytes, headers: bytes) -> None:
+    def respond(self, content: bytes | memoryview, headers: bytes) -> None:
         """Send a successful reply. headers: complete lines, without Content-Length."""
 
     def respond_error(self, error: ServiceError) -> None:
@@ -402,7 +402,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     # Replies of the hot path.
 
-    def respond(self, content: bytes, headers: bytes) -> None:
+    def respond(self, content: bytes | memoryview, headers: bytes) -> None:
         """Send a successful reply to the running request."""
         self._reply(b"200 OK", content, headers)
 
@@ -529,7 +529,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._unparsed = data
         self._turn.take()
 
-    def _reply(self, status: bytes, content: bytes, headers: bytes) -> None:
+    def _reply(self, status: bytes, content: bytes | memoryview, headers: bytes) -> None:
         self._call, now = None, self.loop.time()
         # A request that has arrived already still gets its reply on this connection.
         self._last_reply |= self._hot_path.frontend.draining or (now > self._retires and not self._parts)

@@ -198,7 +198,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         if not self.disconnected:
             self._parse_later(0.0)
 
-    def send_text(self, content: bytes) -> None:
+    def send_text(self, content: bytes | memoryview) -> None:
         """Send a text message. A closing socket sends nothing more."""
         if self.close_sent or self.conn.state is not State.OPEN or self.transport.is_closing():
             return

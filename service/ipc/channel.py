@@ -32,6 +32,8 @@ MAX_DESCRIPTORS = 8
 """Descriptors that one read accepts. A frame passes at most one descriptor."""
 MAX_COPIED_BYTES = 1 << 16
 """Larger frames are written in place. Smaller frames are joined, so that they leave in one write."""
+PIECE = 0xFFFFFFFF
+"""Stands in the place of a message's size in the header of a piece of a divided frame; the id is the size of the whole frame."""
 
 _ANCILLARY_BYTES = socket.CMSG_LEN(MAX_DESCRIPTORS * array("i").itemsize)
 _encoder = msgspec.msgpack.Encoder()
@@ -86,6 +88,8 @@ class _LargeFrame:
         self.memory = memoryview(memory)
         self.memory[: len(start)] = start
         self._filled = len(start)
+        self.piece_left = size - len(start)
+        """Bytes that follow before the next header: all that are missing, unless the frame is divided."""
 
     @property
     def missing(self) -> int:
@@ -94,10 +98,22 @@ class _LargeFrame:
 
     def receive(self, end: socket.socket) -> tuple[int, list[int]]:
         """Read once. Returns the number of bytes, which is 0 at end-of-file, and the descriptors."""
-        space = self.memory[self._filled : self._filled + READ_BYTES]
+        space = self.memory[self._filled : self._filled + min(READ_BYTES, self.piece_left)]
         size, ancillary, _flags, _address = end.recvmsg_into([space], _ANCILLARY_BYTES)
-        self._filled += size
+        self.fill(size)
         return size, _descriptors(ancillary)
+
+    def fill(self, size: int) -> None:
+        """Count bytes that were read."""
+        self._filled += size
+        self.piece_left -= size
+
+    def copy(self, data: memoryview) -> int:
+        """Take the first bytes of the current piece from others. Returns their number."""
+        size = min(len(data), self.piece_left)
+        self.memory[self._filled : self._filled + size] = data[:size]
+        self.fill(size)
+        return size
 
 
 class Channel:
@@ -114,10 +130,13 @@ class Channel:
         """The buffer of every read: an allocation of this size for each read would take four times as long as the read."""
         self._received = bytearray()
         self._large: _LargeFrame | None = None
-        """The frame that arrives now, if its tail is large. Then `_received` is empty."""
+        """The frame that arrives now, if its tail is large. `_received` is empty while a part of it is next."""
         self._sockets: deque[int] = deque()
         self._outgoing: deque[tuple[bytearray | memoryview, list[int]]] = deque()
         """Bytes that wait, with the descriptors to pass with them. A bytearray without descriptors takes further small frames."""
+        self._divided: deque[memoryview] = deque()
+        """The rest of frames that leave in pieces when nothing else waits, and the size of the first of them."""
+        self._divided_bytes = 0
         self.open = True
         self.frames_sent = 0
         self.frames_received = 0
@@ -148,17 +167,37 @@ class Channel:
         if following:
             self._outgoing.append((memoryview(following), []))
 
+    def send_divided(self, frame: bytes) -> None:
+        """Queue one encoded frame, which later frames may overtake if it is large: they would wait behind many megabytes."""
+        if not self.open or len(frame) <= READ_BYTES:
+            self.send(frame)
+            return
+        self.frames_sent += 1
+        self._divided.append(memoryview(frame))
+
+    def _next_piece(self) -> None:
+        frame = self._divided.popleft()
+        size = self._divided_bytes = self._divided_bytes or len(frame)
+        piece, rest = frame[:READ_BYTES], frame[READ_BYTES:]
+        self._outgoing += (memoryview(HEADER.pack(len(piece), PIECE, size)), []), (piece, [])
+        if rest:
+            self._divided.appendleft(rest)
+        else:
+            self._divided_bytes = 0
+
     @property
     def outgoing(self) -> bool:
         """Whether bytes wait to be written."""
-        return bool(self._outgoing)
+        return bool(self._outgoing or self._divided)
 
     def flush(self) -> bool:
         """Write what the socket accepts, up to BYTES_PER_FLUSH; true when everything was written."""
         limit = self.bytes_sent + BYTES_PER_FLUSH
-        while self._outgoing and self.open:
+        while self.outgoing and self.open:
             if self.bytes_sent >= limit:
                 return False
+            if not self._outgoing:
+                self._next_piece()
             data, descriptors = self._outgoing[0]
             try:
                 sent = socket.send_fds(self._socket, [data], descriptors) if descriptors else self._socket.send(data)
@@ -182,7 +221,7 @@ class Channel:
         """
         frames: list[Frame] = []
         for _ in range(READS_PER_RECEIVE):
-            expected = READ_BYTES if self._large is None else min(READ_BYTES, self._large.missing)
+            expected = min(READ_BYTES, self._large.piece_left if self._large else 0) or READ_BYTES
             try:
                 size, descriptors = self._read()
             except BlockingIOError:
@@ -206,26 +245,32 @@ class Channel:
             self._close_all(descriptors)
         self._close_all(self._sockets)
         self._outgoing.clear()
+        self._divided.clear()
         self._socket.close()
 
     def _read(self) -> tuple[int, list[int]]:
         """Read once. Returns the number of bytes, which is 0 at end-of-file, and the descriptors."""
-        if self._large is not None:
+        if self._large is not None and self._large.piece_left:
             return self._large.receive(self._socket)
         size, ancillary, _flags, _address = self._socket.recvmsg_into([self._buffer], _ANCILLARY_BYTES)
         self._received += self._buffer[:size]
         return size, _descriptors(ancillary)
 
     def _take_frames(self) -> list[Frame]:
-        if self._large is not None:
-            return self._take_large_frame(self._large)
-        frames, start, large_bytes = list[Frame](), 0, 0
+        frames, start, large_bytes = self._take_large_frame(), 0, 0
         with memoryview(self._received) as view:
             while len(view) - start >= HEADER.size:
                 length, packed_length, id = HEADER.unpack_from(view, start)
                 begin, end = start + HEADER.size, start + HEADER.size + length
+                if packed_length == PIECE:
+                    if self._large is None:
+                        self._large = _LargeFrame(bytearray(), id)
+                    self._large.piece_left = length
+                    start = begin + self._large.copy(view[begin:])
+                    frames += self._take_large_frame()
+                    continue
                 if end > len(view):
-                    large_bytes = end - start if length - packed_length > MAX_TAIL_COPY_BYTES else 0
+                    large_bytes = end - start if length - packed_length > MAX_TAIL_COPY_BYTES and self._large is None else 0
                     break
                 message = _decoder.decode(view[begin : begin + packed_length])
                 tail = bytes(view[begin + packed_length : end])
@@ -237,8 +282,9 @@ class Channel:
             self._received.clear()
         return frames
 
-    def _take_large_frame(self, large: _LargeFrame) -> list[Frame]:
-        if large.missing:
+    def _take_large_frame(self) -> list[Frame]:
+        large = self._large
+        if large is None or large.missing:
             return []
         self._large = None
         _length, packed_length, id = HEADER.unpack_from(large.memory)

@@ -115,6 +115,22 @@ def test_large_frames_cross_without_blocking(ends: tuple[Channel, Channel]) -> N
     assert sender.bytes_sent == sum(map(len, tails)) + 6 * len(encode(Answer()))
 
 
+def test_small_frames_overtake_a_divided_frame(ends: tuple[Channel, Channel]) -> None:
+    """Large frames that are not divided also arrive whole between its pieces."""
+    sender, receiver = ends
+    tails = {1: os.urandom(8 * MIB), 2: os.urandom(3 * MIB + 1), 3: b"small", 4: os.urandom(2 * MIB), 5: b"later"}
+    frames = list[Frame]()
+    for id, tail in tails.items():
+        send = sender.send_divided if id < 3 else sender.send
+        send(encode(Answer(), id, (tail,)))
+        sender.flush()
+        frames += receiver.receive()
+    frames += receive_all(sender, receiver, count=len(tails) - len(frames))
+    assert [frame.id for frame in frames] == [3, 4, 5, 1, 2]
+    assert {frame.id: bytes(frame.tail) for frame in frames} == tails
+    assert not sender.outgoing and (sender.frames_sent, receiver.frames_received) == (5, 5)
+
+
 def test_frames_of_one_tick_leave_in_one_write(ends: tuple[Channel, Channel]) -> None:
     sender, receiver = ends
     for id in range(50):

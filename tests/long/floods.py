@@ -27,6 +27,8 @@ from tests.frontend.http2.peer import (
     window,
 )
 from tests.frontend.http2.peer import block as header_block
+from tests.raw_websocket import CONTINUATION, PING, TEXT, handshake
+from tests.raw_websocket import frame as socket_frame
 
 PIECE = 1 << 14
 HEALTH = b"/grpc.health.v1.Health/Watch"
@@ -37,9 +39,9 @@ GREETING = PREFACE + settings((4, 1 << 20)) + window(0, 1 << 30)
 POST = b"POST /infer HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 
 
-def calls(path: bytes, then: Callable[[int], bytes] | None = None) -> Iterator[bytes]:
-    """Yield calls without end. then: returns the frames after a call."""
-    block = header_block(*FIELDS, path=path)
+def calls(path: bytes, then: Callable[[int], bytes] | None = None, *more: tuple[bytes, bytes]) -> Iterator[bytes]:
+    """Yield calls without end. then: returns the frames after a call. more: its further fields."""
+    block = header_block(*FIELDS, *more, path=path)
     yield GREETING
     for id in count(1, 2):
         yield frame(HEADERS, END_HEADERS, id, block) + frame(DATA, END_STREAM, id, EMPTY) + (then(id) if then else b"")
@@ -49,6 +51,12 @@ def endless(first: bytes, more: bytes) -> Iterator[bytes]:
     """Yield bytes, then others again and again."""
     yield first
     yield from iter(lambda: more * max(1, PIECE // len(more)), b"")
+
+
+def messages(more: bytes, *first: bytes) -> Iterator[bytes]:
+    """Yield a handshake of a WebSocket, and frames without end."""
+    yield handshake("model=words")
+    yield from endless(b"".join(first), more)
 
 
 KINDS: dict[str, tuple[bool, Callable[[], Iterator[bytes]]]] = {
@@ -61,6 +69,14 @@ KINDS: dict[str, tuple[bool, Callable[[], Iterator[bytes]]]] = {
     "pipelined requests": (False, lambda: endless(b"", POST + b"content-length: 2\r\n\r\n{}")),
     "pipelined probes": (False, lambda: endless(b"", b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n")),
     "empty lines": (False, lambda: endless(b"", b"\r\n")),
+    "socket messages": (False, lambda: messages(socket_frame(TEXT, b"x"))),
+    "socket pings": (False, lambda: messages(socket_frame(PING))),
+    "socket fragments": (
+        False,
+        lambda: messages(socket_frame(CONTINUATION, b"x", last=False), socket_frame(TEXT, b"x", last=False)),
+    ),
+    "sockets": (False, lambda: iter([handshake("model=words")])),
+    "metadata": (True, lambda: calls(LIVE, None, (b"x", b"y" * 14_000))),
 }
 """Whether it goes to the port of gRPC, and the bytes of one connection."""
 
@@ -68,11 +84,16 @@ KINDS: dict[str, tuple[bool, Callable[[], Iterator[bytes]]]] = {
 async def flood(port: int, conversation: Callable[[], Iterator[bytes]], until: float) -> None:
     """Send until the end, and read whatever comes."""
     while time.monotonic() < until:
-        with suppress(OSError, TimeoutError):
+        with suppress(OSError, TimeoutError, asyncio.IncompleteReadError):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            parts = conversation()
+            writer.write(first := next(parts))
+            if first.startswith(b"GET /stream"):
+                async with asyncio.timeout(max(0.01, until - time.monotonic())):
+                    await reader.readuntil(b"\r\n\r\n")
             reading = asyncio.create_task(drain(reader))
             try:
-                await send(writer, conversation(), reading, until)
+                await send(writer, parts, reading, until)
             finally:
                 reading.cancel()
                 writer.transport.abort()

@@ -7,9 +7,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from service.errors import SERVICE_FAILED, InferenceFailed, ServiceError
+from service.errors import SERVICE_FAILED, InferenceFailed, ServiceError, TooLarge
 from service.frontend import validation
 from service.frontend.catalog import ServedModel
+from service.frontend.decoder.client import MAX_LOOP_BODY_BYTES
 from service.frontend.oip import json, protobuf
 from service.frontend.oip.large_requests import request_options
 from service.frontend.rest import infer
@@ -34,7 +35,7 @@ from service.settings import Settings
 
 
 class ParsedBody(NamedTuple):
-    """A body without errors so far. options: everything but its inputs. pack: validates these for a model; raises a ServiceError."""
+    """A body without errors so far. options: everything but inputs and states. pack: validates these for a model; raises a ServiceError."""
 
     options: bytes
     pack: Callable[[ServedModel, Settings], PackedInputs]
@@ -65,8 +66,11 @@ class Decoder:
     def _handle(self, id: int, message: Message, data: bytes) -> bytes | None:
         match message:
             case DecodeBody():
-                self._parsed[id] = body = PARSERS[message.api](message, data)
-                self._bodies[id] = message, data
+                body = PARSERS[message.api](message, data)
+                if len(body.options) > MAX_LOOP_BODY_BYTES:
+                    problem = f"everything but the inputs takes {len(body.options)} bytes, and at most {MAX_LOOP_BODY_BYTES} are allowed"
+                    raise TooLarge(f"{problem}: send shorter names and fewer parameters")
+                self._parsed[id], self._bodies[id] = body, (message, data)
                 return encode(BodyDecoded(id), id, (body.options,))
             case PackInputs():
                 call, data = self._bodies[message.body]
@@ -89,7 +93,7 @@ def _model(message: DefineModel, tokenizer: bytes) -> ServedModel:
 
 def _parse_infer(call: DecodeBody, data: bytes) -> ParsedBody:
     body = infer.parse_body(data, call.session)
-    return ParsedBody(body.without("inputs"), lambda model, settings: infer.pack_inputs(body, model, settings))
+    return ParsedBody(body.without("inputs", "states"), lambda model, settings: infer.pack_inputs(body, model, settings))
 
 
 def _parse_stream(call: DecodeBody, data: bytes) -> ParsedBody:

@@ -94,7 +94,7 @@ def header_frames(block: bytes, flags: int, stream: int) -> bytes:
     return b"".join((*frames, frame(CONTINUATION, END_HEADERS, stream, parts[-1])))
 
 
-def response_frames(headers: bytes, data: bytes, trailers: bytes, stream: int) -> bytes:
+def response_frames(headers: bytes, data: bytes | memoryview, trailers: bytes, stream: int) -> bytes:
     """Return a whole response whose parts each fit into a frame. headers, trailers: header blocks."""
     pack_start, pack_end = _response_packers(len(headers), len(trailers))
     size = len(data)

@@ -156,7 +156,7 @@ class Stream:
             self.receive_window += self._owed
             self._owed = 0
 
-    def respond(self, headers: bytes, data: bytes, trailers: bytes) -> None:
+    def respond(self, headers: bytes, data: bytes | memoryview, trailers: bytes) -> None:
         """Send a whole response. headers, trailers: header blocks of one frame each."""
         size, sender = len(data), self._sender
         if self.server_ended:
@@ -176,7 +176,7 @@ class Stream:
             if last:
                 self.finish()
 
-    def send(self, data: bytes, trailers: bytes = b"") -> None:
+    def send(self, data: bytes | memoryview, trailers: bytes = b"") -> None:
         """Send data as far as the client accepts it, the rest later. trailers: the header block that ends the response."""
         if self.server_ended:
             return

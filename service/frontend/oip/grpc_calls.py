@@ -14,11 +14,14 @@ import msgspec
 from service.errors import ServiceError, TooLarge
 from service.frontend.decoder.client import MAX_LOOP_BODY_BYTES
 from service.frontend.inference import ClientDisconnected, Frontend, TrackedRequest, track_request
+from service.frontend.large_answers import LARGE_ANSWER_BYTES
 from service.frontend.oip import infer, protobuf, wire
-from service.frontend.oip.grpc_wire import error_status
+from service.frontend.oip.grpc_messages import field_start, output_parts
+from service.frontend.oip.grpc_wire import PREFIX, error_status
+from service.frontend.oip.inputs import text_bytes
 from service.frontend.oip.large_requests import DecodedInputs, RequestOptions
 from service.frontend.oip.protobuf import METHODS, MethodMessages, ProtoMessage
-from service.frontend.oip.types import InferRequest
+from service.frontend.oip.types import InferRequest, InferResponse
 from service.ipc.messages import Api, DecodeBody
 
 GrpcContext = Any
@@ -94,19 +97,32 @@ async def read_request(data: bytes, frontend: Frontend) -> AsyncIterator[ReadReq
     except wire.NotAMessage:
         raise messages.invalid() from None
     if len(parts.message) <= MAX_LOOP_BODY_BYTES:
-        yield ReadRequest(protobuf.infer_request(messages.parse(parts.message), parts.raw_contents))
-        return
+        request = protobuf.infer_request(messages.parse(parts.message), parts.raw_contents)
+        if text_bytes(request.inputs) <= MAX_LOOP_BODY_BYTES:
+            yield ReadRequest(request)
+            return
     async with frontend.decoder.decode(DecodeBody("oip_protobuf"), data) as body:
         options = msgspec.msgpack.decode(body.options, type=RequestOptions)
         yield ReadRequest(options.request(), DecodedInputs(options, body))
 
 
-async def infer_message(frontend: Frontend, tracked: TrackedRequest, read: ReadRequest, context: GrpcContext) -> ProtoMessage:
-    """Run a request and return its ModelInferResponse; raises a ServiceError. The call's gRPC deadline limits the request's."""
+async def infer_message(frontend: Frontend, tracked: TrackedRequest, read: ReadRequest, context: GrpcContext) -> InferResponse:
+    """Run a request and return its response; raises a ServiceError. The call's gRPC deadline limits the request's."""
     remaining = context.time_remaining()
     seconds = math.inf if remaining is None else remaining
-    answering = infer.infer(frontend, tracked, read.request, seconds, read.decoded, context.session)
-    return protobuf.infer_response(await answering)
+    return await infer.infer(frontend, tracked, read.request, seconds, read.decoded, context.session)
+
+
+async def write_message(frontend: Frontend, response: InferResponse, field: int = 0) -> bytes | memoryview:
+    """Return a ModelInferResponse, as `frame_message` takes it. field: of the message that contains it, if there is one."""
+    start = protobuf.infer_response(msgspec.structs.replace(response, outputs=[])).SerializeToString()
+    parts = [start, *output_parts(response)]
+    if field:
+        parts.insert(0, field_start(field, sum(map(len, parts))))
+    size = sum(map(len, parts))
+    if size <= LARGE_ANSWER_BYTES:
+        return b"".join(parts)
+    return memoryview(await frontend.large_answers.join([PREFIX.pack(0, size), *parts]))
 
 
 async def abort_with(context: GrpcContext, error: ServiceError) -> NoReturn:

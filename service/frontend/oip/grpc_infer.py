@@ -6,6 +6,7 @@ import asyncio
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
@@ -13,12 +14,14 @@ import msgspec
 from service.errors import ServiceError, Unavailable
 from service.frontend import validation
 from service.frontend.catalog import ServedModel
+from service.frontend.decoder.client import MAX_LOOP_BODY_BYTES
 from service.frontend.hot_calls import AnsweredCall, HotCall, HotEndpoint, Parsed, Reply, RequestTally
 from service.frontend.http2.header_blocks import encode_fields
 from service.frontend.http2.stream import Stream
 from service.frontend.inference import Frontend
 from service.frontend.oip import parameters, protobuf
 from service.frontend.oip.binary_forms import BinaryForm, BinaryForms, FormKey, all_finite
+from service.frontend.oip.grpc_calls import write_message
 from service.frontend.oip.grpc_messages import ClassifyWriter, read_request, split_head, write_response, write_start
 from service.frontend.oip.grpc_wire import (
     OK_TRAILERS,
@@ -111,6 +114,8 @@ class HotGrpcInfer(HotEndpoint):
             has_session = bool(request.parameters) or head.session is not None
             session = parameters.session_id(request.parameters, head.session) if has_session else None
             tensors = InputTensors(request.inputs)
+            if tensors.text_bytes > MAX_LOOP_BODY_BYTES:
+                return None
         except ServiceError:
             return None  # the general path raises it again, and counts the request
         context = _Context(request, tensors, head.deadline, key if session is None else None)
@@ -150,7 +155,9 @@ class HotGrpcInfer(HotEndpoint):
         return [_reply(model, answered) for answered in answers]
 
     async def write_large(self, model: ServedModel, answered: AnsweredCall) -> Reply:
-        return await asyncio.to_thread(_write, model, answered)
+        context: _Context = answered.call.context
+        building = partial(build_response, context.request, context.tensors, model, answered.answer, answered.data)
+        return Reply(await write_message(self.frontend, await asyncio.to_thread(building)), b"")
 
     def _write_together(self, model: ServedModel, answers: list[AnsweredCall]) -> list[bytes] | None:
         """Return the responses, or None unless all of them are simple."""
@@ -232,7 +239,7 @@ class InferCall:
             return self._call is not None
         return True
 
-    def respond(self, content: bytes, headers: bytes) -> None:
+    def respond(self, content: bytes | memoryview, headers: bytes) -> None:
         self._end()
         self._stream.respond(RESPONSE_HEADERS, frame_message(content), OK_TRAILERS + self._identity_fields())
 

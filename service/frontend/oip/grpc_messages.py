@@ -27,6 +27,7 @@ MAX_DIMENSION = 2**63 - 1
 """Larger numbers are negative, or invalid."""
 _LENGTH_DELIMITED = 2
 _NAME, _VERSION, _ID, _INPUTS, _OUTPUTS, _RAW = 1, 2, 3, 5, 6, 7
+_OUTPUT_CONTENTS = 6
 _ID_TAG, _RAW_TAG = _ID << 3 | _LENGTH_DELIMITED, _RAW << 3 | _LENGTH_DELIMITED
 
 
@@ -165,10 +166,16 @@ def _strings(data: bytes) -> list[tuple[int, bytes]]:
 def write_response(response: InferResponse) -> bytes:
     """Return a ModelInferResponse without parameters."""
     assert not response.parameters
-    start = write_start(response.model, response.version, response.id)
-    heads = [_output(tensor.name, tensor.datatype, tensor.shape) for tensor in response.outputs]
-    raw = [_field(6, encode(tensor)) for tensor in response.outputs]
-    return b"".join((start, *heads, *raw))
+    return b"".join((write_start(response.model, response.version, response.id), *output_parts(response)))
+
+
+def output_parts(response: InferResponse) -> list[bytes | memoryview]:
+    """Return the outputs of a ModelInferResponse, in parts. Large arrays are not copied."""
+    parts: list[bytes | memoryview] = [_output(tensor.name, tensor.datatype, tensor.shape) for tensor in response.outputs]
+    for tensor in response.outputs:
+        data = encode(tensor)
+        parts += field_start(_OUTPUT_CONTENTS, len(data)), data
+    return parts
 
 
 def write_start(model: str, version: str, id: str) -> bytes:
@@ -236,10 +243,14 @@ def _text(number: int, value: str) -> bytes:
 
 
 def _field(number: int, value: bytes | memoryview) -> bytes:
-    size = len(value)
+    return field_start(number, len(value)) + value
+
+
+def field_start(number: int, size: int) -> bytes:
+    """Return the bytes before the content of a field of bytes."""
     if size < 128:
-        return bytes((number << 3 | _LENGTH_DELIMITED, size)) + value
-    return bytes((number << 3 | _LENGTH_DELIMITED,)) + _number(size) + value
+        return bytes((number << 3 | _LENGTH_DELIMITED, size))
+    return bytes((number << 3 | _LENGTH_DELIMITED,)) + _number(size)
 
 
 def _number(value: int) -> bytes:

@@ -25,12 +25,13 @@ from service.frontend.oip.grpc_calls import (
     read_message,
     read_request,
     track_call,
+    write_message,
 )
 from service.frontend.oip.grpc_stream import InferStream
 from service.frontend.oip.protobuf import METHODS, SERVICE, ProtoMessage
 from service.ipc.messages import Api
 
-UnaryHandler = Callable[[bytes, GrpcContext], Awaitable[bytes]]
+UnaryHandler = Callable[[bytes, GrpcContext], Awaitable[bytes | memoryview]]
 MetadataHandler = Callable[[Frontend, ProtoMessage], Awaitable[dict[str, Any]]]
 """Handles a request about the server, a model or the repository. Returns the fields of the response message."""
 
@@ -47,12 +48,11 @@ def rpc_handlers(frontend: Frontend, shutdown: GrpcShutdown) -> grpc.GenericRpcH
 
 
 def _infer_method(frontend: Frontend, shutdown: GrpcShutdown) -> UnaryHandler:
-    async def handle(data: bytes, context: GrpcContext) -> bytes:
+    async def handle(data: bytes, context: GrpcContext) -> bytes | memoryview:
         shutdown.wait_for_this_call()
         with track_call(frontend, shutdown, time.monotonic(), context, Api.GRPC) as tracked:
             async with read_request(data, frontend) as read:
-                response: bytes = (await infer_message(frontend, tracked, read, context)).SerializeToString()
-                return response
+                return await write_message(frontend, await infer_message(frontend, tracked, read, context))
 
     return _aborting_on_error(frontend, handle)
 
@@ -81,7 +81,7 @@ def _metadata_method(name: str, handler: MetadataHandler, frontend: Frontend) ->
 def _aborting_on_error(frontend: Frontend, handler: UnaryHandler) -> UnaryHandler:
     """Return the handler, wrapped to end the call with an error status when it raises."""
 
-    async def handle(data: bytes, context: GrpcContext) -> bytes:
+    async def handle(data: bytes, context: GrpcContext) -> bytes | memoryview:
         try:
             return await handler(data, context)
         except ClientDisconnected:

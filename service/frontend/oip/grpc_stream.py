@@ -14,12 +14,23 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, NamedTuple
 
+import msgspec
+
 from service.errors import ServiceError, Unavailable
 from service.frontend.decoder.client import MAX_LOOP_BODY_BYTES
 from service.frontend.inference import ClientDisconnected, Frontend
-from service.frontend.oip.grpc_calls import GrpcContext, GrpcShutdown, abort_with, infer_message, read_request, track_call
-from service.frontend.oip.protobuf import METHODS, ProtoMessage
-from service.frontend.oip.types import InferRequest
+from service.frontend.oip.grpc_calls import (
+    GrpcContext,
+    GrpcShutdown,
+    abort_with,
+    infer_message,
+    read_request,
+    track_call,
+    write_message,
+)
+from service.frontend.oip.protobuf import METHODS
+from service.frontend.oip.tensors import BYTES
+from service.frontend.oip.types import InferRequest, InferResponse
 from service.frontend.oip.wire import request_id, structured_bytes
 from service.ipc.messages import Api
 
@@ -32,13 +43,14 @@ GRPC_ERRORS = ("triton_grpc_error", "true")
 FINAL_REQUESTED, FINAL = "triton_enable_empty_final_response", "triton_final_response"
 """Parameter of a request, and of its response. Every response is the only and therefore final response of its request."""
 RESPONSE = METHODS["ModelStreamInfer"].response_type
-StartChunk = Callable[[], Coroutine[Any, Any, ProtoMessage]]
+RESPONSE_FIELD = RESPONSE.DESCRIPTOR.fields_by_name["infer_response"].number
+StartChunk = Callable[[], Coroutine[Any, Any, InferResponse]]
 
 
 class _StreamReply(NamedTuple):
     """The response message of a request, and the error in it if the request failed."""
 
-    message: ProtoMessage
+    message: bytes | memoryview
     error: ServiceError | None = None
 
 
@@ -85,8 +97,8 @@ class InferStream:
                 self._running.add(task)
                 task.add_done_callback(self._running.discard)
                 self._replies.put_nowait(task)
-                if len(data) > MAX_LOOP_BODY_BYTES and structured_bytes(data) > MAX_LOOP_BODY_BYTES:
-                    # Later chunks of its session would overtake it while it is decoded.
+                if len(data) > MAX_LOOP_BODY_BYTES and (structured_bytes(data) > MAX_LOOP_BODY_BYTES or BYTES.encode() in data):
+                    # Later chunks of its session would overtake it while it is decoded. Its texts may be large.
                     await asyncio.wait([task])
                 await self._capacity.acquire()
         finally:
@@ -102,7 +114,7 @@ class InferStream:
             reply = await task
             if reply.error is not None and GRPC_ERRORS in self._context.invocation_metadata():
                 await abort_with(self._context, reply.error)
-            await self._context.write(reply.message.SerializeToString())
+            await self._context.write(reply.message)
             self._capacity.release()
 
     async def _reply(self, data: bytes, arrived: float) -> _StreamReply:
@@ -119,10 +131,10 @@ class InferStream:
         except Exception as error:
             return _error_reply(request_id(data), self._frontend.internal_error(error))
         if read.request.parameters.get(FINAL_REQUESTED):
-            response.parameters[FINAL].bool_param = True
-        return _StreamReply(RESPONSE(infer_response=response))
+            response = msgspec.structs.replace(response, parameters={**response.parameters, FINAL: True})
+        return _StreamReply(await write_message(self._frontend, response, RESPONSE_FIELD))
 
-    async def _in_session_order(self, request: InferRequest, start: StartChunk) -> ProtoMessage:
+    async def _in_session_order(self, request: InferRequest, start: StartChunk) -> InferResponse:
         """Start a request after the earlier chunks of its session, and return the response."""
         parameters = request.parameters
         id = str(parameters.get("sequence_id") or self._context.session or "")
@@ -145,10 +157,10 @@ class _SessionQueue:
 
     def __init__(self) -> None:
         self._order = asyncio.Lock()
-        self._running: set[asyncio.Task[ProtoMessage]] = set()
+        self._running: set[asyncio.Task[InferResponse]] = set()
         self.pending = 0
 
-    async def run(self, start: StartChunk, *, alone: bool) -> ProtoMessage:
+    async def run(self, start: StartChunk, *, alone: bool) -> InferResponse:
         """Run a chunk. alone: the chunk starts or ends the session, so no other chunk may run at the same time."""
         self.pending += 1
         try:
@@ -166,4 +178,4 @@ class _SessionQueue:
 
 
 def _error_reply(id: str, error: ServiceError) -> _StreamReply:
-    return _StreamReply(RESPONSE(error_message=error.message, infer_response={"id": id}), error)
+    return _StreamReply(RESPONSE(error_message=error.message, infer_response={"id": id}).SerializeToString(), error)

@@ -86,9 +86,9 @@ def request_id_field(request_id: bytes) -> bytes:
     return _REQUEST_ID_NAME + string_literal(request_id)
 
 
-def frame_message(data: bytes) -> bytes:
-    """Return a message with its prefix."""
-    return PREFIX.pack(0, len(data)) + data
+def frame_message(data: bytes | memoryview) -> bytes | memoryview:
+    """Return a message with its prefix. A memoryview is a large message that was written with it: to add it would copy the message."""
+    return data if isinstance(data, memoryview) else PREFIX.pack(0, len(data)) + data
 
 
 class CallFields(NamedTuple):

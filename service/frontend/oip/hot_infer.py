@@ -77,6 +77,8 @@ class HotOipInfer(HotEndpoint):
             if session is not None and not validation.is_session_id(session):
                 return None
             tensors = InputTensors(parsed.request.inputs)
+            if tensors.text_bytes > MAX_LOOP_BODY_BYTES:
+                return None
         except ServiceError:
             return None  # the general path raises it again, and counts the request
         return Parsed(name, version or None, _Context(parsed, tensors, encoding, key if session is None else None), session)

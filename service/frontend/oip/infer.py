@@ -10,6 +10,7 @@ from functools import partial
 from service.errors import InvalidInput
 from service.frontend import head_outputs, inference, validation
 from service.frontend.catalog import ServedModel
+from service.frontend.decoder.client import MAX_LOOP_BODY_BYTES
 from service.frontend.inference import Frontend, TrackedRequest
 from service.frontend.large_answers import LARGE_ANSWER_BYTES
 from service.frontend.oip import outputs, parameters
@@ -56,7 +57,7 @@ async def infer(
 async def _pack(tensors: InputTensors | DecodedInputs, model: ServedModel, settings: Settings) -> PackedInputs:
     if isinstance(tensors, DecodedInputs):
         return await tensors.pack(model)
-    if tensors.value_bytes <= MAX_LOOP_TENSOR_BYTES:
+    if tensors.value_bytes <= MAX_LOOP_TENSOR_BYTES and tensors.text_bytes <= MAX_LOOP_BODY_BYTES:
         return tensors.pack(model, settings)
     return await asyncio.to_thread(tensors.pack, model, settings)
 

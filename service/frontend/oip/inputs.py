@@ -52,6 +52,11 @@ class InputTensors:
         """Return the size of all arrays."""
         return sum(0 if isinstance(tensor.values, list) else tensor.values.nbytes for tensor in self._tensors.values())
 
+    @property
+    def text_bytes(self) -> int:
+        """Return the size of all texts, whose tokenisation takes longer than the checks of arrays."""
+        return text_bytes(self._tensors.values())
+
     def pack(self, model: ServedModel, settings: Settings) -> PackedInputs:
         """Validate the inputs and return their sequences; raises InvalidInput or TooLarge with the name of the invalid input."""
         self._check_names(model)
@@ -111,6 +116,11 @@ class InputTensors:
             sequences.append(validation.tokenize(_decode_utf8(element, field), field, model))
             validation.check_steps(len(sequences[-1]) // ID_BYTES, field, model)
         return PackedInputs([len(ids) // ID_BYTES for ids in sequences], b"".join(sequences))
+
+
+def text_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the size of the texts in tensors."""
+    return sum(sum(map(len, tensor.values)) for tensor in tensors if isinstance(tensor.values, list))
 
 
 def _with_states(packed: PackedInputs, tensors: Mapping[str, Tensor], model: ServedModel) -> PackedInputs:

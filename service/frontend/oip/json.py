@@ -156,7 +156,7 @@ class ResponsePieces(NamedTuple):
     """The body of a response in pieces: its JSON, and the raw bytes that follow."""
 
     json: Iterator[bytes]
-    tail: list[bytes]
+    tail: list[bytes | memoryview]
 
 
 def encode_response(response: InferResponse, raw: Callable[[str], bool]) -> tuple[bytes, int | None]:
@@ -221,7 +221,7 @@ def _input_tensors(inputs: list[InputTensorJson], tail: memoryview) -> list[Tens
 
 def _encode(
     response: InferResponse, raw: Callable[[str], bool], json_values: Callable[[Tensor], Any]
-) -> tuple[bytes, list[bytes]]:
+) -> tuple[bytes, list[bytes | memoryview]]:
     """Return the JSON of a response and the raw bytes that follow. json_values: returns the values of a tensor as JSON values."""
     outputs, tail = [], []
     for tensor in response.outputs:

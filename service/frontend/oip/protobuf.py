@@ -110,7 +110,7 @@ def infer_response(response: InferResponse) -> ProtoMessage:
         setattr(message.parameters[name], PARAMETER_FIELDS[type(value)], value)
     for tensor in response.outputs:
         message.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
-        message.raw_output_contents.append(encode(tensor))
+        message.raw_output_contents.append(bytes(encode(tensor)))
     return message
 
 

@@ -31,6 +31,7 @@ from service.frontend.inference import Frontend, TrackedRequest, track_request
 from service.frontend.large_answers import PIECE_VALUES
 from service.frontend.oip import infer as oip_infer
 from service.frontend.oip import json, metadata
+from service.frontend.oip.inputs import text_bytes
 from service.frontend.oip.json import HEADER_LENGTH
 from service.frontend.oip.large_requests import DecodedInputs, RequestOptions
 from service.frontend.oip.types import InferResponse
@@ -197,7 +198,8 @@ async def _answer_data(
     """
     if min(len(data), len(data) if header_length is None else header_length) <= MAX_LOOP_BODY_BYTES:
         parsed = parse_infer(frontend, data, header_length, name, version)
-        return await oip_infer.infer(frontend, tracked, parsed.request, header=session), parsed.raw
+        if header_length == 0 or text_bytes(parsed.request.inputs) <= MAX_LOOP_BODY_BYTES:
+            return await oip_infer.infer(frontend, tracked, parsed.request, header=session), parsed.raw
     async with frontend.decoder.decode(DecodeBody("oip_json", header_length, name, version), data) as body:
         options = msgspec.json.decode(body.options, type=RequestOptions)
         decoded = DecodedInputs(options, body)
@@ -219,7 +221,7 @@ async def encode_response(frontend: Frontend, response: InferResponse, raw: json
     header = await frontend.large_answers.join(pieces.json)
     if not pieces.tail:
         return header, None
-    return await frontend.large_answers.join(iter([header, *pieces.tail])), len(header)
+    return await frontend.large_answers.join([header, *pieces.tail]), len(header)
 
 
 async def _infer_response(frontend: Frontend, request: Request, content: bytes, header_length: int | None) -> Response:
@@ -266,7 +268,7 @@ def accepted_encoding(header: str) -> str | None:
     return None
 
 
-def compress(content: bytes, encoding: str) -> bytes:
+def compress(content: bytes | memoryview, encoding: str) -> bytes:
     """Return the content in a supported encoding, at the fastest level."""
     compressor = zlib.compressobj(1, wbits=COMPRESSIONS[encoding])
     return compressor.compress(content) + compressor.flush()

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from service.errors import InvalidInput, TooLarge
+from service.frontend.large_answers import LARGE_ANSWER_BYTES
 from service.frontend.oip.limits import MAX_TEXTS
 from service.frontend.quoting import describe_value, quote
 
@@ -93,14 +94,15 @@ def from_list(name: str, datatype: str, shape: Sequence[int], values: Sequence[A
         raise tensor_error(name, f"has a value that {datatype} cannot hold: send smaller numbers") from None
 
 
-def encode(tensor: Tensor) -> bytes:
-    """Return the raw bytes of a tensor: little-endian, row-major."""
+def encode(tensor: Tensor) -> bytes | memoryview:
+    """Return the raw bytes of a tensor: little-endian, row-major. Large arrays are not copied."""
     values = tensor.values
     if isinstance(values, list):
         return b"".join([part for element in values for part in (_LENGTH.pack(len(element)), element)])
     if tensor.datatype == "BF16":
         values = np.ascontiguousarray(values, "<f4").view("<u4") >> 16
-    return values.astype(DATATYPES[tensor.datatype], copy=False).tobytes()
+    values = values.astype(DATATYPES[tensor.datatype], copy=False)
+    return values.tobytes() if values.nbytes <= LARGE_ANSWER_BYTES else np.ascontiguousarray(values).data.cast("B")
 
 
 def tensor_error(name: str, problem: str) -> InvalidInput:

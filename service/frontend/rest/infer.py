@@ -206,17 +206,16 @@ def write_reply(model: ServedModel, outputs: bytes, session: str | None = None, 
 
 
 def pack_inputs(body: InferBody, model: ServedModel, settings: Settings) -> PackedInputs:
-    """Validate and pack the inputs of a body; raises InvalidInput or TooLarge, which name the first wrong field."""
+    """Validate and pack the inputs and the states of a body; raises InvalidInput or TooLarge, which name the first wrong field."""
     _check_session_fields(body)
-    return validation.pack_inputs(body.inputs, body.field_of, model, settings)
+    packed = validation.pack_inputs(body.inputs, body.field_of, model, settings)
+    return packed if body.states is None else validation.with_states(packed, body.states, "states", model)
 
 
 def engine_request(
     body: InferBody, packed: PackedInputs, model: ServedModel, settings: Settings, arrived: float
 ) -> tuple[messages.Request, bytes | memoryview]:
     """Return the engine's request and its tensor bytes; raises InvalidInput."""
-    if body.states is not None:
-        packed = validation.with_states(packed, body.states, "states", model)
     options = validation.Options(
         returns=check_returns(body.returns, model.spec),
         deadline_ms=validation.resolve_deadline_ms(body.deadline_ms, settings),

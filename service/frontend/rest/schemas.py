@@ -32,13 +32,13 @@ class JsonBody(BaseModel):
         except ValidationError as error:
             raise _body_error(cls, error.errors(include_url=False)[0]) from None
 
-    def without(self, field: str) -> bytes:
-        """Return the fields that the client sent, except one, as JSON."""
-        return self.model_dump_json(by_alias=True, exclude={field}, exclude_unset=True).encode()
+    def without(self, *fields: str) -> bytes:
+        """Return the fields that the client sent, except these, as JSON."""
+        return self.model_dump_json(by_alias=True, exclude=set(fields), exclude_unset=True).encode()
 
     @classmethod
     def restore(cls, fields: bytes, **placeholder: Any) -> Self:
-        """Return a body with these fields, which `without` returned, and a placeholder for the missing field."""
+        """Return a body with these fields, which `without` returned, and a placeholder for the missing fields."""
         return cls.model_validate(from_json(fields) | placeholder)
 
 

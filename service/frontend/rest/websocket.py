@@ -390,7 +390,7 @@ class _PendingReply:
         self._stream = stream
         self.trace_headers: tuple[Header, ...] = ()  # a message has no headers
         self.call: HotCall | None = None
-        self.content = b""
+        self.content: bytes | memoryview = b""
         self.failed = False
         self.in_error = False
         """Whether the frontend failed. It is then unknown whether the session has the chunk."""
@@ -404,7 +404,7 @@ class _PendingReply:
         """Return the id of the handshake, which all messages of a socket have."""
         return self._stream.identity.request_id
 
-    def respond(self, content: bytes, headers: bytes) -> None:
+    def respond(self, content: bytes | memoryview, headers: bytes) -> None:
         if self.call is not None:
             self._stream.model = self.call.model
         self._end(content)
@@ -425,7 +425,7 @@ class _PendingReply:
         call, self.call = self.call, None
         return call
 
-    def _end(self, content: bytes) -> None:
+    def _end(self, content: bytes | memoryview) -> None:
         self._take_call()
         self.content = content
         self._stream.send_replies()

@@ -30,8 +30,8 @@ from service.frontend.inference import TrackedRequest
 from service.frontend.oip.json import HEADER_LENGTH
 from service.frontend.rest import infer
 from service.frontend.start_queue import LongWaits
-from service.ipc.channel import Frame
-from service.ipc.messages import Api, DecodeBody
+from service.ipc.channel import Frame, decode
+from service.ipc.messages import Api, BodyDecoded, DecodeBody, Refusal
 from service.log import Log
 from service.settings import Settings
 from tests.frontend.in_process import InProcess, in_process
@@ -61,6 +61,8 @@ BODIES = {
     "grpc": [message.SerializeToString() for message in MESSAGES],
 }
 BODIES["infer"] += [json.dumps({**NUMBERS, **more}).encode() for more in ({}, {"priority": 2}, {"return": ["embedding"]})]
+STATES = {"model": "speller", "inputs": [[1, 2]], "states": [{"layers.1.0.forward.hidden": [0.5] * 5}]}
+BODIES["infer"] += [json.dumps({**STATES, **more}).encode() for more in ({}, {"states": [{"x": []}]}, {"session": "a"})]
 BODIES["oip"] += [json.dumps({**IDS, **more}).encode() for more in ({}, {"id": "x"}, {"outputs": [{"name": "scores"}]})]
 
 
@@ -120,6 +122,22 @@ def test_inputs_are_packed_again_for_another_model(service: InProcess) -> None:
             return [(lengths, bytes(data)) for lengths, data in [await body.pack(speller) for _ in range(2)]]
 
     assert service.run(pack_three_times()) == [([3], struct.pack("<3i", 1, 2, 11))] * 2
+
+
+def test_frontend_gets_no_large_options() -> None:
+    """The frontend decodes the options on its event loop: states stay with the inputs, and nothing else may be large."""
+    decoder, values = Decoder(Settings(), Log("decoder")), [0.5] * MAX_LOOP_BODY_BYTES
+    bodies = {
+        "infer": [{**STATES, "states": [{"x": values}]}, {"model": "m" * MAX_LOOP_BODY_BYTES, "inputs": [""]}],
+        "oip_json": [
+            {**IDS, "inputs": [{**IDS["inputs"][0], "parameters": {"x": values}}]},
+            {**IDS, "parameters": {"x": values}},
+        ],
+    }
+    for api, [taken, refused] in bodies.items():
+        for body, expected in ((taken, BodyDecoded), (refused, Refusal)):
+            reply = decoder.handle(Frame(DecodeBody(api, None, "words", ""), 1, json.dumps(body).encode()))
+            assert reply is not None and len(reply) < 1000 and type(decode(reply).message) is expected
 
 
 def test_bodies_wait_within_the_budget(service: InProcess, monkeypatch: pytest.MonkeyPatch) -> None:
