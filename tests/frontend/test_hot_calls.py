@@ -49,7 +49,10 @@ class Echo(HotEndpoint):
     def write(self, model: ServedModel, answers: list[AnsweredCall]) -> list[Reply | ServiceError]:
         if any(data == b"bug in write" for _, _, data in answers):
             raise ZeroDivisionError
-        return [Reply(bytes(data), b"", bytes.upper if data == b"large" else None) for _, _, data in answers]
+        return [
+            Reply(bytes(data), b"", (lambda content: bytes(content).upper()) if data == b"large" else None)
+            for _, _, data in answers
+        ]
 
     async def write_large(self, model: ServedModel, answered: AnsweredCall) -> Reply:
         await asyncio.sleep(0)
@@ -67,16 +70,16 @@ class Exchange:
     def __init__(self, origin: Origin = NO_ORIGIN) -> None:
         self.origin, self.request_id = origin, origin.request_id or b"made"
         self.trace_headers: tuple[Header, ...] = ()
-        self.replies: list[bytes | str] = []
+        self.replies: list[bytes | memoryview | str] = []
         self.call: Any = None
 
-    def respond(self, content: bytes, headers: bytes) -> None:
+    def respond(self, content: bytes | memoryview, headers: bytes) -> None:
         self.replies.append(content)
 
     def respond_error(self, error: ServiceError) -> None:
         self.replies.append(error.code)
 
-    async def reply(self) -> bytes | str:
+    async def reply(self) -> bytes | memoryview | str:
         while not self.replies:
             await asyncio.sleep(0.001)
         assert len(self.replies) == 1

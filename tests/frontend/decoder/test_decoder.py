@@ -62,7 +62,8 @@ BODIES = {
 }
 BODIES["infer"] += [json.dumps({**NUMBERS, **more}).encode() for more in ({}, {"priority": 2}, {"return": ["embedding"]})]
 STATES = {"model": "speller", "inputs": [[1, 2]], "states": [{"layers.1.0.forward.hidden": [0.5] * 5}]}
-BODIES["infer"] += [json.dumps({**STATES, **more}).encode() for more in ({}, {"states": [{"x": []}]}, {"session": "a"})]
+MORE: list[dict[str, Any]] = [{}, {"states": [{"x": []}]}, {"session": "a"}]
+BODIES["infer"] += [json.dumps({**STATES, **more}).encode() for more in MORE]
 BODIES["oip"] += [json.dumps({**IDS, **more}).encode() for more in ({}, {"id": "x"}, {"outputs": [{"name": "scores"}]})]
 
 
