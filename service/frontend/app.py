@@ -43,7 +43,8 @@ def build_app(frontend: Frontend, scopes: Set[Scope] = frozenset(Scope), grpc_po
     )
     app.state.frontend = frontend
     router = APIRouter(route_class=DirectRoute, redirect_slashes=False)
-    # Starlette tries routes in this order: the routes of inference come first.
+    # Starlette tries routes in this order. Probes need no key, so they cost least, and the routes of inference come next.
+    health.add_routes(router, frontend)
     infer.add_routes(router, frontend)
     oip_rest.add_routes(router, frontend)
     sessions.add_routes(router, frontend)
@@ -51,7 +52,6 @@ def build_app(frontend: Frontend, scopes: Set[Scope] = frozenset(Scope), grpc_po
     models.add_routes(router, frontend)
     tokens.add_routes(router, frontend)
     access.add_routes(router, frontend, scopes, grpc_port)
-    health.add_routes(router, frontend)
     debug.add_routes(router, frontend)
     docs_page.add_routes(router)
     if frontend.settings.page:

@@ -370,8 +370,10 @@ class HttpProtocol(HttpToolsProtocol):
             return
         self._last_request = True
         self.ws_protocol_class = partial(self.ws_protocol_class, hot_path=hot_path)  # type: ignore[arg-type, assignment, call-arg, misc]
-        super().handle_websocket_upgrade()
+        if self._turn.paused:
+            self.transport.resume_reading()  # the protocol of the WebSocket pauses it by itself
         self._turn.close()
+        super().handle_websocket_upgrade()
         self.parser = self.cycle = self._running = self._current = None  # type: ignore[assignment] # as at the end of a connection
 
     def _unsupported_upgrade_warning(self) -> None:

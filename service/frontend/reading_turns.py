@@ -61,7 +61,7 @@ class Turn(Generic[R]):
 
     def close(self) -> None:
         """Forget the connection."""
-        self.reader = None
+        self.reader, self.paused = None, False
 
 
 class ReadingTurns:

@@ -34,8 +34,9 @@ from service.frontend.delivery import delivery
 from service.frontend.http_protocol import MAX_WAITING_BYTES, HotPath
 from service.frontend.start_queue import WaitingStart
 
-CLOSE_SECONDS = 1.0
-"""Longest wait for the client's close frame after the service has sent its own."""
+CLOSE_SECONDS, CLOSE_PAUSE_SECONDS = 1.0, 0.05
+"""Longest wait for the client's close frame after the service has sent its own, and how rarely the socket is read meanwhile: clients that
+send on would keep the event loop busy with bytes that nothing needs."""
 SLICE_SECONDS = 0.002
 """Time after which a callback leaves the rest of the frames and messages to a later callback."""
 MAX_MESSAGE_BYTES, MAX_MESSAGE_FRAMES = 1 << 20, 1024
@@ -147,7 +148,11 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
             self._arrived = time.monotonic()
             if self._receiver is not None and self._starts.must_wait(self._arrived):
                 self._continuation = self._starts.add(self._arrived, self._continue)
+        is_late = self.close_sent
         self._parse_frames()
+        if is_late:
+            self._parse_later(CLOSE_PAUSE_SECONDS)
+            self._set_reading()
 
     def pause_writing(self) -> None:
         """Read nothing while the client does not read: otherwise the answers to its pings would pile up."""
@@ -415,7 +420,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
 
     def _may_read_ahead(self) -> bool:
         """Return whether bytes may be read that wait for the receiver."""
-        waits = self._receiver is not None and self.writable.is_set() and not self._draining
+        waits = self._receiver is not None and self.writable.is_set() and not (self._draining or self.close_sent)
         return waits and len(self.conn.reader.buffer) < READ_AHEAD_BYTES
 
     def _count_ping(self) -> None:

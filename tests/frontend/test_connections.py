@@ -22,8 +22,9 @@ from service.frontend.delivery import Delivery, delivery
 from service.frontend.http2 import connection
 from service.frontend.http2.connection import Http2Connection
 from service.frontend.http_protocol import MAX_WAITING_BYTES, HttpProtocol
+from service.frontend.reading_turns import ReadingTurns, Turn
 from service.frontend.start_queue import StartQueue
-from service.frontend.websocket_protocol import WebSocketProtocol
+from service.frontend.websocket_protocol import MessageReceiver, WebSocketProtocol
 from service.metrics import CUT_OFF, GONE
 from tests.frontend.http2 import peer
 from tests.frontend.in_process import InProcess, in_process, late_timers
@@ -303,6 +304,39 @@ def test_without_the_kernel_the_write_buffer_tells_what_is_read() -> None:
         transport.get_write_buffer_size.return_value = waiting
         assert unread.since(transport, now) == since
     assert unread.since(transport, 6, written_bytes=200) == 6, "more was written, and the rest is no larger"
+
+
+def test_websocket_is_not_read_before_it_is_accepted(service: InProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if its handshake waited for a turn: a flood would fill the memory."""
+    reading, deliver_to = list[bool](), WebSocketProtocol.deliver_to
+
+    def wait(turns: ReadingTurns, turn: Turn[Any]) -> None:
+        turns._begin_tick(0.0)
+        turns._wait(turn)
+
+    def deliver(protocol: WebSocketProtocol, receiver: MessageReceiver) -> None:
+        reading.append(protocol.transport.is_reading())
+        deliver_to(protocol, receiver)
+
+    monkeypatch.setattr(ReadingTurns, "take", wait)
+    monkeypatch.setattr(WebSocketProtocol, "deliver_to", deliver)
+    with connected(service) as client:
+        client.sendall(handshake())
+        read_until(client, b"\r\n\r\n")
+        eventually(lambda: reading == [False])
+
+
+def test_closed_websocket_is_read_rarely(service: InProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    sockets = watched((WebSocketProtocol,), monkeypatch)
+    with connected(service) as client:
+        client.sendall(handshake())
+        read_until(client, b"\r\n\r\n")
+        protocol: Any = sockets[0]()
+        service.call(lambda: protocol.fail("a bug"))
+        assert protocol.transport.is_reading(), "the client's close frame is read at once"
+        service.call(lambda: protocol.data_received(b"garbage"))
+        assert not protocol.transport.is_reading()
+        eventually(lambda: protocol.transport.is_reading() or protocol.transport.is_closing())
 
 
 def test_websocket_of_a_slow_reader_is_not_read_and_stays_open_while_it_reads(

@@ -20,8 +20,6 @@ SECONDS, PAUSE_SECONDS = 6.0, 0.005
 MOST_P99_SECONDS = 0.5
 """Ten times the goal on two cores without other work: the flood has processes of its own, and a test machine may be busy."""
 MOST_GROWTH_BYTES = 256 << 20
-SOCKETS = ("socket messages", "socket pings", "socket fragments")
-OPEN = pytest.mark.xfail(reason="frames of WebSockets take no turns with other connections yet", strict=False)
 LARGE_STEPS, LARGE_WIDTH, MOST_STALL_SECONDS = 30_000, 384, 2.0
 """46 MB an answer. Twelve at once delayed others by 4 to 8 s when these waited behind them on the channel from the engine."""
 
@@ -37,7 +35,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.mark.parametrize("connections", [50, 200])
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=OPEN if kind in SOCKETS else ()) for kind in KINDS])
+@pytest.mark.parametrize("kind", KINDS)
 def test_innocent_caller_beside_a_flood(
     server: Server, kind: str, connections: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
