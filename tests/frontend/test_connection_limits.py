@@ -37,7 +37,7 @@ from tests.raw_websocket import (
     open_socket,
     receive_frame,
 )
-from tests.serving import check_unharmed, eventually
+from tests.serving import LIMIT_SECONDS, check_unharmed, eventually
 
 BODY = json.dumps({"model": "words", "inputs": ["how far"]}).encode()
 LENGTH = b"Content-Length: %d\r\n" % len(BODY)
@@ -291,7 +291,8 @@ CLOSES = b"connection: close"
 
 
 @pytest.fixture
-def service(heads_folder: Path, tmp_path: Path) -> Iterator[InProcess]:
+def service(heads_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[InProcess]:
+    monkeypatch.setattr(connection_guard, "REPLICA_CONNECTION_SECONDS", 10 * LIMIT_SECONDS)
     with in_process(heads_folder, tmp_path, replicated=True) as running:
         yield running
 
