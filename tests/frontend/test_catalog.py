@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from service.errors import Unavailable, UnknownModel
-from service.frontend.catalog import Catalog, ServedModel
+from service.frontend.catalog import Catalog, ServedModel, build_catalog
 from service.ipc.messages import IndexEntry, ModelKey
-from service.modeling.spec import ModelSpec
+from service.log import Log
+from service.modeling.spec import WEIGHTS, ModelSpec
+from service.supervisor.repository import Repository
 from tests import models
 
 
@@ -55,6 +57,14 @@ def test_answer_is_counted_as_it_is_sent(tmp_path: Path) -> None:
     model = ServedModel(models.tagger(tmp_path), "1", None)
     width = model.spec.output_width
     assert [model.answer_numbers(7, sequence=asked) for asked in (False, True)] == [7 * 2, 7 * (2 + width)]
+
+
+def test_model_is_served_although_its_weights_are_gone(tmp_path: Path) -> None:
+    """The engines have read them."""
+    models.words(tmp_path)
+    manifest = Repository(tmp_path).readable_manifest()
+    (tmp_path / "words" / "1" / WEIGHTS).unlink()
+    assert build_catalog(manifest, Log("frontend"), strict=True).find("words", 1).weight_bytes == 0
 
 
 def test_retired_version_is_found_for_sessions_until_forgotten(spec: ModelSpec) -> None:

@@ -23,7 +23,7 @@ from service.frontend.oip.protobuf import METHODS
 from service.frontend.websocket_protocol import MAX_MESSAGE_BYTES
 from tests.frontend.in_process import InProcess, in_process
 from tests.frontend.oip.messages import ids
-from tests.frontend.test_hot_path import count_replies, request
+from tests.frontend.test_hot_path import GENERAL_HEADER, count_replies, request
 from tests.raw_websocket import (
     BINARY,
     CONTINUATION,
@@ -37,7 +37,7 @@ from tests.raw_websocket import (
     open_socket,
     receive_frame,
 )
-from tests.serving import check_unharmed, eventually
+from tests.serving import LIMIT_SECONDS, check_unharmed, eventually
 
 BODY = json.dumps({"model": "words", "inputs": ["how far"]}).encode()
 LENGTH = b"Content-Length: %d\r\n" % len(BODY)
@@ -97,7 +97,9 @@ def statuses(reply: bytes) -> list[int]:
 
 def test_large_or_many_headers_get_431(limited: InProcess) -> None:
     many = b"".join(b"X-%d: %b\r\n" % (n, b"y" * 999) for n in range(80))
-    for headers in (b"X: " + b"x" * (1 << 17) + b"\r\n", b"X: 1\r\n" * 101, many):
+    most = GENERAL_HEADER + b"Connection: close\r\n" + b"X: 1\r\n" * 96
+    assert statuses(reply_to(limited, INFER + most + LENGTH + b"\r\n" + BODY)) == [200], "100 headers, with Host and the length"
+    for headers in (b"X: " + b"x" * (1 << 17) + b"\r\n", most + b"X: 1\r\n", many):
         reply = reply_to(limited, INFER + headers + LENGTH + b"\r\n" + BODY)
         assert statuses(reply) == [431] and b'"code":"headers_too_large"' in reply and b"connection: close\r\n" in reply
     assert statuses(reply_to(limited, INFER + b"X: " + b"x" * (1 << 20))) == [431], "before its end"
@@ -289,7 +291,8 @@ CLOSES = b"connection: close"
 
 
 @pytest.fixture
-def service(heads_folder: Path, tmp_path: Path) -> Iterator[InProcess]:
+def service(heads_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[InProcess]:
+    monkeypatch.setattr(connection_guard, "REPLICA_CONNECTION_SECONDS", 10 * LIMIT_SECONDS)
     with in_process(heads_folder, tmp_path, replicated=True) as running:
         yield running
 
@@ -326,6 +329,7 @@ def test_drain_ends_connections_after_their_replies(service: InProcess) -> None:
         answers = method(iter(requests.get, None), metadata=[("x-session-id", "a")], wait_for_ready=True)
         requests.put(ids(b"\2\0\0\0", "accumulator", parameters={"sequence_start": {"bool_param": True}}).SerializeToString())
         assert next(answers)
+        eventually(lambda: states and states[-1] is grpc.ChannelConnectivity.READY)
         service.call(lambda: setattr(service.frontend, "draining", True))  # as the supervisor asks at SIGTERM
         assert CLOSES in replies(client, HOT, 1)
         eventually(lambda: states and states[-1] is grpc.ChannelConnectivity.IDLE)

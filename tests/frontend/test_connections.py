@@ -21,7 +21,7 @@ from service.frontend.connection_guard import UnreadBytes
 from service.frontend.delivery import Delivery, delivery
 from service.frontend.http2 import connection
 from service.frontend.http2.connection import Http2Connection
-from service.frontend.http_protocol import MAX_WAITING_BYTES, HttpProtocol
+from service.frontend.http_protocol import MAX_PARSE_BYTES, MAX_WAITING_BYTES, HttpProtocol
 from service.frontend.reading_turns import ReadingTurns, Turn
 from service.frontend.start_queue import StartQueue
 from service.frontend.websocket_protocol import MessageReceiver, WebSocketProtocol
@@ -251,6 +251,15 @@ def test_pipelined_requests_wait_in_the_kernel(service: InProcess, starts: Start
             starts.await_one()
             service.call(service.frontend.starts._next_tick)
         assert protocols[0]()._size <= MAX_WAITING_BYTES + (1 << 18)
+
+
+def test_requests_behind_one_that_waits_are_not_parsed(service: InProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the general path, which would prepare all of them."""
+    protocols = watched((HttpProtocol,), monkeypatch)
+    with service.held(), connected(service) as client:
+        client.sendall(GENERAL * 200)
+        eventually(lambda: protocols and protocols[0]().pipeline)
+        assert service.call(lambda: len(protocols[0]().pipeline)) <= MAX_PARSE_BYTES // len(GENERAL)
 
 
 def test_slow_websocket_client_gains_no_time_from_a_busy_frontend(

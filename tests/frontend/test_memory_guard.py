@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from functools import partial
 
 import msgspec
 import pytest
 
+from service.access.caller import LOCAL
 from service.errors import Overloaded
 from service.frontend.body_budget import BodyBudget
 from service.frontend.memory_guard import ANSWER_BYTES, LARGE_BYTES, TRIM_TICKS, MemoryGuard
 from service.frontend.oip.grpc_wire import MessageReader, ReceivingAccount
-from service.ipc.messages import Request
+from service.ipc.messages import ModelKey, Request
 from service.log import Log
 from service.memory_limit import NO_LIMIT, MemoryUse
 from service.metrics import MEMORY, Metrics
+from tests.frontend.oip.harness import InferHarness
+from tests.frontend.test_quotas import caller
 
 LIMIT = 100 << 20
 PERCENT = LIMIT // 100
 WHOLE = Request("words", "1", [1], 0.0, 0.0)
 CHUNK = msgspec.structs.replace(WHOLE, session="s")
+HALVER = ModelKey("halver", "1")
+"""Its answers grow with the steps."""
 
 
 class Memory(MemoryGuard):
@@ -126,6 +132,16 @@ def test_reserved_bytes_are_refused_to_others() -> None:
     end()
     release()
     assert memory.admit(WHOLE, 1, answer)[1] is not None
+
+
+def test_request_gives_back_its_memory_and_its_quota(harness: InferHarness) -> None:
+    """Two would not fit at once."""
+    harness.frontend.memory = Memory(50)
+    steps = 30 * PERCENT // (ANSWER_BYTES * harness.frontend.catalog[HALVER].answer_numbers(1, sequence=False))
+    request = Request(HALVER.name, HALVER.version, [steps], 0.0, 0.0)
+    for each in (LOCAL, LOCAL, *[caller(sequences_in_flight=1)] * 2):
+        asyncio.run(harness.frontend.submit(each, request, b""))
+    assert harness.frontend.memory._reserved == 0
 
 
 def test_freed_memory_is_returned_while_it_is_wanted() -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from service.errors import InvalidInput, Overloaded
 from service.frontend import observation
-from service.frontend.observation import MAX_TRACES_PER_SECOND, EndedRequest, Observer, stage_seconds
+from service.frontend.observation import MAX_TRACES_PER_SECOND, ONCE_PER_REQUEST, EndedRequest, Observer, stage_seconds
 from service.frontend.origin import NO_ORIGIN, Origin, RequestIdentity, RequestIds
 from service.ipc.messages import Answer, Api, BatchRun, RequestTrace
 from service.ipc.trace_socket import TraceReader, TraceSockets, TraceWriter
@@ -172,6 +172,12 @@ def test_trace_has_what_the_tracer_needs_and_is_an_example_of_its_stages(tracing
     seconds = dict.fromkeys(("parse", "channel", "queue", "stage_in", "stage_out", "encode"), 0.001)
     seconds |= {"total": 0.012, "device_wait": 0.0, "compute": 0.005, "reply": 0.0005}
     assert {stage: round(example.value, 6) for stage, example in examples.items()} == seconds
+
+
+def test_trace_of_several_batches_is_no_example_of_the_stages_of_one(tracing: Watch) -> None:
+    service = tracing()
+    service.end(origin=SAMPLED, answer=Answer(ready=10.0105, queued=10.002, runs=[RUN, RUN]))
+    assert {stage for (_, _, stage), _ in service.metrics.stage_seconds.examples} == {*ONCE_PER_REQUEST}
 
 
 def test_queue_has_the_waits_between_batches() -> None:

@@ -159,11 +159,17 @@ def test_gauge_that_is_alike_is_not_summed() -> None:
     for seconds, metrics in enumerate(engines, start=1):
         metrics.max_batch_sequences.set(64)
         metrics.backend.set(1, *MODEL, "lstm", "framework")
+        metrics.graphs.set(12, *MODEL)
+        metrics.last_answer.set(1e9 + seconds, *MODEL)
+        metrics.memory_limit_used.set(seconds / 4)
         metrics.queue_depth.set(3)
         metrics.backlog_seconds.set(seconds, str(seconds))
     both = merged([*(metrics.snapshot() for metrics in engines), Metrics().snapshot()])
     assert value(both, "seqserve_max_batch_sequences") == 64
     assert value(both, "seqserve_kernel_backend_info") == 1
+    assert value(both, "seqserve_graphs") == 12
+    assert value(both, "seqserve_last_answer_time_seconds") == 1e9 + 2
+    assert value(both, "seqserve_memory_limit_used_ratio") == 0.5
     assert value(both, "seqserve_queue_depth") == 6
     assert [value(both, "seqserve_backlog_seconds", engine=place) for place in ("1", "2")] == [1, 2]
 

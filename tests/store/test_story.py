@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from service.engine.batching.stored_sessions import Waiting
-from service.errors import ServiceError, SessionLost
+from service.errors import Overloaded, ServiceError, SessionLost
 from service.ipc.messages import SessionTaken, TakeOutcome
-from tests.engine.batching.harness import FakeClient
+from tests.engine.batching.harness import BatcherHarness, FakeClient
 from tests.store.story import Replica, Story
 
 STORIES, GENTLE, EVENTS = 10, 3, 400
@@ -189,3 +189,11 @@ def test_end_of_a_replica_waits_for_a_restart(story: Story, cancelled: bool) -> 
         settle(story)
     assert left == 0
     assert ask(story, second, [9]) == (21.0 if cancelled else 10.0)
+
+
+def test_requests_that_wait_for_the_store_are_limited() -> None:
+    harness = BatcherHarness(checkpoint_chunks=1, max_waiting=300)
+    clients = [harness.call([1], session=f"session {number}") for number in range(301)]
+    assert not any(client.replies for client in clients[:-1])
+    [error] = clients[-1].errors
+    assert isinstance(error, Overloaded) and "300 requests wait for the session store" in error.message

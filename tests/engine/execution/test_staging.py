@@ -124,10 +124,10 @@ def test_batches_in_flight_have_a_buffer_each() -> None:
 
 def test_copy_to_the_device_has_offsets_slots_and_the_tokens_of_a_buffer() -> None:
     """Another array stands for the memory of the device."""
-    staging = Staging(70, TOKENS, None, CPU, in_flight=2)
+    staging = Staging(70, 301, None, CPU, in_flight=2)
     staging._device = torch.zeros_like(staging._host[0])
-    for buffer, expected in ((0, [0, 1, 2, 0]), (1, [8, 8, 8, 0])):
-        staging.stage(batch([np.arange(3, dtype=IDS) if buffer == 0 else np.full(3, 8, IDS)]), buffer)
-        target, source = (staging.copy(3, buffer) if buffer else staging.copy(3))._arrays
+    for buffer, values in enumerate((np.arange(300, dtype=IDS), np.full(300, 8, IDS))):
+        staging.stage(batch([values]), buffer)
+        target, source = (staging.copy(300, buffer) if buffer else staging.copy(300))._arrays
         target.copy_(source)
-        assert staging.ragged(1, 4).data.tolist() == expected
+        assert staging.ragged(1, 301).data.tolist() == [*values.tolist(), 0]

@@ -143,8 +143,11 @@ async def test_session_states_count_towards_channel_bytes(dispatcher: Dispatcher
             await refused
     engine.send(encode(Done(), frame.id))
     await first
-    second = asyncio.ensure_future(dispatcher.import_session("b", a_file(6_000)))
-    await engine.frames(1)
+    await send(dispatcher, bytes(4_000))
+    second = asyncio.ensure_future(dispatcher.import_session("b", a_file(4_000)))
+    await engine.frames(2)
+    with pytest.raises(Overloaded, match=r"8\d\d\d bytes of requests are unanswered"):
+        await dispatcher.submit(request(1.0), bytes(4_000))
     second.cancel()
 
 

@@ -208,7 +208,9 @@ async def test_full_channel_refuses_until_an_answer_makes_room(dispatcher: Dispa
     """Each engine has its channel."""
     first_engine, second_engine = await meet_two(dispatcher)
     calls = [await send(dispatcher, LARGE) for _ in range(2)]
-    with pytest.raises(Overloaded, match="the limit of the channel is 10000") as raised:
+    with pytest.raises(
+        Overloaded, match=r"^(\d+) bytes .*, this request has \1 and the limit of the channel is 10000"
+    ) as raised:
         await dispatcher.submit(request(), LARGE)
     assert raised.value.retry_after == 1
     second_engine.answer(*await second_engine.frames(1), backlog=100.0)

@@ -13,6 +13,7 @@ from contextlib import closing
 from copy import copy
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import grpc
 import numpy as np
@@ -29,6 +30,7 @@ from tritonclient.grpc import model_config_pb2, service_pb2
 from tritonclient.utils import InferenceServerException
 
 from service.frontend import connection_guard
+from service.frontend.oip.grpc_server import GrpcServer
 from service.frontend.oip.protobuf import METHODS
 from tests.frontend.conftest import BODY_BYTES
 from tests.frontend.http2 import peer
@@ -305,6 +307,17 @@ def test_invalid_and_slow_clients_are_disconnected(
 
 
 # Shutdown.
+
+
+def test_connections_are_asked_to_end_once_at_sigterm(heads: InProcess) -> None:
+    """Later connections of clients that know no other replica stay."""
+    server, first, later = GrpcServer(heads.frontend, Mock(), lambda _: True), Mock(), Mock()
+    server.connections.add(first)
+    server.leave()
+    server.connections.add(later)
+    server.leave()
+    first.drain.assert_called_once_with()
+    later.drain.assert_not_called()
 
 
 def test_shutdown_answers_open_calls(models_folder: Path, tmp_path: Path) -> None:

@@ -222,7 +222,7 @@ def test_internal_error_reveals_no_details(client: Client, capfd: pytest.Capture
         client.call(SERVICE + b"ModelStreamInfer", question).body(5)[5:]
     )
     assert (reply.infer_response.id, reply.error_message) == ("7", text_of_all)
-    assert capfd.readouterr().err.count('"event": "bug"') == 3
+    assert capfd.readouterr().err.count('"event": "bug", "error": "AttributeError') == 3
     assert client.outcomes[("unknown", "unknown", "inference_failed")] == [2]
 
 

@@ -19,6 +19,7 @@ from websockets.typing import Subprotocol
 
 from service import __version__
 from service.access.scopes import Scope
+from service.errors import Unavailable
 from service.frontend.catalog import MAX_CARD_BYTES
 from service.frontend.rest.tokens import _tokens
 from service.modeling.spec import CARD
@@ -26,6 +27,7 @@ from service.modeling.tokenizer import Tokenizer
 from tests import models
 from tests.frontend.conftest import Guarded
 from tests.frontend.in_process import InProcess, in_process
+from tests.frontend.oip.harness import InferHarness
 from tests.models import WORDS
 
 
@@ -164,3 +166,13 @@ def test_page_of_the_api_comes_from_the_service(local: InProcess) -> None:
     assert page.headers["x-frame-options"] == "DENY"
     for name in ("__init__.py", "..%2f__init__.py", "main.py", "%2e%2e"):
         assert local.client.get(f"/docs/{name}").status_code == 404
+
+
+def test_readiness_says_why_requests_are_refused(harness: InferHarness) -> None:
+    harness.frontend.check_ready()
+    harness.dispatcher.ready = False
+    with pytest.raises(Unavailable, match="no engine is ready"):
+        harness.frontend.check_ready()
+    harness.frontend.draining = True
+    with pytest.raises(Unavailable, match="the service is shutting down"):
+        harness.frontend.check_ready()

@@ -85,8 +85,12 @@ class EverySecond(nn.Module):
 class TwoSteps(nn.Module):
     """Pools each half of the steps."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(FEATURES, HIDDEN, 3)
+
     def forward(self, x: Tensor) -> Tensor:
-        return functional.adaptive_max_pool1d(x.transpose(1, 2), 2)
+        return functional.adaptive_max_pool1d(self.conv(x.transpose(1, 2)), 2)
 
 
 SCRIPTED = [
