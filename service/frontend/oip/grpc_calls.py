@@ -7,17 +7,17 @@ import math
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import msgspec
 
-from service.errors import ServiceError, TooLarge
+from service.errors import TooLarge
 from service.frontend.decoder.client import MAX_LOOP_BODY_BYTES
 from service.frontend.inference import ClientDisconnected, Frontend, TrackedRequest, track_request
 from service.frontend.large_answers import LARGE_ANSWER_BYTES
 from service.frontend.oip import infer, protobuf, wire
 from service.frontend.oip.grpc_messages import field_start, output_parts
-from service.frontend.oip.grpc_wire import PREFIX, error_status
+from service.frontend.oip.grpc_wire import PREFIX
 from service.frontend.oip.inputs import text_bytes
 from service.frontend.oip.large_requests import DecodedInputs, RequestOptions
 from service.frontend.oip.protobuf import METHODS, MethodMessages, ProtoMessage
@@ -123,10 +123,3 @@ async def write_message(frontend: Frontend, response: InferResponse, field: int 
     if size <= LARGE_ANSWER_BYTES:
         return b"".join(parts)
     return memoryview(await frontend.large_answers.join([PREFIX.pack(0, size), *parts]))
-
-
-async def abort_with(context: GrpcContext, error: ServiceError) -> NoReturn:
-    """End a call with the status of an error."""
-    status = error_status(error)
-    await context.abort(status.code, status.details, trailing_metadata=status.metadata)
-    raise AssertionError("abort raises")

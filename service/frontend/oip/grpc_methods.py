@@ -6,7 +6,6 @@ hold its code, the invalid field and the seconds after which a retry makes sense
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -14,13 +13,12 @@ from typing import Any
 import grpc
 from google.protobuf.json_format import ParseDict
 
-from service.errors import ServiceError, Unavailable, UnknownModel, Unsupported
-from service.frontend.inference import ClientDisconnected, Frontend
+from service.errors import Unavailable, UnknownModel, Unsupported
+from service.frontend.inference import Frontend
 from service.frontend.oip import metadata, protobuf
 from service.frontend.oip.grpc_calls import (
     GrpcContext,
     GrpcShutdown,
-    abort_with,
     infer_message,
     read_message,
     read_request,
@@ -54,7 +52,7 @@ def _infer_method(frontend: Frontend, shutdown: GrpcShutdown) -> UnaryHandler:
             async with read_request(data, frontend) as read:
                 return await write_message(frontend, await infer_message(frontend, tracked, read, context))
 
-    return _aborting_on_error(frontend, handle)
+    return handle
 
 
 def _stream_method(
@@ -74,22 +72,6 @@ def _metadata_method(name: str, handler: MetadataHandler, frontend: Frontend) ->
         fields = await handler(frontend, read_message(messages, data))
         response: bytes = ParseDict(fields, messages.response_type()).SerializeToString()
         return response
-
-    return _aborting_on_error(frontend, handle)
-
-
-def _aborting_on_error(frontend: Frontend, handler: UnaryHandler) -> UnaryHandler:
-    """Return the handler, wrapped to end the call with an error status when it raises."""
-
-    async def handle(data: bytes, context: GrpcContext) -> bytes | memoryview:
-        try:
-            return await handler(data, context)
-        except ClientDisconnected:
-            raise asyncio.CancelledError from None
-        except ServiceError as error:
-            await abort_with(context, error)
-        except Exception as error:
-            await abort_with(context, frontend.internal_error(error))
 
     return handle
 

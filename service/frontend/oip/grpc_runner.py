@@ -21,7 +21,7 @@ from service.errors import ServiceError
 from service.frontend.access_log import record
 from service.frontend.http2.header_blocks import RequestFields, encode_fields
 from service.frontend.http2.stream import Stream
-from service.frontend.inference import Frontend
+from service.frontend.inference import ClientDisconnected, Frontend
 from service.frontend.oip.grpc_calls import GrpcShutdown
 from service.frontend.oip.grpc_wire import (
     RESPONSE_HEADERS,
@@ -164,7 +164,7 @@ class GrpcCall:
             status = OK
         except CallEnded as ended:
             status = ended.status
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, ClientDisconnected):
             status = self._cancel_status or Status(grpc.StatusCode.CANCELLED)
         except ServiceError as error:
             status = error_status(error)

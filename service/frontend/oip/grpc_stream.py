@@ -22,7 +22,6 @@ from service.frontend.inference import ClientDisconnected, Frontend
 from service.frontend.oip.grpc_calls import (
     GrpcContext,
     GrpcShutdown,
-    abort_with,
     infer_message,
     read_request,
     track_call,
@@ -76,7 +75,7 @@ class InferStream:
             await asyncio.wait([reading])
             if reading.cancelled():
                 reason = "the service is shutting down: continue on a new call"
-                await abort_with(self._context, Unavailable(reason, retry_after=1))
+                raise Unavailable(reason, retry_after=1)
             reading.result()
         finally:
             tasks = [reading, stopping, *self._running]
@@ -113,7 +112,7 @@ class InferStream:
         while (task := await self._replies.get()) is not None:
             reply = await task
             if reply.error is not None and GRPC_ERRORS in self._context.invocation_metadata():
-                await abort_with(self._context, reply.error)
+                raise reply.error
             await self._context.write(reply.message)
             self._capacity.release()
 
