@@ -26,7 +26,8 @@ from safetensors.torch import save
 from torch import Tensor
 
 from service.exporters.model import Export, ExportRefused, Model, Part
-from service.modeling.spec import (
+from service.modeling.spec.activations import SIGMOID, TANH
+from service.modeling.spec.layers import (
     BatchNormLayer,
     ConvLayer,
     GatedLayer,
@@ -38,7 +39,6 @@ from service.modeling.spec import (
     TCNLayer,
     TextCNNLayer,
 )
-from service.modeling.spec.activations import SIGMOID, TANH
 
 State = dict[str, Tensor]
 SUFFIXES = {"forward": "", "backward": "_reverse"}

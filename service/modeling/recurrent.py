@@ -24,7 +24,7 @@ from kernels.rnn.types import RNNState, RNNWeights
 from kernels.sru.types import SRUState, SRUWeights
 from service.modeling.activations import kernel_activation
 from service.modeling.runnable_layer import EMBEDDED, FOLDED, RunnableLayer, embed_ids, unique_tensors, weight_tensors
-from service.modeling.spec import GatedLayer, GRULayer, LSTMLayer, QRNNLayer, RecurrentLayer, RNNLayer, SRULayer
+from service.modeling.spec.layers import GatedLayer, GRULayer, LSTMLayer, QRNNLayer, RecurrentLayer, RNNLayer, SRULayer
 
 GatedWeights = RNNWeights | LSTMWeights | GRUWeights
 

@@ -11,8 +11,8 @@ from service.exporters.model import Part
 from service.exporters.onnx.activations import activated
 from service.exporters.onnx.graph import Graph
 from service.importers.draft import Array
-from service.modeling.spec import (
-    Activation,
+from service.modeling.spec.activations import RELU, Activation
+from service.modeling.spec.layers import (
     ActivationLayer,
     BatchNormLayer,
     ConvLayer,
@@ -23,9 +23,8 @@ from service.modeling.spec import (
     PoolLayer,
     TCNLayer,
     TextCNNLayer,
+    WindowLayer,
 )
-from service.modeling.spec.activations import RELU
-from service.modeling.spec.layers import WindowLayer
 
 CHANNELS_FIRST = [0, 2, 1]
 """The order of axes that convolutions and window pools of ONNX have: (batch, width, steps)."""
