@@ -25,7 +25,8 @@ from training.recurrent import LSTMEncoder
 from training.service import Advance, Service, ignore
 from training.signals import CHANNELS, JUMP_EVERY, JUMP_SPREAD, MAX_STEPS, NOISE, Readings, streams
 
-from service.modeling.spec import RegressHead, SequenceInput
+from service.modeling.spec import SequenceInput
+from service.modeling.spec.heads import RegressHead
 
 EXPECTED, TRAINING, TEST = 0, 10, 12
 """The first number of every seed, by the purpose of its streams: two trainings, and the test of both."""

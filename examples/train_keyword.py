@@ -27,7 +27,8 @@ from training.recipe import Recipe, Trained, main
 from training.service import Advance, Service, ignore
 from training.spotting import BANDS, FRAME_SECONDS, WINDOW_SECONDS, events, in_chunks, latencies, probabilities
 
-from service.modeling.spec import SequenceInput, TagHead
+from service.modeling.spec import SequenceInput
+from service.modeling.spec.heads import TagHead
 
 OTHER = "other"
 """The label of frames without a keyword."""

@@ -18,7 +18,7 @@ from training.recipe import main
 from training.service import Advance, Service, ignore
 from training.step_recipe import BYTES, Settings, StepRecipe, families
 
-from service.modeling.spec import Head, NextHead
+from service.modeling.spec.heads import Head, NextHead
 
 BOUNDARY = ord("\n")
 """The byte before and after every line."""

@@ -23,7 +23,8 @@ from training.recipe import Recipe, Trained, main
 from training.series_sets import Series
 from training.service import Advance, Service, ignore
 
-from service.modeling.spec import ClassifyHead, SequenceInput
+from service.modeling.spec import SequenceInput
+from service.modeling.spec.heads import ClassifyHead
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from training.step_sets import Question
 from training.steps import padding_mask
 from training.tokenization import token_ids, word_tokenizer
 
-from service.modeling.spec import Head, SpanHead
+from service.modeling.spec.heads import Head, SpanHead
 
 SEPARATOR = "[sep]"
 """The word between a question and its passage."""

@@ -18,7 +18,7 @@ from training.step_recipe import Settings, StepRecipe
 from training.step_sets import TaggedWords
 from training.tokenization import token_ids, word_tokenizer
 
-from service.modeling.spec import Head, TagHead
+from service.modeling.spec.heads import Head, TagHead
 
 
 class TagsRecipe(StepRecipe):

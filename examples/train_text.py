@@ -27,7 +27,8 @@ from training.service import Advance, Service, ignore
 from training.text_sets import Example
 from training.tokenization import UNKNOWN, text_tokenizer, token_ids
 
-from service.modeling.spec import MAX_SHOWN, ClassifyHead, SequenceInput
+from service.modeling.spec import MAX_SHOWN, SequenceInput
+from service.modeling.spec.heads import ClassifyHead
 
 FAMILIES = ("lstm", "sru", "qrnn", "gru", "cnn", "tcn")
 MAX_STEPS = 512

@@ -19,8 +19,7 @@ from kernels.ragged import (
     Ragged,
     RunKernel,
     check_absent,
-    check_ids,
-    check_ragged,
+    check_data,
     check_shape,
     state_entries,
 )
@@ -112,12 +111,7 @@ def clipped(values: Tensor, clip: float | None) -> Tensor:
 
 def check_gated(x: Ragged, weights: RecurrentWeights, state: Any) -> None:
     """Raises ContractError unless data, weights and hidden state have consistent shapes."""
-    columns = weights.columns
-    if columns is None:
-        check_ids(x)
-    else:
-        check_shape("x.data", x.data, (None, columns))
-    check_ragged(x)
+    check_data(x, weights.columns)
     if state is not None:
         check_shape("state.hidden", state.hidden, (state_entries(x, state), weights.vector))
 

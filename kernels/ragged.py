@@ -206,6 +206,17 @@ def reversal_index(offsets: Tensor, tokens: int) -> Tensor:
     return both_ends[row].sub_(beyond).clamp_(min=0)
 
 
+def check_data(x: Ragged, columns: int | None) -> None:
+    """Raises ContractError unless x is a batch of vectors with this number of columns, or of token ids if it is None."""
+    if columns is not None:
+        check_shape("x.data", x.data, (None, columns))
+    else:
+        check_shape("x.data", x.data, (None,))
+        if x.data.dtype not in (torch.int32, torch.int64):
+            raise ContractError(f"x.data is {x.data.dtype}, expected ids: torch.int32 or torch.int64")
+    check_ragged(x)
+
+
 def check_ragged(x: Ragged) -> None:
     """Raises ContractError unless x is a batch. On a GPU the offsets' values are trusted: reading them would wait for the device."""
     check_shape("x.offsets", x.offsets, (None,))
@@ -215,13 +226,6 @@ def check_ragged(x: Ragged) -> None:
     tokens = x.data.shape[0]
     if not offsets or offsets[0] != 0 or offsets[-1] != tokens or offsets != sorted(offsets):
         raise ContractError(f"x.offsets must rise from 0 to the {tokens} tokens and never fall; they begin with {offsets[:8]}")
-
-
-def check_ids(x: Ragged) -> None:
-    """Raises ContractError unless the data are token ids."""
-    check_shape("x.data", x.data, (None,))
-    if x.data.dtype not in (torch.int32, torch.int64):
-        raise ContractError(f"x.data is {x.data.dtype}, expected ids: torch.int32 or torch.int64")
 
 
 def check_absent(weights: Any, names: Sequence[str], reason: str) -> None:

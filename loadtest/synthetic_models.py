@@ -8,7 +8,9 @@ from pathlib import Path
 import torch
 
 from service.modeling import store
-from service.modeling.spec import ClassifyHead, Layer, ModelSpec, SequenceInput
+from service.modeling.spec import ModelSpec, SequenceInput
+from service.modeling.spec.heads import ClassifyHead
+from service.modeling.spec.layers import Layer
 
 CARD = "Random weights, for load tests.\n"
 LABELS = ("steady", "rising", "falling")

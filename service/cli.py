@@ -27,6 +27,7 @@ from service.importers.formats import FORMATS, LAYER_TABLES
 from service.ipc.messages import Manifest
 from service.log import Log
 from service.modeling import spec
+from service.modeling.spec.files import confined
 from service.settings import CLIENT_KEY, CONFIG, USER_MODELS, Given, Settings, as_toml, gather, validated
 from service.supervisor.ports import Addresses
 from service.supervisor.supervisor import Supervisor
@@ -74,7 +75,7 @@ def serve(settings: Settings) -> int:
     check_start(settings)
     state_keys.StateKeys(settings)
     build_context(settings)
-    with spec.confined(settings.models):
+    with confined(settings.models):
         supervisor = Supervisor(settings, Log("supervisor"), announce)
         supervisor.serve()
     return 0

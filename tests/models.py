@@ -12,7 +12,9 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
 from service.modeling import store
-from service.modeling.spec import ClassifyHead, EmbeddingLayer, Layer, LSTMLayer, ModelSpec, RegressHead, SequenceInput
+from service.modeling.spec import ModelSpec, SequenceInput
+from service.modeling.spec.heads import ClassifyHead, RegressHead
+from service.modeling.spec.layers import EmbeddingLayer, Layer, LSTMLayer
 
 WORDS = ["[UNK]", "how", "far", "is", "the", "sea", "who", "was", "first", "?"]
 LABELS = ("near", "far", "unknown")

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from service.modeling.spec import ConvLayer, TCNLayer, TextCNNLayer
+from service.modeling.spec.layers import ConvLayer, TCNLayer, TextCNNLayer
 from training.encoder import Encoder
 from training.steps import max_over_time, without_padding
 

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor, nn
 
-from service.modeling.spec import Layer
+from service.modeling.spec.layers import Layer
 from training.steps import max_over_time
 
 

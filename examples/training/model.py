@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from service.modeling import spec, store
-from service.modeling.spec import BatchNormLayer, EmbeddingLayer, Head, Layer, ModelSpec, SequenceInput
+from service.modeling.spec import ModelSpec, SequenceInput
+from service.modeling.spec.heads import Head
+from service.modeling.spec.layers import BatchNormLayer, EmbeddingLayer, Layer
 from training.batches import Row, batches
 from training.encoder import Encoder
 

@@ -17,7 +17,8 @@ import torch
 from tokenizers import Tokenizer
 
 from service.modeling import spec, store
-from service.modeling.spec import Head, SequenceInput
+from service.modeling.spec import SequenceInput
+from service.modeling.spec.heads import Head
 from training import flags as setting_flags
 from training import terminal
 from training.fitting import Fitted

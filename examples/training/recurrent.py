@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from service.modeling.spec import GRULayer, LSTMLayer, QRNNLayer, SRULayer
+from service.modeling.spec.layers import GRULayer, LSTMLayer, QRNNLayer, SRULayer
 from training.encoder import Encoder
 from training.scans import Level, QRNNLevel, SRULevel
 

@@ -13,7 +13,8 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from service.modeling.spec import Head, SequenceInput
+from service.modeling.spec import SequenceInput
+from service.modeling.spec.heads import Head
 from training import step_sets
 from training.batches import NO_TARGET, Batch, Row, batches, shuffled_batches
 from training.encoders import STEP_ENCODERS

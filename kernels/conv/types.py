@@ -16,8 +16,7 @@ from kernels.ragged import (
     RowState,
     Sizes,
     check_absent,
-    check_ids,
-    check_ragged,
+    check_data,
     check_shape,
     count_windows,
     state_entries,
@@ -132,12 +131,7 @@ class ConvBlock:
 
 def check_conv(x: Ragged, weights: ConvWeights, state: ConvState | None) -> None:
     """Check the arguments of `conv`; raises ContractError if a shape does not fit."""
-    columns = weights.columns
-    if columns is None:
-        check_ids(x)
-    else:
-        check_shape("x.data", x.data, (None, columns))
-    check_ragged(x)
+    check_data(x, weights.columns)
     if state is not None:
         _check_conv_state("state", x, weights, state)
 

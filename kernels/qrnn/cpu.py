@@ -15,12 +15,13 @@ from kernels.cpu import launch
 from kernels.cpu.forms import FORMS, QRNN_FORMS
 from kernels.embedding import FIRST
 from kernels.qrnn.types import POOLINGS, QRNNState, QRNNWeights
-from kernels.ragged import Encoded, Outputs, Ragged, with_state_slots, without_sources
+from kernels.ragged import Ragged, without_sources
 from kernels.scan.cpu import (
     Factors,
     GateInputs,
     ScanLayer,
     as_stored_rows,
+    backend_functions,
     batch_arguments,
     cell_states,
     product_layer,
@@ -29,27 +30,6 @@ from kernels.scan.cpu import (
 
 BLOCKS = {"f": (0, 1), "fo": (0, 1, 2), "ifo": (0, 1, 3, 2)}
 """The blocks of each pooling in the order of the compiled loop: the output gate is the last."""
-
-
-def qrnn(x: Ragged, weights: QRNNWeights, state: QRNNState | None, *, want: Outputs) -> Encoded:
-    """Encode every row. Shapes as in `kernels.qrnn.types`."""
-    hidden = weights.hidden
-    outputs = launch.empty_outputs(x, want, hidden)
-    after = _run(x, weights, state, launch.output_arguments(outputs, hidden))
-    return Encoded(after, *outputs)
-
-
-def bidirectional(
-    x: Ragged, weights: tuple[QRNNWeights, QRNNWeights], states: tuple[QRNNState, QRNNState] | None, *, want: Outputs
-) -> Encoded:
-    """Encode every row in both directions. Shapes as in `kernels.qrnn.types`."""
-    hidden = weights[0].hidden
-    outputs = launch.empty_outputs(x, want, 2 * hidden)
-    after = [
-        _run(x, layer, state, launch.output_arguments(outputs, 2 * hidden, direction * hidden), direction)
-        for direction, (layer, state) in enumerate(zip(weights, states or (None, None), strict=True))
-    ]
-    return Encoded(tuple(after), *outputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,15 +44,8 @@ class _Packed:
         return (*self.layer.arrays, *(() if self.tables is None else (self.tables,)))
 
 
-def _run(x: Ragged, weights: QRNNWeights, state: QRNNState | None, outputs: tuple[int, ...], reverse: int = 0) -> QRNNState:
+def _run(x: Ragged, weights: QRNNWeights, state: QRNNState | None, outputs: tuple[int, ...], reverse: int) -> QRNNState:
     """Write the outputs to their addresses and return the state after the batch. reverse: 1 for the backward direction."""
-    if state is not None and state.slots is not None and not launch.updates_in_place(state):
-
-        def by_row(x: Ragged, weights: QRNNWeights, state: QRNNState | None, *, want: Outputs | None) -> Encoded:
-            return Encoded(_run(x, weights, state, outputs, reverse))
-
-        after: QRNNState = with_state_slots(by_row)(x, weights, state, want=None).state
-        return after
     packed, offsets = _pack(weights, reverse), x.offsets.contiguous()
     batch = batch_arguments(offsets, x.data.shape[0], reverse)
     states, cells, kept = cell_states(state, batch[2], packed.layer.hidden)
@@ -81,6 +54,10 @@ def _run(x: Ragged, weights: QRNNWeights, state: QRNNState | None, outputs: tupl
     packed.layer.run(batch, gates, states, outputs)
     del arrays, kept, left_before  # the addresses refer to them until here
     return QRNNState(cells, left) if state is None or state.slots is None else without_sources(state)
+
+
+qrnn, bidirectional = backend_functions(_run)
+"""Encode every row in one direction, and in both. Shapes as in `kernels.qrnn.types`."""
 
 
 def _lefts(

@@ -14,8 +14,7 @@ from kernels.ragged import (
     Ragged,
     RowState,
     check_absent,
-    check_ids,
-    check_ragged,
+    check_data,
     check_shape,
     state_entries,
 )
@@ -79,11 +78,7 @@ class QRNNState(RowState):
 def check_qrnn(x: Ragged, weights: QRNNWeights, state: QRNNState | None) -> None:
     """Raises ContractError unless data, weights and state have consistent shapes."""
     columns = weights.columns
-    if columns is None:
-        check_ids(x)
-    else:
-        check_shape("x.data", x.data, (None, columns))
-    check_ragged(x)
+    check_data(x, columns)
     if state is None:
         return
     check_shape("state.cell", state.cell, (state_entries(x, state), weights.hidden))

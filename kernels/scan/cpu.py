@@ -3,6 +3,7 @@ batch."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -12,10 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from kernels.cpu import launch
 from kernels.cpu.forms import ScanForm
-from kernels.cpu.launch import ALIGNED_BYTES, FLOAT_BYTES, LONG_BYTES, as_floats, as_longs
 from kernels.cpu.storage import INT8, STORAGES, panel_storage
 from kernels.cpu.threads import run_in_parts
+from kernels.ragged import Encoded, Outputs, Ragged, RunKernel, with_state_slots
 
 PRODUCT_TOKENS = 192
 """Tokens of a chunk with gate inputs from a product."""
@@ -80,7 +82,7 @@ class ScanLayer:
             (*batch, chunk, self.group_units, *self.arguments, *gates, *states, *outputs),
             self.groups,
             tokens * self.operations,
-            LONG_BYTES * longs + 3 * ALIGNED_BYTES + FLOAT_BYTES * floats,
+            launch.LONG_BYTES * longs + 3 * launch.ALIGNED_BYTES + launch.FLOAT_BYTES * floats,
         )
 
 
@@ -91,6 +93,39 @@ class Factors:
 
     cell: Tensor | None = None
     skip: float = 1.0
+
+
+def backend_functions(run_direction: Callable[..., Any]) -> tuple[RunKernel, RunKernel]:
+    """Return the functions of a backend for one direction and for both.
+
+    run_direction: from (x, weights, state, outputs, reverse) to the state after the batch, where outputs are the addresses that it writes
+    and reverse is 1 for the backward direction. It runs from state slots only if `launch.updates_in_place`.
+    """
+
+    def after(x: Ragged, weights: Any, state: Any, outputs: tuple[int, ...], reverse: int) -> Any:
+        if launch.updates_in_place(state):
+            return run_direction(x, weights, state, outputs, reverse)
+
+        def by_row(x: Ragged, weights: Any, state: Any, *, want: Outputs | None) -> Encoded:
+            return Encoded(run_direction(x, weights, state, outputs, reverse))
+
+        return with_state_slots(by_row)(x, weights, state, want=None).state
+
+    def run(x: Ragged, weights: Any, state: Any, *, want: Outputs) -> Encoded:
+        hidden = weights.hidden
+        outputs = launch.empty_outputs(x, want, hidden)
+        return Encoded(after(x, weights, state, launch.output_arguments(outputs, hidden), 0), *outputs)
+
+    def run_both(x: Ragged, weights: tuple[Any, Any], states: tuple[Any, Any] | None, *, want: Outputs) -> Encoded:
+        width = 2 * weights[0].hidden
+        outputs = launch.empty_outputs(x, want, width)
+        both = [
+            after(x, layer, state, launch.output_arguments(outputs, width, direction * layer.hidden), direction)
+            for direction, (layer, state) in enumerate(zip(weights, states or (None, None), strict=True))
+        ]
+        return Encoded(tuple(both), *outputs)
+
+    return run, run_both
 
 
 def batch_arguments(offsets: Tensor, tokens: int, reverse: int) -> tuple[int, ...]:
@@ -107,10 +142,10 @@ def cell_states(state: Any, rows: int, hidden: int) -> tuple[tuple[int, ...], Te
         after = torch.empty(rows, hidden)
         return (0, 0, after.data_ptr(), 0), after, None
     if state.slots is None:
-        after, before = torch.empty(rows, hidden), as_floats(state.cell)
+        after, before = torch.empty(rows, hidden), launch.as_floats(state.cell)
         return (before.data_ptr(), 0, after.data_ptr(), 0), after, before
-    slots = as_longs(state.slots)
-    sources = slots if state.sources is None else as_longs(state.sources)
+    slots = launch.as_longs(state.slots)
+    sources = slots if state.sources is None else launch.as_longs(state.sources)
     cells = state.cell.data_ptr()
     return (cells, sources.data_ptr(), cells, slots.data_ptr()), state.cell, (slots, sources)
 

@@ -14,39 +14,19 @@ from kernels.cpu import launch
 from kernels.cpu.forms import FORMS, ScanForm
 from kernels.cpu.threads import run_in_parts
 from kernels.norm import layer_norm
-from kernels.ragged import Encoded, Outputs, Ragged, with_state_slots, without_sources
+from kernels.ragged import Ragged, without_sources
 from kernels.scan.cpu import (
     Factors,
     GateInputs,
     ScanLayer,
     as_stored_rows,
+    backend_functions,
     batch_arguments,
     cell_states,
     product_layer,
     row_layer,
 )
 from kernels.sru.types import SRUState, SRUWeights
-
-
-def sru(x: Ragged, weights: SRUWeights, state: SRUState | None, *, want: Outputs) -> Encoded:
-    """Encode every row. Shapes as in `kernels.sru.types`."""
-    hidden = weights.hidden
-    outputs = launch.empty_outputs(x, want, hidden)
-    after = _run(x, weights, state, launch.output_arguments(outputs, hidden))
-    return Encoded(after, *outputs)
-
-
-def bidirectional(
-    x: Ragged, weights: tuple[SRUWeights, SRUWeights], states: tuple[SRUState, SRUState] | None, *, want: Outputs
-) -> Encoded:
-    """Encode every row in both directions. Shapes as in `kernels.sru.types`."""
-    hidden = weights[0].hidden
-    outputs = launch.empty_outputs(x, want, 2 * hidden)
-    after = [
-        _run(x, layer, state, launch.output_arguments(outputs, 2 * hidden, direction * hidden), direction)
-        for direction, (layer, state) in enumerate(zip(weights, states or (None, None), strict=True))
-    ]
-    return Encoded(tuple(after), *outputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +54,8 @@ class _Packed:
         return (*self.layer.arrays, *projection, *(() if self.table is None else (self.table,)))
 
 
-def _run(x: Ragged, weights: SRUWeights, state: SRUState | None, outputs: tuple[int, ...], reverse: int = 0) -> SRUState:
+def _run(x: Ragged, weights: SRUWeights, state: SRUState | None, outputs: tuple[int, ...], reverse: int) -> SRUState:
     """Write the outputs to their addresses and return the state after the batch. reverse: 1 for the backward direction."""
-    if state is not None and state.slots is not None and not launch.updates_in_place(state):
-
-        def by_row(x: Ragged, weights: SRUWeights, state: SRUState | None, *, want: Outputs | None) -> Encoded:
-            return Encoded(_run(x, weights, state, outputs, reverse))
-
-        after: SRUState = with_state_slots(by_row)(x, weights, state, want=None).state
-        return after
     packed, offsets = _pack(x, weights), x.offsets.contiguous()
     batch = batch_arguments(offsets, x.data.shape[0], reverse)
     states, cells, kept = cell_states(state, batch[2], packed.layer.hidden)
@@ -90,6 +63,10 @@ def _run(x: Ragged, weights: SRUWeights, state: SRUState | None, outputs: tuple[
     packed.layer.run(batch, gates, states, outputs)
     del arrays, kept  # the addresses refer to them until here
     return SRUState(cells) if state is None or state.slots is None else without_sources(state)
+
+
+sru, bidirectional = backend_functions(_run)
+"""Encode every row in one direction, and in both. Shapes as in `kernels.sru.types`."""
 
 
 def _gates(x: Ragged, weights: SRUWeights, packed: _Packed) -> tuple[tuple[Tensor, ...], GateInputs]:

@@ -14,7 +14,7 @@ from kernels.ragged import (
     Ragged,
     RowState,
     check_absent,
-    check_ids,
+    check_data,
     check_ragged,
     check_shape,
     form_of,
@@ -79,13 +79,11 @@ class SRUState(RowState):
 def check_sru(x: Ragged, weights: SRUWeights, state: SRUState | None) -> None:
     """Raises ContractError unless data, weights and state have consistent shapes."""
     columns = weights.columns
-    if weights.table is not None:
-        check_ids(x)
-    elif columns is None:
+    if columns is None and weights.table is None:
         _check_blocks("x.data", x.data, weights.hidden)
+        check_ragged(x)
     else:
-        check_shape("x.data", x.data, (None, columns))
-    check_ragged(x)
+        check_data(x, columns)
     if state is not None:
         check_shape("state.cell", state.cell, (state_entries(x, state), weights.hidden))
 

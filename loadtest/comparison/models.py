@@ -9,7 +9,8 @@ from pathlib import Path
 from string import ascii_lowercase
 
 from loadtest import servers, synthetic_models
-from service.modeling.spec import TOKENIZER, EmbeddingLayer, LSTMLayer, SequenceInput
+from service.modeling.spec import TOKENIZER, SequenceInput
+from service.modeling.spec.layers import EmbeddingLayer, LSTMLayer
 
 CNN, LSTM = "question-type-cnn", "text-lstm"
 MODELS = (CNN, LSTM)

@@ -20,12 +20,6 @@ def _last_floats(body: bytes, count: int) -> Sequence[float]:
     return struct.unpack_from(f"<{count}f", body, len(body) - 4 * count)
 
 
-def _scores(body: bytes, count: int) -> Sequence[float]:
-    """Read `{"scores": [...]}`."""
-    scores: Sequence[float] = json.loads(body)["scores"]
-    return scores
-
-
 def _answer(body: bytes, count: int) -> Sequence[float]:
     """Read no score. Raises ValueError for an answer of POST /infer without outputs."""
     body.index(b'"outputs":')
@@ -41,7 +35,6 @@ def _session(body: bytes, count: int) -> Sequence[float]:
 READERS: dict[str, Callable[[bytes, int], Sequence[float]]] = {
     "infer": _infer,
     "last floats": _last_floats,
-    "scores": _scores,
     "answer": _answer,
     "session": _session,
 }

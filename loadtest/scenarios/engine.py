@@ -30,7 +30,8 @@ from service.ipc.blocks import Columns
 from service.ipc.messages import FEATURES, IDS, ModelKey
 from service.local import build_engine
 from service.metrics import Metrics
-from service.modeling.spec import EmbeddingLayer, Layer, LSTMLayer, ModelSpec, SequenceInput
+from service.modeling.spec import ModelSpec, SequenceInput
+from service.modeling.spec.layers import EmbeddingLayer, Layer, LSTMLayer
 from service.settings import Settings
 
 SUMMARY = "one engine without frontends: stages of a request, batch sizes"

@@ -28,7 +28,8 @@ from loadtest.servers import ServerProcess
 from loadtest.target import JSON, Target
 from service.access.keys import create
 from service.access.scopes import Scope
-from service.modeling.spec import EmbeddingLayer, LSTMLayer, SequenceInput
+from service.modeling.spec import SequenceInput
+from service.modeling.spec.layers import EmbeddingLayer, LSTMLayer
 
 SUMMARY = "the latency of one tenant beside another that sends twenty times as much"
 MODEL, VOCABULARY = "fairness", 1000

@@ -13,8 +13,9 @@ from torch import Tensor
 from kernels.ragged import Ragged
 from service.errors import InvalidInput, ModelError
 from service.modeling.encoder import Encoder
-from service.modeling.spec import ClassifyHead, ModelSpec
+from service.modeling.spec import ModelSpec
 from service.modeling.spec.files import read_file
+from service.modeling.spec.heads import ClassifyHead
 from service.modeling.tokenizer import Tokenizer
 
 RANDOM_SEQUENCES, RANDOM_STEPS, SEED = 256, 64, 0

@@ -20,14 +20,14 @@ from service.ipc.process_config import DEVICE_LOST, ProcessConfig, freeze_heap
 from service.ipc.session_journal import SessionJournal, journal_records
 from service.log import Log
 from service.metrics import Metrics
-from service.modeling import spec
+from service.modeling.spec.files import confined
 from service.settings import Settings
 
 
 def run(config: ProcessConfig) -> None:
     """Load the models, then run batches until the supervisor closes the control channel."""
     settings = config.read_settings()
-    with spec.confined(settings.models):
+    with confined(settings.models):
         _run(config, settings)
 
 

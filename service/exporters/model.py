@@ -11,7 +11,8 @@ from torch import Tensor
 
 from service.errors import ModelError
 from service.importers.draft import Array
-from service.modeling.spec import Layer, ModelSpec
+from service.modeling.spec import ModelSpec
+from service.modeling.spec.layers import Layer
 
 
 class ExportRefused(ModelError):

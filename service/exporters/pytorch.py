@@ -26,8 +26,8 @@ from safetensors.torch import save
 from torch import Tensor
 
 from service.exporters.model import Export, ExportRefused, Model, Part
-from service.modeling.spec import (
-    BatchNormLayer,
+from service.modeling.spec.activations import SIGMOID, TANH
+from service.modeling.spec.layers import (
     ConvLayer,
     GatedLayer,
     GRULayer,
@@ -38,11 +38,11 @@ from service.modeling.spec import (
     TCNLayer,
     TextCNNLayer,
 )
-from service.modeling.spec.activations import SIGMOID, TANH
 
 State = dict[str, Tensor]
 SUFFIXES = {"forward": "", "backward": "_reverse"}
-ONNX = "Export the model to ONNX"
+ONNX, NOWHERE = "Export the model to ONNX", "Such a model has no checkpoint elsewhere"
+"""What to do with a model that has no state_dict."""
 WINDOWS = (1, 2)
 """The windows of the QRNN packages."""
 
@@ -103,14 +103,6 @@ def _linear(arrays: State, prefix: str = "") -> State:
     return {"weight": arrays[f"{prefix}weight"].T, "bias": arrays[f"{prefix}bias"]}
 
 
-def _embedding(layer: Any, part: Part) -> State:
-    return {"weight": part.arrays["weight"]}
-
-
-def _dense(layer: Any, part: Part) -> State:
-    return _linear(part.arrays)
-
-
 def _recurrent(layer: GatedLayer, part: Part) -> State:
     """nn.RNN, nn.GRU or nn.LSTM. The bias goes into bias_ih; bias_hh is zero, but for the new gate of a GRU."""
     _check_recurrent(layer, part)
@@ -139,7 +131,7 @@ def _one_direction(arrays: dict[str, Tensor | None]) -> State:
 def _check_recurrent(layer: GatedLayer, part: Part) -> None:
     """Raise ExportRefused for options that torch's layers lack."""
     of_torch = f"nn.{layer.kind.upper()} of PyTorch"  # type: ignore[attr-defined]  # every layer of a model has a kind
-    part.refuse(layer.layer_norm, f"layer_norm is set, and {of_torch} has no norms", "Such a model has no checkpoint elsewhere")
+    part.refuse(layer.layer_norm, f"layer_norm is set, and {of_torch} has no norms", NOWHERE)
     part.refuse(layer.learned_start, f"learned_start is set, and {of_torch} has no learned states", ONNX)
     part.refuse(layer.clip is not None, f"clip is {layer.clip}, and {of_torch} does not clip", ONNX)
     part.refuse(
@@ -198,10 +190,6 @@ def _tcn(layer: TCNLayer, part: Part) -> State:
     return state
 
 
-def _batch_norm(layer: BatchNormLayer, part: Part) -> State:
-    return _statistics(part.arrays["norm"])
-
-
 def _statistics(norm: Tensor) -> State:
     """nn.BatchNorm1d. The counter of batches matters in training only."""
     names = ("weight", "bias", "running_mean", "running_var")
@@ -235,7 +223,7 @@ def _sru_level(layer: SRULayer, part: Part, level: int) -> State:
         part.refuse(
             not torch.equal(projections[0], projections[-1]),
             "the projections of the directions differ, and the sru package has one projection for both",
-            "Such a model has no checkpoint elsewhere",
+            NOWHERE,
         )
         state["weight_proj"] = projections[0]
     if f"{level}.norm" in part.arrays:
@@ -257,10 +245,9 @@ def _side_by_side(part: Part, name: str, hidden: int) -> Tensor:
 def _qrnn(layer: QRNNLayer, part: Part) -> State:
     """QRNN of Salesforce and fastai. Its forget gate is the gate of the new value, the opposite of a model: its sign changes."""
     package = "the QRNN of Salesforce and fastai"
-    elsewhere = "Such a model has no checkpoint elsewhere"
-    part.refuse(layer.bidirectional, f"it runs in both directions, and {package} joins two separate stacks", elsewhere)
-    part.refuse(layer.pooling == "ifo", f'pooling is "ifo", and {package} has "f" and "fo"', elsewhere)
-    part.refuse(layer.window not in WINDOWS, f"window is {layer.window}, and {package} has 1 and 2", elsewhere)
+    part.refuse(layer.bidirectional, f"it runs in both directions, and {package} joins two separate stacks", NOWHERE)
+    part.refuse(layer.pooling == "ifo", f'pooling is "ifo", and {package} has "f" and "fo"', NOWHERE)
+    part.refuse(layer.window not in WINDOWS, f"window is {layer.window}, and {package} has 1 and 2", NOWHERE)
     state: State = {}
     for level in range(layer.depth):
         place = f"{level}.{layer.direction}"
@@ -273,7 +260,7 @@ def _qrnn(layer: QRNNLayer, part: Part) -> State:
 
 
 STATES: dict[str, Callable[[Any, Part], State]] = {
-    "embedding": _embedding,
+    "embedding": lambda _, part: {"weight": part.arrays["weight"]},
     "rnn": _recurrent,
     "lstm": _recurrent,
     "gru": _recurrent,
@@ -282,8 +269,8 @@ STATES: dict[str, Callable[[Any, Part], State]] = {
     "conv": _conv,
     "tcn": _tcn,
     "text_cnn": _text_cnn,
-    "dense": _dense,
+    "dense": lambda _, part: _linear(part.arrays),
     "layer_norm": _layer_norm,
-    "batch_norm": _batch_norm,
+    "batch_norm": lambda _, part: _statistics(part.arrays["norm"]),
 }
 """The function for each kind of layer that has tensors."""

@@ -20,7 +20,7 @@ from service.ipc.suspect_turns import SuspectTurns
 from service.ipc.trace_socket import TraceWriter
 from service.log import Log
 from service.metrics import Metrics
-from service.modeling import spec
+from service.modeling.spec.files import confined
 from service.settings import Settings
 
 
@@ -28,7 +28,7 @@ def main() -> None:
     """Serve clients until SIGTERM, then drain."""
     config = ProcessConfig.read()
     settings = config.read_settings()
-    with spec.confined(settings.models):
+    with confined(settings.models):
         _run(config, settings)
 
 

@@ -15,7 +15,8 @@ from service.frontend.head_outputs import OutputWriter
 from service.frontend.quoting import quote
 from service.ipc.messages import IndexEntry, Manifest, ModelKey, ModelVersion, NotLoaded
 from service.log import Log
-from service.modeling.spec import CARD, WEIGHTS, ModelSpec, read_file
+from service.modeling.spec import CARD, WEIGHTS, ModelSpec
+from service.modeling.spec.files import read_file
 from service.modeling.tokenizer import Tokenizer
 
 MAX_LISTED = 8

@@ -20,7 +20,8 @@ from pydantic import BaseModel, ConfigDict
 from service.errors import InvalidInput
 from service.frontend.large_answers import PIECE_VALUES
 from service.ipc.messages import FEATURES, IDS, Answer
-from service.modeling.spec import ClassifyHead, EmbedHead, ModelSpec, NextHead, RegressHead, SequenceHead, SpanHead, TagHead
+from service.modeling.spec import ModelSpec
+from service.modeling.spec.heads import ClassifyHead, EmbedHead, NextHead, RegressHead, SequenceHead, SpanHead, TagHead
 
 Array = NDArray[Any]
 _ABSENT: Array = np.empty(0, FEATURES)

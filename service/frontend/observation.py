@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -237,7 +237,7 @@ class Observer:
             "status": request.status,
             "sequences": len(request.lengths),
             "tokens": sum(request.lengths),
-            "ms": _milliseconds(request.stages()),
+            "ms": {stage: round(1000 * seconds, 3) for stage, seconds in request.stages().items()},
         }
 
 
@@ -251,7 +251,3 @@ def _trace_of(origin: Origin) -> str:
     """Return the trace of the client, for a request that is not traced here."""
     parent = parse_parent(origin) if origin.traceparent else None
     return parent.trace if parent is not None else ""
-
-
-def _milliseconds(stages: Mapping[str, float]) -> dict[str, float]:
-    return {stage: round(1000 * seconds, 3) for stage, seconds in stages.items()}

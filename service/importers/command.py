@@ -27,6 +27,7 @@ from service.modeling import spec
 from service.modeling.array_run import STATE, read_batch
 from service.modeling.encoder import Encoder
 from service.modeling.npz import read_npz
+from service.modeling.spec.files import read_file
 from service.modeling.tokenizer import Tokenizer
 from service.settings import Settings
 
@@ -81,7 +82,7 @@ def import_model(settings: Settings, request: Request, say: Callable[[str], None
     unproven = [text for text in draft.assumed if not compared or (of_head and text.startswith("head"))]
     if unproven:
         raise draft.refusal("Nothing was written: the outputs depend on more than the checkpoint says", unproven)
-    digest = spec.digest(spec.read_file(request.checkpoint))
+    digest = spec.digest(read_file(request.checkpoint))
     content = card(request.name, draft, request.checkpoint.name, digest, found, request.tolerance)
     folder = write_version(settings.written_models, model, weights, content, words.definition.decode() if words else None)
     say(f"{folder} is complete.")

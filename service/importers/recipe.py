@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from service.importers.draft import ImportRefused
-from service.modeling.spec import read_file
+from service.modeling.spec.files import read_file
 
 FROM, ATTENTION_FROM = "from", "attention_from"
 

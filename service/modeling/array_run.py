@@ -13,7 +13,8 @@ from kernels.ragged import Ragged
 from service.errors import ModelError
 from service.modeling.encoder import Encoder, Encoding
 from service.modeling.npz import Array
-from service.modeling.spec import ClassifyHead, ModelSpec, NextHead, RegressHead, SpanHead, TagHead
+from service.modeling.spec import ModelSpec
+from service.modeling.spec.heads import ClassifyHead, NextHead, RegressHead, SpanHead, TagHead
 from service.modeling.tokenizer import Tokenizer
 
 INPUTS = {"text": "text", "ids": "ids", "features": "inputs"}

@@ -17,7 +17,7 @@ from kernels.conv.types import ACTIVATIONS, GATED, ConvBlock, ConvState, ConvWei
 from kernels.embedding import fold_taps
 from kernels.ragged import Encoded, Outputs, Ragged, compute_dtype
 from service.modeling.runnable_layer import EMBEDDED, FOLDED, RunnableLayer, embed_ids, unique_tensors, weight_tensors
-from service.modeling.spec import ConvLayer, TCNLayer, TextCNNLayer
+from service.modeling.spec.layers import ConvLayer, TCNLayer, TextCNNLayer
 
 
 class ConvStack(RunnableLayer):

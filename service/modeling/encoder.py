@@ -19,7 +19,8 @@ from service.modeling.heads import HeadOutput
 from service.modeling.layer_builder import EncoderPart, NamedLayer
 from service.modeling.recurrent import RecurrentStack
 from service.modeling.runnable_layer import RunnableLayer, device_bytes
-from service.modeling.spec import EmbeddingLayer, ModelSpec
+from service.modeling.spec import ModelSpec
+from service.modeling.spec.layers import EmbeddingLayer
 from service.modeling.state_slabs import RUNNING_POOLS, RowSlots, RunningPool, StateSlabs, state_arrays
 from service.modeling.stored_weights import INT8
 

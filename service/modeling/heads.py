@@ -13,7 +13,7 @@ from torch import Tensor
 from kernels.ragged import Encoded, Outputs, compute_dtype
 from service.modeling.activations import kernel_activation
 from service.modeling.pooled_vector import PooledVector
-from service.modeling.spec import ClassifyHead, EmbedHead, Head, NextHead, RegressHead, SequenceHead, SpanHead, TagHead
+from service.modeling.spec.heads import ClassifyHead, EmbedHead, Head, NextHead, RegressHead, SequenceHead, SpanHead, TagHead
 
 
 @dataclass(frozen=True, slots=True)

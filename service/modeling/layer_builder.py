@@ -15,9 +15,9 @@ from kernels.ragged import compute_dtype
 from service.errors import ModelError
 from service.modeling import convolution, recurrent
 from service.modeling.runnable_layer import RunnableLayer
-from service.modeling.spec import (
+from service.modeling.spec.activations import Activation
+from service.modeling.spec.layers import (
     MATRICES,
-    Activation,
     ActivationLayer,
     ConvLayer,
     EmbeddingLayer,

@@ -24,7 +24,7 @@ from kernels.rnn.types import RNNState, RNNWeights
 from kernels.sru.types import SRUState, SRUWeights
 from service.modeling.activations import kernel_activation
 from service.modeling.runnable_layer import EMBEDDED, FOLDED, RunnableLayer, embed_ids, unique_tensors, weight_tensors
-from service.modeling.spec import GatedLayer, GRULayer, LSTMLayer, QRNNLayer, RecurrentLayer, RNNLayer, SRULayer
+from service.modeling.spec.layers import GatedLayer, GRULayer, LSTMLayer, QRNNLayer, RecurrentLayer, RNNLayer, SRULayer
 
 GatedWeights = RNNWeights | LSTMWeights | GRUWeights
 
@@ -332,20 +332,8 @@ def _qrnn_columns(weights: QRNNWeights) -> int:
     return weights.window * weights.input.shape[2]
 
 
-def _rnn_states(weights: RNNWeights, slots: int) -> RNNState:
-    return RNNState(_zeros(weights, slots))
-
-
 def _lstm_states(weights: LSTMWeights, slots: int) -> LSTMState:
     return LSTMState(_zeros(weights, slots, weights.vector), _zeros(weights, slots))
-
-
-def _gru_states(weights: GRUWeights, slots: int) -> GRUState:
-    return GRUState(_zeros(weights, slots))
-
-
-def _sru_states(weights: SRUWeights, slots: int) -> SRUState:
-    return SRUState(_zeros(weights, slots))
 
 
 def _qrnn_states(weights: QRNNWeights, slots: int) -> QRNNState:
@@ -366,9 +354,11 @@ def _zeros(weights: Any, slots: int, width: int | None = None) -> Tensor:
 
 
 FAMILIES: dict[type[RecurrentLayer], RecurrentFamily] = {
-    RNNLayer: RecurrentFamily(rnn.KERNEL, _fold_gates, _gate_columns, _rnn_states),
+    RNNLayer: RecurrentFamily(rnn.KERNEL, _fold_gates, _gate_columns, lambda weights, slots: RNNState(_zeros(weights, slots))),
     LSTMLayer: RecurrentFamily(lstm.KERNEL, _fold_gates, _gate_columns, _lstm_states, runs_levels=True),
-    GRULayer: RecurrentFamily(gru.KERNEL, _fold_gates, _gate_columns, _gru_states, runs_levels=True),
-    SRULayer: RecurrentFamily(sru.KERNEL, _fold_sru, _sru_columns, _sru_states),
+    GRULayer: RecurrentFamily(
+        gru.KERNEL, _fold_gates, _gate_columns, lambda weights, slots: GRUState(_zeros(weights, slots)), runs_levels=True
+    ),
+    SRULayer: RecurrentFamily(sru.KERNEL, _fold_sru, _sru_columns, lambda weights, slots: SRUState(_zeros(weights, slots))),
     QRNNLayer: RecurrentFamily(qrnn.KERNEL, _fold_qrnn, _qrnn_columns, _qrnn_states),
 }

@@ -15,7 +15,7 @@ from kernels.pooling import pool_steps
 from kernels.ragged import Encoded, Outputs, Ragged
 from service.modeling.activations import kernel_activation
 from service.modeling.runnable_layer import EMBEDDED, FOLDED, RunnableLayer, embed_ids
-from service.modeling.spec import ActivationLayer, BatchNormLayer, DenseLayer, EmbeddingLayer, Layer, LayerNormLayer
+from service.modeling.spec.layers import ActivationLayer, BatchNormLayer, DenseLayer, EmbeddingLayer, Layer, LayerNormLayer
 
 STEP_LAYERS = (DenseLayer, ActivationLayer, LayerNormLayer, BatchNormLayer)
 FRAMEWORK = "framework"

@@ -7,7 +7,8 @@ import struct
 from pathlib import Path
 
 from service.errors import InvalidInput, ModelError
-from service.modeling.spec import MAX_TOKENIZER_BYTES, MODEL, TOKENIZER, ModelSpec, read_file, read_verified
+from service.modeling.spec import MAX_TOKENIZER_BYTES, MODEL, TOKENIZER, ModelSpec, read_verified
+from service.modeling.spec.files import read_file
 from service.modeling.tokenizer_file import check_within_limits, parse
 from service.modeling.word_table import build_word_table
 

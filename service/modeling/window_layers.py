@@ -10,8 +10,7 @@ from kernels.pooling import pool_steps
 from kernels.ragged import Encoded, Outputs, Ragged, Sizes, count_windows
 from kernels.windows import windows
 from service.modeling.runnable_layer import EMBEDDED, RunnableLayer, embed_ids
-from service.modeling.spec import ConvLayer, PoolLayer
-from service.modeling.spec.layers import WindowLayer
+from service.modeling.spec.layers import ConvLayer, PoolLayer, WindowLayer
 
 
 class RowPadding:

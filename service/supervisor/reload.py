@@ -47,7 +47,6 @@ from service.ipc.messages import (
 )
 from service.log import Log
 from service.metrics import GONE, Metrics
-from service.modeling.spec import NAME
 from service.settings import Settings
 from service.supervisor.process import ENGINE, FRONTEND, Child
 from service.supervisor.repository import Fingerprint, FolderReader, Repository, keep_unchanged, read_in_thread
@@ -210,10 +209,6 @@ class ModelReloader:
             raise Unsupported("SEQSERVE_RELOAD is off: restart the service to change its models, or set it to request or poll")
         outcome = InferenceFailed.code
         try:
-            if name and not NAME.fullmatch(name):
-                raise UnknownModel(
-                    f"{name[:100]!r} cannot be the name of a model: see POST /v2/repository/index", field="model"
-                )
             async with self._lock:
                 if self._closed:
                     raise Unavailable("the service is shutting down")

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from service.errors import ModelError
 from service.ipc.messages import UNAVAILABLE, IndexEntry, Manifest, ModelVersion
 from service.modeling import spec
+from service.modeling.spec.files import read_toml
 from service.settings import VERSIONS
 
 T = TypeVar("T")
@@ -150,7 +151,7 @@ class Repository:
     def _read_policy(self, folder: Path) -> str:
         """Return the policy in a model's versions.toml, or the default."""
         file = folder / POLICY
-        values = spec.read_toml(file) or {}
+        values = read_toml(file) or {}
         policy = values.pop("serve", self._policy)
         if values or not isinstance(policy, str) or not VERSIONS.fullmatch(policy):
             raise ModelError(f'{file}: its only key is serve, with "all", "latest", "latest:2" or versions such as "1,3"')

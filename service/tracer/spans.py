@@ -79,7 +79,7 @@ class SpanMaker:
         attributes = {**model, **_request_attributes(request)}
         spans = [self._span(NAMES[request.api], context, begin, end, attributes, parent, kind=SpanKind.SERVER, status=status)]
         for name, begin, end, run in stages(request):
-            stage = SpanContext(context.trace_id, _random_id(), False, SAMPLED, state)
+            stage = SpanContext(context.trace_id, int.from_bytes(os.urandom(8)) or 1, False, SAMPLED, state)
             begin, end = begin + unix_offset, max(begin, end) + unix_offset
             if run is None:
                 spans.append(self._span(name, stage, begin, end, {}, context))
@@ -208,10 +208,6 @@ def _request_attributes(request: RequestTrace) -> Attributes:
 
 def _context(trace: str, span: str, state: TraceState | None = None, *, remote: bool = False) -> SpanContext:
     return SpanContext(int(trace, 16), int(span, 16), remote, SAMPLED, state)
-
-
-def _random_id() -> int:
-    return int.from_bytes(os.urandom(8)) or 1
 
 
 def _key(run: BatchRun) -> BatchKey:

@@ -46,13 +46,14 @@ async def answering(handler: Handler) -> AsyncIterator[Target]:
 
 
 SCORES = [0.5, 0.25]
-RIGHT = reply(json.dumps({"scores": SCORES}).encode())
-NEARLY = reply(json.dumps({"scores": [0.50004, 0.25]}).encode())
-FALSE = reply(json.dumps({"scores": [0.6, 0.25]}).encode())
+RIGHT, NEARLY, FALSE, NOT_A_NUMBER = (
+    reply(json.dumps({"outputs": [{"scores": {"yes": score, "no": 0.25}}]}).encode())
+    for score in (0.5, 0.50004, 0.6, float("nan"))
+)
 
 
 def job(**options: Any) -> Job:
-    return structs.replace(Job("http", "127.0.0.1", 0, "", [], "scores", [SCORES], seconds=0.3), **options)
+    return structs.replace(Job("http", "127.0.0.1", 0, "", [], "infer", [SCORES], seconds=0.3), **options)
 
 
 def loaded(handler: Handler, **options: Any) -> Result:
@@ -88,7 +89,7 @@ def test_closed_loop_counts_right_answers_after_the_warm_up() -> None:
 
 
 def test_faults_are_failures_and_no_answers() -> None:
-    faults = [FALSE, reply(b"no JSON"), reply(b'{"scores": [0.5, NaN]}'), reply(b'{"code": "overloaded"}', 503), None]
+    faults = [FALSE, reply(b"no JSON"), NOT_A_NUMBER, reply(b'{"code": "overloaded"}', 503), None]
     result = loaded(in_turn(RIGHT, *faults), seconds=0.6)
     assert result.failures.keys() == {WRONG, "status 503 overloaded", "closed by the server"} and result.answers > 0
 

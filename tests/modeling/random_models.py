@@ -13,7 +13,8 @@ from kernels.ragged import Ragged
 from service.modeling import layer_builder
 from service.modeling.encoder import Encoder, Encoding
 from service.modeling.runnable_layer import RunnableLayer
-from service.modeling.spec import Layer, ModelSpec
+from service.modeling.spec import ModelSpec
+from service.modeling.spec.layers import Layer
 from tests.kernels import inputs
 from tests.kernels.families import cpu_backends
 

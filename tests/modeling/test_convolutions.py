@@ -10,7 +10,7 @@ from kernels.ragged import Outputs, Ragged
 from service.errors import ModelError
 from service.modeling import layer_builder
 from service.modeling.layer_builder import NamedLayer
-from service.modeling.spec import ConvLayer
+from service.modeling.spec.layers import ConvLayer
 from service.modeling.stored_weights import wrong_values
 from tests.kernels.inputs import EVERYTHING
 from tests.modeling.random_models import CONVOLUTIONS, CPU, HIDDEN, Form

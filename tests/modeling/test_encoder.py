@@ -14,7 +14,8 @@ from kernels.lstm import choice, levels
 from kernels.ragged import STORAGE, Encoded, Outputs, Ragged
 from service.modeling import folding, layer_builder, recurrent
 from service.modeling.encoder import Encoder
-from service.modeling.spec import LSTMLayer, ModelSpec, RecurrentLayer
+from service.modeling.spec import ModelSpec
+from service.modeling.spec.layers import LSTMLayer, RecurrentLayer
 from tests.kernels import inputs
 from tests.kernels.inputs import EVERYTHING, assert_close
 from tests.modeling.random_models import (

@@ -16,7 +16,7 @@ from torch import Tensor
 from kernels.ragged import Encoded, Outputs
 from service.modeling import heads
 from service.modeling.heads import HeadOutput, RunnableHead
-from service.modeling.spec import Head
+from service.modeling.spec.heads import Head
 from tests.kernels import inputs
 from tests.kernels.inputs import assert_close
 

@@ -20,7 +20,8 @@ from kernels.ragged import Encoded, Outputs, Ragged
 from service.errors import ModelError
 from service.modeling import recurrent, store
 from service.modeling.encoder import Encoder
-from service.modeling.spec import WEIGHTS, ModelSpec, RecurrentLayer, read
+from service.modeling.spec import WEIGHTS, ModelSpec, read
+from service.modeling.spec.layers import RecurrentLayer
 from tests.kernels.families import cpu_backends
 from tests.modeling.random_models import CPU, EVERY_LAYER, Form, batch, classifier, random_arrays, scores
 

@@ -16,7 +16,7 @@ from kernels.ragged import Encoded, Outputs, Ragged
 from service.modeling.convolution import ConvStack
 from service.modeling.recurrent import RecurrentStack
 from service.modeling.runnable_layer import device_bytes
-from service.modeling.spec import RecurrentLayer
+from service.modeling.spec.layers import RecurrentLayer
 from tests.kernels import inputs
 from tests.kernels.inputs import EVERYTHING, assert_close, assert_states_close, rounding
 from tests.modeling.random_models import (

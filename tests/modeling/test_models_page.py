@@ -8,9 +8,10 @@ from typing import get_args
 
 import pytest
 
-from service.modeling.spec import Head, Layer, ModelSpec, SequenceInput
+from service.modeling.spec import ModelSpec, SequenceInput
 from service.modeling.spec.activations import PARAMETERS, Gated, Kind
-from service.modeling.spec.heads import HeadDense
+from service.modeling.spec.heads import Head, HeadDense
+from service.modeling.spec.layers import Layer
 
 PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
 ROW = re.compile(r"^\| `(\w+)` \|(.*)$", re.MULTILINE)

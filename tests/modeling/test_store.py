@@ -15,7 +15,8 @@ from torch import Tensor
 from kernels.ragged import STORAGE
 from service.errors import ModelError
 from service.modeling import store
-from service.modeling.spec import ClassifyHead, ModelSpec, read
+from service.modeling.spec import ModelSpec, read
+from service.modeling.spec.heads import ClassifyHead
 from tests import models
 
 BIAS = "layers.1.0.backward.bias"

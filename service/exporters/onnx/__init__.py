@@ -15,7 +15,8 @@ from service.exporters.onnx.graph import INPUT, Graph
 from service.exporters.onnx.heads import Encoded
 from service.exporters.onnx.layers import LAYERS, takes_batches
 from service.exporters.onnx.recurrent import recurrent
-from service.modeling.spec import ClassifyHead, ModelSpec, RegressHead
+from service.modeling.spec import ModelSpec
+from service.modeling.spec.heads import ClassifyHead, RegressHead
 from service.modeling.spec.layers import GatedLayer
 
 ONE_SEQUENCE = "the graph takes one sequence, (1, steps, ...): a layer has another number of steps than the input"

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from service.exporters.onnx.graph import Graph
-from service.modeling.spec import Activation
-from service.modeling.spec.activations import PARAMETERS
+from service.modeling.spec.activations import PARAMETERS, Activation
 
 OPERATORS = {
     "sigmoid": "Sigmoid",

@@ -12,7 +12,7 @@ from service.exporters.model import Part
 from service.exporters.onnx.activations import activated
 from service.exporters.onnx.graph import Graph
 from service.exporters.onnx.layers import product
-from service.modeling.spec import ClassifyHead, EmbedHead, Head, NextHead, PoolingHead, RegressHead, SpanHead, TagHead
+from service.modeling.spec.heads import ClassifyHead, EmbedHead, Head, NextHead, PoolingHead, RegressHead, SpanHead, TagHead
 
 STEPS = 1
 """The axis of steps."""

@@ -11,8 +11,8 @@ from service.exporters.model import Part
 from service.exporters.onnx.activations import activated
 from service.exporters.onnx.graph import Graph
 from service.importers.draft import Array
-from service.modeling.spec import (
-    Activation,
+from service.modeling.spec.activations import RELU, Activation
+from service.modeling.spec.layers import (
     ActivationLayer,
     BatchNormLayer,
     ConvLayer,
@@ -23,9 +23,8 @@ from service.modeling.spec import (
     PoolLayer,
     TCNLayer,
     TextCNNLayer,
+    WindowLayer,
 )
-from service.modeling.spec.activations import RELU
-from service.modeling.spec.layers import WindowLayer
 
 CHANNELS_FIRST = [0, 2, 1]
 """The order of axes that convolutions and window pools of ONNX have: (batch, width, steps)."""
@@ -66,9 +65,8 @@ def batch_norm(graph: Graph, layer: BatchNormLayer, part: Part, x: str) -> str:
 
 
 def conv(graph: Graph, layer: ConvLayer, part: Part, x: str) -> str:
-    weights = graph.weight("filters", _channels(_filters(part))), graph.weight("bias", part.numpy("bias"))
     x = graph.replace_padding(x, 0.0) if graph.has_batch and layer.padding_steps[1] else x
-    y = graph.add("Conv", _transposed(graph, x), *weights, group=layer.groups, **_window(layer, part))
+    y = _convolved(graph, part, "", _transposed(graph, x), group=layer.groups, **_window(layer, part))
     y = _normalized(graph, part, y, layer.epsilon) if layer.batch_norm else y
     if layer.activation.kind not in ("glu", "gated_tanh"):
         return _transposed(graph, activated(graph, Activation(**dict(layer.activation)), y))
@@ -111,28 +109,20 @@ def text_cnn(graph: Graph, layer: TextCNNLayer, part: Part, x: str) -> str:
     return graph.add("Concat", *pooled, axis=1)
 
 
-def _filters(part: Part, prefix: str = "") -> Array:
-    """Return (width, inputs, maps), computed from direction and magnitude if the convolution has a weight norm."""
+def _filters(part: Part, prefix: str) -> Array:
+    """Return (maps, inputs, width), computed from direction and magnitude if the convolution has a weight norm."""
     if f"{prefix}filters" in part.arrays:
-        return part.numpy(f"{prefix}filters")
+        return part.numpy(f"{prefix}filters").transpose(2, 1, 0)
     direction = part.numpy(f"{prefix}direction").astype(np.float64)
     length = np.sqrt(np.square(direction).sum(axis=(0, 1)))
     whole: Array = direction * part.numpy(f"{prefix}magnitude") / length
-    return whole.astype(np.float32)
-
-
-def _channels(array: Array) -> Array:
-    """Return filters as (maps, inputs, width)."""
-    return array.transpose(2, 1, 0)
+    return whole.astype(np.float32).transpose(2, 1, 0)
 
 
 def _convolved(graph: Graph, part: Part, prefix: str, x: str, **attributes: Any) -> str:
     name = prefix.replace(".", "_")
-    weights = (
-        graph.weight(f"{name}filters", _channels(_filters(part, prefix))),
-        graph.weight(f"{name}bias", part.numpy(f"{prefix}bias")),
-    )
-    return graph.add("Conv", x, *weights, **attributes)
+    filters, bias = _filters(part, prefix), part.numpy(f"{prefix}bias")
+    return graph.add("Conv", x, graph.weight(f"{name}filters", filters), graph.weight(f"{name}bias", bias), **attributes)
 
 
 def _normalized(graph: Graph, part: Part, x: str, epsilon: float) -> str:

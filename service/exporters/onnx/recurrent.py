@@ -14,7 +14,8 @@ from service.exporters.model import Part
 from service.exporters.onnx.activations import IN_RECURRENT, parameters
 from service.exporters.onnx.graph import INPUT, Graph
 from service.importers.draft import Array
-from service.modeling.spec import Activation, GatedLayer, GRULayer, LSTMLayer, RNNLayer
+from service.modeling.spec.activations import Activation
+from service.modeling.spec.layers import GatedLayer, GRULayer, LSTMLayer, RNNLayer
 
 OPERATORS = {"rnn": "RNN", "lstm": "LSTM", "gru": "GRU"}
 BLOCKS = {"rnn": (0,), "lstm": (0, 3, 1, 2), "gru": (1, 0, 2)}

@@ -338,7 +338,7 @@ class Dispatcher:
         if on_trial:
             self._deadly |= dict.fromkeys(on_trial, self._clock() + HOLD_SECONDS)
             asyncio.get_running_loop().call_later(HOLD_SECONDS, self._run_suspects)
-        for pending in sorted(engine.pending.values(), key=_steps):
+        for pending in sorted(engine.pending.values(), key=lambda pending: sum(pending.request.lengths)):
             pending.at, pending.orphaned = None, True
             if pending.request.session is None:
                 self._suspect(pending, counts=not on_trial or pending.key in on_trial)
@@ -389,10 +389,6 @@ class Dispatcher:
         for engine in self._ready:
             if engine.suspect is None and engine.place not in wanted:
                 self._turns.give_back(engine.place)
-
-
-def _steps(pending: PendingRequest) -> int:
-    return sum(pending.request.lengths)
 
 
 def _with_room(engines: list[EngineConnection], size: int, limit: int) -> list[EngineConnection]:

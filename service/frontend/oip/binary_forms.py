@@ -22,7 +22,7 @@ from service.frontend.oip.json import ParsedRequest
 from service.frontend.oip.tensors import BYTES, Tensor, decode
 from service.frontend.validation import PackedInputs
 from service.ipc.messages import FEATURES
-from service.modeling.spec import ClassifyHead, EmbedHead, RegressHead
+from service.modeling.spec.heads import ClassifyHead, EmbedHead, RegressHead
 from service.settings import Settings
 
 MAX_FORMS = 256

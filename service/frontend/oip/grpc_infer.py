@@ -41,7 +41,7 @@ from service.frontend.oip.wire import MAX_UNSCANNED_BYTES
 from service.frontend.origin import Header, Origin
 from service.frontend.request_heads import RequestHead
 from service.ipc.messages import Api, ModelKey, Request
-from service.modeling.spec import ClassifyHead
+from service.modeling.spec.heads import ClassifyHead
 
 MAX_WRITERS = 64
 """Number of models with a kept writer. A reloaded model gets a new writer."""

@@ -17,7 +17,7 @@ from service.frontend.oip.tensors import BYTES, Tensor, decode, encode
 from service.frontend.oip.types import InferRequest, InferResponse, RequestedOutput
 from service.frontend.oip.wire import NotAMessage, read_number
 from service.ipc.messages import FEATURES, Answer
-from service.modeling.spec import ClassifyHead
+from service.modeling.spec.heads import ClassifyHead
 
 MAX_SIMPLE_FIELDS = 16
 """Requests with more than this are not read by hand."""

@@ -18,7 +18,8 @@ from service.frontend.inference import Frontend
 from service.frontend.oip.tensors import BYTES
 from service.frontend.quoting import quote
 from service.ipc.messages import MAX_POLICY_CHARACTERS
-from service.modeling.spec import ClassifyHead, EmbedHead, ModelSpec, NextHead, RegressHead, SequenceHead, SpanHead, TagHead
+from service.modeling.spec import ModelSpec
+from service.modeling.spec.heads import ClassifyHead, EmbedHead, NextHead, RegressHead, SequenceHead, SpanHead, TagHead
 
 EXTENSIONS = (
     *("binary_tensor_data", "classification", "parameters", "sequence", "sequence(string_id)"),

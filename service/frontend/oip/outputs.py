@@ -22,7 +22,8 @@ from service.frontend.oip.metadata import LENGTHS, OFFSETS, STATE, state_tensors
 from service.frontend.oip.tensors import BYTES, Tensor
 from service.frontend.oip.types import RequestedOutput
 from service.frontend.quoting import quote
-from service.modeling.spec import ClassifyHead, ModelSpec, NextHead, SequenceHead, SpanHead, TagHead
+from service.modeling.spec import ModelSpec
+from service.modeling.spec.heads import ClassifyHead, NextHead, SequenceHead, SpanHead, TagHead
 
 Array = NDArray[Any]
 

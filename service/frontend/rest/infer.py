@@ -171,7 +171,7 @@ async def answer(frontend: Frontend, tracked: TrackedRequest, body: InferBody, p
 
     async def build(model: ServedModel) -> tuple[messages.Request, bytes | memoryview]:
         packed = pack_inputs(body, model, frontend.settings) if pack is None else await pack(model)
-        return engine_request(body, packed, model, frontend.settings, tracked.arrived)
+        return engine_request(body, packed, model, frontend.settings, tracked.arrived, body.field_of)
 
     model, (shapes, data) = await run_inference(frontend, tracked, body.model, body.version, body.session, build)
     start = time.monotonic()
@@ -213,21 +213,26 @@ def pack_inputs(body: InferBody, model: ServedModel, settings: Settings) -> Pack
 
 
 def engine_request(
-    body: InferBody, packed: PackedInputs, model: ServedModel, settings: Settings, arrived: float
+    body: InferBody | InferFields,
+    packed: PackedInputs,
+    model: ServedModel,
+    settings: Settings,
+    arrived: float,
+    field_of: Callable[[int], str],
 ) -> tuple[messages.Request, bytes | memoryview]:
-    """Return the engine's request and its tensor bytes; raises InvalidInput."""
+    """Return the engine's request and its tensor bytes; raises InvalidInput. field_of: returns the name of an input in error messages."""
     options = validation.Options(
         returns=check_returns(body.returns, model.spec),
         deadline_ms=validation.resolve_deadline_ms(body.deadline_ms, settings),
         priority=body.priority,
         session=body.session,
         session_starts=body.start,
-        session_ends=body.end,
+        session_ends=body.end is True,
         session_at=body.steps,
         exact_version=body.version is not None,
     )
     if body.session is not None:
-        validation.check_chunk(packed, options, body.field_of(0))
+        validation.check_chunk(packed, options, field_of(0))
     return validation.engine_request(packed, options, model, arrived), packed.data
 
 
@@ -283,19 +288,7 @@ class HotInfer(HotEndpoint):
     def build(self, parsed: Parsed, model: ServedModel, arrived: float) -> tuple[messages.Request, bytes | memoryview]:
         fields: InferFields = parsed.context
         packed = validation.pack_inputs(fields.inputs, self.field_of, model, self.frontend.settings)
-        options = validation.Options(
-            returns=check_returns(fields.returns, model.spec),
-            deadline_ms=validation.resolve_deadline_ms(fields.deadline_ms, self.frontend.settings),
-            priority=fields.priority,
-            session=fields.session,
-            session_starts=fields.start,
-            session_ends=fields.end is True,
-            session_at=fields.steps,
-            exact_version=fields.version is not None,
-        )
-        if fields.session is not None:
-            validation.check_chunk(packed, options, self.field_of(0))
-        return validation.engine_request(packed, options, model, arrived), packed.data
+        return engine_request(fields, packed, model, self.frontend.settings, arrived, self.field_of)
 
     def write(self, model: ServedModel, answers: list[AnsweredCall]) -> list[Reply | ServiceError]:
         together = model.writer.write_all([(answer, data) for _, answer, data in answers])

@@ -354,7 +354,8 @@ def _merged_directions(first: Signal, second: Signal, operation: str, label: str
     merges = {"add": "sum", "multiply": "product"}
     if operation not in merges or any(isinstance(part, Mapped) for part in (*first.parts, *second.parts)):
         return None
-    together = replace(first, parts=(*first.parts, *second.parts), columns=_stacked(first, second))
+    columns = np.stack([first.columns, sum(part.width for part in first.parts) + second.columns])
+    together = replace(first, parts=(*first.parts, *second.parts), columns=columns)
     try:
         node, columns = joined(together)
     except ImportRefused:
@@ -371,10 +372,6 @@ def _merged_directions(first: Signal, second: Signal, operation: str, label: str
     merged: Node = replace(below.changed(merge=merges[operation]), width=half)
     merged = Pooled(merged, node.pools) if isinstance(node, Pooled) else merged
     return replace(first, parts=(merged,), columns=np.arange(half).reshape(first.columns.shape))
-
-
-def _stacked(first: Signal, second: Signal) -> Columns:
-    return np.stack([first.columns, sum(part.width for part in first.parts) + second.columns])
 
 
 def _one_function(first: Signal, second: Signal, operation: str, label: str) -> Signal | None:

@@ -86,11 +86,8 @@ def layer(call: Call) -> Tensor:
 
 def softmax(call: Call) -> Tensor:
     """Softmax and LogSoftmax: over labels, along the last axis, or over the steps of an attention pool."""
-    axis, rank = call.integer("axis", -1), call.signal.rank
-    if not -rank <= axis < rank:
-        raise ImportRefused(f"its axis is {axis}, and its input has {rank} axes")
-    log = call.layer.kind == "LogSoftmax"
-    return call.result(operations.softmax(call.signal, call.label, at=axis % rank, log=log))
+    at, log = call.axis(call.signal.rank, -1), call.layer.kind == "LogSoftmax"
+    return call.result(operations.softmax(call.signal, call.label, at=at, log=log))
 
 
 def prelu(call: Call) -> Tensor:

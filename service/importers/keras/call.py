@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from service.importers.chain.nodes import Input
-from service.importers.chain.signal import Signal
+from service.importers.chain.signal import Role, Signal
 from service.importers.draft import Array, ImportRefused
 from service.importers.keras.architecture import LayerCall, LayerConfig
 from service.importers.keras.weights import WeightsFile
@@ -144,6 +144,18 @@ class Call:
         if isinstance(value, bool) or not isinstance(value, int):
             raise self._refused(key, value)
         return value
+
+    def axis(self, rank: int, default: Any = REQUIRED) -> int:
+        """Return the option `axis` as the number of an axis of a tensor."""
+        axis = self.integer("axis", default)
+        if not -rank <= axis < rank:
+            raise ImportRefused(f"its axis is {axis}, and its tensor has {rank} axes")
+        return axis % rank
+
+    def over_steps(self) -> Signal:
+        """Return the only input, which has a batch, steps and columns."""
+        self.signal.expect(Role.BATCH, Role.STEPS, Role.COLUMNS)
+        return self.signal
 
     def integers(self, key: str) -> list[int]:
         """Return an option with a list of whole numbers."""

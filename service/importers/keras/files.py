@@ -13,7 +13,7 @@ from typing import Any
 
 from service.importers.draft import ImportRefused
 from service.importers.hdf5 import Hdf5, opened
-from service.modeling.spec import read_file
+from service.modeling.spec.files import read_file
 
 JSON_BYTES = 1 << 26
 ARCHIVE = ".keras"

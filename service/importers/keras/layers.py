@@ -9,7 +9,7 @@ import numpy as np
 
 from service.importers.chain import operations
 from service.importers.chain.functions import affine
-from service.importers.chain.signal import Role, Signal
+from service.importers.chain.signal import Signal
 from service.importers.chain.windows import Window, same_window
 from service.importers.draft import Array, ImportRefused
 from service.importers.keras.activations import activated
@@ -46,7 +46,9 @@ def dense(call: Call) -> Tensor:
     call.refuse_options(quantization_config=None, lora_rank=None)
     kernel, *biases = _with_bias(call, ("kernel",), (2,))
     _check_inputs(call.signal, kernel, axis=0)
-    return call.result(_linear(call, kernel, biases))
+    bias = biases[0] if biases else np.zeros(kernel.shape[-1])
+    x = operations.dense(call.signal, kernel, bias, call.label, call.origins)
+    return call.result(activated(x, call.value("activation", None), call))
 
 
 def conv(call: Call) -> Tensor:
@@ -140,12 +142,6 @@ def _scaled(call: Call, factor: Array, offset: Array) -> Tensor:
     return call.result(operations.apply(call.signal, affine(factor, offset), call.label, call.origins))
 
 
-def _linear(call: Call, kernel: Array, biases: Sequence[Array]) -> Signal:
-    bias = biases[0] if biases else np.zeros(kernel.shape[-1])
-    x = operations.dense(call.signal, kernel, bias, call.label, call.origins)
-    return activated(x, call.value("activation", None), call)
-
-
 def _convolved(call: Call, kernel: Array, biases: Sequence[Array], groups: int) -> Tensor:
     call.ignores_mask()
     x = _over_steps(call)
@@ -175,9 +171,7 @@ def _window(call: Call, width: int, *, stride: int | None = None) -> Window:
 
 def _over_steps(call: Call) -> Signal:
     call.refuse_options(data_format="channels_last")
-    x = call.signal
-    x.expect(Role.BATCH, Role.STEPS, Role.COLUMNS)
-    return x
+    return call.over_steps()
 
 
 def _with_bias(call: Call, names: tuple[str, ...], ranks: Sequence[int]) -> list[Array]:

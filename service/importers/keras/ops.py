@@ -28,7 +28,7 @@ def elementwise(call: Call) -> Tensor:
 
 def reduce_steps(call: Call) -> Tensor:
     x = call.signal
-    at = _axis(call, x.rank)
+    at = call.axis(x.rank)
     if not x.is_on(at, Role.STEPS):
         raise ImportRefused(f"it reduces the axis of {x.axes[at]}, and a pool reduces the steps")
     if call.layer.kind != "Mean" or not call.tensor.is_masked:
@@ -65,11 +65,11 @@ def dot(call: Call) -> Tensor:
 
 
 def squeeze(call: Call) -> Tensor:
-    return call.result(call.signal.without_axes([_axis(call, call.signal.rank)]))
+    return call.result(call.signal.without_axes([call.axis(call.signal.rank)]))
 
 
 def expand_dims(call: Call) -> Tensor:
-    return call.result(call.signal.with_units([_axis(call, call.signal.rank + 1)]))
+    return call.result(call.signal.with_units([call.axis(call.signal.rank + 1)]))
 
 
 def transpose(call: Call) -> Tensor:
@@ -91,13 +91,12 @@ def reshape(call: Call) -> Tensor:
 
 
 def flip(call: Call) -> Tensor:
-    x = call.signal
-    return call.result(_reversed(x, _axis(call, x.rank)))
+    return call.result(_reversed(call.signal, call.axis(call.signal.rank)))
 
 
 def concat(call: Call) -> Tensor:
     signals = [tensor.signal for tensor in call.tensors]
-    return call.result(concatenate(signals, _axis(call, signals[0].rank)))
+    return call.result(concatenate(signals, call.axis(signals[0].rank)))
 
 
 def _function(call: Call) -> Function:
@@ -108,13 +107,6 @@ def _function(call: Call) -> Function:
     if kind == "Gelu":
         return named("gelu_tanh" if call.flag("approximate", True) else "gelu")
     return ELEMENTWISE[kind]
-
-
-def _axis(call: Call, rank: int) -> int:
-    axis = call.integer("axis")
-    if not -rank <= axis < rank:
-        raise ImportRefused(f"its axis is {axis}, and its tensor has {rank} axes")
-    return axis % rank
 
 
 def _indexes(call: Call, rank: int) -> list[Any]:

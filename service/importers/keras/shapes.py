@@ -8,7 +8,7 @@ from functools import reduce
 
 from service.importers.chain import operations
 from service.importers.chain.functions import Function, affine
-from service.importers.chain.signal import Role, Signal, concatenate
+from service.importers.chain.signal import concatenate
 from service.importers.draft import ImportRefused
 from service.importers.keras.call import Call, Mask, Tensor, Value
 
@@ -41,10 +41,7 @@ def average(call: Call) -> Tensor:
 
 def concat(call: Call) -> Tensor:
     signals = [tensor.signal for tensor in call.tensors]
-    axis = call.integer("axis", -1)
-    if not -signals[0].rank <= axis < signals[0].rank:
-        raise ImportRefused(f"its axis is {axis}, and its inputs have {signals[0].rank} axes")
-    return call.result(concatenate(signals, axis % signals[0].rank))
+    return call.result(concatenate(signals, call.axis(signals[0].rank, -1)))
 
 
 def flatten(call: Call) -> Tensor:
@@ -71,12 +68,12 @@ def permute(call: Call) -> Tensor:
 
 def pad(call: Call) -> Tensor:
     call.ignores_mask()
-    return Tensor(operations.pad_steps(_over_steps(call), *_pair(call, "padding")))
+    return Tensor(operations.pad_steps(call.over_steps(), *_pair(call, "padding")))
 
 
 def crop(call: Call) -> Tensor:
     call.ignores_mask()
-    return Tensor(operations.cut_steps(_over_steps(call), *_pair(call, "cropping")))
+    return Tensor(operations.cut_steps(call.over_steps(), *_pair(call, "cropping")))
 
 
 def mask(call: Call) -> Value:
@@ -96,11 +93,6 @@ def _with_number(call: Call, how: str) -> Tensor:
         case _:
             raise ImportRefused("it takes something else than a tensor and a number")
     return call.result(operations.apply(tensor.signal, function, call.label))
-
-
-def _over_steps(call: Call) -> Signal:
-    call.signal.expect(Role.BATCH, Role.STEPS, Role.COLUMNS)
-    return call.signal
 
 
 def _pair(call: Call, key: str) -> tuple[int, int]:

@@ -16,7 +16,7 @@ from safetensors.torch import load
 from torch import Tensor
 
 from service.importers.draft import Array, ImportQuestion, ImportRefused
-from service.modeling.spec import read_file
+from service.modeling.spec.files import read_file
 
 SAFETENSORS = ".safetensors"
 """The suffix of files with tensors in alphabetical order, not in the order of the model."""

@@ -81,10 +81,6 @@ def _in_our_order(array: Array) -> Array:
     return np.concatenate([of_input, of_forget, of_cell, of_output], axis=-1)
 
 
-def _cudnn_lstm(cell: Cell, forget_bias: float) -> Tensors:
-    return _lstm(cell, 0.0)
-
-
 def _gru(cell: Cell, forget_bias: float) -> Tensors:
     gates, gates_bias, candidate, bias = _variables(cell, "gates/kernel", "gates/bias", "candidate/kernel", "candidate/bias")
     kernel = np.concatenate([gates, candidate], axis=1)
@@ -124,7 +120,7 @@ CONVERTERS: dict[str, Callable[[Cell, float], Tensors]] = {
     "basic_lstm_cell": _lstm,
     "lstm_cell": _lstm,
     "lstm_fused_cell": _lstm,
-    "cudnn_compatible_lstm_cell": _cudnn_lstm,
+    "cudnn_compatible_lstm_cell": lambda cell, _: _lstm(cell, 0.0),
     "gru_cell": _gru,
     "cudnn_compatible_gru_cell": _cudnn_gru,
     "basic_rnn_cell": _rnn,

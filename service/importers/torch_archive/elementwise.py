@@ -22,6 +22,7 @@ PLAIN = {
     "abs": "Abs",
     "neg": "Neg",
     "erf": "Erf",
+    "hardswish": "HardSwish",
     "log": "Log",
     "sqrt": "Sqrt",
     "reciprocal": "Reciprocal",
@@ -44,11 +45,11 @@ def plain(operation: Operation) -> Any:
     return operation.onnx(PLAIN[operation.call.name.rstrip("_")], operation.x)
 
 
-def activation(kind: str) -> Callable[[Operation], Any]:
-    """Return the translation to an activation of model.toml without parameters."""
+def apply(function: Function) -> Callable[[Operation], Any]:
+    """Return the translation of an operator without parameters to a function."""
 
     def translate(operation: Operation) -> Any:
-        return operations.apply(operation.x, named(kind), operation.call.name)
+        return operations.apply(operation.x, function, operation.call.name)
 
     return translate
 
@@ -86,10 +87,6 @@ def leaky_relu(operation: Operation) -> Any:
     return operations.apply(operation.x, named("leaky_relu", alpha=float(operation["negative_slope"])), operation.call.name)
 
 
-def hard_sigmoid(operation: Operation) -> Any:
-    return operations.apply(operation.x, named("hard_sigmoid", alpha=1 / 6, beta=0.5), operation.call.name)
-
-
 def gelu(operation: Operation) -> Any:
     kind = "gelu_tanh" if operation["approximate"] == "tanh" else "gelu"
     return operations.apply(operation.x, named(kind), operation.call.name)
@@ -121,24 +118,12 @@ def prelu(operation: Operation) -> Any:
     return operation.onnx("PRelu", operation.x, operation["weight"])
 
 
-def rsqrt(operation: Operation) -> Any:
-    return _function(operation, lambda x: 1 / np.sqrt(x))
-
-
 def glu(operation: Operation) -> Any:
     """The first half times the logistic function of the second half."""
     x, at = operation.x, operation["dim"] % operation.x.rank
     half = x.shape[at] // 2
     value, gate = operation.onnx("Split", x, [half, x.shape[at] - half], outputs=2, axis=at)
     return operation.onnx("Mul", value, operation.onnx("Sigmoid", gate))
-
-
-def hard_swish(operation: Operation) -> Any:
-    return operation.onnx("HardSwish", operation.x)
-
-
-def mish(operation: Operation) -> Any:
-    return _function(operation, lambda x: x * np.tanh(np.logaddexp(0, x)))
 
 
 def choice(operation: Operation) -> Any:
@@ -160,17 +145,16 @@ OPERATORS: dict[str, Callable[[Operation], Any]] = {
     "elu": elu,
     "gelu": gelu,
     "glu": glu,
-    "hardsigmoid": hard_sigmoid,
-    "hardswish": hard_swish,
+    "hardsigmoid": apply(named("hard_sigmoid", alpha=1 / 6, beta=0.5)),
     "hardtanh": clamp,
     "leaky_relu": leaky_relu,
-    "mish": mish,
+    "mish": apply(Function(lambda x: x * np.tanh(np.logaddexp(0, x)))),
     "prelu": prelu,
-    "relu6": activation("relu6"),
-    "rsqrt": rsqrt,
+    "relu6": apply(named("relu6")),
+    "rsqrt": apply(Function(lambda x: 1 / np.sqrt(x))),
     "rsub": from_number,
-    "selu": activation("selu"),
-    "silu": activation("silu"),
+    "selu": apply(named("selu")),
+    "silu": apply(named("silu")),
     "softplus": softplus,
     "threshold": threshold,
     "where": choice,

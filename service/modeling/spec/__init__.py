@@ -24,86 +24,11 @@ from typing import Annotated, Literal
 from pydantic import Field, StrictBool, ValidationError, model_validator
 
 from service.errors import ModelError
-from service.modeling.spec.activations import Activation
 from service.modeling.spec.error_messages import error_messages, shortened
-from service.modeling.spec.files import confined, read_file, read_toml
-from service.modeling.spec.heads import (
-    ClassifyHead,
-    EmbedHead,
-    Head,
-    NextHead,
-    PoolingHead,
-    RegressHead,
-    SequenceHead,
-    SpanHead,
-    TagHead,
-)
-from service.modeling.spec.layers import (
-    MATRICES,
-    ActivationLayer,
-    BatchNormLayer,
-    ConvLayer,
-    DenseLayer,
-    EmbeddingLayer,
-    GatedLayer,
-    GRULayer,
-    Layer,
-    LayerNormLayer,
-    LSTMLayer,
-    PoolLayer,
-    QRNNLayer,
-    RecurrentLayer,
-    RNNLayer,
-    SRULayer,
-    TCNLayer,
-    TextCNNLayer,
-)
+from service.modeling.spec.files import read_file, read_toml
+from service.modeling.spec.heads import Head, PoolingHead
+from service.modeling.spec.layers import MATRICES, Layer, RecurrentLayer
 from service.modeling.spec.table import Count, Shapes, Size, Table
-
-__all__ = [
-    "MATRICES",
-    "Activation",
-    "ActivationLayer",
-    "BatchNormLayer",
-    "ClassifyHead",
-    "ConvLayer",
-    "DenseLayer",
-    "EmbedHead",
-    "EmbeddingLayer",
-    "GRULayer",
-    "GatedLayer",
-    "Head",
-    "LSTMLayer",
-    "Layer",
-    "LayerNormLayer",
-    "ModelSpec",
-    "NextHead",
-    "PoolLayer",
-    "PoolingHead",
-    "QRNNLayer",
-    "RNNLayer",
-    "RecurrentLayer",
-    "RegressHead",
-    "SRULayer",
-    "SequenceHead",
-    "SequenceInput",
-    "SpanHead",
-    "TCNLayer",
-    "TagHead",
-    "TextCNNLayer",
-    "confined",
-    "digest",
-    "find_models",
-    "model_folders",
-    "next_version",
-    "read",
-    "read_aliases",
-    "read_file",
-    "read_toml",
-    "read_verified",
-    "version_folders",
-    "visible_folders",
-]
 
 MODEL, WEIGHTS, TOKENIZER, CARD = "model.toml", "weights.safetensors", "tokenizer.json", "card.md"
 ALIASES = "aliases.toml"

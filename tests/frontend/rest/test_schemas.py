@@ -38,7 +38,7 @@ def catalog(tmp_path_factory: pytest.TempPathFactory) -> Catalog:
 
 def engine_request(catalog: Catalog, body: InferBody) -> tuple[Request, bytes | memoryview]:
     model = catalog.find(body.model, body.version)
-    return rest_infer.engine_request(body, pack_inputs(body, model, SETTINGS), model, SETTINGS, arrived=100.0)
+    return rest_infer.engine_request(body, pack_inputs(body, model, SETTINGS), model, SETTINGS, 100.0, body.field_of)
 
 
 def infer(catalog: Catalog, **options: Any) -> Request:

@@ -69,7 +69,7 @@ def infer_body(data: bytes) -> None:
     body = InferBody.parse(data)
     for model in served_models():
         with suppress(ServiceError):
-            engine_request(body, pack_inputs(body, model, SETTINGS), model, SETTINGS, arrived=0.0)
+            engine_request(body, pack_inputs(body, model, SETTINGS), model, SETTINGS, 0.0, body.field_of)
 
 
 def websocket_message(data: bytes) -> None:
