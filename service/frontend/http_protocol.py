@@ -239,13 +239,13 @@ class HttpProtocol(HttpToolsProtocol):
             self._general = False
         self._parts.append(data)
         self._size += len(data)
-        if self._call is not None:
-            if self._size > MAX_WAITING_BYTES:
-                self.flow.pause_reading()
-        elif self._size >= self._needed:
+        if self._call is None:
+            if self._size < self._needed:
+                self._count_received(self._size)
+                return
             self._start_next()
-        else:
-            self._count_received(self._size)
+        if self._size > MAX_WAITING_BYTES and self._call is not None and self._size > self._needed:
+            self.flow.pause_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancel the running request."""
