@@ -127,7 +127,6 @@ def test_impossible_value_is_refused_with_its_source(file: Path) -> None:
     [
         ({"port": 8001}, ("port and grpc_port are both 8001", "change one")),
         ({"grpc_port": 9, "health_port": 9}, ("grpc_port and health_port are both 9", "change one")),
-        ({"port": 9, "admin_port": 9}, ("port and admin_port are both 9", "change one")),
         ({"max_inputs": 9, "max_waiting": 8}, ("max_inputs is 9", "max_waiting is 8", "raise max_waiting")),
         (
             {"default_deadline_ms": 2, "max_deadline_ms": 1},
