@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,7 +37,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.add_argument("--out", type=Path, default=out, help="output folder")
         command.set_defaults(run=scenario.run)
     options = parser.parse_args(arguments)
-    options.out.mkdir(parents=True, exist_ok=True)
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out: {error}")
     try:
         status: int = options.run(options)
     except CannotMeasure as error:
@@ -46,4 +50,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # servers that a scenario has started end before it does
     sys.exit(main())

@@ -1,7 +1,8 @@
 """`python -m tests.mutants`: plants small faults in the parts of mutants.toml, and prints how many of them the tests find.
 
 Cosmic Ray has the faults, one at a time: another operator, number, condition or loop. Faults are planted in functions; annotations and
-module constants are left as they are. The same seed takes the same places as long as the code is the same.
+module constants are left as they are. The same seed takes the same places as long as the code is the same. A later call continues with the
+results of an earlier call, as long as no file of the project has changed.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -20,7 +22,9 @@ import tomllib
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack
 from dataclasses import astuple, dataclass
+from hashlib import sha256
 from pathlib import Path, PurePath
 from queue import SimpleQueue
 from typing import Any
@@ -77,10 +81,19 @@ def main() -> int:
         "--out", type=Path, default=ROOT / "build" / "mutants.jsonl", help="results that a later call continues"
     )
     options = parser.parse_args()
+    if unknown := sorted(set(options.parts) - set(PARTS)):
+        parser.error(f"no part {', '.join(unknown)}: the parts are {', '.join(PARTS)}")
     mutants = [mutant for part in options.parts for mutant in draw(part, options.each, options.seed)]
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    known = read(options.out)
-    with options.out.open("a") as out, ThreadPoolExecutor(options.jobs) as pool, tempfile.TemporaryDirectory() as scratch:
+    project = digest()
+    known = read(options.out, project)
+    with (
+        options.out.open("a") as out,
+        tempfile.TemporaryDirectory() as scratch,
+        ThreadPoolExecutor(options.jobs) as pool,
+        ExitStack() as at_exit,
+    ):
+        at_exit.callback(pool.shutdown, wait=False, cancel_futures=True)  # after an interrupt, only the running tests end
         trees = SimpleQueue[Path]()
         for tree in pool.map(copy, (Path(scratch) / str(number) for number in range(options.jobs))):
             trees.put(tree)
@@ -92,17 +105,17 @@ def main() -> int:
             running = {pool.submit(passes, mutant, stage, trees): mutant for mutant in left}
             for done in as_completed(running):
                 known[running[done], stage] = not done.result()
-                print(json.dumps([*astuple(running[done]), stage, not done.result()]), file=out, flush=True)
+                print(json.dumps([project, *astuple(running[done]), stage, not done.result()]), file=out, flush=True)
     missed = [mutant for mutant in mutants if not is_found(mutant, known)]
     for mutant in missed:
         print(f"missed: {mutant.file}:{mutant.line}\n{mutant.difference()}")
     return report(mutants, missed, options.least)
 
 
-def read(file: Path) -> dict[tuple[Mutant, str], bool]:
-    """Return what an earlier call wrote to a file: by fault and stage, whether its tests found the fault."""
-    lines = file.read_text().splitlines() if file.exists() else []
-    return {(Mutant(*values), stage): found for *values, stage, found in map(json.loads, lines)}
+def read(file: Path, project: str) -> dict[tuple[Mutant, str], bool]:
+    """Return what earlier calls wrote to a file about the same project: by fault and stage, whether the tests found the fault."""
+    lines = map(json.loads, file.read_text().splitlines() if file.exists() else [])
+    return {(Mutant(*values), stage): found for written, *values, stage, found in lines if written == project}
 
 
 def is_found(mutant: Mutant, known: dict[tuple[Mutant, str], bool]) -> bool:
@@ -146,13 +159,24 @@ def occurrences(source: str) -> Iterator[tuple[str, int, int, int]]:
                 yield name, occurrence, *start
 
 
+def project_files() -> list[str]:
+    """Return the files of the project that git tracks, or may track."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.check_output(command, cwd=ROOT, text=True).split("\0")
+    return sorted(name for name in set(listed) if (ROOT / name).is_file())
+
+
+def digest() -> str:
+    """Return a text that differs for other contents of the project."""
+    contents = [[name, sha256((ROOT / name).read_bytes()).hexdigest()] for name in project_files()]
+    return sha256(json.dumps(contents).encode()).hexdigest()[:16]
+
+
 def copy(tree: Path) -> Path:
-    """Copy the files of the project that git tracks, or may track, with links to what `make` installed, and compile the kernels."""
-    listed = subprocess.check_output(["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, text=True)
-    for name in listed.splitlines():
-        if (ROOT / name).is_file():
-            (tree / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, tree / name)
+    """Copy the files of the project, with links to what `make` installed, and compile the kernels."""
+    for name in project_files():
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, tree / name)
     for folder in ROOT.glob(".venv*"):
         (tree / folder.name).symlink_to(folder)
     python(tree, "kernels.cpu")
@@ -182,13 +206,14 @@ def passes(mutant: Mutant, stage: str, trees: SimpleQueue[Path]) -> bool:
     """Return whether the tests of a stage pass in a copy of the project with a fault. Most faults fail one of the first tests."""
     tree, code = trees.get(), mutant.code()
     assert code is not None
-    (tree / mutant.file).write_text(code)
-    failed = python(tree, "kernels.cpu") or any(
-        run(tree, tests, stage) for tests in tests_of(mutant.part, mutant.file) if tests
-    )
-    shutil.copy2(ROOT / mutant.file, tree / mutant.file)
-    trees.put(tree)
-    return not failed
+    try:
+        (tree / mutant.file).write_text(code)
+        return not python(tree, "kernels.cpu") and not any(
+            run(tree, tests, stage) for tests in tests_of(mutant.part, mutant.file) if tests
+        )
+    finally:
+        shutil.copy2(ROOT / mutant.file, tree / mutant.file)
+        trees.put(tree)
 
 
 def run(tree: Path, tests: list[str], stage: str, *more: str) -> str:
@@ -227,4 +252,5 @@ def _running(source: str) -> str:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(main())

@@ -118,7 +118,8 @@ def run(options: argparse.Namespace) -> int:
             old = old._replace(packages=(_installed(packages, Path(scratch, "packages")),))
         for version in (old, new):  # a server would compile its kernels while it answers
             environment = os.environ | {"PYTHONPATH": servers.python_path(version.folder, *version.packages)}
-            subprocess.run((sys.executable, "-m", "kernels.cpu"), cwd=version.folder, env=environment, check=True)
+            if subprocess.run((sys.executable, "-m", "kernels.cpu"), cwd=version.folder, env=environment).returncode:
+                raise CannotMeasure(f"{version.name}: its CPU kernels cannot be compiled")
         cells = {name: summary(values) for name, values in _measured((old, new), options).items()}
     machine = device_name(torch.device(options.device))
     means, faults = means_of(cells), below(cells, options.floor, options.cell_floor)
@@ -173,7 +174,7 @@ def other_packages(old: str, new: str) -> list[str]:
 
 def _checked_out(version: str, destination: Path) -> Version:
     """Return a version: a folder as it is, or a commit of this repository, whose files are written to `destination`."""
-    if (Path(version) / "service").is_dir():
+    if (Path(version) / "service").is_dir() and (Path(version) / "constraints.txt").is_file():
         return Version(Path(version).resolve().name, Path(version).resolve())
     name = _git("rev-parse", "--short=10", f"{version}^{{commit}}").decode().strip()
     with tarfile.open(fileobj=io.BytesIO(_git("archive", name))) as archive:
@@ -205,7 +206,7 @@ def _measured(versions: Sequence[Version], options: argparse.Namespace) -> dict[
         with ExitStack() as stack:
             running = [stack.enter_context(_serving(versions, side, options)) for side in (0, 1)]
             if not requests:
-                clients = Clients(running[1].url, versions[0].folder / "models")
+                clients = Clients(running[0].url, versions[0].folder / "models")  # NEW must answer as OLD does
                 requests = {name: CELLS[name].requests(clients) for name in options.cells}
             for pair, name in product(range(first, min(first + PAIRS, options.pairs)), options.cells):
                 progress = f"pair {pair + 1} of {options.pairs}, {time.monotonic() - began:.0f} s, {name}"

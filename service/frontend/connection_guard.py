@@ -159,8 +159,10 @@ class ConnectionGuard:
             self._close(connection.abort, "slow_reader")
             size -= unread
 
-    def make_room(self, open_connections: int, connecting: int) -> bool:
-        """Return whether another connection may be accepted now. Otherwise close some, so that it may be soon.
+    def make_room(
+        self, open_connections: int, connecting: int, may_close: Callable[[GuardedConnection], bool] = lambda _: True
+    ) -> bool:
+        """Return whether another connection may be accepted now. Otherwise close some that may close, so that it may be soon.
 
         connecting: accepted connections that are not open yet. While there are any, none is closed: an older connection that clients use
         would close instead of a new connection that is silent.
@@ -172,7 +174,7 @@ class ConnectionGuard:
             return True
         if connecting:
             return False
-        connections, count = self._connections(), max(1, self.limit // 64)
+        connections, count = list(filter(may_close, self._connections())), max(1, self.limit // 64)
         for phase in (Phase.IDLE, Phase.KEPT, Phase.RECEIVING):
             candidates = (connection for connection in connections if connection.phase is phase)
             oldest = heapq.nsmallest(count, candidates, key=lambda connection: connection.phase_began)

@@ -164,7 +164,7 @@ class HttpProtocol(HttpToolsProtocol):
         self, config: uvicorn.Config, server_state: ServerState, app_state: dict[str, Any], *, hot_path: HotPath
     ) -> None:
         super().__init__(config, server_state, app_state)
-        self._hot_path = hot_path
+        self.hot_path = hot_path
         self._request_ids = hot_path.frontend.request_ids
         self._starts = hot_path.frontend.starts
         self._turn = Turn(hot_path.frontend.turns, self)
@@ -239,13 +239,13 @@ class HttpProtocol(HttpToolsProtocol):
             self._general = False
         self._parts.append(data)
         self._size += len(data)
-        if self._call is not None:
-            if self._size > MAX_WAITING_BYTES:
-                self.flow.pause_reading()
-        elif self._size >= self._needed:
+        if self._call is None:
+            if self._size < self._needed:
+                self._count_received(self._size)
+                return
             self._start_next()
-        else:
-            self._count_received(self._size)
+        if self._size > MAX_WAITING_BYTES and self._call is not None and self._size > self._needed:
+            self.flow.pause_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancel the running request."""
@@ -352,7 +352,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def handle_websocket_upgrade(self) -> None:
         """Hand the connection to the WebSocket protocol, unless too many sockets are open. uvicorn calls this."""
-        hot_path = self._hot_path
+        hot_path = self.hot_path
         if self._answers_a_request():
             self._refuse(
                 InvalidRequest("the handshake of a WebSocket came before the reply to an earlier request: wait for that reply")
@@ -469,8 +469,8 @@ class HttpProtocol(HttpToolsProtocol):
         data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
         end = data.find(_HEAD_END) + len(_HEAD_END)
         in_limits = len(_HEAD_END) <= end <= MAX_HEAD_BYTES
-        head = self._hot_path.heads.find(data[:end]) if in_limits else None
-        endpoint = self._hot_path.find_endpoint(head) if head is not None else None
+        head = self.hot_path.heads.find(data[:end]) if in_limits else None
+        endpoint = self.hot_path.find_endpoint(head) if head is not None else None
         if head is None or endpoint is None or not endpoint.accepts(head):
             self._pass_on(data)
             return
@@ -518,7 +518,7 @@ class HttpProtocol(HttpToolsProtocol):
         except ServiceError as error:
             self.respond_error(error)
         except Exception as error:
-            self.respond_error(self._hot_path.frontend.internal_error(error))
+            self.respond_error(self.hot_path.frontend.internal_error(error))
         else:
             return self._call is not None
         return True
@@ -534,12 +534,12 @@ class HttpProtocol(HttpToolsProtocol):
     def _reply(self, status: bytes, content: bytes | memoryview, headers: bytes) -> None:
         self._call, now = None, self.loop.time()
         # A request that has arrived already still gets its reply on this connection.
-        self._last_reply |= self._hot_path.frontend.draining or (now > self._retires and not self._parts)
+        self._last_reply |= self.hot_path.frontend.draining or (now > self._retires and not self._parts)
         if self._last_reply:
             headers += b"connection: close\r\n"
         if self.trace_headers:
             headers += b"".join([b"%b: %b\r\n" % pair for pair in self.trace_headers])
-        head = self._hot_path.reply_head(status, self.server_state.default_headers, len(content), self.request_id, headers)
+        head = self.hot_path.reply_head(status, self.server_state.default_headers, len(content), self.request_id, headers)
         if len(content) <= MAX_JOINED_BYTES:
             self.transport.write(head + content)
         else:
@@ -568,7 +568,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _count_received(self, size: int) -> None:
         """Record how much of an incomplete request has arrived. A large request is refused when all connections together hold too much."""
-        bodies = self._hot_path.frontend.bodies
+        bodies = self.hot_path.frontend.bodies
         bodies.add(size - self.received_bytes)
         self.received_bytes = size
         if size > MAX_WAITING_BYTES:
@@ -595,8 +595,8 @@ class HttpProtocol(HttpToolsProtocol):
         if self._last_request:
             return
         if error.code in CLOSED_FOR:
-            self._hot_path.frontend.metrics.connections_closed.add(error.code)
-        self._hot_path.frontend.retries.charge(error)
+            self.hot_path.frontend.metrics.connections_closed.add(error.code)
+        self.hot_path.frontend.retries.charge(error)
         self._last_request = True
         self._abandon_incomplete()
         refused = self._current
@@ -624,7 +624,7 @@ class HttpProtocol(HttpToolsProtocol):
             status, headers = _error_head(error)
             headers += b"connection: close\r\n"
             content, request_id = error_body(error), self._request_ids.take()
-            head = self._hot_path.reply_head(status, self.server_state.default_headers, len(content), request_id, headers)
+            head = self.hot_path.reply_head(status, self.server_state.default_headers, len(content), request_id, headers)
             self.transport.write(head + content)
         if self.transport.can_write_eof():  # TLS has no half-closed connections
             with suppress(OSError):  # the client has aborted the connection

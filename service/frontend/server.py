@@ -176,7 +176,11 @@ class FrontendServer(uvicorn.Server):
         return [*http, *self._grpc.connections] if self._grpc is not None else [*http]
 
     def _make_room(self, connecting: int) -> bool:
-        return self._guard.make_room(self._open_connections, connecting)
+        """Clients of the main ports close no connection of an administrator."""
+        main = self._hot_path
+        return self._guard.make_room(
+            self._open_connections, connecting, lambda one: not isinstance(one, HttpProtocol) or one.hot_path is main
+        )
 
     def _make_admin_room(self, connecting: int) -> bool:
         return self._guard.make_room(self._open_connections - ADMIN_CONNECTIONS, connecting)

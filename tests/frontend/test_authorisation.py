@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from queue import Queue
 from typing import Any, cast
+from urllib.parse import urlsplit
 
 import grpc
 import httpx
@@ -284,6 +286,12 @@ def test_full_main_port_leaves_room_for_administrators(divided: InProcess) -> No
             for client in clients:
                 client.sendall(request(BODY))
             eventually(lambda: len(engine.waiting) == CONNECTIONS)
+            before, (host, _, port) = divided._server._open_connections, urlsplit(divided.admin).netloc.rpartition(":")
+            silent = stack.enter_context(socket.create_connection((host, int(port)), 60))
+            eventually(lambda: divided._server._open_connections > before)
+            assert not divided.call(lambda: divided._server._make_room(0)), "a client of the main port waits"
+            silent.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert silent.recv(1 << 12).startswith(b"HTTP/1.1 200")
             assert httpx.get(f"{divided.admin}/healthz", timeout=60, trust_env=False).status_code == 200
         assert all(client.recv(1 << 12).startswith(b"HTTP/1.1 200") for client in clients)
 

@@ -243,6 +243,9 @@ def test_pipelined_requests_wait_in_the_kernel(service: InProcess, starts: Start
     """A reply lets no more requests in while many wait. One read of the socket has at most 256 KiB."""
     protocols, data, sent = watched((HttpProtocol,), monkeypatch), HOT * 100_000, 0
     with connected(service) as client:
+        eventually(lambda: protocols and protocols[0]().transport)
+        service.call(lambda: protocols[0]().data_received(HOT * 1000))
+        assert protocols[0]().flow.read_paused, "the first read may have that much"
         client.setblocking(False)
         for _ in range(10):
             with suppress(BlockingIOError):

@@ -18,6 +18,7 @@ from service.ipc.messages import ModelKey, Request
 from service.log import Log
 from service.memory_limit import NO_LIMIT, MemoryUse
 from service.metrics import MEMORY, Metrics
+from tests.frontend.in_process import InProcess
 from tests.frontend.oip.harness import InferHarness
 from tests.frontend.test_quotas import caller
 
@@ -155,3 +156,16 @@ def test_freed_memory_is_returned_while_it_is_wanted() -> None:
     assert trims_at(84) == 0
     assert refused(partial(memory.reserve, 20 * PERCENT))
     assert [trims_at(84), trims_at(86)] == [1, 3]
+
+
+def test_import_and_fork_open_no_session_when_memory_is_short(local: InProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = {"model": "sensors", "inputs": [[[1, 2, 3]]], "session": "kept"}
+    assert local.client.post("/infer", json=body).status_code == 200
+    state = local.client.get("/sessions/kept/state").content
+    monkeypatch.setattr(local.frontend.memory, "check_new_session", Memory(85).check_new_session)
+    answers = [
+        local.client.put("/sessions/brought/state", content=state),
+        local.client.post("/sessions/kept/fork", json={"session": "copy"}),
+    ]
+    assert [(answer.status_code, answer.json()["code"]) for answer in answers] == [(503, "overloaded")] * 2
+    assert local.client.delete("/sessions/kept/state").status_code == 200

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import runpy
+import signal
+import sys
 from array import array
 from contextlib import nullcontext
 from pathlib import Path
@@ -17,7 +20,7 @@ from loadtest import servers
 from loadtest.__main__ import main
 from loadtest.discovery import CannotMeasure
 from loadtest.generator.job import Job, Result
-from loadtest.requests import ENGINE, FRONTENDS, Requests
+from loadtest.requests import ENGINE, FRONTENDS, Clients, Requests
 from loadtest.scenarios import compare
 from loadtest.scenarios.compare import P50, P99, QUANTITIES
 from loadtest.scenarios.rounds import RATE
@@ -66,6 +69,27 @@ def test_old_gets_the_packages_that_new_has_in_other_versions() -> None:
     assert compare.other_packages("numpy==2.4\ntorch==2.1\nh11==1", "torch==2.2\nnumpy==2.4\n") == ["h11==1", "torch==2.1"]
 
 
+@pytest.mark.parametrize("version", [ROOT / "tests", "no-commit"])
+def test_version_is_a_commit_or_a_folder_with_the_project(version: object, tmp_path: Path) -> None:
+    """Another status than that of a slower version. An unwritable output folder is reported at once."""
+    assert main(["compare", str(version), str(ROOT), "--out", str(tmp_path)]) == 2
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit) as ended:
+        main(["compare", str(ROOT), str(ROOT), "--out", str(tmp_path / "file")])
+    assert ended.value.code == 2
+
+
+def test_servers_end_with_a_terminated_comparison(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    handler = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(compare, "run", lambda _: signal.raise_signal(signal.SIGTERM))
+    monkeypatch.setattr(sys, "argv", ["loadtest", "compare", "old", "new", "--out", str(tmp_path)])
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            runpy.run_path(str(ROOT / "loadtest" / "__main__.py"), run_name="__main__")
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+
+
 @pytest.mark.parametrize("result", [Result(1, 0, 9, b"", {"wrong answer": 1}, 0, []), Result(1, 0, 0, b"", {}, 0, [])])
 def test_wrong_failed_or_missing_answer_is_an_error(result: Result, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Requests, "measure", lambda *_, **__: (result, {}))
@@ -104,7 +128,12 @@ def test_pairs_alternate_and_a_red_comparison_has_status_1(
 
     monkeypatch.setattr(servers, "running", serving)
     monkeypatch.setattr(Requests, "measure", measure)
-    monkeypatch.setattr(compare.Cell, "requests", lambda *_: Requests("http", "", [], "infer"))
+
+    def requests(cell: compare.Cell, clients: Clients) -> Requests:
+        assert clients.url == "old", "NEW must answer as OLD does"
+        return Requests("http", "", [], "infer")
+
+    monkeypatch.setattr(compare.Cell, "requests", requests)
     command = ["compare", str(ROOT), str(ROOT), "--pairs", "3", "--cells", BUSY]
     assert main([*command, "--logs", str(tmp_path), "--out", str(tmp_path)]) == 1
     assert loaded == ["old", "new", "new", "old", "old", "new"]

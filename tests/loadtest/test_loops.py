@@ -92,6 +92,7 @@ def test_faults_are_failures_and_no_answers() -> None:
     faults = [FALSE, reply(b"no JSON"), NOT_A_NUMBER, reply(b'{"code": "overloaded"}', 503), None]
     result = loaded(in_turn(RIGHT, *faults), seconds=0.6)
     assert result.failures.keys() == {WRONG, "status 503 overloaded", "closed by the server"} and result.answers > 0
+    assert loaded(in_turn(FALSE)).failures.keys() == {WRONG}
 
 
 def test_open_loop_counts_from_the_due_time() -> None:

@@ -38,7 +38,6 @@ EVERY: list[dict[str, Any]] = [
     {"kind": "next", "top": VOCABULARY},
     {"kind": "sequence"},
 ]
-every_head = pytest.mark.parametrize("head", EVERY, ids=str)
 
 
 def arrays(head: dict[str, Any], storage: torch.dtype = torch.float32) -> dict[str, Tensor]:
@@ -137,9 +136,10 @@ def test_spans_of_a_batch_are_those_of_its_rows() -> None:
     assert together is not None and together.tolist() == [pick.tolist()[0] for pick in alone if pick is not None]
 
 
-@every_head
+@pytest.mark.parametrize("head", [*EVERY, {"kind": "regress", "pool": "mean", "dense": [{"width": 5}]}], ids=str)
 def test_head_wants_one_output_and_holds_its_weights(head: dict[str, Any]) -> None:
     runnable = built(head)
     wanted = {"tag": "steps", "span": "steps", "sequence": "steps", "next": "last"}.get(head["kind"]) or head["pool"]
     assert runnable.wants == Outputs(**{wanted: True})
+    assert runnable.streams == (head["kind"] != "span"), "a later step may change the best span"
     assert sum(one.numel() for one in runnable.tensors()) == sum(one.numel() for one in arrays(head).values())

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+from http.client import HTTPMessage
+from io import BytesIO
 from pathlib import Path
 from typing import Any
+from urllib.request import HTTPRedirectHandler, Request
 
 import pytest
 
@@ -123,6 +126,7 @@ def test_impossible_value_is_refused_with_its_source(file: Path) -> None:
     "said, names",
     [
         ({"port": 8001}, ("port and grpc_port are both 8001", "change one")),
+        ({"grpc_port": 9, "health_port": 9}, ("grpc_port and health_port are both 9", "change one")),
         ({"max_inputs": 9, "max_waiting": 8}, ("max_inputs is 9", "max_waiting is 8", "raise max_waiting")),
         (
             {"default_deadline_ms": 2, "max_deadline_ms": 1},
@@ -186,6 +190,17 @@ def test_key_comes_from_the_file_or_else_from_the_environment(tmp_path: Path, mo
     assert ClientAccess.read(None, None).headers == {"Authorization": "Bearer from.environment"}
     assert ClientAccess.read(file, None).key == "from.file"
     assert settings.load({}, os.environ) == settings.Settings(), "the service starts with the variable"
+
+
+def test_only_the_named_server_gets_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    def urlopen(request: Request, **_: object) -> BytesIO:
+        assert request.has_header("Authorization")
+        sent_on = HTTPRedirectHandler().redirect_request(request, BytesIO(), 302, "", HTTPMessage(), "http://elsewhere/")
+        assert sent_on is not None and not sent_on.has_header("Authorization")
+        return BytesIO(b"reply")
+
+    monkeypatch.setattr("urllib.request.urlopen", urlopen)
+    assert ClientAccess("a.key").fetch("http://127.0.0.1:1/") == b"reply"
 
 
 @pytest.mark.parametrize("content", [b"", b"two words", b"a\r\nX-Header: injected", b"\xff", "sécret".encode()])

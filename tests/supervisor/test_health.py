@@ -121,16 +121,20 @@ def test_metrics_need_the_same_rights_as_elsewhere(tmp_path: Path) -> None:
 
 
 def test_connections_are_few_and_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Silent clients at the limit do not refuse a probe."""
-    monkeypatch.setattr(health, "REQUEST_SECONDS", 0.5)
+    """Silent clients at the limit do not refuse a probe: the oldest loses its connection."""
 
     async def scenario(port: int) -> None:
         silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(MAX_CONNECTIONS)]
         assert (await get(port, "/healthz"))[0] == 200
-        for reader, writer in silent:
-            with pytest.raises((ConnectionError, EOFError)):
-                await reader.readexactly(1)
+        (oldest, _), (newest, writer) = silent[0], silent[-1]
+        with pytest.raises((ConnectionError, EOFError)):
+            await oldest.readexactly(1)
+        writer.write(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert (await newest.readline()).startswith(b"HTTP/1.1 200")
+        monkeypatch.setattr(health, "REQUEST_SECONDS", 0.01)
+        silent.append(await asyncio.open_connection("127.0.0.1", port))
+        assert await silent[-1][0].read() == b"", "a silent connection ends in time"
+        for _, writer in silent:
             writer.close()
-        assert (await get(port, "/healthz"))[0] == 200
 
     run(scenario)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -14,7 +15,8 @@ import pytest
 from service.errors import InvalidModel, StartError
 from service.ipc.channel import Frame
 from service.ipc.heartbeat import IDLE_SECONDS, PATIENCE_SECONDS
-from service.ipc.messages import ModelKey, ModelVersion, NotLoaded, Ready, TrialBegan, TrialEnded
+from service.ipc.messages import Drain, ModelKey, ModelVersion, NotLoaded, Ready, TrialBegan, TrialEnded
+from service.ipc.quota_counts import QuotaCounts
 from service.log import Log
 from service.settings import Settings
 from service.supervisor import supervisor
@@ -146,6 +148,9 @@ def test_process_that_never_becomes_ready_ends_the_start(root: Path, clock: Cloc
             at.supervisor._restart_delay("engine-0", at.engine)
         at.engine.survived.add(ModelVersion("other", "1", 2, "", "").key)
         assert at.supervisor._restart_delay("engine-0", at.engine) > 0, "it can start without the version"
+        at.supervisor._settings = at.supervisor._settings.model_copy(update={"strict": True})
+        with pytest.raises(StartError, match=f"ended {STARTS_ALLOWED + 2} times"):
+            at.supervisor._restart_delay("engine-0", at.engine)
         at.engine.failure = "no device"
         with pytest.raises(StartError, match="no device"):
             await at.supervisor._reap(at.engine)
@@ -184,6 +189,32 @@ def test_exit_is_noticed_while_another_process_holds_the_channel(root: Path, mon
         await at.frontend.ended.wait()
         assert not at.engine.ended.is_set() and not at.frontend.killed
         watching.cancel()
+
+    run(root, scenario)
+
+
+def test_quotas_of_a_frontend_that_ended_are_free(root: Path) -> None:
+    async def scenario(at: Started) -> None:
+        counts = QuotaCounts.open(os.dup(at.supervisor._quota_counts.descriptor), 0)
+        use = counts.of_key("reader")
+        use.begin(3, 0, now=1.0)
+        await at.supervisor._reap(at.frontend)
+        assert use.total(1.0).in_flight == 0
+        os.close(counts.descriptor)
+
+    run(root, scenario)
+
+
+def test_draining_frontends_are_ended_and_the_other_processes_restarted(root: Path) -> None:
+    async def scenario(at: Started) -> None:
+        at.supervisor._announced = True
+        at.supervisor._interrupted.set()
+        terminated = asyncio.Event()
+        at.frontend.process.terminate = terminated.set
+        await at.supervisor._drain({"frontend-0": asyncio.ensure_future(terminated.wait())})
+        assert at.frontend.took(Drain) and terminated.is_set() and not at.engine.calls
+        closed = [at.supervisor._is_closed(name) for name in ("frontend-0", "tracer-0", "engine-0", "store-0")]
+        assert closed == [True, True, False, False]
 
     run(root, scenario)
 

@@ -6,10 +6,12 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import pytest
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+from opentelemetry.trace import StatusCode
 
 from service.ipc.messages import Api, BatchRun, RequestTrace
 from service.log import Log
@@ -60,6 +62,14 @@ def test_stages_follow_each_other_from_arrival_to_end() -> None:
     ]
     assert intervals[0].begin == 1.0 and intervals[-1].end == 8.0
     assert [stage.begin for stage in intervals[1:11]] == [stage.end for stage in intervals[:10]]
+
+
+def test_failed_request_has_a_span_in_error() -> None:
+    failed = msgspec.structs.replace(request(1), failed=True, outcome="internal")
+    [root, *others] = SpanMaker(Resource({})).request_spans(failed, 0.0, 0.0)
+    assert (root.status.status_code, root.status.description) == (StatusCode.ERROR, "internal")
+    assert root.attributes and root.attributes["error.type"] == "internal"
+    assert all(span.status.is_unset for span in others)
 
 
 def test_batch_waits_for_the_requests_of_all_frontends() -> None:
