@@ -163,7 +163,7 @@ def test_fifo_is_not_read(root: Path, file: str) -> None:
 
 def test_folder_with_a_name_that_is_no_text_is_listed(root: Path) -> None:
     """The manifest is sent to the other processes as JSON."""
-    os.mkdir(os.fsencode(root) + b"/b\xffd")
+    (root / os.fsdecode(b"b\xffd")).mkdir()
     manifest = msgspec.json.decode(msgspec.json.encode(Repository(root).readable_manifest()), type=Manifest)
     [entry] = manifest.unavailable
     assert (entry.name, len(manifest.model_versions)) == ("b\\xffd", 3) and "rename the folder" in entry.reason

@@ -115,7 +115,7 @@ CHARACTERS_PER_STEP = 32
 """No tokeniser is expected to produce fewer tokens than one per 32 characters."""
 MAX_TOKENIZER_BYTES, MAX_HEADER_BYTES = 64 << 20, 1 << 20
 SHORT_STEPS, MAX_NUMBERS, MAX_FILTERS = 16, 1 << 24, 1 << 28
-"""Steps of a short sequence, the most numbers in its windows or padding in a layer, and in the whole filters of groups: files do not bound these."""
+"""Steps of a short sequence, most numbers in a layer's windows or padding, and in whole filters of groups: files do not bound these."""
 MAX_SHOWN = 500
 Shown = Annotated[str, Field(min_length=1, max_length=MAX_SHOWN)]
 
