@@ -78,8 +78,11 @@ def import_model(settings: Settings, request: Request, say: Callable[[str], None
     encoder = Encoder(model.model_copy(update={"fold": "never"}), weights, torch.device("cpu"))
     found = _compare(request, encoder, draft, recipe, words, say)
     compared = set() if found is None else {one.name for one in found.differences if not one.name.startswith(STATE)}
-    of_head = compared == {"sequence"}  # outputs of every step prove the layers, and no head
-    unproven = [text for text in draft.assumed if not compared or (of_head and text.startswith("head"))]
+    # Outputs of every step prove the layers and no head, and numbers before the answer prove no kind.
+    open_parts = (
+        "head" if compared == {"sequence"} else "head.kind" if compared <= {"sequence", "embedding", "logits"} else None
+    )
+    unproven = [text for text in draft.assumed if not compared or (open_parts and text.startswith(open_parts))]
     if unproven:
         raise draft.refusal("Nothing was written: the outputs depend on more than the checkpoint says", unproven)
     digest = spec.digest(read_file(request.checkpoint))

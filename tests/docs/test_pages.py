@@ -123,7 +123,7 @@ def test_program_prints_what_the_page_shows(
         assert command
         assert main(command[1].split()) == 0
         imported = capsys.readouterr().out
-        assert re.search(r"^.*logits.*$", imported, re.MULTILINE) and "is complete" in imported
+        assert re.search(r"^.*scores.*$", imported, re.MULTILINE) and "is complete" in imported
         assert (tmp_path / "my-models" / "sentiment" / "1" / "card.md").exists()
 
 

@@ -38,6 +38,11 @@ EMBEDDING = '[[layers]]\nkind = "embedding"\nwidth = 6\n'
 FEATURES = 'kind = "features"\nfeatures = 3'
 
 
+def above(*layers: str, times: int = 1) -> str:
+    """Return a description with further layers."""
+    return GOOD.replace("[head]", "".join(f"[[layers]]\n{layer}\n\n" for layer in layers * times) + "[head]")
+
+
 def version_folder(root: Path, toml: str, name: str = "words", version: str = "1") -> Path:
     folder = root / name / version
     folder.mkdir(parents=True)
@@ -117,6 +122,14 @@ def test_invalid_toml_error_names_the_file(tmp_path: Path, content: bytes) -> No
         (GOOD.replace("depth = 2", "depth = 1000000000"), "less than or equal to 64"),
         (GOOD.replace('"near"', str([*map(str, range(65_535))])[1:-1]), "at most 65536 items"),
         ("".join(f"key{number} = 1\n" for number in range(20_000)), "key10: unknown key"),
+        (above('kind = "pool"\nreduce = "max"\nwidth = 65536\npads = [65535, 65535]'), "layers.2 needs 42959503360 numbers"),
+        (above('kind = "pool"\nreduce = "max"\nwidth = 2\npads = [65535, 65535]', times=200), "layers.8 needs"),
+        (above('kind = "conv"\nfilters = 1\nwidth = 65536\ndilation = 65536'), "layers.2 needs 42949017760 numbers"),
+        (above('kind = "text_cnn"\nfilters = 1\nwidths = [65536]\npadding = 65535'), "layers.2 needs"),
+        (
+            above('kind = "dense"\nwidth = 16384', 'kind = "conv"\nfilters = 16384\nwidth = 2\ngroups = 16384'),
+            "the groups become whole filters of 536870912 numbers",
+        ),
     ],
 )
 def test_hostile_toml_is_refused_in_time(tmp_path: Path, content: str, reason: str) -> None:

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from service.errors import ModelError
+from service.ipc.messages import Manifest
 from service.modeling.spec import ALIASES, MODEL
 from service.supervisor.repository import MAX_HUNG_READS, POLICY, FolderReader, Repository, choose, keep_unchanged
 from tests import models
@@ -158,6 +159,14 @@ def test_fifo_is_not_read(root: Path, file: str) -> None:
     os.mkfifo(root / file)
     with pytest.raises(ModelError, match="not a regular file"):
         Repository(root).manifest()
+
+
+def test_folder_with_a_name_that_is_no_text_is_listed(root: Path) -> None:
+    """The manifest is sent to the other processes as JSON."""
+    (root / os.fsdecode(b"b\xffd")).mkdir()
+    manifest = msgspec.json.decode(msgspec.json.encode(Repository(root).readable_manifest()), type=Manifest)
+    [entry] = manifest.unavailable
+    assert (entry.name, len(manifest.model_versions)) == ("b\\xffd", 3) and "rename the folder" in entry.reason
 
 
 def test_hung_reads_are_abandoned_and_limited() -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
+
 from service.importers.chain.finishing import finished
 from service.importers.draft import Draft, ImportRefused
 from service.importers.onnx.file import Tensors, read_model
@@ -48,7 +50,15 @@ def _attempts(graph: Graph, plan: Plan, failures: list[tuple[int, ImportRefused]
     for steps in lengths:
         reading, values = plan.start(graph.opset, steps)
         try:
-            yield reading, finished(graph.interpret(values, reading), "ONNX graph")
+            draft = finished(graph.interpret(values, reading), "ONNX graph")
+            if not reading.fixed:
+                other, values = plan.start(graph.opset, reading.steps + 2)
+                again = finished(graph.interpret(values, other), "ONNX graph").arrays()
+                if any(not np.array_equal(array, again.get(name, ())) for name, array in draft.arrays().items()):
+                    raise ImportRefused(
+                        "its numbers depend on the number of steps: take the mean of the steps by its own operator"
+                    )
+            yield reading, draft
         except ImportRefused as refused:
             failures.append((reading.progress, refused))
             lengths += [length for length in dict.fromkeys(reading.whole_pools) if length not in lengths][:2]

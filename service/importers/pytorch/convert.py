@@ -23,13 +23,18 @@ def recurrent(table: Table, found: Sequence[Module]) -> Part:
         raise ImportRefused(
             f"{module.name} is a {module.kind}{' in both directions' * bidirectional}, and the recipe says otherwise"
         )
+    first = "" if suffixes == [""] else "_l0"
+    names = {leaf.removesuffix(first) for leaf in module.tensors if leaf.endswith(first)}
+    if {name + suffix for name in names for suffix in suffixes} != module.tensors.keys() or len(suffixes) % (1 + bidirectional):
+        raise ImportRefused(
+            f"{module.name or 'the model'} lacks tensors: each level has the same in each direction, and it has {list(module.tensors)}"
+        )
     arrays: dict[str, Array] = {}
     for level in range(len(suffixes) // (1 + bidirectional)):
         for direction, suffix in DIRECTIONS[: 1 + bidirectional]:
             own = direction if bidirectional else table.get("direction", "forward")
             suffix = "" if suffixes == [""] else f"_l{level}{suffix}"
             arrays |= {f"{level}.{own}.{name}": array for name, array in _one_direction(module, suffix).items()}
-    first = "" if suffixes == [""] else "_l0"
     projection = module.tensors.get(f"weight_hr{first}")
     hidden = module.tensors[f"weight_hh{first}"].shape[1] if projection is None else projection.shape[1]
     sizes = {"hidden": hidden, "depth": len(suffixes) // (1 + bidirectional), "bidirectional": bidirectional}

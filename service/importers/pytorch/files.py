@@ -117,4 +117,4 @@ def _array(name: str, tensor: Tensor) -> Array:
         )
     if not tensor.is_floating_point():
         return np.asarray(tensor.numpy())
-    return np.asarray(tensor.detach().float().contiguous().numpy())  # a parameter has a gradient
+    return np.asarray(tensor.detach().float().resolve_neg().contiguous().numpy())  # a parameter has a gradient

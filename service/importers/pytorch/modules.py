@@ -38,6 +38,8 @@ class Module:
         A module with a tensor that its kind does not have is unknown: it computes something else.
         """
         leaves = self.tensors.keys()
+        if any(array.dtype.kind != "f" for array in self.tensors.values()):
+            return "unknown"  # quantised: its scale may be elsewhere
         hidden = next((array for leaf, array in self.tensors.items() if leaf.startswith("weight_hh")), None)
         if hidden is not None:
             units = next((array for leaf, array in self.tensors.items() if leaf.startswith("weight_hr")), hidden).shape[-1]

@@ -86,7 +86,10 @@ def suggest(modules: Sequence[Module]) -> Plan:
     while remaining:
         module = remaining.pop(0)
         if module.kind == "unknown":
-            shapes = ", ".join(f"{leaf} {array.shape}" for leaf, array in module.tensors.items())
+            shapes = ", ".join(
+                f"{leaf} {array.shape}" + f" of {array.dtype}" * (array.dtype.kind != "f")
+                for leaf, array in module.tensors.items()
+            )
             whole = f"{module.name or 'the model'} has the tensors {shapes}, which no layer is known to have"
             raise ImportQuestion(f"{whole}: write a recipe with the [[layers]] that matter, and name it with --recipe")
         if module.kind == "matrix":

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import re
 from collections.abc import Collection, Iterator, Mapping
 from functools import cached_property
@@ -27,7 +28,7 @@ from service.errors import ModelError
 from service.modeling.spec.error_messages import error_messages, shortened
 from service.modeling.spec.files import read_file, read_toml
 from service.modeling.spec.heads import Head, PoolingHead
-from service.modeling.spec.layers import MATRICES, Layer, RecurrentLayer
+from service.modeling.spec.layers import MATRICES, ConvLayer, Layer, RecurrentLayer, TextCNNLayer, WindowLayer
 from service.modeling.spec.table import Count, Shapes, Size, Table
 
 MODEL, WEIGHTS, TOKENIZER, CARD = "model.toml", "weights.safetensors", "tokenizer.json", "card.md"
@@ -37,6 +38,8 @@ VERSION = re.compile(r"[1-9][0-9]{0,8}")
 CHARACTERS_PER_STEP = 32
 """No tokeniser is expected to produce fewer tokens than one per 32 characters."""
 MAX_TOKENIZER_BYTES, MAX_HEADER_BYTES = 64 << 20, 1 << 20
+SHORT_STEPS, MAX_NUMBERS, MAX_FILTERS = 16, 1 << 24, 1 << 28
+"""Steps of a short sequence, most numbers in a layer's windows or padding, and in whole filters of groups: files do not bound these."""
 MAX_SHOWN = 500
 Shown = Annotated[str, Field(min_length=1, max_length=MAX_SHOWN)]
 
@@ -119,6 +122,24 @@ class ModelSpec(Table):
     def _max_steps_is_at_least_min_steps(self) -> ModelSpec:
         if self.min_steps > self.input.max_steps:
             raise ValueError(f"the layers need {self.min_steps} steps and input.max_steps is {self.input.max_steps}: raise it")
+        return self
+
+    @model_validator(mode="after")
+    def _a_short_sequence_needs_little(self) -> ModelSpec:
+        inputs, steps, filters = self.input.vocabulary or self.input.features or 0, max(self.min_steps, SHORT_STEPS), 0
+        for index, layer in enumerate(self.layers):
+            outputs, width, padded = layer.output_width(inputs), 0, 0
+            if isinstance(layer, WindowLayer):
+                width, padded = layer.width, steps + sum(layer.padding_steps)
+                steps = max(1, (padded - layer.reach) // layer.stride + 1)
+            elif isinstance(layer, TextCNNLayer):
+                width, steps = max(layer.widths), steps + 2 * layer.padding
+            if (numbers := max(padded * inputs, steps * width * inputs, steps * outputs)) > MAX_NUMBERS:
+                raise ValueError(f"layers.{index} needs {numbers} numbers for a short sequence, more than {MAX_NUMBERS}")
+            filters += width * inputs * outputs if isinstance(layer, ConvLayer) and layer.groups > 1 else 0
+            inputs = outputs
+        if filters > MAX_FILTERS:
+            raise ValueError(f"the groups become whole filters of {filters} numbers, more than {MAX_FILTERS}")
         return self
 
     @model_validator(mode="after")
@@ -271,7 +292,8 @@ def named_folders(root: Path) -> dict[str, Path]:
     versions = _direct_versions(root)
     if versions:
         return {_name_in(versions[-1]): root}
-    return {folder.name: folder for folder in visible_folders(root)}
+    # A name that is not UTF-8 is shown with escapes: no message between processes can have it.
+    return {os.fsencode(folder.name).decode(errors="backslashreplace"): folder for folder in visible_folders(root)}
 
 
 def require_models_folder(root: Path) -> None:
@@ -308,7 +330,8 @@ def version_folders(folder: Path, name: str | None = None) -> dict[str, Path]:
     name: of the model, by default that of the folder. A folder with a model.toml is itself version 1. Folders such as old/ are no versions.
     """
     if not NAME.fullmatch(name or folder.name):
-        raise ModelError(f"{folder}: a model name has letters, digits, '.', '_' and '-' only: rename the folder")
+        shown = folder.parent / (name or folder.name)
+        raise ModelError(f"{shown}: a model name has letters, digits, '.', '_' and '-' only: rename the folder")
     if (folder / MODEL).exists():
         return {"1": folder}
     versions = _numbered_folders(folder)

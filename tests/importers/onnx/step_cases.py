@@ -26,6 +26,12 @@ def vector(name: str, *operators: Operator, refused: str = "") -> Case:
     return steps(name, MEAN, lambda net, x: net.chain(x, *operators), refused=refused)
 
 
+def mean_by_size(net: Net, x: str) -> str:
+    """Divide the sum of all steps by the size of the input's axis of steps."""
+    size = net.add("Cast", net.add("Shape", "x", start=1, end=2), to=TensorProto.FLOAT)
+    return net.add("Div", net.chain(x, ("ReduceSum", [1], {"keepdims": 0})), size)
+
+
 def head(name: str, *last: Operator, labels: int = 3, refused: str = "") -> Case:
     return vector(name, dense(WIDTH, labels), *last, refused=refused)
 
@@ -188,6 +194,7 @@ CASES = [
     Case("attention pool from the right", attention("column")),
     Case("attention with ReLU", attention(activation="Relu"), "by another score than"),
     Case("attention over other steps", attention(over="Relu"), "weighs other steps"),
+    steps("Shape, Div: of the sum of steps", mean_by_size, refused="its numbers depend on the number of steps"),
     steps("residual connection", dense(WIDTH, WIDTH), ("Tanh",), ("Add", "x"), refused="adds two tensors"),
     steps("Transpose: and back", *[("Transpose", {"perm": [0, 2, 1]})] * 2),
     steps("Shape, Gather, Mul, Reshape: the batch and the steps as one axis", one_axis_of_batch_and_steps),

@@ -25,6 +25,10 @@ LENGTHS = (9, 5, 12)
 Outputs = Mapping[str, Tensor]
 
 
+CLASSIFY = 'head.kind = "classify"'
+"""What logits do not prove."""
+
+
 @dataclass(frozen=True)
 class Case:
     """A tested option.
@@ -230,8 +234,8 @@ def _conv_cases() -> Iterator[Case]:
     yield Case("nn.Conv1d: text CNN with a hidden layer", partial(TextCNN, hidden=True), **text)
     yield Case("nn.Conv1d: text CNN with padding (recipe)", partial(TextCNN, padding=2), recipe, **text)
     for name, norm in NORMS.items():
-        yield Case(f"nn.Conv1d: TCN {name}", partial(TCN, norm), run=logits)
-    yield Case("nn.Conv1d: TCN of width 2", partial(TCN, plain, width=2, inputs=HIDDEN), run=logits, features=HIDDEN)
+        yield Case(f"nn.Conv1d: TCN {name}", partial(TCN, norm), CLASSIFY, run=logits)
+    yield Case("nn.Conv1d: TCN of width 2", partial(TCN, plain, width=2, inputs=HIDDEN), CLASSIFY, run=logits, features=HIDDEN)
 
 
 def logits(module: nn.Module, row: Tensor) -> Outputs:

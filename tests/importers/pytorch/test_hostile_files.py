@@ -21,6 +21,11 @@ class Code:
 
 
 EMPTY: list[Any] = [{}, {"epoch": 3}, [1, 2], torch.ones(3), {"a": {"b": {}}}]
+REVERSE_OF_ONE_LEVEL = {
+    f"rnn.weight_{side}_{level}": torch.ones(8, {"hh": 2, "ih": inputs}[side])
+    for level, inputs in (("l0_reverse", 3), ("l1", 4))
+    for side in ("ih", "hh")
+}
 WRONG: list[tuple[Any, str]] = [
     ({**STATE_DICT, "extra": Code()}, r"has the object posix\.mkdir, which is code, and is not read"),
     ({**STATE_DICT, IH: torch.ones(8, 3).fill_(torch.nan)}, "24 values that are not finite"),
@@ -32,6 +37,8 @@ WRONG: list[tuple[Any, str]] = [
     ({**STATE_DICT, BIAS: torch.ones(9)}, r"these tensors do not make a lstm layer .* \(9,\)"),
     ({**STATE_DICT, HH: torch.ones(8)}, "rnn has the tensors"),
     ({**STATE_DICT, HH: torch.ones(9, 2)}, r"layers.0.0.forward.recurrent has the shape \(2, 9\)"),
+    ({**STATE_DICT, IH: torch.ones(8, 3, dtype=torch.int8)}, r"weight_ih_l0 \(8, 3\) of int8"),
+    ({**STATE_DICT, **REVERSE_OF_ONE_LEVEL}, "rnn lacks tensors: each level has the same in each direction"),
     *((content, "has no tensors") for content in EMPTY),
 ]
 

@@ -110,6 +110,7 @@ def test_recipe_samples_or_flag_answer(tmp_path: Path) -> None:
     steps = {name: check[name] for name in ("ids", "offsets", "sequence")}
     for given in ("", LAYERS + '[head]\nfrom = "classifier"\n'):
         assert_asks(tmp_path, file, "- head.kind: ", recipe=given, check=steps)
+    assert_asks(tmp_path, file, "- head.kind: ", check={name: array for name, array in check.items() if name != "scores"})
     assert_asks(tmp_path, file, "no sequence in check.npz has two steps", check=expected(model, random_ids([1, 1])))
     for answers in ({"check": check}, {"recipe": recipe}, {"recipe": 'head = {kind = "tag"}', "check": steps}):
         assert "  criterion.weight is not used" in import_file(tmp_path, file, **answers)
@@ -138,6 +139,7 @@ def normed(norm: Callable[..., Any], dim: int | None, model: Any) -> dict[str, T
         *((partial(dropped, place=place), None) for place in ("rnn", "rnn.module")),
         *((partial(normed, nn.utils.weight_norm, dim), None) for dim in (0, None)),
         (partial(normed, parametrizations.weight_norm, 0), None),
+        (lambda model: {name: torch._neg_view(-tensor) for name, tensor in model.state_dict().items()}, None),
     ],
 )
 def test_weights_are_read_as_they_compute(tmp_path: Path, build: Callable[[Any], Any], weights: str | None) -> None:

@@ -17,7 +17,7 @@ CHECKPOINTS = Path(__file__).resolve().parent / "checkpoints"
 SEQUENCE = '[head]\nkind = "sequence"\n'
 RECIPES = {
     "forget_bias": layer("lstm", "rnn", forget_bias=0.0) + SEQUENCE,
-    "classifier": "",
+    "classifier": 'head.kind = "classify"',
     "tagger": layer("embedding", "words") + layer("gru", "bidirectional_rnn") + layer("dense", "tags") + SEQUENCE,
 }
 IN_SHORT = (
