@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from websockets.typing import Subprotocol
 from service import __version__
 from service.access.scopes import Scope
 from service.frontend.catalog import MAX_CARD_BYTES
+from service.frontend.rest import tokens
 from service.frontend.rest.tokens import _tokens
 from service.modeling.spec import CARD
 from service.modeling.tokenizer import Tokenizer
@@ -45,6 +48,23 @@ def test_text_is_split_into_the_steps_that_the_model_sees(local: InProcess) -> N
     library.post_processor = TemplateProcessing(single="[CLS] $A", special_tokens=[("[CLS]", 0)])
     named = _tokens(Tokenizer(library.to_str().encode()), "sea", "inputs[0]")
     assert named == {"ids": [0, 1], "tokens": ["[CLS]", "sea"], "offsets": [(0, 0), (0, 3)]}, "an added token covers nothing"
+
+
+def test_requests_for_tokens_run_one_at_a_time(local: InProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several threads of Python would delay every callback of the event loop."""
+    split, running, most = tokens._tokens_of_all, list[int](), list[int]()
+
+    def count(*arguments: Any) -> list[dict[str, Any]]:
+        running.append(1)
+        most.append(len(running))
+        time.sleep(0.02)
+        running.pop()
+        return split(*arguments)
+
+    monkeypatch.setattr(tokens, "_tokens_of_all", count)
+    with ThreadPoolExecutor(8) as pool:
+        replies = list(pool.map(lambda _: local.client.post("/tokens", json={"model": "words", "inputs": ["sea"]}), range(8)))
+    assert {reply.status_code for reply in replies} == {200} and max(most) == 1
 
 
 @pytest.mark.parametrize(
