@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+from unittest.mock import patch
 
 import pytest
+from fastapi import APIRouter, FastAPI
+from starlette.routing import Route
 from tokenizers import Tokenizer as Library
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -21,6 +25,7 @@ from websockets.typing import Subprotocol
 
 from service import __version__
 from service.access.scopes import Scope
+from service.frontend import openapi
 from service.frontend.catalog import MAX_CARD_BYTES
 from service.frontend.rest import tokens
 from service.frontend.rest.tokens import _tokens
@@ -136,6 +141,17 @@ def test_socket_takes_a_key_as_a_subprotocol(local: InProcess, guarded: Guarded)
     for offered, chosen in ((["other", "seqserve"], "seqserve"), (["other"], None)):
         with opened(local, *offered) as socket:
             assert socket.subprotocol == chosen
+
+
+def test_description_of_the_api_is_written_once() -> None:
+    """Every client may ask for it, without a key."""
+    app = FastAPI(openapi_url=None)
+    with patch.object(app, "openapi", return_value={"paths": {}}) as generate:
+        openapi.describe(app, APIRouter(), with_keys=False)
+        endpoint = cast(Route, app.routes[-1]).endpoint
+        replies = [asyncio.run(endpoint(None)) for _ in range(2)]
+    assert [reply.body for reply in replies] == [b'{"paths":{}}'] * 2
+    generate.assert_called_once()
 
 
 def test_trace_needs_the_setting_and_valid_parameters(local: InProcess, guarded: Guarded) -> None:
