@@ -37,6 +37,7 @@ def build_app(frontend: Frontend, scopes: Set[Scope] = frozenset(Scope), grpc_po
         title="seqserve",
         version=__version__,
         description="A model server for sequence models.",
+        openapi_url=None,  # openapi.py has the route
         docs_url=None,  # FastAPI's own page loads its scripts from other hosts
         redoc_url=None,
         redirect_slashes=False,  # a redirect names the Host of the request, and is sent before any check

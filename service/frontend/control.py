@@ -41,6 +41,9 @@ class Control:
         self._rpc = Rpc(self._send, "the supervisor")
         self._changes: set[asyncio.Task[None]] = set()
         self._last_scrape: Snapshot = {}
+        self._scraping = asyncio.Lock()
+        self._begun_scrape = self._ended_scrape = 0
+        """Numbers of the newest scrape that has begun, and of the newest that has ended."""
 
     def listen(self, frontend: Frontend) -> None:
         """Handle messages from now on: the server accepts connections."""
@@ -76,11 +79,18 @@ class Control:
         send_now(self._raw_channel, message)
 
     async def scrape(self) -> Snapshot:
-        """Return the metrics of all processes, or the last known metrics when the supervisor is late."""
-        with contextlib.suppress(Unavailable):
-            reply, _ = await self._rpc.call(messages.ScrapeMetrics(), MetricsCollected, timeout=SCRAPE_SECONDS)
-            self._last_scrape = reply.snapshot
-            return reply.snapshot
+        """Return the metrics of all processes, or the last known metrics when the supervisor is late.
+
+        One scrape runs at a time. All callers that wait for it to end share the next one, which begins after their calls.
+        """
+        needed = self._begun_scrape + 1
+        with contextlib.suppress(Unavailable, TimeoutError):
+            async with asyncio.timeout(SCRAPE_SECONDS), self._scraping:
+                if self._ended_scrape < needed:
+                    self._begun_scrape = number = self._begun_scrape + 1
+                    reply, _ = await self._rpc.call(messages.ScrapeMetrics(), MetricsCollected)
+                    self._last_scrape, self._ended_scrape = reply.snapshot, number
+                return self._last_scrape
         return stale(self._last_scrape)
 
     async def index(self) -> list[IndexEntry]:

@@ -220,8 +220,9 @@ class HttpProtocol(HttpToolsProtocol):
 
     @property
     def may_read(self) -> bool:
-        """Whether more bytes may arrive: none wait for a turn, and few wait for the requests before them."""
-        return not self._turn.waits and self._size <= max(MAX_WAITING_BYTES, self._needed)
+        """Whether more bytes may arrive: none wait for a turn, and few wait for the requests before them, or all are ignored."""
+        few = self._size + len(self._unparsed) <= max(MAX_WAITING_BYTES, self._needed)
+        return self._last_request or (few and not self._turn.waits)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -235,6 +236,8 @@ class HttpProtocol(HttpToolsProtocol):
             if not self._general_path_idle():
                 self._unparsed += data
                 self._turn.take()
+                if not self.may_read:  # the application reads on while it waits for the end of the connection
+                    self.flow.pause_reading()
                 return
             self._general = False
         self._parts.append(data)

@@ -18,6 +18,8 @@ MAX_EXCESS = 10
 """A frontend above its share pauses for each connection above it, and for this many at most."""
 FULL_PAUSE_SECONDS = 0.02
 """Pause before accepting a connection for which another must close."""
+FULL_HANDSHAKE_SECONDS = 1.0
+"""How long a handshake may take once there is no room for further connections."""
 ERROR_PAUSE_SECONDS = 1.0
 """Pause after accepting a connection has failed."""
 
@@ -59,7 +61,8 @@ class Listener:
         self._make_room = make_room
         self._connections = connections
         self._tls = tls
-        self._connecting: set[asyncio.Task[Any]] = set()
+        self._connecting: dict[asyncio.Task[Any], float] = {}
+        """The connections that are not open yet, and when they were accepted. The oldest is first."""
         self._pausing: asyncio.TimerHandle | None = None
         self._left = 0
         """How many connections the last round above the share accepted, because the others left them."""
@@ -106,6 +109,7 @@ class Listener:
         try:
             for _ in range(int(min(most, MAX_ACCEPTS))):
                 if not self._make_room(len(self._connecting)):
+                    self._end_long_handshakes()
                     self._pause(FULL_PAUSE_SECONDS, self._accept_share)
                     return
                 self._start(self._listening.accept()[0])
@@ -124,12 +128,19 @@ class Listener:
         loop.remove_reader(self._listening.fileno())
         self._pausing = loop.call_later(seconds, then)
 
+    def _end_long_handshakes(self) -> None:
+        """Close the connections of clients that leave their handshakes open: they would keep all others out."""
+        now = asyncio.get_running_loop().time()
+        for task in [task for task, accepted in self._connecting.items() if now - accepted > FULL_HANDSHAKE_SECONDS]:
+            task.cancel()
+
     def _start(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        task = asyncio.get_running_loop().create_task(self._connect(connection))
-        self._connecting.add(task)
-        task.add_done_callback(self._connecting.discard)
+        loop = asyncio.get_running_loop()
+        task = loop.create_task(self._connect(connection))
+        self._connecting[task] = loop.time()
+        task.add_done_callback(self._connecting.__delitem__)
 
     async def _connect(self, connection: socket.socket) -> None:
         tls = self._tls()

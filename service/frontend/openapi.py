@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from typing import Any
 
-from fastapi import APIRouter, FastAPI
+import msgspec
+from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict
 
@@ -79,6 +81,16 @@ def describe(app: FastAPI, router: APIRouter, *, with_keys: bool) -> None:
         return document
 
     app.openapi = openapi  # type: ignore[method-assign]
+
+    @cache
+    def content() -> bytes:
+        return msgspec.json.encode(openapi())
+
+    async def respond_document(request: Request) -> Response:
+        return Response(content(), media_type="application/json")
+
+    # FastAPI's own route writes the document anew for each request, which takes a millisecond and needs no key.
+    app.add_route("/openapi.json", respond_document, include_in_schema=False)
 
 
 def _describe(route: APIRoute, with_keys: bool) -> None:

@@ -241,16 +241,12 @@ def test_waiting_requests_count_as_one_and_keep_their_connection_open(
 
 def test_pipelined_requests_wait_in_the_kernel(service: InProcess, starts: Starts, monkeypatch: pytest.MonkeyPatch) -> None:
     """A reply lets no more requests in while many wait. One read of the socket has at most 256 KiB."""
-    protocols, data, sent = watched((HttpProtocol,), monkeypatch), HOT * 100_000, 0
+    protocols = watched((HttpProtocol,), monkeypatch)
     with connected(service) as client:
         eventually(lambda: protocols and protocols[0]().transport)
         service.call(lambda: protocols[0]().data_received(HOT * 1000))
         assert protocols[0]().flow.read_paused, "the first read may have that much"
-        client.setblocking(False)
-        for _ in range(10):
-            with suppress(BlockingIOError):
-                while sent < len(data):
-                    sent += client.send(data[sent:])
+        for _ in send_as_accepted(client, HOT * 100_000):
             starts.await_one()
             service.call(service.frontend.starts._next_tick)
         assert protocols[0]()._size <= MAX_WAITING_BYTES + (1 << 18)
@@ -263,6 +259,25 @@ def test_requests_behind_one_that_waits_are_not_parsed(service: InProcess, monke
         client.sendall(GENERAL * 200)
         eventually(lambda: protocols and protocols[0]().pipeline)
         assert service.call(lambda: len(protocols[0]().pipeline)) <= MAX_PARSE_BYTES // len(GENERAL)
+
+
+def test_requests_behind_a_general_request_wait_in_the_kernel(service: InProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The application reads the socket meanwhile, to notice that the client disconnects."""
+    protocols = watched((HttpProtocol,), monkeypatch)
+    with service.held(), connected(service) as client:
+        for _ in send_as_accepted(client, GENERAL * 100_000):
+            eventually(lambda: service.engine.waiting)
+        assert len(protocols[0]()._unparsed) <= MAX_WAITING_BYTES + (1 << 18)
+
+
+def send_as_accepted(client: socket.socket, data: bytes) -> Iterator[int]:
+    """Send as much as the kernel accepts, ten times."""
+    client.setblocking(False)
+    for attempt in range(10):
+        with suppress(BlockingIOError):
+            while data:
+                data = data[client.send(data) :]
+        yield attempt
 
 
 def test_slow_websocket_client_gains_no_time_from_a_busy_frontend(

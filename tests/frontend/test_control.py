@@ -22,10 +22,12 @@ from service.ipc.messages import (
     CollectMetrics,
     Done,
     ForgetModel,
+    IndexEntry,
     Manifest,
     Message,
     MetricsCollected,
     ModelKey,
+    ModelsListed,
     ServeModels,
 )
 from service.log import Log
@@ -88,10 +90,35 @@ async def test_calls_get_their_own_replies(supervisor: Supervisor) -> None:
     with pytest.raises(UnknownModel) as refused:
         await supervisor.control.load("n" * (15 << 20))
     assert len(refused.value.message) < 500
-    scrapes = [asyncio.ensure_future(supervisor.control.scrape()) for _ in range(2)]
-    for frame, scrape in zip(await supervisor.frames(2), scrapes, strict=True):
-        supervisor.send(MetricsCollected({"asked": [((), [float(frame.id)])]}), frame.id)
-        assert await scrape == {"asked": [((), [float(frame.id)])]}
+    indexes = [asyncio.ensure_future(supervisor.control.index()) for _ in range(2)]
+    for frame, index in zip(await supervisor.frames(2), indexes, strict=True):
+        entry = IndexEntry(str(frame.id), "1", "READY", "")
+        supervisor.send(ModelsListed([entry]), frame.id)
+        assert await index == [entry]
+
+
+@with_supervisor
+async def test_callers_share_the_scrape_that_begins_after_their_calls(supervisor: Supervisor) -> None:
+    """A thousand calls at a time would otherwise keep all processes busy. The running scrape lacks what was counted since it began."""
+    waiting, snapshots = [asyncio.ensure_future(supervisor.control.scrape())], list[Snapshot]()
+    for _ in range(2):
+        [frame] = await supervisor.frames(1)
+        later = [asyncio.ensure_future(supervisor.control.scrape()) for _ in range(3)] if not snapshots else []
+        await asyncio.sleep(0)
+        snapshots.append({"asked": [((), [float(frame.id)])]})
+        supervisor.send(MetricsCollected(snapshots[-1]), frame.id)
+        assert await asyncio.gather(*waiting) == snapshots[-1:] * len(waiting)
+        waiting = later
+
+
+@with_supervisor
+async def test_cancelled_scrape_is_not_shared(supervisor: Supervisor) -> None:
+    cancelled, other = (asyncio.ensure_future(supervisor.control.scrape()) for _ in range(2))
+    await supervisor.frames(1)
+    cancelled.cancel()
+    *_, frame = await supervisor.frames(2)
+    supervisor.send(MetricsCollected({}), frame.id)
+    assert await other == {}
 
 
 @with_supervisor

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import math
 import socket
+import ssl
 from contextlib import ExitStack, closing
 from unittest.mock import Mock
 
 import pytest
 
+from service.frontend import listener
 from service.frontend.connection_share import ConnectionShare
 from service.frontend.inference import Frontend
 from service.frontend.listener import Listener, SharedPort
@@ -99,6 +101,31 @@ def test_frontend_above_the_mean_leaves_connections_to_the_others() -> None:
             return await connect(listening, [many, few], 10)
 
     assert asyncio.run(test()) == [0, 10]
+
+
+def test_long_handshake_ends_when_there_is_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It keeps its place otherwise."""
+    monkeypatch.setattr(listener, "FULL_HANDSHAKE_SECONDS", 0.01)
+    monkeypatch.setattr(listener, "HANDSHAKE_SECONDS", 2 * LIMIT_SECONDS)
+    numbers, tls = ConnectionCounts.create(1).on_port(Port.HTTP), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+
+    async def test() -> bytes:
+        loop = asyncio.get_running_loop()
+        with socket.create_server(("127.0.0.1", 0)) as listening, ExitStack() as stack:
+            port = SharedPort(listening.dup(), ConnectionShare(numbers, 0))
+            accepting = Listener(port, asyncio.Protocol, lambda connecting: connecting == 0, lambda: 0, lambda: tls)
+            accepting.open()
+            silent, _ = (stack.enter_context(socket.create_connection(listening.getsockname())) for _ in range(2))
+            silent.setblocking(False)
+            async with asyncio.timeout(LIMIT_SECONDS):
+                received = await loop.sock_recv(silent, 1)
+                accepting.close()
+                stack.close()
+                while accepting._connecting:
+                    await asyncio.sleep(0.001)
+            return received
+
+    assert asyncio.run(test()) == b""
 
 
 @pytest.mark.parametrize("part", ["access", "tls", "state_keys"])

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
 import re
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+from unittest.mock import patch
 
 import pytest
+from fastapi import APIRouter, FastAPI
+from starlette.routing import Route
 from tokenizers import Tokenizer as Library
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -20,7 +26,9 @@ from websockets.typing import Subprotocol
 from service import __version__
 from service.access.scopes import Scope
 from service.errors import Unavailable
+from service.frontend import openapi
 from service.frontend.catalog import MAX_CARD_BYTES
+from service.frontend.rest import tokens
 from service.frontend.rest.tokens import _tokens
 from service.modeling.spec import CARD
 from service.modeling.tokenizer import Tokenizer
@@ -47,6 +55,23 @@ def test_text_is_split_into_the_steps_that_the_model_sees(local: InProcess) -> N
     library.post_processor = TemplateProcessing(single="[CLS] $A", special_tokens=[("[CLS]", 0)])
     named = _tokens(Tokenizer(library.to_str().encode()), "sea", "inputs[0]")
     assert named == {"ids": [0, 1], "tokens": ["[CLS]", "sea"], "offsets": [(0, 0), (0, 3)]}, "an added token covers nothing"
+
+
+def test_requests_for_tokens_run_one_at_a_time(local: InProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several threads of Python would delay every callback of the event loop."""
+    split, running, most = tokens._tokens_of_all, list[int](), list[int]()
+
+    def count(*arguments: Any) -> list[dict[str, Any]]:
+        running.append(1)
+        most.append(len(running))
+        time.sleep(0.02)
+        running.pop()
+        return split(*arguments)
+
+    monkeypatch.setattr(tokens, "_tokens_of_all", count)
+    with ThreadPoolExecutor(8) as pool:
+        replies = list(pool.map(lambda _: local.client.post("/tokens", json={"model": "words", "inputs": ["sea"]}), range(8)))
+    assert {reply.status_code for reply in replies} == {200} and max(most) == 1
 
 
 @pytest.mark.parametrize(
@@ -118,6 +143,17 @@ def test_socket_takes_a_key_as_a_subprotocol(local: InProcess, guarded: Guarded)
     for offered, chosen in ((["other", "seqserve"], "seqserve"), (["other"], None)):
         with opened(local, *offered) as socket:
             assert socket.subprotocol == chosen
+
+
+def test_description_of_the_api_is_written_once() -> None:
+    """Every client may ask for it, without a key."""
+    app = FastAPI(openapi_url=None)
+    with patch.object(app, "openapi", return_value={"paths": {}}) as generate:
+        openapi.describe(app, APIRouter(), with_keys=False)
+        endpoint = cast(Route, app.routes[-1]).endpoint
+        replies = [asyncio.run(endpoint(None)) for _ in range(2)]
+    assert [reply.body for reply in replies] == [b'{"paths":{}}'] * 2
+    generate.assert_called_once()
 
 
 def test_trace_needs_the_setting_and_valid_parameters(local: InProcess, guarded: Guarded) -> None:
