@@ -142,9 +142,9 @@ TESTED := install .venv/tools .venv-sources/keras3/installed
 test: lint $(TESTED)
 	$(WITH_PROGRAMS) $(BIN)/python -m pytest $(PARALLEL)
 
-# The short tests that start no server: for a quick run between two edits. They do not wait, so there is one worker for each core.
+# The short tests that start no server: for a quick run between two edits.
 test-fast: $(TESTED)
-	$(BIN)/python -m pytest $(PARALLEL) --numprocesses $(CORES) -m "not server and not slow and not gpu"
+	$(BIN)/python -m pytest $(PARALLEL) -m "not server and not slow and not gpu"
 
 # Also several replicas on addresses of loopback behind real proxies and on a Ray cluster, and the image and the compose files on the
 # container engine of DOCKER_HOST or docker's context. Before a release, run longer: `SCALE=1 make test-all`,
