@@ -32,6 +32,10 @@ class Chunk:
     timed: bool = False
 
     @property
+    def longest(self) -> int:
+        return self.steps
+
+    @property
     def whole(self) -> bool:
         return self.read_slot == ZERO_SLOT and self.write_slot == DISCARD_SLOT
 
@@ -74,11 +78,11 @@ class Batch:
         self.since = since
         self.formed = formed
         self.blocks = blocks
+        parts = [*blocks, *chunks]
         self.rows = sum([block.sequences for block in blocks]) + len(chunks)
-        self.tokens = sum([block.steps for block in blocks]) + sum([chunk.steps for chunk in chunks])
-        self.longest = max([*[block.longest for block in blocks], *[chunk.steps for chunk in chunks]])
-        self.timed = True in [*[block.timed for block in blocks], *[chunk.timed for chunk in chunks]]
-        self.whole = False not in [chunk.whole for chunk in chunks]
-        returns = [*[block.returns for block in blocks], *[chunk.returns for chunk in chunks]]
-        self.returns_embedding = True in [outputs.embedding for outputs in returns]
-        self.returns_sequence = True in [outputs.sequence for outputs in returns]
+        self.tokens = sum([part.steps for part in parts])
+        self.longest = max([part.longest for part in parts])
+        self.timed = True in [part.timed for part in parts]
+        self.whole = not chunks or False not in [chunk.whole for chunk in chunks]
+        self.returns_embedding = True in [part.returns.embedding for part in parts]
+        self.returns_sequence = True in [part.returns.sequence for part in parts]

@@ -35,7 +35,7 @@ class KnownAnswers:
     def next_model(self) -> ModelKey | None:
         """Return a model that is due to be checked."""
         now = self._clock()
-        if now >= self._next_pass:
+        if now >= self._next_pass and not self._unchecked:
             self._next_pass = now + CHECK_SECONDS
             self._unchecked = [model.key for model in self._engine.loaded()]
             self._known = {key: answer for key, answer in self._known.items() if key in self._unchecked}

@@ -60,7 +60,7 @@ class Trials:
 
     def end_batches(self, runs: Callable[[ModelKey], bool]) -> None:
         """End the trial of each version whose batches have ended."""
-        for key in [key for key in self._running if not runs(key)]:
+        for key in [key for key in self._running if not runs(key)] if self._running else ():
             self._running.discard(key)
             self._passed.add(key)
             self._tell(TrialEnded(key, ran=True))

@@ -38,8 +38,8 @@ LAG_SECONDS, MOST_READ = 0.02, 1024
 """The loop launches a batch, if the device accepts one, after as many requests as a batch holds: otherwise, under overload, refusing
 requests would keep the device idle. It reads up to MOST_READ once requests wait longer than LAG_SECONDS to be read, because a request that
 is not in the queue yet is neither predicted nor refused."""
-MEMORY_SECONDS, SCARCE_SHARE = 1.0, 0.75
-"""How often an idle engine looks at the memory limit, and the share of it in use from which it returns freed memory."""
+IDLE_WORK_SECONDS, SCARCE_SHARE = 1.0, 0.75
+"""How often an idle engine checks a known answer and looks at the memory limit, and the share in use from which it returns freed memory."""
 WORK: dict[type[Message], str] = {
     messages.RequestBlock: "requests",
     messages.Request: "requests",
@@ -105,7 +105,7 @@ class Worker:
             messages.EndSession: self._handle_session_call,
             messages.FindSession: self._handle_session_call,
         }
-        self._memory_limit, self._memory_due = MemoryLimit(), 0.0
+        self._memory_limit, self._idle_work_due = MemoryLimit(), 0.0
         self._selector = selectors.DefaultSelector()
         self._selector.register(control, selectors.EVENT_READ)
         self._selector.register(models, selectors.EVENT_READ)
@@ -118,9 +118,10 @@ class Worker:
 
     def run_once(self) -> None:
         """Read the channels, run a batch, and send the answers."""
-        self._beat()
+        running = self._engine.running
+        self._beat(running)
         # The loop does not sleep while the device works: it would wake too late for the end of the batch.
-        idle = self._batcher.idle and not self._engine.running
+        idle = running is None and self._batcher.idle
         self._read_channels(IDLE_SECONDS if idle else 0.0)
         self._step()
         self._models.settle()
@@ -131,13 +132,16 @@ class Worker:
             self._flush(self._store)
         if self._profiling.on:
             self._profiling.step()
-        elif idle:
+        elif idle and time.monotonic() >= self._idle_work_due:
+            self._idle_work_due = time.monotonic() + IDLE_WORK_SECONDS
             self._check_known_answer()
             self._return_memory()
 
-    def _beat(self) -> None:
-        """Beat the heartbeat. While a batch runs, the next beat is due when the batch counts as hung, even if this loop still runs."""
-        running = self._engine.running
+    def _beat(self, running: tuple[float, float] | None) -> None:
+        """Beat the heartbeat. While a batch runs, the next beat is due when the batch counts as hung, even if this loop still runs.
+
+        running: as in `Engine`.
+        """
         if running is None:
             self._heartbeat.beat()
         else:
@@ -155,10 +159,8 @@ class Worker:
 
     def _return_memory(self) -> None:
         """Return freed memory to the system while it is scarce: the frontends would refuse requests for it."""
-        if time.monotonic() > self._memory_due:
-            self._memory_due = time.monotonic() + MEMORY_SECONDS
-            if self._memory_limit.read().share > SCARCE_SHARE:
-                return_freed_memory()
+        if self._memory_limit.read().share > SCARCE_SHARE:
+            return_freed_memory()
 
     def _step(self) -> None:
         self._handled = 0
@@ -180,7 +182,7 @@ class Worker:
                 self._forget(channel)
 
     def _handle_frames(self, channel: Channel, frames: Sequence[Frame]) -> None:
-        for frame in join_blocks(frames, self._batcher.batch_sequences):
+        for frame in join_blocks(frames, self._batcher.batch_sequences) if len(frames) > 1 else frames:
             message = frame.message
             if self._handled >= self._batcher.batch_sequences and (self._handled >= MOST_READ or _lag(message) < LAG_SECONDS):
                 self._step()

@@ -100,7 +100,7 @@ def join_blocks(frames: Sequence[Frame], most: int) -> Iterator[Frame]:
 
     most: blocks are joined as long as they have fewer requests together.
     """
-    for key, group in groupby(frames, _join_key if len(frames) > 1 else lambda _: None):
+    for key, group in groupby(frames, _join_key):
         if key is None:
             yield from group
             continue

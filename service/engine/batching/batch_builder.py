@@ -72,7 +72,7 @@ def take_all(queue: ModelQueue[S], limits: SchedulerLimits, max_seconds: float =
         return None
     blocks, cost = queue.blocks, queue.cost
     longest = max([block.longest for block in blocks])
-    if cost.of(longest, queue.steps) > max(max_seconds, STRETCHED * cost.of(longest, longest)):
+    if max_seconds < math.inf and cost.of(longest, queue.steps) > max(max_seconds, STRETCHED * cost.of(longest, longest)):
         return None
     if longest > LEAST_STEPS:
         limit = step_limit(limits, min([block.shortest for block in blocks]), queue.count, UNLIMITED, cost)

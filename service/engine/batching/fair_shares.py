@@ -11,6 +11,7 @@ import heapq
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import ceil
+from typing import Any
 
 from service.engine.batching.model_queue import ModelQueue, S
 from service.engine.batching.request_order import BlockRequest
@@ -48,10 +49,11 @@ class FairShares:
         account = self._accounts.get(share.tenant)
         if account is None:
             account = self._accounts[share.tenant] = _Account(share.weight, self._level)
-        elif not waits:
-            account.paid = max(account.paid, self._level)
+        elif not waits and account.paid < self._level:
+            account.paid = self._level
         account.weight = share.weight
-        self._note(share.tenant)
+        if share.tenant != self._newest:
+            self._note(share.tenant)
 
     @property
     def contested(self) -> bool:
@@ -62,22 +64,26 @@ class FairShares:
         """Return the smallest amount that a tenant has paid."""
         return min([self._accounts[tenant].paid for tenant in tenants])
 
-    def start_batch(self, waiting: Iterable[str]) -> None:
-        """Note that a batch starts. waiting: the tenants with requests."""
+    def start_batch(self, queues: Iterable[ModelQueue[Any]]) -> None:
+        """Note that a batch starts. queues: all that have requests."""
         self._batches += 1
-        self._level = max(self._level, self.least_paid(waiting))
+        if len(self._accounts) == 1:
+            [account] = self._accounts.values()
+            self._level = account.paid
+        else:
+            self._level = max(self._level, self.least_paid({tenant for queue in queues for tenant in queue.tenants}))
 
     def charge(self, tenant: str, price: float) -> None:
         """Charge a tenant for sequences of the batch that starts."""
         account = self._accounts[tenant]
         account.paid += price / account.weight
-        self._note(tenant)
+        if tenant != self._newest:
+            self._note(tenant)
 
     def _note(self, tenant: str) -> None:
-        if tenant != self._newest:
-            if self._newest:
-                self._last_change = self._batches
-            self._newest = tenant
+        if self._newest:
+            self._last_change = self._batches
+        self._newest = tenant
 
     def work_of_others(self, queue: ModelQueue[S], share: Share, price: float) -> tuple[int, int]:
         """Return the sequences and steps of other tenants that run until a tenant's work of this price has run."""

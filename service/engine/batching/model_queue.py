@@ -136,7 +136,7 @@ class ModelQueue(Generic[S]):
         self.tenants: dict[str, QueuedWork] = {}
         self.used = used
         self.reach = 0.0
-        self.update_cost(cost)
+        self.cost = cost
 
     def update_cost(self, cost: Cost) -> None:
         self.forget_rejections()
@@ -190,7 +190,8 @@ class ModelQueue(Generic[S]):
     def blocks(self) -> list[RequestBlock]:
         """Return the blocks in the order of their arrival."""
         if len(self.tenants) == 1:
-            return next(iter(self.tenants.values())).requests.blocks()
+            [work] = self.tenants.values()
+            return work.requests.blocks()
         blocks = [block for work in self.tenants.values() for block in work.requests.blocks()]
         return sorted(blocks, key=lambda block: block.order)
 

@@ -20,6 +20,7 @@ REQUESTS_AT_ONCE = 128
 NUMBER, INDEX, ORDER = range(len(SIZES), len(SIZES) + 3)
 COLUMNS = *SIZES, NUMBER, INDEX, ORDER
 """The columns of the table: the sizes of a request, the number of its block, its place in the block, and its place among all arrivals."""
+NO_TABLE: tuple[NDArray[np.float64], NDArray[np.int64]] = np.empty(0), np.empty((0, len(COLUMNS)), np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +66,7 @@ class RequestOrder:
         self._arrived: list[RequestBlock] = []
         """Blocks with requests that are not in the table yet."""
         self._number = 0
-        self._due = np.empty(0)
-        self._table: NDArray[np.int64] = np.empty((0, len(COLUMNS)), np.int64)
+        self._due, self._table = NO_TABLE
         self._cut = False
         """Whether a batch has taken some of the requests of a block."""
 

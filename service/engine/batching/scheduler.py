@@ -174,7 +174,8 @@ class Scheduler(Generic[S]):
         together = _Arriving(
             block.share, block.sequences, block.steps, block.longest, block.deadline, block.head_start, block.requests
         )
-        if self._has_room(together) and self._surely_in_time(queue, together, now, busy):
+        is_alone = block.requests == 1 and not busy and not self._queues
+        if self._has_room(together) and (is_alone or self._surely_in_time(queue, together, now, busy)):
             self._count(model, queue, together)
             queue.add_block(block)
             return []
@@ -196,11 +197,6 @@ class Scheduler(Generic[S]):
         return {
             model: queue.count - sum([sequence.begun for sequence in queue.sequences]) for model, queue in self._queues.items()
         }
-
-    @property
-    def waiting_tenants(self) -> set[str]:
-        """Return the tenants of the queued sequences."""
-        return {tenant for queue in self._queues.values() for tenant in queue.tenants}
 
     def drop(self, sequences: list[S]) -> int:
         """Remove these sequences of one request from the queue. Returns how many of them were queued."""
@@ -244,7 +240,7 @@ class Scheduler(Generic[S]):
             queue.update_cost(self._cost(model))
             taken = self._take(model, queue)
             if taken.rows:
-                self._shares.start_batch(self.waiting_tenants)
+                self._shares.start_batch(self._queues.values())
             blocks = self._advance(model, queue, taken)
             if taken.rows:
                 self._used = queue.used
@@ -265,7 +261,10 @@ class Scheduler(Generic[S]):
         self._queues[model] = queue
         self._earliest_deadline = min(self._earliest_deadline, request.deadline)
         tenant = request.share.tenant
-        self._shares.arrive(request.share, waits=any(tenant in queued.tenants for queued in self._queues.values()))
+        waits = tenant in queue.tenants
+        if not waits and len(self._queues) > 1:
+            waits = any(tenant in queued.tenants for queued in self._queues.values())
+        self._shares.arrive(request.share, waits=waits)
         self.waiting += request.count
         queue.longest = max(queue.longest, request.longest)
         queue.count_work(tenant, request.count, request.steps)
@@ -475,7 +474,8 @@ class Scheduler(Generic[S]):
 
     def _free_places(self, share: Share, requests: int = 1) -> int:
         """Return the most sequences of a tenant for which the queue has room: see `_free_in_share`."""
-        return min(self._limits.max_waiting - self.waiting, self._free_in_share(share, requests))
+        free = self._limits.max_waiting - self.waiting
+        return min(free, self._free_in_share(share, requests)) if share.tenant else free
 
     def _free_in_share(self, share: Share, requests: int = 1) -> int:
         """Return the most sequences of a tenant that leave the other tenants room. Its first request, if it is alone, may have more."""

@@ -35,9 +35,6 @@ class Cost(NamedTuple):
         seconds = self.fixed + step_seconds * most * (1 - pace)
         return math.ceil(pace * most * self.fixed / seconds) if seconds > 0 else 1
 
-    def times(self, factor: float) -> Cost:
-        return Cost(self.fixed * factor, self.per_step * factor, self.per_token * factor)
-
 
 @dataclass(slots=True)
 class Correction:
@@ -68,8 +65,9 @@ class Correction:
 
     def seconds(self, predicted: float) -> float:
         """Return the expected time of a batch."""
-        return self.factor * predicted + max(0.0, self.host_seconds)
+        seconds = self.factor * predicted
+        return seconds + self.host_seconds if self.host_seconds > 0 else seconds
 
     def of(self, cost: Cost) -> Cost:
         """Return a corrected cost."""
-        return cost.times(self.factor)._replace(fixed=self.seconds(cost.fixed))
+        return Cost(self.seconds(cost.fixed), self.factor * cost.per_step, self.factor * cost.per_token)
