@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
+from typing import Any
 
 import torch
 
@@ -123,9 +124,9 @@ def cached_choice(backends: Sequence[Backend]) -> Callable[..., Choice]:
     """Return `choose` as a cached function of device, storage, hidden, requested, variants, vector and levels. Whether TF32 is allowed is
     asked in every call. A backend's answer for a problem never changes."""
 
-    @cache
-    def cached(problem: Problem, requested: str) -> Choice:
-        return choose(backends, problem, requested)
+    @cache  # by plain values: the hash of a Problem costs as much as the launch of a small kernel
+    def cached(requested: str, *problem: Any) -> Choice:
+        return choose(backends, Problem(*problem), requested)
 
     def chosen(
         device: torch.device,
@@ -136,7 +137,7 @@ def cached_choice(backends: Sequence[Backend]) -> Callable[..., Choice]:
         vector: int | None = None,
         levels: int = 1,
     ) -> Choice:
-        return cached(Problem(device, storage, hidden, variants, vector, allows_tf32(device, storage), levels), requested)
+        return cached(requested, device, storage, hidden, variants, vector, allows_tf32(device, storage), levels)
 
     return chosen
 

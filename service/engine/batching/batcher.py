@@ -248,7 +248,8 @@ class Batcher:
             values, states = self._split_states(ticket, data)
             divisible = self._engine.streams(ticket.key)
             sequences = _sequences(ticket, values, session, divisible=divisible, initial_states=states)
-            if not request.ends_only:
+            ends_only = request.ends_only
+            if not ends_only:
                 self._scheduler.add(ticket.key, sequences, now=self._clock(), busy=self._engine.remaining_seconds)
         except Exception:
             if session is not None:
@@ -257,7 +258,8 @@ class Batcher:
         ticket.open(sequences)
         if session is not None:
             self.sessions.append(session, sequences[0])
-            self._end_if_due(session)
+            if ends_only:
+                self._end_if_due(session)
 
     def _split_states(self, ticket: Ticket, data: bytes | memoryview) -> tuple[memoryview, list[State]]:
         """Return the values of a request, and the state that each sequence starts from if it brings them."""

@@ -106,7 +106,8 @@ class RequestSequence(QueuedSequence):
     turn: the turn of this session from this sequence on, if it begins an open session again.
     slot: where its state is after its newest batch.
     read_slot: where that batch reads its state, until the batch is launched.
-    results: of its finished chunks.
+    results: of its finished chunks; steps: the steps of these chunks.
+    restarts: whether it begins its session again. The session keeps its earlier state until this chunk is answered.
     initial_state: the state that it starts from, if its request brings one; final_state: the states after it, if its request asks for them.
     """
 
@@ -117,10 +118,12 @@ class RequestSequence(QueuedSequence):
         "initial_state",
         "launched",
         "read_slot",
+        "restarts",
         "results",
         "session",
         "slot",
         "step_bytes",
+        "steps",
         "ticket",
         "turn",
     )
@@ -143,19 +146,16 @@ class RequestSequence(QueuedSequence):
         self.data = data
         self.step_bytes = step_bytes
         self.session = session
+        self.restarts = session is not None and request.session_starts is True
         self.turn: Turn | None = None
         self.slot: StateSlot | None = None
         self.read_slot: StateSlot | None = None
         self.launched = 0
         self.finished = 0
         self.results: list[ChunkResult] = []
+        self.steps = 0
         self.initial_state = initial_state
         self.final_state: bytes | None = None
-
-    @property
-    def restarts(self) -> bool:
-        """Whether it begins its session again. The session keeps its earlier state until this chunk is answered."""
-        return self.session is not None and self.ticket.request.session_starts is True
 
     @property
     def session_steps(self) -> int:
@@ -176,14 +176,10 @@ class RequestSequence(QueuedSequence):
         taken, self.data = self.data[:size], self.data[size:]
         return taken
 
-    @property
-    def steps(self) -> int:
-        """The steps of its finished chunks."""
-        return sum([result.steps for result in self.results])
-
     def add_result(self, result: ChunkResult) -> bool:
         """Add the result of the next chunk. Returns whether the sequence is complete."""
         self.results.append(result)
+        self.steps += result.steps
         self.finished += 1
         return not self.remaining and self.finished == self.launched
 
