@@ -78,7 +78,7 @@ class Batch:
         self.since = since
         self.formed = formed
         self.blocks = blocks
-        parts = [*blocks, *chunks]
+        parts: list[RequestBlock | Chunk] = [*blocks, *chunks]
         self.rows = sum([block.sequences for block in blocks]) + len(chunks)
         self.tokens = sum([part.steps for part in parts])
         self.longest = max([part.longest for part in parts])

@@ -88,6 +88,8 @@ class Worker:
         """Requests and other messages since the last step of the batcher."""
         self._answered: set[Channel] = set()
         """Frontends that receive a backlog report with their next write."""
+        self._blocked: set[Channel] = set()
+        """Channels that have not accepted all bytes. The selector reports when they have room."""
         self._control_handlers: dict[type[Message], Callable[[Frame, Any], None]] = {
             messages.Attach: self._handle_attach,
             messages.CollectMetrics: self._handle_collect_metrics,
@@ -126,8 +128,10 @@ class Worker:
         self._step()
         self._models.settle()
         self._trials.end_batches(self._engine.runs)
-        for channel in [channel for channel in self._frontends if channel.outgoing]:
-            self._flush(channel)
+        waiting = [channel for channel in self._frontends if channel.outgoing]
+        backlog = self._batcher.backlog_seconds() if waiting else 0.0
+        for channel in waiting:
+            self._flush(channel, backlog)
         if self._store is not None and self._store.outgoing:
             self._flush(self._store)
         if self._profiling.on:
@@ -412,9 +416,16 @@ class Worker:
         self._answered.add(channel)
         self._frontends[channel].tickets.pop(id, None)
 
-    def _flush(self, channel: Channel) -> None:
-        """Write as much as the frontend accepts now; the rest leaves when the selector reports room."""
-        self._report_backlog(channel)
+    def _flush(self, channel: Channel, backlog: float | None = None) -> None:
+        """Write as much as the frontend accepts now; the rest leaves when the selector reports room.
+
+        With answers goes the work left in this engine, and how many of the frontend's frames that includes. backlog: that work in predicted
+        seconds, if it is known.
+        """
+        if channel in self._answered:
+            self._answered.discard(channel)
+            seconds = self._batcher.backlog_seconds() if backlog is None else backlog
+            channel.send(encode(Backlog(seconds, channel.frames_received)))
         bytes_before, writes_before = channel.bytes_sent, channel.writes
         done = channel.flush()
         self._metrics.channel_bytes.add("engine", by=channel.bytes_sent - bytes_before)
@@ -422,13 +433,9 @@ class Worker:
         if not channel.open:
             self._forget(channel)
             return
-        self._selector.modify(channel, selectors.EVENT_READ | (0 if done else selectors.EVENT_WRITE))
-
-    def _report_backlog(self, channel: Channel) -> None:
-        """Report the work left in this engine together with answers, and how many of the frontend's frames that includes."""
-        if channel in self._answered:
-            self._answered.discard(channel)
-            channel.send(encode(Backlog(self._batcher.backlog_seconds(), channel.frames_received)))
+        if done is (channel in self._blocked):
+            (self._blocked.discard if done else self._blocked.add)(channel)
+            self._selector.modify(channel, selectors.EVENT_READ | (0 if done else selectors.EVENT_WRITE))
 
     def _forget(self, channel: Channel) -> None:
         """The frontend has ended: cancel its requests."""
@@ -441,6 +448,7 @@ class Worker:
             return  # a write found the end before a read
         self._selector.unregister(channel)
         self._answered.discard(channel)
+        self._blocked.discard(channel)
         self._profiling.forget(channel)
         self._models.forget(channel)
         self._trials.detach(channel)

@@ -193,7 +193,7 @@ class Channel:
     def flush(self) -> bool:
         """Write what the socket accepts, up to BYTES_PER_FLUSH; true when everything was written."""
         limit = self.bytes_sent + BYTES_PER_FLUSH
-        while self.outgoing and self.open:
+        while (self._outgoing or self._divided) and self.open:
             if self.bytes_sent >= limit:
                 return False
             if not self._outgoing:
@@ -208,7 +208,8 @@ class Channel:
                 break
             self.bytes_sent += sent
             self.writes += 1
-            self._close_all(descriptors)
+            if descriptors:
+                self._close_all(descriptors)
             self._outgoing.popleft()
             if sent < len(data):
                 self._outgoing.appendleft((memoryview(data)[sent:], []))
@@ -221,14 +222,14 @@ class Channel:
         """
         frames: list[Frame] = []
         for _ in range(READS_PER_RECEIVE):
-            expected = min(READ_BYTES, self._large.piece_left if self._large else 0) or READ_BYTES
+            expected = READ_BYTES if self._large is None else min(READ_BYTES, self._large.piece_left) or READ_BYTES
             try:
                 size, descriptors = self._read()
             except BlockingIOError:
                 break
             except OSError:
                 size, descriptors = 0, []
-            self._sockets.extend(descriptors)
+            self._sockets += descriptors
             if not size:
                 self.open = False
                 break
@@ -254,10 +255,10 @@ class Channel:
             return self._large.receive(self._socket)
         size, ancillary, _flags, _address = self._socket.recvmsg_into([self._buffer], _ANCILLARY_BYTES)
         self._received += self._buffer[:size]
-        return size, _descriptors(ancillary)
+        return size, _descriptors(ancillary) if ancillary else []
 
     def _take_frames(self) -> list[Frame]:
-        frames, start, large_bytes = self._take_large_frame(), 0, 0
+        frames, start, large_bytes = [] if self._large is None else self._take_large_frame(), 0, 0
         with memoryview(self._received) as view:
             while len(view) - start >= HEADER.size:
                 length, packed_length, id = HEADER.unpack_from(view, start)
@@ -274,7 +275,7 @@ class Channel:
                     break
                 message = _decoder.decode(view[begin : begin + packed_length])
                 tail = bytes(view[begin + packed_length : end])
-                frames.append(Frame(message, id, tail, self._take_socket(message)))
+                frames.append(Frame(message, id, tail, self._take_socket() if type(message) is Attach else None))
                 start = end
         del self._received[:start]
         if large_bytes:
@@ -290,10 +291,10 @@ class Channel:
         _length, packed_length, id = HEADER.unpack_from(large.memory)
         end = HEADER.size + packed_length
         message = _decoder.decode(large.memory[HEADER.size : end])
-        return [Frame(message, id, large.memory[end:].toreadonly(), self._take_socket(message))]
+        return [Frame(message, id, large.memory[end:].toreadonly())]
 
-    def _take_socket(self, message: Message) -> socket.socket | None:
-        return socket.socket(fileno=self._sockets.popleft()) if type(message) is Attach else None
+    def _take_socket(self) -> socket.socket:
+        return socket.socket(fileno=self._sockets.popleft())
 
     @staticmethod
     def _close_all(descriptors: list[int] | deque[int]) -> None:
