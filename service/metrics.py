@@ -104,21 +104,28 @@ Rows = list[tuple[tuple[str, ...], list[float]]]
 Snapshot = dict[str, Rows]
 
 
+class Values(dict[tuple[str, ...], list[float]]):
+    """The numbers of a metric by label values: `width` zeros at first."""
+
+    def __init__(self, name: str, labels: tuple[str, ...], width: int) -> None:
+        self._name = name
+        self._labels = labels
+        self._width = width
+
+    def __missing__(self, labels: tuple[str, ...]) -> list[float]:
+        assert len(labels) == len(self._labels), f"{self._name} has the labels {self._labels}"
+        self[labels] = values = [0.0] * self._width
+        return values
+
+
 class Series:
     """One metric: a list of numbers for each combination of label values."""
 
-    def __init__(self, name: str, help: str, labels: tuple[str, ...] = ()) -> None:
+    def __init__(self, name: str, help: str, labels: tuple[str, ...] = (), width: int = 1) -> None:
         self.name = name
         self.help = help
         self.labels = labels
-        self.values: dict[tuple[str, ...], list[float]] = {}
-
-    def _at(self, labels: tuple[str, ...], width: int) -> list[float]:
-        values = self.values.get(labels)
-        if values is None:
-            assert len(labels) == len(self.labels), f"{self.name} has the labels {self.labels}"
-            values = self.values[labels] = [0.0] * width
-        return values
+        self.values = Values(name, labels, width)
 
 
 class Counter(Series):
@@ -126,14 +133,14 @@ class Counter(Series):
 
     def start(self, *labels: str) -> None:
         """Show the series at 0 from the start. Prometheus sees no increase in a series that first appears at 1."""
-        self._at(labels, 1)
+        _ = self.values[labels]
 
     def add(self, *labels: str, by: float = 1.0) -> None:
-        self._at(labels, 1)[0] += by
+        self.values[labels][0] += by
 
     def raise_to(self, total: float, *labels: str) -> None:
         """Take over a total that this process counts elsewhere."""
-        self._at(labels, 1)[0] = total
+        self.values[labels][0] = total
 
 
 class Gauge(Series):
@@ -144,10 +151,10 @@ class Gauge(Series):
         self.alike = alike
 
     def set(self, value: float, *labels: str) -> None:
-        self._at(labels, 1)[0] = value
+        self.values[labels][0] = value
 
     def add(self, *labels: str, by: float = 1.0) -> None:
-        self._at(labels, 1)[0] += by
+        self.values[labels][0] += by
 
 
 class Example(NamedTuple):
@@ -166,19 +173,19 @@ class Histogram(Series):
     """Counts per bucket, followed by the sum of the observed values."""
 
     def __init__(self, name: str, help: str, labels: tuple[str, ...], buckets: tuple[float, ...]) -> None:
-        super().__init__(name, help, labels)
+        super().__init__(name, help, labels, len(buckets) + 2)
         self.buckets = buckets
         self.examples: dict[tuple[tuple[str, ...], int], Example] = {}
         """By label values and bucket."""
 
     def observe(self, value: float, *labels: str) -> None:
-        values = self._at(labels, len(self.buckets) + 2)
+        values = self.values[labels]
         values[bisect_left(self.buckets, value)] += 1
         values[-1] += value
 
     def observe_often(self, value: float, count: int, *labels: str) -> None:
         """Observe a value that `count` requests have in common."""
-        values = self._at(labels, len(self.buckets) + 2)
+        values = self.values[labels]
         values[bisect_left(self.buckets, value)] += count
         values[-1] += value * count
 
@@ -190,7 +197,7 @@ class Histogram(Series):
 
     def observe_all(self, observed: Sequence[float], *labels: str) -> None:
         """Observe many values at once."""
-        values = self._at(labels, len(self.buckets) + 2)
+        values = self.values[labels]
         for value in observed:
             values[bisect_left(self.buckets, value)] += 1
         values[-1] += sum(observed)
@@ -388,7 +395,8 @@ class Metrics:
         """Remove the series of a version that is no longer served."""
         remaining = without(self.snapshot(), model, version)
         for series in self.series():
-            series.values = {labels: list(values) for labels, values in remaining[series.name]}
+            series.values.clear()
+            series.values.update((labels, list(values)) for labels, values in remaining[series.name])
             if isinstance(series, Histogram):
                 series.examples = {key: value for key, value in series.examples.items() if key[0][:2] != (model, version)}
 

@@ -51,6 +51,7 @@ class Encoder:
             _named_layers(spec, arrays), device, int8=int8, requested=PINNED if spec.pin_backend else ANY_BACKEND
         )
         self._head = heads.build(spec.head, arrays, device)
+        self._wants_steps = replace(self._head.wants, steps=True)
         self._layers[-1].linear = self._head.linear
         self.whole_only = self._needing_whole_sequences()
         """The layers and the head that need a whole sequence, each with its kind. With none, a sequence may arrive in chunks."""
@@ -130,7 +131,7 @@ class Encoder:
         x.data: (tokens,) ids or (tokens, features) float32; sequence: return every step of the last layer as well;
         slots: where the states of the rows are read and written, or None to start every row from zeros and keep no state.
         """
-        want = replace(self._head.wants, steps=self._head.wants.steps or sequence)
+        want = self._wants_steps if sequence else self._head.wants
         for number in range(len(self._parts) - 1):
             encoded = self._run_part(number, x, Outputs(steps=True), slots)
             assert encoded.steps is not None
@@ -151,7 +152,7 @@ class Encoder:
         x, sequence: as in a call. States are (rows, width) by layer, level, direction and array, such as `layers.1.0.forward.hidden`. A row
         starts as usual from a state that is not given. Raises ValueError for a state that no layer has, or that has another shape.
         """
-        want = replace(self._head.wants, steps=self._head.wants.steps or sequence)
+        want = self._wants_steps if sequence else self._head.wants
         unknown = set(initial)
         final: dict[str, Tensor] = {}
         for part in self._parts:

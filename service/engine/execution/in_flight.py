@@ -128,7 +128,7 @@ class InFlightBatch:
             end = first + block.sequences
             steps = block.columns.lengths
             if arrays.offsets is not None:
-                steps = np.diff(arrays.offsets[first : end + 1]).astype(COUNT).tobytes()
+                steps = (arrays.offsets[first + 1 : end + 1] - arrays.offsets[first:end]).astype(COUNT).tobytes()
             slices = self._slices(kept, first, end, offsets, block.returns)
             results.append((block, BlockResult(*slices, steps, arrays.per_step, self.runs)))
             first = end
