@@ -144,7 +144,10 @@ class Frontend:
 
     def send(self, caller: Caller, request: Request, data: bytes | memoryview, receiver: Receiver) -> PendingRequest:
         """Send a request that the caller may send, as `Dispatcher.send` does; raises QuotaExceeded, and Overloaded if memory is short."""
-        request, end = self._begin(caller, request, len(data))
+        if caller.key or self.memory.limited:
+            request, end = self._begin(caller, request, len(data))
+        else:
+            end = None  # most services count nothing here
         if end is None:
             return self.dispatcher.send(request, data, receiver)
         try:

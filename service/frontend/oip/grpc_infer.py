@@ -128,7 +128,7 @@ class HotGrpcInfer(HotEndpoint):
         if form is not None:
             packed = form.pack(context.values)
             if packed is not None:
-                return validation.engine_request(packed, _within(form.options, seconds), model, arrived), packed[1]
+                return validation.engine_request(packed, _within(form.options, seconds), model, arrived), packed.data
             tensors = form.decode(context.values)  # for the error that names the wrong value
         options = check_options(context.request, parsed.session, model, settings, seconds)
         request, data = engine_request(context.request, tensors, tensors.pack(model, settings), options, model, arrived)
@@ -168,9 +168,10 @@ class HotGrpcInfer(HotEndpoint):
             if len(self._writers) >= MAX_WRITERS:
                 self._writers.clear()
             writer = self._writers[model.key] = ClassifyWriter(model, model.spec.head)
-        if not all(not call.context.request.outputs and writer.accepts(answer, data) for call, answer, data in answers):
-            return None
-        return writer.write_all([(call.context.request.id, answer, data) for call, answer, data in answers])
+        for answered in answers:
+            if answered.call.context.request.outputs or not writer.accepts(answered.answer, answered.data):
+                return None
+        return writer.write_all([(answered.call.context.request.id, answered.answer, answered.data) for answered in answers])
 
 
 def _within(options: validation.Options, seconds: float) -> validation.Options:

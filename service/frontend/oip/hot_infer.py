@@ -89,7 +89,7 @@ class HotOipInfer(HotEndpoint):
         if form is not None:
             packed = form.pack(context.values)
             if packed is not None:
-                return validation.engine_request(packed, form.options, model, arrived), packed[1]
+                return validation.engine_request(packed, form.options, model, arrived), packed.data
             tensors = form.decode(context.values)  # for the error that names the wrong value
         request, data = build_request(context.parsed.request, tensors, parsed.session, model, settings, arrived)
         if context.key is not None and not request.has_states:
