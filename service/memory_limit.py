@@ -6,6 +6,7 @@ import ctypes
 import math
 import os
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -56,48 +57,44 @@ def return_freed_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
+@dataclass
 class _Group:
-    """The files of one group, which stay open: each tick of a frontend reads them. prefix: of the lines of `stat` that count the groups
-    below too."""
+    """The open files of one group: each tick of a frontend reads them. prefix: of the lines of `stat` that count the groups below too.
 
-    def __init__(self, limit: Path, used: Path, stat: Path, prefix: bytes) -> None:
-        self._limit, self._used, self._stat = map(_open, (limit, used, stat))
-        self._prefix = prefix
-        self._pages = self._readings = 0
-        """The file pages as read last, and how many further readings they are good for."""
+    pages: file pages as read last, which are good for `readings` further readings.
+    """
+
+    prefix: bytes
+    limit: int
+    used: int
+    stat: int
+    pages: int = 0
+    readings: int = 0
 
     @classmethod
+    @cache
     def find(cls, folder: Path) -> _Group | None:
-        """Return the group of a folder; None if it has no files of either version."""
+        """Return the group of a folder, one for all of this process; None if it has no readable files of either version."""
         for limit, used, prefix in (
             ("memory.max", "memory.current", b""),
             ("memory.limit_in_bytes", "memory.usage_in_bytes", b"total_"),
         ):
-            if (folder / limit).is_file():
-                return cls(folder / limit, folder / used, folder / "memory.stat", prefix)
+            with suppress(OSError):
+                return cls(prefix, *[os.open(folder / name, os.O_RDONLY) for name in (limit, used, "memory.stat")])
         return None
 
     def read(self) -> MemoryUse:
         """Return the bytes in use without file pages, which the kernel reclaims before it kills. Unreadable files mean no limit."""
         try:
-            text = os.pread(self._limit, MAX_FILE_BYTES, 0).strip()
+            text = os.pread(self.limit, MAX_FILE_BYTES, 0).strip()
             if text == b"max" or not 0 < (limit := int(text)) < UNLIMITED_BYTES:
                 return NO_LIMIT
-            used = int(os.pread(self._used, MAX_FILE_BYTES, 0))
-            self._readings -= 1
-            if used > limit / 2 or self._readings < 0:
-                stat = dict([line.split(b" ", 1) for line in os.pread(self._stat, MAX_FILE_BYTES, 0).splitlines()])
-                self._pages = sum(int(stat.get(self._prefix + name, 0)) for name in (b"inactive_file", b"active_file"))
-                self._readings = PAGES_READINGS
-            return MemoryUse(max(0, used - self._pages), limit)
+            used = int(os.pread(self.used, MAX_FILE_BYTES, 0))
+            self.readings -= 1
+            if used > limit / 2 or self.readings < 0:
+                stat = dict([line.split(b" ", 1) for line in os.pread(self.stat, MAX_FILE_BYTES, 0).splitlines()])
+                self.pages = sum([int(stat.get(self.prefix + name, 0)) for name in (b"inactive_file", b"active_file")])
+                self.readings = PAGES_READINGS
+            return MemoryUse(max(0, used - self.pages), limit)
         except (OSError, ValueError):
             return NO_LIMIT
-
-
-@cache
-def _open(file: Path) -> int:
-    """Return the descriptor of a file, which is shared by all readers in this process; -1, which nothing can read, if there is none."""
-    try:
-        return os.open(file, os.O_RDONLY)
-    except OSError:
-        return -1

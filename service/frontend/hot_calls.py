@@ -116,54 +116,24 @@ class Reply(Struct, frozen=True):
     compress: Callable[[bytes | memoryview], bytes] | None = None
 
 
-class HotCall:
-    """One request, from its start to its reply."""
+class HotCall(Struct, eq=False):
+    """One request, from its start to its reply. arrived, sent: monotonic times in seconds. lengths: the steps of its sequences."""
 
-    __slots__ = (
-        "arrived",
-        "body",
-        "caller",
-        "context",
-        "counted",
-        "disconnected",
-        "endpoint",
-        "exchange",
-        "lengths",
-        "model",
-        "observation",
-        "parsed",
-        "pending",
-        "search",
-        "sent",
-    )
-
-    def __init__(
-        self,
-        endpoint: HotEndpoint,
-        exchange: Exchange,
-        model: ServedModel,
-        arrived: float,
-        parsed: Parsed,
-        caller: Caller,
-        observation: Observation | None,
-    ) -> None:
-        """arrived: the monotonic time of arrival in seconds."""
-        self.endpoint = endpoint
-        self.exchange = exchange
-        self.model = model
-        self.arrived = self.sent = arrived
-        self.parsed = parsed
-        self.caller = caller
-        self.observation = observation
-        self.lengths: Sequence[int] = ()
-        """The steps of its sequences."""
-        self.context = parsed.context
-        self.pending: PendingRequest | None = None
-        self.search: asyncio.Task[None] | None = None
-        """Sends the request to the version that its session belongs to."""
-        self.disconnected = False
-        self.counted = False
-        """Whether its end is in the metrics."""
+    endpoint: HotEndpoint
+    exchange: Exchange
+    model: ServedModel
+    arrived: float
+    sent: float
+    parsed: Parsed
+    caller: Caller
+    observation: Observation | None
+    lengths: Sequence[int] = ()
+    pending: PendingRequest | None = None
+    search: asyncio.Task[None] | None = None
+    """Sends the request to the version that its session belongs to."""
+    disconnected: bool = False
+    counted: bool = False
+    """Whether its end is in the metrics."""
 
     def answered(self, answer: Answer, data: bytes | memoryview) -> None:
         self.pending = None  # it refers to this call: a cycle would stay in memory until the next full garbage collection
@@ -247,7 +217,7 @@ class HotEndpoint(ABC):
                 model = catalog.find(parsed.model, parsed.version)
             elif model is None:  # only an open session may still use a model that is not served any more
                 model, retired = catalog.find_or_retired(parsed.model, parsed.version)
-            call = HotCall(self, exchange, model, arrived, parsed, caller, observation)
+            call = HotCall(self, exchange, model, arrived, arrived, parsed, caller, observation)
             if retired is None:
                 self._send(call)
             else:

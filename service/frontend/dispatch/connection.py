@@ -247,22 +247,20 @@ class EngineConnection:
         pending.at = self
         self.pending[pending.id] = pending
         self._pending_bytes += pending.size
-        model = self.models.get(pending.key)
-        self._wait.add(pending.id, model.seconds(pending.request.lengths) if model else 0.0)
-        request = pending.request
+        model, request, data = self.models.get(pending.key), pending.request, pending.data
+        self._wait.add(pending.id, model.seconds(request.lengths) if model else 0.0)
         if request.session is None and not (request.initial or request.returns.state):
             key = BlockKey(pending.key, request.priority, request.returns, request.share)
             self._blocks.setdefault(key, {})[pending.id] = pending
             if request.timed:
                 self._timed.add(key)
             self._channel.flush_soon()
-        elif pending.size > MOST_COPIED:
-            frame = encode(pending.request, pending.id, following=len(pending.data))
-            self._channel.send(frame, following=pending.data)
-            self._wait.sent([pending.id], self._channel.frames_sent)
+            return
+        if pending.size > MOST_COPIED:
+            self._channel.send(encode(request, pending.id, following=len(data)), following=data)
         else:
-            self._channel.send(encode(pending.request, pending.id, (pending.data,)))
-            self._wait.sent([pending.id], self._channel.frames_sent)
+            self._channel.send(encode(request, pending.id, (data,)))
+        self._wait.sent([pending.id], self._channel.frames_sent)
 
     def release(self, key: ModelKey) -> None:
         """Tell the engine that this frontend sends no further requests for a model version."""

@@ -144,7 +144,8 @@ class Dispatcher:
             engine = engines[0]
         else:
             engine = self._choose(_with_room(engines, size, self._channel_bytes))
-        pending = PendingRequest(self._next_id(), request, data, receiver, self._deadlines, key, size, on_end=on_end)
+        self._last_id += 1
+        pending = PendingRequest(self._last_id, request, data, receiver, self._deadlines, key, size, on_end=on_end)
         engine.submit(pending)
         self._deadlines.add(pending)
         return pending
@@ -162,8 +163,7 @@ class Dispatcher:
         self._metrics.sequences.add(*key.labels, by=len(request.lengths) - len(rest.lengths))
         if rest.lengths:
             return self.send(rest, values, rows, on_end)
-        size = REQUEST_BYTES + len(values)
-        pending = PendingRequest(self._next_id(), rest, values, receiver, self._deadlines, key, size, on_end=on_end)
+        pending = PendingRequest(self._next_id(), rest, values, receiver, self._deadlines, key, 0, on_end=on_end)
         answered = rows.alone()
         asyncio.get_running_loop().call_soon(lambda: None if pending.done else pending.answer(*answered))
         return pending

@@ -296,7 +296,7 @@ class HotInfer(HotEndpoint):
         return [self._write(model, answered) for answered in answers]
 
     async def write_large(self, model: ServedModel, answered: AnsweredCall) -> Reply:
-        session: str | None = answered.call.context.session
+        session: str | None = answered.call.parsed.context.session
         content = await _write_large_reply(self.frontend, model, answered.answer, answered.data, self.field_of, session)
         return Reply(content, _HEADERS)
 
@@ -308,4 +308,4 @@ class HotInfer(HotEndpoint):
 
 
 def _reply(model: ServedModel, answered: AnsweredCall, outputs: bytes) -> Reply:
-    return Reply(write_reply(model, outputs, answered.call.context.session, answered.answer.session_steps), _HEADERS)
+    return Reply(write_reply(model, outputs, answered.call.parsed.context.session, answered.answer.session_steps), _HEADERS)
