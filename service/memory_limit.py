@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import math
+import os
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,6 +15,10 @@ from service.control_groups import control_groups
 
 UNLIMITED_BYTES = 1 << 62
 """Version 1 has a number near 2^63 in place of no limit."""
+PAGES_READINGS = 30
+"""Up to half of the limit, file pages are read once in so many readings: the kernel reclaims them only near the limit, and takes long to
+count them."""
+MAX_FILE_BYTES = 1 << 16
 
 
 class MemoryUse(NamedTuple):
@@ -41,7 +48,7 @@ class MemoryLimit:
 
     def read(self) -> MemoryUse:
         """Return the use of the group that is nearest to its limit. A limit may change while the service runs."""
-        return max([NO_LIMIT, *(group.read() for group in self._groups)], key=lambda use: (use.share, -use.limit))
+        return max([NO_LIMIT, *[group.read() for group in self._groups]], key=lambda use: (use.share, -use.limit))
 
 
 def return_freed_memory() -> None:
@@ -50,34 +57,44 @@ def return_freed_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-class _Group(NamedTuple):
-    """The files of one group. prefix: of the lines of `stat` that count the groups below too."""
+@dataclass
+class _Group:
+    """The open files of one group: each tick of a frontend reads them. prefix: of the lines of `stat` that count the groups below too.
 
-    limit: Path
-    used: Path
-    stat: Path
-    prefix: str
+    pages: file pages as read last, which are good for `readings` further readings.
+    """
+
+    prefix: bytes
+    limit: int
+    used: int
+    stat: int
+    pages: int = 0
+    readings: int = 0
 
     @classmethod
+    @cache
     def find(cls, folder: Path) -> _Group | None:
-        """Return the group of a folder; None if it has no files of either version."""
+        """Return the group of a folder, one for all of this process; None if it has no readable files of either version."""
         for limit, used, prefix in (
-            ("memory.max", "memory.current", ""),
-            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+            ("memory.max", "memory.current", b""),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", b"total_"),
         ):
-            if (folder / limit).is_file():
-                return cls(folder / limit, folder / used, folder / "memory.stat", prefix)
+            with suppress(OSError):
+                return cls(prefix, *[os.open(folder / name, os.O_RDONLY) for name in (limit, used, "memory.stat")])
         return None
 
     def read(self) -> MemoryUse:
         """Return the bytes in use without file pages, which the kernel reclaims before it kills. Unreadable files mean no limit."""
         try:
-            limit = self.limit.read_text().strip()
-            if limit == "max" or not 0 < int(limit) < UNLIMITED_BYTES:
+            text = os.pread(self.limit, MAX_FILE_BYTES, 0).strip()
+            if text == b"max" or not 0 < (limit := int(text)) < UNLIMITED_BYTES:
                 return NO_LIMIT
-            used = int(self.used.read_text())
-            stat = dict(line.split(" ", 1) for line in self.stat.read_text().splitlines())
-            pages = sum(int(stat.get(f"{self.prefix}{name}", 0)) for name in ("inactive_file", "active_file"))
-            return MemoryUse(max(0, used - pages), int(limit))
+            used = int(os.pread(self.used, MAX_FILE_BYTES, 0))
+            self.readings -= 1
+            if used > limit / 2 or self.readings < 0:
+                stat = dict([line.split(b" ", 1) for line in os.pread(self.stat, MAX_FILE_BYTES, 0).splitlines()])
+                self.pages = sum([int(stat.get(self.prefix + name, 0)) for name in (b"inactive_file", b"active_file")])
+                self.readings = PAGES_READINGS
+            return MemoryUse(max(0, used - self.pages), limit)
         except (OSError, ValueError):
             return NO_LIMIT

@@ -25,7 +25,6 @@ from service.modeling.spec.heads import ClassifyHead, EmbedHead, NextHead, Regre
 
 Array = NDArray[Any]
 _ABSENT: Array = np.empty(0, FEATURES)
-_INPUT_FIELDS = tuple(f"inputs[{index}]" for index in range(64))
 
 
 class InferOutput(BaseModel):
@@ -76,7 +75,7 @@ class _SequenceArrays:
 
 def input_field(index: int) -> str:
     """Return the name of one input of a request for an error message."""
-    return _INPUT_FIELDS[index] if index < len(_INPUT_FIELDS) else f"inputs[{index}]"
+    return f"inputs[{index}]"
 
 
 def decode_arrays(
@@ -184,10 +183,11 @@ class OutputWriter:
         """
         if not isinstance(self._members, _RowMembers):
             return None
-        data = b"".join([data for _, data in answers])
         size = self._members.row_bytes
-        if len(data) != size * len(answers) or any(len(part) != size or len(answer.steps) != 1 for answer, part in answers):
+        shapes = {(len(part), len(answer.steps)) for answer, part in answers}
+        if shapes != {(size, 1)}:
             return None
+        data = b"".join([data for _, data in answers])
         members = self._members.of_scores(np.frombuffer(data, FEATURES).reshape(len(answers), -1))
         return members and [b"[{%b}]" % member for member in members]
 

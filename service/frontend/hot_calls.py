@@ -11,9 +11,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from random import random
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
-from msgspec import structs
+from msgspec import Struct, structs
 
 from service.access.caller import Caller
 from service.errors import InferenceFailed, Overloaded, ServiceError
@@ -43,14 +43,12 @@ class RequestTally:
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
-        self._accepted = self._ended = self._unfolded = 0
+        self.accepted = 0
+        """Requests that were sent to an engine, or refused. An attribute, because every request counts itself."""
+        self._ended = self._unfolded = 0
         self._seconds: dict[tuple[str, str], dict[str, list[float]]] = {}
         self._last_answer: dict[tuple[str, str], float] = {}
         metrics.before_snapshot(self._fold)
-
-    def accept(self) -> None:
-        """Count a request that was sent to an engine."""
-        self._accepted += 1
 
     def answer(
         self, labels: tuple[str, str], parse: Sequence[float], total: Sequence[float], *, reply: float, encode: float
@@ -79,9 +77,9 @@ class RequestTally:
 
     def _fold(self) -> None:
         metrics = self._metrics
-        metrics.accepted.add(by=self._accepted)
-        metrics.in_flight.add(by=self._accepted - self._ended)
-        self._accepted = self._ended = self._unfolded = 0
+        metrics.accepted.add(by=self.accepted)
+        metrics.in_flight.add(by=self.accepted - self._ended)
+        self.accepted = self._ended = self._unfolded = 0
         for labels, stages in self._seconds.items():
             metrics.requests.add(*labels, OK, by=len(stages["total"]))
             for stage, seconds in stages.items():
@@ -90,7 +88,7 @@ class RequestTally:
         self._seconds, self._last_answer = {}, {}
 
 
-class Parsed(NamedTuple):
+class Parsed(Struct, frozen=True):
     """A request whose body is decoded. version: None for the newest. context: data from which the endpoint writes the reply.
 
     session: the id of the session that the request belongs to, if there is one.
@@ -102,7 +100,7 @@ class Parsed(NamedTuple):
     session: str | None = None
 
 
-class AnsweredCall(NamedTuple):
+class AnsweredCall(Struct, frozen=True):
     """A call with the engine's answer to it."""
 
     call: HotCall
@@ -110,7 +108,7 @@ class AnsweredCall(NamedTuple):
     data: bytes | memoryview
 
 
-class Reply(NamedTuple):
+class Reply(Struct, frozen=True):
     """A successful reply. headers: complete lines. compress: compresses the content in a thread if it is worth it."""
 
     content: bytes | memoryview
@@ -118,54 +116,24 @@ class Reply(NamedTuple):
     compress: Callable[[bytes | memoryview], bytes] | None = None
 
 
-class HotCall:
-    """One request, from its start to its reply."""
+class HotCall(Struct, eq=False):
+    """One request, from its start to its reply. arrived, sent: monotonic times in seconds. lengths: the steps of its sequences."""
 
-    __slots__ = (
-        "arrived",
-        "body",
-        "caller",
-        "context",
-        "counted",
-        "disconnected",
-        "endpoint",
-        "exchange",
-        "lengths",
-        "model",
-        "observation",
-        "parsed",
-        "pending",
-        "search",
-        "sent",
-    )
-
-    def __init__(
-        self,
-        endpoint: HotEndpoint,
-        exchange: Exchange,
-        model: ServedModel,
-        arrived: float,
-        parsed: Parsed,
-        caller: Caller,
-        observation: Observation | None,
-    ) -> None:
-        """arrived: the monotonic time of arrival in seconds."""
-        self.endpoint = endpoint
-        self.exchange = exchange
-        self.model = model
-        self.arrived = self.sent = arrived
-        self.parsed = parsed
-        self.caller = caller
-        self.observation = observation
-        self.lengths: Sequence[int] = ()
-        """The steps of its sequences."""
-        self.context = parsed.context
-        self.pending: PendingRequest | None = None
-        self.search: asyncio.Task[None] | None = None
-        """Sends the request to the version that its session belongs to."""
-        self.disconnected = False
-        self.counted = False
-        """Whether its end is in the metrics."""
+    endpoint: HotEndpoint
+    exchange: Exchange
+    model: ServedModel
+    arrived: float
+    sent: float
+    parsed: Parsed
+    caller: Caller
+    observation: Observation | None
+    lengths: Sequence[int] = ()
+    pending: PendingRequest | None = None
+    search: asyncio.Task[None] | None = None
+    """Sends the request to the version that its session belongs to."""
+    disconnected: bool = False
+    counted: bool = False
+    """Whether its end is in the metrics."""
 
     def answered(self, answer: Answer, data: bytes | memoryview) -> None:
         self.pending = None  # it refers to this call: a cycle would stay in memory until the next full garbage collection
@@ -217,11 +185,12 @@ class HotEndpoint(ABC):
 
     def start(self, head: RequestHead, body: bytes, exchange: Exchange, arrived: float) -> HotCall | None:
         """See `Endpoint.start`."""
-        try:
-            self.frontend.starts.check()
-        except Overloaded as error:
-            self.refuse(UNKNOWN_MODEL_LABELS, error, arrived, exchange, head.caller)
-            raise
+        if self.frontend.starts.refusing:
+            try:
+                raise self.frontend.starts.refuse()
+            except Overloaded as error:
+                self.refuse(UNKNOWN_MODEL_LABELS, error, arrived, exchange, head.caller)
+                raise
         parsed = self.parse(head, body)
         return None if parsed is None else self.run(parsed, exchange, arrived, head.caller)
 
@@ -237,17 +206,18 @@ class HotEndpoint(ABC):
 
         model: the model of the session, instead of the model that the request names.
         """
-        self._tally.accept()
-        labels, retired = UNKNOWN_MODEL_LABELS, None
+        self._tally.accepted += 1
+        catalog, retired = self.frontend.catalog, None
         observer, observation = self._observer, None
         # Most requests are not chosen: that should cost nothing but the random number.
         if observer.chooses and ((drawn := random()) < observer.highest_rate or exchange.origin.traceparent):
             observation = observer.begin(exchange, drawn)
         try:
-            if model is None:
-                model, retired = self._find(parsed)
-            labels = model.key.labels
-            call = HotCall(self, exchange, model, arrived, parsed, caller, observation)
+            if model is None and parsed.session is None:
+                model = catalog.find(parsed.model, parsed.version)
+            elif model is None:  # only an open session may still use a model that is not served any more
+                model, retired = catalog.find_or_retired(parsed.model, parsed.version)
+            call = HotCall(self, exchange, model, arrived, arrived, parsed, caller, observation)
             if retired is None:
                 self._send(call)
             else:
@@ -257,6 +227,7 @@ class HotEndpoint(ABC):
             if isinstance(error, ServiceError):
                 code = error.code
                 self.frontend.retries.charge(error)
+            labels = UNKNOWN_MODEL_LABELS if model is None else model.key.labels
             self._end_refused(exchange, labels, code, arrived, caller, observation)
             raise
         return call
@@ -270,7 +241,7 @@ class HotEndpoint(ABC):
         caller: Caller,
     ) -> None:
         """Count a request that cannot be decoded."""
-        self._tally.accept()
+        self._tally.accepted += 1
         self.frontend.retries.charge(error)
         observation = self._observer.begin(exchange, random()) if self._observer.chooses else None
         self._end_refused(exchange, labels, error.code, arrived, caller, observation)
@@ -292,7 +263,7 @@ class HotEndpoint(ABC):
 
     def abandon(self, outcome: str = GONE) -> None:
         """See `Endpoint.abandon`. outcome: its label in the metrics."""
-        self._tally.accept()
+        self._tally.accepted += 1
         self._tally.fail(UNKNOWN_MODEL_LABELS, outcome, 0.0)
 
     def collect(self, answered: AnsweredCall) -> None:
@@ -324,13 +295,6 @@ class HotEndpoint(ABC):
             call.search.cancel()
         if not call.counted:
             self._count_failure(call, outcome)
-
-    def _find(self, parsed: Parsed) -> tuple[ServedModel, ServiceError | None]:
-        """Return the model of a request, and None unless only an open session may still use it; raises UnknownModel."""
-        catalog = self.frontend.catalog
-        if parsed.session is None:
-            return catalog.find(parsed.model, parsed.version), None
-        return catalog.find_or_retired(parsed.model, parsed.version)
 
     def _send(self, call: HotCall) -> None:
         try:
@@ -433,14 +397,18 @@ class HotEndpoint(ABC):
     ) -> None:
         """Send the replies to requests of one model, and count these. start: when the writing of the replies began."""
         replied, ready = [], 0.0
-        for (call, answer, _), reply in zip(answers, replies, strict=True):
+        for answered, reply in zip(answers, replies, strict=True):
+            call = answered.call
             if isinstance(reply, ServiceError):
                 self.fail(call, reply)
                 continue
             call.counted = True
             replied.append(call)
-            ready += answer.ready
-            _send(call, reply)
+            ready += answered.answer.ready
+            if reply.compress is None:
+                call.exchange.respond(reply.content, reply.headers)
+            else:
+                _compress_and_respond(call, reply, reply.compress)
         if replied:
             now = time.monotonic()
             parse, total = [call.sent - call.arrived for call in replied], [now - call.arrived for call in replied]
@@ -450,21 +418,18 @@ class HotEndpoint(ABC):
             observer = self._observer
             if observer.chooses or observer.times_all:
                 in_time = now - observer.slow_seconds
-                for (call, answer, _), reply in zip(answers, replies, strict=True):
+                for answered, reply in zip(answers, replies, strict=True):
+                    call = answered.call
                     chosen = call.observation is not None or call.arrived < in_time
                     if chosen and not isinstance(reply, ServiceError):
-                        self._report(call, OK, now, start, answer)
+                        self._report(call, OK, now, start, answered.answer)
 
 
-def _send(call: HotCall, reply: Reply) -> None:
-    if reply.compress is None:
-        call.exchange.respond(reply.content, reply.headers)
-        return
-
+def _compress_and_respond(call: HotCall, reply: Reply, compress: Callable[[bytes | memoryview], bytes]) -> None:
     def respond(compressed: asyncio.Future[bytes]) -> None:
         if not call.disconnected:
             call.exchange.respond(compressed.result(), reply.headers)
 
     # In a thread: a large reply would hold up every other request on the event loop.
-    compressing = asyncio.get_running_loop().run_in_executor(None, reply.compress, reply.content)
+    compressing = asyncio.get_running_loop().run_in_executor(None, compress, reply.content)
     compressing.add_done_callback(respond)

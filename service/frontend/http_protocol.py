@@ -51,6 +51,7 @@ ACCEPT_SECONDS = 0.1
 LINGER_SECONDS = 1.0
 """How long a connection is still read after a request was refused in the middle."""
 _HEAD_END = b"\r\n\r\n"
+_HEAD_END_BYTES = len(_HEAD_END)
 
 
 class _HeadRefused(Exception):
@@ -461,58 +462,59 @@ class HttpProtocol(HttpToolsProtocol):
                 self.flow.resume_reading()
             self.data_received(data)
 
-    def _start_next(self, waited_since: float | None = None) -> None:
+    def _start_next(self) -> None:
         """Start the first of the requests that arrived, if it is complete and the client reads its replies.
 
-        waited_since: when it was complete, if its turn has come. Any other request waits for its turn if the frontend is busy.
+        It waits for its turn if the frontend is busy.
         """
         if self.flow.write_paused:
             self.flow.pause_reading()
             return
-        data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
-        end = data.find(_HEAD_END) + len(_HEAD_END)
-        in_limits = len(_HEAD_END) <= end <= MAX_HEAD_BYTES
+        data = b"".join(self._parts)
+        end = data.find(_HEAD_END) + _HEAD_END_BYTES
+        in_limits = _HEAD_END_BYTES <= end <= MAX_HEAD_BYTES
         head = self.hot_path.heads.find(data[:end]) if in_limits else None
         endpoint = self.hot_path.find_endpoint(head) if head is not None else None
         if head is None or endpoint is None or not endpoint.accepts(head):
             self._pass_on(data)
             return
         needed = end + head.length
-        if len(data) < needed:
+        if self._size < needed:
             if self._needed == 0:
                 self.phase_began = self.loop.time()
             self._keep(data, needed, endpoint)
             self.flow.resume_reading()
             return
-        arrived = time.monotonic() if waited_since is None else waited_since
-        if waited_since is None and self._starts.must_wait(arrived):
-            self._keep(data, needed, endpoint)
-            if not self._last_request:
-                self._call = self._starts.add(arrived, self._take_turn)
+        arrived = time.monotonic()
+        if not self._starts.must_wait(arrived):
+            self._start(endpoint, head, data, end, arrived)
             return
-        if self._incomplete is not None:
-            self._incomplete = None
-            self._count_received(0)
-        body, rest = data[end:needed], data[needed:]
-        self._parts, self._size, self._needed = [rest] if rest else [], len(rest), 0
-        if not self._start(endpoint, head, body, arrived):
-            self._pass_on(data)
+        self._keep(data, needed, endpoint)
+        if not self._last_request:
+            self._call = self._starts.add(arrived, partial(self._take_turn, endpoint, head, end))
 
     def _keep(self, data: bytes, needed: int, endpoint: Endpoint) -> None:
         """Keep what arrived of a request, which is not complete, or waits for its turn."""
         self._unset_keepalive_if_required()
-        self._parts, self._size, self._needed, self._incomplete = [data], len(data), needed, endpoint
-        self._count_received(min(len(data), needed))
+        self._parts, self._needed, self._incomplete = [data], needed, endpoint
+        self._count_received(min(self._size, needed))
 
-    def _take_turn(self, arrived: float) -> None:
+    def _take_turn(self, endpoint: Endpoint, head: RequestHead, end: int, arrived: float) -> None:
         """Start the request whose turn has come."""
         self._call = None
         if not self.transport.is_closing():
-            self._start_next(arrived)
+            self._start(endpoint, head, b"".join(self._parts), end, arrived)
 
-    def _start(self, endpoint: Endpoint, head: RequestHead, body: bytes, arrived: float) -> bool:
-        """Start a request; false when the general path must answer it."""
-        self._unset_keepalive_if_required()
+    def _start(self, endpoint: Endpoint, head: RequestHead, data: bytes, end: int, arrived: float) -> None:
+        """Start the request at the beginning of `data`, all that arrived, or pass it to the general path. end: of its head."""
+        if self._incomplete is not None:
+            self._incomplete = None
+            self._count_received(0)
+        if self.timeout_keep_alive_task is not None:
+            self._unset_keepalive_if_required()
+        needed = end + head.length
+        body, rest = data[end:needed], data[needed:]
+        self._parts, self._size, self._needed = [rest] if rest else [], self._size - needed, 0
         self.origin = head.origin
         self.request_id = head.origin.request_id or self._request_ids.take()
         self.trace_headers = ()
@@ -523,8 +525,8 @@ class HttpProtocol(HttpToolsProtocol):
         except Exception as error:
             self.respond_error(self.hot_path.frontend.internal_error(error))
         else:
-            return self._call is not None
-        return True
+            if self._call is None:
+                self._pass_on(data)
 
     def _pass_on(self, data: bytes) -> None:
         """Let the general path answer the bytes that arrived, until it is idle again."""
@@ -535,15 +537,15 @@ class HttpProtocol(HttpToolsProtocol):
         self._turn.take()
 
     def _reply(self, status: bytes, content: bytes | memoryview, headers: bytes) -> None:
-        self._call, now = None, self.loop.time()
+        self._call, now, size = None, self.loop.time(), len(content)
         # A request that has arrived already still gets its reply on this connection.
         self._last_reply |= self.hot_path.frontend.draining or (now > self._retires and not self._parts)
         if self._last_reply:
             headers += b"connection: close\r\n"
         if self.trace_headers:
             headers += b"".join([b"%b: %b\r\n" % pair for pair in self.trace_headers])
-        head = self.hot_path.reply_head(status, self.server_state.default_headers, len(content), self.request_id, headers)
-        if len(content) <= MAX_JOINED_BYTES:
+        head = self.hot_path.reply_head(status, self.server_state.default_headers, size, self.request_id, headers)
+        if size <= MAX_JOINED_BYTES:
             self.transport.write(head + content)
         else:
             self.transport.writelines((head, content))
@@ -552,7 +554,8 @@ class HttpProtocol(HttpToolsProtocol):
         if self._last_reply:
             self.transport.close()
         else:
-            self.flow.resume_reading()
+            if self.flow.read_paused:
+                self.flow.resume_reading()
             if self._parts:
                 self.loop.call_soon(self._start_waiting)
 

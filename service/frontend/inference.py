@@ -144,13 +144,14 @@ class Frontend:
 
     def send(self, caller: Caller, request: Request, data: bytes | memoryview, receiver: Receiver) -> PendingRequest:
         """Send a request that the caller may send, as `Dispatcher.send` does; raises QuotaExceeded, and Overloaded if memory is short."""
-        request, end = self._begin(caller, request, len(data))
-        if end is None:
+        if not (caller.key or self.memory.limited):
             return self.dispatcher.send(request, data, receiver)
+        request, end = self._begin(caller, request, len(data))
         try:
             return self.dispatcher.send(request, data, receiver, on_end=end)
         except ServiceError:
-            end()
+            if end is not None:
+                end()
             raise
 
     async def submit(self, caller: Caller, request: Request, data: bytes | memoryview) -> Answered:
@@ -172,9 +173,9 @@ class Frontend:
         if not self.memory.limited:
             return request, end
         numbers = 0
-        if request.key in self.catalog:  # a version that was forgotten while a body was parsed is refused later
-            steps = sum(request.lengths)
-            numbers = self.catalog[request.key].answer_numbers(steps, sequence=request.returns.sequence)
+        key = request.key
+        if key in self.catalog:  # a version that was forgotten while a body was parsed is refused later
+            numbers = self.catalog[key].answer_numbers(sum(request.lengths), sequence=request.returns.sequence)
         try:
             request, release = self.memory.admit(request, size, numbers)
         except ServiceError:

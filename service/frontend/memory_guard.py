@@ -50,6 +50,8 @@ class MemoryGuard:
         self._use = NO_LIMIT
         self.limited = False
         """Whether requests may be refused. An attribute, because every request reads it."""
+        self.excess_bytes = -math.inf
+        """How many bytes are in use beyond the share from which all requests are refused; negative if there is room."""
         self._arrived = 0
         """Bytes of incomplete bodies since the last reading."""
         self._reserved = 0
@@ -63,6 +65,7 @@ class MemoryGuard:
         """Read how much memory is in use. Called on each tick."""
         self._use, self._arrived = self._read(), 0
         self.limited = self._use is not NO_LIMIT and self._refuse_share < 1
+        self.excess_bytes = self._use.beyond(self._refuse_share)
         share, was_short = self._use.share, self._short
         self._short = share >= self._shed_share
         self._metrics.memory_limit_used.set(share)
@@ -74,11 +77,6 @@ class MemoryGuard:
             # Memory that this process has freed and keeps counts as used: it would be refused to the next requests.
             self._refused, self._ticks_to_trim = False, TRIM_TICKS
             self._trim()
-
-    @property
-    def excess_bytes(self) -> float:
-        """How many bytes are in use beyond the share from which all requests are refused; negative if there is room."""
-        return self._use.beyond(self._refuse_share)
 
     def arrive(self, size: int) -> None:
         """Count a part of a body that is not complete yet."""

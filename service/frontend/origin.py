@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from itertools import chain
 from struct import Struct
 from typing import NamedTuple, Protocol
 
@@ -85,19 +86,15 @@ def _valid_state(value: bytes) -> str:
 
 
 class RequestIds:
-    """Makes ids of 32 random hexadecimal digits, for requests without an id."""
+    """Makes ids of 32 random hexadecimal digits, for requests without an id. take: returns a new id."""
 
     def __init__(self) -> None:
-        self._left: list[bytes] = []
+        self.take: Callable[[], bytes] = chain.from_iterable(iter(_new_ids, ())).__next__
 
-    def take(self) -> bytes:
-        """Return a new id."""
-        try:
-            return self._left.pop()
-        except IndexError:
-            digits = os.urandom(16 * IDS_AT_ONCE).hex().encode()  # one call of the system for many ids
-            self._left += _IDS.unpack(digits)
-            return self._left.pop()
+
+def _new_ids() -> tuple[bytes, ...]:
+    """Return many new ids, which cost one call of the system."""
+    return _IDS.unpack(os.urandom(16 * IDS_AT_ONCE).hex().encode())
 
 
 class Identity(Protocol):

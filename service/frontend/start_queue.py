@@ -15,6 +15,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from msgspec import Struct
+
 from service.errors import Overloaded
 
 SLICE_SECONDS = 0.005
@@ -38,18 +40,18 @@ class LongWaits:
     def __init__(self, long_seconds: float) -> None:
         """long_seconds: a longer wait is long."""
         self._long_seconds = long_seconds
-        self._long_since = math.inf
-        """When the first of the last requests was handled that have all waited long."""
+        self.long_since = math.inf
+        """When the first of the last requests was handled that have all waited long, infinite if the last request has not."""
         self._refused = -math.inf
         """When a request was refused last."""
 
     def handle(self, waited: float, now: float) -> None:
         """Note that a request is handled now."""
-        self._long_since = min(self._long_since, now) if waited > self._long_seconds else math.inf
+        self.long_since = min(self.long_since, now) if waited > self._long_seconds else math.inf
 
     def overloaded(self, now: float) -> bool:
         """Return whether requests that have waited long should be refused."""
-        return now - self._long_since > PATIENCE_SECONDS or now - self._refused < PATIENCE_SECONDS
+        return now - self.long_since > PATIENCE_SECONDS or now - self._refused < PATIENCE_SECONDS
 
     def refuses(self, waited: float, now: float) -> bool:
         """Return whether a request should be refused now."""
@@ -65,14 +67,11 @@ def refusal() -> Overloaded:
     return Overloaded("more requests arrive than a frontend can decode: retry later, or run more frontends", retry_after=1)
 
 
-class WaitingStart:
+class WaitingStart(Struct):
     """A request that waits for a later tick."""
 
-    __slots__ = ("arrived", "start")
-
-    def __init__(self, arrived: float, start: Start) -> None:
-        self.arrived = arrived
-        self.start: Start | None = start
+    arrived: float
+    start: Start | None
 
     def cancel(self) -> None:
         """Forget the request."""
@@ -93,7 +92,8 @@ class StartQueue:
         """Whether `_next_tick` is scheduled."""
         self._slice_end = math.inf
         """When this tick starts no further request."""
-        self._refusing = False
+        self.refusing = False
+        """Whether the request that is started now is one to refuse."""
 
     @property
     def waiting(self) -> int:
@@ -107,26 +107,25 @@ class StartQueue:
             self._schedule()
         elif self._waiting or now > self._slice_end:
             return True
-        self._waits.handle(0.0, now)
+        self._waits.long_since = math.inf
         return False
 
     def add(self, arrived: float, start: Start) -> WaitingStart:
         """Keep a request until its turn. start: raises nothing."""
         waiting = WaitingStart(arrived, start)
         self._waiting.append(waiting)
-        self._schedule()
+        if not self._ticking:
+            self._schedule()
         return waiting
 
-    def check(self) -> None:
-        """Raise Overloaded if the request that is started now is one to refuse."""
-        if self._refusing:
-            self._waits.refuse(self._clock())
-            raise refusal()
+    def refuse(self) -> Overloaded:
+        """Return the error for the request that is started now, while `refusing`."""
+        self._waits.refuse(self._clock())
+        return refusal()
 
     def _schedule(self) -> None:
-        if not self._ticking:
-            self._ticking = True
-            asyncio.get_running_loop().call_soon(self._next_tick)  # when the sockets of this tick have been handled
+        self._ticking = True
+        asyncio.get_running_loop().call_soon(self._next_tick)  # when the sockets of this tick have been handled
 
     def _next_tick(self) -> None:
         """Start some of the waiting requests. In an overload, also refuse some that have waited long."""
@@ -145,12 +144,12 @@ class StartQueue:
 
     def _refuse(self, now: float) -> None:
         """Refuse the requests that have waited longest, if they have waited too long."""
-        end, self._refusing = now + SLICE_SECONDS, True
+        end, self.refusing = now + SLICE_SECONDS, True
         try:
             while self._waiting and now <= end and self._waits.refuses(now - self._waiting[0].arrived, now):
                 now = self._start(self._waiting.popleft())
         finally:
-            self._refusing = False
+            self.refusing = False
 
     def _start(self, waiting: WaitingStart) -> float:
         """Start a request, unless it was cancelled. Return the time at the end."""

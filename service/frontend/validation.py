@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -56,12 +56,13 @@ class Options(msgspec.Struct, frozen=True):
     exact_version: bool = False
 
 
-class PackedInputs(NamedTuple):
+class PackedInputs(msgspec.Struct, frozen=True):
     """The inputs of a request as the engine takes them: the time steps of each, and their values, packed end to end. The states from which
-    the sequences start follow the values if the request brings them, as `Request` describes."""
+    the sequences start follow the values if the request brings them (`has_states`), as `Request` describes."""
 
     lengths: list[int]
     data: bytes | memoryview
+    has_states: bool = False
 
 
 def engine_request(packed: PackedInputs, options: Options, model: ServedModel, arrived: float) -> Request:
@@ -80,18 +81,18 @@ def engine_request(packed: PackedInputs, options: Options, model: ServedModel, a
         session_at=options.session_at,
         generation=model.generation,
         exactly=options.exact_version,
-        initial=len(packed.data) > sum(packed.lengths) * model.step_bytes,
+        initial=packed.has_states,
     )
 
 
 def requested_returns(names: Iterable[str], spec: ModelSpec) -> Returns:
     """Return which vectors the engine must return: the vectors that the client names, and the output of the head itself."""
-    return _returns(frozenset("state" if name.startswith("state.") else name for name in names), spec.head.kind)
+    return _returns(frozenset(names), spec.head.kind)
 
 
 @lru_cache
 def _returns(names: frozenset[str], head: str) -> Returns:
-    outputs = {*names, head.replace("embed", "embedding")}
+    outputs = {*("state" if name.startswith("state.") else name for name in names), head.replace("embed", "embedding")}
     return Returns(embedding="embedding" in outputs, sequence="sequence" in outputs, state="state" in outputs)
 
 
@@ -193,7 +194,7 @@ def with_states(packed: PackedInputs, states: Sequence[Mapping[str, Any]], field
                 f"{field}[{index}] has {name}, and the states of {model.spec.name} are {', '.join(widths)}", field=field
             )
         rows += [_state_numbers(given.get(name), width, f"{field}[{index}].{name}") for name, width in widths.items()]
-    return PackedInputs(packed.lengths, b"".join((packed.data, *(row.tobytes() for row in rows))))
+    return PackedInputs(packed.lengths, b"".join((packed.data, *(row.tobytes() for row in rows))), has_states=bool(rows))
 
 
 def states_of(model: ServedModel, field: str) -> dict[str, int]:
@@ -221,7 +222,8 @@ def _state_numbers(values: Any, width: int, field: str) -> NDArray[Any]:
 
 def check_steps(steps: int, field: str, model: ServedModel) -> None:
     """Raise InvalidInput for a sequence with too few steps for the model, TooLarge for too many."""
-    _check_max_steps(steps, field, model)
+    if steps > model.spec.input.max_steps:
+        _check_max_steps(steps, field, model)
     if steps < model.min_steps:
         raise InvalidInput(
             f"{field} has {steps} steps and {model.spec.name} needs at least {model.min_steps}: send a longer sequence",
@@ -229,9 +231,9 @@ def check_steps(steps: int, field: str, model: ServedModel) -> None:
         )
 
 
-def check_chunk(packed: PackedInputs, options: Options, field: str) -> None:
+def check_empty_chunk(options: Options, field: str) -> None:
     """Raise InvalidInput for a chunk of a session without steps, unless it only ends an open session."""
-    if not packed.lengths[0] and (options.session_starts or not options.session_ends):
+    if options.session_starts or not options.session_ends:
         problem = f"{field} is empty: send at least one step with each chunk of a session"
         raise InvalidInput(f"{problem}, or end an open session with an empty chunk", field=field)
 

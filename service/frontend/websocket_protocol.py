@@ -343,12 +343,13 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         """Handle one frame; false if no whole frame has arrived."""
         if self._take_message():
             return True
-        now = time.monotonic()
-        if now - self._rate_began >= RATE_SECONDS:
-            self._rate_began, self._later_frames, self._pings = now, 0, 0
-        has_bytes = bool(self.conn.reader.buffer)
-        arrived = self.conn.parse_frame()
-        self._in_frame = has_bytes and not arrived
+        arrived = False
+        if self.conn.reader.buffer:
+            now = time.monotonic()
+            if now - self._rate_began >= RATE_SECONDS:
+                self._rate_began, self._later_frames, self._pings = now, 0, 0
+            arrived = self.conn.parse_frame()
+            self._in_frame = not arrived
         if self.conn.parser_exc is not None:
             if self.close_timer is None:
                 too_large = isinstance(self.conn.parser_exc, PayloadTooBig)

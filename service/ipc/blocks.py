@@ -45,7 +45,7 @@ class Columns(NamedTuple):
         return cls(view[:deadlines], view[deadlines:counts], view[counts:lengths], view[lengths:values], view[values:])
 
 
-class BlockKey(NamedTuple):
+class BlockKey(msgspec.Struct, frozen=True):
     """The values that the requests of a block share."""
 
     model: ModelKey
@@ -90,7 +90,7 @@ def encode_block(key: BlockKey, queued: Sequence[QueuedRequest], *, timed: bool 
         share=key.share,
         timed=timed,
     )
-    if len(queued) == 1 and is_large(queued[0].data):
+    if len(queued) == 1 and len(queued[0].data) > MAX_COPIED_BYTES:
         return encode(block, tail=columns, following=len(queued[0].data)), queued[0].data
     return encode(block, tail=(*columns, *[pending.data for pending in queued])), b""
 
@@ -146,11 +146,6 @@ def _joined(frames: Sequence[Frame]) -> Frame:
     return Frame(joined, frames[0].id, b"".join([part for column in zip(*columns, strict=True) for part in column]))
 
 
-def is_large(data: Buffer) -> bool:
-    """Return whether a request has a separate block, so that its values are not copied."""
-    return len(data) > MAX_COPIED_BYTES
-
-
 def split_answers(block: AnswerBlock, data: Buffer) -> Iterator[tuple[int, Answer, Buffer]]:
     """Yield the id of each request, its answer and the bytes of its arrays."""
     head = struct.Struct(f"<{block.requests}Q{block.requests}i{block.sequences}i")
@@ -160,6 +155,7 @@ def split_answers(block: AnswerBlock, data: Buffer) -> Iterator[tuple[int, Answe
     sequence_ends = list(accumulate(counts, initial=0))
     step_ends = list(accumulate(steps, initial=0))
     arrays = list(_arrays(block, head.size))
+    single = len(arrays) == 1
     times: dict[str, Any] = {"queued": block.queued, "runs": block.runs} if block.runs else {}
     for index, (id, count) in enumerate(zip(ids, counts, strict=True)):
         first, end = sequence_ends[index], sequence_ends[index + 1]
@@ -172,7 +168,7 @@ def split_answers(block: AnswerBlock, data: Buffer) -> Iterator[tuple[int, Answe
             shapes[field.name] = number, *field.line
             parts.append(data[begin : begin + number * field.line_bytes])
         answer = Answer(**shapes, steps=list(steps[first:end]), ready=block.ready, **times)  # type: ignore[arg-type]
-        yield id, answer, parts[0] if len(parts) == 1 else b"".join(parts)
+        yield id, answer, parts[0] if single else b"".join(parts)
 
 
 class _Field(NamedTuple):

@@ -738,9 +738,10 @@ class BodyDecoded(Reply, frozen=True):
 
 
 class InputsPacked(Reply, frozen=True):
-    """Number of time steps of each input. The inputs follow, packed end to end."""
+    """Number of time steps of each input. The inputs follow, packed end to end, and with `has_states` the states as in `Request`."""
 
     lengths: list[int]
+    has_states: bool = False
 
 
 class MetricsCollected(Reply, frozen=True):

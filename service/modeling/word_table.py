@@ -10,6 +10,7 @@ import random
 import re
 import struct
 from collections.abc import Callable, Iterable
+from itertools import repeat
 from typing import Any
 
 # The rule of the library's BertPreTokenizer for printable ASCII: spaces separate words; a punctuation character is a word.
@@ -37,8 +38,8 @@ class WordTable:
 
     def packed_ids(self, text: str) -> bytes:
         """Return the ids of a text as little-endian int32."""
-        get, unknown = self._ids.get, self._unknown
-        return b"".join([get(word, unknown) for word in _WORD.findall(text.encode().translate(self._folding))])
+        words = _WORD.findall(text.encode().translate(self._folding))
+        return b"".join(map(self._ids.get, words, repeat(self._unknown)))
 
 
 def build_word_table(parsed: dict[str, Any], encode: Callable[[str], list[int]]) -> WordTable | None:

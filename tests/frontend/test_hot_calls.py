@@ -47,12 +47,10 @@ class Echo(HotEndpoint):
         return Request("words", "1", [1], deadline=time.monotonic() + 60, sent=time.monotonic()), parsed.context
 
     def write(self, model: ServedModel, answers: list[AnsweredCall]) -> list[Reply | ServiceError]:
-        if any(data == b"bug in write" for _, _, data in answers):
+        contents = [bytes(answered.data) for answered in answers]
+        if b"bug in write" in contents:
             raise ZeroDivisionError
-        return [
-            Reply(bytes(data), b"", (lambda content: bytes(content).upper()) if data == b"large" else None)
-            for _, _, data in answers
-        ]
+        return [Reply(data, b"", (lambda content: bytes(content).upper()) if data == b"large" else None) for data in contents]
 
     async def write_large(self, model: ServedModel, answered: AnsweredCall) -> Reply:
         await asyncio.sleep(0)

@@ -62,9 +62,8 @@ class Frontend:
 
     def _starter(self, name: int) -> Callable[[float], None]:
         def start(arrived: float) -> None:
-            try:
-                self.queue.check()
-            except Overloaded:
+            if self.queue.refusing:
+                assert isinstance(self.queue.refuse(), Overloaded)
                 self.refused.append(name)
                 self.now += REFUSING_SECONDS
             else:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from service.ipc.blocks import COUNT, MOST_JOINED_BYTES, BlockKey, Columns, encode_block, join_blocks, split_answers
 from service.ipc.channel import MAX_COPIED_BYTES, Channel, Frame, decode, encode, pair
@@ -68,8 +69,8 @@ def test_blocks_that_differ_stay_apart() -> None:
     one, two = pending(1, [2], b"ab" * 4), pending(2, [1], b"cdef")
     frames = [
         frame(KEY, one),
-        frame(KEY._replace(priority=2), two),
-        frame(KEY._replace(share=Share("tenant")), one),
+        frame(replace(KEY, priority=2), two),
+        frame(replace(KEY, share=Share("tenant")), one),
         frame(KEY, one, timed=True),
         frame(KEY, two, timed=True),
         decode(encode(Cancel(), 1)),

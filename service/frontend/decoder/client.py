@@ -134,7 +134,7 @@ class DecodedBody:
         self._process.define(model)
         reply, data = await self._process.call(PackInputs(self._id, model.key), InputsPacked)
         self._release_turn()
-        return PackedInputs(reply.lengths, data)
+        return PackedInputs(reply.lengths, data, reply.has_states)
 
     def close(self) -> None:
         """Drop the inputs."""

@@ -76,7 +76,7 @@ class Decoder:
                 call, data = self._bodies[message.body]
                 parsed = self._parsed.pop(message.body) if message.body in self._parsed else PARSERS[call.api](call, data)
                 packed = parsed.pack(self._models[message.key], self._settings)
-                return encode(InputsPacked(packed.lengths), id, (packed.data,))
+                return encode(InputsPacked(packed.lengths, packed.has_states), id, (packed.data,))
             case DefineModel():
                 model = _model(message, data)
                 self._models[model.key] = model

@@ -8,16 +8,16 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+from msgspec import Struct
 
 from service.errors import EngineLost, ServiceError
 from service.ipc import messages
 from service.ipc.async_channel import AsyncChannel
-from service.ipc.blocks import ID, BlockKey, encode_block, is_large, split_answers
-from service.ipc.channel import Channel, Frame, encode
+from service.ipc.blocks import ID, BlockKey, encode_block, split_answers
+from service.ipc.channel import MAX_COPIED_BYTES, Channel, Frame, encode
 from service.ipc.messages import Answer, LoadedModel, Message, ModelKey, Request
 from service.ipc.rpc import Rpc
 from service.metrics import Metrics
@@ -28,6 +28,8 @@ DEADLINE_RESOLUTION_SECONDS = 0.005
 
 REQUEST_BYTES = 64
 """About how many bytes a request takes in the channel besides its values."""
+MOST_COPIED = REQUEST_BYTES + MAX_COPIED_BYTES
+"""A request with a larger size has a separate block, so that its values are not copied."""
 
 
 class Answered(NamedTuple):
@@ -47,14 +49,13 @@ class Receiver(Protocol):
         """Take the error that the request ended with."""
 
 
-@dataclass(slots=True, eq=False)
-class PendingRequest:
+class PendingRequest(Struct, eq=False):
     """A request without an answer yet.
 
     `data` has the values of its steps. They are kept to send the request again: once to another engine, or to the next engine of its
     session. `at` is the engine that has the request, None while there is none. `orphaned` is true
     when an engine ended while it had the request. `done` is true once the receiver was called or no longer waits; `on_end` is called then.
-    `key` is the request's model version.
+    `key` is the request's model version. `size` is about how many bytes the request takes in the channel.
     """
 
     id: int
@@ -63,16 +64,14 @@ class PendingRequest:
     receiver: Receiver
     deadlines: Deadlines
     key: ModelKey
+    size: int
     attempts: int = 1
     orphaned: bool = False
     at: EngineConnection | None = None
     done: bool = False
     on_end: Callable[[], None] | None = None
-
-    @property
-    def size(self) -> int:
-        """Return about how many bytes the request takes in the channel."""
-        return REQUEST_BYTES + len(self.data)
+    slot: int = 0
+    """Set by `Deadlines`."""
 
     def end(self) -> None:
         """Forget the request everywhere; its receiver is not called any more."""
@@ -110,19 +109,18 @@ class Deadlines:
 
     def add(self, pending: PendingRequest) -> None:
         """Watch a request."""
-        slot = _slot(pending)
+        slot = pending.slot = -int(-pending.request.deadline // DEADLINE_RESOLUTION_SECONDS)  # rounded up
         self._slots.setdefault(slot, set()).add(pending)
         if slot < self._armed_slot:
             self._arm(slot)
 
     def discard(self, pending: PendingRequest) -> None:
         """Stop watching a request."""
-        slot = _slot(pending)
-        watched = self._slots.get(slot)
+        watched = self._slots.get(pending.slot)
         if watched is not None:
             watched.discard(pending)
             if not watched:
-                del self._slots[slot]
+                del self._slots[pending.slot]
 
     def close(self) -> None:
         """Stop the timer."""
@@ -164,7 +162,7 @@ class PredictedWait:
         self._reported, self._reported_at = seconds, now
         self._sent = {id: (frame, price) for id, (frame, price) in self._sent.items() if frame > frames}
         # Summed again at every report, so that rounding errors do not add up.
-        self._sent_seconds = sum(price for _, price in self._sent.values())
+        self._sent_seconds = sum([price for _, price in self._sent.values()])
 
     def add(self, id: int, seconds: float) -> None:
         """Record a request of this many predicted seconds, which is about to leave."""
@@ -249,22 +247,20 @@ class EngineConnection:
         pending.at = self
         self.pending[pending.id] = pending
         self._pending_bytes += pending.size
-        model = self.models.get(pending.key)
-        self._wait.add(pending.id, model.seconds(pending.request.lengths) if model else 0.0)
-        request = pending.request
-        if request.session is None and not request.has_states:
+        model, request, data = self.models.get(pending.key), pending.request, pending.data
+        self._wait.add(pending.id, model.seconds(request.lengths) if model else 0.0)
+        if request.session is None and not (request.initial or request.returns.state):
             key = BlockKey(pending.key, request.priority, request.returns, request.share)
             self._blocks.setdefault(key, {})[pending.id] = pending
             if request.timed:
                 self._timed.add(key)
             self._channel.flush_soon()
-        elif is_large(pending.data):
-            frame = encode(pending.request, pending.id, following=len(pending.data))
-            self._channel.send(frame, following=pending.data)
-            self._wait.sent([pending.id], self._channel.frames_sent)
+            return
+        if pending.size > MOST_COPIED:
+            self._channel.send(encode(request, pending.id, following=len(data)), following=data)
         else:
-            self._channel.send(encode(pending.request, pending.id, (pending.data,)))
-            self._wait.sent([pending.id], self._channel.frames_sent)
+            self._channel.send(encode(request, pending.id, (data,)))
+        self._wait.sent([pending.id], self._channel.frames_sent)
 
     def release(self, key: ModelKey) -> None:
         """Tell the engine that this frontend sends no further requests for a model version."""
@@ -340,8 +336,8 @@ class EngineConnection:
         blocks, self._blocks = self._blocks, {}
         timed, self._timed = self._timed, set()
         for key, block in blocks.items():
-            small = [pending for pending in block.values() if not is_large(pending.data)]
-            large = [pending for pending in block.values() if is_large(pending.data)]
+            small = [pending for pending in block.values() if pending.size <= MOST_COPIED]
+            large = [pending for pending in block.values() if pending.size > MOST_COPIED]
             for together in ([small] if small else []) + [[pending] for pending in large]:
                 frame, following = encode_block(key, together, timed=key in timed)
                 self._channel.send(frame, following=following)
@@ -354,7 +350,3 @@ class EngineConnection:
     def _lose(self) -> None:
         self.rpc.close(EngineLost("the engine ended before it replied: retry", retry_after=1))
         self._on_lost(self)
-
-
-def _slot(pending: PendingRequest) -> int:
-    return math.ceil(pending.request.deadline / DEADLINE_RESOLUTION_SECONDS)

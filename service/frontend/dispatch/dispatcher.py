@@ -21,7 +21,7 @@ from contextlib import suppress
 import msgspec
 
 from service.errors import DeadlineExceeded, EngineLost, Overloaded, ServiceError, Unavailable
-from service.frontend.dispatch.connection import Answered, Deadlines, EngineConnection, PendingRequest, Receiver
+from service.frontend.dispatch.connection import REQUEST_BYTES, Answered, Deadlines, EngineConnection, PendingRequest, Receiver
 from service.frontend.dispatch.empty_rows import EmptyRows
 from service.ipc import messages
 from service.ipc.channel import Channel
@@ -129,18 +129,23 @@ class Dispatcher:
         The receiver is called later, never before this function returns, and not at all after `cancel`. on_end: called once, at the end of
         a request that was sent.
         """
-        if not self.ready:
+        if not self._ready:
             raise self._not_ready()
         if 0 in request.lengths and not request.ends_only:
             return self._send_without_empty(request, data, receiver, on_end)
-        id, key = self._next_id(), request.key
-        if self._endangers_last(key):
+        key = request.key
+        if self._deadly and self._endangers_last(key):
             raise EngineLost(
                 f"an engine ended with {key.name} version {key.version}: retry later", field="model", retry_after=1
             )
-        pending = PendingRequest(id, request, data, receiver, self._deadlines, key, on_end=on_end)
+        size = REQUEST_BYTES + len(data)
         engines = self._serving(key) if request.session is None else [self._engine_of(request.session)]
-        engine = self._choose(_with_room(engines, pending.size, self._channel_bytes))
+        if len(engines) == 1 and engines[0].pending_bytes + size <= self._channel_bytes:
+            engine = engines[0]
+        else:
+            engine = self._choose(_with_room(engines, size, self._channel_bytes))
+        self._last_id += 1
+        pending = PendingRequest(self._last_id, request, data, receiver, self._deadlines, key, size, on_end=on_end)
         engine.submit(pending)
         self._deadlines.add(pending)
         return pending
@@ -158,7 +163,7 @@ class Dispatcher:
         self._metrics.sequences.add(*key.labels, by=len(request.lengths) - len(rest.lengths))
         if rest.lengths:
             return self.send(rest, values, rows, on_end)
-        pending = PendingRequest(self._next_id(), rest, values, receiver, self._deadlines, key, on_end=on_end)
+        pending = PendingRequest(self._next_id(), rest, values, receiver, self._deadlines, key, 0, on_end=on_end)
         answered = rows.alone()
         asyncio.get_running_loop().call_soon(lambda: None if pending.done else pending.answer(*answered))
         return pending
@@ -393,8 +398,6 @@ class Dispatcher:
 
 def _with_room(engines: list[EngineConnection], size: int, limit: int) -> list[EngineConnection]:
     """Return the engines whose channel has room for `size` more bytes; raises Overloaded when there is none."""
-    if len(engines) == 1 and engines[0].pending_bytes + size <= limit:
-        return engines
     with_room = [engine for engine in engines if engine.pending_bytes + size <= limit]
     if not with_room:
         raise Overloaded(

@@ -96,10 +96,10 @@ def header_frames(block: bytes, flags: int, stream: int) -> bytes:
 
 def response_frames(headers: bytes, data: bytes | memoryview, trailers: bytes, stream: int) -> bytes:
     """Return a whole response whose parts each fit into a frame. headers, trailers: header blocks."""
-    pack_start, pack_end = _response_packers(len(headers), len(trailers))
-    size = len(data)
-    start = pack_start(0, len(headers), HEADERS, END_HEADERS, stream, headers, size >> 16, size & 0xFFFF, DATA, 0, stream)
-    return start + data + pack_end(0, len(trailers), HEADERS, END_HEADERS | END_STREAM, stream, trailers)
+    headers_size, size, trailers_size = len(headers), len(data), len(trailers)
+    pack_start, pack_end = _response_packers(headers_size, trailers_size)
+    start = pack_start(0, headers_size, HEADERS, END_HEADERS, stream, headers, size >> 16, size & 0xFFFF, DATA, 0, stream)
+    return start + data + pack_end(0, trailers_size, HEADERS, END_HEADERS | END_STREAM, stream, trailers)
 
 
 @lru_cache(maxsize=16)

@@ -95,11 +95,13 @@ class Stream:
         self.receive_window -= size
         if self.receive_window < 0:
             raise StreamFault(ErrorCode.FLOW_CONTROL_ERROR)
-        self._received += len(data)
-        self.check_length(ended)
+        received = len(data)
+        self._received += received
+        if self.expected_bytes is not None:
+            self.check_length(ended)
         self.client_ended = ended
-        if size > len(data):
-            self.consumed(size - len(data))
+        if size > received:
+            self.consumed(size - received)
         if self.handler is not None:
             self.handler.receive(data, ended)
 

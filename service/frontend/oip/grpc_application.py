@@ -136,7 +136,7 @@ class GrpcApplication:
             return None
         assert route.fields is not None and route.method is not None
         timeout = route.fields.timeout_seconds
-        deadline = math.inf if math.isinf(timeout) else time.monotonic() + timeout
+        deadline = math.inf if timeout == math.inf else time.monotonic() + timeout
         if route.method.request_streaming:
             return self.start_call(stream, request, route, deadline, self.new_reader())
         unary = _UnaryRequest(self, stream, request, route, deadline)
@@ -185,7 +185,7 @@ class GrpcApplication:
         call, before = InferCall(stream, self._frontend, origin, self._hot_calls.discard), stream.handler
         self._hot_calls.add(call)
         stream.handler = call
-        if call.start(self._infer, head if math.isinf(deadline) else replace(head, deadline=deadline), message, arrived):
+        if call.start(self._infer, head if deadline == math.inf else replace(head, deadline=deadline), message, arrived):
             return True
         self._hot_calls.discard(call)
         stream.handler = before
@@ -363,7 +363,7 @@ class _UnaryRequest:
             return False
         if not self._application.start_hot(self._stream, head, origin, self._deadline, message, arrived):
             return False
-        self.lost()
+        self._forget(metrics.GONE)
         return True
 
 

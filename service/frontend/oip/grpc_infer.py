@@ -128,7 +128,7 @@ class HotGrpcInfer(HotEndpoint):
         if form is not None:
             packed = form.pack(context.values)
             if packed is not None:
-                return validation.engine_request(packed, _within(form.options, seconds), model, arrived), packed[1]
+                return validation.engine_request(packed, _within(form.options, seconds), model, arrived), packed.data
             tensors = form.decode(context.values)  # for the error that names the wrong value
         options = check_options(context.request, parsed.session, model, settings, seconds)
         request, data = engine_request(context.request, tensors, tensors.pack(model, settings), options, model, arrived)
@@ -155,7 +155,7 @@ class HotGrpcInfer(HotEndpoint):
         return [_reply(model, answered) for answered in answers]
 
     async def write_large(self, model: ServedModel, answered: AnsweredCall) -> Reply:
-        context: _Context = answered.call.context
+        context: _Context = answered.call.parsed.context
         building = partial(build_response, context.request, context.tensors, model, answered.answer, answered.data)
         return Reply(await write_message(self.frontend, await asyncio.to_thread(building)), b"")
 
@@ -168,9 +168,12 @@ class HotGrpcInfer(HotEndpoint):
             if len(self._writers) >= MAX_WRITERS:
                 self._writers.clear()
             writer = self._writers[model.key] = ClassifyWriter(model, model.spec.head)
-        if not all(not call.context.request.outputs and writer.accepts(answer, data) for call, answer, data in answers):
-            return None
-        return writer.write_all([(call.context.request.id, answer, data) for call, answer, data in answers])
+        for answered in answers:
+            if answered.call.parsed.context.request.outputs or not writer.accepts(answered.answer, answered.data):
+                return None
+        return writer.write_all(
+            [(answered.call.parsed.context.request.id, answered.answer, answered.data) for answered in answers]
+        )
 
 
 def _within(options: validation.Options, seconds: float) -> validation.Options:
@@ -180,13 +183,13 @@ def _within(options: validation.Options, seconds: float) -> validation.Options:
 
 
 def _has_whole_response(answered: AnsweredCall) -> bool:
-    form: BinaryForm | None = answered.call.context.form
+    form: BinaryForm | None = answered.call.parsed.context.form
     return form is not None and form.answered_by(answered.data)
 
 
 def _whole_reply(model: ServedModel, answered: AnsweredCall) -> Reply:
     """Return the reply that consists of the known response of a form and of the unchanged engine's answer."""
-    context: _Context = answered.call.context
+    context: _Context = answered.call.parsed.context
     assert context.form is not None and context.form.response is not None
     start = write_start(model.spec.name, model.version, context.request.id)
     return Reply(start + context.form.response + answered.data, b"")
@@ -201,7 +204,7 @@ def _reply(model: ServedModel, answered: AnsweredCall) -> Reply | ServiceError:
 
 def _write(model: ServedModel, answered: AnsweredCall) -> Reply:
     """Return the reply; raises a ServiceError."""
-    context: _Context = answered.call.context
+    context: _Context = answered.call.parsed.context
     response = build_response(context.request, context.tensors, model, answered.answer, answered.data)
     if response.parameters:
         return Reply(protobuf.infer_response(response).SerializeToString(), b"")

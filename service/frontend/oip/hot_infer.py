@@ -89,7 +89,7 @@ class HotOipInfer(HotEndpoint):
         if form is not None:
             packed = form.pack(context.values)
             if packed is not None:
-                return validation.engine_request(packed, form.options, model, arrived), packed[1]
+                return validation.engine_request(packed, form.options, model, arrived), packed.data
             tensors = form.decode(context.values)  # for the error that names the wrong value
         request, data = build_request(context.parsed.request, tensors, parsed.session, model, settings, arrived)
         if context.key is not None and not request.has_states:
@@ -101,7 +101,7 @@ class HotOipInfer(HotEndpoint):
         return [(finite and _whole_reply(answered)) or _reply(model, answered) for answered in answers]
 
     async def write_large(self, model: ServedModel, answered: AnsweredCall) -> Reply:
-        context: _Context = answered.call.context
+        context: _Context = answered.call.parsed.context
         building = partial(build_response, context.parsed.request, context.tensors, model, answered.answer, answered.data)
         response = await asyncio.to_thread(building)
         return _with_headers(*await encode_response(self.frontend, response, context.parsed.raw), context.encoding)
@@ -115,13 +115,13 @@ def _split(path: str) -> tuple[str, str] | None:
 
 
 def _has_whole_response(answered: AnsweredCall) -> bool:
-    form: BinaryForm | None = answered.call.context.form
+    form: BinaryForm | None = answered.call.parsed.context.form
     return form is not None and form.answered_by(answered.data)
 
 
 def _whole_reply(answered: AnsweredCall) -> Reply | None:
     """Return the reply if it consists of the known JSON of its form and of the engine's answer as it is. The answer is finite."""
-    context: _Context = answered.call.context
+    context: _Context = answered.call.parsed.context
     if not _has_whole_response(answered):
         return None
     assert context.form is not None and context.form.response is not None
@@ -132,7 +132,7 @@ def _whole_reply(answered: AnsweredCall) -> Reply | None:
 
 
 def _reply(model: ServedModel, answered: AnsweredCall) -> Reply | ServiceError:
-    context: _Context = answered.call.context
+    context: _Context = answered.call.parsed.context
     try:
         response = build_response(context.parsed.request, context.tensors, model, answered.answer, answered.data)
     except ServiceError as error:

@@ -97,7 +97,8 @@ def engine_request(
     outputs.check_classes(request.outputs, model.spec, len(packed.lengths))
     if options.session is not None:
         validation.check_single_input(len(packed.lengths), "parameters.sequence_id")
-        validation.check_chunk(packed, options, tensors.field_of(0))
+        if not packed.lengths[0]:
+            validation.check_empty_chunk(options, tensors.field_of(0))
     message = validation.engine_request(packed, options, model, arrived)
     if options.session is not None and message.has_states:
         raise InvalidInput(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -83,7 +84,7 @@ class InputTensors:
         packed = np.ascontiguousarray(validate(flat, _step_names(values.name, steps), model))
         return PackedInputs(steps, packed.data.cast("B") if packed.size else b"")  # a view of no values cannot be cast
 
-    @property
+    @cached_property
     def values_name(self) -> str:
         """Return the name of the input that holds the values."""
         return next((name for name in ("text", "ids", "inputs") if name in self._tensors), "inputs")

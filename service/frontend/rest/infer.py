@@ -231,16 +231,15 @@ def engine_request(
         session_at=body.steps,
         exact_version=body.version is not None,
     )
-    if body.session is not None:
-        validation.check_chunk(packed, options, field_of(0))
+    if body.session is not None and not packed.lengths[0]:
+        validation.check_empty_chunk(options, field_of(0))
     return validation.engine_request(packed, options, model, arrived), packed.data
 
 
 def check_returns(returns: Sequence[str], spec: ModelSpec) -> messages.Returns:
     """Validate `return`. Raises InvalidInput for vectors that the model does not have."""
-    has = {"embedding": spec.has_embedding, "sequence": spec.has_steps, "state": bool(spec.states)}
     for name in returns:
-        if not has[name]:
+        if name not in spec.vectors:
             raise InvalidInput(f"{spec.name} has no {name} to return: leave {name} out of return", field="return")
     return validation.requested_returns(returns, spec)
 
@@ -271,8 +270,8 @@ class HotInfer(HotEndpoint):
     """Returns the name of an input for an error message."""
 
     def accepts(self, head: RequestHead) -> bool:
-        limit = min(MAX_LOOP_BODY_BYTES, self.frontend.settings.max_body_bytes)
-        return head.length <= limit and head.headers.get(b"content-type") in _JSON_TYPES
+        in_limits = head.length <= MAX_LOOP_BODY_BYTES and head.length <= self.frontend.settings.max_body_bytes
+        return in_limits and head.headers.get(b"content-type") in _JSON_TYPES
 
     def parse(self, head: RequestHead, body: bytes) -> Parsed | None:
         try:
@@ -291,15 +290,15 @@ class HotInfer(HotEndpoint):
         return engine_request(fields, packed, model, self.frontend.settings, arrived, self.field_of)
 
     def write(self, model: ServedModel, answers: list[AnsweredCall]) -> list[Reply | ServiceError]:
-        together = model.writer.write_all([(answer, data) for _, answer, data in answers])
+        together = model.writer.write_all([(answered.answer, answered.data) for answered in answers])
         if together is not None:
             return [_reply(model, answered, outputs) for answered, outputs in zip(answers, together, strict=True)]
         return [self._write(model, answered) for answered in answers]
 
     async def write_large(self, model: ServedModel, answered: AnsweredCall) -> Reply:
-        call, answer, data = answered
-        session: str | None = call.context.session
-        return Reply(await _write_large_reply(self.frontend, model, answer, data, self.field_of, session), _HEADERS)
+        session: str | None = answered.call.parsed.context.session
+        content = await _write_large_reply(self.frontend, model, answered.answer, answered.data, self.field_of, session)
+        return Reply(content, _HEADERS)
 
     def _write(self, model: ServedModel, answered: AnsweredCall) -> Reply | ServiceError:
         try:
@@ -309,4 +308,4 @@ class HotInfer(HotEndpoint):
 
 
 def _reply(model: ServedModel, answered: AnsweredCall, outputs: bytes) -> Reply:
-    return Reply(write_reply(model, outputs, answered.call.context.session, answered.answer.session_steps), _HEADERS)
+    return Reply(write_reply(model, outputs, answered.call.parsed.context.session, answered.answer.session_steps), _HEADERS)

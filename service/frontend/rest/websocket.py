@@ -280,7 +280,8 @@ class _ChunkStream:
             self._handle_alone(self._answer_large(data, arrived))
             return
         try:
-            self._frontend.starts.check()
+            if self._frontend.starts.refusing:
+                raise self._frontend.starts.refuse()
             chunk = Chunk.read(data, is_text)
         except ServiceError as error:
             reply = self._append_reply()

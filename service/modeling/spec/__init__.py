@@ -72,7 +72,7 @@ class SequenceInput(Table):
             raise ValueError(f"an input of kind {self.kind!r} has no example: remove it")
         return self
 
-    @property
+    @cached_property
     def max_characters(self) -> int:
         """Length of the longest text that is tokenised; a longer one would exceed `max_steps` in any case."""
         return CHARACTERS_PER_STEP * self.max_steps
@@ -229,6 +229,12 @@ class ModelSpec(Table):
     def has_embedding(self) -> bool:
         """Whether the head works on one vector per sequence, so that a request may return the embedding."""
         return self.head.kind in ("classify", "regress", "next", "embed")
+
+    @cached_property
+    def vectors(self) -> frozenset[str]:
+        """What a request may return besides the output of the head: of embedding, sequence and state."""
+        has = {"embedding": self.has_embedding, "sequence": self.has_steps, "state": bool(self.states)}
+        return frozenset(name for name, present in has.items() if present)
 
 
 def read(folder: Path, name: str | None = None) -> ModelSpec:

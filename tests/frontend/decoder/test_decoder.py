@@ -120,7 +120,7 @@ def test_inputs_are_packed_again_for_another_model(service: InProcess) -> None:
         async with service.frontend.decoder.decode(DecodeBody("infer"), data) as body:
             with pytest.raises(InvalidInput, match=r"inputs\[0\]\[2\]"):
                 await body.pack(words)
-            return [(lengths, bytes(data)) for lengths, data in [await body.pack(speller) for _ in range(2)]]
+            return [(packed.lengths, bytes(packed.data)) for packed in [await body.pack(speller) for _ in range(2)]]
 
     assert service.run(pack_three_times()) == [([3], struct.pack("<3i", 1, 2, 11))] * 2
 

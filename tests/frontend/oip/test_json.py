@@ -15,6 +15,7 @@ from service.frontend.oip.json import encode_response, parse_raw_sequence, parse
 from service.frontend.oip.limits import MAX_PARTS
 from service.frontend.oip.tensors import BYTES, from_list
 from service.frontend.oip.types import InferResponse
+from service.frontend.validation import PackedInputs
 from service.settings import Settings
 from tests import models
 from tests.frontend.oip.harness import integers, tensor
@@ -145,7 +146,7 @@ def test_form_has_the_size_of_its_values(catalog: Catalog) -> None:
     form = forms.find(remember(forms, catalog, {"inputs": [FLAT], "outputs": [SCORES]}))
     assert form is not None
     assert form.fits(THREE_IDS) and not form.fits(THREE_IDS[:-1])
-    assert form.pack(THREE_IDS) == ([3], THREE_IDS)
+    assert form.pack(THREE_IDS) == PackedInputs([3], THREE_IDS)
     assert form.pack(struct.pack("<3i", 1, -1, 3)) is None
     assert form.response_size == 4 * len(models.LABELS)
     text_form = forms.find(
