@@ -76,7 +76,7 @@ def take_all(queue: ModelQueue[S], limits: SchedulerLimits, max_seconds: float =
         return None
     if longest > LEAST_STEPS:
         limit = step_limit(limits, min([block.shortest for block in blocks]), queue.count, UNLIMITED, cost)
-        if longest > limit and (blocks[0].divisible or cost.of(longest, queue.steps) > limits.batch_seconds):
+        if longest > limit and (blocks[0].divisible or cost.of(longest, queue.steps) > budget_seconds(limits, cost)):
             return None
     return Taken(queue.count, queue.steps, longest, blocks)
 
@@ -104,7 +104,8 @@ def take_first(
     ends = steps.cumsum()
     rows = max(1, int(ends.searchsorted(limits.max_batch_tokens, side="right")))
     tokens, longest = int(ends[rows - 1]), int(steps[:rows].max())
-    if longest > max(limit, _rounded(int(first.lengths[0]))) and queue.cost.of(longest, tokens) > limits.batch_seconds:
+    budget = budget_seconds(limits, queue.cost)
+    if longest > max(limit, _rounded(int(first.lengths[0]))) and queue.cost.of(longest, tokens) > budget:
         return None
     # The request behind the batch counts too: without room for its state, BatchBuilder would pass over it and take a later one.
     new_states = int(first.new_states(steps)[: rows + 1].sum())
@@ -268,8 +269,8 @@ class BatchBuilder(Generic[S]):
 
     def _exceeds_budget(self, longest: int, steps: int) -> bool:
         """Return whether a long indivisible sequence would delay shorter sequences beyond the budget. It runs when it is first."""
-        taken = self._taken
-        return self._queue.cost.of(max(taken.longest, longest), taken.tokens + steps) > self._limits.batch_seconds
+        taken, cost = self._taken, self._queue.cost
+        return cost.of(max(taken.longest, longest), taken.tokens + steps) > budget_seconds(self._limits, cost)
 
     def _add(self, rows: int, steps: int, longest: int) -> None:
         self._taken.rows += rows
@@ -309,10 +310,14 @@ def fair_share(lengths: Sequence[int], steps: int) -> int:
     return steps // left
 
 
+def budget_seconds(limits: SchedulerLimits, cost: Cost) -> float:
+    """Return the time budget of a batch."""
+    return max(limits.batch_seconds, BUDGET_OF_FIXED * cost.fixed)
+
+
 def steps_within_budget(limits: SchedulerLimits, rows: int, share: int, cost: Cost) -> int:
     """Return the most steps that a batch takes of each of its rows. share: see `fair_share`."""
-    budget = max(limits.batch_seconds, BUDGET_OF_FIXED * cost.fixed)
-    return max(LEAST_STEPS, min(cost.steps_within(budget, rows), share))
+    return max(LEAST_STEPS, min(cost.steps_within(budget_seconds(limits, cost), rows), share))
 
 
 def step_limit(limits: SchedulerLimits, shortest: int, rows: int, share: int, cost: Cost) -> int:
