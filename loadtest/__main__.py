@@ -12,6 +12,7 @@ from types import ModuleType
 from loadtest.discovery import CannotMeasure
 from loadtest.report import RESULTS
 from loadtest.scenarios import capacity, compare, engine, fairness, locust_traffic, perf_analyzer, serving
+from service.flags import above_zero
 
 SCENARIOS: dict[str, tuple[ModuleType, Path]] = {
     "locust": (locust_traffic, Path("build/loadtest")),
@@ -22,7 +23,8 @@ SCENARIOS: dict[str, tuple[ModuleType, Path]] = {
     "fairness": (fairness, RESULTS),
     "perf-analyzer": (perf_analyzer, Path("build/perf-analyzer")),
 }
-"""Modules with `SUMMARY`, `add_options(parser)` and `run(options)`, which returns the exit status; and their output folders."""
+"""Modules with `SUMMARY`, `add_options(parser)` and `run(options)`, which returns the exit status; and their output folders. The types
+"count" and "amount" of options are whole and other numbers above zero."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -33,6 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command = commands.add_parser(
             name, help=scenario.SUMMARY, description=scenario.SUMMARY, formatter_class=argparse.ArgumentDefaultsHelpFormatter
         )
+        command.register("type", "count", above_zero(int))
+        command.register("type", "amount", above_zero(float))
         scenario.add_options(command)
         command.add_argument("--out", type=Path, default=out, help="output folder")
         command.set_defaults(run=scenario.run)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
 
 
-def main() -> int:
-    """Run the command line and return its exit status."""
+def main() -> int | str:
+    """Run the command line and return its exit status, or the error that prevented its output."""
     # Otherwise a later file would have the number of a closed standard stream, and child processes would not inherit it.
     while (opened := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(opened, True)
@@ -19,7 +20,16 @@ def main() -> int:
             signal.signal(number, lambda number, _: sys.exit(128 + number))
     from service import cli
 
-    return cli.main()
+    try:
+        try:
+            return cli.main()
+        finally:
+            print(end="", flush=True)
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.ENOSPC):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter writes what is left when it ends
+        return 128 + signal.SIGPIPE if error.errno == errno.EPIPE else f"seqserve: {error.strerror}"
 
 
 if __name__ == "__main__":

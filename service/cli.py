@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from service import __version__
 from service.access import keys, state_keys
@@ -30,6 +30,7 @@ from service.modeling import spec
 from service.modeling.spec.files import confined
 from service.settings import CLIENT_KEY, CONFIG, USER_MODELS, Given, Settings, as_toml, gather, validated
 from service.supervisor.ports import Addresses
+from service.supervisor.repository import Repository
 from service.supervisor.supervisor import Supervisor
 
 EXAMPLE = "This is a text."
@@ -54,9 +55,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         settings = validated(given)
         status: int = print_settings(settings, given) if run is print_settings else run(settings, **options)
     except (StartError, ServiceError) as error:
-        print(f"seqserve: {error}", file=sys.stderr)
+        say(f"seqserve: {error}", sys.stderr)
         return 2 if isinstance(error, SettingsError) else 1
     return status
+
+
+def say(text: str, file: TextIO | None = None) -> None:
+    """Print a text with control characters as escapes, as in the log: names in folders and checkpoints may have them."""
+    print("".join(one if one.isprintable() or one == "\n" else json.dumps(one)[1:-1] for one in text), file=file)
 
 
 def serve(settings: Settings) -> int:
@@ -101,7 +107,7 @@ def import_checkpoint(settings: Settings, **request: Any) -> int:
     """Turn a foreign checkpoint into a version of a model, and print what was found and compared."""
     from service.importers.command import Request, import_model  # imports torch
 
-    import_model(settings, Request(**request), print)
+    import_model(settings, Request(**request), say)
     return 0
 
 
@@ -122,25 +128,24 @@ def export_checkpoint(settings: Settings, model: str, model_version: int | None,
     """Write a version of a model as a foreign checkpoint."""
     from service.exporters.command import export_model  # imports torch
 
-    export_model(settings, model, model_version, format, out, print)
+    export_model(settings, model, model_version, format, out, say)
     return 0
 
 
 def models(settings: Settings) -> int:
     """List the models folder."""
-    catalog = {
-        name: {version: spec.read(folder, name) for version, folder in versions.items()}
-        for name, versions in spec.find_models(settings.models).items()
-    }
-    for alias, name in spec.read_aliases(settings.models, catalog).items():
-        print(f"{alias}  alias of {name}")
-    for name, versions in catalog.items():
-        for version, model in versions.items():
-            layers = " > ".join(layer.kind for layer in model.layers)
-            print(f"{name}  version {version}  {model.input.kind} > {layers} > {model.head.kind}  {model.precision}")
-            if model.description:
-                print(f"    {model.description}")
-    return 0
+    manifest = Repository(settings.models).readable_manifest("all")
+    for alias, name in manifest.aliases.items():
+        say(f"{alias}  alias of {name}")
+    for found in manifest.model_versions:
+        model = spec.ModelSpec.model_validate_json(found.spec)
+        layers = " > ".join(layer.kind for layer in model.layers)
+        say(f"{found.name}  version {found.version}  {model.input.kind} > {layers} > {model.head.kind}  {model.precision}")
+        if model.description:
+            say(f"    {model.description}")
+    for entry in manifest.unavailable:
+        say(f"seqserve: {entry.reason}", sys.stderr)
+    return 1 if manifest.unavailable else 0
 
 
 def compress(
@@ -150,7 +155,7 @@ def compress(
     from service import compress  # imports torch
 
     folder, section = compress.compress(settings, model, precision, version=model_version, name=name, data=data)
-    print(f"{folder} is complete. Its card says:\n\n{section}", end="")
+    say(f"{folder} is complete. Its card says:\n\n{section}".rstrip())
     return 0
 
 

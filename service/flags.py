@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import takewhile
 from typing import Any, TypeVar
 
 from service.settings import PREFIX, Settings, nearest
@@ -21,11 +22,17 @@ class Parser(argparse.ArgumentParser):
         return super().add_argument(*names, help=f"{help or ''}{shown}", **options)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        found, unknown = super().parse_known_args(args, namespace)
+        flags = [name for name in self._option_string_actions if name.startswith("--")]
+        unknown = [
+            word
+            for word in takewhile("--".__ne__, () if self._subparsers else args or ())
+            if word.startswith("--") and " " not in word and not any(flag.startswith(word.partition("=")[0]) for flag in flags)
+        ]
+        if not unknown:  # otherwise a mistyped flag that is required would only be reported as missing
+            namespace, unknown = super().parse_known_args(args, namespace)
         for word in unknown:
             flag = word.partition("=")[0].replace("_", "-")
             setting = flag.removeprefix("--").replace("-", "_")
-            flags = [name for name in self._option_string_actions if name.startswith("--")]
             if not flag.startswith("-"):
                 hint = f"see {self.prog} --help"
             elif setting in Settings.model_fields and flag not in flags:
@@ -33,7 +40,7 @@ class Parser(argparse.ArgumentParser):
             else:
                 hint = nearest(flag, flags)
             self.error(f"unknown argument {word}: {hint}")
-        return found, unknown
+        return namespace, unknown
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:

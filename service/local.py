@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -18,7 +19,8 @@ from service.engine.internal_errors import InternalErrors
 from service.errors import ServiceError
 from service.frontend import head_outputs, validation
 from service.frontend.catalog import build_catalog
-from service.ipc.messages import Answer
+from service.frontend.dispatch.empty_rows import EmptyRows
+from service.ipc.messages import Answer, AnswerWithoutSteps
 from service.log import Log
 from service.metrics import Metrics
 from service.modeling import spec
@@ -41,7 +43,7 @@ def build_engine(settings: Settings, metrics: Metrics) -> DeviceEngine:
 def infer(settings: Settings, name: str, texts: list[str]) -> list[dict[str, Any]]:
     """Return one output per text, from the first device; raises the error that the HTTP API would return."""
     metrics, log = Metrics(), Log("infer")
-    manifest = Repository(settings.models, settings.versions, settings.alias).manifest()
+    manifest = Repository(settings.models, settings.versions, settings.alias).readable_manifest()
     model = build_catalog(manifest, log, strict=True).find(name, None)
     versions = [version for version in manifest.model_versions if version.key == model.key]
     engine = build.build_engine(versions, settings, metrics, log, threads=_compute_threads(settings))
@@ -49,15 +51,21 @@ def infer(settings: Settings, name: str, texts: list[str]) -> list[dict[str, Any
     packed = validation.pack_inputs(texts, head_outputs.input_field, model, settings)
     options = validation.Options(validation.requested_returns((), model.spec), settings.default_deadline_ms)
     request = validation.engine_request(packed, options, model, time.monotonic())
-    replies: list[tuple[Answer, list[bytes]]] = []
+    answers: list[tuple[Answer, bytes]] = []
     errors: list[ServiceError] = []
-    batcher.submit(request, bytes(packed.data), lambda *reply: replies.append(reply), errors.append)
-    while not replies and not errors:
+    receiver: Any = SimpleNamespace(answered=lambda *answer: answers.append(answer), failed=errors.append)
+    known = engine.loaded()[0].without_steps or AnswerWithoutSteps(Answer(), b"")  # a model without one refuses such inputs
+    rows = EmptyRows(request, packed.data, known, receiver)
+    rest, data = rows.rest()
+    if rest.lengths:
+        batcher.submit(rest, bytes(data), lambda answer, parts: rows.answered(answer, b"".join(parts)), rows.failed)
+    else:
+        receiver.answered(*rows.alone())
+    while not answers and not errors:
         batcher.step()
     if errors:
         raise errors[0]
-    answer, parts = replies[0]
-    outputs: list[dict[str, Any]] = msgspec.json.decode(model.writer.write(answer, b"".join(parts)))
+    outputs: list[dict[str, Any]] = msgspec.json.decode(model.writer.write(*answers[0]))
     return outputs
 
 
@@ -69,9 +77,9 @@ def infer_arrays(settings: Settings, model: str, npz: Path, out: Path) -> dict[s
     """
     folder, name = Path(model), None
     if not (folder / spec.MODEL).is_file():
-        found = Repository(settings.models, settings.versions, settings.alias).manifest()
+        found = Repository(settings.models, settings.versions, settings.alias).readable_manifest()
         key = build_catalog(found, Log("infer"), strict=True).find(model, None).key
-        folder, name = spec.find_models(settings.models)[key.name][key.version], key.name
+        folder, name = next(Path(version.folder) for version in found.model_versions if version.key == key), key.name
     description = spec.read(folder, name)
     set_cache_folder(settings.cache)
     torch.set_num_threads(_compute_threads(settings))

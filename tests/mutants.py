@@ -34,6 +34,8 @@ from cosmic_ray.mutating import mutate_code
 from cosmic_ray.plugins import get_operator, operator_names
 from parso.tree import search_ancestor
 
+from service.flags import above_zero
+
 ROOT = Path(__file__).resolve().parent.parent
 PARTS: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 STAGES = ("not server and not slow and not gpu", "server or slow")
@@ -73,8 +75,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
     parser.add_argument("parts", nargs="*", default=list(PARTS), help=f"of {', '.join(PARTS)}; by default all")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--each", type=int, default=35, help="faults in each part")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--each", type=above_zero(int), default=35, help="faults in each part")
+    parser.add_argument("--jobs", type=above_zero(int), default=os.cpu_count() or 1)
     parser.add_argument("--quick", action="store_true", help="run only tests that start no server")
     parser.add_argument("--least", type=float, default=90.0, help="percentage of the faults that the tests must find")
     parser.add_argument(

@@ -32,12 +32,12 @@ PACKAGES = ("torch", "uvicorn", "uvloop", "httptools", "msgspec", "orjson")
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="what the clients send")
-    parser.add_argument("--frontends", type=int, nargs="+", default=[1], help="numbers of frontends")
-    parser.add_argument("--batches", type=int, nargs="+", default=[64], help="most sequences in a batch")
-    parser.add_argument("--generators", type=int, default=1, help="load generator processes")
-    parser.add_argument("--callers", type=int, nargs="+", default=[32], help="concurrent callers of each generator")
+    parser.add_argument("--frontends", type="count", nargs="+", default=[1], help="numbers of frontends")
+    parser.add_argument("--batches", type="count", nargs="+", default=[64], help="most sequences in a batch")
+    parser.add_argument("--generators", type="count", default=1, help="load generator processes")
+    parser.add_argument("--callers", type="count", nargs="+", default=[32], help="concurrent callers of each generator")
     parser.add_argument(
-        "--share", type=float, nargs="*", default=[0.7], help="rates of open loops as shares of the closed loop's"
+        "--share", type="amount", nargs="*", default=[0.7], help="rates of open loops as shares of the closed loop's"
     )
     parser.add_argument("--device", default="cpu", help="cpu or cuda:0")
     parser.add_argument("--models", type=Path, default=servers.MODELS, help="models folder")

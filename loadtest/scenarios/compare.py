@@ -101,8 +101,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="cpu", help="cpu or cuda:0")
     parser.add_argument("--floor", type=float, default=0.97, help="least geometric mean of the ratios of a judged quantity")
     parser.add_argument("--cell-floor", type=float, default=0.90, help="least ratio of a judged quantity in a cell")
-    parser.add_argument("--pairs", type=int, default=12, help="pairs of trials")
-    parser.add_argument("--seconds", type=float, default=0.7, help="duration of a trial")
+    parser.add_argument("--pairs", type="count", default=12, help="pairs of trials")
+    parser.add_argument("--seconds", type="amount", default=0.7, help="duration of a trial")
     parser.add_argument("--cells", nargs="+", choices=CELLS, default=list(CELLS), help="what is compared")
     parser.add_argument("--logs", type=Path, default=Path("build/compare"), help="folder of the servers' logs")
 

@@ -60,9 +60,9 @@ STAGES = ("stage", "launch", "device", "collect", "total")
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="auto", help="cpu or cuda:N")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS, help="models to measure")
-    parser.add_argument("--rows", type=int, default=LARGE_LIMITS[0], help="largest batch")
-    parser.add_argument("--batches", type=int, default=2000, help="batches of one row")
-    parser.add_argument("--seconds", type=float, default=1.0, help="duration of each batch size")
+    parser.add_argument("--rows", type="count", default=LARGE_LIMITS[0], help="largest batch")
+    parser.add_argument("--batches", type="count", default=2000, help="batches of one row")
+    parser.add_argument("--seconds", type="amount", default=1.0, help="duration of each batch size")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -45,13 +45,13 @@ PACKAGES = ("torch", "uvicorn", "uvloop", "httptools", "msgspec")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--units", type=int, default=512, help="units of the LSTM")
-    parser.add_argument("--steps", type=int, default=64, help="time steps of a request")
-    parser.add_argument("--share", type=float, default=0.1, help="rate of the quiet tenant as a share of the largest rate")
+    parser.add_argument("--units", type="count", default=512, help="units of the LSTM")
+    parser.add_argument("--steps", type="count", default=64, help="time steps of a request")
+    parser.add_argument("--share", type="amount", default=0.1, help="rate of the quiet tenant as a share of the largest rate")
     parser.add_argument(
-        "--noise", type=float, default=20.0, help="rate of the noisy tenant as a multiple of the quiet tenant's"
+        "--noise", type="amount", default=20.0, help="rate of the noisy tenant as a multiple of the quiet tenant's"
     )
-    parser.add_argument("--budget", type=float, default=1.0, help="batch_budget_ms of the service")
+    parser.add_argument("--budget", type="amount", default=1.0, help="batch_budget_ms of the service")
     parser.add_argument("--device", default="cpu", help="cpu or cuda:0")
     parser.add_argument("--log", type=Path, help="log file of the servers")
     rounds.add_options(parser, seconds=10.0, rounds=3)

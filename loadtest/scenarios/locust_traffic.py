@@ -18,8 +18,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", help="a running server, instead of a new one")
     discovery.add_access_options(parser)
     parser.add_argument("--models", type=Path, default=MODELS, help="models folder")
-    parser.add_argument("--users", type=int, default=32, help="concurrent users")
-    parser.add_argument("--seconds", type=int, default=30, help="duration from when all users have started")
+    parser.add_argument("--users", type="count", default=32, help="concurrent users")
+    parser.add_argument("--seconds", type="count", default=30, help="duration from when all users have started")
     parser.add_argument("--seed", type=int, default=0, help="seed of the traffic")
     parser.add_argument("serve", nargs="*", metavar="FLAG", help="after --: flags for the server that is started")
 

@@ -70,7 +70,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     discovery.add_access_options(parser)
     parser.add_argument("--grpc", help="host:port of its gRPC endpoint; without it, gRPC is skipped")
-    parser.add_argument("--callers", type=int, nargs="+", default=(1, 8, 32), help="levels of concurrent requests")
+    parser.add_argument("--callers", type="count", nargs="+", default=(1, 8, 32), help="levels of concurrent requests")
 
 
 def run(options: argparse.Namespace) -> int:

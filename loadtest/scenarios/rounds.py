@@ -62,8 +62,8 @@ class Trial:
 
 def add_options(parser: argparse.ArgumentParser, seconds: float, rounds: int) -> None:
     """Add the options that all comparisons have."""
-    parser.add_argument("--seconds", type=float, default=seconds, help="duration of a trial")
-    parser.add_argument("--rounds", type=int, default=rounds, help="rounds of all cases")
+    parser.add_argument("--seconds", type="amount", default=seconds, help="duration of a trial")
+    parser.add_argument("--rounds", type="count", default=rounds, help="rounds of all cases")
 
 
 def by_case(trials: Iterable[Trial]) -> list[list[Trial]]:

@@ -46,8 +46,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     names = [server.name for server in SERVERS]
     parser.add_argument("--servers", nargs="+", choices=names, default=names, help="compared servers")
     parser.add_argument("--models", nargs="*", choices=models.MODELS, default=models.MODELS, help="compared models")
-    parser.add_argument("--callers", type=int, nargs="*", default=CALLERS, help="levels of a closed loop")
-    parser.add_argument("--rates", type=int, nargs="*", default=RATES, help="requests a second of an open loop, rising")
+    parser.add_argument("--callers", type="count", nargs="*", default=CALLERS, help="levels of a closed loop")
+    parser.add_argument("--rates", type="count", nargs="*", default=RATES, help="requests a second of an open loop, rising")
     parser.add_argument("--logs", type=Path, default=Path("build/serving"), help="folder of the servers' files and logs")
     rounds.add_options(parser, seconds=3.0, rounds=5)
 

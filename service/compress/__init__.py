@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import tempfile
 from pathlib import Path
 
 import torch
@@ -14,6 +13,7 @@ from service.cores import usable_cores
 from service.errors import ModelError
 from service.modeling import spec, store
 from service.modeling.encoder import Encoder
+from service.modeling.spec.files import replacing
 from service.modeling.tokenizer import Tokenizer
 from service.settings import Settings
 
@@ -47,20 +47,12 @@ def compress(
     inputs = random_inputs(before) if data is None else read_labelled_texts(data, before, tokenizer)
     described = before.model_copy(update={"name": target.parent.name, "precision": precision, "sha256": {}})
     definition = None if tokenizer is None else tokenizer.definition.decode()
-    try:
-        # A hidden folder is not a model, and one rename within the models folder makes the finished version visible.
-        with tempfile.TemporaryDirectory(prefix=".compress-", dir=root) as hidden:
-            written = Path(hidden) / target.relative_to(root)
-            after = store.write(written, described, store.read_arrays(source, before), card="", tokenizer=definition)
-            section = _section((source, before), (written, after), inputs)
-            card = source / spec.CARD
-            rest = EARLIER_SECTION.sub("", card.read_text()).strip() if card.exists() else ""
-            (written / spec.CARD).write_text(f"{rest}\n\n{section}".lstrip())
-            # A rename raises OSError if the version or the model exists by now.
-            moved, place = (written, target) if target.parent.exists() else (written.parent, target.parent)
-            moved.rename(place)
-    except OSError as error:
-        raise ModelError(f"{target} cannot be written: {error}") from error
+    with replacing(target, root) as written:
+        after = store.write(written, described, store.read_arrays(source, before), card="", tokenizer=definition)
+        section = _section((source, before), (written, after), inputs)
+        card = source / spec.CARD
+        rest = EARLIER_SECTION.sub("", card.read_text()).strip() if card.exists() else ""
+        (written / spec.CARD).write_text(f"{rest}\n\n{section}".lstrip())
     return target, section
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from service.errors import ModelError
 from service.exporters import SUFFIXES, pytorch
 from service.exporters.model import Export, ExportRefused, Model
 from service.modeling import spec, store
+from service.modeling.spec.files import replacing
 from service.settings import Settings
 
 
@@ -34,10 +34,8 @@ def export_model(
     if export.note:
         say(f"note: {export.note}")
     for file, content in files.items():
-        try:
-            file.write_bytes(content)
-        except OSError as error:
-            raise ModelError(f"{file} cannot be written: {error.strerror}") from error
+        with replacing(file) as written:
+            written.write_bytes(content)
         say(f"{file} is complete.")
     say(f"Read it back: seqserve import {out} --name {described.name} --recipe {out}.toml{tokenizer}")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,10 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from kernels.ragged import STORAGE
-from service.errors import ModelError
 from service.importers.draft import Draft, ImportRefused
 from service.modeling import spec, store
 from service.modeling.spec.error_messages import error_messages
+from service.modeling.spec.files import replacing
 
 
 def model_spec(draft: Draft, name: str, overrides: Mapping[str, Any]) -> spec.ModelSpec:
@@ -58,12 +57,6 @@ def write_version(root: Path, model: spec.ModelSpec, weights: Mapping[str, Tenso
     """
     spec.require_models_folder(root)
     target = spec.next_version(root, model.name)
-    try:
-        with tempfile.TemporaryDirectory(prefix=".import-", dir=root) as hidden:
-            written = Path(hidden) / model.name / target.name
-            store.read_arrays(written, store.write(written, model, weights, card=card, tokenizer=tokenizer))
-            target.parent.mkdir(exist_ok=True)
-            written.rename(target)
-    except OSError as error:
-        raise ModelError(f"{target} cannot be written: {error}") from error
+    with replacing(target, root) as written:
+        store.read_arrays(written, store.write(written, model, weights, card=card, tokenizer=tokenizer))
     return target

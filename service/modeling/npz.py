@@ -18,6 +18,7 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from service.errors import ModelError
+from service.modeling.spec.files import replacing
 
 Array = NDArray[Any]
 MAX_BYTES = 8 << 30
@@ -50,11 +51,8 @@ def read_npz(file: Path) -> dict[str, Array]:
 
 def write_npz(file: Path, arrays: Mapping[str, Array]) -> None:
     """Write arrays by name; raises ModelError if the file cannot be written."""
-    try:
-        with file.open("wb") as opened:
-            np.savez(opened, **arrays)  # type: ignore[arg-type]  # savez also has a keyword parameter
-    except OSError as error:
-        raise ModelError(f"{file} cannot be written: {error.strerror}") from error
+    with replacing(file) as written, written.open("wb") as opened:
+        np.savez(opened, **arrays)  # type: ignore[arg-type]  # savez also has a keyword parameter
 
 
 def _check_sizes(file: Path, members: Sequence[zipfile.ZipInfo]) -> None:

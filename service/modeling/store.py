@@ -20,9 +20,11 @@ from service.modeling.spec import (
     ModelSpec,
     digest,
     find_models,
+    model_folders,
     read,
     read_aliases,
     read_verified,
+    version_folders,
 )
 from service.modeling.stored_weights import from_stored, tensor_forms, to_stored, wrong_values
 
@@ -67,12 +69,14 @@ def find_version(root: Path, model: str, version: int | None, alias: str = "") -
 
     model: a name or an alias; alias: of the only model, as SEQSERVE_ALIAS.
     """
-    models = find_models(root)
-    aliases = {} if model in models else ({alias: next(iter(models))} if len(models) == 1 else {}) | read_aliases(root, models)
+    models = model_folders(root)
+    only = {alias: next(iter(models))} if len(models) == 1 else {}
+    aliases = {} if model in models else only | read_aliases(root, find_models(root))
     name, _, pinned = aliases.get(model, model).partition("/")
     if name not in models:
         raise ModelError(f"{root} has no model {model!r}: the models are {', '.join(models)}")
-    versions = {pinned: models[name][pinned]} if pinned else models[name]
+    found = version_folders(models[name], name)
+    versions = {pinned: found[pinned]} if pinned else found
     if version is not None and str(version) not in versions:
         raise ModelError(f"{model} has no version {version}: the versions are {', '.join(versions)}")
     return name, versions[list(versions)[-1] if version is None else str(version)]

@@ -60,13 +60,14 @@ class Repository:
         model_versions = [model_version for name in spec.find_models(self._root) for model_version in self.read(name)]
         return Manifest(model_versions, self._read_aliases(by_name(model_versions)))
 
-    def readable_manifest(self) -> Manifest:
-        """Return the versions that can and cannot be served; raises ModelError for invalid aliases or if none can be served."""
+    def readable_manifest(self, policy: str | None = None) -> Manifest:
+        """Return the versions that can and cannot be served; raises ModelError for invalid aliases or if none can be served. policy:
+        instead of the models' own."""
         model_versions: list[ModelVersion] = []
         unavailable: list[IndexEntry] = []
         for name, folder in spec.model_folders(self._root).items():
             try:
-                selected = self._selected_folders(name, folder)
+                selected = self._selected_folders(name, folder, policy)
             except (ModelError, OSError) as error:
                 unavailable.append(IndexEntry(name, "", UNAVAILABLE, str(error)))
                 continue

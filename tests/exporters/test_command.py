@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 from pathlib import Path
 
@@ -93,6 +94,17 @@ def test_wrong_arguments_are_named(
     *others, out = arguments
     assert run("export", *others, tmp_path / out, "--models", tmp_path / "models") == 1
     assert message in capsys.readouterr().err
+
+
+def test_export_to_a_full_disk_leaves_no_part_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write_half(file: Path, content: bytes) -> None:
+        file.write_text("half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    models.words(tmp_path / "models")
+    monkeypatch.setattr(Path, "write_bytes", write_half)
+    assert run("export", "words", "--models", tmp_path / "models", "--format", "pytorch", "--out", tmp_path / "words.pt") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["models"]
 
 
 @pytest.mark.parametrize("column, format", [(1, "pytorch"), (2, "onnx")])

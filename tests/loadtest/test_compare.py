@@ -79,6 +79,13 @@ def test_version_is_a_commit_or_a_folder_with_the_project(version: object, tmp_p
     assert ended.value.code == 2
 
 
+@pytest.mark.parametrize("flag", ["--pairs", "--seconds"])
+def test_numbers_above_zero_are_required(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["compare", "old", "new", flag, "0"])
+    assert f"argument {flag}: '0' is not a number above zero" in capsys.readouterr().err
+
+
 def test_servers_end_with_a_terminated_comparison(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     handler = signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr(compare, "run", lambda _: signal.raise_signal(signal.SIGTERM))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections import Counter
@@ -124,3 +125,18 @@ def test_sparse_file_is_refused_before_it_is_read(name: str, folder: Path, model
             read(folder)
         else:
             read_verified(folder / name, model)
+
+
+def test_unfinished_file_replaces_nothing(tmp_path: Path) -> None:
+    """A device is written to as it is: a rename would replace it. A link stays."""
+    file, link = tmp_path / "model.pt", tmp_path / "link"
+    link.symlink_to(file)
+    for place in (file, link):
+        with files.replacing(place) as written:
+            written.write_text(place.name)
+    with pytest.raises(ModelError, match=r"model\.pt cannot be written: full"), files.replacing(file) as written:
+        written.write_text("thi")
+        raise OSError(errno.ENOSPC, "full")
+    assert {path.name for path in tmp_path.iterdir()} == {"link", "model.pt"} and file.read_text() == link.read_text() == "link"
+    with files.replacing(Path(os.devnull)) as written:
+        assert written == Path(os.devnull)

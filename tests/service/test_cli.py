@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import signal
 from pathlib import Path
@@ -19,13 +20,14 @@ from tests.serving import Server
 QUESTIONS = ["how far is the sea ?", "who was first"]
 
 
+@pytest.mark.parametrize("texts", [QUESTIONS, ["", *QUESTIONS], [""]])
 def test_infer_command_answers_as_the_server_does(
-    models_folder: Path, server: Server, capsys: pytest.CaptureFixture[str]
+    texts: list[str], models_folder: Path, server: Server, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["infer", "--models", str(models_folder), "--device", "cpu", "--model", "words", *QUESTIONS]) == 0
+    assert main(["infer", "--models", str(models_folder), "--device", "cpu", "--model", "words", *texts]) == 0
     printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert server.client.post("/infer", json=_example(Repository(models_folder).manifest())).status_code == 200
-    served = server.infer("words", QUESTIONS).json()["outputs"]
+    served = server.infer("words", texts).json()["outputs"]
     for one, other in zip(printed, served, strict=True):
         assert one["label"] == other["label"]
         assert one["scores"] == pytest.approx(other["scores"], rel=1e-5)
@@ -47,6 +49,23 @@ def test_commands_read_the_folder_of_one_model(
     assert answers[0] == answers[1] == answers[2]
     assert main(["compress", "words", "--precision", "int8", "--models", folder]) == 1
     assert "is the folder of one model, to which none can be added" in capsys.readouterr().err
+
+
+def test_one_bad_folder_keeps_no_other_model_from_its_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its name is shown with escapes: it could change the title of a terminal, or hide a line."""
+    models.words(tmp_path)
+    (tmp_path / "\x1b]0;title\x07" / "1").mkdir(parents=True)
+    (tmp_path / "broken" / "1").mkdir(parents=True)
+    (tmp_path / "broken" / "1" / "model.toml").write_text("name = 3")
+    assert main(["models", "--models", str(tmp_path)]) == 1
+    printed = capsys.readouterr()
+    assert "words  version 1" in printed.out and str(tmp_path / "broken" / "1") in printed.err
+    assert f"{tmp_path}/\\u001b]0;title\\u0007: a model name has" in printed.err
+    command = ["infer", "--models", str(tmp_path), "--device", "cpu", "--model"]
+    assert main([*command, "words", *QUESTIONS]) == 0
+    assert main(["export", "words", *command[1:3], "--format", "pytorch", "--out", str(tmp_path / "words.pt")]) == 0
+    assert main([*command, "broken", *QUESTIONS]) == 1
+    assert "broken version 1 cannot be served: " in capsys.readouterr().err
 
 
 def test_ready_line_sends_the_key_and_a_text_that_suits_the_model(tmp_path: Path) -> None:
@@ -102,6 +121,7 @@ def test_refused_command_says_why(
     [
         ("serv", "did you mean serve?"),
         ("serve --prot 1", "did you mean --port?"),
+        ("infer --modle words", "did you mean --model?"),
         ("serve --grpc_port=off", "did you mean --grpc-port?"),
         ("serve --max-batch-sequences 3", "set the variable SEQSERVE_MAX_BATCH_SEQUENCES"),
         ("export words --format pytroch --out x", "did you mean pytorch?"),
@@ -135,6 +155,19 @@ def test_sigterm_during_imports_ends_the_command(monkeypatch: pytest.MonkeyPatch
             __main__.main()
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_output_that_cannot_be_written_ends_the_command_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader that has closed its pipe, such as head, needs no line."""
+    monkeypatch.setattr(signal, "getsignal", lambda _: signal.SIG_IGN)  # no handlers are left behind
+    monkeypatch.setattr("service.cli.main", lambda: print("a model"))
+    reader, writer = os.pipe()
+    os.close(reader)
+    full = os.open("/dev/full", os.O_WRONLY)
+    for descriptor, status in ((full, "seqserve: No space left on device"), (writer, 128 + signal.SIGPIPE)):
+        with os.fdopen(descriptor, "w") as output:
+            monkeypatch.setattr("sys.stdout", output)
+            assert __main__.main() == status
 
 
 def test_state_key_command_adds_secrets_that_the_service_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

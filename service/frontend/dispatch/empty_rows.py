@@ -21,6 +21,7 @@ from service.ipc.messages import FEATURES, IDS, Answer, AnswerWithoutSteps, Requ
 Array = NDArray[Any]
 DTYPES = {"scores": FEATURES, "picks": IDS, "embedding": FEATURES, "sequence": FEATURES, "state": FEATURES}
 """The arrays of an answer, in their order."""
+NO_ROW = np.empty((0, 0))
 NUMBER_BYTES = np.dtype(FEATURES).itemsize
 
 
@@ -63,7 +64,7 @@ class EmptyRows:
         steps[self._has_steps] = answer.steps
         shapes, parts = {}, []
         for name, array in _arrays(answer, data):
-            known = self._known[name]
+            known = self._known.get(name, NO_ROW)
             if len(known):
                 whole = np.empty((count, known.shape[1]), known.dtype)
                 whole[self._has_steps], whole[~self._has_steps] = array, self._start_states(known) if name == "state" else known

@@ -13,55 +13,13 @@ from service.importers.draft import Array, ImportRefused
 from service.importers.onnx.budget import LARGEST, stored
 
 ELEMENTWISE = (
-    *(
-        "Abs",
-        "Add",
-        "And",
-        "Cast",
-        "Ceil",
-        "Clip",
-        "Div",
-        "Equal",
-        "Exp",
-        "Floor",
-        "Greater",
-        "GreaterOrEqual",
-        "Identity",
-        "Less",
-    ),
-    *(
-        "LessOrEqual",
-        "Log",
-        "Max",
-        "Min",
-        "Mod",
-        "Mul",
-        "Neg",
-        "Not",
-        "Or",
-        "Pow",
-        "Reciprocal",
-        "Relu",
-        "Sigmoid",
-        "Sqrt",
-        "Sub",
-    ),
-    *("Tanh", "Where"),
+    *("Abs", "Add", "And", "Cast", "Ceil", "Clip", "Div", "Equal", "Exp", "Floor", "Greater", "GreaterOrEqual", "Identity"),
+    *("Less", "LessOrEqual", "Log", "Max", "Min", "Mod", "Mul", "Neg", "Not", "Or", "Pow", "Reciprocal", "Relu", "Sigmoid"),
+    *("Sqrt", "Sub", "Tanh", "Where"),
 )
 SHAPING = (
-    *(
-        "Concat",
-        "Flatten",
-        "Gather",
-        "GatherElements",
-        "ReduceL2",
-        "ReduceMax",
-        "ReduceMin",
-        "ReduceProd",
-        "ReduceSum",
-        "Reshape",
-    ),
-    *("ScatterElements", "Slice", "Split", "Squeeze", "Transpose", "Unsqueeze"),
+    *("Concat", "Flatten", "Gather", "GatherElements", "ReduceL2", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceSum"),
+    *("Reshape", "ScatterElements", "Slice", "Split", "Squeeze", "Transpose", "Unsqueeze"),
 )
 GROWING = ("Range", "Tile")
 FOLDED = frozenset((*ELEMENTWISE, *SHAPING, *GROWING))

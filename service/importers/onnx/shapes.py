@@ -19,7 +19,8 @@ from service.importers.onnx.operation import Operation, checked_axis
 from service.importers.onnx.values import Constant, Lengths, Mask, Order, State, Value
 
 INTEGERS = (TensorProto.INT32, TensorProto.INT64)
-FLOATS = (TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16)
+HALVES = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
+FLOATS = (TensorProto.FLOAT, TensorProto.DOUBLE, *HALVES)
 
 
 def same(operation: Operation) -> Value:
@@ -37,6 +38,8 @@ def dropout(operation: Operation) -> Value:
 
 def cast(operation: Operation) -> Value:
     value, to = operation.inputs[0], operation.attributes["to"]
+    if isinstance(value, Signal) and to in HALVES:
+        operation.reading.note(f"{operation.label} rounds to 16 bits, and the model computes in float32")
     if not isinstance(value, Signal) or to in FLOATS:
         return same(operation)
     node = value.parts[0]

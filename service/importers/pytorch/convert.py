@@ -25,9 +25,11 @@ def recurrent(table: Table, found: Sequence[Module]) -> Part:
         )
     first = "" if suffixes == [""] else "_l0"
     names = {leaf.removesuffix(first) for leaf in module.tensors if leaf.endswith(first)}
-    if {name + suffix for name in names for suffix in suffixes} != module.tensors.keys() or len(suffixes) % (1 + bidirectional):
+    whole = {name + suffix for name in names for suffix in suffixes} == module.tensors.keys()
+    if not whole or len(suffixes) % (1 + bidirectional) or len(names & {"bias_ih", "bias_hh"}) == 1:
         raise ImportRefused(
-            f"{module.name or 'the model'} lacks tensors: each level has the same in each direction, and it has {list(module.tensors)}"
+            f"{module.name or 'the model'} lacks tensors: each level has the same in each direction, two biases or none, "
+            f"and it has {list(module.tensors)}"
         )
     arrays: dict[str, Array] = {}
     for level in range(len(suffixes) // (1 + bidirectional)):

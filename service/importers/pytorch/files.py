@@ -109,6 +109,8 @@ def _with_tensors(content: Any) -> dict[str, dict[str, Tensor]]:
 def _array(name: str, tensor: Tensor) -> Array:
     if tensor.layout != torch.strided or tensor.is_quantized:
         raise ImportRefused(f"{name} is a {tensor.layout} tensor: import the dense weights")
+    if tensor.is_floating_point() and tensor.element_size() == 1:
+        raise ImportRefused(f"{name} is of type {tensor.dtype}, and its scale may be elsewhere: save the weights in float32")
     if not tensor.numel():
         raise ImportRefused(f"{name} has the shape {tuple(tensor.shape)}, which has no numbers")
     if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():

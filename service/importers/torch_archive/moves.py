@@ -18,7 +18,8 @@ from service.importers.torch_archive.packing import BatchSizes
 
 INTEGER_TYPES = (3, 4)
 """int32 and int64 by their numbers in schemas of operators."""
-FLOAT_TYPES = (5, 6, 7, 15)
+HALVES = {5: TensorProto.FLOAT16, 15: TensorProto.BFLOAT16}
+FLOAT_TYPES = (6, 7)
 KEPT = (Lengths, Order, State, BatchSizes)
 """Values that do not change when they take another shape."""
 
@@ -47,8 +48,8 @@ def to(operation: Operation) -> Any:
     value, dtype = first_argument(operation), operation.call.get("dtype")
     if not isinstance(value, Signal) or dtype is None or dtype in FLOAT_TYPES:
         return value
-    if dtype in INTEGER_TYPES:
-        return operation.onnx("Cast", value, to=TensorProto.INT64)
+    if dtype in INTEGER_TYPES or dtype in HALVES:
+        return operation.onnx("Cast", value, to=HALVES.get(dtype, TensorProto.INT64))
     raise ImportRefused("it rounds numbers that depend on the input")
 
 

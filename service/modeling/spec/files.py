@@ -1,4 +1,4 @@
-"""Reading files of a models folder."""
+"""Reading files of a models folder, and writing files and folders that appear when they are complete."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import errno
 import os
 import re
 import stat
+import tempfile
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -66,6 +67,27 @@ def read_file(file: Path, size: int = -1, *, limit: int | None = None) -> bytes:
             return opened.read(size)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def replacing(place: Path, root: Path | None = None) -> Iterator[Path]:
+    """Yield a path in a hidden folder for what takes `place` after the block; raises ModelError if it cannot be written.
+
+    root: folder above `place` in which it appears, with its parent if that is missing; by default the parent.
+    """
+    try:
+        if place.is_char_device() or place.is_fifo():
+            yield place
+            return
+        place = place.resolve() if place.is_symlink() else place
+        # One rename makes it visible, which raises OSError for a folder that exists by now.
+        with tempfile.TemporaryDirectory(prefix=".unfinished-", dir=root or place.parent) as hidden:
+            written = Path(hidden) / place.relative_to(root or place.parent)
+            yield written
+            moved, target = (written, place) if place.parent.exists() else (written.parent, place.parent)
+            moved.replace(target)
+    except OSError as error:
+        raise ModelError(f"{place} cannot be written: {error.strerror or error}") from error
 
 
 def _real_path(descriptor: int, file: Path) -> Path:

@@ -38,6 +38,11 @@ WRONG: list[tuple[Any, str]] = [
     ({**STATE_DICT, HH: torch.ones(8)}, "rnn has the tensors"),
     ({**STATE_DICT, HH: torch.ones(9, 2)}, r"layers.0.0.forward.recurrent has the shape \(2, 9\)"),
     ({**STATE_DICT, IH: torch.ones(8, 3, dtype=torch.int8)}, r"weight_ih_l0 \(8, 3\) of int8"),
+    (
+        {**STATE_DICT, IH: torch.ones(8, 3).to(torch.float8_e4m3fn)},
+        "is of type torch.float8_e4m3fn, and its scale may be elsewhere",
+    ),
+    ({name: STATE_DICT[name] for name in (IH, HH, BIAS)}, "rnn lacks tensors: .* two biases or none, and it has"),
     ({**STATE_DICT, **REVERSE_OF_ONE_LEVEL}, "rnn lacks tensors: each level has the same in each direction"),
     *((content, "has no tensors") for content in EMPTY),
 ]
