@@ -248,10 +248,10 @@ def test_requests_with_the_same_error_are_refused_together(steps: int, sequences
 def test_host_that_is_slower_than_the_budget_divides_no_request() -> None:
     """Its time counts for every batch, so more batches would only cost it more."""
     queue: Scheduler[NamedSequence] = Scheduler(SchedulerLimits(100, 8, 1000, 1.0), lambda _: Cost(10.0, 0.5, 0.0))
-    assert not queue.add_block(block([(1, 1e9, [1, 18]), (2, 1e9, [18] * 6)], divisible=False), now=0.0)
-    assert not queue.add_block(block([(3, 1e9, [1])]), now=0.0)
-    batches = [queue.next_batch(), queue.next_batch()]
-    assert [[id for made in batch.blocks for id in made.ids] for batch in batches if batch is not None] == [[1, 2], [3]]
+    for id in (1, 2):
+        assert not queue.add_block(block([(id, 1e9, [1, *[18] * 7])]), now=0.0)
+        scheduled = queue.next_batch()
+        assert scheduled is not None and [whole.ids for whole in scheduled.blocks] == [[id]]
 
 
 def test_arrival_renews_the_order_of_requests() -> None:
