@@ -13,7 +13,7 @@ from typing import Protocol
 
 import msgspec
 
-from service.access.caller import Caller
+from service.access.caller import NO_QUOTAS, Caller
 from service.access.policy import AccessPolicy
 from service.access.refused_keys import RefusedKeys
 from service.access.state_keys import StateKeys
@@ -169,7 +169,7 @@ class Frontend:
         if caller.key:
             self.metrics.key_requests.add(caller.share.tenant, caller.name)
             self.metrics.key_tokens.add(caller.share.tenant, caller.name, by=sum(request.lengths))
-        end = self.quotas.begin(caller, len(request.lengths), size) if any(caller.quotas) else None
+        end = self.quotas.begin(caller, len(request.lengths), size) if caller.quotas != NO_QUOTAS else None
         if not self.memory.limited:
             return request, end
         numbers = 0
