@@ -144,7 +144,7 @@ class Frontend:
 
     def send(self, caller: Caller, request: Request, data: bytes | memoryview, receiver: Receiver) -> PendingRequest:
         """Send a request that the caller may send, as `Dispatcher.send` does; raises QuotaExceeded, and Overloaded if memory is short."""
-        if not (caller.key or self.memory.limited):
+        if caller.quotas == NO_QUOTAS and not (caller.key or self.memory.limited):
             return self.dispatcher.send(request, data, receiver)
         request, end = self._begin(caller, request, len(data))
         try:
