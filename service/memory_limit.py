@@ -16,8 +16,8 @@ from service.control_groups import control_groups
 UNLIMITED_BYTES = 1 << 62
 """Version 1 has a number near 2^63 in place of no limit."""
 PAGES_READINGS = 30
-"""Up to half of the limit, file pages are read once in so many readings: the kernel reclaims them only near the limit, and takes long to
-count them."""
+"""Readings between two counts of the file pages, unless more than half of the limit is in use: the kernel takes long to count them, and
+reclaims them only near the limit."""
 MAX_FILE_BYTES = 1 << 16
 
 
@@ -74,7 +74,7 @@ class _Group:
     @classmethod
     @cache
     def find(cls, folder: Path) -> _Group | None:
-        """Return the group of a folder, one for all of this process; None if it has no readable files of either version."""
+        """Return the group of a folder, the same for all callers in this process; None if it has no readable files of either version."""
         for limit, used, prefix in (
             ("memory.max", "memory.current", b""),
             ("memory.limit_in_bytes", "memory.usage_in_bytes", b"total_"),

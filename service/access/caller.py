@@ -63,7 +63,7 @@ class Caller:
                 f"the highest priority of {self.name} is {self.max_priority}: send a lower priority, or use another key",
                 field="priority",
             )
-        if request.session is not None:
+        if request.session is not None and Scope.SESSION not in self.scopes:
             self.require(Scope.SESSION)
         if not self.share.tenant:
             return request

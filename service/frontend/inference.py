@@ -13,7 +13,7 @@ from typing import Protocol
 
 import msgspec
 
-from service.access.caller import Caller
+from service.access.caller import NO_QUOTAS, Caller
 from service.access.policy import AccessPolicy
 from service.access.refused_keys import RefusedKeys
 from service.access.state_keys import StateKeys
@@ -144,7 +144,7 @@ class Frontend:
 
     def send(self, caller: Caller, request: Request, data: bytes | memoryview, receiver: Receiver) -> PendingRequest:
         """Send a request that the caller may send, as `Dispatcher.send` does; raises QuotaExceeded, and Overloaded if memory is short."""
-        if not (caller.key or self.memory.limited):
+        if caller.quotas == NO_QUOTAS and not (caller.key or self.memory.limited):
             return self.dispatcher.send(request, data, receiver)
         request, end = self._begin(caller, request, len(data))
         try:
@@ -169,7 +169,7 @@ class Frontend:
         if caller.key:
             self.metrics.key_requests.add(caller.share.tenant, caller.name)
             self.metrics.key_tokens.add(caller.share.tenant, caller.name, by=sum(request.lengths))
-        end = self.quotas.begin(caller, len(request.lengths), size) if any(caller.quotas) else None
+        end = self.quotas.begin(caller, len(request.lengths), size) if caller.quotas != NO_QUOTAS else None
         if not self.memory.limited:
             return request, end
         numbers = 0

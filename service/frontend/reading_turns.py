@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-import itertools
 import time
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
@@ -71,7 +70,8 @@ class ReadingTurns:
         self._clock = clock
         self._waiting: list[tuple[float, int, Turn[Any]]] = []
         """A heap by the virtual time at which a turn may begin."""
-        self._numbers = itertools.count()
+        self._waits = 0
+        """How many turns have waited so far."""
         self._virtual = 0.0
         """Virtual time: the beginning of the turn that was taken last."""
         self._ticking = False
@@ -83,11 +83,11 @@ class ReadingTurns:
         now = self._clock()
         if not self._ticking:
             self._begin_tick(now)
-        begin = max(self._virtual, turn.finish)
+        begin = turn.finish if turn.finish > self._virtual else self._virtual
         if now < self._tick_ends and not (self._waiting and self._waiting[0][0] < begin):
             self._serve(turn, begin, now)
         else:
-            self._wait(turn)
+            self._wait(turn, begin)
 
     def _serve(self, turn: Turn[Any], begin: float, now: float) -> None:
         reader = turn.reader
@@ -97,14 +97,16 @@ class ReadingTurns:
         more = reader.read_turn(min(now + SLICE_SECONDS, self._tick_ends))
         turn.finish = begin + self._clock() - now
         if more:
-            self._wait(turn)
+            self._wait(turn, turn.finish)
         elif turn.paused:
             turn.paused = False
             reader.resume_turn()
 
-    def _wait(self, turn: Turn[Any]) -> None:
+    def _wait(self, turn: Turn[Any], begin: float) -> None:
+        """Let a turn wait that may begin at a virtual time."""
         turn.waits = True
-        heapq.heappush(self._waiting, (max(self._virtual, turn.finish), next(self._numbers), turn))
+        self._waits += 1
+        heapq.heappush(self._waiting, (begin, self._waits, turn))
         if not turn.paused and turn.reader is not None:
             turn.paused = True
             turn.reader.pause_turn()

@@ -339,7 +339,7 @@ def test_websocket_is_not_read_before_it_is_accepted(service: InProcess, monkeyp
 
     def wait(turns: ReadingTurns, turn: Turn[Any]) -> None:
         turns._begin_tick(0.0)
-        turns._wait(turn)
+        turns._wait(turn, turn.finish)
 
     def deliver(protocol: WebSocketProtocol, receiver: MessageReceiver) -> None:
         reading.append(protocol.transport.is_reading())

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from service.cores import compute_threads, cpu_limit, frontend_count, usable_cores
-from service.memory_limit import NO_LIMIT, MemoryLimit, MemoryUse
+from service.memory_limit import NO_LIMIT, PAGES_READINGS, MemoryLimit, MemoryUse
 from service.settings import Settings
 
 
@@ -122,3 +122,14 @@ def test_limit_may_change(tmp_path: Path) -> None:
     for text, share in (("1000\n", 0.4), ("2000\n", 0.2)):
         write(tmp_path, {f"{BOX}.max": text})
         assert limit.read().share == share
+
+
+def test_file_pages_are_counted_rarely_unless_much_is_used(tmp_path: Path) -> None:
+    """The kernel takes long to count them, and reclaims them only near the limit. Other memory is seen at once."""
+    write(tmp_path, version_2("1000\n", used="400\n", stat="inactive_file 300\n"))
+    limit = MemoryLimit(tmp_path)
+    assert limit.read().used == 100
+    write(tmp_path, {f"{BOX}.current": "500\n", f"{BOX}.stat": "inactive_file 50\n"})
+    assert [limit.read().used for _ in range(PAGES_READINGS + 1)] == [200] * PAGES_READINGS + [450]
+    write(tmp_path, {f"{BOX}.current": "501\n", f"{BOX}.stat": "inactive_file 0\n"})
+    assert limit.read().used == 501

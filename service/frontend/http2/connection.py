@@ -222,8 +222,8 @@ class Http2Connection(asyncio.Protocol):
         self._heard = self._loop.time()
         if self._buffer:
             data = self._buffer + data
-        else:
-            self._begin_phase()
+        elif self._block is None:
+            self.phase_began = self._heard
         self._buffer = data
         if self._held_until > self._heard:
             self._hold(self._held_until - self._heard)
@@ -292,13 +292,9 @@ class Http2Connection(asyncio.Protocol):
                 break
         if at:
             self._buffer = data[at:]
-            self._begin_phase()
+            if self._block is None:  # all frames of a header block share one time
+                self.phase_began = self._heard
         return more
-
-    def _begin_phase(self) -> None:
-        """Start the time in which the next frames must arrive. All frames of a header block share one time."""
-        if self._block is None:
-            self.phase_began = self._heard
 
     def _handle_frame(self, kind: int, flags: int, stream: int, payload: bytes) -> None:
         if not self._met and (kind != SETTINGS or flags & ACK):
@@ -326,7 +322,8 @@ class Http2Connection(asyncio.Protocol):
         self._holding = False
         if not self._closing:
             self._heard = self._loop.time()
-            self._begin_phase()
+            if self._block is None:
+                self.phase_began = self._heard
             self._turn.take()
             self.resume_turn()
 

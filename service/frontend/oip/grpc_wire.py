@@ -158,10 +158,11 @@ class MessageReader:
     @property
     def refused(self) -> bool:
         """Whether the body cannot become a single valid message any more."""
-        if len(self._buffer) < PREFIX.size:
+        held = len(self._buffer)
+        if held < PREFIX.size:
             return False
         flag, size = PREFIX.unpack_from(self._buffer)
-        return bool(flag > 1 or size > self._max_bytes or len(self._buffer) > PREFIX.size + size)
+        return bool(flag > 1 or size > self._max_bytes or held > PREFIX.size + size)
 
     def only_message(self) -> bytes | None:
         """Return the message if the body is a single message without compression, else None."""
@@ -204,10 +205,11 @@ class MessageReader:
 
 def only_message(body: bytes | bytearray) -> bytes | None:
     """Return the message of a complete body that is a single message without compression, else None."""
-    if len(body) < PREFIX.size:
+    length = len(body)
+    if length < PREFIX.size:
         return None
     flag, size = PREFIX.unpack_from(body)
-    return None if flag or size != len(body) - PREFIX.size else bytes(memoryview(body)[PREFIX.size :])
+    return None if flag or size != length - PREFIX.size else bytes(memoryview(body)[PREFIX.size :])
 
 
 def too_large(size: int, limit: int) -> CallEnded:
