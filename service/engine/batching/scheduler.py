@@ -44,7 +44,7 @@ from service.engine.batching.batch_builder import (
 from service.engine.batching.due import STRETCH, allowance
 from service.engine.batching.fair_shares import TENANT_SHARE, FairShares
 from service.engine.batching.memory_limits import MemoryLimits
-from service.engine.batching.model_queue import ModelQueue, Rejection, S, WorkByDue
+from service.engine.batching.model_queue import LEAST_STEPS, ModelQueue, Rejection, S, WorkByDue
 from service.engine.batching.request_block import SEQUENCES, STEPS, RequestBlock
 from service.engine.execution.cost_model import Cost
 from service.errors import DeadlineExceeded, Overloaded, ServiceError
@@ -507,18 +507,19 @@ class Scheduler(Generic[S]):
 
         count, steps: of the sequences; of many requests as arrays.
         """
-        longest = arriving.longest
+        longest, cost, head_start = arriving.longest, queue.cost, arriving.head_start
         total = busy + self._most_seconds(queue, queue.count + count, queue.steps + steps, max(longest, queue.longest))
         for queued in self._queues.values():
             if queued is not queue:
                 total += self._most_seconds(queued, queued.count, queued.steps, queued.longest)
-        return CAUTION * total + STRETCH * queue.cost.of(longest, longest) - min(0.0, arriving.head_start)
+        alone = cost.fixed + (cost.per_step + cost.per_token) * longest
+        return CAUTION * total + STRETCH * alone - (head_start if head_start < 0 else 0.0)
 
     def _most_seconds(self, queue: ModelQueue[S], count: FloatOrArray, steps: FloatOrArray, longest: int) -> FloatOrArray:
         """Return an upper bound of `_seconds`. longest: no sequence has more steps."""
         cost, rows = queue.cost, self._limits.max_batch_sequences
         steps_per_row = steps / rows + longest
-        batches = count / rows + steps_per_row / self._expected_steps(queue, rows) + 2
+        batches = count / rows + steps_per_row / (int(queue.reach) or LEAST_STEPS) + 2
         return cost.fixed * batches + (cost.per_step + cost.per_token * rows) * steps_per_row
 
     def _refusal(
