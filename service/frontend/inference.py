@@ -39,6 +39,7 @@ from service.frontend.origin import Identity, RequestIds
 from service.frontend.quotas import QuotaLedger
 from service.frontend.reading_turns import ReadingTurns
 from service.frontend.retry_budget import RetryBudget
+from service.frontend.shared_call import Forms
 from service.frontend.start_queue import StartQueue
 from service.frontend.tls import TlsContexts
 from service.ipc.messages import Answer, Api, IndexEntry, Manifest, ModelKey, Request
@@ -104,6 +105,8 @@ class Frontend:
     bodies: BodyBudget = field(init=False)
     decoder: BodyDecoder = field(init=False)
     large_answers: LargeAnswers = field(init=False)
+    statistics: Forms = field(init=False)
+    index: Forms = field(init=False)
     request_ids: RequestIds = field(init=False)
     observer: Observer = field(init=False)
 
@@ -120,6 +123,7 @@ class Frontend:
         self.memory = MemoryGuard(self.settings.max_memory_share, MemoryLimit().read, self.metrics, self.log, trim_heap)
         self.bodies = BodyBudget(MAX_RECEIVING_BYTES, self.memory)
         self.large_answers = LargeAnswers()
+        self.statistics, self.index = Forms(), Forms()
         self.decoder = BodyDecoder(self.settings, self.bodies, self.memory, self.log)
         self.request_ids = RequestIds()
         self.observer = Observer(self.settings, self.log, self.metrics, self.traces)

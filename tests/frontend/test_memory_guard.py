@@ -13,7 +13,7 @@ from service.access.caller import LOCAL
 from service.errors import Overloaded
 from service.frontend.body_budget import BodyBudget
 from service.frontend.memory_guard import ANSWER_BYTES, LARGE_BYTES, TRIM_TICKS, MemoryGuard
-from service.frontend.oip.grpc_wire import MessageReader, ReceivingAccount
+from service.frontend.oip.grpc_wire import MessageReader
 from service.ipc.messages import ModelKey, Request
 from service.log import Log
 from service.memory_limit import NO_LIMIT, MemoryUse
@@ -118,7 +118,7 @@ def test_bytes_between_two_readings_count() -> None:
     memory.fill(80)
     bodies.check()
     memory.fill(86)
-    reader = MessageReader(LIMIT, ReceivingAccount(LIMIT, memory))
+    reader = MessageReader(LIMIT, BodyBudget(LIMIT, memory))
     reader.feed(bytes(LARGE_BYTES))
     assert refused(reader.feed, b"x"), "a large message, while it arrives"
 

@@ -6,6 +6,7 @@ No connection has a key. A connection that the service closes is opened again.
 from __future__ import annotations
 
 import asyncio
+import gzip
 import struct
 import sys
 import time
@@ -35,16 +36,23 @@ HEALTH = b"/grpc.health.v1.Health/Watch"
 LIVE = b"/inference.GRPCInferenceService/ServerLive"
 FIELDS = ((b"content-type", b"application/grpc"), (b"te", b"trailers"))
 EMPTY = struct.pack(">BI", 0, 0)
+INFER, STATISTICS = b"/inference.GRPCInferenceService/ModelInfer", b"/inference.GRPCInferenceService/ModelStatistics"
+UNKNOWN = struct.pack(">BI", 0, 8) + b"\x0a\x06nobody"
+_ZEROS = gzip.compress(bytes(15 << 20))
+BOMB = struct.pack(">BI", 1, len(_ZEROS)) + _ZEROS
+"""15 MiB in one frame."""
 GREETING = PREFACE + settings((4, 1 << 20)) + window(0, 1 << 30)
 POST = b"POST /infer HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 
 
-def calls(path: bytes, then: Callable[[int], bytes] | None = None, *more: tuple[bytes, bytes]) -> Iterator[bytes]:
+def calls(
+    path: bytes, then: Callable[[int], bytes] | None = None, *more: tuple[bytes, bytes], message: bytes = EMPTY
+) -> Iterator[bytes]:
     """Yield calls without end. then: returns the frames after a call. more: its further fields."""
     block = header_block(*FIELDS, *more, path=path)
     yield GREETING
     for id in count(1, 2):
-        yield frame(HEADERS, END_HEADERS, id, block) + frame(DATA, END_STREAM, id, EMPTY) + (then(id) if then else b"")
+        yield frame(HEADERS, END_HEADERS, id, block) + frame(DATA, END_STREAM, id, message) + (then(id) if then else b"")
 
 
 def endless(first: bytes, more: bytes) -> Iterator[bytes]:
@@ -77,6 +85,10 @@ KINDS: dict[str, tuple[bool, Callable[[], Iterator[bytes]]]] = {
     ),
     "sockets": (False, lambda: iter([handshake("model=words")])),
     "metadata": (True, lambda: calls(LIVE, None, (b"x", b"y" * 14_000))),
+    "unknown models": (True, lambda: calls(INFER, message=UNKNOWN)),
+    "statistics": (True, lambda: calls(STATISTICS)),
+    "repository": (True, lambda: calls(b"/inference.GRPCInferenceService/RepositoryIndex")),
+    "gzip bombs": (True, lambda: calls(INFER, None, (b"grpc-encoding", b"gzip"), message=BOMB)),
 }
 """Whether it goes to the port of gRPC, and the bytes of one connection."""
 

@@ -88,6 +88,11 @@ class Stream:
         """Return the address of the client, empty if it is not known."""
         return self._sender.peer
 
+    @property
+    def connection(self) -> object:
+        """Return what the streams of a connection share, and no others."""
+        return self._sender
+
     # Called by the connection.
 
     def receive(self, data: bytes, size: int, ended: bool) -> None:

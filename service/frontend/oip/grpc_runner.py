@@ -19,6 +19,7 @@ from service.access.caller import Caller
 from service.access.scopes import AUDITED, Scope
 from service.errors import ServiceError
 from service.frontend.access_log import record
+from service.frontend.body_budget import BodyBudget
 from service.frontend.http2.header_blocks import RequestFields, encode_fields
 from service.frontend.http2.stream import Stream
 from service.frontend.inference import ClientDisconnected, Frontend
@@ -30,7 +31,7 @@ from service.frontend.oip.grpc_wire import (
     MessageReader,
     Metadata,
     Status,
-    decompress,
+    decompress_message,
     error_status,
     frame_message,
     metadata,
@@ -39,8 +40,6 @@ from service.frontend.oip.grpc_wire import (
 )
 from service.frontend.origin import RequestIdentity
 
-INLINE_BYTES = 1 << 12
-"""Larger compressed messages are decompressed in a thread: 1 KiB may become 1 MiB."""
 OK = Status(grpc.StatusCode.OK)
 DEADLINE_EXCEEDED = Status(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
 CUT_OFF = Status(grpc.StatusCode.UNAVAILABLE, "the service is shutting down: retry on another connection")
@@ -68,9 +67,10 @@ class GrpcCall:
         deadline: float,
         reader: MessageReader,
         max_bytes: int,
+        bodies: BodyBudget,
         identity: RequestIdentity,
     ) -> None:
-        """reader: may hold messages that arrived before. max_bytes: size limit of a decompressed message."""
+        """reader: may hold messages that arrived before. max_bytes: size limit of a decompressed message. bodies: count its bytes."""
         self._stream = stream
         self._request = request
         self._fields = work.fields
@@ -81,6 +81,7 @@ class GrpcCall:
         self.session = work.session
         self.identity = identity
         self._reader = reader
+        self._bodies = bodies
         self._max_bytes = max_bytes
         self._unconsumed = 0
         self._headers_sent = False
@@ -220,10 +221,7 @@ class GrpcCall:
         compressed, message = taken
         if not compressed:
             return message
-        arguments = (message, self._fields.window_bits, self._max_bytes)
-        if len(message) <= INLINE_BYTES:
-            return decompress(*arguments)
-        return await asyncio.get_running_loop().run_in_executor(None, decompress, *arguments)
+        return await decompress_message(message, self._fields.window_bits, self._max_bytes, self._bodies)
 
     def _consume(self) -> None:
         """Let the client send as many bytes as have arrived since the last call."""

@@ -5,13 +5,13 @@ REST and gRPC return the same values. Nothing here knows HTTP or gRPC.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
 from msgspec import Meta
 
-from service import __version__, triton_statistics
+from service import __version__
 from service.errors import InvalidInput, Unsupported
 from service.frontend.catalog import ServedModel
 from service.frontend.inference import Frontend
@@ -20,6 +20,7 @@ from service.frontend.quoting import quote
 from service.ipc.messages import MAX_POLICY_CHARACTERS
 from service.modeling.spec import ModelSpec
 from service.modeling.spec.heads import ClassifyHead, EmbedHead, NextHead, RegressHead, SequenceHead, SpanHead, TagHead
+from service.triton_statistics import ModelCounts
 
 EXTENSIONS = (
     *("binary_tensor_data", "classification", "parameters", "sequence", "sequence(string_id)"),
@@ -162,8 +163,11 @@ def model_ready(frontend: Frontend, name: str, version: str) -> bool:
     return frontend.ready and any(loaded.key == key for loaded in frontend.dispatcher.models)
 
 
-async def model_statistics(frontend: Frontend, name: str = "", version: str = "") -> dict[str, Any]:
-    """Return Triton's statistics of a version, of all versions of a model, or of all models; raises UnknownModel."""
+async def model_statistics(frontend: Frontend, write: Callable[[Any], bytes], name: str = "", version: str = "") -> bytes:
+    """Return Triton's statistics of a version, of all versions of a model, or of all models; raises UnknownModel.
+
+    write: encodes the response, once for all callers that share it.
+    """
     if version:
         served = [frontend.catalog.find(name, version)]
     else:
@@ -172,14 +176,17 @@ async def model_statistics(frontend: Frontend, name: str = "", version: str = ""
             if name
             else frontend.catalog.served
         )
-    snapshot = await frontend.supervisor.scrape()
-    return {"model_stats": triton_statistics.statistics(snapshot, [model.key.labels for model in served])}
+    snapshot, labels = await frontend.supervisor.scrape(), [model.key.labels for model in served]
+    forms = frontend.statistics
+    counts = forms.get(snapshot, None, lambda: ModelCounts(snapshot))
+    return forms.get(snapshot, (write, *labels), lambda: write({"model_stats": counts.statistics(labels)}))
 
 
-async def repository_index(frontend: Frontend, *, ready: bool) -> list[dict[str, Any]]:
-    """Return every version in the models folder, or only the versions that are ready."""
+async def repository_index(frontend: Frontend, write: Callable[[Any], bytes], *, ready: bool) -> bytes:
+    """Return every version in the models folder, or only the versions that are ready. write: as above."""
     entries = await frontend.supervisor.index()
-    return [msgspec.structs.asdict(entry) for entry in entries if entry.state == "READY" or not ready]
+    shown = (msgspec.structs.asdict(entry) for entry in entries if entry.state == "READY" or not ready)
+    return frontend.index.get(entries, (write, ready), lambda: write([*shown]))
 
 
 def version_policy(parameters: Mapping[str, Any]) -> str | None:
