@@ -30,7 +30,7 @@ async def decompress(data: bytes, window_bits: int, limit: int, bodies: BodyBudg
             data = decompressor.unconsumed_tail
         else:
             part = b""
-        with bodies.hold(len(data)):
+        with bodies.hold(len(data) + len(part)):
             await bodies.turns.take()  # many threads would take the processors from the event loop
             try:
                 return await _decompress_large(decompressor, part, data, limit, bodies)

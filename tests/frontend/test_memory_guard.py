@@ -12,7 +12,14 @@ import pytest
 from service.access.caller import LOCAL
 from service.errors import Overloaded
 from service.frontend.body_budget import BodyBudget
-from service.frontend.memory_guard import ANSWER_BYTES, LARGE_BYTES, TRIM_TICKS, MemoryGuard
+from service.frontend.memory_guard import (
+    ANSWER_BYTES,
+    LARGE_BYTES,
+    QUIET_BYTES,
+    TRIM_BYTES,
+    TRIM_TICKS,
+    MemoryGuard,
+)
 from service.frontend.oip.grpc_wire import MessageReader
 from service.ipc.messages import ModelKey, Request
 from service.log import Log
@@ -156,6 +163,12 @@ def test_freed_memory_is_returned_while_it_is_wanted() -> None:
     assert trims_at(84) == 0
     assert refused(partial(memory.reserve, 20 * PERCENT))
     assert [trims_at(84), trims_at(86)] == [1, 3]
+    memory = Memory()
+    for _ in range(TRIM_BYTES // QUIET_BYTES + 1):
+        memory.arrive(QUIET_BYTES)
+        memory.fill(0)
+    assert memory.trims == 0, "bodies arrive"
+    assert trims_at(0) == 1, "what large bodies have left"
 
 
 def test_import_and_fork_open_no_session_when_memory_is_short(local: InProcess, monkeypatch: pytest.MonkeyPatch) -> None:

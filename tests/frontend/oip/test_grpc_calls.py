@@ -268,7 +268,10 @@ BAD_CALLS: list[tuple[bytes, list[tuple[bytes, bytes]], str, str]] = [
 def test_invalid_call_gets_a_status(
     client: Client, path: bytes, body: bytes, fields: list[tuple[bytes, bytes]], code: str, details: str
 ) -> None:
-    actual, text = client.status(client.call(path, body, *fields))
+    frames = client.call(path, body, *fields)
+    while client.application.open_calls:  # a large message is decompressed in a thread
+        frames += client.peer.send()
+    actual, text = client.status(frames + client.peer.send())
     assert actual == code and details in text
     assert client.application.held_bytes == 0 and client.application.open_calls == 0
 
@@ -396,3 +399,6 @@ def test_incomplete_requests_are_limited_together(loop: ClockLoop, catalog: Cata
     assert CODES[int(fields[b"grpc-status"])] == "UNAVAILABLE" and b"the limit is 50000" in fields[b"grpc-message"]
     assert fields[b"seqserve-code"] == Overloaded.code.encode()
     assert client.call(ECHO, message(b"small")).body(9) == message(b"small"), "whole requests are answered"
+    bomb = client.call(ECHO, message(gzip.compress(bytes(2 * LIMIT)), flag=1), GZIP)
+    assert client.status(bomb)[0] == "UNAVAILABLE", "decompressed bytes count"
+    assert client.call(ECHO, message(PACKED, flag=1), GZIP).body(13) == message(b"abc" * 1000)
