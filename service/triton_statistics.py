@@ -37,7 +37,7 @@ ValuesByLabels = dict[tuple[str, ...], float]
 
 def families(snapshot: Mapping[str, Rows]) -> Iterator[Metric]:
     """Yield Triton's time series. They are untyped: their names lack the suffix `_total` of a Prometheus counter."""
-    counts = ModelCounts(snapshot)
+    counts = _ModelCounts(snapshot)
     untyped: dict[str, tuple[str, ValuesByLabels]] = {
         "nv_inference_request_success": ("Requests answered.", counts.successes),
         "nv_inference_count": ("Sequences answered.", counts.sequences),
@@ -64,38 +64,45 @@ def families(snapshot: Mapping[str, Rows]) -> Iterator[Metric]:
     yield _with_values(pending, counts.values(counts.metrics.sequences_waiting.name))
 
 
+def statistics(snapshot: Mapping[str, Rows], models: Iterable[tuple[str, str]]) -> list[dict[str, Any]]:
+    """Return Triton's ModelStatistics of the given models, each a name and a version."""
+    counts = _ModelCounts(snapshot)
+    return [_model_statistics(counts, model) for model in models]
+
+
 def _with_values(family: UnknownMetricFamily | GaugeMetricFamily, values: ValuesByLabels) -> Metric:
     for labels, value in values.items():
         family.add_metric(labels, value)
     return family
 
 
-def _model_statistics(counts: ModelCounts, model: tuple[str, str]) -> dict[str, Any]:
+def _model_statistics(counts: _ModelCounts, model: tuple[str, str]) -> dict[str, Any]:
     """Return the statistics of one model. Times by batch size are not available."""
 
     def duration(values: ValuesByLabels, count: float) -> dict[str, int]:
         return {"count": round(count), "ns": round(NANO * values.get(model, 0.0))}
 
     sequences = counts.sequences.get(model, 0.0)
+    failures = sum(value for labels, value in counts.failures.items() if labels[:2] == model)
     failed_seconds = counts.failed_seconds.get(model, 0.0)
     success_seconds = counts.stage_seconds("total").get(model, 0.0) - failed_seconds
     name, version = model
     return {
         "name": name,
         "version": version,
-        "last_inference": round(1000 * counts.last_answers.get(model, 0.0)),
+        "last_inference": round(1000 * counts.values(counts.metrics.last_answer.name).get(model, 0.0)),
         "inference_count": round(sequences),
         "execution_count": round(counts.batches.get(model, 0.0)),
         "inference_stats": {
             "success": duration({model: success_seconds}, counts.successes.get(model, 0.0)),
-            "fail": duration({model: failed_seconds}, counts.failed.get(model, 0.0)),
+            "fail": duration({model: failed_seconds}, failures),
             **{triton_name: duration(counts.stage_seconds(stage), sequences) for stage, triton_name in STAGES.items()},
         },
         "batch_stats": [],
     }
 
 
-class ModelCounts:
+class _ModelCounts:
     """The counts of a snapshot, by model and version."""
 
     def __init__(self, snapshot: Mapping[str, Rows]) -> None:
@@ -106,23 +113,13 @@ class ModelCounts:
             (model, version): values[0] for (model, version, outcome), values in requests if outcome == OK
         }
         self.failures: ValuesByLabels = {}
-        self.failed: ValuesByLabels = {}
         for (model, version, outcome), values in requests:
             if outcome != OK:
                 labels = (model, version, FAILURE_REASONS.get(outcome, "OTHER"))
                 self.failures[labels] = self.failures.get(labels, 0.0) + values[0]
-                self.failed[model, version] = self.failed.get((model, version), 0.0) + values[0]
         self.sequences = self.values(self.metrics.sequences.name)
         self.batches = self._sums(self.metrics.batches.name)
         self.failed_seconds = self.values(self.metrics.failed_seconds.name)
-        self.last_answers = self.values(self.metrics.last_answer.name)
-        self._stages: dict[str, ValuesByLabels] = {}
-        for (model, version, stage), values in self._series(self.metrics.stage_seconds.name):
-            self._stages.setdefault(stage, {})[model, version] = values[-1]
-
-    def statistics(self, models: Iterable[tuple[str, str]]) -> list[dict[str, Any]]:
-        """Return Triton's ModelStatistics of the given models, each a name and a version."""
-        return [_model_statistics(self, model) for model in models]
 
     def values(self, name: str) -> ValuesByLabels:
         """Return a series that has no labels other than model and version."""
@@ -130,7 +127,8 @@ class ModelCounts:
 
     def stage_seconds(self, stage: str) -> ValuesByLabels:
         """Return the seconds in a stage. Each sequence of a batch adds the whole duration of the batch."""
-        return self._stages.get(stage, {})
+        seconds = self._series(self.metrics.stage_seconds.name)
+        return {(model, version): values[-1] for (model, version, label), values in seconds if label == stage}
 
     def _sums(self, name: str) -> ValuesByLabels:
         """Return a series summed over all labels other than model and version."""

@@ -36,15 +36,11 @@ class BodyBudget:
         if size > 0:
             self._memory.arrive(size)
 
-    @property
-    def full(self) -> bool:
-        """Whether all bodies together are larger than the limit."""
-        return self.held_bytes > self._limit
-
-    def check(self) -> None:
-        """Raise Overloaded for a large body when all bodies together are larger than the limit, or memory is short."""
-        self._memory.check_large()
-        if self.full:
+    def check(self, *, large: bool = True) -> None:
+        """Raise Overloaded when all bodies together are larger than the limit, or for a large body when memory is short."""
+        if large:
+            self._memory.check_large()
+        if self.held_bytes > self._limit:
             raise Overloaded(
                 f"requests that are not decoded yet hold {self.held_bytes} bytes and the limit is {self._limit}: "
                 "retry later, or send less at once",

@@ -11,13 +11,12 @@ from typing import Any
 from service.errors import InvalidModel, ModelError, Unavailable, UnknownModel
 from service.frontend.catalog import read_served_model
 from service.frontend.inference import Frontend
-from service.frontend.shared_call import SharedCall
 from service.ipc import messages
 from service.ipc.async_channel import AsyncChannel
 from service.ipc.channel import Channel, Frame, encode, send_now
 from service.ipc.heartbeat import Heartbeat
 from service.ipc.messages import Done, IndexEntry, Message, MetricsCollected, ModelKey, ModelsListed, ModelVersion, Reply
-from service.ipc.rpc import Rpc
+from service.ipc.rpc import Rpc, SharedCall
 from service.metrics import Snapshot, stale
 from service.modeling.spec import NAME
 

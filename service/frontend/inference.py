@@ -39,7 +39,6 @@ from service.frontend.origin import Identity, RequestIds
 from service.frontend.quotas import QuotaLedger
 from service.frontend.reading_turns import ReadingTurns
 from service.frontend.retry_budget import RetryBudget
-from service.frontend.shared_call import Forms
 from service.frontend.start_queue import StartQueue
 from service.frontend.tls import TlsContexts
 from service.ipc.messages import Answer, Api, IndexEntry, Manifest, ModelKey, Request
@@ -105,8 +104,8 @@ class Frontend:
     bodies: BodyBudget = field(init=False)
     decoder: BodyDecoder = field(init=False)
     large_answers: LargeAnswers = field(init=False)
-    statistics: Forms = field(init=False)
-    index: Forms = field(init=False)
+    statistics: tuple[Snapshot, dict[object, bytes]] = ({}, {})
+    """The newest metrics from which statistics were made, and these statistics by their form."""
     request_ids: RequestIds = field(init=False)
     observer: Observer = field(init=False)
 
@@ -123,7 +122,6 @@ class Frontend:
         self.memory = MemoryGuard(self.settings.max_memory_share, MemoryLimit().read, self.metrics, self.log, trim_heap)
         self.bodies = BodyBudget(MAX_RECEIVING_BYTES, self.memory)
         self.large_answers = LargeAnswers()
-        self.statistics, self.index = Forms(), Forms()
         self.decoder = BodyDecoder(self.settings, self.bodies, self.memory, self.log)
         self.request_ids = RequestIds()
         self.observer = Observer(self.settings, self.log, self.metrics, self.traces)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client.parser import text_string_to_metric_families
 
 from service.metrics import Metrics, render
-from service.triton_statistics import ModelCounts, families
+from service.triton_statistics import families, statistics
 
 
 def example_metrics() -> Metrics:
@@ -49,7 +49,7 @@ def test_time_series_have_the_names_and_units_of_triton() -> None:
 
 
 def test_model_statistics_equal_the_time_series() -> None:
-    [model] = ModelCounts(example_metrics().snapshot()).statistics([("words", "1")])
+    [model] = statistics(example_metrics().snapshot(), [("words", "1")])
     times = model.pop("inference_stats")
     counts = {"inference_count": 4, "execution_count": 1, "batch_stats": []}
     assert model == {"name": "words", "version": "1", "last_inference": 1_000_000_000_250, **counts}
@@ -60,6 +60,6 @@ def test_model_statistics_equal_the_time_series() -> None:
 
 
 def test_statistics_of_an_unused_model_are_zero() -> None:
-    [model] = ModelCounts(Metrics().snapshot()).statistics([("words", "1")])
+    [model] = statistics(Metrics().snapshot(), [("words", "1")])
     assert (model["inference_count"], model["last_inference"]) == (0, 0)
     assert model["inference_stats"]["success"] == {"count": 0, "ns": 0}

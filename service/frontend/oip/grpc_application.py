@@ -257,7 +257,7 @@ class GrpcApplication:
             self._public_streams += 1
         work = Work(route.fields, route.method, route.scope, route.caller, route.session)
         identity = RequestIdentity(route.origin, self._frontend.request_ids)
-        call = GrpcCall(stream, request, work, deadline, reader, self._max_message_bytes, self._bodies, identity)
+        call = GrpcCall(stream, request, work, deadline, reader, self._max_message_bytes, identity)
         task = call.start(self._frontend, self._shutdown)
         self._calls[task] = call
         task.add_done_callback(partial(self._end_call, is_public=is_public))

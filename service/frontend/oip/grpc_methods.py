@@ -105,12 +105,8 @@ async def _handle_model_statistics(frontend: Frontend, request: ProtoMessage) ->
     return await metadata.model_statistics(frontend, METHODS["ModelStatistics"].write, request.name, request.version)
 
 
-async def _handle_repository_index(frontend: Frontend, request: ProtoMessage) -> bytes:
-    return await metadata.repository_index(frontend, _write_index, ready=request.ready)
-
-
-def _write_index(models: list[dict[str, Any]]) -> bytes:
-    return METHODS["RepositoryIndex"].write({"models": models})
+async def _handle_repository_index(frontend: Frontend, request: ProtoMessage) -> dict[str, Any]:
+    return {"models": await metadata.repository_index(frontend, ready=request.ready)}
 
 
 async def _handle_load(frontend: Frontend, request: ProtoMessage) -> dict[str, Any]:

@@ -19,7 +19,6 @@ from service.access.caller import Caller
 from service.access.scopes import AUDITED, Scope
 from service.errors import ServiceError
 from service.frontend.access_log import record
-from service.frontend.body_budget import BodyBudget
 from service.frontend.http2.header_blocks import RequestFields, encode_fields
 from service.frontend.http2.stream import Stream
 from service.frontend.inference import ClientDisconnected, Frontend
@@ -67,10 +66,9 @@ class GrpcCall:
         deadline: float,
         reader: MessageReader,
         max_bytes: int,
-        bodies: BodyBudget,
         identity: RequestIdentity,
     ) -> None:
-        """reader: may hold messages that arrived before. max_bytes: size limit of a decompressed message. bodies: count its bytes."""
+        """reader: may hold messages that arrived before. max_bytes: size limit of a decompressed message."""
         self._stream = stream
         self._request = request
         self._fields = work.fields
@@ -81,7 +79,6 @@ class GrpcCall:
         self.session = work.session
         self.identity = identity
         self._reader = reader
-        self._bodies = bodies
         self._max_bytes = max_bytes
         self._unconsumed = 0
         self._headers_sent = False
@@ -221,7 +218,7 @@ class GrpcCall:
         compressed, message = taken
         if not compressed:
             return message
-        return await decompress_message(message, self._fields.window_bits, self._max_bytes, self._bodies)
+        return await decompress_message(message, self._fields.window_bits, self._max_bytes, self._reader.bodies)
 
     def _consume(self) -> None:
         """Let the client send as many bytes as have arrived since the last call."""

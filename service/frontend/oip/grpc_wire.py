@@ -122,7 +122,7 @@ class MessageReader:
     def __init__(self, max_bytes: int, bodies: BodyBudget) -> None:
         """bodies: counts the incomplete and unhandled messages of all calls. A request that arrives whole is not counted."""
         self._max_bytes = max_bytes
-        self._bodies = bodies
+        self.bodies = bodies
         self._buffer = bytearray()
 
     @property
@@ -132,9 +132,8 @@ class MessageReader:
     def feed(self, data: bytes) -> None:
         """Add a part of the body; raises Overloaded."""
         self._buffer += data
-        self._bodies.add(len(data))
-        if len(self._buffer) > LARGE_BYTES or self._bodies.full:
-            self._bodies.check()
+        self.bodies.add(len(data))
+        self.bodies.check(large=len(self._buffer) > LARGE_BYTES)
 
     @property
     def refused(self) -> bool:
@@ -166,12 +165,12 @@ class MessageReader:
         end = PREFIX.size + size
         message = bytes(memoryview(self._buffer)[PREFIX.size : end])
         del self._buffer[:end]
-        self._bodies.add(-end)
+        self.bodies.add(-end)
         return bool(flag), message
 
     def close(self) -> None:
         """Drop the bytes that were not taken."""
-        self._bodies.add(-len(self._buffer))
+        self.bodies.add(-len(self._buffer))
         self._buffer.clear()
 
     def _size(self) -> int | None:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from service import __version__
+from service import __version__, triton_statistics
 from service.errors import InvalidInput, Unsupported
 from service.frontend.catalog import ServedModel
 from service.frontend.inference import Frontend
@@ -20,7 +20,6 @@ from service.frontend.quoting import quote
 from service.ipc.messages import MAX_POLICY_CHARACTERS
 from service.modeling.spec import ModelSpec
 from service.modeling.spec.heads import ClassifyHead, EmbedHead, NextHead, RegressHead, SequenceHead, SpanHead, TagHead
-from service.triton_statistics import ModelCounts
 
 EXTENSIONS = (
     *("binary_tensor_data", "classification", "parameters", "sequence", "sequence(string_id)"),
@@ -177,16 +176,18 @@ async def model_statistics(frontend: Frontend, write: Callable[[Any], bytes], na
             else frontend.catalog.served
         )
     snapshot, labels = await frontend.supervisor.scrape(), [model.key.labels for model in served]
-    forms = frontend.statistics
-    counts = forms.get(snapshot, None, lambda: ModelCounts(snapshot))
-    return forms.get(snapshot, (write, *labels), lambda: write({"model_stats": counts.statistics(labels)}))
+    if snapshot is not frontend.statistics[0]:
+        frontend.statistics = snapshot, {}
+    written, form = frontend.statistics[1], (write, *labels)
+    if form not in written:
+        written[form] = write({"model_stats": triton_statistics.statistics(snapshot, labels)})
+    return written[form]
 
 
-async def repository_index(frontend: Frontend, write: Callable[[Any], bytes], *, ready: bool) -> bytes:
-    """Return every version in the models folder, or only the versions that are ready. write: as above."""
+async def repository_index(frontend: Frontend, *, ready: bool) -> list[dict[str, Any]]:
+    """Return every version in the models folder, or only the versions that are ready."""
     entries = await frontend.supervisor.index()
-    shown = (msgspec.structs.asdict(entry) for entry in entries if entry.state == "READY" or not ready)
-    return frontend.index.get(entries, (write, ready), lambda: write([*shown]))
+    return [msgspec.structs.asdict(entry) for entry in entries if entry.state == "READY" or not ready]
 
 
 def version_policy(parameters: Mapping[str, Any]) -> str | None:

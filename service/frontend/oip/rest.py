@@ -151,8 +151,8 @@ def _add_repository(router: APIRouter, frontend: Frontend) -> None:
     async def index(request: Request) -> Response:
         """List every version in the models folder and its state."""
         body = json.parse(RepositoryIndexJson, await read_tensors(request, frontend, MANAGEMENT_LIMIT) or b"{}")
-        asked = metadata.repository_index(frontend, msgspec.json.encode, ready=bool(body.ready))
-        return respond(frontend, await cancel_on_disconnect(request, asked))
+        versions = await cancel_on_disconnect(request, metadata.repository_index(frontend, ready=bool(body.ready)))
+        return respond_json(frontend, versions)
 
     example = {"parameters": {"config": '{"version_policy": {"all": {}}}'}}
     extra = {"parameters": [_NAME], **_optional_body(RepositoryLoadJson, example)}
