@@ -29,8 +29,12 @@ async def decompress(data: bytes, window_bits: int, limit: int, bodies: BodyBudg
             body = await asyncio.to_thread(_decompress, data, window_bits, limit)
         finally:
             bodies.turns.end()
-        with bodies.hold(len(body)):
+        bodies.add(len(body))
+        try:
+            bodies.check()
             return body
+        finally:
+            bodies.add(-len(body))
 
 
 def _decompress(data: bytes, window_bits: int, limit: int) -> bytes:

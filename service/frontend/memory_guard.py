@@ -30,7 +30,7 @@ for 8 and 32 requests at once, each for 2,000 vectors of 256 numbers (2026-11-26
 TRIM_TICKS = 10
 """Ticks between two attempts to return freed memory, while any is wanted."""
 TRIM_BYTES, QUIET_BYTES = 64 << 20, 1 << 20
-"""Bytes of bodies after which freed memory is returned in any case, as soon as fewer than QUIET_BYTES arrive in a tick."""
+"""Bytes of bodies after which freed memory is returned in any case, as soon as fewer than QUIET_BYTES arrive in each of TRIM_TICKS."""
 
 
 class MemoryGuard:
@@ -54,8 +54,8 @@ class MemoryGuard:
         """Whether requests may be refused. An attribute, because every request reads it."""
         self._arrived = 0
         """Bytes of incomplete and decompressed bodies since the last reading."""
-        self._untrimmed = 0
-        """Such bytes since freed memory was returned."""
+        self._untrimmed = self._quiet_ticks = 0
+        """Such bytes since freed memory was returned, and ticks since many of them have arrived."""
         self._reserved = 0
         """Bytes that admitted requests may still need."""
         self._short = False
@@ -65,7 +65,8 @@ class MemoryGuard:
 
     def update(self) -> None:
         """Read how much memory is in use. Called on each tick."""
-        quiet, self._untrimmed = self._arrived < QUIET_BYTES, self._untrimmed + self._arrived
+        self._quiet_ticks = self._quiet_ticks + 1 if self._arrived < QUIET_BYTES else 0
+        self._untrimmed += self._arrived
         self._use, self._arrived = self._read(), 0
         self.limited = self._use is not NO_LIMIT and self._refuse_share < 1
         share, was_short = self._use.share, self._short
@@ -76,7 +77,7 @@ class MemoryGuard:
             self._log.capped(level, event, share=round(share, 3))
         self._ticks_to_trim -= 1
         wanted = self._short or self._refused
-        if (wanted or (quiet and self._untrimmed > TRIM_BYTES)) and self._ticks_to_trim <= 0:
+        if (wanted or (self._untrimmed > TRIM_BYTES and self._quiet_ticks >= TRIM_TICKS)) and self._ticks_to_trim <= 0:
             # Memory that this process has freed and keeps counts as used: it would be refused to the next requests.
             self._refused, self._ticks_to_trim, self._untrimmed = False, TRIM_TICKS, 0
             if wanted:

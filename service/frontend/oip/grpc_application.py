@@ -308,7 +308,7 @@ class _UnaryRequest:
             self.end(error_status(error))
             return
         if waits and not self._reader.refused:
-            self._turn = self._application.starts.add(arrived, self._take_turn, self._stream.connection)
+            self._turn = self._application.starts.add(arrived, self._take_turn, self._stream.sender)
         elif ended or self._reader.refused:
             in_parts = self._reader.held_bytes > len(data)
             if not (ended and in_parts and self._start_hot(self._reader.only_message(), arrived)):
