@@ -1,4 +1,4 @@
-"""Decompresses bodies and messages. What they become counts in the same budget as a body of that size that arrives."""
+"""Decompresses bodies and messages. Their decompressed size counts in the budget of incomplete bodies."""
 
 from __future__ import annotations
 

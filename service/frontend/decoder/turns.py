@@ -9,7 +9,7 @@ from collections import deque
 from service.frontend.start_queue import LongWaits, refusal
 
 MAX_REFUSED = 100
-"""Bodies that one end refuses: each of them takes time of the event loop."""
+"""Most bodies that are refused at once: each takes time of the event loop."""
 
 
 class Turns:
