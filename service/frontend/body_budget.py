@@ -6,12 +6,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from service.errors import Overloaded
+from service.frontend.decoder.turns import Turns
 from service.frontend.memory_guard import MemoryGuard
+from service.frontend.start_queue import LongWaits
 from service.settings import BODY_CEILING_BYTES
 
 MAX_RECEIVING_BYTES = BODY_CEILING_BYTES
 """Bytes of requests that a frontend holds at most, over all HTTP connections, and the same over all gRPC connections. The largest body that
 a setting allows has room."""
+
+LONG_SECONDS = 1.0
+"""A longer wait to be decompressed is long."""
 
 
 class BodyBudget:
@@ -22,6 +27,8 @@ class BodyBudget:
         self._limit = limit
         self._memory = memory
         self.held_bytes = 0
+        self.turns = Turns(LongWaits(LONG_SECONDS))
+        """Of bodies that are decompressed to more than a few bytes."""
 
     def add(self, size: int) -> None:
         """Count a part of a body that has arrived, or that was freed if `size` is negative."""
@@ -29,9 +36,10 @@ class BodyBudget:
         if size > 0:
             self._memory.arrive(size)
 
-    def check(self) -> None:
-        """Raise Overloaded for a large body when all bodies together are larger than the limit, or memory is short."""
-        self._memory.check_large()
+    def check(self, *, large: bool = True) -> None:
+        """Raise Overloaded when all bodies together are larger than the limit, or for a large body when memory is short."""
+        if large:
+            self._memory.check_large()
         if self.held_bytes > self._limit:
             raise Overloaded(
                 f"requests that are not decoded yet hold {self.held_bytes} bytes and the limit is {self._limit}: "

@@ -16,7 +16,7 @@ from service.ipc.async_channel import AsyncChannel
 from service.ipc.channel import Channel, Frame, encode, send_now
 from service.ipc.heartbeat import Heartbeat
 from service.ipc.messages import Done, IndexEntry, Message, MetricsCollected, ModelKey, ModelsListed, ModelVersion, Reply
-from service.ipc.rpc import Rpc
+from service.ipc.rpc import Rpc, SharedCall
 from service.metrics import Snapshot, stale
 from service.modeling.spec import NAME
 
@@ -41,9 +41,7 @@ class Control:
         self._rpc = Rpc(self._send, "the supervisor")
         self._changes: set[asyncio.Task[None]] = set()
         self._last_scrape: Snapshot = {}
-        self._scraping = asyncio.Lock()
-        self._begun_scrape = self._ended_scrape = 0
-        """Numbers of the newest scrape that has begun, and of the newest that has ended."""
+        self._scrapes, self._indexes = SharedCall(self._scrape), SharedCall(self._list_models)
 
     def listen(self, frontend: Frontend) -> None:
         """Handle messages from now on: the server accepts connections."""
@@ -79,22 +77,24 @@ class Control:
         send_now(self._raw_channel, message)
 
     async def scrape(self) -> Snapshot:
-        """Return the metrics of all processes, or the last known metrics when the supervisor is late.
+        """Return the metrics of all processes, or the last known metrics when the supervisor is late."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(SCRAPE_SECONDS):
+                return await self._scrapes.result()
+        return stale(self._last_scrape)
 
-        One scrape runs at a time. All callers that wait for it to end share the next one, which begins after their calls.
-        """
-        needed = self._begun_scrape + 1
-        with contextlib.suppress(Unavailable, TimeoutError):
-            async with asyncio.timeout(SCRAPE_SECONDS), self._scraping:
-                if self._ended_scrape < needed:
-                    self._begun_scrape = number = self._begun_scrape + 1
-                    reply, _ = await self._rpc.call(messages.ScrapeMetrics(), MetricsCollected)
-                    self._last_scrape, self._ended_scrape = reply.snapshot, number
-                return self._last_scrape
+    async def _scrape(self) -> Snapshot:
+        with contextlib.suppress(Unavailable):
+            reply, _ = await self._rpc.call(messages.ScrapeMetrics(), MetricsCollected, timeout=SCRAPE_SECONDS)
+            self._last_scrape = reply.snapshot
+            return self._last_scrape
         return stale(self._last_scrape)
 
     async def index(self) -> list[IndexEntry]:
         """Return every version in the models folder; raises Unavailable when the supervisor is late."""
+        return await self._indexes.result()
+
+    async def _list_models(self) -> list[IndexEntry]:
         reply, _ = await self._rpc.call(messages.ListModels(), ModelsListed, timeout=INDEX_SECONDS)
         return reply.entries
 

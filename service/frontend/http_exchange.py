@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import zlib
 from collections.abc import Callable, Coroutine
 from typing import Any, NamedTuple, TypeVar
 
@@ -21,6 +20,7 @@ from service.access.scopes import Scope
 from service.errors import STATUS, InvalidRequest, ServiceError, TooLarge, Unauthorized, UnsupportedMedia
 from service.frontend.access_log import AuditEntry, audited
 from service.frontend.decoder.client import MAX_LOOP_BODY_BYTES
+from service.frontend.decompression import WINDOW_BITS, NotCompressed, decompress
 from service.frontend.inference import ClientDisconnected, Frontend
 from service.frontend.large_answers import MAX_JOINED_BYTES
 from service.frontend.origin import Origin, RequestIdentity, RequestIds
@@ -34,8 +34,6 @@ SUBPROTOCOL = "seqserve"
 """Subprotocol of /stream, selected if the client offers it. A client that offers a key must offer this too."""
 KEY_SUBPROTOCOL = "seqserve.key."
 """Prefix of a key that is offered as a subprotocol."""
-COMPRESSIONS = {"gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
-"""The accepted content encodings, with the window bits that select each format in zlib."""
 IDENTITY = "seqserve.identity"
 """The key of a request's identity in its ASGI scope."""
 BEGINNINGS = ("http.response.start", "websocket.accept", "websocket.http.response.start")
@@ -194,14 +192,18 @@ async def read_tensors(request: Request, frontend: Frontend, limit: Limit | None
     The content type is not checked: clients of the Open Inference Protocol send none, or any, and describe the body in other headers.
     """
     encoding, limit = request.headers.get("content-encoding", "identity").lower(), limit or body_limit(frontend)
-    if encoding not in ("identity", *COMPRESSIONS):
+    if encoding not in ("identity", *WINDOW_BITS):
         raise UnsupportedMedia("the content encoding is not supported: send gzip, deflate, or an uncompressed body")
     data = await _read(request, limit, compressed=True)
-    if encoding not in COMPRESSIONS:
+    if encoding not in WINDOW_BITS:
         return data
-    with frontend.bodies.hold(len(data)):
-        # In a thread, which does not hold the interpreter lock: a few kilobytes may expand to as many megabytes.
-        return await asyncio.to_thread(_decompress, data, COMPRESSIONS[encoding], limit)
+    try:
+        body = await decompress(data, WINDOW_BITS[encoding], limit.size, frontend.bodies)
+    except NotCompressed as error:
+        raise InvalidRequest(f"the body is not compressed as Content-Encoding says: {error}") from None
+    if len(body) > limit.size:
+        raise limit.error()
+    return body
 
 
 async def cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
@@ -289,20 +291,6 @@ async def _read(request: Request, limit: Limit, *, compressed: bool = False) -> 
     if size > limit.size:
         raise limit.error()
     return b"".join(parts) if size <= MAX_JOINED_BYTES else await asyncio.to_thread(b"".join, parts)
-
-
-def _decompress(data: bytes, window_bits: int, limit: Limit) -> bytes:
-    """Return the decompressed body. Decompresses at most one byte more than the limit: a small body may expand a thousandfold."""
-    decompressor = zlib.decompressobj(window_bits)
-    try:
-        body = decompressor.decompress(data, limit.size + 1)
-    except zlib.error as error:
-        raise InvalidRequest(f"the body is not compressed as Content-Encoding says: {error}") from None
-    if len(body) > limit.size:
-        raise limit.error()
-    if not decompressor.eof or decompressor.unused_data:
-        raise InvalidRequest("the compressed body is incomplete, or data follows it: send exactly one compressed stream")
-    return body
 
 
 def _content_length(request: Request) -> int:

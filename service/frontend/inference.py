@@ -104,6 +104,8 @@ class Frontend:
     bodies: BodyBudget = field(init=False)
     decoder: BodyDecoder = field(init=False)
     large_answers: LargeAnswers = field(init=False)
+    statistics: tuple[Snapshot, dict[object, bytes]] = ({}, {})
+    """The newest metrics from which statistics were made, and these statistics by their form."""
     request_ids: RequestIds = field(init=False)
     observer: Observer = field(init=False)
 

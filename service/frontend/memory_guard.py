@@ -29,6 +29,8 @@ ANSWER_BYTES = 17
 for 8 and 32 requests at once, each for 2,000 vectors of 256 numbers (2026-11-26, two cores)."""
 TRIM_TICKS = 10
 """Ticks between two attempts to return freed memory, while any is wanted."""
+TRIM_BYTES, QUIET_BYTES = 64 << 20, 1 << 20
+"""Bytes of bodies after which freed memory is returned in any case, as soon as fewer than QUIET_BYTES arrive in each of TRIM_TICKS."""
 
 
 class MemoryGuard:
@@ -53,7 +55,9 @@ class MemoryGuard:
         self.excess_bytes = -math.inf
         """How many bytes are in use beyond the share from which all requests are refused; negative if there is room."""
         self._arrived = 0
-        """Bytes of incomplete bodies since the last reading."""
+        """Bytes of incomplete and decompressed bodies since the last reading."""
+        self._untrimmed = self._quiet_ticks = 0
+        """Such bytes since freed memory was returned, and ticks since many of them have arrived."""
         self._reserved = 0
         """Bytes that admitted requests may still need."""
         self._short = False
@@ -63,6 +67,8 @@ class MemoryGuard:
 
     def update(self) -> None:
         """Read how much memory is in use. Called on each tick."""
+        self._quiet_ticks = self._quiet_ticks + 1 if self._arrived < QUIET_BYTES else 0
+        self._untrimmed += self._arrived
         self._use, self._arrived = self._read(), 0
         self.limited = self._use is not NO_LIMIT and self._refuse_share < 1
         self.excess_bytes = self._use.beyond(self._refuse_share)
@@ -73,13 +79,16 @@ class MemoryGuard:
             level, event = ("warning", "memory short") if self._short else ("info", "memory free")
             self._log.capped(level, event, share=round(share, 3))
         self._ticks_to_trim -= 1
-        if (self._short or self._refused) and self._ticks_to_trim <= 0:
+        wanted = self._short or self._refused
+        if (wanted or (self._untrimmed > TRIM_BYTES and self._quiet_ticks >= TRIM_TICKS)) and self._ticks_to_trim <= 0:
             # Memory that this process has freed and keeps counts as used: it would be refused to the next requests.
-            self._refused, self._ticks_to_trim = False, TRIM_TICKS
+            self._refused, self._ticks_to_trim, self._untrimmed = False, TRIM_TICKS, 0
+            if wanted:
+                gc.collect()  # a connection that closed with unread bytes keeps them in a cycle of references
             self._trim()
 
     def arrive(self, size: int) -> None:
-        """Count a part of a body that is not complete yet."""
+        """Count a part of a body that is not complete yet, or was decompressed."""
         self._arrived += size
 
     def check_large(self) -> None:
@@ -129,5 +138,4 @@ class MemoryGuard:
 
 def trim_heap() -> None:
     """Return freed memory of this process to the system."""
-    gc.collect()  # a connection that closed with unread bytes keeps them in a cycle of references
     asyncio.get_running_loop().run_in_executor(None, return_freed_memory)

@@ -2,7 +2,8 @@
 
 One tick handles all sockets that were readable at its beginning. With hundreds of busy clients, to decode all of their requests in one
 tick would keep everything else waiting: answers, timers and health checks. So after SLICE_SECONDS the other requests of the tick wait here,
-undecoded, for the next ticks. If clients send more than the frontend can decode, the waits grow. Then each tick also refuses some of the
+undecoded, for the next ticks. The connections take turns there: a connection with a thousand calls delays a connection with one call as
+little as another with one. If clients send more than the frontend can decode, the waits grow. Then each tick also refuses some of the
 requests, which costs less than to decode them: the requests that have waited longest. It starts the newest requests, which can still be
 answered in time.
 """
@@ -72,6 +73,7 @@ class WaitingStart(Struct):
 
     arrived: float
     start: Start | None
+    connection: object
 
     def cancel(self) -> None:
         """Forget the request."""
@@ -82,12 +84,18 @@ class WaitingStart(Struct):
 
 
 class StartQueue:
-    """The requests of one frontend that wait to be started. They start in the order of their arrival, except in an overload."""
+    """The requests of one frontend that wait to be started.
+
+    The connections take turns in the order of their first waiting requests, except in an overload.
+    """
 
     def __init__(self, default_deadline_ms: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._waits = LongWaits(LONG_WAIT_SHARE * default_deadline_ms / 1000)
         self._clock = clock
         self._waiting: deque[WaitingStart] = deque()
+        """The first waiting request of each connection."""
+        self._behind: dict[object, deque[WaitingStart]] = {}
+        """The later requests of the connections that may have several."""
         self._ticking = False
         """Whether `_next_tick` is scheduled."""
         self._slice_end = math.inf
@@ -97,7 +105,7 @@ class StartQueue:
 
     @property
     def waiting(self) -> int:
-        """How many requests and sockets wait for their turn."""
+        """How many connections wait for their turn."""
         return len(self._waiting)
 
     def must_wait(self, now: float) -> bool:
@@ -110,10 +118,15 @@ class StartQueue:
         self._waits.long_since = math.inf
         return False
 
-    def add(self, arrived: float, start: Start) -> WaitingStart:
-        """Keep a request until its turn. start: raises nothing."""
-        waiting = WaitingStart(arrived, start)
-        self._waiting.append(waiting)
+    def add(self, arrived: float, start: Start, connection: object = None) -> WaitingStart:
+        """Keep a request until its turn. start: raises nothing. connection: that may have several waiting requests, None for another."""
+        waiting = WaitingStart(arrived, start, connection)
+        if connection in self._behind:
+            self._behind[connection].append(waiting)
+        else:
+            self._waiting.append(waiting)
+            if connection is not None:
+                self._behind[connection] = deque()
         if not self._ticking:
             self._schedule()
         return waiting
@@ -135,11 +148,13 @@ class StartQueue:
         self._schedule()
         now = self._clock()
         self._slice_end = now + SLICE_SECONDS
-        take = self._waiting.pop if self._waits.overloaded(now) else self._waiting.popleft
-        while self._waiting and now <= self._slice_end:
-            waiting = take()
-            self._waits.handle(now - waiting.arrived, now)
-            now = self._start(waiting)
+        waiting = self._waiting
+        # The next request of the connection waits at the other end, in an overload too: the other connections are before it.
+        take, put = (waiting.pop, waiting.appendleft) if self._waits.overloaded(now) else (waiting.popleft, waiting.append)
+        while waiting and now <= self._slice_end:
+            taken = take()
+            self._waits.handle(now - taken.arrived, now)
+            now = self._start(taken, put)
         self._refuse(now)
 
     def _refuse(self, now: float) -> None:
@@ -147,12 +162,16 @@ class StartQueue:
         end, self.refusing = now + SLICE_SECONDS, True
         try:
             while self._waiting and now <= end and self._waits.refuses(now - self._waiting[0].arrived, now):
-                now = self._start(self._waiting.popleft())
+                now = self._start(self._waiting.popleft(), self._waiting.appendleft)
         finally:
             self.refusing = False
 
-    def _start(self, waiting: WaitingStart) -> float:
-        """Start a request, unless it was cancelled. Return the time at the end."""
+    def _start(self, waiting: WaitingStart, put: Callable[[WaitingStart], None]) -> float:
+        """Start a request, unless it was cancelled, and put the next request of its connection. Return the time at the end."""
+        if behind := self._behind.get(waiting.connection):
+            put(behind.popleft())
+        else:
+            self._behind.pop(waiting.connection, None)
         start, waiting.start = waiting.start, None  # they refer to each other
         if start is not None:
             start(waiting.arrived)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from itertools import count
-from typing import TypeVar
+from typing import Any, Generic, TypeVar
 
 from service.errors import ServiceError, Unavailable
 from service.ipc.channel import Frame, encode
 from service.ipc.messages import Cancel, Done, Message, Refusal, Reply
 
+T = TypeVar("T")
 R = TypeVar("R", bound=Reply)
 MAX_LOOP_BYTES = 4 << 20
 """The frames of larger calls are joined in a thread: Python copies large pieces without the interpreter lock."""
@@ -86,3 +87,27 @@ class Rpc:
         for future in self._pending.values():
             if not future.done():
                 future.set_exception(error)
+
+
+class SharedCall(Generic[T]):
+    """A call that runs once at a time. All callers that wait for it to end share the next one, which begins after their calls."""
+
+    def __init__(self, call: Callable[[], Coroutine[Any, Any, T]]) -> None:
+        self._call = call
+        self._running: asyncio.Task[T] | None = None
+        self._next: asyncio.Task[T] | None = None
+
+    async def result(self) -> T:
+        """Return the result. A caller that is cancelled does not end the call of the others."""
+        if self._next is None:
+            self._next = asyncio.create_task(self._run(self._running))
+            self._next.add_done_callback(
+                lambda call: call.cancelled() or call.exception()
+            )  # all callers may have been cancelled
+        return await asyncio.shield(self._next)
+
+    async def _run(self, before: asyncio.Task[T] | None) -> T:
+        if before is not None:
+            await asyncio.wait([before])
+        self._running, self._next = self._next, None
+        return await self._call()

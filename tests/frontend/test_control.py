@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from service.access.caller import LOCAL
-from service.errors import UnknownModel
+from service.errors import Unavailable, UnknownModel
 from service.frontend import control as control_module
 from service.frontend.catalog import Catalog
 from service.frontend.control import FORGET_SECONDS, Control
@@ -28,6 +28,7 @@ from service.ipc.messages import (
     MetricsCollected,
     ModelKey,
     ModelsListed,
+    Refusal,
     ServeModels,
 )
 from service.log import Log
@@ -90,11 +91,24 @@ async def test_calls_get_their_own_replies(supervisor: Supervisor) -> None:
     with pytest.raises(UnknownModel) as refused:
         await supervisor.control.load("n" * (15 << 20))
     assert len(refused.value.message) < 500
-    indexes = [asyncio.ensure_future(supervisor.control.index()) for _ in range(2)]
-    for frame, index in zip(await supervisor.frames(2), indexes, strict=True):
-        entry = IndexEntry(str(frame.id), "1", "READY", "")
-        supervisor.send(ModelsListed([entry]), frame.id)
-        assert await index == [entry]
+    loads = [asyncio.ensure_future(supervisor.control.load("words")) for _ in range(2)]
+    first, second = await supervisor.frames(2)
+    supervisor.send(Done(), second.id)
+    await loads[1]
+    assert not loads[0].done()
+    supervisor.send(Done(), first.id)
+    await loads[0]
+
+
+@with_supervisor
+async def test_callers_share_the_index_and_its_failure(supervisor: Supervisor) -> None:
+    for reply in (ModelsListed([IndexEntry("words", "1", "READY", "")]), Refusal.of(Unavailable("later"))):
+        indexes = [asyncio.ensure_future(supervisor.control.index()) for _ in range(3)]
+        [frame] = await supervisor.frames(1)
+        indexes[0].cancel()
+        supervisor.send(reply, frame.id)
+        cancelled, *others = await asyncio.gather(*indexes, return_exceptions=True)
+        assert isinstance(cancelled, asyncio.CancelledError) and others[0] is others[1]
 
 
 @with_supervisor
@@ -112,11 +126,10 @@ async def test_callers_share_the_scrape_that_begins_after_their_calls(supervisor
 
 
 @with_supervisor
-async def test_cancelled_scrape_is_not_shared(supervisor: Supervisor) -> None:
+async def test_cancelled_caller_leaves_the_scrape_to_the_others(supervisor: Supervisor) -> None:
     cancelled, other = (asyncio.ensure_future(supervisor.control.scrape()) for _ in range(2))
-    await supervisor.frames(1)
+    [frame] = await supervisor.frames(1)
     cancelled.cancel()
-    *_, frame = await supervisor.frames(2)
     supervisor.send(MetricsCollected({}), frame.id)
     assert await other == {}
 

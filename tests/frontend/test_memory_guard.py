@@ -12,8 +12,15 @@ import pytest
 from service.access.caller import LOCAL
 from service.errors import Overloaded
 from service.frontend.body_budget import BodyBudget
-from service.frontend.memory_guard import ANSWER_BYTES, LARGE_BYTES, TRIM_TICKS, MemoryGuard
-from service.frontend.oip.grpc_wire import MessageReader, ReceivingAccount
+from service.frontend.memory_guard import (
+    ANSWER_BYTES,
+    LARGE_BYTES,
+    QUIET_BYTES,
+    TRIM_BYTES,
+    TRIM_TICKS,
+    MemoryGuard,
+)
+from service.frontend.oip.grpc_wire import MessageReader
 from service.ipc.messages import ModelKey, Request
 from service.log import Log
 from service.memory_limit import NO_LIMIT, MemoryUse
@@ -118,7 +125,7 @@ def test_bytes_between_two_readings_count() -> None:
     memory.fill(80)
     bodies.check()
     memory.fill(86)
-    reader = MessageReader(LIMIT, ReceivingAccount(LIMIT, memory))
+    reader = MessageReader(LIMIT, BodyBudget(LIMIT, memory))
     reader.feed(bytes(LARGE_BYTES))
     assert refused(reader.feed, b"x"), "a large message, while it arrives"
 
@@ -156,6 +163,12 @@ def test_freed_memory_is_returned_while_it_is_wanted() -> None:
     assert trims_at(84) == 0
     assert refused(partial(memory.reserve, 20 * PERCENT))
     assert [trims_at(84), trims_at(86)] == [1, 3]
+    memory = Memory()
+    for _ in range(TRIM_BYTES // QUIET_BYTES + 1):
+        memory.arrive(QUIET_BYTES)
+        memory.fill(0)
+    assert memory.trims == 0, "bodies arrive"
+    assert trims_at(0) == 1, "what large bodies have left"
 
 
 def test_import_and_fork_open_no_session_when_memory_is_short(local: InProcess, monkeypatch: pytest.MonkeyPatch) -> None:

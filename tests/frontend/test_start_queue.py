@@ -26,14 +26,14 @@ class Frontend:
         self.refused: list[int] = []
         self._last = 0
 
-    def receive(self, requests: int) -> list[WaitingStart]:
-        """Take requests from the sockets of one tick. Return those that wait."""
+    def receive(self, requests: int, connection: object = None) -> list[WaitingStart]:
+        """Take requests from the sockets of one tick, or from one connection. Return those that wait."""
         waiting = []
         for _ in range(requests):
             self._last += 1
             start, arrived = self._starter(self._last), self.now
             if self.queue.must_wait(arrived):
-                waiting.append(self.queue.add(arrived, start))
+                waiting.append(self.queue.add(arrived, start, connection))
             else:
                 start(arrived)
         return waiting
@@ -101,6 +101,23 @@ async def test_long_tick_is_divided_and_keeps_the_order(frontend: Frontend) -> N
         await frontend.tick()
     assert frontend.started == [*range(1, 40), 41, 42]
     assert await frontend.tick(1) == [], "nothing waits any more"
+
+
+@run
+async def test_connections_take_turns(frontend: Frontend) -> None:
+    """In an overload too."""
+    flood, quiet, wait = object(), object(), 0.0
+    for _ in range(round(3 * PATIENCE_SECONDS / SLICE_SECONDS)):
+        frontend.receive(20, flood)
+        [waiting] = frontend.receive(1, quiet)
+        sent = frontend.now
+        while waiting.start is not None:
+            await frontend.tick()
+        wait = max(wait, frontend.now - sent)
+    assert wait <= 2 * MOST_TICK_SECONDS
+    while frontend.queue.waiting:
+        await frontend.tick()
+    assert sorted(frontend.started + frontend.refused) == [*range(1, frontend._last + 1)], "once"
 
 
 @run

@@ -6,6 +6,7 @@ No connection has a key. A connection that the service closes is opened again.
 from __future__ import annotations
 
 import asyncio
+import gzip
 import struct
 import sys
 import time
@@ -35,16 +36,26 @@ HEALTH = b"/grpc.health.v1.Health/Watch"
 LIVE = b"/inference.GRPCInferenceService/ServerLive"
 FIELDS = ((b"content-type", b"application/grpc"), (b"te", b"trailers"))
 EMPTY = struct.pack(">BI", 0, 0)
+INFER, STATISTICS = b"/inference.GRPCInferenceService/ModelInfer", b"/inference.GRPCInferenceService/ModelStatistics"
+UNKNOWN = struct.pack(">BI", 0, 8) + b"\x0a\x06nobody"
+_ZEROS = gzip.compress(b"\x3a\x80\x80\xc0\x07" + bytes(15 << 20))
+BOMB = struct.pack(">BI", 1, len(_ZEROS)) + _ZEROS
+"""15 MiB of raw contents in one frame."""
 GREETING = PREFACE + settings((4, 1 << 20)) + window(0, 1 << 30)
 POST = b"POST /infer HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 
 
-def calls(path: bytes, then: Callable[[int], bytes] | None = None, *more: tuple[bytes, bytes]) -> Iterator[bytes]:
+STATES = b'{"inputs":[],"states":[[%b0]]}' % (b"0," * (15 << 19))
+
+
+def calls(
+    path: bytes, then: Callable[[int], bytes] | None = None, *more: tuple[bytes, bytes], message: bytes = EMPTY
+) -> Iterator[bytes]:
     """Yield calls without end. then: returns the frames after a call. more: its further fields."""
     block = header_block(*FIELDS, *more, path=path)
     yield GREETING
     for id in count(1, 2):
-        yield frame(HEADERS, END_HEADERS, id, block) + frame(DATA, END_STREAM, id, EMPTY) + (then(id) if then else b"")
+        yield frame(HEADERS, END_HEADERS, id, block) + frame(DATA, END_STREAM, id, message) + (then(id) if then else b"")
 
 
 def endless(first: bytes, more: bytes) -> Iterator[bytes]:
@@ -59,29 +70,35 @@ def messages(more: bytes, *first: bytes) -> Iterator[bytes]:
     yield from endless(b"".join(first), more)
 
 
-KINDS: dict[str, tuple[bool, Callable[[], Iterator[bytes]]]] = {
-    "window updates": (True, lambda: endless(GREETING, window(0, 1))),
-    "refused calls": (True, lambda: calls(b"/inference.GRPCInferenceService/Nothing")),
-    "ServerLive": (True, lambda: calls(LIVE)),
-    "resets": (True, lambda: calls(LIVE, reset)),
-    "watches": (True, lambda: calls(HEALTH)),
-    "chunks of a byte": (False, lambda: endless(POST + b"transfer-encoding: chunked\r\n\r\n", b"1\r\n \r\n")),
-    "pipelined requests": (False, lambda: endless(b"", POST + b"content-length: 2\r\n\r\n{}")),
-    "pipelined probes": (False, lambda: endless(b"", b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n")),
-    "empty lines": (False, lambda: endless(b"", b"\r\n")),
-    "socket messages": (False, lambda: messages(socket_frame(TEXT, b"x"))),
-    "socket pings": (False, lambda: messages(socket_frame(PING))),
+KINDS: dict[str, tuple[bool, Callable[..., Iterator[bytes]]]] = {
+    "window updates": (True, lambda *_: endless(GREETING, window(0, 1))),
+    "refused calls": (True, lambda *key: calls(b"/inference.GRPCInferenceService/Nothing", None, *key)),
+    "ServerLive": (True, lambda *key: calls(LIVE, None, *key)),
+    "resets": (True, lambda *key: calls(LIVE, reset, *key)),
+    "watches": (True, lambda *key: calls(HEALTH, None, *key)),
+    "chunks of a byte": (False, lambda *_: endless(POST + b"transfer-encoding: chunked\r\n\r\n", b"1\r\n \r\n")),
+    "pipelined requests": (False, lambda *_: endless(b"", POST + b"content-length: 2\r\n\r\n{}")),
+    "pipelined probes": (False, lambda *_: endless(b"", b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n")),
+    "empty lines": (False, lambda *_: endless(b"", b"\r\n")),
+    "socket messages": (False, lambda *_: messages(socket_frame(TEXT, b"x"))),
+    "socket pings": (False, lambda *_: messages(socket_frame(PING))),
     "socket fragments": (
         False,
-        lambda: messages(socket_frame(CONTINUATION, b"x", last=False), socket_frame(TEXT, b"x", last=False)),
+        lambda *_: messages(socket_frame(CONTINUATION, b"x", last=False), socket_frame(TEXT, b"x", last=False)),
     ),
-    "sockets": (False, lambda: iter([handshake("model=words")])),
-    "metadata": (True, lambda: calls(LIVE, None, (b"x", b"y" * 14_000))),
+    "sockets": (False, lambda *_: iter([handshake("model=words")])),
+    "metadata": (True, lambda *key: calls(LIVE, None, (b"x", b"y" * 14_000), *key)),
+    "unknown models": (True, lambda *key: calls(INFER, None, *key, message=UNKNOWN)),
+    "statistics": (True, lambda *key: calls(STATISTICS, None, *key)),
+    "repository": (True, lambda *key: calls(b"/inference.GRPCInferenceService/RepositoryIndex", None, *key)),
+    "deadlines": (True, lambda *key: calls(STATISTICS, None, (b"grpc-timeout", b"6m"), *key)),
+    "states": (False, lambda *_: endless(b"", POST + b"content-length: %d\r\n\r\n" % len(STATES) + STATES)),
+    "gzip bombs": (True, lambda *key: calls(INFER, None, (b"grpc-encoding", b"gzip"), *key, message=BOMB)),
 }
-"""Whether it goes to the port of gRPC, and the bytes of one connection."""
+"""Whether it goes to the port of gRPC, and the bytes of one connection, whose calls also have the fields that are passed."""
 
 
-async def flood(port: int, conversation: Callable[[], Iterator[bytes]], until: float) -> None:
+async def flood(port: int, conversation: Callable[..., Iterator[bytes]], until: float) -> None:
     """Send until the end, and read whatever comes."""
     while time.monotonic() < until:
         with suppress(OSError, TimeoutError, asyncio.IncompleteReadError):

@@ -8,6 +8,9 @@ from collections import deque
 
 from service.frontend.start_queue import LongWaits, refusal
 
+MAX_REFUSED = 100
+"""Most bodies that are refused at once: each takes time of the event loop."""
+
 
 class Turns:
     """A lock whose end refuses the waiting bodies that have waited too long, before another body gets the turn."""
@@ -38,15 +41,16 @@ class Turns:
 
     def end(self) -> None:
         """Give the turn to the next body."""
-        now = time.monotonic()
+        now, refused = time.monotonic(), 0
         while self._waiting:
             arrived, turn = self._waiting.popleft()
             if turn.done():
                 continue  # its request was cancelled
-            if not self._waits.refuses(now - arrived, now):
+            if refused == MAX_REFUSED or not self._waits.refuses(now - arrived, now):
                 self._waits.handle(now - arrived, now)
                 turn.set_result(True)
                 return
             self._waits.refuse(now)
             turn.set_result(False)
+            refused += 1
         self._taken = False

@@ -43,7 +43,6 @@ class Stream:
         "_end",
         "_owed",
         "_received",
-        "_sender",
         "began",
         "client_ended",
         "expected_bytes",
@@ -53,6 +52,7 @@ class Stream:
         "progressed",
         "receive_window",
         "send_window",
+        "sender",
         "server_ended",
         "trailers",
     )
@@ -63,7 +63,8 @@ class Stream:
         self.id = id
         self.began = began
         """When its request arrived."""
-        self._sender = sender
+        self.sender = sender
+        """Of the connection: all streams of the connection, and no others, have it."""
         self._end = end
         self.handler: StreamHandler | None = None
         """None once the stream has ended: handler and stream refer to each other, and would stay in memory until a garbage collection."""
@@ -86,7 +87,7 @@ class Stream:
     @property
     def peer(self) -> str:
         """Return the address of the client, empty if it is not known."""
-        return self._sender.peer
+        return self.sender.peer
 
     # Called by the connection.
 
@@ -116,7 +117,7 @@ class Stream:
         self.send_window += size
         if self.send_window > MAX_WINDOW:
             raise StreamFault(ErrorCode.FLOW_CONTROL_ERROR)
-        self._sender.resume(self)
+        self.sender.resume(self)
 
     def lost(self) -> None:
         """Tell the application that the stream ended early."""
@@ -139,7 +140,7 @@ class Stream:
         self.server_ended = True
         if not self.client_ended:
             # RFC 9113, section 8.1: it asks the client not to send the rest of a request that is already answered.
-            self._sender.write(reset_frame(self.id, ErrorCode.NO_ERROR))
+            self.sender.write(reset_frame(self.id, ErrorCode.NO_ERROR))
         self.handler = None
         self._end(self, self.client_ended)
 
@@ -154,13 +155,13 @@ class Stream:
         """Let the client send `size` more bytes."""
         self._owed += size
         if self._owed >= RECEIVE_WINDOW // 2 and not self.client_ended and not self.server_ended:
-            self._sender.write_content(window_update(self.id, self._owed))
+            self.sender.write_content(window_update(self.id, self._owed))
             self.receive_window += self._owed
             self._owed = 0
 
     def respond(self, headers: bytes, data: bytes | memoryview, trailers: bytes) -> None:
         """Send a whole response. headers, trailers: header blocks of one frame each."""
-        size, sender = len(data), self._sender
+        size, sender = len(data), self.sender
         if self.server_ended:
             return
         if size <= min(self.send_window, sender.window, MAX_FRAME_BYTES) and not sender.paused:
@@ -174,7 +175,7 @@ class Stream:
     def send_headers(self, headers: bytes, *, last: bool = False) -> None:
         """Send a header block. last: it is the whole response."""
         if not self.server_ended:
-            self._sender.write_content(header_frames(headers, END_STREAM if last else 0, self.id))
+            self.sender.write_content(header_frames(headers, END_STREAM if last else 0, self.id))
             if last:
                 self.finish()
 
@@ -185,7 +186,7 @@ class Stream:
         self.trailers = trailers
         if data:
             self.pending = memoryview(bytes(self.pending) + data if self.pending else data)
-            self._sender.start(self, len(data))
+            self.sender.start(self, len(data))
         elif trailers and not self.pending:
             self.send_headers(trailers, last=True)
 
@@ -194,10 +195,10 @@ class Stream:
         if not self.server_ended:
             self._stop()
             self.handler = None
-            self._sender.write(reset_frame(self.id, code))
+            self.sender.write(reset_frame(self.id, code))
             self._end(self, False)
 
     def _stop(self) -> None:
         self.server_ended = True
-        self._sender.drop(self)
+        self.sender.drop(self)
         self.pending = _NOTHING

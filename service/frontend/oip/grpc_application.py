@@ -20,7 +20,7 @@ from service.access.caller import ANYBODY, Caller
 from service.access.scopes import Scope
 from service.errors import DeadlineExceeded, InvalidRequest, ServiceError, Unauthorized, Unavailable, Unsupported
 from service.frontend.access_log import record
-from service.frontend.body_budget import MAX_RECEIVING_BYTES
+from service.frontend.body_budget import MAX_RECEIVING_BYTES, BodyBudget
 from service.frontend.connection_guard import receive_seconds, slow_request
 from service.frontend.hot_calls import RequestTally
 from service.frontend.http2.header_blocks import RequestFields
@@ -33,7 +33,6 @@ from service.frontend.oip.grpc_wire import (
     CallEnded,
     CallFields,
     MessageReader,
-    ReceivingAccount,
     Status,
     error_status,
     http_refusal,
@@ -98,7 +97,7 @@ class GrpcApplication:
         self._shutdown = shutdown
         self._infer = HotGrpcInfer(frontend, RequestTally(frontend.metrics))
         self._max_message_bytes = min(settings.max_body_bytes * RECEIVE_LIMIT_FACTOR, 2**31 - 1)
-        self._account = ReceivingAccount(MAX_RECEIVING_BYTES, frontend.memory)
+        self._bodies = BodyBudget(MAX_RECEIVING_BYTES, frontend.memory)
         self.starts = frontend.starts
         self._incomplete: set[_UnaryRequest] = set()
         self._hot_calls: set[InferCall] = set()
@@ -118,7 +117,7 @@ class GrpcApplication:
     @property
     def held_bytes(self) -> int:
         """Bytes of requests that are incomplete, or not read by their handlers."""
-        return self._account.bytes
+        return self._bodies.held_bytes
 
     def start(self, stream: Stream, request: RequestFields) -> StreamHandler | None:
         route: _Route | None = request.context
@@ -205,7 +204,7 @@ class GrpcApplication:
 
     def new_reader(self) -> MessageReader:
         """Return a reader of a request's body."""
-        return MessageReader(self._max_message_bytes, self._account)
+        return MessageReader(self._max_message_bytes, self._bodies)
 
     def _find_route(self, request: RequestFields, peer: str) -> _Route:
         generation = self._frontend.access.generation
@@ -297,7 +296,7 @@ class _UnaryRequest:
 
     def receive(self, data: bytes, ended: bool) -> None:
         arrived = time.monotonic()
-        waits = ended and self._route.hot is not None and self._application.starts.must_wait(arrived)
+        waits = ended and self._application.starts.must_wait(arrived)
         if self._reader is None:
             if ended and not waits and self._start_hot(only_message(data), arrived):
                 return
@@ -309,7 +308,7 @@ class _UnaryRequest:
             self.end(error_status(error))
             return
         if waits and not self._reader.refused:
-            self._turn = self._application.starts.add(arrived, self._take_turn)
+            self._turn = self._application.starts.add(arrived, self._take_turn, self._stream.sender)
         elif ended or self._reader.refused:
             in_parts = self._reader.held_bytes > len(data)
             if not (ended and in_parts and self._start_hot(self._reader.only_message(), arrived)):
@@ -347,7 +346,8 @@ class _UnaryRequest:
         self._application.forget(self)
         if self._turn is not None:
             self._turn.cancel()
-            self._application.abandon(outcome)
+            if self._route.hot is not None:
+                self._application.abandon(outcome)
         if self._reader is not None:
             self._reader.close()
 

@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc
-from google.protobuf.json_format import ParseDict
 
 from service.errors import Unavailable, UnknownModel, Unsupported
 from service.frontend.inference import Frontend
@@ -30,8 +29,8 @@ from service.frontend.oip.protobuf import METHODS, SERVICE, ProtoMessage
 from service.ipc.messages import Api
 
 UnaryHandler = Callable[[bytes, GrpcContext], Awaitable[bytes | memoryview]]
-MetadataHandler = Callable[[Frontend, ProtoMessage], Awaitable[dict[str, Any]]]
-"""Handles a request about the server, a model or the repository. Returns the fields of the response message."""
+MetadataHandler = Callable[[Frontend, ProtoMessage], Awaitable[dict[str, Any] | bytes]]
+"""Handles a request about the server, a model or the repository. Returns the response message, or its fields."""
 
 
 def rpc_handlers(frontend: Frontend, shutdown: GrpcShutdown) -> grpc.GenericRpcHandler:
@@ -70,8 +69,7 @@ def _metadata_method(name: str, handler: MetadataHandler, frontend: Frontend) ->
 
     async def handle(data: bytes, context: GrpcContext) -> bytes:
         fields = await handler(frontend, read_message(messages, data))
-        response: bytes = ParseDict(fields, messages.response_type()).SerializeToString()
-        return response
+        return fields if isinstance(fields, bytes) else messages.write(fields)
 
     return handle
 
@@ -103,8 +101,8 @@ async def _handle_model_config(frontend: Frontend, request: ProtoMessage) -> dic
     return {"config": metadata.model_config(frontend, request.name, request.version)}
 
 
-async def _handle_model_statistics(frontend: Frontend, request: ProtoMessage) -> dict[str, Any]:
-    return await metadata.model_statistics(frontend, request.name, request.version)
+async def _handle_model_statistics(frontend: Frontend, request: ProtoMessage) -> bytes:
+    return await metadata.model_statistics(frontend, METHODS["ModelStatistics"].write, request.name, request.version)
 
 
 async def _handle_repository_index(frontend: Frontend, request: ProtoMessage) -> dict[str, Any]:

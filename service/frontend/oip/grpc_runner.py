@@ -30,7 +30,7 @@ from service.frontend.oip.grpc_wire import (
     MessageReader,
     Metadata,
     Status,
-    decompress,
+    decompress_message,
     error_status,
     frame_message,
     metadata,
@@ -39,8 +39,6 @@ from service.frontend.oip.grpc_wire import (
 )
 from service.frontend.origin import RequestIdentity
 
-INLINE_BYTES = 1 << 12
-"""Larger compressed messages are decompressed in a thread: 1 KiB may become 1 MiB."""
 OK = Status(grpc.StatusCode.OK)
 DEADLINE_EXCEEDED = Status(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
 CUT_OFF = Status(grpc.StatusCode.UNAVAILABLE, "the service is shutting down: retry on another connection")
@@ -220,10 +218,7 @@ class GrpcCall:
         compressed, message = taken
         if not compressed:
             return message
-        arguments = (message, self._fields.window_bits, self._max_bytes)
-        if len(message) <= INLINE_BYTES:
-            return decompress(*arguments)
-        return await asyncio.get_running_loop().run_in_executor(None, decompress, *arguments)
+        return await decompress_message(message, self._fields.window_bits, self._max_bytes, self._reader.bodies)
 
     def _consume(self) -> None:
         """Let the client send as many bytes as have arrived since the last call."""

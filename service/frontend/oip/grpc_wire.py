@@ -7,20 +7,21 @@ import binascii
 import math
 import re
 import struct
-import zlib
 from typing import NamedTuple
 
 import grpc
 
-from service.errors import STATUS, Overloaded, ServiceError
+from service.errors import STATUS, ServiceError
+from service.frontend.body_budget import BodyBudget
+from service.frontend.decompression import WINDOW_BITS, NotCompressed, decompress
 from service.frontend.http2.header_blocks import RequestFields, encode_fields, string_literal
-from service.frontend.memory_guard import LARGE_BYTES, MemoryGuard
+from service.frontend.memory_guard import LARGE_BYTES
 from service.frontend.origin import REQUEST_ID
 
 PREFIX = struct.Struct(">BI")
 """Before each message: whether it is compressed, and its size."""
-ENCODINGS = {b"identity": 0, b"gzip": zlib.MAX_WBITS | 16, b"deflate": zlib.MAX_WBITS}
-"""The accepted encodings of messages, with the window bits that select each format in zlib."""
+ENCODINGS = {b"identity": 0, **{name.encode(): bits for name, bits in WINDOW_BITS.items()}}
+"""The accepted encodings of messages, with their window bits."""
 MAX_DETAILS_CHARACTERS = 2000
 """Longer error messages are cut: a client rejects a status that exceeds its header limit."""
 RESERVED = (b"te", b"content-type", b"user-agent", b"content-length", b"host")
@@ -115,35 +116,13 @@ def metadata(request: RequestFields) -> Metadata:
     return tuple((name.decode("ascii"), _metadata_value(name, value)) for name, value in custom)
 
 
-class ReceivingAccount:
-    """Counts the bytes of incomplete and unhandled messages of all calls."""
-
-    def __init__(self, limit: int, memory: MemoryGuard) -> None:
-        """limit: MAX_RECEIVING_BYTES of the service."""
-        self._limit = limit
-        self._memory = memory
-        self.bytes = 0
-
-    def add(self, size: int, held: int) -> None:
-        """Count bytes that arrived; raises Overloaded if all calls together hold too much, or for a large call if memory is short.
-
-        held: bytes of this call. A request that arrives whole is not counted.
-        """
-        self.bytes += size
-        self._memory.arrive(size)
-        if held > LARGE_BYTES:
-            self._memory.check_large()
-        if self.bytes > self._limit:
-            problem = f"incomplete requests hold {self.bytes} bytes and the limit is {self._limit}"
-            raise Overloaded(f"{problem}: retry later, or send less at once", retry_after=1)
-
-
 class MessageReader:
     """Splits the body of a request into messages."""
 
-    def __init__(self, max_bytes: int, account: ReceivingAccount) -> None:
+    def __init__(self, max_bytes: int, bodies: BodyBudget) -> None:
+        """bodies: counts the incomplete and unhandled messages of all calls. A request that arrives whole is not counted."""
         self._max_bytes = max_bytes
-        self._account = account
+        self.bodies = bodies
         self._buffer = bytearray()
 
     @property
@@ -153,7 +132,8 @@ class MessageReader:
     def feed(self, data: bytes) -> None:
         """Add a part of the body; raises Overloaded."""
         self._buffer += data
-        self._account.add(len(data), len(self._buffer))
+        self.bodies.add(len(data))
+        self.bodies.check(large=len(self._buffer) > LARGE_BYTES)
 
     @property
     def refused(self) -> bool:
@@ -186,12 +166,12 @@ class MessageReader:
         end = PREFIX.size + size
         message = bytes(memoryview(self._buffer)[PREFIX.size : end])
         del self._buffer[:end]
-        self._account.bytes -= end
+        self.bodies.add(-end)
         return bool(flag), message
 
     def close(self) -> None:
         """Drop the bytes that were not taken."""
-        self._account.bytes -= len(self._buffer)
+        self.bodies.add(-len(self._buffer))
         self._buffer.clear()
 
     def _size(self) -> int | None:
@@ -219,24 +199,18 @@ def too_large(size: int, limit: int) -> CallEnded:
     )
 
 
-def decompress(data: bytes, window_bits: int, limit: int) -> bytes:
-    """Return a decompressed message; raises CallEnded. Decompresses at most one byte more than the limit."""
+async def decompress_message(data: bytes, window_bits: int, limit: int, bodies: BodyBudget) -> bytes:
+    """Return a decompressed message; raises CallEnded, and Overloaded."""
     if not window_bits:
         raise CallEnded(Status(grpc.StatusCode.INTERNAL, "a message is compressed, but grpc-encoding names no compression"))
-    decompressor = zlib.decompressobj(window_bits)
     try:
-        message = decompressor.decompress(data, limit + 1)
-    except zlib.error as error:
-        raise _not_compressed(str(error)) from None
+        message = await decompress(data, window_bits, limit, bodies)
+    except NotCompressed as error:
+        problem = f"a message is not compressed as grpc-encoding says: {error}"
+        raise CallEnded(Status(grpc.StatusCode.INTERNAL, problem)) from None
     if len(message) > limit:
         raise too_large(len(message), limit)
-    if not decompressor.eof or decompressor.unused_data:
-        raise _not_compressed("the compressed data is incomplete, or data follows it")
     return message
-
-
-def _not_compressed(problem: str) -> CallEnded:
-    return CallEnded(Status(grpc.StatusCode.INTERNAL, f"a message is not compressed as grpc-encoding says: {problem}"))
 
 
 def _seconds(timeout: bytes) -> float:

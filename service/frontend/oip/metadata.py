@@ -5,7 +5,7 @@ REST and gRPC return the same values. Nothing here knows HTTP or gRPC.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
@@ -162,8 +162,11 @@ def model_ready(frontend: Frontend, name: str, version: str) -> bool:
     return frontend.ready and any(loaded.key == key for loaded in frontend.dispatcher.models)
 
 
-async def model_statistics(frontend: Frontend, name: str = "", version: str = "") -> dict[str, Any]:
-    """Return Triton's statistics of a version, of all versions of a model, or of all models; raises UnknownModel."""
+async def model_statistics(frontend: Frontend, write: Callable[[Any], bytes], name: str = "", version: str = "") -> bytes:
+    """Return Triton's statistics of a version, of all versions of a model, or of all models; raises UnknownModel.
+
+    write: encodes the response, once for all callers that share it.
+    """
     if version:
         served = [frontend.catalog.find(name, version)]
     else:
@@ -172,8 +175,13 @@ async def model_statistics(frontend: Frontend, name: str = "", version: str = ""
             if name
             else frontend.catalog.served
         )
-    snapshot = await frontend.supervisor.scrape()
-    return {"model_stats": triton_statistics.statistics(snapshot, [model.key.labels for model in served])}
+    snapshot, labels = await frontend.supervisor.scrape(), [model.key.labels for model in served]
+    if snapshot is not frontend.statistics[0]:
+        frontend.statistics = snapshot, {}
+    written, form = frontend.statistics[1], (write, *labels)
+    if form not in written:
+        written[form] = write({"model_stats": triton_statistics.statistics(snapshot, labels)})
+    return written[form]
 
 
 async def repository_index(frontend: Frontend, *, ready: bool) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from google.protobuf.descriptor_pb2 import FileDescriptorSet
 from google.protobuf.descriptor_pool import DescriptorPool
+from google.protobuf.json_format import ParseDict
 from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
 
@@ -39,6 +40,11 @@ class MethodMessages(NamedTuple):
             return self.request_type.FromString(data)
         except DecodeError:
             raise self.invalid() from None
+
+    def write(self, fields: Mapping[str, Any]) -> bytes:
+        """Return the response message with these fields."""
+        message: bytes = ParseDict(fields, self.response_type()).SerializeToString()
+        return message
 
     def invalid(self) -> InvalidRequest:
         """Return the error for bytes that are not a request message."""

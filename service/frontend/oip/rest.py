@@ -14,8 +14,8 @@ from msgspec import Meta
 
 from service.errors import InvalidRequest, Unavailable, Unsupported
 from service.frontend.decoder.client import MAX_LOOP_BODY_BYTES
+from service.frontend.decompression import WINDOW_BITS
 from service.frontend.http_exchange import (
-    COMPRESSIONS,
     JSON,
     MANAGEMENT_LIMIT,
     OCTET_STREAM,
@@ -130,14 +130,13 @@ def _add_models(router: APIRouter, frontend: Frontend) -> None:
 
     async def statistics(request: Request) -> Response:
         """Return request counts and durations of a model."""
-        return respond_json(
-            frontend, await cancel_on_disconnect(request, metadata.model_statistics(frontend, *_path_model(request)))
-        )
+        asked = metadata.model_statistics(frontend, msgspec.json.encode, *_path_model(request))
+        return respond(frontend, await cancel_on_disconnect(request, asked))
 
     @router.get("/v2/models/stats")
     async def all_statistics(request: Request) -> Response:
         """Return request counts and durations of all models."""
-        return respond_json(frontend, await cancel_on_disconnect(request, metadata.model_statistics(frontend)))
+        return respond(frontend, await cancel_on_disconnect(request, metadata.model_statistics(frontend, msgspec.json.encode)))
 
     for path, parameters in MODEL_PATHS:
         extra: dict[str, Any] = {"parameters": parameters}
@@ -263,14 +262,14 @@ def accepted_encoding(header: str) -> str | None:
     """Return the first supported encoding in an Accept-Encoding header. `*` selects none."""
     for part in header.lower().split(","):
         name, _, quality = part.partition(";")
-        if name.strip() in COMPRESSIONS and not re.fullmatch(r"\s*q=0(\.0*)?\s*", quality):
+        if name.strip() in WINDOW_BITS and not re.fullmatch(r"\s*q=0(\.0*)?\s*", quality):
             return name.strip()
     return None
 
 
 def compress(content: bytes | memoryview, encoding: str) -> bytes:
     """Return the content in a supported encoding, at the fastest level."""
-    compressor = zlib.compressobj(1, wbits=COMPRESSIONS[encoding])
+    compressor = zlib.compressobj(1, wbits=WINDOW_BITS[encoding])
     return compressor.compress(content) + compressor.flush()
 
 

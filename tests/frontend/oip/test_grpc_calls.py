@@ -7,6 +7,7 @@ import gzip
 import struct
 import zlib
 from collections.abc import AsyncIterator, Iterator
+from random import Random
 from typing import Any
 from urllib.parse import unquote_to_bytes
 
@@ -17,6 +18,7 @@ import pytest
 from service.errors import Overloaded
 from service.frontend import connection_guard
 from service.frontend.catalog import Catalog
+from service.frontend.decompression import INLINE_BYTES
 from service.frontend.http2.frames import ErrorCode
 from service.frontend.oip import grpc_application
 from service.frontend.oip.binary_forms import BinaryForm
@@ -268,7 +270,11 @@ BAD_CALLS: list[tuple[bytes, list[tuple[bytes, bytes]], str, str]] = [
 def test_invalid_call_gets_a_status(
     client: Client, path: bytes, body: bytes, fields: list[tuple[bytes, bytes]], code: str, details: str
 ) -> None:
-    actual, text = client.status(client.call(path, body, *fields))
+    frames = client.call(path, body, *fields)
+    while client.application.open_calls:  # a large message is decompressed in a thread
+        frames += client.peer.send()
+    frames += client.peer.send()
+    actual, text = client.status(frames)
     assert actual == code and details in text
     assert client.application.held_bytes == 0 and client.application.open_calls == 0
 
@@ -396,3 +402,9 @@ def test_incomplete_requests_are_limited_together(loop: ClockLoop, catalog: Cata
     assert CODES[int(fields[b"grpc-status"])] == "UNAVAILABLE" and b"the limit is 50000" in fields[b"grpc-message"]
     assert fields[b"seqserve-code"] == Overloaded.code.encode()
     assert client.call(ECHO, message(b"small")).body(9) == message(b"small"), "whole requests are answered"
+    bomb = client.call(ECHO, message(gzip.compress(Random(0).randbytes(INLINE_BYTES) + bytes(LIMIT)), flag=1), GZIP)
+    while client.application.open_calls > 3:
+        bomb += client.peer.send()
+    bomb += client.peer.send()
+    assert client.status(bomb)[0] == "UNAVAILABLE", "decompressed bytes count"
+    assert client.call(ECHO, message(PACKED, flag=1), GZIP).body(13) == message(b"abc" * 1000)

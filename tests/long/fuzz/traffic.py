@@ -10,6 +10,7 @@ import struct
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, NamedTuple
 
 import hpack
@@ -18,9 +19,12 @@ from loadtest.oip_requests import PATH
 from service.errors import BY_CODE, SERVICE_FAILED, STATUS, InferenceFailed
 from service.frontend.oip.protobuf import METHODS, SERVICE
 from tests.frontend.http2 import peer
+from tests.long import floods
 
 MOST_CHANGES, MOST_REQUESTS = 4, 6
 """Changes of one message, and messages on one connection."""
+FLOODS, MOST_PARTS, MOST_FLOOD_BYTES = 0.02, 30, 1 << 16
+"""Share of the connections with the beginning of a flood, and its size."""
 TOKENS = [
     *b"""-1 0 1e400 NaN Infinity -0 9223372036854775808 99999999999999999999 1.5 +5 null true {} [] "" { [ ] } " , : \\u0000 \\ud800
 %00 %2e%2e%2f ../../etc/passwd ..\\..\\boot.ini /etc/passwd %2e%2e/%2e%2e/etc/passwd ${jndi:ldap://127.0.0.1/a} chunked gzip""".split(),
@@ -91,6 +95,13 @@ def pieces(data: bytes, chance: random.Random) -> list[bytes]:
     """Return the bytes as a client sends them: mostly at once, sometimes in pieces."""
     cuts = sorted(chance.choices(range(len(data)), k=chance.randint(1, 12))) if data and chance.random() > 0.7 else []
     return [data[start:end] for start, end in zip([0, *cuts], [*cuts, len(data)], strict=True)]
+
+
+def _flood(chance: random.Random, *key: tuple[bytes, bytes], over_grpc: bool) -> bytes:
+    """Return the beginning of a flood without the preface of HTTP/2."""
+    kinds = [make for kind, (grpc, make) in floods.KINDS.items() if grpc is over_grpc and not kind.startswith("socket")]
+    parts = islice(chance.choice(kinds)(*key), chance.randint(2, MOST_PARTS))
+    return b"".join(parts)[:MOST_FLOOD_BYTES].removeprefix(floods.GREETING)
 
 
 # HTTP: several requests on one connection.
@@ -179,7 +190,9 @@ SEEDS = (
 def http(key: str, chance: random.Random) -> Conversation:
     """Return a connection with mutated requests. key: a valid key of the service."""
     usual = (b"Host: localhost", b"Authorization: Bearer " + key.encode())
-    requests = (_request(usual, chance) for _ in range(chance.randint(1, MOST_REQUESTS)))
+    requests = [_request(usual, chance) for _ in range(chance.randint(1, MOST_REQUESTS))]
+    if chance.random() < FLOODS:
+        requests.append(_flood(chance, over_grpc=False))
     return Conversation(b"".join(requests) + LAST, judge_http)
 
 
@@ -335,6 +348,8 @@ def grpc(key: str, chance: random.Random) -> Conversation:
     usual = [(b"te", b"trailers"), (b"content-type", b"application/grpc"), (b"authorization", b"Bearer " + key.encode())]
     count = chance.randint(1, MOST_REQUESTS)
     frames = [part for number in range(count) for part in _call(2 * number + 1, [*usual], chance)]
+    if chance.random() < FLOODS:
+        frames = [_flood(chance, usual[-1], over_grpc=True)]
     if chance.random() < 0.3:
         chance.shuffle(frames)
     if chance.random() < 0.5:

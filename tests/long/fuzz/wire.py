@@ -72,7 +72,7 @@ async def talk(address: str, conversation: Conversation, parts: Iterable[bytes],
     reader, writer = await asyncio.open_connection(target.hostname, target.port)
     try:
         async with asyncio.timeout(PATIENCE_SECONDS):
-            with suppress(ConnectionError, asyncio.IncompleteReadError):
+            with suppress(ConnectionError, asyncio.IncompleteReadError, RuntimeError):  # uvloop: a write after the end
                 if conversation.opening:
                     writer.write(conversation.opening)
                     received = await reader.readuntil(b"\r\n\r\n")
