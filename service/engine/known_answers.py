@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from service.engine.engine import Engine
 from service.engine.execution.device import DeviceLost
+from service.engine.execution.device_engine import DeviceEngine
 from service.engine.execution.in_flight import Array
 from service.errors import OutOfMemory
 from service.ipc.messages import ModelKey
@@ -25,7 +25,7 @@ RELATIVE, ABSOLUTE = 1e-3, 1e-3
 class KnownAnswers:
     """The first answer of each model to a fixed input."""
 
-    def __init__(self, engine: Engine, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, engine: DeviceEngine, clock: Callable[[], float] = time.monotonic) -> None:
         self._engine = engine
         self._clock = clock
         self._known: dict[ModelKey, list[Array]] = {}

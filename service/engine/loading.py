@@ -11,8 +11,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from service.engine.batching.batcher import Batcher
-from service.engine.engine import Engine
-from service.engine.execution.device_engine import PreparedModel
+from service.engine.execution.device_engine import DeviceEngine, PreparedModel
 from service.engine.execution.graph_capture import RunBetweenBatches
 from service.engine.loader_thread import LoaderThread
 from service.errors import InvalidModel, ModelError, NoRoom, ServiceError
@@ -50,7 +49,7 @@ class ModelLoader:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: DeviceEngine,
         batcher: Batcher,
         load: LoadVersion,
         log: Log,

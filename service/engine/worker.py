@@ -16,7 +16,7 @@ from service.engine.batching.batcher import Batcher
 from service.engine.batching.request_block import RequestBlock
 from service.engine.batching.stored_sessions import Waiting
 from service.engine.batching.ticket import Ticket
-from service.engine.engine import Engine
+from service.engine.execution.device_engine import DeviceEngine
 from service.engine.execution.in_flight import BlockResult
 from service.engine.internal_errors import InternalErrors
 from service.engine.known_answers import KnownAnswers
@@ -63,7 +63,7 @@ class Worker:
         control: Channel,
         heartbeat: Heartbeat,
         batcher: Batcher,
-        engine: Engine,
+        engine: DeviceEngine,
         models: ModelLoader,
         trials: Trials,
         place: int,
@@ -144,7 +144,7 @@ class Worker:
     def _beat(self, running: tuple[float, float] | None) -> None:
         """Beat the heartbeat. While a batch runs, the next beat is due when the batch counts as hung, even if this loop still runs.
 
-        running: as in `Engine`.
+        running: as in `DeviceEngine`.
         """
         if running is None:
             self._heartbeat.beat()

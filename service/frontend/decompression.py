@@ -22,9 +22,8 @@ async def decompress(data: bytes, window_bits: int, limit: int, bodies: BodyBudg
     if len(data) <= INLINE_BYTES:
         return _decompress(data, window_bits, limit)
     with bodies.hold(len(data)):
-        await (
-            bodies.turns.take()
-        )  # several threads would take the processors from the event loop, and memory that is not counted yet
+        # Several threads would take the processors from the event loop, and memory that is not counted yet.
+        await bodies.turns.take()
         try:
             body = await asyncio.to_thread(_decompress, data, window_bits, limit)
         finally:

@@ -101,9 +101,8 @@ class SharedCall(Generic[T]):
         """Return the result. A caller that is cancelled does not end the call of the others."""
         if self._next is None:
             self._next = asyncio.create_task(self._run(self._running))
-            self._next.add_done_callback(
-                lambda call: call.cancelled() or call.exception()
-            )  # all callers may have been cancelled
+            # All callers may have been cancelled: nothing else would look at its error.
+            self._next.add_done_callback(lambda call: call.cancelled() or call.exception())
         return await asyncio.shield(self._next)
 
     async def _run(self, before: asyncio.Task[T] | None) -> T:

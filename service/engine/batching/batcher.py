@@ -25,8 +25,8 @@ from service.engine.batching.sessions import Sessions
 from service.engine.batching.state_cache import StateCache
 from service.engine.batching.stored_sessions import StoredSessions, Waiting
 from service.engine.batching.ticket import FLOAT_BYTES, BlockOwner, RequestSequence, SendAnswer, SendRefusal, Session, Ticket
-from service.engine.engine import Engine
 from service.engine.execution.device import DeviceLost
+from service.engine.execution.device_engine import DeviceEngine
 from service.engine.execution.in_flight import BlockResult, ChunkResult
 from service.engine.internal_errors import InternalErrors
 from service.errors import (
@@ -55,7 +55,7 @@ class Batcher:
     def __init__(
         self,
         limits: SchedulerLimits,
-        engine: Engine,
+        engine: DeviceEngine,
         table: SessionTable,
         metrics: Metrics,
         clock: Callable[[], float],

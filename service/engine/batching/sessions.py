@@ -14,7 +14,7 @@ from service.engine.batching.state_cache import StateCache
 from service.engine.batching.state_slots import ZERO_SLOT
 from service.engine.batching.stored_sessions import StoredSessions
 from service.engine.batching.ticket import RequestSequence, Session, Ticket
-from service.engine.engine import Engine
+from service.engine.execution.device_engine import DeviceEngine
 from service.errors import InvalidInput, Overloaded, ServiceError, SessionConflict, SessionLost
 from service.ipc.messages import ModelKey, Request, session_id
 from service.ipc.session_file import Origin, SessionFile, StoredTensor
@@ -26,7 +26,7 @@ class Sessions:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: DeviceEngine,
         table: SessionTable,
         states: StateCache,
         metrics: Metrics,

@@ -14,7 +14,7 @@ from service.engine.batching.batch_builder import ScheduledSteps
 from service.engine.batching.session_state import State
 from service.engine.batching.state_slots import DISCARD_SLOT, ZERO_SLOT, SlotAllocator, StateSlot
 from service.engine.batching.ticket import RequestSequence, StateLocation
-from service.engine.engine import Engine
+from service.engine.execution.device_engine import DeviceEngine
 from service.ipc.messages import ModelKey
 from service.metrics import Metrics
 
@@ -40,7 +40,7 @@ class _ModelSlots:
 class StateCache:
     """The state slots of all models of one engine."""
 
-    def __init__(self, engine: Engine, metrics: Metrics) -> None:
+    def __init__(self, engine: DeviceEngine, metrics: Metrics) -> None:
         self._engine = engine
         self._metrics = metrics
         self._models: dict[ModelKey, _ModelSlots] = {}

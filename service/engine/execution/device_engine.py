@@ -57,7 +57,7 @@ class PreparedModel(NamedTuple):
 
 
 class DeviceEngine:
-    """Implements `Engine` on one device. Batches end in the order of their launches.
+    """Runs batches on one device and keeps states. Batches end in the order of their launches.
 
     All calls come from one thread, except that `prepare` may run in a second thread. Calls raise DeviceLost once the device has failed.
     """
@@ -128,6 +128,7 @@ class DeviceEngine:
     # Models.
 
     def loaded(self) -> list[LoadedModel]:
+        """Return the served models and the backends that run them."""
         return [
             LoadedModel(
                 name=key.name,
@@ -146,15 +147,18 @@ class DeviceEngine:
         return key in self._runners
 
     def newest(self, name: str, version: str) -> ModelKey | None:
+        """Return the newest generation of a model version, None if the version is not served."""
         return max((key for key in self._runners if key.labels == (name, version)), default=None)
 
     def spec(self, key: ModelKey) -> ModelSpec:
         return self._runners[key].encoder.spec
 
     def streams(self, key: ModelKey) -> bool:
+        """Return whether sequences of a model may run in chunks that continue from a state."""
         return self._runners[key].streams
 
     def whole_only(self, key: ModelKey) -> tuple[str, ...]:
+        """Return the parts of a model for which its sequences must not run in chunks."""
         return self._runners[key].encoder.whole_only
 
     @property
@@ -179,6 +183,7 @@ class DeviceEngine:
         return PreparedModel(runner, stream, largest_bytes)
 
     def open(self, key: ModelKey, prepared: PreparedModel) -> None:
+        """Serve a prepared model from now on."""
         if prepared.stream is not None:
             self._prepared_on[key] = prepared.stream
         arena_bytes = int(ARENA_FACTOR * prepared.largest_bytes)
@@ -190,6 +195,7 @@ class DeviceEngine:
         self._report(key, prepared.runner)
 
     def close(self, key: ModelKey) -> None:
+        """Stop serving a model that has no batch in flight."""
         assert not self.runs(key), f"a batch of {key} is in flight"
         del self._runners[key], self._corrections[key]
         if key in self._prepared_on:
@@ -200,9 +206,11 @@ class DeviceEngine:
     # States.
 
     def slots(self, key: ModelKey) -> tuple[int, int]:
+        """Return how many state slots sequences may hold between batches, and how many more a launch may use."""
         return self._slots
 
     def save(self, key: ModelKey, slot: int) -> State:
+        """Return the state in a slot as a copy on the host, after all launched batches have written it."""
         try:
             return self._runners[key].encoder.save(slot)
         except RuntimeError as error:
@@ -210,6 +218,7 @@ class DeviceEngine:
             raise
 
     def restore(self, key: ModelKey, slot: int, state: State) -> None:
+        """Write a state to a slot, for batches launched from now on."""
         try:
             self._runners[key].encoder.restore(slot, state)
         except RuntimeError as error:
@@ -217,6 +226,7 @@ class DeviceEngine:
             raise
 
     def state_vector(self, key: ModelKey, slot: int) -> bytes:
+        """Return the model's states in a slot, joined in their order, as float32, after all launched batches have written them."""
         try:
             return self._runners[key].encoder.state_vector(slot).numpy().tobytes()
         except RuntimeError as error:
@@ -224,6 +234,7 @@ class DeviceEngine:
             raise
 
     def state_from(self, key: ModelKey, vector: bytes | memoryview) -> State:
+        """Return the state for `restore` with these states, joined in their order, as float32. NaN stands for the usual initial state."""
         numbers = torch.frombuffer(bytearray(vector), dtype=torch.float32)
         return self._runners[key].encoder.state_from(numbers, ZERO_SLOT)
 
@@ -237,10 +248,12 @@ class DeviceEngine:
         return self._corrections[batch.model].seconds(self._runners[batch.model].predicted_seconds(batch))
 
     def runs(self, key: ModelKey) -> bool:
+        """Return whether a batch of a model is in flight."""
         return any(in_flight.batch.model == key for in_flight in self._in_flight)
 
     @property
     def running(self) -> tuple[float, float] | None:
+        """When the device began its current batch, on the clock of time.monotonic, and the predicted seconds; None without one."""
         if not self._in_flight:
             return None
         in_flight = self._in_flight[0]
@@ -248,6 +261,7 @@ class DeviceEngine:
 
     @property
     def remaining_seconds(self) -> float:
+        """Predicted time until the batches in flight end."""
         running = self.running
         if running is None:
             return 0.0
@@ -269,6 +283,10 @@ class DeviceEngine:
         return accepts
 
     def known_answer(self, key: ModelKey) -> list[Array]:
+        """Return the arrays of a model's answer to a fixed input. The metrics do not count it. No batch may be in flight.
+
+        Raises OutOfMemory, and DeviceLost if the device does not work any more.
+        """
         assert not self._in_flight, "its collector may be in use"
         runner = self._runners[key]
         try:
@@ -319,9 +337,11 @@ class DeviceEngine:
         return done
 
     def watch(self, observer: EndObserver | None) -> None:
+        """Call `observer` at each end of a batch, instead of the previous observer."""
         self._observer = observer
 
     def count_memory(self) -> None:
+        """Update the memory metrics of the device."""
         now, before = DeviceMemory.of(self.device), self._memory
         self._metrics.device_mallocs.add(by=now.mallocs - before.mallocs)
         self._metrics.device_allocations.add(by=now.allocations - before.allocations)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from service.engine.batching.batcher import Batcher
 from service.engine.batching.ticket import SendRefusal
-from service.engine.engine import Engine
+from service.engine.execution.device_engine import DeviceEngine
 from service.engine.profiling.recorder import BatchRecorder
 from service.errors import Overloaded, Unavailable
 from service.ipc.channel import Channel
@@ -38,7 +38,7 @@ class ProfilingSession:
     resumed: when the engine's loop last continued after the profiler had blocked it.
     """
 
-    def __init__(self, engine: Engine, batcher: Batcher, status: EngineStatus, heartbeat: Heartbeat) -> None:
+    def __init__(self, engine: DeviceEngine, batcher: Batcher, status: EngineStatus, heartbeat: Heartbeat) -> None:
         self._engine = engine
         self._batcher = batcher
         self._status = status

@@ -23,7 +23,7 @@ from service.engine.batching.state_slots import ZERO_SLOT
 from service.engine.batching.stored_sessions import StoredSessions
 from service.engine.batching.ticket import Ticket
 from service.engine.execution.cost_model import Cost
-from service.engine.execution.device_engine import PreparedModel
+from service.engine.execution.device_engine import DeviceEngine, PreparedModel
 from service.engine.execution.in_flight import Array, BlockResult, ChunkResult, EndObserver, FinishedPart
 from service.engine.internal_errors import InternalErrors
 from service.errors import OutOfMemory, ServiceError
@@ -118,13 +118,14 @@ ROOM = 3
 IDLE_SECONDS = 60.0
 
 
-class FakeEngine:
+class FakeEngine(DeviceEngine):
     """An engine whose state is the sum and the number of a sequence's ids. A batch that contains POISON raises. OVERFLOW is infinite."""
 
     accepts_batch = True
     remaining_seconds = 0.0
     running: tuple[float, float] | None = None
-    device = "cpu"
+    device = torch.device("cpu")
+    busy_seconds = 0.0
     per_row = Cost(1.0, 0.0, 0.001)
 
     def __init__(self, slots: int = 4) -> None:
@@ -133,11 +134,11 @@ class FakeEngine:
         self.served = [MODEL, OTHER]
         self.states: dict[ModelKey, list[list[float]]] = {key: [[0.0, 0.0] for _ in range(100)] for key in self.served}
         self.observer: EndObserver | None = None
-        self._slots = slots
+        self._slots = slots, 8
         self._done: list[FinishedPart] = []
 
     def loaded(self) -> list[LoadedModel]:
-        return [LoadedModel(*key.labels, self.device, [], generation=key.generation) for key in self.served]
+        return [LoadedModel(*key.labels, str(self.device), [], generation=key.generation) for key in self.served]
 
     def serves(self, key: ModelKey) -> bool:
         return key in self.served
@@ -161,7 +162,7 @@ class FakeEngine:
         self.served.remove(key)
 
     def slots(self, key: ModelKey) -> tuple[int, int]:
-        return self._slots, 8
+        return self._slots
 
     def save(self, key: ModelKey, slot: int) -> State:
         return {"sum": torch.tensor(self.states[key][slot])}
@@ -218,10 +219,6 @@ class FakeEngine:
 
     def count_memory(self) -> None:
         pass
-
-    @property
-    def busy_seconds(self) -> float:
-        return 0.0
 
 
 def result_of(row: np.ndarray[tuple[int], np.dtype[np.int32]], total: float, count: float, returns: Returns) -> ChunkResult:
@@ -290,16 +287,16 @@ class AsynchronousEngine(FakeEngine):
     def __init__(self, slots: int = 4, in_flight: int = 1) -> None:
         super().__init__(slots)
         self._most_in_flight = in_flight
-        self._in_flight: list[list[FinishedPart]] = []
+        self._launched_parts: list[list[FinishedPart]] = []
         self._ready: list[FinishedPart] = []
 
     @property
     def accepts_batch(self) -> bool:  # type: ignore[override]
-        return len(self._in_flight) < self._most_in_flight
+        return len(self._launched_parts) < self._most_in_flight
 
     def launch(self, batch: Batch) -> None:
         super().launch(batch)
-        self._in_flight.append(super().finished())
+        self._launched_parts.append(super().finished())
 
     def finished(self) -> list[FinishedPart]:
         ready, self._ready = self._ready, []
@@ -307,12 +304,12 @@ class AsynchronousEngine(FakeEngine):
 
     @property
     def busy(self) -> bool:
-        return bool(self._in_flight or self._ready)
+        return bool(self._launched_parts or self._ready)
 
     def end(self) -> None:
         """Finish the oldest batch in flight."""
-        if self._in_flight:
-            self._ready += self._in_flight.pop(0)
+        if self._launched_parts:
+            self._ready += self._launched_parts.pop(0)
 
 
 @dataclass
