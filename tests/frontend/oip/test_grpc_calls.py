@@ -7,7 +7,9 @@ import gzip
 import struct
 import zlib
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import unquote_to_bytes
 
@@ -27,7 +29,10 @@ from service.frontend.oip.grpc_calls import GrpcShutdown
 from service.frontend.oip.grpc_infer import HotGrpcInfer
 from service.frontend.oip.grpc_methods import rpc_handlers
 from service.frontend.oip.grpc_wire import Status, trailers_only
+from service.frontend.oip.metadata import model_statistics
 from service.frontend.oip.protobuf import METHODS
+from service.frontend.start_queue import Start, WaitingStart
+from service.metrics import Snapshot
 from tests.frontend.http2.peer import END_HEADERS, END_STREAM, KINDS, ClockLoop, Frames, Peer, block, frame, reset, window
 from tests.frontend.oip.harness import FakeDispatcher, fake_frontend
 from tests.frontend.oip.messages import LIMIT, QUESTION, corpus, ids, mutated, requesting, text, with_parameters
@@ -408,3 +413,39 @@ def test_incomplete_requests_are_limited_together(loop: ClockLoop, catalog: Cata
     bomb += client.peer.send()
     assert client.status(bomb)[0] == "UNAVAILABLE", "decompressed bytes count"
     assert client.call(ECHO, message(PACKED, flag=1), GZIP).body(13) == message(b"abc" * 1000)
+
+
+def test_calls_of_every_method_take_turns_by_connection(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting: list[tuple[Start, object]] = []
+
+    def add(arrived: float, start: Start, connection: object) -> WaitingStart:
+        waiting.append((start, connection))
+        return WaitingStart(arrived, start, connection)
+
+    monkeypatch.setattr(client.application.starts, "must_wait", lambda _: True)
+    monkeypatch.setattr(client.application.starts, "add", add)
+    for path in (ECHO, INFER):
+        assert not client.call(path, message(b"abc"))
+    starts, connections = zip(*waiting, strict=True)
+    assert connections[0] is connections[1]
+    assert client.peer.run(starts[0], 0.0).body(1) == message(b"abc")
+
+
+def test_callers_share_the_statistics_of_a_scrape(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are encoded once for each form."""
+    snapshots: list[Snapshot] = [{}, {}]
+    written = []
+
+    async def scrape() -> Snapshot:
+        return snapshots[0]
+
+    def write(fields: dict[str, Any]) -> bytes:
+        written.append(fields)
+        return b"%d" % len(written)
+
+    monkeypatch.setattr(client.frontend, "supervisor", SimpleNamespace(scrape=scrape))
+    ask = partial(model_statistics, client.frontend, write)
+    assert [asyncio.run(ask(*name)) for name in ((), ("words",), (), ("words",))] == [b"1", b"2", b"1", b"2"]
+    assert [each["name"] for each in written[1]["model_stats"]] == ["words"]
+    del snapshots[0]
+    assert asyncio.run(ask()) == b"3"
