@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from msgspec import Struct, structs
 
 from service.access.caller import Caller
-from service.errors import InferenceFailed, Overloaded, ServiceError
+from service.errors import InferenceFailed, ServiceError
 from service.frontend.catalog import ServedModel
 from service.frontend.dispatch.connection import PendingRequest
 from service.frontend.http_protocol import Exchange
@@ -186,11 +186,9 @@ class HotEndpoint(ABC):
     def start(self, head: RequestHead, body: bytes, exchange: Exchange, arrived: float) -> HotCall | None:
         """See `Endpoint.start`."""
         if self.frontend.starts.refusing:
-            try:
-                raise self.frontend.starts.refuse()
-            except Overloaded as error:
-                self.refuse(UNKNOWN_MODEL_LABELS, error, arrived, exchange, head.caller)
-                raise
+            error = self.frontend.starts.refuse()
+            self.refuse(UNKNOWN_MODEL_LABELS, error, arrived, exchange, head.caller)
+            raise error
         parsed = self.parse(head, body)
         return None if parsed is None else self.run(parsed, exchange, arrived, head.caller)
 
