@@ -14,7 +14,6 @@ from service.settings import BODY_CEILING_BYTES
 MAX_RECEIVING_BYTES = BODY_CEILING_BYTES
 """Bytes of requests that a frontend holds at most, over all HTTP connections, and the same over all gRPC connections. The largest body that
 a setting allows has room."""
-
 LONG_SECONDS = 1.0
 """A longer wait to be decompressed is long."""
 

@@ -24,10 +24,9 @@ async def decompress(data: bytes, window_bits: int, limit: int, bodies: BodyBudg
     with bodies.hold(len(data)):
         # Several threads would take the processors from the event loop, and memory that is not counted yet.
         await bodies.turns.take()
-        try:
-            body = await asyncio.to_thread(_decompress, data, window_bits, limit)
-        finally:
-            bodies.turns.end()
+        work = asyncio.ensure_future(asyncio.to_thread(_decompress, data, window_bits, limit))
+        work.add_done_callback(lambda _: bodies.turns.end())  # not before: the thread of a request that is cancelled works on
+        body = await asyncio.shield(work)
         bodies.add(len(body))
         try:
             bodies.check()

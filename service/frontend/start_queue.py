@@ -159,11 +159,16 @@ class StartQueue:
 
     def _refuse(self, now: float) -> None:
         """Refuse the requests that have waited longest, if they have waited too long."""
-        end, self.refusing = now + SLICE_SECONDS, True
+        end, self.refusing, newer = now + SLICE_SECONDS, True, list[WaitingStart]()
         try:
-            while self._waiting and now <= end and self._waits.refuses(now - self._waiting[0].arrived, now):
-                now = self._start(self._waiting.popleft(), self._waiting.appendleft)
+            while self._waiting and now <= end and self._waits.overloaded(now):
+                waiting = self._waiting.popleft()
+                if self._waits.refuses(now - waiting.arrived, now):
+                    now = self._start(waiting, self._waiting.appendleft)
+                else:  # a later request of a connection is before older requests of the others
+                    newer.append(waiting)
         finally:
+            self._waiting.extendleft(reversed(newer))
             self.refusing = False
 
     def _start(self, waiting: WaitingStart, put: Callable[[WaitingStart], None]) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import zlib
+from collections.abc import Callable
 
 import pytest
 
@@ -47,12 +48,27 @@ def test_bomb_is_refused_at_the_budget_and_leaves_nothing() -> None:
         run(BOMB, LIMIT, BodyBudget(LIMIT, Memory(86)))
 
 
-def test_bombs_are_decompressed_one_at_a_time() -> None:
-    """Together they would not fit."""
+def test_bodies_are_decompressed_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when a client disconnects: its thread works on, and many would take the processors."""
 
-    async def all_at_once() -> None:
-        bodies = BodyBudget(LIMIT + 3 * len(BOMB), Memory(max_share=1))
-        bombs = await asyncio.gather(*(decompress(BOMB, WINDOW_BITS["gzip"], LIMIT, bodies) for _ in range(3)))
-        assert list(map(len, bombs)) == 3 * [LIMIT] and bodies.held_bytes == 0
+    async def disconnect() -> None:
+        began, end, bodies = list[bytes](), asyncio.Event(), BodyBudget(LIMIT, Memory(max_share=1))
 
-    asyncio.run(all_at_once())
+        async def in_thread(work: Callable[..., bytes], data: bytes, *arguments: int) -> bytes:
+            began.append(data)
+            await end.wait()
+            return work(data, *arguments)
+
+        monkeypatch.setattr(asyncio, "to_thread", in_thread)
+        data = gzip.compress(bytes(1 << 20))
+        running, waiting, last = (asyncio.ensure_future(decompress(data, WINDOW_BITS["gzip"], LIMIT, bodies)) for _ in range(3))
+        for call in (running, waiting):
+            await asyncio.sleep(0)
+            call.cancel()
+        await asyncio.wait([running, waiting])
+        await asyncio.sleep(0)
+        assert len(began) == 1 and bodies.held_bytes == len(data)
+        end.set()
+        assert await last == bytes(1 << 20) and len(began) == 2 and bodies.held_bytes == 0
+
+    asyncio.run(disconnect())

@@ -121,6 +121,16 @@ async def test_connections_take_turns(frontend: Frontend) -> None:
 
 
 @run
+async def test_overload_by_one_connection_refuses_what_waited_longest(frontend: Frontend) -> None:
+    """Also while a newer request of that connection is the first in the queue."""
+    flood, waiting = object(), list[WaitingStart]()
+    while frontend.now < 100 + 4 * PATIENCE_SECONDS:
+        frontend.receive(1, flood)
+        waiting = [request for request in waiting if request.start is not None] + await frontend.tick(20)
+    assert frontend.now - min(request.arrived for request in waiting) < 1.5 * LONG_WAIT
+
+
+@run
 async def test_burst_is_decoded(frontend: Frontend) -> None:
     requests = round(0.8 * PATIENCE_SECONDS / DECODING_SECONDS)
     for burst in range(1, 4):

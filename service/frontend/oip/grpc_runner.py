@@ -236,6 +236,7 @@ class GrpcCall:
             self._send_headers()
         fields = encode_fields(self.identity.headers)
         if self._headers_sent:
+            self._stream.handler = None  # the rest of the request is ignored while the client does not read
             self._stream.send(b"", trailers(status) + fields)
         else:
             self._stream.send_headers(trailers_only(status) + fields, last=True)

@@ -21,7 +21,7 @@ from service.errors import Overloaded
 from service.frontend import connection_guard
 from service.frontend.catalog import Catalog
 from service.frontend.decompression import INLINE_BYTES
-from service.frontend.http2.frames import ErrorCode
+from service.frontend.http2.frames import ErrorCode, Setting
 from service.frontend.oip import grpc_application
 from service.frontend.oip.binary_forms import BinaryForm
 from service.frontend.oip.grpc_application import GrpcApplication
@@ -33,7 +33,19 @@ from service.frontend.oip.metadata import model_statistics
 from service.frontend.oip.protobuf import METHODS
 from service.frontend.start_queue import Start, WaitingStart
 from service.metrics import Snapshot
-from tests.frontend.http2.peer import END_HEADERS, END_STREAM, KINDS, ClockLoop, Frames, Peer, block, frame, reset, window
+from tests.frontend.http2.peer import (
+    END_HEADERS,
+    END_STREAM,
+    KINDS,
+    ClockLoop,
+    Frames,
+    Peer,
+    block,
+    frame,
+    reset,
+    settings,
+    window,
+)
 from tests.frontend.oip.harness import FakeDispatcher, fake_frontend
 from tests.frontend.oip.messages import LIMIT, QUESTION, corpus, ids, mutated, requesting, text, with_parameters
 
@@ -379,6 +391,18 @@ def test_slow_reader_stops_the_handler(client: Client) -> None:
     assert client.handlers.written == 17
     frames = client.peer.send(window(1, 20_000_000))
     assert client.handlers.written == 1000 and client.status(frames)[0] == "OK"
+
+
+def test_rest_of_an_answered_request_is_ignored(client: Client) -> None:
+    """The client sends on, but reads no reply, so that the stream stays open after its call."""
+    client.peer.send(settings((Setting.INITIAL_WINDOW_SIZE, 0)))
+    data = message(text(QUESTION).SerializeToString())
+    client.call(SERVICE + b"ModelStreamInfer", data, (b"grpc-timeout", b"5S"), ended=False)
+    client.peer.loop.now += 6
+    client.peer.send()
+    assert not client.application.open_calls and client.peer.connection.unread_bytes
+    assert not client.peer.send(frame(DATA, 0, 1, data)) and client.application.held_bytes == 0
+    assert client.status(client.peer.send(window(1, 10_000)))[0] == "DEADLINE_EXCEEDED"
 
 
 def test_handler_that_reads_slowly_stops_the_client(client: Client) -> None:
