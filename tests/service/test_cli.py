@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shlex
@@ -114,6 +115,18 @@ def test_refused_command_says_why(
     names = {"models": models_folder, "empty": tmp_path}
     assert main([word.format_map(names) for word in command]) == status
     assert message.format_map(names) in capsys.readouterr().err
+
+
+def test_folder_that_may_not_be_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(root: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(root))
+
+    monkeypatch.setattr("service.modeling.spec.named_folders", refuse)
+    for command in ("models", "serve"):
+        assert main([command, "--models", str(tmp_path)]) == 1
+        assert capsys.readouterr().err == f"seqserve: [Errno 13] Permission denied: '{tmp_path}'\n"
 
 
 @pytest.mark.parametrize(
