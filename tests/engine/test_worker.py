@@ -236,9 +236,7 @@ def test_supervisor_receives_what_its_socket_does_not_accept_at_once(harness: Wo
     assert len(snapshot["seqserve_tokens"]) == 20_000
 
 
-def test_known_answer_is_checked_although_requests_keep_coming(
-    harness: WorkerHarness, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_known_answer_is_checked_although_requests_keep_coming(harness: WorkerHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each request wakes the idle loop, so that a batch is in flight after it."""
     harness.batcher.idle, checked = True, list[ModelKey]()
     monkeypatch.setattr(worker, "IDLE_SECONDS", 0.0)
