@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         given = gather(flags, os.environ)
         settings = validated(given)
         status: int = print_settings(settings, given) if run is print_settings else run(settings, **options)
-    except (StartError, ServiceError) as error:
+    except (StartError, ServiceError, PermissionError) as error:
         say(f"seqserve: {error}", sys.stderr)
         return 2 if isinstance(error, SettingsError) else 1
     return status

@@ -62,7 +62,7 @@ def _target(root: Path, model: str, name: str | None) -> Path:
         return spec.next_version(root, model)
     if not spec.NAME.fullmatch(name):
         raise ModelError(f"{name!r} is not a name of a model: use letters, digits, '.', '_' and '-'")
-    models = spec.find_models(root) if spec.named_folders(root) else {}
+    models = spec.versions_by_folder(root)
     if name in models or name in spec.read_aliases(root, models):
         raise ModelError(f"{name} exists in {root}: choose another name, or leave --name out for the next version of {model}")
     return root / name / "1"

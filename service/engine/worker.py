@@ -132,11 +132,12 @@ class Worker:
         backlog = self._batcher.backlog_seconds() if waiting else 0.0
         for channel in waiting:
             self._flush(channel, backlog)
-        if self._store is not None and self._store.outgoing:
-            self._flush(self._store)
+        for other in (self._control, self._store):
+            if other is not None and other.outgoing:
+                self._flush(other)
         if self._profiling.on:
             self._profiling.step()
-        elif idle and time.monotonic() >= self._idle_work_due:
+        elif time.monotonic() >= self._idle_work_due and self._batcher.idle and not self._engine.running:
             self._idle_work_due = time.monotonic() + IDLE_WORK_SECONDS
             self._check_known_answer()
             self._return_memory()
@@ -153,9 +154,7 @@ class Worker:
             self._heartbeat.beat_by(max(since, self._profiling.resumed) + _patience(predicted))
 
     def _check_known_answer(self) -> None:
-        """Check a model that is due, unless a request has come."""
-        if not self._batcher.idle or self._engine.running:
-            return
+        """Check a model that is due."""
         key = self._known_answers.next_model()
         if key is not None:
             self._heartbeat.beat(_patience(self._engine.cost(key).fixed))

@@ -19,12 +19,12 @@ from service.modeling.spec import (
     WEIGHTS,
     ModelSpec,
     digest,
-    find_models,
     model_folders,
     read,
     read_aliases,
     read_verified,
     version_folders,
+    versions_by_folder,
 )
 from service.modeling.stored_weights import from_stored, tensor_forms, to_stored, wrong_values
 
@@ -71,7 +71,7 @@ def find_version(root: Path, model: str, version: int | None, alias: str = "") -
     """
     models = model_folders(root)
     only = {alias: next(iter(models))} if len(models) == 1 else {}
-    aliases = {} if model in models else only | read_aliases(root, find_models(root))
+    aliases = {} if model in models else only | read_aliases(root, versions_by_folder(root))
     name, _, pinned = aliases.get(model, model).partition("/")
     if name not in models:
         raise ModelError(f"{root} has no model {model!r}: the models are {', '.join(models)}")

@@ -78,7 +78,7 @@ class Repository:
                     unavailable.append(IndexEntry(name, version, UNAVAILABLE, str(error)))
         if not model_versions:
             raise ModelError(unavailable[0].reason)
-        return Manifest(model_versions, self._read_aliases(self._versions_by_folder()), unavailable)
+        return Manifest(model_versions, self._read_aliases(spec.versions_by_folder(self._root)), unavailable)
 
     def read(self, name: str, policy: str | None = None) -> list[ModelVersion]:
         """Return the versions of a model to serve, each with a new generation; raises ModelError.
@@ -105,7 +105,7 @@ class Repository:
 
     def listing(self) -> dict[str, list[str]]:
         """Return the versions in the folder by model name, valid or not."""
-        return {name: versions for name, versions in self._versions_by_folder().items() if spec.NAME.fullmatch(name)}
+        return {name: versions for name, versions in spec.versions_by_folder(self._root).items() if spec.NAME.fullmatch(name)}
 
     def has(self, name: str) -> bool:
         """Return whether a model has this name; any string of a client is safe."""
@@ -116,15 +116,6 @@ class Repository:
         models = {name: frozenset(_files(folder)) for name, folder in spec.named_folders(self._root).items()}
         aliases = self._root / spec.ALIASES
         return models | {"": frozenset(_stat(aliases, self._root) if aliases.exists() else ())}
-
-    def _versions_by_folder(self) -> dict[str, list[str]]:
-        """Return the versions in every folder, which may have a name that no model can have, or may not be readable."""
-        versions: dict[str, list[str]] = {}
-        for name, folder in spec.named_folders(self._root).items():
-            versions[name] = []
-            with contextlib.suppress(OSError, ModelError):
-                versions[name] = list(spec.version_folders(folder, name))
-        return versions
 
     def _read_aliases(self, models: Mapping[str, Sequence[str]]) -> dict[str, str]:
         """Return the aliases in the folder, and SEQSERVE_ALIAS for its only model; raises ModelError.

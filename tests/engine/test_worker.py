@@ -17,6 +17,7 @@ from service.engine.batching.ticket import SendAnswer, SendRefusal, Ticket
 from service.engine.execution.device_engine import PreparedModel
 from service.engine.execution.graph_capture import RunBetweenBatches
 from service.engine.internal_errors import InternalErrors
+from service.engine.known_answers import KnownAnswers
 from service.engine.loading import ModelLoader
 from service.engine.trials import Trials
 from service.engine.worker import Worker
@@ -35,6 +36,7 @@ from service.ipc.messages import (
     EngineStatus,
     ExportSession,
     MetricsCollected,
+    ModelKey,
     ModelVersion,
     RecordTrace,
     Refusal,
@@ -87,8 +89,9 @@ class WorkerHarness:
             cancel_owner=lambda *_: None,
             cancel_request=lambda *_: self._count(0),
             watch=lambda *_: None,
-            step=self._step,
+            step=self.step,
         )
+        self.batcher = batcher
         models = ModelLoader(self.engine, batcher, self._prepared, Log("worker"))
         errors, trials = InternalErrors(Log("worker"), self.metrics), Trials(self._control)
         self.worker = Worker(self._control, self.heartbeat, batcher, self.engine, models, trials, PLACE, self.metrics, errors)
@@ -123,16 +126,16 @@ class WorkerHarness:
         self.since += requests
         self.most_between = max(self.most_between, self.since)
 
-    def _step(self, before_launch: object = None) -> bool:
+    def step(self, before_launch: object = None) -> bool:
         self.since = 0
         if self._replies:
             self._replies.pop(0)(Answer((1, 1)), [b"1234"])
         self.batches += 1
+        self.to_supervisor += self.supervisor.receive()
         if self.batches == BATCHES:
             self.to_frontend = self.frontend.receive()
             self.frontend.close()
         elif self.batches == BATCHES + 1:
-            self.to_supervisor = self.supervisor.receive()
             self.supervisor.close()
         return True
 
@@ -221,6 +224,32 @@ def test_metrics_include_the_backlog(harness: WorkerHarness) -> None:
     [[labels, [seconds]]] = counts.message.snapshot["seqserve_backlog_seconds"]
     assert (counts.id, tuple(labels)) == (5, (str(PLACE),))
     assert seconds in [SECONDS * waiting for waiting in range(4)]
+
+
+def test_supervisor_receives_what_its_socket_does_not_accept_at_once(harness: WorkerHarness) -> None:
+    """Such as the metrics of hundreds of models."""
+    for number in range(20_000):
+        harness.metrics.tokens.add(str(number), "1")
+    harness.supervisor.send(encode(CollectMetrics(), 5))
+    harness.run()
+    [snapshot] = [frame.message.snapshot for frame in harness.to_supervisor if isinstance(frame.message, MetricsCollected)]
+    assert len(snapshot["seqserve_tokens"]) == 20_000
+
+
+def test_known_answer_is_checked_although_requests_keep_coming(harness: WorkerHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each request wakes the idle loop, so that a batch is in flight after it."""
+    harness.batcher.idle, checked = True, list[ModelKey]()
+    monkeypatch.setattr(worker, "IDLE_SECONDS", 0.0)
+    monkeypatch.setattr(KnownAnswers, "next_model", lambda _: MODEL)
+    monkeypatch.setattr(KnownAnswers, "check", lambda _, key: checked.append(key))
+
+    def step(before_launch: object) -> None:
+        harness.engine.running = None if harness.engine.running else (time.monotonic(), 0.0)
+        harness.step()
+
+    monkeypatch.setattr(harness.batcher, "step", step)
+    harness.run()
+    assert checked == [MODEL]
 
 
 @pytest.mark.parametrize("traced", [False, True])

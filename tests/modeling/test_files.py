@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -128,12 +129,14 @@ def test_sparse_file_is_refused_before_it_is_read(name: str, folder: Path, model
 
 
 def test_unfinished_file_replaces_nothing(tmp_path: Path) -> None:
-    """A device is written to as it is: a rename would replace it. A link stays."""
+    """A device is written to as it is: a rename would replace it. A link stays, and so does the mode of the file."""
     file, link = tmp_path / "model.pt", tmp_path / "link"
     link.symlink_to(file)
     for place in (file, link):
         with files.replacing(place) as written:
             written.write_text(place.name)
+        file.chmod(0o640 if place is file else file.stat().st_mode)
+    assert stat.S_IMODE(file.stat().st_mode) == 0o640
     with pytest.raises(ModelError, match=r"model\.pt cannot be written: full"), files.replacing(file) as written:
         written.write_text("thi")
         raise OSError(errno.ENOSPC, "full")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shlex
@@ -55,6 +56,7 @@ def test_one_bad_folder_keeps_no_other_model_from_its_use(tmp_path: Path, capsys
     """Its name is shown with escapes: it could change the title of a terminal, or hide a line."""
     models.words(tmp_path)
     (tmp_path / "\x1b]0;title\x07" / "1").mkdir(parents=True)
+    (tmp_path / "aliases.toml").write_text('spoken = "words"')
     (tmp_path / "broken" / "1").mkdir(parents=True)
     (tmp_path / "broken" / "1" / "model.toml").write_text("name = 3")
     assert main(["models", "--models", str(tmp_path)]) == 1
@@ -63,7 +65,8 @@ def test_one_bad_folder_keeps_no_other_model_from_its_use(tmp_path: Path, capsys
     assert f"{tmp_path}/\\u001b]0;title\\u0007: a model name has" in printed.err
     command = ["infer", "--models", str(tmp_path), "--device", "cpu", "--model"]
     assert main([*command, "words", *QUESTIONS]) == 0
-    assert main(["export", "words", *command[1:3], "--format", "pytorch", "--out", str(tmp_path / "words.pt")]) == 0
+    assert main(["export", "spoken", *command[1:3], "--format", "pytorch", "--out", str(tmp_path / "words.pt")]) == 0
+    assert main(["compress", "spoken", *command[1:3], "--precision", "int8", "--name", "small"]) == 0
     assert main([*command, "broken", *QUESTIONS]) == 1
     assert "broken version 1 cannot be served: " in capsys.readouterr().err
 
@@ -114,6 +117,18 @@ def test_refused_command_says_why(
     names = {"models": models_folder, "empty": tmp_path}
     assert main([word.format_map(names) for word in command]) == status
     assert message.format_map(names) in capsys.readouterr().err
+
+
+def test_folder_that_may_not_be_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(root: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(root))
+
+    monkeypatch.setattr("service.modeling.spec.named_folders", refuse)
+    for command in ("models", "serve"):
+        assert main([command, "--models", str(tmp_path)]) == 1
+        assert capsys.readouterr().err == f"seqserve: [Errno 13] Permission denied: '{tmp_path}'\n"
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ import math
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from functools import cached_property
 from itertools import product
 from pathlib import Path
@@ -300,6 +301,16 @@ def named_folders(root: Path) -> dict[str, Path]:
         return {_name_in(versions[-1]): root}
     # A name that is not UTF-8 is shown with escapes: no message between processes can have it.
     return {os.fsencode(folder.name).decode(errors="backslashreplace"): folder for folder in visible_folders(root)}
+
+
+def versions_by_folder(root: Path) -> dict[str, list[str]]:
+    """Return the versions in every folder, which may have a name that no model can have, or may not be readable."""
+    versions: dict[str, list[str]] = {}
+    for name, folder in named_folders(root).items():
+        versions[name] = []
+        with suppress(OSError, ModelError):
+            versions[name] = list(version_folders(folder, name))
+    return versions
 
 
 def require_models_folder(root: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import shutil
 import stat
 import tempfile
 import tomllib
@@ -84,6 +85,8 @@ def replacing(place: Path, root: Path | None = None) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(prefix=".unfinished-", dir=root or place.parent) as hidden:
             written = Path(hidden) / place.relative_to(root or place.parent)
             yield written
+            if place.is_file():
+                shutil.copymode(place, written)
             moved, target = (written, place) if place.parent.exists() else (written.parent, place.parent)
             moved.replace(target)
     except OSError as error:
