@@ -8,7 +8,6 @@ PYTHON      ?= python3
 TORCH_INDEX ?=
 DEVICE      ?= cpu
 ARGS        ?=
-FILES       ?=
 PROGRAMS    ?= browser toolchains speech redis proxies prometheus
 SCENARIO    ?= locust
 USERS       ?= 32
@@ -147,11 +146,17 @@ test-fast: $(TESTED)
 	$(BIN)/python -m pytest $(PARALLEL) -m "not server and not slow and not gpu"
 
 # Also several replicas on addresses of loopback behind real proxies and on a Ray cluster, and the image and the compose files on the
-# container engine of DOCKER_HOST or docker's context. Before a release, run longer: `SCALE=1 make test-all`,
-# `python -m tests.long.soak --hours 8` and `python -m tests.long.fuzz.wire --requests 2000000`.
+# container engine of DOCKER_HOST or docker's context. Only tests that start no server run in parallel. Before a release, run longer:
+# `SCALE=1 make test-all`, `python -m tests.long.soak --hours 8` and `python -m tests.long.fuzz.wire --requests 2000000`.
 test-all: $(if $(FILES),$(TESTED),test) .venv-kubernetes/installed .venv-perf/installed .venv-ray/installed
 	@tools/programs.sh $(PROGRAMS)
-	$(WITH_PROGRAMS) $(BIN)/python -m pytest -rs $(or $(FILES),tests/long tests/cluster tests/docker)
+ifdef FILES
+	$(WITH_PROGRAMS) $(BIN)/python -m pytest -rs $(FILES)
+else
+	$(WITH_PROGRAMS) $(BIN)/python -m pytest -rs $(PARALLEL) -m "not server" tests/long
+	$(WITH_PROGRAMS) $(BIN)/python -m pytest -rs -m server tests/long
+	$(WITH_PROGRAMS) $(BIN)/python -m pytest -rs tests/cluster tests/docker
+endif
 
 # Tests run in any worker, and those that share a server or an engine in one. The test of overload runs last, because it needs the whole GPU.
 test-gpu: install .venv/tools
