@@ -108,9 +108,7 @@ class Values(dict[tuple[str, ...], list[float]]):
     """The numbers of a metric by label values: `width` zeros at first."""
 
     def __init__(self, name: str, labels: tuple[str, ...], width: int) -> None:
-        self._name = name
-        self._labels = labels
-        self._width = width
+        self._name, self._labels, self._width = name, labels, width
 
     def __missing__(self, labels: tuple[str, ...]) -> list[float]:
         assert len(labels) == len(self._labels), f"{self._name} has the labels {self._labels}"

@@ -148,13 +148,16 @@ class StartQueue:
         self._schedule()
         now = self._clock()
         self._slice_end = now + SLICE_SECONDS
-        waiting = self._waiting
-        # The next request of the connection waits at the other end, in an overload too: the other connections are before it.
-        take, put = (waiting.pop, waiting.appendleft) if self._waits.overloaded(now) else (waiting.popleft, waiting.append)
+        waiting, overloaded = self._waiting, self._waits.overloaded(now)
         while waiting and now <= self._slice_end:
-            taken = take()
+            behind = self._behind.get(waiting[-1].connection) if overloaded else None
+            if behind:  # the first request of its connection then waits before all others, to be refused
+                waiting.rotate()
+                taken = behind.pop()
+            else:
+                taken = self._take(waiting.pop if overloaded else waiting.popleft, waiting.append)
             self._waits.handle(now - taken.arrived, now)
-            now = self._start(taken, put)
+            now = self._start(taken)
         self._refuse(now)
 
     def _refuse(self, now: float) -> None:
@@ -162,21 +165,25 @@ class StartQueue:
         end, self.refusing, newer = now + SLICE_SECONDS, True, list[WaitingStart]()
         try:
             while self._waiting and now <= end and self._waits.overloaded(now):
-                waiting = self._waiting.popleft()
-                if self._waits.refuses(now - waiting.arrived, now):
-                    now = self._start(waiting, self._waiting.appendleft)
+                if self._waits.refuses(now - self._waiting[0].arrived, now):
+                    now = self._start(self._take(self._waiting.popleft, self._waiting.appendleft))
                 else:  # a later request of a connection is before older requests of the others
-                    newer.append(waiting)
+                    newer.append(self._waiting.popleft())
         finally:
             self._waiting.extendleft(reversed(newer))
             self.refusing = False
 
-    def _start(self, waiting: WaitingStart, put: Callable[[WaitingStart], None]) -> float:
-        """Start a request, unless it was cancelled, and put the next request of its connection. Return the time at the end."""
-        if behind := self._behind.get(waiting.connection):
+    def _take(self, take: Callable[[], WaitingStart], put: Callable[[WaitingStart], None]) -> WaitingStart:
+        """Take a request, and put the next request of its connection."""
+        taken = take()
+        if behind := self._behind.get(taken.connection):
             put(behind.popleft())
         else:
-            self._behind.pop(waiting.connection, None)
+            self._behind.pop(taken.connection, None)
+        return taken
+
+    def _start(self, waiting: WaitingStart) -> float:
+        """Start a request, unless it was cancelled. Return the time at the end."""
         start, waiting.start = waiting.start, None  # they refer to each other
         if start is not None:
             start(waiting.arrived)

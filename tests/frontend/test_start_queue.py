@@ -131,6 +131,14 @@ async def test_overload_by_one_connection_refuses_what_waited_longest(frontend: 
 
 
 @run
+async def test_overload_by_one_connection_starts_its_newest_requests(frontend: Frontend) -> None:
+    while frontend.now < 100 + 4 * PATIENCE_SECONDS:
+        frontend.receive(20, frontend)
+        await frontend.tick()
+    assert max(frontend.waits[-50:]) < LONG_WAIT
+
+
+@run
 async def test_burst_is_decoded(frontend: Frontend) -> None:
     requests = round(0.8 * PATIENCE_SECONDS / DECODING_SECONDS)
     for burst in range(1, 4):

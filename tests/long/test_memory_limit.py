@@ -27,7 +27,7 @@ from tests.serving import LIMIT_SECONDS, Server, eventually, serving
 BASE_SHARE, SHED_SHARE, REFUSE_SHARE = 0.6, 0.85, 0.95
 MOST = 1 << 30
 """The limit of bodies does not matter here."""
-STATE_NUMBERS = 1 << 17
+STATE_NUMBERS = 1 << 16
 BODIES, BODY_BYTES = 60, 8 << 20
 SMALL = [[1.0, 2.0, 3.0]]
 LARGE = [[0.5, 1.5, 2.5]] * 10_000

@@ -149,7 +149,7 @@ class EngineProcess:
         )
         worker = self.worker
         report(story.at, worker, "_handle_frame", "received", "queued", lambda _, frame: isinstance(frame.message, REQUESTS))
-        report(story.at, worker, "_flush", after="answered", when=lambda channel: channel in worker._answered)
+        report(story.at, worker, "_flush", after="answered", when=lambda channel, *_: channel in worker._answered)
         report(story.at, worker, "_answer", "answering")
         report(story.at, worker, "send_block", "answering")
         near, far = pair()

@@ -219,7 +219,7 @@ def into_workers(worker: Any, fault: str) -> None:
         end_at("answering")
         answered.add(channel)
 
-    def flushed(_: Any, worker: Any, channel: Any) -> None:
+    def flushed(_: Any, worker: Any, channel: Any, *others: Any) -> None:
         if channel in answered:
             answered.remove(channel)
             end_at("answered")

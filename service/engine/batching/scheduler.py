@@ -261,9 +261,8 @@ class Scheduler(Generic[S]):
         self._queues[model] = queue
         self._earliest_deadline = min(self._earliest_deadline, request.deadline)
         tenant = request.share.tenant
-        waits = tenant in queue.tenants
-        if not waits and len(self._queues) > 1:
-            waits = any(tenant in queued.tenants for queued in self._queues.values())
+        others = self._queues.values() if len(self._queues) > 1 else ()
+        waits = tenant in queue.tenants or any([tenant in other.tenants for other in others])
         self._shares.arrive(request.share, waits=waits)
         self.waiting += request.count
         queue.longest = max(queue.longest, request.longest)
