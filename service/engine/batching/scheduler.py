@@ -262,7 +262,7 @@ class Scheduler(Generic[S]):
         self._earliest_deadline = min(self._earliest_deadline, request.deadline)
         tenant = request.share.tenant
         others = self._queues.values() if len(self._queues) > 1 else ()
-        waits = tenant in queue.tenants or any([tenant in other.tenants for other in others])
+        waits = tenant in queue.tenants or any(tenant in other.tenants for other in others)
         self._shares.arrive(request.share, waits=waits)
         self.waiting += request.count
         queue.longest = max(queue.longest, request.longest)
