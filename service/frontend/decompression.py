@@ -14,7 +14,7 @@ INLINE_BYTES = 1 << 9
 
 
 class NotCompressed(Exception):
-    """The data is not compressed as its client says. The text says why."""
+    """The data is not compressed in the declared format. The message has the reason."""
 
 
 async def decompress(data: bytes, window_bits: int, limit: int, bodies: BodyBudget) -> bytes:

@@ -237,7 +237,7 @@ def test_supervisor_receives_what_its_socket_does_not_accept_at_once(harness: Wo
 
 
 def test_known_answer_is_checked_although_requests_keep_coming(harness: WorkerHarness, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each request wakes the idle loop, so that a batch is in flight after it."""
+    """Each request wakes the idle loop, and its batch still runs when the loop ends its turn."""
     harness.batcher.idle, checked = True, list[ModelKey]()
     monkeypatch.setattr(worker, "IDLE_SECONDS", 0.0)
     monkeypatch.setattr(KnownAnswers, "next_model", lambda _: MODEL)

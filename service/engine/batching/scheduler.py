@@ -506,13 +506,12 @@ class Scheduler(Generic[S]):
 
         count, steps: of the sequences; of many requests as arrays.
         """
-        longest, cost, head_start = arriving.longest, queue.cost, arriving.head_start
+        longest = arriving.longest
         total = busy + self._most_seconds(queue, queue.count + count, queue.steps + steps, max(longest, queue.longest))
         for queued in self._queues.values():
             if queued is not queue:
                 total += self._most_seconds(queued, queued.count, queued.steps, queued.longest)
-        alone = cost.fixed + (cost.per_step + cost.per_token) * longest
-        return CAUTION * total + STRETCH * alone - (head_start if head_start < 0 else 0.0)
+        return CAUTION * total + STRETCH * queue.cost.of(longest, longest) - min(0.0, arriving.head_start)
 
     def _most_seconds(self, queue: ModelQueue[S], count: FloatOrArray, steps: FloatOrArray, longest: int) -> FloatOrArray:
         """Return an upper bound of `_seconds`. longest: no sequence has more steps."""
