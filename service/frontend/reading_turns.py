@@ -89,6 +89,10 @@ class ReadingTurns:
         else:
             self._wait(turn, begin)
 
+    def excuse(self, seconds: float) -> None:
+        """Do not count this time of the tick: others bound it."""
+        self._tick_began += seconds
+
     def _serve(self, turn: Turn[Any], begin: float, now: float) -> None:
         reader = turn.reader
         if reader is None:

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from msgspec import Struct
 
 from service.errors import Overloaded
+from service.frontend.reading_turns import ReadingTurns
 
 SLICE_SECONDS = 0.005
 """A tick starts requests for this time, and refuses requests for at most as long."""
@@ -89,8 +90,9 @@ class StartQueue:
     The connections take turns in the order of their first waiting requests, except in an overload.
     """
 
-    def __init__(self, default_deadline_ms: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, default_deadline_ms: float, turns: ReadingTurns, clock: Callable[[], float] = time.monotonic) -> None:
         self._waits = LongWaits(LONG_WAIT_SHARE * default_deadline_ms / 1000)
+        self._turns = turns
         self._clock = clock
         self._waiting: deque[WaitingStart] = deque()
         """The first waiting request of each connection."""
@@ -146,7 +148,7 @@ class StartQueue:
         if not self._waiting:
             return
         self._schedule()
-        now = self._clock()
+        began = now = self._clock()
         self._slice_end = now + SLICE_SECONDS
         waiting, overloaded = self._waiting, self._waits.overloaded(now)
         while waiting and now <= self._slice_end:
@@ -159,6 +161,8 @@ class StartQueue:
             self._waits.handle(now - taken.arrived, now)
             now = self._start(taken)
         self._refuse(now)
+        if overloaded:
+            self._turns.excuse(self._clock() - began)
 
     def _refuse(self, now: float) -> None:
         """Refuse the requests that have waited longest, if they have waited too long."""

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
 
 from service.errors import Overloaded
+from service.frontend.reading_turns import SLICE_SECONDS as READING_SLICE_SECONDS
+from service.frontend.reading_turns import ReadingTurns, Turn
 from service.frontend.start_queue import LONG_WAIT_SHARE, PATIENCE_SECONDS, SLICE_SECONDS, StartQueue, WaitingStart
 
 DEADLINE_MS = 1000.0
@@ -19,7 +24,8 @@ class Frontend:
 
     def __init__(self) -> None:
         self.now = 100.0
-        self.queue = StartQueue(DEADLINE_MS, lambda: self.now)
+        self.turns = ReadingTurns(lambda: self.now)
+        self.queue = StartQueue(DEADLINE_MS, self.turns, lambda: self.now)
         self.started: list[int] = []
         self.waits: list[float] = []
         """How long each request that was started has waited."""
@@ -165,3 +171,25 @@ async def test_overload_is_refused_beside_what_can_be_decoded(frontend: Frontend
     while frontend.queue.must_wait(frontend.now):
         await frontend.tick()
     assert frontend.refused == [], "the overload ends when nothing was refused for a while"
+
+
+def test_overload_leaves_the_time_in_which_connections_are_read() -> None:
+    """Otherwise requests would wait unread, where they cannot be refused."""
+
+    class Connection:
+        def read_turn(self, until: float) -> bool:
+            self.seconds = until - frontend.now
+            return False
+
+        pause_turn = resume_turn = None  # it never waits
+
+    async def run() -> None:
+        await frontend.overload(requests=20, ticks=20)
+        for _ in range(20):
+            turn.take()
+            await frontend.tick(20)
+        assert connection.seconds == pytest.approx(READING_SLICE_SECONDS)
+
+    frontend, connection = Frontend(), Connection()
+    turn = Turn[Any](frontend.turns, connection)
+    asyncio.run(run())

@@ -17,7 +17,6 @@ from typing import Protocol, cast
 
 from service.frontend.connection_guard import Phase, UnreadBytes, retirement
 from service.frontend.http2.budget import Budget
-from service.frontend.http2.floods import Floods
 from service.frontend.http2.frames import (
     ACK,
     CONTINUATION,
@@ -138,14 +137,12 @@ class Http2Connection(asyncio.Protocol):
         application: Application,
         limits: Limits,
         connections: set[Http2Connection],
-        floods: Floods,
         turns: ReadingTurns,
     ) -> None:
-        """connections: all open connections; this connection adds and removes itself. floods, turns: of all connections."""
+        """connections: all open connections; this connection adds and removes itself. turns: of all connections."""
         self._application = application
         self._limits = limits
         self._connections = connections
-        self._floods = floods
         self._loop = asyncio.get_running_loop()
         self._sender = Sender(self._loop)
         self._headers = HeaderReader(limits.max_header_bytes)
@@ -165,8 +162,6 @@ class Http2Connection(asyncio.Protocol):
         self._initial_send_window = DEFAULT_WINDOW
         self._window_updates = 0
         self._turn = Turn(turns, self)
-        self._holding = False
-        """Whether the first frames are handled later."""
         self._closing = False
         self._closing_later: asyncio.TimerHandle | None = None
         """Closes the connection a little after GOAWAY."""
@@ -175,7 +170,7 @@ class Http2Connection(asyncio.Protocol):
         """Later streams are ignored, as a GOAWAY frame has announced."""
         self._drain_pinged = math.inf
         self._last_ping, self._ping_strikes = -math.inf, 0
-        self._heard = self._pinged = self._held_until = self._loop.time()
+        self._heard = self._pinged = self._loop.time()
         self._ping_sent = False
         self.phase_began = self._heard
         self._retires = retirement(self._heard, limits.max_age_seconds)
@@ -187,9 +182,6 @@ class Http2Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)  # uvloop's transports are of no class of asyncio
         self._sender.connect(self._transport)
         self._connections.add(self)
-        flooder = self._floods.find(self._sender.peer, self._heard)
-        if flooder is not None:
-            self._held_until, self._budgets.resets = flooder.held_until, flooder.resets
         settings = {
             Setting.MAX_CONCURRENT_STREAMS: self._limits.max_streams,
             Setting.INITIAL_WINDOW_SIZE: RECEIVE_WINDOW,
@@ -225,10 +217,7 @@ class Http2Connection(asyncio.Protocol):
         elif self._block is None:
             self.phase_began = self._heard
         self._buffer = data
-        if self._held_until > self._heard:
-            self._hold(self._held_until - self._heard)
-        else:
-            self._turn.take()
+        self._turn.take()
 
     def eof_received(self) -> bool:
         """Close the connection: a client that sends nothing more cannot read replies either, as flow control needs both directions."""
@@ -248,8 +237,6 @@ class Http2Connection(asyncio.Protocol):
                 more = self._read_frames(self._buffer, until)
         except ConnectionFault as fault:
             self._application.count_fault()
-            if isinstance(fault, Flood):
-                self._floods.record(self._sender.peer, self._heard)
             self._fail(fault)
         except Exception as error:
             self._application.report(error)
@@ -262,7 +249,7 @@ class Http2Connection(asyncio.Protocol):
 
     def resume_turn(self) -> None:
         """Read from the socket again, unless something else waits."""
-        if not (self._turn.waits or self._holding or self._sender.paused or self._transport.is_closing()):
+        if not (self._turn.waits or self._sender.paused or self._transport.is_closing()):
             self._transport.resume_reading()
 
     def _read_preface(self) -> None:
@@ -309,23 +296,6 @@ class Http2Connection(asyncio.Protocol):
             handle(self, flags, stream, payload)
         except StreamFault as fault:
             self._reset(stream, fault.code)
-
-    def _hold(self, seconds: float) -> None:
-        """Handle the first frames later."""
-        if not self._holding:
-            self._holding = True
-            self._transport.pause_reading()
-            self._loop.call_later(seconds, self._end_hold)
-
-    def _end_hold(self) -> None:
-        """Handle the first frames as if they had just arrived: budgets and later floods count from now on."""
-        self._holding = False
-        if not self._closing:
-            self._heard = self._loop.time()
-            if self._block is None:
-                self.phase_began = self._heard
-            self._turn.take()
-            self.resume_turn()
 
     def _handle_data(self, flags: int, id: int, payload: bytes) -> None:
         size = len(payload)
@@ -539,7 +509,6 @@ class Http2Connection(asyncio.Protocol):
         if self._last_accepted != MAX_WINDOW:
             raise Flood(text)
         self._application.count_fault()
-        self._floods.record(self._sender.peer, self._heard)
         self._draining, self._drain_pinged, self._last_accepted = True, math.inf, self._last_stream
         self._sender.write(goaway_frame(self._last_stream, ErrorCode.ENHANCE_YOUR_CALM, text))
         self._close_if_drained()

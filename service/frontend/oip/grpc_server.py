@@ -16,7 +16,6 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from service.frontend.connection_guard import SEND_SECONDS, longest_age
 from service.frontend.http2.connection import Http2Connection, Limits
-from service.frontend.http2.floods import Floods
 from service.frontend.inference import Frontend
 from service.frontend.listener import Listener, SharedPort
 from service.frontend.oip.grpc_application import GrpcApplication
@@ -64,10 +63,10 @@ class GrpcServer:
             POOL.AddSerializedFile(descriptor.serialized_pb)
         handlers = [rpc_handlers(self._frontend, self._shutdown), self._health_handlers(), _reflection_handlers()]
         self._application = GrpcApplication(self._frontend, handlers, self._shutdown)
-        limits, floods = _limits(self._frontend.settings), Floods()
+        limits = _limits(self._frontend.settings)
         self._listener = Listener(
             self._port,
-            lambda: Http2Connection(self._application, limits, self.connections, floods, self._frontend.turns),
+            lambda: Http2Connection(self._application, limits, self.connections, self._frontend.turns),
             self._make_room,
             lambda: len(self.connections),
             lambda: self._frontend.tls.grpc,

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, cast
 import hpack
 
 from service.frontend.http2.connection import Application, Http2Connection, Limits
-from service.frontend.http2.floods import Floods
 from service.frontend.http2.header_blocks import RequestFields, encode_fields
 from service.frontend.http2.stream import Stream, StreamHandler
 from service.frontend.reading_turns import ReadingTurns
@@ -200,7 +199,7 @@ class EchoApplication(Application):
 
 
 class Peer:
-    """A connected client. floods: of earlier connections, as the service remembers them. turns: if several connections share them.
+    """A connected client. turns: if several connections share them.
     limits: that differ from LIMITS.
     """
 
@@ -210,7 +209,6 @@ class Peer:
         application: Any = None,
         *,
         greet: bool = True,
-        floods: Floods | None = None,
         turns: ReadingTurns | None = None,
         **limits: float,
     ) -> None:
@@ -221,12 +219,12 @@ class Peer:
         self._buffer = b""
         self._headers = hpack.Decoder(1 << 20)
         self.turns = turns or ReadingTurns()
-        loop.run_until_complete(self._connect(replace(LIMITS, **cast(Any, limits)), floods or Floods()))
+        loop.run_until_complete(self._connect(replace(LIMITS, **cast(Any, limits))))
         if greet:
             self.greeting = self.send(PREFACE + settings())
 
-    async def _connect(self, limits: Limits, floods: Floods) -> None:
-        self.connection = Http2Connection(self.application, limits, self.connections, floods, self.turns)
+    async def _connect(self, limits: Limits) -> None:
+        self.connection = Http2Connection(self.application, limits, self.connections, self.turns)
         self.transport.connection = self.connection
         self.connection.connection_made(cast(asyncio.BaseTransport, self.transport))
 

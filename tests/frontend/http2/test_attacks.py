@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from service.frontend.connection_guard import ConnectionGuard, Phase
-from service.frontend.http2 import floods, header_blocks
+from service.frontend.http2 import header_blocks
 from service.frontend.http2.budget import Budget
-from service.frontend.http2.floods import HOLD_SECONDS, RESETS, RESETS_PER_SECOND, WINDOW_SECONDS, Floods
 from service.frontend.http2.frames import ErrorCode
 from service.frontend.reading_turns import ReadingTurns
 from service.metrics import Metrics
@@ -262,72 +261,3 @@ def test_fault_of_a_broken_connection_ends_only_that_connection(peer: Peer) -> N
     peer.connection.refuse_slow_request()
     peer.sweep(10)
     assert peer.transport.closing
-
-
-# A client that connects again after a flood.
-
-
-def flood(loop: ClockLoop, known: Floods) -> int:
-    """Reset streams on a new connection until it ends. Returns how many of them the application got."""
-    peer = Peer(loop, floods=known, greet=False)
-    peer.send(GREETING, *RESETS_OF_STREAMS)
-    if not peer.closed:
-        loop.now += HOLD_SECONDS
-        peer.send()
-    assert peer.closed
-    return len(peer.application.requests)
-
-
-def requests_of_next(loop: ClockLoop, known: Floods) -> int:
-    """Return how many requests of a new connection are handled at once."""
-    peer = Peer(loop, floods=known, greet=False)
-    peer.send(GREETING, request(1))
-    return len(peer.application.requests)
-
-
-def test_connection_after_a_flood_is_held(loop: ClockLoop) -> None:
-    known = Floods()
-    flood(loop, known)
-    peer, ended = Peer(loop, floods=known, greet=False), Peer(loop, floods=known)
-    ended.send(request(1))
-    ended.run(ended.transport.close)
-    for part in (PREFACE, settings(), request(1), request(3)):
-        peer.send(part)
-        loop.now += HOLD_SECONDS / 8
-    assert not peer.application.requests and not peer.closed
-    loop.now += HOLD_SECONDS
-    peer.send()
-    assert [handled.path for handled in peer.application.requests] == [b"/echo", b"/echo"]
-    assert not ended.application.errors and not ended.application.requests, "a connection may end while it is held"
-
-
-def test_connections_of_a_flooding_address_share_a_small_budget(loop: ClockLoop) -> None:
-    """Each flood counts from its end, not from the arrival of its frames, and holds the next connection."""
-    known = Floods()
-    first, later = flood(loop, known), 0
-    for _ in range(10):
-        later += flood(loop, known)
-        assert not requests_of_next(loop, known)
-    assert later <= RESETS + 10 * (RESETS_PER_SECOND * 2 * HOLD_SECONDS + 1) < first
-    loop.now += WINDOW_SECONDS + HOLD_SECONDS
-    assert requests_of_next(loop, known) == 1 and flood(loop, known) == first, "the address is forgotten after a while"
-
-
-def test_flood_changes_nothing_for_others(loop: ClockLoop) -> None:
-    """An open connection of the same address may belong to another client behind a proxy. A request that is too large is no flood."""
-    known = Floods()
-    opened, large = Peer(loop, floods=known), Peer(loop, floods=known)
-    assert large.send(frame(HEADERS, 0, 1, bytes(16_000)), *[frame(CONTINUATION, 0, 1, bytes(16_000))] * 5).goaways == [CALM]
-    assert known.find("127.0.0.1", loop.now) is None
-    flood(loop, known)
-    opened.send(*RESETS_OF_STREAMS[: RESETS + 100])
-    assert len(opened.application.requests) == RESETS + 100 and not opened.closed
-    assert known.find("127.0.0.1", loop.now) is not None and known.find("192.0.2.1", loop.now) is None
-
-
-def test_number_of_remembered_addresses_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(floods, "MAX_ADDRESSES", 2)
-    known = Floods()
-    for name in ("first", "second", "first", "third"):
-        known.record(name, 0.0)
-    assert known.find("second", 0.0) is None and known.find("first", 0.0) is not None
