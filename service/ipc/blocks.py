@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, groupby
+from itertools import accumulate, chain
 from math import prod
 from typing import Any, NamedTuple, Protocol
 
@@ -100,50 +100,61 @@ def join_blocks(frames: Sequence[Frame], most: int) -> Iterator[Frame]:
 
     most: blocks are joined as long as they have fewer requests together.
     """
-    for key, group in groupby(frames, _join_key):
-        if key is None:
-            yield from group
-            continue
-        alike, requests = list[Frame](), 0
-        for frame in group:
-            assert isinstance(frame.message, RequestBlock)
-            alike.append(frame)
-            requests += frame.message.requests
-            if requests >= most:
-                yield _joined(alike)
-                alike, requests = [], 0
-        if alike:
-            yield _joined(alike)
-
-
-def _join_key(frame: Frame) -> object:
-    """Return what blocks must share to be joined, None if a frame is joined with no other."""
-    block = frame.message
-    if not isinstance(block, RequestBlock) or block.timed or len(frame.tail) > MOST_JOINED_BYTES:
-        return None
-    return block.key, block.priority, block.returns, block.share
-
-
-def _joined(frames: Sequence[Frame]) -> Frame:
-    if len(frames) == 1:
-        return frames[0]
-    blocks, columns = list[RequestBlock](), list[Columns]()
+    alike, requests = list[tuple[RequestBlock, Frame]](), 0
     for frame in frames:
-        assert isinstance(frame.message, RequestBlock)
-        blocks.append(frame.message)
-        columns.append(Columns.read(frame.tail, frame.message.requests, frame.message.sequences))
-    requests = sum([block.requests for block in blocks])
-    joined = msgspec.structs.replace(
-        blocks[0],
-        requests=requests,
-        sequences=sum([block.sequences for block in blocks]),
-        steps=sum([block.steps for block in blocks]),
-        shortest=min([block.shortest for block in blocks]),
-        longest=max([block.longest for block in blocks]),
-        deadline=min([block.deadline for block in blocks]),
-        sent=sum([block.requests * block.sent for block in blocks]) / requests,
+        block = frame.message
+        if not isinstance(block, RequestBlock) or block.timed or len(frame.tail) > MOST_JOINED_BYTES:
+            yield from _joined(alike)
+            yield frame
+            alike, requests = [], 0
+            continue
+        if requests >= most or (alike and not _are_alike(alike[0][0], block)):
+            yield from _joined(alike)
+            alike, requests = [], 0
+        alike.append((block, frame))
+        requests += block.requests
+    yield from _joined(alike)
+
+
+def _are_alike(first: RequestBlock, second: RequestBlock) -> bool:
+    """Return whether blocks share what the requests of a block share."""
+    return (
+        first.model == second.model
+        and first.version == second.version
+        and first.generation == second.generation
+        and first.priority == second.priority
+        and first.returns == second.returns
+        and first.share == second.share
     )
-    return Frame(joined, frames[0].id, b"".join([part for column in zip(*columns, strict=True) for part in column]))
+
+
+def _joined(alike: Sequence[tuple[RequestBlock, Frame]]) -> list[Frame]:
+    """Return one frame for all blocks, none without a block."""
+    if len(alike) < 2:
+        return [frame for _, frame in alike]
+    first, columns = alike[0][0], list[Columns]()
+    requests = sequences = steps = 0
+    shortest, longest, deadline, sent = first.shortest, first.longest, first.deadline, 0.0
+    for block, frame in alike:
+        columns.append(Columns.read(frame.tail, block.requests, block.sequences))
+        requests += block.requests
+        sequences += block.sequences
+        steps += block.steps
+        shortest = block.shortest if block.shortest < shortest else shortest  # cheaper than `min`
+        longest = block.longest if block.longest > longest else longest
+        deadline = block.deadline if block.deadline < deadline else deadline
+        sent += block.requests * block.sent
+    joined = msgspec.structs.replace(
+        first,
+        requests=requests,
+        sequences=sequences,
+        steps=steps,
+        shortest=shortest,
+        longest=longest,
+        deadline=deadline,
+        sent=sent / requests,
+    )
+    return [Frame(joined, 0, b"".join(chain.from_iterable(zip(*columns, strict=True))))]
 
 
 def split_answers(block: AnswerBlock, data: Buffer) -> Iterator[tuple[int, Answer, Buffer]]:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from service.engine.batching.model_queue import LEAST_STEPS, ModelQueue, QueuedSequence, S
-from service.engine.batching.request_block import SEQUENCES, STEPS, RequestBlock
+from service.engine.batching.request_block import LONGEST, SEQUENCES, STEPS, RequestBlock
 from service.engine.batching.request_order import ORDER, BlockRequest, RequestOrder
 from service.engine.execution.cost_model import Cost
 
@@ -74,11 +74,33 @@ def take_all(queue: ModelQueue[S], limits: SchedulerLimits, max_seconds: float =
     longest = max([block.longest for block in blocks])
     if max_seconds < math.inf and cost.of(longest, queue.steps) > max(max_seconds, STRETCHED * cost.of(longest, longest)):
         return None
-    if longest > LEAST_STEPS:
-        limit = step_limit(limits, min([block.shortest for block in blocks]), queue.count, UNLIMITED, cost)
-        if longest > limit and (blocks[0].divisible or cost.of(longest, queue.steps) > budget_seconds(limits, cost)):
-            return None
-    return Taken(queue.count, queue.steps, longest, blocks)
+    taken = Taken[S](queue.count, queue.steps, longest, blocks)
+    shortest = min([block.shortest for block in blocks])
+    return taken if _runs_whole(taken, shortest, blocks[0].divisible, limits, cost) else None
+
+
+def take_full(queue: ModelQueue[S], limits: SchedulerLimits, max_seconds: float = math.inf) -> Taken[S] | None:
+    """Return the first requests of a queue that has only blocks, if they fill a batch exactly and run whole. Arguments as in take_all."""
+    if queue.sequences or len(queue.tenants) > 1 or max_seconds < math.inf:
+        return None
+    [blocks] = [work.requests for work in queue.tenants.values()]
+    rows = limits.max_batch_sequences
+    _, table = blocks.first(rows)
+    ends = table[:, SEQUENCES].cumsum()
+    requests = int(ends.searchsorted(rows)) + 1
+    if requests > len(table) or ends[requests - 1] != rows:
+        return None
+    first = table[:requests]
+    taken = Taken[S](rows, int(first[:, STEPS].sum()), int(first[:, LONGEST].max()), whole={blocks: list(range(requests))})
+    fits = taken.tokens <= limits.max_batch_tokens
+    return taken if fits and _runs_whole(taken, 1, blocks.divisible, limits, queue.cost) else None
+
+
+def _runs_whole(taken: Taken[S], shortest: int, divisible: bool, limits: SchedulerLimits, cost: Cost) -> bool:
+    """Return whether BatchBuilder would take these requests whole. shortest: at most the steps of the shortest sequence."""
+    if taken.longest <= LEAST_STEPS or taken.longest <= step_limit(limits, shortest, taken.rows, UNLIMITED, cost):
+        return True
+    return not divisible and cost.of(taken.longest, taken.tokens) <= budget_seconds(limits, cost)
 
 
 def take_first(

@@ -40,6 +40,7 @@ from service.engine.batching.batch_builder import (
     steps_within_budget,
     take_all,
     take_first,
+    take_full,
 )
 from service.engine.batching.due import STRETCH, allowance
 from service.engine.batching.fair_shares import TENANT_SHARE, FairShares
@@ -376,7 +377,8 @@ class Scheduler(Generic[S]):
         max_seconds = self._limits.batch_seconds if self._shares.contested else math.inf
         limits = self.memory.of(model)
         room = partial(self._room, model)
-        taken = take_all(queue, limits, max_seconds) or take_first(queue, limits, room, self._unpack, max_seconds)
+        taken = take_all(queue, limits, max_seconds) or take_full(queue, limits, max_seconds)
+        taken = taken or take_first(queue, limits, room, self._unpack, max_seconds)
         if taken is None:
             in_order = self._shares.in_turn(queue) if len(queue.tenants) > 1 else queue.in_order()
             taken = BatchBuilder(queue, in_order, limits, room, self._unpack, max_seconds).take()
