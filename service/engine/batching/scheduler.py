@@ -176,7 +176,8 @@ class Scheduler(Generic[S]):
             block.share, block.sequences, block.steps, block.longest, block.deadline, block.head_start, block.requests
         )
         is_alone = block.requests == 1 and not busy and not self._queues
-        if self._has_room(together) and (is_alone or self._surely_in_time(queue, together, now, busy)):
+        has_room = block.sequences <= self._free_places(block.share, block.requests)
+        if has_room and (is_alone or self._surely_in_time(queue, together, now, busy)):
             self._count(model, queue, together)
             queue.add_block(block)
             return []
@@ -262,11 +263,13 @@ class Scheduler(Generic[S]):
         self._queues[model] = queue
         self._earliest_deadline = min(self._earliest_deadline, request.deadline)
         tenant = request.share.tenant
-        others = self._queues.values() if len(self._queues) > 1 else ()
-        waits = tenant in queue.tenants or any(tenant in other.tenants for other in others)
+        waits = tenant in queue.tenants or (
+            len(self._queues) > 1 and any(tenant in other.tenants for other in self._queues.values())
+        )
         self._shares.arrive(request.share, waits=waits)
         self.waiting += request.count
-        queue.longest = max(queue.longest, request.longest)
+        if request.longest > queue.longest:
+            queue.longest = request.longest
         queue.count_work(tenant, request.count, request.steps)
 
     def _accept(
@@ -388,8 +391,11 @@ class Scheduler(Generic[S]):
         """Remove everything without steps left from the queue, and update the counts. Returns the blocks of the batch."""
         if taken.blocks:
             self.waiting -= taken.rows
-            for block in taken.blocks:
-                self._shares.charge(block.share.tenant, queue.price(block.sequences, block.steps))
+            if len(queue.tenants) == 1:
+                self._shares.charge(taken.blocks[0].share.tenant, queue.price(taken.rows, taken.tokens))
+            else:
+                for block in taken.blocks:
+                    self._shares.charge(block.share.tenant, queue.price(block.sequences, block.steps))
             del self._queues[model]
             return taken.blocks
         blocks = [
@@ -470,9 +476,6 @@ class Scheduler(Generic[S]):
         """Return how many steps a batch is likely to take: the recent mean, or before the first batch the steps that the budget allows."""
         return int(queue.reach) or steps_within_budget(self._limits, rows, self._limits.max_batch_tokens // rows, queue.cost)
 
-    def _has_room(self, request: _Arriving) -> bool:
-        return request.count <= self._free_places(request.share, request.requests)
-
     def _free_places(self, share: Share, requests: int = 1) -> int:
         """Return the most sequences of a tenant for which the queue has room: see `_free_in_share`."""
         free = self._limits.max_waiting - self.waiting
@@ -509,7 +512,8 @@ class Scheduler(Generic[S]):
         count, steps: of the sequences; of many requests as arrays.
         """
         longest = arriving.longest
-        total = busy + self._most_seconds(queue, queue.count + count, queue.steps + steps, max(longest, queue.longest))
+        most = longest if longest > queue.longest else queue.longest
+        total = busy + self._most_seconds(queue, queue.count + count, queue.steps + steps, most)
         for queued in self._queues.values():
             if queued is not queue:
                 total += self._most_seconds(queued, queued.count, queued.steps, queued.longest)
@@ -537,7 +541,7 @@ class Scheduler(Generic[S]):
         rejection = queue.rejection_of(request.share.tenant)
         if rejection is not None and rejection.covers(request.steps, time_left, request.head_start):
             return rejection.error()
-        if not self._has_room(request):
+        if request.count > self._free_places(request.share, request.requests):
             return self._queue_full(request.share, request.count)
         if (not busy and not self._queues) or self._surely_in_time(queue, request, now, busy):
             return None
