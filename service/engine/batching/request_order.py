@@ -160,7 +160,7 @@ class RequestOrder:
         self._left.update({number: block.requests for number, block in zip(numbers, arrived, strict=True)})
         due = np.concatenate([self._due, *[block.due for block in arrived]])
         # Requests that are due at the same time stay in the order of their arrival.
-        in_order = np.argsort(due, kind="stable")
+        in_order = due.argsort(kind="stable")
         self._due = due[in_order]
         # `take` copies whole rows, several times as fast as an index.
         self._table = np.concatenate([self._table, _table(arrived, numbers)]).take(in_order, axis=0)
