@@ -1,7 +1,7 @@
 """uvicorn's WebSocket protocol with limits: no client stalls the event loop, fills the memory, or holds a connection that is dead.
 
 uvicorn takes a protocol class as a setting (`ws=`) but has no hook for these cases. The classes therefore override methods of uvicorn's
-implementation and of websockets' parser, and use their undocumented attributes; constraints.txt pins both versions. The alternative is
+implementation and of websockets' parser, and use their undocumented attributes; pyproject.toml pins both versions. The alternative is
 a new protocol: it would repeat uvicorn's handshake and keepalive, and the parser.
 
 Messages bypass ASGI: a MessageReceiver takes them in callbacks. Frames are parsed one at a time, for at most SLICE_SECONDS in one
