@@ -5,7 +5,8 @@ time for each connection alone, many connections together would still delay all 
 that find none left wait with their reading paused, so that their further bytes stay in the kernel. The connection that has used least
 goes first, by start-time fair queueing (Goyal, Vin, Cheng 1996): a connection that sends little is served next, however many others flood.
 
-The work that the bytes cause may run later, in tasks. So the shared time shrinks while ticks are long.
+The work that the bytes cause may run later, in tasks. So the shared time shrinks while ticks are long. What the start queue takes in an
+overload does not count: it bounds its time by itself, and requests that are not read cannot be refused.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ class Turn(Generic[R]):
     def __init__(self, turns: ReadingTurns, reader: R) -> None:
         self._turns = turns
         self.reader: R | None = reader
-        self.finish = 0.0
-        """Virtual time at the end of the last turn."""
+        self.finish = turns.virtual + SLICE_SECONDS
+        """Virtual time at the end of the last turn. A new connection has had one, so that a client gains nothing by connecting again."""
         self.waits = self.paused = False
         """Whether it waits for its turn, and whether the socket is not read meanwhile."""
 
@@ -72,7 +73,7 @@ class ReadingTurns:
         """A heap by the virtual time at which a turn may begin."""
         self._waits = 0
         """How many turns have waited so far."""
-        self._virtual = 0.0
+        self.virtual = 0.0
         """Virtual time: the beginning of the turn that was taken last."""
         self._ticking = False
         self._tick_began = self._tick_ends = 0.0
@@ -83,7 +84,7 @@ class ReadingTurns:
         now = self._clock()
         if not self._ticking:
             self._begin_tick(now)
-        begin = turn.finish if turn.finish > self._virtual else self._virtual
+        begin = turn.finish if turn.finish > self.virtual else self.virtual
         if now < self._tick_ends and not (self._waiting and self._waiting[0][0] < begin):
             self._serve(turn, begin, now)
         else:
@@ -91,13 +92,13 @@ class ReadingTurns:
 
     def excuse(self, seconds: float) -> None:
         """Do not count this time of the tick: others bound it."""
-        self._tick_began += seconds
+        self._tick_began = min(self._tick_began + seconds, self._clock())
 
     def _serve(self, turn: Turn[Any], begin: float, now: float) -> None:
         reader = turn.reader
         if reader is None:
             return
-        self._virtual = begin
+        self.virtual = begin
         more = reader.read_turn(min(now + SLICE_SECONDS, self._tick_ends))
         turn.finish = begin + self._clock() - now
         if more:

@@ -77,6 +77,22 @@ def test_quiet_connection_is_read_next_beside_a_flood() -> None:
     asyncio.run(run())
 
 
+def test_client_gains_nothing_by_connecting_again() -> None:
+    async def run() -> None:
+        clock = Clock()
+        turns = ReadingTurns(clock)
+        quiet, busy = Connection(turns, clock), Connection(turns, clock)
+        busy.receive(1000)
+        for _ in range(FLOODS):
+            Connection(turns, clock).receive(10)
+        sent = clock.now
+        quiet.receive(1)
+        await asyncio.sleep(0)
+        assert 0 < quiet.read_at - sent <= MAX_TICK_SECONDS + SLICE_SECONDS
+
+    asyncio.run(run())
+
+
 def test_connection_is_read_again_when_nothing_waits() -> None:
     async def run() -> None:
         clock = Clock()

@@ -136,11 +136,11 @@ class Overload:
         result = run_in_process(self._job(callers, seconds))
         return result.answers / result.seconds
 
-    def step(self, rate: float, seconds: float) -> Step:
+    def step(self, rate: float, seconds: float, callers: int = MOST_CALLERS) -> Step:
         """Offer a rate of requests."""
         memory, lag = self._memory(), Lag()
         with lag:
-            result = run_in_process(self._job(MOST_CALLERS, seconds, rate))
+            result = run_in_process(self._job(callers, seconds, rate))
         return self._judged(result, self._memory() - memory, lag.worst)
 
     def busy_share(self) -> float:

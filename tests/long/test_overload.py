@@ -35,7 +35,8 @@ from tests.steady import processes
 ROWS = [[0.1, 0.2, 0.3]] * 4
 LSTM, COMPUTED_CAPACITY = {"kind": "lstm", "hidden": 256, "depth": 8}, 40.0
 """With 100 requests per second, the refusals at 10 times the capacity take a tenth of the engine's time on a machine with two cores."""
-BURST_SECONDS, BURSTS, BURST, BETWEEN = 0.2, 5, 50, 0.3
+BURST_SECONDS, BURSTS, BURST, BURST_CALLERS, BETWEEN = 0.2, 5, 50, 960, 0.3
+"""BURST_CALLERS: connections. With fewer of them, the requests of a burst would wait in the generator for the replies to others."""
 LATE_LOAD_SECONDS = 300.0
 LIMITS_SECONDS, SCRAPES = {"/healthz": 0.1, "/readyz": 0.1, "/metrics": 0.3}, 10
 LEAST_FRONTEND_GOODPUT, MOST_LAG_SECONDS = 0.8, 0.1
@@ -110,7 +111,7 @@ def test_bursts_keep_the_deadlines_of_accepted_requests(device: Server, show: Ca
     capacity = overload.capacity(SECONDS / 2)
     with ThreadPoolExecutor(1) as pool:
         base = pool.submit(overload.step, BETWEEN * capacity, SECONDS + 2 * BURSTS)
-        bursts = [overload.step(BURST * capacity, BURST_SECONDS) for _ in range(BURSTS)]
+        bursts = [overload.step(BURST * capacity, BURST_SECONDS, BURST_CALLERS) for _ in range(BURSTS)]
         steady = base.result()
     show(f"{BETWEEN} times the capacity: {steady}")
     for burst in bursts:

@@ -9,6 +9,7 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from typing import TypeVar
 
 from service.errors import Unavailable
@@ -39,6 +40,10 @@ from service.settings import Settings
 R = TypeVar("R", bound=Reply)
 MAX_LOOP_BODY_BYTES = 1 << 16
 """Larger bodies of JSON, or of protobuf without raw tensors, are decoded by the decoder."""
+MAX_PAIRED_BODY_BYTES = 1 << 20
+"""The decoder has two bodies of at most this size, so that it has work while the event loop handles what it returned. A larger body is
+alone: its objects take much memory."""
+PLACES = 2
 PARSED_FACTOR = 45
 """The objects of a parsed body take at most this many times its memory."""
 START_BYTES = 70 << 20
@@ -61,8 +66,8 @@ class BodyDecoder:
         self._bodies = bodies
         self._memory = memory
         self._log = log
-        self._turns = Turns(LongWaits(LONG_WAIT_SHARE * settings.default_deadline_ms / 1000))
-        """A body has the turn until its inputs are packed: the objects of a parsed body take many times its memory."""
+        self._turns = Turns(LongWaits(LONG_WAIT_SHARE * settings.default_deadline_ms / 1000), PLACES)
+        """A body has its turn until its inputs are packed: the objects of a parsed body take many times its memory."""
         self._process: _DecoderProcess | None = None
         self._users = 0
         self._idle: asyncio.TimerHandle | None = None
@@ -71,8 +76,9 @@ class BodyDecoder:
     async def decode(self, call: DecodeBody, data: bytes) -> AsyncIterator[DecodedBody]:
         """Parse a body. Within the context its inputs can be packed; raises a ServiceError."""
         with self._bodies.hold(len(data)), self._in_use():
-            await self._turns.take()
-            body = DecodedBody(self._turns)
+            places = 1 if len(data) <= MAX_PAIRED_BODY_BYTES else PLACES
+            await self._turns.take(places)
+            body = DecodedBody(partial(self._turns.end, places))
             try:
                 body.release = self._memory.reserve(len(data) * PARSED_FACTOR + (0 if self._runs else START_BYTES))
                 await body.parse(self._running(), call, data)
@@ -113,12 +119,12 @@ class BodyDecoder:
 class DecodedBody:
     """One large body. `options` has everything but its inputs, which stay with the decoder until they are packed."""
 
-    def __init__(self, turns: Turns) -> None:
-        """turns: this body has the turn, which ends when its inputs are packed."""
+    def __init__(self, end_turn: Callable[[], None]) -> None:
+        """end_turn: called when the inputs are packed."""
         self.options = b""
         self.release: Callable[[], None] | None = None
         """Gives back the memory that is reserved for its objects, which are gone when its inputs are packed."""
-        self._turns: Turns | None = turns
+        self._end_turn: Callable[[], None] | None = end_turn
         self._process: _DecoderProcess | None = None
         self._id = 0
 
@@ -143,9 +149,9 @@ class DecodedBody:
             self._process.drop(self._id)
 
     def _release_turn(self) -> None:
-        if self._turns is not None:
-            self._turns.end()
-            self._turns = None
+        if self._end_turn is not None:
+            self._end_turn()
+            self._end_turn = None
         if self.release is not None:
             self.release()
             self.release = None

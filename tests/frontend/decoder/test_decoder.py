@@ -183,6 +183,23 @@ def test_bodies_that_wait_long_are_refused_in_an_overload(
     assert asyncio.run(wait_for_turns()) == refused
 
 
+def test_large_body_is_alone_and_keeps_its_place() -> None:
+    async def run() -> list[tuple[bool, bool]]:
+        queue, done = Turns(LongWaits(long_seconds=1.0), places=2), []
+        await queue.take()
+        await queue.take()
+        large, small = asyncio.ensure_future(queue.take(2)), asyncio.ensure_future(queue.take())
+        for _ in range(2):
+            queue.end()
+            await asyncio.sleep(0)
+            done.append((large.done(), small.done()))
+        queue.end(2)
+        await small
+        return done
+
+    assert asyncio.run(run()) == [(False, False), (True, False)]
+
+
 def test_decoder_that_ends_is_replaced(service: InProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     """A killed decoder fails its request, and an idle decoder ends."""
     expected = send(service, "infer", LARGE)
