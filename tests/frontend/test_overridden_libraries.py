@@ -1,7 +1,5 @@
 """The service overrides internals of uvicorn and websockets, which no version number protects: a change of their code needs a look."""
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 

@@ -365,6 +365,11 @@ class FakeFrontend:
         for id in ids:
             self.clients[id].errors.append(error)
 
+    def open_ticket(self, id: int, request: Request) -> Ticket:
+        client = self.clients[id]
+        client.ticket = Ticket(request, client.receive_answer, client.errors.append)
+        return client.ticket
+
 
 class BatcherHarness:
     """A batcher with a fake engine and a clock that the test moves.

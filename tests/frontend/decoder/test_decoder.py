@@ -186,8 +186,7 @@ def test_bodies_that_wait_long_are_refused_in_an_overload(
 def test_large_body_is_alone_and_keeps_its_place() -> None:
     async def run() -> list[tuple[bool, bool]]:
         queue, done = Turns(LongWaits(long_seconds=1.0), places=2), []
-        await queue.take()
-        await queue.take()
+        await asyncio.gather(queue.take(), queue.take())
         large, small = asyncio.ensure_future(queue.take(2)), asyncio.ensure_future(queue.take())
         for _ in range(2):
             queue.end()
