@@ -153,7 +153,7 @@ test-all: $(if $(FILES),$(TESTED),test) .venv-kubernetes/installed .venv-perf/in
 ifdef FILES
 	$(WITH_PROGRAMS) $(BIN)/python -m pytest -rs $(FILES)
 else
-	$(WITH_PROGRAMS) $(BIN)/python -m pytest -rs $(PARALLEL) -m "not server" tests/long
+	$(WITH_PROGRAMS) $(BIN)/python -m pytest -rs $(PARALLEL) --dist worksteal -m "not server" tests/long
 	$(WITH_PROGRAMS) $(BIN)/python -m pytest -rs -m server tests/long
 	$(WITH_PROGRAMS) $(BIN)/python -m pytest -rs tests/cluster tests/docker
 endif

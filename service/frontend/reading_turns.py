@@ -5,8 +5,8 @@ time for each connection alone, many connections together would still delay all 
 that find none left wait with their reading paused, so that their further bytes stay in the kernel. The connection that has used least
 goes first, by start-time fair queueing (Goyal, Vin, Cheng 1996): a connection that sends little is served next, however many others flood.
 
-The work that the bytes cause may run later, in tasks. So the shared time shrinks while ticks are long. What the start queue takes in an
-overload does not count: it bounds its time by itself, and requests that are not read cannot be refused.
+The work that the bytes cause may run later, in tasks. So the shared time shrinks while ticks are long. The time of the start queue in an
+overload does not count: the queue bounds it, and a request that is not read cannot be refused.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def tracks(request: pytest.FixtureRequest, server: Server) -> dict[str, list[Dra
     """The tracks of an engine's first trace, which starts the profiler, and of its second."""
     plain: list[dict[str, Any]] = [{"model": model, "inputs": QUESTIONS[:3]} for model in TEXTS]
     steps = {"model": "question-type-lstm", "inputs": QUESTIONS[:3], "return": ["sequence"]}
-    with answering(server, *plain, *plain, steps, steps, steps):  # one of them may rest while the host is busy
+    with answering(server, *plain, *plain, steps, steps, steps):  # a busy host may let a caller rest
         answer = server.client.post("/debug/trace", params={"batches": BATCHES, "seconds": 20}, timeout=120)
     assert answer.status_code == 200, answer.text
     assert list(traces.processes(answer.json())) == ["engine-0 cuda:0"]

@@ -13,7 +13,7 @@ MAX_REFUSED = 100
 
 
 class Turns:
-    """A semaphore whose end refuses the waiting bodies that have waited too long, before other bodies get their turn."""
+    """A semaphore. The end of a turn first refuses the bodies that have waited too long."""
 
     def __init__(self, waits: LongWaits, places: int = 1) -> None:
         self._waits = waits
