@@ -105,9 +105,9 @@ def infer(settings: Settings, model: str, texts: list[str], npz: Path | None, ou
 
 def import_checkpoint(settings: Settings, **request: Any) -> int:
     """Turn a foreign checkpoint into a version of a model, and print what was found and compared."""
-    from service.importers.command import Request, import_model  # imports torch
+    from service.importers.command import ImportRequest, import_model  # imports torch
 
-    import_model(settings, Request(**request), say)
+    import_model(settings, ImportRequest(**request), say)
     return 0
 
 

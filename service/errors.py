@@ -189,41 +189,41 @@ SERVICE_FAILED = "the service failed on this request: see its log"
 """Message of an InferenceFailed for an unexpected exception, which only the log names."""
 
 
-class Status(NamedTuple):
+class StatusCodes(NamedTuple):
     """The status codes of one error, per transport."""
 
     http: int
     grpc: str
 
 
-STATUS: dict[type[ServiceError], Status] = {
-    InvalidRequest: Status(400, "INVALID_ARGUMENT"),
-    InvalidInput: Status(400, "INVALID_ARGUMENT"),
-    Unauthorized: Status(401, "UNAUTHENTICATED"),
-    Forbidden: Status(403, "PERMISSION_DENIED"),
-    UnknownModel: Status(404, "NOT_FOUND"),
-    UnknownRoute: Status(404, "UNIMPLEMENTED"),
-    UnknownSession: Status(404, "NOT_FOUND"),
-    SessionExpired: Status(404, "NOT_FOUND"),
-    SessionLost: Status(409, "ABORTED"),
-    SessionConflict: Status(409, "ABORTED"),
-    SessionUnreachable: Status(503, "UNAVAILABLE"),
-    TooManySessions: Status(429, "RESOURCE_EXHAUSTED"),
-    QuotaExceeded: Status(429, "RESOURCE_EXHAUSTED"),
-    MethodNotAllowed: Status(405, "UNIMPLEMENTED"),
-    TooLarge: Status(413, "RESOURCE_EXHAUSTED"),
-    HeadersTooLarge: Status(431, "RESOURCE_EXHAUSTED"),
-    RequestTimeout: Status(408, "DEADLINE_EXCEEDED"),
-    UnsupportedMedia: Status(415, "UNIMPLEMENTED"),
-    Unsupported: Status(501, "UNIMPLEMENTED"),
-    Overloaded: Status(503, "UNAVAILABLE"),
-    Unavailable: Status(503, "UNAVAILABLE"),
-    OutOfMemory: Status(503, "UNAVAILABLE"),
-    NoRoom: Status(507, "RESOURCE_EXHAUSTED"),
-    InvalidModel: Status(400, "INVALID_ARGUMENT"),
-    EngineLost: Status(503, "UNAVAILABLE"),
-    DeadlineExceeded: Status(504, "DEADLINE_EXCEEDED"),
-    InferenceFailed: Status(500, "INTERNAL"),
+STATUS: dict[type[ServiceError], StatusCodes] = {
+    InvalidRequest: StatusCodes(400, "INVALID_ARGUMENT"),
+    InvalidInput: StatusCodes(400, "INVALID_ARGUMENT"),
+    Unauthorized: StatusCodes(401, "UNAUTHENTICATED"),
+    Forbidden: StatusCodes(403, "PERMISSION_DENIED"),
+    UnknownModel: StatusCodes(404, "NOT_FOUND"),
+    UnknownRoute: StatusCodes(404, "UNIMPLEMENTED"),
+    UnknownSession: StatusCodes(404, "NOT_FOUND"),
+    SessionExpired: StatusCodes(404, "NOT_FOUND"),
+    SessionLost: StatusCodes(409, "ABORTED"),
+    SessionConflict: StatusCodes(409, "ABORTED"),
+    SessionUnreachable: StatusCodes(503, "UNAVAILABLE"),
+    TooManySessions: StatusCodes(429, "RESOURCE_EXHAUSTED"),
+    QuotaExceeded: StatusCodes(429, "RESOURCE_EXHAUSTED"),
+    MethodNotAllowed: StatusCodes(405, "UNIMPLEMENTED"),
+    TooLarge: StatusCodes(413, "RESOURCE_EXHAUSTED"),
+    HeadersTooLarge: StatusCodes(431, "RESOURCE_EXHAUSTED"),
+    RequestTimeout: StatusCodes(408, "DEADLINE_EXCEEDED"),
+    UnsupportedMedia: StatusCodes(415, "UNIMPLEMENTED"),
+    Unsupported: StatusCodes(501, "UNIMPLEMENTED"),
+    Overloaded: StatusCodes(503, "UNAVAILABLE"),
+    Unavailable: StatusCodes(503, "UNAVAILABLE"),
+    OutOfMemory: StatusCodes(503, "UNAVAILABLE"),
+    NoRoom: StatusCodes(507, "RESOURCE_EXHAUSTED"),
+    InvalidModel: StatusCodes(400, "INVALID_ARGUMENT"),
+    EngineLost: StatusCodes(503, "UNAVAILABLE"),
+    DeadlineExceeded: StatusCodes(504, "DEADLINE_EXCEEDED"),
+    InferenceFailed: StatusCodes(500, "INTERNAL"),
 }
 
 BY_CODE = {kind.code: kind for kind in STATUS}

@@ -1,6 +1,7 @@
 """Imports point one way (docs/architecture.md), including imports inside functions."""
 
 import ast
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -112,6 +113,16 @@ def test_checkpoints_are_read_without_their_code() -> None:
     calls = [node for node in ast.walk(MODULES["service.importers.pytorch.files"]) if isinstance(node, ast.Call)]
     loads = [call for call in calls if ast.unparse(call.func) == "torch.load"]
     assert loads and all("weights_only=True" in ast.unparse(call) for call in loads)
+
+
+def test_public_class_names_have_one_definition() -> None:
+    classes = Counter(
+        (name.partition(".")[0], node.name)
+        for name, module in MODULES.items()
+        for node in module.body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_") and not name.startswith("loadtest")
+    )
+    assert [name for name, count in classes.items() if count > 1] == []
 
 
 def test_no_import_cycle() -> None:

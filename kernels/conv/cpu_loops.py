@@ -37,7 +37,7 @@ TILE_VECTORS = min(8, REGISTERS // 4)
 """Vectors of the largest tile: each has a maximum and a sum."""
 
 
-class Layer(NamedTuple):
+class ConvLoopLayer(NamedTuple):
     """One layer, in the order of the numbers of `kernels.conv.cpu`.
 
     table: the address of the tables, (width, height, outputs), with `row_numbers` numbers from row to row and `tap_numbers`
@@ -61,7 +61,7 @@ class Layer(NamedTuple):
     relu: int
 
 
-LAYER_NUMBERS = len(Layer._fields)
+LAYER_NUMBERS = len(ConvLoopLayer._fields)
 
 
 @llvm_code
@@ -151,7 +151,7 @@ def text_cnn(
 ) -> None:
     """Pool part `part` of `parts` of a batch's rows. Raises IndexError for an id outside of the tables.
 
-    layers: (layer_count, LAYER_NUMBERS) int64, a `Layer` each; maxima: (rows, outputs) float32; panels, bias: of a classifier,
+    layers: (layer_count, LAYER_NUMBERS) int64, a `ConvLoopLayer` each; maxima: (rows, outputs) float32; panels, bias: of a classifier,
     or 0, whose scores are written to rows of `score_columns` numbers; scratch: memory as `kernels.conv.cpu` computes it.
     """
     begin, end = rows * part // parts, rows * (part + 1) // parts
@@ -175,9 +175,9 @@ def text_cnn(
 
 
 @inner
-def _layer(numbers: Any, number: int) -> Layer:
+def _layer(numbers: Any, number: int) -> ConvLoopLayer:
     first = LAYER_NUMBERS * number
-    return Layer(
+    return ConvLoopLayer(
         numbers[first],
         numbers[first + 1],
         numbers[first + 2],
@@ -196,7 +196,7 @@ def _layer(numbers: Any, number: int) -> Layer:
 
 
 @inner
-def _pool(layer: Layer, steps: Any, tile: int, target: Any) -> None:
+def _pool(layer: ConvLoopLayer, steps: Any, tile: int, target: Any) -> None:
     """Write the activated maximum over the windows of a row, or zeros if it has none."""
     reach = (layer.width - 1) * layer.dilation + 1
     windows = (len(steps) - reach) // layer.stride + 1 if len(steps) >= reach else 0

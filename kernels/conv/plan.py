@@ -103,7 +103,7 @@ class TileProblem(NamedTuple):
         return max(0, sum(self.windows.padding) - min(self.reaches) + 1)
 
 
-class TileShape(NamedTuple):
+class ConvTile(NamedTuple):
     """groups: warp groups, 64 maps each; places: windows per tile."""
 
     groups: int
@@ -114,7 +114,7 @@ class TileShape(NamedTuple):
         return 64 * self.groups
 
 
-SMALLEST = TileShape(1, 32)
+SMALLEST = ConvTile(1, 32)
 """The tile that leaves the most room for the table of lines."""
 
 
@@ -148,7 +148,7 @@ class TilePlan:
 
 
 @lru_cache(MAX_CACHED_PLANS)
-def shape_for(problem: TileProblem) -> TileShape:
+def shape_for(problem: TileProblem) -> ConvTile:
     """Return the tile shape with the smallest predicted time.
 
     The time is the measured time of one wave of tiles, with one tile per multiprocessor, times the number of waves, plus the time to set
@@ -165,18 +165,18 @@ def shape_for(problem: TileProblem) -> TileShape:
     return fastest if problem.residual is None else fastest._replace(places=min(fastest.places, MAX_RESIDUAL_PLACES))
 
 
-def _shape(entry: Mapping[str, float]) -> TileShape:
-    return TileShape(int(entry["groups"]), int(entry["places"]))
+def _shape(entry: Mapping[str, float]) -> ConvTile:
+    return ConvTile(int(entry["groups"]), int(entry["places"]))
 
 
-def _waves(problem: TileProblem, places: int, shape: TileShape) -> int:
+def _waves(problem: TileProblem, places: int, shape: ConvTile) -> int:
     """Return how many tiles each multiprocessor runs in sequence."""
     tiles = ceil_div(places, shape.places) * sum(ceil_div(bank.maps, shape.maps) for bank in problem.banks)
     return ceil_div(max(1, tiles), multiprocessors(problem.device))
 
 
 @lru_cache(MAX_CACHED_PLANS)
-def planned(problem: TileProblem, shape: TileShape) -> TilePlan:
+def planned(problem: TileProblem, shape: ConvTile) -> TilePlan:
     """Return the launch of a problem. Each multiprocessor runs one block, which starts with the tiles of the widest filters."""
     lines = _lines(problem, shape)
     if not lines.shared and problem.width > WIDE:
@@ -210,7 +210,7 @@ def planned(problem: TileProblem, shape: TileShape) -> TilePlan:
     return TilePlan(kernel, blocks, shared, shape.maps, alone, list(map(int, numbers)))
 
 
-def _lines(problem: TileProblem, shape: TileShape) -> TileLines:
+def _lines(problem: TileProblem, shape: ConvTile) -> TileLines:
     """Return the input lines of a tile.
 
     All taps share lines if the windows of a tile are one step apart, the filters do not reach too far, and the gaps that this needs
@@ -234,7 +234,7 @@ def _residual_members(problem: TileProblem) -> list[int]:
     return [columns, steps.count, steps.spacing, steps_apart(steps, problem.windows.needed_out)]
 
 
-def _kernel(problem: TileProblem, shape: TileShape, lines: TileLines, *, alone: bool, many: bool) -> tuple[Kernel, int]:
+def _kernel(problem: TileProblem, shape: ConvTile, lines: TileLines, *, alone: bool, many: bool) -> tuple[Kernel, int]:
     """Return the specialised kernel and the bytes of shared memory per block. many: a block runs several tiles."""
     stage_lines, table = round_up(lines.stage, 8), round_up(lines.table, 8)
     fixed = round_up(8 * table + 16 * shape.places + MAX_BARRIER_BYTES, ALIGNMENT)
@@ -268,7 +268,7 @@ def _kernel(problem: TileProblem, shape: TileShape, lines: TileLines, *, alone: 
     return load_kernel(HERE / "product.cu", problem.device, threads=threads, **integers), shared
 
 
-def _stages(problem: TileProblem, shape: TileShape, stage_bytes: int, limit: int, shared: bool, many: bool) -> tuple[int, int]:
+def _stages(problem: TileProblem, shape: ConvTile, stage_bytes: int, limit: int, shared: bool, many: bool) -> tuple[int, int]:
     """Return how many stages the inputs and the filters get: as many as are useful and fit into `limit` bytes."""
     taps = ceil_div(problem.inputs, DEPTH) * problem.width
     pieces = ceil_div(problem.inputs, DEPTH) if shared else taps

@@ -6,7 +6,7 @@ from itertools import product
 from typing import NamedTuple
 
 
-class ScanForm(NamedTuple):
+class LoopForm(NamedTuple):
     """early, late: the numbers of gate blocks that decide the cell, and that only decide the hidden vector; own_cell: the old
     cell is in the gates; tanh: of the cell, in the hidden vector."""
 
@@ -18,6 +18,6 @@ class ScanForm(NamedTuple):
     skip: bool = False
 
 
-SRU_FORMS = tuple(ScanForm(2, 1, True, *flags) for flags in product((False, True), repeat=3))
-QRNN_FORMS = {"f": ScanForm(2, 0), "fo": ScanForm(2, 1), "ifo": ScanForm(3, 1)}
+SRU_FORMS = tuple(LoopForm(2, 1, True, *flags) for flags in product((False, True), repeat=3))
+QRNN_FORMS = {"f": LoopForm(2, 0), "fo": LoopForm(2, 1), "ifo": LoopForm(3, 1)}
 FORMS = (*SRU_FORMS, *QRNN_FORMS.values())

@@ -14,7 +14,7 @@ from llvmlite import ir
 from numba.core import cgutils, types
 
 from kernels.cpu.compiled import Codegen, inner, llvm_code
-from kernels.cpu.forms import FORMS, ScanForm
+from kernels.cpu.forms import FORMS, LoopForm
 from kernels.cpu.storage import FLOAT32
 from kernels.cpu.vectors import FLOAT, LANES, STORED, Vectors, for_each_case, index
 
@@ -71,7 +71,7 @@ class _Row:
     def __init__(
         self,
         code: Vectors,
-        form: ScanForm,
+        form: LoopForm,
         units: ir.Value,
         width: ir.Value,
         scale: ir.Value,

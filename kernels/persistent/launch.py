@@ -100,7 +100,7 @@ class Family:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class LaunchPlan:
     """How a call runs. packing: the layout of the weights."""
 
     packing: Packing | WidePacking | TwoProductsPacking
@@ -468,7 +468,7 @@ def _tuned_shapes(variant: Variant) -> Sequence[Mapping[str, int]]:
 
 
 @cache
-def _plan(name: str, find_shape: FindShape, variant: Variant, directions: int, rows: int) -> Plan:
+def _plan(name: str, find_shape: FindShape, variant: Variant, directions: int, rows: int) -> LaunchPlan:
     """Return the launches of a call: one, unless there are too many rows for it or both directions cannot run at once."""
     shape = find_shape(variant, directions * rows, directions)
     if shape is None:
@@ -481,7 +481,7 @@ def _plan(name: str, find_shape: FindShape, variant: Variant, directions: int, r
         most = shape.max_rows(len(sides))
         bounds = [(first, min(rows, first + most)) for first in range(0, rows, most)]
         launches += [(sides, first, until, shape.launch(until - first, len(sides))) for first, until in bounds]
-    return Plan(shape.packing, shape.copies_state, tuple(launches))
+    return LaunchPlan(shape.packing, shape.copies_state, tuple(launches))
 
 
 def _gate_inputs(x: Ragged, weights: Sequence[Any]) -> list[Tensor]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kernels.cpu import launch
-from kernels.cpu.forms import ScanForm
+from kernels.cpu.forms import LoopForm
 from kernels.cpu.storage import INT8, STORAGES, panel_storage
 from kernels.cpu.threads import run_in_parts
 from kernels.ragged import Encoded, Outputs, Ragged, RunKernel, with_state_slots
@@ -151,7 +151,7 @@ def cell_states(state: Any, rows: int, hidden: int) -> tuple[tuple[int, ...], Te
 
 
 def product_layer(
-    number: int, form: ScanForm, weight: Tensor, bias: Tensor, hidden: int, factors: Factors, *, int8: bool
+    number: int, form: LoopForm, weight: Tensor, bias: Tensor, hidden: int, factors: Factors, *, int8: bool
 ) -> ScanLayer:
     """Pack a layer with gate inputs that are a product. weight: (depth, blocks x hidden), bias: (blocks x hidden,), the early
     blocks first; int8: as in the weights."""
@@ -177,7 +177,7 @@ def product_layer(
     )
 
 
-def row_layer(number: int, form: ScanForm, bias: Tensor, hidden: int, factors: Factors, storage: torch.dtype) -> ScanLayer:
+def row_layer(number: int, form: LoopForm, bias: Tensor, hidden: int, factors: Factors, storage: torch.dtype) -> ScanLayer:
     """Pack a layer with gate inputs that are rows of an array. bias: (blocks x hidden,), the early blocks first."""
     from kernels.cpu.products import PANEL_COLUMNS
 
@@ -189,7 +189,7 @@ def row_layer(number: int, form: ScanForm, bias: Tensor, hidden: int, factors: F
 
 def _layer(
     number: int,
-    form: ScanForm,
+    form: LoopForm,
     hidden: int,
     panels: Tensor | None,
     bias: Tensor,

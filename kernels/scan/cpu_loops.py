@@ -25,7 +25,7 @@ SKIP = np.array([form.skip for form in FORMS])
 IFO = FORMS.index(QRNN_FORMS["ifo"])
 
 
-class Layer(NamedTuple):
+class ScanLoopLayer(NamedTuple):
     """The layer and its gate inputs, as the arguments of `run`. The address of a missing array is 0."""
 
     form: int
@@ -134,7 +134,7 @@ def run(
     groups = width // PANEL_COLUMNS
     first, end = groups * part // parts * PANEL_COLUMNS, groups * (part + 1) // parts * PANEL_COLUMNS
     own = Group(first, end - first, min(end, hidden) - first)
-    layer = Layer(
+    layer = ScanLoopLayer(
         form,
         hidden,
         width,
@@ -253,7 +253,7 @@ def _late_tokens(offsets: Any, reverse: int, begin: int, end: int, row: int, eve
 
 
 @inner
-def _find_values(layer: Layer, chunk: Chunk, room: Scratch) -> tuple[int, int]:
+def _find_values(layer: ScanLoopLayer, chunk: Chunk, room: Scratch) -> tuple[int, int]:
     """Return the rows of the chunk's products and where each begins. Writes where the rows of the late tokens begin."""
     tokens, begins = chunk.end - chunk.begin, longs(layer.begins, chunk.end if layer.begins else 0)
     for position in range(tokens):
@@ -268,7 +268,7 @@ def _find_values(layer: Layer, chunk: Chunk, room: Scratch) -> tuple[int, int]:
 
 
 @inner
-def _gate_inputs(layer: Layer, chunk: Chunk, group: Group, room: Scratch, rows: int, begins: int) -> None:
+def _gate_inputs(layer: ScanLoopLayer, chunk: Chunk, group: Group, room: Scratch, rows: int, begins: int) -> None:
     """Write the blocks of a group of units: early blocks of all tokens, late blocks of the tokens that need a hidden vector.
 
     rows, begins: of `_find_values`.
@@ -315,7 +315,7 @@ def _gate_inputs(layer: Layer, chunk: Chunk, group: Group, room: Scratch, rows: 
 
 
 @inner
-def _gather(layer: Layer, group: Group, token: int, first: int, blocks: int, target: int) -> None:
+def _gather(layer: ScanLoopLayer, group: Group, token: int, first: int, blocks: int, target: int) -> None:
     """Write `blocks` blocks of a token from the block `first` on: the sum of its rows and the bias."""
     for block in range(first, first + blocks):
         # The QRNN's input gate is its last block, but an early one.
@@ -335,7 +335,7 @@ def _gather(layer: Layer, group: Group, token: int, first: int, blocks: int, tar
 
 
 @inner
-def _scan_rows(layer: Layer, chunk: Chunk, group: Group, room: Scratch, cells: int, outputs: OutputArrays) -> None:
+def _scan_rows(layer: ScanLoopLayer, chunk: Chunk, group: Group, room: Scratch, cells: int, outputs: OutputArrays) -> None:
     """Run a group of units over the steps of every row in the chunk."""
     early_width = EARLY[layer.form] * group.units
     late_width = (LATE[layer.form] + (SKIP[layer.form] and not layer.skip)) * group.units

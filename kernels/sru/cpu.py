@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu import launch
-from kernels.cpu.forms import FORMS, ScanForm
+from kernels.cpu.forms import FORMS, LoopForm
 from kernels.cpu.threads import run_in_parts
 from kernels.norm import layer_norm
 from kernels.ragged import Ragged, without_sources
@@ -114,7 +114,7 @@ def _pack_layer(x: Ragged, weights: SRUWeights) -> _Packed:
     columns = next(array.shape[1] for array in (table, weights.input, x.data) if array is not None)
     hidden = weights.hidden
     blocks = columns // hidden if hidden else 3
-    form = ScanForm(2, 1, True, weights.cell is not None, weights.tanh, blocks == 4 or weights.skip_from is not None)
+    form = LoopForm(2, 1, True, weights.cell is not None, weights.tanh, blocks == 4 or weights.skip_from is not None)
     bias = torch.zeros(blocks * hidden)
     bias[hidden : 3 * hidden] = weights.bias
     number, factors = FORMS.index(form), Factors(weights.cell, weights.scale if blocks == 3 else 1.0)

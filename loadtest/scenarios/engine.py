@@ -23,7 +23,7 @@ from kernels.bench.report import device_name, slug
 from kernels.bench.tables import write
 from loadtest import report, servers, synthetic_models
 from service.engine.batch import Batch
-from service.engine.batching.request_block import RequestBlock
+from service.engine.batching.request_block import QueuedBlock
 from service.engine.execution.device_engine import DeviceEngine
 from service.engine.execution.in_flight import InFlightBatch
 from service.ipc.blocks import Columns
@@ -144,7 +144,7 @@ def throughput(engine: DeviceEngine, model: str, rows: int, seconds: float) -> d
             batch = next(batches)
             engine.launch(batch)
             launched, tokens = launched + 1, tokens + batch.tokens
-        answered += sum(block.sequences for block, _ in engine.finished() if isinstance(block, RequestBlock))
+        answered += sum(block.sequences for block, _ in engine.finished() if isinstance(block, QueuedBlock))
     duration = time.monotonic() - began
     engine.watch(None)
     return {
@@ -178,7 +178,7 @@ def _batches(engine: DeviceEngine, model: str, rows: int) -> Iterator[Batch]:
     return itertools.cycle(batches)
 
 
-def _request_block(model: ModelKey, lengths: Sequence[int], values: bytes) -> RequestBlock:
+def _request_block(model: ModelKey, lengths: Sequence[int], values: bytes) -> QueuedBlock:
     """Return a block of requests with one sequence each."""
     count = len(lengths)
     columns = Columns(
@@ -188,7 +188,7 @@ def _request_block(model: ModelKey, lengths: Sequence[int], values: bytes) -> Re
         array("i", lengths).tobytes(),
         values,
     )
-    return RequestBlock(model, columns, steps=sum(lengths), shortest=min(lengths), longest=max(lengths), deadline=NO_DEADLINE)
+    return QueuedBlock(model, columns, steps=sum(lengths), shortest=min(lengths), longest=max(lengths), deadline=NO_DEADLINE)
 
 
 def _values(spec: ModelSpec, steps: int, chance: np.random.Generator) -> bytes:

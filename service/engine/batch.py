@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from service.engine.batching.request_block import RequestBlock
+from service.engine.batching.request_block import QueuedBlock
 from service.engine.batching.state_slots import DISCARD_SLOT, ZERO_SLOT
 from service.ipc.messages import ModelKey, Returns
 
@@ -70,7 +70,7 @@ class Batch:
         model: ModelKey,
         chunks: Sequence[Chunk],
         since: float = math.inf,
-        blocks: Sequence[RequestBlock] = (),
+        blocks: Sequence[QueuedBlock] = (),
         formed: float = math.inf,
     ) -> None:
         self.model = model
@@ -78,7 +78,7 @@ class Batch:
         self.since = since
         self.formed = formed
         self.blocks = blocks
-        parts: list[RequestBlock | Chunk] = [*blocks, *chunks]
+        parts: list[QueuedBlock | Chunk] = [*blocks, *chunks]
         self.rows = sum([block.sequences for block in blocks]) + len(chunks)
         self.tokens = sum([part.steps for part in parts])
         self.longest = max([part.longest for part in parts])

@@ -10,7 +10,7 @@ from service.engine.execution.device import DeviceLost
 from service.engine.internal_errors import InternalErrors
 from service.engine.kernel_compiler import compile_in_background
 from service.engine.loading import ModelLoader
-from service.engine.trials import Trials
+from service.engine.trials import TrialReports
 from service.engine.worker import Worker
 from service.errors import NoRoom, StartError
 from service.ipc.channel import send_now
@@ -34,7 +34,7 @@ def run(config: ProcessConfig) -> None:
 def _run(config: ProcessConfig, settings: Settings) -> None:
     metrics = Metrics()
     control, heartbeat = config.open_control(), Heartbeat(config.heartbeat)
-    trials = Trials(control)
+    trials = TrialReports(control)
     log = Log(f"engine-{config.place}")
     try:
         engine = build_engine(

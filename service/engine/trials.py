@@ -12,7 +12,7 @@ from service.ipc.channel import Channel, send_now
 from service.ipc.messages import Message, ModelKey, TrialBegan, TrialEnded
 
 
-class Trials:
+class TrialReports:
     """Tells the supervisor, and the frontends that are attached, about the trials of this engine."""
 
     def __init__(self, control: Channel) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from service.engine.batch import Batch
 from service.engine.batching.batcher import Batcher
-from service.engine.batching.request_block import RequestBlock
+from service.engine.batching.request_block import QueuedBlock
 from service.engine.batching.stored_sessions import Waiting
 from service.engine.batching.ticket import Ticket
 from service.engine.execution.device_engine import DeviceEngine
@@ -22,7 +22,7 @@ from service.engine.internal_errors import InternalErrors
 from service.engine.known_answers import KnownAnswers
 from service.engine.loading import ModelLoader
 from service.engine.profiling.session import ProfilingSession
-from service.engine.trials import Trials
+from service.engine.trials import TrialReports
 from service.errors import InferenceFailed, ServiceError
 from service.ipc import messages
 from service.ipc.blocks import ID, Columns, join_blocks
@@ -65,7 +65,7 @@ class Worker:
         batcher: Batcher,
         engine: DeviceEngine,
         models: ModelLoader,
-        trials: Trials,
+        trials: TrialReports,
         place: int,
         metrics: Metrics,
         errors: InternalErrors,
@@ -275,7 +275,7 @@ class Worker:
     def _handle_block(self, channel: Channel, frame: Frame, message: messages.RequestBlock) -> None:
         key = message.key
         served = self._engine.serves(key)
-        block = RequestBlock(
+        block = QueuedBlock(
             key,
             Columns.read(frame.tail, message.requests, message.sequences),
             steps=message.steps,
@@ -372,7 +372,7 @@ class Worker:
 
     # Answers.
 
-    def send_block(self, channel: Channel, block: RequestBlock, result: BlockResult, ready: float) -> None:
+    def send_block(self, channel: Channel, block: QueuedBlock, result: BlockResult, ready: float) -> None:
         """Send the answers to all requests of a block. ready: when the result was."""
         if channel not in self._frontends:
             return
@@ -466,7 +466,7 @@ class _Frontend:
         self._channel = channel
         self.tickets: dict[int, Ticket] = {}
 
-    def answer(self, block: RequestBlock, result: BlockResult, ready: float) -> None:
+    def answer(self, block: QueuedBlock, result: BlockResult, ready: float) -> None:
         self._worker.send_block(self._channel, block, result, ready)
 
     def refuse(self, ids: Sequence[int], error: ServiceError) -> None:

@@ -20,7 +20,7 @@ class ExportRefused(ModelError):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ExportedPart:
     """One layer, or the head. place: the start of the names of its tensors; inputs: width of the layer below; arrays: by the rest of
     their names."""
 
@@ -46,7 +46,7 @@ class Model:
     spec: ModelSpec
     arrays: Mapping[str, Tensor]
 
-    def layers(self) -> Iterator[tuple[Layer, Part]]:
+    def layers(self) -> Iterator[tuple[Layer, ExportedPart]]:
         """Yield each layer of model.toml and its tensors."""
         inputs = self.spec.input.vocabulary or self.spec.input.features or 0
         for index, layer in enumerate(self.spec.layers):
@@ -58,13 +58,13 @@ class Model:
         tables = self.spec.model_dump(exclude_defaults=True, exclude={"name", "sha256", "input", "layers", "head"})
         return tables | ({"precision": "float32"} if self.spec.precision == "int8" else {})
 
-    def head(self) -> Part:
+    def head(self) -> ExportedPart:
         return self._part("head", self.spec.head.kind, self.spec.output_width)
 
-    def _part(self, place: str, kind: str, inputs: int) -> Part:
+    def _part(self, place: str, kind: str, inputs: int) -> ExportedPart:
         start = f"{place}."
         own = {name.removeprefix(start): array for name, array in self.arrays.items() if name.startswith(start)}
-        return Part(place, kind, inputs, own)
+        return ExportedPart(place, kind, inputs, own)
 
 
 @dataclass(frozen=True, slots=True)

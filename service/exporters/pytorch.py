@@ -25,7 +25,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from service.exporters.model import Export, ExportRefused, Model, Part
+from service.exporters.model import Export, ExportedPart, ExportRefused, Model
 from service.modeling.spec.activations import SIGMOID, TANH
 from service.modeling.spec.layers import (
     ConvLayer,
@@ -81,7 +81,7 @@ def _recipe(model: Model, tables: dict[str, Any]) -> dict[str, Any]:
     return {**model.recipe(), "input": given, "layers": tables["layers"], "head": tables["head"]}
 
 
-def _head(part: Part, table: dict[str, Any]) -> State:
+def _head(part: ExportedPart, table: dict[str, Any]) -> State:
     """Return the tensors of the head, and complete its table."""
     arrays = part.arrays
     state: State = {}
@@ -103,7 +103,7 @@ def _linear(arrays: State, prefix: str = "") -> State:
     return {"weight": arrays[f"{prefix}weight"].T, "bias": arrays[f"{prefix}bias"]}
 
 
-def _recurrent(layer: GatedLayer, part: Part) -> State:
+def _recurrent(layer: GatedLayer, part: ExportedPart) -> State:
     """nn.RNN, nn.GRU or nn.LSTM. The bias goes into bias_ih; bias_hh is zero, but for the new gate of a GRU."""
     _check_recurrent(layer, part)
     state: State = {}
@@ -128,7 +128,7 @@ def _one_direction(arrays: dict[str, Tensor | None]) -> State:
     return state if projection is None else {**state, "weight_hr": projection.T}
 
 
-def _check_recurrent(layer: GatedLayer, part: Part) -> None:
+def _check_recurrent(layer: GatedLayer, part: ExportedPart) -> None:
     """Raise ExportRefused for options that torch's layers lack."""
     of_torch = f"nn.{layer.kind.upper()} of PyTorch"  # type: ignore[attr-defined]  # every layer of a model has a kind
     part.refuse(layer.layer_norm, f"layer_norm is set, and {of_torch} has no norms", NOWHERE)
@@ -165,12 +165,12 @@ def _convolution(arrays: State, prefix: str = "") -> State:
     return {f"parametrizations.weight.{name}": array for name, array in norms.items()} | bias
 
 
-def _conv(layer: ConvLayer, part: Part) -> State:
+def _conv(layer: ConvLayer, part: ExportedPart) -> State:
     norm = _statistics(part.arrays["norm"]) if layer.batch_norm else {}
     return _convolution(part.arrays) | {f"norm.{name}": array for name, array in norm.items()}
 
 
-def _text_cnn(layer: TextCNNLayer, part: Part) -> State:
+def _text_cnn(layer: TextCNNLayer, part: ExportedPart) -> State:
     return {
         f"{index}.{name}": array
         for index, width in enumerate(layer.widths)
@@ -178,7 +178,7 @@ def _text_cnn(layer: TextCNNLayer, part: Part) -> State:
     }
 
 
-def _tcn(layer: TCNLayer, part: Part) -> State:
+def _tcn(layer: TCNLayer, part: ExportedPart) -> State:
     state: State = {}
     for level in range(layer.levels):
         modules = {"0": "conv1", "1": "conv2"} | (
@@ -196,12 +196,12 @@ def _statistics(norm: Tensor) -> State:
     return {**dict(zip(names, norm, strict=True)), "num_batches_tracked": torch.tensor(0)}
 
 
-def _layer_norm(layer: Any, part: Part) -> State:
+def _layer_norm(layer: Any, part: ExportedPart) -> State:
     gain, offset = part.arrays["norm"]
     return {"weight": gain, "bias": offset}
 
 
-def _sru(layer: SRULayer, part: Part) -> State:
+def _sru(layer: SRULayer, part: ExportedPart) -> State:
     """SRU of the `sru` package."""
     return {
         f"rnn_lst.{level}.{name}": array
@@ -210,7 +210,7 @@ def _sru(layer: SRULayer, part: Part) -> State:
     }
 
 
-def _sru_level(layer: SRULayer, part: Part, level: int) -> State:
+def _sru_level(layer: SRULayer, part: ExportedPart, level: int) -> State:
     """Return one cell. The columns of a unit stand side by side; a block of biases has all directions."""
     places = [f"{level}.{direction}" for direction in layer.directions]
     wide = torch.stack([_side_by_side(part, f"{place}.input", layer.hidden) for place in places], dim=1)
@@ -236,13 +236,13 @@ def _by_block(arrays: Sequence[Tensor]) -> Tensor:
     return torch.stack([array.view(2, -1) for array in arrays], dim=1).flatten()
 
 
-def _side_by_side(part: Part, name: str, hidden: int) -> Tensor:
+def _side_by_side(part: ExportedPart, name: str, hidden: int) -> Tensor:
     """Return (inputs, hidden * blocks), with the blocks of each unit side by side."""
     wide = part.arrays[name]
     return wide.view(len(wide), -1, hidden).transpose(1, 2).flatten(1)
 
 
-def _qrnn(layer: QRNNLayer, part: Part) -> State:
+def _qrnn(layer: QRNNLayer, part: ExportedPart) -> State:
     """QRNN of Salesforce and fastai. Its forget gate is the gate of the new value, the opposite of a model: its sign changes."""
     package = "the QRNN of Salesforce and fastai"
     part.refuse(layer.bidirectional, f"it runs in both directions, and {package} joins two separate stacks", NOWHERE)
@@ -259,7 +259,7 @@ def _qrnn(layer: QRNNLayer, part: Part) -> State:
     return state
 
 
-STATES: dict[str, Callable[[Any, Part], State]] = {
+STATES: dict[str, Callable[[Any, ExportedPart], State]] = {
     "embedding": lambda _, part: {"weight": part.arrays["weight"]},
     "rnn": _recurrent,
     "lstm": _recurrent,

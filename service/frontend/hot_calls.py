@@ -108,7 +108,7 @@ class AnsweredCall(Struct, frozen=True):
     data: bytes | memoryview
 
 
-class Reply(Struct, frozen=True):
+class HttpReply(Struct, frozen=True):
     """A successful reply. headers: complete lines. compress: compresses the content in a thread if it is worth it."""
 
     content: bytes | memoryview
@@ -176,11 +176,11 @@ class HotEndpoint(ABC):
         """Validate the inputs, and return the engine's request and its tensor bytes; raises a ServiceError."""
 
     @abstractmethod
-    def write(self, model: ServedModel, answers: list[AnsweredCall]) -> list[Reply | ServiceError]:
+    def write(self, model: ServedModel, answers: list[AnsweredCall]) -> list[HttpReply | ServiceError]:
         """Return the reply to each answer of one model."""
 
     @abstractmethod
-    async def write_large(self, model: ServedModel, answered: AnsweredCall) -> Reply:
+    async def write_large(self, model: ServedModel, answered: AnsweredCall) -> HttpReply:
         """Return the reply to an answer that would stall the event loop if it was written at once; raises a ServiceError."""
 
     def start(self, head: RequestHead, body: bytes, exchange: Exchange, arrived: float) -> HotCall | None:
@@ -374,7 +374,7 @@ class HotEndpoint(ABC):
     async def _write_large_answer(self, answered: AnsweredCall) -> None:
         start, call = time.monotonic(), answered.call
         try:
-            reply: Reply | ServiceError = await self.write_large(call.model, answered)
+            reply: HttpReply | ServiceError = await self.write_large(call.model, answered)
         except ServiceError as error:
             reply = error
         except Exception as error:
@@ -391,7 +391,7 @@ class HotEndpoint(ABC):
         self._send_replies(model, answers, replies, start)
 
     def _send_replies(
-        self, model: ServedModel, answers: list[AnsweredCall], replies: Sequence[Reply | ServiceError], start: float
+        self, model: ServedModel, answers: list[AnsweredCall], replies: Sequence[HttpReply | ServiceError], start: float
     ) -> None:
         """Send the replies to requests of one model, and count these. start: when the writing of the replies began."""
         replied, ready = [], 0.0
@@ -423,7 +423,7 @@ class HotEndpoint(ABC):
                         self._report(call, OK, now, start, answered.answer)
 
 
-def _compress_and_respond(call: HotCall, reply: Reply, compress: Callable[[bytes | memoryview], bytes]) -> None:
+def _compress_and_respond(call: HotCall, reply: HttpReply, compress: Callable[[bytes | memoryview], bytes]) -> None:
     def respond(compressed: asyncio.Future[bytes]) -> None:
         if not call.disconnected:
             call.exchange.respond(compressed.result(), reply.headers)

@@ -23,7 +23,7 @@ from service.frontend.decoder.client import MAX_LOOP_BODY_BYTES
 from service.frontend.decompression import WINDOW_BITS, NotCompressed, decompress
 from service.frontend.inference import ClientDisconnected, Frontend
 from service.frontend.large_answers import MAX_JOINED_BYTES
-from service.frontend.origin import Origin, RequestIdentity, RequestIds
+from service.frontend.origin import RequestIdentity, RequestIds, RequestOrigin
 from service.frontend.scopes import HTTP_SCOPES
 from service.frontend.session_header import SESSION_HEADER, header_session
 
@@ -146,7 +146,7 @@ class IdentifyingApp:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
-        identity = scope[IDENTITY] = RequestIdentity(Origin.read(scope["headers"]), self._ids)
+        identity = scope[IDENTITY] = RequestIdentity(RequestOrigin.read(scope["headers"]), self._ids)
 
         async def send_identified(message: AsgiMessage) -> None:
             if message["type"] in BEGINNINGS:

@@ -31,7 +31,7 @@ from service.frontend.connection_guard import Phase, UnreadBytes, connection_lim
 from service.frontend.http_exchange import JSON, error_body
 from service.frontend.inference import Frontend
 from service.frontend.origin import NO_ORIGIN, Header, Identity
-from service.frontend.reading_turns import Turn
+from service.frontend.reading_turns import ReadingTurn
 from service.frontend.request_heads import RequestHead, RequestHeads
 from service.frontend.websocket_handshake import check_handshake
 from service.metrics import CLOSED_FOR
@@ -148,7 +148,7 @@ class HotPath:
 class _Flow(FlowControl):
     """Does not read further bytes while the connection holds enough, even if the application asks for more."""
 
-    def __init__(self, transport: asyncio.Transport, turn: Turn[HttpProtocol]) -> None:
+    def __init__(self, transport: asyncio.Transport, turn: ReadingTurn[HttpProtocol]) -> None:
         super().__init__(transport)
         self._turn = turn
 
@@ -168,7 +168,7 @@ class HttpProtocol(HttpToolsProtocol):
         self.hot_path = hot_path
         self._request_ids = hot_path.frontend.request_ids
         self._starts = hot_path.frontend.starts
-        self._turn = Turn(hot_path.frontend.turns, self)
+        self._turn = ReadingTurn(hot_path.frontend.turns, self)
         self.origin, self.request_id = NO_ORIGIN, b""
         self.trace_headers: tuple[Header, ...] = ()
         self._general = False

@@ -15,8 +15,8 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from service.errors import BY_CODE, STATUS
-from service.frontend.http2.budget import Budget
-from service.frontend.origin import TRACEPARENT, TRACESTATE, Header, Identity, Origin, Parent, parse_parent
+from service.frontend.http2.budget import RateBudget
+from service.frontend.origin import TRACEPARENT, TRACESTATE, Header, Identity, Parent, RequestOrigin, parse_parent
 from service.ipc.messages import Answer, Api, RequestTrace
 from service.ipc.trace_socket import TraceWriter
 from service.log import Log
@@ -124,7 +124,7 @@ class Observer:
         self._access_rate = settings.access_log_rate
         self.highest_rate = max(self._access_rate, self._trace_rate if traces is not None else 0.0)
         self.slow_seconds = settings.slow_request_ms / 1000 or math.inf
-        self._chosen, self._late = (Budget(MAX_TRACES_PER_SECOND, MAX_TRACES_PER_SECOND) for _ in range(2))
+        self._chosen, self._late = (RateBudget(MAX_TRACES_PER_SECOND, MAX_TRACES_PER_SECOND) for _ in range(2))
         self.times_all = self.slow_seconds < math.inf
         """Whether engines tell for every request how its batches ran."""
         self.chooses = traces is not None or self._access_rate > 0
@@ -161,7 +161,7 @@ class Observer:
         if slow or request.failed or (observation is not None and observation.logged):
             self._write(request, trace or _trace_of(request.identity.origin), slow=slow)
 
-    def _trace_late(self, observation: Observation | None, origin: Origin) -> Observation | None:
+    def _trace_late(self, observation: Observation | None, origin: RequestOrigin) -> Observation | None:
         """Choose a request at its end."""
         if not self._late.spend(time.monotonic()):
             self._metrics.traced_requests.add("over_limit")
@@ -247,7 +247,7 @@ def _traced(parent: Parent | None, *, logged: bool) -> Observation:
     return Observation(digits[:32] if parent is None else parent.trace, digits[32:], parent, logged)
 
 
-def _trace_of(origin: Origin) -> str:
+def _trace_of(origin: RequestOrigin) -> str:
     """Return the trace of the client, for a request that is not traced here."""
     parent = parse_parent(origin) if origin.traceparent else None
     return parent.trace if parent is not None else ""

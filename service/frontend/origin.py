@@ -29,7 +29,7 @@ _SAMPLED = 1
 Header = tuple[bytes, bytes]
 
 
-class Origin(NamedTuple):
+class RequestOrigin(NamedTuple):
     """The headers of a request that identify it, unchecked except `request_id`. An absent or repeated header is empty."""
 
     request_id: bytes = b""
@@ -37,7 +37,7 @@ class Origin(NamedTuple):
     tracestate: bytes = b""
 
     @classmethod
-    def read(cls, headers: Iterable[Header]) -> Origin:
+    def read(cls, headers: Iterable[Header]) -> RequestOrigin:
         """Return the origin of a request. headers: with names in lower case."""
         ids: list[bytes] = []
         parents: list[bytes] = []
@@ -55,7 +55,7 @@ class Origin(NamedTuple):
         return cls(request_id, parents[0] if len(parents) == 1 else b"", b",".join(states))
 
 
-NO_ORIGIN = Origin()
+NO_ORIGIN = RequestOrigin()
 
 
 class Parent(NamedTuple):
@@ -67,7 +67,7 @@ class Parent(NamedTuple):
     state: str
 
 
-def parse_parent(origin: Origin) -> Parent | None:
+def parse_parent(origin: RequestOrigin) -> Parent | None:
     """Return the client's span, None without a valid traceparent. The fields of later versions that we do not know are ignored."""
     match = _TRACEPARENT.fullmatch(origin.traceparent)
     if match is None or (match[1] == b"00" and match[5] is not None):
@@ -101,7 +101,7 @@ class Identity(Protocol):
     """A request, as its reply and the log name it. trace_headers: returned to the client, and set if the request is traced."""
 
     @property
-    def origin(self) -> Origin: ...
+    def origin(self) -> RequestOrigin: ...
 
     @property
     def request_id(self) -> bytes: ...
@@ -114,7 +114,7 @@ class RequestIdentity:
 
     __slots__ = ("origin", "request_id", "trace_headers")
 
-    def __init__(self, origin: Origin, ids: RequestIds) -> None:
+    def __init__(self, origin: RequestOrigin, ids: RequestIds) -> None:
         self.origin = origin
         self.request_id = origin.request_id or ids.take()
         self.trace_headers: tuple[Header, ...] = ()

@@ -41,7 +41,7 @@ class Reader(Protocol):
 R = TypeVar("R", bound=Reader)
 
 
-class Turn(Generic[R]):
+class ReadingTurn(Generic[R]):
     """The place of one connection in the order."""
 
     __slots__ = ("_turns", "finish", "paused", "reader", "waits")
@@ -69,7 +69,7 @@ class ReadingTurns:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._waiting: list[tuple[float, int, Turn[Any]]] = []
+        self._waiting: list[tuple[float, int, ReadingTurn[Any]]] = []
         """A heap by the virtual time at which a turn may begin."""
         self._waits = 0
         """How many turns have waited so far."""
@@ -79,7 +79,7 @@ class ReadingTurns:
         self._tick_began = self._tick_ends = 0.0
         self._tick_seconds = MAX_TICK_SECONDS
 
-    def take(self, turn: Turn[Any]) -> None:
+    def take(self, turn: ReadingTurn[Any]) -> None:
         """Let a connection that does not wait take its turn, now if it is first and time is left in this tick."""
         now = self._clock()
         if not self._ticking:
@@ -94,7 +94,7 @@ class ReadingTurns:
         """Do not count this time of the tick: others bound it."""
         self._tick_began = min(self._tick_began + seconds, self._clock())
 
-    def _serve(self, turn: Turn[Any], begin: float, now: float) -> None:
+    def _serve(self, turn: ReadingTurn[Any], begin: float, now: float) -> None:
         reader = turn.reader
         if reader is None:
             return
@@ -107,7 +107,7 @@ class ReadingTurns:
             turn.paused = False
             reader.resume_turn()
 
-    def _wait(self, turn: Turn[Any], begin: float) -> None:
+    def _wait(self, turn: ReadingTurn[Any], begin: float) -> None:
         """Let a turn wait that may begin at a virtual time."""
         turn.waits = True
         self._waits += 1

@@ -19,7 +19,7 @@ from service.access.caller import ANYBODY, Caller
 from service.access.policy import AccessPolicy
 from service.access.scopes import Scope
 from service.errors import ServiceError, Unauthorized
-from service.frontend.origin import NO_ORIGIN, REQUEST_ID, TRACEPARENT, TRACESTATE, Header, Origin
+from service.frontend.origin import NO_ORIGIN, REQUEST_ID, TRACEPARENT, TRACESTATE, Header, RequestOrigin
 from service.frontend.session_header import SESSION_HEADER
 
 MAX_HEADS = 512
@@ -38,7 +38,7 @@ _FORWARDED = frozenset((b"x-forwarded-for", b"x-forwarded-proto"))
 """Headers of proxies, which name the client. uvicorn reads them on the general path."""
 
 
-class Refusal(NamedTuple):
+class KeyRefusal(NamedTuple):
     """Why a request is refused for its key: the message of an Unauthorized, and whether the request has a key."""
 
     message: str
@@ -57,9 +57,9 @@ class RequestHead:
     length: int
     headers: Mapping[bytes, bytes]
     caller: Caller
-    origin: Origin = NO_ORIGIN
+    origin: RequestOrigin = NO_ORIGIN
     session: str | None = None
-    refusal: Refusal | None = None
+    refusal: KeyRefusal | None = None
 
 
 class RequestHeads:
@@ -97,7 +97,7 @@ class RequestHeads:
             return None
         name, value = identifying[-1]
         session = value.decode("latin-1") if name is _SESSION else None
-        origin = Origin.read(identifying)
+        origin = RequestOrigin.read(identifying)
         return RequestHead(known.path, known.length, known.headers, known.caller, origin, session, known.refusal)
 
     def forget(self) -> None:
@@ -112,7 +112,7 @@ class RequestHeads:
         path, headers = parsed
         length, origin, key = (
             int(headers[b"content-length"]),
-            Origin.read(headers.items()),
+            RequestOrigin.read(headers.items()),
             _text(headers.get(b"authorization")),
         )
         try:
@@ -121,7 +121,7 @@ class RequestHeads:
         except Unauthorized as error:
             if _FORWARDED & headers.keys():
                 return None
-            return RequestHead(path, length, {}, ANYBODY, origin, refusal=Refusal(error.message, key is not None))
+            return RequestHead(path, length, {}, ANYBODY, origin, refusal=KeyRefusal(error.message, key is not None))
         except ServiceError:
             return None  # the general path raises it again
         kept = {name: headers[name] for name in READ_HEADERS if name in headers}

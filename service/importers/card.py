@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from service.importers.check import Comparison, Difference
+from service.importers.check import Difference, SourceComparison
 from service.importers.draft import Draft
 
 
-def card(name: str, draft: Draft, source: str, digest: str, found: Comparison | None, tolerance: float) -> str:
+def card(name: str, draft: Draft, source: str, digest: str, found: SourceComparison | None, tolerance: float) -> str:
     """Return the card. source: the name of the checkpoint; digest: its SHA-256; found: the comparison, or None."""
     lines = [f"# {name}", "", f"Imported from `{source}` ({draft.source}), SHA-256 `{digest}`.", ""]
     if draft.notes:
@@ -23,7 +23,7 @@ def table(found: Sequence[Difference]) -> list[str]:
     return ["| output | largest difference | mean difference | numbers |", "|---|---|---|---|", *rows]
 
 
-def _evidence(found: Comparison | None, tolerance: float) -> list[str]:
+def _evidence(found: SourceComparison | None, tolerance: float) -> list[str]:
     if found is None:
         return ["The outputs were not compared with those of the source."]
     agree = f"The outputs agree with those of the source within {tolerance:g} for {found.source}:"

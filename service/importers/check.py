@@ -44,7 +44,7 @@ class Difference:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class SourceComparison:
     """Differences from a source of outputs, and the name of this source."""
 
     differences: Sequence[Difference]
@@ -68,7 +68,9 @@ def differences(encoder: Encoder, arrays: Mapping[str, Array], tokenizer: Tokeni
     return [_difference(name, outputs, array, arrays) for name, array in expected.items()]
 
 
-def compare_with_original(encoder: Encoder, draft: Draft, original: Original, recipe_head: Mapping[str, Any]) -> Comparison:
+def compare_with_original(
+    encoder: Encoder, draft: Draft, original: Original, recipe_head: Mapping[str, Any]
+) -> SourceComparison:
     """Compare a model with its source on random sequences of several lengths; raises NotCompared with the reason if that is not possible.
 
     recipe_head: the keys of the head in the recipe.
@@ -100,7 +102,7 @@ def compare_with_original(encoder: Encoder, draft: Draft, original: Original, re
         raise NotCompared(f"{original.framework} did not run the source: {reason[:200]}")
     every = np.concatenate(list(errors.values()))
     lengths = ", ".join(map(str, errors))
-    return Comparison(
+    return SourceComparison(
         [Difference(name, float(every.max(initial=0.0)), float(every.mean()) if every.size else 0.0, every.size)],
         f"random sequences of {lengths} steps, for which {original.framework} computed the outputs of the source",
     )

@@ -17,7 +17,7 @@ from kernels.folder import set_cache_folder
 from service.cores import usable_cores
 from service.importers import pytorch, tensorflow1
 from service.importers.card import card, table
-from service.importers.check import Comparison, NotCompared, compare_with_original, differences
+from service.importers.check import NotCompared, SourceComparison, compare_with_original, differences
 from service.importers.draft import DEFAULT_STEPS, UNFIT, Draft, ImportRefused
 from service.importers.formats import BY_SUFFIX, FORMATS, LAYER_TABLES, has_code
 from service.importers.head_kind import answer_as
@@ -38,7 +38,7 @@ RUNNERS = {"ONNX graph": " (install onnxruntime)", "Keras 3": " (install keras 3
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class ImportRequest:
     """The arguments of an import.
 
     checkpoint: the file; name: of the model; format: a name in `formats.FORMATS`, or None to derive it from the file name; recipe: a file,
@@ -56,7 +56,7 @@ class Request:
     tolerance: float = 1e-5
 
 
-def import_model(settings: Settings, request: Request, say: Callable[[str], None]) -> Path:
+def import_model(settings: Settings, request: ImportRequest, say: Callable[[str], None]) -> Path:
     """Write a version folder and return it. say: receives each line of the report.
 
     Raises ModelError for a checkpoint that cannot be imported, and for outputs that differ by more than the tolerance; ImportQuestion
@@ -99,7 +99,7 @@ def known_layers(format: str) -> list[str]:
     return sorted(getattr(_reader(f"{format}.{module}"), table), key=str.lower)
 
 
-def _format(request: Request) -> str:
+def _format(request: ImportRequest) -> str:
     if not request.checkpoint.is_file():
         raise ImportRefused(f"{request.checkpoint} is not a file: name the checkpoint")
     known = request.format or BY_SUFFIX.get(request.checkpoint.suffix)
@@ -108,7 +108,7 @@ def _format(request: Request) -> str:
     return known
 
 
-def _read(request: Request, recipe: Recipe) -> Draft:
+def _read(request: ImportRequest, recipe: Recipe) -> Draft:
     """Return the model in a checkpoint. Only tensors of PyTorch and of TensorFlow 1 come without the layers that they belong to."""
     checkpoint, format = request.checkpoint, _format(request)
     has_tensors_only = format == "pytorch" and not has_code(checkpoint)
@@ -154,12 +154,12 @@ def _report(draft: Draft, say: Callable[[str], None]) -> None:
 
 
 def _compare(
-    request: Request, encoder: Encoder, draft: Draft, recipe: Recipe, words: Tokenizer | None, say: Callable[[str], None]
-) -> Comparison | None:
+    request: ImportRequest, encoder: Encoder, draft: Draft, recipe: Recipe, words: Tokenizer | None, say: Callable[[str], None]
+) -> SourceComparison | None:
     """Return the differences from the expected outputs, or from the source itself; raises ImportRefused if one exceeds the tolerance."""
     if request.check is not None:
         arrays = read_npz(request.check)
-        found = Comparison(differences(encoder, arrays, words), f"the samples in `{request.check.name}`")
+        found = SourceComparison(differences(encoder, arrays, words), f"the samples in `{request.check.name}`")
         if draft.assumed and np.diff(read_batch(encoder.spec, arrays, words).offsets).max(initial=0) < 2:
             raise draft.refusal(f"no sequence in {request.check.name} has two steps, as a comparison needs")
     else:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import msgspec
 
 from service.errors import BY_CODE, InferenceFailed, ServiceError, SessionConflict
-from service.ipc.session_file import Origin, StoredTensor
+from service.ipc.session_file import StateOrigin, StoredTensor
 from service.metrics import Snapshot
 
 IDS = "int32"
@@ -297,7 +297,7 @@ class ImportSession(Message, frozen=True):
     """Call: open a session with a state from `origin`. The bytes of its tensors are the trailing bytes."""
 
     session: str
-    origin: Origin
+    origin: StateOrigin
     tensors: dict[str, StoredTensor]
     session_limit: int = 0
 

@@ -46,7 +46,7 @@ Size = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Offset = Annotated[int, Meta(ge=0, lt=1 << 62)]
 
 
-class Origin(msgspec.Struct, frozen=True):
+class StateOrigin(msgspec.Struct, frozen=True):
     """Where a state comes from: the model version, the digest of its weights, and the steps that led to the state."""
 
     model: str
@@ -71,7 +71,7 @@ class StoredTensor(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 class SessionFile(NamedTuple):
     """The content of a file: the origin of the state, its tensors by name, and their bytes."""
 
-    origin: Origin
+    origin: StateOrigin
     tensors: dict[str, StoredTensor]
     data: memoryview
 
@@ -91,7 +91,7 @@ class _Invalid(ValueError):
     """An error in a file."""
 
 
-def metadata_of(origin: Origin) -> dict[str, str]:
+def metadata_of(origin: StateOrigin) -> dict[str, str]:
     """Return the metadata of a file with a state of this origin."""
     return {"format": FORMAT, **msgspec.structs.asdict(origin), "steps": str(origin.steps)}
 
@@ -164,7 +164,7 @@ def _read(data: memoryview, with_ids: bool) -> SessionFile:
     if not with_ids and any(tensor.dtype in ID_DTYPES for tensor in tensors.values()):
         raise _Invalid("it has tensors of whole numbers")
     _check_offsets(tensors, len(data) - begin)
-    origin = Origin(metadata.model, metadata.version, metadata.weights, int(metadata.steps))
+    origin = StateOrigin(metadata.model, metadata.version, metadata.weights, int(metadata.steps))
     return SessionFile(origin, tensors, data[begin:])
 
 

@@ -28,7 +28,7 @@ MAIN = "output"
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class ArrayBatch:
     """The sequences of a file, packed end to end.
 
     data: (tokens,) ids or (tokens, features); offsets: (sequences + 1,); padded: the number of steps in the padded form, or
@@ -49,7 +49,7 @@ class Batch:
         padded[np.arange(self.padded) < lengths[:, None]] = packed
         return padded
 
-    def with_offsets(self, offsets: Array) -> Batch:
+    def with_offsets(self, offsets: Array) -> ArrayBatch:
         """Return the form of outputs with other numbers of steps. Padded outputs have the length of the longest."""
         return replace(self, offsets=offsets, padded=None if self.padded is None else int(np.diff(offsets).max(initial=0)))
 
@@ -95,7 +95,7 @@ def check_names(spec: ModelSpec, arrays: Mapping[str, Array], outputs: Mapping[s
         )
 
 
-def read_batch(spec: ModelSpec, arrays: Mapping[str, Array], tokenizer: Tokenizer | None = None) -> Batch:
+def read_batch(spec: ModelSpec, arrays: Mapping[str, Array], tokenizer: Tokenizer | None = None) -> ArrayBatch:
     """Return the sequences of a model's input; raises ModelError for arrays that are missing or do not fit together."""
     name = _input_name(spec, arrays)
     states = {key: _floats(key, array) for key, array in arrays.items() if key.startswith(STATE)}
@@ -107,9 +107,9 @@ def read_batch(spec: ModelSpec, arrays: Mapping[str, Array], tokenizer: Tokenize
     if name == "inputs":
         if data.shape[1] != spec.input.features:
             raise ModelError(f"'inputs' has steps of {data.shape[1]} numbers, and {spec.name} takes {spec.input.features}")
-        return Batch(_floats(name, data), offsets, padded, states)
+        return ArrayBatch(_floats(name, data), offsets, padded, states)
     _check_ids(spec, name, data)
-    return Batch(np.ascontiguousarray(data, np.int32), offsets, padded, states)
+    return ArrayBatch(np.ascontiguousarray(data, np.int32), offsets, padded, states)
 
 
 def _input_name(spec: ModelSpec, arrays: Mapping[str, Array]) -> str:

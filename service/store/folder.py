@@ -31,7 +31,7 @@ from service.store.records import (
     NoteKind,
     Result,
     StoreFailed,
-    Taken,
+    TakenSession,
     digest,
 )
 
@@ -142,30 +142,30 @@ class FolderStore:
         except Exception as error:  # whatever a damaged file has
             return StoreFailed(f"{name}: {error}")
 
-    def _take(self, file: str, message: TakeSession, may_seize: bool) -> Taken:
+    def _take(self, file: str, message: TakeSession, may_seize: bool) -> TakenSession:
         record, state = _read(file)
         if record is not None and record.form > FORM:
-            return Taken(TakeOutcome.NEWER)
+            return TakenSession(TakeOutcome.NEWER)
         if record is not None and record.owner not in ("", self._replica):
             if not may_seize or self._is_alive(record.owner):
                 if record.wanted != self._replica:
                     record.wanted = self._replica
                     _write(file, record, state)
                 self._leave_note(record.owner, NoteKind.WANTED, message.session)
-                return Taken(TakeOutcome.HELD)
+                return TakenSession(TakeOutcome.HELD)
             self._leave_note(record.owner, NoteKind.SEIZED, message.session)
         if record is None or record.ended == FORGOTTEN:
             # Only a store that has lost its data begins a session anew that it does not know.
             if not message.begins or (record is not None and message.replaces):
-                return Taken(TakeOutcome.ABSENT)
+                return TakenSession(TakeOutcome.ABSENT)
         elif not (_is_replaced(record, message) or _is_begun(record, state, message)):
             ended = record.ended or ("" if state else "lost")
             _write(file, _Record(FORM, self._replica, message.turn, record.begun, ended=ended), state)
             if ended:
-                return Taken(TakeOutcome.ENDED, ended=ended)
-            return Taken(TakeOutcome.TAKEN, record.begun, record.exact, state=state)
+                return TakenSession(TakeOutcome.ENDED, ended=ended)
+            return TakenSession(TakeOutcome.TAKEN, record.begun, record.exact, state=state)
         _write(file, _Record(FORM, self._replica, message.turn, message.begun), b"")
-        return Taken(TakeOutcome.NEW)
+        return TakenSession(TakeOutcome.NEW)
 
     def _save(self, file: str, message: SaveSession, state: bytes) -> bool:
         record, _ = _read(file)

@@ -39,7 +39,7 @@ class Change(NamedTuple):
     state: bytes = b""
 
 
-class Taken(NamedTuple):
+class TakenSession(NamedTuple):
     """The outcome of a TakeSession. begun, exact, state: of the state that was saved last. ended: why the session ended."""
 
     outcome: TakeOutcome
@@ -67,8 +67,8 @@ class Note(NamedTuple):
     session: str
 
 
-Result = Taken | bool | StoreFailed
-"""Of a change: Taken for a TakeSession, otherwise whether its ownership had not ended. StoreFailed: nobody knows whether it was made."""
+Result = TakenSession | bool | StoreFailed
+"""Of a change: TakenSession for a TakeSession, otherwise whether its ownership had not ended. StoreFailed: it may have been made."""
 
 
 class Store(Protocol):

@@ -23,7 +23,7 @@ from service.store.records import (
     NoteKind,
     Result,
     StoreFailed,
-    Taken,
+    TakenSession,
     digest,
 )
 
@@ -244,13 +244,13 @@ class RedisStore:
             return StoreFailed(f"a record is damaged: {error}")
 
 
-def _taken(result: Any) -> Taken:
+def _taken(result: Any) -> TakenSession:
     """Return the outcome that the script returned. Raises TypeError or ValueError for a record that was written by something else."""
     outcome, values = TakeOutcome(result[0].decode()), result[1:]
     if outcome is TakeOutcome.TAKEN:
         begun, exact, state = values
-        return Taken(outcome, int(begun), exact == b"1", state=state)
-    return Taken(outcome, ended=values[0].decode() if values else "")
+        return TakenSession(outcome, int(begun), exact == b"1", state=state)
+    return TakenSession(outcome, ended=values[0].decode() if values else "")
 
 
 def _notes(entries: Sequence[bytes]) -> Iterator[Note]:

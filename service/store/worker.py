@@ -40,7 +40,7 @@ from service.store.records import (
     Result,
     Store,
     StoreFailed,
-    Taken,
+    TakenSession,
 )
 
 PATIENCE_SECONDS = 4.0
@@ -200,11 +200,13 @@ class StoreWorker:
             self._log.capped("error", "session store failed", error=str(result))
         match queued.change.message:
             case TakeSession() as message:
-                self._finish_take(queued, message, result if isinstance(result, Taken) else Taken(TakeOutcome.AWAY))
+                self._finish_take(
+                    queued, message, result if isinstance(result, TakenSession) else TakenSession(TakeOutcome.AWAY)
+                )
             case SaveSession() as message:
                 self._finish_save(queued, message, result)
 
-    def _finish_take(self, queued: Queued[Engine], message: TakeSession, taken: Taken) -> None:
+    def _finish_take(self, queued: Queued[Engine], message: TakeSession, taken: TakenSession) -> None:
         waited = self._now() - queued.since
         if taken.outcome is TakeOutcome.HELD and waited < PATIENCE_SECONDS and not self._flushing:
             self._held[message.session] = queued

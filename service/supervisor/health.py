@@ -47,7 +47,7 @@ MAX_HEAD_BYTES = 2 * READ_BYTES
 JSON = "application/json"
 
 
-class Answer(NamedTuple):
+class HealthAnswer(NamedTuple):
     """An HTTP answer."""
 
     status: int
@@ -131,7 +131,7 @@ class HealthPort:
         # A client that still sends would lose the answer with the connection.
         await reader.read(READ_BYTES)
 
-    async def _answer(self, request: h11.Request, peer: str) -> Answer:
+    async def _answer(self, request: h11.Request, peer: str) -> HealthAnswer:
         try:
             return await self._route(request)
         except Unauthorized as error:
@@ -142,7 +142,7 @@ class HealthPort:
         except ServiceError as error:
             return _error(error)
 
-    async def _route(self, request: h11.Request) -> Answer:
+    async def _route(self, request: h11.Request) -> HealthAnswer:
         path = request.target.partition(b"?")[0]
         if path not in (b"/healthz", b"/readyz", b"/metrics") or (path == b"/metrics" and not self._has_metrics):
             raise UnknownRoute("the health port has no such path: see docs/operations.md")
@@ -152,16 +152,16 @@ class HealthPort:
             return await self._metrics(request)
         if path == b"/readyz" and not self._is_ready():
             raise Unavailable("not ready: no engine is ready, or the service is shutting down; retry later", retry_after=1)
-        return Answer(200, msgspec.json.encode({"live" if path == b"/healthz" else "ready": True}))
+        return HealthAnswer(200, msgspec.json.encode({"live" if path == b"/healthz" else "ready": True}))
 
-    async def _metrics(self, request: h11.Request) -> Answer:
+    async def _metrics(self, request: h11.Request) -> HealthAnswer:
         await self._reload_keys()
         host, origin, key = (_header(request, name) for name in (b"host", b"origin", b"authorization"))
         if origin is not None:
             raise Forbidden("web pages may not use the health port: use the main port")
         self._access.identify(host or "", None, key).require(Scope.METRICS)
         text, media_type = expose(await self._collect(COLLECT_SECONDS), _header(request, b"accept") or "")
-        return Answer(200, text, media_type, (("vary", "accept"),))
+        return HealthAnswer(200, text, media_type, (("vary", "accept"),))
 
     async def _reload_keys(self) -> None:
         """Take over a changed key file, in a thread, because its disk may hang. If it cannot be read, the keys stay as they are."""
@@ -182,8 +182,8 @@ def _header(request: h11.Request, name: bytes) -> str | None:
     return next((value.decode("latin-1") for key, value in request.headers if key == name), None)
 
 
-def _error(error: ServiceError, *headers: tuple[str, str]) -> Answer:
+def _error(error: ServiceError, *headers: tuple[str, str]) -> HealthAnswer:
     """Return the answer for an error, with the body that errors have on the other ports."""
     retry = () if error.retry_after is None else (("retry-after", str(error.retry_after)),)
     body = msgspec.json.encode({"error": error.message, "code": error.code})
-    return Answer(STATUS[type(error)].http, body, JSON, (*headers, *retry))
+    return HealthAnswer(STATUS[type(error)].http, body, JSON, (*headers, *retry))

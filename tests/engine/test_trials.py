@@ -7,7 +7,7 @@ from itertools import chain
 
 import pytest
 
-from service.engine.trials import Trials
+from service.engine.trials import TrialReports
 from service.ipc.channel import Channel, pair
 from service.ipc.messages import Message, ModelKey, TrialBegan, TrialEnded
 
@@ -28,7 +28,7 @@ def ends() -> Iterator[list[Ends]]:
 
 def test_load_and_first_batch_are_announced(ends: list[Ends]) -> None:
     (supervisor, received), _ = ends
-    trials = Trials(supervisor)
+    trials = TrialReports(supervisor)
     with trials.load(WORDS):
         assert received() == [TrialBegan(WORDS)]
     assert received() == [TrialEnded(WORDS, ran=False)]
@@ -45,14 +45,14 @@ def test_load_and_first_batch_are_announced(ends: list[Ends]) -> None:
 
 def test_load_that_raises_is_survived(ends: list[Ends]) -> None:
     (supervisor, received), _ = ends
-    with pytest.raises(ValueError, match="broken"), Trials(supervisor).load(WORDS):
+    with pytest.raises(ValueError, match="broken"), TrialReports(supervisor).load(WORDS):
         raise ValueError("broken")
     assert received() == [TrialBegan(WORDS), TrialEnded(WORDS, ran=False)]
 
 
 def test_new_frontend_learns_what_the_others_know(ends: list[Ends]) -> None:
     (supervisor, _), (frontend, known) = ends
-    trials = Trials(supervisor)
+    trials = TrialReports(supervisor)
     trials.begin_batch(WORDS)
     trials.end_batches(lambda _: False)
     trials.begin_batch(OTHER)
@@ -67,7 +67,7 @@ def test_new_frontend_learns_what_the_others_know(ends: list[Ends]) -> None:
 
 def test_version_that_is_loaded_again_is_tried_again(ends: list[Ends]) -> None:
     (supervisor, received), _ = ends
-    trials = Trials(supervisor)
+    trials = TrialReports(supervisor)
     trials.begin_batch(WORDS)
     trials.end_batches(lambda _: False)
     trials.forget(WORDS)

@@ -19,7 +19,7 @@ from service.engine.execution.graph_capture import RunBetweenBatches
 from service.engine.internal_errors import InternalErrors
 from service.engine.known_answers import KnownAnswers
 from service.engine.loading import ModelLoader
-from service.engine.trials import Trials
+from service.engine.trials import TrialReports
 from service.engine.worker import Worker
 from service.errors import SERVICE_FAILED
 from service.ipc import messages
@@ -93,7 +93,7 @@ class WorkerHarness:
         )
         self.batcher = batcher
         models = ModelLoader(self.engine, batcher, self._prepared, Log("worker"))
-        errors, trials = InternalErrors(Log("worker"), self.metrics), Trials(self._control)
+        errors, trials = InternalErrors(Log("worker"), self.metrics), TrialReports(self._control)
         self.worker = Worker(self._control, self.heartbeat, batcher, self.engine, models, trials, PLACE, self.metrics, errors)
 
     def run(self) -> None:

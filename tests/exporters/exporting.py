@@ -13,7 +13,7 @@ from torch import Tensor
 
 from service.exporters.command import export_model
 from service.importers.check import MAIN_OUTPUTS
-from service.importers.command import Request as ImportRequest
+from service.importers.command import ImportRequest as ImportRequest
 from service.importers.command import import_model
 from service.modeling import store
 from service.modeling.array_run import run_arrays

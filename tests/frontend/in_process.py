@@ -59,7 +59,7 @@ from service.ipc.messages import (
     session_tenant,
 )
 from service.ipc.quota_counts import QuotaCounts
-from service.ipc.session_file import Origin
+from service.ipc.session_file import StateOrigin
 from service.log import Log
 from service.metrics import Metrics, Snapshot
 from service.modeling.spec import ModelSpec
@@ -168,7 +168,7 @@ class StandInEngine:
         else:
             _, steps, _ = self._session(message.session)
             if isinstance(message, ExportSession):
-                return Done(), session_state.pack({"0.hidden": torch.zeros(1)}, Origin("sensors", "1", "", steps))
+                return Done(), session_state.pack({"0.hidden": torch.zeros(1)}, StateOrigin("sensors", "1", "", steps))
             del self._sessions[message.session]
         return Done(), b""
 

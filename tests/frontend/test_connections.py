@@ -22,7 +22,7 @@ from service.frontend.delivery import Delivery, delivery
 from service.frontend.http2 import connection
 from service.frontend.http2.connection import Http2Connection
 from service.frontend.http_protocol import MAX_PARSE_BYTES, MAX_WAITING_BYTES, HttpProtocol
-from service.frontend.reading_turns import ReadingTurns, Turn
+from service.frontend.reading_turns import ReadingTurn, ReadingTurns
 from service.frontend.start_queue import StartQueue
 from service.frontend.websocket_protocol import MessageReceiver, WebSocketProtocol
 from service.metrics import CUT_OFF, GONE
@@ -337,7 +337,7 @@ def test_websocket_is_not_read_before_it_is_accepted(service: InProcess, monkeyp
     """Even if its handshake waited for a turn: a flood would fill the memory."""
     reading, deliver_to = list[bool](), WebSocketProtocol.deliver_to
 
-    def wait(turns: ReadingTurns, turn: Turn[Any]) -> None:
+    def wait(turns: ReadingTurns, turn: ReadingTurn[Any]) -> None:
         turns._begin_tick(0.0)
         turns._wait(turn, turn.finish)
 

@@ -15,10 +15,10 @@ from service.access.caller import LOCAL
 from service.errors import InvalidInput, Overloaded, ServiceError
 from service.frontend.catalog import ServedModel
 from service.frontend.dispatch.dispatcher import Dispatcher
-from service.frontend.hot_calls import AnsweredCall, HotEndpoint, Parsed, Reply, RequestTally
+from service.frontend.hot_calls import AnsweredCall, HotEndpoint, HttpReply, Parsed, RequestTally
 from service.frontend.inference import ClientDisconnected, track_request
 from service.frontend.large_answers import LARGE_ANSWER_BYTES
-from service.frontend.origin import NO_ORIGIN, Header, Origin, RequestIdentity
+from service.frontend.origin import NO_ORIGIN, Header, RequestIdentity, RequestOrigin
 from service.frontend.request_heads import RequestHead
 from service.ipc.channel import encode
 from service.ipc.messages import Answer, Api, Cancel, Refusal, Request
@@ -46,26 +46,28 @@ class Echo(HotEndpoint):
             raise ZeroDivisionError
         return Request("words", "1", [1], deadline=time.monotonic() + 60, sent=time.monotonic()), parsed.context
 
-    def write(self, model: ServedModel, answers: list[AnsweredCall]) -> list[Reply | ServiceError]:
+    def write(self, model: ServedModel, answers: list[AnsweredCall]) -> list[HttpReply | ServiceError]:
         contents = [bytes(answered.data) for answered in answers]
         if b"bug in write" in contents:
             raise ZeroDivisionError
-        return [Reply(data, b"", (lambda content: bytes(content).upper()) if data == b"large" else None) for data in contents]
+        return [
+            HttpReply(data, b"", (lambda content: bytes(content).upper()) if data == b"large" else None) for data in contents
+        ]
 
-    async def write_large(self, model: ServedModel, answered: AnsweredCall) -> Reply:
+    async def write_large(self, model: ServedModel, answered: AnsweredCall) -> HttpReply:
         await asyncio.sleep(0)
         name = bytes(answered.data).rstrip(b"\0")
         if name == b"bug":
             raise ZeroDivisionError
         if name == b"wrong":
             raise InvalidInput("wrong")
-        return Reply(name, b"")
+        return HttpReply(name, b"")
 
 
 class Exchange:
     """Records the replies."""
 
-    def __init__(self, origin: Origin = NO_ORIGIN) -> None:
+    def __init__(self, origin: RequestOrigin = NO_ORIGIN) -> None:
         self.origin, self.request_id = origin, origin.request_id or b"made"
         self.trace_headers: tuple[Header, ...] = ()
         self.replies: list[bytes | memoryview | str] = []

@@ -17,7 +17,7 @@ import pytest
 from service.errors import InvalidInput, Overloaded
 from service.frontend import observation
 from service.frontend.observation import MAX_TRACES_PER_SECOND, ONCE_PER_REQUEST, EndedRequest, Observer, stage_seconds
-from service.frontend.origin import NO_ORIGIN, Origin, RequestIdentity, RequestIds
+from service.frontend.origin import NO_ORIGIN, RequestIdentity, RequestIds, RequestOrigin
 from service.ipc.messages import Answer, Api, BatchRun, RequestTrace
 from service.ipc.trace_socket import TraceReader, TraceSockets, TraceWriter
 from service.log import MAX_CAPPED_LINES, Log
@@ -25,7 +25,10 @@ from service.metrics import CUT_OFF, GONE, OK, Metrics
 from service.settings import Settings
 
 TRACE, SPAN = "ab" * 16, "cd" * 8
-SAMPLED, UNSAMPLED = Origin(b"", f"00-{TRACE}-{SPAN}-01".encode(), b"a=1"), Origin(b"", f"00-{TRACE}-{SPAN}-00".encode())
+SAMPLED, UNSAMPLED = (
+    RequestOrigin(b"", f"00-{TRACE}-{SPAN}-01".encode(), b"a=1"),
+    RequestOrigin(b"", f"00-{TRACE}-{SPAN}-00".encode()),
+)
 RUN = BatchRun(0, "cpu", 7, 3, 12, 0, False, formed=10.003, staged=10.004, started=10.004, computed=10.009, ended=10.010)
 ANSWER = Answer(ready=10.0105, queued=10.002, runs=[RUN])
 NOT_RUN: dict[str, Any] = {"answer": None, "sent": 0.0, "received": 0.0}
@@ -46,7 +49,9 @@ class Watched:
         if writer is not None:
             stack.callback(writer.close)
 
-    def end(self, outcome: str = OK, seconds: float = 0.012, origin: Origin = NO_ORIGIN, **fields: Any) -> RequestIdentity:
+    def end(
+        self, outcome: str = OK, seconds: float = 0.012, origin: RequestOrigin = NO_ORIGIN, **fields: Any
+    ) -> RequestIdentity:
         """Run a request."""
         identity = RequestIdentity(origin, RequestIds())
         observation = self.observer.begin(identity, random()) if self.observer.chooses else None
@@ -111,7 +116,7 @@ def test_requests_are_traced_at_a_rate_or_as_the_client_says(tracing: Watch) -> 
 @pytest.mark.parametrize(
     "outcome, failed", [(InvalidInput.code, False), (Overloaded.code, True), (CUT_OFF, True), (GONE, False)]
 )
-def test_errors_are_always_traced(tracing: Watch, outcome: str, failed: bool, origin: Origin) -> None:
+def test_errors_are_always_traced(tracing: Watch, outcome: str, failed: bool, origin: RequestOrigin) -> None:
     service = tracing()
     service.end(outcome, origin=origin, **NOT_RUN)
     [trace] = service.traces
@@ -190,7 +195,7 @@ def test_queue_has_the_waits_between_batches() -> None:
 
 def test_access_log_has_one_line_for_each_request(watch: Watch) -> None:
     service = watch(access_log_rate=1.0)
-    service.end(origin=Origin(b"first"))
+    service.end(origin=RequestOrigin(b"first"))
     service.end(InvalidInput.code, origin=SAMPLED, **NOT_RUN)
     first, second = service.lines
     assert first.keys() == {

@@ -15,7 +15,7 @@ from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
 from service.frontend.oip.protobuf import METHODS
-from service.frontend.origin import NO_ORIGIN, Header, Origin, RequestIdentity, RequestIds, parse_parent
+from service.frontend.origin import NO_ORIGIN, Header, RequestIdentity, RequestIds, RequestOrigin, parse_parent
 from tests.frontend.in_process import InProcess
 from tests.serving import eventually
 
@@ -25,7 +25,7 @@ VALID = f"00-{TRACE}-{SPAN}-01".encode()
 
 def parent_of(traceparent: bytes, *states: bytes) -> tuple[str, str, bool, str] | None:
     headers = [(b"traceparent", traceparent), *((b"tracestate", state) for state in states)]
-    return parse_parent(Origin.read(headers))
+    return parse_parent(RequestOrigin.read(headers))
 
 
 @pytest.mark.parametrize(
@@ -52,8 +52,8 @@ def test_invalid_traceparent_is_ignored(value: bytes) -> None:
 
 
 def test_headers_alone_or_repeated_are_ignored() -> None:
-    assert parse_parent(Origin.read([(b"traceparent", VALID), (b"traceparent", VALID)])) is None
-    assert Origin.read([(b"tracestate", b"a=1"), (b"baggage", b"user=x")]) is NO_ORIGIN
+    assert parse_parent(RequestOrigin.read([(b"traceparent", VALID), (b"traceparent", VALID)])) is None
+    assert RequestOrigin.read([(b"tracestate", b"a=1"), (b"baggage", b"user=x")]) is NO_ORIGIN
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_tracestates_are_joined_in_their_order_or_dropped_alone(states: list[byt
 
 
 def id_of(*ids: bytes) -> bytes:
-    return RequestIdentity(Origin.read([(b"x-request-id", id) for id in ids]), RequestIds()).request_id
+    return RequestIdentity(RequestOrigin.read([(b"x-request-id", id) for id in ids]), RequestIds()).request_id
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_malformed_or_repeated_request_id_is_replaced(ids: list[bytes]) -> None:
     st.lists(st.tuples(st.sampled_from((b"x-request-id", b"traceparent", b"tracestate")), st.binary(max_size=80)), max_size=5)
 )
 def test_any_header_leaves_only_harmless_characters(headers: list[Header]) -> None:
-    origin = Origin.read(headers)
+    origin = RequestOrigin.read(headers)
     parent = parse_parent(origin)
     assert re.fullmatch(rb"[!-~]{1,128}", RequestIdentity(origin, RequestIds()).request_id)
     assert parent is None or re.fullmatch(r"[ -~]*", parent.trace + parent.span + parent.state)

@@ -9,8 +9,8 @@ from service.frontend.reading_turns import (
     MAX_TICK_SECONDS,
     MIN_TICK_SECONDS,
     SLICE_SECONDS,
+    ReadingTurn,
     ReadingTurns,
-    Turn,
 )
 
 FRAME_SECONDS = 0.0001
@@ -30,7 +30,7 @@ class Connection:
     """Has a number of frames, which take FRAME_SECONDS each."""
 
     def __init__(self, turns: ReadingTurns, clock: Clock, frames: int = 0) -> None:
-        self.turn, self.clock, self.frames = Turn(turns, self), clock, frames
+        self.turn, self.clock, self.frames = ReadingTurn(turns, self), clock, frames
         self.reading = True
         self.read_at = 0.0
 

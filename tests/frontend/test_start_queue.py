@@ -10,7 +10,7 @@ import pytest
 
 from service.errors import Overloaded
 from service.frontend.reading_turns import SLICE_SECONDS as READING_SLICE_SECONDS
-from service.frontend.reading_turns import ReadingTurns, Turn
+from service.frontend.reading_turns import ReadingTurn, ReadingTurns
 from service.frontend.start_queue import LONG_WAIT_SHARE, PATIENCE_SECONDS, SLICE_SECONDS, StartQueue, WaitingStart
 
 DEADLINE_MS = 1000.0
@@ -191,5 +191,5 @@ def test_overload_leaves_the_time_in_which_connections_are_read() -> None:
         assert connection.seconds == pytest.approx(READING_SLICE_SECONDS)
 
     frontend, connection = Frontend(), Connection()
-    turn = Turn[Any](frontend.turns, connection)
+    turn = ReadingTurn[Any](frontend.turns, connection)
     asyncio.run(run())

@@ -19,7 +19,7 @@ from service.engine.batching import session_state
 from service.errors import Forbidden
 from service.frontend.state_signatures import MAX_LOOP_BYTES, check_signature, signed
 from service.ipc import session_file
-from service.ipc.session_file import Origin
+from service.ipc.session_file import StateOrigin
 from service.settings import Settings
 from tests.frontend.conftest import bearer
 from tests.frontend.in_process import in_process
@@ -27,7 +27,7 @@ from tests.serving import eventually
 
 TENANT = "sales"
 STATE = {"0.hidden": torch.arange(3.0), "0.steps": torch.ones(1)}
-UNSIGNED = session_state.pack(STATE, Origin("words", "3", "0af", 7))
+UNSIGNED = session_state.pack(STATE, StateOrigin("words", "3", "0af", 7))
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def test_changed_or_foreign_state_is_refused(keys: StateKeys, tmp_path: Path) ->
 
 
 def test_large_state_is_signed_beside_the_event_loop(keys: StateKeys) -> None:
-    large = session_state.pack({"a": torch.zeros(MAX_LOOP_BYTES)}, Origin("words", "3", "0af", 7))
+    large = session_state.pack({"a": torch.zeros(MAX_LOOP_BYTES)}, StateOrigin("words", "3", "0af", 7))
     state = sign(keys, state=large)
     assert is_accepted(keys, state) and not is_accepted(keys, state[:-1] + b"\1")
 
@@ -110,7 +110,7 @@ def test_replicas_exchange_states_of_a_tenant_while_secrets_are_rotated(models_f
 
         body = {"model": "sensors", "inputs": [[[1, 2, 3]] * 3], "session": "mine"}
         assert one.client.post("/infer", json=body, headers=bearer(tokens[TENANT])).status_code == 200
-        state, unsigned = export(), session_state.pack(STATE, Origin("sensors", "1", "", 3))
+        state, unsigned = export(), session_state.pack(STATE, StateOrigin("sensors", "1", "", 3))
         assert put(state).status_code == 200
         forged = state[:99] + bytes([state[99] ^ 1]) + state[100:]
         since, denied = other.log_bytes, other.metric("seqserve_denied_total")

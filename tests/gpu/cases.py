@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kernels.conv import stack as run_stack
 from kernels.conv import text_cnn
-from kernels.conv.plan import TileShape as ConvTile
+from kernels.conv.plan import ConvTile as ConvTile
 from kernels.ragged import Encoded, Outputs, Ragged
 from kernels.scan.shape import ScanShape, TileShape
 from tests.gpu.inputs import FLOAT32, HALF, LAST, MAXIMUM, Shape, exactly, in_shape, made

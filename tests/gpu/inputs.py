@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels.conv import product as conv_launch
-from kernels.conv.plan import TileShape as ConvTile
+from kernels.conv.plan import ConvTile as ConvTile
 from kernels.persistent import launch as persistent
 from kernels.ragged import Encoded, Outputs, Ragged
 from kernels.scan import launch as scan_launch

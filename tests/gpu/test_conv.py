@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kernels.conv import conv, plan, text_cnn
 from kernels.conv.geometry import BANKS
-from kernels.conv.plan import MAX_WIDTH, TileShape
+from kernels.conv.plan import MAX_WIDTH, ConvTile
 from kernels.conv.types import ACTIVATIONS, ConvBlock
 from kernels.ragged import Encoded, Outputs, Ragged
 from tests.gpu.cases import CAUSAL, CENTRED, GATED, OF_TABLES, OF_VECTORS, SOME_TILE, STRIDED, UNPADDED
@@ -48,7 +48,7 @@ LONGER = [90, 0, 3, 130, 1, 64, 60, 9]
 LONG = [1500, 0, 3, 2049, 64, 700]
 MANY = random_lengths(600, 4)
 MOSTLY_EMPTY = [5, *[0] * 70, 3, *[0] * 40, 12, 0, 1]
-SHAPES = [SOME_TILE, TileShape(1, 32), TileShape(1, 128), TileShape(2, 64), TileShape(2, 128), TileShape(2, 256)]
+SHAPES = [SOME_TILE, ConvTile(1, 32), ConvTile(1, 128), ConvTile(2, 64), ConvTile(2, 128), ConvTile(2, 256)]
 FORMS: list[tuple[Form, int, int]] = [
     (Form("conv", width=1), 1, 1),
     (Form("conv", width=2, left=1, activation="glu"), 65, 3),
@@ -96,7 +96,7 @@ def without_device_waits() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def run(problem: Arguments, want: Outputs = EVERYTHING, shape: TileShape = SOME_TILE) -> Encoded:
+def run(problem: Arguments, want: Outputs = EVERYTHING, shape: ConvTile = SOME_TILE) -> Encoded:
     with in_shape(shape):
         return conv(*problem, want=want, backend=BACKEND)
 
@@ -128,7 +128,7 @@ def prepared(form: Form, lengths: tuple[int, ...]) -> tuple[Arguments, Encoded]:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("form, want", [(UNPADDED, MAXIMUM), (GATED, STEPS)], ids=str)
-def test_every_tile_shape_matches_the_reference(form: Form, want: Outputs, shape: TileShape) -> None:
+def test_every_tile_shape_matches_the_reference(form: Form, want: Outputs, shape: ConvTile) -> None:
     """Long rows over many tiles, and tiles with many rows, with at most two blocks."""
     for lengths in (LONG, [*MANY, *MOSTLY_EMPTY]):
         problem, expected = prepared(form, tuple(lengths))
@@ -138,7 +138,7 @@ def test_every_tile_shape_matches_the_reference(form: Form, want: Outputs, shape
 
 @pytest.mark.parametrize("shape", SHAPES[:-1], ids=str)
 @pytest.mark.parametrize("after", ACTIVATIONS)
-def test_residual_matches_the_reference_in_every_tile_shape(shape: TileShape, after: str) -> None:
+def test_residual_matches_the_reference_in_every_tile_shape(shape: ConvTile, after: str) -> None:
     maker = Maker(72)
     layers = maker.causal(130, 2, activation="relu"), maker.causal(72, 2, activation="gelu")
     problem = maker.stack([*LONGER, 700, 3], ConvBlock(layers, residual=True, activation=after))

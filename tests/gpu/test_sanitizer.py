@@ -15,7 +15,7 @@ from itertools import product
 
 import pytest
 
-from kernels.conv.plan import TileShape as ConvTile
+from kernels.conv.plan import ConvTile as ConvTile
 from kernels.scan.shape import ScanShape, TileShape
 from tests.gpu import cases
 from tests.gpu.cases import Case, layer

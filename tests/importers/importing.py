@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from service.importers.command import Request, import_model
+from service.importers.command import ImportRequest, import_model
 from service.modeling.npz import write_npz
 from service.settings import Settings
 
@@ -35,7 +35,7 @@ def import_file(
         files["recipe"].write_text(recipe)
     lines: list[str] = []
     settings = Settings(models=folder / "models")
-    import_model(settings, Request(checkpoint, "imported", **files, **others), lines.append)
+    import_model(settings, ImportRequest(checkpoint, "imported", **files, **others), lines.append)
     return lines
 
 

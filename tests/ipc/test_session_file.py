@@ -15,10 +15,10 @@ import torch
 from service.engine.batching import session_state
 from service.errors import InvalidRequest
 from service.ipc import session_file
-from service.ipc.session_file import FORMAT, MAX_HEADER_BYTES, MAX_TENSORS, Origin, StoredTensor
+from service.ipc.session_file import FORMAT, MAX_HEADER_BYTES, MAX_TENSORS, StateOrigin, StoredTensor
 from service.ipc.session_placement import engine_of_session
 
-ORIGIN = Origin("words", "3", "0af" * 10, 7)
+ORIGIN = StateOrigin("words", "3", "0af" * 10, 7)
 METADATA = {"format": FORMAT, "model": "words", "version": "3", "weights": "", "steps": "7"}
 EMPTY = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
 ROW = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}

@@ -21,12 +21,12 @@ import numpy as np
 
 from service.engine.batch import Batch, Chunk
 from service.engine.batching.batcher import Batcher
-from service.engine.batching.request_block import RequestBlock
+from service.engine.batching.request_block import QueuedBlock
 from service.engine.batching.session_table import SessionTable
 from service.engine.execution.in_flight import FinishedPart
 from service.engine.internal_errors import InternalErrors
 from service.engine.loading import ModelLoader
-from service.engine.trials import Trials
+from service.engine.trials import TrialReports
 from service.engine.worker import Worker
 from service.errors import ServiceError
 from service.frontend.dispatch.connection import PendingRequest
@@ -119,9 +119,9 @@ class StoryEngine(AsynchronousEngine):
     def runs(self, key: ModelKey) -> bool:
         return self.busy
 
-    def _fails(self, part: RequestBlock | Chunk) -> bool:
+    def _fails(self, part: QueuedBlock | Chunk) -> bool:
         """Return whether a part of a batch has the values of the marked request, which no other request has, and the model fails."""
-        data = part.columns.values if isinstance(part, RequestBlock) else part.data
+        data = part.columns.values if isinstance(part, QueuedBlock) else part.data
         return self._story.model_fails and MARK in bytes(data)
 
 
@@ -145,7 +145,7 @@ class EngineProcess:
         self._sockets = [self.supervisor, control]
         self.heartbeat = Heartbeat()
         self.worker = Worker(
-            control, self.heartbeat, self.batcher, self.engine, models, Trials(control), PLACE, self.metrics, errors
+            control, self.heartbeat, self.batcher, self.engine, models, TrialReports(control), PLACE, self.metrics, errors
         )
         worker = self.worker
         report(story.at, worker, "_handle_frame", "received", "queued", lambda _, frame: isinstance(frame.message, REQUESTS))

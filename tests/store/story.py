@@ -25,7 +25,7 @@ from service.ipc.messages import (
 )
 from service.ipc.session_journal import SessionJournal
 from service.store.folder import FolderStore
-from service.store.records import LEASE_SECONDS, Change, NoteKind, Result, StoreFailed, Taken
+from service.store.records import LEASE_SECONDS, Change, NoteKind, Result, StoreFailed, TakenSession
 from tests.engine.batching.harness import BatcherHarness, FakeClient
 
 NAMES = ("a", "b")
@@ -120,7 +120,7 @@ class Replica:
             [result] = self.store.apply([change], may_seize=may_seize)
         match change.message:
             case TakeSession() as message:
-                taken = result if isinstance(result, Taken) else Taken(TakeOutcome.AWAY)
+                taken = result if isinstance(result, TakenSession) else TakenSession(TakeOutcome.AWAY)
                 self.story.counts[taken.outcome] += 1
                 if taken.outcome is TakeOutcome.HELD:
                     self.held[message.session] = message

@@ -27,7 +27,7 @@ from service.store.records import (
     Result,
     Store,
     StoreFailed,
-    Taken,
+    TakenSession,
     digest,
 )
 from service.store.redis_store import RedisStore
@@ -35,7 +35,7 @@ from tests.serving import eventually
 from tests.store.redis_server import Redis, running_redis
 
 KEEP_SECONDS = 3600.0
-NEW, ABSENT, HELD = Taken(TakeOutcome.NEW), Taken(TakeOutcome.ABSENT), Taken(TakeOutcome.HELD)
+NEW, ABSENT, HELD = TakenSession(TakeOutcome.NEW), TakenSession(TakeOutcome.ABSENT), TakenSession(TakeOutcome.HELD)
 Open = Callable[[str], Store]
 
 
@@ -81,8 +81,8 @@ def save(store: Store, state: bytes, turn: int = 1, *, releases: bool = False) -
     return apply(store, SaveSession("s", turn, 5, releases, releases), state)
 
 
-def taken(state: bytes, begun: int = 5, *, exact: bool = False) -> Taken:
-    return Taken(TakeOutcome.TAKEN, begun, exact, state=state)
+def taken(state: bytes, begun: int = 5, *, exact: bool = False) -> TakenSession:
+    return TakenSession(TakeOutcome.TAKEN, begun, exact, state=state)
 
 
 def test_released_session_continues_at_another_replica(open_replica: Open) -> None:
@@ -145,7 +145,7 @@ def test_end_is_kept_until_a_client_has_learned_it(open_replica: Open) -> None:
     first, second = open_replica("first"), open_replica("second")
     begin(first)
     apply(first, DropSession("s", 1, "expired"))
-    expired = Taken(TakeOutcome.ENDED, ended="expired")
+    expired = TakenSession(TakeOutcome.ENDED, ended="expired")
     for _ in range(2):
         assert apply(second, TakeSession("s", 2, 9, True)) == expired, "the reply was lost"
     assert apply(second, ReleaseSession("s", 2)) is True
@@ -220,7 +220,7 @@ def test_session_that_was_never_saved_is_lost_with_its_owner(open_replica: Open)
     first, second = open_replica("first"), open_replica("second")
     begin(first)
     first.end()
-    assert take(second) == Taken(TakeOutcome.ENDED, ended="lost")
+    assert take(second) == TakenSession(TakeOutcome.ENDED, ended="lost")
     assert apply(second, DropSession("s", 2)) is True
     assert take(second) == ABSENT, "that is reported once"
 
@@ -247,8 +247,8 @@ def test_claim_is_given_back(open_replica: Open) -> None:
     assert take(second, 3) == taken(b"state", exact=True)
 
 
-@pytest.mark.parametrize(("state", "left"), [(b"state", taken(b"state")), (b"", Taken(TakeOutcome.ENDED, ended="lost"))])
-def test_engine_that_has_crashed_gives_up_what_it_had(open_replica: Open, state: bytes, left: Taken) -> None:
+@pytest.mark.parametrize(("state", "left"), [(b"state", taken(b"state")), (b"", TakenSession(TakeOutcome.ENDED, ended="lost"))])
+def test_engine_that_has_crashed_gives_up_what_it_had(open_replica: Open, state: bytes, left: TakenSession) -> None:
     """The next engine of this replica does not know in which turn the session was."""
     first, second = open_replica("first"), open_replica("second")
     begin(first)
@@ -276,7 +276,7 @@ def test_rolling_update_reads_earlier_forms_and_spares_later_ones(open_replica: 
             later.setattr(module, "FORM", FORM + 1)
         assert take(new) == taken(b"state", exact=True)
         assert save(new, b"next", 2, releases=True) is True
-    assert take(old) == Taken(TakeOutcome.NEWER)
+    assert take(old) == TakenSession(TakeOutcome.NEWER)
     assert apply(old, SaveSession("s", 3, 9, anew=True), b"late") is False
 
 
@@ -292,9 +292,9 @@ def test_torn_or_damaged_file_is_no_state_and_fails_alone(content: int | bytes, 
     assert apply(store, SaveSession("t", 1, 5), b"") is True
     taken = take(store)
     if isinstance(content, int):
-        assert taken == Taken(TakeOutcome.ENDED, ended="lost")
+        assert taken == TakenSession(TakeOutcome.ENDED, ended="lost")
         assert apply(store, SaveSession("s", 2, 6, anew=True), b"new") is True
-    assert isinstance(taken, StoreFailed | Taken)
+    assert isinstance(taken, StoreFailed | TakenSession)
 
 
 def test_what_is_no_file_of_a_session_stays(tmp_path: Path) -> None:
@@ -303,7 +303,7 @@ def test_what_is_no_file_of_a_session_stays(tmp_path: Path) -> None:
     store.renew()
     path = tmp_path / "sessions" / digest("s")[:2] / digest("s")
     os.mkfifo(path)
-    assert take(store) == Taken(TakeOutcome.ENDED, ended="lost")
+    assert take(store) == TakenSession(TakeOutcome.ENDED, ended="lost")
     path.unlink()
     other = tmp_path / "other"
     other.write_bytes(b"kept")
@@ -369,7 +369,7 @@ def test_redis_that_was_stopped_lets_nobody_seize_a_session(redis: Redis) -> Non
     assert apply(second, TakeSession("stopped", 2, 9, begins=False)) == HELD
     second.renew()
     first.end()
-    assert apply(second, TakeSession("stopped", 2, 9, begins=False)) == Taken(TakeOutcome.ENDED, ended="lost")
+    assert apply(second, TakeSession("stopped", 2, 9, begins=False)) == TakenSession(TakeOutcome.ENDED, ended="lost")
 
 
 @pytest.mark.parametrize("url", ["redis://:secret@h:port/0", "redis://user:secret@h/?unknown=1", "redis://:secret@[::1"])

@@ -27,7 +27,7 @@ from service.log import Log
 from service.metrics import Metrics
 from service.store import queue
 from service.store.queue import ChangeQueue, Queued
-from service.store.records import Change, Note, NoteKind, Result, StoreFailed, Taken
+from service.store.records import Change, Note, NoteKind, Result, StoreFailed, TakenSession
 from service.store.worker import StoreWorker
 
 LIMIT_SECONDS = 60.0
@@ -118,7 +118,7 @@ def test_refused_save_is_reported() -> None:
 
 
 def test_take_of_a_held_session_is_tried_again() -> None:
-    store = FakeStore(Taken(TakeOutcome.HELD), Taken(TakeOutcome.HELD), Taken(TakeOutcome.NEW))
+    store = FakeStore(TakenSession(TakeOutcome.HELD), TakenSession(TakeOutcome.HELD), TakenSession(TakeOutcome.NEW))
     [reply] = run(store, lambda worker, engine: worker.add(Change(TakeSession("s", 1, 5, begins=True)), engine), 1)
     assert reply == SessionTaken("s", TakeOutcome.NEW)
 
@@ -138,7 +138,12 @@ def test_notes_go_to_the_engine_of_their_session() -> None:
 
 def test_sessions_that_an_ended_engine_waits_for_are_not_taken() -> None:
     store, ended = FakeStore(), FakeEngine(1)
-    store.results = [Taken(TakeOutcome.HELD), Taken(TakeOutcome.HELD), Taken(TakeOutcome.NEW), Taken(TakeOutcome.NEW)]
+    store.results = [
+        TakenSession(TakeOutcome.HELD),
+        TakenSession(TakeOutcome.HELD),
+        TakenSession(TakeOutcome.NEW),
+        TakenSession(TakeOutcome.NEW),
+    ]
 
     def act(worker: StoreWorker, engine: Any) -> None:
         worker.engines += [engine, ended]  # type: ignore[list-item]

@@ -31,7 +31,7 @@ FIRST, LAST = -1, 0
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class LadderPlan:
     """The optimisations of a loop.
 
     one_product: all gates have one product; two_streams: the products with the inputs run on a second stream; fused: one kernel runs all
@@ -47,7 +47,7 @@ class Plan:
     combined_steps: int = 1
     wavefront: bool = False
 
-    def on(self, device: torch.device) -> Plan:
+    def on(self, device: torch.device) -> LadderPlan:
         """Return the plan without the optimisations that a device lacks."""
         cuda = device.type == "cuda"
         return replace(
@@ -59,7 +59,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class LadderLayer:
     """The arrays of a layer.
 
     inputs: (steps, rows, columns); input, recurrent: the matrices of its products, by gate or a single matrix; bias: (4 x units);
@@ -77,7 +77,7 @@ class Layer:
     cell: Tensor
 
     @classmethod
-    def of(cls, weights: LSTMWeights, inputs: Tensor, plan: Plan) -> Layer:
+    def of(cls, weights: LSTMWeights, inputs: Tensor, plan: LadderPlan) -> LadderLayer:
         assert weights.input is not None and weights.bias is not None
         (steps, rows, _), hidden = inputs.shape, weights.hidden
         return cls(
@@ -113,20 +113,20 @@ class Layer:
         return partial(kernel.launch, blocks, 0, [*(array.data_ptr() for array in arrays), *self.cell.shape])
 
 
-def looped(plan: Plan, case: BenchCase) -> TimedCall:
+def looped(plan: LadderPlan, case: BenchCase) -> TimedCall:
     """Return a call that runs all layers and returns the hidden vectors of the last layer's last step, (rows, units)."""
     plan = plan.on(case.x.data.device)
-    layers: list[Layer] = []
+    layers: list[LadderLayer] = []
     inputs = pad(case)
     for (weights,) in case.levels:
-        layers.append(Layer.of(weights, inputs, plan))
+        layers.append(LadderLayer.of(weights, inputs, plan))
         inputs = layers[-1].hidden[1:]
     launches = _Launches(len(layers) if plan.wavefront else int(plan.two_streams))
     _add_launches(launches, layers, plan)
     return TimedCall(partial(launches.run, inputs[-1]))
 
 
-def _matrices(weight: Tensor, plan: Plan) -> list[Tensor]:
+def _matrices(weight: Tensor, plan: LadderPlan) -> list[Tensor]:
     """Return the matrices (columns, gates) of a product. weight: (columns, 4 x units)."""
     parts = [weight] if plan.one_product else weight.chunk(4, dim=1)
     return [part.contiguous() if plan.transposed else part.t().contiguous().t() for part in parts]
@@ -191,7 +191,7 @@ def _stream(priority: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(priority=priority)  # type: ignore[no-untyped-call] # torch's own code has no types there
 
 
-def _add_launches(launches: _Launches, layers: Sequence[Layer], plan: Plan) -> None:
+def _add_launches(launches: _Launches, layers: Sequence[LadderLayer], plan: LadderPlan) -> None:
     """Add the launches of a call, by groups of steps of a layer."""
     ended: dict[tuple[int, int], torch.cuda.Event | None] = {}
     for number, group in _order(len(layers), ceil_div(len(layers[0].inputs), plan.combined_steps), plan.wavefront):

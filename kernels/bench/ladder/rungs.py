@@ -13,7 +13,7 @@ from kernels.backend import AUTO
 from kernels.bench.baselines.baseline import TimedCall
 from kernels.bench.baselines.layers import padded
 from kernels.bench.case import BenchCase
-from kernels.bench.ladder.loop import Plan, looped
+from kernels.bench.ladder.loop import LadderPlan, looped
 from kernels.compile import cupy_installed
 
 COMBINED_STEPS = 5
@@ -72,7 +72,7 @@ OPTIMISATIONS: tuple[tuple[str, dict[str, Any], Callable[[torch.device], Reason]
 
 
 def _rungs() -> Iterator[Rung]:
-    plan = Plan()
+    plan = LadderPlan()
     for number, (name, added, skips, published) in enumerate(OPTIMISATIONS, 1):
         plan = replace(plan, **added)
         yield Rung(number, name, partial(looped, plan), skips, published=published)

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from service.engine.batching.model_queue import LEAST_STEPS, ModelQueue, QueuedSequence, S
-from service.engine.batching.request_block import LONGEST, SEQUENCES, STEPS, RequestBlock
+from service.engine.batching.request_block import LONGEST, SEQUENCES, STEPS, QueuedBlock
 from service.engine.batching.request_order import ORDER, BlockRequest, RequestOrder
 from service.engine.execution.cost_model import Cost
 
@@ -60,7 +60,7 @@ class Taken(Generic[S]):
     rows: int = 0
     tokens: int = 0
     longest: int = 0
-    blocks: list[RequestBlock] = field(default_factory=list)
+    blocks: list[QueuedBlock] = field(default_factory=list)
     whole: dict[RequestOrder, list[int]] = field(default_factory=dict)
     divided: dict[RequestOrder, list[int]] = field(default_factory=dict)
     parts: list[ScheduledSteps[S]] = field(default_factory=list)
@@ -108,7 +108,7 @@ def take_first(
     queue: ModelQueue[S],
     limits: SchedulerLimits,
     room: Callable[[], int],
-    unpack: Callable[[RequestBlock], list[S]],
+    unpack: Callable[[QueuedBlock], list[S]],
     max_seconds: float = math.inf,
 ) -> Taken[S] | None:
     """Return the batch that BatchBuilder would take, without an object for each request that runs whole: for long queues.
@@ -213,7 +213,7 @@ class BatchBuilder(Generic[S]):
         in_order: Iterator[BlockRequest | S],
         limits: SchedulerLimits,
         room: Callable[[], int],
-        unpack: Callable[[RequestBlock], list[S]],
+        unpack: Callable[[QueuedBlock], list[S]],
         max_seconds: float = math.inf,
     ) -> None:
         self._queue = queue
@@ -301,7 +301,7 @@ class BatchBuilder(Generic[S]):
         self._taken.longest = max(self._taken.longest, longest)
 
 
-def divide(queue: ModelQueue[S], request: BlockRequest, unpack: Callable[[RequestBlock], list[S]]) -> list[S]:
+def divide(queue: ModelQueue[S], request: BlockRequest, unpack: Callable[[QueuedBlock], list[S]]) -> list[S]:
     """Return the sequences of a request in a block, now in the queue on their own. The caller removes the request from its block."""
     block = request.block.select([request.index])
     sequences = unpack(block)

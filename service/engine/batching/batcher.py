@@ -17,7 +17,7 @@ import numpy as np
 
 from service.engine.batch import Batch, Chunk
 from service.engine.batching.batch_builder import ScheduledSteps, SchedulerLimits
-from service.engine.batching.request_block import RequestBlock
+from service.engine.batching.request_block import QueuedBlock
 from service.engine.batching.scheduler import ScheduledBatch, Scheduler
 from service.engine.batching.session_state import State
 from service.engine.batching.session_table import SessionTable
@@ -73,7 +73,7 @@ class Batcher:
         self._clock = clock
         self._errors = errors
         self._observer: LaunchObserver | None = None
-        self._running: dict[RequestBlock, set[int]] = {}
+        self._running: dict[QueuedBlock, set[int]] = {}
         """The blocks that run, each with the ids of its cancelled requests."""
 
     @property
@@ -135,7 +135,7 @@ class Batcher:
         except Exception as error:
             self._fail(ticket, "requests", error)
 
-    def submit_block(self, block: RequestBlock) -> None:
+    def submit_block(self, block: QueuedBlock) -> None:
         """Queue the requests of a block. Those that cannot be queued are refused at once."""
         owner: BlockOwner = block.owner
         try:
@@ -190,7 +190,7 @@ class Batcher:
         launched = self._engine.accepts_batch and self._launch_next(before_launch)
         finished, ready = self._engine.finished(), self._clock()
         for part, result in finished:
-            if isinstance(part, RequestBlock):
+            if isinstance(part, QueuedBlock):
                 assert isinstance(result, BlockResult)
                 self._finish_block(part, result, ready)
             else:
@@ -228,13 +228,13 @@ class Batcher:
                 f"{request.model} has no states that a request may bring or ask for: leave them out", field="states"
             )
 
-    def _check_block(self, block: RequestBlock) -> None:
+    def _check_block(self, block: QueuedBlock) -> None:
         if not self._engine.serves(block.model):
             raise UnknownModel(f"the engine does not serve {block.model.name} version {block.model.version}", field="model")
         if block.shortest < 1:
             raise InvalidInput("a request needs at least one sequence, and every sequence at least one step", field="inputs")
 
-    def _refuse_late(self, block: RequestBlock, now: float) -> RequestBlock | None:
+    def _refuse_late(self, block: QueuedBlock, now: float) -> QueuedBlock | None:
         """Refuse the requests with a past deadline. Returns the others."""
         late = np.flatnonzero(block.deadlines <= now).tolist()
         message = "the deadline had passed when the request reached the engine: allow more time"
@@ -360,7 +360,7 @@ class Batcher:
             if chunk.owner.read_slot is not None:
                 self._states.launched(chunk.owner)
 
-    def _divide(self, blocks: Sequence[RequestBlock]) -> Iterator[Chunk]:
+    def _divide(self, blocks: Sequence[QueuedBlock]) -> Iterator[Chunk]:
         """Yield the sequences of running blocks as chunks, each with its ticket."""
         for block in blocks:
             cancelled = self._running.pop(block)
@@ -378,7 +378,7 @@ class Batcher:
         self._errors.log("model raised", error, model=model.name, version=model.version)
         return InferenceFailed("the model raised an exception on this request: the log of the service names it")
 
-    def _finish_block(self, block: RequestBlock, result: BlockResult, ready: float) -> None:
+    def _finish_block(self, block: QueuedBlock, result: BlockResult, ready: float) -> None:
         del self._running[block]
         try:
             block.owner.answer(block, result, ready)
@@ -434,7 +434,7 @@ class Batcher:
         self._metrics.refused.add(error.code)
         self._refuse(ticket, error)
 
-    def _refuse_requests(self, block: RequestBlock, error: ServiceError) -> None:
+    def _refuse_requests(self, block: QueuedBlock, error: ServiceError) -> None:
         """Refuse the requests of a block that is not queued, and count them."""
         self._metrics.refused.add(error.code, by=block.requests)
         block.owner.refuse(block.ids, error)
@@ -452,7 +452,7 @@ class Batcher:
                 self.sessions.skip(sequence.session, sequence)
 
 
-def _unpack(block: RequestBlock) -> list[RequestSequence]:
+def _unpack(block: QueuedBlock) -> list[RequestSequence]:
     """Return the sequences of a block with one request, which gets a ticket."""
     owner: BlockOwner = block.owner
     [id] = block.ids

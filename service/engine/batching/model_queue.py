@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from service.engine.batching.due import HEAD_START_SECONDS
-from service.engine.batching.request_block import SEQUENCES, STEPS, RequestBlock
+from service.engine.batching.request_block import SEQUENCES, STEPS, QueuedBlock
 from service.engine.batching.request_order import BlockRequest, RequestOrder
 from service.engine.execution.cost_model import Cost
 from service.errors import Overloaded
@@ -187,7 +187,7 @@ class ModelQueue(Generic[S]):
             insort(sequences, sequence, key=position)
 
     @property
-    def blocks(self) -> list[RequestBlock]:
+    def blocks(self) -> list[QueuedBlock]:
         """Return the blocks in the order of their arrival."""
         if len(self.tenants) == 1:
             [work] = self.tenants.values()
@@ -195,11 +195,11 @@ class ModelQueue(Generic[S]):
         blocks = [block for work in self.tenants.values() for block in work.requests.blocks()]
         return sorted(blocks, key=lambda block: block.order)
 
-    def add_block(self, block: RequestBlock) -> None:
+    def add_block(self, block: QueuedBlock) -> None:
         """Add a block, which the caller has counted."""
         self.tenants[block.share.tenant].requests.add(block)
 
-    def keep_blocks(self, blocks: Sequence[RequestBlock]) -> None:
+    def keep_blocks(self, blocks: Sequence[QueuedBlock]) -> None:
         """Replace all blocks. blocks: in the order of their arrival. The caller has counted the difference."""
         for tenant, work in self.tenants.items():
             work.requests.keep([block for block in blocks if block.share.tenant == tenant])
@@ -234,7 +234,7 @@ class WorkByDue:
     The queue is put in order at the first count, and no more than once for all requests of a block.
     """
 
-    def __init__(self, queue: ModelQueue[Any], tenant: str, block: RequestBlock | None = None) -> None:
+    def __init__(self, queue: ModelQueue[Any], tenant: str, block: QueuedBlock | None = None) -> None:
         """block: the arriving block. `accept` counts its requests as queued."""
         self._queue = queue
         self._tenant = tenant

@@ -36,7 +36,7 @@ class Row(NamedTuple):
     longest: int
 
 
-class RequestBlock:
+class QueuedBlock:
     """Whole requests without a state, with the totals that the scheduler needs.
 
     steps: of all sequences together; shortest, longest: steps of one sequence; deadline: the earliest.
@@ -153,13 +153,13 @@ class RequestBlock:
         sequences = self._first_sequences[requests]
         return sequences, self._first_steps[sequences]
 
-    def select(self, indices: Sequence[int]) -> RequestBlock:
+    def select(self, indices: Sequence[int]) -> QueuedBlock:
         """Return a block of some of the requests. indices: ascending, at least one."""
         if len(indices) == self.requests:
             return self
         columns = self._columns_of(indices)
         lengths = np.frombuffer(columns.lengths, COUNT).tolist()
-        block = RequestBlock(
+        block = QueuedBlock(
             self.model,
             columns,
             steps=sum(lengths),
@@ -177,7 +177,7 @@ class RequestBlock:
         block._orders, block.lengths = self.orders[indices], lengths
         return block
 
-    def without(self, indices: Collection[int]) -> RequestBlock | None:
+    def without(self, indices: Collection[int]) -> QueuedBlock | None:
         """Return a block of the other requests, None if there are none."""
         if not indices:
             return self
@@ -215,7 +215,7 @@ def _parts(column: Buffer, runs: Sequence[tuple[int, int]], count: int) -> bytes
     return b"".join([view[size * first : size * end] for first, end in runs])
 
 
-def request_sizes(blocks: Sequence[RequestBlock]) -> NDArray[np.int64]:
+def request_sizes(blocks: Sequence[QueuedBlock]) -> NDArray[np.int64]:
     """Return the sizes of the requests of some blocks, (requests, SIZES)."""
     counts = np.frombuffer(b"".join([block.columns.counts for block in blocks]), COUNT)
     lengths = np.frombuffer(b"".join([block.columns.lengths for block in blocks]), COUNT)

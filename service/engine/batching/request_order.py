@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from service.engine.batching.request_block import SEQUENCES, SIZES, STEPS, RequestBlock, Row, request_sizes
+from service.engine.batching.request_block import SEQUENCES, SIZES, STEPS, QueuedBlock, Row, request_sizes
 from service.ipc.messages import Share
 
 REQUESTS_AT_ONCE = 128
@@ -29,7 +29,7 @@ class BlockRequest:
 
     queue: RequestOrder
     place: int
-    block: RequestBlock
+    block: QueuedBlock
     index: int
 
     @property
@@ -59,11 +59,11 @@ class RequestOrder:
         self._clear()
 
     def _clear(self) -> None:
-        self._blocks: dict[int, RequestBlock] = {}
+        self._blocks: dict[int, QueuedBlock] = {}
         """The blocks with requests in the table, by number, in the order of their arrival."""
         self._left: dict[int, int] = {}
         """How many requests of each of them the table has."""
-        self._arrived: list[RequestBlock] = []
+        self._arrived: list[QueuedBlock] = []
         """Blocks with requests that are not in the table yet."""
         self._number = 0
         self._due, self._table = NO_TABLE
@@ -75,16 +75,16 @@ class RequestOrder:
         """Whether several batches may share the steps of a sequence, which holds for all requests of a model."""
         return next(chain(self._blocks.values(), self._arrived)).divisible
 
-    def add(self, block: RequestBlock) -> None:
+    def add(self, block: QueuedBlock) -> None:
         """Add a block that has arrived after the others."""
         self._arrived.append(block)
 
-    def keep(self, blocks: Sequence[RequestBlock]) -> None:
+    def keep(self, blocks: Sequence[QueuedBlock]) -> None:
         """Replace all blocks. blocks: in the order of their arrival."""
         self._clear()
         self._arrived.extend(blocks)
 
-    def blocks(self) -> list[RequestBlock]:
+    def blocks(self) -> list[QueuedBlock]:
         """Return the blocks without the requests that batches have taken, in the order of their arrival."""
         if self._cut:
             numbers, places = self._table[:, NUMBER], self._table[:, INDEX]
@@ -117,7 +117,7 @@ class RequestOrder:
             for place, (number, index) in enumerate(part, begin):
                 yield BlockRequest(self, place, blocks[number], index)
 
-    def take(self, whole: Sequence[int], divided: Sequence[int] = ()) -> list[RequestBlock]:
+    def take(self, whole: Sequence[int], divided: Sequence[int] = ()) -> list[QueuedBlock]:
         """Remove the requests at these places, and return the requests of `whole` in blocks."""
         self._join()
         chosen = self._by_block(whole)
@@ -146,7 +146,7 @@ class RequestOrder:
                 chosen.setdefault(number, []).append(index)
         return chosen
 
-    def _selected(self, chosen: dict[int, list[int]]) -> list[RequestBlock]:
+    def _selected(self, chosen: dict[int, list[int]]) -> list[QueuedBlock]:
         return [self._blocks[number].select(sorted(indices)) for number, indices in chosen.items()]
 
     def _join(self) -> None:
@@ -166,7 +166,7 @@ class RequestOrder:
         self._table = np.concatenate([self._table, _table(arrived, numbers)]).take(in_order, axis=0)
 
 
-def _table(blocks: Sequence[RequestBlock], numbers: Sequence[int]) -> NDArray[np.int64]:
+def _table(blocks: Sequence[QueuedBlock], numbers: Sequence[int]) -> NDArray[np.int64]:
     """Return the rows of the requests of some blocks."""
     if all(block.requests == 1 for block in blocks):  # cheaper than the columns of few requests
         pairs = zip(blocks, numbers, strict=True)

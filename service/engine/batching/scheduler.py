@@ -46,7 +46,7 @@ from service.engine.batching.due import STRETCH, allowance
 from service.engine.batching.fair_shares import TENANT_SHARE, FairShares
 from service.engine.batching.memory_limits import MemoryLimits
 from service.engine.batching.model_queue import LEAST_STEPS, ModelQueue, Rejection, S, WorkByDue
-from service.engine.batching.request_block import SEQUENCES, STEPS, RequestBlock
+from service.engine.batching.request_block import SEQUENCES, STEPS, QueuedBlock
 from service.engine.execution.cost_model import Cost
 from service.errors import DeadlineExceeded, Overloaded, ServiceError
 from service.ipc.messages import ModelKey, Share
@@ -63,7 +63,7 @@ class ScheduledBatch(NamedTuple, Generic[S]):
     """What runs in a batch: whole blocks, and steps of sequences."""
 
     model: ModelKey
-    blocks: list[RequestBlock]
+    blocks: list[QueuedBlock]
     parts: list[ScheduledSteps[S]]
 
 
@@ -77,7 +77,7 @@ class RefusedRequests(NamedTuple):
 class RemovedRequests(NamedTuple, Generic[S]):
     """What was removed from the queue."""
 
-    blocks: list[RequestBlock]
+    blocks: list[QueuedBlock]
     sequences: list[S]
 
 
@@ -94,7 +94,7 @@ class _Arriving:
     requests: int = 1
 
 
-def _by_reason(block: RequestBlock, refused: Sequence[tuple[Sequence[int], ServiceError]]) -> list[RefusedRequests]:
+def _by_reason(block: QueuedBlock, refused: Sequence[tuple[Sequence[int], ServiceError]]) -> list[RefusedRequests]:
     """Return the ids of the refused requests, together if they have the same error. refused: indices of requests, and their error."""
     reasons: dict[tuple[str, str], RefusedRequests] = {}
     for indices, error in refused:
@@ -108,7 +108,7 @@ def _unlimited_room(model: ModelKey) -> int:
     return UNLIMITED
 
 
-def _without_blocks(block: RequestBlock) -> list[S]:
+def _without_blocks(block: QueuedBlock) -> list[S]:
     raise AssertionError("this scheduler has no blocks")
 
 
@@ -125,7 +125,7 @@ class Scheduler(Generic[S]):
         limits: SchedulerLimits,
         cost: Callable[[ModelKey], Cost],
         room: Callable[[ModelKey], int] = _unlimited_room,
-        unpack: Callable[[RequestBlock], list[S]] = _without_blocks,
+        unpack: Callable[[QueuedBlock], list[S]] = _without_blocks,
     ) -> None:
         self._limits = limits
         self.memory = MemoryLimits(limits)
@@ -166,7 +166,7 @@ class Scheduler(Generic[S]):
         self._arrivals += 1
         self._count(model, queue, request)
 
-    def add_block(self, block: RequestBlock, *, now: float, busy: float = 0.0) -> list[RefusedRequests]:
+    def add_block(self, block: QueuedBlock, *, now: float, busy: float = 0.0) -> list[RefusedRequests]:
         """Queue the requests of a block, as `add` would queue them in turn. Returns the refused requests."""
         model = block.model
         queue = self._queue(model)
@@ -208,12 +208,12 @@ class Scheduler(Generic[S]):
     def drop_request(self, owner: object, id: int) -> bool:
         """Remove one request of an owner's blocks. Returns false if no queued block has it."""
 
-        def is_it(block: RequestBlock) -> Collection[int]:
+        def is_it(block: QueuedBlock) -> Collection[int]:
             return [block.ids.index(id)] if block.owner is owner and id in block.ids else ()
 
         return bool(self._remove(lambda _: False, is_it).blocks)
 
-    def drop_owner(self, owner: object) -> list[RequestBlock]:
+    def drop_owner(self, owner: object) -> list[QueuedBlock]:
         """Remove and return the blocks of an owner."""
         return self._remove(lambda _: False, lambda block: range(block.requests) if block.owner is owner else ()).blocks
 
@@ -273,7 +273,7 @@ class Scheduler(Generic[S]):
         queue.count_work(tenant, request.count, request.steps)
 
     def _accept(
-        self, block: RequestBlock, queue: ModelQueue[S], now: float, busy: float
+        self, block: QueuedBlock, queue: ModelQueue[S], now: float, busy: float
     ) -> list[tuple[Sequence[int], ServiceError]]:
         """Accept requests of a block and count them as queued. Returns the indices of the others, with their errors."""
         tenant = block.share.tenant
@@ -311,7 +311,7 @@ class Scheduler(Generic[S]):
         return refused
 
     def _accept_one(
-        self, block: RequestBlock, index: int, queue: ModelQueue[S], now: float, busy: float, work: WorkByDue
+        self, block: QueuedBlock, index: int, queue: ModelQueue[S], now: float, busy: float, work: WorkByDue
     ) -> ServiceError | None:
         """Accept one request of a block and count it as queued, or return the error."""
         count, steps, longest, deadline = block.sequences, block.steps, block.longest, block.deadline
@@ -324,7 +324,7 @@ class Scheduler(Generic[S]):
             self._count(block.model, queue, request)
         return error
 
-    def _accept_first(self, block: RequestBlock, queue: ModelQueue[S], now: float, busy: float) -> int:
+    def _accept_first(self, block: QueuedBlock, queue: ModelQueue[S], now: float, busy: float) -> int:
         """Accept the first requests that have room and surely keep their deadlines: see `_surely_in_time`. Returns their number."""
         places, rejection = self._free_places(block.share, block.requests), queue.rejection_of(block.share.tenant)
         if block.sequences == block.requests and rejection is None:
@@ -341,7 +341,7 @@ class Scheduler(Generic[S]):
         self._count_first(block, queue, end)
         return end
 
-    def _count_first(self, block: RequestBlock, queue: ModelQueue[S], requests: int) -> None:
+    def _count_first(self, block: QueuedBlock, queue: ModelQueue[S], requests: int) -> None:
         """Count the first requests of a block as queued."""
         if requests:
             count, steps = block.work_of_first(requests)
@@ -349,7 +349,7 @@ class Scheduler(Generic[S]):
             first = _Arriving(block.share, count, steps, longest, deadline, block.head_start, requests)
             self._count(block.model, queue, first)
 
-    def _refusal_of_all(self, block: RequestBlock, queue: ModelQueue[S], now: float) -> ServiceError | None:
+    def _refusal_of_all(self, block: QueuedBlock, queue: ModelQueue[S], now: float) -> ServiceError | None:
         """Return the error that all requests of a block share, or None if each needs a check. A rejection precedes the full queue."""
         rejection = queue.rejection_of(block.share.tenant)
         if rejection is None:
@@ -359,7 +359,7 @@ class Scheduler(Generic[S]):
         return rejection.error() if rejection.covers(block.shortest, latest - now, block.head_start) else None
 
     def _refused_by_full_queue(
-        self, block: RequestBlock, indices: NDArray[np.int64]
+        self, block: QueuedBlock, indices: NDArray[np.int64]
     ) -> Iterator[tuple[Sequence[int], ServiceError]]:
         """Yield the indices of these requests, with their error, by the number of their sequences."""
         if block.sequences == block.requests:
@@ -387,7 +387,7 @@ class Scheduler(Generic[S]):
             taken = BatchBuilder(queue, in_order, limits, room, self._unpack, max_seconds).take()
         return taken
 
-    def _advance(self, model: ModelKey, queue: ModelQueue[S], taken: Taken[S]) -> list[RequestBlock]:
+    def _advance(self, model: ModelKey, queue: ModelQueue[S], taken: Taken[S]) -> list[QueuedBlock]:
         """Remove everything without steps left from the queue, and update the counts. Returns the blocks of the batch."""
         if taken.blocks:
             self.waiting -= taken.rows
@@ -425,7 +425,7 @@ class Scheduler(Generic[S]):
             del self._queues[model]
         return blocks
 
-    def _remove(self, matches: Callable[[S], bool], matching: Callable[[RequestBlock], Collection[int]]) -> RemovedRequests[S]:
+    def _remove(self, matches: Callable[[S], bool], matching: Callable[[QueuedBlock], Collection[int]]) -> RemovedRequests[S]:
         """Remove and return the matching sequences of all queues, and the matching requests of blocks. matching: returns their indices."""
         removed: RemovedRequests[S] = RemovedRequests([], [])
         for model, queue in list(self._queues.items()):
@@ -505,7 +505,7 @@ class Scheduler(Generic[S]):
         return self._sure_seconds(queue, request, request.count, request.steps, busy) <= time_left
 
     def _sure_seconds(
-        self, queue: ModelQueue[S], arriving: _Arriving | RequestBlock, count: FloatOrArray, steps: FloatOrArray, busy: float
+        self, queue: ModelQueue[S], arriving: _Arriving | QueuedBlock, count: FloatOrArray, steps: FloatOrArray, busy: float
     ) -> FloatOrArray:
         """Return an upper bound of what `_refusal` needs for sequences of a request or of a block, at little cost.
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from service.errors import InvalidRequest, SessionConflict
 from service.ipc.messages import ModelKey
-from service.ipc.session_file import ALIGNMENT, ID_DTYPES, METADATA, Origin, StoredTensor, metadata_of
+from service.ipc.session_file import ALIGNMENT, ID_DTYPES, METADATA, StateOrigin, StoredTensor, metadata_of
 from service.modeling.spec import WEIGHTS, ModelSpec
 
 State = Mapping[str, Tensor]
@@ -19,12 +19,12 @@ DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-def origin_of(spec: ModelSpec, key: ModelKey, steps: int) -> Origin:
+def origin_of(spec: ModelSpec, key: ModelKey, steps: int) -> StateOrigin:
     """Return the origin of a state that `steps` steps of a model version led to."""
-    return Origin(key.name, key.version, spec.sha256.get(WEIGHTS, ""), steps)
+    return StateOrigin(key.name, key.version, spec.sha256.get(WEIGHTS, ""), steps)
 
 
-def pack(state: State, origin: Origin) -> bytes:
+def pack(state: State, origin: StateOrigin) -> bytes:
     """Return a state as a safetensors file with its origin in the metadata.
 
     The library takes several times as long for small tensors, and all sessions of a replica are packed at its end.
@@ -43,7 +43,7 @@ def pack(state: State, origin: Origin) -> bytes:
     return b"".join((len(text).to_bytes(ALIGNMENT, "little"), text, *parts))
 
 
-def check_origin(origin: Origin, expected: Origin) -> None:
+def check_origin(origin: StateOrigin, expected: StateOrigin) -> None:
     """Raise SessionConflict if a state is from another model version, or from other weights."""
     if (origin.model, origin.version, origin.weights) != (expected.model, expected.version, expected.weights):
         raise SessionConflict(

@@ -17,7 +17,7 @@ from service.engine.batching.ticket import RequestSequence, Session, Ticket
 from service.engine.execution.device_engine import DeviceEngine
 from service.errors import InvalidInput, Overloaded, ServiceError, SessionConflict, SessionLost
 from service.ipc.messages import ModelKey, Request, session_id
-from service.ipc.session_file import Origin, SessionFile, StoredTensor
+from service.ipc.session_file import SessionFile, StateOrigin, StoredTensor
 from service.metrics import Metrics
 
 
@@ -72,7 +72,7 @@ class Sessions:
     def import_state(
         self,
         id: str,
-        origin: Origin,
+        origin: StateOrigin,
         tensors: Mapping[str, StoredTensor],
         data: bytes | memoryview,
         limit: int = 0,
@@ -271,7 +271,7 @@ class Sessions:
                 assert self.stored is not None
                 self.stored.adopt(session, chunk.turn)
 
-    def _origin(self, key: ModelKey, steps: int) -> Origin:
+    def _origin(self, key: ModelKey, steps: int) -> StateOrigin:
         return session_state.origin_of(self._engine.spec(key), key, steps)
 
 

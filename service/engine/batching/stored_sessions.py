@@ -14,7 +14,7 @@ from itertools import islice
 from typing import Any, Protocol
 
 from service.engine.batching.session_table import TAKEN_OVER, UNREPORTED_ENDS, SessionTable
-from service.engine.batching.ticket import Session, Turn
+from service.engine.batching.ticket import Ownership, Session
 from service.errors import Overloaded, ServiceError, SessionUnreachable, TooManySessions
 from service.ipc import messages, session_file
 from service.ipc.messages import RESERVED_SESSION_PREFIX, Message, TakeOutcome, session_id
@@ -86,7 +86,7 @@ class StoredSessions:
         """The open sessions that this engine lets go of. Their chunks wait."""
         self._proceeding = ""
         """The session whose work proceeds now."""
-        self._granted: Turn | None = None
+        self._granted: Ownership | None = None
         """The turn that this work may use, once."""
         self._send: SendToStore | None = None
         self._handlers: dict[type[Message], Callable[[Any, bytes | memoryview], None]] = {
@@ -160,14 +160,14 @@ class StoredSessions:
         """Return the oldest work that still waits for a session."""
         return next((waiting for waiting in self._waiting.get(name, ()) if not waiting.ended()), None)
 
-    def next_turn(self) -> Turn:
+    def next_turn(self) -> Ownership:
         """Return the turn of a session that begins: the granted turn, or a turn that the store does not know."""
         turn, self._granted = self._granted, None
-        return turn or Turn(_new_turn(), now_ms(), anew=True)
+        return turn or Ownership(_new_turn(), now_ms(), anew=True)
 
     def _proceed(self, name: str, claim: messages.TakeSession | None = None) -> None:
         """Do the work that waits for a session, in its order, until one must be granted a turn first. claim: what the store has granted."""
-        granted = None if claim is None else Turn(claim.turn, claim.begun)
+        granted = None if claim is None else Ownership(claim.turn, claim.begun)
         for waiting in self._take_waiting(name):
             begins = waiting.anew or (waiting.begins and self._table.find(name) is None)
             if name in self._waiting or (begins and granted is None):
@@ -177,7 +177,7 @@ class StoredSessions:
         if claim is not None and granted is not None:
             self._return(name, granted, lost=bool(claim.replaces))
 
-    def _do(self, name: str, waiting: Waiting, granted: Turn | None) -> Turn | None:
+    def _do(self, name: str, waiting: Waiting, granted: Ownership | None) -> Ownership | None:
         """Do work that no longer waits for its session. Returns the turn if the work did not use it."""
         self._proceeding, self._granted = name, granted
         try:
@@ -186,7 +186,7 @@ class StoredSessions:
         finally:
             self._proceeding, self._granted = "", None
 
-    def _return(self, name: str, granted: Turn, *, lost: bool) -> None:
+    def _return(self, name: str, granted: Ownership, *, lost: bool) -> None:
         """Use a turn that no work has used: for the session if it is open, and otherwise give it back. lost: with the session before it."""
         session = self._table.find(name)
         if session is not None:
@@ -196,7 +196,7 @@ class StoredSessions:
         else:
             self._tell(messages.ReleaseSession(name, granted.number))
 
-    def adopt(self, session: Session, turn: Turn) -> None:
+    def adopt(self, session: Session, turn: Ownership) -> None:
         """Continue a session in a turn in which the store has no state of it yet."""
         session.turn, session.unsaved = turn, self._checkpoint_chunks
         if session.steps and not session.chunks:
@@ -374,7 +374,7 @@ class StoredSessions:
         except ServiceError as error:
             self._begin_anew(name, claim.turn, give_back, error)
         else:
-            session.turn, session.uncertain = Turn(claim.turn, message.begun), not message.exact
+            session.turn, session.uncertain = Ownership(claim.turn, message.begun), not message.exact
             self._proceed(name)
 
     def _begin_anew(self, name: str, turn: int, give_back: messages.ReleaseSession, error: ServiceError) -> None:
@@ -437,7 +437,7 @@ def _new_turn() -> int:
     return secrets.randbits(62) + 1
 
 
-def _turn(session: Session) -> Turn:
+def _turn(session: Session) -> Ownership:
     assert session.turn is not None, "with a session store, every chunk gives its session a turn"
     return session.turn
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from service.engine.batching.model_queue import QueuedSequence
-from service.engine.batching.request_block import RequestBlock
+from service.engine.batching.request_block import QueuedBlock
 from service.engine.batching.session_state import State
 from service.engine.batching.state_slots import StateSlot
 from service.engine.execution.in_flight import BlockResult, ChunkResult
@@ -19,7 +19,7 @@ from service.ipc.messages import MAX_RUNS, Answer, BatchRun, ModelKey, Request
 class BlockOwner(Protocol):
     """The frontend of a block: receives the replies to its requests."""
 
-    def answer(self, block: RequestBlock, result: BlockResult, ready: float) -> None:
+    def answer(self, block: QueuedBlock, result: BlockResult, ready: float) -> None:
         """Answer all requests of a block. ready: when the result was."""
 
     def refuse(self, ids: Sequence[int], error: ServiceError) -> None:
@@ -44,7 +44,7 @@ class StateLocation:
     on_host: State | None = None
 
 
-class Turn(NamedTuple):
+class Ownership(NamedTuple):
     """The ownership of a session in the session store.
 
     number: no other ownership has it. begun: when the session began, in milliseconds of Unix time. anew: the store has no record of it yet.
@@ -76,7 +76,7 @@ class Session:
     idle_since: float = 0.0
     chunks: deque[RequestSequence] = field(default_factory=deque)
     earlier_end: str | None = None
-    turn: Turn | None = None
+    turn: Ownership | None = None
     uncertain: bool = False
     unsaved: int = 0
 
@@ -147,7 +147,7 @@ class RequestSequence(QueuedSequence):
         self.step_bytes = step_bytes
         self.session = session
         self.restarts = session is not None and request.session_starts is True
-        self.turn: Turn | None = None
+        self.turn: Ownership | None = None
         self.slot: StateSlot | None = None
         self.read_slot: StateSlot | None = None
         self.launched = 0

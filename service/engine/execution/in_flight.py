@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from service.engine.batch import Batch, Chunk
-from service.engine.batching.request_block import RequestBlock
+from service.engine.batching.request_block import QueuedBlock
 from service.engine.batching.state_slots import DISCARD_SLOT
 from service.engine.execution.device import OutputCollector
 from service.ipc.blocks import COUNT
@@ -55,7 +55,7 @@ class BlockResult(NamedTuple):
     runs: Sequence[BatchRun] = ()
 
 
-FinishedPart = tuple[Chunk, ChunkResult] | tuple[RequestBlock, BlockResult]
+FinishedPart = tuple[Chunk, ChunkResult] | tuple[QueuedBlock, BlockResult]
 
 
 @dataclass(frozen=True, slots=True)

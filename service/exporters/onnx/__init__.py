@@ -11,7 +11,7 @@ from typing import Any
 
 from service.exporters.model import Export, Model
 from service.exporters.onnx import heads
-from service.exporters.onnx.graph import INPUT, Graph
+from service.exporters.onnx.graph import INPUT, ExportedGraph
 from service.exporters.onnx.heads import Encoded
 from service.exporters.onnx.layers import LAYERS, takes_batches
 from service.exporters.onnx.recurrent import recurrent
@@ -25,7 +25,7 @@ ONE_SEQUENCE = "the graph takes one sequence, (1, steps, ...): a layer has anoth
 def export(model: Model) -> Export:
     """Return the graph of a model; raises ExportRefused."""
     has_batch = all(takes_batches(layer) for layer in model.spec.layers)
-    graph = Graph(model.spec.input.features, has_batch=has_batch)
+    graph = ExportedGraph(model.spec.input.features, has_batch=has_batch)
     x = INPUT
     for layer, part in model.layers():
         graph.start(part.place)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from service.exporters.onnx.graph import Graph
+from service.exporters.onnx.graph import ExportedGraph
 from service.modeling.spec.activations import PARAMETERS, Activation
 
 OPERATORS = {
@@ -28,7 +28,7 @@ IN_RECURRENT = {
 """Activations that LSTM, GRU and RNN know."""
 
 
-def activated(graph: Graph, activation: Activation, x: str) -> str:
+def activated(graph: ExportedGraph, activation: Activation, x: str) -> str:
     """Add an activation of every number."""
     kind, named = activation.kind, parameters(activation)
     if kind == "none":

@@ -19,7 +19,7 @@ MODEL_BYTES = (1 << 31) - 1
 INPUT, LENGTHS = "input", "lengths"
 
 
-class Graph:
+class ExportedGraph:
     """Nodes and weights. Its input is (batch, steps, features), or (batch, steps) token ids.
 
     has_batch: whether it takes batches; a graph takes one sequence otherwise.

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 from onnx import TensorProto
 
-from service.exporters.model import Part
+from service.exporters.model import ExportedPart
 from service.exporters.onnx.activations import activated
-from service.exporters.onnx.graph import Graph
+from service.exporters.onnx.graph import ExportedGraph
 from service.exporters.onnx.layers import product
 from service.modeling.spec.heads import ClassifyHead, EmbedHead, Head, NextHead, PoolingHead, RegressHead, SpanHead, TagHead
 
@@ -39,7 +39,7 @@ class Encoded:
     has_steps: bool
 
 
-def answer(graph: Graph, head: Head, part: Part, x: Encoded) -> str:
+def answer(graph: ExportedGraph, head: Head, part: ExportedPart, x: Encoded) -> str:
     """Add a head, and return its answer."""
     graph.start("head")
     if isinstance(head, TagHead):
@@ -51,7 +51,7 @@ def answer(graph: Graph, head: Head, part: Part, x: Encoded) -> str:
     return _pooled_answer(graph, head, part, x) if isinstance(head, PoolingHead) else x.steps
 
 
-def _pooled_answer(graph: Graph, head: PoolingHead, part: Part, x: Encoded) -> str:
+def _pooled_answer(graph: ExportedGraph, head: PoolingHead, part: ExportedPart, x: Encoded) -> str:
     vector = x.steps
     if x.has_steps:
         pooled = [_pooled(graph, pool, part, x) for pool in head.pool]
@@ -68,12 +68,12 @@ def _pooled_answer(graph: Graph, head: PoolingHead, part: Part, x: Encoded) -> s
     return graph.add("Sigmoid", logits) if head.multi_label else graph.add("Softmax", logits, axis=-1)
 
 
-def _linear(graph: Graph, part: Part, x: str, prefix: str = "") -> str:
+def _linear(graph: ExportedGraph, part: ExportedPart, x: str, prefix: str = "") -> str:
     weights = (graph.weight(f"{prefix}{name}", part.numpy(f"{prefix}{name}")) for name in ("weight", "bias"))
     return graph.add("Gemm", x, *weights)
 
 
-def _pooled(graph: Graph, pool: str, part: Part, x: Encoded) -> str:
+def _pooled(graph: ExportedGraph, pool: str, part: ExportedPart, x: Encoded) -> str:
     if pool == "max":
         return graph.add("ReduceMax", graph.replace_padding(x.steps, LOWEST), graph.integers(STEPS), keepdims=0)
     if pool in ("mean", "sum"):
@@ -85,7 +85,7 @@ def _pooled(graph: Graph, pool: str, part: Part, x: Encoded) -> str:
     return x.final() if pool == "last" and x.final is not None else _last_step(graph, x.steps, part.inputs)
 
 
-def _or_zero(graph: Graph, vector: str) -> str:
+def _or_zero(graph: ExportedGraph, vector: str) -> str:
     """Return zeros for the sequences of a batch that have no steps. What layers and pools compute of padding alone means nothing."""
     if not graph.has_batch:
         return vector
@@ -93,7 +93,7 @@ def _or_zero(graph: Graph, vector: str) -> str:
     return graph.add("Where", has_steps, vector, graph.number(0.0))
 
 
-def _last_step(graph: Graph, x: str, width: int) -> str:
+def _last_step(graph: ExportedGraph, x: str, width: int) -> str:
     """Return the last step of each sequence, (batch, width)."""
     if not graph.has_batch:
         return graph.add("Gather", x, graph.number(-1, np.int64), axis=STEPS)
@@ -102,18 +102,18 @@ def _last_step(graph: Graph, x: str, width: int) -> str:
     return graph.add("Squeeze", graph.add("GatherElements", x, indexes, axis=STEPS), graph.integers(STEPS))
 
 
-def _attention(graph: Graph, part: Part, x: str) -> str:
+def _attention(graph: ExportedGraph, part: ExportedPart, x: str) -> str:
     keys = graph.add("Tanh", product(graph, part, x, "attention.")) if "attention.weight" in part.arrays else x
     scores = graph.add("MatMul", keys, graph.weight("attention.query", part.numpy("attention.query")[:, None]))
     weights = graph.add("Softmax", graph.replace_padding(scores, LOWEST), axis=STEPS)
     return _sum(graph, graph.add("Mul", x, weights))
 
 
-def _sum(graph: Graph, x: str) -> str:
+def _sum(graph: ExportedGraph, x: str) -> str:
     return graph.add("ReduceSum", x, graph.integers(STEPS), keepdims=0)
 
 
-def _mean(graph: Graph, x: str) -> str:
+def _mean(graph: ExportedGraph, x: str) -> str:
     if not graph.has_batch:
         return graph.add("ReduceMean", x, graph.integers(STEPS), keepdims=0)
     count = graph.add("Unsqueeze", graph.add("Cast", graph.lengths, to=TensorProto.FLOAT), graph.integers(1))

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from service.exporters.model import Part
+from service.exporters.model import ExportedPart
 from service.exporters.onnx.activations import activated
-from service.exporters.onnx.graph import Graph
+from service.exporters.onnx.graph import ExportedGraph
 from service.importers.draft import Array
 from service.modeling.spec.activations import RELU, Activation
 from service.modeling.spec.layers import (
@@ -37,34 +37,34 @@ def takes_batches(layer: Layer) -> bool:
     return not isinstance(layer, PoolLayer)
 
 
-def embedding(graph: Graph, layer: EmbeddingLayer, part: Part, x: str) -> str:
+def embedding(graph: ExportedGraph, layer: EmbeddingLayer, part: ExportedPart, x: str) -> str:
     return graph.add("Gather", graph.weight("weight", part.numpy("weight")), x, axis=0)
 
 
-def dense(graph: Graph, layer: DenseLayer, part: Part, x: str) -> str:
+def dense(graph: ExportedGraph, layer: DenseLayer, part: ExportedPart, x: str) -> str:
     return activated(graph, layer.activation, product(graph, part, x))
 
 
-def product(graph: Graph, part: Part, x: str, prefix: str = "") -> str:
+def product(graph: ExportedGraph, part: ExportedPart, x: str, prefix: str = "") -> str:
     """Add a product with weights and a bias at every step."""
     weight, bias = (graph.weight(f"{prefix}{name}", part.numpy(f"{prefix}{name}")) for name in ("weight", "bias"))
     return graph.add("Add", graph.add("MatMul", x, weight), bias)
 
 
-def activation(graph: Graph, layer: ActivationLayer, part: Part, x: str) -> str:
+def activation(graph: ExportedGraph, layer: ActivationLayer, part: ExportedPart, x: str) -> str:
     return activated(graph, layer.activation, x)
 
 
-def layer_norm(graph: Graph, layer: LayerNormLayer, part: Part, x: str) -> str:
+def layer_norm(graph: ExportedGraph, layer: LayerNormLayer, part: ExportedPart, x: str) -> str:
     gain, offset = part.numpy("norm")
     return graph.add("LayerNormalization", x, graph.weight("gain", gain), graph.weight("offset", offset), epsilon=layer.epsilon)
 
 
-def batch_norm(graph: Graph, layer: BatchNormLayer, part: Part, x: str) -> str:
+def batch_norm(graph: ExportedGraph, layer: BatchNormLayer, part: ExportedPart, x: str) -> str:
     return _transposed(graph, _normalized(graph, part, _transposed(graph, x), layer.epsilon))
 
 
-def conv(graph: Graph, layer: ConvLayer, part: Part, x: str) -> str:
+def conv(graph: ExportedGraph, layer: ConvLayer, part: ExportedPart, x: str) -> str:
     x = graph.replace_padding(x, 0.0) if graph.has_batch and layer.padding_steps[1] else x
     y = _convolved(graph, part, "", _transposed(graph, x), group=layer.groups, **_window(layer, part))
     y = _normalized(graph, part, y, layer.epsilon) if layer.batch_norm else y
@@ -76,14 +76,14 @@ def conv(graph: Graph, layer: ConvLayer, part: Part, x: str) -> str:
     return _transposed(graph, graph.add("Mul", value, gate))
 
 
-def pool(graph: Graph, layer: PoolLayer, part: Part, x: str) -> str:
+def pool(graph: ExportedGraph, layer: PoolLayer, part: ExportedPart, x: str) -> str:
     """ONNX pads a maximum with nothing, as a model does."""
     counts = {"count_include_pad": int(layer.count_padding)} if layer.reduce == "mean" else {}
     operator = "MaxPool" if layer.reduce == "max" else "AveragePool"
     return _transposed(graph, graph.add(operator, _transposed(graph, x), **_window(layer, part), **counts))
 
 
-def tcn(graph: Graph, layer: TCNLayer, part: Part, x: str) -> str:
+def tcn(graph: ExportedGraph, layer: TCNLayer, part: ExportedPart, x: str) -> str:
     x = _transposed(graph, x)
     for level in range(layer.levels):
         graph.start(f"{part.place}.{level}")
@@ -98,7 +98,7 @@ def tcn(graph: Graph, layer: TCNLayer, part: Part, x: str) -> str:
     return _transposed(graph, x)
 
 
-def text_cnn(graph: Graph, layer: TextCNNLayer, part: Part, x: str) -> str:
+def text_cnn(graph: ExportedGraph, layer: TextCNNLayer, part: ExportedPart, x: str) -> str:
     """Return one vector for each sequence."""
     x = _transposed(graph, graph.replace_padding(x, 0.0))
     pooled = []
@@ -109,7 +109,7 @@ def text_cnn(graph: Graph, layer: TextCNNLayer, part: Part, x: str) -> str:
     return graph.add("Concat", *pooled, axis=1)
 
 
-def _filters(part: Part, prefix: str) -> Array:
+def _filters(part: ExportedPart, prefix: str) -> Array:
     """Return (maps, inputs, width), computed from direction and magnitude if the convolution has a weight norm."""
     if f"{prefix}filters" in part.arrays:
         return part.numpy(f"{prefix}filters").transpose(2, 1, 0)
@@ -119,18 +119,18 @@ def _filters(part: Part, prefix: str) -> Array:
     return whole.astype(np.float32).transpose(2, 1, 0)
 
 
-def _convolved(graph: Graph, part: Part, prefix: str, x: str, **attributes: Any) -> str:
+def _convolved(graph: ExportedGraph, part: ExportedPart, prefix: str, x: str, **attributes: Any) -> str:
     name = prefix.replace(".", "_")
     filters, bias = _filters(part, prefix), part.numpy(f"{prefix}bias")
     return graph.add("Conv", x, graph.weight(f"{name}filters", filters), graph.weight(f"{name}bias", bias), **attributes)
 
 
-def _normalized(graph: Graph, part: Part, x: str, epsilon: float) -> str:
+def _normalized(graph: ExportedGraph, part: ExportedPart, x: str, epsilon: float) -> str:
     rows = zip(("gain", "offset", "mean", "variance"), part.numpy("norm"), strict=True)
     return graph.add("BatchNormalization", x, *(graph.weight(name, row) for name, row in rows), epsilon=epsilon)
 
 
-def _window(layer: WindowLayer, part: Part) -> dict[str, Any]:
+def _window(layer: WindowLayer, part: ExportedPart) -> dict[str, Any]:
     """Return the attributes of a window."""
     sizes: dict[str, Any] = {"kernel_shape": [layer.width], "strides": [layer.stride], "dilations": [layer.dilation]}
     if not layer.pads_by_length:
@@ -143,12 +143,12 @@ def _window(layer: WindowLayer, part: Part) -> dict[str, Any]:
     return {**sizes, "auto_pad": "SAME_UPPER" if layer.padding == "same_upper" else "SAME_LOWER"}
 
 
-def _transposed(graph: Graph, x: str) -> str:
+def _transposed(graph: ExportedGraph, x: str) -> str:
     """Exchange the axes of steps and width."""
     return graph.add("Transpose", x, perm=CHANNELS_FIRST)
 
 
-LAYERS: dict[str, Callable[[Graph, Any, Part, str], str]] = {
+LAYERS: dict[str, Callable[[ExportedGraph, Any, ExportedPart, str], str]] = {
     "embedding": embedding,
     "dense": dense,
     "activation": activation,

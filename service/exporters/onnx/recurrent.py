@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from service.exporters.model import Part
+from service.exporters.model import ExportedPart
 from service.exporters.onnx.activations import IN_RECURRENT, parameters
-from service.exporters.onnx.graph import INPUT, Graph
+from service.exporters.onnx.graph import INPUT, ExportedGraph
 from service.importers.draft import Array
 from service.modeling.spec.activations import Activation
 from service.modeling.spec.layers import GatedLayer, GRULayer, LSTMLayer, RNNLayer
@@ -24,7 +24,7 @@ PEEPHOLE_BLOCKS = (0, 2, 1)
 DIRECTIONS = {("forward",): "forward", ("backward",): "reverse", ("forward", "backward"): "bidirectional"}
 
 
-def recurrent(graph: Graph, layer: GatedLayer, part: Part, x: str) -> tuple[str, Callable[[], str]]:
+def recurrent(graph: ExportedGraph, layer: GatedLayer, part: ExportedPart, x: str) -> tuple[str, Callable[[], str]]:
     """Add a layer over (batch, steps, inputs); return every step, (batch, steps, width), and a function that adds its
     final state, (batch, width)."""
     _check(layer, part)
@@ -35,7 +35,7 @@ def recurrent(graph: Graph, layer: GatedLayer, part: Part, x: str) -> tuple[str,
     return x, lambda: _merged(graph, layer, graph.add("Transpose", f"{node}.1", perm=[1, 0, 2]), rank=3)
 
 
-def _check(layer: GatedLayer, part: Part) -> None:
+def _check(layer: GatedLayer, part: ExportedPart) -> None:
     advice = "Such a model has no graph with one operator for the layer"
     part.refuse(layer.layer_norm, "layer_norm is set, and no recurrent operator of ONNX has norms", advice)
     part.refuse(
@@ -51,7 +51,7 @@ def _check(layer: GatedLayer, part: Part) -> None:
         )
 
 
-def _node(graph: Graph, layer: GatedLayer, part: Part, level: int, x: str) -> str:
+def _node(graph: ExportedGraph, layer: GatedLayer, part: ExportedPart, level: int, x: str) -> str:
     """Add the operator; return every step, (steps, directions, batch, hidden)."""
     directions = [_Direction(layer, part, f"{level}.{name}") for name in layer.directions]
     inputs = [x]
@@ -73,7 +73,7 @@ def _node(graph: Graph, layer: GatedLayer, part: Part, level: int, x: str) -> st
 class _Direction:
     """The weights of one direction of a level, in the layout of ONNX."""
 
-    def __init__(self, layer: GatedLayer, part: Part, place: str) -> None:
+    def __init__(self, layer: GatedLayer, part: ExportedPart, place: str) -> None:
         order = BLOCKS[part.kind]
         self.W = _reordered(part.numpy(f"{place}.input"), order).T
         self.R = _reordered(part.numpy(f"{place}.recurrent"), order).T
@@ -92,7 +92,7 @@ def _reordered(array: Array, order: Sequence[int]) -> Array:
     return np.concatenate([blocks[place] for place in order], axis=-1)
 
 
-def _start(graph: Graph, part: Part, names: Sequence[str]) -> str:
+def _start(graph: ExportedGraph, part: ExportedPart, names: Sequence[str]) -> str:
     """Return the initial states, (directions, batch, hidden), or an empty name for zeros."""
     if names[0] not in part.arrays:
         return ""
@@ -125,7 +125,7 @@ def _activation_attributes(layer: GatedLayer) -> dict[str, Any]:
     }
 
 
-def _merged(graph: Graph, layer: GatedLayer, y: str, *, rank: int) -> str:
+def _merged(graph: ExportedGraph, layer: GatedLayer, y: str, *, rank: int) -> str:
     """Combine the directions, which the axis before the last counts. rank: number of axes."""
     axis = rank - 2
     if layer.merge == "concat":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class Budget:
+class RateBudget:
     """Allows a burst, which fills up again at a constant rate. The caller passes the time in seconds."""
 
     __slots__ = ("_burst", "_left", "_rate", "_time")

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, cast
 
 from service.frontend.connection_guard import Phase, UnreadBytes, retirement
-from service.frontend.http2.budget import Budget
+from service.frontend.http2.budget import RateBudget
 from service.frontend.http2.frames import (
     ACK,
     CONTINUATION,
@@ -54,7 +54,7 @@ from service.frontend.http2.frames import (
 from service.frontend.http2.header_blocks import TOLERANCE, HeaderReader, RequestFields
 from service.frontend.http2.sender import Sender
 from service.frontend.http2.stream import RECEIVE_WINDOW, Stream, StreamHandler
-from service.frontend.reading_turns import ReadingTurns, Turn
+from service.frontend.reading_turns import ReadingTurn, ReadingTurns
 
 CONNECTION_WINDOW = 1 << 22
 """How much data of all streams may be on its way. The windows of the streams limit how much is kept."""
@@ -124,9 +124,9 @@ class _OpenBlock:
 class _Budgets:
     """How often a client may send frames that are cheap to send but not to handle. Usual clients stay far below each limit."""
 
-    control: Budget = field(default_factory=lambda: Budget(1000, 100))
-    settings: Budget = field(default_factory=lambda: Budget(200, 20))
-    resets: Budget = field(default_factory=lambda: Budget(1000, 200))
+    control: RateBudget = field(default_factory=lambda: RateBudget(1000, 100))
+    settings: RateBudget = field(default_factory=lambda: RateBudget(200, 20))
+    resets: RateBudget = field(default_factory=lambda: RateBudget(1000, 200))
 
 
 class Http2Connection(asyncio.Protocol):
@@ -161,7 +161,7 @@ class Http2Connection(asyncio.Protocol):
         """Data since the window of the connection was opened last."""
         self._initial_send_window = DEFAULT_WINDOW
         self._window_updates = 0
-        self._turn = Turn(turns, self)
+        self._turn = ReadingTurn(turns, self)
         self._closing = False
         self._closing_later: asyncio.TimerHandle | None = None
         """Closes the connection a little after GOAWAY."""

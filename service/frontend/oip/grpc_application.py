@@ -32,8 +32,8 @@ from service.frontend.oip.grpc_runner import CUT_OFF, DEADLINE_EXCEEDED, GrpcCal
 from service.frontend.oip.grpc_wire import (
     CallEnded,
     CallFields,
+    CallStatus,
     MessageReader,
-    Status,
     error_status,
     http_refusal,
     only_message,
@@ -41,7 +41,7 @@ from service.frontend.oip.grpc_wire import (
     trailers_only,
 )
 from service.frontend.oip.protobuf import SERVICE
-from service.frontend.origin import NO_ORIGIN, Origin, RequestIdentity
+from service.frontend.origin import NO_ORIGIN, RequestIdentity, RequestOrigin
 from service.frontend.scopes import ADMIN_PORT_SCOPES, grpc_scope
 from service.frontend.session_header import SESSION_HEADER, header_session
 from service.frontend.start_queue import WaitingStart
@@ -53,7 +53,7 @@ MAX_PUBLIC_STREAMS = 1000
 """Open streams of methods that need no key, such as Watch, of all clients of a frontend. They may stay open for ever."""
 CONTENT_TYPE = b"application/grpc"
 _SESSION_FIELD = SESSION_HEADER.encode()
-_TOO_MANY = Status(
+_TOO_MANY = CallStatus(
     grpc.StatusCode.RESOURCE_EXHAUSTED,
     f"{MAX_PUBLIC_STREAMS} streams without a key are open: close some, or ask with single calls",
 )
@@ -76,7 +76,7 @@ class _Route(NamedTuple):
     denied: bool = False
     delay: float = 0.0
     generation: int = 0
-    origin: Origin = NO_ORIGIN
+    origin: RequestOrigin = NO_ORIGIN
     session: str | None = None
 
 
@@ -122,7 +122,7 @@ class GrpcApplication:
     def start(self, stream: Stream, request: RequestFields) -> StreamHandler | None:
         route: _Route | None = request.context
         if route is None or route.generation != self._frontend.access.generation:
-            route = self._find_route(request, stream.peer)._replace(origin=Origin.read(request.fields))
+            route = self._find_route(request, stream.peer)._replace(origin=RequestOrigin.read(request.fields))
             request.context = route
         if route.refusal:
             if route.denied:
@@ -173,12 +173,12 @@ class GrpcApplication:
         if self._calls:
             await asyncio.wait(list(self._calls))
 
-    def request_id_field(self, origin: Origin) -> bytes:
+    def request_id_field(self, origin: RequestOrigin) -> bytes:
         """Return the part of a header block that names a call without a reply."""
         return request_id_field(origin.request_id or self._frontend.request_ids.take())
 
     def start_hot(
-        self, stream: Stream, head: InferHead, origin: Origin, deadline: float, message: bytes, arrived: float
+        self, stream: Stream, head: InferHead, origin: RequestOrigin, deadline: float, message: bytes, arrived: float
     ) -> bool:
         """Start a ModelInfer call on the hot path; false when the general path must answer it."""
         call, before = InferCall(stream, self._frontend, origin, self._hot_calls.discard), stream.handler
@@ -220,7 +220,7 @@ class GrpcApplication:
         details = _CallDetails(fields.path)
         method = next((found for handler in self._handlers if (found := handler.service(details)) is not None), None)
         if method is None:
-            return _Route(refusal=trailers_only(Status(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")))
+            return _Route(refusal=trailers_only(CallStatus(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")))
         scope, caller = grpc_scope(fields.path), ANYBODY
         try:
             if scope is not Scope.PUBLIC:
@@ -322,7 +322,7 @@ class _UnaryRequest:
     def sent(self) -> None:
         """Nothing is sent before the request is complete."""
 
-    def end(self, status: Status, outcome: str = metrics.GONE) -> None:
+    def end(self, status: CallStatus, outcome: str = metrics.GONE) -> None:
         """End the call without its request. outcome: the label in the metrics of a request that waits for its turn."""
         self._forget(outcome)
         id_field = self._application.request_id_field(self._route.origin)

@@ -15,7 +15,7 @@ from service.errors import ServiceError, Unavailable
 from service.frontend import validation
 from service.frontend.catalog import ServedModel
 from service.frontend.decoder.client import MAX_LOOP_BODY_BYTES
-from service.frontend.hot_calls import AnsweredCall, HotCall, HotEndpoint, Parsed, Reply, RequestTally
+from service.frontend.hot_calls import AnsweredCall, HotCall, HotEndpoint, HttpReply, Parsed, RequestTally
 from service.frontend.http2.header_blocks import encode_fields
 from service.frontend.http2.stream import Stream
 from service.frontend.inference import Frontend
@@ -38,7 +38,7 @@ from service.frontend.oip.limits import max_loop_request_bytes
 from service.frontend.oip.protobuf import METHODS
 from service.frontend.oip.types import InferRequest
 from service.frontend.oip.wire import MAX_UNSCANNED_BYTES
-from service.frontend.origin import Header, Origin
+from service.frontend.origin import Header, RequestOrigin
 from service.frontend.request_heads import RequestHead
 from service.ipc.messages import Api, ModelKey, Request
 from service.modeling.spec.heads import ClassifyHead
@@ -137,7 +137,7 @@ class HotGrpcInfer(HotEndpoint):
             self._forms.remember(context.key, ParsedRequest(without_id, RAW_OUTPUTS), model, request.lengths)
         return request, data
 
-    def write(self, model: ServedModel, answers: list[AnsweredCall]) -> list[Reply | ServiceError]:
+    def write(self, model: ServedModel, answers: list[AnsweredCall]) -> list[HttpReply | ServiceError]:
         whole = [_has_whole_response(answered) for answered in answers]
         if not all_finite([answered.data for answered, known in zip(answers, whole, strict=True) if known]):
             whole = [False] * len(answers)
@@ -148,16 +148,16 @@ class HotGrpcInfer(HotEndpoint):
             _whole_reply(model, answered) if known else next(others) for answered, known in zip(answers, whole, strict=True)
         ]
 
-    def _write_others(self, model: ServedModel, answers: list[AnsweredCall]) -> list[Reply | ServiceError]:
+    def _write_others(self, model: ServedModel, answers: list[AnsweredCall]) -> list[HttpReply | ServiceError]:
         together = self._write_together(model, answers) if answers else []
         if together is not None:
-            return [Reply(response, b"") for response in together]
+            return [HttpReply(response, b"") for response in together]
         return [_reply(model, answered) for answered in answers]
 
-    async def write_large(self, model: ServedModel, answered: AnsweredCall) -> Reply:
+    async def write_large(self, model: ServedModel, answered: AnsweredCall) -> HttpReply:
         context: _Context = answered.call.parsed.context
         building = partial(build_response, context.request, context.tensors, model, answered.answer, answered.data)
-        return Reply(await write_message(self.frontend, await asyncio.to_thread(building)), b"")
+        return HttpReply(await write_message(self.frontend, await asyncio.to_thread(building)), b"")
 
     def _write_together(self, model: ServedModel, answers: list[AnsweredCall]) -> list[bytes] | None:
         """Return the responses, or None unless all of them are simple."""
@@ -187,32 +187,32 @@ def _has_whole_response(answered: AnsweredCall) -> bool:
     return form is not None and form.answered_by(answered.data)
 
 
-def _whole_reply(model: ServedModel, answered: AnsweredCall) -> Reply:
+def _whole_reply(model: ServedModel, answered: AnsweredCall) -> HttpReply:
     """Return the reply that consists of the known response of a form and of the unchanged engine's answer."""
     context: _Context = answered.call.parsed.context
     assert context.form is not None and context.form.response is not None
     start = write_start(model.spec.name, model.version, context.request.id)
-    return Reply(start + context.form.response + answered.data, b"")
+    return HttpReply(start + context.form.response + answered.data, b"")
 
 
-def _reply(model: ServedModel, answered: AnsweredCall) -> Reply | ServiceError:
+def _reply(model: ServedModel, answered: AnsweredCall) -> HttpReply | ServiceError:
     try:
         return _write(model, answered)
     except ServiceError as error:
         return error
 
 
-def _write(model: ServedModel, answered: AnsweredCall) -> Reply:
+def _write(model: ServedModel, answered: AnsweredCall) -> HttpReply:
     """Return the reply; raises a ServiceError."""
     context: _Context = answered.call.parsed.context
     response = build_response(context.request, context.tensors, model, answered.answer, answered.data)
     if response.parameters:
-        return Reply(protobuf.infer_response(response).SerializeToString(), b"")
+        return HttpReply(protobuf.infer_response(response).SerializeToString(), b"")
     content, form = write_response(response), context.form
     if form is not None and form.response_size == len(answered.data):
         start = write_start(response.model, response.version, response.id)
         form.response = content[len(start) : len(content) - form.response_size]
-    return Reply(content, b"")
+    return HttpReply(content, b"")
 
 
 class InferCall:
@@ -220,7 +220,7 @@ class InferCall:
 
     __slots__ = ("_call", "_ended", "_frontend", "_stream", "origin", "request_id", "trace_headers")
 
-    def __init__(self, stream: Stream, frontend: Frontend, origin: Origin, ended: Callable[[InferCall], None]) -> None:
+    def __init__(self, stream: Stream, frontend: Frontend, origin: RequestOrigin, ended: Callable[[InferCall], None]) -> None:
         """ended: called when the call has its response or is cancelled."""
         self.origin = origin
         self.request_id = origin.request_id or frontend.request_ids.take()

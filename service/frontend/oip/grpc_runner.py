@@ -27,9 +27,9 @@ from service.frontend.oip.grpc_wire import (
     RESPONSE_HEADERS,
     CallEnded,
     CallFields,
+    CallStatus,
     MessageReader,
     Metadata,
-    Status,
     decompress_message,
     error_status,
     frame_message,
@@ -39,9 +39,9 @@ from service.frontend.oip.grpc_wire import (
 )
 from service.frontend.origin import RequestIdentity
 
-OK = Status(grpc.StatusCode.OK)
-DEADLINE_EXCEEDED = Status(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
-CUT_OFF = Status(grpc.StatusCode.UNAVAILABLE, "the service is shutting down: retry on another connection")
+OK = CallStatus(grpc.StatusCode.OK)
+DEADLINE_EXCEEDED = CallStatus(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
+CUT_OFF = CallStatus(grpc.StatusCode.UNAVAILABLE, "the service is shutting down: retry on another connection")
 Coder = Callable[[Any], Any] | None
 
 
@@ -86,7 +86,7 @@ class GrpcCall:
         """Set when the connection is too old: a stream then ends."""
         self._runs = False
         self._cancelled = False
-        self._cancel_status: Status | None = None
+        self._cancel_status: CallStatus | None = None
         """The status that the client gets when the call is cancelled; None if the client has gone."""
 
     def start(self, frontend: Frontend, shutdown: GrpcShutdown) -> asyncio.Task[None]:
@@ -99,7 +99,7 @@ class GrpcCall:
             self._task.add_done_callback(lambda _: timer.cancel())
         return self._task
 
-    def cancel(self, status: Status | None) -> None:
+    def cancel(self, status: CallStatus | None) -> None:
         """Cancel the handler, and end the call with a status if the client still waits for one."""
         self._cancelled, self._cancel_status = True, status
         if self._runs:  # the cancelled task would otherwise not even begin: neither free the request nor send the status
@@ -149,7 +149,7 @@ class GrpcCall:
         self, code: grpc.StatusCode, details: str = "", trailing_metadata: tuple[tuple[str, str], ...] = ()
     ) -> NoReturn:
         """End the call with a status."""
-        raise CallEnded(Status(code, details, trailing_metadata))
+        raise CallEnded(CallStatus(code, details, trailing_metadata))
 
     # The task.
 
@@ -163,7 +163,7 @@ class GrpcCall:
         except CallEnded as ended:
             status = ended.status
         except (asyncio.CancelledError, ClientDisconnected):
-            status = self._cancel_status or Status(grpc.StatusCode.CANCELLED)
+            status = self._cancel_status or CallStatus(grpc.StatusCode.CANCELLED)
         except ServiceError as error:
             status = error_status(error)
         except Exception as error:
@@ -195,9 +195,9 @@ class GrpcCall:
     async def _only_request(self) -> bytes:
         request = await self._next_request()
         if request is None:
-            raise CallEnded(Status(grpc.StatusCode.INTERNAL, "the request has no message: send one"))
+            raise CallEnded(CallStatus(grpc.StatusCode.INTERNAL, "the request has no message: send one"))
         if self._reader.held_bytes:
-            raise CallEnded(Status(grpc.StatusCode.INTERNAL, "the request has several messages: this method takes one"))
+            raise CallEnded(CallStatus(grpc.StatusCode.INTERNAL, "the request has several messages: this method takes one"))
         return request
 
     async def _requests(self, decode: Coder) -> AsyncIterator[Any]:
@@ -209,7 +209,7 @@ class GrpcCall:
         while (taken := self._reader.take()) is None:
             if self._stream.client_ended:
                 if self._reader.held_bytes:
-                    raise CallEnded(Status(grpc.StatusCode.INTERNAL, "the request ends inside a message"))
+                    raise CallEnded(CallStatus(grpc.StatusCode.INTERNAL, "the request ends inside a message"))
                 return None
             self._arrived.clear()
             await self._arrived.wait()
@@ -230,7 +230,7 @@ class GrpcCall:
             self._headers_sent = True
             self._stream.send_headers(RESPONSE_HEADERS)
 
-    def _end(self, status: Status) -> None:
+    def _end(self, status: CallStatus) -> None:
         """Send the status after everything that was sent already."""
         if status is OK:
             self._send_headers()

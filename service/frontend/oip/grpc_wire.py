@@ -39,7 +39,7 @@ OK_TRAILERS = encode_fields([(b"grpc-status", b"0")])
 _REQUEST_ID_NAME = b"\0" + string_literal(REQUEST_ID)
 
 
-class Status(NamedTuple):
+class CallStatus(NamedTuple):
     """How a call ends. metadata: more trailing metadata."""
 
     code: grpc.StatusCode
@@ -50,12 +50,12 @@ class Status(NamedTuple):
 class CallEnded(Exception):
     """Ends a call with a status."""
 
-    def __init__(self, status: Status) -> None:
+    def __init__(self, status: CallStatus) -> None:
         super().__init__(status.details)
         self.status = status
 
 
-def error_status(error: ServiceError) -> Status:
+def error_status(error: ServiceError) -> CallStatus:
     """Return the status of an error. Its code, field and retry delay follow in the trailing metadata."""
     values = {
         "seqserve-code": error.code,
@@ -64,15 +64,15 @@ def error_status(error: ServiceError) -> Status:
         PUSHBACK: NEVER if error.final else None,
     }
     metadata = tuple((name, str(value)) for name, value in values.items() if value is not None)
-    return Status(grpc.StatusCode[STATUS[type(error)].grpc], error.message[:MAX_DETAILS_CHARACTERS], metadata)
+    return CallStatus(grpc.StatusCode[STATUS[type(error)].grpc], error.message[:MAX_DETAILS_CHARACTERS], metadata)
 
 
-def trailers(status: Status) -> bytes:
+def trailers(status: CallStatus) -> bytes:
     """Return the header block that ends a response."""
     return encode_fields(_status_fields(status))
 
 
-def trailers_only(status: Status) -> bytes:
+def trailers_only(status: CallStatus) -> bytes:
     """Return the header block of a response without messages."""
     return _STATUS_200 + encode_fields([_CONTENT_TYPE, *_status_fields(status)])
 
@@ -105,7 +105,7 @@ class CallFields(NamedTuple):
         encoding = request.get(b"grpc-encoding") or b"identity"
         if encoding not in ENCODINGS:
             details = "the compression of the request is not supported: send identity, gzip or deflate"
-            raise CallEnded(Status(grpc.StatusCode.UNIMPLEMENTED, details))
+            raise CallEnded(CallStatus(grpc.StatusCode.UNIMPLEMENTED, details))
         timeout = request.get(b"grpc-timeout")
         return cls(request.path.decode("latin-1"), math.inf if timeout is None else _seconds(timeout), ENCODINGS[encoding])
 
@@ -160,7 +160,7 @@ class MessageReader:
             return None
         flag = self._buffer[0]
         if flag > 1:
-            raise CallEnded(Status(grpc.StatusCode.INTERNAL, f"the prefix of a message has the flag {flag}: send 0 or 1"))
+            raise CallEnded(CallStatus(grpc.StatusCode.INTERNAL, f"the prefix of a message has the flag {flag}: send 0 or 1"))
         if size > self._max_bytes:
             raise too_large(size, self._max_bytes)
         end = PREFIX.size + size
@@ -195,19 +195,19 @@ def only_message(body: bytes | bytearray) -> bytes | None:
 def too_large(size: int, limit: int) -> CallEnded:
     """Return the error for a message that is refused unread, with the text of gRPC's own servers."""
     return CallEnded(
-        Status(grpc.StatusCode.RESOURCE_EXHAUSTED, f"SERVER: Received message larger than max ({size} vs. {limit})")
+        CallStatus(grpc.StatusCode.RESOURCE_EXHAUSTED, f"SERVER: Received message larger than max ({size} vs. {limit})")
     )
 
 
 async def decompress_message(data: bytes, window_bits: int, limit: int, bodies: BodyBudget) -> bytes:
     """Return a decompressed message; raises CallEnded, and Overloaded."""
     if not window_bits:
-        raise CallEnded(Status(grpc.StatusCode.INTERNAL, "a message is compressed, but grpc-encoding names no compression"))
+        raise CallEnded(CallStatus(grpc.StatusCode.INTERNAL, "a message is compressed, but grpc-encoding names no compression"))
     try:
         message = await decompress(data, window_bits, limit, bodies)
     except NotCompressed as error:
         problem = f"a message is not compressed as grpc-encoding says: {error}"
-        raise CallEnded(Status(grpc.StatusCode.INTERNAL, problem)) from None
+        raise CallEnded(CallStatus(grpc.StatusCode.INTERNAL, problem)) from None
     if len(message) > limit:
         raise too_large(len(message), limit)
     return message
@@ -216,11 +216,11 @@ async def decompress_message(data: bytes, window_bits: int, limit: int, bodies: 
 def _seconds(timeout: bytes) -> float:
     match = _TIMEOUT.fullmatch(timeout)
     if match is None:
-        raise CallEnded(Status(grpc.StatusCode.INTERNAL, "grpc-timeout is malformed: send up to 8 digits and a unit"))
+        raise CallEnded(CallStatus(grpc.StatusCode.INTERNAL, "grpc-timeout is malformed: send up to 8 digits and a unit"))
     return int(match[1]) * _UNIT_SECONDS[match[2]]
 
 
-def _status_fields(status: Status) -> list[tuple[bytes, bytes]]:
+def _status_fields(status: CallStatus) -> list[tuple[bytes, bytes]]:
     fields = [(b"grpc-status", b"%d" % status.code.value[0])]
     if status.details:
         fields.append((b"grpc-message", _percent_encoded(status.details)))

@@ -11,7 +11,7 @@ from service.errors import ServiceError
 from service.frontend import validation
 from service.frontend.catalog import ServedModel
 from service.frontend.decoder.client import MAX_LOOP_BODY_BYTES
-from service.frontend.hot_calls import AnsweredCall, HotEndpoint, Parsed, Reply, RequestTally
+from service.frontend.hot_calls import AnsweredCall, HotEndpoint, HttpReply, Parsed, RequestTally
 from service.frontend.http_exchange import JSON, OCTET_STREAM
 from service.frontend.inference import Frontend
 from service.frontend.oip import json, parameters
@@ -96,11 +96,11 @@ class HotOipInfer(HotEndpoint):
             self._forms.remember(context.key, context.parsed, model, request.lengths)
         return request, data
 
-    def write(self, model: ServedModel, answers: list[AnsweredCall]) -> list[Reply | ServiceError]:
+    def write(self, model: ServedModel, answers: list[AnsweredCall]) -> list[HttpReply | ServiceError]:
         finite = all_finite([answered.data for answered in answers if _has_whole_response(answered)])
         return [(finite and _whole_reply(answered)) or _reply(model, answered) for answered in answers]
 
-    async def write_large(self, model: ServedModel, answered: AnsweredCall) -> Reply:
+    async def write_large(self, model: ServedModel, answered: AnsweredCall) -> HttpReply:
         context: _Context = answered.call.parsed.context
         building = partial(build_response, context.parsed.request, context.tensors, model, answered.answer, answered.data)
         response = await asyncio.to_thread(building)
@@ -119,7 +119,7 @@ def _has_whole_response(answered: AnsweredCall) -> bool:
     return form is not None and form.answered_by(answered.data)
 
 
-def _whole_reply(answered: AnsweredCall) -> Reply | None:
+def _whole_reply(answered: AnsweredCall) -> HttpReply | None:
     """Return the reply if it consists of the known JSON of its form and of the engine's answer as it is. The answer is finite."""
     context: _Context = answered.call.parsed.context
     if not _has_whole_response(answered):
@@ -128,10 +128,10 @@ def _whole_reply(answered: AnsweredCall) -> Reply | None:
     content = context.form.response + answered.data
     if context.encoding is not None and len(content) >= MIN_COMPRESSED_BYTES:
         return None
-    return Reply(content, _BINARY_HEADERS % len(context.form.response))
+    return HttpReply(content, _BINARY_HEADERS % len(context.form.response))
 
 
-def _reply(model: ServedModel, answered: AnsweredCall) -> Reply | ServiceError:
+def _reply(model: ServedModel, answered: AnsweredCall) -> HttpReply | ServiceError:
     context: _Context = answered.call.parsed.context
     try:
         response = build_response(context.parsed.request, context.tensors, model, answered.answer, answered.data)
@@ -143,8 +143,8 @@ def _reply(model: ServedModel, answered: AnsweredCall) -> Reply | ServiceError:
     return _with_headers(content, header_length, context.encoding)
 
 
-def _with_headers(content: bytes, header_length: int | None, encoding: str | None) -> Reply:
+def _with_headers(content: bytes, header_length: int | None, encoding: str | None) -> HttpReply:
     headers = f"content-type: {JSON}\r\n".encode() if header_length is None else _BINARY_HEADERS % header_length
     if encoding is None or len(content) < MIN_COMPRESSED_BYTES:
-        return Reply(content, headers)
-    return Reply(content, headers + f"content-encoding: {encoding}\r\n".encode(), partial(compress, encoding=encoding))
+        return HttpReply(content, headers)
+    return HttpReply(content, headers + f"content-encoding: {encoding}\r\n".encode(), partial(compress, encoding=encoding))

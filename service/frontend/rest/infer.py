@@ -18,7 +18,7 @@ from service.frontend import server_timing, validation
 from service.frontend.catalog import ServedModel
 from service.frontend.decoder.client import MAX_LOOP_BODY_BYTES
 from service.frontend.head_outputs import InferOutput, decode_arrays, input_field
-from service.frontend.hot_calls import AnsweredCall, HotEndpoint, Parsed, Reply
+from service.frontend.hot_calls import AnsweredCall, HotEndpoint, HttpReply, Parsed
 from service.frontend.http_exchange import JSON, caller_of, cancel_on_disconnect, identity_of, named_session, read_json, respond
 from service.frontend.inference import Frontend, TrackedRequest, count_answer, run_inference, track_request
 from service.frontend.large_answers import LARGE_ANSWER_BYTES
@@ -289,23 +289,23 @@ class HotInfer(HotEndpoint):
         packed = validation.pack_inputs(fields.inputs, self.field_of, model, self.frontend.settings)
         return engine_request(fields, packed, model, self.frontend.settings, arrived, self.field_of)
 
-    def write(self, model: ServedModel, answers: list[AnsweredCall]) -> list[Reply | ServiceError]:
+    def write(self, model: ServedModel, answers: list[AnsweredCall]) -> list[HttpReply | ServiceError]:
         together = model.writer.write_all([(answered.answer, answered.data) for answered in answers])
         if together is not None:
             return [_reply(model, answered, outputs) for answered, outputs in zip(answers, together, strict=True)]
         return [self._write(model, answered) for answered in answers]
 
-    async def write_large(self, model: ServedModel, answered: AnsweredCall) -> Reply:
+    async def write_large(self, model: ServedModel, answered: AnsweredCall) -> HttpReply:
         session: str | None = answered.call.parsed.context.session
         content = await _write_large_reply(self.frontend, model, answered.answer, answered.data, self.field_of, session)
-        return Reply(content, _HEADERS)
+        return HttpReply(content, _HEADERS)
 
-    def _write(self, model: ServedModel, answered: AnsweredCall) -> Reply | ServiceError:
+    def _write(self, model: ServedModel, answered: AnsweredCall) -> HttpReply | ServiceError:
         try:
             return _reply(model, answered, model.writer.write(answered.answer, answered.data, self.field_of))
         except ServiceError as error:
             return error
 
 
-def _reply(model: ServedModel, answered: AnsweredCall, outputs: bytes) -> Reply:
-    return Reply(write_reply(model, outputs, answered.call.parsed.context.session, answered.answer.session_steps), _HEADERS)
+def _reply(model: ServedModel, answered: AnsweredCall, outputs: bytes) -> HttpReply:
+    return HttpReply(write_reply(model, outputs, answered.call.parsed.context.session, answered.answer.session_steps), _HEADERS)

@@ -29,7 +29,7 @@ from service.frontend.decoder.client import MAX_LOOP_BODY_BYTES
 from service.frontend.hot_calls import HotCall, Parsed, RequestTally
 from service.frontend.http_exchange import SUBPROTOCOL, admit, error_body, identity_of, named_session, peer_of
 from service.frontend.inference import ClientDisconnected, Frontend, track_request
-from service.frontend.origin import Header, Origin
+from service.frontend.origin import Header, RequestOrigin
 from service.frontend.rest.infer import HotInfer, InferBody, InferFields, answer, check_returns
 from service.frontend.rest.schemas import JsonBody, QueryParameters, SessionId, describe_query
 from service.frontend.session_header import DESCRIPTION, resolve_session
@@ -73,7 +73,7 @@ class StreamQuery(QueryParameters):
         check_returns(self.returns, spec)
         resolve_deadline_ms(self.deadline_ms, settings)
 
-    def fields_of(self, chunk: Chunk, session: str, start: bool | None) -> InferFields:
+    def fields_of(self, chunk: ChunkFields, session: str, start: bool | None) -> InferFields:
         """Return the request of a chunk, for the hot path."""
         return InferFields(
             inputs=[chunk.input], session=session, start=start, end=chunk.end, steps=chunk.steps, **self._options()
@@ -112,7 +112,7 @@ class StreamMessage(JsonBody):
     """How many steps the session has before this chunk. A chunk that finds another number is refused."""
 
 
-class Chunk(msgspec.Struct, forbid_unknown_fields=True, gc=False):
+class ChunkFields(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     """The fields of a StreamMessage."""
 
     input: Any
@@ -121,7 +121,7 @@ class Chunk(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     steps: Annotated[int, msgspec.Meta(ge=0, le=MAX_SESSION_STEPS)] | None = None
 
     @classmethod
-    def read(cls, data: bytes, is_text: bool) -> Chunk:
+    def read(cls, data: bytes, is_text: bool) -> ChunkFields:
         """Return a message. A binary message consists of the input alone. Raises the ServiceError of a text that is not valid."""
         if not is_text:
             return cls(data)
@@ -132,7 +132,7 @@ class Chunk(msgspec.Struct, forbid_unknown_fields=True, gc=False):
             return cls(message.input, message.start, message.end, message.steps)
 
 
-_decode = msgspec.json.Decoder(Chunk).decode
+_decode = msgspec.json.Decoder(ChunkFields).decode
 
 
 def _chunk_field(index: int) -> str:
@@ -282,7 +282,7 @@ class _ChunkStream:
         try:
             if self._frontend.starts.refusing:
                 raise self._frontend.starts.refuse()
-            chunk = Chunk.read(data, is_text)
+            chunk = ChunkFields.read(data, is_text)
         except ServiceError as error:
             reply = self._append_reply()
             self._chunks.refuse(self._labels, error, arrived, reply, self.caller)
@@ -322,7 +322,7 @@ class _ChunkStream:
 
     # Messages.
 
-    def _send(self, chunk: Chunk, start: bool | None, arrived: float, data: bytes) -> _PendingReply:
+    def _send(self, chunk: ChunkFields, start: bool | None, arrived: float, data: bytes) -> _PendingReply:
         query, reply = self._query, self._append_reply()
         fields = query.fields_of(chunk, self._session, start)
         parsed = Parsed(query.model, query.version, fields, self._session)
@@ -344,7 +344,7 @@ class _ChunkStream:
         self._alone = asyncio.ensure_future(handling)
         self._alone.add_done_callback(read_on)
 
-    async def _send_alone(self, chunk: Chunk, start: bool | None, arrived: float, data: bytes) -> None:
+    async def _send_alone(self, chunk: ChunkFields, start: bool | None, arrived: float, data: bytes) -> None:
         """Answer a chunk that starts or ends the session."""
         await self._wait_for_replies()
         reply = self._send(chunk, start, arrived, data)
@@ -397,7 +397,7 @@ class _PendingReply:
         """Whether the frontend failed. It is then unknown whether the session has the chunk."""
 
     @property
-    def origin(self) -> Origin:
+    def origin(self) -> RequestOrigin:
         return self._stream.identity.origin
 
     @property

@@ -14,7 +14,7 @@ from service.importers.chain.finishing import finished
 from service.importers.chain.nodes import Input
 from service.importers.draft import Draft, ImportRefused
 from service.importers.keras.architecture import Network, network
-from service.importers.keras.call import Reading, Tensor
+from service.importers.keras.call import KerasReading, KerasTensor
 from service.importers.keras.files import saved
 from service.importers.keras.graph import run, start
 from service.importers.keras.original import original
@@ -27,9 +27,9 @@ def read(path: Path) -> Draft:
         try:
             architecture = network(model.architecture)
             ids = Input(1, is_ids=True) if _has_embedding(architecture) else None
-            reading = Reading(WeightsFile(model.weights), model.is_keras_2, ids, list(model.notes))
+            reading = KerasReading(WeightsFile(model.weights), model.is_keras_2, ids, list(model.notes))
             output = run(architecture, [start(architecture, reading)], reading.file.of(architecture), reading)
-            if not isinstance(output, Tensor):
+            if not isinstance(output, KerasTensor):
                 raise ImportRefused("the first output of the model is a cell state or a mask, and no output of a layer")
             draft = finished(output.signal, f"Keras {2 if model.is_keras_2 else 3}")
         except ImportRefused as refused:
@@ -39,7 +39,7 @@ def read(path: Path) -> Draft:
     return draft
 
 
-def _complete(draft: Draft, architecture: Network, reading: Reading) -> None:
+def _complete(draft: Draft, architecture: Network, reading: KerasReading) -> None:
     """Add the results of calling the layers: notes and unused tensors."""
     draft.unused = reading.file.unused
     draft.notes += reading.notes

@@ -11,7 +11,7 @@ from service.importers.chain import operations
 from service.importers.chain.functions import IDENTITY, Function, as_written, identify, named
 from service.importers.chain.signal import Signal
 from service.importers.draft import ImportRefused
-from service.importers.keras.call import Call, Tensor
+from service.importers.keras.call import KerasCall, KerasTensor
 
 SOFTMAX = {"softmax": False, "log_softmax": True}
 """Functions of a whole vector: whether they return logarithms."""
@@ -39,7 +39,7 @@ SLOPES = {True: named(HARD_SIGMOID, alpha=0.2, beta=0.5), False: named(HARD_SIGM
 """The hard sigmoid of Keras 2, and of Keras 3."""
 
 
-def function(value: Any, call: Call) -> Function:
+def function(value: Any, call: KerasCall) -> Function:
     """Return an activation in a configuration that is a function of single numbers; raises ImportRefused for any other."""
     if value is None:
         return IDENTITY
@@ -53,7 +53,7 @@ def function(value: Any, call: Call) -> Function:
     raise ImportRefused(f"its activation is {kind!r}: use one of {', '.join([*NAMED, HARD_SIGMOID])}")
 
 
-def gate(key: str, call: Call) -> str | dict[str, Any]:
+def gate(key: str, call: KerasCall) -> str | dict[str, Any]:
     """Return an activation of a recurrent layer as model.toml writes it."""
     found = identify(function(call.value(key), call))
     if found is None:
@@ -61,7 +61,7 @@ def gate(key: str, call: Call) -> str | dict[str, Any]:
     return as_written(found)
 
 
-def activated(x: Signal, value: Any, call: Call) -> Signal:
+def activated(x: Signal, value: Any, call: KerasCall) -> Signal:
     """Apply an activation in a configuration."""
     kind = value if value is None or isinstance(value, str) else _name(value)
     if kind in SOFTMAX:
@@ -74,23 +74,23 @@ def activated(x: Signal, value: Any, call: Call) -> Signal:
     return operations.apply(x, function(value, call), call.label, call.origins)
 
 
-def activation(call: Call) -> Tensor:
+def activation(call: KerasCall) -> KerasTensor:
     """The layer Activation."""
     return call.result(activated(call.signal, call.value("activation"), call))
 
 
-def layer(call: Call) -> Tensor:
+def layer(call: KerasCall) -> KerasTensor:
     """A layer that is an activation with parameters."""
     return call.result(operations.apply(call.signal, LAYERS[call.layer.kind](call), call.label))
 
 
-def softmax(call: Call) -> Tensor:
+def softmax(call: KerasCall) -> KerasTensor:
     """Softmax and LogSoftmax: over labels, along the last axis, or over the steps of an attention pool."""
     at, log = call.axis(call.signal.rank, -1), call.layer.kind == "LogSoftmax"
     return call.result(operations.softmax(call.signal, call.label, at=at, log=log))
 
 
-def prelu(call: Call) -> Tensor:
+def prelu(call: KerasCall) -> KerasTensor:
     [slopes] = call.weights("alpha")
     if (slopes != slopes.ravel()[0]).any():
         raise ImportRefused("it has a slope for each column: only one slope for all columns can be imported")
@@ -98,14 +98,14 @@ def prelu(call: Call) -> Tensor:
     return call.result(operations.apply(call.signal, slope, call.label, call.origins))
 
 
-def _gated(x: Signal, call: Call) -> Signal:
+def _gated(x: Signal, call: KerasCall) -> Signal:
     """Multiply the first half of the columns by the logistic function of the second half."""
     half = x.shape[-1] // 2
     value, of_gate = (x.take(np.arange(half) + start, x.rank - 1) for start in (0, half))
     return operations.combine(value, operations.apply(of_gate, named("sigmoid"), call.label), "multiply", call.label)
 
 
-def _relu(call: Call) -> Function:
+def _relu(call: KerasCall) -> Function:
     top, slope, threshold = call.value("max_value", None), call.number("negative_slope", 0.0), call.number("threshold", 0.0)
     highest = np.inf if top is None else call.number("max_value")
     if threshold and not slope and top is None:
@@ -117,12 +117,12 @@ def _relu(call: Call) -> Function:
     return Function(relu)
 
 
-def _leaky_relu(call: Call) -> Function:
+def _leaky_relu(call: KerasCall) -> Function:
     """`alpha` is the name of the slope in Keras 2."""
     return named("leaky_relu", alpha=call.number("alpha" if "alpha" in call.config else "negative_slope", 0.3))
 
 
-LAYERS: dict[str, Callable[[Call], Function]] = {
+LAYERS: dict[str, Callable[[KerasCall], Function]] = {
     "ELU": lambda call: named("elu", alpha=call.number("alpha", 1.0)),
     "LeakyReLU": _leaky_relu,
     "ReLU": _relu,
@@ -140,8 +140,8 @@ def _name(value: Any) -> str:
     return str(kind)
 
 
-def _parameters(value: Mapping[str, Any], call: Call) -> Call:
+def _parameters(value: Mapping[str, Any], call: KerasCall) -> KerasCall:
     """Return a call of a layer that is the activation of another."""
     config = value.get("config")
     inner = call.layer.__class__(str(value.get("class_name")), call.layer.name, config if isinstance(config, dict) else {}, "")
-    return Call(inner, call.node, call.inputs, (), call.reading, call.origins)
+    return KerasCall(inner, call.node, call.inputs, (), call.reading, call.origins)

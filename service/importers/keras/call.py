@@ -17,7 +17,7 @@ LARGEST_NUMBER = 1e30
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Tensor:
+class KerasTensor:
     """A tensor that depends on the sequence. is_masked: Keras skips some of its steps."""
 
     signal: Signal
@@ -25,20 +25,20 @@ class Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Mask:
+class KerasMask:
     """The steps that Keras does not skip."""
 
 
 @dataclass(frozen=True, slots=True)
-class FinalCell:
+class KerasFinalCell:
     """The final cell state of an LSTM, which no layer can use."""
 
 
-Value = Tensor | Mask | FinalCell
+Value = KerasTensor | KerasMask | KerasFinalCell
 
 
 @dataclass(slots=True)
-class Reading:
+class KerasReading:
     """How the model is read, and notes for its user.
 
     batch, steps: the sizes of the input; is_keras_2: whether Keras 2 or older wrote the model; ids: the node of token ids; fixed_steps: the
@@ -59,14 +59,14 @@ class Reading:
 
 
 @dataclass(slots=True)
-class Call:
+class KerasCall:
     """One call of a layer. inputs: tensors, and numbers of an operation; paths: of the layer's tensors in the file, in order."""
 
     layer: LayerConfig
     node: LayerCall
     inputs: Sequence[Value | float]
     paths: Sequence[str]
-    reading: Reading
+    reading: KerasReading
     origins: frozenset[str] = frozenset()
 
     @property
@@ -79,9 +79,9 @@ class Call:
         return self.layer.config
 
     @property
-    def tensor(self) -> Tensor:
+    def tensor(self) -> KerasTensor:
         """The only input."""
-        if len(self.inputs) != 1 or not isinstance(self.inputs[0], Tensor):
+        if len(self.inputs) != 1 or not isinstance(self.inputs[0], KerasTensor):
             raise ImportRefused("it takes several tensors, or a tensor that is not the output of a layer")
         return self.inputs[0]
 
@@ -90,20 +90,20 @@ class Call:
         return self.tensor.signal
 
     @property
-    def tensors(self) -> list[Tensor]:
+    def tensors(self) -> list[KerasTensor]:
         """All inputs."""
-        found = [value for value in self.inputs if isinstance(value, Tensor)]
+        found = [value for value in self.inputs if isinstance(value, KerasTensor)]
         if not found or len(found) < len(self.inputs):
             raise ImportRefused("it takes a tensor that is not the output of a layer")
         return found
 
-    def result(self, signal: Signal) -> Tensor:
+    def result(self, signal: Signal) -> KerasTensor:
         """Return a result with the mask of the inputs."""
-        return Tensor(signal, any(isinstance(value, Tensor) and value.is_masked for value in self.inputs))
+        return KerasTensor(signal, any(isinstance(value, KerasTensor) and value.is_masked for value in self.inputs))
 
     def ignores_mask(self) -> None:
         """Note that the layer computes with padding although a mask excludes it."""
-        if any(isinstance(value, Tensor) and value.is_masked and value.signal.has_steps for value in self.inputs):
+        if any(isinstance(value, KerasTensor) and value.is_masked and value.signal.has_steps for value in self.inputs):
             self.reading.note(
                 f"{self.label} ignores the mask: in a batch with padding, Keras computes with padding here, which the model does not have"
             )
@@ -164,7 +164,7 @@ class Call:
             raise self._refused(key, value)
         return value
 
-    def pair(self) -> tuple[Tensor, Tensor]:
+    def pair(self) -> tuple[KerasTensor, KerasTensor]:
         """Return both inputs."""
         tensors = self.tensors
         if len(tensors) != 2:

@@ -12,7 +12,7 @@ from service.importers.chain.signal import MOST_COLUMNS, Role, Signal, axis
 from service.importers.draft import ImportRefused
 from service.importers.keras import activations, layers, ops, recurrent, shapes
 from service.importers.keras.architecture import LayerCall, LayerConfig, Network
-from service.importers.keras.call import Call, Mask, Reading, Tensor, Value
+from service.importers.keras.call import KerasCall, KerasMask, KerasReading, KerasTensor, Value
 from service.importers.keras.weights import Weights
 
 BATCH, STEPS = 101, 10007
@@ -20,7 +20,7 @@ BATCH, STEPS = 101, 10007
 MOST_CALLS = 1000
 LONGEST_FUNCTION = 2
 """Activations in a row that may together be one activation. Others are named one by one, which takes less time."""
-Layer = Callable[[Call], Value | Sequence[Value]]
+Layer = Callable[[KerasCall], Value | Sequence[Value]]
 OPERATIONS: dict[str, Layer] = {**ops.OPERATIONS, "NotEqual": shapes.mask}
 LAYERS: dict[str, Layer] = {
     **OPERATIONS,  # an .h5 does not tell them from layers
@@ -41,7 +41,7 @@ ADVICE = {
 """Remedies for layers that have no place in a model."""
 
 
-def run(network: Network, inputs: Sequence[Value], weights: Weights, reading: Reading) -> Value:
+def run(network: Network, inputs: Sequence[Value], weights: Weights, reading: KerasReading) -> Value:
     """Return the first output of a network; raises ImportRefused if a layer cannot be imported."""
     given = {(one.layer, one.call): value for one, value in zip(network.inputs, inputs, strict=False)}
     values: dict[tuple[str, int], Sequence[Value]] = {}
@@ -55,7 +55,7 @@ def run(network: Network, inputs: Sequence[Value], weights: Weights, reading: Re
     return _output(values[output.layer, output.call], output.output, output.layer)
 
 
-def start(network: Network, reading: Reading) -> Tensor:
+def start(network: Network, reading: KerasReading) -> KerasTensor:
     """Return the input of a model: token ids, or features."""
     if len(network.inputs) != 1:
         names = ", ".join(one.layer for one in network.inputs)
@@ -76,11 +76,15 @@ def start(network: Network, reading: Reading) -> Tensor:
         raise ImportRefused(f"the input has {width} columns, and the limit is {MOST_COLUMNS}")
     axes = (axis(Role.BATCH, BATCH), axis(Role.STEPS, steps or STEPS), *(axis(Role.COLUMNS, size) for size in columns))
     node = reading.ids or Input(width)
-    return Tensor(Signal(axes, (node,), np.arange(width).reshape(columns)))
+    return KerasTensor(Signal(axes, (node,), np.arange(width).reshape(columns)))
 
 
 def _called(
-    layer: LayerConfig, node: LayerCall, values: Mapping[tuple[str, int], Sequence[Value]], weights: Weights, reading: Reading
+    layer: LayerConfig,
+    node: LayerCall,
+    values: Mapping[tuple[str, int], Sequence[Value]],
+    weights: Weights,
+    reading: KerasReading,
 ) -> Sequence[Value]:
     """Return the outputs of one call of a layer."""
     reading.calls += 1
@@ -92,7 +96,7 @@ def _called(
             for one in node.inputs
         ]
         if node.masks:
-            inputs = [Tensor(one.signal, is_masked=True) if isinstance(one, Tensor) else one for one in inputs]
+            inputs = [KerasTensor(one.signal, is_masked=True) if isinstance(one, KerasTensor) else one for one in inputs]
         return [_settled(one) for one in _results(layer, node, inputs, weights, reading)]
     except ImportRefused as refused:
         raise ImportRefused(f"{layer.kind} {layer.name}: {refused}") from refused
@@ -100,9 +104,9 @@ def _called(
 
 def _settled(result: Value) -> Value:
     """Return a result with a short function above its layer."""
-    if not isinstance(result, Tensor):
+    if not isinstance(result, KerasTensor):
         return result
-    return Tensor(
+    return KerasTensor(
         result.signal.map_parts(lambda part: settled(part) if _functions(part) > LONGEST_FUNCTION else part), result.is_masked
     )
 
@@ -116,16 +120,16 @@ def _functions(node: Node) -> int:
 
 
 def _results(
-    layer: LayerConfig, node: LayerCall, inputs: Sequence[Value | float], weights: Weights, reading: Reading
+    layer: LayerConfig, node: LayerCall, inputs: Sequence[Value | float], weights: Weights, reading: KerasReading
 ) -> Sequence[Value]:
     if layer.network is not None:
         tensors = [value for value in inputs if not isinstance(value, float)]
         return [run(layer.network, tensors, weights.within(layer), reading)]
     if layer.kind == "InputLayer":
         raise ImportRefused("it is not an input of the model")
-    if any(isinstance(value, Mask) for value in inputs):
-        return [Mask()]  # operations on masks
-    call = Call(layer, node, inputs, weights.paths(layer), reading)
+    if any(isinstance(value, KerasMask) for value in inputs):
+        return [KerasMask()]  # operations on masks
+    call = KerasCall(layer, node, inputs, weights.paths(layer), reading)
     if layer.kind == "TimeDistributed":
         call.layer = recurrent.time_distributed(call)
     known = OPERATIONS if layer.is_operation else LAYERS
@@ -138,7 +142,7 @@ def _results(
     return result if isinstance(result, Sequence) else [result]
 
 
-def _note_precision(call: Call) -> None:
+def _note_precision(call: KerasCall) -> None:
     policy = call.config.get("dtype")
     config = policy.get("config") if isinstance(policy, dict) else None
     name = config.get("name") if isinstance(config, dict) else policy
@@ -146,7 +150,7 @@ def _note_precision(call: Call) -> None:
         call.reading.note(f"the source computes in {name[:20]}, and the model in float32")
 
 
-def _check_training(call: Call) -> None:
+def _check_training(call: KerasCall) -> None:
     """Keras computes a layer that is called with training=True as in training, also at inference."""
     if call.node.options.get("training") is not True:
         return

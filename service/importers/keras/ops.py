@@ -13,7 +13,7 @@ from service.importers.chain.functions import Function, named
 from service.importers.chain.signal import Role, Signal, concatenate
 from service.importers.draft import ImportRefused
 from service.importers.keras.activations import NAMED, SLOPES, softmax
-from service.importers.keras.call import Call, Tensor, Value
+from service.importers.keras.call import KerasCall, KerasTensor, Value
 from service.importers.keras.shapes import COMBINATIONS, combine
 
 REDUCTIONS = {"Sum": "sum", "Mean": "mean", "Max": "max"}
@@ -22,38 +22,38 @@ WITH_ALPHA = {"LeakyRelu": ("leaky_relu", "negative_slope"), "Elu": ("elu", "alp
 """Activations with a parameter: their names in model.toml, and the name of the parameter in Keras."""
 
 
-def elementwise(call: Call) -> Tensor:
+def elementwise(call: KerasCall) -> KerasTensor:
     return call.result(operations.apply(call.signal, _function(call), call.label))
 
 
-def reduce_steps(call: Call) -> Tensor:
+def reduce_steps(call: KerasCall) -> KerasTensor:
     x = call.signal
     at = call.axis(x.rank)
     if not x.is_on(at, Role.STEPS):
         raise ImportRefused(f"it reduces the axis of {x.axes[at]}, and a pool reduces the steps")
     if call.layer.kind != "Mean" or not call.tensor.is_masked:
         call.ignores_mask()
-    return Tensor(operations.pool_steps(x, REDUCTIONS[call.layer.kind], keep_axis=call.flag("keepdims", False)))
+    return KerasTensor(operations.pool_steps(x, REDUCTIONS[call.layer.kind], keep_axis=call.flag("keepdims", False)))
 
 
-def get_item(call: Call) -> Tensor:
+def get_item(call: KerasCall) -> KerasTensor:
     """x[:, -1], x[..., :3] and the like."""
     tensor = call.inputs[0] if call.inputs else None
-    if not isinstance(tensor, Tensor):
+    if not isinstance(tensor, KerasTensor):
         raise ImportRefused("it takes entries of a tensor that is not the output of a layer")
     x = tensor.signal
     chosen = _indexes(call, x.rank)
     for at in reversed(range(x.rank)):
         x = _taken(x, at, chosen[at])
-    return Tensor(x, tensor.is_masked and x.has_steps)
+    return KerasTensor(x, tensor.is_masked and x.has_steps)
 
 
-def product(call: Call) -> Tensor:
+def product(call: KerasCall) -> KerasTensor:
     first, second = (tensor.signal for tensor in call.pair())
-    return Tensor(operations.product_over_steps(first, second, call.label))
+    return KerasTensor(operations.product_over_steps(first, second, call.label))
 
 
-def dot(call: Call) -> Tensor:
+def dot(call: KerasCall) -> KerasTensor:
     """The layer Dot over the steps: (batch, steps, columns) with (batch, steps, 1)."""
     call.refuse_options(normalize=False)
     first, second = (tensor.signal for tensor in call.pair())
@@ -61,18 +61,18 @@ def dot(call: Call) -> Tensor:
         raise ImportRefused(
             f"its axes are {call.value('axes')!r:.20}, and only an attention pool multiplies two tensors, over the steps"
         )
-    return Tensor(operations.product_over_steps(first.transpose([0, 2, 1]), second, call.label))
+    return KerasTensor(operations.product_over_steps(first.transpose([0, 2, 1]), second, call.label))
 
 
-def squeeze(call: Call) -> Tensor:
+def squeeze(call: KerasCall) -> KerasTensor:
     return call.result(call.signal.without_axes([call.axis(call.signal.rank)]))
 
 
-def expand_dims(call: Call) -> Tensor:
+def expand_dims(call: KerasCall) -> KerasTensor:
     return call.result(call.signal.with_units([call.axis(call.signal.rank + 1)]))
 
 
-def transpose(call: Call) -> Tensor:
+def transpose(call: KerasCall) -> KerasTensor:
     x = call.signal
     order = list(range(x.rank))[::-1] if call.value("axes", None) is None else call.integers("axes")
     if sorted(order) != list(range(x.rank)):
@@ -80,7 +80,7 @@ def transpose(call: Call) -> Tensor:
     return call.result(x.transpose(order))
 
 
-def reshape(call: Call) -> Tensor:
+def reshape(call: KerasCall) -> KerasTensor:
     """The batch, the first axis, is written as -1."""
     x, target = call.signal, call.integers("newshape")
     if target[:1] != [-1] or math.prod(target[1:]) != math.prod(x.shape[1:]) or min(target[1:], default=1) < 1:
@@ -90,16 +90,16 @@ def reshape(call: Call) -> Tensor:
     return call.result(x.reshape([x.shape[0], *target[1:]]))
 
 
-def flip(call: Call) -> Tensor:
+def flip(call: KerasCall) -> KerasTensor:
     return call.result(_reversed(call.signal, call.axis(call.signal.rank)))
 
 
-def concat(call: Call) -> Tensor:
+def concat(call: KerasCall) -> KerasTensor:
     signals = [tensor.signal for tensor in call.tensors]
     return call.result(concatenate(signals, call.axis(signals[0].rank)))
 
 
-def _function(call: Call) -> Function:
+def _function(call: KerasCall) -> Function:
     kind = call.layer.kind
     if kind in WITH_ALPHA:
         ours, parameter = WITH_ALPHA[kind]
@@ -109,7 +109,7 @@ def _function(call: Call) -> Function:
     return ELEMENTWISE[kind]
 
 
-def _indexes(call: Call, rank: int) -> list[Any]:
+def _indexes(call: KerasCall, rank: int) -> list[Any]:
     """Return an index or a slice for each axis."""
     written = call.node.options.get("slice_spec", call.node.arguments[1] if len(call.node.arguments) > 1 else None)
     given = [_index(item) for item in (written if isinstance(written, list) else [written])]
@@ -160,7 +160,7 @@ def _reversed(x: Signal, at: int) -> Signal:
 ELEMENTWISE = {"".join(part.title() for part in name.split("_")): function for name, function in NAMED.items()}
 ELEMENTWISE |= {"Exp": NAMED["exponential"], "HardSigmoid": SLOPES[False]}
 """Functions of single numbers, by the names of their classes."""
-OPERATIONS: dict[str, Callable[[Call], Value]] = {
+OPERATIONS: dict[str, Callable[[KerasCall], Value]] = {
     **dict.fromkeys((*ELEMENTWISE, *WITH_ALPHA, "Gelu"), elementwise),
     **dict.fromkeys(REDUCTIONS, reduce_steps),
     **dict.fromkeys(COMBINATIONS, combine),

@@ -11,7 +11,7 @@ import numpy as np
 
 from service.importers.draft import Array, Original
 from service.importers.keras.architecture import is_of_keras
-from service.importers.keras.call import Reading
+from service.importers.keras.call import KerasReading
 from service.importers.keras.files import Saved
 
 CODE = ("function", "Lambda", "__lambda__", "__typespec__")
@@ -20,7 +20,7 @@ UNREAD = "compile_config"
 """A key of the architecture that Keras does not read if it does not compile the model."""
 
 
-def original(path: Path, model: Saved, reading: Reading) -> Original | None:
+def original(path: Path, model: Saved, reading: KerasReading) -> Original | None:
     """Return the model as Keras 3 runs it, or None if that is not installed, or if the model may have code or is of Keras 2."""
     if model.is_keras_2 or not _has_only_keras(model.architecture):
         return None

@@ -20,7 +20,7 @@ from service.importers.chain.signal import Columns, Role, Signal, axis, concaten
 from service.importers.draft import Array, ImportRefused
 from service.importers.keras.activations import gate
 from service.importers.keras.architecture import LayerConfig, layer_config
-from service.importers.keras.call import Call, FinalCell, Tensor, Value
+from service.importers.keras.call import KerasCall, KerasFinalCell, KerasTensor, Value
 
 KINDS = {"SimpleRNN": "rnn", "LSTM": "lstm", "GRU": "gru", "CuDNNLSTM": "lstm", "CuDNNGRU": "gru"}
 CELLS = {"SimpleRNNCell": "rnn", "LSTMCell": "lstm", "GRUCell": "gru"}
@@ -35,7 +35,7 @@ PER_STEP = ("Dense", "Activation", "Dropout", "BatchNormalization", "LayerNormal
 Tensors = dict[str, Array]
 
 
-def recurrent(call: Call) -> Sequence[Value]:
+def recurrent(call: KerasCall) -> Sequence[Value]:
     """One direction: the steps, or the last output, and the final states if the layer returns them."""
     cell = _cell(call, call.layer)
     tensors = _tensors(cell, cell.weights(*_names(cell)))
@@ -44,17 +44,17 @@ def recurrent(call: Call) -> Sequence[Value]:
     _note_states(call)
     outputs: list[Value] = [_output(call, x, layer, order[0])]
     if call.flag("return_state", False):
-        outputs += [Tensor(_final(x, layer, order[0])), *[FinalCell()] * (STATES[_kind(cell)] - 1)]
+        outputs += [KerasTensor(_final(x, layer, order[0])), *[KerasFinalCell()] * (STATES[_kind(cell)] - 1)]
     return outputs
 
 
-def bidirectional(call: Call) -> Sequence[Value]:
+def bidirectional(call: KerasCall) -> Sequence[Value]:
     """Both directions, merged or side by side, and the final states of both if the layer returns them."""
     forward = layer_config(call.value("layer"))
     given = call.value("backward_layer", None)
     backward = forward if given is None else layer_config(given)
     cells = [_cell(call, each) for each in (forward, backward)]
-    inner = Call(forward, call.node, call.inputs, (), call.reading)
+    inner = KerasCall(forward, call.node, call.inputs, (), call.reading)
     directions, origins = _directions(call, cells)
     options = [_options(cell, tensors) for cell, tensors in zip(cells, directions.values(), strict=True)]
     if options[0] != options[1] or _flags(forward) != _flags(backward, swapped=given is not None):
@@ -65,13 +65,13 @@ def bidirectional(call: Call) -> Sequence[Value]:
     _note_states(inner)
     outputs: list[Value] = list(_merged(call, x, layer, order, steps=inner.flag("return_sequences", False)))
     if inner.flag("return_state", False):
-        cell_states = [FinalCell()] * (STATES[kind] - 1)
+        cell_states = [KerasFinalCell()] * (STATES[kind] - 1)
         for columns in order:
-            outputs += [Tensor(_final(x, layer, columns)), *cell_states]
+            outputs += [KerasTensor(_final(x, layer, columns)), *cell_states]
     return outputs
 
 
-def time_distributed(call: Call) -> LayerConfig:
+def time_distributed(call: KerasCall) -> LayerConfig:
     """Return the layer that a TimeDistributed applies to every step; raises ImportRefused if it needs more than one step."""
     inner = layer_config(call.value("layer"))
     if inner.kind not in PER_STEP or call.signal.rank != 3:
@@ -81,14 +81,14 @@ def time_distributed(call: Call) -> LayerConfig:
     return replace(inner, name=call.layer.name)
 
 
-def _cell(call: Call, layer: LayerConfig) -> Call:
+def _cell(call: KerasCall, layer: LayerConfig) -> KerasCall:
     """Return a call of the layer's cell, which has its options and tensors."""
     if len(call.inputs) != 1 or call.node.others:
         raise ImportRefused(
             "its initial states are tensors of the model: a model starts from zeros, or from states in a request"
         )
     call.signal.expect(Role.BATCH, Role.STEPS, Role.COLUMNS)
-    outer = Call(layer, call.node, call.inputs, call.paths, call.reading)
+    outer = KerasCall(layer, call.node, call.inputs, call.paths, call.reading)
     outer.refuse_options(time_major=False)
     if layer.kind == "RNN":
         inner = outer.value("cell")
@@ -97,7 +97,7 @@ def _cell(call: Call, layer: LayerConfig) -> Call:
             raise ImportRefused(
                 f"its cell is {cell.kind if cell else inner!r:.40}: the cells that can be imported are {', '.join(CELLS)}"
             )
-        return Call(replace(cell, name=call.layer.name), call.node, call.inputs, call.paths, call.reading)
+        return KerasCall(replace(cell, name=call.layer.name), call.node, call.inputs, call.paths, call.reading)
     if layer.kind not in KINDS:
         raise ImportRefused(
             f"it has the layer {layer.kind}, and the layers that can be imported in it are {', '.join([*KINDS, 'RNN'])}"
@@ -105,19 +105,19 @@ def _cell(call: Call, layer: LayerConfig) -> Call:
     return outer
 
 
-def _kind(cell: Call) -> str:
+def _kind(cell: KerasCall) -> str:
     return {**KINDS, **CELLS}[cell.layer.kind]
 
 
-def _names(cell: Call) -> tuple[str, ...]:
+def _names(cell: KerasCall) -> tuple[str, ...]:
     return NAMES if _is_cudnn(cell) or cell.flag("use_bias", True) else NAMES[:2]
 
 
-def _is_cudnn(cell: Call) -> bool:
+def _is_cudnn(cell: KerasCall) -> bool:
     return cell.layer.kind.startswith("CuDNN")
 
 
-def _directions(call: Call, cells: Sequence[Call]) -> tuple[dict[str, Tensors], frozenset[str]]:
+def _directions(call: KerasCall, cells: Sequence[KerasCall]) -> tuple[dict[str, Tensors], frozenset[str]]:
     """Return the tensors of both directions, forward before backward in the file."""
     names = _names(cells[0])
     arrays = call.weights(*(f"{direction}.{name}" for direction in ("forward", "backward") for name in names))
@@ -126,7 +126,7 @@ def _directions(call: Call, cells: Sequence[Call]) -> tuple[dict[str, Tensors], 
     return {direction: _tensors(cell, half) for direction, cell, half in both}, call.origins
 
 
-def _tensors(cell: Call, arrays: Sequence[Array]) -> Tensors:
+def _tensors(cell: KerasCall, arrays: Sequence[Array]) -> Tensors:
     """Return the tensors of one direction in the layout of model.toml."""
     kind = _kind(cell)
     kernel, recurrent, *biases = arrays
@@ -152,12 +152,12 @@ def _tensors(cell: Call, arrays: Sequence[Array]) -> Tensors:
     return {**tensors, "bias": joined, "recurrent_bias": of_state[2 * units :]}
 
 
-def _bias_shape(cell: Call, units: int) -> tuple[int, ...]:
+def _bias_shape(cell: KerasCall, units: int) -> tuple[int, ...]:
     size = GATES[_kind(cell)] * units
     return (2, size) if _kind(cell) == "gru" and _resets_after(cell) else (size,)
 
 
-def _resets_after(cell: Call) -> bool:
+def _resets_after(cell: KerasCall) -> bool:
     """Keras had no option reset_after before 2.1.3, and computed without it."""
     return _is_cudnn(cell) or cell.flag("reset_after", False)
 
@@ -173,7 +173,7 @@ def _transposed_blocks(matrix: Array, gates: int) -> Array:
     return np.concatenate([block.reshape(block.shape[::-1]).T for block in np.split(matrix, gates, axis=1)], axis=1)
 
 
-def _options(cell: Call, tensors: Tensors) -> dict[str, Any]:
+def _options(cell: KerasCall, tensors: Tensors) -> dict[str, Any]:
     """Return the options of the layer in model.toml, except defaults."""
     kind = _kind(cell)
     options: dict[str, Any] = {"hidden": len(tensors["recurrent"])}
@@ -195,11 +195,11 @@ def _flags(layer: LayerConfig, *, swapped: bool = False) -> tuple[bool, ...]:
     )
 
 
-def _reversed(x: Signal, layer: Call) -> Signal:
+def _reversed(x: Signal, layer: KerasCall) -> Signal:
     return operations.reverse_steps(x) if layer.flag("go_backwards", False) else x
 
 
-def _note_states(layer: Call) -> None:
+def _note_states(layer: KerasCall) -> None:
     if layer.flag("stateful", False):
         layer.reading.note(
             f"{layer.label} is stateful: Keras starts a batch from the final states of the previous batch, and the model from zeros, "
@@ -207,11 +207,11 @@ def _note_states(layer: Call) -> None:
         )
 
 
-def _output(call: Call, x: Signal, layer: Layer, columns: Columns) -> Tensor:
+def _output(call: KerasCall, x: Signal, layer: Layer, columns: Columns) -> KerasTensor:
     """Return the steps of one direction, or its last output."""
     if call.flag("return_sequences", False):
         return call.result(_with_columns(replace(x, parts=(layer,)), columns))
-    return Tensor(_final(x, layer, columns))
+    return KerasTensor(_final(x, layer, columns))
 
 
 def _final(x: Signal, layer: Layer, columns: Columns) -> Signal:
@@ -223,7 +223,7 @@ def _with_columns(x: Signal, columns: Columns) -> Signal:
     return replace(x, axes=(*x.axes[:-1], axis(Role.COLUMNS, len(columns))), columns=columns)
 
 
-def _merged(call: Call, x: Signal, layer: Layer, order: Columns, *, steps: bool) -> list[Tensor]:
+def _merged(call: KerasCall, x: Signal, layer: Layer, order: Columns, *, steps: bool) -> list[KerasTensor]:
     """Return both directions as one tensor, or as two without a merge mode."""
     if steps:
         forward, backward = (_with_columns(replace(x, parts=(layer,)), columns) for columns in order)
@@ -233,7 +233,7 @@ def _merged(call: Call, x: Signal, layer: Layer, order: Columns, *, steps: bool)
     if mode not in (*MERGES, None):
         raise ImportRefused(f"its merge_mode is {mode!r:.20}: use {', '.join(MERGES)} or None")
     merged = [forward, backward] if mode is None else [_as_one(forward, backward, mode, call.label)]
-    return [Tensor(one, call.tensor.is_masked and steps) for one in merged]
+    return [KerasTensor(one, call.tensor.is_masked and steps) for one in merged]
 
 
 def _as_one(forward: Signal, backward: Signal, mode: str, label: str) -> Signal:

@@ -10,7 +10,7 @@ from service.importers.chain import operations
 from service.importers.chain.functions import Function, affine
 from service.importers.chain.signal import concatenate
 from service.importers.draft import ImportRefused
-from service.importers.keras.call import Call, Mask, Tensor, Value
+from service.importers.keras.call import KerasCall, KerasMask, KerasTensor, Value
 
 IDENTITIES = (
     *("ActivityRegularization", "AlphaDropout", "Dropout", "GaussianDropout", "GaussianNoise", "Identity", "SpatialDropout1D"),
@@ -21,11 +21,11 @@ COMBINATIONS = {"Add": "add", "Subtract": "subtract", "Multiply": "multiply", "M
 AFFINE = ("add", "subtract", "multiply")
 
 
-def same(call: Call) -> Tensor:
+def same(call: KerasCall) -> KerasTensor:
     return call.tensor
 
 
-def combine(call: Call) -> Tensor:
+def combine(call: KerasCall) -> KerasTensor:
     how = COMBINATIONS[call.layer.kind]
     if any(isinstance(value, float) for value in call.inputs):
         return _with_number(call, how)
@@ -33,24 +33,24 @@ def combine(call: Call) -> Tensor:
     return call.result(reduce(lambda x, y: operations.combine(x, y, how, call.label), signals))
 
 
-def average(call: Call) -> Tensor:
+def average(call: KerasCall) -> KerasTensor:
     signals = [tensor.signal for tensor in call.tensors]
     total = reduce(lambda x, y: operations.combine(x, y, "add", call.label), signals)
     return call.result(operations.apply(total, affine(1 / len(signals), 0.0), call.label))
 
 
-def concat(call: Call) -> Tensor:
+def concat(call: KerasCall) -> KerasTensor:
     signals = [tensor.signal for tensor in call.tensors]
     return call.result(concatenate(signals, call.axis(signals[0].rank, -1)))
 
 
-def flatten(call: Call) -> Tensor:
+def flatten(call: KerasCall) -> KerasTensor:
     call.ignores_mask()
     x = call.signal
-    return Tensor(x.reshape([x.shape[0], math.prod(x.shape[1:])]))
+    return KerasTensor(x.reshape([x.shape[0], math.prod(x.shape[1:])]))
 
 
-def reshape(call: Call) -> Tensor:
+def reshape(call: KerasCall) -> KerasTensor:
     x, target = call.signal, call.integers("target_shape")
     if target.count(-1) > 1 or any(size < 1 for size in target if size != -1):
         raise ImportRefused(f"its target_shape is {target!r:.60}")
@@ -59,43 +59,43 @@ def reshape(call: Call) -> Tensor:
     return call.result(x.reshape([x.shape[0], *sizes]))
 
 
-def permute(call: Call) -> Tensor:
+def permute(call: KerasCall) -> KerasTensor:
     x, order = call.signal, call.integers("dims")
     if sorted(order) != list(range(1, x.rank)):
         raise ImportRefused(f"its dims are {order!r:.60}, and its input has {x.rank} axes")
     return call.result(x.transpose([0, *order]))
 
 
-def pad(call: Call) -> Tensor:
+def pad(call: KerasCall) -> KerasTensor:
     call.ignores_mask()
-    return Tensor(operations.pad_steps(call.over_steps(), *_pair(call, "padding")))
+    return KerasTensor(operations.pad_steps(call.over_steps(), *_pair(call, "padding")))
 
 
-def crop(call: Call) -> Tensor:
+def crop(call: KerasCall) -> KerasTensor:
     call.ignores_mask()
-    return Tensor(operations.cut_steps(call.over_steps(), *_pair(call, "cropping")))
+    return KerasTensor(operations.cut_steps(call.over_steps(), *_pair(call, "cropping")))
 
 
-def mask(call: Call) -> Value:
+def mask(call: KerasCall) -> Value:
     """NotEqual, an operation that Keras 3 writes into functional models, makes their masks."""
     call.reading.has_mask = True
-    return Mask()
+    return KerasMask()
 
 
-def _with_number(call: Call, how: str) -> Tensor:
+def _with_number(call: KerasCall, how: str) -> KerasTensor:
     """Combine a tensor with a number."""
     calculate = operations.OPERATIONS[how]
     match call.inputs:
-        case [Tensor() as tensor, float(number)]:
+        case [KerasTensor() as tensor, float(number)]:
             function = Function(lambda x: calculate(x, number), is_affine=how in AFFINE)
-        case [float(number), Tensor() as tensor]:
+        case [float(number), KerasTensor() as tensor]:
             function = Function(lambda x: calculate(number, x), is_affine=how in AFFINE)
         case _:
             raise ImportRefused("it takes something else than a tensor and a number")
     return call.result(operations.apply(tensor.signal, function, call.label))
 
 
-def _pair(call: Call, key: str) -> tuple[int, int]:
+def _pair(call: KerasCall, key: str) -> tuple[int, int]:
     value = call.value(key)
     pair = [value, value] if isinstance(value, int) else value
     if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(size, int) and size >= 0 for size in pair):
@@ -103,7 +103,7 @@ def _pair(call: Call, key: str) -> tuple[int, int]:
     return pair[0], pair[1]
 
 
-LAYERS: dict[str, Callable[[Call], Value]] = {
+LAYERS: dict[str, Callable[[KerasCall], Value]] = {
     **dict.fromkeys(IDENTITIES, same),
     **dict.fromkeys(COMBINATIONS, combine),
     "Average": average,

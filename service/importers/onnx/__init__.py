@@ -16,7 +16,7 @@ from service.importers.draft import Draft, ImportRefused
 from service.importers.onnx.file import Tensors, read_model
 from service.importers.onnx.graph import MALFORMED, Graph
 from service.importers.onnx.operation import Reading
-from service.importers.onnx.readings import GraphInput, Plan, plans
+from service.importers.onnx.readings import GraphInput, InputPlan, plans
 
 
 def read(path: Path) -> Draft:
@@ -44,7 +44,7 @@ def _read(path: Path) -> Draft:
     raise ImportRefused(f"{path}: {furthest}") from furthest
 
 
-def _attempts(graph: Graph, plan: Plan, failures: list[tuple[int, ImportRefused]]) -> Iterator[tuple[Reading, Draft]]:
+def _attempts(graph: Graph, plan: InputPlan, failures: list[tuple[int, ImportRefused]]) -> Iterator[tuple[Reading, Draft]]:
     """Yield the model of a plan. A graph of any length may work for one length only, at which a pooling window covers every step."""
     lengths: list[int | None] = [None]
     for steps in lengths:
@@ -64,7 +64,7 @@ def _attempts(graph: Graph, plan: Plan, failures: list[tuple[int, ImportRefused]
             lengths += [length for length in dict.fromkeys(reading.whole_pools) if length not in lengths][:2]
 
 
-def _complete(draft: Draft, graph: Graph, plan: Plan, reading: Reading) -> None:
+def _complete(draft: Draft, graph: Graph, plan: InputPlan, reading: Reading) -> None:
     """Add the results of interpreting the graph: notes, unused tensors and the source itself."""
     reading.complete(draft, graph.weights, "graph")
     if reading.lengths and draft.head.table.get("pool") not in (None, "last") and not reading.masks:

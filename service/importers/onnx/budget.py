@@ -15,7 +15,7 @@ COPIES = 64
 """How often a graph may read or compute as many numbers as its weights have, in all readings of its inputs together."""
 
 
-class Budget:
+class GraphBudget:
     """The numbers that a graph may read and compute, beyond which it is refused."""
 
     def __init__(self, weights: int) -> None:

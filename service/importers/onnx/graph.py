@@ -11,13 +11,13 @@ from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
 from service.importers.chain.settling import weights_below
 from service.importers.chain.signal import Signal
 from service.importers.draft import Array, ImportRefused, Original
-from service.importers.onnx.budget import Budget, number_count, stored
+from service.importers.onnx.budget import GraphBudget, number_count, stored
 from service.importers.onnx.file import Tensors
 from service.importers.onnx.folding import FOLDED, fold
 from service.importers.onnx.operation import Operation, Reading, attribute_value
 from service.importers.onnx.operators import OF_CONSTANTS, OPERATORS
 from service.importers.onnx.original import original
-from service.importers.onnx.readings import Plan
+from service.importers.onnx.readings import InputPlan
 from service.importers.onnx.values import Constant, Value
 
 DOMAINS = ("", "ai.onnx")
@@ -50,7 +50,7 @@ class Graph:
         self._tensors = tensors
         self._initializers = {tensor.name: tensor for tensor in graph.initializer}
         self._constants: dict[str, Constant] = {}
-        self.budget = Budget(sum(map(number_count, graph.initializer)))
+        self.budget = GraphBudget(sum(map(number_count, graph.initializer)))
 
     @property
     def inputs(self) -> list[ValueInfoProto]:
@@ -66,7 +66,7 @@ class Graph:
         """The names of the tensors of floats."""
         return [tensor.name for tensor in self._initializers.values() if tensor.data_type in FLOATS]
 
-    def original(self, plan: Plan, steps: int | None) -> Original | None:
+    def original(self, plan: InputPlan, steps: int | None) -> Original | None:
         """Return what runs the graph for its first output, or None. steps: the only length that it takes, or None."""
         return original(self._model, _needed(self._graph, self.outputs[:1]), self._tensors, plan, steps)
 

@@ -11,12 +11,14 @@ from onnx import ModelProto, NodeProto, TensorProto, numpy_helper
 
 from service.importers.draft import Array, Original
 from service.importers.onnx.file import Tensors
-from service.importers.onnx.readings import Plan
+from service.importers.onnx.readings import InputPlan
 
 HALVES = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
 
 
-def original(model: ModelProto, nodes: Sequence[NodeProto], tensors: Tensors, plan: Plan, steps: int | None) -> Original | None:
+def original(
+    model: ModelProto, nodes: Sequence[NodeProto], tensors: Tensors, plan: InputPlan, steps: int | None
+) -> Original | None:
     """Return the source as ONNX Runtime runs it, or None without ONNX Runtime.
 
     nodes: the nodes on which the first output depends; steps: the only length. ONNX Runtime gets no other nodes, and no files: it runs

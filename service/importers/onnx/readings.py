@@ -60,7 +60,7 @@ class GraphInput:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class InputPlan:
     """One way to read the inputs: which of them is the sequence, what its axes count, and the other inputs."""
 
     sequence: GraphInput
@@ -102,12 +102,12 @@ class Plan:
         return arrays
 
 
-def plans(inputs: Sequence[GraphInput]) -> Iterator[Plan]:
+def plans(inputs: Sequence[GraphInput]) -> Iterator[InputPlan]:
     """Return each way to read the inputs."""
     for sequence in inputs:
         others = tuple(other for other in inputs if other is not sequence)
         if 1 <= len(sequence.sizes) <= LARGEST_RANK and all(_is_lengths(other) or _is_state(other) for other in others):
-            yield from (Plan(sequence, roles, others) for roles in _roles(sequence))
+            yield from (InputPlan(sequence, roles, others) for roles in _roles(sequence))
 
 
 def _roles(sequence: GraphInput) -> list[tuple[Role, ...]]:

@@ -8,7 +8,7 @@ from service.importers.draft import UNFIT, Draft, ImportQuestion, ImportRefused,
 from service.importers.ends import model_input, tried_recipe, usual_head
 from service.importers.pytorch.convert import CONVERTERS, attention, dense
 from service.importers.pytorch.files import SAFETENSORS, read_tensors
-from service.importers.pytorch.modules import Module, modules, without_copies
+from service.importers.pytorch.modules import ModuleTensors, modules, without_copies
 from service.importers.pytorch.plan import Plan, Step, suggest, usual_order
 from service.importers.recipe import FROM, Recipe
 from service.modeling.spec.layers import LAYER_KINDS
@@ -41,7 +41,7 @@ def read(file: Path, recipe: Recipe, weights: str | None = None) -> Draft:
     return Draft("PyTorch state_dict", model_input(layers, recipe), layers, head, used, unused, assumed=assumed, tried=tried)
 
 
-def _from_recipe(recipe: Recipe, found: dict[str, Module]) -> Plan:
+def _from_recipe(recipe: Recipe, found: dict[str, ModuleTensors]) -> Plan:
     plan = Plan()
     for index, layer in enumerate(recipe.layers):
         table = dict(layer)
@@ -66,7 +66,7 @@ def _from_recipe(recipe: Recipe, found: dict[str, Module]) -> Plan:
     return plan
 
 
-def _within(found: dict[str, Module], prefix: str | list[str], *, with_inner: bool = False) -> list[Module]:
+def _within(found: dict[str, ModuleTensors], prefix: str | list[str], *, with_inner: bool = False) -> list[ModuleTensors]:
     """Return the module of this name, or all modules with names that start with it; with_inner: both. prefix: one, or several."""
     if isinstance(prefix, list):
         return [module for name in prefix for module in _within(found, name, with_inner=with_inner)]
@@ -77,7 +77,7 @@ def _within(found: dict[str, Module], prefix: str | list[str], *, with_inner: bo
     return own + inner
 
 
-def _listed(found: dict[str, Module]) -> str:
+def _listed(found: dict[str, ModuleTensors]) -> str:
     return ", ".join(name or "(top level)" for name in found)
 
 

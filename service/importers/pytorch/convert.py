@@ -8,13 +8,13 @@ import numpy as np
 
 from service.importers.draft import Array, ImportQuestion, ImportRefused, Part
 from service.importers.ends import Table
-from service.importers.pytorch.modules import Module
+from service.importers.pytorch.modules import ModuleTensors
 
 DIRECTIONS = (("forward", ""), ("backward", "_reverse"))
 ATTENTION = {"query", "weight", "bias", "weight_g", "weight_v"}
 
 
-def recurrent(table: Table, found: Sequence[Module]) -> Part:
+def recurrent(table: Table, found: Sequence[ModuleTensors]) -> Part:
     """torch.nn.RNN, GRU or LSTM, or a cell. Gate orders are as in model.toml, and a GRU keeps the recurrent bias of its new gate."""
     module = _only(table, found)
     suffixes = _levels(module)
@@ -43,11 +43,11 @@ def recurrent(table: Table, found: Sequence[Module]) -> Part:
     return Part({**table, **sizes} | ({} if projection is None else {"projection": len(projection)}), arrays)
 
 
-def _levels(module: Module) -> list[str]:
+def _levels(module: ModuleTensors) -> list[str]:
     return [leaf.removeprefix("weight_hh") for leaf in module.tensors if leaf.startswith("weight_hh")]
 
 
-def _one_direction(module: Module, suffix: str) -> dict[str, Array]:
+def _one_direction(module: ModuleTensors, suffix: str) -> dict[str, Array]:
     tensors = module.tensors
     wide = tensors[f"weight_ih{suffix}"].T
     zeros = np.zeros(wide.shape[1], np.float32)
@@ -61,12 +61,12 @@ def _one_direction(module: Module, suffix: str) -> dict[str, Array]:
     return arrays if projection is None else {**arrays, "projection": projection.T}
 
 
-def embedding(table: Table, found: Sequence[Module]) -> Part:
+def embedding(table: Table, found: Sequence[ModuleTensors]) -> Part:
     weight = _only(table, found).weight
     return Part({**table, "width": weight.shape[1]}, {"weight": weight})
 
 
-def dense(table: Table, found: Sequence[Module]) -> Part:
+def dense(table: Table, found: Sequence[ModuleTensors]) -> Part:
     """torch.nn.Linear."""
     module = _only(table, found)
     if module.kind != "matrix":
@@ -75,7 +75,7 @@ def dense(table: Table, found: Sequence[Module]) -> Part:
     return Part({**table, "width": weight.shape[1]}, {"weight": weight, "bias": module.bias(weight.shape[1])})
 
 
-def attention(found: Sequence[Module]) -> dict[str, Array]:
+def attention(found: Sequence[ModuleTensors]) -> dict[str, Array]:
     """The attention of a head: a `query` or a linear layer with one output, and a linear layer with tanh before it if there is one."""
     queries = [module.tensors["query"] for module in found if "query" in module.tensors]
     linear = [module for module in found if module.tensors.keys() - {"query"}]
@@ -93,7 +93,7 @@ def attention(found: Sequence[Module]) -> dict[str, Array]:
     return arrays
 
 
-def _convolution(module: Module, *, weight_norm: bool) -> dict[str, Array]:
+def _convolution(module: ModuleTensors, *, weight_norm: bool) -> dict[str, Array]:
     """Return the filters and the bias. weight_norm: keep the weight norm, which is computed otherwise."""
     filters = module.filters
     bias = module.bias(filters.shape[2])
@@ -103,7 +103,7 @@ def _convolution(module: Module, *, weight_norm: bool) -> dict[str, Array]:
     return {"direction": direction, "magnitude": module.tensors["weight_g"].ravel(), "bias": bias}
 
 
-def conv(table: Table, found: Sequence[Module]) -> Part:
+def conv(table: Table, found: Sequence[ModuleTensors]) -> Part:
     """torch.nn.Conv1d, and the batch norm that the recipe names after it."""
     module, *norms = found
     filters = module.filters
@@ -116,7 +116,7 @@ def conv(table: Table, found: Sequence[Module]) -> Part:
     return Part({**table, **sizes}, arrays)
 
 
-def text_cnn(table: Table, found: Sequence[Module]) -> Part:
+def text_cnn(table: Table, found: Sequence[ModuleTensors]) -> Part:
     """Convolutions of several widths over the same steps."""
     arrays: dict[str, Array] = {}
     for module in found:
@@ -131,7 +131,7 @@ def text_cnn(table: Table, found: Sequence[Module]) -> Part:
     return Part({**table, "widths": widths, "filters": counts.pop()}, arrays)
 
 
-def tcn(table: Table, found: Sequence[Module]) -> Part:
+def tcn(table: Table, found: Sequence[ModuleTensors]) -> Part:
     """Levels of two causal convolutions, with a convolution of width 1 around them where the width changes (Bai et al. 2018)."""
     arrays: dict[str, Array] = {}
     remaining, level = list(found), 0
@@ -151,16 +151,16 @@ def tcn(table: Table, found: Sequence[Module]) -> Part:
     return Part({**table, "levels": level, "filters": filters, "width": width}, arrays)
 
 
-def batch_norm(table: Table, found: Sequence[Module]) -> Part:
+def batch_norm(table: Table, found: Sequence[ModuleTensors]) -> Part:
     return Part(dict(table), {"norm": _statistics(_only(table, found))})
 
 
-def layer_norm(table: Table, found: Sequence[Module]) -> Part:
+def layer_norm(table: Table, found: Sequence[ModuleTensors]) -> Part:
     module = _only(table, found)
     return Part(dict(table), {"norm": np.stack((module.weight, module.bias(len(module.weight))))})
 
 
-def sru(table: Table, found: Sequence[Module]) -> Part:
+def sru(table: Table, found: Sequence[ModuleTensors]) -> Part:
     """The `sru` and `pytorch-sru` packages: the columns of a unit stand side by side there, and each block is one matrix here."""
     cells = [module for module in found if module.kind == "sru"]
     norms = {module.name.rpartition(".")[0]: module for module in found if module.kind == "layer_norm"}
@@ -204,7 +204,7 @@ def _directions(table: Table, bidirectional: bool) -> tuple[str, ...]:
     return ("forward", "backward") if bidirectional else (table.get("direction", "forward"),)
 
 
-def _sru_level(level: int, cell: Module, names: Sequence[str], hidden: int) -> dict[str, Array]:
+def _sru_level(level: int, cell: ModuleTensors, names: Sequence[str], hidden: int) -> dict[str, Array]:
     weight = cell.tensors["weight"]
     directions = len(names)
     blocks = weight.shape[1] // (directions * hidden)
@@ -220,7 +220,7 @@ def _sru_level(level: int, cell: Module, names: Sequence[str], hidden: int) -> d
     return arrays
 
 
-def qrnn(table: Table, found: Sequence[Module]) -> Part:
+def qrnn(table: Table, found: Sequence[ModuleTensors]) -> Part:
     """The QRNN of Salesforce and fastai. Its forget gate is the update gate, the opposite of the forget gate here: its sign changes."""
     arrays: dict[str, Array] = {}
     sizes: Table = {}
@@ -245,20 +245,20 @@ def qrnn(table: Table, found: Sequence[Module]) -> Part:
     return Part({**table, **sizes}, arrays)
 
 
-def _statistics(module: Module) -> Array:
+def _statistics(module: ModuleTensors) -> Array:
     size = len(module.tensors["running_mean"])
     gain, offset = module.tensors.get("weight", np.ones(size, np.float32)), module.bias(size)
     return np.stack((gain, offset, module.tensors["running_mean"], module.tensors["running_var"]))
 
 
-def _only(table: Table, found: Sequence[Module]) -> Module:
+def _only(table: Table, found: Sequence[ModuleTensors]) -> ModuleTensors:
     if len(found) != 1:
         names = ", ".join(module.name for module in found)
         raise ImportQuestion(f"the {table['kind']} layer needs one module, and its name fits {names}: make `from` longer")
     return found[0]
 
 
-CONVERTERS: dict[str, Callable[[Table, Sequence[Module]], Part]] = {
+CONVERTERS: dict[str, Callable[[Table, Sequence[ModuleTensors]], Part]] = {
     "rnn": recurrent,
     "gru": recurrent,
     "lstm": recurrent,

@@ -24,7 +24,7 @@ OF_WEIGHT = {1: "layer_norm", 2: "matrix", 3: "conv", 4: "conv"}
 
 
 @dataclass(slots=True)
-class Module:
+class ModuleTensors:
     """The tensors of one module, by the last part of their names. name: the module's; names: whole name of each tensor."""
 
     name: str
@@ -84,16 +84,16 @@ def _normed(tensors: Mapping[str, Array], name: str) -> Array:
     return whole
 
 
-def modules(tensors: Mapping[str, Array]) -> dict[str, Module]:
+def modules(tensors: Mapping[str, Array]) -> dict[str, ModuleTensors]:
     """Return the modules by name, in the order of the state_dict. Tensors that inference does not need are left out."""
-    found: dict[str, Module] = {}
+    found: dict[str, ModuleTensors] = {}
     for name in sorted(tensors, key=lambda name: name.endswith(RAW)):  # a weight before its dropout replaces a copy after it
         place, leaf = _split(name)
         if leaf.endswith(RAW) and RECURRENT.fullmatch(leaf.removesuffix(RAW)):
             leaf = leaf.removesuffix(RAW)
             place = f"{place}.module" if f"{place}.module" in found else place
         if leaf not in IGNORED:
-            module = found.setdefault(place, Module(place))
+            module = found.setdefault(place, ModuleTensors(place))
             module.tensors[leaf] = tensors[name]
             module.names[leaf] = name
     for module in found.values():
@@ -113,16 +113,16 @@ def _split(name: str) -> tuple[str, str]:
     return place, leaf
 
 
-def without_copies(found: dict[str, Module]) -> dict[str, Module]:
+def without_copies(found: dict[str, ModuleTensors]) -> dict[str, ModuleTensors]:
     """Leave out modules that a state_dict has under a second name, such as modules of a block that are also in its Sequential."""
-    kept: dict[str, Module] = {}
+    kept: dict[str, ModuleTensors] = {}
     for name, module in found.items():
         if not any(_same(module, other) for other in kept.values()):
             kept[name] = module
     return kept
 
 
-def _same(one: Module, other: Module) -> bool:
+def _same(one: ModuleTensors, other: ModuleTensors) -> bool:
     """Return whether two modules share their memory, or are equal where it was not kept."""
     if one.tensors.keys() != other.tensors.keys() or one.kind not in ("conv", "unknown"):
         return False

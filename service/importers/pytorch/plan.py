@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from service.importers.draft import ImportQuestion
 from service.importers.ends import Table, chained
-from service.importers.pytorch.modules import Module
+from service.importers.pytorch.modules import ModuleTensors
 from service.importers.recipe import FROM
 
 USUAL: dict[str, tuple[Table, str]] = {
@@ -38,7 +38,7 @@ class Step:
     """A table of model.toml and the modules that fill it."""
 
     table: Table
-    modules: list[Module] = field(default_factory=list)
+    modules: list[ModuleTensors] = field(default_factory=list)
 
     @property
     def entry(self) -> Table:
@@ -61,7 +61,7 @@ class Plan:
     def of_head(self) -> list[Step]:
         return [step for step in (*self.dense, self.attention, self.linear) if step is not None]
 
-    def add(self, kind: str, modules: list[Module]) -> None:
+    def add(self, kind: str, modules: list[ModuleTensors]) -> None:
         """Add a layer, and the assumptions about it."""
         keys, others = USUAL.get(kind, ({}, ""))
         self.layers.append(Step({"kind": kind, **keys}, modules))
@@ -69,7 +69,7 @@ class Plan:
         self.assumed += [f"{modules[0].name}: {kind}{tried}; {others}"] * bool(others)
 
 
-def usual_order(modules: Sequence[Module]) -> list[Module]:
+def usual_order(modules: Sequence[ModuleTensors]) -> list[ModuleTensors]:
     """Return modules in the order that most models have, where the order in the file means nothing: the embedding, the layers over time,
     and the linear layers, each with as many inputs as the linear layer before it has outputs."""
     matrices = [module for module in modules if module.kind == "matrix"]
@@ -78,7 +78,7 @@ def usual_order(modules: Sequence[Module]) -> list[Module]:
     return ordered + chained([module for module in matrices if module not in ordered], lambda module: module.weight.shape[::-1])
 
 
-def suggest(modules: Sequence[Module]) -> Plan:
+def suggest(modules: Sequence[ModuleTensors]) -> Plan:
     """Return the plan of modules in the order of the state_dict; raises ImportQuestion if a module has no known form."""
     of_loss = [one for one in modules if LOSS.search(one.name) and all(array.ndim < 2 for array in one.tensors.values())]
     plan, remaining = Plan(), [module for module in modules if module not in of_loss]
@@ -113,7 +113,7 @@ def suggest(modules: Sequence[Module]) -> Plan:
     return plan
 
 
-def _add_matrix(plan: Plan, module: Module, remaining: Sequence[Module]) -> None:
+def _add_matrix(plan: Plan, module: ModuleTensors, remaining: Sequence[ModuleTensors]) -> None:
     """An embedding comes first and has no bias. Other matrices after the last layer over time belong to the head."""
     if not plan.layers and "bias" not in module.tensors and any(other.kind != "matrix" for other in remaining):
         plan.add("embedding", [module])
@@ -126,7 +126,7 @@ def _add_matrix(plan: Plan, module: Module, remaining: Sequence[Module]) -> None
         plan.linear = Step({}, [module])
 
 
-def _add_convolutions(plan: Plan, module: Module, remaining: list[Module]) -> None:
+def _add_convolutions(plan: Plan, module: ModuleTensors, remaining: list[ModuleTensors]) -> None:
     """Add a TCN, convolutions side by side, or one convolution, with the modules that belong to it."""
     stack = TCN.fullmatch(module.name)
     if stack is not None:
@@ -143,18 +143,18 @@ def _add_convolutions(plan: Plan, module: Module, remaining: list[Module]) -> No
     plan.add("conv", [module, *norm])
 
 
-def _add_sru(plan: Plan, module: Module, remaining: list[Module]) -> None:
+def _add_sru(plan: Plan, module: ModuleTensors, remaining: list[ModuleTensors]) -> None:
     within = f"{module.name.rpartition('.')[0]}."
     levels = _taken(remaining, lambda other: other.name.startswith(within) and other.kind in ("sru", "layer_norm"))
     plan.add("sru", [module, *levels])
 
 
-def _is_within(module: Module, stack: str) -> bool:
+def _is_within(module: ModuleTensors, stack: str) -> bool:
     match = TCN.fullmatch(module.name)
     return match is not None and match["stack"] == stack
 
 
-def _taken(remaining: list[Module], belongs: Callable[[Module], bool]) -> list[Module]:
+def _taken(remaining: list[ModuleTensors], belongs: Callable[[ModuleTensors], bool]) -> list[ModuleTensors]:
     """Remove the leading modules that belong to a layer from `remaining`, and return them."""
     taken = []
     while remaining and belongs(remaining[0]):

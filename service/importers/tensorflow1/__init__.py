@@ -16,14 +16,14 @@ from service.importers.draft import Draft, ImportRefused, Part
 from service.importers.ends import chained, model_input, tried_recipe, usual_head
 from service.importers.recipe import FROM, Recipe
 from service.importers.tensorflow1.cells import KINDS, adds_forget_bias, recurrent
-from service.importers.tensorflow1.variables import Layer, read_layers, within
+from service.importers.tensorflow1.variables import LayerVariables, read_layers, within
 
 FORGET_BIAS = "forget_bias"
 """A key of an LSTM in a recipe: the number that its cells add to the bias of the forget gate. 1.0 in TensorFlow."""
 RECURRENT = tuple(dict.fromkeys(KINDS.values()))
 MATRICES = {"embedding": 2, "dense": 2, "conv": 3}
 """Layers with one matrix or filter, and how many axes it has."""
-Entry = tuple[dict[str, Any], Layer | None]
+Entry = tuple[dict[str, Any], LayerVariables | None]
 """A table of the recipe, and the layer with its variables."""
 
 
@@ -48,17 +48,17 @@ def read(file: Path, recipe: Recipe) -> Draft:
     )
 
 
-def _from(layer: Layer | None) -> dict[str, Any]:
+def _from(layer: LayerVariables | None) -> dict[str, Any]:
     """Return the keys of a recipe that a layer needs."""
     return {} if layer is None else {FROM: layer.name, **({FORGET_BIAS: 1.0} if adds_forget_bias(layer) else {})}
 
 
-def _from_recipe(recipe: Recipe, found: Mapping[str, Layer]) -> tuple[list[Entry], list[Entry], Layer | None]:
+def _from_recipe(recipe: Recipe, found: Mapping[str, LayerVariables]) -> tuple[list[Entry], list[Entry], LayerVariables | None]:
     entries, dense = ([_entry(table, found) for table in tables] for tables in (recipe.layers, recipe.dense))
     return entries, dense, None if recipe.head_from is None else within(found, recipe.head_from)
 
 
-def _entry(table: Mapping[str, Any], found: Mapping[str, Layer]) -> Entry:
+def _entry(table: Mapping[str, Any], found: Mapping[str, LayerVariables]) -> Entry:
     kept = {key: value for key, value in table.items() if key != FROM}
     needs = kept.get("kind", "dense") in (*RECURRENT, *MATRICES)
     if needs and FROM not in table:
@@ -66,7 +66,9 @@ def _entry(table: Mapping[str, Any], found: Mapping[str, Layer]) -> Entry:
     return kept, within(found, table[FROM]) if FROM in table else None
 
 
-def _suggested(found: Mapping[str, Layer], recipe: Recipe, assumed: list[str]) -> tuple[list[Entry], list[Entry], Layer | None]:
+def _suggested(
+    found: Mapping[str, LayerVariables], recipe: Recipe, assumed: list[str]
+) -> tuple[list[Entry], list[Entry], LayerVariables | None]:
     """Return the layers that the sizes suggest: an embedding, which has no bias, one recurrent layer, and dense layers in a row."""
     recurrent_layers = [layer for layer in found.values() if layer.cells]
     embeddings = [layer for layer in found.values() if not layer.cells and "bias" not in layer.variables]
@@ -85,7 +87,7 @@ def _suggested(found: Mapping[str, Layer], recipe: Recipe, assumed: list[str]) -
     return entries, [({"activation": "relu"}, layer) for layer in chain[:-1]], chain[-1] if chain else None
 
 
-def _layer(table: dict[str, Any], layer: Layer | None, assumed: list[str]) -> Part:
+def _layer(table: dict[str, Any], layer: LayerVariables | None, assumed: list[str]) -> Part:
     """Return a layer of model.toml; raises ImportRefused for variables that do not make a layer."""
     if layer is None:
         return Part(table)
@@ -101,7 +103,7 @@ def _layer(table: dict[str, Any], layer: Layer | None, assumed: list[str]) -> Pa
         raise ImportRefused(f"{layer.name}: its variables do not fit together ({error}): {_shapes(layer)}") from error
 
 
-def _matrix_layer(table: dict[str, Any], layer: Layer) -> Part:
+def _matrix_layer(table: dict[str, Any], layer: LayerVariables) -> Part:
     kind, matrix = table.get("kind", "dense"), layer.matrix
     if matrix.ndim != MATRICES.get(kind):
         raise ImportRefused(f"{layer.name} has the shape {matrix.shape}, and no {kind} layer has it")
@@ -114,6 +116,6 @@ def _matrix_layer(table: dict[str, Any], layer: Layer) -> Part:
     return Part({**table, "width": width}, {"weight": matrix, "bias": bias})
 
 
-def _shapes(layer: Layer) -> str:
+def _shapes(layer: LayerVariables) -> str:
     shapes = {leaf: array.shape for cell in layer.cells.values() for leaf, array in cell.variables.items()}
     return ", ".join(f"{leaf} {shape}" for leaf, shape in shapes.items())

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from service.importers.draft import Array, ImportRefused, Part
-from service.importers.tensorflow1.variables import Cell, Layer
+from service.importers.tensorflow1.variables import Cell, LayerVariables
 
 Tensors = dict[str, Array]
 KINDS = {
@@ -28,7 +28,7 @@ PEEPHOLES = ("w_i_diag", "w_f_diag", "w_o_diag")
 PROJECTION = "projection/kernel"
 
 
-def recurrent(table: dict[str, Any], layer: Layer, forget_bias: float) -> Part:
+def recurrent(table: dict[str, Any], layer: LayerVariables, forget_bias: float) -> Part:
     """Return a recurrent layer. forget_bias: the number that its cells add to the bias of the forget gate when they compute."""
     cells = dict(sorted(layer.cells.items(), key=lambda pair: (pair[0][0], pair[0][1] == "backward")))
     levels, directions = ({place[index] for place in cells} for index in (0, 1))
@@ -57,7 +57,7 @@ def recurrent(table: dict[str, Any], layer: Layer, forget_bias: float) -> Part:
     return Part({**table, **found}, arrays)
 
 
-def adds_forget_bias(layer: Layer) -> bool:
+def adds_forget_bias(layer: LayerVariables) -> bool:
     """Whether the cells of a layer add a number to the bias of their forget gates, which is no variable."""
     return any(KINDS[cell.kind] == "lstm" and not cell.kind.startswith("cudnn") for cell in layer.cells.values())
 

@@ -33,7 +33,7 @@ class Cell:
 
 
 @dataclass(slots=True)
-class Layer:
+class LayerVariables:
     """Variables that make one layer. cells: by level and direction, if it is recurrent; variables: others, by the last part of their names;
     names: the whole names; stacks: whether each direction is a separate stack of levels."""
 
@@ -54,9 +54,9 @@ class Layer:
         return found[0]
 
 
-def read_layers(file: Path) -> dict[str, Layer]:
+def read_layers(file: Path) -> dict[str, LayerVariables]:
     """Return the layers in a file by name, in its order; raises ImportRefused for arrays that are not weights."""
-    layers: dict[str, Layer] = {}
+    layers: dict[str, LayerVariables] = {}
     for written, array in read_npz(file).items():
         name = written.removesuffix(":0")
         if not OF_TRAINING.search(name):
@@ -66,7 +66,7 @@ def read_layers(file: Path) -> dict[str, Layer]:
     return layers
 
 
-def _add(layers: dict[str, Layer], name: str, array: Array) -> None:
+def _add(layers: dict[str, LayerVariables], name: str, array: Array) -> None:
     parts = name.split("/")
     at = next((index for index, part in enumerate(parts) if CELL.fullmatch(part)), None)
     if at is None:
@@ -74,12 +74,12 @@ def _add(layers: dict[str, Layer], name: str, array: Array) -> None:
         leaf, place = (
             (leaf, place) if leaf in ("kernel", "bias", "embeddings", "weights", "biases") and place else ("weights", name)
         )
-        layer = layers.setdefault(place, Layer(place))
+        layer = layers.setdefault(place, LayerVariables(place))
         layer.variables["bias" if leaf == "biases" else leaf] = array
     else:
         scope = parts[:at]
         outer = _outer_scope(scope)
-        layer = layers.setdefault(outer, Layer(outer))
+        layer = layers.setdefault(outer, LayerVariables(outer))
         level = next((int(found[1]) for part in scope if (found := LEVEL.fullmatch(part))), 0)
         direction = next((DIRECTIONS[part] for part in scope if part in DIRECTIONS), "forward")
         layer.stacks |= level > 0 and _is_stack(scope)
@@ -114,7 +114,7 @@ def _checked(name: str, array: Array) -> Array:
     return np.asarray(array, np.float32)
 
 
-def within(layers: Mapping[str, Layer], name: object) -> Layer:
+def within(layers: Mapping[str, LayerVariables], name: object) -> LayerVariables:
     """Return the layer of this name, or the only layer with a name that starts with it."""
     found = [layer for key, layer in layers.items() if key == name] or [
         layer for key, layer in layers.items() if key.startswith(f"{name}/")

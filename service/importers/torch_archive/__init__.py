@@ -18,13 +18,13 @@ from service.importers.chain.signal import Signal
 from service.importers.draft import Array, Draft, ImportRefused, Original
 from service.importers.onnx.graph import MALFORMED
 from service.importers.onnx.operation import Reading
-from service.importers.onnx.readings import GraphInput, Plan, plans
+from service.importers.onnx.readings import GraphInput, InputPlan, plans
 from service.importers.torch_archive.archive import Archive
 from service.importers.torch_archive.exported import MODEL, ExportedProgram
 from service.importers.torch_archive.operators import OPERATORS
 from service.importers.torch_archive.program import Program
 from service.importers.torch_archive.script import ScriptProgram
-from service.importers.torch_archive.tensors import PURE, Budget, TensorMachine
+from service.importers.torch_archive.tensors import PURE, ProgramBudget, TensorMachine
 from service.importers.torch_archive.translation import TranslatingMachine
 
 FREE = 1 << 25
@@ -46,7 +46,7 @@ def _read(path: Path) -> Draft:
     archive = Archive(path)
     program: Program = ExportedProgram(archive) if MODEL in archive else ScriptProgram(archive)
     numbers = sum(tensor.numel() for tensor in program.weights.values())
-    budget = Budget(FREE + COPIES * numbers)
+    budget = ProgramBudget(FREE + COPIES * numbers)
     failures: list[tuple[int, ImportRefused]] = []
     for plan in _plans(program):
         reading, values = plan.start(0)
@@ -66,7 +66,7 @@ def _read(path: Path) -> Draft:
     raise ImportRefused(f"{path}: {furthest}") from furthest
 
 
-def _plans(program: Program) -> Iterator[Plan]:
+def _plans(program: Program) -> Iterator[InputPlan]:
     """Return each way to read the inputs. Where an archive does not have their shapes, usual shapes are tried."""
     if not program.inputs:
         raise ImportRefused("the program has no inputs")
@@ -97,7 +97,7 @@ def _graph_input(name: str, has_ids: bool, shape: Sequence[int | None]) -> Graph
     return GraphInput(name, TensorProto.INT64 if has_ids else TensorProto.FLOAT, tuple(shape), ("",) * len(shape))
 
 
-def _complete(draft: Draft, program: Program, plan: Plan, reading: Reading, numbers: int) -> None:
+def _complete(draft: Draft, program: Program, plan: InputPlan, reading: Reading, numbers: int) -> None:
     """Add the results of the translation: notes, unused tensors and the source itself."""
     reading.complete(draft, program.weights, "program")
     operators = frozenset((*PURE, *OPERATORS, *(f"{name}_" for name in OPERATORS)))
@@ -106,7 +106,7 @@ def _complete(draft: Draft, program: Program, plan: Plan, reading: Reading, numb
         inputs = plan.sample(row)
         if isinstance(program, ScriptProgram):
             program.steps = 0
-        machine = TensorMachine(operators, Budget(FREE + COPIES * numbers))
+        machine = TensorMachine(operators, ProgramBudget(FREE + COPIES * numbers))
         result = program.run(machine, {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in inputs.items()})
         answer: Array = result.float().numpy()
         return answer

@@ -17,7 +17,7 @@ IsTensor = Callable[[Any], bool]
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class OperatorCall:
     """A call of an operator. name: such as `linear`; overload: such as `int`, or empty; arguments: all of them, by name."""
 
     name: str
@@ -30,12 +30,14 @@ class Call:
     def get(self, name: str, default: Any = None) -> Any:
         return self.arguments.get(name, default)
 
-    def changed(self, change: Callable[[Any], Any]) -> Call:
+    def changed(self, change: Callable[[Any], Any]) -> OperatorCall:
         """Return the call with other arguments."""
         return replace(self, arguments={name: change(value) for name, value in self.arguments.items()})
 
 
-def bound(name: str, overload: str | None, positional: Sequence[Any], named: Mapping[str, Any], is_tensor: IsTensor) -> Call:
+def bound(
+    name: str, overload: str | None, positional: Sequence[Any], named: Mapping[str, Any], is_tensor: IsTensor
+) -> OperatorCall:
     """Return the call of the first overload whose parameters fit the arguments. overload: its name, or None if it is unknown."""
     known = overload is not None
 
@@ -46,7 +48,7 @@ def bound(name: str, overload: str | None, positional: Sequence[Any], named: Map
         if overload is None or schema.overload_name == overload:
             arguments = _arguments(schema, positional, named, fits)
             if arguments is not None:
-                return Call(name, schema.overload_name, arguments)
+                return OperatorCall(name, schema.overload_name, arguments)
     raise ImportRefused(
         f"torch has no operator {name} with these arguments: save the archive again with torch {torch.__version__}"
     )

@@ -11,7 +11,7 @@ import numpy as np
 from service.importers.chain import operations
 from service.importers.chain.functions import Function, named
 from service.importers.draft import ImportRefused
-from service.importers.torch_archive.operation import Operation
+from service.importers.torch_archive.operation import ArchiveOperation
 
 PLAIN = {
     "relu": "Relu",
@@ -41,20 +41,20 @@ BINARY = {
 }
 
 
-def plain(operation: Operation) -> Any:
+def plain(operation: ArchiveOperation) -> Any:
     return operation.onnx(PLAIN[operation.call.name.rstrip("_")], operation.x)
 
 
-def apply(function: Function) -> Callable[[Operation], Any]:
+def apply(function: Function) -> Callable[[ArchiveOperation], Any]:
     """Return the translation of an operator without parameters to a function."""
 
-    def translate(operation: Operation) -> Any:
+    def translate(operation: ArchiveOperation) -> Any:
         return operations.apply(operation.x, function, operation.call.name)
 
     return translate
 
 
-def binary(operation: Operation) -> Any:
+def binary(operation: ArchiveOperation) -> Any:
     call = operation.call
     first, second = call["self"], call.get("other", call.get("exponent"))
     if call.get("alpha", 1) != 1:
@@ -65,7 +65,7 @@ def binary(operation: Operation) -> Any:
     return operation.onnx(BINARY[call.name.rstrip("_")], first, number)
 
 
-def from_number(operation: Operation) -> Any:
+def from_number(operation: ArchiveOperation) -> Any:
     """rsub: a number minus the tensor."""
     if operation["alpha"] != 1:
         raise ImportRefused("it has a factor of its own")
@@ -73,32 +73,32 @@ def from_number(operation: Operation) -> Any:
     return operation.onnx("Sub", float(number) if isinstance(number, int) else number, operation["self"])
 
 
-def elu(operation: Operation) -> Any:
+def elu(operation: ArchiveOperation) -> Any:
     alpha, scale, inner = (float(operation.call.get(name, 1)) for name in ("alpha", "scale", "input_scale"))
     return _function(operation, lambda x: scale * np.where(x > 0, x, alpha * np.expm1(inner * np.minimum(x, 0))))
 
 
-def celu(operation: Operation) -> Any:
+def celu(operation: ArchiveOperation) -> Any:
     alpha = float(operation["alpha"])
     return _function(operation, lambda x: np.maximum(x, 0) + np.minimum(alpha * np.expm1(np.minimum(x, 0) / alpha), 0))
 
 
-def leaky_relu(operation: Operation) -> Any:
+def leaky_relu(operation: ArchiveOperation) -> Any:
     return operations.apply(operation.x, named("leaky_relu", alpha=float(operation["negative_slope"])), operation.call.name)
 
 
-def gelu(operation: Operation) -> Any:
+def gelu(operation: ArchiveOperation) -> Any:
     kind = "gelu_tanh" if operation["approximate"] == "tanh" else "gelu"
     return operations.apply(operation.x, named(kind), operation.call.name)
 
 
-def softplus(operation: Operation) -> Any:
+def softplus(operation: ArchiveOperation) -> Any:
     if operation["beta"] != 1:
         raise ImportRefused(f"its beta is {operation['beta']}, and only 1 can be imported")
     return operation.onnx("Softplus", operation.x)
 
 
-def clamp(operation: Operation) -> Any:
+def clamp(operation: ArchiveOperation) -> Any:
     call = operation.call
     limits = [call.get(name, call.get(f"{name}_val")) for name in ("min", "max")]
     if any(limit is not None and not isinstance(limit, int | float) for limit in limits):
@@ -109,16 +109,16 @@ def clamp(operation: Operation) -> Any:
     return _function(operation, lambda x: np.clip(x, low, high))
 
 
-def threshold(operation: Operation) -> Any:
+def threshold(operation: ArchiveOperation) -> Any:
     limit, value = float(operation["threshold"]), float(operation["value"])
     return _function(operation, lambda x: np.where(x > limit, x, value))
 
 
-def prelu(operation: Operation) -> Any:
+def prelu(operation: ArchiveOperation) -> Any:
     return operation.onnx("PRelu", operation.x, operation["weight"])
 
 
-def glu(operation: Operation) -> Any:
+def glu(operation: ArchiveOperation) -> Any:
     """The first half times the logistic function of the second half."""
     x, at = operation.x, operation["dim"] % operation.x.rank
     half = x.shape[at] // 2
@@ -126,16 +126,16 @@ def glu(operation: Operation) -> Any:
     return operation.onnx("Mul", value, operation.onnx("Sigmoid", gate))
 
 
-def choice(operation: Operation) -> Any:
+def choice(operation: ArchiveOperation) -> Any:
     first, second = (float(value) if isinstance(value, int) else value for value in (operation["self"], operation["other"]))
     return operation.onnx("Where", operation["condition"], first, second)
 
 
-def _function(operation: Operation, function: Callable[[Any], Any]) -> Any:
+def _function(operation: ArchiveOperation, function: Callable[[Any], Any]) -> Any:
     return operations.apply(operation.x, Function(function), operation.call.name)
 
 
-OPERATORS: dict[str, Callable[[Operation], Any]] = {
+OPERATORS: dict[str, Callable[[ArchiveOperation], Any]] = {
     **dict.fromkeys(PLAIN, plain),
     **dict.fromkeys(BINARY, binary),
     "celu": celu,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from service.importers.draft import ImportRefused
 from service.importers.torch_archive.archive import Archive
-from service.importers.torch_archive.program import Input, Machine
+from service.importers.torch_archive.program import Machine, ProgramInput
 
 MODEL = "models/model.json"
 SCHEMA = 8
@@ -79,7 +79,7 @@ class ExportedProgram:
             )
         module = content["graph_module"]
         self._graph = module["graph"]
-        self.inputs: list[Input] = []
+        self.inputs: list[ProgramInput] = []
         self.weights: dict[str, Tensor] = {}
         self._weight_of: dict[str, str] = {}
         tensors = _tensors(archive, "weights") | _tensors(archive, "constants")
@@ -110,7 +110,7 @@ class ExportedProgram:
                 return
             meta = self._graph["tensor_values"][name]
             shape = tuple(size.get("as_int") for size in meta["sizes"])
-            self.inputs.append(Input(name, not TYPES[meta["dtype"]].is_floating_point, shape))
+            self.inputs.append(ProgramInput(name, not TYPES[meta["dtype"]].is_floating_point, shape))
             return
         names = {"parameter": "parameter_name", "buffer": "buffer_name", "tensor_constant": "tensor_constant_name"}
         if kind not in names:

@@ -10,32 +10,32 @@ import numpy as np
 from service.importers.chain.signal import Signal
 from service.importers.draft import ImportRefused
 from service.importers.onnx.values import Constant
-from service.importers.torch_archive.operation import Operation
+from service.importers.torch_archive.operation import ArchiveOperation
 
 REDUCTIONS = {"amax": "ReduceMax", "max": "ReduceMax", "mean": "ReduceMean", "sum": "ReduceSum"}
 
 
-def embedding(operation: Operation) -> Any:
+def embedding(operation: ArchiveOperation) -> Any:
     return operation.onnx("Gather", operation["weight"], operation["indices"], axis=0)
 
 
-def linear(operation: Operation) -> Any:
+def linear(operation: ArchiveOperation) -> Any:
     product = operation.onnx("MatMul", operation["input"], _turned(operation["weight"]))
     return _plus(operation, product, operation["bias"])
 
 
-def matmul(operation: Operation) -> Any:
+def matmul(operation: ArchiveOperation) -> Any:
     first, second = operation["self"], operation.call.get("other", operation.call.get("mat2"))
     return operation.onnx("MatMul", first, second)
 
 
-def addmm(operation: Operation) -> Any:
+def addmm(operation: ArchiveOperation) -> Any:
     if operation["beta"] != 1 or operation["alpha"] != 1:
         raise ImportRefused("it has factors of its own: multiply the weights by them")
     return _plus(operation, operation.onnx("MatMul", operation["mat1"], operation["mat2"]), operation["self"])
 
 
-def conv(operation: Operation) -> Any:
+def conv(operation: ArchiveOperation) -> Any:
     call = operation.call
     kernel = operation.weights("weight")
     if call.get("transposed"):
@@ -60,7 +60,7 @@ def conv(operation: Operation) -> Any:
     return y.without_axes([0]) if without_batch else y
 
 
-def batch_norm(operation: Operation) -> Any:
+def batch_norm(operation: ArchiveOperation) -> Any:
     call = operation.call
     if call.get("training") or call.get("train"):
         raise ImportRefused("it is in training mode: call module.eval() before you save it")
@@ -73,7 +73,7 @@ def batch_norm(operation: Operation) -> Any:
     return operation.onnx("BatchNormalization", operation.x, *weights, epsilon=call["eps"])
 
 
-def layer_norm(operation: Operation) -> Any:
+def layer_norm(operation: ArchiveOperation) -> Any:
     call = operation.call
     if len(call["normalized_shape"]) != 1:
         raise ImportRefused("it normalises several axes: only the last axis can be normalised")
@@ -81,7 +81,7 @@ def layer_norm(operation: Operation) -> Any:
     return operation.onnx("LayerNormalization", call["input"], weight, call["bias"], axis=-1, epsilon=call["eps"])
 
 
-def pool(operation: Operation) -> Any:
+def pool(operation: ArchiveOperation) -> Any:
     """Pool windows of steps."""
     call = operation.call
     is_max = call.name.startswith("max")
@@ -104,7 +104,7 @@ def pool(operation: Operation) -> Any:
     return [y, None] if call.name.endswith("with_indices") else y
 
 
-def adaptive_pool(operation: Operation) -> Any:
+def adaptive_pool(operation: ArchiveOperation) -> Any:
     """Pool all steps."""
     call = operation.call
     if any(size not in (1, None) for size in _sizes(call["output_size"], 1)):
@@ -115,7 +115,7 @@ def adaptive_pool(operation: Operation) -> Any:
     return [y, None] if "max" in call.name else y
 
 
-def reduction(operation: Operation) -> Any:
+def reduction(operation: ArchiveOperation) -> Any:
     call = operation.call
     x = operation.x
     axes = call.get("dim")
@@ -127,7 +127,7 @@ def reduction(operation: Operation) -> Any:
     return [y, None] if call.name == "max" and call.overload == "dim" else y
 
 
-def softmax(operation: Operation) -> Any:
+def softmax(operation: ArchiveOperation) -> Any:
     operator = "LogSoftmax" if "log" in operation.call.name else "Softmax"
     return operation.onnx(operator, operation.x, axis=operation["dim"])
 
@@ -144,11 +144,11 @@ def _turned(value: Any) -> Any:
     return Constant(value.array.T, value.origins)
 
 
-def _plus(operation: Operation, product: Any, bias: Any) -> Any:
+def _plus(operation: ArchiveOperation, product: Any, bias: Any) -> Any:
     return product if bias is None else operation.onnx("Add", product, bias)
 
 
-OPERATORS: dict[str, Callable[[Operation], Any]] = {
+OPERATORS: dict[str, Callable[[ArchiveOperation], Any]] = {
     **dict.fromkeys(("conv1d", "conv2d", "convolution", "_convolution"), conv),
     **dict.fromkeys(
         ("batch_norm", "_native_batch_norm_legit_no_training", "native_batch_norm", "cudnn_batch_norm"), batch_norm

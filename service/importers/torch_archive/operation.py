@@ -15,14 +15,14 @@ from service.importers.onnx import operation as onnx_operation
 from service.importers.onnx.operation import Reading
 from service.importers.onnx.operators import OPERATORS
 from service.importers.onnx.values import Constant, Value
-from service.importers.torch_archive.calls import Call
+from service.importers.torch_archive.calls import OperatorCall
 
 
 @dataclass(slots=True)
-class Operation:
+class ArchiveOperation:
     """A call, and how the program is read."""
 
-    call: Call
+    call: OperatorCall
     reading: Reading
 
     def __getitem__(self, name: str) -> Any:

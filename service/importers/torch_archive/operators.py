@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from service.importers.torch_archive import elementwise, layers, moves, packing, recurrent
-from service.importers.torch_archive.operation import Operation
+from service.importers.torch_archive.operation import ArchiveOperation
 
-OPERATORS: dict[str, Callable[[Operation], Any]] = {
+OPERATORS: dict[str, Callable[[ArchiveOperation], Any]] = {
     **moves.OPERATORS,
     **elementwise.OPERATORS,
     **layers.OPERATORS,

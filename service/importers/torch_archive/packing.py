@@ -11,7 +11,7 @@ import numpy as np
 from service.importers.chain.signal import Role, Signal
 from service.importers.draft import ImportRefused
 from service.importers.onnx.values import Constant, Lengths, Order
-from service.importers.torch_archive.operation import Operation
+from service.importers.torch_archive.operation import ArchiveOperation
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,7 +30,7 @@ class BatchSizes:
     lengths: Lengths
 
 
-def pack(operation: Operation) -> list[Any]:
+def pack(operation: ArchiveOperation) -> list[Any]:
     x, lengths = operation.x, operation["lengths"]
     if not isinstance(lengths, Lengths) or lengths.plus:
         raise ImportRefused("it packs by other numbers than the lengths of the sequences")
@@ -40,7 +40,7 @@ def pack(operation: Operation) -> list[Any]:
     return [Packed(x, batch_first, lengths), BatchSizes(lengths)]
 
 
-def pad(operation: Operation) -> list[Any]:
+def pad(operation: ArchiveOperation) -> list[Any]:
     packed = operation["data"]
     if not isinstance(packed, Packed) or operation["padding_value"]:
         raise ImportRefused("it pads with other numbers than zero, or what was not packed")
@@ -50,14 +50,14 @@ def pad(operation: Operation) -> list[Any]:
     return [steps, packed.lengths]
 
 
-def sort(operation: Operation) -> list[Any]:
+def sort(operation: ArchiveOperation) -> list[Any]:
     lengths = next(iter(operation.call.arguments.values()))
     if not isinstance(lengths, Lengths) or lengths.plus or not operation.call.get("descending"):
         raise ImportRefused("it sorts something else than the lengths of the sequences")
     return [lengths, Order()]
 
 
-def scatter(operation: Operation) -> Order:
+def scatter(operation: ArchiveOperation) -> Order:
     """Invert an order: write 0, 1, 2, ... to its indexes."""
     order, numbers = operation["index"], operation.call.get("src")
     inverts = isinstance(numbers, Constant) and np.array_equal(numbers.array, np.arange(operation.reading.batch))
@@ -66,11 +66,11 @@ def scatter(operation: Operation) -> Order:
     return Order(restores=not order.restores)
 
 
-def empty_like(operation: Operation) -> Constant:
+def empty_like(operation: ArchiveOperation) -> Constant:
     return Constant(np.zeros(operation.reading.batch, np.int64))
 
 
-def index(operation: Operation) -> Lengths:
+def index(operation: ArchiveOperation) -> Lengths:
     """Return lengths in another order."""
     lengths, indices = operation["self"], operation["indices"]
     if not isinstance(lengths, Lengths) or not all(isinstance(one, Order) for one in indices):
@@ -78,7 +78,7 @@ def index(operation: Operation) -> Lengths:
     return lengths
 
 
-OPERATORS: dict[str, Callable[[Operation], Any]] = {
+OPERATORS: dict[str, Callable[[ArchiveOperation], Any]] = {
     "_pack_padded_sequence": pack,
     "_pad_packed_sequence": pad,
     "argsort": lambda operation: sort(operation)[1],

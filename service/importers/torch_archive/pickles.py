@@ -46,7 +46,7 @@ class Global:
 
 
 @dataclass(slots=True, eq=False)
-class Module:
+class ArchiveModule:
     """A module of a TorchScript archive. type: the name of its class."""
 
     type: str
@@ -171,9 +171,9 @@ class Storage:
     count: int
 
 
-def _module(made: Any) -> Module:
+def _module(made: Any) -> ArchiveModule:
     if not isinstance(made, Global) or not made.name.startswith(f"{CODE}."):
         raise ImportRefused(
             f"a pickle of the archive makes {made.name if isinstance(made, Global) else made!r}, which is not read"
         )
-    return Module(made.name)
+    return ArchiveModule(made.name)

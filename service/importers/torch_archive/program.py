@@ -29,7 +29,7 @@ class Machine(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Input:
+class ProgramInput:
     """An input of a program. has_ids: whether its numbers are whole, or None if the archive does not say; shape: None without one."""
 
     name: str
@@ -41,7 +41,7 @@ class Program(Protocol):
     """A program of an archive."""
 
     @property
-    def inputs(self) -> Sequence[Input]:
+    def inputs(self) -> Sequence[ProgramInput]:
         """The inputs without default values."""
 
     @property

@@ -12,7 +12,7 @@ from service.importers.chain.signal import Role, Signal, concatenate
 from service.importers.draft import Array, ImportRefused
 from service.importers.onnx.recurrent import final_state, step_outputs
 from service.importers.onnx.values import Constant, FinalCell, State
-from service.importers.torch_archive.operation import Operation, array_of
+from service.importers.torch_archive.operation import ArchiveOperation, array_of
 from service.importers.torch_archive.packing import Packed
 
 GATES = {"lstm": 4, "gru": 3, "rnn": 1}
@@ -20,7 +20,7 @@ KINDS = {"lstm": "lstm", "gru": "gru", "rnn_tanh": "rnn", "rnn_relu": "rnn"}
 DIRECTIONS = ("forward", "backward")
 
 
-def recurrent(operation: Operation) -> list[Any]:
+def recurrent(operation: ArchiveOperation) -> list[Any]:
     """Return every step, the final hidden states of all layers, and for an LSTM their cells."""
     kind = KINDS[operation.call.name]
     packed = operation.call.get("data")
@@ -37,7 +37,7 @@ def recurrent(operation: Operation) -> list[Any]:
     return [steps, hidden, FinalCell(operation.call.name)] if kind == "lstm" else [steps, hidden]
 
 
-def _level(operation: Operation, x: Signal, kind: str, level: int, *, time_major: bool) -> tuple[Signal, Signal]:
+def _level(operation: ArchiveOperation, x: Signal, kind: str, level: int, *, time_major: bool) -> tuple[Signal, Signal]:
     """Return every step of a level, and its final hidden state, (directions, batch, hidden)."""
     count = 2 if operation["bidirectional"] else 1
     directions = {DIRECTIONS[index]: _weights(operation, kind, level * count + index) for index in range(count)}
@@ -58,7 +58,7 @@ def _level(operation: Operation, x: Signal, kind: str, level: int, *, time_major
     return joined.reshape([*joined.shape[:2], order.size]), final
 
 
-def _weights(operation: Operation, kind: str, index: int) -> dict[str, Array]:
+def _weights(operation: ArchiveOperation, kind: str, index: int) -> dict[str, Array]:
     """Return the tensors of one direction of a level."""
     arrays = [array_of(value, "params") for value in operation["params"]]
     biased = bool(operation["has_biases"])
@@ -83,7 +83,7 @@ def _weights(operation: Operation, kind: str, index: int) -> dict[str, Array]:
     return {**tensors, "projection": own[-1].T} if projected else tensors
 
 
-def _options(operation: Operation, kind: str, directions: Mapping[str, Mapping[str, Array]]) -> dict[str, Any]:
+def _options(operation: ArchiveOperation, kind: str, directions: Mapping[str, Mapping[str, Array]]) -> dict[str, Any]:
     first = directions["forward"]
     options: dict[str, Any] = {"hidden": first["input"].shape[1] // GATES[kind]}
     options |= {"activation": "relu"} if operation.call.name == "rnn_relu" else {}
@@ -93,7 +93,7 @@ def _options(operation: Operation, kind: str, directions: Mapping[str, Mapping[s
     return options
 
 
-def _add_start(operation: Operation, kind: str, index: int, tensors: dict[str, Array]) -> None:
+def _add_start(operation: ArchiveOperation, kind: str, index: int, tensors: dict[str, Array]) -> None:
     """Add initial states that are constant and not zero."""
     given = operation["hx"]
     states: Sequence[Any] = given if isinstance(given, list | tuple) else [given]
@@ -110,7 +110,7 @@ def _any_start(states: Sequence[Any]) -> bool:
     return any(isinstance(state, Constant) and bool(state.array.any()) for state in states)
 
 
-def _start(operation: Operation, state: Any, index: int, size: int) -> Array | None:
+def _start(operation: ArchiveOperation, state: Any, index: int, size: int) -> Array | None:
     """Return the initial state of a direction, or None if it is zero or comes with a request."""
     if isinstance(state, State):
         operation.reading.note(
@@ -130,4 +130,4 @@ def _start(operation: Operation, state: Any, index: int, size: int) -> Array | N
     return own if own.any() else None
 
 
-OPERATORS: dict[str, Callable[[Operation], Any]] = dict.fromkeys(KINDS, recurrent)
+OPERATORS: dict[str, Callable[[ArchiveOperation], Any]] = dict.fromkeys(KINDS, recurrent)

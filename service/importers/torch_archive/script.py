@@ -17,8 +17,8 @@ from torch import Tensor
 
 from service.importers.draft import ImportRefused
 from service.importers.torch_archive.archive import Archive
-from service.importers.torch_archive.pickles import CODE, Module, Unpickler
-from service.importers.torch_archive.program import Input, Machine
+from service.importers.torch_archive.pickles import CODE, ArchiveModule, Unpickler
+from service.importers.torch_archive.program import Machine, ProgramInput
 from service.importers.torch_archive.scalars import SCALARS
 
 MOST_STEPS = 300_000
@@ -43,7 +43,7 @@ class ScriptProgram:
         self._archive = archive
         self._files: dict[str, ast.Module] = {}
         module = Unpickler(archive, "data").read("data.pkl")
-        if not isinstance(module, Module):
+        if not isinstance(module, ArchiveModule):
             raise ImportRefused("the archive has no module: save a module with torch.jit.save")
         self._module = module
         constants = Unpickler(archive, "constants").read("constants.pkl") if "constants.pkl" in archive else ()
@@ -57,7 +57,7 @@ class ScriptProgram:
         self._forward = self.method(module.type, "forward")
         parameters = self._forward.args
         required = parameters.args[1 : len(parameters.args) - len(parameters.defaults)]
-        self.inputs = [Input(parameter.arg) for parameter in required]
+        self.inputs = [ProgramInput(parameter.arg) for parameter in required]
 
     def run(self, machine: Machine, inputs: Mapping[str, Any]) -> Any:
         interpreter = Interpreter(self, machine)
@@ -202,7 +202,7 @@ class Interpreter:
     def _attribute(self, owner: Any, name: str) -> Any:
         if isinstance(owner, Name):
             return self._constant(self.program.constant(name)) if owner.text == "CONSTANTS" else Name(f"{owner.text}.{name}")
-        if isinstance(owner, Module):
+        if isinstance(owner, ArchiveModule):
             if name in owner.attributes:
                 return self._constant(owner.attributes[name])
             return self.program.final(owner.type, name)
@@ -222,7 +222,7 @@ class Interpreter:
     def _call(self, node: ast.Call, values: dict[str, Any]) -> Any:
         if isinstance(node.func, ast.Attribute):
             owner = self._value(node.func.value, values)
-            if isinstance(owner, Module):
+            if isinstance(owner, ArchiveModule):
                 positional, named = self._arguments(node, values)
                 return self.call(self.program.method(owner.type, node.func.attr), [owner, *positional], named)
             called = self._attribute(owner, node.func.attr)
@@ -305,7 +305,7 @@ class Interpreter:
             )
 
 
-def _tensors(module: Module, prefix: str) -> dict[str, Tensor]:
+def _tensors(module: ArchiveModule, prefix: str) -> dict[str, Tensor]:
     """Return the tensors of a module and of its inner modules, by name."""
     found: dict[str, Tensor] = {}
     waiting = [(prefix, module)]
@@ -318,7 +318,7 @@ def _tensors(module: Module, prefix: str) -> dict[str, Tensor]:
         for name, value in module.attributes.items():
             if isinstance(value, Tensor):
                 found[f"{prefix}{name}"] = value
-            elif isinstance(value, Module):
+            elif isinstance(value, ArchiveModule):
                 waiting.append((f"{prefix}{name}.", value))
     return found
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from service.importers.draft import ImportRefused
-from service.importers.torch_archive.calls import Call, bound
+from service.importers.torch_archive.calls import OperatorCall, bound
 
 LARGEST = 1 << 26
 """Numbers of a computed tensor."""
@@ -123,7 +123,7 @@ PURE = frozenset(
 """Operators that only compute, by their names."""
 
 
-class Budget:
+class ProgramBudget:
     """The numbers that a program may compute, beyond which it is refused."""
 
     def __init__(self, limit: int) -> None:
@@ -135,7 +135,7 @@ class Budget:
             raise ImportRefused("the program computes far more numbers than its weights have: save it again")
 
 
-def run(call: Call, budget: Budget) -> Any:
+def run(call: OperatorCall, budget: ProgramBudget) -> Any:
     """Return the result of an operator; raises ImportRefused if it is too large, without computing it."""
     arguments = {name: value for name, value in call.arguments.items() if name != "train"}
     if "train" in call.arguments:
@@ -155,7 +155,7 @@ def run(call: Call, budget: Budget) -> Any:
 class TensorMachine:
     """Runs a program on tensors. operators: the names of the operators that it may run."""
 
-    def __init__(self, operators: frozenset[str], budget: Budget) -> None:
+    def __init__(self, operators: frozenset[str], budget: ProgramBudget) -> None:
         self._operators = operators
         self._budget = budget
 
@@ -177,7 +177,7 @@ class TensorMachine:
         return run(bound(name, overload, positional, named, self.is_tensor), self._budget)
 
 
-def _size(call: Call, operator: Any, arguments: Mapping[str, Any]) -> int:
+def _size(call: OperatorCall, operator: Any, arguments: Mapping[str, Any]) -> int:
     """Return how many numbers an operator makes, without computing them."""
     if call.name == "_pad_packed_sequence":
         return int(arguments["data"].numel() * max(1, arguments["total_length"]))

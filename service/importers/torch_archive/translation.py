@@ -15,10 +15,10 @@ from service.importers.onnx.operation import Reading
 from service.importers.onnx.values import Constant, FinalCell, Lengths, Order, State
 from service.importers.torch_archive.calls import bound
 from service.importers.torch_archive.moves import OPERATORS as MOVES
-from service.importers.torch_archive.operation import Operation
+from service.importers.torch_archive.operation import ArchiveOperation
 from service.importers.torch_archive.operators import OPERATORS
 from service.importers.torch_archive.packing import BatchSizes, Packed
-from service.importers.torch_archive.tensors import PURE, Budget, run
+from service.importers.torch_archive.tensors import PURE, ProgramBudget, run
 
 DEPENDENT = (Signal, Lengths, Order, State, FinalCell, Packed, BatchSizes)
 """Values that depend on the input."""
@@ -32,7 +32,7 @@ class TranslatingMachine:
     An operator that changes a tensor in place gives it a new value, unless other tensors share its numbers.
     """
 
-    def __init__(self, reading: Reading, budget: Budget) -> None:
+    def __init__(self, reading: Reading, budget: ProgramBudget) -> None:
         self._reading = reading
         self._budget = budget
         self._replaced: dict[int, tuple[Any, Any]] = {}
@@ -78,7 +78,7 @@ class TranslatingMachine:
             for value in values:
                 if isinstance(value, Constant):
                     self._budget.spend(value.array.size)
-            result = OPERATORS[plain](Operation(call, self._reading))
+            result = OPERATORS[plain](ArchiveOperation(call, self._reading))
         except ImportRefused as refused:
             raise ImportRefused(f"{name}: {refused}") from refused
         if plain != name:

@@ -15,7 +15,7 @@ from service.engine.batch import Batch
 from service.engine.batching.batch_builder import SchedulerLimits
 from service.engine.batching.batcher import Batcher
 from service.engine.batching.model_queue import QueuedSequence
-from service.engine.batching.request_block import RequestBlock
+from service.engine.batching.request_block import QueuedBlock
 from service.engine.batching.scheduler import Scheduler
 from service.engine.batching.session_state import State
 from service.engine.batching.session_table import SessionTable
@@ -86,7 +86,7 @@ def block(
     share: Share = NO_TENANT,
     divisible: bool = False,
     owner: object = None,
-) -> RequestBlock:
+) -> QueuedBlock:
     """Return a block. requests: the id, the deadline and the lengths of each; values: their token ids, zeros by default."""
     lengths = [steps for _, _, of_request in requests for steps in of_request]
     columns = Columns(
@@ -96,7 +96,7 @@ def block(
         np.array(lengths, COUNT).tobytes(),
         values or bytes(np.dtype(IDS).itemsize * sum(lengths)),
     )
-    return RequestBlock(
+    return QueuedBlock(
         model,
         columns,
         steps=sum(lengths),
@@ -239,7 +239,7 @@ def value_of(row: np.ndarray[tuple[int], np.dtype[np.int32]]) -> float:
     return math.inf if OVERFLOW in row else float(row.sum())
 
 
-def rows_of(block: RequestBlock) -> list[np.ndarray[tuple[int], np.dtype[np.int32]]]:
+def rows_of(block: QueuedBlock) -> list[np.ndarray[tuple[int], np.dtype[np.int32]]]:
     """Return the ids of each sequence of a block."""
     values: np.ndarray[tuple[int], np.dtype[np.int32]] = np.frombuffer(block.columns.values, IDS)
     if len(values) != block.steps:
@@ -352,7 +352,7 @@ class FakeFrontend:
         self.clients[len(self.clients)] = client
         return len(self.clients) - 1
 
-    def answer(self, block: RequestBlock, result: BlockResult, ready: float) -> None:
+    def answer(self, block: QueuedBlock, result: BlockResult, ready: float) -> None:
         arrays = [array for array in result[:4] if array is not None]
         scores, picks, embedding, sequence = [() if array is None else array.shape for array in result[:4]]
         answer = AnswerBlock(block.requests, block.sequences, scores, picks, embedding, sequence, result.per_step, ready)

@@ -9,7 +9,7 @@ import pytest
 
 from service.engine.batch import Batch
 from service.engine.batching.memory_limits import PERIOD_SECONDS
-from service.engine.batching.request_block import RequestBlock
+from service.engine.batching.request_block import QueuedBlock
 from service.engine.execution.device import DeviceLost
 from service.engine.execution.in_flight import BlockResult
 from service.engine.internal_errors import LOG_SECONDS, MAX_KINDS, InternalErrors
@@ -284,7 +284,7 @@ def test_block_whose_answer_raises_is_refused_alone(harness: BatcherHarness, mon
     harness.in_blocks = True
     answer = harness.frontend.answer
 
-    def fail_first(block: RequestBlock, result: BlockResult, ready: float) -> None:
+    def fail_first(block: QueuedBlock, result: BlockResult, ready: float) -> None:
         if block.ids[0] == 0:
             raise IndexError("secret")
         answer(block, result, ready)

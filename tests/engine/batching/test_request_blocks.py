@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from service.engine.batching import batch_builder
 from service.engine.batching.batch_builder import SchedulerLimits
 from service.engine.batching.model_queue import QueuedSequence
-from service.engine.batching.request_block import RequestBlock
+from service.engine.batching.request_block import QueuedBlock
 from service.engine.batching.scheduler import Scheduler
 from service.engine.execution.cost_model import Cost
 from service.errors import ServiceError
@@ -181,7 +181,7 @@ class Pair:
         for sequence in single.sequences:
             self.single_sequences.pop(sequence.id, None)
 
-    def _unpack(self, one: RequestBlock) -> list[NamedSequence]:
+    def _unpack(self, one: QueuedBlock) -> list[NamedSequence]:
         [id] = one.ids
         _check_columns(one)
         self.block_sequences[id] = [
@@ -196,7 +196,7 @@ def _values(requests: list[tuple[int, float, list[int]]]) -> bytes:
     return b"".join(np.full(sum(steps), id, IDS).tobytes() for id, _, steps in requests)
 
 
-def _check_columns(made: RequestBlock) -> None:
+def _check_columns(made: QueuedBlock) -> None:
     """Check that the columns of a block belong together, and that its totals match them."""
     assert (made.requests, made.sequences, made.steps) == (len(made.ids), len(made.lengths), sum(made.lengths))
     assert (made.shortest, made.longest, made.deadline) == (min(made.lengths), max(made.lengths), min(made.deadlines))
@@ -221,7 +221,7 @@ def test_blocks_run_as_their_requests_would_one_by_one(seed: int) -> None:
 
 def test_queue_that_is_never_empty_keeps_no_block_that_has_run() -> None:
     queue: Scheduler[NamedSequence] = Scheduler(SchedulerLimits(100, 8, 1000, 100.0), lambda _: Cost(1.0, 0.0, 0.0))
-    alive: list[weakref.ref[RequestBlock]] = []
+    alive: list[weakref.ref[QueuedBlock]] = []
     for number in range(200):
         made = block([(10 * number + id, 1e9, [1 + id % 3]) for id in range(8)])
         alive.append(weakref.ref(made))

@@ -25,7 +25,7 @@ from service.errors import (
     UnknownSession,
 )
 from service.ipc.messages import ModelKey, session_of_tenant
-from service.ipc.session_file import Origin
+from service.ipc.session_file import StateOrigin
 from service.ipc.session_journal import SessionJournal
 from tests.engine.batching.harness import (
     IDLE_SECONDS,
@@ -522,14 +522,14 @@ def test_exported_state_continues_in_another_engine() -> None:
 @pytest.mark.parametrize(
     "origin",
     [
-        Origin("other", "1", "abc", 1),
-        Origin(MODEL.name, "2", "abc", 1),
-        Origin(MODEL.name, "1", "abd", 1),
-        Origin(*OTHER.labels, "abc", 1),
+        StateOrigin("other", "1", "abc", 1),
+        StateOrigin(MODEL.name, "2", "abc", 1),
+        StateOrigin(MODEL.name, "1", "abd", 1),
+        StateOrigin(*OTHER.labels, "abc", 1),
     ],
     ids=["model", "version", "weights", "a model without sessions"],
 )
-def test_import_of_another_model_is_refused(origin: Origin) -> None:
+def test_import_of_another_model_is_refused(origin: StateOrigin) -> None:
     with pytest.raises(SessionConflict):
         BatcherHarness().import_state("a", states.pack({"sum": torch.zeros(2)}, origin))
 
@@ -549,7 +549,7 @@ def test_import_of_another_model_is_refused(origin: Origin) -> None:
 )
 def test_import_of_other_tensors_is_refused(state: states.State) -> None:
     with pytest.raises(InvalidRequest):
-        BatcherHarness().import_state("a", states.pack(state, Origin(*MODEL.labels, "abc", 1)))
+        BatcherHarness().import_state("a", states.pack(state, StateOrigin(*MODEL.labels, "abc", 1)))
 
 
 @pytest.mark.parametrize("seed", range(10))

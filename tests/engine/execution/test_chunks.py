@@ -19,7 +19,7 @@ from service.engine.execution.in_flight import ChunkResult
 from service.engine.execution.state_check import HostStateCheck, finite_rows
 from service.ipc import session_file
 from service.ipc.messages import FEATURES, ModelKey, Returns
-from service.ipc.session_file import Origin
+from service.ipc.session_file import StateOrigin
 from service.metrics import Metrics
 from service.modeling import store
 from service.modeling.encoder import Encoder
@@ -100,7 +100,7 @@ def test_chunks_give_the_result_of_the_whole_sequence(layer: str, head: str, tmp
             assert part[-1].embedding is not None and expected.embedding is not None
             assert_allclose(part[-1].embedding, expected.embedding, atol=ROUNDING)
     file = session_file.read(pack(engine.save(key, FIRST_SLOT), origin_of(spec, key, STEPS)))
-    assert file.origin == Origin("streamed", "1", spec.sha256["weights.safetensors"], STEPS)
+    assert file.origin == StateOrigin("streamed", "1", spec.sha256["weights.safetensors"], STEPS)
     engine.restore(key, FIRST_SLOT + 3, unpack(file.tensors, file.data, engine.save(key, ZERO_SLOT)))
     stayed, moved = (bits(run(engine, chunk(rows(4), slot))[0]) for slot in (FIRST_SLOT, FIRST_SLOT + 3))
     assert stayed == moved

@@ -12,13 +12,13 @@ from service.frontend.dispatch import dispatcher as module
 from service.frontend.dispatch.dispatcher import Dispatcher
 from service.ipc.channel import encode
 from service.ipc.messages import Cancel, Done, EndSession, ExportSession, ImportSession, RecordTrace, Refusal, Request
-from service.ipc.session_file import Origin, SessionFile
+from service.ipc.session_file import SessionFile, StateOrigin
 from service.ipc.session_placement import engine_of_session
 from service.metrics import Metrics
 from tests.frontend.dispatch.test_dispatcher import EngineProcess, in_loop, lose, meet, meet_two, request, run, send, tails
 
 NAMES = [str(number) for number in range(20)]
-ORIGIN = Origin("words", "1", "", 1)
+ORIGIN = StateOrigin("words", "1", "", 1)
 FIRST, SECOND = ([name for name in NAMES if engine_of_session(name, 2) == place] for place in (0, 1))
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from service.frontend.connection_guard import ConnectionGuard, Phase
 from service.frontend.http2 import header_blocks
-from service.frontend.http2.budget import Budget
+from service.frontend.http2.budget import RateBudget
 from service.frontend.http2.frames import ErrorCode
 from service.frontend.reading_turns import ReadingTurns
 from service.metrics import Metrics
@@ -101,7 +101,7 @@ def test_large_metadata_end_only_their_call(peer: Peer) -> None:
 
 
 def test_budget_fills_up_to_its_burst() -> None:
-    budget = Budget(3, per_second=2)
+    budget = RateBudget(3, per_second=2)
     assert [budget.spend(100.0) for _ in range(4)] == [True, True, True, False]
     assert [budget.spend(101.0) for _ in range(3)] == [True, True, False], "what was refused cost nothing"
     assert [budget.spend(900.0) for _ in range(4)] == [True, True, True, False]

@@ -28,7 +28,7 @@ from service.frontend.oip.grpc_application import GrpcApplication
 from service.frontend.oip.grpc_calls import GrpcShutdown
 from service.frontend.oip.grpc_infer import HotGrpcInfer
 from service.frontend.oip.grpc_methods import rpc_handlers
-from service.frontend.oip.grpc_wire import Status, trailers_only
+from service.frontend.oip.grpc_wire import CallStatus, trailers_only
 from service.frontend.oip.metadata import model_statistics
 from service.frontend.oip.protobuf import METHODS
 from service.frontend.start_queue import Start, WaitingStart
@@ -333,7 +333,7 @@ def test_handler_sees_metadata_and_deadline(client: Client) -> None:
 
 def test_details_survive_the_wire() -> None:
     for details in ("plain", "100 %", "naïve\n~", "日本", "x" * 30_000):
-        fields = dict(hpack.Decoder(1 << 20).decode(trailers_only(Status(grpc.StatusCode.ABORTED, details)), raw=True))
+        fields = dict(hpack.Decoder(1 << 20).decode(trailers_only(CallStatus(grpc.StatusCode.ABORTED, details)), raw=True))
         assert unquote_to_bytes(fields[b"grpc-message"]).decode() == details and fields[b"grpc-message"].isascii()
 
 

@@ -19,7 +19,7 @@ from service.frontend.inference import Frontend
 from service.frontend.rest import infer as rest_infer
 from service.frontend.rest.infer import InferBody, pack_inputs
 from service.frontend.rest.sessions import ForkBody
-from service.frontend.rest.websocket import Chunk, HotChunks, StreamMessage, StreamQuery, resolve_start
+from service.frontend.rest.websocket import ChunkFields, HotChunks, StreamMessage, StreamQuery, resolve_start
 from service.frontend.validation import SESSION_ID_SCHEMA, check_session_id
 from service.ipc.messages import Request
 from service.settings import Settings
@@ -53,7 +53,7 @@ def parse_query(catalog: Catalog, query: str) -> StreamQuery:
 
 
 def chunk_request(
-    catalog: Catalog, query: str, chunk: Chunk, *, start: bool | None = None
+    catalog: Catalog, query: str, chunk: ChunkFields, *, start: bool | None = None
 ) -> tuple[Request, bytes | memoryview]:
     """Return the engine's request for a chunk, which the hot path and the general path build alike."""
     stream = parse_query(catalog, query)
@@ -110,12 +110,12 @@ def test_session_fields_require_one_session_and_one_input(catalog: Catalog, opti
 
 def test_query_applies_to_the_chunks_of_a_socket(catalog: Catalog) -> None:
     query = "model=speller&version=1&deadline_ms=250&priority=-3&return=embedding,sequence"
-    request, tail = chunk_request(catalog, query, Chunk([3, 4], end=True))
+    request, tail = chunk_request(catalog, query, ChunkFields([3, 4], end=True))
     assert (request.model, request.version, request.priority, request.deadline) == ("speller", "1", -3, 100.25)
     assert (request.session, request.session_starts, request.session_ends) == ("stream:1", None, True)
     assert request.returns.embedding and request.returns.sequence
     assert tail == struct.pack("<2i", 3, 4)
-    request, _ = chunk_request(catalog, "model=speller", Chunk([3]), start=False)
+    request, _ = chunk_request(catalog, "model=speller", ChunkFields([3]), start=False)
     assert (request.exactly, request.session_starts, request.session_ends) == (False, False, False)
     assert parse_query(catalog, "model=sensors&return=embedding&return=sequence").returns == ["embedding", "sequence"]
 
@@ -166,19 +166,19 @@ def test_invalid_query_is_refused(catalog: Catalog, query: str, refusal: Refusal
 )
 def test_invalid_message_is_refused(text: str, refusal: Refusal) -> None:
     with pytest.raises(refusal[0]) as raised:
-        Chunk.read(text.encode(), is_text=True)
+        ChunkFields.read(text.encode(), is_text=True)
     check(raised.value, refusal)
 
 
 def raw(catalog: Catalog, model: str, data: bytes) -> tuple[Request, bytes | memoryview]:
-    return chunk_request(catalog, f"model={model}", Chunk.read(data, is_text=False))
+    return chunk_request(catalog, f"model={model}", ChunkFields.read(data, is_text=False))
 
 
 @pytest.mark.parametrize("model, values", [("sensors", [[0.5, -3e38, 3e38], [0.0, 1e-40, -0.0]]), ("speller", [0, 11, 7])])
 def test_binary_chunk_equals_the_same_numbers_in_json(catalog: Catalog, model: str, values: list[Any]) -> None:
     data = np.array(values, "<f4" if model == "sensors" else "<i4").tobytes()
     request, tail = raw(catalog, model, data)
-    same, same_tail = chunk_request(catalog, f"model={model}", Chunk(values))
+    same, same_tail = chunk_request(catalog, f"model={model}", ChunkFields(values))
     assert (request.lengths, tail) == (same.lengths, same_tail) == ([len(values)], data)
 
 

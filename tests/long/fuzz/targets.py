@@ -23,7 +23,7 @@ from service.frontend.oip.inputs import InputTensors
 from service.frontend.oip.parameters import session_id
 from service.frontend.oip.types import InferRequest
 from service.frontend.rest.infer import InferBody, engine_request, pack_inputs
-from service.frontend.rest.websocket import Chunk
+from service.frontend.rest.websocket import ChunkFields
 from service.ipc import session_file
 from service.modeling import spec as specs
 from service.modeling.spec import ModelSpec
@@ -73,7 +73,7 @@ def infer_body(data: bytes) -> None:
 
 
 def websocket_message(data: bytes) -> None:
-    chunk = Chunk.read(data[1:], is_text=data[:1] == b"t")
+    chunk = ChunkFields.read(data[1:], is_text=data[:1] == b"t")
     for model in served_models():
         with suppress(ServiceError):
             validation.pack_input(chunk.input, "input", model)
