@@ -200,6 +200,10 @@ class Stream:
         report.moved[self.kind] += self._last not in ("", replica)
         self.account, self._last = told, replica
 
+    def _continues(self) -> dict[str, int | bool]:
+        """Return the fields of a chunk in JSON that name its place in the session."""
+        return {"start": True} if self.account == NEW else {"steps": self.account.steps}
+
     async def _ask(self, place: Place, ids: Sequence[int]) -> Answer | Refusal:
         """Send a chunk, and return the reply."""
         raise NotImplementedError
@@ -240,7 +244,7 @@ class HttpStream(Stream):
             caller = await NamedCaller.connect(target)
             assert isinstance(caller, NamedCaller)
             self._caller = place.http, caller
-        body = {"model": "accumulator", "inputs": [ids], "session": self.name, "steps": self.account.steps}
+        body = {"model": "accumulator", "inputs": [ids], "session": self.name, **self._continues()}
         caller = self._caller[1]
         async with asyncio.timeout(PATIENCE_SECONDS):
             reply = await caller.ask(target.request(json.dumps(body).encode(), JSON, f"{SESSION_HEADER}: {self.name}"))
@@ -271,7 +275,7 @@ class SocketStream(Stream):
             self._replica = self._socket.response.headers.get(REPLICA_HEADER, place.http)
         try:
             async with asyncio.timeout(PATIENCE_SECONDS):
-                await self._socket.send(json.dumps({"input": ids, "steps": self.account.steps}))
+                await self._socket.send(json.dumps({"input": ids, **self._continues()}))
                 return read(await self._socket.recv(), self._replica)
         except ConnectionClosed as closed:
             self._socket = None
