@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 import re
 import socket
-import struct
+from functools import partial
 from itertools import pairwise
-from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 
+from tests.frontend import golden
 from tests.frontend.in_process import InProcess
-from tests.frontend.oip.test_json import INVALID
-from tests.frontend.rest.test_infer import NOT_JSON, WRONG
 from tests.serving import LIMIT_SECONDS, Service
 
 HOT = b"POST /infer HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -60,128 +58,22 @@ def count_replies(data: bytes) -> int:
     return count
 
 
-def bodies() -> list[bytes]:
-    """Return valid, refused and broken bodies of POST /infer."""
-    texts = ["how far is it ?", "How FAR, is 12 it?!", "日本 é", "a\tb\nc", "[UNK] far", "", "   ", "x" * 3000]
-    options: list[dict[str, Any]] = [{"inputs": each} for each in (*([text] for text in texts), texts[:3], [[1, 2, 3]], [[]])]
-    options += [{"version": version} for version in ("1", 1, "7", 1.0, None)]
-    options += [{"return": names} for names in (["embedding"], ["sequence"], ["embedding", "sequence"], [])]
-    options += [{"deadline_ms": 1e3}, {"priority": -10}, {"session": "s", "end": True}, {"start": None}, {"model": "nothing"}]
-    valid = [json.dumps({"model": "words", "inputs": ["how far"], **option}).encode() for option in options]
-    broken = [b'\xef\xbb\xbf{"model":"words","inputs":["a"]}', b'{"model":"words","inputs":["a"],"inputs":["how"]}']
-    broken += [b'{"model":"words","inputs":[NaN]}', b'{"model":"words","inputs":["how"]} x']
-    spaced = b' {"model":"words","inputs":["how"]}\r\n '
-    return [*valid, *(json.dumps(body).encode() for body, _, _ in WRONG), *NOT_JSON, *broken, spaced]
-
-
-def oip_messages() -> list[bytes]:
-    """Return inference requests of the Open Inference Protocol: JSON and binary, valid and refused."""
-    ids = {"name": "ids", "datatype": "INT32", "shape": [3]}
-    full = {**ids, "data": [1, 2, 3]}
-    documents: list[Any] = [
-        *({"inputs": [full], **more} for more in ({}, {"id": "seven"}, {"outputs": [{"name": "scores"}]})),
-        *({"inputs": [full], "outputs": [{"name": "scores", "parameters": {name: 2}}]} for name in ("classification", "other")),
-        {"inputs": [full], "outputs": [{"name": "scores", "parameters": {"binary_data": True}}]},
-        {"inputs": [full], "parameters": {"sequence_id": "a", "sequence_start": True, "sequence_end": True}},
-        *(document for document, tail, *_ in INVALID if isinstance(document, dict) and not tail),
-    ]
-    messages = []
-    for path in ("words/infer", "words/versions/1/infer", "words/versions/9/infer", "nothing/infer", "words/infer?x=1"):
-        head = b"POST /v2/models/%b HTTP/1.1\r\nHost: localhost\r\n" % path.encode()
-        messages += [request(json.dumps(document).encode(), head=head) for document in documents]
-        binary = json.dumps({"inputs": [{**ids, "parameters": {"binary_data_size": 12}}]}).encode()
-        sized = head + b"Inference-Header-Content-Length: %d\r\n" % len(binary)
-        messages += [request(binary + values, head=sized) for values in (struct.pack("<3i", 1, 2, 3), b"\1\0\0\0")]
-        messages.append(request(b"how far", head=head + b"Inference-Header-Content-Length: 0\r\n"))
-    return messages
-
-
-def binary_message(model: str, document: dict[str, Any], values: bytes, headers: bytes = b"") -> bytes:
-    """Return an inference request with raw values. document: the JSON, without the size of the values."""
-    document = {**document, "inputs": [{**document["inputs"][0], "parameters": {"binary_data_size": len(values)}}]}
-    text = json.dumps(document).encode()
-    head = b"POST /v2/models/%b/infer HTTP/1.1\r\nHost: localhost\r\n%b" % (model.encode(), headers)
-    return request(text + values, head=head + b"Inference-Header-Content-Length: %d\r\n" % len(text))
-
-
-def repeated_messages() -> list[bytes]:
-    """Return binary requests whose JSON occurs before, with other values, with wrong values and with other headers."""
-
-    def raw(name: str) -> dict[str, Any]:
-        return {"name": name, "parameters": {"binary_data": True}}
-
-    everything = {"parameters": {"binary_data_output": True}}
-    requested: list[dict[str, Any]] = [
-        *({}, everything),
-        *({"outputs": [raw(name)]} for name in ("scores", "embedding", "sequence")),
-        *({"outputs": [raw("scores"), other]} for other in (raw("label"), raw("scores"))),
-        *(
-            {"outputs": [{"name": "scores", **each}]}
-            for each in ({}, {"parameters": {"binary_data": True, "classification": 2}})
-        ),
-        {"outputs": [raw("scores")], "id": "seven"},
-        {"outputs": [raw("scores")], "parameters": {"priority": 1, "timeout": 60_000_000}},
-    ]
-    ids = {"name": "ids", "datatype": "INT32"}
-    valid, two = struct.pack("<3i", 1, 2, 3), struct.pack("<6i", 1, 2, 3, 3, 2, 1)
-    messages = []
-    for options in requested:
-        flat = {"inputs": [{**ids, "shape": [3]}], **options}
-        rows = [valid, *(struct.pack("<3i", 3, id, 0) for id in (1, -1, 1 << 20, -(1 << 31))), valid[:-1], valid + b"\0", b""]
-        messages += [binary_message("words", flat, values) for values in rows]
-        messages.append(binary_message("words", flat, valid, b"Accept-Encoding: gzip\r\n"))
-        messages.append(binary_message("words", {"inputs": [{**ids, "shape": [2, 3]}], **options}, two))
-    wide = {"inputs": [{**ids, "shape": [400]}], "outputs": [raw("scores")]}
-    messages += [binary_message("words", wide, struct.pack("<400i", *[id] * 400)) for id in (1, 2, -1)]
-    text = {"inputs": [{"name": "text", "datatype": "BYTES", "shape": [1]}], "outputs": [raw("scores")]}
-    elements = (b"how far", b"far how", b"how \xff\xff", b"       ", "日é ".encode())
-    messages += [binary_message("words", text, struct.pack("<I", 7) + element) for element in (*elements, b"how fars")]
-    steps = {"inputs": [{"name": "inputs", "datatype": "FP32", "shape": [4, 3]}]}
-    numbers = [struct.pack("<12f", *[value] * 12) for value in (1.0, 2.0, float("nan"), float("inf"), 3e38)]
-    return [*messages, *(binary_message("sensors", steps | everything, values) for values in numbers)]
-
-
-def test_remembered_json_gets_the_same_bytes_as_json_that_is_read(local: InProcess) -> None:
-    messages = repeated_messages()
-    general = [exchange(local, through_the_general_path(message)) for message in messages]
-    assert sum(reply.startswith(b"HTTP/1.1 200") for reply in general) > 30
+def test_replies_are_those_that_were_recorded(local: InProcess) -> None:
+    """On both paths, and on the hot path also when it knows the JSON of a binary request."""
     for _ in range(2):
-        for message, reply in zip(messages, general, strict=True):
-            assert exchange(local, message) == reply, message
+        golden.check(golden.REQUESTS, partial(exchange, local))
+    golden.check(golden.REQUESTS, lambda message: exchange(local, through_the_general_path(message)))
 
 
-def test_both_paths_return_the_same_bytes(local: InProcess) -> None:
-    for message in [*map(request, bodies()), *oip_messages()]:
-        hot, general = exchange(local, message), exchange(local, through_the_general_path(message))
-        assert hot == general, message
+def test_replies_to_a_session_are_those_that_were_recorded(local: InProcess) -> None:
+    """Most requests of the file fail or succeed because of the state of the session, which is hot-hot."""
 
+    def reply(message: bytes) -> bytes:
+        renamed = through_the_general_path(message.replace(b"hot-hot", b"general"))
+        return exchange(local, renamed).replace(b"general", b"hot-hot")
 
-def session_messages(session: str) -> list[bytes]:
-    """Return requests to sessions in an order that lets most of them fail or succeed because of the state of the session."""
-    row = [0.25, -2.0, 3.0]
-    chunks: list[dict[str, Any]] = [
-        *({"start": False}, {}, {"inputs": [[row] * 3]}, {"start": None, "return": ["embedding", "sequence"]}),
-        *({"inputs": [[[1.0]]]}, {"inputs": [[row], [row]]}, {"inputs": [[]]}),
-        *({"version": "9"}, {"model": "nothing"}, {"model": "words", "inputs": ["how far"]}),
-        *({"start": True}, {"start": 1}, {"end": None}, {"end": False}),
-        *({"session": wrong} for wrong in (session + "\n", "stream:7", "", 5)),
-        *({"start": False, "end": True}, {"start": False}),
-    ]
-    bodies = [{"model": "sensors", "inputs": [[row]], "session": session, **chunk} for chunk in chunks]
-    messages = [request(json.dumps(body).encode()) for body in bodies]
-    tensor = {"name": "inputs", "datatype": "FP32", "shape": [1, 1, 3]}
-    for flags in ({"sequence_start": False}, {"sequence_start": True}, {}, {"sequence_end": "yes"}, {"sequence_end": True}, {}):
-        document = {"inputs": [tensor], "parameters": {"sequence_id": session, "priority": 3, **flags}}
-        messages.append(binary_message("sensors", document, struct.pack("<3f", *row)))
-    return messages
-
-
-def test_sessions_get_the_same_bytes_on_both_paths(local: InProcess) -> None:
-    hot = [exchange(local, message) for message in session_messages("hot-hot")]
-    general = [exchange(local, through_the_general_path(message)) for message in session_messages("general")]
-    assert hot == [reply.replace(b"general", b"hot-hot") for reply in general]
-    steps = [int(match[1]) for reply in hot if (match := re.search(rb'steps":(\d+)', reply))]
-    assert steps == [1, 4, 5, 1, 2, 3, 1, 2, 3]
+    golden.check(golden.SESSION, partial(exchange, local))
+    golden.check(golden.SESSION, reply)
 
 
 def test_reply_does_not_depend_on_where_the_bytes_are_cut(local: InProcess) -> None:

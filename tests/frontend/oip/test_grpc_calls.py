@@ -23,16 +23,15 @@ from service.frontend.catalog import Catalog
 from service.frontend.decompression import INLINE_BYTES
 from service.frontend.http2.frames import ErrorCode, Setting
 from service.frontend.oip import grpc_application
-from service.frontend.oip.binary_forms import BinaryForm
 from service.frontend.oip.grpc_application import GrpcApplication
 from service.frontend.oip.grpc_calls import GrpcShutdown
-from service.frontend.oip.grpc_infer import HotGrpcInfer
 from service.frontend.oip.grpc_methods import rpc_handlers
 from service.frontend.oip.grpc_wire import CallStatus, trailers_only
 from service.frontend.oip.metadata import model_statistics
 from service.frontend.oip.protobuf import METHODS
 from service.frontend.start_queue import Start, WaitingStart
 from service.metrics import Snapshot
+from tests.frontend import golden
 from tests.frontend.http2.peer import (
     END_HEADERS,
     END_STREAM,
@@ -47,7 +46,7 @@ from tests.frontend.http2.peer import (
     window,
 )
 from tests.frontend.oip.harness import FakeDispatcher, fake_frontend
-from tests.frontend.oip.messages import LIMIT, QUESTION, corpus, ids, mutated, requesting, text, with_parameters
+from tests.frontend.oip.messages import LIMIT, QUESTION, ids, requesting, text, with_parameters
 
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = KINDS
 CODES = {code.value[0]: code.name for code in grpc.StatusCode}
@@ -115,9 +114,9 @@ class Client:
         stream, self._next = self._next, self._next + 2
         return self.peer.send(head(path, *fields, stream=stream), frame(DATA, END_STREAM if ended else 0, stream, body))
 
-    def reply(self, data: bytes, *fields: tuple[bytes, bytes]) -> tuple[dict[bytes, bytes], bytes]:
-        """Return trailers and body of a ModelInfer call, without the id of the request."""
-        parts = [message(data)[at : at + 16_384] for at in range(0, len(data) + 5, 16_384)]
+    def reply(self, data: bytes, *fields: tuple[bytes, bytes], flag: int = 0) -> tuple[dict[bytes, bytes], bytes]:
+        """Return trailers and body of a ModelInfer call, without the id of the request. flag: 1 if the data is compressed."""
+        parts = [message(data, flag)[at : at + 16_384] for at in range(0, len(data) + 5, 16_384)]
         frames, stream = self.call(INFER, parts[0], *fields, ended=len(parts) == 1), self._next - 2
         frames += self.peer.send(*[frame(DATA, END_STREAM * (part is parts[-1]), stream, part) for part in parts[1:]])
         while self.application.open_calls:
@@ -159,39 +158,21 @@ def client(loop: ClockLoop, catalog: Catalog) -> Iterator[Client]:
 # ModelInfer on the hot path and on the general path.
 
 
-@pytest.mark.parametrize("steps", [0, 7])
-def test_both_paths_of_an_inference_reply_alike(
-    loop: ClockLoop, catalog: Catalog, monkeypatch: pytest.MonkeyPatch, steps: int
-) -> None:
-    """Each message is sent twice: the second may take the remembered form of the first. steps: of the session in the answers."""
-    hot, general, packed = Client(loop, catalog), Client(loop, catalog), list[Any]()
-    start, pack = HotGrpcInfer.start, BinaryForm.pack
-    taken: list[bool] = []
+def test_replies_to_calls_are_those_that_were_recorded(client: Client) -> None:
+    """Each message is sent twice, as the second may take the remembered form of the first, and compressed."""
 
-    def start_hot(self: HotGrpcInfer, *arguments: Any) -> Any:
-        call = start(self, *arguments) if self is hot.application._infer else None
-        taken.append(call is not None)
-        return call
+    def text_of(trailers: dict[bytes, bytes], body: bytes) -> bytes:
+        return b"".join(b"%b: %b\n" % field for field in sorted(trailers.items())) + b"\n" + body
 
-    monkeypatch.setattr(HotGrpcInfer, "start", start_hot)
-    monkeypatch.setattr(BinaryForm, "pack", lambda self, values: packed.append(values) or pack(self, values))  # type: ignore[func-returns-value]
-    hot.dispatcher.steps = general.dispatcher.steps = steps
-    values = [struct.pack("<3i", *row) for row in ((1, 2, 3), (3, 2, 1), (1, -1, 3), (1, 2, 2**31 - 1))]
-    repeated = [
-        requesting(ids(row, "words", id=id), "scores").SerializeToString() for row in values for id in ("", "a", "b" * 200)
-    ]
-    codes = []
-    for data in [*(data for data in corpus() for _ in range(2)), *mutated(100), *repeated]:
-        actual = hot.reply(data)
-        assert actual == general.reply(data), data[:200]
-        codes.append(CODES[int(actual[0][b"grpc-status"])])
-    assert set(codes) == {"OK", "INVALID_ARGUMENT", "NOT_FOUND", "RESOURCE_EXHAUSTED", "UNIMPLEMENTED"}
-    assert codes[-len(repeated) :] == ["OK"] * 6 + ["INVALID_ARGUMENT"] * 6
-    assert sum(taken) > 60 and len(packed) > 30
-    assert hot.outcomes == general.outcomes and hot.outcomes["words", "1", "ok"][0] > 30
-    if steps:
-        reply = hot.reply(with_parameters(ids(bytes(12)), sequence_id="mine").SerializeToString())[1]
-        assert METHODS["ModelInfer"].response_type.FromString(reply[5:]).parameters["sequence_steps"].int64_param == 7
+    for _ in range(2):
+        golden.check(golden.CALLS, lambda data: text_of(*client.reply(data)))
+    golden.check(golden.CALLS, lambda data: text_of(*client.reply(gzip.compress(data), GZIP, flag=1)))
+
+
+def test_response_tells_the_steps_of_its_session(client: Client) -> None:
+    client.dispatcher.steps = 7
+    reply = client.reply(with_parameters(ids(bytes(12)), sequence_id="mine").SerializeToString())[1]
+    assert METHODS["ModelInfer"].response_type.FromString(reply[5:]).parameters["sequence_steps"].int64_param == 7
 
 
 def test_values_that_are_not_finite_are_refused_on_both_paths(client: Client) -> None:
