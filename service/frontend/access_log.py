@@ -10,7 +10,8 @@ from typing import Any
 from service.access.caller import ANYBODY, Caller
 from service.access.scopes import AUDITED, Scope
 from service.errors import Forbidden, InferenceFailed, ServiceError, Unauthorized
-from service.frontend.inference import ClientDisconnected, Frontend
+from service.frontend.inference import Frontend
+from service.frontend.run.exchange import ClientDisconnected
 from service.metrics import GONE, OK
 
 MAX_ACTION_CHARACTERS = 200

@@ -17,9 +17,10 @@ from service.access.scopes import Scope
 from service.errors import Forbidden, MethodNotAllowed, ServiceError, UnknownRoute
 from service.frontend import docs_page, openapi
 from service.frontend.http_exchange import DirectRoute, IdentifyingApp, respond_error
-from service.frontend.inference import ClientDisconnected, Frontend
+from service.frontend.inference import Frontend
 from service.frontend.oip import rest as oip_rest
 from service.frontend.rest import access, debug, health, infer, models, sessions, tokens, websocket
+from service.frontend.run.exchange import ClientDisconnected
 from service.frontend.scopes import HTTP_SCOPES, scopes_of
 from service.frontend.ui import page
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import AsyncExitStack
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -21,9 +23,11 @@ from service.errors import STATUS, InvalidRequest, ServiceError, TooLarge, Unaut
 from service.frontend.access_log import AuditEntry, audited
 from service.frontend.decoder.client import MAX_LOOP_BODY_BYTES
 from service.frontend.decompression import WINDOW_BITS, NotCompressed, decompress
-from service.frontend.inference import ClientDisconnected, Frontend
+from service.frontend.inference import Frontend
 from service.frontend.large_answers import MAX_JOINED_BYTES
-from service.frontend.origin import RequestIdentity, RequestIds, RequestOrigin
+from service.frontend.origin import Header, RequestIdentity, RequestIds, RequestOrigin
+from service.frontend.run.exchange import AwaitedExchange, ClientDisconnected, HttpReply
+from service.frontend.run.runner import DecodedRequest, RequestRunner
 from service.frontend.scopes import HTTP_SCOPES
 from service.frontend.session_header import SESSION_HEADER, header_session
 
@@ -206,8 +210,38 @@ async def read_tensors(request: Request, frontend: Frontend, limit: Limit | None
     return body
 
 
-async def cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of `work`. Cancels it and raises ClientDisconnected when the client closes the connection first."""
+async def answer_request(
+    frontend: Frontend,
+    request: Request,
+    runner: RequestRunner,
+    read: Callable[[Request, Frontend], Awaitable[bytes]],
+    decode: Callable[[bytes, AsyncExitStack], Awaitable[DecodedRequest]],
+) -> Response:
+    """Answer a request for inference. read: reads its body. decode: decodes the body; the stack is open until the request has its reply."""
+    arrived, caller, exchange = time.monotonic(), caller_of(request), AwaitedExchange(identity_of(request))
+    with runner.reading(exchange, arrived, caller):
+        data = await read(request, frontend)
+
+    async def run() -> HttpReply:
+        async with AsyncExitStack() as stack:
+            with runner.reading(exchange, arrived, caller):
+                decoded = await decode(data, stack)
+            return await runner.answer(decoded, exchange, arrived, caller)
+
+    reply = await cancel_on_disconnect(request, run(), exchange)
+    response = Response(reply.content)
+    lines = (line.partition(b": ") for line in reply.headers.splitlines())
+    response.raw_headers += [(name, value) for name, _, value in lines]
+    if frontend.draining:
+        response.headers["connection"] = "close"
+    return response
+
+
+async def cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, T], exchange: AwaitedExchange | None = None) -> T:
+    """Return the result of `work`. Cancels it and raises ClientDisconnected when the client closes the connection first.
+
+    exchange: of the request, if `work` runs it.
+    """
     task, disconnected = asyncio.current_task(), False
     assert task is not None
 
@@ -215,6 +249,8 @@ async def cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, T]) -
         nonlocal disconnected
         if not watcher.cancelled() and not done:
             disconnected = True
+            if exchange is not None:
+                exchange.client_left = True
             task.cancel()
 
     done, watcher = False, asyncio.ensure_future(_wait_for_disconnect(request))
@@ -247,13 +283,16 @@ def respond_json(frontend: Frontend, value: Any) -> Response:
 def respond_error(frontend: Frontend, error: ServiceError, headers: dict[str, str] | None = None) -> Response:
     """Return the response for an error. It closes the connection after a body that was not read to its end."""
     response = Response(error_body(error), STATUS[type(error)].http, headers, media_type=JSON)
-    if error.retry_after is not None:
-        response.headers["retry-after"] = str(error.retry_after)
-    if isinstance(error, Unauthorized):
-        response.headers["www-authenticate"] = "Bearer"
+    response.raw_headers += error_headers(error)
     if frontend.draining or isinstance(error, TooLarge):
         response.headers["connection"] = "close"
     return response
+
+
+def error_headers(error: ServiceError) -> list[Header]:
+    """Return the headers that only replies to some errors have."""
+    headers = [] if error.retry_after is None else [(b"retry-after", b"%d" % error.retry_after)]
+    return [*headers, (b"www-authenticate", b"Bearer")] if isinstance(error, Unauthorized) else headers
 
 
 def error_body(error: ServiceError) -> bytes:

@@ -25,14 +25,14 @@ from service.errors import (
     Overloaded,
     ServiceError,
     TooLarge,
-    Unauthorized,
 )
 from service.frontend.connection_guard import Phase, UnreadBytes, connection_limit, longest_age, retirement, slow_request
-from service.frontend.http_exchange import JSON, error_body
+from service.frontend.http_exchange import JSON, error_body, error_headers
 from service.frontend.inference import Frontend
-from service.frontend.origin import NO_ORIGIN, Header, Identity
+from service.frontend.origin import NO_ORIGIN, Header
 from service.frontend.reading_turns import ReadingTurn
 from service.frontend.request_heads import RequestHead, RequestHeads
+from service.frontend.run.exchange import Exchange
 from service.frontend.websocket_handshake import check_handshake
 from service.metrics import CLOSED_FOR
 
@@ -56,16 +56,6 @@ _HEAD_END_BYTES = len(_HEAD_END)
 
 class _HeadRefused(Exception):
     """Ends the work of the general path's parser."""
-
-
-class Exchange(Identity, Protocol):
-    """Where the reply to one request goes, with the identity of the request."""
-
-    def respond(self, content: bytes | memoryview, headers: bytes) -> None:
-        """Send a successful reply. headers: complete lines, without Content-Length."""
-
-    def respond_error(self, error: ServiceError) -> None:
-        """Send an error."""
 
 
 class HttpExchange(Exchange, Protocol):
@@ -647,12 +637,8 @@ def _disconnect(cycle: RequestResponseCycle) -> None:
 
 def _error_head(error: ServiceError) -> tuple[bytes, bytes]:
     """Return the status and the header lines of an error."""
-    headers = b"content-type: " + JSON.encode() + b"\r\n"
-    if error.retry_after is not None:
-        headers += b"retry-after: %d\r\n" % error.retry_after
-    if isinstance(error, Unauthorized):
-        headers += b"www-authenticate: Bearer\r\n"
-    return STATUS_LINES[type(error)], headers
+    headers = [(b"content-type", JSON.encode()), *error_headers(error)]
+    return STATUS_LINES[type(error)], b"".join([b"%b: %b\r\n" % pair for pair in headers])
 
 
 def _head_too_large() -> HeadersTooLarge:

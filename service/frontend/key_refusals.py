@@ -10,7 +10,7 @@ from service.errors import Unauthorized
 from service.frontend.access_log import record
 from service.frontend.http_protocol import HttpExchange
 from service.frontend.inference import Frontend
-from service.frontend.oip.hot_infer import PATH
+from service.frontend.oip.http_infer import PATH
 from service.frontend.request_heads import RequestHead
 
 MAX_BODY_BYTES = 1 << 16

@@ -66,6 +66,21 @@ def named_examples(**examples: dict[str, Any]) -> dict[str, Any]:
     return {name.replace("_", " "): {"value": example} for name, example in examples.items()}
 
 
+def inline_schema(body: type[msgspec.Struct]) -> dict[str, Any]:
+    """Return the JSON schema of a body without references: the API description does not resolve them."""
+    [root], components = msgspec.json.schema_components([body], ref_template="{name}")
+
+    def resolve(node: Any) -> Any:
+        if isinstance(node, list):
+            return [resolve(item) for item in node]
+        if isinstance(node, dict):
+            return resolve(components[node["$ref"]]) if "$ref" in node else {name: resolve(item) for name, item in node.items()}
+        return node
+
+    schema: dict[str, Any] = resolve(root)
+    return schema
+
+
 def describe(app: FastAPI, router: APIRouter, *, with_keys: bool) -> None:
     """Complete the description of all routes. with_keys: whether requests need a key, which /docs then asks for and sends."""
     app.openapi_tags = [{"name": group} for _, group in _GROUPS]

@@ -18,14 +18,13 @@ from service.errors import SettingsError
 from service.frontend.app import build_app
 from service.frontend.connection_guard import ConnectionGuard, GuardedConnection
 from service.frontend.control import Control
-from service.frontend.hot_calls import RequestTally
 from service.frontend.http_protocol import ACCEPT_SECONDS, HotPath, HttpProtocol
 from service.frontend.inference import Frontend
 from service.frontend.key_refusals import KeyRefusals
 from service.frontend.listener import Listener, SharedPort
 from service.frontend.oip.grpc_server import GrpcServer
-from service.frontend.oip.hot_infer import HotOipInfer
-from service.frontend.rest.infer import HotInfer
+from service.frontend.oip.http_infer import HttpRunner
+from service.frontend.rest.infer import InferRunner
 from service.frontend.scopes import ADMIN_PORT_SCOPES
 from service.frontend.websocket_protocol import WebSocketProtocol
 from service.ipc.process_config import freeze_heap
@@ -204,8 +203,7 @@ class FrontendServer(uvicorn.Server):
 
 def build_hot_path(frontend: Frontend) -> HotPath:
     """Return the hot path that all connections of a frontend share."""
-    tally = RequestTally(frontend.metrics)
-    return HotPath(frontend, HotInfer(frontend, tally), HotOipInfer(frontend, tally), KeyRefusals(frontend))
+    return HotPath(frontend, InferRunner(frontend), HttpRunner(frontend), KeyRefusals(frontend))
 
 
 class _LibraryLogHandler(LogHandler):

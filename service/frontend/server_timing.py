@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fastapi import Request, Response
+from fastapi import Request
 
 PREFERENCE = "server-timing"
 
@@ -18,7 +18,7 @@ def is_wanted(request: Request) -> bool:
     return PREFERENCE in [preference.partition(";")[0].strip() for preference in preferences]
 
 
-def add(response: Response, stages: Mapping[str, float]) -> None:
-    """Add the seconds in each stage and in total, as milliseconds."""
-    response.headers["server-timing"] = ", ".join(f"{name};dur={seconds * 1e3:.3f}" for name, seconds in stages.items())
-    response.headers["preference-applied"] = PREFERENCE
+def lines(stages: Mapping[str, float]) -> bytes:
+    """Return the header lines with the seconds in each stage and in total, as milliseconds."""
+    times = ", ".join(f"{name};dur={seconds * 1e3:.3f}" for name, seconds in stages.items())
+    return f"server-timing: {times}\r\npreference-applied: {PREFERENCE}\r\n".encode()

@@ -29,7 +29,12 @@ def header_session(values: Sequence[str]) -> str | None:
         return None
     if len(values) > 1:
         raise InvalidInput(f"the request has {len(values)} headers {SESSION_HEADER}: send one", field=SESSION_HEADER)
-    return check_session_id(values[0], field=SESSION_HEADER)
+    return checked_header(values[0])
+
+
+def checked_header(value: str | None) -> str | None:
+    """Return the session that a header names, None without one; raises InvalidInput for a malformed or reserved id."""
+    return value and check_session_id(value, field=SESSION_HEADER)
 
 
 def resolve_session(named: str | None, header: str | None, field: str) -> str | None:

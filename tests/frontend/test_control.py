@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable
 
 import pytest
 
-from service.access.caller import LOCAL
 from service.errors import Unavailable, UnknownModel
 from service.frontend import control as control_module
 from service.frontend.catalog import Catalog
 from service.frontend.control import FORGET_SECONDS, Control
+from service.frontend.dispatch.connection import Answered
 from service.frontend.dispatch.dispatcher import Dispatcher
-from service.frontend.inference import Frontend, track_request
-from service.frontend.origin import NO_ORIGIN, RequestIdentity
+from service.frontend.inference import Frontend
 from service.ipc.channel import Channel, Frame, encode, pair, send_now
 from service.ipc.messages import (
-    Api,
     CollectMetrics,
     Done,
     ForgetModel,
@@ -34,7 +31,7 @@ from service.ipc.messages import (
 from service.log import Log
 from service.metrics import UNLOADED, Metrics, Snapshot, stale
 from service.settings import Settings
-from tests.frontend.dispatch.test_dispatcher import in_loop, meet, request
+from tests.frontend.dispatch.test_dispatcher import in_loop, meet, request, submit
 
 
 class Supervisor:
@@ -138,7 +135,7 @@ async def test_cancelled_caller_leaves_the_scrape_to_the_others(supervisor: Supe
 async def test_late_supervisor_gives_the_last_known_metrics(supervisor: Supervisor) -> None:
     """Those of the frontend before the first reply."""
     control_module.SCRAPE_SECONDS = 0.01
-    assert await supervisor.control.scrape() == stale(Metrics().snapshot())
+    assert await supervisor.control.scrape() == stale(supervisor.frontend.metrics.snapshot())
     await supervisor.frames(2)  # the call, and its end
     control_module.SCRAPE_SECONDS = 60.0
     scrape = asyncio.ensure_future(supervisor.control.scrape())
@@ -165,18 +162,18 @@ async def test_version_is_forgotten_after_its_last_reply_is_counted(supervisor: 
     key, frontend = ModelKey("words", "1"), supervisor.frontend
     engine, metrics = await meet(frontend.dispatcher), frontend.metrics
 
-    async def answer() -> None:
-        identity = RequestIdentity(NO_ORIGIN, frontend.request_ids)
-        with track_request(frontend, time.monotonic(), LOCAL, Api.INFER, identity) as tracked:
-            tracked.labels = key.labels
-            await frontend.dispatcher.submit(request(), b"")
+    def count(answering: asyncio.Task[Answered]) -> None:
+        frontend.tally.accepted += 1
+        frontend.tally.answer(key.labels, [0.0], [0.0], reply=0.0, encode=0.0)
+        metrics.snapshot()
 
-    answering = asyncio.ensure_future(answer())
+    answering = asyncio.ensure_future(submit(frontend.dispatcher, request(), b""))
+    answering.add_done_callback(count)
     [frame] = await engine.frames(1)
     send_now(supervisor.channel, ForgetModel(key))
     await asyncio.sleep(2 * FORGET_SECONDS)
     engine.answer(frame, backlog=0.0)
-    await answering
+    await asyncio.wait([answering])
     assert metrics.requests.values
     while metrics.requests.values.keys() - {(*UNLOADED, "ok")}:
         await asyncio.sleep(0.01)

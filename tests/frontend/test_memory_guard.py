@@ -9,7 +9,7 @@ from functools import partial
 import msgspec
 import pytest
 
-from service.access.caller import LOCAL
+from service.access.caller import LOCAL, Caller
 from service.errors import Overloaded
 from service.frontend.body_budget import BodyBudget
 from service.frontend.memory_guard import (
@@ -25,6 +25,7 @@ from service.ipc.messages import ModelKey, Request
 from service.log import Log
 from service.memory_limit import NO_LIMIT, MemoryUse
 from service.metrics import MEMORY, Metrics
+from tests.frontend.dispatch.test_dispatcher import FutureReceiver
 from tests.frontend.in_process import InProcess
 from tests.frontend.oip.harness import InferHarness
 from tests.frontend.test_quotas import caller
@@ -147,8 +148,14 @@ def test_request_gives_back_its_memory_and_its_quota(harness: InferHarness) -> N
     harness.frontend.memory = Memory(50)
     steps = 30 * PERCENT // (ANSWER_BYTES * harness.frontend.catalog[HALVER].answer_numbers(1, sequence=False))
     request = Request(HALVER.name, HALVER.version, [steps], 0.0, 0.0)
+
+    async def answered(caller: Caller) -> None:
+        receiver = FutureReceiver()
+        harness.frontend.send(caller, request, b"", receiver)
+        await receiver.future
+
     for each in (LOCAL, LOCAL, *[caller(sequences_in_flight=1)] * 2):
-        asyncio.run(harness.frontend.submit(each, request, b""))
+        asyncio.run(answered(each))
     assert harness.frontend.memory._reserved == 0
 
 

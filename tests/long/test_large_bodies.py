@@ -6,9 +6,12 @@ import asyncio
 import gc
 import gzip
 import json
+import math
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -18,9 +21,11 @@ from fastapi import FastAPI
 from service.errors import ServiceError, TooLarge
 from service.frontend.app import build_app
 from service.frontend.catalog import Catalog, ServedModel
+from service.frontend.dispatch.connection import Receiver
 from service.frontend.dispatch.dispatcher import Dispatcher
 from service.frontend.inference import Frontend, SupervisorClient
-from service.frontend.oip.grpc_calls import read_request
+from service.frontend.oip.grpc_infer import GrpcRunner
+from service.frontend.oip.grpc_runner import GrpcCall
 from service.ipc.messages import Answer, Request
 from service.log import Log
 from service.metrics import Metrics
@@ -73,12 +78,13 @@ class Engine:
     def __init__(self) -> None:
         self.received: list[int] = []
 
-    async def submit(self, request: Request, tail: bytes | memoryview) -> tuple[Answer, bytes]:
+    def send(self, request: Request, tail: bytes | memoryview, receiver: Receiver) -> None:
         self.received.append(len(tail))
         scores, steps = (len(request.lengths), 3), sum(request.lengths)
         sequence = (steps, 8) if request.returns.sequence else ()
         answer = Answer(scores=scores, steps=request.lengths, sequence=sequence)
-        return answer, bytes(4 * (scores[0] * 3 + steps * 8 * bool(sequence)))
+        data = bytes(4 * (scores[0] * 3 + steps * 8 * bool(sequence)))
+        asyncio.get_running_loop().call_soon(receiver.answered, answer, data)
 
 
 class Service:
@@ -135,10 +141,13 @@ class Service:
     def call_grpc(self, message: bytes) -> ServiceError | None:
         """Read a ModelInferRequest. Return its error, after a check of the callbacks."""
 
+        runner, call = GrpcRunner(self.frontend), cast(GrpcCall, SimpleNamespace(session=None, deadline=math.inf))
+
         async def run() -> ServiceError | None:
             await asyncio.sleep(0)
             try:
-                async with read_request(message, self.frontend):
+                async with AsyncExitStack() as stack:
+                    await runner.decode_slowly(message, call, stack)
                     return None
             except ServiceError as error:
                 return error

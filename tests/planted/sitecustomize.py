@@ -333,8 +333,8 @@ def into_event_loops(uvicorn_config: Any, fault: str) -> None:
 
 
 def into_decoding(module: Any, fault: str) -> None:
-    endpoint = getattr(module, "HotInfer", None) or module.HotGrpcInfer
-    around(endpoint, "parse", lambda *_: time.sleep(FRONTEND_SECONDS))
+    runner = getattr(module, "InferRunner", None) or module.GrpcRunner
+    around(runner, "decode", lambda *_: time.sleep(FRONTEND_SECONDS))
 
 
 def into_decoders(worker: Any, fault: str) -> None:

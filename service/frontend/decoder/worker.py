@@ -14,7 +14,7 @@ from service.frontend.decoder.client import MAX_LOOP_BODY_BYTES
 from service.frontend.oip import json, protobuf
 from service.frontend.oip.large_requests import request_options
 from service.frontend.rest import infer
-from service.frontend.rest.websocket import StreamMessage
+from service.frontend.rest.websocket import ChunkBody
 from service.frontend.validation import PackedInputs
 from service.ipc.channel import Frame, encode
 from service.ipc.messages import (
@@ -93,16 +93,17 @@ def _model(message: DefineModel, tokenizer: bytes) -> ServedModel:
 
 def _parse_infer(call: DecodeBody, data: bytes) -> ParsedBody:
     body = infer.parse_body(data, call.session)
-    return ParsedBody(body.without("inputs", "states"), lambda model, settings: infer.pack_inputs(body, model, settings))
+    options = msgspec.structs.replace(body, inputs=[None], states=None)
+    return ParsedBody(msgspec.json.encode(options), lambda model, settings: infer.pack_inputs(body, model, settings))
 
 
 def _parse_stream(call: DecodeBody, data: bytes) -> ParsedBody:
-    message = StreamMessage.parse(data)
+    message = ChunkBody.parse(data)
 
     def pack(model: ServedModel, settings: Settings) -> PackedInputs:
         return validation.pack_inputs([message.input], lambda _: "input", model, settings)
 
-    return ParsedBody(message.without("input"), pack)
+    return ParsedBody(msgspec.json.encode(msgspec.structs.replace(message, input=None)), pack)
 
 
 def _parse_oip_json(call: DecodeBody, data: bytes) -> ParsedBody:

@@ -21,11 +21,11 @@ from contextlib import suppress
 import msgspec
 
 from service.errors import DeadlineExceeded, EngineLost, Overloaded, ServiceError, Unavailable
-from service.frontend.dispatch.connection import REQUEST_BYTES, Answered, Deadlines, EngineConnection, PendingRequest, Receiver
+from service.frontend.dispatch.connection import REQUEST_BYTES, Deadlines, EngineConnection, PendingRequest, Receiver
 from service.frontend.dispatch.empty_rows import EmptyRows
 from service.ipc import messages
 from service.ipc.channel import Channel
-from service.ipc.messages import Answer, LoadedModel, ModelKey, Request
+from service.ipc.messages import LoadedModel, ModelKey, Request
 from service.ipc.session_file import SessionFile
 from service.ipc.session_placement import engine_of_session
 from service.ipc.suspect_turns import SuspectTurns
@@ -173,15 +173,6 @@ class Dispatcher:
         if not pending.done:
             self._withdraw(pending)
             pending.end()
-
-    async def submit(self, request: Request, data: bytes | memoryview) -> Answered:
-        """Return the answer to a request; raises a ServiceError. Cancels the request when the awaiting task is cancelled."""
-        receiver = _FutureReceiver()
-        pending = self.send(request, data, receiver)
-        try:
-            return await receiver.future
-        finally:
-            self.cancel(pending)
 
     async def trace(self, batches: int, seconds: float) -> list[bytes]:
         """Record the next batches of every ready engine. Return a JSON array of trace events for each; raises a ServiceError."""
@@ -418,18 +409,3 @@ def _deadline_error(pending: PendingRequest) -> ServiceError:
     if pending.orphaned:
         return EngineLost("an engine ended and no other answered before the deadline: retry", retry_after=1)
     return DeadlineExceeded("the deadline passed before the answer arrived: allow more time, or send fewer requests")
-
-
-class _FutureReceiver:
-    """Passes the end of a request to a future."""
-
-    def __init__(self) -> None:
-        self.future: asyncio.Future[Answered] = asyncio.get_running_loop().create_future()
-
-    def answered(self, answer: Answer, data: bytes | memoryview) -> None:
-        if not self.future.done():
-            self.future.set_result(Answered(answer, data))
-
-    def failed(self, error: ServiceError) -> None:
-        if not self.future.done():
-            self.future.set_exception(error)

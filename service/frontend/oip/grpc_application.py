@@ -22,12 +22,11 @@ from service.errors import DeadlineExceeded, InvalidRequest, ServiceError, Unaut
 from service.frontend.access_log import record
 from service.frontend.body_budget import MAX_RECEIVING_BYTES, BodyBudget
 from service.frontend.connection_guard import receive_seconds, slow_request
-from service.frontend.hot_calls import RequestTally
 from service.frontend.http2.header_blocks import RequestFields
 from service.frontend.http2.stream import Stream, StreamHandler
 from service.frontend.inference import Frontend
 from service.frontend.oip.grpc_calls import RECEIVE_LIMIT_FACTOR, GrpcShutdown
-from service.frontend.oip.grpc_infer import HotGrpcInfer, InferCall, InferHead
+from service.frontend.oip.grpc_infer import GrpcRunner, InferCall, InferHead
 from service.frontend.oip.grpc_runner import CUT_OFF, DEADLINE_EXCEEDED, GrpcCall, Work
 from service.frontend.oip.grpc_wire import (
     CallEnded,
@@ -95,7 +94,7 @@ class GrpcApplication:
         self._frontend = frontend
         self._handlers = handlers
         self._shutdown = shutdown
-        self._infer = HotGrpcInfer(frontend, RequestTally(frontend.metrics))
+        self._infer = GrpcRunner(frontend)
         self._max_message_bytes = min(settings.max_body_bytes * RECEIVE_LIMIT_FACTOR, 2**31 - 1)
         self._bodies = BodyBudget(MAX_RECEIVING_BYTES, frontend.memory)
         self.starts = frontend.starts

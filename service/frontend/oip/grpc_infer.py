@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from functools import partial
-from typing import NamedTuple
 
 import msgspec
 
-from service.errors import ServiceError, Unavailable
-from service.frontend import validation
+from service.errors import ServiceError, TooLarge, Unavailable
 from service.frontend.catalog import ServedModel
 from service.frontend.decoder.client import MAX_LOOP_BODY_BYTES
-from service.frontend.hot_calls import AnsweredCall, HotCall, HotEndpoint, HttpReply, Parsed, RequestTally
 from service.frontend.http2.header_blocks import encode_fields
 from service.frontend.http2.stream import Stream
 from service.frontend.inference import Frontend
 from service.frontend.oip import parameters, protobuf
-from service.frontend.oip.binary_forms import BinaryForm, BinaryForms, FormKey, all_finite
-from service.frontend.oip.grpc_calls import write_message
+from service.frontend.oip.binary_forms import FormKey
+from service.frontend.oip.grpc_calls import message_parts, write_message
 from service.frontend.oip.grpc_messages import ClassifyWriter, read_request, split_head, write_response, write_start
+from service.frontend.oip.grpc_runner import GrpcCall
 from service.frontend.oip.grpc_wire import (
     OK_TRAILERS,
     RESPONSE_HEADERS,
@@ -31,16 +28,18 @@ from service.frontend.oip.grpc_wire import (
     request_id_field,
     trailers_only,
 )
-from service.frontend.oip.infer import build_response, check_options, engine_request
-from service.frontend.oip.inputs import InputTensors
+from service.frontend.oip.inputs import InputTensors, text_bytes
 from service.frontend.oip.json import ParsedRequest, RawOutputs
-from service.frontend.oip.limits import max_loop_request_bytes
+from service.frontend.oip.large_requests import DecodedInputs, RequestOptions
 from service.frontend.oip.protobuf import METHODS
-from service.frontend.oip.types import InferRequest
-from service.frontend.oip.wire import MAX_UNSCANNED_BYTES
+from service.frontend.oip.runner import TensorContext, TensorRunner, form_of
+from service.frontend.oip.types import InferRequest, InferResponse
+from service.frontend.oip.wire import MAX_UNSCANNED_BYTES, NotAMessage, split
 from service.frontend.origin import Header, RequestOrigin
 from service.frontend.request_heads import RequestHead
-from service.ipc.messages import Api, ModelKey, Request
+from service.frontend.run.exchange import HttpReply
+from service.frontend.run.runner import AnsweredRequest, DecodedRequest, RunningRequest
+from service.ipc.messages import Api, DecodeBody, ModelKey
 from service.modeling.spec.heads import ClassifyHead
 
 MAX_WRITERS = 64
@@ -54,41 +53,26 @@ class InferHead(RequestHead):
     deadline: float = math.inf
 
 
-NO_VALUES = memoryview(b"")
+FINAL_REQUESTED, FINAL = "triton_enable_empty_final_response", "triton_final_response"
+"""Parameter of a request on a stream, and of its response. Every response is the only and therefore final response of its request."""
+RESPONSE_FIELD = METHODS["ModelStreamInfer"].response_type.DESCRIPTOR.fields_by_name["infer_response"].number
 RAW_OUTPUTS = RawOutputs({}, default=True)
 """Every output of a response is sent as raw bytes."""
 
 
-class _Context(NamedTuple):
-    """The part of a request that the endpoint keeps.
-
-    key: of the form that the request has or may get, None for a request of another kind. With a form, the raw values are in `values`, and
-    `request` and `tensors` have none.
-    """
-
-    request: InferRequest
-    tensors: InputTensors
-    deadline: float
-    key: FormKey | None
-    form: BinaryForm | None = None
-    values: memoryview = NO_VALUES
-
-
-class HotGrpcInfer(HotEndpoint):
-    """The endpoint."""
+class GrpcRunner(TensorRunner):
+    """Runs the calls of ModelInfer."""
 
     api = Api.GRPC
 
-    def __init__(self, frontend: Frontend, tally: RequestTally) -> None:
-        super().__init__(frontend, tally)
+    def __init__(self, frontend: Frontend) -> None:
+        super().__init__(frontend)
         self._writers: dict[ModelKey, ClassifyWriter] = {}
-        self._forms = BinaryForms(frontend.catalog, frontend.settings)
-        self._max_bytes = max_loop_request_bytes(frontend.settings)
 
     def accepts(self, head: RequestHead) -> bool:
         return True  # the whole message has arrived
 
-    def parse(self, head: RequestHead, body: bytes) -> Parsed | None:
+    def decode(self, head: RequestHead, body: bytes) -> DecodedRequest | None:
         assert isinstance(head, InferHead)
         if len(body) > self._max_bytes:
             return None
@@ -97,69 +81,92 @@ class HotGrpcInfer(HotEndpoint):
             key = ("", parts.key)
             form = self._forms.find(key)
             if form is not None and form.fits(parts.values):
-                request = form.parsed.request
+                parsed = form.parsed
                 if parts.id:
-                    request = msgspec.structs.replace(request, id=parts.id)
-                context = _Context(request, form.tensors, head.deadline, key, form, parts.values)
-                return Parsed(request.model, request.version or None, context)
-        return self._parse_message(head, body, key)
+                    parsed = ParsedRequest(msgspec.structs.replace(parsed.request, id=parts.id), RAW_OUTPUTS)
+                context = TensorContext(parsed, form.tensors, head.deadline, key=key, form=form, values=parts.values)
+                return self.decoded(None, context)
+        return self._decode_message(head, body, key)
 
-    def _parse_message(self, head: InferHead, body: bytes, key: FormKey | None) -> Parsed | None:
+    def _decode_message(self, head: InferHead, body: bytes, key: FormKey | None) -> DecodedRequest | None:
+        request = read_request(body)
+        if request is None and len(body) <= MAX_UNSCANNED_BYTES:
+            request = protobuf.infer_request(METHODS["ModelInfer"].parse(body))
+        if request is None:
+            return None
+        has_session = bool(request.parameters) or head.session is not None
+        session = parameters.session_id(request.parameters, head.session) if has_session else None
+        tensors = InputTensors(request.inputs)
+        if tensors.text_bytes > MAX_LOOP_BODY_BYTES:
+            return None
+        parsed = ParsedRequest(request, RAW_OUTPUTS)
+        return self.decoded(session, TensorContext(parsed, tensors, head.deadline, key=key if session is None else None))
+
+    async def decode_slowly(self, data: bytes, call: GrpcCall, stack: AsyncExitStack) -> DecodedRequest:
+        """Return the request in a message of any size; raises a ServiceError.
+
+        stack: holds a large message, which the decoder has, until the request has its reply.
+        """
+        request, tensors = await self._read(data, stack)
+        session = parameters.session_id(request.parameters, call.session)
+        context = TensorContext(ParsedRequest(request, RAW_OUTPUTS), tensors or InputTensors(request.inputs), call.deadline)
+        return self.decoded(session, context)
+
+    async def _read(self, data: bytes, stack: AsyncExitStack) -> tuple[InferRequest, DecodedInputs | None]:
+        """Return a request, and its inputs if the decoder has them."""
+        limit, messages = self.frontend.settings.max_body_bytes, METHODS["ModelInfer"]
+        if len(data) > limit:
+            raise TooLarge(
+                f"the message has {len(data)} bytes, but SEQSERVE_MAX_BODY_BYTES is {limit}: "
+                "send a smaller message, or raise SEQSERVE_MAX_BODY_BYTES"
+            )
+        if len(data) <= MAX_UNSCANNED_BYTES:
+            return protobuf.infer_request(messages.parse(data)), None
         try:
-            request = read_request(body)
-            if request is None and len(body) <= MAX_UNSCANNED_BYTES:
-                request = protobuf.infer_request(METHODS["ModelInfer"].parse(body))
-            if request is None:
-                return None
-            has_session = bool(request.parameters) or head.session is not None
-            session = parameters.session_id(request.parameters, head.session) if has_session else None
-            tensors = InputTensors(request.inputs)
-            if tensors.text_bytes > MAX_LOOP_BODY_BYTES:
-                return None
-        except ServiceError:
-            return None  # the general path raises it again, and counts the request
-        context = _Context(request, tensors, head.deadline, key if session is None else None)
-        return Parsed(request.model, request.version or None, context, session)
+            parts = split(data)
+        except NotAMessage:
+            raise messages.invalid() from None
+        if len(parts.message) <= MAX_LOOP_BODY_BYTES:
+            request = protobuf.infer_request(messages.parse(parts.message), parts.raw_contents)
+            if text_bytes(request.inputs) <= MAX_LOOP_BODY_BYTES:
+                return request, None
+        body = await stack.enter_async_context(self.frontend.decoder.decode(DecodeBody("oip_protobuf"), data))
+        options = msgspec.msgpack.decode(body.options, type=RequestOptions)
+        return options.request(), DecodedInputs(options, body)
 
-    def build(self, parsed: Parsed, model: ServedModel, arrived: float) -> tuple[Request, bytes | memoryview]:
-        context: _Context = parsed.context
-        form, tensors, settings = context.form, context.tensors, self.frontend.settings
-        seconds = max(0.0, context.deadline - arrived)
+    def encode(self, response: InferResponse, context: TensorContext) -> HttpReply:
+        if response.parameters:
+            return HttpReply(protobuf.infer_response(response).SerializeToString(), b"")
+        content, form = write_response(response), context.form
         if form is not None:
-            packed = form.pack(context.values)
-            if packed is not None:
-                return validation.engine_request(packed, _within(form.options, seconds), model, arrived), packed.data
-            tensors = form.decode(context.values)  # for the error that names the wrong value
-        options = check_options(context.request, parsed.session, model, settings, seconds)
-        request, data = engine_request(context.request, tensors, tensors.pack(model, settings), options, model, arrived)
-        if context.key is not None and form is None and not request.has_states:
-            without_id = msgspec.structs.replace(context.request, id="")
-            self._forms.remember(context.key, ParsedRequest(without_id, RAW_OUTPUTS), model, request.lengths)
-        return request, data
+            start = write_start(response.model, response.version, response.id)
+            end = len(content) - form.response_size
+            form.response = content[len(start) : end]
+        return HttpReply(content, b"")
 
-    def write(self, model: ServedModel, answers: list[AnsweredCall]) -> list[HttpReply | ServiceError]:
-        whole = [_has_whole_response(answered) for answered in answers]
-        if not all_finite([answered.data for answered, known in zip(answers, whole, strict=True) if known]):
-            whole = [False] * len(answers)
-        others = iter(
-            self._write_others(model, [answered for answered, known in zip(answers, whole, strict=True) if not known])
-        )
-        return [
-            _whole_reply(model, answered) if known else next(others) for answered, known in zip(answers, whole, strict=True)
-        ]
+    async def encode_large(self, response: InferResponse, context: TensorContext) -> HttpReply:
+        return HttpReply(await write_message(self.frontend, response), b"")
 
-    def _write_others(self, model: ServedModel, answers: list[AnsweredCall]) -> list[HttpReply | ServiceError]:
-        together = self._write_together(model, answers) if answers else []
+    def has_whole_reply(self, answered: AnsweredRequest) -> bool:
+        return form_of(answered) is not None
+
+    def whole_reply(self, model: ServedModel, answered: AnsweredRequest) -> HttpReply:
+        context: TensorContext = answered.call.decoded.context
+        assert context.form is not None and context.form.response is not None
+        start = write_start(model.spec.name, model.version, context.parsed.request.id)
+        return HttpReply(start + context.form.response + answered.data, b"")
+
+    def remembered(self, parsed: ParsedRequest) -> ParsedRequest:
+        """Return a request without its id, which is not in the key of its form."""
+        return ParsedRequest(msgspec.structs.replace(parsed.request, id=""), RAW_OUTPUTS)
+
+    def write_others(self, model: ServedModel, answers: list[AnsweredRequest]) -> list[HttpReply | ServiceError]:
+        together = self._write_together(model, answers)
         if together is not None:
             return [HttpReply(response, b"") for response in together]
-        return [_reply(model, answered) for answered in answers]
+        return super().write_others(model, answers)
 
-    async def write_large(self, model: ServedModel, answered: AnsweredCall) -> HttpReply:
-        context: _Context = answered.call.parsed.context
-        building = partial(build_response, context.request, context.tensors, model, answered.answer, answered.data)
-        return HttpReply(await write_message(self.frontend, await asyncio.to_thread(building)), b"")
-
-    def _write_together(self, model: ServedModel, answers: list[AnsweredCall]) -> list[bytes] | None:
+    def _write_together(self, model: ServedModel, answers: list[AnsweredRequest]) -> list[bytes] | None:
         """Return the responses, or None unless all of them are simple."""
         if not isinstance(model.spec.head, ClassifyHead):
             return None
@@ -168,51 +175,35 @@ class HotGrpcInfer(HotEndpoint):
             if len(self._writers) >= MAX_WRITERS:
                 self._writers.clear()
             writer = self._writers[model.key] = ClassifyWriter(model, model.spec.head)
-        for answered in answers:
-            if answered.call.parsed.context.request.outputs or not writer.accepts(answered.answer, answered.data):
+        requests = [answered.call.decoded.context.parsed.request for answered in answers]
+        for request, answered in zip(requests, answers, strict=True):
+            if request.outputs or not writer.accepts(answered.answer, answered.data):
                 return None
         return writer.write_all(
-            [(answered.call.parsed.context.request.id, answered.answer, answered.data) for answered in answers]
+            [(request.id, answered.answer, answered.data) for request, answered in zip(requests, answers, strict=True)]
         )
 
 
-def _within(options: validation.Options, seconds: float) -> validation.Options:
-    """Return options with the deadline of the call."""
-    milliseconds = seconds * 1000
-    return options if milliseconds >= options.deadline_ms else msgspec.structs.replace(options, deadline_ms=milliseconds)
+class StreamRunner(GrpcRunner):
+    """Runs the requests of ModelStreamInfer: their responses are fields of the messages of a stream."""
+
+    api = Api.GRPC_STREAM
+
+    def write(self, model: ServedModel, answers: list[AnsweredRequest]) -> list[HttpReply | ServiceError]:
+        return [self._write(model, answered) for answered in answers]
+
+    def encode(self, response: InferResponse, context: TensorContext) -> HttpReply:
+        return HttpReply(b"".join(message_parts(_final(response, context), RESPONSE_FIELD)), b"")
+
+    async def encode_large(self, response: InferResponse, context: TensorContext) -> HttpReply:
+        return HttpReply(await write_message(self.frontend, _final(response, context), RESPONSE_FIELD), b"")
 
 
-def _has_whole_response(answered: AnsweredCall) -> bool:
-    form: BinaryForm | None = answered.call.parsed.context.form
-    return form is not None and form.answered_by(answered.data)
-
-
-def _whole_reply(model: ServedModel, answered: AnsweredCall) -> HttpReply:
-    """Return the reply that consists of the known response of a form and of the unchanged engine's answer."""
-    context: _Context = answered.call.parsed.context
-    assert context.form is not None and context.form.response is not None
-    start = write_start(model.spec.name, model.version, context.request.id)
-    return HttpReply(start + context.form.response + answered.data, b"")
-
-
-def _reply(model: ServedModel, answered: AnsweredCall) -> HttpReply | ServiceError:
-    try:
-        return _write(model, answered)
-    except ServiceError as error:
-        return error
-
-
-def _write(model: ServedModel, answered: AnsweredCall) -> HttpReply:
-    """Return the reply; raises a ServiceError."""
-    context: _Context = answered.call.parsed.context
-    response = build_response(context.request, context.tensors, model, answered.answer, answered.data)
-    if response.parameters:
-        return HttpReply(protobuf.infer_response(response).SerializeToString(), b"")
-    content, form = write_response(response), context.form
-    if form is not None and form.response_size == len(answered.data):
-        start = write_start(response.model, response.version, response.id)
-        form.response = content[len(start) : len(content) - form.response_size]
-    return HttpReply(content, b"")
+def _final(response: InferResponse, context: TensorContext) -> InferResponse:
+    """Return a response that tells that it is the last of its request, if the request asks for it."""
+    if not context.parsed.request.parameters.get(FINAL_REQUESTED):
+        return response
+    return msgspec.structs.replace(response, parameters={**response.parameters, FINAL: True})
 
 
 class InferCall:
@@ -228,9 +219,9 @@ class InferCall:
         self._stream = stream
         self._frontend = frontend
         self._ended = ended
-        self._call: HotCall | None = None
+        self._call: RunningRequest | None = None
 
-    def start(self, endpoint: HotGrpcInfer, head: InferHead, message: bytes, arrived: float) -> bool:
+    def start(self, endpoint: GrpcRunner, head: InferHead, message: bytes, arrived: float) -> bool:
         """Start the request; false when the general path must answer it."""
         try:
             self._call = endpoint.start(head, message, self, arrived)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
 from typing import Any
 
 import grpc
@@ -15,18 +16,10 @@ import grpc
 from service.errors import Unavailable, UnknownModel, Unsupported
 from service.frontend.inference import Frontend
 from service.frontend.oip import metadata, protobuf
-from service.frontend.oip.grpc_calls import (
-    GrpcContext,
-    GrpcShutdown,
-    infer_message,
-    read_message,
-    read_request,
-    track_call,
-    write_message,
-)
+from service.frontend.oip.grpc_calls import CallExchange, GrpcContext, GrpcShutdown, read_message
+from service.frontend.oip.grpc_infer import GrpcRunner, StreamRunner
 from service.frontend.oip.grpc_stream import InferStream
 from service.frontend.oip.protobuf import METHODS, SERVICE, ProtoMessage
-from service.ipc.messages import Api
 
 UnaryHandler = Callable[[bytes, GrpcContext], Awaitable[bytes | memoryview]]
 MetadataHandler = Callable[[Frontend, ProtoMessage], Awaitable[dict[str, Any] | bytes]]
@@ -45,11 +38,15 @@ def rpc_handlers(frontend: Frontend, shutdown: GrpcShutdown) -> grpc.GenericRpcH
 
 
 def _infer_method(frontend: Frontend, shutdown: GrpcShutdown) -> UnaryHandler:
+    runner = GrpcRunner(frontend)
+
     async def handle(data: bytes, context: GrpcContext) -> bytes | memoryview:
         shutdown.wait_for_this_call()
-        with track_call(frontend, shutdown, time.monotonic(), context, Api.GRPC) as tracked:
-            async with read_request(data, frontend) as read:
-                return await write_message(frontend, await infer_message(frontend, tracked, read, context))
+        arrived, exchange = time.monotonic(), CallExchange(context, shutdown)
+        async with AsyncExitStack() as stack:
+            with runner.reading(exchange, arrived, context.caller):
+                decoded = await runner.decode_slowly(data, context, stack)
+            return (await runner.answer(decoded, exchange, arrived, context.caller)).content
 
     return handle
 
@@ -57,9 +54,11 @@ def _infer_method(frontend: Frontend, shutdown: GrpcShutdown) -> UnaryHandler:
 def _stream_method(
     frontend: Frontend, shutdown: GrpcShutdown
 ) -> Callable[[AsyncIterator[bytes], GrpcContext], Awaitable[None]]:
+    runner = StreamRunner(frontend)
+
     async def handle(requests: AsyncIterator[bytes], context: GrpcContext) -> None:
         shutdown.wait_for_this_call()
-        await InferStream(frontend, shutdown, context).run(requests)
+        await InferStream(runner, shutdown, context).run(requests)
 
     return handle
 

@@ -21,7 +21,7 @@ from service.errors import ServiceError
 from service.frontend.access_log import record
 from service.frontend.http2.header_blocks import RequestFields, encode_fields
 from service.frontend.http2.stream import Stream
-from service.frontend.inference import ClientDisconnected, Frontend
+from service.frontend.inference import Frontend
 from service.frontend.oip.grpc_calls import GrpcShutdown
 from service.frontend.oip.grpc_wire import (
     RESPONSE_HEADERS,
@@ -38,6 +38,7 @@ from service.frontend.oip.grpc_wire import (
     trailers_only,
 )
 from service.frontend.origin import RequestIdentity
+from service.frontend.run.exchange import ClientDisconnected
 
 OK = CallStatus(grpc.StatusCode.OK)
 DEADLINE_EXCEEDED = CallStatus(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
@@ -72,7 +73,7 @@ class GrpcCall:
         self._stream = stream
         self._request = request
         self._fields = work.fields
-        self._deadline = deadline
+        self.deadline = deadline
         self._method = work.method
         self.scope = work.scope
         self.caller = work.caller
@@ -93,8 +94,8 @@ class GrpcCall:
         """Run the handler."""
         loop = asyncio.get_running_loop()
         self._task = loop.create_task(self._run(frontend, shutdown))
-        if math.isfinite(self._deadline):
-            delay = max(0.0, self._deadline - time.monotonic())
+        if math.isfinite(self.deadline):
+            delay = max(0.0, self.deadline - time.monotonic())
             timer = loop.call_later(delay, self.cancel, DEADLINE_EXCEEDED)
             self._task.add_done_callback(lambda _: timer.cancel())
         return self._task
@@ -132,10 +133,6 @@ class GrpcCall:
     def invocation_metadata(self) -> Metadata:
         """Return the client's metadata."""
         return metadata(self._request)
-
-    def time_remaining(self) -> float | None:
-        """Return the seconds until the call's deadline, None without one."""
-        return max(0.0, self._deadline - time.monotonic()) if math.isfinite(self._deadline) else None
 
     async def write(self, data: bytes) -> None:
         """Send a response message, and resume when the client has accepted it."""

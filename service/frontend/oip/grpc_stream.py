@@ -12,26 +12,19 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any, NamedTuple
-
-import msgspec
 
 from service.errors import ServiceError, Unavailable
 from service.frontend.decoder.client import MAX_LOOP_BODY_BYTES
-from service.frontend.inference import ClientDisconnected, Frontend
-from service.frontend.oip.grpc_calls import (
-    GrpcContext,
-    GrpcShutdown,
-    infer_message,
-    read_request,
-    track_call,
-    write_message,
-)
+from service.frontend.oip.grpc_calls import CallExchange, GrpcContext, GrpcShutdown
+from service.frontend.oip.grpc_infer import StreamRunner
 from service.frontend.oip.protobuf import METHODS
 from service.frontend.oip.tensors import BYTES
-from service.frontend.oip.types import InferRequest, InferResponse
+from service.frontend.oip.types import InferRequest
 from service.frontend.oip.wire import request_id, structured_bytes
-from service.ipc.messages import Api
+from service.frontend.run.exchange import HttpReply
 
 MAX_UNANSWERED = 32
 """Requests of one call that are read before the first of them is answered."""
@@ -39,11 +32,8 @@ LAST_READ_SECONDS = 0.2
 """How long a call is still read after the shutdown begins: messages in transit arrive within this time."""
 GRPC_ERRORS = ("triton_grpc_error", "true")
 """Metadata of a call that ends with the status of its first error, as the client requested."""
-FINAL_REQUESTED, FINAL = "triton_enable_empty_final_response", "triton_final_response"
-"""Parameter of a request, and of its response. Every response is the only and therefore final response of its request."""
 RESPONSE = METHODS["ModelStreamInfer"].response_type
-RESPONSE_FIELD = RESPONSE.DESCRIPTOR.fields_by_name["infer_response"].number
-StartChunk = Callable[[], Coroutine[Any, Any, InferResponse]]
+StartChunk = Callable[[], Coroutine[Any, Any, HttpReply]]
 
 
 class _StreamReply(NamedTuple):
@@ -56,8 +46,8 @@ class _StreamReply(NamedTuple):
 class InferStream:
     """One ModelStreamInfer call. Requests of different sessions, and requests without a session, run concurrently."""
 
-    def __init__(self, frontend: Frontend, shutdown: GrpcShutdown, context: GrpcContext) -> None:
-        self._frontend = frontend
+    def __init__(self, runner: StreamRunner, shutdown: GrpcShutdown, context: GrpcContext) -> None:
+        self._runner = runner
         self._shutdown = shutdown
         self._context = context
         self._sessions: dict[str, _SessionQueue] = {}
@@ -117,24 +107,22 @@ class InferStream:
             self._capacity.release()
 
     async def _reply(self, data: bytes, arrived: float) -> _StreamReply:
+        runner, context = self._runner, self._context
+        exchange = CallExchange(context, self._shutdown)
         try:
-            with track_call(self._frontend, self._shutdown, arrived, self._context, Api.GRPC_STREAM) as tracked:
-                async with read_request(data, self._frontend) as read:
-                    response = await self._in_session_order(
-                        read.request, lambda: infer_message(self._frontend, tracked, read, self._context)
-                    )
-        except ClientDisconnected:
-            raise asyncio.CancelledError from None
+            async with AsyncExitStack() as stack:
+                with runner.reading(exchange, arrived, context.caller):
+                    decoded = await runner.decode_slowly(data, context, stack)
+                start = partial(runner.answer, decoded, exchange, arrived, context.caller)
+                reply = await self._in_session_order(decoded.context.parsed.request, start)
         except ServiceError as error:
             return _error_reply(request_id(data), error)
         except Exception as error:
-            return _error_reply(request_id(data), self._frontend.internal_error(error))
-        if read.request.parameters.get(FINAL_REQUESTED):
-            response = msgspec.structs.replace(response, parameters={**response.parameters, FINAL: True})
-        return _StreamReply(await write_message(self._frontend, response, RESPONSE_FIELD))
+            return _error_reply(request_id(data), runner.frontend.internal_error(error))
+        return _StreamReply(reply.content)
 
-    async def _in_session_order(self, request: InferRequest, start: StartChunk) -> InferResponse:
-        """Start a request after the earlier chunks of its session, and return the response."""
+    async def _in_session_order(self, request: InferRequest, start: StartChunk) -> HttpReply:
+        """Start a request after the earlier chunks of its session, and return the reply."""
         parameters = request.parameters
         id = str(parameters.get("sequence_id") or self._context.session or "")
         if not id:
@@ -156,10 +144,10 @@ class _SessionQueue:
 
     def __init__(self) -> None:
         self._order = asyncio.Lock()
-        self._running: set[asyncio.Task[InferResponse]] = set()
+        self._running: set[asyncio.Task[HttpReply]] = set()
         self.pending = 0
 
-    async def run(self, start: StartChunk, *, alone: bool) -> InferResponse:
+    async def run(self, start: StartChunk, *, alone: bool) -> HttpReply:
         """Run a chunk. alone: the chunk starts or ends the session, so no other chunk may run at the same time."""
         self.pending += 1
         try:

@@ -179,21 +179,6 @@ def response_pieces(response: InferResponse, raw: Callable[[str], bool]) -> Resp
     return ResponsePieces(chain([first], chain.from_iterable(values)), tail)
 
 
-def inline_schema(body: type[msgspec.Struct]) -> dict[str, Any]:
-    """Return the JSON schema of a body without references: the API description does not resolve them."""
-    [root], components = msgspec.json.schema_components([body], ref_template="{name}")
-
-    def resolve(node: Any) -> Any:
-        if isinstance(node, list):
-            return [resolve(item) for item in node]
-        if isinstance(node, dict):
-            return resolve(components[node["$ref"]]) if "$ref" in node else {name: resolve(item) for name, item in node.items()}
-        return node
-
-    schema: dict[str, Any] = resolve(root)
-    return schema
-
-
 def _input_tensors(inputs: list[InputTensorJson], tail: memoryview) -> list[Tensor]:
     """Return the tensors of a request. The raw bytes follow each other in the order of the inputs."""
     tensors, offset = [], 0

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
-import time
-import zlib
+from contextlib import AsyncExitStack
 from typing import Annotated, Any
 
 import msgspec
@@ -13,37 +11,28 @@ from fastapi import APIRouter, Request, Response
 from msgspec import Meta
 
 from service.errors import InvalidRequest, Unavailable, Unsupported
-from service.frontend.decoder.client import MAX_LOOP_BODY_BYTES
-from service.frontend.decompression import WINDOW_BITS
 from service.frontend.http_exchange import (
     JSON,
     MANAGEMENT_LIMIT,
     OCTET_STREAM,
-    caller_of,
+    answer_request,
     cancel_on_disconnect,
-    identity_of,
     named_session,
     read_tensors,
     respond,
     respond_json,
 )
-from service.frontend.inference import Frontend, TrackedRequest, track_request
-from service.frontend.large_answers import PIECE_VALUES
-from service.frontend.oip import infer as oip_infer
+from service.frontend.inference import Frontend
 from service.frontend.oip import json, metadata
-from service.frontend.oip.inputs import text_bytes
+from service.frontend.oip.http_infer import HttpRunner, accepted_encoding
 from service.frontend.oip.json import HEADER_LENGTH
-from service.frontend.oip.large_requests import DecodedInputs, RequestOptions
-from service.frontend.oip.types import InferResponse
-from service.frontend.openapi import named_examples
+from service.frontend.openapi import inline_schema, named_examples
+from service.frontend.run.runner import DecodedRequest
 from service.frontend.session_header import DESCRIPTION
-from service.ipc.messages import Api, DecodeBody
 from service.modeling.spec import NAME, VERSION
 
 MODEL = "/v2/models/{name}"
 VERSIONED = MODEL + "/versions/{version}"
-MIN_COMPRESSED_BYTES = 1024
-"""Smaller responses are not compressed: they would not shrink enough."""
 UNSUPPORTED_PATHS = (
     *("/v2/systemsharedmemory/{rest:path}", "/v2/cudasharedmemory/{rest:path}"),
     *("/v2/trace/setting", MODEL + "/trace/setting", "/v2/logging"),
@@ -93,9 +82,11 @@ def add_routes(router: APIRouter, frontend: Frontend) -> None:
 
 
 def _add_infer(router: APIRouter, frontend: Frontend) -> None:
+    runner = HttpRunner(frontend)
+
     async def infer(request: Request) -> Response:
         """Run inference. Raw tensors may follow the JSON; Inference-Header-Content-Length is then the size of the JSON."""
-        return await _infer(frontend, request)
+        return await _infer(frontend, runner, request)
 
     for path, parameters in MODEL_PATHS:
         description: dict[str, Any] = {"parameters": [*parameters, _HEADER, DESCRIPTION], **_INFER_REQUEST}
@@ -172,70 +163,13 @@ def _add_repository(router: APIRouter, frontend: Frontend) -> None:
         return respond_json(frontend, {"name": name})
 
 
-async def _infer(frontend: Frontend, request: Request) -> Response:
-    with track_request(frontend, time.monotonic(), caller_of(request), Api.OIP, identity_of(request)) as tracked:
-        (name, version), header_length = _path_model(request), _header_length(request)
-        data = await read_tensors(request, frontend)
+async def _infer(frontend: Frontend, runner: HttpRunner, request: Request) -> Response:
+    async def decode(data: bytes, stack: AsyncExitStack) -> DecodedRequest:
+        encoding = accepted_encoding(request.headers.get("accept-encoding", ""))
         session = named_session(request)
-        answering = _answer_data(frontend, tracked, data, header_length, name, version, session)
-        response, raw = await cancel_on_disconnect(request, answering)
-        return await _infer_response(frontend, request, *await encode_response(frontend, response, raw))
+        return await runner.decode_slowly(data, _header_length(request), _path_model(request), session, encoding, stack)
 
-
-async def _answer_data(
-    frontend: Frontend,
-    tracked: TrackedRequest,
-    data: bytes,
-    header_length: int | None,
-    name: str,
-    version: str,
-    session: str | None = None,
-) -> tuple[InferResponse, json.RawOutputs]:
-    """Return the response to the request in a body, and which of its outputs are sent as raw bytes; raises a ServiceError.
-
-    session: that the header names.
-    """
-    if min(len(data), len(data) if header_length is None else header_length) <= MAX_LOOP_BODY_BYTES:
-        parsed = parse_infer(frontend, data, header_length, name, version)
-        if header_length == 0 or text_bytes(parsed.request.inputs) <= MAX_LOOP_BODY_BYTES:
-            return await oip_infer.infer(frontend, tracked, parsed.request, header=session), parsed.raw
-    async with frontend.decoder.decode(DecodeBody("oip_json", header_length, name, version), data) as body:
-        options = msgspec.json.decode(body.options, type=RequestOptions)
-        decoded = DecodedInputs(options, body)
-        return await oip_infer.infer(frontend, tracked, options.request(), decoded=decoded, header=session), options.raw
-
-
-def parse_infer(frontend: Frontend, body: bytes, header_length: int | None, name: str, version: str) -> json.ParsedRequest:
-    """Return the request in a body; raises a ServiceError. header_length: the value of HEADER_LENGTH, if the client sent it."""
-    if header_length == 0:
-        return json.parse_raw_sequence(body, frontend.catalog.find(name, version or None).spec, name, version)
-    return json.parse_request(body, header_length, name, version)
-
-
-async def encode_response(frontend: Frontend, response: InferResponse, raw: json.RawOutputs) -> tuple[bytes, int | None]:
-    """Return the body of a response, and the size of its JSON if raw bytes follow it. A large response is written in pieces."""
-    if sum(tensor.value_count for tensor in response.outputs) <= PIECE_VALUES:
-        return json.encode_response(response, raw)
-    pieces = await asyncio.to_thread(json.response_pieces, response, raw)
-    header = await frontend.large_answers.join(pieces.json)
-    if not pieces.tail:
-        return header, None
-    return await frontend.large_answers.join([header, *pieces.tail]), len(header)
-
-
-async def _infer_response(frontend: Frontend, request: Request, content: bytes, header_length: int | None) -> Response:
-    """Return the response, compressed if the client accepts it. header_length: the size of the JSON if raw bytes follow it."""
-    accepted = accepted_encoding(request.headers.get("accept-encoding", ""))
-    encoding = accepted if len(content) >= MIN_COMPRESSED_BYTES else None
-    if encoding is not None:
-        # In a thread: a large response would hold up every other request on the event loop.
-        content = await asyncio.to_thread(compress, content, encoding)
-    response = respond(frontend, content, JSON if header_length is None else OCTET_STREAM)
-    if header_length is not None:
-        response.headers[HEADER_LENGTH] = str(header_length)
-    if encoding is not None:
-        response.headers["content-encoding"] = encoding
-    return response
+    return await answer_request(frontend, request, runner, read_tensors, decode)
 
 
 def _path_model(request: Request) -> tuple[str, str]:
@@ -258,23 +192,8 @@ def _header_length(request: Request) -> int | None:
     return int(values[0])
 
 
-def accepted_encoding(header: str) -> str | None:
-    """Return the first supported encoding in an Accept-Encoding header. `*` selects none."""
-    for part in header.lower().split(","):
-        name, _, quality = part.partition(";")
-        if name.strip() in WINDOW_BITS and not re.fullmatch(r"\s*q=0(\.0*)?\s*", quality):
-            return name.strip()
-    return None
-
-
-def compress(content: bytes | memoryview, encoding: str) -> bytes:
-    """Return the content in a supported encoding, at the fastest level."""
-    compressor = zlib.compressobj(1, wbits=WINDOW_BITS[encoding])
-    return compressor.compress(content) + compressor.flush()
-
-
 def _optional_body(body: type[msgspec.Struct], example: dict[str, Any]) -> dict[str, Any]:
-    content = {JSON: {"schema": json.inline_schema(body), "example": example}}
+    content = {JSON: {"schema": inline_schema(body), "example": example}}
     return {"requestBody": {"required": False, "content": content}}
 
 
@@ -285,12 +204,12 @@ _EXAMPLES: dict[str, dict[str, Any]] = {
     "rows_of_numbers": {"inputs": [_ROWS]},
 }
 _BINARY = {"schema": {"type": "string", "format": "binary"}}
-_INFER_RESPONSE = {JSON: {"schema": json.inline_schema(json.InferResponseJson)}, OCTET_STREAM: _BINARY}
+_INFER_RESPONSE = {JSON: {"schema": inline_schema(json.InferResponseJson)}, OCTET_STREAM: _BINARY}
 _INFER_REQUEST = {
     "requestBody": {
         "required": True,
         "content": {
-            JSON: {"schema": json.inline_schema(json.InferRequestJson), "examples": named_examples(**_EXAMPLES)},
+            JSON: {"schema": inline_schema(json.InferRequestJson), "examples": named_examples(**_EXAMPLES)},
             OCTET_STREAM: _BINARY,
         },
     }

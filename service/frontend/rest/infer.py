@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from itertools import chain
 from typing import Annotated, Any, Literal
 
 import msgspec
 import orjson
 from fastapi import APIRouter, Request, Response
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictStr
+from msgspec import UNSET, Meta, UnsetType
+from pydantic import BaseModel, ConfigDict, Field
 
 from service.errors import InvalidInput, ServiceError
 from service.frontend import server_timing, validation
 from service.frontend.catalog import ServedModel
 from service.frontend.decoder.client import MAX_LOOP_BODY_BYTES
 from service.frontend.head_outputs import InferOutput, decode_arrays, input_field
-from service.frontend.hot_calls import AnsweredCall, HotEndpoint, HttpReply, Parsed
-from service.frontend.http_exchange import JSON, caller_of, cancel_on_disconnect, identity_of, named_session, read_json, respond
-from service.frontend.inference import Frontend, TrackedRequest, count_answer, run_inference, track_request
-from service.frontend.large_answers import LARGE_ANSWER_BYTES
+from service.frontend.http_exchange import JSON, answer_request, named_session, read_json
+from service.frontend.inference import Frontend
 from service.frontend.request_heads import RequestHead
 from service.frontend.rest.schemas import JsonBody, SessionId, describe_body
-from service.frontend.session_header import DESCRIPTION, resolve_session
+from service.frontend.run.exchange import HttpReply
+from service.frontend.run.runner import AnsweredRequest, DecodedRequest, RequestRunner
+from service.frontend.session_header import DESCRIPTION, checked_header, resolve_session
 from service.frontend.validation import MAX_SESSION_STEPS, PackedInputs
 from service.ipc import messages
 from service.ipc.messages import Api
@@ -35,8 +36,6 @@ MAX_RETURNS = 8
 """Most names in `return`. A name may be repeated, but a list of a million names would stall the event loop."""
 _JSON_TYPES = (None, JSON.encode(), b"application/json; charset=utf-8", b"application/json;charset=utf-8")
 _HEADERS = b"content-type: " + JSON.encode() + b"\r\n"
-Packer = Callable[[ServedModel], Awaitable[PackedInputs]]
-"""Validates the inputs of a request for a model, and packs them."""
 _ROWS = {"model": "sensor-forecast", "inputs": [[[0.1, 0.5, 0.3], [0.2, 0.4, 0.3]]]}
 _EXAMPLES: dict[str, dict[str, Any]] = {
     "text": {"model": "question-type", "inputs": ["How far is it from Denver to Aspen ?"]},
@@ -52,61 +51,61 @@ class InferBody(JsonBody):
     endpoint = "/infer"
     example = '{"model": "...", "inputs": [...]}'
 
-    model: StrictStr
-    """Name or alias of a served model."""
-    inputs: Annotated[list[Any], Field(min_length=1)]
-    """One sequence each: a string, a list of token ids, or a list of steps with a list of floats each, depending on the model."""
-    version: StrictStr | Annotated[int, Field(strict=True)] | None = None
-    """Version of the model; the newest by default."""
-    returns: Annotated[list[Literal["embedding", "sequence", "state"]], Field(max_length=MAX_RETURNS)] = Field(
-        [], alias="return"
-    )
-    """Adds vectors to each output: the pooled vector (embedding), the vector of every step (sequence), or the states of the recurrent
-    layers after the sequence (state)."""
-    states: list[dict[StrictStr, Any]] | None = None
-    """The states from which the sequences start, one object for each input, as the outputs have them with state in return. A sequence
-    starts as usual from the states that its object lacks."""
-    session: SessionId | None = None
-    """Id of a session. The request then has one input, the session's next chunk, and the output covers all steps so far."""
-    start: StrictBool | None = None
-    """Requires session. true restarts the session with this chunk, false only continues an open session; by default the chunk
-    continues an open session or starts a new one."""
-    end: StrictBool = False
-    """Requires session. true closes the session after this chunk, which may be empty: the reply then has no outputs."""
-    steps: Annotated[int, Field(ge=0, le=MAX_SESSION_STEPS, strict=True)] | None = None
-    """Requires session. How many steps the session has before this chunk. A chunk that finds another number is refused."""
-    deadline_ms: Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)] | None = None
-    """Milliseconds from arrival after which the reply is useless to the client."""
-    priority: Annotated[int, Field(ge=-10, le=10, strict=True)] = 0
-    """A request with a higher priority runs sooner."""
-
-    def field_of(self, index: int) -> str:
-        """Return the name of one input for an error message."""
-        return input_field(index)
-
-
-class InferFields(msgspec.Struct, forbid_unknown_fields=True, gc=False):
-    """The fields of an InferBody. A body that does not decode, or is not `complete`, takes the general path, which explains why."""
-
-    model: str
-    inputs: Annotated[list[Any], msgspec.Meta(min_length=1)]
-    version: str | int | None = None
-    session: str | None = None
-    start: bool | None = None
-    end: bool | msgspec.UnsetType = msgspec.UNSET
-    steps: Annotated[int, msgspec.Meta(ge=0, le=MAX_SESSION_STEPS)] | None = None
-    returns: Annotated[list[Literal["embedding", "sequence"]], msgspec.Meta(max_length=MAX_RETURNS)] = msgspec.field(
-        default=[], name="return"
-    )
-    deadline_ms: Annotated[float, msgspec.Meta(gt=0)] | None = None
-    priority: Annotated[int, msgspec.Meta(ge=-10, le=10)] = 0
-
-    @property
-    def complete(self) -> bool:
-        """Return whether the fields of the session are valid together."""
-        if self.session is None:
-            return self.start is None and self.end is msgspec.UNSET and self.steps is None
-        return len(self.inputs) == 1 and validation.is_session_id(self.session)
+    model: Annotated[str, Meta(description="Name or alias of a served model.")]
+    inputs: Annotated[
+        list[Any],
+        Meta(
+            min_length=1,
+            description="One sequence each: a string, a list of token ids, or a list of steps with a list of floats each, depending on the "
+            "model.",
+        ),
+    ]
+    version: Annotated[str | int | None, Meta(description="Version of the model; the newest by default.")] = None
+    returns: Annotated[
+        list[Literal["embedding", "sequence", "state"]],
+        Meta(
+            max_length=MAX_RETURNS,
+            description="Adds vectors to each output: the pooled vector (embedding), the vector of every step (sequence), or the states of "
+            "the recurrent layers after the sequence (state).",
+        ),
+    ] = msgspec.field(default=[], name="return")
+    states: Annotated[
+        list[dict[str, Any]] | None,
+        Meta(
+            description="The states from which the sequences start, one object for each input, as the outputs have them with state in "
+            "return. A sequence starts as usual from the states that its object lacks."
+        ),
+    ] = None
+    session: Annotated[
+        SessionId | None,
+        Meta(
+            description="Id of a session. The request then has one input, the session's next chunk, and the output covers all steps so far."
+        ),
+    ] = None
+    start: Annotated[
+        bool | None,
+        Meta(
+            description="Requires session. true restarts the session with this chunk, false only continues an open session; by default the "
+            "chunk continues an open session or starts a new one."
+        ),
+    ] = None
+    end: Annotated[
+        bool | UnsetType,
+        Meta(
+            description="Requires session. true closes the session after this chunk, which may be empty: the reply then has no outputs."
+        ),
+    ] = UNSET
+    steps: Annotated[
+        Annotated[int, Meta(ge=0, le=MAX_SESSION_STEPS)] | None,
+        Meta(
+            description="Requires session. How many steps the session has before this chunk. A chunk that finds another number is refused."
+        ),
+    ] = None
+    deadline_ms: Annotated[
+        Annotated[float, Meta(gt=0), Field(allow_inf_nan=False)] | None,
+        Meta(description="Milliseconds from arrival after which the reply is useless to the client."),
+    ] = None
+    priority: Annotated[int, Meta(ge=-10, le=10, description="A request with a higher priority runs sooner.")] = 0
 
 
 class SessionSteps(BaseModel):
@@ -130,57 +129,29 @@ class InferReply(BaseModel):
 
 def add_routes(router: APIRouter, frontend: Frontend) -> None:
     """Add POST /infer."""
-
+    runner = InferRunner(frontend)
     extra = {"parameters": [DESCRIPTION], **describe_body(InferBody, **_EXAMPLES)}
 
     @router.post("/infer", response_model=InferReply, openapi_extra=extra)
     async def infer(request: Request) -> Response:
         """Run a model on each input."""
-        with track_request(frontend, time.monotonic(), caller_of(request), Api.INFER, identity_of(request)) as tracked:
-            tracked.timed = "prefer" in request.headers and server_timing.is_wanted(request)
-            data = await read_json(request, frontend)
-            header = named_session(request)
-            response = respond(frontend, await cancel_on_disconnect(request, _answer_data(frontend, tracked, data, header)))
-            if tracked.timed:
-                server_timing.add(response, tracked.stages())
-            return response
 
+        async def decode(data: bytes, stack: AsyncExitStack) -> DecodedRequest:
+            decoded = await runner.decode_slowly(data, named_session(request), stack)
+            timed = "prefer" in request.headers and server_timing.is_wanted(request)
+            return msgspec.structs.replace(decoded, timed=timed)
 
-async def _answer_data(frontend: Frontend, tracked: TrackedRequest, data: bytes, header: str | None = None) -> bytes:
-    """Return the JSON reply to the data of a body. header: the session that the header names."""
-    if len(data) <= MAX_LOOP_BODY_BYTES:
-        return await answer(frontend, tracked, parse_body(data, header))
-    async with frontend.decoder.decode(messages.DecodeBody("infer", session=header), data) as decoded:
-        body = InferBody.restore(decoded.options, inputs=[None])
-        return await answer(frontend, tracked, body, decoded.pack)
+        return await answer_request(frontend, request, runner, read_json, decode)
 
 
 def parse_body(data: bytes, header: str | None) -> InferBody:
     """Return the body of a request with its session; raises a ServiceError. header: the session that the header names."""
     body = InferBody.parse(data)
+    if body.session is not None:
+        validation.check_session_id(body.session)
     if header is not None:
         body.session = resolve_session(body.session, header, "session")
     return body
-
-
-async def answer(frontend: Frontend, tracked: TrackedRequest, body: InferBody, pack: Packer | None = None) -> bytes:
-    """Return the JSON reply to a body of POST /infer, or to a chunk from /stream; raises a ServiceError.
-
-    pack: packs the inputs of a body that the decoder has.
-    """
-
-    async def build(model: ServedModel) -> tuple[messages.Request, bytes | memoryview]:
-        packed = pack_inputs(body, model, frontend.settings) if pack is None else await pack(model)
-        return engine_request(body, packed, model, frontend.settings, tracked.arrived, body.field_of)
-
-    model, (shapes, data) = await run_inference(frontend, tracked, body.model, body.version, body.session, build)
-    start = time.monotonic()
-    if len(data) <= LARGE_ANSWER_BYTES:
-        encoded = write_reply(model, model.writer.write(shapes, data, body.field_of), body.session, shapes.session_steps)
-    else:
-        encoded = await _write_large_reply(frontend, model, shapes, data, body.field_of, body.session)
-    count_answer(frontend.metrics, tracked, start)
-    return encoded
 
 
 async def _write_large_reply(
@@ -205,15 +176,20 @@ def write_reply(model: ServedModel, outputs: bytes, session: str | None = None, 
     return b'{%b,"outputs":%b,"session":%b}' % (model.identity, outputs, progress)
 
 
-def pack_inputs(body: InferBody, model: ServedModel, settings: Settings) -> PackedInputs:
-    """Validate and pack the inputs and the states of a body; raises InvalidInput or TooLarge, which name the first wrong field."""
+def pack_inputs(
+    body: InferBody, model: ServedModel, settings: Settings, field_of: Callable[[int], str] = input_field
+) -> PackedInputs:
+    """Validate and pack the inputs and the states of a body; raises InvalidInput or TooLarge, which name the first wrong field.
+
+    field_of: returns the name of an input in error messages.
+    """
     _check_session_fields(body)
-    packed = validation.pack_inputs(body.inputs, body.field_of, model, settings)
+    packed = validation.pack_inputs(body.inputs, field_of, model, settings)
     return packed if body.states is None else validation.with_states(packed, body.states, "states", model)
 
 
 def engine_request(
-    body: InferBody | InferFields,
+    body: InferBody,
     packed: PackedInputs,
     model: ServedModel,
     settings: Settings,
@@ -253,17 +229,14 @@ def _check_session_fields(body: InferBody) -> None:
                 "a session keeps its state itself: leave out states and the state in return, or session", field="states"
             )
         return
-    given = ("start", body.start is not None), ("end", "end" in body.model_fields_set), ("steps", body.steps is not None)
+    given = ("start", body.start is not None), ("end", body.end is not UNSET), ("steps", body.steps is not None)
     for field, present in given:
         if present:
             raise InvalidInput(f"{field} requires session: name the session, or leave {field} out", field=field)
 
 
-_decode = msgspec.json.Decoder(InferFields).decode
-
-
-class HotInfer(HotEndpoint):
-    """The endpoint on the hot path. The context of a call is its fields."""
+class InferRunner(RequestRunner):
+    """Runs the requests of POST /infer. The context of a request is its body."""
 
     api = Api.INFER
     field_of = staticmethod(input_field)
@@ -273,39 +246,53 @@ class HotInfer(HotEndpoint):
         in_limits = head.length <= MAX_LOOP_BODY_BYTES and head.length <= self.frontend.settings.max_body_bytes
         return in_limits and head.headers.get(b"content-type") in _JSON_TYPES
 
-    def parse(self, head: RequestHead, body: bytes) -> Parsed | None:
-        try:
-            fields = _decode(body)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            return None
-        if head.session is not None:
-            if fields.session not in (None, head.session):
-                return None
-            fields.session = head.session
-        return Parsed(fields.model, fields.version, fields, fields.session) if fields.complete else None
+    def decode(self, head: RequestHead, body: bytes) -> DecodedRequest:
+        return _decoded(parse_body(body, checked_header(head.session)))
 
-    def build(self, parsed: Parsed, model: ServedModel, arrived: float) -> tuple[messages.Request, bytes | memoryview]:
-        fields: InferFields = parsed.context
-        packed = validation.pack_inputs(fields.inputs, self.field_of, model, self.frontend.settings)
-        return engine_request(fields, packed, model, self.frontend.settings, arrived, self.field_of)
+    async def decode_slowly(self, data: bytes, header: str | None, stack: AsyncExitStack) -> DecodedRequest:
+        """Return the request in a body of any size; raises a ServiceError. header: the session that the header names.
 
-    def write(self, model: ServedModel, answers: list[AnsweredCall]) -> list[HttpReply | ServiceError]:
+        stack: holds a large body, which the decoder has, until the request has its reply.
+        """
+        if len(data) <= MAX_LOOP_BODY_BYTES:
+            return _decoded(parse_body(data, header))
+        large = await stack.enter_async_context(
+            self.frontend.decoder.decode(messages.DecodeBody("infer", session=header), data)
+        )
+        body = msgspec.json.decode(large.options, type=InferBody)
+        return msgspec.structs.replace(_decoded(body), pack=large.pack)
+
+    def build(
+        self, decoded: DecodedRequest, model: ServedModel, arrived: float, packed: PackedInputs | None
+    ) -> tuple[messages.Request, bytes | memoryview]:
+        body: InferBody = decoded.context
+        settings = self.frontend.settings
+        if packed is None:
+            packed = pack_inputs(body, model, settings, self.field_of)
+        return engine_request(body, packed, model, settings, arrived, self.field_of)
+
+    def write(self, model: ServedModel, answers: list[AnsweredRequest]) -> list[HttpReply | ServiceError]:
         together = model.writer.write_all([(answered.answer, answered.data) for answered in answers])
         if together is not None:
             return [_reply(model, answered, outputs) for answered, outputs in zip(answers, together, strict=True)]
         return [self._write(model, answered) for answered in answers]
 
-    async def write_large(self, model: ServedModel, answered: AnsweredCall) -> HttpReply:
-        session: str | None = answered.call.parsed.context.session
-        content = await _write_large_reply(self.frontend, model, answered.answer, answered.data, self.field_of, session)
+    async def write_large(self, model: ServedModel, answered: AnsweredRequest) -> HttpReply:
+        body: InferBody = answered.call.decoded.context
+        content = await _write_large_reply(self.frontend, model, answered.answer, answered.data, self.field_of, body.session)
         return HttpReply(content, _HEADERS)
 
-    def _write(self, model: ServedModel, answered: AnsweredCall) -> HttpReply | ServiceError:
+    def _write(self, model: ServedModel, answered: AnsweredRequest) -> HttpReply | ServiceError:
         try:
             return _reply(model, answered, model.writer.write(answered.answer, answered.data, self.field_of))
         except ServiceError as error:
             return error
 
 
-def _reply(model: ServedModel, answered: AnsweredCall, outputs: bytes) -> HttpReply:
-    return HttpReply(write_reply(model, outputs, answered.call.parsed.context.session, answered.answer.session_steps), _HEADERS)
+def _decoded(body: InferBody) -> DecodedRequest:
+    return DecodedRequest(body.model, body.version, body, body.session)
+
+
+def _reply(model: ServedModel, answered: AnsweredRequest, outputs: bytes) -> HttpReply:
+    session: str | None = answered.call.decoded.context.session
+    return HttpReply(write_reply(model, outputs, session, answered.answer.session_steps), _HEADERS)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from fastapi import APIRouter, Request, Response
+from msgspec import Meta
 from pydantic import BaseModel
 
 from service.access.caller import Caller
@@ -36,8 +39,10 @@ class ForkBody(JsonBody):
     endpoint = "/sessions/{id}/fork"
     example = '{"session": "..."}'
 
-    session: SessionId
-    """Id of the copy."""
+    session: Annotated[SessionId, Meta(description="Id of the copy.")]
+
+    def __post_init__(self) -> None:
+        check_session_id(self.session)
 
 
 class SessionReply(BaseModel):

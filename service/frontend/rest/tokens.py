@@ -6,7 +6,8 @@ import asyncio
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request, Response
-from pydantic import BaseModel, ConfigDict, Field, StrictStr
+from msgspec import Meta
+from pydantic import BaseModel, ConfigDict
 
 from service.errors import InvalidInput, TooLarge
 from service.frontend.head_outputs import input_field
@@ -19,7 +20,7 @@ _EXAMPLES: dict[str, dict[str, Any]] = {
     "text": {"model": "question-type", "inputs": ["How far is it from Denver to Aspen ?"]},
     "token_ids": {"model": "question-type", "inputs": [[4, 11, 2, 7]]},
 }
-TokenId = Annotated[int, Field(ge=0, lt=1 << 31, strict=True)]
+TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 
 
 class TokensBody(JsonBody):
@@ -28,12 +29,9 @@ class TokensBody(JsonBody):
     endpoint = "/tokens"
     example = '{"model": "...", "inputs": [...]}'
 
-    model: StrictStr
-    """Name or alias of a served model over text."""
-    inputs: Annotated[list[StrictStr | list[TokenId]], Field(min_length=1)]
-    """Texts, or lists of token ids."""
-    version: StrictStr | Annotated[int, Field(strict=True)] | None = None
-    """Version of the model; the newest by default."""
+    model: Annotated[str, Meta(description="Name or alias of a served model over text.")]
+    inputs: Annotated[list[str | list[TokenId]], Meta(min_length=1, description="Texts, or lists of token ids.")]
+    version: Annotated[str | int | None, Meta(description="Version of the model; the newest by default.")] = None
 
 
 class Tokens(BaseModel):

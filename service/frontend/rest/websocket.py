@@ -11,12 +11,13 @@ import asyncio
 import uuid
 from collections import deque
 from collections.abc import Coroutine, Iterable
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from typing import Annotated, Any, Literal
 
 import msgspec
 from fastapi import APIRouter, Request, Response
-from pydantic import Field, StrictBool
+from msgspec import Meta
+from pydantic import Field
 from starlette.websockets import WebSocket, WebSocketDisconnect
 from websockets.frames import CloseCode
 
@@ -26,12 +27,12 @@ from service.errors import InferenceFailed, InvalidRequest, ServiceError, Unknow
 from service.frontend.access_log import audited
 from service.frontend.catalog import ServedModel
 from service.frontend.decoder.client import MAX_LOOP_BODY_BYTES
-from service.frontend.hot_calls import HotCall, Parsed, RequestTally
 from service.frontend.http_exchange import SUBPROTOCOL, admit, error_body, identity_of, named_session, peer_of
-from service.frontend.inference import ClientDisconnected, Frontend, track_request
+from service.frontend.inference import Frontend
 from service.frontend.origin import Header, RequestOrigin
-from service.frontend.rest.infer import HotInfer, InferBody, InferFields, answer, check_returns
+from service.frontend.rest.infer import InferBody, InferRunner, check_returns
 from service.frontend.rest.schemas import JsonBody, QueryParameters, SessionId, describe_query
+from service.frontend.run.runner import DecodedRequest, RunningRequest
 from service.frontend.session_header import DESCRIPTION, resolve_session
 from service.frontend.validation import MAX_SESSION_STEPS, resolve_deadline_ms
 from service.frontend.websocket_protocol import SOCKET, WebSocketProtocol
@@ -73,29 +74,23 @@ class StreamQuery(QueryParameters):
         check_returns(self.returns, spec)
         resolve_deadline_ms(self.deadline_ms, settings)
 
-    def fields_of(self, chunk: ChunkFields, session: str, start: bool | None) -> InferFields:
-        """Return the request of a chunk, for the hot path."""
-        return InferFields(
-            inputs=[chunk.input], session=session, start=start, end=chunk.end, steps=chunk.steps, **self._options()
+    def body_of(self, chunk: ChunkBody, session: str, start: bool | None) -> InferBody:
+        """Return the request of a chunk."""
+        return InferBody(
+            model=self.model,
+            inputs=[chunk.input],
+            version=self.version,
+            returns=[*self.returns],
+            session=session,
+            start=start,
+            end=chunk.end,
+            steps=chunk.steps,
+            deadline_ms=self.deadline_ms,
+            priority=self.priority,
         )
 
-    def body_of(self, message: StreamMessage, session: str, start: bool | None) -> ChunkBody:
-        """Return the request of a message, for the general path."""
-        return ChunkBody.model_construct(
-            inputs=[message.input], session=session, start=start, end=message.end, steps=message.steps, **self._options()
-        )
 
-    def _options(self) -> dict[str, Any]:
-        return {
-            "model": self.model,
-            "version": self.version,
-            "returns": self.returns,
-            "deadline_ms": self.deadline_ms,
-            "priority": self.priority,
-        }
-
-
-class StreamMessage(JsonBody):
+class ChunkBody(JsonBody):
     """One text message on /stream."""
 
     endpoint = "a message on /stream"
@@ -104,54 +99,24 @@ class StreamMessage(JsonBody):
 
     input: Any
     """The next chunk: a string, a list of token ids, or a list of steps with a list of floats each, depending on the model."""
-    start: StrictBool | None = None
+    start: bool | None = None
     """true restarts the session with this chunk; false only continues an open session."""
-    end: StrictBool = False
+    end: bool = False
     """true closes the session after this chunk, which may be empty; the next chunk starts it again."""
-    steps: Annotated[int, Field(ge=0, le=MAX_SESSION_STEPS, strict=True)] | None = None
+    steps: Annotated[int, Meta(ge=0, le=MAX_SESSION_STEPS)] | None = None
     """How many steps the session has before this chunk. A chunk that finds another number is refused."""
 
 
-class ChunkFields(msgspec.Struct, forbid_unknown_fields=True, gc=False):
-    """The fields of a StreamMessage."""
-
-    input: Any
-    start: bool | None = None
-    end: bool = False
-    steps: Annotated[int, msgspec.Meta(ge=0, le=MAX_SESSION_STEPS)] | None = None
-
-    @classmethod
-    def read(cls, data: bytes, is_text: bool) -> ChunkFields:
-        """Return a message. A binary message consists of the input alone. Raises the ServiceError of a text that is not valid."""
-        if not is_text:
-            return cls(data)
-        try:
-            return _decode(data)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            message = StreamMessage.parse(data)  # explains what is wrong
-            return cls(message.input, message.start, message.end, message.steps)
-
-
-_decode = msgspec.json.Decoder(ChunkFields).decode
-
-
-def _chunk_field(index: int) -> str:
+def chunk_field(index: int) -> str:
     """Return the name of a message's only input in error messages."""
     assert index == 0
     return "input"
 
 
-class ChunkBody(InferBody):
-    """The body of POST /infer for one message on /stream, with the options of its socket."""
-
-    def field_of(self, index: int) -> str:
-        return _chunk_field(index)
-
-
-class HotChunks(HotInfer):
+class ChunkRunner(InferRunner):
     """Runs the chunks of all sockets."""
 
-    field_of = staticmethod(_chunk_field)
+    field_of = staticmethod(chunk_field)
     api = Api.STREAM
 
 
@@ -162,7 +127,7 @@ def resolve_start(start: bool | None, *, begun: bool) -> bool | None:
 
 def add_routes(router: APIRouter, frontend: Frontend) -> None:
     """Add /stream. WebSocket handshakes at other paths are refused with the error of an unknown route."""
-    chunks = HotChunks(frontend, RequestTally(frontend.metrics))
+    chunks = ChunkRunner(frontend)
 
     described = describe_query(StreamQuery)
     described["parameters"].append(DESCRIPTION)
@@ -181,7 +146,7 @@ def add_routes(router: APIRouter, frontend: Frontend) -> None:
         raise UnknownRoute("no WebSocket is served at this path: see /docs")
 
 
-async def serve_socket(frontend: Frontend, chunks: HotChunks, socket: WebSocket) -> None:
+async def serve_socket(frontend: Frontend, chunks: ChunkRunner, socket: WebSocket) -> None:
     """Serve one socket until it closes. Raises a ServiceError, which refuses the handshake, for an invalid query."""
     with audited(frontend, Scope.SESSION, "GET /stream", peer_of(socket)) as entry:
         await admit(frontend, socket, Scope.SESSION, entry)
@@ -213,7 +178,7 @@ class _ChunkStream:
     def __init__(
         self,
         frontend: Frontend,
-        chunks: HotChunks,
+        chunks: ChunkRunner,
         socket: WebSocket,
         query: StreamQuery,
         labels: tuple[str, str],
@@ -235,7 +200,7 @@ class _ChunkStream:
         self._begun = False
         """Whether the session has begun and not ended."""
         self._submitted = False
-        self._disconnected = False
+        self.disconnected = False
         self._unanswered: deque[_PendingReply] = deque()
         self._alone: asyncio.Task[None] | None = None
         """Handles a message that is answered before the next message is taken."""
@@ -245,8 +210,8 @@ class _ChunkStream:
         """Answer messages until the client disconnects or the service shuts down; on shutdown, answer what arrived before it."""
         self._connection.deliver_to(self)
         event = await self._socket.receive()
-        self._disconnected = not (self._frontend.draining and event["code"] == CloseCode.SERVICE_RESTART)
-        if not self._disconnected:
+        self.disconnected = not (self._frontend.draining and event["code"] == CloseCode.SERVICE_RESTART)
+        if not self.disconnected:
             if self._alone is not None:
                 await asyncio.wait([self._alone])
             await self._wait_for_replies()
@@ -262,7 +227,7 @@ class _ChunkStream:
             self._alone.cancel()
             await asyncio.wait([self._alone])
         for reply in self._unanswered:
-            reply.cancel(cut_off=not self._disconnected)
+            reply.cancel(cut_off=not self.disconnected)
         self._unanswered.clear()
         if self._query.session is None and self._submitted:
             with suppress(ServiceError):
@@ -282,7 +247,7 @@ class _ChunkStream:
         try:
             if self._frontend.starts.refusing:
                 raise self._frontend.starts.refuse()
-            chunk = ChunkFields.read(data, is_text)
+            chunk = ChunkBody.parse(data) if is_text else ChunkBody(data)
         except ServiceError as error:
             reply = self._append_reply()
             self._chunks.refuse(self._labels, error, arrived, reply, self.caller)
@@ -322,14 +287,12 @@ class _ChunkStream:
 
     # Messages.
 
-    def _send(self, chunk: ChunkFields, start: bool | None, arrived: float, data: bytes) -> _PendingReply:
-        query, reply = self._query, self._append_reply()
-        fields = query.fields_of(chunk, self._session, start)
-        parsed = Parsed(query.model, query.version, fields, self._session)
+    def _send(self, chunk: ChunkBody, start: bool | None, arrived: float, data: bytes) -> _PendingReply:
+        reply, decoded = self._append_reply(), self._decoded(chunk, start)
         continues = start is False and self.model is not None and self.model.key in self._frontend.catalog
         self._submitted = True
         try:
-            reply.call = self._chunks.run(parsed, reply, arrived, self.caller, self.model if continues else None)
+            reply.call = self._chunks.run(decoded, reply, arrived, self.caller, self.model if continues else None)
         except ServiceError as error:
             reply.respond_error(error)
         except Exception as error:
@@ -344,7 +307,7 @@ class _ChunkStream:
         self._alone = asyncio.ensure_future(handling)
         self._alone.add_done_callback(read_on)
 
-    async def _send_alone(self, chunk: ChunkFields, start: bool | None, arrived: float, data: bytes) -> None:
+    async def _send_alone(self, chunk: ChunkBody, start: bool | None, arrived: float, data: bytes) -> None:
         """Answer a chunk that starts or ends the session."""
         await self._wait_for_replies()
         reply = self._send(chunk, start, arrived, data)
@@ -357,29 +320,26 @@ class _ChunkStream:
         await self._wait_for_replies()
         reply = self._append_reply()
         try:
-            with track_request(self._frontend, arrived, self.caller, Api.STREAM, reply) as tracked:
-                tracked.labels = self._labels
-                try:
-                    async with self._frontend.decoder.decode(DecodeBody("stream"), data) as decoded:
-                        message = StreamMessage.restore(decoded.options, input=None)
-                        start = resolve_start(message.start, begun=self._begun)
-                        self._submitted = True
-                        body = self._query.body_of(message, self._session, start)
-                        content = await answer(self._frontend, tracked, body, decoded.pack)
-                except asyncio.CancelledError:
-                    if self._disconnected:
-                        raise ClientDisconnected from None
-                    raise
-        except ClientDisconnected:
-            return
+            async with AsyncExitStack() as stack:
+                with self._chunks.reading(reply, arrived, self.caller, self._labels):
+                    large = await stack.enter_async_context(self._frontend.decoder.decode(DecodeBody("stream"), data))
+                    chunk = msgspec.json.decode(large.options, type=ChunkBody)
+                start = resolve_start(chunk.start, begun=self._begun)
+                self._submitted = True
+                decoded = msgspec.structs.replace(self._decoded(chunk, start), pack=large.pack)
+                reply.call = self._chunks.run(decoded, reply, arrived, self.caller)
+                await self._wait_for_replies()
         except ServiceError as error:
             reply.respond_error(error)
         except Exception as error:
             reply.respond_error(self._frontend.internal_error(error))
         else:
-            if start is not False or message.end:
-                self._begun, self.model = not message.end, None
-            reply.respond(content, b"")
+            if not reply.failed:
+                self._begun = not chunk.end
+
+    def _decoded(self, chunk: ChunkBody, start: bool | None) -> DecodedRequest:
+        query = self._query
+        return DecodedRequest(query.model, query.version, query.body_of(chunk, self._session, start), self._session)
 
 
 class _PendingReply:
@@ -390,7 +350,7 @@ class _PendingReply:
     def __init__(self, stream: _ChunkStream) -> None:
         self._stream = stream
         self.trace_headers: tuple[Header, ...] = ()  # a message has no headers
-        self.call: HotCall | None = None
+        self.call: RunningRequest | None = None
         self.content: bytes | memoryview = b""
         self.failed = False
         self.in_error = False
@@ -404,6 +364,10 @@ class _PendingReply:
     def request_id(self) -> bytes:
         """Return the id of the handshake, which all messages of a socket have."""
         return self._stream.identity.request_id
+
+    @property
+    def disconnected(self) -> bool:
+        return self._stream.disconnected
 
     def respond(self, content: bytes | memoryview, headers: bytes) -> None:
         if self.call is not None:
@@ -421,7 +385,7 @@ class _PendingReply:
         if call is not None:
             (call.cut_off if cut_off else call.disconnect)()
 
-    def _take_call(self) -> HotCall | None:
+    def _take_call(self) -> RunningRequest | None:
         """Forget the call, which refers to this object: a cycle would stay in memory until the next full garbage collection."""
         call, self.call = self.call, None
         return call

@@ -11,6 +11,7 @@ import struct
 import time
 import tracemalloc
 from collections.abc import Iterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,9 +27,10 @@ from service.frontend.decoder import client, turns
 from service.frontend.decoder.client import MAX_LOOP_BODY_BYTES
 from service.frontend.decoder.turns import Turns
 from service.frontend.decoder.worker import Decoder
-from service.frontend.inference import TrackedRequest
 from service.frontend.oip.json import HEADER_LENGTH
-from service.frontend.rest import infer
+from service.frontend.origin import NO_ORIGIN, RequestIdentity
+from service.frontend.rest.infer import InferRunner
+from service.frontend.run.exchange import AwaitedExchange
 from service.frontend.start_queue import LongWaits
 from service.ipc.channel import Frame, decode
 from service.ipc.messages import Api, BodyDecoded, DecodeBody, Refusal
@@ -86,9 +88,17 @@ def send(service: InProcess, api: str, body: bytes, **headers: str) -> Any:
             return error.code(), error.details()
 
 
-def answer_large(service: InProcess) -> asyncio.Future[bytes]:
+def answer_large(service: InProcess) -> asyncio.Future[bytes | memoryview]:
     """Start a request with a large body in the thread of the frontend."""
-    return asyncio.ensure_future(infer._answer_data(service.frontend, TrackedRequest(time.monotonic(), LOCAL), LARGE))
+    runner = InferRunner(service.frontend)
+
+    async def answer() -> bytes | memoryview:
+        async with AsyncExitStack() as stack:
+            decoded = await runner.decode_slowly(LARGE, None, stack)
+            exchange = AwaitedExchange(RequestIdentity(NO_ORIGIN, service.frontend.request_ids))
+            return (await runner.answer(decoded, exchange, time.monotonic(), LOCAL)).content
+
+    return asyncio.ensure_future(answer())
 
 
 def decoder_of(service: InProcess) -> int:
@@ -205,7 +215,7 @@ def test_decoder_that_ends_is_replaced(service: InProcess, monkeypatch: pytest.M
     first = decoder_of(service)
     os.kill(first, signal.SIGSTOP)  # so that it is killed while it has the body
 
-    async def kill_while_decoding() -> bytes:
+    async def kill_while_decoding() -> bytes | memoryview:
         answering = answer_large(service)
         await asyncio.sleep(0)
         os.kill(first, signal.SIGKILL)

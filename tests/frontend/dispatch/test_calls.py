@@ -15,7 +15,18 @@ from service.ipc.messages import Cancel, Done, EndSession, ExportSession, Import
 from service.ipc.session_file import SessionFile, StateOrigin
 from service.ipc.session_placement import engine_of_session
 from service.metrics import Metrics
-from tests.frontend.dispatch.test_dispatcher import EngineProcess, in_loop, lose, meet, meet_two, request, run, send, tails
+from tests.frontend.dispatch.test_dispatcher import (
+    EngineProcess,
+    in_loop,
+    lose,
+    meet,
+    meet_two,
+    request,
+    run,
+    send,
+    submit,
+    tails,
+)
 
 NAMES = [str(number) for number in range(20)]
 ORIGIN = StateOrigin("words", "1", "", 1)
@@ -138,7 +149,7 @@ async def test_session_states_count_towards_channel_bytes(dispatcher: Dispatcher
     engine = await meet(dispatcher)
     first = asyncio.ensure_future(dispatcher.import_session("a", a_file(6_000)))
     [frame] = await engine.frames(1)
-    for refused in (dispatcher.import_session("b", a_file(6_000)), dispatcher.submit(request(), bytes(6_000))):
+    for refused in (dispatcher.import_session("b", a_file(6_000)), submit(dispatcher, request(), bytes(6_000))):
         with pytest.raises(Overloaded, match="the limit of the channel is 10000"):
             await refused
     engine.send(encode(Done(), frame.id))
@@ -147,7 +158,7 @@ async def test_session_states_count_towards_channel_bytes(dispatcher: Dispatcher
     second = asyncio.ensure_future(dispatcher.import_session("b", a_file(4_000)))
     await engine.frames(2)
     with pytest.raises(Overloaded, match=r"8\d\d\d bytes of requests are unanswered"):
-        await dispatcher.submit(request(1.0), bytes(4_000))
+        await submit(dispatcher, request(1.0), bytes(4_000))
     second.cancel()
 
 

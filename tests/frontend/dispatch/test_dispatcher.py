@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from service.errors import DeadlineExceeded, EngineLost, Overloaded, Unavailable, UnknownModel
+from service.errors import DeadlineExceeded, EngineLost, Overloaded, ServiceError, Unavailable, UnknownModel
 from service.frontend.dispatch.connection import Answered, PredictedWait
 from service.frontend.dispatch.dispatcher import TURN_SECONDS, Dispatcher
 from service.ipc.blocks import COUNT, DEADLINE, ID, Columns
@@ -155,12 +155,37 @@ def devices(dispatcher: Dispatcher) -> set[str]:
     return {device for model in dispatcher.models for device in model.device.split(", ")}
 
 
+class FutureReceiver:
+    """Passes the end of a request to a future."""
+
+    def __init__(self) -> None:
+        self.future: asyncio.Future[Answered] = asyncio.get_running_loop().create_future()
+
+    def answered(self, answer: Answer, data: bytes | memoryview) -> None:
+        if not self.future.done():
+            self.future.set_result(Answered(answer, data))
+
+    def failed(self, error: ServiceError) -> None:
+        if not self.future.done():
+            self.future.set_exception(error)
+
+
+async def submit(dispatcher: Dispatcher, request: Request, data: bytes) -> Answered:
+    """Return the answer to a request; raises a ServiceError. Cancels the request when the awaiting task is cancelled."""
+    receiver = FutureReceiver()
+    pending = dispatcher.send(request, data, receiver)
+    try:
+        return await receiver.future
+    finally:
+        dispatcher.cancel(pending)
+
+
 async def send(
     dispatcher: Dispatcher, tail: bytes = b"", steps: int = 1, seconds: float = 60.0, **fields: Any
 ) -> asyncio.Task[Answered]:
     """Start a request and let it reach its engine. fields: of the Request."""
     asked = msgspec.structs.replace(request(seconds, steps), **fields)
-    task = asyncio.ensure_future(dispatcher.submit(asked, tail))
+    task = asyncio.ensure_future(submit(dispatcher, asked, tail))
     await asyncio.sleep(0)
     return task
 
@@ -176,7 +201,7 @@ async def test_answers_match_their_requests_in_any_order(dispatcher: Dispatcher,
     engine = await meet(dispatcher)
     engine.send(encode(Answer((1, 1)), 99))  # nothing waits for it
     values = [b"%02d" % number for number in range(20)]
-    calls = [asyncio.ensure_future(dispatcher.submit(request(), tail)) for tail in values]
+    calls = [asyncio.ensure_future(submit(dispatcher, request(), tail)) for tail in values]
     for frame in reversed(await engine.frames(20)):
         engine.send(encode(Answer((1, 2)), frame.id, (frame.tail,)))
     assert await asyncio.gather(*calls) == [Answered(Answer((1, 2)), tail) for tail in values]
@@ -211,7 +236,7 @@ async def test_full_channel_refuses_until_an_answer_makes_room(dispatcher: Dispa
     with pytest.raises(
         Overloaded, match=r"^(\d+) bytes .*, this request has \1 and the limit of the channel is 10000"
     ) as raised:
-        await dispatcher.submit(request(), LARGE)
+        await submit(dispatcher, request(), LARGE)
     assert raised.value.retry_after == 1
     second_engine.answer(*await second_engine.frames(1), backlog=100.0)
     await calls[1]
@@ -224,7 +249,7 @@ async def test_full_channel_refuses_until_an_answer_makes_room(dispatcher: Dispa
 async def test_late_and_cancelled_requests_are_cancelled_at_the_engine(dispatcher: Dispatcher, metrics: Metrics) -> None:
     engine = await meet(dispatcher)
     with pytest.raises(DeadlineExceeded):
-        await dispatcher.submit(request(0.05), b"")
+        await submit(dispatcher, request(0.05), b"")
     leaving = await send(dispatcher)
     leaving.cancel()
     frames = await engine.frames(4)
@@ -235,10 +260,10 @@ async def test_late_and_cancelled_requests_are_cancelled_at_the_engine(dispatche
 @in_loop()
 async def test_requests_without_an_engine_are_refused(dispatcher: Dispatcher, metrics: Metrics) -> None:
     with pytest.raises(Unavailable):
-        await dispatcher.submit(request(), b"")
+        await submit(dispatcher, request(), b"")
     await lose(dispatcher, await meet(dispatcher))
     with pytest.raises(EngineLost):
-        await dispatcher.submit(request(), b"")
+        await submit(dispatcher, request(), b"")
 
 
 @in_loop()
@@ -411,12 +436,12 @@ async def test_sequences_without_steps_are_answered_by_no_engine(dispatcher: Dis
     """They wait for a model that is loading."""
     engine = await meet(dispatcher)
     with pytest.raises(Unavailable, match="words is still loading"):
-        await dispatcher.submit(request(steps=0), b"")
+        await submit(dispatcher, request(steps=0), b"")
     known = AnswerWithoutSteps(Answer((1, 1), steps=[0]), b"\0\0\0\0")
     engine.send(encode(EngineStatus([LoadedModel("words", "1", "cuda:1", [], without_steps=known)], 0)))
     while devices(dispatcher) != {"cuda:1"}:
         await asyncio.sleep(0)
-    answered = await dispatcher.submit(request(steps=0), b"")
+    answered = await submit(dispatcher, request(steps=0), b"")
     assert (answered.answer.scores, answered.answer.steps, answered.data) == ((1, 1), [0], known.data)
     cancelled = await send(dispatcher, steps=0)
     cancelled.cancel()

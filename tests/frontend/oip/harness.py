@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 import pytest
 
-from service.access.caller import LOCAL
 from service.errors import ServiceError
 from service.frontend.catalog import Catalog
 from service.frontend.dispatch.dispatcher import Dispatcher
-from service.frontend.inference import Frontend, SupervisorClient, track_request
-from service.frontend.oip.infer import infer
+from service.frontend.inference import Frontend, SupervisorClient
+from service.frontend.oip.infer import build_request, build_response
+from service.frontend.oip.inputs import InputTensors
+from service.frontend.oip.parameters import session_id
 from service.frontend.oip.tensors import BYTES, DATATYPES, Tensor, decode, encode, from_list
 from service.frontend.oip.types import InferRequest, InferResponse, RequestedOutput
-from service.frontend.origin import NO_ORIGIN, RequestIdentity
-from service.ipc.messages import Answer, Api, LoadedModel, Request
+from service.ipc.messages import Answer, LoadedModel, Request
 from service.log import Log
 from service.metrics import Metrics
 from service.settings import Settings
@@ -62,8 +62,8 @@ class FakeDispatcher:
             for model in catalog.served
         ]
 
-    async def submit(self, request: Request, tail: bytes) -> tuple[Answer, bytes]:
-        self.requests.append((request, tail))
+    def answer(self, request: Request, tail: bytes | memoryview) -> tuple[Answer, bytes]:
+        self.requests.append((request, bytes(tail)))
         count = len(request.lengths)
         steps, shapes, data = LENGTHS[:count], {}, b""
         for name, dtype in (("scores", "f4"), ("picks", "i4"), ("embedding", "f4"), ("sequence", "f4")):
@@ -73,11 +73,17 @@ class FakeDispatcher:
                 shapes[name], data = array.shape, data + array.tobytes()
         return Answer(**cast(Any, shapes), steps=steps, session_steps=self.steps), data
 
-    def send(self, request: Request, tail: bytes, receiver: Any) -> Pending:
+    def send(self, request: Request, tail: bytes, receiver: Any, on_end: Callable[[], None] | None = None) -> Pending:
         """Start a request of the hot path."""
-        answering = asyncio.ensure_future(self.submit(request, bytes(tail)))
+        answer = self.answer(request, tail)
+
+        def end() -> None:
+            if on_end is not None:
+                on_end()
+            receiver.answered(*answer)
+
         if not self.held:
-            answering.add_done_callback(lambda done: receiver.answered(*done.result()))
+            asyncio.get_running_loop().call_soon(end)
         return Pending()
 
     def cancel(self, pending: Pending) -> None:
@@ -105,12 +111,10 @@ class InferHarness(NamedTuple):
         """Run one request that arrived at time 100."""
         request = InferRequest(model, version, "7", parameters, list(inputs), list(outputs))
 
-        async def run() -> InferResponse:
-            identity = RequestIdentity(NO_ORIGIN, self.frontend.request_ids)
-            with track_request(self.frontend, 100.0, LOCAL, Api.OIP, identity) as tracked:
-                return await infer(self.frontend, tracked, request)
-
-        return asyncio.run(run())
+        frontend, tensors, session = self.frontend, InputTensors(request.inputs), session_id(parameters)
+        served = frontend.catalog.find(model, version or None)
+        message, data = build_request(request, tensors, session, served, frontend.settings, 100.0)
+        return build_response(request, tensors, served, *self.dispatcher.answer(message, data))
 
     def engine_request(self, model: str, *inputs: Tensor, **options: Any) -> tuple[Request, Any]:
         """Run one request and return the request to the engine and the values after it."""

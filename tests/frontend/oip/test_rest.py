@@ -15,8 +15,8 @@ import pytest
 import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException
 
+from service.frontend.oip.http_infer import accepted_encoding
 from service.frontend.oip.json import HEADER_LENGTH
-from service.frontend.oip.rest import accepted_encoding
 from tests.frontend.conftest import BODY_BYTES
 from tests.frontend.in_process import InProcess
 from tests.frontend.rest.test_infer import refused

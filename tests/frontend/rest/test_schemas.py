@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import re
 import struct
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
 from service.errors import InvalidInput, InvalidRequest, ServiceError, TooLarge, UnknownModel
 from service.frontend.catalog import Catalog, ServedModel
-from service.frontend.hot_calls import Parsed, RequestTally
-from service.frontend.inference import Frontend
-from service.frontend.rest import infer as rest_infer
-from service.frontend.rest.infer import InferBody, pack_inputs
+from service.frontend.head_outputs import input_field
+from service.frontend.rest.infer import InferBody, engine_request, pack_inputs, parse_body
 from service.frontend.rest.sessions import ForkBody
-from service.frontend.rest.websocket import ChunkFields, HotChunks, StreamMessage, StreamQuery, resolve_start
+from service.frontend.rest.websocket import ChunkBody, StreamQuery, chunk_field, resolve_start
 from service.frontend.validation import SESSION_ID_SCHEMA, check_session_id
 from service.ipc.messages import Request
 from service.settings import Settings
@@ -36,13 +34,16 @@ def catalog(tmp_path_factory: pytest.TempPathFactory) -> Catalog:
     return Catalog([ServedModel(spec, "1", None) for spec in specs], {})
 
 
-def engine_request(catalog: Catalog, body: InferBody) -> tuple[Request, bytes | memoryview]:
+def request_of(
+    catalog: Catalog, body: InferBody, field_of: Callable[[int], str] = input_field
+) -> tuple[Request, bytes | memoryview]:
     model = catalog.find(body.model, body.version)
-    return rest_infer.engine_request(body, pack_inputs(body, model, SETTINGS), model, SETTINGS, 100.0, body.field_of)
+    return engine_request(body, pack_inputs(body, model, SETTINGS, field_of), model, SETTINGS, 100.0, field_of)
 
 
 def infer(catalog: Catalog, **options: Any) -> Request:
-    return engine_request(catalog, InferBody.model_validate({"model": "speller", "inputs": [[1, 2]], **options}))[0]
+    body = {"model": "speller", "inputs": [[1, 2]], **options}
+    return request_of(catalog, parse_body(json.dumps(body).encode(), None))[0]
 
 
 def parse_query(catalog: Catalog, query: str) -> StreamQuery:
@@ -53,23 +54,10 @@ def parse_query(catalog: Catalog, query: str) -> StreamQuery:
 
 
 def chunk_request(
-    catalog: Catalog, query: str, chunk: ChunkFields, *, start: bool | None = None
+    catalog: Catalog, query: str, chunk: ChunkBody, *, start: bool | None = None
 ) -> tuple[Request, bytes | memoryview]:
-    """Return the engine's request for a chunk, which the hot path and the general path build alike."""
-    stream = parse_query(catalog, query)
-    model = catalog.find(stream.model, stream.version)
-    fields = stream.fields_of(chunk, "stream:1", start)
-    chunks = HotChunks(cast(Frontend, SimpleNamespace(settings=SETTINGS, observer=None)), cast(RequestTally, None))
-    message = StreamMessage.model_construct(input=chunk.input, start=chunk.start, end=chunk.end)
-    try:
-        hot = chunks.build(Parsed(stream.model, stream.version, fields, "stream:1"), model, 100.0)
-    except ServiceError as error:
-        with pytest.raises(type(error), match=re.escape(error.message)):
-            engine_request(catalog, stream.body_of(message, "stream:1", start))
-        raise
-    request, tail = engine_request(catalog, stream.body_of(message, "stream:1", start))
-    assert (msgspec.structs.replace(request, sent=hot[0].sent), tail) == hot
-    return hot
+    """Return the engine's request for a chunk."""
+    return request_of(catalog, parse_query(catalog, query).body_of(chunk, "stream:1", start), chunk_field)
 
 
 def test_session_fields_reach_the_engine(catalog: Catalog) -> None:
@@ -91,7 +79,7 @@ def test_other_session_ids_are_refused_by_every_route(catalog: Catalog, name: st
     for parse in (
         lambda: infer(catalog, session=name),
         lambda: check_session_id(name),
-        lambda: ForkBody.parse(f'{{"session": "{name if name.isprintable() else ""}"}}'),
+        lambda: ForkBody.parse(json.dumps({"session": name}).encode()),
         lambda: StreamQuery.parse([("model", "speller"), ("session", name)]),
     ):
         with pytest.raises(InvalidInput, match="1 to 128 printable ASCII") as raised:
@@ -110,12 +98,12 @@ def test_session_fields_require_one_session_and_one_input(catalog: Catalog, opti
 
 def test_query_applies_to_the_chunks_of_a_socket(catalog: Catalog) -> None:
     query = "model=speller&version=1&deadline_ms=250&priority=-3&return=embedding,sequence"
-    request, tail = chunk_request(catalog, query, ChunkFields([3, 4], end=True))
+    request, tail = chunk_request(catalog, query, ChunkBody([3, 4], end=True))
     assert (request.model, request.version, request.priority, request.deadline) == ("speller", "1", -3, 100.25)
     assert (request.session, request.session_starts, request.session_ends) == ("stream:1", None, True)
     assert request.returns.embedding and request.returns.sequence
     assert tail == struct.pack("<2i", 3, 4)
-    request, _ = chunk_request(catalog, "model=speller", ChunkFields([3]), start=False)
+    request, _ = chunk_request(catalog, "model=speller", ChunkBody([3]), start=False)
     assert (request.exactly, request.session_starts, request.session_ends) == (False, False, False)
     assert parse_query(catalog, "model=sensors&return=embedding&return=sequence").returns == ["embedding", "sequence"]
 
@@ -166,19 +154,19 @@ def test_invalid_query_is_refused(catalog: Catalog, query: str, refusal: Refusal
 )
 def test_invalid_message_is_refused(text: str, refusal: Refusal) -> None:
     with pytest.raises(refusal[0]) as raised:
-        ChunkFields.read(text.encode(), is_text=True)
+        ChunkBody.parse(text.encode())
     check(raised.value, refusal)
 
 
 def raw(catalog: Catalog, model: str, data: bytes) -> tuple[Request, bytes | memoryview]:
-    return chunk_request(catalog, f"model={model}", ChunkFields.read(data, is_text=False))
+    return chunk_request(catalog, f"model={model}", ChunkBody(data))
 
 
 @pytest.mark.parametrize("model, values", [("sensors", [[0.5, -3e38, 3e38], [0.0, 1e-40, -0.0]]), ("speller", [0, 11, 7])])
 def test_binary_chunk_equals_the_same_numbers_in_json(catalog: Catalog, model: str, values: list[Any]) -> None:
     data = np.array(values, "<f4" if model == "sensors" else "<i4").tobytes()
     request, tail = raw(catalog, model, data)
-    same, same_tail = chunk_request(catalog, f"model={model}", ChunkFields(values))
+    same, same_tail = chunk_request(catalog, f"model={model}", ChunkBody(values))
     assert (request.lengths, tail) == (same.lengths, same_tail) == ([len(values)], data)
 
 

@@ -14,7 +14,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
 from service.errors import SessionConflict
-from service.frontend.rest.websocket import HotChunks
+from service.frontend.rest.websocket import ChunkRunner
 from service.ipc.messages import EndSession, Request
 from tests.frontend.in_process import EMBEDDING_WIDTH, InProcess, in_process
 from tests.raw_websocket import connection
@@ -150,7 +150,7 @@ def test_internal_error_closes_the_socket_with_1011(
         service.engine.refusal = SessionConflict("busy")
         assert send(stream, {"input": [ROW]})["code"] == "session_conflict"
         service.engine.refusal = None
-        monkeypatch.setattr(HotChunks, method, fail)
+        monkeypatch.setattr(ChunkRunner, method, fail)
         reply = send(stream, {"input": [ROW]})
         assert reply["code"] == "inference_failed" and "ZeroDivisionError" not in reply["error"]
         with pytest.raises(ConnectionClosed) as closed:

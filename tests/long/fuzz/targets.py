@@ -16,6 +16,7 @@ from pathlib import Path
 from service.errors import ModelError, ServiceError
 from service.frontend import validation
 from service.frontend.catalog import ServedModel
+from service.frontend.head_outputs import input_field
 from service.frontend.oip import infer as oip_infer
 from service.frontend.oip import json, protobuf
 from service.frontend.oip.grpc_messages import read_request, split_head
@@ -23,7 +24,7 @@ from service.frontend.oip.inputs import InputTensors
 from service.frontend.oip.parameters import session_id
 from service.frontend.oip.types import InferRequest
 from service.frontend.rest.infer import InferBody, engine_request, pack_inputs
-from service.frontend.rest.websocket import ChunkFields
+from service.frontend.rest.websocket import ChunkBody
 from service.ipc import session_file
 from service.modeling import spec as specs
 from service.modeling.spec import ModelSpec
@@ -69,11 +70,11 @@ def infer_body(data: bytes) -> None:
     body = InferBody.parse(data)
     for model in served_models():
         with suppress(ServiceError):
-            engine_request(body, pack_inputs(body, model, SETTINGS), model, SETTINGS, 0.0, body.field_of)
+            engine_request(body, pack_inputs(body, model, SETTINGS), model, SETTINGS, 0.0, input_field)
 
 
 def websocket_message(data: bytes) -> None:
-    chunk = ChunkFields.read(data[1:], is_text=data[:1] == b"t")
+    chunk = ChunkBody.parse(data[1:]) if data[:1] == b"t" else ChunkBody(data[1:])
     for model in served_models():
         with suppress(ServiceError):
             validation.pack_input(chunk.input, "input", model)

@@ -1,11 +1,11 @@
-"""The life of a request on the hot path: its replies and its counts, also when something fails. The test plays the engine."""
+"""The life of a request from its body to its end: its replies and its counts, also when something fails. The test plays the engine."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,15 @@ from service.access.caller import LOCAL
 from service.errors import InvalidInput, Overloaded, ServiceError
 from service.frontend.catalog import ServedModel
 from service.frontend.dispatch.dispatcher import Dispatcher
-from service.frontend.hot_calls import AnsweredCall, HotEndpoint, HttpReply, Parsed, RequestTally
-from service.frontend.inference import ClientDisconnected, track_request
 from service.frontend.large_answers import LARGE_ANSWER_BYTES
 from service.frontend.origin import NO_ORIGIN, Header, RequestIdentity, RequestOrigin
 from service.frontend.request_heads import RequestHead
+from service.frontend.run.exchange import AwaitedExchange, ClientDisconnected, HttpReply
+from service.frontend.run.runner import AnsweredRequest, DecodedRequest, RequestRunner
+from service.frontend.validation import PackedInputs
 from service.ipc.channel import encode
 from service.ipc.messages import Answer, Api, Cancel, Refusal, Request
-from service.metrics import CUT_OFF, GONE, OK, Metrics
+from service.metrics import CUT_OFF, GONE, Metrics
 from tests import models
 from tests.frontend.dispatch.test_dispatcher import EngineProcess, meet, run
 from tests.frontend.in_process import frontend_of
@@ -30,7 +31,7 @@ from tests.frontend.in_process import frontend_of
 HEAD = RequestHead("/infer", 0, {}, LOCAL)
 
 
-class Echo(HotEndpoint):
+class Echo(RequestRunner):
     """Replies with the bytes of the answer. The body names the failure."""
 
     api = Api.INFER
@@ -38,15 +39,17 @@ class Echo(HotEndpoint):
     def accepts(self, head: RequestHead) -> bool:
         return True
 
-    def parse(self, head: RequestHead, body: bytes) -> Parsed | None:
-        return None if body == b"unusual" else Parsed("nothing" if body == b"unknown" else "words", None, body)
+    def decode(self, head: RequestHead, body: bytes) -> DecodedRequest | None:
+        return None if body == b"unusual" else DecodedRequest("nothing" if body == b"unknown" else "words", None, body)
 
-    def build(self, parsed: Parsed, model: ServedModel, arrived: float) -> tuple[Request, bytes | memoryview]:
-        if parsed.context == b"bug in build":
+    def build(
+        self, decoded: DecodedRequest, model: ServedModel, arrived: float, packed: PackedInputs | None
+    ) -> tuple[Request, bytes | memoryview]:
+        if decoded.context == b"bug in build":
             raise ZeroDivisionError
-        return Request("words", "1", [1], deadline=time.monotonic() + 60, sent=time.monotonic()), parsed.context
+        return Request("words", "1", [1], deadline=time.monotonic() + 60, sent=time.monotonic()), decoded.context
 
-    def write(self, model: ServedModel, answers: list[AnsweredCall]) -> list[HttpReply | ServiceError]:
+    def write(self, model: ServedModel, answers: list[AnsweredRequest]) -> list[HttpReply | ServiceError]:
         contents = [bytes(answered.data) for answered in answers]
         if b"bug in write" in contents:
             raise ZeroDivisionError
@@ -54,7 +57,7 @@ class Echo(HotEndpoint):
             HttpReply(data, b"", (lambda content: bytes(content).upper()) if data == b"large" else None) for data in contents
         ]
 
-    async def write_large(self, model: ServedModel, answered: AnsweredCall) -> HttpReply:
+    async def write_large(self, model: ServedModel, answered: AnsweredRequest) -> HttpReply:
         await asyncio.sleep(0)
         name = bytes(answered.data).rstrip(b"\0")
         if name == b"bug":
@@ -104,7 +107,7 @@ def with_echo(test: Test) -> Callable[[Path], None]:
         spec = models.words(tmp_path)
 
         async def within(dispatcher: Dispatcher, metrics: Metrics) -> None:
-            echo = Echo(frontend_of(dispatcher, metrics, spec), RequestTally(metrics))
+            echo = Echo(frontend_of(dispatcher, metrics, spec))
             await test(echo, await meet(dispatcher), metrics)
 
         run(within)
@@ -117,9 +120,11 @@ def outcomes(metrics: Metrics) -> dict[str, float]:
     snapshot = metrics.snapshot()
     [(_, [in_flight])] = snapshot["seqserve_requests_in_flight"]
     [(_, [accepted])] = snapshot["seqserve_requests_accepted"]
-    counted = {labels[2]: count for labels, [count] in snapshot["seqserve_requests"]}
+    counted = Counter[str]()
+    for labels, [count] in snapshot["seqserve_requests"]:
+        counted[labels[2]] += int(count)
     assert in_flight == 0
-    assert accepted == sum(counted.values())
+    assert accepted == counted.total()
     return counted
 
 
@@ -146,24 +151,29 @@ async def test_refused_requests_are_counted_once(echo: Echo, engine: EngineProce
     assert outcomes(metrics) == {"unknown_model": 1, "inference_failed": 1, "client_gone": 1, "overloaded": 1}
 
 
-@pytest.mark.parametrize(
-    ("error", "outcome"),
-    [
-        *((None, OK), (Overloaded("full"), "overloaded"), (ClientDisconnected(), GONE)),
-        *((asyncio.CancelledError(), CUT_OFF), (ZeroDivisionError(), "inference_failed")),
-    ],
-)
-def test_request_of_the_general_path_is_counted_by_its_end(error: BaseException | None, outcome: str) -> None:
-    metrics = Metrics()
-    frontend = frontend_of(Dispatcher(metrics, 1, lambda: None), metrics)
-    identity = RequestIdentity(NO_ORIGIN, frontend.request_ids)
-    with (
-        pytest.raises(type(error)) if error is not None else nullcontext(),
-        track_request(frontend, time.monotonic(), LOCAL, Api.INFER, identity),
-    ):
-        if error is not None:
+@with_echo
+async def test_request_that_a_task_reads_is_counted_by_its_end(echo: Echo, engine: EngineProcess, metrics: Metrics) -> None:
+    """While it is read, and while its reply is awaited."""
+    exchange = awaited(echo)
+    for error in (Overloaded("full"), ClientDisconnected(), asyncio.CancelledError(), ZeroDivisionError()):
+        with pytest.raises(type(error)), echo.reading(exchange, time.monotonic(), LOCAL):
             raise error
-    assert outcomes(metrics) == {outcome: 1}
+    assert outcomes(metrics) == {"overloaded": 1, GONE: 1, CUT_OFF: 1, "inference_failed": 1}
+    body = DecodedRequest("words", None, b"body")
+    waiting = [asyncio.ensure_future(echo.answer(body, awaited(echo), time.monotonic(), LOCAL)) for _ in range(3)]
+    first, second, _ = await engine.frames(3)
+    engine.send(encode(Answer(), first.id, (first.tail,)) + encode(Refusal.of(Overloaded("full")), second.id))
+    assert (await waiting[0]).content == b"body"
+    with pytest.raises(Overloaded):
+        await waiting[1]
+    waiting[2].cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting[2]
+    assert outcomes(metrics) == {"ok": 1, "overloaded": 2, GONE: 1, CUT_OFF: 2, "inference_failed": 1}
+
+
+def awaited(echo: Echo) -> AwaitedExchange:
+    return AwaitedExchange(RequestIdentity(NO_ORIGIN, echo.frontend.request_ids))
 
 
 @with_echo

@@ -1,0 +1,1 @@
+"""The one runner of requests: from a decoded body to the reply, for every API."""

@@ -1,0 +1,79 @@
+"""Where the reply to a request goes: to a connection, or to a task that awaits it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Protocol
+
+from msgspec import Struct
+
+from service.errors import ServiceError
+from service.frontend.origin import Header, Identity, RequestIdentity, RequestOrigin
+
+
+class ClientDisconnected(Exception):
+    """The client closed the connection before the reply."""
+
+
+class HttpReply(Struct, frozen=True):
+    """A successful reply. headers: complete lines. compress: compresses the content in a thread if it is worth it."""
+
+    content: bytes | memoryview
+    headers: bytes
+    compress: Callable[[bytes | memoryview], bytes] | None = None
+
+
+class Exchange(Identity, Protocol):
+    """Where the reply to one request goes, with the identity of the request."""
+
+    def respond(self, content: bytes | memoryview, headers: bytes) -> None:
+        """Send a successful reply. headers: complete lines, without Content-Length."""
+
+    def respond_error(self, error: ServiceError) -> None:
+        """Send an error."""
+
+
+class TaskExchange(Exchange, Protocol):
+    """The exchange of a request that a task reads or answers."""
+
+    @property
+    def disconnected(self) -> bool:
+        """Whether the task is cancelled because the client has disconnected."""
+
+
+class AwaitedExchange:
+    """The exchange of a request whose reply a task awaits. Created by that task."""
+
+    def __init__(self, identity: RequestIdentity) -> None:
+        self._identity = identity
+        self.client_left = False
+        self.reply: asyncio.Future[HttpReply] = asyncio.get_running_loop().create_future()
+
+    @property
+    def disconnected(self) -> bool:
+        return self.client_left
+
+    @property
+    def origin(self) -> RequestOrigin:
+        return self._identity.origin
+
+    @property
+    def request_id(self) -> bytes:
+        return self._identity.request_id
+
+    @property
+    def trace_headers(self) -> tuple[Header, ...]:
+        return self._identity.trace_headers
+
+    @trace_headers.setter
+    def trace_headers(self, headers: tuple[Header, ...]) -> None:
+        self._identity.trace_headers = headers
+
+    def respond(self, content: bytes | memoryview, headers: bytes) -> None:
+        if not self.reply.done():
+            self.reply.set_result(HttpReply(content, headers))
+
+    def respond_error(self, error: ServiceError) -> None:
+        if not self.reply.done():
+            self.reply.set_exception(error)
