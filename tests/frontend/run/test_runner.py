@@ -115,7 +115,7 @@ def with_echo(test: Test) -> Callable[[Path], None]:
     return running
 
 
-def outcomes(metrics: Metrics) -> dict[str, float]:
+def outcomes(metrics: Metrics) -> Counter[str]:
     """Return the number of requests by outcome, after a check that none is in flight."""
     snapshot = metrics.snapshot()
     [(_, [in_flight])] = snapshot["seqserve_requests_in_flight"]
