@@ -120,15 +120,17 @@ def compare(encoders: Sequence[Encoder], inputs: Inputs) -> Comparison:
 
 def _answers(encoder: Encoder, sequences: Sequence[Tensor]) -> tuple[Tensor, list[list[int]]]:
     """Return all numbers of the answers, and for each input the labels, positions or token that the head chooses, if it does."""
-    head = encoder.spec.head.kind
+    spec = encoder.spec
+    is_classifier = any(field.best for field in spec.answer_fields)
     values: list[Tensor] = []
     chosen: list[list[int]] = []
     for sequence in sequences:
         x = Ragged(sequence, torch.tensor([0, len(sequence)], dtype=torch.int32))
-        encoding = encoder(x, sequence=head == "sequence")
+        encoding = encoder(x, sequence=spec.head.answer_vector == "sequence")
         output = encoding.head_output
         values.append(next(part for part in (encoding.sequence, output.scores, output.embedding) if part is not None).flatten())
-        best = output.scores.argmax(dim=1) if head == "classify" and output.scores is not None else output.picks
+        best = output.scores.argmax(dim=1) if is_classifier and output.scores is not None else output.picks
         if best is not None:
-            chosen.append((best[:, 0] if head == "next" else best).flatten().tolist())
+            is_ranked = spec.head.kind == "next"  # only its first token is chosen
+            chosen.append((best[:, 0] if is_ranked else best).flatten().tolist())
     return torch.cat(values), chosen

@@ -17,6 +17,7 @@ from service.ipc.messages import IndexEntry, Manifest, ModelKey, ModelVersion, N
 from service.log import Log
 from service.modeling.spec import CARD, WEIGHTS, ModelSpec
 from service.modeling.spec.files import read_file
+from service.modeling.spec.heads.fields import AnswerField, Extent
 from service.modeling.tokenizer import Tokenizer
 
 MAX_LISTED = 8
@@ -32,8 +33,8 @@ class ServedModel:
     """One version of a model. `generation` identifies the content of its folder, as in the engines' ModelKey.
 
     `writer` writes its outputs. `min_steps` is the shortest sequence that it takes, 0 if it answers sequences without steps too.
-    `step_bytes` is the size of a time step. `identity` has its name and version as JSON members. `tag_numbers` are those of a tagger's
-    answer for a step: its score, and its label, which counts as the numbers that are as long. `card` is the content of its card.md.
+    `step_bytes` is the size of a time step. `identity` has its name and version as JSON members. `step_numbers` are those of
+    the head's answer for a step, without its vector: a label counts as the numbers that are as long. `card` is the content of its card.md.
     `weight_bytes` is the size of its file of weights.
     """
 
@@ -48,16 +49,15 @@ class ServedModel:
     min_steps: int = field(init=False, compare=False, repr=False)
     step_bytes: int = field(init=False, compare=False, repr=False)
     identity: bytes = field(init=False, compare=False, repr=False)
-    tag_numbers: int = field(init=False, compare=False, repr=False)
+    step_numbers: int = field(init=False, compare=False, repr=False)
 
     def answer_numbers(self, steps: int, *, sequence: bool) -> int:
         """Return how many numbers the answer for these steps has at most, as far as they grow with the steps.
 
         sequence: whether the request asks for the vector of every step.
         """
-        head = self.spec.head
-        numbers = self.tag_numbers
-        if sequence or head.kind == "sequence":
+        numbers = self.step_numbers
+        if sequence or self.spec.head.answer_vector == "sequence":
             numbers += self.spec.output_width
         return steps * numbers
 
@@ -68,10 +68,14 @@ class ServedModel:
         object.__setattr__(self, "min_steps", 0 if self.spec.takes_empty else self.spec.min_steps)
         object.__setattr__(self, "step_bytes", self.spec.input.step_bytes)
         object.__setattr__(self, "identity", identity)
-        labels = [len(orjson.dumps(label)) for label in self.spec.head.labels] if self.spec.head.kind == "tag" else []
-        object.__setattr__(
-            self, "tag_numbers", 1 + max(1, max(labels) // 10) if labels else 0
-        )  # a number in JSON has about 10 bytes
+        of_steps = [field for field in self.spec.answer_fields if field.extent is Extent.STEP and field.source != "sequence"]
+        object.__setattr__(self, "step_numbers", sum(map(_numbers_of_step, of_steps)))
+
+
+def _numbers_of_step(field: AnswerField) -> int:
+    """Return the numbers of a field for a step. A number in JSON has about 10 bytes, and a label counts as its length in numbers."""
+    longest = max((len(orjson.dumps(label)) for label in field.labels), default=0)
+    return max(field.width or 1, longest // 10)
 
 
 ModelIndex = dict[str, dict[str, ServedModel]]

@@ -6,7 +6,7 @@ Every float32 is written as the shortest decimal that identifies it: half the by
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, compress, pairwise
@@ -21,7 +21,7 @@ from service.errors import InvalidInput
 from service.frontend.large_answers import PIECE_VALUES
 from service.ipc.messages import FEATURES, IDS, Answer
 from service.modeling.spec import ModelSpec
-from service.modeling.spec.heads import ClassifyHead, EmbedHead, NextHead, RegressHead, SequenceHead, SpanHead, TagHead
+from service.modeling.spec.heads.fields import AnswerField, Extent
 
 Array = NDArray[Any]
 _ABSENT: Array = np.empty(0, FEATURES)
@@ -130,7 +130,7 @@ class OutputWriter:
 
     def __init__(self, spec: ModelSpec) -> None:
         self._spec = spec
-        self._members = _MEMBERS[type(spec.head)](spec.head)
+        self._members = _members(spec)
 
     def write(self, answer: Answer, data: bytes | memoryview, field_of: Callable[[int], str] = input_field) -> bytes:
         """Return a JSON array with one output per sequence, in their order; raises InvalidInput as `decode_arrays` does."""
@@ -138,7 +138,7 @@ class OutputWriter:
         if not answer.steps:
             return b"[]"
         parts = list(_split(self._spec, answer, arrays))
-        members = self._members(parts)
+        members = self._members.of_answer(arrays, parts)
         return b"[%b]" % b",".join(
             b"{%b}" % b",".join([*filter(None, (member,)), *map(b"".join, self._vectors(part))])
             for member, part in zip(members, parts, strict=True)
@@ -150,7 +150,7 @@ class OutputWriter:
         for part in _split(self._spec, answer, arrays):
             yield opening + b"{"
             comma = b""
-            for member in (self._member_pieces(part), *self._vectors(part)):
+            for member in (self._members.pieces(part), *self._vectors(part)):
                 first = next(member, None)
                 if first is not None:
                     yield comma + first
@@ -159,11 +159,6 @@ class OutputWriter:
             yield b"}"
             opening = b","
         yield b"]"
-
-    def _member_pieces(self, part: _SequenceArrays) -> Iterator[bytes]:
-        if isinstance(self._members, _TagMembers):
-            return self._members.pieces(part)
-        return filter(None, self._members([part]))
 
     def _vectors(self, part: _SequenceArrays) -> Iterator[Iterator[bytes]]:
         """Yield the JSON members of the vectors that a request asks for, each in pieces."""
@@ -181,31 +176,80 @@ class OutputWriter:
 
         Simple are answers of one sequence each that consist of finite scores by label, or of finite values.
         """
-        if not isinstance(self._members, _RowMembers):
-            return None
         size = self._members.row_bytes
+        if not size:
+            return None
         shapes = {(len(part), len(answer.steps)) for answer, part in answers}
         if shapes != {(size, 1)}:
             return None
         data = b"".join([data for _, data in answers])
-        members = self._members.of_scores(np.frombuffer(data, FEATURES).reshape(len(answers), -1))
+        members = self._members.of_rows(np.frombuffer(data, FEATURES).reshape(len(answers), -1), _ABSENT)
         return members and [b"[{%b}]" % member for member in members]
 
 
-class _RowMembers(ABC):
-    """Writes the members of outputs that consist of one row of scores for each sequence."""
+class _Members:
+    """Writes the JSON members of a head's answer, without the braces. This one is of a head whose answer is a vector, and writes none.
 
-    def __init__(self, width: int) -> None:
-        """width: scores in a row."""
-        self.row_bytes = np.dtype(FEATURES).itemsize * width
+    row_bytes: the size of a row of scores, if the answer consists of one such row for each sequence; otherwise 0.
+    """
 
-    def __call__(self, parts: list[_SequenceArrays]) -> list[bytes]:
-        members = self.of_scores(np.concatenate([part.scores for part in parts]))
+    row_bytes = 0
+
+    def of_answer(self, arrays: list[Array], parts: list[_SequenceArrays]) -> list[bytes]:
+        """Return the members of each sequence."""
+        return [b""] * len(parts)
+
+    def of_rows(self, scores: Array, picks: Array) -> list[bytes] | None:
+        """Return the members for each row of (sequences, width) scores and picks, or None if a score is not finite."""
+        raise NotImplementedError
+
+    def pieces(self, part: _SequenceArrays) -> Iterator[bytes]:
+        """Yield the members of one sequence, in pieces."""
+        return iter(())
+
+
+class _RowMembers(_Members):
+    """Writes the members of answers that have one line of numbers for each sequence: each a number, or a list of them."""
+
+    def __init__(self, fields: Sequence[AnswerField]) -> None:
+        self._columns = [
+            (field.source == "scores", np.s_[:, field.column : field.column + (field.width or 1)]) for field in fields
+        ]
+        self._template = b",".join(_named(field, b"%b" if field.width is None else b"[%b]") for field in fields)
+        if {field.source for field in fields} == {"scores"}:
+            self.row_bytes = np.dtype(FEATURES).itemsize * max(field.column + (field.width or 1) for field in fields)
+
+    def of_answer(self, arrays: list[Array], parts: list[_SequenceArrays]) -> list[bytes]:
+        return self._of_finite_rows(arrays[0], arrays[1])
+
+    def pieces(self, part: _SequenceArrays) -> Iterator[bytes]:
+        return iter(self._of_finite_rows(part.scores, part.picks))
+
+    def _of_finite_rows(self, scores: Array, picks: Array) -> list[bytes]:
+        members = self.of_rows(scores, picks)
         assert members is not None, "decode_arrays refuses what is not finite"
         return members
 
-    def of_scores(self, scores: Array) -> list[bytes] | None:
-        """Return the members for each row of (sequences, width) scores, or None if a score is not finite."""
+    def of_rows(self, scores: Array, picks: Array) -> list[bytes] | None:
+        columns = []
+        for is_scores, part in self._columns:
+            text = json_numbers((scores if is_scores else picks)[part])
+            if b"null" in text:
+                return None
+            columns.append(text[2:-2].split(b"],["))
+        return [self._template % row for row in zip(*columns, strict=True)]
+
+
+class _LabelScoreMembers(_RowMembers):
+    """Writes the members of answers with a score for each label."""
+
+    def __init__(self, fields: Sequence[AnswerField]) -> None:
+        super().__init__(fields)
+        labels = [orjson.dumps(label) for label in fields[-1].labels]
+        self._scores = _named(fields[-1], b"{%b}" % b",".join(b"%b:%%b" % label.replace(b"%", b"%%") for label in labels))
+        self._labels = labels
+
+    def of_rows(self, scores: Array, picks: Array) -> list[bytes] | None:
         text = json_numbers(scores)
         return None if b"null" in text else self._write(text[2:-2].split(b"],["), scores)
 
@@ -214,14 +258,15 @@ class _RowMembers(ABC):
         """Return the members for each row. rows: the JSON numbers of each row of scores."""
 
 
-class _ClassifyMembers(_RowMembers):
-    """Writes the members of classify outputs: a template for each label that may be the best."""
+class _BestLabelMembers(_LabelScoreMembers):
+    """Writes the best label, its score and all scores: a template for each label that may be the best."""
 
-    def __init__(self, head: ClassifyHead) -> None:
-        super().__init__(len(head.labels))
-        labels = [orjson.dumps(label).replace(b"%", b"%%") for label in head.labels]
-        scores = b",".join(b"%b:%%b" % label for label in labels)
-        self._templates = [b'"label":%b,"score":%%b,"scores":{%b}' % (label, scores) for label in labels]
+    def __init__(self, fields: Sequence[AnswerField]) -> None:
+        super().__init__(fields)
+        label, score, _ = fields
+        self._templates = [
+            b",".join((_named(label, name.replace(b"%", b"%%")), _named(score, b"%b"), self._scores)) for name in self._labels
+        ]
 
     def _write(self, rows: list[bytes], scores: Array) -> list[bytes]:
         members = []
@@ -231,16 +276,13 @@ class _ClassifyMembers(_RowMembers):
         return members
 
 
-class _MultiLabelMembers(_RowMembers):
-    """Writes the members of classify outputs that may have several labels."""
+class _ChosenLabelMembers(_LabelScoreMembers):
+    """Writes the labels whose scores reach a threshold, and all scores."""
 
-    def __init__(self, head: ClassifyHead) -> None:
-        super().__init__(len(head.labels))
-        self._labels = [orjson.dumps(label) for label in head.labels]
-        self._template = b'"labels":[%%b],"scores":{%b}' % b",".join(
-            b"%b:%%b" % label.replace(b"%", b"%%") for label in self._labels
-        )
-        self._threshold = head.threshold
+    def __init__(self, fields: Sequence[AnswerField]) -> None:
+        super().__init__(fields)
+        self._template = b"%b,%b" % (_named(fields[0], b"[%b]"), self._scores)
+        self._threshold = fields[0].threshold
 
     def _write(self, rows: list[bytes], scores: Array) -> list[bytes]:
         chosen = (scores >= self._threshold).tolist()
@@ -248,70 +290,47 @@ class _MultiLabelMembers(_RowMembers):
         return [self._template % (joined, *row.split(b",")) for joined, row in zip(labels, rows, strict=True)]
 
 
-def _classify(head: ClassifyHead) -> _RowMembers:
-    return _MultiLabelMembers(head) if head.multi_label else _ClassifyMembers(head)
+class _StepMembers(_Members):
+    """Writes the members of answers with a line for each step, each a list."""
 
+    def __init__(self, fields: Sequence[AnswerField]) -> None:
+        self._fields = [(field, _named(field, b""), [orjson.dumps(label) for label in field.labels]) for field in fields]
 
-class _RegressMembers(_RowMembers):
-    """Writes the members of regress outputs."""
-
-    def __init__(self, head: RegressHead) -> None:
-        super().__init__(head.outputs)
-        self._template = b'"value":%b' if head.outputs == 1 else b'"value":[%b]'
-
-    def _write(self, rows: list[bytes], scores: Array) -> list[bytes]:
-        return [self._template % row for row in rows]
-
-
-class _TagMembers:
-    """Writes the members of tag outputs."""
-
-    def __init__(self, head: TagHead) -> None:
-        self._labels = [orjson.dumps(label) for label in head.labels]
-
-    def __call__(self, parts: list[_SequenceArrays]) -> list[bytes]:
+    def of_answer(self, arrays: list[Array], parts: list[_SequenceArrays]) -> list[bytes]:
         return [b"".join(self.pieces(part)) for part in parts]
 
     def pieces(self, part: _SequenceArrays) -> Iterator[bytes]:
-        picks, opening = part.picks[:, 0], b""
-        yield b'"labels":['
-        for start in range(0, len(picks), PIECE_VALUES):
-            labels = [self._labels[pick] for pick in picks[start : start + PIECE_VALUES].tolist()]
-            yield opening + b",".join(labels)
-            opening = b","
-        yield b'],"scores":'
-        yield from number_pieces(part.scores[:, 0])
+        comma = b""
+        for field, name, labels in self._fields:
+            yield comma + name
+            values = (part.scores if field.source == "scores" else part.picks)[:, field.column]
+            yield from _label_pieces(labels, values) if labels else number_pieces(values)
+            comma = b","
 
 
-def _span(head: SpanHead) -> _Members:
-    def members(part: _SequenceArrays) -> bytes:
-        start, end = part.picks[0].tolist()
-        return b'"start":%d,"end":%d,"score":%b' % (start, end, json_numbers(part.scores[0])[1:-1])
-
-    return lambda parts: [members(part) for part in parts]
-
-
-def _next(head: NextHead) -> _Members:
-    return lambda parts: [
-        b'"ids":%b,"scores":%b' % (json_numbers(part.picks[0]), json_numbers(part.scores[0])) for part in parts
-    ]
+def _label_pieces(labels: list[bytes], picks: Array) -> Iterator[bytes]:
+    """Yield the list of the labels that (steps,) picks choose, in pieces."""
+    opening = b"["
+    for start in range(0, len(picks), PIECE_VALUES):
+        yield opening + b",".join([labels[pick] for pick in picks[start : start + PIECE_VALUES].tolist()])
+        opening = b","
+    yield b"]" if len(picks) else b"[]"
 
 
-def _vectors_only(head: EmbedHead | SequenceHead) -> _Members:
-    return lambda parts: [b""] * len(parts)
+def _named(field: AnswerField, value: bytes) -> bytes:
+    return b"%b:%b" % (orjson.dumps(field.name), value)
 
 
-_Members = Callable[[list[_SequenceArrays]], list[bytes]]
-"""Returns the JSON members of a head's output for each sequence, without the braces."""
-_MEMBERS: dict[type, Callable[[Any], _Members]] = {
-    ClassifyHead: _classify,
-    RegressHead: _RegressMembers,
-    TagHead: _TagMembers,
-    SpanHead: _span,
-    NextHead: _next,
-    EmbedHead: _vectors_only,
-    SequenceHead: _vectors_only,
-}
+def _members(spec: ModelSpec) -> _Members:
+    """Return the writer for the fields of a head's answer. Vectors are written like those that a request asks for."""
+    fields = [field for field in spec.head.json_fields(spec.output_width) if field.source in ("scores", "picks")]
+    if not fields:
+        return _Members()
+    if spec.answers_steps:
+        return _StepMembers(fields)
+    if fields[0].extent is Extent.RAGGED:
+        return _ChosenLabelMembers(fields)
+    return (_BestLabelMembers if fields[0].best else _RowMembers)(fields)
 
 
 def split_state(spec: ModelSpec, state: Array) -> dict[str, Array]:
@@ -324,7 +343,7 @@ def split_state(spec: ModelSpec, state: Array) -> dict[str, Array]:
 def _split(spec: ModelSpec, answer: Answer, arrays: list[Array]) -> Iterator[_SequenceArrays]:
     """Yield the arrays of each sequence."""
     scores, picks, embedding, sequence, state = arrays
-    per_step = isinstance(spec.head, TagHead)
+    per_step = spec.answers_steps
     for index, (begin, end) in enumerate(pairwise(accumulate(answer.steps, initial=0))):
         part = slice(begin, end) if per_step else slice(index, index + 1)
         yield _SequenceArrays(

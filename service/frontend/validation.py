@@ -87,12 +87,12 @@ def engine_request(packed: PackedInputs, options: Options, model: ServedModel, a
 
 def requested_returns(names: Iterable[str], spec: ModelSpec) -> Returns:
     """Return which vectors the engine must return: the vectors that the client names, and the output of the head itself."""
-    return _returns(frozenset(names), spec.head.kind)
+    return _returns(frozenset(names), spec.head.answer_vector)
 
 
 @lru_cache
-def _returns(names: frozenset[str], head: str) -> Returns:
-    outputs = {*("state" if name.startswith("state.") else name for name in names), head.replace("embed", "embedding")}
+def _returns(names: frozenset[str], answer: str | None) -> Returns:
+    outputs = {*("state" if name.startswith("state.") else name for name in names), answer}
     return Returns(embedding="embedding" in outputs, sequence="sequence" in outputs, state="state" in outputs)
 
 

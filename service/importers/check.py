@@ -12,17 +12,9 @@ from service.importers.draft import Draft, ImportRefused, Original
 from service.modeling.array_run import FINAL, MAIN, SEQUENCES, STATE, run_arrays
 from service.modeling.encoder import Encoder
 from service.modeling.npz import Array
+from service.modeling.spec.heads import Head
 from service.modeling.tokenizer import Tokenizer
 
-MAIN_OUTPUTS = {
-    "classify": "scores",
-    "regress": "value",
-    "tag": "probabilities",
-    "next": "probabilities",
-    "embed": "embedding",
-    "sequence": "sequence",
-}
-"""The meaning of `output` for each kind of head."""
 SAMPLE_STEPS = (1, 2, 3, 5, 8, 13, 34)
 """Lengths of the sequences for which a model is compared with its source."""
 KEPT_BY_RECIPES = {"kind", "labels", "threshold", "top"}
@@ -75,7 +67,7 @@ def compare_with_original(
 
     recipe_head: the keys of the head in the recipe.
     """
-    name = _output_of(draft.answers, encoder.spec.head.kind)
+    name = _output_of(draft.answers, encoder.spec.head)
     found = draft.head.table
     changed = sorted(key for key in recipe_head.keys() - KEPT_BY_RECIPES if recipe_head[key] != found.get(key))
     if name is None or changed:
@@ -108,16 +100,16 @@ def compare_with_original(
     )
 
 
-def _output_of(source: str, kind: str) -> str | None:
-    """Return the output of a model that is the main output of its source, or None. source, kind: of their heads."""
-    if source == kind:
-        return MAIN_OUTPUTS.get(kind)
+def _output_of(source: str, head: Head) -> str | None:
+    """Return the output of a model that is the main output of its source, or None. source: the kind of its head."""
+    if source == head.kind:
+        return head.main_output
     return {
         ("regress", "classify"): "logits",
         ("sequence", "tag"): "logits",
         ("classify", "next"): "probabilities",
         ("regress", "embed"): "embedding",
-    }.get((source, kind))
+    }.get((source, head.kind))
 
 
 def _sample_lengths(encoder: Encoder, original: Original) -> Sequence[int]:
@@ -137,7 +129,7 @@ def _random_row(encoder: Encoder, steps: int) -> Array:
 def _name(encoder: Encoder, name: str) -> str:
     if name.startswith(FINAL):
         return STATE + name.removeprefix(FINAL)
-    return MAIN_OUTPUTS.get(encoder.spec.head.kind, name) if name == MAIN else name
+    return encoder.spec.head.main_output or name if name == MAIN else name
 
 
 def _difference(name: str, outputs: Mapping[str, Array], expected: Array, arrays: Mapping[str, Array]) -> Difference:

@@ -14,7 +14,6 @@ from service.errors import ModelError
 from service.modeling.encoder import Encoder, Encoding
 from service.modeling.npz import Array
 from service.modeling.spec import ModelSpec
-from service.modeling.spec.heads import ClassifyHead, NextHead, RegressHead, SpanHead, TagHead
 from service.modeling.tokenizer import Tokenizer
 
 INPUTS = {"text": "text", "ids": "ids", "features": "inputs"}
@@ -75,7 +74,7 @@ def run_arrays(encoder: Encoder, arrays: Mapping[str, Array], tokenizer: Tokeniz
         raise ModelError(f"the arrays do not fit {encoder.spec.name}: {error}") from error
     encoding = _without_padding_alone(encoding, x)
     outputs = _head_outputs(encoder, _embedding(encoder, encoding, x), encoding.sequence)
-    by_step = {"sequence", "logits", "probabilities"} if encoder.spec.head.kind in ("tag", "span") else {"sequence"}
+    by_step = {"sequence"} if encoder.spec.pools else {"sequence", "logits", encoder.spec.head.main_output}
     changed_steps = not torch.equal(encoding.offsets, x.offsets)
     form = batch.with_offsets(encoding.offsets.cpu().numpy().astype(np.int64)) if changed_steps else batch
     result = {name: form.arranged(_array(values)) if name in by_step else _array(values) for name, values in outputs.items()}
@@ -220,19 +219,14 @@ def _embedding(encoder: Encoder, encoding: Encoding, x: Ragged) -> Tensor | None
 
 def _head_outputs(encoder: Encoder, embedding: Tensor | None, sequence: Tensor | None) -> dict[str, Tensor]:
     """Return the outputs of the head by name."""
-    head = encoder.spec.head
+    spec = encoder.spec
     outputs = {name: values for name, values in (("embedding", embedding), ("sequence", sequence)) if values is not None}
-    vectors = sequence if isinstance(head, TagHead | SpanHead) else embedding
+    vectors = embedding if spec.pools else sequence
     logits = None if vectors is None else encoder.logits(vectors)
-    if logits is None:
-        return outputs
-    outputs["logits"] = logits
-    if isinstance(head, RegressHead):
-        outputs["value"] = encoder.scores(logits)
-    elif isinstance(head, ClassifyHead):
-        outputs["scores"] = encoder.scores(logits)
-    elif isinstance(head, TagHead | NextHead):
-        outputs["probabilities"] = logits.softmax(dim=1)
+    if logits is not None:
+        outputs["logits"] = logits
+        if spec.head.main_output is not None:
+            outputs[spec.head.main_output] = encoder.scores(logits)
     return outputs
 
 

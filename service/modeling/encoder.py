@@ -14,8 +14,8 @@ from kernels.backend import AUTO as ANY_BACKEND
 from kernels.backend import PINNED
 from kernels.ragged import Encoded, Outputs, Ragged
 from service.errors import ModelError
-from service.modeling import folding, heads, layer_builder
-from service.modeling.heads import HeadOutput
+from service.modeling import folding, layer_builder
+from service.modeling.heads import HeadOutput, RunnableHead
 from service.modeling.layer_builder import EncoderPart, NamedLayer
 from service.modeling.recurrent import RecurrentStack
 from service.modeling.runnable_layer import RunnableLayer, device_bytes
@@ -50,7 +50,7 @@ class Encoder:
         self._parts = layer_builder.build_parts(
             _named_layers(spec, arrays), device, int8=int8, requested=PINNED if spec.pin_backend else ANY_BACKEND
         )
-        self._head = heads.build(spec.head, arrays, device)
+        self._head = RunnableHead(spec.head, arrays, device)
         self._wants_steps = replace(self._head.wants, steps=True)
         self._layers[-1].linear = self._head.linear
         self.whole_only = self._needing_whole_sequences()

@@ -1,11 +1,11 @@
-"""Heads: from the encoder's outputs to the output of the model."""
+"""Heads on a device, as their descriptors say: from the encoder's outputs to the output of the model."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +13,8 @@ from torch import Tensor
 from kernels.ragged import Encoded, Outputs, compute_dtype
 from service.modeling.activations import kernel_activation
 from service.modeling.pooled_vector import PooledVector
-from service.modeling.spec.heads import ClassifyHead, EmbedHead, Head, NextHead, RegressHead, SequenceHead, SpanHead, TagHead
+from service.modeling.spec.heads import Head
+from service.modeling.spec.heads.descriptor import PoolingHead
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,181 +31,100 @@ class HeadOutput:
     per_step: bool = False
 
 
-class RunnableHead(ABC):
-    """A head on a device."""
+class RunnableHead:
+    """A head on a device: a vector of each row or step, a linear layer, a function of its scores and a choice among them.
 
-    wants: Outputs
-    """The outputs that the encoder has to compute for this head."""
-    linear: tuple[Tensor, Tensor] | None = None
-    """Weight and bias of a linear layer over one vector per row. The layer below may apply it and fill Encoded.scores."""
-    streams = True
-    """Whether the head can answer for the steps so far, and later for further steps."""
+    wants: the outputs that the encoder has to compute. linear: weight and bias of a linear layer over one vector per row; the layer below
+    may apply it and fill Encoded.scores. streams: whether the head can answer for the steps so far, and later for further steps.
+    """
 
-    @abstractmethod
+    def __init__(self, head: Head, arrays: Mapping[str, Tensor], device: torch.device) -> None:
+        """arrays: of the whole model."""
+        self._head = head
+        self._vector = PooledVector(head, arrays, device) if isinstance(head, PoolingHead) else None
+        self._weights = [
+            arrays[name].to(device, compute_dtype(arrays[name].dtype, device))
+            for name in ("head.weight", "head.bias")
+            if name in arrays
+        ]
+        self._function = _score_function(head)
+        self._choose = None if head.choice is None else _CHOICES[head.choice]
+        self._per_step = head.answers_steps
+        self.wants = self._vector.wants if self._vector else Outputs(last=bool(head.pools), steps=not head.pools)
+        self.streams = head.choice != "span" and (self._vector is None or self._vector.streams)
+        self.linear: tuple[Tensor, Tensor] | None = None
+        if self._weights and self._vector and self._vector.is_pool_alone:
+            self.linear = self._weights[0], self._weights[1]
+
     def __call__(self, encoded: Encoded, offsets: Tensor) -> HeadOutput:
         """Run the head. offsets: (rows + 1,) where the steps of each row begin."""
+        if self._vector is not None:
+            vector: Tensor | None = self._vector(encoded, offsets)
+        else:
+            vector = encoded.last if self.wants.last else None
+        if not self._weights:
+            return HeadOutput(embedding=vector if vector is None else self.scores(vector))
+        scores, picks = encoded.scores, None
+        if scores is None:
+            x = encoded.steps if vector is None else vector
+            assert x is not None, "the head wants these vectors"
+            scores = self._linear(x)
+        scores = self.scores(scores)
+        if self._choose is not None:
+            scores, picks = self._choose(self._head, scores, offsets)
+        return HeadOutput(scores, picks, vector, self._per_step)
 
     def logits(self, vectors: Tensor) -> Tensor | None:
         """Return the scores of the head's linear layer, (lines, n) float32, or None without one. vectors: (lines, width)."""
-        return None
+        return self._linear(vectors).float() if self._weights else None
 
     def scores(self, logits: Tensor) -> Tensor:
-        """Return the answers of the head for the scores of its linear layer."""
-        return logits
+        """Return the main output of the head, (lines, n), for the scores of its linear layer, or for its vectors without one."""
+        return logits if self._function is None else self._function(logits)
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors that the head holds on the device."""
-        return []
+        return [*self._weights, *(self._vector.tensors() if self._vector else ())]
+
+    def _linear(self, x: Tensor) -> Tensor:
+        """Return ``x @ weight + bias`` in the device's arithmetic dtype."""
+        weight, bias = self._weights
+        return torch.addmm(bias, x.to(weight.dtype), weight)
 
 
-class Linear:
-    """``x @ weight + bias`` in the device's arithmetic dtype."""
-
-    def __init__(self, arrays: Mapping[str, Tensor], device: torch.device) -> None:
-        self.weight, self.bias = (
-            arrays[name].to(device, compute_dtype(arrays[name].dtype, device)) for name in ("head.weight", "head.bias")
-        )
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return torch.addmm(self.bias, x.to(self.weight.dtype), self.weight)
-
-
-class LinearHead(RunnableHead):
-    """Base class of heads with a linear layer."""
-
-    def __init__(self, linear: Linear) -> None:
-        self._linear = linear
-
-    def logits(self, vectors: Tensor) -> Tensor:
-        return self._linear(vectors).float()
-
-    def tensors(self) -> list[Tensor]:
-        return [self._linear.weight, self._linear.bias]
-
-
-class PooledHead(LinearHead):
-    """A linear layer over one vector per row, followed by a function of its scores."""
-
-    def __init__(self, vector: PooledVector, linear: Linear, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__(linear)
-        self.wants = vector.wants
-        self.streams = vector.streams
-        if vector.is_pool_alone:
-            self.linear = linear.weight, linear.bias
-        self._vector = vector
-        self._function = function
-
-    def __call__(self, encoded: Encoded, offsets: Tensor) -> HeadOutput:
-        vector = self._vector(encoded, offsets)
-        scores = self._linear(vector) if encoded.scores is None else encoded.scores
-        return HeadOutput(self._function(scores), embedding=vector)
-
-    def scores(self, logits: Tensor) -> Tensor:
-        return self._function(logits)
-
-    def tensors(self) -> list[Tensor]:
-        return [*super().tensors(), *self._vector.tensors()]
-
-
-class Tagger(LinearHead):
-    """The most likely label of every step and its probability."""
-
-    wants = Outputs(steps=True)
-
-    def __call__(self, encoded: Encoded, offsets: Tensor) -> HeadOutput:
-        assert encoded.steps is not None
-        scores, picks = _softmax(self._linear(encoded.steps)).max(dim=1, keepdim=True)
-        return HeadOutput(scores, picks.int(), per_step=True)
-
-
-class SpanFinder(LinearHead):
-    """The most likely start and end, with start <= end, and the product of their probabilities."""
-
-    wants = Outputs(steps=True)
-    streams = False
-
-    def __call__(self, encoded: Encoded, offsets: Tensor) -> HeadOutput:
-        assert encoded.steps is not None
-        logits = self._linear(encoded.steps).float()
-        best = [_best_span(logits[begin:end]) for begin, end in pairwise(offsets.tolist())]
-        scores, picks = zip(*best, strict=True)
-        return HeadOutput(torch.stack(scores)[:, None], torch.stack(picks))
-
-
-class NextTokens(LinearHead):
-    """The most likely next tokens and their probabilities, in descending order."""
-
-    wants = Outputs(last=True)
-
-    def __init__(self, head: NextHead, linear: Linear) -> None:
-        super().__init__(linear)
-        self._top = head.top
-
-    def __call__(self, encoded: Encoded, offsets: Tensor) -> HeadOutput:
-        assert encoded.last is not None
-        scores, picks = _softmax(self._linear(encoded.last)).topk(self._top, dim=1)
-        return HeadOutput(scores, picks.int(), encoded.last)
-
-
-class VectorHead(RunnableHead):
-    """The pooled vector itself."""
-
-    def __init__(self, vector: PooledVector, *, normalize: bool) -> None:
-        self.wants = vector.wants
-        self.streams = vector.streams
-        self._vector = vector
-        self._normalize = normalize
-
-    def __call__(self, encoded: Encoded, offsets: Tensor) -> HeadOutput:
-        vector = self._vector(encoded, offsets)
-        return HeadOutput(embedding=torch.nn.functional.normalize(vector, dim=1) if self._normalize else vector)
-
-    def tensors(self) -> list[Tensor]:
-        return self._vector.tensors()
-
-
-class EveryStep(RunnableHead):
-    """Adds no output: the answer is the encoder's steps."""
-
-    wants = Outputs(steps=True)
-
-    def __call__(self, encoded: Encoded, offsets: Tensor) -> HeadOutput:
-        return HeadOutput()
-
-
-def build(head: Head, arrays: Mapping[str, Tensor], device: torch.device) -> RunnableHead:
-    """Return the head with its weights on `device`."""
-    if isinstance(head, EmbedHead):
-        return VectorHead(PooledVector(head, arrays, device), normalize=head.normalize)
-    if isinstance(head, SequenceHead):
-        return EveryStep()
-    linear = Linear(arrays, device)
-    if isinstance(head, TagHead):
-        return Tagger(linear)
-    if isinstance(head, SpanHead):
-        return SpanFinder(linear)
-    if isinstance(head, NextHead):
-        return NextTokens(head, linear)
-    assert isinstance(head, ClassifyHead | RegressHead)
-    return PooledHead(PooledVector(head, arrays, device), linear, _score_function(head))
-
-
-def _score_function(head: ClassifyHead | RegressHead) -> Callable[[Tensor], Tensor]:
-    """Return the function from the scores of the linear layer to the answers of the head, float32."""
-    if isinstance(head, ClassifyHead):
-        return _probabilities if head.multi_label else _softmax
-    activation = kernel_activation(head.activation)
+def _score_function(head: Head) -> Callable[[Tensor], Tensor] | None:
+    """Return the function of the scores, or of the vectors of a head without a linear layer."""
+    match head.score_function:
+        case "softmax":
+            return lambda scores: scores.softmax(dim=1, dtype=torch.float32)
+        case "sigmoid":
+            return lambda scores: scores.float().sigmoid()
+        case "unit_length":
+            return lambda vectors: torch.nn.functional.normalize(vectors, dim=1)
+        case None:
+            return None
+    activation = kernel_activation(head.score_function)
     return lambda scores: activation(scores.float())
 
 
-def _probabilities(scores: Tensor) -> Tensor:
-    """Return the probability of each label by itself."""
-    return scores.float().sigmoid()
+def _best(head: Any, scores: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+    best, picks = scores.max(dim=1, keepdim=True)
+    return best, picks.int()
 
 
-def _softmax(scores: Tensor) -> Tensor:
-    """Return the softmax of each line in float32."""
-    return scores.softmax(dim=1, dtype=torch.float32)
+def _top(head: Any, scores: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+    best, picks = scores.topk(head.top, dim=1)
+    return best, picks.int()
+
+
+def _spans(head: Any, scores: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+    logits = scores.float()
+    best, picks = zip(*(_best_span(logits[begin:end]) for begin, end in pairwise(offsets.tolist())), strict=True)
+    return torch.stack(best)[:, None], torch.stack(picks)
+
+
+_CHOICES: dict[str, Callable[[Any, Tensor, Tensor], tuple[Tensor, Tensor]]] = {"best": _best, "top": _top, "span": _spans}
+"""Return the scores and the picks of each choice of a descriptor."""
 
 
 def _best_span(logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from kernels.activations import TANH
 from kernels.ragged import Encoded, Outputs, compute_dtype
 from service.modeling.activations import kernel_activation
-from service.modeling.spec.heads import Pool, PoolingHead
+from service.modeling.spec.heads.descriptor import Pool, PoolingHead
 from service.modeling.step_layers import Dense
 
 BY_STEPS = ("first", "last_step", "attention")

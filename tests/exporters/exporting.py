@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from service.exporters.command import export_model
-from service.importers.check import MAIN_OUTPUTS
 from service.importers.command import ImportRequest as ImportRequest
 from service.importers.command import import_model
 from service.modeling import store
@@ -106,7 +105,7 @@ def main_answers(folder: Path, spec: ModelSpec, rows: Sequence[Array]) -> list[A
     encoder = Encoder(spec, store.read_arrays(folder / "models" / spec.name / "1", spec), torch.device("cpu"))
     name = "ids" if spec.input.features is None else "inputs"
     outputs = run_arrays(encoder, {name: np.concatenate(list(rows)), "offsets": np.cumsum([0, *map(len, rows)])})
-    answer = outputs["logits" if spec.head.kind == "span" else MAIN_OUTPUTS[spec.head.kind]]
+    answer = outputs[spec.head.main_output or "logits"]
     if spec.head.kind not in ("tag", "span", "sequence"):
         return list(answer)
     steps = np.split(answer, outputs["offsets"][1:-1])

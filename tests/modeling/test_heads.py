@@ -14,7 +14,6 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from kernels.ragged import Encoded, Outputs
-from service.modeling import heads
 from service.modeling.heads import HeadOutput, RunnableHead
 from service.modeling.spec.heads import Head
 from tests.kernels import inputs
@@ -47,7 +46,7 @@ def arrays(head: dict[str, Any], storage: torch.dtype = torch.float32) -> dict[s
 
 
 def built(head: dict[str, Any], storage: torch.dtype = torch.float32) -> RunnableHead:
-    return heads.build(_HEAD.validate_python(head), arrays(head, storage), CPU)
+    return RunnableHead(_HEAD.validate_python(head), arrays(head, storage), CPU)
 
 
 def encoding() -> Encoded:
@@ -103,7 +102,9 @@ def test_normalizing_zeros_returns_zeros() -> None:
 
 def span_over(scores: Sequence[Sequence[float]]) -> tuple[float, tuple[int, int], dict[tuple[int, int], float]]:
     """Return the head's output for start and end scores, and the probability of every span."""
-    head = heads.build(_HEAD.validate_python({"kind": "span"}), {"head.weight": torch.eye(2), "head.bias": torch.zeros(2)}, CPU)
+    head = RunnableHead(
+        _HEAD.validate_python({"kind": "span"}), {"head.weight": torch.eye(2), "head.bias": torch.zeros(2)}, CPU
+    )
     steps = torch.tensor(scores)
     output = run_head(head, [len(steps)], inputs.encoding([steps], None))
     assert output.scores is not None and output.picks is not None

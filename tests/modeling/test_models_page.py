@@ -10,7 +10,8 @@ import pytest
 
 from service.modeling.spec import ModelSpec, SequenceInput
 from service.modeling.spec.activations import PARAMETERS, Gated, Kind
-from service.modeling.spec.heads import Head, HeadDense
+from service.modeling.spec.heads import Head
+from service.modeling.spec.heads.descriptor import HeadDense
 from service.modeling.spec.layers import Layer
 
 PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text()

@@ -451,5 +451,5 @@ def _known_question(spec: ModelSpec) -> Chunk:
     else:
         assert spec.input.vocabulary is not None
         data = (np.arange(1, steps + 1) * KNOWN_STRIDE % spec.input.vocabulary).astype(IDS)
-    returns = Returns(embedding=spec.head.kind == "embed", sequence=spec.head.kind == "sequence")
+    returns = Returns(embedding=spec.head.answer_vector == "embedding", sequence=spec.head.answer_vector == "sequence")
     return Chunk(data.tobytes(), steps, returns, None)

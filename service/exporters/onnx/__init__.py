@@ -36,7 +36,7 @@ def export(model: Model) -> Export:
             part.refuse(part.kind not in LAYERS, "ONNX has no operator like it", "Export the model to PyTorch")
             x = LAYERS[part.kind](graph, layer, part, x)
     answer = heads.answer(graph, model.spec.head, model.head(), Encoded(x, final, model.spec.has_steps))
-    content = graph.model(model.spec.name, answer, heads.OUTPUTS[model.spec.head.kind], _output_shape(model.spec))
+    content = graph.model(model.spec.name, answer, model.spec.head.main_output or "logits", _output_shape(model.spec))
     return Export(content.SerializeToString(), _recipe(model), "" if has_batch else ONE_SEQUENCE)
 
 
@@ -57,4 +57,4 @@ def _output_shape(spec: ModelSpec) -> tuple[int | str, ...]:
     """Return the shape of the answer for a sequence."""
     tensors = spec.tensors()
     width = tensors["head.bias"][0] if "head.bias" in tensors else spec.embedding_width
-    return ("output_steps", width) if spec.head.kind in ("tag", "span", "sequence") else (width,)
+    return (width,) if spec.pools else ("output_steps", width)

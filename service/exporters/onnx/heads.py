@@ -12,21 +12,12 @@ from service.exporters.model import ExportedPart
 from service.exporters.onnx.activations import activated
 from service.exporters.onnx.graph import ExportedGraph
 from service.exporters.onnx.layers import product
-from service.modeling.spec.heads import ClassifyHead, EmbedHead, Head, NextHead, PoolingHead, RegressHead, SpanHead, TagHead
+from service.modeling.spec.heads import Head
+from service.modeling.spec.heads.descriptor import PoolingHead
 
 STEPS = 1
 """The axis of steps."""
 LOWEST = float(np.finfo(np.float32).min)
-OUTPUTS = {
-    "classify": "scores",
-    "regress": "value",
-    "tag": "probabilities",
-    "span": "logits",
-    "next": "probabilities",
-    "embed": "embedding",
-    "sequence": "sequence",
-}
-"""The name of the output of each head."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,30 +33,30 @@ class Encoded:
 def answer(graph: ExportedGraph, head: Head, part: ExportedPart, x: Encoded) -> str:
     """Add a head, and return its answer."""
     graph.start("head")
-    if isinstance(head, TagHead):
-        return graph.add("Softmax", product(graph, part, x.steps), axis=-1)
-    if isinstance(head, SpanHead):
-        return product(graph, part, x.steps)
-    if isinstance(head, NextHead):
-        return graph.add("Softmax", _linear(graph, part, _or_zero(graph, _pooled(graph, "last", part, x))), axis=-1)
-    return _pooled_answer(graph, head, part, x) if isinstance(head, PoolingHead) else x.steps
+    inputs = _vector(graph, head, part, x) if head.pools else x.steps
+    if "weight" in part.arrays:
+        inputs = _linear(graph, part, inputs) if head.pools else product(graph, part, inputs)
+    match head.score_function:
+        case "softmax":
+            return graph.add("Softmax", inputs, axis=-1)
+        case "sigmoid":
+            return graph.add("Sigmoid", inputs)
+        case "unit_length":
+            return graph.add("LpNormalization", inputs, axis=-1, p=2)
+        case None:
+            return inputs
+    return activated(graph, head.score_function, inputs)
 
 
-def _pooled_answer(graph: ExportedGraph, head: PoolingHead, part: ExportedPart, x: Encoded) -> str:
+def _vector(graph: ExportedGraph, head: Head, part: ExportedPart, x: Encoded) -> str:
     vector = x.steps
     if x.has_steps:
-        pooled = [_pooled(graph, pool, part, x) for pool in head.pool]
+        pooled = [_pooled(graph, pool, part, x) for pool in head.pools]
         vector = pooled[0] if len(pooled) == 1 else graph.add("Concat", *pooled, axis=1)
     vector = _or_zero(graph, vector)
-    for index, layer in enumerate(head.dense):
+    for index, layer in enumerate(head.dense if isinstance(head, PoolingHead) else ()):
         vector = activated(graph, layer.activation, _linear(graph, part, vector, f"dense.{index}."))
-    if isinstance(head, EmbedHead):
-        return graph.add("LpNormalization", vector, axis=-1, p=2) if head.normalize else vector
-    logits = _linear(graph, part, vector)
-    if isinstance(head, RegressHead):
-        return activated(graph, head.activation, logits)
-    assert isinstance(head, ClassifyHead), "no other head pools"
-    return graph.add("Sigmoid", logits) if head.multi_label else graph.add("Softmax", logits, axis=-1)
+    return vector
 
 
 def _linear(graph: ExportedGraph, part: ExportedPart, x: str, prefix: str = "") -> str:

@@ -16,13 +16,14 @@ import numpy as np
 
 from service.frontend import validation
 from service.frontend.catalog import Catalog, ModelIndex, ServedModel
-from service.frontend.oip import metadata, parameters
+from service.frontend.oip import parameters
 from service.frontend.oip.inputs import ID_BYTES, InputTensors
 from service.frontend.oip.json import ParsedRequest
 from service.frontend.oip.tensors import BYTES, Tensor, decode
 from service.frontend.validation import PackedInputs
 from service.ipc.messages import FEATURES
-from service.modeling.spec.heads import ClassifyHead, EmbedHead, RegressHead
+from service.modeling.spec import ModelSpec
+from service.modeling.spec.heads.fields import AnswerField
 from service.settings import Settings
 
 MAX_FORMS = 256
@@ -30,8 +31,6 @@ MAX_FORM_BYTES = 1024
 """Longer heads are read each time: one client must not fill the memory with heads that it never repeats."""
 MAX_UNPACKED_IDS = 256
 """For more ids than this NumPy finds the largest faster than Python does."""
-WHOLE_OUTPUTS = {ClassifyHead: "scores", RegressHead: "value", EmbedHead: "embedding"}
-"""The output of a head that is the engine's answer as it is, if no other output is requested."""
 _LENGTH = struct.Struct("<I")
 
 FormKey = tuple[str, bytes]
@@ -158,11 +157,17 @@ class BinaryForms:
 def _whole_output_size(parsed: ParsedRequest, model: ServedModel, sequences: int) -> int:
     """Return the size of the engine's answer if nothing else follows the head of the response, otherwise 0."""
     spec, requested = model.spec, parsed.request.outputs
-    names = [output.name for output in requested] or [output.name for output in metadata.head_outputs(spec)]
-    if names != [WHOLE_OUTPUTS.get(type(spec.head))] or not parsed.raw(names[0]) or any(output.classes for output in requested):
+    whole = _whole_output(spec)
+    names = [output.name for output in requested] or [field.name for field in spec.answer_fields]
+    if whole is None or names != [whole.name] or not parsed.raw(names[0]) or any(output.classes for output in requested):
         return 0
-    [output] = [output for output in metadata.head_outputs(spec) if output.name == names[0]]
-    return sequences * math.prod(output.dims) * np.dtype(FEATURES).itemsize
+    return sequences * math.prod(whole.dims) * np.dtype(FEATURES).itemsize
+
+
+def _whole_output(spec: ModelSpec) -> AnswerField | None:
+    """Return the output of a head that is the engine's answer as it is, if no other output is requested."""
+    numbers = [field for field in spec.answer_fields if not field.best]
+    return numbers[0] if len(numbers) == 1 and not spec.answers_steps else None
 
 
 def all_finite(answers: list[bytes | memoryview]) -> bool:

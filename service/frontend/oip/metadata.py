@@ -19,7 +19,6 @@ from service.frontend.oip.tensors import BYTES
 from service.frontend.quoting import quote
 from service.ipc.messages import MAX_POLICY_CHARACTERS
 from service.modeling.spec import ModelSpec
-from service.modeling.spec.heads import ClassifyHead, EmbedHead, NextHead, RegressHead, SequenceHead, SpanHead, TagHead
 
 EXTENSIONS = (
     *("binary_tensor_data", "classification", "parameters", "sequence", "sequence(string_id)"),
@@ -99,29 +98,7 @@ def state_tensors(spec: ModelSpec) -> list[TensorMetadata]:
 
 def head_outputs(spec: ModelSpec) -> list[TensorMetadata]:
     """Return the outputs of a model's head."""
-    match spec.head:
-        case ClassifyHead(labels=labels):
-            return [
-                TensorMetadata("label", BYTES, (1,)),
-                TensorMetadata("score", "FP32", (1,)),
-                TensorMetadata("scores", "FP32", (len(labels),)),
-            ]
-        case RegressHead(outputs=count):
-            return [TensorMetadata("value", "FP32", (count,))]
-        case TagHead():
-            return [TensorMetadata("labels", BYTES, (-1,)), TensorMetadata("scores", "FP32", (-1,))]
-        case SpanHead():
-            return [
-                TensorMetadata("start", "INT32", (1,)),
-                TensorMetadata("end", "INT32", (1,)),
-                TensorMetadata("score", "FP32", (1,)),
-            ]
-        case NextHead(top=top):
-            return [TensorMetadata("ids", "INT32", (top,)), TensorMetadata("scores", "FP32", (top,))]
-        case EmbedHead():
-            return [TensorMetadata("embedding", "FP32", (spec.embedding_width,))]
-        case SequenceHead():
-            return [TensorMetadata("sequence", "FP32", (-1, spec.output_width))]
+    return [TensorMetadata(field.name, field.dtype, field.dims) for field in spec.answer_fields]
 
 
 def server_metadata() -> dict[str, Any]:

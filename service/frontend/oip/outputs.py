@@ -23,7 +23,7 @@ from service.frontend.oip.tensors import BYTES, Tensor
 from service.frontend.oip.types import RequestedOutput
 from service.frontend.quoting import quote
 from service.modeling.spec import ModelSpec
-from service.modeling.spec.heads import ClassifyHead, NextHead, SequenceHead, SpanHead, TagHead
+from service.modeling.spec.heads.fields import AnswerField, Extent
 
 Array = NDArray[Any]
 
@@ -42,23 +42,25 @@ def check_requested(outputs: Sequence[RequestedOutput], spec: ModelSpec) -> None
     known = [tensor.name for tensor in metadata.head_outputs(spec)]
     if not set(names).issubset(known):  # most requests name no others, and need not wait for the list of all
         known = [tensor.name for tensor in (*metadata.outputs(spec), *state_tensors(spec))]
+    classified = _label_scores(spec)
     for index, output in enumerate(outputs):
         if output.name not in known:
             raise _outputs_error(f"{quote(output.name)} is not an output of {spec.name}: its outputs are {', '.join(known)}")
         if output.name in names[:index]:
             raise _outputs_error(f"{output.name} is requested twice: request it once")
-        if output.classes and not (output.name == "scores" and isinstance(spec.head, ClassifyHead)):
+        if output.classes and not (classified and output.name == classified.name):
             raise _outputs_error(f"{output.name} of {spec.name} has no classes: leave classification out")
-    if not has_step_outputs(spec) and {LENGTHS, OFFSETS} & set(names) and "sequence" not in names:
+    if not spec.answers_steps and {LENGTHS, OFFSETS} & set(names) and "sequence" not in names:
         raise _outputs_error(f"{LENGTHS} and {OFFSETS} describe sequence: request sequence too, or leave them out")
 
 
 def check_classes(outputs: Sequence[RequestedOutput], spec: ModelSpec, sequences: int) -> None:
     """Raise TooLarge for a classification with too many entries, over all sequences."""
-    if not isinstance(spec.head, ClassifyHead):
+    classified = _label_scores(spec)
+    if classified is None:
         return
     for output in outputs:
-        entries = min(output.classes, len(spec.head.labels)) * sequences
+        entries = min(output.classes, len(classified.labels)) * sequences
         if entries > MAX_CLASSES:
             raise TooLarge(
                 f"the classification would have {entries} entries for {sequences} sequences, but at most {MAX_CLASSES} are "
@@ -67,9 +69,9 @@ def check_classes(outputs: Sequence[RequestedOutput], spec: ModelSpec, sequences
             )
 
 
-def has_step_outputs(spec: ModelSpec) -> bool:
-    """Return whether the head has outputs per time step."""
-    return isinstance(spec.head, TagHead | SequenceHead)
+def _label_scores(spec: ModelSpec) -> AnswerField | None:
+    """Return the output that has a score for each label, of which a request may ask for the best."""
+    return next((field for field in spec.answer_fields if field.has_label_scores), None)
 
 
 def output_tensors(
@@ -83,9 +85,9 @@ def output_tensors(
     answer = _AnswerTensors(spec, arrays, _SequenceLayout(steps, ragged))
     if not requested:
         names = [tensor.name for tensor in metadata.head_outputs(spec)]
-        layout = [OFFSETS if ragged else LENGTHS] if has_step_outputs(spec) else []
+        layout = [OFFSETS if ragged else LENGTHS] if spec.answers_steps else []
         requested = [RequestedOutput(name) for name in (*names, *layout)]
-    return [answer.classes(output.classes) if output.classes else answer.tensor(output.name) for output in requested if steps]
+    return [answer.classes(output) if output.classes else answer.tensor(output.name) for output in requested if steps]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +119,9 @@ class _AnswerTensors:
     """All outputs of one answer; a tensor is built when it is requested."""
 
     def __init__(self, spec: ModelSpec, arrays: list[Array], layout: _SequenceLayout) -> None:
-        self._head = spec.head
-        self._scores, self._picks, self._embedding, self._sequence, state = arrays
+        *vectors, state = arrays
+        self._arrays = dict(zip(("scores", "picks", "embedding", "sequence"), vectors, strict=True))
+        self._fields = {field.name: field for field in spec.answer_fields}
         self._states = split_state(spec, state) if state.size else {}
         self._layout = layout
 
@@ -126,43 +129,39 @@ class _AnswerTensors:
         """Return an output by its name."""
         if name.startswith(STATE):
             return _numbers(name, self._states[name.removeprefix(STATE)])
-        match name, self._head:
-            case "label", ClassifyHead(labels=labels):
-                best = self._scores.argmax(axis=1)[:, None]
-                return _strings(name, best, labels)
-            case "labels", TagHead(labels=labels):
-                return _strings(name, self._layout.arrange(self._picks[:, 0], fill=len(labels)), (*labels, ""))
-            case "scores", TagHead():
-                return _numbers(name, self._layout.arrange(self._scores[:, 0]))
-            case "score", ClassifyHead():
-                return _numbers(name, self._scores.max(axis=1, keepdims=True))
-            case "start" | "end", SpanHead():
-                column = ("start", "end").index(name)
-                return _numbers(name, self._picks[:, column : column + 1])
-            case "ids", NextHead():
-                return _numbers(name, self._picks)
-            case "embedding", _:
-                return _numbers(name, self._embedding)
-            case "sequence", _:
-                return _numbers(name, self._layout.arrange(self._sequence))
-            case "lengths", _:
+        if name in self._fields:
+            return self._head_output(self._fields[name])
+        match name:
+            case "embedding":
+                return _numbers(name, self._arrays[name])
+            case "sequence":
+                return _numbers(name, self._layout.arrange(self._arrays[name]))
+            case "lengths":
                 return _numbers(name, np.array(self._layout.steps, np.int32)[:, None])
-            case "offsets", _:
-                return _numbers(name, np.array([[0, *accumulate(self._layout.steps)]], np.int32))
-        # scores of classify and next, value of regress, score of span
-        return _numbers(name, self._scores)
+        return _numbers(name, np.array([[0, *accumulate(self._layout.steps)]], np.int32))  # offsets
 
-    def classes(self, count: int) -> Tensor:
+    def _head_output(self, field: AnswerField) -> Tensor:
+        values, labels = self._arrays[field.source], field.labels
+        if field.best:
+            values = values.argmax(axis=1)[:, None] if field.dtype == BYTES else values.max(axis=1, keepdims=True)
+        elif field.extent is Extent.ROW:
+            values = values[:, field.column : field.column + (field.width or 1)]
+        else:  # padding has the string after the labels
+            values = values[:, field.column] if field.width is None else values
+            values, labels = self._layout.arrange(values, fill=len(labels)), (*labels, "")
+        return _strings(field.name, values, labels) if field.dtype == BYTES else _numbers(field.name, values)
+
+    def classes(self, output: RequestedOutput) -> Tensor:
         """Return the best labels of each sequence as strings score:index:label, best first."""
-        assert isinstance(self._head, ClassifyHead)
-        labels = self._head.labels
-        best = np.argsort(-self._scores, axis=1, kind="stable")[:, :count]
+        field = self._fields[output.name]
+        scores = self._arrays[field.source]
+        best = np.argsort(-scores, axis=1, kind="stable")[:, : output.classes]
         lines = [
-            b"%b:%d:%b" % (score, index, labels[index].encode())
-            for scores, picks in zip(self._scores, best, strict=True)
-            for score, index in zip(json_numbers(scores[picks])[1:-1].split(b","), picks.tolist(), strict=True)
+            b"%b:%d:%b" % (score, index, field.labels[index].encode())
+            for row, picks in zip(scores, best, strict=True)
+            for score, index in zip(json_numbers(row[picks])[1:-1].split(b","), picks.tolist(), strict=True)
         ]
-        return Tensor("scores", BYTES, best.shape, lines)
+        return Tensor(output.name, BYTES, best.shape, lines)
 
 
 def _numbers(name: str, values: Array) -> Tensor:

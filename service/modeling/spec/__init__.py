@@ -28,7 +28,8 @@ from pydantic import Field, StrictBool, ValidationError, model_validator
 from service.errors import ModelError
 from service.modeling.spec.error_messages import error_messages, shortened
 from service.modeling.spec.files import read_file, read_toml
-from service.modeling.spec.heads import Head, PoolingHead
+from service.modeling.spec.heads import Head
+from service.modeling.spec.heads.fields import AnswerField
 from service.modeling.spec.layers import MATRICES, ConvLayer, Layer, RecurrentLayer, TextCNNLayer, WindowLayer
 from service.modeling.spec.table import Count, Shapes, Size, Table
 
@@ -147,10 +148,7 @@ class ModelSpec(Table):
     def _head_fits_the_encoder(self) -> ModelSpec:
         if not self.has_steps and self.pools != ("max",):
             raise ValueError('a text_cnn needs a head of kind classify, regress or embed with pool = "max"')
-        if self.head.kind == "next" and self.input.vocabulary is None:
-            raise ValueError('a head of kind "next" needs an input of kind "text" or "ids"')
-        if self.head.kind == "next" and self.input.vocabulary is not None and self.head.top > self.input.vocabulary:
-            raise ValueError(f"head.top is {self.head.top} and input.vocabulary is {self.input.vocabulary}: lower head.top")
+        self.head.check_vocabulary(self.input.vocabulary)
         return self
 
     def tensors(self) -> Shapes:
@@ -183,12 +181,12 @@ class ModelSpec(Table):
 
     @property
     def takes_empty(self) -> bool:
-        """Whether a sequence without steps has an answer: no layer needs several steps, and the head is not `span`."""
-        return self.min_steps == 1 and self.head.kind != "span"
+        """Whether a sequence without steps has an answer: no layer needs several steps, and the head needs none."""
+        return self.min_steps == 1 and self.head.takes_empty
 
     @cached_property
     def states(self) -> dict[str, int]:
-        """The states of the recurrent layers by name, such as `layers.1.0.forward.hidden`, and their widths.
+        """The states of the recurrent layers and the head by name, such as `layers.1.0.forward.hidden`, and their widths.
 
         Requests may bring them and request them. Empty for a model without recurrent layers, or with a QRNN with a window of
         several steps.
@@ -201,12 +199,22 @@ class ModelSpec(Table):
                 return {}
             for level, direction, (array, width) in product(range(layer.depth), layer.directions, layer.states.items()):
                 widths[f"layers.{index}.{level}.{direction}.{array}"] = width
-        return widths
+        return widths | {f"head.{array}": width for array, width in self.head.states.items()}
 
     @property
     def pools(self) -> tuple[str, ...]:
         """The pools of the head, or none if it works on every step."""
-        return self.head.pool if isinstance(self.head, PoolingHead) else ("last",) if self.head.kind == "next" else ()
+        return self.head.pools
+
+    @cached_property
+    def answer_fields(self) -> tuple[AnswerField, ...]:
+        """The fields of the head's answer."""
+        return self.head.fields(self.output_width)
+
+    @cached_property
+    def answers_steps(self) -> bool:
+        """Whether the head's answer has a line for each step."""
+        return self.head.answers_steps
 
     @cached_property
     def output_width(self) -> int:
@@ -219,7 +227,7 @@ class ModelSpec(Table):
     @property
     def embedding_width(self) -> int:
         """Width of the vector that the head works on."""
-        return self.head.vector_width(self.output_width) if isinstance(self.head, PoolingHead) else self.output_width
+        return self.head.vector_width(self.output_width)
 
     @property
     def has_steps(self) -> bool:
@@ -229,7 +237,7 @@ class ModelSpec(Table):
     @property
     def has_embedding(self) -> bool:
         """Whether the head works on one vector per sequence, so that a request may return the embedding."""
-        return self.head.kind in ("classify", "regress", "next", "embed")
+        return bool(self.head.pools)
 
     @cached_property
     def vectors(self) -> frozenset[str]:

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
-from service.importers.check import MAIN_OUTPUTS
 from service.importers.draft import Draft, ImportRefused
 from service.importers.onnx import read
 from service.modeling.array_run import run_arrays
@@ -162,7 +161,7 @@ def answers(draft: Draft, rows: Sequence[Array]) -> list[Array]:
     encoder = Encoder(spec, {name: torch.from_numpy(array) for name, array in draft.arrays().items()}, CPU)
     offsets = np.cumsum([0, *map(len, rows)])
     outputs = run_arrays(encoder, {"ids" if rows[0].ndim == 1 else "inputs": np.concatenate(rows), "offsets": offsets})
-    main = outputs[MAIN_OUTPUTS[spec.head.kind]]
+    main = outputs[spec.head.main_output or "logits"]
     if spec.head.kind not in ("tag", "sequence"):
         return list(main)
     return np.split(main, outputs["offsets"][1:-1])
