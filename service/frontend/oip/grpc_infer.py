@@ -168,7 +168,7 @@ class GrpcRunner(TensorRunner):
 
     def _write_together(self, model: ServedModel, answers: list[AnsweredRequest]) -> list[bytes] | None:
         """Return the responses, or None unless all of them are simple."""
-        if not isinstance(model.spec.head, ClassifyHead):
+        if not isinstance(model.spec.head, ClassifyHead):  # the most frequent kind has a writer that prepares its whole message
             return None
         writer = self._writers.get(model.key)
         if writer is None:
