@@ -70,7 +70,7 @@ def _gru(workload: Workload, normal: Normal) -> tuple[GRUWeights, ...]:
     inputs, hidden = workload.inputs, workload.hidden
     if workload.kind == "folded":
         recurrent, recurrent_bias = normal(hidden, 3 * hidden, scale=hidden**-0.5), normal(hidden)
-        return (GRUWeights(None, recurrent, None, recurrent_bias, table=normal(inputs, 3 * hidden)),)
+        return (GRUWeights(None, recurrent, None, recurrent_bias=recurrent_bias, table=normal(inputs, 3 * hidden)),)
     matrices = normal(inputs, 3 * hidden, scale=inputs**-0.5), normal(hidden, 3 * hidden, scale=hidden**-0.5)
     return (GRUWeights(*matrices, bias=normal(3 * hidden), recurrent_bias=normal(hidden)),)
 

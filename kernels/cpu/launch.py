@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields
+from functools import cache
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +26,12 @@ class StateArrays(NamedTuple):
     arguments: tuple[int, ...]
     after: Any
     kept: tuple[Tensor, ...]
+
+
+@cache
+def loops(module: str) -> Any:
+    """Return a module of compiled loops. The first import of Numba takes half a second."""
+    return import_module(module)
 
 
 def as_floats(values: Tensor) -> Tensor:

@@ -4,9 +4,6 @@ windows."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
-from importlib import import_module
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +25,7 @@ from kernels.scan.cpu import (
     row_layer,
 )
 
+LOOPS = "kernels.qrnn.cpu_loops"
 BLOCKS = {"f": (0, 1), "fo": (0, 1, 2), "ifo": (0, 1, 3, 2)}
 """The blocks of each pooling in the order of the compiled loop: the output gate is the last."""
 
@@ -108,7 +106,7 @@ def _find_rows(ids: Tensor, tables: Tensor, batch: tuple[int, ...], lefts: tuple
     """Return the rows of the tables in each token's window. Raises IndexError for a row outside of the tables."""
     taps, height, _ = tables.shape
     numbers = torch.empty(ids.shape[0], taps, dtype=torch.int64)
-    _loops().find_rows(ids.data_ptr(), ids.itemsize, FIRST, height, *batch, taps, *lefts, numbers.data_ptr())
+    launch.loops(LOOPS).find_rows(ids.data_ptr(), ids.itemsize, FIRST, height, *batch, taps, *lefts, numbers.data_ptr())
     return numbers
 
 
@@ -119,7 +117,9 @@ def _find_windows(data: Tensor, taps: int, batch: tuple[int, ...], lefts: tuple[
     edges = batch[2] * (taps - 1) * columns  # two float32 steps in the memory of one int64 step
     begins = torch.empty(tokens + edges, dtype=torch.int64)
     address = begins.data_ptr()
-    _loops().find_windows(data.data_ptr(), columns, *batch, taps, *lefts, address + launch.LONG_BYTES * tokens, address)
+    launch.loops(LOOPS).find_windows(
+        data.data_ptr(), columns, *batch, taps, *lefts, address + launch.LONG_BYTES * tokens, address
+    )
     return begins
 
 
@@ -143,9 +143,3 @@ def _pack_layer(weights: QRNNWeights, reverse: int) -> _Packed:
     tables = None if weights.tables is None else as_stored_rows(weights.tables)
     storage = torch.float32 if tables is None else tables.dtype
     return _Packed(row_layer(number, form, bias, hidden, Factors(), storage), tables)
-
-
-@cache
-def _loops() -> Any:
-    """Return the module of compiled loops. It imports Numba, which takes half a second."""
-    return import_module("kernels.qrnn.cpu_loops")

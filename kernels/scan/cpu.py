@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
-from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -78,7 +76,7 @@ class ScanLayer:
         chunk = max(1, min(self.chunk_tokens, tokens))
         longs, floats = rows + 1 + 3 * chunk, rows * self.width + chunk * self.token_floats
         run_in_parts(
-            _loops().run,
+            launch.loops("kernels.scan.cpu_loops").run,
             (*batch, chunk, self.group_units, *self.arguments, *gates, *states, *outputs),
             self.groups,
             tokens * self.operations,
@@ -232,9 +230,3 @@ def as_stored_rows(table: Tensor) -> Tensor:
     """Return a table as compiled loops read it: stored in a dtype that they know, the columns of a row consecutive."""
     stored = table if table.dtype in STORAGES else table.float()
     return stored if stored.stride(-1) == 1 else stored.contiguous()
-
-
-@cache
-def _loops() -> Any:
-    """Return the module of compiled loops. It imports Numba, which takes half a second."""
-    return import_module("kernels.scan.cpu_loops")

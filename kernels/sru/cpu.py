@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
-from importlib import import_module
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -96,7 +93,9 @@ def _project(values: Tensor, projection: _Projection) -> Tensor:
     arguments = (tokens, storage, values.data_ptr(), columns, *addresses, projection.width, out.data_ptr())
     scratch = launch.aligned(launch.LONG_BYTES * tokens) + launch.FLOAT_BYTES * projection.quantized_floats * tokens
     operations = tokens * columns * projection.width
-    run_in_parts(_loops().project, arguments, tokens, operations, scratch + 2 * launch.ALIGNED_BYTES)
+    run_in_parts(
+        launch.loops("kernels.sru.cpu_loops").project, arguments, tokens, operations, scratch + 2 * launch.ALIGNED_BYTES
+    )
     return out
 
 
@@ -136,9 +135,3 @@ def _pack_projection(projection: Tensor, *, int8: bool) -> _Projection:
     bias = torch.zeros(width)
     quantized_floats = row_floats(len(projection)) if storage == INT8 else 0
     return _Projection(width, quantized_floats, (storage, panels.data_ptr(), bias.data_ptr()), (panels, bias))
-
-
-@cache
-def _loops() -> Any:
-    """Return the module of compiled loops. It imports Numba, which takes half a second."""
-    return import_module("kernels.sru.cpu_loops")

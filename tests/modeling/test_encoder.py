@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -104,18 +103,14 @@ def test_model_runs_its_layers_one_after_another(pool: str, forms: tuple[Form, .
 
 
 def test_pinned_model_requests_a_pinned_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    requested: list[str] = []
-    kind: type[RecurrentLayer] = LSTMLayer
+    requested, kind = list[str](), cast(type[RecurrentLayer], LSTMLayer)
 
     def run(*arguments: Any, backend: str, **options: Any) -> Encoded:
         requested.append(backend)
         return levels(*arguments, backend=backend, **options)
 
-    monkeypatch.setitem(
-        recurrent.FAMILIES,
-        kind,
-        replace(recurrent.FAMILIES[kind], kernel=cast(Any, SimpleNamespace(levels=run, choice=choice))),
-    )
+    family = cast(Any, SimpleNamespace(levels=run, choice=choice, runs_levels=True))
+    monkeypatch.setitem(recurrent.FAMILIES, kind, family)
     for pinned in (False, True):
         spec = classifier(Form("lstm", depth=2), pin_backend=pinned)
         encoder(spec)(batch(spec, LENGTHS))
