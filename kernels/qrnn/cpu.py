@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from kernels.cpu import launch
-from kernels.cpu.forms import FORMS, QRNN_FORMS
 from kernels.embedding import FIRST
 from kernels.qrnn.types import POOLINGS, QRNNState, QRNNWeights
 from kernels.ragged import Ragged, without_sources
@@ -133,13 +132,13 @@ def _pack(weights: QRNNWeights, reverse: int) -> _Packed:
 
 
 def _pack_layer(weights: QRNNWeights, reverse: int) -> _Packed:
-    form, hidden, blocks = QRNN_FORMS[weights.pooling], weights.hidden, POOLINGS[weights.pooling]
+    form, hidden, blocks = weights.scan_form, weights.hidden, POOLINGS[weights.pooling]
     order = list(BLOCKS[weights.pooling])
-    number, bias = FORMS.index(form), weights.bias.view(blocks, hidden)[order].flatten()
+    bias = weights.bias.view(blocks, hidden)[order].flatten()
     if weights.input is not None:
         taps = weights.input if reverse else weights.input.flip(0)
         matrix = taps.flatten(0, 1).view(-1, blocks, hidden)[:, order].flatten(1)
-        return _Packed(product_layer(number, form, matrix, bias, hidden, Factors(), int8=weights.int8), None)
+        return _Packed(product_layer(form, matrix, bias, hidden, Factors(), int8=weights.int8), None)
     tables = None if weights.tables is None else as_stored_rows(weights.tables)
     storage = torch.float32 if tables is None else tables.dtype
-    return _Packed(row_layer(number, form, bias, hidden, Factors(), storage), tables)
+    return _Packed(row_layer(form, bias, hidden, Factors(), storage), tables)

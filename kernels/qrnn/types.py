@@ -20,6 +20,7 @@ from kernels.ragged import (
     compute_dtype,
     state_entries,
 )
+from kernels.scan.forms import ScanForm
 
 POOLINGS = {"f": 2, "fo": 3, "ifo": 4}
 """Number of blocks of each pooling: candidate, forget, then output, then input gate."""
@@ -61,6 +62,10 @@ class QRNNWeights(LayerWeights):
     def window(self) -> int:
         taps = self.input if self.tables is None else self.tables
         return 1 if taps is None else taps.shape[0]
+
+    @property
+    def scan_form(self) -> ScanForm:
+        return ScanForm(POOLINGS[self.pooling])
 
     @cached_property
     def columns(self) -> int | None:

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kernels.cpu import launch
-from kernels.cpu.forms import LoopForm
 from kernels.cpu.storage import INT8, STORAGES, panel_storage
 from kernels.cpu.threads import run_in_parts
 from kernels.ragged import Encoded, Outputs, Ragged, RunKernel, with_state_slots
+from kernels.scan.forms import ScanForm
 
 PRODUCT_TOKENS = 192
 """Tokens of a chunk with gate inputs from a product."""
@@ -148,20 +148,16 @@ def cell_states(state: Any, rows: int, hidden: int) -> tuple[tuple[int, ...], Te
     return (cells, sources.data_ptr(), cells, slots.data_ptr()), state.cell, (slots, sources)
 
 
-def product_layer(
-    number: int, form: LoopForm, weight: Tensor, bias: Tensor, hidden: int, factors: Factors, *, int8: bool
-) -> ScanLayer:
+def product_layer(form: ScanForm, weight: Tensor, bias: Tensor, hidden: int, factors: Factors, *, int8: bool) -> ScanLayer:
     """Pack a layer with gate inputs that are a product. weight: (depth, blocks x hidden), bias: (blocks x hidden,), the early
     blocks first; int8: as in the weights."""
     from kernels.cpu.int8 import row_floats
     from kernels.cpu.products import PANEL_COLUMNS, pack_columns
 
-    blocks = weight.shape[1] // hidden if hidden else form.early + form.late
     storage = panel_storage(weight, int8=int8)
-    panels = pack_columns(_by_group(weight, blocks, PANEL_COLUMNS), 1, storage)
-    packed_bias = _by_group(bias.float()[None], blocks, PANEL_COLUMNS)[0].contiguous()
+    panels = pack_columns(_by_group(weight, form.blocks, PANEL_COLUMNS), 1, storage)
+    packed_bias = _by_group(bias.float()[None], form.blocks, PANEL_COLUMNS)[0].contiguous()
     return _layer(
-        number,
         form,
         hidden,
         panels,
@@ -170,24 +166,23 @@ def product_layer(
         storage,
         PANEL_COLUMNS,
         PRODUCT_TOKENS,
-        len(weight) * blocks,
+        len(weight) * form.blocks,
         row_floats(len(weight)) if storage == INT8 else 0,
     )
 
 
-def row_layer(number: int, form: LoopForm, bias: Tensor, hidden: int, factors: Factors, storage: torch.dtype) -> ScanLayer:
+def row_layer(form: ScanForm, bias: Tensor, hidden: int, factors: Factors, storage: torch.dtype) -> ScanLayer:
     """Pack a layer with gate inputs that are rows of an array. bias: (blocks x hidden,), the early blocks first."""
     from kernels.cpu.products import PANEL_COLUMNS
 
-    padded_bias = pad(bias.float().reshape(form.early + form.late + form.skip, hidden), (0, -hidden % PANEL_COLUMNS))
+    padded_bias = pad(bias.float().reshape(form.blocks, hidden), (0, -hidden % PANEL_COLUMNS))
     units = min(GATHERED_UNITS, padded_bias.shape[1])
     chunk = max(1, GATHERED_FLOATS // max(1, units * len(padded_bias)))
-    return _layer(number, form, hidden, None, padded_bias, factors, STORAGES[storage], units, chunk, 0, 0)
+    return _layer(form, hidden, None, padded_bias, factors, STORAGES[storage], units, chunk, 0, 0)
 
 
 def _layer(
-    number: int,
-    form: LoopForm,
+    form: ScanForm,
     hidden: int,
     panels: Tensor | None,
     bias: Tensor,
@@ -205,13 +200,13 @@ def _layer(
     width = (len(packed_factors) - 1) // 2
     addresses = 0 if panels is None else panels.data_ptr(), bias.data_ptr(), packed_factors.data_ptr()
     return ScanLayer(
-        arguments=(number, hidden, storage, *addresses),
+        arguments=(form.number, hidden, storage, *addresses),
         hidden=hidden,
         width=width,
         groups=width // PANEL_COLUMNS,
         group_units=max(group_units, 1),
         chunk_tokens=chunk_tokens,
-        token_floats=(form.early + form.late + form.skip) * group_units + quantized_floats,
+        token_floats=form.with_skip_block.blocks * group_units + quantized_floats,
         operations=hidden * (products + STEP_OPERATIONS),
         arrays=(bias, packed_factors) if panels is None else (panels, bias, packed_factors),
     )

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from kernels.cpu import launch
-from kernels.cpu.forms import FORMS, LoopForm
 from kernels.cpu.threads import run_in_parts
 from kernels.norm import layer_norm
 from kernels.ragged import Ragged, without_sources
@@ -110,17 +109,15 @@ def _pack(x: Ragged, weights: SRUWeights) -> _Packed:
 
 def _pack_layer(x: Ragged, weights: SRUWeights) -> _Packed:
     table = None if weights.table is None else as_stored_rows(weights.table)
-    columns = next(array.shape[1] for array in (table, weights.input, x.data) if array is not None)
     hidden = weights.hidden
-    blocks = columns // hidden if hidden else 3
-    form = LoopForm(2, 1, True, weights.cell is not None, weights.tanh, blocks == 4 or weights.skip_from is not None)
-    bias = torch.zeros(blocks * hidden)
+    form = weights.scan_form(x.data)
+    bias = torch.zeros(form.blocks * hidden)
     bias[hidden : 3 * hidden] = weights.bias
-    number, factors = FORMS.index(form), Factors(weights.cell, weights.scale if blocks == 3 else 1.0)
+    factors = Factors(weights.cell, weights.scale if form.blocks == 3 else 1.0)
     if weights.input is not None:
-        layer = product_layer(number, form, weights.input, bias, hidden, factors, int8=weights.int8)
+        layer = product_layer(form, weights.input, bias, hidden, factors, int8=weights.int8)
     else:
-        layer = row_layer(number, form, bias, hidden, factors, torch.float32 if table is None else table.dtype)
+        layer = row_layer(form, bias, hidden, factors, torch.float32 if table is None else table.dtype)
     projection = None if weights.projection is None else _pack_projection(weights.projection, int8=weights.int8)
     return _Packed(layer, projection, table)
 

@@ -23,6 +23,7 @@ from kernels.ragged import (
     form_of,
     state_entries,
 )
+from kernels.scan.forms import NO_SKIP, SKIP_BLOCK, SKIP_COLUMNS, ScanForm
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,13 @@ class SRUWeights(LayerWeights):
     def form(self) -> dict[str, Any]:
         """The properties that both directions of a layer must share. Their skips may start at different columns."""
         return form_of(self) | {"skip_from": self.skip_from is not None}
+
+    def scan_form(self, data: Tensor) -> ScanForm:
+        """Return the form of a layer. data: as in a call; blocks may have a skip block or not."""
+        columns = next(array.shape[-1] for array in (self.table, self.input, data) if array is not None)
+        blocks = columns // self.hidden if self.hidden else 3
+        skip = SKIP_COLUMNS if self.skip_from is not None else SKIP_BLOCK if blocks == 4 else NO_SKIP
+        return ScanForm(blocks, sru=True, own_cell=self.cell is not None, skip=skip, tanh=self.tanh)
 
     def folded(self, embedding: Tensor) -> SRUWeights:
         """Return weights over ids. A skip that is the input itself becomes a block of the table."""
