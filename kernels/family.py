@@ -12,7 +12,6 @@ from torch import Tensor
 from kernels.backend import AUTO, Backend, Choice, accepts_everything, cached_choice, only_by_name
 from kernels.ragged import (
     Encoded,
-    LayerWeights,
     Outputs,
     Ragged,
     RunKernel,
@@ -34,7 +33,7 @@ class Family:
     """
 
     name: str
-    weights: type[LayerWeights]
+    weights: type[Any]
     state: type[Any]
     check: Callable[[Ragged, Any, Any], None]
     reference: RunKernel
@@ -45,7 +44,8 @@ class Family:
     @property
     def gates(self) -> tuple[str, ...]:
         """The blocks of hidden columns of the input weights, in their order."""
-        return self.weights.gates
+        gates: tuple[str, ...] = self.weights.gates
+        return gates
 
     @cached_property
     def backends(self) -> tuple[Backend, ...]:
@@ -78,13 +78,7 @@ class Family:
         return encoded
 
     def bidirectional(
-        self,
-        x: Ragged,
-        weights: tuple[Any, Any],
-        states: tuple[Any, Any] | None = None,
-        *,
-        want: Outputs,
-        backend: str = AUTO,
+        self, x: Ragged, weights: tuple[Any, Any], states: tuple[Any, Any] | None = None, *, want: Outputs, backend: str = AUTO
     ) -> Encoded:
         """Encode every row of `x` forward and backward with a pair of weights of the same form, starting from a pair of states.
 
@@ -95,13 +89,7 @@ class Family:
         return encoded
 
     def levels(
-        self,
-        x: Ragged,
-        weights: Sequence[Any],
-        states: Sequence[Any] | None = None,
-        *,
-        want: Outputs,
-        backend: str = AUTO,
+        self, x: Ragged, weights: Sequence[Any], states: Sequence[Any] | None = None, *, want: Outputs, backend: str = AUTO
     ) -> Encoded:
         """Encode every row of `x` by several levels, of which each reads the steps of the level below.
 

@@ -15,9 +15,8 @@ from kernels.cpu import launch
 from kernels.cpu.cache import refuses
 from kernels.cpu.storage import INT8, panel_storage
 from kernels.cpu.threads import run_in_parts
-from kernels.directions import compose_directions
 from kernels.launching import address
-from kernels.ragged import Encoded, Outputs, Ragged, with_state_slots
+from kernels.ragged import Ragged
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,30 +89,8 @@ class GatedLoop:
 
     def backend(self, runs: tuple[str, ...] = ()) -> Backend:
         """Return the backend. runs: as in `Backend`."""
-        return Backend("cpu", self.run, refuses, bidirectional=self.run_both, runs=runs)
-
-    def run(self, x: Ragged, weights: Any, state: Any, *, want: Outputs) -> Encoded:
-        """Encode every row. Shapes as in the family's types."""
-        if not launch.updates_in_place(state):
-            return with_state_slots(self.run)(x, weights, state, want=want)
-        packed = self._packed(weights)
-        outputs = launch.empty_outputs(x, want, packed.hidden)
-        arguments = launch.output_arguments(outputs, packed.hidden)
-        return Encoded(self._run_direction(x, packed, state, arguments, reverse=False), *outputs)
-
-    def run_both(self, x: Ragged, weights: tuple[Any, Any], states: tuple[Any, Any] | None, *, want: Outputs) -> Encoded:
-        """Encode every row forward and backward, without a reversed copy of the rows."""
-        if not all(map(launch.updates_in_place, states or ())):
-            return compose_directions(with_state_slots(self.run))(x, weights, states, want=want)
-        hidden = weights[0].hidden
-        outputs = launch.empty_outputs(x, want, 2 * hidden)
-        forward, backward = (
-            self._run_direction(
-                x, self._packed(layer), state, launch.output_arguments(outputs, 2 * hidden, column), reverse=column > 0
-            )
-            for layer, state, column in zip(weights, states or (None, None), (0, hidden), strict=True)
-        )
-        return Encoded((forward, backward), *outputs)
+        run, run_both = launch.backend_functions(self._run_direction)
+        return Backend("cpu", run, refuses, bidirectional=run_both, runs=runs)
 
     def _packed(self, weights: Any) -> GatedWeights:
         packed: GatedWeights | None = weights.packed.get("cpu")
@@ -121,16 +98,16 @@ class GatedLoop:
             packed = weights.packed["cpu"] = pack_gated(weights, self.panels(weights))
         return packed
 
-    def _run_direction(self, x: Ragged, weights: GatedWeights, state: Any, outputs: tuple[int, ...], *, reverse: bool) -> Any:
+    def _run_direction(self, x: Ragged, layer: Any, state: Any, outputs: tuple[int, ...], reverse: int) -> Any:
         """Run the compiled loop and return the state after the batch. outputs: of `launch.output_arguments`."""
-        rows, tokens = x.rows, x.data.shape[0]
+        weights, rows, tokens = self._packed(layer), x.rows, x.data.shape[0]
         data = x.data.contiguous() if weights.takes_ids else launch.as_floats(x.data)
         offsets = x.offsets.contiguous()
         states = launch.row_states(self.state, self.state_arrays, state, rows, weights.hidden)
         run_in_parts(
             launch.loops(self.module).run,
             (
-                *(offsets.data_ptr(), offsets.itemsize, rows, tokens, int(reverse), data.data_ptr(), data.itemsize),
+                *(offsets.data_ptr(), offsets.itemsize, rows, tokens, reverse, data.data_ptr(), data.itemsize),
                 *weights.arguments,
                 *states.arguments,
                 *outputs,

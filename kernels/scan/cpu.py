@@ -3,9 +3,8 @@ batch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +13,6 @@ from torch.nn.functional import pad
 from kernels.cpu import launch
 from kernels.cpu.storage import INT8, STORAGES, panel_storage
 from kernels.cpu.threads import run_in_parts
-from kernels.ragged import Encoded, Outputs, Ragged, RunKernel, with_state_slots
 from kernels.scan.forms import ScanForm
 
 PRODUCT_TOKENS = 192
@@ -93,59 +91,10 @@ class Factors:
     skip: float = 1.0
 
 
-def backend_functions(run_direction: Callable[..., Any]) -> tuple[RunKernel, RunKernel]:
-    """Return the functions of a backend for one direction and for both.
-
-    run_direction: from (x, weights, state, outputs, reverse) to the state after the batch, where outputs are the addresses that it writes
-    and reverse is 1 for the backward direction. It runs from state slots only if `launch.updates_in_place`.
-    """
-
-    def after(x: Ragged, weights: Any, state: Any, outputs: tuple[int, ...], reverse: int) -> Any:
-        if launch.updates_in_place(state):
-            return run_direction(x, weights, state, outputs, reverse)
-
-        def by_row(x: Ragged, weights: Any, state: Any, *, want: Outputs | None) -> Encoded:
-            return Encoded(run_direction(x, weights, state, outputs, reverse))
-
-        return with_state_slots(by_row)(x, weights, state, want=None).state
-
-    def run(x: Ragged, weights: Any, state: Any, *, want: Outputs) -> Encoded:
-        hidden = weights.hidden
-        outputs = launch.empty_outputs(x, want, hidden)
-        return Encoded(after(x, weights, state, launch.output_arguments(outputs, hidden), 0), *outputs)
-
-    def run_both(x: Ragged, weights: tuple[Any, Any], states: tuple[Any, Any] | None, *, want: Outputs) -> Encoded:
-        width = 2 * weights[0].hidden
-        outputs = launch.empty_outputs(x, want, width)
-        both = [
-            after(x, layer, state, launch.output_arguments(outputs, width, direction * layer.hidden), direction)
-            for direction, (layer, state) in enumerate(zip(weights, states or (None, None), strict=True))
-        ]
-        return Encoded(tuple(both), *outputs)
-
-    return run, run_both
-
-
 def batch_arguments(offsets: Tensor, tokens: int, reverse: int) -> tuple[int, ...]:
     """Return the address of contiguous offsets, the bytes of an offset, the rows, the tokens and the direction: 1 for
     backward."""
     return offsets.data_ptr(), offsets.itemsize, offsets.shape[0] - 1, tokens, reverse
-
-
-def cell_states(state: Any, rows: int, hidden: int) -> tuple[tuple[int, ...], Tensor, Any]:
-    """Return the addresses of the cells before the batch (or 0), of the slots that the rows start from, of the cells after
-    the batch and of the slots that the rows write (0 if there are none); the cells after the batch; and other arrays that the
-    addresses refer to."""
-    if state is None:
-        after = torch.empty(rows, hidden)
-        return (0, 0, after.data_ptr(), 0), after, None
-    if state.slots is None:
-        after, before = torch.empty(rows, hidden), launch.as_floats(state.cell)
-        return (before.data_ptr(), 0, after.data_ptr(), 0), after, before
-    slots = launch.as_longs(state.slots)
-    sources = slots if state.sources is None else launch.as_longs(state.sources)
-    cells = state.cell.data_ptr()
-    return (cells, sources.data_ptr(), cells, slots.data_ptr()), state.cell, (slots, sources)
 
 
 def product_layer(form: ScanForm, weight: Tensor, bias: Tensor, hidden: int, factors: Factors, *, int8: bool) -> ScanLayer:

@@ -10,21 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels import gru, lstm, qrnn, rnn, sru
 from kernels.backend import AUTO
 from kernels.family import Family
-from kernels.gated import RecurrentWeights
-from kernels.gru.types import GRUWeights
-from kernels.lstm.types import LSTMWeights
 from kernels.norm import layer_norm
 from kernels.pooling import pool_steps
-from kernels.qrnn.types import QRNNWeights
 from kernels.ragged import Encoded, Outputs, Ragged
-from kernels.rnn.types import RNNWeights
-from kernels.sru.types import SRUWeights
-from service.modeling.activations import kernel_activation
+from service.modeling.layers import KINDS
 from service.modeling.runnable_layer import EMBEDDED, FOLDED, RunnableLayer, embed_ids, unique_tensors, weight_tensors
-from service.modeling.spec.layers import GatedLayer, GRULayer, LSTMLayer, QRNNLayer, RecurrentLayer, RNNLayer, SRULayer
+from service.modeling.spec.layers import GatedLayer, RecurrentLayer, SRULayer
 
 MERGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sum": torch.add,
@@ -184,13 +177,13 @@ def build(
 ) -> RecurrentStack:
     """Return the stack of a recurrent layer. Its weights are on their device already; inputs: the layer's input width; int8: whether
     products may take int8 numbers; requested: the kernels' backend, as in `kernels.backend.choose`."""
-    levels = []
+    kind, levels = KINDS[layer.kind], []  # type: ignore[attr-defined]  # every layer of a model has a kind
     for level in range(layer.depth):
         shared = {name: weights[f"{level}.{name}"] for name in layer.shared(inputs)}
         directions = []
         for backward, direction in enumerate(layer.directions):
             arrays = {name: weights[f"{level}.{direction}.{name}"] for name in layer.weights(inputs)}
-            directions.append(replace(_weights(layer, inputs, backward, arrays | shared), int8=int8))
+            directions.append(replace(kind.weights(layer, inputs, backward, arrays | shared), int8=int8))
         norm_after = isinstance(layer, SRULayer) and layer.layer_norm == "after"
         merge = layer.merge if isinstance(layer, GatedLayer) and layer.merge != "concat" else None
         starts = tuple(_learned_start(weights, f"{level}.{direction}.") for direction in layer.directions)
@@ -204,47 +197,7 @@ def build(
             )
         )
         inputs = layer.outputs
-    return RecurrentStack(FAMILIES[type(layer)], levels, requested)
-
-
-def _weights(layer: RecurrentLayer, inputs: int, backward: int, arrays: Mapping[str, Tensor]) -> Any:
-    """Return the kernel weights of one level in one direction. backward: 0 or 1."""
-    if isinstance(layer, GatedLayer):
-        return _gated_weights(layer, arrays)
-    if isinstance(layer, QRNNLayer):
-        return QRNNWeights(arrays["input"], arrays["bias"], layer.pooling)
-    assert isinstance(layer, SRULayer)
-    skip_column = backward * layer.hidden if layer.skip and layer.blocks(inputs) == 3 else None
-    return SRUWeights(
-        arrays["input"],
-        arrays["bias"],
-        arrays.get("cell"),
-        arrays.get("projection"),
-        skip_from=skip_column,
-        scale=layer.scale,
-        tanh=layer.activation == "tanh",
-        norm=arrays["norm"] if layer.layer_norm == "before" else None,
-    )
-
-
-def _gated_weights(layer: GatedLayer, arrays: Mapping[str, Tensor]) -> RecurrentWeights:
-    """Return the kernel weights of one level of an RNN, an LSTM or a GRU in one direction."""
-    products = arrays["input"], arrays["recurrent"], arrays["bias"]
-    variant: dict[str, Any] = {name: arrays.get(name) for name in ("input_norm", "recurrent_norm")}
-    variant |= {"clip": layer.clip, "epsilon": layer.epsilon}
-    if isinstance(layer, LSTMLayer):
-        activations = (
-            kernel_activation(layer.gate_activation),
-            kernel_activation(layer.activation),
-            kernel_activation(layer.output_activation),
-        )
-        variant |= {name: arrays.get(name) for name in ("peephole", "projection", "cell_norm")}
-        return LSTMWeights(*products, activations=activations, **variant)
-    if isinstance(layer, GRULayer):
-        gates = kernel_activation(layer.gate_activation), kernel_activation(layer.activation)
-        return GRUWeights(*products, recurrent_bias=arrays.get("recurrent_bias"), activations=gates, **variant)
-    assert isinstance(layer, RNNLayer)
-    return RNNWeights(*products, activations=(kernel_activation(layer.activation),), **variant)
+    return RecurrentStack(kind.family, levels, requested)
 
 
 def _learned_start(weights: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
@@ -269,12 +222,3 @@ def _normalise(encoded: Encoded, x: Ragged, want: Outputs, norm: Tensor, directi
     """Return the wanted outputs after the layer norm over the level's steps."""
     assert encoded.steps is not None
     return replace(pool_steps(layer_norm(encoded.steps, norm), x.offsets, want, directions=directions), state=encoded.state)
-
-
-FAMILIES: dict[type[RecurrentLayer], Family] = {
-    RNNLayer: rnn.FAMILY,
-    LSTMLayer: lstm.FAMILY,
-    GRULayer: gru.FAMILY,
-    SRULayer: sru.FAMILY,
-    QRNNLayer: qrnn.FAMILY,
-}
