@@ -1,22 +1,24 @@
-"""Shared by the LSTM, the GRU and the plain RNN: the check of their weights, their variants, and their layers over token ids."""
+"""Shared by the LSTM, the GRU and the plain RNN: their weights and the checks of them, their variants, and their layers over token ids."""
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Self
 
 from torch import Tensor
 
-from kernels.embedding import embed
+from kernels.activations import Activation
+from kernels.embedding import embed, fold
 from kernels.framework import linear
-from kernels.norm import layer_norm
+from kernels.norm import EPSILON, layer_norm
 from kernels.ragged import (
     ContractError,
     Encoded,
     LayerWeights,
     Outputs,
     Ragged,
+    RowState,
     RunKernel,
     check_absent,
     check_data,
@@ -25,51 +27,102 @@ from kernels.ragged import (
 )
 
 
+@dataclass(frozen=True)
 class RecurrentWeights(LayerWeights):
-    """The weights of an LSTM, a GRU or a plain RNN: a dataclass."""
+    """The weights of one layer of an LSTM, a GRU or a plain RNN in one direction, gate blocks in the order of `gates`. Values must not
+    change after the first call.
 
+    input: (inputs, gates x hidden), or None when the data are gate inputs, that is ``x @ input + bias``; recurrent: (vector, gates x
+    hidden); bias: (gates x hidden,), or None when input is None.
+
+    table: (vocabulary, gates x hidden), or None. With a table, the data are ids, (tokens,) int32 or int64, the table's rows are the gate
+    inputs, and input and bias are None.
+
+    int8: whether products on a CPU take int8 weights and rows, each row with its own scale, where the backend can; input and recurrent
+    then have values of `kernels.quantized.dequantize`.
+
+    activations: as each family describes them. clip: bounds the input of every gate's activation, from -clip to clip, or None. input_norm,
+    recurrent_norm: (2, gates x hidden) gain and offset of a layer norm over ``x @ input`` without the bias and over ``h @ recurrent``, or
+    None; epsilon: of the norms (Ba, Kiros and Hinton 2016).
+    """
+
+    input: Tensor | None
     recurrent: Tensor
+    bias: Tensor | None
+    table: Tensor | None = None
+    int8: bool = False
+    activations: tuple[Activation, ...] = ()
+    clip: float | None = None
+    input_norm: Tensor | None = None
+    recurrent_norm: Tensor | None = None
+    epsilon: float = EPSILON
 
     @property
     def hidden(self) -> int:
         return self.recurrent.shape[0]
 
+    @property
+    def array(self) -> Tensor:
+        return self.recurrent
+
     @cached_property
     def columns(self) -> int | None:
         """The data's number of columns, or None for ids. The first access checks the shapes of the weights and raises ContractError if
         they are inconsistent."""
-        raise NotImplementedError
+        return gated_columns(self)
 
     @cached_property
     def over_gate_inputs(self) -> Self:
         """The weights of the same layer over the rows of its table. They share what kernels pack."""
-        weights: Self = replace(self, input=None, bias=None, table=None, input_norm=None)  # type: ignore[type-var]
+        weights = replace(self, input=None, bias=None, table=None, input_norm=None)
         vars(weights)["packed"] = self.packed
         return weights
 
+    def folded(self, embedding: Tensor) -> Self:
+        assert self.input is not None and self.bias is not None
+        if self.input_norm is None:
+            gates = fold(embedding, self.input, self.bias)
+        else:
+            product = fold(embedding.float(), self.input)
+            gates = (layer_norm(product, self.input_norm, self.epsilon) + self.bias.float()).to(embedding.dtype)
+        return replace(self, input=None, bias=None, table=gates, input_norm=None)
 
-def gated_columns(weights: Any, gates: int) -> int | None:
-    """Return the data's number of columns for an LSTM (4 gates), a GRU (3) or an RNN (1), or None for ids.
+    @property
+    def table_columns(self) -> int:
+        assert self.input is not None
+        return self.input.shape[1]
 
-    Raises ContractError for inconsistent weights.
-    """
+
+def gated_columns(weights: RecurrentWeights) -> int | None:
+    """Return the data's number of columns, or None for ids. Raises ContractError for inconsistent weights."""
     check_shape("weights.recurrent", weights.recurrent, (None, None))
-    hidden: int = weights.hidden
-    check_shape("weights.recurrent", weights.recurrent, (weights.vector, gates * hidden))
+    hidden = weights.hidden
+    columns = len(weights.gates) * hidden
+    check_shape("weights.recurrent", weights.recurrent, (weights.vector, columns))
     for name in ("input_norm", "recurrent_norm"):
         if getattr(weights, name) is not None:
-            check_shape(f"weights.{name}", getattr(weights, name), (2, gates * hidden))
+            check_shape(f"weights.{name}", getattr(weights, name), (2, columns))
     if weights.table is not None:
         check_absent(weights, ("input", "bias"), "the data are ids")
-        check_shape("weights.table", weights.table, (None, gates * hidden))
+        check_shape("weights.table", weights.table, (None, columns))
         return None
     if weights.input is not None and weights.bias is not None:
-        check_shape("weights.input", weights.input, (None, gates * hidden))
-        check_shape("weights.bias", weights.bias, (gates * hidden,))
+        check_shape("weights.input", weights.input, (None, columns))
+        check_shape("weights.bias", weights.bias, (columns,))
         return int(weights.input.shape[0])
     if weights.input is not None or weights.bias is not None:
         raise ContractError("weights.input and weights.bias belong together: pass both, or neither")
-    return gates * hidden
+    return columns
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenState(RowState):
+    """The state of a GRU or a plain RNN. hidden: (rows, hidden) float32, or with slots a (slots, hidden) state cache. slots, sources: as in
+    `kernels.ragged.RowState`."""
+
+    hidden: Tensor
+    slots: Tensor | None = None
+    sources: Tensor | None = None
 
 
 PEEPHOLES, PROJECTION, RESET_BEFORE = "peepholes", "a projection", "the reset gate before the product"

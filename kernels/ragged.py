@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 import numpy as np
 import torch
@@ -91,6 +91,9 @@ class Encoded:
 class LayerWeights:
     """The weights of one layer in one direction, of any family. Values must not change after the first call."""
 
+    gates: ClassVar[tuple[str, ...]]
+    """The blocks of `hidden` columns of the input weights, in their order."""
+
     @property
     def hidden(self) -> int:
         raise NotImplementedError
@@ -104,6 +107,26 @@ class LayerWeights:
     def vector(self) -> int:
         """Width of the output and of the hidden state."""
         return self.hidden
+
+    @property
+    def array(self) -> Tensor:
+        """An array that all weights of the family have."""
+        raise NotImplementedError
+
+    def folded(self, embedding: Tensor) -> Self:
+        """Return the weights of a layer over token ids: an embedding, (vocabulary, inputs), and then this layer."""
+        raise NotImplementedError
+
+    @property
+    def table_columns(self) -> int:
+        """The numbers that the tables of `folded` have for each token id."""
+        raise NotImplementedError
+
+    def zeros(self, name: str, entries: int) -> Tensor:
+        """Return an array of a state of zeros, by its name, with this number of rows or slots: `hidden` or `cell`, float32."""
+        return torch.zeros(
+            entries, self.vector if name == "hidden" else self.hidden, dtype=torch.float32, device=self.array.device
+        )
 
     @cached_property
     def form(self) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -24,8 +25,7 @@ from kernels.bench.workload import (
 )
 from kernels.conv.types import ConvBlock, ConvWeights
 from kernels.embedding import FIRST, fold_taps
-from kernels.gru.types import GRUWeights
-from kernels.lstm.types import LSTMWeights
+from kernels.family import Family
 from kernels.qrnn.types import QRNNWeights
 from kernels.quantized import dequantize, quantize
 from kernels.ragged import STORAGE
@@ -56,23 +56,23 @@ def _as_int8(layer: Any) -> Any:
     )
 
 
-def _lstm(workload: Workload, normal: Normal) -> tuple[LSTMWeights, ...]:
+def family_of(workload: Workload) -> Family:
+    """Return the family of a recurrent workload."""
+    family: Family = import_module(f"kernels.{workload.family}").FAMILY
+    return family
+
+
+def _gated(workload: Workload, normal: Normal) -> tuple[Any, ...]:
     """The data of a recurrence are gate inputs; the data of a folded layer select gate inputs from a table."""
-    inputs, hidden = workload.inputs, workload.hidden
-    if workload.kind in ("recurrence", "folded"):
-        table = normal(inputs, 4 * hidden) if workload.kind == "folded" else None
-        return (LSTMWeights(None, normal(hidden, 4 * hidden, scale=hidden**-0.5), None, table),)
-    matrices = normal(inputs, 4 * hidden, scale=inputs**-0.5), normal(hidden, 4 * hidden, scale=hidden**-0.5)
-    return (LSTMWeights(*matrices, bias=normal(4 * hidden)),)
-
-
-def _gru(workload: Workload, normal: Normal) -> tuple[GRUWeights, ...]:
-    inputs, hidden = workload.inputs, workload.hidden
-    if workload.kind == "folded":
-        recurrent, recurrent_bias = normal(hidden, 3 * hidden, scale=hidden**-0.5), normal(hidden)
-        return (GRUWeights(None, recurrent, None, recurrent_bias, table=normal(inputs, 3 * hidden)),)
-    matrices = normal(inputs, 3 * hidden, scale=inputs**-0.5), normal(hidden, 3 * hidden, scale=hidden**-0.5)
-    return (GRUWeights(*matrices, bias=normal(3 * hidden), recurrent_bias=normal(hidden)),)
+    inputs, hidden, family = workload.inputs, workload.hidden, family_of(workload)
+    columns = len(family.gates) * hidden
+    arrays: dict[str, Tensor | None] = {"input": None, "bias": None}
+    if workload.kind not in ("recurrence", "folded"):
+        arrays = {"input": normal(inputs, columns, scale=inputs**-0.5), "bias": normal(columns)}
+    arrays["recurrent"] = normal(hidden, columns, scale=hidden**-0.5)
+    arrays["table"] = normal(inputs, columns) if workload.kind == "folded" else None
+    own = {"recurrent_bias": normal(hidden)} if workload.family == "gru" else {}
+    return (family.weights(**arrays, **own),)
 
 
 def _sru(workload: Workload, normal: Normal) -> tuple[SRUWeights, ...]:
@@ -129,8 +129,7 @@ def _temporal(workload: Workload, normal: Normal) -> tuple[ConvBlock, ...]:
 
 
 WEIGHTS: dict[str, Callable[[Workload, Normal], tuple[Any, ...]]] = {
-    "lstm": _lstm,
-    "gru": _gru,
+    **dict.fromkeys(("lstm", "gru"), _gated),
     "sru": _sru,
     "qrnn": _qrnn,
     "conv": _conv,

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from kernels.bench.weights import family_of
 from kernels.bench.workload import DILATIONS, EMBEDDED, ENCODER, FORMS, IDS, STACKS, TEMPORAL_WIDTH, TEXT_CNNS, WANT, Workload
 
-BLOCKS = {"lstm": 4, "gru": 3, "sru": 3, "qrnn": 3}
-"""Blocks of gates of a step."""
 WEIGHT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}
 """Bytes of a stored weight by dtype."""
 
@@ -32,7 +31,7 @@ def multiplications(workload: Workload) -> int:
     if workload.family in FORMS:
         return 0 if _is_folded(workload) else _scan_blocks(workload) * workload.hidden * _window_inputs(workload)
     columns = workload.depth * workload.hidden + sum(_multiplied_inputs(workload))
-    return _tokens(workload) * workload.directions * BLOCKS[workload.family] * workload.hidden * columns
+    return _tokens(workload) * workload.directions * _blocks(workload) * workload.hidden * columns
 
 
 def weights_read(workload: Workload) -> list[ReadArray]:
@@ -44,7 +43,7 @@ def weights_read(workload: Workload) -> list[ReadArray]:
         return [_array(workload, workload.inputs * workload.hidden)]
     if workload.family == "conv":
         return _weights_of_convolution(workload)
-    hidden, blocks = workload.hidden, BLOCKS.get(workload.family, 0)
+    hidden, blocks = workload.hidden, _blocks(workload)
     if workload.family in FORMS:
         if _is_folded(workload):
             return [_array(workload, _scan_blocks(workload) * hidden)]
@@ -61,6 +60,11 @@ def weights_read(workload: Workload) -> list[ReadArray]:
 def _multiplied_inputs(workload: Workload) -> list[int]:
     """Return the columns of each level of an LSTM or GRU that are multiplied with weights. Columns of gate inputs and ids are not."""
     return workload.level_inputs if workload.kind in ("layer", ENCODER) else []
+
+
+def _blocks(workload: Workload) -> int:
+    """Return the blocks of gates of a step."""
+    return len(family_of(workload).gates)
 
 
 def _array(workload: Workload, numbers: int, times: int = 1) -> ReadArray:
@@ -86,9 +90,9 @@ def _scan_blocks(workload: Workload) -> int:
 
     The third block, and the skip in the table of a folded SRU, do not change the cell: only steps with an answer need them.
     """
-    late = 2 if workload.family == "sru" and _is_folded(workload) else 1
+    late = 1 + (len(family_of(workload).table_gates) if _is_folded(workload) else 0)
     answers = _tokens(workload) if WANT[workload.kind] == "steps" else workload.rows
-    return (BLOCKS[workload.family] - 1) * _tokens(workload) + late * answers
+    return (_blocks(workload) - 1) * _tokens(workload) + late * answers
 
 
 def _weights_of_convolution(workload: Workload) -> list[ReadArray]:

@@ -62,8 +62,7 @@ def _recurrent_on_cpu(family: str, quick: bool) -> Iterator[Workload]:
 
 _GRID_ON_CUDA = {
     # Hidden sizes, rows, steps.
-    "lstm": ((128, 256, 512, 768, 1024, 2048), (1, 8, 32, 64, 256), (STEPS,)),
-    "gru": ((128, 256, 512, 768, 1024, 2048), (1, 8, 32, 64, 256), (STEPS,)),
+    **dict.fromkeys(("lstm", "gru"), ((128, 256, 512, 768, 1024, 2048), (1, 8, 32, 64, 256), (STEPS,))),
     "sru": ((256, 512, 1024), (1, 32, 256), (32, 128, 1024, 4096)),
     "qrnn": ((256, 512, 1024), (1, 32, 256), (32, 128, 4096)),
 }
@@ -76,9 +75,7 @@ _COPIED = 1 << 20
 _QUESTIONS_ON_CUDA = {
     # Hidden sizes, rows.
     "lstm": ((128, 256, 512), (8, 32, 64)),
-    "gru": ((256, 512), (32,)),
-    "sru": ((256, 512), (32,)),
-    "qrnn": ((256, 512), (32,)),
+    **dict.fromkeys(("gru", "sru", "qrnn"), ((256, 512), (32,))),
 }
 
 

@@ -5,9 +5,8 @@ A text CNN over vectors runs layer by layer in `cpu_stack`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from operator import is_
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 from kernels.conv.cpu_stack import ROW_OPERATIONS, conv, stored_tables
 from kernels.conv.layer_by_layer import text_cnn_of
 from kernels.conv.types import ConvWeights
-from kernels.cpu.launch import FLOAT_BYTES, LONG_BYTES, aligned
+from kernels.cpu.launch import FLOAT_BYTES, LONG_BYTES, aligned, loops
 from kernels.cpu.storage import STORAGES, panel_storage
 from kernels.cpu.threads import run_in_parts
 from kernels.ragged import Encoded, Ragged
@@ -60,7 +59,7 @@ def text_cnn(x: Ragged, layers: Sequence[ConvWeights], classifier: Classifier | 
     storage, panels, bias, width = packed.scoring
     scores = torch.empty(rows, width) if panels else None
     run_in_parts(
-        _loop(),
+        loops("kernels.conv.cpu_loops").text_cnn,
         (
             *(offsets.data_ptr(), offsets.itemsize, rows, ids.data_ptr(), ids.itemsize),
             *(packed.numbers, len(layers), packed.outputs, maxima.data_ptr()),
@@ -73,13 +72,6 @@ def text_cnn(x: Ragged, layers: Sequence[ConvWeights], classifier: Classifier | 
     if scores is not None and classifier is not None:
         scores = scores[:, : classifier[0].shape[1]]
     return Encoded(None, max=maxima, scores=scores)
-
-
-@cache
-def _loop() -> Callable[..., None]:
-    from kernels.conv.cpu_loops import text_cnn as run  # imports Numba, which takes half a second
-
-    return run
 
 
 def _packed(layers: Sequence[ConvWeights], classifier: Classifier | None) -> TextTables:

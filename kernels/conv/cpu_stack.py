@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import chain
 from operator import is_
 
@@ -25,6 +24,7 @@ from kernels.cpu.launch import (
     as_floats,
     as_longs,
     empty_outputs,
+    loops,
     output_arguments,
     updates_in_place,
 )
@@ -111,7 +111,7 @@ def _run(x: Ragged, blocks: Sequence[ConvBlock], states: Sequence[ConvState] | N
     memory = packed.memory._replace(table_rows=packed.memory.table_rows + data.shape[0], buffer=longest_part * packed.outputs)
     *addresses, _ = output_arguments(outputs, blocks[-1].outputs)
     run_in_parts(
-        _loop(),
+        loops("kernels.conv.cpu_loops").stack,
         (
             *(offsets.data_ptr(), offsets.itemsize, x.rows, data.data_ptr(), data.itemsize),
             *(packed.numbers.buffer_info()[0], calls.buffer_info()[0], len(steps), written.data_ptr(), *addresses, *memory),
@@ -132,13 +132,6 @@ def _input(x: Ragged, first: ConvWeights) -> Tensor:
         return x.data.contiguous()
     data = as_floats(x.data)
     return data.clone() if data.data_ptr() % FLOAT_BYTES else data  # distances from copied windows are whole numbers
-
-
-@cache
-def _loop() -> Callable[..., None]:
-    from kernels.conv.cpu_loops import stack as run  # imports Numba, which takes half a second
-
-    return run
 
 
 def _output_steps(x: Ragged, blocks: Sequence[ConvBlock]) -> tuple[list[int], Sizes, Tensor, Tensor]:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 KERNELS = Path(__file__).resolve().parents[1]
 LOOPS = "*/cpu_loops.py"
-SOURCES = ("cpu/*.py", LOOPS)
+SOURCES = ("cpu/*.py", "scan/forms.py", LOOPS)
 NOT_COMPILED = "not compiled for this processor: run `python -m kernels.cpu`"
 COMPLETE = "complete"
 """The file that is written when every function is compiled, with the names of their files."""

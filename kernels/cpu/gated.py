@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.backend import Backend
 from kernels.cpu import launch
+from kernels.cpu.cache import refuses
 from kernels.cpu.storage import INT8, panel_storage
 from kernels.cpu.threads import run_in_parts
 from kernels.launching import address
-from kernels.ragged import Encoded, Outputs, Ragged
+from kernels.ragged import Ragged
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,27 +40,14 @@ class GatedWeights:
     arrays: tuple[Tensor, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class GatedFamily:
-    """A gated family on the CPU.
-
-    loop: returns the compiled loop; state: the class of the state, with `state_arrays`; scratch_states: arrays of a row's
-    hidden size that the loop keeps in scratch memory.
-    """
-
-    loop: Callable[[], Callable[..., None]]
-    state: Callable[..., Any]
-    state_arrays: tuple[str, ...]
-    scratch_states: int
-
-
-def pack_gated(weights: Any, panels: Sequence[int], recurrent_bias: Tensor | None = None) -> GatedWeights:
+def pack_gated(weights: Any, panels: Sequence[int]) -> GatedWeights:
     """Pack the weights of an LSTM or GRU. panels: the blocks of columns that a tile computes together, in the order of the
     columns."""
     from kernels.cpu.int8 import row_floats
     from kernels.cpu.products import pack_bias, pack_blocks, pack_columns, padded, product_width
 
     input, bias, recurrent, table = weights.input, weights.bias, weights.recurrent, weights.table
+    recurrent_bias: Tensor | None = getattr(weights, "recurrent_bias", None)
     hidden, gates = recurrent.shape
     blocks, width = sum(panels), padded(hidden)
     storage = panel_storage(recurrent if input is None else input, recurrent, int8=weights.int8)
@@ -84,49 +73,52 @@ def pack_gated(weights: Any, panels: Sequence[int], recurrent_bias: Tensor | Non
     )
 
 
-def run_gated(family: GatedFamily, x: Ragged, weights: GatedWeights, state: Any, want: Outputs) -> Encoded:
-    """Encode every row, starting from `state`, or from zeros if it is None."""
-    outputs = launch.empty_outputs(x, want, weights.hidden)
-    after = _run_direction(family, x, weights, state, launch.output_arguments(outputs, weights.hidden), reverse=False)
-    return Encoded(after, *outputs)
+@dataclass(frozen=True, slots=True)
+class GatedLoop:
+    """The compiled loop of a gated family, and its backend for a CPU.
 
+    module: has the loop as `run`; state: the class of the state, with `state_arrays`; scratch_states: arrays of a row's hidden size that
+    the loop keeps in scratch memory; panels: returns the gates that a tile of these weights computes together.
+    """
 
-def run_both(
-    family: GatedFamily, x: Ragged, weights: tuple[GatedWeights, GatedWeights], states: tuple[Any, Any] | None, want: Outputs
-) -> Encoded:
-    """Encode every row forward and backward; the outputs are joined as [forward | backward]. The state is the pair of states."""
-    hidden = weights[0].hidden
-    outputs = launch.empty_outputs(x, want, 2 * hidden)
-    forward, backward = (
-        _run_direction(family, x, packed, state, launch.output_arguments(outputs, 2 * hidden, column), reverse=column > 0)
-        for packed, state, column in zip(weights, states or (None, None), (0, hidden), strict=True)
-    )
-    return Encoded((forward, backward), *outputs)
+    module: str
+    state: Callable[..., Any]
+    state_arrays: tuple[str, ...]
+    scratch_states: int
+    panels: Callable[[Any], Sequence[int]]
 
+    def backend(self, runs: tuple[str, ...] = ()) -> Backend:
+        """Return the backend. runs: as in `Backend`."""
+        run, run_both = launch.backend_functions(self._run_direction)
+        return Backend("cpu", run, refuses, bidirectional=run_both, runs=runs)
 
-def _run_direction(
-    family: GatedFamily, x: Ragged, weights: GatedWeights, state: Any, outputs: tuple[int, ...], *, reverse: bool
-) -> Any:
-    """Run the compiled loop and return the state after the batch. outputs: of `launch.output_arguments`."""
-    rows, tokens = x.rows, x.data.shape[0]
-    data = x.data.contiguous() if weights.takes_ids else launch.as_floats(x.data)
-    offsets = x.offsets.contiguous()
-    states = launch.row_states(family.state, family.state_arrays, state, rows, weights.hidden)
-    run_in_parts(
-        family.loop(),
-        (
-            *(offsets.data_ptr(), offsets.itemsize, rows, tokens, int(reverse), data.data_ptr(), data.itemsize),
-            *weights.arguments,
-            *states.arguments,
-            *outputs,
-        ),
-        rows,
-        tokens * weights.operations,
-        launch.scratch_bytes(
+    def _packed(self, weights: Any) -> GatedWeights:
+        packed: GatedWeights | None = weights.packed.get("cpu")
+        if packed is None:
+            packed = weights.packed["cpu"] = pack_gated(weights, self.panels(weights))
+        return packed
+
+    def _run_direction(self, x: Ragged, layer: Any, state: Any, outputs: tuple[int, ...], reverse: int) -> Any:
+        """Run the compiled loop and return the state after the batch. outputs: of `launch.output_arguments`."""
+        weights, rows, tokens = self._packed(layer), x.rows, x.data.shape[0]
+        data = x.data.contiguous() if weights.takes_ids else launch.as_floats(x.data)
+        offsets = x.offsets.contiguous()
+        states = launch.row_states(self.state, self.state_arrays, state, rows, weights.hidden)
+        run_in_parts(
+            launch.loops(self.module).run,
+            (
+                *(offsets.data_ptr(), offsets.itemsize, rows, tokens, reverse, data.data_ptr(), data.itemsize),
+                *weights.arguments,
+                *states.arguments,
+                *outputs,
+            ),
             rows,
-            tokens,
-            state_floats=family.scratch_states * weights.width + weights.quantized_floats,
-            token_floats=weights.token_floats,
-        ),
-    )
-    return states.after
+            tokens * weights.operations,
+            launch.scratch_bytes(
+                rows,
+                tokens,
+                state_floats=self.scratch_states * weights.width + weights.quantized_floats,
+                token_floats=weights.token_floats,
+            ),
+        )
+        return states.after

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields
+from functools import cache
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kernels.ragged import Outputs, Ragged, without_sources
+from kernels.ragged import Encoded, Outputs, Ragged, RunKernel, with_state_slots, without_sources
 
 FLOAT_BYTES, LONG_BYTES, ALIGNED_BYTES = 4, 8, 64
 TILE_BYTES = 2048
@@ -24,6 +26,12 @@ class StateArrays(NamedTuple):
     arguments: tuple[int, ...]
     after: Any
     kept: tuple[Tensor, ...]
+
+
+@cache
+def loops(module: str) -> Any:
+    """Return a module of compiled loops. The first import of Numba takes half a second."""
+    return import_module(module)
 
 
 def as_floats(values: Tensor) -> Tensor:
@@ -67,6 +75,39 @@ def row_states(kind: Callable[..., Any], names: Sequence[str], state: Any, rows:
     before = () if state is None else tuple([as_floats(getattr(state, name)) for name in names])
     begin = [array.data_ptr() for array in before] or [0] * len(names)
     return StateArrays((*begin, 0, *[array.data_ptr() for array in after], 0), kind(*after), before)
+
+
+def backend_functions(run_direction: Callable[..., Any]) -> tuple[RunKernel, RunKernel]:
+    """Return the functions of a backend for one direction and for both.
+
+    run_direction: from (x, weights, state, outputs, reverse) to the state after the batch, where outputs are the addresses that it writes
+    and reverse is 1 for the backward direction. It runs from state slots only if `updates_in_place`.
+    """
+
+    def after(x: Ragged, weights: Any, state: Any, outputs: tuple[int, ...], reverse: int) -> Any:
+        if updates_in_place(state):
+            return run_direction(x, weights, state, outputs, reverse)
+
+        def by_row(x: Ragged, weights: Any, state: Any, *, want: Outputs | None) -> Encoded:
+            return Encoded(run_direction(x, weights, state, outputs, reverse))
+
+        return with_state_slots(by_row)(x, weights, state, want=None).state
+
+    def run(x: Ragged, weights: Any, state: Any, *, want: Outputs) -> Encoded:
+        hidden = weights.hidden
+        outputs = empty_outputs(x, want, hidden)
+        return Encoded(after(x, weights, state, output_arguments(outputs, hidden), 0), *outputs)
+
+    def run_both(x: Ragged, weights: tuple[Any, Any], states: tuple[Any, Any] | None, *, want: Outputs) -> Encoded:
+        width = 2 * weights[0].hidden
+        outputs = empty_outputs(x, want, width)
+        both = [
+            after(x, layer, state, output_arguments(outputs, width, direction * layer.hidden), direction)
+            for direction, (layer, state) in enumerate(zip(weights, states or (None, None), strict=True))
+        ]
+        return Encoded(tuple(both), *outputs)
+
+    return run, run_both
 
 
 def updates_in_place(state: Any) -> bool:

@@ -14,9 +14,9 @@ from llvmlite import ir
 from numba.core import cgutils, types
 
 from kernels.cpu.compiled import Codegen, inner, llvm_code
-from kernels.cpu.forms import FORMS, LoopForm
 from kernels.cpu.storage import FLOAT32
 from kernels.cpu.vectors import FLOAT, LANES, STORED, Vectors, for_each_case, index
+from kernels.scan.forms import FORMS, ScanForm
 
 
 @llvm_code
@@ -71,7 +71,7 @@ class _Row:
     def __init__(
         self,
         code: Vectors,
-        form: LoopForm,
+        form: ScanForm,
         units: ir.Value,
         width: ir.Value,
         scale: ir.Value,

@@ -6,23 +6,33 @@
 Cho et al. 2014; the reset after the product as cuDNN and torch.nn.GRU compute it.
 """
 
-from kernels.backend import Backend, accepts_everything, only_by_name
-from kernels.cpu import cache
-from kernels.gated import RESET_BEFORE, check_gated, with_table
-from kernels.gru import cpu, framework, reference
-from kernels.gru.types import GRUState
+from kernels.cpu.gated import GatedLoop
+from kernels.family import Family
+from kernels.gated import RESET_BEFORE, HiddenState, check_gated, with_table
+from kernels.gru import framework, reference
+from kernels.gru.types import GRUWeights
 from kernels.persistent import launch
-from kernels.persistent.launch import Family
-from kernels.ragged import with_state_slots
-from kernels.recurrent import RecurrentKernel
+from kernels.persistent.choice import PersistentCell
 
-FUSED = Family("gru", gru=True, state=GRUState, arrays=("hidden",), own=lambda weights: weights.recurrent_bias)
-BACKENDS = (
-    *launch.backends(FUSED),
-    Backend("cpu", cpu.gru, cache.refuses, bidirectional=cpu.bidirectional, runs=(RESET_BEFORE,)),
-    Backend("framework", with_table(with_state_slots(framework.gru)), accepts_everything, runs=None),
-    Backend("reference", with_table(with_state_slots(reference.gru)), only_by_name, runs=None),
+FUSED = PersistentCell("gru", gru=True, state=HiddenState, arrays=("hidden",), own=lambda weights: weights.recurrent_bias)
+LOOP = GatedLoop(
+    "kernels.gru.cpu_loops",
+    HiddenState,
+    ("hidden",),
+    # Hidden states before and after a step, update gates, and hidden states times the reset gate.
+    scratch_states=4,
+    # Reset before the product, the new gate needs the reset gate of all units.
+    panels=lambda weights: [2, 1] if weights.recurrent_bias is None else [3],
 )
-KERNEL = RecurrentKernel(BACKENDS, check_gated, lambda weights: weights.recurrent)
-choice, gru, bidirectional, levels = KERNEL.choice, KERNEL.run, KERNEL.bidirectional, KERNEL.levels
+FAMILY = Family(
+    "gru",
+    GRUWeights,
+    HiddenState,
+    check_gated,
+    reference=with_table(reference.gru),
+    framework=with_table(framework.gru),
+    compiled=(*launch.backends(FUSED), LOOP.backend((RESET_BEFORE,))),
+)
+BACKENDS = FAMILY.backends
+choice, gru, bidirectional, levels = FAMILY.choice, FAMILY.run, FAMILY.bidirectional, FAMILY.levels
 """x.data: (tokens, inputs), or (tokens, 3 x hidden) gate inputs when weights.input is None, or (tokens,) ids for a table."""

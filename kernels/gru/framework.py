@@ -10,12 +10,12 @@ from collections.abc import Callable
 from torch import Tensor
 
 from kernels.framework import StepOutputs, linear, order_by_length
-from kernels.gated import RESET_BEFORE, clipped, gate_inputs, recurrent_product
-from kernels.gru.types import GRUState, GRUWeights
+from kernels.gated import RESET_BEFORE, HiddenState, clipped, gate_inputs, recurrent_product
+from kernels.gru.types import GRUWeights
 from kernels.ragged import Encoded, Outputs, Ragged
 
 
-def gru(x: Ragged, weights: GRUWeights, state: GRUState | None, *, want: Outputs) -> Encoded:
+def gru(x: Ragged, weights: GRUWeights, state: HiddenState | None, *, want: Outputs) -> Encoded:
     """Encode every row. Shapes as in `kernels.gru.types`."""
     order = order_by_length(x)
     data = order.sort_tokens(x.data)
@@ -26,7 +26,7 @@ def gru(x: Ragged, weights: GRUWeights, state: GRUState | None, *, want: Outputs
     for (step,), (running,) in zip(order.by_step(gates), order.by_row(hidden), strict=True):
         advance(step, running, weights)
         outputs.add(running)
-    return outputs.encoded(hidden, GRUState(order.unsort_rows(hidden)))
+    return outputs.encoded(hidden, HiddenState(order.unsort_rows(hidden)))
 
 
 def _advance(weights: GRUWeights) -> Callable[[Tensor, Tensor, GRUWeights], None]:

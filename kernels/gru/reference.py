@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from kernels.gated import clipped
-from kernels.gru.types import GRUState, GRUWeights
+from kernels.gated import HiddenState, clipped
+from kernels.gru.types import GRUWeights
 from kernels.ragged import Encoded, Outputs, Ragged
 from kernels.reference import reference_gate_inputs, reference_norm, select_outputs
 
 
-def gru(x: Ragged, weights: GRUWeights, state: GRUState | None, *, want: Outputs) -> Encoded:
+def gru(x: Ragged, weights: GRUWeights, state: HiddenState | None, *, want: Outputs) -> Encoded:
     """Encode every row. Shapes as in `kernels.gru.types`; every output has the dtype of `weights.recurrent`."""
     size = weights.hidden
     hidden = weights.recurrent.new_zeros(x.rows, size) if state is None else state.hidden.clone()
@@ -27,4 +27,4 @@ def gru(x: Ragged, weights: GRUWeights, state: GRUState | None, *, want: Outputs
                 n = gates[t, 2 * size :] + r * (product[2 * size :] + weights.recurrent_bias)
             hidden[row] = (1 - z) * activation(clipped(n, weights.clip)) + z * hidden[row]
             steps[t] = hidden[row]
-    return select_outputs(steps, x.offsets, want, last=hidden, state=GRUState(hidden))
+    return select_outputs(steps, x.offsets, want, last=hidden, state=HiddenState(hidden))

@@ -7,23 +7,31 @@ Hochreiter and Schmidhuber 1997, with the forget gate of Gers et al. 2000, as to
 projections, clips, layer norms and other activations.
 """
 
-from kernels.backend import Backend, accepts_everything, only_by_name
-from kernels.cpu import cache
+from kernels.cpu.gated import GatedLoop
+from kernels.family import Family
 from kernels.gated import with_table
-from kernels.lstm import cpu, framework, reference
-from kernels.lstm.types import LSTMState, check_lstm
+from kernels.lstm import framework, reference
+from kernels.lstm.types import LSTMState, LSTMWeights, check_lstm
 from kernels.persistent import launch
-from kernels.persistent.launch import Family
-from kernels.ragged import with_state_slots
-from kernels.recurrent import RecurrentKernel
+from kernels.persistent.choice import PersistentCell
 
-FUSED = Family("lstm", gru=False, state=LSTMState, arrays=("hidden", "cell"), own=lambda weights: weights.peephole)
-BACKENDS = (
-    *launch.backends(FUSED),
-    Backend("cpu", cpu.lstm, cache.refuses, bidirectional=cpu.bidirectional),
-    Backend("framework", with_table(with_state_slots(framework.lstm)), accepts_everything, runs=None),
-    Backend("reference", with_table(with_state_slots(reference.lstm)), only_by_name, runs=None),
+FUSED = PersistentCell("lstm", gru=False, state=LSTMState, arrays=("hidden", "cell"), own=lambda weights: weights.peephole)
+LOOP = GatedLoop(
+    "kernels.lstm.cpu_loops",
+    LSTMState,
+    ("hidden", "cell"),
+    scratch_states=3,  # hidden states before and after a step, and cells
+    panels=lambda weights: [len(weights.gates)],
 )
-KERNEL = RecurrentKernel(BACKENDS, check_lstm, lambda weights: weights.recurrent)
-choice, lstm, bidirectional, levels = KERNEL.choice, KERNEL.run, KERNEL.bidirectional, KERNEL.levels
+FAMILY = Family(
+    "lstm",
+    LSTMWeights,
+    LSTMState,
+    check_lstm,
+    reference=with_table(reference.lstm),
+    framework=with_table(framework.lstm),
+    compiled=(*launch.backends(FUSED), LOOP.backend()),
+)
+BACKENDS = FAMILY.backends
+choice, lstm, bidirectional, levels = FAMILY.choice, FAMILY.run, FAMILY.bidirectional, FAMILY.levels
 """x.data: (tokens, inputs), or (tokens, 4 x hidden) gate inputs when weights.input is None, or (tokens,) ids for a table."""

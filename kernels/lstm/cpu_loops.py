@@ -29,9 +29,9 @@ from kernels.cpu.rows import (
     store_state,
 )
 from kernels.cpu.vectors import FLOAT_BYTES, LANES, LONG_BYTES, Vectors, index
-from kernels.lstm.types import GATES
+from kernels.lstm.types import LSTMWeights
 
-BLOCKS = len(GATES)
+BLOCKS = len(LSTMWeights.gates)
 LARGEST = max_rows(BLOCKS)
 
 

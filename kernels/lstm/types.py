@@ -9,48 +9,25 @@ from torch import Tensor
 
 from kernels.activations import SIGMOID, TANH, Activation
 from kernels.gated import PEEPHOLES, PROJECTION, RecurrentWeights, check_gated, gated_columns, variants_of
-from kernels.norm import EPSILON
 from kernels.ragged import Ragged, RowState, check_shape, state_entries
-
-GATES = ("input", "forget", "cell", "output")
-"""Order of the gate blocks along every axis of 4 x hidden."""
 
 
 @dataclass(frozen=True)
 class LSTMWeights(RecurrentWeights):
-    """The weights of one layer in one direction, gate blocks in the order of GATES. Values must not change after the first
-    call.
+    """The weights of an LSTM.
 
-    input: (inputs, 4 x hidden), or None when the data are gate inputs, that is ``x @ input + bias``; recurrent: (hidden, 4 x
-    hidden); bias: (4 x hidden,), or None when input is None.
-
-    table: (vocabulary, 4 x hidden), or None. With a table, the data are ids, (tokens,) int32 or int64, the table's rows are the
-    gate inputs, and input and bias are None.
-
-    int8: whether products on a CPU take int8 weights and rows, each row with its own scale, where the backend can; input and recurrent
-    then have values of `kernels.quantized.dequantize`.
-
-    peephole: (3 x hidden,), or None: the weights of the previous cell in the input and forget gates and of the new cell in the output
-    gate (Gers and Schmidhuber 2000). projection: (hidden, vector), or None: maps the output to fewer numbers, which are the hidden state;
-    the recurrent matrix then has `vector` rows (Sak et al. 2014). activations: of the gates, of the cell gate, and of the cell before the
-    output gate. clip: bounds the input of every gate's activation, from -clip to clip, or None. input_norm, recurrent_norm:
-    (2, 4 x hidden) gain and offset of a layer norm over ``x @ input`` without the bias and over ``h @ recurrent``, or None; cell_norm:
-    (2, hidden) of the new cell; epsilon: of the norms (Ba, Kiros and Hinton 2016).
+    activations: of the input, forget and output gates, of the cell gate, and of the cell before the output gate. peephole: (3 x hidden,),
+    or None: the weights of the previous cell in the input and forget gates and of the new cell in the output gate (Gers and Schmidhuber
+    2000). projection: (hidden, vector), or None: maps the output to fewer numbers, which are the hidden state; the recurrent matrix then
+    has `vector` rows (Sak et al. 2014). cell_norm: (2, hidden) gain and offset of a layer norm of the new cell, or None.
     """
 
-    input: Tensor | None
-    recurrent: Tensor
-    bias: Tensor | None
-    table: Tensor | None = None
-    int8: bool = False
+    gates = ("input", "forget", "cell", "output")
+
+    activations: tuple[Activation, Activation, Activation] = (SIGMOID, TANH, TANH)
     peephole: Tensor | None = None
     projection: Tensor | None = None
-    activations: tuple[Activation, Activation, Activation] = (SIGMOID, TANH, TANH)
-    clip: float | None = None
-    input_norm: Tensor | None = None
-    recurrent_norm: Tensor | None = None
     cell_norm: Tensor | None = None
-    epsilon: float = EPSILON
 
     @property
     def hidden(self) -> int:
@@ -68,7 +45,7 @@ class LSTMWeights(RecurrentWeights):
 
     @cached_property
     def columns(self) -> int | None:
-        columns = gated_columns(self, 4)
+        columns = gated_columns(self)
         if self.peephole is not None:
             check_shape("weights.peephole", self.peephole, (3 * self.hidden,))
         if self.cell_norm is not None:

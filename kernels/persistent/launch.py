@@ -11,9 +11,9 @@ values are read when the graph runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,91 +21,27 @@ from torch import Tensor
 
 from kernels.backend import Backend, Problem, allows_tf32
 from kernels.embedding import embed
-from kernels.gated import PEEPHOLES, PROJECTION, RESET_BEFORE
-from kernels.launching import (
-    Capability,
-    address,
-    as_gate_dtype,
-    as_int32,
-    ceil_div,
-    check_state_cache,
-    device_index,
-    device_refusal,
-    on_device,
-    pack_once,
-    row_sources,
+from kernels.launching import address, as_gate_dtype, as_int32, check_state_cache, on_device, pack_once, row_sources
+from kernels.persistent.choice import (
+    CLUSTERS,
+    FindShape,
+    Launches,
+    PersistentCell,
+    Refuses,
+    adaptive_refusal,
+    adaptive_shape,
+    cluster_shape,
+    describe,
+    fastest_shape,
+    grid_shape,
+    launch_plan,
+    levels_shape,
+    shape_refusal,
+    wide_shape,
 )
-from kernels.persistent.cluster import ClusterShape
-from kernels.persistent.grid import GridShape
-from kernels.persistent.packing import HERE, Launch, Packing, Variant, WidePacking, scale_of
-from kernels.persistent.two_products import TwoProductsCluster, TwoProductsGrid, TwoProductsPacking
-from kernels.persistent.wide import WideShape
-from kernels.ragged import ContractError, Encoded, Outputs, Ragged, without_sources
-from kernels.tuning import load_tuned, matching_shapes
-
-PersistentShape = ClusterShape | GridShape | WideShape | TwoProductsCluster | TwoProductsGrid
-FindShape = Callable[[Variant, int, int], PersistentShape | None]
-"""Returns the shape for a variant, the rows of all directions, and the number of directions. Whether there is one depends on the variant
-alone."""
-Launches = Sequence[tuple[tuple[int, ...], int, int, Launch]]
-"""Launches with the numbers of their directions or levels, their first row and the row after their last."""
-Kinds = Mapping[str, Callable[[Variant, int], PersistentShape]]
-"""Classes of shapes, by the name of their size in the files of `tuned`."""
-Refuses = Callable[["Family", Problem], str | None]
-CLUSTERS: Capability = (9, 0)
-"""The lowest compute capability with clusters, which float32 weights need: the grid has no room for two terms."""
-MANY = 1 << 30
-"""A number of rows that no bound of a shape admits."""
-CLUSTER: Kinds = {"blocks": ClusterShape}
-GRID: Kinds = {"units": GridShape}
-WIDE: Kinds = {"tile": WideShape}
-PERSISTENT: Kinds = {**CLUSTER, **GRID}
-ADAPTIVE: Kinds = {**PERSISTENT, **WIDE}
-APART = "apart"
-"""The kind of levels that run one after the other."""
-TWO_PRODUCTS: Kinds = {"blocks": TwoProductsCluster, "units": TwoProductsGrid}
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """A family as the kernels see it.
-
-    name: of its module; gru: as in `Variant`; state: the class of its states; arrays: the names of their arrays; own: returns
-    the parameters of a unit besides matrices, as in cell.cuh, or None.
-    """
-
-    name: str
-    gru: bool
-    state: Callable[..., Any]
-    arrays: tuple[str, ...]
-    own: Callable[[Any], Tensor | None]
-
-    @property
-    def runs(self) -> tuple[str, ...]:
-        """The variants of the family that the kernels run."""
-        return (RESET_BEFORE,) if self.gru else (PEEPHOLES, PROJECTION)
-
-    def variant(self, problem: Problem, *, gates_float32: bool = False) -> Variant:
-        """Return the variant of the kernels that runs a problem."""
-        two_products = RESET_BEFORE in problem.variants or PROJECTION in problem.variants
-        return Variant(
-            device_index(problem.device),
-            torch.float16 if problem.tf32 else problem.storage,
-            gates_float32 or problem.tf32,
-            problem.hidden,
-            self.gru,
-            peepholes=PEEPHOLES in problem.variants,
-            vector=(problem.vector or problem.hidden) if two_products else 0,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class LaunchPlan:
-    """How a call runs. packing: the layout of the weights."""
-
-    packing: Packing | WidePacking | TwoProductsPacking
-    copies_state: bool
-    launches: Launches
+from kernels.persistent.packing import Packing, Variant, WidePacking, scale_of
+from kernels.persistent.two_products import TwoProductsPacking
+from kernels.ragged import Encoded, Outputs, Ragged, without_sources
 
 
 class _Product(NamedTuple):
@@ -139,53 +75,55 @@ class _SideBySide:
         return (self.array,)
 
 
-def backends(family: Family) -> tuple[Backend, ...]:
-    """Return the backends of a family: `adaptive` and `persistent`, which choose among the others, and those by name."""
+def backends(cell: PersistentCell) -> tuple[Backend, ...]:
+    """Return the backends of a cell: `adaptive` and `persistent`, which choose among the others, and those by name."""
     no_room = "this device has no room"
     ways: tuple[tuple[str, FindShape, Refuses], ...] = (
-        ("adaptive", adaptive_shape, _adaptive_refusal),
-        ("persistent", fastest_shape, partial(_refusal, fastest_shape, (8, 0), no_room)),
-        ("cluster", cluster_shape, partial(_refusal, cluster_shape, CLUSTERS, "no cluster of this device has room")),
-        ("grid", grid_shape, partial(_refusal, grid_shape, (8, 0), no_room, halves=True)),
-        ("wide", wide_shape, partial(_refusal, wide_shape, (9, 0), no_room, until=(10, 0), halves=True)),
+        ("adaptive", adaptive_shape, adaptive_refusal),
+        ("persistent", fastest_shape, partial(shape_refusal, fastest_shape, (8, 0), no_room)),
+        ("cluster", cluster_shape, partial(shape_refusal, cluster_shape, CLUSTERS, "no cluster of this device has room")),
+        ("grid", grid_shape, partial(shape_refusal, grid_shape, (8, 0), no_room, halves=True)),
+        ("wide", wide_shape, partial(shape_refusal, wide_shape, (9, 0), no_room, until=(10, 0), halves=True)),
     )
     return tuple(
         Backend(
             name,
-            partial(encode, family, find_shape),
-            partial(refuses, family),
-            partial(_describe, family, find_shape) if name in ("adaptive", "persistent") else None,
-            partial(encode_both, family, find_shape),
-            partial(encode_levels, family) if name == "adaptive" else None,
-            runs=family.runs,
+            partial(encode, cell, find_shape),
+            partial(refuses, cell),
+            partial(describe, cell, find_shape) if name in ("adaptive", "persistent") else None,
+            partial(encode_both, cell, find_shape),
+            partial(encode_levels, cell) if name == "adaptive" else None,
+            runs=cell.runs,
             pinned=name != "adaptive",
         )
         for name, find_shape, refuses in ways
     )
 
 
-def encode(family: Family, find_shape: FindShape, x: Ragged, weights: Any, state: Any, *, want: Outputs) -> Encoded:
+def encode(cell: PersistentCell, find_shape: FindShape, x: Ragged, weights: Any, state: Any, *, want: Outputs) -> Encoded:
     """Encode every row in one direction. Without slots, `last` and the new hidden state share their memory."""
-    encoded = _encode(family, find_shape, x, (weights,), (state,), want)
+    encoded = _encode(cell, find_shape, x, (weights,), (state,), want)
     return replace(encoded, state=encoded.state[0])
 
 
-def encode_both(family: Family, find_shape: FindShape, x: Ragged, weights: Any, states: Any, *, want: Outputs) -> Encoded:
+def encode_both(cell: PersistentCell, find_shape: FindShape, x: Ragged, weights: Any, states: Any, *, want: Outputs) -> Encoded:
     """Encode every row in both directions, as `kernels.directions.compose_directions` describes, in one launch if the device has room."""
-    return _encode(family, find_shape, x, weights, states or (None, None), want)
+    return _encode(cell, find_shape, x, weights, states or (None, None), want)
 
 
-def encode_levels(family: Family, x: Ragged, weights: Sequence[Any], states: Sequence[Any] | None, *, want: Outputs) -> Encoded:
+def encode_levels(
+    cell: PersistentCell, x: Ragged, weights: Sequence[Any], states: Sequence[Any] | None, *, want: Outputs
+) -> Encoded:
     """Encode every row by levels in one direction, as `kernels.directions.compose_levels` describes. As many levels run at once as are
     faster that way."""
     before = [None] * len(weights) if states is None else states
     after: list[Any] = []
     while len(after) < len(weights):
         first = len(after)
-        together = _levels_together(family, x, weights[first:])
+        together = _levels_together(cell, x, weights[first:])
         until = first + together
         level_want = want if until == len(weights) else Outputs(steps=True)
-        run = partial(_encode_together, family) if together > 1 else partial(_encode, family, adaptive_shape)
+        run = partial(_encode_together, cell) if together > 1 else partial(_encode, cell, adaptive_shape)
         encoded = run(x, weights[first:until], before[first:until], level_want)
         after += encoded.state
         if encoded.steps is not None:
@@ -194,17 +132,17 @@ def encode_levels(family: Family, x: Ragged, weights: Sequence[Any], states: Seq
 
 
 def _encode(
-    family: Family, find_shape: FindShape, x: Ragged, weights: Sequence[Any], states: Sequence[Any], want: Outputs
+    cell: PersistentCell, find_shape: FindShape, x: Ragged, weights: Sequence[Any], states: Sequence[Any], want: Outputs
 ) -> Encoded:
     """Run the input products and then the kernel, for one direction or for both."""
     gates = _gate_inputs(x, weights)
     like, rows, vector, directions = gates[0], x.rows, weights[0].vector, len(weights)
-    after = tuple(_state_after(family, state, like, rows, weights[0]) for state in states)
+    after = tuple(_state_after(cell, state, like, rows, weights[0]) for state in states)
     encoded = _outputs(like, rows, directions * vector, want, after, after[0] if directions == 1 else None)
     if not rows:
         return encoded
-    variant = _variant(family, like, weights[0])
-    plan = _plan(family.name, find_shape, variant, directions, rows)
+    variant = _variant(cell, like, weights[0])
+    plan = launch_plan(cell.name, find_shape, variant, directions, rows)
     before = [state.by_row() if state is not None and plan.copies_state else state for state in states]
     outputs = _written(encoded)
     sides = [
@@ -213,7 +151,7 @@ def _encode(
             gates[side].stride(0),
             _products(weights[side], plan.packing, variant.storage),
             _read_and_written(
-                family,
+                cell,
                 weights[side],
                 before[side],
                 after[side],
@@ -227,13 +165,13 @@ def _encode(
     return encoded
 
 
-def _encode_together(family: Family, x: Ragged, weights: Sequence[Any], states: Sequence[Any], want: Outputs) -> Encoded:
+def _encode_together(cell: PersistentCell, x: Ragged, weights: Sequence[Any], states: Sequence[Any], want: Outputs) -> Encoded:
     """Run the input product of the first level and then all levels in one kernel."""
     (gates,) = _gate_inputs(x, weights[:1])
     rows, hidden, levels = x.rows, weights[0].hidden, len(weights)
-    after = tuple(_state_after(family, state, gates, rows, weights[0]) for state in states)
+    after = tuple(_state_after(cell, state, gates, rows, weights[0]) for state in states)
     encoded = _outputs(gates, rows, hidden, want, after, after[-1])
-    variant = _variant(family, gates, weights[0])
+    variant = _variant(cell, gates, weights[0])
     shape = levels_shape(variant, rows, levels)
     assert shape is not None, "a shape for these levels has been found before"
     nothing: list[Tensor | None] = [None] * len(_written(encoded))
@@ -248,7 +186,7 @@ def _encode_together(family: Family, x: Ragged, weights: Sequence[Any], states: 
                 if bias is None
                 else (_with_inputs(layer, shape.packing, variant.storage),),
                 _read_and_written(
-                    family, layer, states[level], after[level], _written(encoded) if layer is weights[-1] else nothing
+                    cell, layer, states[level], after[level], _written(encoded) if layer is weights[-1] else nothing
                 ),
                 forward=True,
             )
@@ -300,188 +238,35 @@ def _written(encoded: Encoded) -> tuple[Tensor | None, ...]:
 
 
 def _read_and_written(
-    family: Family, layer: Any, before: Any, after: Any, outputs: Sequence[Tensor | None]
+    cell: PersistentCell, layer: Any, before: Any, after: Any, outputs: Sequence[Tensor | None]
 ) -> tuple[Tensor | None, ...]:
     """Return the arrays of `_Side`."""
     return (
-        _own(family, layer),
+        _own(cell, layer),
         *_slots(before, after),
-        *_arrays(family, before),
-        *_arrays(family, after),
+        *_arrays(cell, before),
+        *_arrays(cell, after),
         *outputs,
     )
 
 
-def _variant(family: Family, gates: Tensor, layer: Any) -> Variant:
+def _variant(cell: PersistentCell, gates: Tensor, layer: Any) -> Variant:
     """Return the variant of the kernels that runs a layer from these gate inputs."""
     storage = layer.recurrent.dtype
     tf32 = allows_tf32(gates.device, storage)
     problem = Problem(gates.device, storage, layer.hidden, layer.variants, layer.vector, tf32=tf32)
-    return family.variant(problem, gates_float32=gates.dtype == torch.float32)
+    return cell.variant(problem, gates_float32=gates.dtype == torch.float32)
 
 
-@cache
-def adaptive_shape(variant: Variant, rows: int, directions: int) -> PersistentShape | None:
-    """Return the fastest shape of all kernels that runs on the device."""
-    return _first_shape(variant, rows, directions, ADAPTIVE)
-
-
-@cache
-def fastest_shape(variant: Variant, rows: int, directions: int) -> PersistentShape | None:
-    """Return the fastest shape of the kernels with the same order of sums that runs on the device."""
-    return _first_shape(variant, rows, directions, PERSISTENT)
-
-
-@cache
-def cluster_shape(variant: Variant, rows: int, directions: int) -> PersistentShape | None:
-    """Return the fastest shape of the cluster kernel that runs on the device."""
-    return _first_shape(variant, rows, directions, CLUSTER)
-
-
-@cache
-def grid_shape(variant: Variant, rows: int, directions: int) -> PersistentShape | None:
-    """Return the fastest shape of the grid kernel that runs on the device."""
-    return _first_shape(variant, rows, directions, GRID)
-
-
-@cache
-def wide_shape(variant: Variant, rows: int, directions: int) -> PersistentShape | None:
-    """Return the fastest shape of the wide kernel that runs on the device."""
-    return _first_shape(variant, rows, directions, WIDE)
-
-
-@cache
-def levels_shape(variant: Variant, rows: int, levels: int) -> WideShape | None:
-    """Return the shape in which this many levels run at once, or None if they run faster one after the other or the device has no room."""
-    sizes = matching_shapes(_tuned(variant)["levels"], (APART, *WIDE), hidden=variant.hidden, rows=rows, levels=levels)
-    kind, size = next(sizes, (APART, 0))
-    if kind == APART or variant.vector:
-        return None
-    shape = WideShape(variant, size, levels)
-    return shape if shape.runs() else None
-
-
-KINDS: Mapping[FindShape, Kinds] = {
-    adaptive_shape: ADAPTIVE,
-    fastest_shape: PERSISTENT,
-    cluster_shape: CLUSTER,
-    grid_shape: GRID,
-    wide_shape: WIDE,
-}
-"""The kinds of shapes among which each function looks."""
-
-
-def _refusal(
-    find_shape: FindShape,
-    needed: Capability,
-    no_room: str,
-    family: Family,
-    problem: Problem,
-    *,
-    until: Capability | None = None,
-    halves: bool = False,
-) -> str | None:
-    """Return why a kernel cannot run a problem, or None. The other arguments are as in `device_refusal`."""
-    variant = family.variant(problem)
-    needed = CLUSTERS if variant.terms > 1 else needed
-    refusal = device_refusal(problem, needed, until=until, halves=(halves or variant.vector > 0) and not problem.tf32)
-    if refusal is None and find_shape(variant, 1, 1) is None:
-        units = "hidden units in float32" if variant.terms > 1 else "hidden units"
-        largest = _most_units(variant, find_shape)
-        refusal = f"{no_room} for {problem.hidden} {units}" + (f", at most for {largest}" if largest else "")
-    return refusal
-
-
-def _adaptive_refusal(family: Family, problem: Problem) -> str | None:
-    """Return why the wide kernel should be chosen neither for many rows nor for several levels, or None."""
-    refusal = device_refusal(problem, (9, 0), until=(10, 0), halves=not problem.tf32)
-    variant = family.variant(problem)
-    together = any(levels_shape(variant, MANY, levels) for levels in range(2, problem.levels + 1)) if refusal is None else False
-    if refusal is None and not together and not isinstance(adaptive_shape(variant, MANY, 1), WideShape):
-        refusal = f"no other kernel runs many rows of {problem.hidden} hidden units faster"
-    return refusal
-
-
-def _describe(family: Family, find_shape: FindShape, problem: Problem) -> str:
-    """Return which kernel runs for which numbers of rows."""
-    variant = family.variant(problem)
-    bounds = sorted({shape["rows"] for shape in _tuned_shapes(variant) if "rows" in shape})
-    shapes = [(find_shape(variant, rows, 1), f" up to {rows} rows") for rows in bounds]
-    shapes.append((find_shape(variant, MANY, 1), ""))
-    changes = [(shape, bound) for n, (shape, bound) in enumerate(shapes) if n + 1 == len(shapes) or shape != shapes[n + 1][0]]
-    steps = "two products a step: " if variant.vector else ""
-    return steps + ", ".join(f"{shape}{bound}" for shape, bound in changes)
-
-
-def _first_shape(variant: Variant, rows: int, directions: int, kinds: Kinds) -> PersistentShape | None:
-    shapes = _candidates(variant, rows, directions, kinds)
-    fastest = next((shape for shape in shapes if shape.runs()), None)
-    if fastest is None or torch.cuda.get_device_name(variant.device) == _tuned(variant)["device"]:
-        return fastest
-    # The order was measured on another device. Where that has more room, its fastest shape may need many more launches here.
-    others = [shape for shape in shapes if type(shape) is type(fastest) and shape.has_room()]
-    fewest = min(others, key=lambda shape: _launches(shape, rows, directions))
-    return fewest if fewest.runs() else fastest
-
-
-def _candidates(variant: Variant, rows: int, directions: int, kinds: Kinds) -> list[PersistentShape]:
-    """Return the shapes of the file for this device, the fastest first, whether it has room for them or not."""
-    if variant.vector:
-        kinds = {kind: TWO_PRODUCTS[kind] for kind in kinds if kind in TWO_PRODUCTS}
-    sizes = matching_shapes(_tuned_shapes(variant), tuple(kinds), hidden=variant.hidden, rows=rows, directions=directions)
-    return [kinds[kind](variant, size) for kind, size in sizes]
-
-
-def _levels_together(family: Family, x: Ragged, weights: Sequence[Any]) -> int:
+def _levels_together(cell: PersistentCell, x: Ragged, weights: Sequence[Any]) -> int:
     """Return how many of these levels, from the first, run at once."""
     first = weights[0]
     if not x.rows or any(layer.hidden != first.hidden or layer.variants != first.variants for layer in weights[1:]):
         return 1
     float32 = first.input is None and first.table is None and x.data.dtype == torch.float32
     like = x.data.new_empty(0, dtype=torch.float32 if float32 else first.recurrent.dtype)
-    variant = _variant(family, like, first)
+    variant = _variant(cell, like, first)
     return next((levels for levels in range(len(weights), 1, -1) if levels_shape(variant, x.rows, levels)), 1)
-
-
-def _launches(shape: PersistentShape, rows: int, directions: int) -> int:
-    """Return how many launches of a shape run the rows of all directions."""
-    together = directions if shape.runs_both else 1
-    return directions // together * ceil_div(ceil_div(rows, directions), shape.max_rows(together))
-
-
-def _most_units(variant: Variant, find_shape: FindShape) -> int:
-    """Return the most hidden units that have room by the sizes alone, out of fewer than the variant has; 0 if there are none."""
-    smaller = (variant.of_size(hidden) for hidden in range(variant.hidden - 1, 0, -1))
-    kinds = KINDS[find_shape]
-    return next((other.hidden for other in smaller if any(shape.has_room() for shape in _candidates(other, 1, 1, kinds))), 0)
-
-
-def _tuned(variant: Variant) -> Mapping[str, Any]:
-    return load_tuned(HERE / "tuned", torch.cuda.get_device_name(variant.device))
-
-
-def _tuned_shapes(variant: Variant) -> Sequence[Mapping[str, int]]:
-    tuned = _tuned(variant)
-    name = "float32" if variant.terms > 1 else "gru" if variant.gru else "lstm"
-    shapes: Sequence[Mapping[str, int]] = tuned[f"{name}, two products" if variant.vector else name]
-    return shapes
-
-
-@cache
-def _plan(name: str, find_shape: FindShape, variant: Variant, directions: int, rows: int) -> LaunchPlan:
-    """Return the launches of a call: one, unless there are too many rows for it or both directions cannot run at once."""
-    shape = find_shape(variant, directions * rows, directions)
-    if shape is None:
-        raise ContractError(
-            f"this device has no room for {variant.hidden} hidden units of a layer {name!r}: choose another backend"
-        )
-    together = directions == 1 or shape.runs_both
-    launches: list[tuple[tuple[int, ...], int, int, Launch]] = []
-    for sides in (tuple(range(directions)),) if together else ((0,), (1,)):
-        most = shape.max_rows(len(sides))
-        bounds = [(first, min(rows, first + most)) for first in range(0, rows, most)]
-        launches += [(sides, first, until, shape.launch(until - first, len(sides))) for first, until in bounds]
-    return LaunchPlan(shape.packing, shape.copies_state, tuple(launches))
 
 
 def _gate_inputs(x: Ragged, weights: Sequence[Any]) -> list[Tensor]:
@@ -554,17 +339,17 @@ def _held(layer: Any, name: Any, storage: torch.dtype, pack: Callable[[], Tensor
     return pack_once(layer.packed, (name, storage), lambda: pack().clamp(-largest, largest).to(storage))
 
 
-def _own(family: Family, layer: Any) -> Tensor | None:
+def _own(cell: PersistentCell, layer: Any) -> Tensor | None:
     """Return the parameters of a unit besides matrices, as the kernels read them, or None."""
-    own = family.own(layer)
+    own = cell.own(layer)
     return None if own is None else pack_once(layer.packed, "own", lambda: _as_float32(own))
 
 
-def _state_after(family: Family, state: Any, like: Tensor, rows: int, layer: Any) -> Any:
+def _state_after(cell: PersistentCell, state: Any, like: Tensor, rows: int, layer: Any) -> Any:
     """Return the state after the call: new arrays, or the same state caches; raises ContractError if a kernel cannot write to them."""
     if state is None or state.slots is None:
-        return family.state(*(_new(like, rows, layer.vector if name == "hidden" else layer.hidden) for name in family.arrays))
-    for name in family.arrays:
+        return cell.state(*(_new(like, rows, layer.vector if name == "hidden" else layer.hidden) for name in cell.arrays))
+    for name in cell.arrays:
         check_state_cache(name, getattr(state, name))
     return without_sources(state)
 
@@ -575,11 +360,11 @@ def _slots(before: Any, after: Any) -> tuple[Tensor | None, Tensor | None]:
     return None if before is None or before.slots is None else row_sources(written, before.sources), written
 
 
-def _arrays(family: Family, state: Any) -> tuple[Tensor | None, Tensor | None]:
+def _arrays(cell: PersistentCell, state: Any) -> tuple[Tensor | None, Tensor | None]:
     """Return the hidden states and the cells, as far as there are any."""
     if state is None:
         return None, None
-    arrays = [_as_float32(getattr(state, name)) for name in family.arrays]
+    arrays = [_as_float32(getattr(state, name)) for name in cell.arrays]
     return arrays[0], arrays[1] if len(arrays) > 1 else None
 
 

@@ -7,20 +7,25 @@
 Bradbury et al. 2017; f keeps, as in the paper.
 """
 
-from kernels.backend import Backend, accepts_everything, only_by_name
+from kernels.backend import Backend
 from kernels.cpu import cache
+from kernels.family import Family
 from kernels.qrnn import cpu, framework, fused, reference
-from kernels.qrnn.types import check_qrnn
-from kernels.ragged import with_state_slots
-from kernels.recurrent import RecurrentKernel
+from kernels.qrnn.types import QRNNState, QRNNWeights, check_qrnn
 from kernels.scan.launch import describe, refuses
 
-BACKENDS = (
-    Backend("fused", fused.qrnn, refuses, describe, bidirectional=fused.bidirectional),
-    Backend("cpu", cpu.qrnn, cache.refuses, bidirectional=cpu.bidirectional),
-    Backend("framework", with_state_slots(framework.qrnn), accepts_everything),
-    Backend("reference", with_state_slots(reference.qrnn), only_by_name),
+FAMILY = Family(
+    "qrnn",
+    QRNNWeights,
+    QRNNState,
+    check_qrnn,
+    reference=reference.qrnn,
+    framework=framework.qrnn,
+    compiled=(
+        Backend("fused", fused.qrnn, refuses, describe, bidirectional=fused.bidirectional),
+        Backend("cpu", cpu.qrnn, cache.refuses, bidirectional=cpu.bidirectional),
+    ),
 )
-KERNEL = RecurrentKernel(BACKENDS, check_qrnn, lambda weights: weights.bias)
-choice, qrnn, bidirectional = KERNEL.choice, KERNEL.run, KERNEL.bidirectional
+BACKENDS = FAMILY.backends
+choice, qrnn, bidirectional = FAMILY.choice, FAMILY.run, FAMILY.bidirectional
 """x.data: (tokens, inputs), or (tokens, blocks x hidden) gates without bias when weights.input is None, or (tokens,) ids for tables."""

@@ -4,15 +4,11 @@ windows."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
-from importlib import import_module
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from kernels.cpu import launch
-from kernels.cpu.forms import FORMS, QRNN_FORMS
 from kernels.embedding import FIRST
 from kernels.qrnn.types import POOLINGS, QRNNState, QRNNWeights
 from kernels.ragged import Ragged, without_sources
@@ -21,13 +17,12 @@ from kernels.scan.cpu import (
     GateInputs,
     ScanLayer,
     as_stored_rows,
-    backend_functions,
     batch_arguments,
-    cell_states,
     product_layer,
     row_layer,
 )
 
+LOOPS = "kernels.qrnn.cpu_loops"
 BLOCKS = {"f": (0, 1), "fo": (0, 1, 2), "ifo": (0, 1, 3, 2)}
 """The blocks of each pooling in the order of the compiled loop: the output gate is the last."""
 
@@ -48,23 +43,23 @@ def _run(x: Ragged, weights: QRNNWeights, state: QRNNState | None, outputs: tupl
     """Write the outputs to their addresses and return the state after the batch. reverse: 1 for the backward direction."""
     packed, offsets = _pack(weights, reverse), x.offsets.contiguous()
     batch = batch_arguments(offsets, x.data.shape[0], reverse)
-    states, cells, kept = cell_states(state, batch[2], packed.layer.hidden)
-    lefts, left, left_before = _lefts(x, weights, state, states)
+    states = launch.row_states(lambda cell: cell, ("cell",), state, batch[2], packed.layer.hidden)
+    lefts, left, left_before = _lefts(x, weights, state, states.arguments)
     arrays, gates = _gates(x, weights, packed, batch, lefts)
-    packed.layer.run(batch, gates, states, outputs)
-    del arrays, kept, left_before  # the addresses refer to them until here
-    return QRNNState(cells, left) if state is None or state.slots is None else without_sources(state)
+    packed.layer.run(batch, gates, states.arguments, outputs)
+    del arrays, left_before  # the addresses refer to them until here
+    return QRNNState(states.after, left) if state is None or state.slots is None else without_sources(state)
 
 
-qrnn, bidirectional = backend_functions(_run)
+qrnn, bidirectional = launch.backend_functions(_run)
 """Encode every row in one direction, and in both. Shapes as in `kernels.qrnn.types`."""
 
 
 def _lefts(
     x: Ragged, weights: QRNNWeights, state: QRNNState | None, cells: tuple[int, ...]
 ) -> tuple[tuple[int, ...], Tensor, Tensor | None]:
-    """Return the addresses of the steps before the rows and after them, with their slots, as in `cell_states`; the steps
-    after the rows; and an array that the addresses refer to. cells: the addresses of `cell_states`."""
+    """Return the addresses of the steps before the rows and after them, with their slots, as in `row_states`; the steps
+    after the rows; and an array that the addresses refer to. cells: the addresses of `row_states`."""
     if state is not None and state.slots is not None:
         left = state.left
         return (left.data_ptr(), cells[1], left.data_ptr(), cells[3]), left, None
@@ -108,7 +103,7 @@ def _find_rows(ids: Tensor, tables: Tensor, batch: tuple[int, ...], lefts: tuple
     """Return the rows of the tables in each token's window. Raises IndexError for a row outside of the tables."""
     taps, height, _ = tables.shape
     numbers = torch.empty(ids.shape[0], taps, dtype=torch.int64)
-    _loops().find_rows(ids.data_ptr(), ids.itemsize, FIRST, height, *batch, taps, *lefts, numbers.data_ptr())
+    launch.loops(LOOPS).find_rows(ids.data_ptr(), ids.itemsize, FIRST, height, *batch, taps, *lefts, numbers.data_ptr())
     return numbers
 
 
@@ -119,7 +114,9 @@ def _find_windows(data: Tensor, taps: int, batch: tuple[int, ...], lefts: tuple[
     edges = batch[2] * (taps - 1) * columns  # two float32 steps in the memory of one int64 step
     begins = torch.empty(tokens + edges, dtype=torch.int64)
     address = begins.data_ptr()
-    _loops().find_windows(data.data_ptr(), columns, *batch, taps, *lefts, address + launch.LONG_BYTES * tokens, address)
+    launch.loops(LOOPS).find_windows(
+        data.data_ptr(), columns, *batch, taps, *lefts, address + launch.LONG_BYTES * tokens, address
+    )
     return begins
 
 
@@ -133,19 +130,13 @@ def _pack(weights: QRNNWeights, reverse: int) -> _Packed:
 
 
 def _pack_layer(weights: QRNNWeights, reverse: int) -> _Packed:
-    form, hidden, blocks = QRNN_FORMS[weights.pooling], weights.hidden, POOLINGS[weights.pooling]
+    form, hidden, blocks = weights.scan_form, weights.hidden, POOLINGS[weights.pooling]
     order = list(BLOCKS[weights.pooling])
-    number, bias = FORMS.index(form), weights.bias.view(blocks, hidden)[order].flatten()
+    bias = weights.bias.view(blocks, hidden)[order].flatten()
     if weights.input is not None:
         taps = weights.input if reverse else weights.input.flip(0)
         matrix = taps.flatten(0, 1).view(-1, blocks, hidden)[:, order].flatten(1)
-        return _Packed(product_layer(number, form, matrix, bias, hidden, Factors(), int8=weights.int8), None)
+        return _Packed(product_layer(form, matrix, bias, hidden, Factors(), int8=weights.int8), None)
     tables = None if weights.tables is None else as_stored_rows(weights.tables)
     storage = torch.float32 if tables is None else tables.dtype
-    return _Packed(row_layer(number, form, bias, hidden, Factors(), storage), tables)
-
-
-@cache
-def _loops() -> Any:
-    """Return the module of compiled loops. It imports Numba, which takes half a second."""
-    return import_module("kernels.qrnn.cpu_loops")
+    return _Packed(row_layer(form, bias, hidden, Factors(), storage), tables)

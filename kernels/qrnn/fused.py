@@ -14,25 +14,12 @@ import torch
 from torch import Tensor
 
 from kernels.embedding import FIRST
-from kernels.launching import aligned_inputs, as_gate_dtype, device_index, pack_once
-from kernels.qrnn.types import POOLINGS, QRNNState, QRNNWeights
+from kernels.launching import aligned_inputs, as_gate_dtype, pack_once
+from kernels.qrnn.types import QRNNState, QRNNWeights
 from kernels.ragged import Encoded, Outputs, Ragged, source_slots, without_sources
-from kernels.scan.launch import encode
-from kernels.scan.layer import Direction, ScanForm, array_gates, product_gates
-from kernels.scan.shape import multiplies_inputs, needs_every_step, prefers_library_product
-
-
-def qrnn(x: Ragged, weights: QRNNWeights, state: QRNNState | None, *, want: Outputs) -> Encoded:
-    """Encode every row. Shapes as in `kernels.qrnn.types`."""
-    encoded = _encode(x, (weights,), (state,), want)
-    return replace(encoded, state=encoded.state[0])
-
-
-def bidirectional(
-    x: Ragged, weights: tuple[QRNNWeights, QRNNWeights], states: tuple[QRNNState, QRNNState] | None, *, want: Outputs
-) -> Encoded:
-    """Encode every row in both directions. Shapes as in `kernels.qrnn.types`."""
-    return _encode(x, weights, states or (None, None), want)
+from kernels.scan.launch import backend_functions, encode
+from kernels.scan.layer import Direction, array_gates, product_gates
+from kernels.scan.shape import takes_library_product
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,22 +33,24 @@ class _ScanInputs:
 def _encode(x: Ragged, weights: Sequence[QRNNWeights], states: Sequence[QRNNState | None], want: Outputs) -> Encoded:
     """Run all directions in one launch. The state is the tuple of their states."""
     first = weights[0]
-    inputs = _scan_inputs(x, weights, states, all_steps=needs_every_step(want))
+    inputs = _scan_inputs(x, weights, states, want)
     sources = [direction.source for direction in inputs.directions if direction.source is not None]
     gather = inputs.ids is not None
     summed = first.window if gather else 1
     gates = array_gates(sources, first.hidden, window=summed, gather=gather) if sources else product_gates(first.window)
     encoded, cells = encode(
-        _form(first), gates, x, inputs.directions, want, hidden=first.hidden, storage=first.bias.dtype, ids=inputs.ids
+        first.scan_form, gates, x, inputs.directions, want, hidden=first.hidden, storage=first.bias.dtype, ids=inputs.ids
     )
     lefts = _lefts_after(x, first, inputs)
     after = [_state_after(state, cell, left) for state, cell, left in zip(states, cells, lefts, strict=True)]
     return replace(encoded, state=tuple(after))
 
 
-def _scan_inputs(
-    x: Ragged, weights: Sequence[QRNNWeights], states: Sequence[QRNNState | None], *, all_steps: bool
-) -> _ScanInputs:
+qrnn, bidirectional = backend_functions(_encode)
+"""Encode every row in one direction, and in both. Shapes as in `kernels.qrnn.types`."""
+
+
+def _scan_inputs(x: Ragged, weights: Sequence[QRNNWeights], states: Sequence[QRNNState | None], want: Outputs) -> _ScanInputs:
     first = weights[0]
     storage, steps_before = first.bias.dtype, first.window - 1
     directions = [_direction(each, state) for each, state in zip(weights, states, strict=True)]
@@ -75,11 +64,7 @@ def _scan_inputs(
         )
     if first.input is None:
         return _ScanInputs([replace(direction, source=as_gate_dtype(x.data, storage)) for direction in directions])
-    if (
-        storage == torch.float32
-        or not multiplies_inputs(device_index(x.offsets.device))
-        or prefers_library_product(_form(first), x.rows, len(x.data), all_steps=all_steps)
-    ):
+    if takes_library_product(first.scan_form, storage, x, want):
         return _library_products(x, weights, directions, lefts)
     data = aligned_inputs(x.data.to(storage))
     after = data.new_empty(len(weights), x.rows, steps_before, data.shape[1])
@@ -139,10 +124,6 @@ def _lefts_after(x: Ragged, weights: QRNNWeights, inputs: _ScanInputs) -> list[T
     if weights.window == 1:
         return [x.data.new_empty(x.rows, 0, x.data.shape[1])] * len(inputs.directions)
     return [left[..., : weights.columns] for left in lefts]
-
-
-def _form(weights: QRNNWeights) -> ScanForm:
-    return ScanForm(POOLINGS[weights.pooling])
 
 
 def _direction(weights: QRNNWeights, state: QRNNState | None) -> Direction:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from kernels.embedding import fold_taps
 from kernels.ragged import (
     ContractError,
     LayerWeights,
@@ -16,8 +17,10 @@ from kernels.ragged import (
     check_absent,
     check_data,
     check_shape,
+    compute_dtype,
     state_entries,
 )
+from kernels.scan.forms import ScanForm
 
 POOLINGS = {"f": 2, "fo": 3, "ifo": 4}
 """Number of blocks of each pooling: candidate, forget, then output, then input gate."""
@@ -39,6 +42,8 @@ class QRNNWeights(LayerWeights):
     then has values of `kernels.quantized.dequantize`.
     """
 
+    gates = ("candidate", "forget", "output")
+
     input: Tensor | None
     bias: Tensor
     pooling: str = "fo"
@@ -50,15 +55,41 @@ class QRNNWeights(LayerWeights):
         return self.bias.shape[0] // POOLINGS[self.pooling]
 
     @property
+    def array(self) -> Tensor:
+        return self.bias
+
+    @property
     def window(self) -> int:
         taps = self.input if self.tables is None else self.tables
         return 1 if taps is None else taps.shape[0]
+
+    @property
+    def scan_form(self) -> ScanForm:
+        return ScanForm(POOLINGS[self.pooling])
 
     @cached_property
     def columns(self) -> int | None:
         """The data's number of columns, or None for ids. The first access checks these shapes and raises ContractError if they
         are inconsistent."""
         return _columns(self)
+
+    def folded(self, embedding: Tensor) -> QRNNWeights:
+        assert self.input is not None
+        return replace(self, input=None, tables=fold_taps(embedding, self.input, dense=True))
+
+    @property
+    def table_columns(self) -> int:
+        assert self.input is not None
+        return self.window * self.input.shape[2]
+
+    def zeros(self, name: str, entries: int) -> Tensor:
+        if name != "left":
+            return super().zeros(name, entries)
+        before, device = self.window - 1, self.bias.device
+        if self.tables is not None:
+            return torch.zeros(entries, before, dtype=torch.int64, device=device)
+        assert self.input is not None
+        return torch.zeros(entries, before, self.input.shape[1], dtype=compute_dtype(self.input.dtype, device), device=device)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,16 +5,14 @@
 Elman 1990, as torch.nn.RNN computes it.
 """
 
-from kernels.backend import Backend, accepts_everything, only_by_name
-from kernels.gated import check_gated, with_table
-from kernels.ragged import with_state_slots
-from kernels.recurrent import RecurrentKernel
+from kernels.family import Family
+from kernels.gated import HiddenState, check_gated, with_table
 from kernels.rnn import framework, reference
+from kernels.rnn.types import RNNWeights
 
-BACKENDS = (
-    Backend("framework", with_table(with_state_slots(framework.rnn)), accepts_everything, runs=None),
-    Backend("reference", with_table(with_state_slots(reference.rnn)), only_by_name, runs=None),
+FAMILY = Family(
+    "rnn", RNNWeights, HiddenState, check_gated, reference=with_table(reference.rnn), framework=with_table(framework.rnn)
 )
-KERNEL = RecurrentKernel(BACKENDS, check_gated, lambda weights: weights.recurrent)
-choice, rnn, bidirectional = KERNEL.choice, KERNEL.run, KERNEL.bidirectional
+BACKENDS = FAMILY.backends
+choice, rnn, bidirectional = FAMILY.choice, FAMILY.run, FAMILY.bidirectional
 """x.data: (tokens, inputs), or (tokens, hidden) sums of input and bias when weights.input is None, or (tokens,) ids for a table."""

@@ -6,12 +6,12 @@ Runs wherever torch runs; nothing is padded.
 from __future__ import annotations
 
 from kernels.framework import StepOutputs, order_by_length
-from kernels.gated import clipped, gate_inputs, recurrent_product
+from kernels.gated import HiddenState, clipped, gate_inputs, recurrent_product
 from kernels.ragged import Encoded, Outputs, Ragged
-from kernels.rnn.types import RNNState, RNNWeights
+from kernels.rnn.types import RNNWeights
 
 
-def rnn(x: Ragged, weights: RNNWeights, state: RNNState | None, *, want: Outputs) -> Encoded:
+def rnn(x: Ragged, weights: RNNWeights, state: HiddenState | None, *, want: Outputs) -> Encoded:
     """Encode every row. Shapes as in `kernels.rnn.types`."""
     order = order_by_length(x)
     gates = gate_inputs(order.sort_tokens(x.data), weights)
@@ -21,4 +21,4 @@ def rnn(x: Ragged, weights: RNNWeights, state: RNNState | None, *, want: Outputs
     for (step,), (running,) in zip(order.by_step(gates), order.by_row(hidden), strict=True):
         running.copy_(activation(clipped(step + recurrent_product(running, weights), weights.clip)))
         outputs.add(running)
-    return outputs.encoded(hidden, RNNState(order.unsort_rows(hidden)))
+    return outputs.encoded(hidden, HiddenState(order.unsort_rows(hidden)))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from kernels.gated import clipped
+from kernels.gated import HiddenState, clipped
 from kernels.ragged import Encoded, Outputs, Ragged
 from kernels.reference import reference_gate_inputs, reference_norm, select_outputs
-from kernels.rnn.types import RNNState, RNNWeights
+from kernels.rnn.types import RNNWeights
 
 
-def rnn(x: Ragged, weights: RNNWeights, state: RNNState | None, *, want: Outputs) -> Encoded:
+def rnn(x: Ragged, weights: RNNWeights, state: HiddenState | None, *, want: Outputs) -> Encoded:
     """Encode every row. Shapes as in `kernels.rnn.types`; every output has the dtype of `weights.recurrent`."""
     hidden = weights.recurrent.new_zeros(x.rows, weights.hidden) if state is None else state.hidden.clone()
     gates = reference_gate_inputs(x, weights)
@@ -21,4 +21,4 @@ def rnn(x: Ragged, weights: RNNWeights, state: RNNState | None, *, want: Outputs
             product = reference_norm(hidden[row] @ weights.recurrent, weights.recurrent_norm, weights)
             hidden[row] = activation(clipped(gates[t] + product, weights.clip))
             steps[t] = hidden[row]
-    return select_outputs(steps, x.offsets, want, last=hidden, state=RNNState(hidden))
+    return select_outputs(steps, x.offsets, want, last=hidden, state=HiddenState(hidden))

@@ -3,21 +3,17 @@ batch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
-from importlib import import_module
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from kernels.cpu import launch
-from kernels.cpu.forms import LoopForm
 from kernels.cpu.storage import INT8, STORAGES, panel_storage
 from kernels.cpu.threads import run_in_parts
-from kernels.ragged import Encoded, Outputs, Ragged, RunKernel, with_state_slots
+from kernels.scan.forms import ScanForm
 
 PRODUCT_TOKENS = 192
 """Tokens of a chunk with gate inputs from a product."""
@@ -78,7 +74,7 @@ class ScanLayer:
         chunk = max(1, min(self.chunk_tokens, tokens))
         longs, floats = rows + 1 + 3 * chunk, rows * self.width + chunk * self.token_floats
         run_in_parts(
-            _loops().run,
+            launch.loops("kernels.scan.cpu_loops").run,
             (*batch, chunk, self.group_units, *self.arguments, *gates, *states, *outputs),
             self.groups,
             tokens * self.operations,
@@ -95,75 +91,22 @@ class Factors:
     skip: float = 1.0
 
 
-def backend_functions(run_direction: Callable[..., Any]) -> tuple[RunKernel, RunKernel]:
-    """Return the functions of a backend for one direction and for both.
-
-    run_direction: from (x, weights, state, outputs, reverse) to the state after the batch, where outputs are the addresses that it writes
-    and reverse is 1 for the backward direction. It runs from state slots only if `launch.updates_in_place`.
-    """
-
-    def after(x: Ragged, weights: Any, state: Any, outputs: tuple[int, ...], reverse: int) -> Any:
-        if launch.updates_in_place(state):
-            return run_direction(x, weights, state, outputs, reverse)
-
-        def by_row(x: Ragged, weights: Any, state: Any, *, want: Outputs | None) -> Encoded:
-            return Encoded(run_direction(x, weights, state, outputs, reverse))
-
-        return with_state_slots(by_row)(x, weights, state, want=None).state
-
-    def run(x: Ragged, weights: Any, state: Any, *, want: Outputs) -> Encoded:
-        hidden = weights.hidden
-        outputs = launch.empty_outputs(x, want, hidden)
-        return Encoded(after(x, weights, state, launch.output_arguments(outputs, hidden), 0), *outputs)
-
-    def run_both(x: Ragged, weights: tuple[Any, Any], states: tuple[Any, Any] | None, *, want: Outputs) -> Encoded:
-        width = 2 * weights[0].hidden
-        outputs = launch.empty_outputs(x, want, width)
-        both = [
-            after(x, layer, state, launch.output_arguments(outputs, width, direction * layer.hidden), direction)
-            for direction, (layer, state) in enumerate(zip(weights, states or (None, None), strict=True))
-        ]
-        return Encoded(tuple(both), *outputs)
-
-    return run, run_both
-
-
 def batch_arguments(offsets: Tensor, tokens: int, reverse: int) -> tuple[int, ...]:
     """Return the address of contiguous offsets, the bytes of an offset, the rows, the tokens and the direction: 1 for
     backward."""
     return offsets.data_ptr(), offsets.itemsize, offsets.shape[0] - 1, tokens, reverse
 
 
-def cell_states(state: Any, rows: int, hidden: int) -> tuple[tuple[int, ...], Tensor, Any]:
-    """Return the addresses of the cells before the batch (or 0), of the slots that the rows start from, of the cells after
-    the batch and of the slots that the rows write (0 if there are none); the cells after the batch; and other arrays that the
-    addresses refer to."""
-    if state is None:
-        after = torch.empty(rows, hidden)
-        return (0, 0, after.data_ptr(), 0), after, None
-    if state.slots is None:
-        after, before = torch.empty(rows, hidden), launch.as_floats(state.cell)
-        return (before.data_ptr(), 0, after.data_ptr(), 0), after, before
-    slots = launch.as_longs(state.slots)
-    sources = slots if state.sources is None else launch.as_longs(state.sources)
-    cells = state.cell.data_ptr()
-    return (cells, sources.data_ptr(), cells, slots.data_ptr()), state.cell, (slots, sources)
-
-
-def product_layer(
-    number: int, form: LoopForm, weight: Tensor, bias: Tensor, hidden: int, factors: Factors, *, int8: bool
-) -> ScanLayer:
+def product_layer(form: ScanForm, weight: Tensor, bias: Tensor, hidden: int, factors: Factors, *, int8: bool) -> ScanLayer:
     """Pack a layer with gate inputs that are a product. weight: (depth, blocks x hidden), bias: (blocks x hidden,), the early
     blocks first; int8: as in the weights."""
     from kernels.cpu.int8 import row_floats
     from kernels.cpu.products import PANEL_COLUMNS, pack_columns
 
-    blocks = weight.shape[1] // hidden if hidden else form.early + form.late
     storage = panel_storage(weight, int8=int8)
-    panels = pack_columns(_by_group(weight, blocks, PANEL_COLUMNS), 1, storage)
-    packed_bias = _by_group(bias.float()[None], blocks, PANEL_COLUMNS)[0].contiguous()
+    panels = pack_columns(_by_group(weight, form.blocks, PANEL_COLUMNS), 1, storage)
+    packed_bias = _by_group(bias.float()[None], form.blocks, PANEL_COLUMNS)[0].contiguous()
     return _layer(
-        number,
         form,
         hidden,
         panels,
@@ -172,24 +115,23 @@ def product_layer(
         storage,
         PANEL_COLUMNS,
         PRODUCT_TOKENS,
-        len(weight) * blocks,
+        len(weight) * form.blocks,
         row_floats(len(weight)) if storage == INT8 else 0,
     )
 
 
-def row_layer(number: int, form: LoopForm, bias: Tensor, hidden: int, factors: Factors, storage: torch.dtype) -> ScanLayer:
+def row_layer(form: ScanForm, bias: Tensor, hidden: int, factors: Factors, storage: torch.dtype) -> ScanLayer:
     """Pack a layer with gate inputs that are rows of an array. bias: (blocks x hidden,), the early blocks first."""
     from kernels.cpu.products import PANEL_COLUMNS
 
-    padded_bias = pad(bias.float().reshape(form.early + form.late + form.skip, hidden), (0, -hidden % PANEL_COLUMNS))
+    padded_bias = pad(bias.float().reshape(form.blocks, hidden), (0, -hidden % PANEL_COLUMNS))
     units = min(GATHERED_UNITS, padded_bias.shape[1])
     chunk = max(1, GATHERED_FLOATS // max(1, units * len(padded_bias)))
-    return _layer(number, form, hidden, None, padded_bias, factors, STORAGES[storage], units, chunk, 0, 0)
+    return _layer(form, hidden, None, padded_bias, factors, STORAGES[storage], units, chunk, 0, 0)
 
 
 def _layer(
-    number: int,
-    form: LoopForm,
+    form: ScanForm,
     hidden: int,
     panels: Tensor | None,
     bias: Tensor,
@@ -207,13 +149,13 @@ def _layer(
     width = (len(packed_factors) - 1) // 2
     addresses = 0 if panels is None else panels.data_ptr(), bias.data_ptr(), packed_factors.data_ptr()
     return ScanLayer(
-        arguments=(number, hidden, storage, *addresses),
+        arguments=(form.number, hidden, storage, *addresses),
         hidden=hidden,
         width=width,
         groups=width // PANEL_COLUMNS,
         group_units=max(group_units, 1),
         chunk_tokens=chunk_tokens,
-        token_floats=(form.early + form.late + form.skip) * group_units + quantized_floats,
+        token_floats=form.with_skip_block.blocks * group_units + quantized_floats,
         operations=hidden * (products + STEP_OPERATIONS),
         arrays=(bias, packed_factors) if panels is None else (panels, bias, packed_factors),
     )
@@ -232,9 +174,3 @@ def as_stored_rows(table: Tensor) -> Tensor:
     """Return a table as compiled loops read it: stored in a dtype that they know, the columns of a row consecutive."""
     stored = table if table.dtype in STORAGES else table.float()
     return stored if stored.stride(-1) == 1 else stored.contiguous()
-
-
-@cache
-def _loops() -> Any:
-    """Return the module of compiled loops. It imports Numba, which takes half a second."""
-    return import_module("kernels.scan.cpu_loops")

@@ -12,17 +12,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kernels.cpu.compiled import Compiled, inner
-from kernels.cpu.forms import FORMS, QRNN_FORMS
 from kernels.cpu.int8 import rows_of_product
 from kernels.cpu.products import PANEL_COLUMNS, VECTORS, product, vector_bytes
 from kernels.cpu.rows import OutputArrays, check_rows, floats, longs, number_at
 from kernels.cpu.scans import add_stored, scan, stored_bytes
 from kernels.cpu.vectors import FLOAT_BYTES, LONG_BYTES
+from kernels.scan.forms import FORMS, ScanForm
 
 EARLY = np.array([form.early for form in FORMS])
 LATE = np.array([form.late for form in FORMS])
 SKIP = np.array([form.skip for form in FORMS])
-IFO = FORMS.index(QRNN_FORMS["ifo"])
+IFO = ScanForm(4).number
 
 
 class ScanLoopLayer(NamedTuple):

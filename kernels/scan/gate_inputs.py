@@ -8,7 +8,8 @@ import torch
 
 from kernels.compile import shared_limit
 from kernels.launching import round_up
-from kernels.scan.layer import ScanForm, ScanVariant
+from kernels.scan.forms import ScanForm
+from kernels.scan.layer import ScanVariant
 from kernels.scan.shape import ALIGNED, STAGES, TILE, ScanShape
 
 RUN = 32

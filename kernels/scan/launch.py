@@ -7,11 +7,11 @@ offsets, ids, slots and values are read when the graph runs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from struct import Struct
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,9 +30,10 @@ from kernels.launching import (
     pack_once,
     row_sources,
 )
-from kernels.ragged import ContractError, Encoded, Outputs, Ragged
+from kernels.ragged import ContractError, Encoded, Outputs, Ragged, RunKernel
+from kernels.scan.forms import ScanForm
 from kernels.scan.gate_inputs import gate_inputs_constants
-from kernels.scan.layer import Direction, GateSource, ScanForm, ScanVariant
+from kernels.scan.layer import Direction, GateSource, ScanVariant
 from kernels.scan.product import input_map, pack, product_constants
 from kernels.scan.shape import HERE, PART, TILE, ScanShape, TileShape, multiplies_inputs, needs_every_step, shape_for
 from kernels.scan.tile_gates import tile_gates_constants
@@ -139,6 +140,23 @@ def encode(
             fold = _fold_kernel(variant)
             fold.launch((ceil_div(hidden, FOLD_THREADS), rows, len(directions)), 0, members, early=True)
     return encoded, after
+
+
+def backend_functions(encode_directions: Callable[..., Encoded]) -> tuple[RunKernel, RunKernel]:
+    """Return the functions of a backend for one direction and for both.
+
+    encode_directions: from (x, weights, states, want), with weights and a state or None for each direction, to the outputs and a state for
+    each direction.
+    """
+
+    def run(x: Ragged, weights: Any, state: Any, *, want: Outputs) -> Encoded:
+        encoded = encode_directions(x, (weights,), (state,), want)
+        return replace(encoded, state=encoded.state[0])
+
+    def run_both(x: Ragged, weights: tuple[Any, Any], states: tuple[Any, Any] | None, *, want: Outputs) -> Encoded:
+        return encode_directions(x, weights, states or (None, None), want)
+
+    return run, run_both
 
 
 class _DirectionArrays(NamedTuple):

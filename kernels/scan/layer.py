@@ -1,4 +1,4 @@
-"""The description of a layer for the scan kernels: its arithmetic, the source of its gates, and the arrays of each direction."""
+"""The description of a layer for the scan kernels: the source of its gates, and the arrays of each direction."""
 
 from __future__ import annotations
 
@@ -10,21 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-NO_SKIP, SKIP_BLOCK, SKIP_COLUMNS = range(3)
-
-
-class ScanForm(NamedTuple):
-    """The arithmetic of a layer, independent of its size.
-
-    blocks: gate blocks; sru: an SRU rather than a QRNN; own_cell: the gates depend on the previous cell; skip: NO_SKIP,
-    SKIP_BLOCK or SKIP_COLUMNS; tanh: of the cell.
-    """
-
-    blocks: int
-    sru: bool = False
-    own_cell: bool = False
-    skip: int = NO_SKIP
-    tanh: bool = False
+from kernels.scan.forms import ScanForm
 
 
 class GateSource(NamedTuple):

@@ -10,9 +10,10 @@ from pathlib import Path
 import torch
 
 from kernels.compile import is_hopper_or_newer
-from kernels.launching import ceil_div, multiprocessors
-from kernels.ragged import Outputs
-from kernels.scan.layer import ScanForm, ScanVariant
+from kernels.launching import ceil_div, device_index, multiprocessors
+from kernels.ragged import Outputs, Ragged
+from kernels.scan.forms import ScanForm
+from kernels.scan.layer import ScanVariant
 from kernels.tuning import load_tuned, matching_shapes
 
 HERE = Path(__file__).parent
@@ -118,12 +119,14 @@ def needs_every_step(want: Outputs) -> bool:
     return want.steps or want.mean or want.max
 
 
-def prefers_library_product(form: ScanForm, rows: int, tokens: int, *, all_steps: bool) -> bool:
-    """Return whether the library should compute the product of the inputs: of few long rows, unless their parts are computed apart.
-
-    The blocks that multiply would wait for each other's cells.
-    """
-    return _few_long_rows(rows, tokens) and (form.own_cell or all_steps or (rows > 1 and tokens > TILED_TOKENS))
+def takes_library_product(form: ScanForm, storage: torch.dtype, x: Ragged, want: Outputs) -> bool:
+    """Return whether the library computes the product of the inputs: in float32, on devices without the kernel's instructions, and of few
+    long rows, unless their parts are computed apart. There, the blocks that multiply would wait for each other's cells."""
+    if storage == torch.float32 or not multiplies_inputs(device_index(x.offsets.device)):
+        return True
+    rows, tokens = x.rows, len(x.data)
+    in_sequence = form.own_cell or needs_every_step(want) or (rows > 1 and tokens > TILED_TOKENS)
+    return _few_long_rows(rows, tokens) and in_sequence
 
 
 def _divided_product(variant: ScanVariant, rows: int, tokens: int) -> ScanShape | TileShape | None:

@@ -7,20 +7,26 @@ Lei et al., EMNLP 2018; without v it is the first version of that paper (version
 its own, scaled columns of the input, or zero.
 """
 
-from kernels.backend import Backend, accepts_everything, only_by_name
+from kernels.backend import Backend
 from kernels.cpu import cache
-from kernels.ragged import with_state_slots
-from kernels.recurrent import RecurrentKernel
+from kernels.family import Family
 from kernels.scan.launch import describe, refuses
 from kernels.sru import cpu, framework, fused, reference
-from kernels.sru.types import check_sru
+from kernels.sru.types import SRUState, SRUWeights, check_sru
 
-BACKENDS = (
-    Backend("fused", fused.sru, refuses, describe, bidirectional=fused.bidirectional),
-    Backend("cpu", cpu.sru, cache.refuses, bidirectional=cpu.bidirectional),
-    Backend("framework", with_state_slots(framework.sru), accepts_everything),
-    Backend("reference", with_state_slots(reference.sru), only_by_name),
+FAMILY = Family(
+    "sru",
+    SRUWeights,
+    SRUState,
+    check_sru,
+    reference=reference.sru,
+    framework=framework.sru,
+    compiled=(
+        Backend("fused", fused.sru, refuses, describe, bidirectional=fused.bidirectional),
+        Backend("cpu", cpu.sru, cache.refuses, bidirectional=cpu.bidirectional),
+    ),
+    table_gates=("skip",),
 )
-KERNEL = RecurrentKernel(BACKENDS, check_sru, lambda weights: weights.bias)
-choice, sru, bidirectional = KERNEL.choice, KERNEL.run, KERNEL.bidirectional
+BACKENDS = FAMILY.backends
+choice, sru, bidirectional = FAMILY.choice, FAMILY.run, FAMILY.bidirectional
 """x.data: (tokens, inputs), or (tokens, 3 or 4 x hidden) blocks when weights.input is None, or (tokens,) ids for a table."""

@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
-from importlib import import_module
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from kernels.cpu import launch
-from kernels.cpu.forms import FORMS, LoopForm
 from kernels.cpu.threads import run_in_parts
 from kernels.norm import layer_norm
-from kernels.ragged import Ragged, without_sources
+from kernels.ragged import Ragged
 from kernels.scan.cpu import (
     Factors,
     GateInputs,
     ScanLayer,
     as_stored_rows,
-    backend_functions,
     batch_arguments,
-    cell_states,
     product_layer,
     row_layer,
 )
@@ -58,14 +52,15 @@ def _run(x: Ragged, weights: SRUWeights, state: SRUState | None, outputs: tuple[
     """Write the outputs to their addresses and return the state after the batch. reverse: 1 for the backward direction."""
     packed, offsets = _pack(x, weights), x.offsets.contiguous()
     batch = batch_arguments(offsets, x.data.shape[0], reverse)
-    states, cells, kept = cell_states(state, batch[2], packed.layer.hidden)
+    states = launch.row_states(SRUState, ("cell",), state, batch[2], packed.layer.hidden)
     arrays, gates = _gates(x, weights, packed)
-    packed.layer.run(batch, gates, states, outputs)
-    del arrays, kept  # the addresses refer to them until here
-    return SRUState(cells) if state is None or state.slots is None else without_sources(state)
+    packed.layer.run(batch, gates, states.arguments, outputs)
+    del arrays  # the addresses refer to them until here
+    after: SRUState = states.after
+    return after
 
 
-sru, bidirectional = backend_functions(_run)
+sru, bidirectional = launch.backend_functions(_run)
 """Encode every row in one direction, and in both. Shapes as in `kernels.sru.types`."""
 
 
@@ -96,7 +91,9 @@ def _project(values: Tensor, projection: _Projection) -> Tensor:
     arguments = (tokens, storage, values.data_ptr(), columns, *addresses, projection.width, out.data_ptr())
     scratch = launch.aligned(launch.LONG_BYTES * tokens) + launch.FLOAT_BYTES * projection.quantized_floats * tokens
     operations = tokens * columns * projection.width
-    run_in_parts(_loops().project, arguments, tokens, operations, scratch + 2 * launch.ALIGNED_BYTES)
+    run_in_parts(
+        launch.loops("kernels.sru.cpu_loops").project, arguments, tokens, operations, scratch + 2 * launch.ALIGNED_BYTES
+    )
     return out
 
 
@@ -111,17 +108,15 @@ def _pack(x: Ragged, weights: SRUWeights) -> _Packed:
 
 def _pack_layer(x: Ragged, weights: SRUWeights) -> _Packed:
     table = None if weights.table is None else as_stored_rows(weights.table)
-    columns = next(array.shape[1] for array in (table, weights.input, x.data) if array is not None)
     hidden = weights.hidden
-    blocks = columns // hidden if hidden else 3
-    form = LoopForm(2, 1, True, weights.cell is not None, weights.tanh, blocks == 4 or weights.skip_from is not None)
-    bias = torch.zeros(blocks * hidden)
+    form = weights.scan_form(x.data)
+    bias = torch.zeros(form.blocks * hidden)
     bias[hidden : 3 * hidden] = weights.bias
-    number, factors = FORMS.index(form), Factors(weights.cell, weights.scale if blocks == 3 else 1.0)
+    factors = Factors(weights.cell, weights.scale if form.blocks == 3 else 1.0)
     if weights.input is not None:
-        layer = product_layer(number, form, weights.input, bias, hidden, factors, int8=weights.int8)
+        layer = product_layer(form, weights.input, bias, hidden, factors, int8=weights.int8)
     else:
-        layer = row_layer(number, form, bias, hidden, factors, torch.float32 if table is None else table.dtype)
+        layer = row_layer(form, bias, hidden, factors, torch.float32 if table is None else table.dtype)
     projection = None if weights.projection is None else _pack_projection(weights.projection, int8=weights.int8)
     return _Packed(layer, projection, table)
 
@@ -136,9 +131,3 @@ def _pack_projection(projection: Tensor, *, int8: bool) -> _Projection:
     bias = torch.zeros(width)
     quantized_floats = row_floats(len(projection)) if storage == INT8 else 0
     return _Projection(width, quantized_floats, (storage, panels.data_ptr(), bias.data_ptr()), (panels, bias))
-
-
-@cache
-def _loops() -> Any:
-    """Return the module of compiled loops. It imports Numba, which takes half a second."""
-    return import_module("kernels.sru.cpu_loops")

@@ -13,32 +13,20 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kernels.launching import aligned_inputs, as_gate_dtype, device_index, pack_once
+from kernels.launching import aligned_inputs, as_gate_dtype, pack_once
 from kernels.norm import layer_norm
 from kernels.ragged import Encoded, Outputs, Ragged, without_sources
-from kernels.scan.launch import encode
-from kernels.scan.layer import NO_SKIP, SKIP_BLOCK, SKIP_COLUMNS, Direction, ScanForm, array_gates, product_gates
-from kernels.scan.shape import multiplies_inputs, needs_every_step, prefers_library_product
+from kernels.scan.forms import SKIP_COLUMNS, ScanForm
+from kernels.scan.launch import backend_functions, encode
+from kernels.scan.layer import Direction, array_gates, product_gates
+from kernels.scan.shape import takes_library_product
 from kernels.sru.types import SRUState, SRUWeights
-
-
-def sru(x: Ragged, weights: SRUWeights, state: SRUState | None, *, want: Outputs) -> Encoded:
-    """Encode every row. Shapes as in `kernels.sru.types`."""
-    encoded = _encode(x, (weights,), (state,), want)
-    return replace(encoded, state=encoded.state[0])
-
-
-def bidirectional(
-    x: Ragged, weights: tuple[SRUWeights, SRUWeights], states: tuple[SRUState, SRUState] | None, *, want: Outputs
-) -> Encoded:
-    """Encode every row in both directions. Shapes as in `kernels.sru.types`."""
-    return _encode(x, weights, states or (None, None), want)
 
 
 def _encode(x: Ragged, weights: Sequence[SRUWeights], states: Sequence[SRUState | None], want: Outputs) -> Encoded:
     """Run all directions in one launch. The state is the tuple of their states."""
     first = weights[0]
-    form, storage = _form(x, first), first.bias.dtype
+    form, storage = first.scan_form(x.data), first.bias.dtype
     directions = [_direction(each, state, form) for each, state in zip(weights, states, strict=True)]
     ids: Tensor | None = None
     if first.table is not None:
@@ -46,11 +34,7 @@ def _encode(x: Ragged, weights: Sequence[SRUWeights], states: Sequence[SRUState 
         directions = [replace(direction, source=each.table) for direction, each in zip(directions, weights, strict=True)]
     elif first.input is None:
         directions = [replace(direction, source=as_gate_dtype(x.data, storage)) for direction in directions]
-    elif (
-        storage == torch.float32
-        or not multiplies_inputs(device_index(x.offsets.device))
-        or prefers_library_product(form, x.rows, len(x.data), all_steps=needs_every_step(want))
-    ):
+    elif takes_library_product(form, storage, x, want):
         parts = zip(directions, weights, _projected(x.data, weights), strict=True)
         directions = [replace(direction, source=data @ each.input) for direction, each, data in parts if each.input is not None]
     else:
@@ -67,6 +51,10 @@ def _encode(x: Ragged, weights: Sequence[SRUWeights], states: Sequence[SRUState 
     return replace(encoded, state=tuple(after))
 
 
+sru, bidirectional = backend_functions(_encode)
+"""Encode every row in one direction, and in both. Shapes as in `kernels.sru.types`."""
+
+
 def _direction(weights: SRUWeights, state: SRUState | None, form: ScanForm) -> Direction:
     cell = weights.cell
     return Direction(
@@ -79,13 +67,6 @@ def _direction(weights: SRUWeights, state: SRUState | None, form: ScanForm) -> D
         skip_from=weights.skip_from or 0,
         scale=weights.scale,
     )
-
-
-def _form(x: Ragged, weights: SRUWeights) -> ScanForm:
-    columns = next(array.shape[-1] for array in (weights.table, weights.input, x.data) if array is not None)
-    blocks = columns // weights.hidden if weights.hidden else 3
-    skip = SKIP_COLUMNS if weights.skip_from is not None else SKIP_BLOCK if blocks == 4 else NO_SKIP
-    return ScanForm(blocks, sru=True, own_cell=weights.cell is not None, skip=skip, tanh=weights.tanh)
 
 
 def _bias(weights: SRUWeights, blocks: int) -> Tensor:

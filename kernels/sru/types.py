@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from kernels.embedding import fold
+from kernels.norm import layer_norm
 from kernels.ragged import (
     ContractError,
     LayerWeights,
@@ -20,6 +23,7 @@ from kernels.ragged import (
     form_of,
     state_entries,
 )
+from kernels.scan.forms import NO_SKIP, SKIP_BLOCK, SKIP_COLUMNS, ScanForm
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,8 @@ class SRUWeights(LayerWeights):
     then have values of `kernels.quantized.dequantize`.
     """
 
+    gates = ("candidate", "forget", "reset")
+
     input: Tensor | None
     bias: Tensor
     cell: Tensor | None
@@ -55,6 +61,10 @@ class SRUWeights(LayerWeights):
     def hidden(self) -> int:
         return self.bias.shape[0] // 2
 
+    @property
+    def array(self) -> Tensor:
+        return self.bias
+
     @cached_property
     def columns(self) -> int | None:
         """The data's number of columns, or None for ids and blocks. The first access checks these shapes and raises ContractError if they
@@ -65,6 +75,29 @@ class SRUWeights(LayerWeights):
     def form(self) -> dict[str, Any]:
         """The properties that both directions of a layer must share. Their skips may start at different columns."""
         return form_of(self) | {"skip_from": self.skip_from is not None}
+
+    def scan_form(self, data: Tensor) -> ScanForm:
+        """Return the form of a layer. data: as in a call; blocks may have a skip block or not."""
+        columns = next(array.shape[-1] for array in (self.table, self.input, data) if array is not None)
+        blocks = columns // self.hidden if self.hidden else 3
+        skip = SKIP_COLUMNS if self.skip_from is not None else SKIP_BLOCK if blocks == 4 else NO_SKIP
+        return ScanForm(blocks, sru=True, own_cell=self.cell is not None, skip=skip, tanh=self.tanh)
+
+    def folded(self, embedding: Tensor) -> SRUWeights:
+        """Return weights over ids. A skip that is the input itself becomes a block of the table."""
+        assert self.input is not None
+        product = self.input if self.projection is None else self.projection.float() @ self.input.float()
+        normalised = embedding if self.norm is None else layer_norm(embedding, self.norm)
+        blocks = fold(normalised, product)
+        if self.skip_from is not None:
+            skip = embedding[:, self.skip_from : self.skip_from + self.hidden].float() * self.scale
+            blocks = torch.cat((blocks, skip.to(blocks.dtype)), dim=1)
+        return replace(self, input=None, projection=None, skip_from=None, norm=None, table=blocks.to(embedding.dtype))
+
+    @property
+    def table_columns(self) -> int:
+        assert self.input is not None
+        return self.input.shape[1] + (0 if self.skip_from is None else self.hidden)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,40 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels import gru, lstm, qrnn, rnn, sru
 from kernels.backend import AUTO
-from kernels.embedding import fold, fold_taps
-from kernels.gru.types import GRUState, GRUWeights
-from kernels.lstm.types import LSTMState, LSTMWeights
+from kernels.family import Family
 from kernels.norm import layer_norm
 from kernels.pooling import pool_steps
-from kernels.qrnn.types import QRNNState, QRNNWeights
-from kernels.ragged import Encoded, Outputs, Ragged, compute_dtype
-from kernels.recurrent import RecurrentKernel
-from kernels.rnn.types import RNNState, RNNWeights
-from kernels.sru.types import SRUState, SRUWeights
-from service.modeling.activations import kernel_activation
+from kernels.ragged import Encoded, Outputs, Ragged
+from service.modeling.layers import KINDS
 from service.modeling.runnable_layer import EMBEDDED, FOLDED, RunnableLayer, embed_ids, unique_tensors, weight_tensors
-from service.modeling.spec.layers import GatedLayer, GRULayer, LSTMLayer, QRNNLayer, RecurrentLayer, RNNLayer, SRULayer
-
-GatedWeights = RNNWeights | LSTMWeights | GRUWeights
-
-
-@dataclass(frozen=True, slots=True)
-class RecurrentFamily:
-    """What a stack needs of a recurrent kernel family.
-
-    kernel: chooses a backend and runs it; fold: returns one direction's weights with the embedding folded in, so that they take ids;
-    folded_columns: returns the numbers that its tables have for each id; allocate: returns zeroed state slabs for a number of slots;
-    runs_levels: whether kernels run several levels in one direction at once.
-    """
-
-    kernel: RecurrentKernel[Any, Any]
-    fold: Callable[[Any, Tensor], Any]
-    folded_columns: Callable[[Any], int]
-    allocate: Callable[[Any, int], Any]
-    runs_levels: bool = False
-
+from service.modeling.spec.layers import GatedLayer, RecurrentLayer, SRULayer
 
 MERGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sum": torch.add,
@@ -81,7 +55,7 @@ class RecurrentLevel:
 class RecurrentStack(RunnableLayer):
     """`depth` levels of a recurrent layer, each in one or two directions. A level's output is [forward | backward]."""
 
-    def __init__(self, family: RecurrentFamily, levels: list[RecurrentLevel], requested: str = AUTO) -> None:
+    def __init__(self, family: Family, levels: list[RecurrentLevel], requested: str = AUTO) -> None:
         """requested: the kernels' backend, as in `kernels.backend.choose`."""
         self._family = family
         self._levels = levels
@@ -138,16 +112,16 @@ class RecurrentStack(RunnableLayer):
 
     def fold(self, table: Tensor) -> None:
         first = self._levels[0]
-        folded = tuple(self._family.fold(weights, table) for weights in first.directions)
+        folded = tuple(weights.folded(table) for weights in first.directions)
         self._embedding, self._folded, self.takes_ids = None, replace(first, directions=folded), FOLDED
 
     @property
     def folded_columns(self) -> int:
-        return sum(self._family.folded_columns(weights) for weights in self._levels[0].directions)
+        return sum(weights.table_columns for weights in self._levels[0].directions)
 
     def backend(self) -> str:
         levels = {"levels": len(self._levels)} if self._runs_levels else {}
-        return self._family.kernel.choice(self._levels[0].directions[0], self._requested, **levels).backend.name
+        return self._family.choice(self._levels[0].directions[0], self._requested, **levels).backend.name
 
     def tensors(self) -> list[Tensor]:
         levels = self._levels if self._folded is None else [*self._levels, self._folded]
@@ -162,7 +136,7 @@ class RecurrentStack(RunnableLayer):
         if states is None and any(level.starts for level in levels):
             before = [state for level in levels for state in self._start(level, x.rows)]
         weights = [level.directions[0] for level in levels]
-        encoded = self._family.kernel.levels(x, weights, before, want=want, backend=self._requested)
+        encoded = self._family.levels(x, weights, before, want=want, backend=self._requested)
         return encoded, list(encoded.state)
 
     def _run_level(self, level: RecurrentLevel, x: Ragged, want: Outputs, states: tuple[Any, ...]) -> Encoded:
@@ -182,16 +156,16 @@ class RecurrentStack(RunnableLayer):
     def _run_directions(self, level: RecurrentLevel, x: Ragged, want: Outputs, states: tuple[Any, ...]) -> Encoded:
         if len(level.directions) == 2:
             both = None if states[0] is None else states
-            return self._family.kernel.bidirectional(x, level.directions, both, want=want, backend=self._requested)
+            return self._family.bidirectional(x, level.directions, both, want=want, backend=self._requested)
         read = x.reversed() if level.backward else x
-        encoded = self._family.kernel.run(read, level.directions[0], states[0], want=want, backend=self._requested)
+        encoded = self._family.run(read, level.directions[0], states[0], want=want, backend=self._requested)
         if level.backward and encoded.steps is not None:
             encoded = replace(encoded, steps=Ragged(encoded.steps, x.offsets).reversed().data)
         return replace(encoded, state=(encoded.state,))
 
     def _start(self, level: RecurrentLevel, entries: int) -> tuple[Any, ...]:
         """Return the states of rows that have no earlier chunk, one per direction, with this number of entries."""
-        states = tuple(self._family.allocate(weights, entries) for weights in level.directions)
+        states = tuple(self._family.zero_state(weights, entries) for weights in level.directions)
         for state, start in zip(states, level.starts, strict=False):
             for name, value in start.items():
                 getattr(state, name).copy_(value)
@@ -203,13 +177,13 @@ def build(
 ) -> RecurrentStack:
     """Return the stack of a recurrent layer. Its weights are on their device already; inputs: the layer's input width; int8: whether
     products may take int8 numbers; requested: the kernels' backend, as in `kernels.backend.choose`."""
-    levels = []
+    kind, levels = KINDS[layer.kind], []  # type: ignore[attr-defined]  # every layer of a model has a kind
     for level in range(layer.depth):
         shared = {name: weights[f"{level}.{name}"] for name in layer.shared(inputs)}
         directions = []
         for backward, direction in enumerate(layer.directions):
             arrays = {name: weights[f"{level}.{direction}.{name}"] for name in layer.weights(inputs)}
-            directions.append(replace(_weights(layer, inputs, backward, arrays | shared), int8=int8))
+            directions.append(replace(kind.weights(layer, inputs, backward, arrays | shared), int8=int8))
         norm_after = isinstance(layer, SRULayer) and layer.layer_norm == "after"
         merge = layer.merge if isinstance(layer, GatedLayer) and layer.merge != "concat" else None
         starts = tuple(_learned_start(weights, f"{level}.{direction}.") for direction in layer.directions)
@@ -223,47 +197,7 @@ def build(
             )
         )
         inputs = layer.outputs
-    return RecurrentStack(FAMILIES[type(layer)], levels, requested)
-
-
-def _weights(layer: RecurrentLayer, inputs: int, backward: int, arrays: Mapping[str, Tensor]) -> Any:
-    """Return the kernel weights of one level in one direction. backward: 0 or 1."""
-    if isinstance(layer, GatedLayer):
-        return _gated_weights(layer, arrays)
-    if isinstance(layer, QRNNLayer):
-        return QRNNWeights(arrays["input"], arrays["bias"], layer.pooling)
-    assert isinstance(layer, SRULayer)
-    skip_column = backward * layer.hidden if layer.skip and layer.blocks(inputs) == 3 else None
-    return SRUWeights(
-        arrays["input"],
-        arrays["bias"],
-        arrays.get("cell"),
-        arrays.get("projection"),
-        skip_from=skip_column,
-        scale=layer.scale,
-        tanh=layer.activation == "tanh",
-        norm=arrays["norm"] if layer.layer_norm == "before" else None,
-    )
-
-
-def _gated_weights(layer: GatedLayer, arrays: Mapping[str, Tensor]) -> GatedWeights:
-    """Return the kernel weights of one level of an RNN, an LSTM or a GRU in one direction."""
-    products = arrays["input"], arrays["recurrent"], arrays["bias"]
-    variant: dict[str, Any] = {name: arrays.get(name) for name in ("input_norm", "recurrent_norm")}
-    variant |= {"clip": layer.clip, "epsilon": layer.epsilon}
-    if isinstance(layer, LSTMLayer):
-        activations = (
-            kernel_activation(layer.gate_activation),
-            kernel_activation(layer.activation),
-            kernel_activation(layer.output_activation),
-        )
-        variant |= {name: arrays.get(name) for name in ("peephole", "projection", "cell_norm")}
-        return LSTMWeights(*products, None, activations=activations, **variant)
-    if isinstance(layer, GRULayer):
-        gates = kernel_activation(layer.gate_activation), kernel_activation(layer.activation)
-        return GRUWeights(*products, arrays.get("recurrent_bias"), activations=gates, **variant)
-    assert isinstance(layer, RNNLayer)
-    return RNNWeights(*products, None, activations=(kernel_activation(layer.activation),), **variant)
+    return RecurrentStack(kind.family, levels, requested)
 
 
 def _learned_start(weights: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
@@ -288,77 +222,3 @@ def _normalise(encoded: Encoded, x: Ragged, want: Outputs, norm: Tensor, directi
     """Return the wanted outputs after the layer norm over the level's steps."""
     assert encoded.steps is not None
     return replace(pool_steps(layer_norm(encoded.steps, norm), x.offsets, want, directions=directions), state=encoded.state)
-
-
-def _fold_gates(weights: GatedWeights, table: Tensor) -> GatedWeights:
-    assert weights.input is not None and weights.bias is not None
-    if weights.input_norm is None:
-        gates = fold(table, weights.input, weights.bias)
-    else:
-        product = fold(table.float(), weights.input)
-        gates = (layer_norm(product, weights.input_norm, weights.epsilon) + weights.bias.float()).to(table.dtype)
-    return replace(weights, input=None, bias=None, table=gates, input_norm=None)
-
-
-def _gate_columns(weights: GatedWeights) -> int:
-    assert weights.input is not None
-    return weights.input.shape[1]
-
-
-def _fold_sru(weights: SRUWeights, table: Tensor) -> SRUWeights:
-    """Return weights over ids. A skip connection that is the input itself becomes a block of the table."""
-    assert weights.input is not None
-    product = weights.input if weights.projection is None else weights.projection.float() @ weights.input.float()
-    normalised = table if weights.norm is None else layer_norm(table, weights.norm)
-    blocks = fold(normalised, product)
-    if weights.skip_from is not None:
-        skip = table[:, weights.skip_from : weights.skip_from + weights.hidden].float() * weights.scale
-        blocks = torch.cat((blocks, skip.to(blocks.dtype)), dim=1)
-    return replace(weights, input=None, projection=None, skip_from=None, norm=None, table=blocks.to(table.dtype))
-
-
-def _sru_columns(weights: SRUWeights) -> int:
-    assert weights.input is not None
-    return weights.input.shape[1] + (0 if weights.skip_from is None else weights.hidden)
-
-
-def _fold_qrnn(weights: QRNNWeights, table: Tensor) -> QRNNWeights:
-    assert weights.input is not None
-    return replace(weights, input=None, tables=fold_taps(table, weights.input, dense=True))
-
-
-def _qrnn_columns(weights: QRNNWeights) -> int:
-    assert weights.input is not None
-    return weights.window * weights.input.shape[2]
-
-
-def _lstm_states(weights: LSTMWeights, slots: int) -> LSTMState:
-    return LSTMState(_zeros(weights, slots, weights.vector), _zeros(weights, slots))
-
-
-def _qrnn_states(weights: QRNNWeights, slots: int) -> QRNNState:
-    earlier_steps = weights.window - 1
-    if weights.tables is not None:
-        left = torch.zeros(slots, earlier_steps, dtype=torch.int64, device=weights.bias.device)
-    else:
-        assert weights.input is not None
-        dtype = compute_dtype(weights.input.dtype, weights.input.device)
-        left = torch.zeros(slots, earlier_steps, weights.input.shape[1], dtype=dtype, device=weights.input.device)
-    return QRNNState(_zeros(weights, slots), left)
-
-
-def _zeros(weights: Any, slots: int, width: int | None = None) -> Tensor:
-    """Return (slots, width) float32 zeros on the device of the weights. width: hidden, unless it differs."""
-    tensor = weights.recurrent if isinstance(weights, GatedWeights) else weights.bias
-    return torch.zeros(slots, weights.hidden if width is None else width, dtype=torch.float32, device=tensor.device)
-
-
-FAMILIES: dict[type[RecurrentLayer], RecurrentFamily] = {
-    RNNLayer: RecurrentFamily(rnn.KERNEL, _fold_gates, _gate_columns, lambda weights, slots: RNNState(_zeros(weights, slots))),
-    LSTMLayer: RecurrentFamily(lstm.KERNEL, _fold_gates, _gate_columns, _lstm_states, runs_levels=True),
-    GRULayer: RecurrentFamily(
-        gru.KERNEL, _fold_gates, _gate_columns, lambda weights, slots: GRUState(_zeros(weights, slots)), runs_levels=True
-    ),
-    SRULayer: RecurrentFamily(sru.KERNEL, _fold_sru, _sru_columns, lambda weights, slots: SRUState(_zeros(weights, slots))),
-    QRNNLayer: RecurrentFamily(qrnn.KERNEL, _fold_qrnn, _qrnn_columns, _qrnn_states),
-}

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kernels.conv import product as conv_launch
 from kernels.conv.plan import ConvTile as ConvTile
-from kernels.persistent import launch as persistent
+from kernels.persistent import choice
 from kernels.ragged import Encoded, Outputs, Ragged
 from kernels.scan import launch as scan_launch
 from kernels.scan.shape import ScanShape, TileShape
@@ -86,12 +86,12 @@ def in_shape(shape: Shape) -> Iterator[None]:
     if shape is None:
         yield
     elif isinstance(shape, Mapping):
-        tuned = persistent._tuned
+        tuned = choice._tuned
         if "levels" in shape:
             tiles = {"levels": [{"tile": shape["levels"]}]}
-            changed: Any = patch.object(persistent, "_tuned", lambda variant: {**tuned(variant), **tiles})
+            changed: Any = patch.object(choice, "_tuned", lambda variant: {**tuned(variant), **tiles})
         else:
-            changed = patch.object(persistent, "_tuned_shapes", lambda _: [shape])
+            changed = patch.object(choice, "_tuned_shapes", lambda _: [shape])
         with changed, fresh_shape_caches():
             yield
     else:

@@ -17,7 +17,7 @@ from kernels import launching
 from kernels.compile import registers
 from kernels.conv import folded, plan
 from kernels.conv import product as conv_product
-from kernels.persistent import cluster, grid, packing, two_products, wide
+from kernels.persistent import choice, cluster, grid, packing, two_products, wide
 from kernels.persistent import launch as persistent
 from kernels.scan import launch as scan
 from kernels.scan import product as scan_product
@@ -203,12 +203,12 @@ def clear_launch_caches() -> None:
 @contextmanager
 def fresh_shape_caches() -> Iterator[None]:
     """Forget the launch shapes of LSTMs and GRUs before and after the block, in which the device or its shapes are others."""
-    _clear_caches(persistent)
+    _clear_caches(choice)
     launching.multiprocessors.cache_clear()
     try:
         yield
     finally:
-        _clear_caches(persistent)
+        _clear_caches(choice)
         launching.multiprocessors.cache_clear()
 
 

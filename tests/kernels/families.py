@@ -17,13 +17,13 @@ from kernels.conv.types import GATED as CONV_GATED
 from kernels.conv.types import ConvState, ConvWeights
 from kernels.cpu.cache import NOT_COMPILED
 from kernels.embedding import tap_rows
-from kernels.gated import gate_inputs
-from kernels.gru.types import GRUState, GRUWeights
+from kernels.gated import HiddenState, gate_inputs
+from kernels.gru.types import GRUWeights
 from kernels.lstm.types import LSTMState, LSTMWeights
 from kernels.qrnn.types import POOLINGS, QRNNState, QRNNWeights
 from kernels.quantized import dequantize, quantize
 from kernels.ragged import Encoded, Outputs, Ragged
-from kernels.rnn.types import RNNState, RNNWeights
+from kernels.rnn.types import RNNWeights
 from kernels.sru.types import SRUState, SRUWeights
 from tests.kernels.inputs import EVERYTHING, Arguments, arrays, as_float64, map_arrays, ragged, rows
 
@@ -157,20 +157,22 @@ def _lstm(
     return weights, LSTMState(normal(rows, vector).tanh(), normal(rows, hidden))
 
 
-def _rnn(normal: Normal, rows: int, hidden: int, inputs: int, **gated: Any) -> tuple[RNNWeights, RNNState]:
+def _rnn(normal: Normal, rows: int, hidden: int, inputs: int, **gated: Any) -> tuple[RNNWeights, HiddenState]:
     recurrent = normal(hidden, hidden) * 0.5 * hidden**-0.5
-    return RNNWeights(recurrent=recurrent, **_gated(normal, 1, hidden, inputs, **gated)), RNNState(normal(rows, hidden).tanh())
+    return RNNWeights(recurrent=recurrent, **_gated(normal, 1, hidden, inputs, **gated)), HiddenState(
+        normal(rows, hidden).tanh()
+    )
 
 
 def _gru(
     normal: Normal, rows: int, hidden: int, inputs: int, *, reset: str = "after", **gated: Any
-) -> tuple[GRUWeights, GRUState]:
+) -> tuple[GRUWeights, HiddenState]:
     weights = GRUWeights(
         recurrent=normal(hidden, 3 * hidden) * hidden**-0.5,
         recurrent_bias=normal(hidden) if reset == "after" else None,
         **_gated(normal, 3, hidden, inputs, **gated),
     )
-    return weights, GRUState(normal(rows, hidden).tanh())
+    return weights, HiddenState(normal(rows, hidden).tanh())
 
 
 def _sru(

@@ -13,6 +13,7 @@ from kernels import gru, lstm
 from kernels.backend import AUTO, PINNED, Problem, choose
 from kernels.gated import PEEPHOLES, RESET_BEFORE
 from kernels.persistent import launch
+from kernels.persistent.choice import cluster_shape
 from kernels.persistent.cluster import OCTETS, ClusterShape
 from kernels.persistent.packing import HERE, Variant, pack
 from kernels.ragged import Outputs, Ragged
@@ -121,7 +122,7 @@ def test_backend_adapts_to_rows_and_levels_unless_it_is_pinned(
 def test_members_of_call_are_passed_in_order(made: list[FakeKernel]) -> None:
     x, weights, state = Form("lstm").arguments([3, 0, 4], 40, 8, storage=HALF)
     x = Ragged(x.data.half(), x.offsets.long())
-    encoded = launch.encode(lstm.FUSED, launch.cluster_shape, x, weights, state, want=Outputs(steps=True, mean=True))
+    encoded = launch.encode(lstm.FUSED, cluster_shape, x, weights, state, want=Outputs(steps=True, mean=True))
     [launched] = launches_of(made)
     *members_of_call, blocks = launched.members
     call = dict(zip(CALL, members_of_call, strict=True))

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv1d
 
-from kernels.gru.types import GRUState, GRUWeights
+from kernels.gated import HiddenState
+from kernels.gru.types import GRUWeights
 from kernels.lstm.types import LSTMState, LSTMWeights
 from kernels.qrnn.types import POOLINGS, QRNNState
 from kernels.ragged import ContractError, Outputs, Ragged
@@ -50,14 +51,14 @@ def test_gru_is_that_of_torch() -> None:
     matrices = {"weight_ih_l0": weights.input.T, "weight_hh_l0": weights.recurrent.T}
     module.load_state_dict(matrices | {"bias_ih_l0": of_input, "bias_hh_l0": of_recurrent})
     results = [module(data, hidden) for data, hidden in zip(rows(x), state.hidden.split(1), strict=True)]
-    after = GRUState(torch.cat([hidden for _, hidden in results]))
+    after = HiddenState(torch.cat([hidden for _, hidden in results]))
     assert_reference_gives(GRU, Arguments(x, weights, state), [steps for steps, _ in results], after)
 
 
 def test_gru_with_reset_before_is_that_of_cho() -> None:
     x, weights, state = as_float64(RESET_BEFORE.arguments(LENGTHS, 5, 3))
     steps = [cho(data, hidden, weights) for data, hidden in zip(rows(x), state.hidden, strict=True)]
-    after = GRUState(torch.stack([row[-1] for row in steps]))
+    after = HiddenState(torch.stack([row[-1] for row in steps]))
     assert_reference_gives(RESET_BEFORE, Arguments(x, weights, state), steps, after)
 
 

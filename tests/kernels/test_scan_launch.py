@@ -11,7 +11,8 @@ import torch
 
 from kernels.ragged import ContractError, Outputs, Ragged
 from kernels.scan import launch
-from kernels.scan.layer import GateSource, ScanForm, ScanVariant
+from kernels.scan.forms import ScanForm
+from kernels.scan.layer import GateSource, ScanVariant
 from kernels.scan.shape import FEW_ROWS, HERE, LONG_ROW, PART, ScanShape, TileShape, shape_for
 from kernels.sru import fused as fused_sru
 from kernels.sru.types import SRUState

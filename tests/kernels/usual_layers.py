@@ -11,8 +11,7 @@ from kernels import conv
 from kernels.backend import AUTO, Choice, Problem, choose
 from kernels.conv.backend import ConvBackend
 from kernels.conv.tables import TABLES
-from kernels.persistent import launch as persistent
-from kernels.persistent.launch import FindShape
+from kernels.persistent.choice import FindShape, adaptive_shape, launch_plan
 from kernels.persistent.packing import Variant
 from kernels.ragged import Outputs
 from tests.kernels.devices import FakeKernel, FakeLaunch
@@ -45,10 +44,10 @@ def chosen(family: str, storage: torch.dtype, hidden: int, variants: tuple[str, 
 
 
 def persistent_launches(
-    variant: Variant, rows: int, directions: int, find_shape: FindShape = persistent.adaptive_shape
+    variant: Variant, rows: int, directions: int, find_shape: FindShape = adaptive_shape
 ) -> list[RowsLaunch]:
     """Return the launches of an LSTM or a GRU in the order in which they run."""
-    plan = persistent._plan("lstm", find_shape, variant, directions, rows)
+    plan = launch_plan("lstm", find_shape, variant, directions, rows)
     launches = []
     for sides, first, until, launch in plan.launches:
         kernel: Any = launch.kernel

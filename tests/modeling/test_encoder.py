@@ -12,10 +12,10 @@ import torch
 from kernels.backend import AUTO, PINNED
 from kernels.lstm import choice, levels
 from kernels.ragged import STORAGE, Encoded, Outputs, Ragged
-from service.modeling import folding, layer_builder, recurrent
+from service.modeling import folding, layer_builder
 from service.modeling.encoder import Encoder
+from service.modeling.layers import KINDS
 from service.modeling.spec import ModelSpec
-from service.modeling.spec.layers import LSTMLayer, RecurrentLayer
 from tests.kernels import inputs
 from tests.kernels.inputs import EVERYTHING, assert_close
 from tests.modeling.random_models import (
@@ -104,18 +104,14 @@ def test_model_runs_its_layers_one_after_another(pool: str, forms: tuple[Form, .
 
 
 def test_pinned_model_requests_a_pinned_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    requested: list[str] = []
-    kind: type[RecurrentLayer] = LSTMLayer
+    requested = list[str]()
 
     def run(*arguments: Any, backend: str, **options: Any) -> Encoded:
         requested.append(backend)
         return levels(*arguments, backend=backend, **options)
 
-    monkeypatch.setitem(
-        recurrent.FAMILIES,
-        kind,
-        replace(recurrent.FAMILIES[kind], kernel=cast(Any, SimpleNamespace(levels=run, choice=choice))),
-    )
+    family = cast(Any, SimpleNamespace(levels=run, choice=choice, runs_levels=True))
+    monkeypatch.setitem(KINDS, "lstm", replace(KINDS["lstm"], family=family))
     for pinned in (False, True):
         spec = classifier(Form("lstm", depth=2), pin_backend=pinned)
         encoder(spec)(batch(spec, LENGTHS))

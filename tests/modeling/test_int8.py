@@ -18,8 +18,9 @@ from kernels.backend import Choice
 from kernels.quantized import dequantize, quantize
 from kernels.ragged import Encoded, Outputs, Ragged
 from service.errors import ModelError
-from service.modeling import recurrent, store
+from service.modeling import store
 from service.modeling.encoder import Encoder
+from service.modeling.layers import KINDS
 from service.modeling.spec import WEIGHTS, ModelSpec, read
 from service.modeling.spec.layers import RecurrentLayer
 from tests.kernels.families import cpu_backends
@@ -106,8 +107,7 @@ def recorded_weights(monkeypatch: pytest.MonkeyPatch, form: Form, backend: str, 
     assert isinstance(form.spec, RecurrentLayer)
     if backend not in cpu_backends(form.kind):
         pytest.skip("the loops are not compiled")
-    kind = type(form.spec)
-    family, calls = recurrent.FAMILIES[kind], list[Any]()
+    calls = list[Any]()
     chosen = next(each for each in import_module(f"kernels.{form.kind}").BACKENDS if each.name == backend)
 
     def run(x: Ragged, weights: Any, state: Any, *, want: Outputs, backend: str) -> Encoded:
@@ -120,13 +120,12 @@ def recorded_weights(monkeypatch: pytest.MonkeyPatch, form: Form, backend: str, 
         encoded: Encoded = chosen.run_bidirectional(x, weights, states, want=want)
         return encoded
 
-    kernel = SimpleNamespace(run=run, bidirectional=both, choice=lambda *_: Choice(chosen, ()))
-    chosen_family = replace(family, kernel=cast(Any, kernel))
+    family = SimpleNamespace(run=run, bidirectional=both, choice=lambda *_: Choice(chosen, ()), runs_levels=False)
     model = classifier(form, embedded=False)
     storage = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(precision, torch.float32)
     arrays = {name: array.to(storage) for name, array in random_arrays(model).items()}
     with monkeypatch.context() as patched:
-        patched.setitem(recurrent.FAMILIES, kind, chosen_family)
+        patched.setitem(KINDS, form.kind, replace(KINDS[form.kind], family=cast(Any, family)))
         Encoder(model.model_copy(update={"precision": precision}), arrays, CPU)(batch(model, LENGTHS))
     assert calls
     return calls

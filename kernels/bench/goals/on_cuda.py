@@ -5,6 +5,7 @@ from __future__ import annotations
 from kernels.bench.convolutions import IDS_FORMS, LARGE, PRODUCT, embedded, temporal, text_cnn, text_cnn_ids
 from kernels.bench.goals.evaluation import Goal, Times, Value, fixed_us, microseconds, over, rate, speedup, step_us, time_of
 from kernels.bench.goals.limit import Limit
+from kernels.bench.weights import family_of
 from kernels.bench.workload import EMBEDDED, FORMS, LONG_MEMORY, Workload
 from kernels.bench.workloads import (
     FOLDED_FORMS,
@@ -35,8 +36,6 @@ ONE_ROW, MANY_ROWS = ([text_cnn_ids(rows, form, dtype="float16") for form in IDS
 VECTORS = text_cnn(1024, dtype="float16")
 TEMPORAL = temporal(1, 256, dtype="float16")
 
-BLOCKS = {"sru": 4, "qrnn": 3}
-"""Blocks in a row of a folded layer's table; the fourth of the SRU is its skip."""
 STEP_US, FIXED_US = 0.025, 6.0
 """Allowed time of a step of an SRU v2 (its steps are sequential), and allowed fixed time of any call."""
 STEPS = f"{STEP_US * 1e3:g} ns a step and {FIXED_US:g} us"
@@ -64,7 +63,9 @@ def _copied_terabytes(times: Times, copy: Workload) -> float | None:
 
 def _folded_us(times: Times, workload: Workload) -> float | None:
     """Return twice the time in which the device copies the bytes that a folded layer gathers, or a minimum."""
-    gathered = workload.rows * workload.steps * BLOCKS[workload.family] * workload.hidden * 2
+    family = family_of(workload)
+    blocks = len(family.gates) + len(family.table_gates)
+    gathered = workload.rows * workload.steps * blocks * workload.hidden * 2
     minimum = _steps_us(workload) if workload.form == "v2" else FIXED_US
     rates = (_copied_bytes(times, copy) for copy in COPIES)
     return next((max(2 * gathered / copied, minimum) for copied in rates if copied is not None), None)

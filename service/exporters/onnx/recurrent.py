@@ -1,6 +1,6 @@
 """rnn, lstm and gru as RNN, LSTM and GRU of ONNX.
 
-A model has gate blocks i f c o and r z n along the last axis of a matrix; ONNX has i o f c and z r h along the first.
+A model has gate blocks along the last axis of a matrix, and ONNX along the first.
 """
 
 from __future__ import annotations
@@ -13,14 +13,11 @@ import numpy as np
 from service.exporters.model import ExportedPart
 from service.exporters.onnx.activations import IN_RECURRENT, parameters
 from service.exporters.onnx.graph import INPUT, ExportedGraph
-from service.importers.draft import Array
+from service.modeling.layers import GATED
 from service.modeling.spec.activations import Activation
-from service.modeling.spec.layers import GatedLayer, GRULayer, LSTMLayer, RNNLayer
+from service.modeling.spec.layers import GatedLayer, GRULayer, LSTMLayer
 
 OPERATORS = {"rnn": "RNN", "lstm": "LSTM", "gru": "GRU"}
-BLOCKS = {"rnn": (0,), "lstm": (0, 3, 1, 2), "gru": (1, 0, 2)}
-"""For each gate block of ONNX, its place in a model."""
-PEEPHOLE_BLOCKS = (0, 2, 1)
 DIRECTIONS = {("forward",): "forward", ("backward",): "reverse", ("forward", "backward"): "bidirectional"}
 
 
@@ -74,22 +71,17 @@ class _Direction:
     """The weights of one direction of a level, in the layout of ONNX."""
 
     def __init__(self, layer: GatedLayer, part: ExportedPart, place: str) -> None:
-        order = BLOCKS[part.kind]
-        self.W = _reordered(part.numpy(f"{place}.input"), order).T
-        self.R = _reordered(part.numpy(f"{place}.recurrent"), order).T
-        bias = _reordered(part.numpy(f"{place}.bias"), order)
+        kind = GATED[part.kind]
+        input, recurrent, bias = (
+            kind.to_framework("onnx", part.numpy(f"{place}.{name}")) for name in ("input", "recurrent", "bias")
+        )
+        self.W, self.R = input.T, recurrent.T
         inner = np.zeros_like(bias)
         if f"{place}.recurrent_bias" in part.arrays:
             inner[-layer.hidden :] = part.numpy(f"{place}.recurrent_bias")
         self.B = np.concatenate([bias, inner])
         if f"{place}.peephole" in part.arrays:
-            self.peepholes = _reordered(part.numpy(f"{place}.peephole"), PEEPHOLE_BLOCKS)
-
-
-def _reordered(array: Array, order: Sequence[int]) -> Array:
-    """Return the blocks along the last axis in another order."""
-    blocks = np.split(array, len(order), axis=-1)
-    return np.concatenate([blocks[place] for place in order], axis=-1)
+            self.peepholes = kind.to_framework("onnx", part.numpy(f"{place}.peephole"), without="cell")
 
 
 def _start(graph: ExportedGraph, part: ExportedPart, names: Sequence[str]) -> str:
@@ -107,12 +99,7 @@ def _start(graph: ExportedGraph, part: ExportedPart, names: Sequence[str]) -> st
 
 def _activations(layer: GatedLayer) -> list[Activation]:
     """Return the activations of one direction, in the order of ONNX."""
-    if isinstance(layer, LSTMLayer):
-        return [layer.gate_activation, layer.activation, layer.output_activation]
-    if isinstance(layer, GRULayer):
-        return [layer.gate_activation, layer.activation]
-    assert isinstance(layer, RNNLayer), "no other layer is gated"
-    return [layer.activation]
+    return [getattr(layer, key) for key in GATED[layer.kind].activations]  # type: ignore[attr-defined]
 
 
 def _activation_attributes(layer: GatedLayer) -> dict[str, Any]:

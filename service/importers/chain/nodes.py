@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 
 from service.importers.chain.functions import Function
 from service.importers.draft import Array, ImportRefused
+from service.modeling.layers import GATED
 
 NO_ORIGINS: frozenset[str] = frozenset()
-RECURRENT = ("rnn", "lstm", "gru")
+RECURRENT = (*GATED,)
 LINEAR = ("dense", "conv")
 LARGEST_MATRIX = 1 << 26
 """Numbers of a matrix that is not in the source, such as a matrix that copies columns."""

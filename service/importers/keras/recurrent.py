@@ -1,8 +1,7 @@
 """Translates recurrent layers, their cells, and the wrappers Bidirectional and TimeDistributed.
 
-Gate blocks are along the last axis: i f c o in an LSTM, as in model.toml, and z r h in a GRU, where a model has r z n. A GRU with
-reset_after has two biases, (2, 3 * units). The weights that CuDNNLSTM and CuDNNGRU write have the same shapes, but each of their blocks
-holds a transposed matrix.
+Gate blocks are along the last axis. A GRU with reset_after has two biases, (2, 3 * units). The weights that CuDNNLSTM and CuDNNGRU write
+have the same shapes, but each of their blocks holds a transposed matrix.
 """
 
 from __future__ import annotations
@@ -21,12 +20,10 @@ from service.importers.draft import Array, ImportRefused
 from service.importers.keras.activations import gate
 from service.importers.keras.architecture import LayerConfig, layer_config
 from service.importers.keras.call import KerasCall, KerasFinalCell, KerasTensor, Value
+from service.modeling.layers import GATED
 
 KINDS = {"SimpleRNN": "rnn", "LSTM": "lstm", "GRU": "gru", "CuDNNLSTM": "lstm", "CuDNNGRU": "gru"}
 CELLS = {"SimpleRNNCell": "rnn", "LSTMCell": "lstm", "GRUCell": "gru"}
-GATES = {"rnn": 1, "lstm": 4, "gru": 3}
-BLOCKS: dict[str, Sequence[int]] = {"rnn": (0,), "lstm": (0, 1, 2, 3), "gru": (1, 0, 2)}
-"""For each gate block of model.toml, its place in Keras."""
 NAMES = ("kernel", "recurrent_kernel", "bias")
 MERGES = ("concat", "sum", "mul", "ave")
 STATES = {"rnn": 1, "lstm": 2, "gru": 1}
@@ -130,7 +127,7 @@ def _tensors(cell: KerasCall, arrays: Sequence[Array]) -> Tensors:
     """Return the tensors of one direction in the layout of model.toml."""
     kind = _kind(cell)
     kernel, recurrent, *biases = arrays
-    gates, units = GATES[kind], recurrent.shape[0]
+    gates, units = len(GATED[kind].gates), recurrent.shape[0]
     inputs = cell.signal.shape[-1]
     if kernel.shape != (inputs, gates * units) or recurrent.shape != (units, gates * units):
         raise ImportRefused(
@@ -148,12 +145,11 @@ def _tensors(cell: KerasCall, arrays: Sequence[Array]) -> Tensors:
     if bias.ndim == 1:
         return {**tensors, "bias": _blocks(kind, bias)}
     of_input, of_state = (_blocks(kind, row) for row in bias)
-    joined = np.concatenate([of_input[: 2 * units] + of_state[: 2 * units], of_input[2 * units :]])
-    return {**tensors, "bias": joined, "recurrent_bias": of_state[2 * units :]}
+    return tensors | GATED[kind].joined_biases(of_input, of_state, keeps_last=True)
 
 
 def _bias_shape(cell: KerasCall, units: int) -> tuple[int, ...]:
-    size = GATES[_kind(cell)] * units
+    size = len(GATED[_kind(cell)].gates) * units
     return (2, size) if _kind(cell) == "gru" and _resets_after(cell) else (size,)
 
 
@@ -163,9 +159,7 @@ def _resets_after(cell: KerasCall) -> bool:
 
 
 def _blocks(kind: str, array: Array) -> Array:
-    """Return gate blocks in the order of model.toml, along the last axis."""
-    blocks = np.split(array, GATES[kind], axis=-1)
-    return np.concatenate([blocks[place] for place in BLOCKS[kind]], axis=-1)
+    return GATED[kind].from_framework("keras", array)
 
 
 def _transposed_blocks(matrix: Array, gates: int) -> Array:

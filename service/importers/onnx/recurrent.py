@@ -1,11 +1,11 @@
 """Translates LSTM, GRU and RNN of ONNX.
 
-Gate blocks are stacked along the first axis of a matrix: i o f c in an LSTM, z r h in a GRU. A model has i f c o and r z n along the last.
+Gate blocks are stacked along the first axis of a matrix, and along the last axis in a model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -18,17 +18,10 @@ from service.importers.chain.signal import Columns, Role, Signal, axis
 from service.importers.draft import Array, ImportRefused
 from service.importers.onnx.operation import Operation
 from service.importers.onnx.values import Constant, FinalCell, Lengths, State, Value
+from service.modeling.layers import GATED
 
-GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
-BLOCKS: dict[str, Sequence[int]] = {"LSTM": (0, 2, 3, 1), "GRU": (1, 0, 2), "RNN": (0,)}
-"""For each gate block of model.toml, its place in ONNX."""
 DIRECTIONS = {"forward": ("forward",), "reverse": ("backward",), "bidirectional": ("forward", "backward")}
 DEFAULTS = {"LSTM": ("Sigmoid", "Tanh", "Tanh"), "GRU": ("Sigmoid", "Tanh"), "RNN": ("Tanh",)}
-ROLES = {
-    "LSTM": ("gate_activation", "activation", "output_activation"),
-    "GRU": ("gate_activation", "activation"),
-    "RNN": ("activation",),
-}
 ACTIVATIONS: dict[str, tuple[str, dict[str, float]]] = {
     "affine": ("affine", {"alpha": 1.0, "beta": 0.0}),
     "elu": ("elu", {"alpha": 1.0}),
@@ -95,7 +88,7 @@ def _check_lengths(operation: Operation) -> None:
 def _weights(operation: Operation, index: int, count: int) -> dict[str, Array]:
     """Return the tensors of one direction, in the layout of model.toml."""
     kind = operation.node.op_type
-    gates = GATES[kind]
+    gates = len(GATED[kind.lower()].gates)
     w, r = (_of_direction(operation, number, name, index, count) for number, name in ((W, "W"), (R, "R")))
     hidden = r.shape[-1]
     if w.shape != (gates * hidden, operation.signal.shape[-1]) or r.shape != (gates * hidden, hidden):
@@ -110,10 +103,9 @@ def _weights(operation: Operation, index: int, count: int) -> dict[str, Array]:
             f"its bias B has the shape {b.shape} in one direction, and its weights need {(2 * gates * hidden,)}"
         )
     of_input, of_state = (_blocks(kind, half) for half in np.split(b, 2))
-    tensors = {"input": _blocks(kind, w), "recurrent": _blocks(kind, r), "bias": of_input + of_state}
-    if kind == "GRU" and operation.attributes.get("linear_before_reset", 0):
-        new = of_state[2 * hidden :]
-        tensors |= {"bias": np.concatenate([tensors["bias"][: 2 * hidden], of_input[2 * hidden :]]), "recurrent_bias": new}
+    resets_after = kind == "GRU" and bool(operation.attributes.get("linear_before_reset", 0))
+    tensors = {"input": _blocks(kind, w), "recurrent": _blocks(kind, r)}
+    tensors |= GATED[kind.lower()].joined_biases(of_input, of_state, keeps_last=resets_after)
     if kind == "LSTM":
         tensors |= _peepholes(operation, index, count, hidden)
     return _coupled(operation, tensors, hidden) if operation.attributes.get("input_forget", 0) else tensors
@@ -129,8 +121,7 @@ def _of_direction(operation: Operation, number: int, name: str, index: int, coun
 
 def _blocks(kind: str, array: Array) -> Array:
     """Return gate blocks in the order of model.toml, along the last axis."""
-    blocks = np.split(array, GATES[kind])
-    return np.concatenate([blocks[place] for place in BLOCKS[kind]]).T
+    return GATED[kind.lower()].from_framework("onnx", array.T)
 
 
 def _peepholes(operation: Operation, index: int, count: int, hidden: int) -> dict[str, Array]:
@@ -139,8 +130,7 @@ def _peepholes(operation: Operation, index: int, count: int, hidden: int) -> dic
     p = _of_direction(operation, PEEPHOLES, "P", index, count)
     if p.shape != (3 * hidden,):
         raise ImportRefused(f"its peepholes P have the shape {p.shape} in one direction, and its weights need {(3 * hidden,)}")
-    of_input, of_output, of_forget = np.split(p, 3)
-    return {"peephole": np.concatenate([of_input, of_forget, of_output])} if p.any() else {}
+    return {"peephole": GATED["lstm"].from_framework("onnx", p, without="cell")} if p.any() else {}
 
 
 def _coupled(operation: Operation, tensors: dict[str, Array], hidden: int) -> dict[str, Array]:
@@ -162,7 +152,7 @@ def _options(operation: Operation, directions: dict[str, dict[str, Array]]) -> d
     kind = operation.node.op_type
     first = next(iter(directions.values()))
     options: dict[str, Any] = {"hidden": len(first["recurrent"])}
-    for role, activation, default in zip(ROLES[kind], _activations(operation), DEFAULTS[kind], strict=True):
+    for role, activation, default in zip(GATED[kind.lower()].activations, _activations(operation), DEFAULTS[kind], strict=True):
         options |= {} if activation == default.lower() else {role: activation}
     clip = float(operation.attributes.get("clip", 0.0))
     if clip < 0:
@@ -239,4 +229,4 @@ def _state(operation: Operation, number: int, *, time_major: bool) -> Array | No
     return state[:, 0]
 
 
-OPERATORS = dict.fromkeys(GATES, recurrent)
+OPERATORS = dict.fromkeys(DEFAULTS, recurrent)

@@ -9,6 +9,7 @@ import numpy as np
 from service.importers.draft import Array, ImportQuestion, ImportRefused, Part
 from service.importers.ends import Table
 from service.importers.pytorch.modules import ModuleTensors
+from service.modeling.layers import GATED
 
 DIRECTIONS = (("forward", ""), ("backward", "_reverse"))
 ATTENTION = {"query", "weight", "bias", "weight_g", "weight_v"}
@@ -52,11 +53,8 @@ def _one_direction(module: ModuleTensors, suffix: str) -> dict[str, Array]:
     wide = tensors[f"weight_ih{suffix}"].T
     zeros = np.zeros(wide.shape[1], np.float32)
     from_input, from_hidden = (tensors.get(f"bias_{side}{suffix}", zeros) for side in ("ih", "hh"))
-    arrays = {"input": wide, "recurrent": tensors[f"weight_hh{suffix}"].T, "bias": from_input + from_hidden}
-    if module.kind == "gru":
-        inner = 2 * wide.shape[1] // 3
-        arrays["bias"] = np.concatenate((arrays["bias"][:inner], from_input[inner:]))
-        arrays["recurrent_bias"] = from_hidden[inner:]
+    arrays = {"input": wide, "recurrent": tensors[f"weight_hh{suffix}"].T}
+    arrays |= GATED[module.kind].joined_biases(from_input, from_hidden, keeps_last=module.kind == "gru")
     projection = tensors.get(f"weight_hr{suffix}")
     return arrays if projection is None else {**arrays, "projection": projection.T}
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from service.importers.draft import Array
+from service.modeling.layers import GATED
 
 IGNORED = ("num_batches_tracked",)
 PARAMETRIZED = re.compile(r"parametrizations\.(\w+)\.original([01])")
@@ -16,7 +17,8 @@ PARAMETRIZED = re.compile(r"parametrizations\.(\w+)\.original([01])")
 RAW = "_raw"
 """The end of the name of a weight before the dropout of a weight drop, as fastai and AWD-LSTM have it."""
 RECURRENT = re.compile(r"(?:weight_(?:ih|hh|hr)|bias_(?:ih|hh))(?:_l\d+(?:_reverse)?)?")
-GATES = {1: "rnn", 3: "gru", 4: "lstm"}
+GATES = {len(kind.gates): name for name, kind in GATED.items()}
+"""The kind of a recurrent layer by its number of gates."""
 OF_SRU = {"weight", "weight_c", "bias", "scale_x", "weight_proj"}
 OF_BATCH_NORM = {"weight", "bias", "running_mean", "running_var"}
 OF_WEIGHT = {1: "layer_norm", 2: "matrix", 3: "conv", 4: "conv"}

@@ -1,7 +1,6 @@
 """Converts the variables of recurrent cells to tensors of model.toml.
 
-A kernel has the rows of the input, then the rows of the state. The gates of an LSTM are i j f o, where j is the cell's input. The gates of
-a GRU are r u, and its candidate is a separate variable.
+A kernel has the rows of the input, then the rows of the state. The candidate of a GRU is a separate variable.
 """
 
 from __future__ import annotations
@@ -13,17 +12,9 @@ import numpy as np
 
 from service.importers.draft import Array, ImportRefused, Part
 from service.importers.tensorflow1.variables import Cell, LayerVariables
+from service.modeling.layers import GATED
 
 Tensors = dict[str, Array]
-KINDS = {
-    "basic_lstm_cell": "lstm",
-    "lstm_cell": "lstm",
-    "lstm_fused_cell": "lstm",
-    "cudnn_compatible_lstm_cell": "lstm",
-    "gru_cell": "gru",
-    "cudnn_compatible_gru_cell": "gru",
-    "basic_rnn_cell": "rnn",
-}
 PEEPHOLES = ("w_i_diag", "w_f_diag", "w_o_diag")
 PROJECTION = "projection/kernel"
 
@@ -38,17 +29,17 @@ def recurrent(table: dict[str, Any], layer: LayerVariables, forget_bias: float) 
             "model.toml has"
         )
     kinds = {cell.kind for cell in cells.values()}
-    if len(kinds) > 1 or KINDS[min(kinds)] != table.get("kind", KINDS[min(kinds)]):
+    kind = CELLS[min(kinds)][0]
+    if len(kinds) > 1 or kind != table.get("kind", kind):
         raise ImportRefused(
             f"{layer.name} has {' and '.join(sorted(kinds))}, which is no layer of the kind {table.get('kind')}"
         )
-    kind = KINDS[min(kinds)]
     arrays: Tensors = {}
     for (level, direction), cell in cells.items():
-        own = CONVERTERS[cell.kind](cell, forget_bias)
+        own = CELLS[cell.kind][1](cell, forget_bias)
         place = direction if len(directions) == 2 else table.get("direction", "forward")
         arrays |= {f"{level}.{place}.{name}": array for name, array in own.items()}
-    found: dict[str, Any] = {"kind": kind, "hidden": len(own["bias"]) // {"lstm": 4, "gru": 3, "rnn": 1}[kind]}
+    found: dict[str, Any] = {"kind": kind, "hidden": len(own["bias"]) // len(GATED[kind].gates)}
     found |= {"depth": len(levels)} if len(levels) > 1 else {}
     found |= {"bidirectional": True} if len(directions) == 2 else {}
     found |= {"peepholes": True} if "peephole" in own else {}
@@ -59,13 +50,13 @@ def recurrent(table: dict[str, Any], layer: LayerVariables, forget_bias: float) 
 
 def adds_forget_bias(layer: LayerVariables) -> bool:
     """Whether the cells of a layer add a number to the bias of their forget gates, which is no variable."""
-    return any(KINDS[cell.kind] == "lstm" and not cell.kind.startswith("cudnn") for cell in layer.cells.values())
+    return any(CELLS[cell.kind][0] == "lstm" and not cell.kind.startswith("cudnn") for cell in layer.cells.values())
 
 
 def _lstm(cell: Cell, forget_bias: float) -> Tensors:
     kernel, bias = _variables(cell, "kernel", "bias")
     units = len(bias) // 4
-    ours = [_in_our_order(array) for array in (kernel, bias)]
+    ours = [GATED["lstm"].from_framework("tensorflow 1", array) for array in (kernel, bias)]
     ours[1][units : 2 * units] += forget_bias
     projection = cell.variables.get(PROJECTION)
     state = units if projection is None else projection.shape[1]
@@ -73,12 +64,6 @@ def _lstm(cell: Cell, forget_bias: float) -> Tensors:
     if PEEPHOLES[0] in cell.variables:
         tensors["peephole"] = np.concatenate(_variables(cell, *PEEPHOLES))
     return tensors if projection is None else {**tensors, "projection": projection}
-
-
-def _in_our_order(array: Array) -> Array:
-    """Return the gates i j f o as i f j o."""
-    of_input, of_cell, of_forget, of_output = np.split(array, 4, axis=-1)
-    return np.concatenate([of_input, of_forget, of_cell, of_output], axis=-1)
 
 
 def _gru(cell: Cell, forget_bias: float) -> Tensors:
@@ -116,12 +101,11 @@ def _variables(cell: Cell, *names: str) -> list[Array]:
     return [cell.variables[name] for name in names]
 
 
-CONVERTERS: dict[str, Callable[[Cell, float], Tensors]] = {
-    "basic_lstm_cell": _lstm,
-    "lstm_cell": _lstm,
-    "lstm_fused_cell": _lstm,
-    "cudnn_compatible_lstm_cell": lambda cell, _: _lstm(cell, 0.0),
-    "gru_cell": _gru,
-    "cudnn_compatible_gru_cell": _cudnn_gru,
-    "basic_rnn_cell": _rnn,
+CELLS: dict[str, tuple[str, Callable[[Cell, float], Tensors]]] = {
+    **dict.fromkeys(("basic_lstm_cell", "lstm_cell", "lstm_fused_cell"), ("lstm", _lstm)),
+    "cudnn_compatible_lstm_cell": ("lstm", lambda cell, _: _lstm(cell, 0.0)),
+    "gru_cell": ("gru", _gru),
+    "cudnn_compatible_gru_cell": ("gru", _cudnn_gru),
+    "basic_rnn_cell": ("rnn", _rnn),
 }
+"""The kind of a layer in model.toml, and the converter of a cell, by the kind of the cell."""

@@ -14,8 +14,8 @@ from service.importers.onnx.recurrent import final_state, step_outputs
 from service.importers.onnx.values import Constant, FinalCell, State
 from service.importers.torch_archive.operation import ArchiveOperation, array_of
 from service.importers.torch_archive.packing import Packed
+from service.modeling.layers import GATED
 
-GATES = {"lstm": 4, "gru": 3, "rnn": 1}
 KINDS = {"lstm": "lstm", "gru": "gru", "rnn_tanh": "rnn", "rnn_relu": "rnn"}
 DIRECTIONS = ("forward", "backward")
 
@@ -68,24 +68,20 @@ def _weights(operation: ArchiveOperation, kind: str, index: int) -> dict[str, Ar
     if len(own) < per_direction:
         raise ImportRefused(f"it has {len(arrays)} weights, and more are needed")
     wide, recurrent = own[0], own[1]
-    gates = GATES[kind]
+    gates = len(GATED[kind].gates)
     hidden = wide.shape[0] // gates
     biases = own[2:4] if biased else [np.zeros(gates * hidden, np.float32)] * 2
     outputs = own[-1].shape[0] if projected else hidden
     shapes = [(gates * hidden, wide.shape[1]), (gates * hidden, outputs), (gates * hidden,), (gates * hidden,)]
     if [array.shape for array in (wide, recurrent, *biases)] != shapes:
         raise ImportRefused(f"its weights have the shapes {[array.shape for array in own]}, which do not fit together")
-    tensors = {"input": wide.T, "recurrent": recurrent.T, "bias": biases[0] + biases[1]}
-    if kind == "gru":
-        inner = 2 * hidden
-        tensors["bias"] = np.concatenate([tensors["bias"][:inner], biases[0][inner:]])
-        tensors["recurrent_bias"] = biases[1][inner:]
+    tensors = {"input": wide.T, "recurrent": recurrent.T, **GATED[kind].joined_biases(*biases, keeps_last=kind == "gru")}
     return {**tensors, "projection": own[-1].T} if projected else tensors
 
 
 def _options(operation: ArchiveOperation, kind: str, directions: Mapping[str, Mapping[str, Array]]) -> dict[str, Any]:
     first = directions["forward"]
-    options: dict[str, Any] = {"hidden": first["input"].shape[1] // GATES[kind]}
+    options: dict[str, Any] = {"hidden": first["input"].shape[1] // len(GATED[kind].gates)}
     options |= {"activation": "relu"} if operation.call.name == "rnn_relu" else {}
     options |= {"projection": first["projection"].shape[1]} if "projection" in first else {}
     if any("start" in tensors for tensors in directions.values()):
@@ -98,7 +94,7 @@ def _add_start(operation: ArchiveOperation, kind: str, index: int, tensors: dict
     given = operation["hx"]
     states: Sequence[Any] = given if isinstance(given, list | tuple) else [given]
     names = ("start", "start_cell") if kind == "lstm" else ("start",)
-    sizes = tensors["recurrent"].shape[0], tensors["input"].shape[1] // GATES[kind]
+    sizes = tensors["recurrent"].shape[0], tensors["input"].shape[1] // len(GATED[kind].gates)
     starts = {name: _start(operation, state, index, size) for name, state, size in zip(names, states, sizes, strict=False)}
     if any(start is not None for start in starts.values()) or _any_start(states):
         tensors |= {
