@@ -214,7 +214,7 @@ class Metrics:
         model = ("model", "version")
         self.requests = Counter("seqserve_requests", "Inference requests over all protocols, by outcome.", (*model, "outcome"))
         self.accepted = Counter(
-            "seqserve_requests_accepted", "Inference requests over all protocols that a frontend began to read."
+            "seqserve_requests_accepted", "Inference requests over all protocols that a frontend has decoded or refused."
         )
         self.in_flight = Gauge("seqserve_requests_in_flight", "Requests that a frontend accepted and has not answered.")
         self.sequences = Counter("seqserve_sequences", "Sequences answered.", model)

@@ -244,10 +244,7 @@ class InferCall:
     def cut_off(self, error: Unavailable) -> None:
         """End the call before its answer."""
         if self._call is not None:
-            call = self._call
-            if call.pending is not None:
-                self._frontend.dispatcher.cancel(call.pending)
-            call.failed(error)
+            self._call.end(error)
 
     def receive(self, data: bytes, ended: bool) -> None:
         """Nothing follows a whole request."""

@@ -13,7 +13,6 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack
-from functools import partial
 from typing import Any, NamedTuple
 
 from service.errors import ServiceError, Unavailable
@@ -25,6 +24,7 @@ from service.frontend.oip.tensors import BYTES
 from service.frontend.oip.types import InferRequest
 from service.frontend.oip.wire import request_id, structured_bytes
 from service.frontend.run.exchange import HttpReply
+from service.metrics import CUT_OFF, GONE
 
 MAX_UNANSWERED = 32
 """Requests of one call that are read before the first of them is answered."""
@@ -113,8 +113,19 @@ class InferStream:
             async with AsyncExitStack() as stack:
                 with runner.reading(exchange, arrived, context.caller):
                     decoded = await runner.decode_slowly(data, context, stack)
-                start = partial(runner.answer, decoded, exchange, arrived, context.caller)
-                reply = await self._in_session_order(decoded.context.parsed.request, start)
+                started = False
+
+                async def start() -> HttpReply:
+                    nonlocal started
+                    started = True
+                    return await runner.answer(decoded, exchange, arrived, context.caller)
+
+                try:
+                    reply = await self._in_session_order(decoded.context.parsed.request, start)
+                except asyncio.CancelledError:
+                    if not started:
+                        runner.abandon(GONE if exchange.disconnected else CUT_OFF)
+                    raise
         except ServiceError as error:
             return _error_reply(request_id(data), error)
         except Exception as error:

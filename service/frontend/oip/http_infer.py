@@ -92,9 +92,8 @@ class HttpRunner(TensorRunner):
 
     def encode(self, response: InferResponse, context: TensorContext) -> HttpReply:
         content, header_length = json.encode_response(response, context.parsed.raw)
-        form = context.form
-        if form is not None and header_length is not None and form.response_size == len(content) - header_length:
-            form.response = content[:header_length]
+        if context.form is not None and header_length is not None:
+            context.form.response = content[:header_length]
         return _reply(content, header_length, context.encoding)
 
     async def encode_large(self, response: InferResponse, context: TensorContext) -> HttpReply:

@@ -164,12 +164,16 @@ def _add_repository(router: APIRouter, frontend: Frontend) -> None:
 
 
 async def _infer(frontend: Frontend, runner: HttpRunner, request: Request) -> Response:
+    async def read(request: Request, frontend: Frontend) -> bytes:
+        _header_length(request)  # a wrong number is refused before the body is read
+        return await read_tensors(request, frontend)
+
     async def decode(data: bytes, stack: AsyncExitStack) -> DecodedRequest:
         encoding = accepted_encoding(request.headers.get("accept-encoding", ""))
         session = named_session(request)
         return await runner.decode_slowly(data, _header_length(request), _path_model(request), session, encoding, stack)
 
-    return await answer_request(frontend, request, runner, read_tensors, decode)
+    return await answer_request(frontend, request, runner, read, decode)
 
 
 def _path_model(request: Request) -> tuple[str, str]:

@@ -118,8 +118,11 @@ class TensorRunner(RequestRunner):
         return await self.encode_large(await asyncio.to_thread(building), context)
 
     def _write(self, model: ServedModel, answered: AnsweredRequest) -> HttpReply | ServiceError:
+        context: TensorContext = answered.call.decoded.context
+        if context.form is not None and context.form.response_size != len(answered.data):
+            context = context._replace(form=None)
         try:
-            return self.encode(_response(model, answered), answered.call.decoded.context)
+            return self.encode(_response(model, answered), context)
         except ServiceError as error:
             return error
 

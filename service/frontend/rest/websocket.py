@@ -334,7 +334,7 @@ class _ChunkStream:
         except Exception as error:
             reply.respond_error(self._frontend.internal_error(error))
         else:
-            if not reply.failed:
+            if not reply.failed and (start is not False or chunk.end):
                 self._begun = not chunk.end
 
     def _decoded(self, chunk: ChunkBody, start: bool | None) -> DecodedRequest:

@@ -48,7 +48,7 @@ class AwaitedExchange:
     def __init__(self, identity: RequestIdentity) -> None:
         self._identity = identity
         self.client_left = False
-        self.reply: asyncio.Future[HttpReply] = asyncio.get_running_loop().create_future()
+        self._reply: asyncio.Future[HttpReply | ServiceError] | None = asyncio.get_running_loop().create_future()
 
     @property
     def disconnected(self) -> bool:
@@ -70,10 +70,25 @@ class AwaitedExchange:
     def trace_headers(self, headers: tuple[Header, ...]) -> None:
         self._identity.trace_headers = headers
 
+    async def reply(self) -> HttpReply:
+        """Return the reply; raises the error that the request ended with."""
+        assert self._reply is not None
+        reply = await self._reply
+        # An error refers to the frames that it passes, and these to this object. A cycle would keep the request until a garbage collection.
+        self._reply = None
+        if isinstance(reply, ServiceError):
+            try:
+                raise reply.with_traceback(None)
+            finally:
+                del reply
+        return reply
+
     def respond(self, content: bytes | memoryview, headers: bytes) -> None:
-        if not self.reply.done():
-            self.reply.set_result(HttpReply(content, headers))
+        self._set(HttpReply(content, headers))
 
     def respond_error(self, error: ServiceError) -> None:
-        if not self.reply.done():
-            self.reply.set_exception(error)
+        self._set(error)
+
+    def _set(self, reply: HttpReply | ServiceError) -> None:
+        if self._reply is not None and not self._reply.done():
+            self._reply.set_result(reply)

@@ -99,6 +99,10 @@ class RunningRequest(Struct, eq=False):
         """The service shuts down: cancel the request. The exchange is not used any more."""
         self.runner.cancel(self, CUT_OFF)
 
+    def end(self, error: ServiceError) -> None:
+        """Reply with an error, and cancel the request."""
+        self.runner.end(self, error)
+
 
 class RequestRunner(ABC):
     """Runs the requests of one endpoint, which belongs to `api`."""
@@ -187,7 +191,7 @@ class RequestRunner(ABC):
         """Run a decoded request and return its reply; raises a ServiceError. The request is cancelled with the task."""
         call = self.run(decoded, exchange, arrived, caller)
         try:
-            return await exchange.reply
+            return await exchange.reply()
         except asyncio.CancelledError:
             self.cancel(call, GONE if exchange.disconnected else CUT_OFF)
             raise
@@ -204,7 +208,8 @@ class RequestRunner(ABC):
             raise
         except (ClientDisconnected, asyncio.CancelledError) as error:
             gone = exchange.disconnected or isinstance(error, ClientDisconnected)
-            self.abandon(GONE if gone else CUT_OFF)
+            self._tally.accepted += 1
+            self._end_refused(exchange, labels, GONE if gone else CUT_OFF, arrived, caller, None)
             raise
         except Exception:
             self._tally.accepted += 1
@@ -270,14 +275,25 @@ class RequestRunner(ABC):
 
     def cancel(self, call: RunningRequest, outcome: str) -> None:
         """Cancel a request that nothing waits for any longer. outcome: its label in the metrics."""
+        self._stop(call)
+        if not call.counted:
+            self._count_failure(call, outcome)
+
+    def end(self, call: RunningRequest, error: ServiceError) -> None:
+        """End a request with an error before its answer."""
+        self._stop(call)
+        if not call.counted:
+            self.fail(call, error)
+
+    def _stop(self, call: RunningRequest) -> None:
         call.disconnected = True
         if call.pending is not None:
             self.frontend.dispatcher.cancel(call.pending)
             call.pending = None
-        if call.sending is not None:
-            call.sending.cancel()
-        if not call.counted:
-            self._count_failure(call, outcome)
+        # A cancelled task refers to the request: a cycle would keep it until a garbage collection.
+        sending, call.sending = call.sending, None
+        if sending is not None:
+            sending.cancel()
 
     def _send(self, call: RunningRequest, packed: PackedInputs | None) -> None:
         request, data = self.build(call.decoded, call.model, call.arrived, packed)
@@ -448,8 +464,14 @@ def _continue_only(request: Request, retired: ServiceError) -> Request:
 
 def _compress_and_respond(call: RunningRequest, reply: HttpReply, compress: Callable[[bytes | memoryview], bytes]) -> None:
     def respond(compressed: asyncio.Future[bytes]) -> None:
-        if not call.disconnected:
+        if call.disconnected:
+            return
+        error = compressed.exception()
+        if error is None:
             call.exchange.respond(compressed.result(), reply.headers)
+        else:
+            assert isinstance(error, Exception)
+            call.exchange.respond_error(call.runner.frontend.internal_error(error))
 
     # In a thread: a large reply would hold up every other request on the event loop.
     compressing = asyncio.get_running_loop().run_in_executor(None, compress, reply.content)

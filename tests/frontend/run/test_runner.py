@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
+import weakref
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -170,6 +172,42 @@ async def test_request_that_a_task_reads_is_counted_by_its_end(echo: Echo, engin
     with pytest.raises(asyncio.CancelledError):
         await waiting[2]
     assert outcomes(metrics) == {"ok": 1, "overloaded": 2, GONE: 1, CUT_OFF: 2, "inference_failed": 1}
+
+
+class Body:
+    """A body that tells whether something refers to it."""
+
+
+@with_echo
+async def test_nothing_refers_to_a_request_that_ends_while_it_is_packed(
+    echo: Echo, engine: EngineProcess, metrics: Metrics
+) -> None:
+    """With an error, or cancelled: large bodies would stay in memory until a garbage collection."""
+
+    async def refuse(model: ServedModel) -> PackedInputs:
+        await asyncio.sleep(0)
+        raise InvalidInput("wrong")
+
+    async def wait(model: ServedModel) -> PackedInputs:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    gc.disable()
+    try:
+        for pack in (refuse, wait):
+            body = Body()
+            kept, decoded = weakref.ref(body), DecodedRequest("words", None, body, pack=pack)
+            answering = asyncio.ensure_future(echo.answer(decoded, awaited(echo), time.monotonic(), LOCAL))
+            del body, decoded
+            await asyncio.wait([answering], timeout=0.1)
+            answering.cancel()
+            await asyncio.wait([answering])
+            del answering
+            await asyncio.sleep(0)
+            assert kept() is None
+    finally:
+        gc.enable()
+    assert outcomes(metrics) == {"invalid_input": 1, CUT_OFF: 1}
 
 
 def awaited(echo: Echo) -> AwaitedExchange:
