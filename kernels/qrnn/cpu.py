@@ -18,6 +18,7 @@ from kernels.scan.cpu import (
     ScanLayer,
     as_stored_rows,
     batch_arguments,
+    cell_states,
     product_layer,
     row_layer,
 )
@@ -43,12 +44,12 @@ def _run(x: Ragged, weights: QRNNWeights, state: QRNNState | None, outputs: tupl
     """Write the outputs to their addresses and return the state after the batch. reverse: 1 for the backward direction."""
     packed, offsets = _pack(weights, reverse), x.offsets.contiguous()
     batch = batch_arguments(offsets, x.data.shape[0], reverse)
-    states = launch.row_states(lambda cell: cell, ("cell",), state, batch[2], packed.layer.hidden)
-    lefts, left, left_before = _lefts(x, weights, state, states.arguments)
+    states, cells, kept = cell_states(state, batch[2], packed.layer.hidden)
+    lefts, left, left_before = _lefts(x, weights, state, states)
     arrays, gates = _gates(x, weights, packed, batch, lefts)
-    packed.layer.run(batch, gates, states.arguments, outputs)
-    del arrays, left_before  # the addresses refer to them until here
-    return QRNNState(states.after, left) if state is None or state.slots is None else without_sources(state)
+    packed.layer.run(batch, gates, states, outputs)
+    del arrays, kept, left_before  # the addresses refer to them until here
+    return QRNNState(cells, left) if state is None or state.slots is None else without_sources(state)
 
 
 qrnn, bidirectional = launch.backend_functions(_run)
@@ -58,8 +59,8 @@ qrnn, bidirectional = launch.backend_functions(_run)
 def _lefts(
     x: Ragged, weights: QRNNWeights, state: QRNNState | None, cells: tuple[int, ...]
 ) -> tuple[tuple[int, ...], Tensor, Tensor | None]:
-    """Return the addresses of the steps before the rows and after them, with their slots, as in `row_states`; the steps
-    after the rows; and an array that the addresses refer to. cells: the addresses of `row_states`."""
+    """Return the addresses of the steps before the rows and after them, with their slots, as in `cell_states`; the steps
+    after the rows; and an array that the addresses refer to. cells: the addresses of `cell_states`."""
     if state is not None and state.slots is not None:
         left = state.left
         return (left.data_ptr(), cells[1], left.data_ptr(), cells[3]), left, None

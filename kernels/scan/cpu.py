@@ -4,7 +4,7 @@ batch."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -95,6 +95,22 @@ def batch_arguments(offsets: Tensor, tokens: int, reverse: int) -> tuple[int, ..
     """Return the address of contiguous offsets, the bytes of an offset, the rows, the tokens and the direction: 1 for
     backward."""
     return offsets.data_ptr(), offsets.itemsize, offsets.shape[0] - 1, tokens, reverse
+
+
+def cell_states(state: Any, rows: int, hidden: int) -> tuple[tuple[int, ...], Tensor, Any]:
+    """Return the addresses of the cells before the batch (or 0), of the slots that the rows start from, of the cells after
+    the batch and of the slots that the rows write (0 if there are none); the cells after the batch; and other arrays that the
+    addresses refer to."""
+    if state is None:
+        after = torch.empty(rows, hidden)
+        return (0, 0, after.data_ptr(), 0), after, None
+    if state.slots is None:
+        after, before = torch.empty(rows, hidden), launch.as_floats(state.cell)
+        return (before.data_ptr(), 0, after.data_ptr(), 0), after, before
+    slots = launch.as_longs(state.slots)
+    sources = slots if state.sources is None else launch.as_longs(state.sources)
+    cells = state.cell.data_ptr()
+    return (cells, sources.data_ptr(), cells, slots.data_ptr()), state.cell, (slots, sources)
 
 
 def product_layer(form: ScanForm, weight: Tensor, bias: Tensor, hidden: int, factors: Factors, *, int8: bool) -> ScanLayer:

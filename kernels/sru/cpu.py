@@ -10,13 +10,14 @@ from torch import Tensor
 from kernels.cpu import launch
 from kernels.cpu.threads import run_in_parts
 from kernels.norm import layer_norm
-from kernels.ragged import Ragged
+from kernels.ragged import Ragged, without_sources
 from kernels.scan.cpu import (
     Factors,
     GateInputs,
     ScanLayer,
     as_stored_rows,
     batch_arguments,
+    cell_states,
     product_layer,
     row_layer,
 )
@@ -52,12 +53,11 @@ def _run(x: Ragged, weights: SRUWeights, state: SRUState | None, outputs: tuple[
     """Write the outputs to their addresses and return the state after the batch. reverse: 1 for the backward direction."""
     packed, offsets = _pack(x, weights), x.offsets.contiguous()
     batch = batch_arguments(offsets, x.data.shape[0], reverse)
-    states = launch.row_states(SRUState, ("cell",), state, batch[2], packed.layer.hidden)
+    states, cells, kept = cell_states(state, batch[2], packed.layer.hidden)
     arrays, gates = _gates(x, weights, packed)
-    packed.layer.run(batch, gates, states.arguments, outputs)
-    del arrays  # the addresses refer to them until here
-    after: SRUState = states.after
-    return after
+    packed.layer.run(batch, gates, states, outputs)
+    del arrays, kept  # the addresses refer to them until here
+    return SRUState(cells) if state is None or state.slots is None else without_sources(state)
 
 
 sru, bidirectional = launch.backend_functions(_run)
