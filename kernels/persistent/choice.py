@@ -121,7 +121,7 @@ def wide_shape(variant: Variant, rows: int, directions: int) -> PersistentShape 
 
 @cache
 def levels_shape(variant: Variant, rows: int, levels: int) -> WideShape | None:
-    """Return the shape in which this many levels run at once, or None if they run faster one after the other or the device has no room."""
+    """Return the shape in which this many levels run at once, or None if they run faster in turn or the device has no room."""
     sizes = matching_shapes(_tuned(variant)["levels"], (APART, *WIDE), hidden=variant.hidden, rows=rows, levels=levels)
     kind, size = next(sizes, (APART, 0))
     if kind == APART or variant.vector:

@@ -188,7 +188,7 @@ class OutputWriter:
 
 
 class _Members:
-    """Writes the JSON members of a head's answer, without the braces. This one is of a head whose answer is a vector, and writes none.
+    """Writes the JSON members of a head's answer, without the braces. This class writes none: it serves a head whose answer is a vector.
 
     row_bytes: the size of a row of scores, if the answer consists of one such row for each sequence; otherwise 0.
     """

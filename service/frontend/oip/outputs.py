@@ -56,7 +56,7 @@ def check_requested(outputs: Sequence[RequestedOutput], spec: ModelSpec) -> None
 
 def check_classes(outputs: Sequence[RequestedOutput], spec: ModelSpec, sequences: int) -> None:
     """Raise TooLarge for a classification with too many entries, over all sequences."""
-    classified = _label_scores(spec)
+    classified = _label_scores(spec) if outputs else None
     if classified is None:
         return
     for output in outputs:
@@ -70,7 +70,7 @@ def check_classes(outputs: Sequence[RequestedOutput], spec: ModelSpec, sequences
 
 
 def _label_scores(spec: ModelSpec) -> AnswerField | None:
-    """Return the output that has a score for each label, of which a request may ask for the best."""
+    """Return the output that has a score for each label. A request may ask for the best labels of this output."""
     return next((field for field in spec.answer_fields if field.has_label_scores), None)
 
 

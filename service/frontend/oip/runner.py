@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 from abc import abstractmethod
-from functools import partial
 from typing import NamedTuple
 
 import msgspec
@@ -114,8 +113,7 @@ class TensorRunner(RequestRunner):
 
     async def write_large(self, model: ServedModel, answered: AnsweredRequest) -> HttpReply:
         context: TensorContext = answered.call.decoded.context
-        building = partial(_response, model, answered)
-        return await self.encode_large(await asyncio.to_thread(building), context)
+        return await self.encode_large(await asyncio.to_thread(_response, model, answered), context)
 
     def _write(self, model: ServedModel, answered: AnsweredRequest) -> HttpReply | ServiceError:
         context: TensorContext = answered.call.decoded.context

@@ -206,14 +206,14 @@ class RequestRunner(ABC):
         except ServiceError as error:
             self.refuse(labels, error, arrived, exchange, caller)
             raise
-        except (ClientDisconnected, asyncio.CancelledError) as error:
-            gone = exchange.disconnected or isinstance(error, ClientDisconnected)
+        except (Exception, asyncio.CancelledError) as error:
+            outcome = InferenceFailed.code
+            if isinstance(error, ClientDisconnected):
+                outcome = GONE
+            elif isinstance(error, asyncio.CancelledError):
+                outcome = GONE if exchange.disconnected else CUT_OFF
             self._tally.accepted += 1
-            self._end_refused(exchange, labels, GONE if gone else CUT_OFF, arrived, caller, None)
-            raise
-        except Exception:
-            self._tally.accepted += 1
-            self._end_refused(exchange, labels, InferenceFailed.code, arrived, caller, None)
+            self._end_refused(exchange, labels, outcome, arrived, caller, None)
             raise
 
     def refuse(

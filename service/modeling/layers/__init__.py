@@ -13,4 +13,4 @@ from service.modeling.spec.layers import GatedLayer
 KINDS: dict[str, RecurrentKind] = {kind.name: kind for kind in (RNN, LSTM, GRU, SRU, QRNN)}
 """The descriptors by the kind of model.toml."""
 GATED = {name: kind for name, kind in KINDS.items() if issubclass(kind.table, GatedLayer)}
-"""Those with a product of the hidden state at every step."""
+"""The kinds with a product of the hidden state at every step."""

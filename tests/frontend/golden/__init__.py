@@ -1,6 +1,6 @@
 """Requests and the replies that they must get, byte for byte, in JSON Lines files. Bytes are written as the characters of Latin-1.
 
-After a change of the wire format that is meant, `RECORD=1 make test FILES="..."` with the tests below records the replies anew.
+After a change of the wire format that is meant, `RECORD=1 make test FILES="..."` with the tests that use these files records new replies.
 """
 
 from __future__ import annotations
