@@ -22,7 +22,7 @@ from service.client_access import ClientAccess
 from service.errors import ServiceError, SettingsError, StartError
 from service.exporters import SUFFIXES
 from service.flags import Parser, above_zero, add_settings, listed
-from service.frontend.tls import build_context
+from service.frontend.http1.tls import build_context
 from service.importers.formats import FORMATS, LAYER_TABLES
 from service.ipc.messages import Manifest
 from service.log import Log

@@ -17,9 +17,9 @@ from service.engine.execution.device import allow_tf32
 from service.engine.execution.device_engine import DeviceEngine
 from service.engine.internal_errors import InternalErrors
 from service.errors import ServiceError
-from service.frontend import head_outputs, validation
-from service.frontend.catalog import build_catalog
 from service.frontend.dispatch.empty_rows import EmptyRows
+from service.frontend.run import head_outputs, validation
+from service.frontend.run.catalog import build_catalog
 from service.ipc.messages import Answer, AnswerWithoutSteps
 from service.log import Log
 from service.metrics import Metrics

@@ -5,12 +5,12 @@ from __future__ import annotations
 import socket
 
 from service.errors import StartError
-from service.frontend.catalog import build_catalog
-from service.frontend.connection_share import ConnectionShare
-from service.frontend.control import Control
 from service.frontend.dispatch.dispatcher import Dispatcher, channel_limit
-from service.frontend.inference import Frontend
-from service.frontend.listener import SharedPort
+from service.frontend.guards.connection_share import ConnectionShare
+from service.frontend.http1.listener import SharedPort
+from service.frontend.run.catalog import build_catalog
+from service.frontend.run.control import Control
+from service.frontend.run.frontend import Frontend
 from service.frontend.server import serve
 from service.ipc.connection_counts import ConnectionCounts, Port
 from service.ipc.heartbeat import Heartbeat

@@ -15,18 +15,18 @@ from fastapi import FastAPI
 
 from service.access.scopes import Scope
 from service.errors import SettingsError
-from service.frontend.app import build_app
-from service.frontend.connection_guard import ConnectionGuard, GuardedConnection
-from service.frontend.control import Control
-from service.frontend.http_protocol import ACCEPT_SECONDS, HotPath, HttpProtocol
-from service.frontend.inference import Frontend
-from service.frontend.key_refusals import KeyRefusals
-from service.frontend.listener import Listener, SharedPort
-from service.frontend.oip.grpc_server import GrpcServer
+from service.frontend.grpc.server import GrpcServer
+from service.frontend.guards.connection_guard import ConnectionGuard, GuardedConnection
+from service.frontend.http1.http_protocol import ACCEPT_SECONDS, HotPath, HttpProtocol
+from service.frontend.http1.key_refusals import KeyRefusals
+from service.frontend.http1.listener import Listener, SharedPort
+from service.frontend.http1.websocket_protocol import WebSocketProtocol
 from service.frontend.oip.http_infer import HttpRunner
+from service.frontend.rest.app import build_app
 from service.frontend.rest.infer import InferRunner
-from service.frontend.scopes import ADMIN_PORT_SCOPES
-from service.frontend.websocket_protocol import WebSocketProtocol
+from service.frontend.rest.scopes import ADMIN_PORT_SCOPES
+from service.frontend.run.control import Control
+from service.frontend.run.frontend import Frontend
 from service.ipc.process_config import freeze_heap
 from service.log import LogHandler
 

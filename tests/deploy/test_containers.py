@@ -16,7 +16,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from service.frontend.session_header import SESSION_HEADER
+from service.frontend.run.session_header import SESSION_HEADER
 from service.settings import PREFIX, Settings, load
 from tests.deploy.shipped import COMPOSE, DEPLOY, GPU, ROOT, instructions, read, services
 

@@ -12,7 +12,7 @@ import pytest
 from service.access.keys import create
 from service.access.refused_keys import RefusedKeys
 from service.access.scopes import KEY_SCOPES, Scope
-from service.frontend.catalog import Catalog, ServedModel
+from service.frontend.run.catalog import Catalog, ServedModel
 from service.modeling import spec as specs
 from service.modeling.tokenizer import Tokenizer
 from tests import models

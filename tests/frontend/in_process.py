@@ -27,14 +27,14 @@ from service.access.scopes import Scope
 from service.engine.batching import session_state
 from service.errors import InvalidInput, ServiceError, TooManySessions, UnknownModel, UnknownSession
 from service.exposition import expose
-from service.frontend.app import build_app
-from service.frontend.catalog import Catalog, ServedModel, build_catalog
-from service.frontend.connection_share import ConnectionShare
-from service.frontend.control import Control
 from service.frontend.dispatch.dispatcher import Dispatcher, channel_limit
-from service.frontend.inference import Frontend, SupervisorClient
-from service.frontend.listener import SharedPort
-from service.frontend.scopes import ADMIN_PORT_SCOPES
+from service.frontend.guards.connection_share import ConnectionShare
+from service.frontend.http1.listener import SharedPort
+from service.frontend.rest.app import build_app
+from service.frontend.rest.scopes import ADMIN_PORT_SCOPES
+from service.frontend.run.catalog import Catalog, ServedModel, build_catalog
+from service.frontend.run.control import Control
+from service.frontend.run.frontend import Frontend, SupervisorClient
 from service.frontend.server import AdminPort, FrontendServer, _config
 from service.ipc.channel import Channel, Frame, encode, pair
 from service.ipc.connection_counts import ConnectionCounts, Port

@@ -17,7 +17,7 @@ import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
 
 from kernels.ragged import Ragged
-from service.frontend.head_outputs import InferOutput, OutputWriter
+from service.frontend.run.head_outputs import InferOutput, OutputWriter
 from service.ipc.messages import FEATURES, IDS, Answer
 from service.modeling import spec as specs
 from service.modeling import store

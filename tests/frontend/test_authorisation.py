@@ -24,11 +24,11 @@ from websockets.sync.client import connect
 from service.access.keys import create
 from service.access.scopes import Scope
 from service.errors import SettingsError
-from service.frontend.app import build_app
 from service.frontend.dispatch.dispatcher import Dispatcher
-from service.frontend.docs_page import STYLE
 from service.frontend.oip.protobuf import METHODS, SERVICE
-from service.frontend.scopes import ADMIN_PORT_SCOPES, GRPC_SCOPES, HTTP_SCOPES, grpc_scope
+from service.frontend.rest.app import build_app
+from service.frontend.rest.docs_page import STYLE
+from service.frontend.rest.scopes import ADMIN_PORT_SCOPES, GRPC_SCOPES, HTTP_SCOPES, grpc_scope
 from service.metrics import Metrics
 from service.settings import load
 from tests import raw_websocket

@@ -18,9 +18,9 @@ import grpc
 import httpx
 import pytest
 
-from service.frontend import connection_guard
+from service.frontend.guards import connection_guard
+from service.frontend.http1.websocket_protocol import MAX_MESSAGE_BYTES
 from service.frontend.oip.protobuf import METHODS
-from service.frontend.websocket_protocol import MAX_MESSAGE_BYTES
 from tests.frontend.in_process import InProcess, in_process
 from tests.frontend.oip.messages import ids
 from tests.frontend.test_hot_path import GENERAL_HEADER, count_replies, request
@@ -52,9 +52,9 @@ def limited(models_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> It
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(connection_guard, "RECEIVE_SECONDS", 1)
         patch.setattr(connection_guard, "SEND_SECONDS", 1)
-        patch.setattr("service.frontend.inference.MAX_RECEIVING_BYTES", 3_000_000)
+        patch.setattr("service.frontend.run.frontend.MAX_RECEIVING_BYTES", 3_000_000)
         for name, value in {"MAX_MESSAGE_FRAMES": 200, "MAX_FRAME_RATE": 500, "MAX_PING_RATE": 50}.items():
-            patch.setattr(f"service.frontend.websocket_protocol.{name}", value)
+            patch.setattr(f"service.frontend.http1.websocket_protocol.{name}", value)
         limits: dict[str, Any] = {"idle_seconds": 1, "max_connections": 2 * MAX_SOCKETS}
         with in_process(models_folder, tmp_path_factory.mktemp("log"), **limits) as running:
             # A new connection for each request: an idle one may close at the moment at which the client sends the next request.

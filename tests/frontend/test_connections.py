@@ -16,20 +16,21 @@ from urllib.parse import urlsplit
 import pytest
 
 from loadtest.oip_requests import PATH
-from service.frontend import connection_guard, http_protocol, websocket_protocol
-from service.frontend.connection_guard import UnreadBytes
-from service.frontend.delivery import Delivery, delivery
+from service.frontend.guards import connection_guard
+from service.frontend.guards.connection_guard import UnreadBytes
+from service.frontend.guards.delivery import Delivery, delivery
+from service.frontend.guards.reading_turns import ReadingTurn, ReadingTurns
+from service.frontend.guards.start_queue import StartQueue
+from service.frontend.http1 import http_protocol, websocket_protocol
+from service.frontend.http1.http_protocol import MAX_PARSE_BYTES, MAX_WAITING_BYTES, HttpProtocol
+from service.frontend.http1.websocket_protocol import MessageReceiver, WebSocketProtocol
 from service.frontend.http2 import connection
 from service.frontend.http2.connection import Http2Connection
-from service.frontend.http_protocol import MAX_PARSE_BYTES, MAX_WAITING_BYTES, HttpProtocol
-from service.frontend.reading_turns import ReadingTurn, ReadingTurns
-from service.frontend.start_queue import StartQueue
-from service.frontend.websocket_protocol import MessageReceiver, WebSocketProtocol
 from service.metrics import CUT_OFF, GONE
+from tests.frontend.grpc.test_calls import head, message
 from tests.frontend.http2 import peer
 from tests.frontend.in_process import InProcess, in_process, late_timers
 from tests.frontend.oip.messages import ids
-from tests.frontend.oip.test_grpc_calls import head, message
 from tests.frontend.test_hot_path import request, through_the_general_path
 from tests.raw_websocket import CLOSE, CONTINUATION, TEXT, frame, handshake
 from tests.serving import LIMIT_SECONDS, eventually

@@ -5,9 +5,9 @@ import inspect
 
 import pytest
 
-from service.frontend.http_protocol import HttpProtocol, _Flow
+from service.frontend.http1.http_protocol import HttpProtocol, _Flow
+from service.frontend.http1.websocket_protocol import WebSocketProtocol, _FrameParser, _FrameReader
 from service.frontend.server import FrontendServer
-from service.frontend.websocket_protocol import WebSocketProtocol, _FrameParser, _FrameReader
 
 DIGESTS = {
     FrontendServer: "06e799f7c58f",

@@ -23,7 +23,7 @@ from tritonclient import grpc as triton
 from websockets.sync.client import connect
 
 from service.frontend.oip.protobuf import METHODS, SERVICE
-from service.frontend.scopes import HTTP_SCOPES
+from service.frontend.rest.scopes import HTTP_SCOPES
 from tests import models, planted
 from tests.long.fuzz.wire import send
 from tests.serving import Server, eventually, serving

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from service.frontend.body_budget import MAX_RECEIVING_BYTES
+from service.frontend.guards.body_budget import MAX_RECEIVING_BYTES
 from tests import models
 from tests.long.floods import KINDS
 from tests.serving import Server, serving

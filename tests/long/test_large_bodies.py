@@ -19,13 +19,13 @@ import pytest
 from fastapi import FastAPI
 
 from service.errors import ServiceError, TooLarge
-from service.frontend.app import build_app
-from service.frontend.catalog import Catalog, ServedModel
 from service.frontend.dispatch.connection import Receiver
 from service.frontend.dispatch.dispatcher import Dispatcher
-from service.frontend.inference import Frontend, SupervisorClient
-from service.frontend.oip.grpc_infer import GrpcRunner
-from service.frontend.oip.grpc_runner import GrpcCall
+from service.frontend.grpc.infer import GrpcRunner
+from service.frontend.grpc.runner import GrpcCall
+from service.frontend.rest.app import build_app
+from service.frontend.run.catalog import Catalog, ServedModel
+from service.frontend.run.frontend import Frontend, SupervisorClient
 from service.ipc.messages import Answer, Request
 from service.log import Log
 from service.metrics import Metrics

@@ -49,7 +49,7 @@ def crowded(folder: Path, tmp_path: Path) -> Iterator[tuple[Server, MemoryGroup]
     """A server whose control group has a limit. After the test, nothing was killed, and everything is served again."""
     variables = {"max_memory_share": str(REFUSE_SHARE), "session_idle_seconds": "600", "state_slots": "64"}
     with (
-        constants({"service.frontend.body_budget.MAX_RECEIVING_BYTES": MOST}),
+        constants({"service.frontend.guards.body_budget.MAX_RECEIVING_BYTES": MOST}),
         memory_group("seqserve-limited") as group,
         serving(folder, tmp_path, program=group.program, drain_seconds="1", **variables) as server,
     ):

@@ -12,10 +12,10 @@ from hypothesis import HealthCheck, Phase, settings
 from schemathesis import checks
 
 from service.errors import STATUS, InferenceFailed
-from service.frontend.app import build_app
-from service.frontend.catalog import Catalog
 from service.frontend.dispatch.dispatcher import Dispatcher
-from service.frontend.inference import Frontend, SupervisorClient
+from service.frontend.rest.app import build_app
+from service.frontend.run.catalog import Catalog
+from service.frontend.run.frontend import Frontend, SupervisorClient
 from service.log import Log
 from service.metrics import Metrics
 from service.settings import Settings

@@ -410,7 +410,7 @@ PLANTS: dict[str, Plants] = {
     "ends-anywhere": (
         ("service.frontend.dispatch.dispatcher", lambda module, _: ends(module.Dispatcher, "send", "parsed")),
         ("service.frontend.dispatch.connection", into_connections),
-        ("service.frontend.http_protocol", lambda module, _: ends(module.HttpProtocol, "_reply", "replying", "replied")),
+        ("service.frontend.http1.http_protocol", lambda module, _: ends(module.HttpProtocol, "_reply", "replying", "replied")),
         (DEVICE_ENGINE, lambda module, _: ends(module.DeviceEngine, "launch", "launching", "launched")),
         ("service.engine.worker", into_workers),
     ),
@@ -421,7 +421,7 @@ PLANTS: dict[str, Plants] = {
     "slow-device": (DEVICE,),
     "slow-frontend": (
         ("service.frontend.rest.infer", into_decoding),
-        ("service.frontend.oip.grpc_infer", into_decoding),
+        ("service.frontend.grpc.infer", into_decoding),
         ("service.frontend.decoder.worker", into_decoders),
     ),
     "dated-device": (DEVICE, ("service.engine.batching.batcher", into_batchers)),

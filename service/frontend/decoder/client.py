@@ -13,12 +13,12 @@ from functools import partial
 from typing import TypeVar
 
 from service.errors import Unavailable
-from service.frontend.body_budget import BodyBudget
-from service.frontend.catalog import ServedModel
 from service.frontend.decoder.turns import Turns
-from service.frontend.memory_guard import MemoryGuard
-from service.frontend.start_queue import LongWaits
-from service.frontend.validation import PackedInputs
+from service.frontend.guards.body_budget import BodyBudget
+from service.frontend.guards.memory_guard import MemoryGuard
+from service.frontend.guards.start_queue import LongWaits
+from service.frontend.run.catalog import ServedModel
+from service.frontend.run.validation import PackedInputs
 from service.ipc.async_channel import AsyncChannel
 from service.ipc.channel import Channel, Frame, encode, pair
 from service.ipc.messages import (

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections import deque
 
-from service.frontend.start_queue import LongWaits, refusal
+from service.frontend.guards.start_queue import LongWaits, refusal
 
 MAX_REFUSED = 100
 """Most bodies that are refused at once: each takes time of the event loop."""

@@ -8,14 +8,14 @@ from typing import NamedTuple
 import msgspec
 
 from service.errors import SERVICE_FAILED, InferenceFailed, ServiceError, TooLarge
-from service.frontend import validation
-from service.frontend.catalog import ServedModel
 from service.frontend.decoder.client import MAX_LOOP_BODY_BYTES
 from service.frontend.oip import json, protobuf
 from service.frontend.oip.large_requests import request_options
 from service.frontend.rest import infer
 from service.frontend.rest.websocket import ChunkBody
-from service.frontend.validation import PackedInputs
+from service.frontend.run import validation
+from service.frontend.run.catalog import ServedModel
+from service.frontend.run.validation import PackedInputs
 from service.ipc.channel import Frame, encode
 from service.ipc.messages import (
     BodyDecoded,

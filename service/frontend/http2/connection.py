@@ -15,7 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol, cast
 
-from service.frontend.connection_guard import Phase, UnreadBytes, retirement
+from service.frontend.guards.connection_guard import Phase, UnreadBytes, retirement
+from service.frontend.guards.reading_turns import ReadingTurn, ReadingTurns
 from service.frontend.http2.budget import RateBudget
 from service.frontend.http2.frames import (
     ACK,
@@ -54,7 +55,6 @@ from service.frontend.http2.frames import (
 from service.frontend.http2.header_blocks import TOLERANCE, HeaderReader, RequestFields
 from service.frontend.http2.sender import Sender
 from service.frontend.http2.stream import RECEIVE_WINDOW, Stream, StreamHandler
-from service.frontend.reading_turns import ReadingTurn, ReadingTurns
 
 CONNECTION_WINDOW = 1 << 22
 """How much data of all streams may be on its way. The windows of the streams limit how much is kept."""

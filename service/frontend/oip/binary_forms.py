@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from service.frontend import validation
-from service.frontend.catalog import Catalog, ModelIndex, ServedModel
 from service.frontend.oip import parameters
 from service.frontend.oip.inputs import ID_BYTES, InputTensors
 from service.frontend.oip.json import ParsedRequest
 from service.frontend.oip.tensors import BYTES, Tensor, decode
-from service.frontend.validation import PackedInputs
+from service.frontend.run import validation
+from service.frontend.run.catalog import Catalog, ModelIndex, ServedModel
+from service.frontend.run.validation import PackedInputs
 from service.ipc.messages import FEATURES
 from service.modeling.spec import ModelSpec
 from service.modeling.spec.heads.fields import AnswerField

@@ -10,11 +10,9 @@ from functools import lru_cache, partial
 
 import msgspec
 
-from service.frontend.catalog import ServedModel
 from service.frontend.decoder.client import MAX_LOOP_BODY_BYTES
-from service.frontend.decompression import WINDOW_BITS
-from service.frontend.http_exchange import JSON, OCTET_STREAM
-from service.frontend.large_answers import PIECE_VALUES
+from service.frontend.guards.decompression import WINDOW_BITS
+from service.frontend.http1.request_heads import RequestHead
 from service.frontend.oip import json, parameters
 from service.frontend.oip.binary_forms import MAX_FORM_BYTES
 from service.frontend.oip.inputs import InputTensors, text_bytes
@@ -22,10 +20,12 @@ from service.frontend.oip.json import HEADER_LENGTH, ParsedRequest
 from service.frontend.oip.large_requests import DecodedInputs, RequestOptions
 from service.frontend.oip.runner import TensorContext, TensorRunner, form_of
 from service.frontend.oip.types import InferResponse
-from service.frontend.request_heads import RequestHead
+from service.frontend.rest.http_exchange import JSON, OCTET_STREAM
+from service.frontend.run.catalog import ServedModel
 from service.frontend.run.exchange import HttpReply
+from service.frontend.run.large_answers import PIECE_VALUES
 from service.frontend.run.runner import AnsweredRequest, DecodedRequest
-from service.frontend.session_header import checked_header
+from service.frontend.run.session_header import checked_header
 from service.ipc.messages import Api, DecodeBody
 
 PATH = re.compile("/v2/models/([^/]+)(?:/versions/([^/]+))?/infer")

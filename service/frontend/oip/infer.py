@@ -6,16 +6,16 @@ import asyncio
 import math
 
 from service.errors import InvalidInput
-from service.frontend import head_outputs, validation
-from service.frontend.catalog import ServedModel
 from service.frontend.decoder.client import MAX_LOOP_BODY_BYTES
 from service.frontend.oip import outputs, parameters
 from service.frontend.oip.inputs import InputTensors
 from service.frontend.oip.large_requests import DecodedInputs
 from service.frontend.oip.limits import MAX_LOOP_TENSOR_BYTES
 from service.frontend.oip.types import InferRequest, InferResponse
+from service.frontend.run import head_outputs, validation
+from service.frontend.run.catalog import ServedModel
 from service.frontend.run.runner import Packer
-from service.frontend.validation import PackedInputs
+from service.frontend.run.validation import PackedInputs
 from service.ipc.messages import Answer, Request
 from service.settings import Settings
 

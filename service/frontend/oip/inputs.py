@@ -16,12 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from service.errors import InvalidInput
-from service.frontend import validation
-from service.frontend.catalog import ServedModel
 from service.frontend.oip import metadata
 from service.frontend.oip.metadata import LENGTHS, OFFSETS, STATE
 from service.frontend.oip.tensors import BYTES, Tensor, tensor_error
-from service.frontend.validation import PackedInputs
+from service.frontend.run import validation
+from service.frontend.run.catalog import ServedModel
+from service.frontend.run.validation import PackedInputs
 from service.settings import Settings
 
 Array = NDArray[Any]

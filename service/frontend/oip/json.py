@@ -11,13 +11,13 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from service.errors import InvalidInput, InvalidRequest, ServiceError
-from service.frontend.head_outputs import json_numbers, number_pieces
-from service.frontend.large_answers import PIECE_VALUES
 from service.frontend.oip.limits import check_parts
 from service.frontend.oip.parameters import boolean, check_no_shared_memory, requested_output
 from service.frontend.oip.tensors import BYTES, Tensor, decode, encode, from_list, tensor_error
 from service.frontend.oip.types import InferRequest, InferResponse
-from service.frontend.quoting import describe_value, quote
+from service.frontend.run.head_outputs import json_numbers, number_pieces
+from service.frontend.run.large_answers import PIECE_VALUES
+from service.frontend.run.quoting import describe_value, quote
 from service.modeling.spec import ModelSpec
 
 T = TypeVar("T")

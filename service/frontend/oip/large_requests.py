@@ -6,12 +6,12 @@ from typing import Any
 
 import msgspec
 
-from service.frontend.catalog import ServedModel
 from service.frontend.decoder.client import DecodedBody
 from service.frontend.oip.inputs import InputTensors
 from service.frontend.oip.json import ParsedRequest, RawOutputs
 from service.frontend.oip.types import InferRequest, RequestedOutput
-from service.frontend.validation import PackedInputs
+from service.frontend.run.catalog import ServedModel
+from service.frontend.run.validation import PackedInputs
 
 
 class RequestOptions(msgspec.Struct, frozen=True):

@@ -13,10 +13,10 @@ from msgspec import Meta
 
 from service import __version__, triton_statistics
 from service.errors import InvalidInput, Unsupported
-from service.frontend.catalog import ServedModel
-from service.frontend.inference import Frontend
 from service.frontend.oip.tensors import BYTES
-from service.frontend.quoting import quote
+from service.frontend.run.catalog import ServedModel
+from service.frontend.run.frontend import Frontend
+from service.frontend.run.quoting import quote
 from service.ipc.messages import MAX_POLICY_CHARACTERS
 from service.modeling.spec import ModelSpec
 

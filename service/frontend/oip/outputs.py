@@ -15,13 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from service.errors import InvalidInput, TooLarge
-from service.frontend.head_outputs import json_numbers, split_state
 from service.frontend.oip import metadata
 from service.frontend.oip.limits import MAX_CLASSES
 from service.frontend.oip.metadata import LENGTHS, OFFSETS, STATE, state_tensors
 from service.frontend.oip.tensors import BYTES, Tensor
 from service.frontend.oip.types import RequestedOutput
-from service.frontend.quoting import quote
+from service.frontend.run.head_outputs import json_numbers, split_state
+from service.frontend.run.quoting import quote
 from service.modeling.spec import ModelSpec
 from service.modeling.spec.heads.fields import AnswerField, Extent
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from service.errors import InvalidInput, Unsupported
-from service.frontend import validation
-from service.frontend.catalog import ServedModel
 from service.frontend.oip.types import InferRequest, Parameters, RequestedOutput
-from service.frontend.quoting import describe_value, quote
-from service.frontend.session_header import resolve_session
+from service.frontend.run import validation
+from service.frontend.run.catalog import ServedModel
+from service.frontend.run.quoting import describe_value, quote
+from service.frontend.run.session_header import resolve_session
 from service.settings import Settings
 
 _STEPS_EXPECTED = "a whole number: the steps that the sequence has before this request"

@@ -21,7 +21,7 @@ from service.frontend.oip.limits import check_parts
 from service.frontend.oip.parameters import check_no_shared_memory, requested_output
 from service.frontend.oip.tensors import Tensor, decode, encode, from_list, tensor_error
 from service.frontend.oip.types import InferRequest, InferResponse
-from service.frontend.quoting import quote
+from service.frontend.run.quoting import quote
 
 SERVICE = "inference.GRPCInferenceService"
 ProtoMessage = Any

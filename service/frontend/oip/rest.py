@@ -11,7 +11,10 @@ from fastapi import APIRouter, Request, Response
 from msgspec import Meta
 
 from service.errors import InvalidRequest, Unavailable, Unsupported
-from service.frontend.http_exchange import (
+from service.frontend.oip import json, metadata
+from service.frontend.oip.http_infer import HttpRunner, accepted_encoding
+from service.frontend.oip.json import HEADER_LENGTH
+from service.frontend.rest.http_exchange import (
     JSON,
     MANAGEMENT_LIMIT,
     OCTET_STREAM,
@@ -22,13 +25,10 @@ from service.frontend.http_exchange import (
     respond,
     respond_json,
 )
-from service.frontend.inference import Frontend
-from service.frontend.oip import json, metadata
-from service.frontend.oip.http_infer import HttpRunner, accepted_encoding
-from service.frontend.oip.json import HEADER_LENGTH
-from service.frontend.openapi import inline_schema, named_examples
+from service.frontend.rest.openapi import inline_schema, named_examples
+from service.frontend.run.frontend import Frontend
 from service.frontend.run.runner import DecodedRequest
-from service.frontend.session_header import DESCRIPTION
+from service.frontend.run.session_header import DESCRIPTION
 from service.modeling.spec import NAME, VERSION
 
 MODEL = "/v2/models/{name}"

@@ -10,9 +10,6 @@ from typing import NamedTuple
 import msgspec
 
 from service.errors import ServiceError
-from service.frontend import validation
-from service.frontend.catalog import ServedModel
-from service.frontend.inference import Frontend
 from service.frontend.oip.binary_forms import BinaryForm, BinaryForms, FormKey, all_finite
 from service.frontend.oip.infer import build_request, build_response, slow_packer
 from service.frontend.oip.inputs import InputTensors
@@ -20,9 +17,12 @@ from service.frontend.oip.json import ParsedRequest
 from service.frontend.oip.large_requests import DecodedInputs
 from service.frontend.oip.limits import max_loop_request_bytes
 from service.frontend.oip.types import InferResponse
+from service.frontend.run import validation
+from service.frontend.run.catalog import ServedModel
 from service.frontend.run.exchange import HttpReply
+from service.frontend.run.frontend import Frontend
 from service.frontend.run.runner import AnsweredRequest, DecodedRequest, RequestRunner
-from service.frontend.validation import PackedInputs
+from service.frontend.run.validation import PackedInputs
 from service.ipc.messages import Request
 
 NO_VALUES = memoryview(b"")

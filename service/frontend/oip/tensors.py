@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from service.errors import InvalidInput, TooLarge
-from service.frontend.large_answers import LARGE_ANSWER_BYTES
 from service.frontend.oip.limits import MAX_TEXTS
-from service.frontend.quoting import describe_value, quote
+from service.frontend.run.large_answers import LARGE_ANSWER_BYTES
+from service.frontend.run.quoting import describe_value, quote
 
 Array = NDArray[Any]
 

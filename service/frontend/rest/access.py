@@ -9,8 +9,8 @@ from fastapi import APIRouter, Request, Response
 from service import __version__
 from service.access.caller import ANYBODY
 from service.access.scopes import Scope
-from service.frontend.http_exchange import authorization_of, identify, respond_json
-from service.frontend.inference import Frontend
+from service.frontend.rest.http_exchange import authorization_of, identify, respond_json
+from service.frontend.run.frontend import Frontend
 
 
 def add_routes(router: APIRouter, frontend: Frontend, scopes: Set[Scope], grpc_port: int | None) -> None:

@@ -8,9 +8,9 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from service.errors import UnknownRoute
-from service.frontend.http_exchange import JSON, cancel_on_disconnect
-from service.frontend.inference import Frontend
+from service.frontend.rest.http_exchange import JSON, cancel_on_disconnect
 from service.frontend.rest.schemas import QueryParameters, describe_query
+from service.frontend.run.frontend import Frontend
 
 
 class TraceQuery(QueryParameters):

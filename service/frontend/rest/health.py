@@ -8,8 +8,8 @@ from fastapi import APIRouter, Request, Response
 from starlette.responses import PlainTextResponse
 
 from service.exposition import expose
-from service.frontend.http_exchange import respond_json
-from service.frontend.inference import Frontend
+from service.frontend.rest.http_exchange import respond_json
+from service.frontend.run.frontend import Frontend
 
 
 def add_routes(router: APIRouter, frontend: Frontend) -> None:

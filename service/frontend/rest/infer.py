@@ -15,18 +15,19 @@ from msgspec import UNSET, Meta, UnsetType
 from pydantic import BaseModel, ConfigDict, Field
 
 from service.errors import InvalidInput, ServiceError
-from service.frontend import server_timing, validation
-from service.frontend.catalog import ServedModel
 from service.frontend.decoder.client import MAX_LOOP_BODY_BYTES
-from service.frontend.head_outputs import InferOutput, decode_arrays, input_field
-from service.frontend.http_exchange import JSON, answer_request, named_session, read_json
-from service.frontend.inference import Frontend
-from service.frontend.request_heads import RequestHead
+from service.frontend.http1.request_heads import RequestHead
+from service.frontend.rest import server_timing
+from service.frontend.rest.http_exchange import JSON, answer_request, named_session, read_json
 from service.frontend.rest.schemas import JsonBody, SessionId, describe_body
+from service.frontend.run import validation
+from service.frontend.run.catalog import ServedModel
 from service.frontend.run.exchange import HttpReply
+from service.frontend.run.frontend import Frontend
+from service.frontend.run.head_outputs import InferOutput, decode_arrays, input_field
 from service.frontend.run.runner import AnsweredRequest, DecodedRequest, RequestRunner
-from service.frontend.session_header import DESCRIPTION, checked_header, resolve_session
-from service.frontend.validation import MAX_SESSION_STEPS, PackedInputs
+from service.frontend.run.session_header import DESCRIPTION, checked_header, resolve_session
+from service.frontend.run.validation import MAX_SESSION_STEPS, PackedInputs
 from service.ipc import messages
 from service.ipc.messages import Api
 from service.modeling.spec import ModelSpec

@@ -6,9 +6,9 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from service.frontend.http_exchange import respond, respond_json
-from service.frontend.inference import Frontend
+from service.frontend.rest.http_exchange import respond, respond_json
 from service.frontend.rest.schemas import QueryParameters, describe_query
+from service.frontend.run.frontend import Frontend
 from service.ipc.messages import ModelKey
 
 MARKDOWN = "text/markdown; charset=utf-8"

@@ -12,9 +12,9 @@ from msgspec import NODEFAULT, Meta, UnsetType
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema, create_model
 
 from service.errors import InvalidInput, InvalidRequest, ServiceError
-from service.frontend.openapi import inline_schema, named_examples
-from service.frontend.quoting import quote
-from service.frontend.validation import SESSION_ID_SCHEMA, check_session_id
+from service.frontend.rest.openapi import inline_schema, named_examples
+from service.frontend.run.quoting import quote
+from service.frontend.run.validation import SESSION_ID_SCHEMA, check_session_id
 
 SessionId = Annotated[
     str,

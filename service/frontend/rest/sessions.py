@@ -9,7 +9,7 @@ from msgspec import Meta
 from pydantic import BaseModel
 
 from service.access.caller import Caller
-from service.frontend.http_exchange import (
+from service.frontend.rest.http_exchange import (
     MANAGEMENT_LIMIT,
     OCTET_STREAM,
     caller_of,
@@ -20,11 +20,11 @@ from service.frontend.http_exchange import (
     respond,
     respond_json,
 )
-from service.frontend.inference import Frontend
 from service.frontend.rest.schemas import JsonBody, SessionId, describe_body
-from service.frontend.session_header import DESCRIPTION, resolve_session
-from service.frontend.state_signatures import check_signature, signed
-from service.frontend.validation import SESSION_ID_SCHEMA, check_session_id
+from service.frontend.rest.state_signatures import check_signature, signed
+from service.frontend.run.frontend import Frontend
+from service.frontend.run.session_header import DESCRIPTION, resolve_session
+from service.frontend.run.validation import SESSION_ID_SCHEMA, check_session_id
 from service.ipc import session_file
 
 STATE_PATH = "/sessions/{id:path}/state"

@@ -10,10 +10,10 @@ from msgspec import Meta
 from pydantic import BaseModel, ConfigDict
 
 from service.errors import InvalidInput, TooLarge
-from service.frontend.head_outputs import input_field
-from service.frontend.http_exchange import MANAGEMENT_LIMIT, caller_of, read_json, respond_json
-from service.frontend.inference import Frontend
+from service.frontend.rest.http_exchange import MANAGEMENT_LIMIT, caller_of, read_json, respond_json
 from service.frontend.rest.schemas import JsonBody, describe_body
+from service.frontend.run.frontend import Frontend
+from service.frontend.run.head_outputs import input_field
 from service.modeling.tokenizer import Tokenizer
 
 _EXAMPLES: dict[str, dict[str, Any]] = {

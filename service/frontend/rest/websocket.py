@@ -24,18 +24,18 @@ from websockets.frames import CloseCode
 from service.access.caller import Caller
 from service.access.scopes import Scope
 from service.errors import InferenceFailed, InvalidRequest, ServiceError, UnknownRoute
-from service.frontend.access_log import audited
-from service.frontend.catalog import ServedModel
 from service.frontend.decoder.client import MAX_LOOP_BODY_BYTES
-from service.frontend.http_exchange import SUBPROTOCOL, admit, error_body, identity_of, named_session, peer_of
-from service.frontend.inference import Frontend
-from service.frontend.origin import Header, RequestOrigin
+from service.frontend.http1.websocket_protocol import SOCKET, WebSocketProtocol
+from service.frontend.rest.http_exchange import SUBPROTOCOL, admit, error_body, identity_of, named_session, peer_of
 from service.frontend.rest.infer import InferBody, InferRunner, check_returns
 from service.frontend.rest.schemas import JsonBody, QueryParameters, SessionId, describe_query
+from service.frontend.run.access_log import audited
+from service.frontend.run.catalog import ServedModel
+from service.frontend.run.frontend import Frontend
+from service.frontend.run.origin import Header, RequestOrigin
 from service.frontend.run.runner import DecodedRequest, RunningRequest
-from service.frontend.session_header import DESCRIPTION, resolve_session
-from service.frontend.validation import MAX_SESSION_STEPS, resolve_deadline_ms
-from service.frontend.websocket_protocol import SOCKET, WebSocketProtocol
+from service.frontend.run.session_header import DESCRIPTION, resolve_session
+from service.frontend.run.validation import MAX_SESSION_STEPS, resolve_deadline_ms
 from service.ipc.messages import RESERVED_SESSION_PREFIX, Api, DecodeBody
 from service.modeling.spec import ModelSpec
 from service.settings import Settings

@@ -9,7 +9,7 @@ from typing import Protocol
 from msgspec import Struct
 
 from service.errors import ServiceError
-from service.frontend.origin import Header, Identity, RequestIdentity, RequestOrigin
+from service.frontend.run.origin import Header, Identity, RequestIdentity, RequestOrigin
 
 
 class ClientDisconnected(Exception):

@@ -17,15 +17,15 @@ from msgspec import Struct, structs
 
 from service.access.caller import Caller
 from service.errors import InferenceFailed, InvalidInput, ServiceError, SessionConflict, TooLarge
-from service.frontend import server_timing
-from service.frontend.catalog import ServedModel
 from service.frontend.dispatch.connection import PendingRequest
-from service.frontend.inference import Frontend
-from service.frontend.large_answers import LARGE_ANSWER_BYTES
-from service.frontend.observation import EndedRequest, Observation, stage_seconds
-from service.frontend.request_heads import RequestHead
+from service.frontend.http1.request_heads import RequestHead
+from service.frontend.rest import server_timing
+from service.frontend.run.catalog import ServedModel
 from service.frontend.run.exchange import AwaitedExchange, ClientDisconnected, Exchange, HttpReply, TaskExchange
-from service.frontend.validation import PackedInputs
+from service.frontend.run.frontend import Frontend
+from service.frontend.run.large_answers import LARGE_ANSWER_BYTES
+from service.frontend.run.observation import EndedRequest, Observation, stage_seconds
+from service.frontend.run.validation import PackedInputs
 from service.ipc.messages import Answer, Api, ModelKey, Request
 from service.metrics import CUT_OFF, GONE, OK
 

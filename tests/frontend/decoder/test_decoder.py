@@ -22,16 +22,16 @@ from websockets.sync.client import connect
 
 from service.access.caller import LOCAL
 from service.errors import InvalidInput, Overloaded, ServiceError, Unavailable
-from service.frontend import start_queue
 from service.frontend.decoder import client, turns
 from service.frontend.decoder.client import MAX_LOOP_BODY_BYTES
 from service.frontend.decoder.turns import Turns
 from service.frontend.decoder.worker import Decoder
+from service.frontend.guards import start_queue
+from service.frontend.guards.start_queue import LongWaits
 from service.frontend.oip.json import HEADER_LENGTH
-from service.frontend.origin import NO_ORIGIN, RequestIdentity
 from service.frontend.rest.infer import InferRunner
 from service.frontend.run.exchange import AwaitedExchange
-from service.frontend.start_queue import LongWaits
+from service.frontend.run.origin import NO_ORIGIN, RequestIdentity
 from service.ipc.channel import Frame, decode
 from service.ipc.messages import Api, BodyDecoded, DecodeBody, Refusal
 from service.log import Log

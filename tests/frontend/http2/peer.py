@@ -10,10 +10,10 @@ from typing import Any, NamedTuple, cast
 
 import hpack
 
+from service.frontend.guards.reading_turns import ReadingTurns
 from service.frontend.http2.connection import Application, Http2Connection, Limits
 from service.frontend.http2.header_blocks import RequestFields, encode_fields
 from service.frontend.http2.stream import Stream, StreamHandler
-from service.frontend.reading_turns import ReadingTurns
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 KINDS = DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(10)

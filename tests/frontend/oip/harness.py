@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 from service.errors import ServiceError
-from service.frontend.catalog import Catalog
 from service.frontend.dispatch.dispatcher import Dispatcher
-from service.frontend.inference import Frontend, SupervisorClient
 from service.frontend.oip.infer import build_request, build_response
 from service.frontend.oip.inputs import InputTensors
 from service.frontend.oip.parameters import session_id
 from service.frontend.oip.tensors import BYTES, DATATYPES, Tensor, decode, encode, from_list
 from service.frontend.oip.types import InferRequest, InferResponse, RequestedOutput
+from service.frontend.run.catalog import Catalog
+from service.frontend.run.frontend import Frontend, SupervisorClient
 from service.ipc.messages import Answer, LoadedModel, Request
 from service.log import Log
 from service.metrics import Metrics

@@ -29,8 +29,8 @@ from grpc_reflection.v1alpha.reflection_pb2_grpc import ServerReflectionStub
 from tritonclient.grpc import model_config_pb2, service_pb2
 from tritonclient.utils import InferenceServerException
 
-from service.frontend import connection_guard
-from service.frontend.oip.grpc_server import GrpcServer
+from service.frontend.grpc.server import GrpcServer
+from service.frontend.guards import connection_guard
 from service.frontend.oip.protobuf import METHODS
 from tests.frontend.conftest import BODY_BYTES
 from tests.frontend.http2 import peer
@@ -248,7 +248,7 @@ def test_health_of_server_and_service(heads: InProcess, channel: grpc.Channel) -
 
 
 def test_streams_without_a_key_are_limited(local: InProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("service.frontend.oip.grpc_application.MAX_PUBLIC_STREAMS", 1)
+    monkeypatch.setattr("service.frontend.grpc.application.MAX_PUBLIC_STREAMS", 1)
     with grpc.insecure_channel(local.grpc) as channel:
         watching = HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=60)
         assert next(watching).status == health_pb2.HealthCheckResponse.SERVING

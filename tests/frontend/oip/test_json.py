@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from service.errors import InvalidInput, InvalidRequest, ServiceError, TooLarge
-from service.frontend.catalog import Catalog
 from service.frontend.oip.binary_forms import MAX_FORMS, BinaryForms, FormKey
 from service.frontend.oip.json import encode_response, parse_raw_sequence, parse_request, response_pieces
 from service.frontend.oip.limits import MAX_PARTS
 from service.frontend.oip.tensors import BYTES, from_list
 from service.frontend.oip.types import InferResponse
-from service.frontend.validation import PackedInputs
+from service.frontend.run.catalog import Catalog
+from service.frontend.run.validation import PackedInputs
 from service.settings import Settings
 from tests import models
 from tests.frontend.oip.harness import integers, tensor

@@ -11,15 +11,15 @@ from grpc_tools import protoc
 from tritonclient.grpc import model_config_pb2, service_pb2
 
 from service.errors import InvalidRequest, ServiceError, TooLarge
-from service.frontend.catalog import Catalog
+from service.frontend.grpc.messages import ClassifyWriter, read_request, split_head, write_response
 from service.frontend.oip import protobuf, wire
-from service.frontend.oip.grpc_messages import ClassifyWriter, read_request, split_head, write_response
 from service.frontend.oip.infer import build_response
 from service.frontend.oip.inputs import InputTensors
 from service.frontend.oip.limits import MAX_PARTS
 from service.frontend.oip.protobuf import CONTENTS_FIELDS, METHODS, POOL
 from service.frontend.oip.tensors import encode
 from service.frontend.oip.types import InferRequest
+from service.frontend.run.catalog import Catalog
 from service.ipc.messages import Answer
 from service.modeling.spec.heads import ClassifyHead
 from tests.frontend.oip.harness import InferHarness, three_sequences

@@ -26,10 +26,9 @@ from websockets.typing import Subprotocol
 from service import __version__
 from service.access.scopes import Scope
 from service.errors import Unavailable
-from service.frontend import openapi
-from service.frontend.catalog import MAX_CARD_BYTES
-from service.frontend.rest import tokens
+from service.frontend.rest import openapi, tokens
 from service.frontend.rest.tokens import _tokens
+from service.frontend.run.catalog import MAX_CARD_BYTES
 from service.modeling.spec import CARD
 from service.modeling.tokenizer import Tokenizer
 from tests import models

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from service.errors import InvalidInput, InvalidRequest, ServiceError, TooLarge, UnknownModel
-from service.frontend.catalog import Catalog, ServedModel
-from service.frontend.head_outputs import input_field
 from service.frontend.rest.infer import InferBody, engine_request, pack_inputs, parse_body
 from service.frontend.rest.sessions import ForkBody
 from service.frontend.rest.websocket import ChunkBody, StreamQuery, chunk_field, resolve_start
-from service.frontend.validation import SESSION_ID_SCHEMA, check_session_id
+from service.frontend.run.catalog import Catalog, ServedModel
+from service.frontend.run.head_outputs import input_field
+from service.frontend.run.validation import SESSION_ID_SCHEMA, check_session_id
 from service.ipc.messages import Request
 from service.settings import Settings
 from tests import models

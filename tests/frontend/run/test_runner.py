@@ -15,14 +15,14 @@ import pytest
 
 from service.access.caller import LOCAL
 from service.errors import InvalidInput, Overloaded, ServiceError
-from service.frontend.catalog import ServedModel
 from service.frontend.dispatch.dispatcher import Dispatcher
-from service.frontend.large_answers import LARGE_ANSWER_BYTES
-from service.frontend.origin import NO_ORIGIN, Header, RequestIdentity, RequestOrigin
-from service.frontend.request_heads import RequestHead
+from service.frontend.http1.request_heads import RequestHead
+from service.frontend.run.catalog import ServedModel
 from service.frontend.run.exchange import AwaitedExchange, ClientDisconnected, HttpReply
+from service.frontend.run.large_answers import LARGE_ANSWER_BYTES
+from service.frontend.run.origin import NO_ORIGIN, Header, RequestIdentity, RequestOrigin
 from service.frontend.run.runner import AnsweredRequest, DecodedRequest, RequestRunner
-from service.frontend.validation import PackedInputs
+from service.frontend.run.validation import PackedInputs
 from service.ipc.channel import encode
 from service.ipc.messages import Answer, Api, Cancel, Refusal, Request
 from service.metrics import CUT_OFF, GONE, Metrics

@@ -14,17 +14,17 @@ from functools import cache
 from pathlib import Path
 
 from service.errors import ModelError, ServiceError
-from service.frontend import validation
-from service.frontend.catalog import ServedModel
-from service.frontend.head_outputs import input_field
+from service.frontend.grpc.messages import read_request, split_head
 from service.frontend.oip import infer as oip_infer
 from service.frontend.oip import json, protobuf
-from service.frontend.oip.grpc_messages import read_request, split_head
 from service.frontend.oip.inputs import InputTensors
 from service.frontend.oip.parameters import session_id
 from service.frontend.oip.types import InferRequest
 from service.frontend.rest.infer import InferBody, engine_request, pack_inputs
 from service.frontend.rest.websocket import ChunkBody
+from service.frontend.run import validation
+from service.frontend.run.catalog import ServedModel
+from service.frontend.run.head_outputs import input_field
 from service.ipc import session_file
 from service.modeling import spec as specs
 from service.modeling.spec import ModelSpec

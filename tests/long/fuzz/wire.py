@@ -54,7 +54,7 @@ ROOT = Path(__file__).resolve().parents[3]
 MOST_FAULTS = 5
 """Descriptions of a kind that are kept."""
 SETTINGS = {"idle_seconds": "20", "session_idle_seconds": "2"}
-CONSTANTS = {"service.frontend.connection_guard.RECEIVE_SECONDS": 1, "service.access.refused_keys.DELAY_SECONDS": 0}
+CONSTANTS = {"service.frontend.guards.connection_guard.RECEIVE_SECONDS": 1, "service.access.refused_keys.DELAY_SECONDS": 0}
 """Connections whose requests do not end wait for this long. Wrong keys do not delay the run."""
 STAGES = ("parse", "channel", "queue", "stage_in", "device_wait", "compute", "stage_out", "reply", "encode", "total")
 NAME = "fuzzed"

@@ -1,0 +1,179 @@
+"""ModelStreamInfer: many requests on one call. Each gets one response message, in the order of the requests.
+
+A request that fails gets an error response, and the call continues. If the client asked for gRPC errors, the first error ends
+the call. When the service shuts down, or the connection is too old, the requests that were read are answered, and then the call ends
+with UNAVAILABLE.
+
+A call whose metadata names a session carries only this session, because a proxy has chosen the replica of the call by it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AsyncExitStack
+from typing import Any, NamedTuple
+
+from service.errors import ServiceError, Unavailable
+from service.frontend.decoder.client import MAX_LOOP_BODY_BYTES
+from service.frontend.grpc.calls import CallExchange, GrpcContext, GrpcShutdown
+from service.frontend.grpc.infer import StreamRunner
+from service.frontend.oip.protobuf import METHODS
+from service.frontend.oip.tensors import BYTES
+from service.frontend.oip.types import InferRequest
+from service.frontend.oip.wire import request_id, structured_bytes
+from service.frontend.run.exchange import HttpReply
+from service.metrics import CUT_OFF, GONE
+
+MAX_UNANSWERED = 32
+"""Requests of one call that are read before the first of them is answered."""
+LAST_READ_SECONDS = 0.2
+"""How long a call is still read after the shutdown begins: messages in transit arrive within this time."""
+GRPC_ERRORS = ("triton_grpc_error", "true")
+"""Metadata of a call that ends with the status of its first error, as the client requested."""
+RESPONSE = METHODS["ModelStreamInfer"].response_type
+StartChunk = Callable[[], Coroutine[Any, Any, HttpReply]]
+
+
+class _StreamReply(NamedTuple):
+    """The response message of a request, and the error in it if the request failed."""
+
+    message: bytes | memoryview
+    error: ServiceError | None = None
+
+
+class InferStream:
+    """One ModelStreamInfer call. Requests of different sessions, and requests without a session, run concurrently."""
+
+    def __init__(self, runner: StreamRunner, shutdown: GrpcShutdown, context: GrpcContext) -> None:
+        self._runner = runner
+        self._shutdown = shutdown
+        self._context = context
+        self._sessions: dict[str, _SessionQueue] = {}
+        self._capacity = asyncio.Semaphore(MAX_UNANSWERED)
+        self._replies: asyncio.Queue[asyncio.Task[_StreamReply] | None] = asyncio.Queue()
+        """Replies in the order of the requests; None is the end."""
+        self._running: set[asyncio.Task[_StreamReply]] = set()
+
+    async def run(self, requests: AsyncIterator[bytes]) -> None:
+        """Read requests and write replies until the client has sent all, cancels the call, or the service shuts down."""
+        reading = asyncio.ensure_future(self._read(requests))
+        stopping = asyncio.ensure_future(self._stop_reading(reading))
+        try:
+            await self._write()
+            await asyncio.wait([reading])
+            if reading.cancelled():
+                reason = "the service is shutting down: continue on a new call"
+                raise Unavailable(reason, retry_after=1)
+            reading.result()
+        finally:
+            tasks = [reading, stopping, *self._running]
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+            # The errors of these tasks refer to this frame and this object. Both would stay in memory until a garbage collection.
+            del reading, stopping, tasks, task
+            while not self._replies.empty():
+                self._replies.get_nowait()
+
+    async def _read(self, requests: AsyncIterator[bytes]) -> None:
+        """Start a task for each request. Tasks start in this order, so the chunks of a session reach the engine in order."""
+        try:
+            await self._capacity.acquire()
+            async for data in requests:
+                task = asyncio.ensure_future(self._reply(data, time.monotonic()))
+                self._running.add(task)
+                task.add_done_callback(self._running.discard)
+                self._replies.put_nowait(task)
+                if len(data) > MAX_LOOP_BODY_BYTES and (structured_bytes(data) > MAX_LOOP_BODY_BYTES or BYTES.encode() in data):
+                    # Later chunks of its session would overtake it while it is decoded. Its texts may be large.
+                    await asyncio.wait([task])
+                await self._capacity.acquire()
+        finally:
+            self._replies.put_nowait(None)
+
+    async def _stop_reading(self, reading: asyncio.Task[None]) -> None:
+        await self._shutdown.begun.wait()
+        await asyncio.sleep(LAST_READ_SECONDS)
+        reading.cancel()
+
+    async def _write(self) -> None:
+        while (task := await self._replies.get()) is not None:
+            reply = await task
+            if reply.error is not None and GRPC_ERRORS in self._context.invocation_metadata():
+                raise reply.error
+            await self._context.write(reply.message)
+            self._capacity.release()
+
+    async def _reply(self, data: bytes, arrived: float) -> _StreamReply:
+        runner, context = self._runner, self._context
+        exchange = CallExchange(context, self._shutdown)
+        try:
+            async with AsyncExitStack() as stack:
+                with runner.reading(exchange, arrived, context.caller):
+                    decoded = await runner.decode_slowly(data, context, stack)
+                started = False
+
+                async def start() -> HttpReply:
+                    nonlocal started
+                    started = True
+                    return await runner.answer(decoded, exchange, arrived, context.caller)
+
+                try:
+                    reply = await self._in_session_order(decoded.context.parsed.request, start)
+                except asyncio.CancelledError:
+                    if not started:
+                        runner.abandon(GONE if exchange.disconnected else CUT_OFF)
+                    raise
+        except ServiceError as error:
+            return _error_reply(request_id(data), error)
+        except Exception as error:
+            return _error_reply(request_id(data), runner.frontend.internal_error(error))
+        return _StreamReply(reply.content)
+
+    async def _in_session_order(self, request: InferRequest, start: StartChunk) -> HttpReply:
+        """Start a request after the earlier chunks of its session, and return the reply."""
+        parameters = request.parameters
+        id = str(parameters.get("sequence_id") or self._context.session or "")
+        if not id:
+            return await start()
+        session = self._sessions.setdefault(id, _SessionQueue())
+        try:
+            return await session.run(start, alone=bool(parameters.get("sequence_start") or parameters.get("sequence_end")))
+        finally:
+            if not session.pending:
+                self._sessions.pop(id, None)
+
+
+class _SessionQueue:
+    """The chunks of one session, in the order of arrival.
+
+    A chunk that starts or ends the session is answered before the next chunk is sent: the engine would reject a chunk that comes
+    too early.
+    """
+
+    def __init__(self) -> None:
+        self._order = asyncio.Lock()
+        self._running: set[asyncio.Task[HttpReply]] = set()
+        self.pending = 0
+
+    async def run(self, start: StartChunk, *, alone: bool) -> HttpReply:
+        """Run a chunk. alone: the chunk starts or ends the session, so no other chunk may run at the same time."""
+        self.pending += 1
+        try:
+            async with self._order:
+                if alone and self._running:
+                    await asyncio.wait(self._running)
+                task = asyncio.ensure_future(start())
+                self._running.add(task)
+                task.add_done_callback(self._running.discard)
+                if alone:
+                    return await task
+            return await task
+        finally:
+            self.pending -= 1
+
+
+def _error_reply(id: str, error: ServiceError) -> _StreamReply:
+    return _StreamReply(RESPONSE(error_message=error.message, infer_response={"id": id}).SerializeToString(), error)

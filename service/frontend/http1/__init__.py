@@ -1,0 +1,1 @@
+"""HTTP/1.1 and WebSockets: what is subclassed of uvicorn and websockets."""

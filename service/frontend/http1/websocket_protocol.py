@@ -1,0 +1,480 @@
+"""uvicorn's WebSocket protocol with limits: no client stalls the event loop, fills the memory, or holds a connection that is dead.
+
+uvicorn takes a protocol class as a setting (`ws=`) but has no hook for these cases. The classes therefore override methods of uvicorn's
+implementation and of websockets' parser, and use their undocumented attributes; pyproject.toml pins both versions. The alternative is
+a new protocol: it would repeat uvicorn's handshake and keepalive, and the parser.
+
+Messages bypass ASGI: a MessageReceiver takes them in callbacks. Frames are parsed one at a time, for at most SLICE_SECONDS in one
+callback, less while requests wait, and a message that consists of one frame without websockets' parser. Reading stops while the client
+does not read its replies, and soon after the receiver takes no message: a few bytes are read ahead, because a socket that is not read
+does not show that its client has gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Generator
+from http import HTTPStatus
+from typing import Any, Protocol, cast
+
+import uvicorn
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from uvicorn.server import ServerState
+from websockets.exceptions import PayloadTooBig
+from websockets.frames import CloseCode, Frame, apply_mask  # type: ignore[attr-defined]
+from websockets.http11 import Request
+from websockets.protocol import State
+from websockets.server import ServerProtocol
+from websockets.streams import StreamReader
+
+from service.errors import InvalidRequest, Overloaded, ServiceError, TooLarge
+from service.frontend.guards.connection_guard import Phase, UnreadBytes
+from service.frontend.guards.delivery import delivery
+from service.frontend.guards.start_queue import WaitingStart
+from service.frontend.http1.http_protocol import MAX_WAITING_BYTES, HotPath
+
+CLOSE_SECONDS, CLOSE_PAUSE_SECONDS = 1.0, 0.05
+"""Longest wait for the client's close frame after the service has sent its own, and how rarely the socket is read meanwhile: clients that
+send on would keep the event loop busy with bytes that nothing needs."""
+SLICE_SECONDS = 0.002
+"""Time after which a callback leaves the rest of the frames and messages to a later callback."""
+MAX_MESSAGE_BYTES, MAX_MESSAGE_FRAMES = 1 << 20, 1024
+"""Largest message, and most frames of one message."""
+MAX_FRAME_RATE, MAX_PING_RATE = 4096, 100
+"""Frames per second that are read of one socket, besides the first of each message, and pings and pongs among them."""
+RATE_SECONDS = 1.0
+"""Interval over which the limits per second count."""
+SOCKET = "seqserve.socket"
+"""The extension in the ASGI scope of a handshake that holds the WebSocketProtocol."""
+READ_AHEAD_BYTES = 1 << 16
+"""Bytes that may wait for the receiver before reading stops."""
+MAX_JOINED_BYTES = 1 << 16
+"""A larger message is not copied behind its head."""
+_TEXT_FRAME, _BINARY_FRAME = 0x81, 0x82
+"""The first byte of a frame that is a whole message, RFC 6455 section 5.2."""
+_MASKED, _SIZE_OF_16_BITS, _SIZE_OF_64_BITS = 0x80, 126, 127
+
+
+class MessageReceiver(Protocol):
+    """The application's side of an accepted socket."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether it takes another message now. When it becomes true again, the receiver calls `WebSocketProtocol.read_on`."""
+
+    def receive(self, data: bytes, is_text: bool, arrived: float) -> None:
+        """Take a message, which arrived at this monotonic time. A text is valid UTF-8."""
+
+
+class _FrameReader(StreamReader):
+    """A reader that stops the parser before each frame."""
+
+    def at_eof(self) -> Generator[None, None, bool]:
+        """Return whether the data has ended. The parser calls this before each frame, and continues when it is called again."""
+        yield
+        return (yield from super().at_eof())
+
+
+class _FrameParser(ServerProtocol):
+    """websockets' parser, which parses one frame at a time."""
+
+    def parse(self) -> Generator[None]:
+        self.reader = _FrameReader()
+        yield from super().parse()
+
+    def parse_frame(self) -> bool:
+        """Parse the handshake or one frame of the bytes that have arrived. Return whether it was whole."""
+        self.receive_data(b"")
+        return bool(self.events)
+
+    def release(self) -> None:
+        """Free the parser of a lost connection: its generator refers to this object, and so do the tracebacks of its errors."""
+        self.parser.close()
+        for error in (self.parser_exc, self.handshake_exc):
+            if error is not None:
+                error.__traceback__ = error.__context__ = error.__cause__ = None
+
+
+class WebSocketProtocol(WebSocketsSansIOProtocol):
+    """One WebSocket, which drains on shutdown and closes with the right code."""
+
+    def __init__(
+        self, config: uvicorn.Config, server_state: ServerState, app_state: dict[str, Any], *, hot_path: HotPath
+    ) -> None:
+        super().__init__(config, server_state, app_state)
+        self._hot_path = hot_path
+        self._starts = hot_path.frontend.starts
+        self._arrived = 0.0
+        """When the messages arrived that are parsed now."""
+        # Without the extension for compressed messages: chunks are small, and a small message may decompress to a large one.
+        self.conn: _FrameParser = _FrameParser(max_size=MAX_MESSAGE_BYTES, logger=self.logger)
+        self._draining = False
+        self._reading = self._taking = True
+        """Whether the socket is read, and whether frames may be handled."""
+        self._continuation: asyncio.Handle | WaitingStart | None = None
+        """The callback that parses further frames, or the turn for which they wait."""
+        self._receiver: MessageReceiver | None = None
+        self._in_frame = False
+        """Whether websockets' parser has read a frame in part."""
+        self._message_bytes = 0
+        """Bytes of the frames of an incomplete message."""
+        self._rate_began = 0.0
+        self._later_frames = self._pings = 0
+        """Frames besides the first of each message, and the pings and pongs among them, since `_rate_began`."""
+        self.phase_began = self.loop.time()
+        self.received_bytes = 0
+        self._unread = UnreadBytes()
+        self._acknowledged_bytes = 0
+        """Bytes that had reached the client's system when the last pong was due."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._hot_path.open_sockets += 1
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._hot_path.open_sockets -= 1
+        self._count_received(0)
+        if self._continuation is not None:
+            self._continuation.cancel()
+            self._continuation = None
+        super().connection_lost(exc)
+        self.conn.release()
+
+    def data_received(self, data: bytes) -> None:
+        """Parse what arrived, now or when its turn has come. The handshake is valid: HttpProtocol has checked it."""
+        self.conn.reader.feed_data(data)
+        if self._continuation is None:
+            self._arrived = time.monotonic()
+            if self._receiver is not None and self._starts.must_wait(self._arrived):
+                self._continuation = self._starts.add(self._arrived, self._continue)
+        is_late = self.close_sent
+        self._parse_frames()
+        if is_late:
+            self._parse_later(CLOSE_PAUSE_SECONDS)
+            self._set_reading()
+
+    def pause_writing(self) -> None:
+        """Read nothing while the client does not read: otherwise the answers to its pings would pile up."""
+        super().pause_writing()
+        self._set_reading()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._parse_later(0.0)
+
+    def keepalive_timeout(self) -> None:
+        """Close the socket of a client that answers no pings, unless replies wait in front of the ping and the client reads them.
+
+        A client that reads gets the time for a pong again. The guard closes its socket if it stops reading.
+        """
+        delivered = delivery(self.transport)
+        waits = self.transport.get_write_buffer_size() > 0 or (delivered is not None and delivered.unsent_bytes > 0)
+        before = self._acknowledged_bytes
+        if delivered is not None:
+            self._acknowledged_bytes = delivered.acknowledged_bytes
+        if waits and self._acknowledged_bytes > before and self.ping_timeout is not None:
+            self.pong_timer = self.loop.call_later(self.ping_timeout, self.keepalive_timeout)
+        else:
+            super().keepalive_timeout()
+
+    def shutdown(self) -> None:
+        """Queue the disconnect behind the messages that have arrived: the application answers them and then closes the socket.
+
+        uvicorn would close the socket at once and lose these replies.
+        """
+        if self.handshake_complete and not self.close_sent:
+            self.stop_keepalive()
+            self.close_timeout = CLOSE_SECONDS
+            self._draining = True
+            self._parse_frames()
+        else:
+            super().shutdown()
+
+    # The application's side.
+
+    def deliver_to(self, receiver: MessageReceiver) -> None:
+        """Pass the messages to a receiver from now on. The end of the socket is still an ASGI event."""
+        self._receiver = receiver
+        self.read_on()
+
+    def read_on(self) -> None:
+        """Pass on the messages that have arrived, in a later callback."""
+        if not self.disconnected:
+            self._parse_later(0.0)
+
+    def send_text(self, content: bytes | memoryview) -> None:
+        """Send a text message. A closing socket sends nothing more."""
+        if self.close_sent or self.conn.state is not State.OPEN or self.transport.is_closing():
+            return
+        head = _text_head(len(content))
+        if len(content) <= MAX_JOINED_BYTES:
+            self.transport.write(head + content)
+        else:
+            self.transport.writelines((head, content))
+
+    def fail(self, reason: str) -> None:
+        """Close the socket after an internal error."""
+        if not self.close_sent:
+            self.conn.fail(CloseCode.INTERNAL_ERROR, reason)
+            self.handle_parser_exception()
+
+    async def receive(self) -> Any:
+        """Return the next ASGI event: the handshake, or the end of the socket."""
+        return await self.queue.get()
+
+    def on_task_complete(self, task: asyncio.Task[None]) -> None:
+        """Drop the application, which refers to this object: a closed socket would stay in memory until a garbage collection."""
+        super().on_task_complete(task)
+        cast(dict[str, Any], self.scope["extensions"]).pop(SOCKET, None)
+        self._receiver = None
+
+    async def send(self, message: Any) -> None:
+        """Send an ASGI event. A refused handshake counts as complete: uvicorn would log an error for it."""
+        await super().send(message)
+        if message["type"] == "websocket.http.response.body":
+            self.handshake_complete = True
+        elif message["type"] == "websocket.close":
+            self._parse_later(0.0)
+
+    def handle_connect(self, event: Request) -> None:
+        """Give the application access to this object."""
+        super().handle_connect(event)
+        if self.response.status_code == HTTPStatus.SWITCHING_PROTOCOLS:
+            cast(dict[str, Any], self.scope["extensions"])[SOCKET] = self
+
+    def send_receive_event_to_app(self) -> None:
+        """Pass a message that arrived in frames to the receiver."""
+        data = self.frames[0] if len(self.frames) == 1 else b"".join(self.frames)
+        self.frames, self._message_bytes = [], 0
+        self._deliver(data, self.curr_msg_data_type == "text")
+
+    def _deliver(self, data: bytes, is_text: bool) -> None:
+        self.phase_began = self.loop.time()
+        if self.close_sent:
+            return
+        if is_text and not _is_utf8(data):
+            self._close_for(InvalidRequest.code, CloseCode.INVALID_DATA, "the text of a message is not UTF-8")
+            return
+        assert self._receiver is not None, "nothing is parsed before"
+        self._receiver.receive(data, is_text, self._arrived)
+
+    # The connection guard.
+
+    @property
+    def phase(self) -> Phase:
+        """A WebSocket is never idle: a stream may be silent, and pings find clients that have gone."""
+        if self.close_sent or self.transport.is_closing():
+            return Phase.CLOSING
+        return Phase.RECEIVING if self._taking and (self.frames or self.received_bytes) else Phase.RUNNING
+
+    @property
+    def unread_bytes(self) -> int:
+        return self._unread.size
+
+    def unread_since(self, now: float) -> float | None:
+        return self._unread.since(self.transport, now)
+
+    def close_idle(self) -> None:
+        self.shutdown()
+
+    def refuse_slow_request(self) -> None:
+        self.conn.fail(CloseCode.POLICY_VIOLATION, "the message took too long to arrive: send it faster")
+        self.handle_parser_exception()
+
+    def abort(self) -> None:
+        self.transport.abort()
+
+    # Frames.
+
+    def handle_text(self, event: Frame) -> None:
+        self._message_bytes = len(event.data)
+        super().handle_text(event)
+
+    def handle_bytes(self, event: Frame) -> None:
+        self._message_bytes = len(event.data)
+        super().handle_bytes(event)
+
+    def handle_cont(self, event: Frame) -> None:
+        if len(self.frames) >= MAX_MESSAGE_FRAMES:
+            reason = f"the message has more than {MAX_MESSAGE_FRAMES} frames"
+            self._close_for("too_many_frames", CloseCode.POLICY_VIOLATION, reason)
+            return
+        self._later_frames += 1
+        self._message_bytes += len(event.data)
+        super().handle_cont(event)
+
+    def handle_ping(self) -> None:
+        self._count_ping()
+        super().handle_ping()
+
+    def handle_pong(self, event: Frame) -> None:
+        self._count_ping()
+        super().handle_pong(event)
+
+    def handle_parser_exception(self) -> None:
+        """Send the close frame for a message that is too large or malformed, and keep reading until the client closes.
+
+        uvicorn would close the connection while data still arrives; the kernel then resets it, and the client loses the close frame.
+        """
+        if self.close_timer is not None:
+            return
+        assert self.conn.close_sent is not None, "the parser has failed the connection"
+        self.queue.put_nowait({"type": "websocket.disconnect", "code": self.conn.close_sent.code, "reason": None})
+        self.transport.write(b"".join(self.conn.data_to_send()))
+        self.close_sent = True
+        self.close_timer = self.loop.call_later(CLOSE_SECONDS, self.transport.close)
+        self.frames, self._message_bytes = [], 0
+
+    def _parse_frames(self) -> None:
+        """Handle the frames that have arrived, up to a complete message. After its share of time another callback continues."""
+        end = time.monotonic() + SLICE_SECONDS / (1 + self._starts.waiting)
+        while self._may_parse():
+            if not self._parse_frame():
+                break
+            if time.monotonic() > end:
+                self._parse_later(0.0)
+            elif self._later_frames >= MAX_FRAME_RATE:
+                self._parse_later(self._rate_began + RATE_SECONDS - time.monotonic())
+        self._count_received(self._message_bytes + len(self.conn.reader.buffer))
+        self._set_reading()
+
+    def _parse_frame(self) -> bool:
+        """Handle one frame; false if no whole frame has arrived."""
+        if self._take_message():
+            return True
+        arrived = False
+        if self.conn.reader.buffer:
+            now = time.monotonic()
+            if now - self._rate_began >= RATE_SECONDS:
+                self._rate_began, self._later_frames, self._pings = now, 0, 0
+            arrived = self.conn.parse_frame()
+            self._in_frame = not arrived
+        if self.conn.parser_exc is not None:
+            if self.close_timer is None:
+                too_large = isinstance(self.conn.parser_exc, PayloadTooBig)
+                self._count_closed(TooLarge.code if too_large else InvalidRequest.code)
+            self.handle_parser_exception()
+        elif arrived:
+            self.handle_events()
+        elif self._draining and not self.close_sent:
+            self._draining = False
+            self.queue.put_nowait({"type": "websocket.disconnect", "code": CloseCode.SERVICE_RESTART, "reason": None})
+        return arrived
+
+    def _take_message(self) -> bool:
+        """Pass on the next message if it has arrived whole and in one frame. websockets' parser takes three times as long."""
+        buffer = self.conn.reader.buffer
+        between_messages = not self._in_frame and self.conn.current_size is None and self.conn.state is State.OPEN
+        if not between_messages or len(buffer) < 2 or buffer[0] not in (_TEXT_FRAME, _BINARY_FRAME):
+            return False
+        size, start = buffer[1] ^ _MASKED, 6
+        if size == _SIZE_OF_16_BITS:
+            size, start = int.from_bytes(buffer[2:4]), 8
+        elif size >= _SIZE_OF_64_BITS:
+            return False  # a large message, or one without a mask
+        end = start + size
+        if len(buffer) < end or size > MAX_MESSAGE_BYTES:
+            return False
+        data, is_text = apply_mask(bytes(buffer[start:end]), bytes(buffer[start - 4 : start])), buffer[0] == _TEXT_FRAME
+        del buffer[:end]
+        self._deliver(data, is_text)
+        return True
+
+    def _parse_later(self, seconds: float) -> None:
+        if self._continuation is not None:
+            return
+        if seconds > 0:
+            self._continuation = self.loop.call_later(seconds, self._continue)
+        elif self._receiver is not None:
+            self._continuation = self._starts.add(time.monotonic(), self._continue)
+        else:
+            self._continuation = self.loop.call_soon(self._continue)
+
+    def _continue(self, arrived: float | None = None) -> None:
+        self._continuation, self._arrived = None, arrived or time.monotonic()
+        self._parse_frames()
+
+    def _may_parse(self) -> bool:
+        """Return whether the next frame may be handled now: nothing waits for the application, the client, or the next callback."""
+        if self._continuation is not None or self.transport.is_closing() or not self.writable.is_set():
+            return False
+        if self._receiver is None:
+            return self.close_sent or not self.handshake_initiated
+        return self.close_sent or self._receiver.ready
+
+    def _set_reading(self) -> None:
+        """Read from the socket when frames may be handled, and ahead. While the service drains, no further messages are read."""
+        taking = self._may_parse() and (self.close_sent or not self._draining)
+        if not isinstance(self._continuation, WaitingStart):  # a client that sends slowly gains no time from a busy frontend
+            if taking and not self._taking:
+                self.phase_began = self.loop.time()
+            self._taking = taking
+        reading = taking or self._may_read_ahead()
+        if reading == self._reading or self.transport.is_closing():
+            return
+        self._reading = reading
+        if reading:
+            self.transport.resume_reading()
+        else:
+            self.transport.pause_reading()
+
+    def _may_read_ahead(self) -> bool:
+        """Return whether bytes may be read that wait for the receiver."""
+        waits = self._receiver is not None and self.writable.is_set() and not (self._draining or self.close_sent)
+        return waits and len(self.conn.reader.buffer) < READ_AHEAD_BYTES
+
+    def _count_ping(self) -> None:
+        """Count a ping or a pong, which costs a client nothing."""
+        self._later_frames += 1
+        self._pings += 1
+        if self._pings > MAX_PING_RATE:
+            reason = f"more than {MAX_PING_RATE} pings and pongs in a second"
+            self._close_for("too_many_pings", CloseCode.POLICY_VIOLATION, reason)
+
+    def _count_received(self, size: int) -> None:
+        """Record how much of an incomplete message has arrived. A large message is refused when all connections together hold too much."""
+        if not (self.frames or self.received_bytes):
+            self.phase_began = self.loop.time()
+        bodies = self._hot_path.frontend.bodies
+        bodies.add(size - self.received_bytes)
+        self.received_bytes = size
+        if size > MAX_WAITING_BYTES and not self.close_sent:
+            try:
+                bodies.check()
+            except Overloaded as error:
+                reason = "memory is short, or incomplete messages hold too much: retry later"
+                self._close_for(error.code, CloseCode.TRY_AGAIN_LATER, reason)
+
+    def revoke(self, error: ServiceError) -> None:
+        """Close the socket of a caller that has lost its right."""
+        self._close_for(error.code, CloseCode.POLICY_VIOLATION, error.message)
+
+    def _close_for(self, reason: str, code: CloseCode, text: str) -> None:
+        """Close a connection that exceeds a limit. reason: for the metric. text: for the client, up to 123 bytes."""
+        if not self.close_sent:
+            self._count_closed(reason)
+        self.conn.fail(code, text)
+        self.handle_parser_exception()
+
+    def _count_closed(self, reason: str) -> None:
+        self._hot_path.frontend.metrics.connections_closed.add(reason)
+
+
+def _text_head(size: int) -> bytes:
+    """Return the head of a text message in one frame, which a server does not mask."""
+    if size < _SIZE_OF_16_BITS:
+        return bytes((_TEXT_FRAME, size))
+    if size < 1 << 16:
+        return bytes((_TEXT_FRAME, _SIZE_OF_16_BITS)) + size.to_bytes(2)
+    return bytes((_TEXT_FRAME, _SIZE_OF_64_BITS)) + size.to_bytes(8)
+
+
+def _is_utf8(data: bytes) -> bool:
+    if data.isascii():
+        return True
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
