@@ -24,7 +24,7 @@ from service.exporters import SUFFIXES
 from service.flags import Parser, above_zero, add_settings, listed
 from service.frontend.http1.tls import build_context
 from service.importers.formats import FORMATS, LAYER_TABLES
-from service.ipc.messages import Manifest
+from service.ipc.messages.models import Manifest
 from service.log import Log
 from service.modeling import spec
 from service.modeling.spec.files import confined

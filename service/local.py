@@ -20,7 +20,7 @@ from service.errors import ServiceError
 from service.frontend.dispatch.empty_rows import EmptyRows
 from service.frontend.run import head_outputs, validation
 from service.frontend.run.catalog import build_catalog
-from service.ipc.messages import Answer, AnswerWithoutSteps
+from service.ipc.messages.inference import Answer, AnswerWithoutSteps
 from service.log import Log
 from service.metrics import Metrics
 from service.modeling import spec

@@ -27,7 +27,8 @@ from service.engine.batching.request_block import QueuedBlock
 from service.engine.execution.device_engine import DeviceEngine
 from service.engine.execution.in_flight import InFlightBatch
 from service.ipc.blocks import Columns
-from service.ipc.messages import FEATURES, IDS, ModelKey
+from service.ipc.messages.inference import FEATURES, IDS
+from service.ipc.messages.models import ModelKey
 from service.local import build_engine
 from service.metrics import Metrics
 from service.modeling.spec import ModelSpec, SequenceInput

@@ -9,7 +9,8 @@ from msgspec import structs
 
 from service.access.scopes import OPEN_SCOPES, Scope
 from service.errors import Forbidden
-from service.ipc.messages import NO_TENANT, Request, Share, session_of_tenant
+from service.ipc.messages.inference import NO_TENANT, Request, Share
+from service.ipc.messages.sessions import session_of_tenant
 
 MAX_PRIORITY = 10
 

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from service.access.caller import ANYBODY, Caller, Quotas
 from service.access.scopes import KEY_SCOPES, Scope, with_implied
 from service.errors import SettingsError
-from service.ipc.messages import Share
+from service.ipc.messages.inference import Share
 
 ID_BYTES, SALT_BYTES, SECRET_BYTES = 8, 16, 32
 MAX_TOKEN_CHARACTERS = 128

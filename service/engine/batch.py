@@ -9,7 +9,8 @@ from typing import Any
 
 from service.engine.batching.request_block import QueuedBlock
 from service.engine.batching.state_slots import DISCARD_SLOT, ZERO_SLOT
-from service.ipc.messages import ModelKey, Returns
+from service.ipc.messages.inference import Returns
+from service.ipc.messages.models import ModelKey
 
 
 @dataclass(frozen=True, slots=True)

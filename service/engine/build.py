@@ -21,7 +21,8 @@ from service.engine.execution.graph_capture import RunBetweenBatches
 from service.engine.internal_errors import InternalErrors
 from service.engine.loading import report_load_error
 from service.errors import ModelError, NoRoom, SettingsError
-from service.ipc.messages import ModelKey, ModelVersion, NotLoaded
+from service.ipc.messages.control import NotLoaded
+from service.ipc.messages.models import ModelKey, ModelVersion
 from service.ipc.session_journal import SessionJournal, journal_records
 from service.log import Log
 from service.metrics import Metrics

@@ -14,7 +14,7 @@ from service.engine.execution.device import DeviceLost
 from service.engine.execution.device_engine import DeviceEngine
 from service.engine.execution.in_flight import Array
 from service.errors import OutOfMemory
-from service.ipc.messages import ModelKey
+from service.ipc.messages.models import ModelKey
 
 CHECK_SECONDS = 30.0
 """Time between two checks of a model."""

@@ -15,7 +15,8 @@ from service.engine.execution.device_engine import DeviceEngine, PreparedModel
 from service.engine.execution.graph_capture import RunBetweenBatches
 from service.engine.loader_thread import LoaderThread
 from service.errors import InvalidModel, ModelError, NoRoom, ServiceError
-from service.ipc.messages import CloseModel, ModelKey, ModelVersion
+from service.ipc.messages.control import CloseModel
+from service.ipc.messages.models import ModelKey, ModelVersion
 from service.log import Log
 
 CHECK_SECONDS = 0.02

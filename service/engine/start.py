@@ -15,7 +15,7 @@ from service.engine.worker import Worker
 from service.errors import NoRoom, StartError
 from service.ipc.channel import send_now
 from service.ipc.heartbeat import Heartbeat
-from service.ipc.messages import Failed
+from service.ipc.messages.control import Failed
 from service.ipc.process_config import DEVICE_LOST, ProcessConfig, freeze_heap
 from service.ipc.session_journal import SessionJournal, journal_records
 from service.log import Log

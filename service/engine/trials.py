@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from service.ipc.channel import Channel, send_now
-from service.ipc.messages import Message, ModelKey, TrialBegan, TrialEnded
+from service.ipc.messages.inference import TrialBegan, TrialEnded
+from service.ipc.messages.message import Message
+from service.ipc.messages.models import ModelKey
 
 
 class TrialReports:

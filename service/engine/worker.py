@@ -24,11 +24,26 @@ from service.engine.loading import ModelLoader
 from service.engine.profiling.session import ProfilingSession
 from service.engine.trials import TrialReports
 from service.errors import InferenceFailed, ServiceError
-from service.ipc import messages
 from service.ipc.blocks import ID, Columns, join_blocks
 from service.ipc.channel import Channel, Frame, encode, send_now
 from service.ipc.heartbeat import IDLE_SECONDS, PATIENCE_SECONDS, Heartbeat
-from service.ipc.messages import Answer, Backlog, Done, EngineStatus, Message, MetricsCollected, ModelKey, Ready, Refusal
+from service.ipc.messages.control import Attach, CloseModel, CollectMetrics, MetricsCollected, PrepareModel, Ready
+from service.ipc.messages.inference import (
+    Answer,
+    AnswerBlock,
+    Backlog,
+    Cancel,
+    EngineStatus,
+    RecordTrace,
+    RefusalBlock,
+    Release,
+    Request,
+    RequestBlock,
+)
+from service.ipc.messages.message import Done, Message, Refusal, Reply
+from service.ipc.messages.models import ModelKey
+from service.ipc.messages.sessions import EndSession, ExportSession, FindSession, ImportSession, SessionFound
+from service.ipc.messages.store import ReleaseSessions, SessionsLeft
 from service.memory_limit import MemoryLimit, return_freed_memory
 from service.metrics import Metrics
 
@@ -41,17 +56,17 @@ is not in the queue yet is neither predicted nor refused."""
 IDLE_WORK_SECONDS, SCARCE_SHARE = 1.0, 0.75
 """How often an idle engine checks a known answer and looks at the memory limit, and the share in use from which it returns freed memory."""
 WORK: dict[type[Message], str] = {
-    messages.RequestBlock: "requests",
-    messages.Request: "requests",
-    messages.Cancel: "cancel",
-    messages.RecordTrace: "trace",
-    messages.Release: "release",
-    messages.ExportSession: "session_call",
-    messages.ImportSession: "session_call",
-    messages.EndSession: "session_call",
-    messages.FindSession: "session_call",
+    RequestBlock: "requests",
+    Request: "requests",
+    Cancel: "cancel",
+    RecordTrace: "trace",
+    Release: "release",
+    ExportSession: "session_call",
+    ImportSession: "session_call",
+    EndSession: "session_call",
+    FindSession: "session_call",
 }
-SessionCall = messages.ExportSession | messages.ImportSession | messages.EndSession | messages.FindSession
+SessionCall = ExportSession | ImportSession | EndSession | FindSession
 """The metric label of each message of a frontend."""
 
 
@@ -91,21 +106,21 @@ class Worker:
         self._blocked: set[Channel] = set()
         """Channels that have not accepted all bytes. The selector reports when they have room."""
         self._control_handlers: dict[type[Message], Callable[[Frame, Any], None]] = {
-            messages.Attach: self._handle_attach,
-            messages.CollectMetrics: self._handle_collect_metrics,
-            messages.PrepareModel: self._handle_prepare_model,
-            messages.CloseModel: self._handle_close_model,
+            Attach: self._handle_attach,
+            CollectMetrics: self._handle_collect_metrics,
+            PrepareModel: self._handle_prepare_model,
+            CloseModel: self._handle_close_model,
         }
         self._handlers: dict[type[Message], Callable[[Channel, Frame, Any], None]] = {
-            messages.RequestBlock: self._handle_block,
-            messages.Request: self._handle_request,
-            messages.Cancel: self._handle_cancel,
-            messages.RecordTrace: self._handle_record_trace,
-            messages.Release: self._handle_release,
-            messages.ExportSession: self._handle_session_call,
-            messages.ImportSession: self._handle_session_call,
-            messages.EndSession: self._handle_session_call,
-            messages.FindSession: self._handle_session_call,
+            RequestBlock: self._handle_block,
+            Request: self._handle_request,
+            Cancel: self._handle_cancel,
+            RecordTrace: self._handle_record_trace,
+            Release: self._handle_release,
+            ExportSession: self._handle_session_call,
+            ImportSession: self._handle_session_call,
+            EndSession: self._handle_session_call,
+            FindSession: self._handle_session_call,
         }
         self._memory_limit, self._idle_work_due = MemoryLimit(), 0.0
         self._selector = selectors.DefaultSelector()
@@ -189,7 +204,7 @@ class Worker:
             message = frame.message
             if self._handled >= self._batcher.batch_sequences and (self._handled >= MOST_READ or _lag(message) < LAG_SECONDS):
                 self._step()
-            self._handled += message.requests if isinstance(message, messages.RequestBlock) else 1
+            self._handled += message.requests if isinstance(message, RequestBlock) else 1
             if channel is self._control:
                 handle_control = self._control_handlers.get(type(message))
                 if handle_control is not None:
@@ -201,7 +216,7 @@ class Worker:
 
     # Messages of the supervisor.
 
-    def _handle_attach(self, frame: Frame, message: messages.Attach) -> None:
+    def _handle_attach(self, frame: Frame, message: Attach) -> None:
         assert frame.attached is not None, "an Attach message carries a socket"
         channel = Channel(frame.attached)
         self._selector.register(channel, selectors.EVENT_READ)
@@ -216,14 +231,14 @@ class Worker:
             self._frontends[channel] = _Frontend(self, channel)
             self._trials.attach(channel)
 
-    def _handle_collect_metrics(self, frame: Frame, message: messages.CollectMetrics) -> None:
+    def _handle_collect_metrics(self, frame: Frame, message: CollectMetrics) -> None:
         self._engine.count_memory()
         self._batcher.count()
         self._metrics.backlog_seconds.set(self._batcher.backlog_seconds(), str(self._place))
         self._metrics.device_busy_seconds.raise_to(self._engine.busy_seconds, str(self._place))
         send_now(self._control, MetricsCollected(self._metrics.snapshot()), frame.id)
 
-    def _handle_prepare_model(self, frame: Frame, message: messages.PrepareModel) -> None:
+    def _handle_prepare_model(self, frame: Frame, message: PrepareModel) -> None:
         key = message.model_version.key
 
         def reply(error: ServiceError | None) -> None:
@@ -233,7 +248,7 @@ class Worker:
         self._trials.begin_load(key)
         self._models.prepare(message.model_version, reply)
 
-    def _handle_close_model(self, frame: Frame, message: messages.CloseModel) -> None:
+    def _handle_close_model(self, frame: Frame, message: CloseModel) -> None:
         def closed() -> None:
             self._trials.forget(message.key)
             send_now(self._control, Done(), frame.id)
@@ -264,15 +279,15 @@ class Worker:
         if frontend is None:
             return
         match frame.message:
-            case messages.RequestBlock(requests=count):
+            case RequestBlock(requests=count):
                 ids = np.frombuffer(frame.tail, ID, count).tolist()
                 self._batcher.fail_requests(frontend, ids, failure)
-            case messages.Cancel() | messages.Release():
+            case Cancel() | Release():
                 pass  # no reply is due
             case _:
                 self._refuse(channel, frame.id, failure)
 
-    def _handle_block(self, channel: Channel, frame: Frame, message: messages.RequestBlock) -> None:
+    def _handle_block(self, channel: Channel, frame: Frame, message: RequestBlock) -> None:
         key = message.key
         served = self._engine.serves(key)
         block = QueuedBlock(
@@ -293,7 +308,7 @@ class Worker:
             self._count_channel(key, message.sent, message.requests)
         self._batcher.submit_block(block)
 
-    def _handle_request(self, channel: Channel, frame: Frame, request: messages.Request) -> None:
+    def _handle_request(self, channel: Channel, frame: Frame, request: Request) -> None:
         if self._engine.serves(request.key):
             self._count_channel(request.key, request.sent, 1)
         reply, refuse = partial(self._answer, channel, frame.id), partial(self._refuse, channel, frame.id)
@@ -305,7 +320,7 @@ class Worker:
         """Count the time of requests on their way to this engine. Only for served models: labels of other models would stay for ever."""
         self._metrics.stage_seconds.observe_often(max(0.0, time.monotonic() - sent), requests, *key.labels, "channel")
 
-    def _handle_cancel(self, channel: Channel, frame: Frame, message: messages.Cancel) -> None:
+    def _handle_cancel(self, channel: Channel, frame: Frame, message: Cancel) -> None:
         frontend = self._frontends[channel]
         ticket = frontend.tickets.pop(frame.id, None)
         if ticket is not None:
@@ -314,11 +329,11 @@ class Worker:
             self._batcher.cancel_request(frontend, frame.id)
         self._profiling.cancel(channel, frame.id)
 
-    def _handle_record_trace(self, channel: Channel, frame: Frame, message: messages.RecordTrace) -> None:
+    def _handle_record_trace(self, channel: Channel, frame: Frame, message: RecordTrace) -> None:
         reply, refuse = partial(self._send_trace, channel, frame.id), partial(self._refuse, channel, frame.id)
         self._profiling.begin((channel, frame.id), message, reply, refuse)
 
-    def _handle_release(self, channel: Channel, frame: Frame, message: messages.Release) -> None:
+    def _handle_release(self, channel: Channel, frame: Frame, message: Release) -> None:
         self._models.release(channel, message.key)
 
     def _handle_session_call(self, channel: Channel, frame: Frame, message: SessionCall) -> None:
@@ -329,7 +344,7 @@ class Worker:
                 lambda: self._answer_session_call(channel, frame, message),
                 lambda error: self._refuse(channel, frame.id, error),
                 lambda: channel not in self._frontends,
-                begins=isinstance(message, messages.ImportSession),
+                begins=isinstance(message, ImportSession),
             )
             try:
                 if stored.hold(message.session, waiting):
@@ -340,17 +355,17 @@ class Worker:
         self._answer_session_call(channel, frame, message)
 
     def _answer_session_call(self, channel: Channel, frame: Frame, message: SessionCall) -> None:
-        reply: messages.Reply = Done()
+        reply: Reply = Done()
         state = b""
         try:
             match message:
-                case messages.ExportSession(session=session):
+                case ExportSession(session=session):
                     state = self._batcher.sessions.export_state(session)
-                case messages.ImportSession(session=session, origin=origin, tensors=tensors, session_limit=limit):
+                case ImportSession(session=session, origin=origin, tensors=tensors, session_limit=limit):
                     self._batcher.sessions.import_state(session, origin, tensors, frame.tail, limit)
-                case messages.FindSession(session=session):
-                    reply = messages.SessionFound(self._batcher.sessions.model_of(session))
-                case messages.EndSession(session=session):
+                case FindSession(session=session):
+                    reply = SessionFound(self._batcher.sessions.model_of(session))
+                case EndSession(session=session):
                     self._batcher.sessions.end(session)
         except ServiceError as error:
             reply = Refusal.of(error)
@@ -362,10 +377,10 @@ class Worker:
         stored = self._batcher.sessions.stored
         assert stored is not None
         try:
-            if isinstance(frame.message, messages.ReleaseSessions):
+            if isinstance(frame.message, ReleaseSessions):
                 left = stored.release_some(frame.message.limit)
-                channel.send(encode(messages.SessionsLeft(left), frame.id))
-            elif not isinstance(frame.message, messages.Cancel):
+                channel.send(encode(SessionsLeft(left), frame.id))
+            elif not isinstance(frame.message, Cancel):
                 stored.handle(frame.message, frame.tail)
         except Exception as error:
             self._errors.report("store", error)
@@ -378,16 +393,14 @@ class Worker:
             return
         arrays = (result.scores, result.picks, result.embedding, result.sequence)
         scores, picks, embedding, sequence = [() if array is None else array.shape for array in arrays]
-        answer = messages.AnswerBlock(
-            block.requests, block.sequences, scores, picks, embedding, sequence, result.per_step, ready
-        )
+        answer = AnswerBlock(block.requests, block.sequences, scores, picks, embedding, sequence, result.per_step, ready)
         if block.timed:
             answer = msgspec.structs.replace(answer, queued=block.arrived, runs=list(result.runs))
         columns = block.columns.ids, block.columns.counts, result.steps
         channel.send_divided(encode(answer, tail=(*columns, *[array for array in arrays if array is not None])))
         self._answered.add(channel)
 
-    def open_ticket(self, channel: Channel, id: int, request: messages.Request) -> Ticket:
+    def open_ticket(self, channel: Channel, id: int, request: Request) -> Ticket:
         """Return a ticket for a request of a block."""
         ticket = Ticket(request, partial(self._answer, channel, id), partial(self._refuse, channel, id))
         self._frontends[channel].tickets[id] = ticket
@@ -396,7 +409,7 @@ class Worker:
     def refuse_all(self, channel: Channel, ids: Sequence[int], error: ServiceError) -> None:
         """Refuse requests of a block in one message, unless the frontend has ended."""
         if channel in self._frontends:
-            channel.send(encode(messages.RefusalBlock(Refusal.of(error)), tail=(np.array(ids, ID),)))
+            channel.send(encode(RefusalBlock(Refusal.of(error)), tail=(np.array(ids, ID),)))
             self._answered.add(channel)
 
     def _answer(self, channel: Channel, id: int, answer: Answer, arrays: list[bytes]) -> None:
@@ -472,13 +485,13 @@ class _Frontend:
     def refuse(self, ids: Sequence[int], error: ServiceError) -> None:
         self._worker.refuse_all(self._channel, ids, error)
 
-    def open_ticket(self, id: int, request: messages.Request) -> Ticket:
+    def open_ticket(self, id: int, request: Request) -> Ticket:
         return self._worker.open_ticket(self._channel, id, request)
 
 
 def _lag(message: Message) -> float:
     """Return how long requests have waited to be read. Other messages never wait too long."""
-    return time.monotonic() - message.sent if isinstance(message, messages.RequestBlock | messages.Request) else 0.0
+    return time.monotonic() - message.sent if isinstance(message, RequestBlock | Request) else 0.0
 
 
 def _patience(predicted_seconds: float) -> float:

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Callable
 
 from service.ipc.channel import Channel, Frame, encode
-from service.ipc.messages import Message
+from service.ipc.messages.message import Message
 
 
 class AsyncChannel:

@@ -13,7 +13,8 @@ import msgspec
 import numpy as np
 
 from service.ipc.channel import MAX_COPIED_BYTES, Frame, encode
-from service.ipc.messages import NO_TENANT, Answer, AnswerBlock, ModelKey, Request, RequestBlock, Returns, Share
+from service.ipc.messages.inference import NO_TENANT, Answer, AnswerBlock, Request, RequestBlock, Returns, Share
+from service.ipc.messages.models import ModelKey
 
 MOST_JOINED_BYTES = 4096
 """Blocks with more bytes are not joined: a joined block is kept until the last of its requests runs."""
@@ -26,7 +27,7 @@ Buffer = bytes | memoryview
 
 
 class Columns(NamedTuple):
-    """The requests of a block: see `messages.RequestBlock`."""
+    """The requests of a block: see `RequestBlock` in `messages/inference.py`."""
 
     ids: Buffer
     deadlines: Buffer

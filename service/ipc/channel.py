@@ -1,6 +1,6 @@
 """Two processes, one Unix stream socket pair: frames out, frames in, end-of-file as the death notice.
 
-A frame is a fixed header (total length, message length, id), one message (`messages.py`) as msgpack, and trailing bytes for tensors. Frames
+A frame is a fixed header (total length, message length, id), one message (`messages/`) as msgpack, and trailing bytes for tensors. Frames
 queue until `flush`, so that all frames of one event-loop tick leave in one write. Nothing here blocks.
 """
 
@@ -18,7 +18,9 @@ from typing import Any, NamedTuple, Union
 
 import msgspec
 
-from service.ipc.messages import ALL, Attach, Message
+from service.ipc.messages import ALL
+from service.ipc.messages.control import Attach
+from service.ipc.messages.message import Message
 
 HEADER = struct.Struct("<IIQ")
 READ_BYTES = 1 << 18

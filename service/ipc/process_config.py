@@ -16,7 +16,7 @@ import time
 import msgspec
 
 from service.ipc.channel import Channel
-from service.ipc.messages import Manifest
+from service.ipc.messages.models import Manifest
 from service.ipc.shared_file import create_shared_file
 from service.settings import Settings
 

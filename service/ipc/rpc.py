@@ -9,7 +9,8 @@ from typing import Any, Generic, TypeVar
 
 from service.errors import ServiceError, Unavailable
 from service.ipc.channel import Frame, encode
-from service.ipc.messages import Cancel, Done, Message, Refusal, Reply
+from service.ipc.messages.inference import Cancel
+from service.ipc.messages.message import Done, Message, Refusal, Reply
 
 T = TypeVar("T")
 R = TypeVar("R", bound=Reply)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 
-from service.ipc.messages import DIGEST_BYTES
+from service.ipc.messages.sessions import DIGEST_BYTES
 from service.ipc.shared_file import create_shared_file
 from service.settings import Settings
 

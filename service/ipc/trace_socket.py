@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from service.ipc.messages import RequestTrace
+from service.ipc.messages.tracing import RequestTrace
 
 MAX_PACKET_BYTES = 1 << 16
 BUFFER_BYTES = 1 << 22

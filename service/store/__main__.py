@@ -13,7 +13,9 @@ from service.errors import StartError
 from service.ipc.async_channel import AsyncChannel
 from service.ipc.channel import Channel, Frame, send_now
 from service.ipc.heartbeat import Heartbeat
-from service.ipc.messages import Attach, CollectMetrics, Done, Failed, FlushSessions, MetricsCollected, Ready
+from service.ipc.messages.control import Attach, CollectMetrics, Failed, MetricsCollected, Ready
+from service.ipc.messages.message import Done
+from service.ipc.messages.store import FlushSessions
 from service.ipc.process_config import ProcessConfig
 from service.log import Log
 from service.metrics import Metrics

@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from service.errors import SettingsError
-from service.ipc.messages import DropSession, ReleaseSession, SaveSession, TakeOutcome, TakeSession
+from service.ipc.messages.store import DropSession, ReleaseSession, SaveSession, TakeOutcome, TakeSession
 from service.store.records import (
     FORGOTTEN,
     FORGOTTEN_SECONDS,

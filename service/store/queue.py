@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Generic, NamedTuple, TypeVar
 
-from service.ipc.messages import SaveSession, TakeSession
+from service.ipc.messages.store import SaveSession, TakeSession
 from service.store.records import Change
 
 Sender = TypeVar("Sender")

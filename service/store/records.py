@@ -13,7 +13,7 @@ from enum import StrEnum
 from hashlib import blake2b
 from typing import NamedTuple, Protocol
 
-from service.ipc.messages import DropSession, ReleaseSession, SaveSession, TakeOutcome, TakeSession
+from service.ipc.messages.store import DropSession, ReleaseSession, SaveSession, TakeOutcome, TakeSession
 
 FORM = 1
 """Version of the saved form. A replica reads this form and earlier ones, and leaves records of later forms alone."""

@@ -10,7 +10,8 @@ from contextlib import suppress
 from typing import Any
 
 from service.errors import SettingsError
-from service.ipc.messages import DropSession, Message, ReleaseSession, SaveSession, TakeOutcome, TakeSession
+from service.ipc.messages.message import Message
+from service.ipc.messages.store import DropSession, ReleaseSession, SaveSession, TakeOutcome, TakeSession
 from service.settings import without_password
 from service.store.records import (
     FORGOTTEN,

@@ -11,10 +11,10 @@ from typing import Any
 from service.errors import EngineLost, ServiceError
 from service.ipc.async_channel import AsyncChannel
 from service.ipc.channel import Channel, Frame, encode
-from service.ipc.messages import (
+from service.ipc.messages.inference import EngineStatus
+from service.ipc.messages.message import Message
+from service.ipc.messages.store import (
     DropSession,
-    EngineStatus,
-    Message,
     ReleaseSession,
     ReleaseSessions,
     SaveEnded,

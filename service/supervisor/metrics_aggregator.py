@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Collection
 
 from service.errors import ServiceError
-from service.ipc.messages import CollectMetrics, MetricsCollected
+from service.ipc.messages.control import CollectMetrics, MetricsCollected
 from service.metrics import Metrics, Snapshot, merged, remains, without
 from service.supervisor.process import Child
 

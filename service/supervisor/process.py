@@ -15,7 +15,9 @@ from service.errors import Unavailable
 from service.ipc.async_channel import AsyncChannel
 from service.ipc.channel import Channel, Frame, encode, pair
 from service.ipc.heartbeat import Heartbeat
-from service.ipc.messages import Attach, Manifest, Message, ModelKey, Reply
+from service.ipc.messages.control import Attach
+from service.ipc.messages.message import Message, Reply
+from service.ipc.messages.models import Manifest, ModelKey
 from service.ipc.process_config import DEVICE_LOST, ProcessConfig
 from service.ipc.rpc import Rpc
 from service.ipc.session_journal import SessionJournal

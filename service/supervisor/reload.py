@@ -27,24 +27,9 @@ from service.errors import (
     UnknownModel,
     Unsupported,
 )
-from service.ipc.messages import (
-    LOADING,
-    MAX_POLICY_CHARACTERS,
-    READY,
-    UNAVAILABLE,
-    UNLOADING,
-    CloseModel,
-    Done,
-    ForgetModel,
-    IndexEntry,
-    Manifest,
-    Message,
-    ModelKey,
-    ModelVersion,
-    PrepareModel,
-    Refusal,
-    ServeModels,
-)
+from service.ipc.messages.control import MAX_POLICY_CHARACTERS, CloseModel, ForgetModel, PrepareModel, ServeModels
+from service.ipc.messages.message import Done, Message, Refusal
+from service.ipc.messages.models import LOADING, READY, UNAVAILABLE, UNLOADING, IndexEntry, Manifest, ModelKey, ModelVersion
 from service.log import Log
 from service.metrics import GONE, Metrics
 from service.settings import Settings

@@ -12,7 +12,7 @@ from threading import Thread
 from typing import Any, TypeVar
 
 from service.errors import ModelError
-from service.ipc.messages import UNAVAILABLE, IndexEntry, Manifest, ModelVersion
+from service.ipc.messages.models import UNAVAILABLE, IndexEntry, Manifest, ModelVersion
 from service.modeling import spec
 from service.modeling.spec.files import read_toml
 from service.settings import VERSIONS

@@ -16,22 +16,25 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from service.errors import InferenceFailed, ServiceError, StartError
-from service.ipc import messages
 from service.ipc.channel import Frame
 from service.ipc.connection_counts import ConnectionCounts
 from service.ipc.heartbeat import IDLE_SECONDS, PATIENCE_SECONDS
-from service.ipc.messages import (
-    Done,
+from service.ipc.messages.control import (
     Drain,
-    FlushSessions,
-    Manifest,
-    Message,
+    Failed,
+    ListModels,
+    LoadModel,
     MetricsCollected,
-    ModelKey,
     ModelsListed,
-    Refusal,
-    Reply,
+    NotLoaded,
+    Ready,
+    ScrapeMetrics,
+    UnloadModel,
 )
+from service.ipc.messages.inference import Cancel, TrialBegan, TrialEnded
+from service.ipc.messages.message import Done, Message, Refusal, Reply
+from service.ipc.messages.models import Manifest, ModelKey
+from service.ipc.messages.store import FlushSessions
 from service.ipc.quota_counts import QuotaCounts
 from service.ipc.session_journal import SessionJournal, journal_records
 from service.ipc.suspect_turns import SuspectTurns
@@ -85,19 +88,19 @@ class Supervisor:
         self._draining = False
         self._frontends_closed = False
         self._handlers: dict[type[Message], Callable[[Child, int, Any], None]] = {
-            messages.Ready: self._handle_ready,
-            messages.Failed: self._handle_failed,
-            messages.NotLoaded: self._handle_not_loaded,
-            messages.TrialBegan: self._handle_trial_began,
-            messages.TrialEnded: self._handle_trial_ended,
-            messages.MetricsCollected: self._handle_late_metrics,
-            messages.Cancel: self._handle_cancel,
+            Ready: self._handle_ready,
+            Failed: self._handle_failed,
+            NotLoaded: self._handle_not_loaded,
+            TrialBegan: self._handle_trial_began,
+            TrialEnded: self._handle_trial_ended,
+            MetricsCollected: self._handle_late_metrics,
+            Cancel: self._handle_cancel,
         }
         self._call_handlers: dict[type[Message], Callable[[Any], Awaitable[Reply]]] = {
-            messages.ScrapeMetrics: self._handle_scrape,
-            messages.ListModels: self._handle_list_models,
-            messages.LoadModel: self._handle_load,
-            messages.UnloadModel: self._handle_unload,
+            ScrapeMetrics: self._handle_scrape,
+            ListModels: self._handle_list_models,
+            LoadModel: self._handle_load,
+            UnloadModel: self._handle_unload,
         }
         repository = Repository(settings.models, settings.versions, settings.alias)
         self._trials = Trials()
@@ -274,7 +277,7 @@ class Supervisor:
             ran_elsewhere = any(key in other.ran for other in self._children.values())
             error = self._trials.count_end(key, survived=engine.survived, ran_elsewhere=ran_elsewhere)
             if error is not None:
-                self._begin_leaving_out(engine, messages.NotLoaded(key, error.code, error.message), everywhere=True)
+                self._begin_leaving_out(engine, NotLoaded(key, error.code, error.message), everywhere=True)
 
     def _restart_delay(self, name: str, ended: Child | None = None) -> float:
         """Return the seconds until the next start: none after a first exit, then doubling with jitter.
@@ -334,26 +337,26 @@ class Supervisor:
         elif call_handler is not None:
             self._answer(child, frame, call_handler)
 
-    def _handle_ready(self, child: Child, id: int, message: messages.Ready) -> None:
+    def _handle_ready(self, child: Child, id: int, message: Ready) -> None:
         child.ready = True
         self._update_ready()
 
-    def _handle_failed(self, child: Child, id: int, message: messages.Failed) -> None:
+    def _handle_failed(self, child: Child, id: int, message: Failed) -> None:
         child.failure, child.exit_reason = message.reason, "failed"
         self._log.error("child failed", child=child.name, reason=message.reason)
         child.ended.set()
 
-    def _handle_not_loaded(self, child: Child, id: int, message: messages.NotLoaded) -> None:
+    def _handle_not_loaded(self, child: Child, id: int, message: NotLoaded) -> None:
         """At the start, a version is served only if every process has it. Later, while any process of the role has it."""
         child.not_loaded.add(message.key)
         same_role = [other for other in self._children.values() if other.role == child.role]
         everywhere = not self._announced or all(message.key in other.not_loaded for other in same_role)
         self._begin_leaving_out(child, message, everywhere=everywhere)
 
-    def _handle_trial_began(self, child: Child, id: int, message: messages.TrialBegan) -> None:
+    def _handle_trial_began(self, child: Child, id: int, message: TrialBegan) -> None:
         child.on_trial.add(message.key)
 
-    def _handle_trial_ended(self, child: Child, id: int, message: messages.TrialEnded) -> None:
+    def _handle_trial_ended(self, child: Child, id: int, message: TrialEnded) -> None:
         child.on_trial.discard(message.key)
         if message.ran:
             child.ran.add(message.key)
@@ -361,16 +364,16 @@ class Supervisor:
         else:
             child.survived.add(message.key)
 
-    def _begin_leaving_out(self, child: Child, message: messages.NotLoaded, *, everywhere: bool) -> None:
+    def _begin_leaving_out(self, child: Child, message: NotLoaded, *, everywhere: bool) -> None:
         task = asyncio.get_running_loop().create_task(self._leave_out(child, message, everywhere))
         self._leaving_out.add(task)
         task.add_done_callback(self._handle_left_out)
 
-    async def _leave_out(self, child: Child, message: messages.NotLoaded, everywhere: bool) -> None:
+    async def _leave_out(self, child: Child, message: NotLoaded, everywhere: bool) -> None:
         error = Refusal(message.code, message.reason).error
         await self._model_reloader.leave_out(message.key, error, everywhere=everywhere)
         if not self._announced and not self.manifest.model_versions:
-            self._handle_failed(child, 0, messages.Failed(error.message))
+            self._handle_failed(child, 0, Failed(error.message))
 
     def _handle_left_out(self, task: asyncio.Task[None]) -> None:
         self._leaving_out.discard(task)
@@ -379,7 +382,7 @@ class Supervisor:
     def _handle_late_metrics(self, child: Child, id: int, message: MetricsCollected) -> None:
         child.metrics = message.snapshot
 
-    def _handle_cancel(self, child: Child, id: int, message: messages.Cancel) -> None:
+    def _handle_cancel(self, child: Child, id: int, message: Cancel) -> None:
         """The client of a call has disconnected, or the frontend no longer waits for its reply."""
         call = self._calls.get((child, id))
         if call is not None:
@@ -390,17 +393,17 @@ class Supervisor:
 
     # Calls of the children.
 
-    async def _handle_scrape(self, message: messages.ScrapeMetrics) -> Reply:
+    async def _handle_scrape(self, message: ScrapeMetrics) -> Reply:
         return MetricsCollected(await self._collect(COLLECT_SECONDS))
 
-    async def _handle_list_models(self, message: messages.ListModels) -> Reply:
+    async def _handle_list_models(self, message: ListModels) -> Reply:
         return ModelsListed(await self._model_reloader.index())
 
-    async def _handle_load(self, message: messages.LoadModel) -> Reply:
+    async def _handle_load(self, message: LoadModel) -> Reply:
         await self._model_reloader.load(message.name, message.policy)
         return Done()
 
-    async def _handle_unload(self, message: messages.UnloadModel) -> Reply:
+    async def _handle_unload(self, message: UnloadModel) -> Reply:
         await self._model_reloader.unload(message.name)
         return Done()
 

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 
 from service.errors import InvalidModel
-from service.ipc.messages import ModelKey, ModelVersion
+from service.ipc.messages.models import ModelKey, ModelVersion
 
 MAX_ENDS = 3
 """Engines in a row that may end with a version before it is refused."""

@@ -9,7 +9,7 @@ import os
 from service.ipc.async_channel import AsyncChannel
 from service.ipc.channel import Frame, send_now
 from service.ipc.heartbeat import Heartbeat
-from service.ipc.messages import CollectMetrics, Failed, MetricsCollected, Ready
+from service.ipc.messages.control import CollectMetrics, Failed, MetricsCollected, Ready
 from service.ipc.process_config import ProcessConfig
 from service.ipc.trace_socket import TraceReader
 from service.log import Log, LogHandler

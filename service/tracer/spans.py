@@ -18,7 +18,8 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags, TraceState
 
 from service import __version__
-from service.ipc.messages import Api, BatchRun, RequestTrace
+from service.ipc.messages.inference import BatchRun
+from service.ipc.messages.tracing import Api, RequestTrace
 
 LINK_SECONDS = 2.0
 """How long a batch waits for its requests. Their answers leave the engine together."""

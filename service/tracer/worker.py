@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
-from service.ipc.messages import RequestTrace
+from service.ipc.messages.tracing import RequestTrace
 from service.log import Log
 from service.metrics import Metrics
 from service.tracer.spans import SpanMaker

@@ -13,7 +13,7 @@ from service.access.caller import Caller, Quotas
 from service.access.keys import KeyRing, create
 from service.access.scopes import Scope
 from service.errors import SettingsError
-from service.ipc.messages import Share
+from service.ipc.messages.inference import Share
 
 INFER = [Scope.INFER]
 RECORD = f"salt = '{'0' * 32}'\nsha256 = '{'0' * 64}'"

@@ -13,7 +13,8 @@ from service.access.keys import create
 from service.access.policy import AccessPolicy, check_start
 from service.access.scopes import Scope
 from service.errors import Forbidden, SettingsError, Unauthorized
-from service.ipc.messages import Request, Share, session_id
+from service.ipc.messages.inference import Request, Share
+from service.ipc.messages.sessions import session_id
 from service.settings import Settings
 
 

@@ -13,7 +13,8 @@ from service.engine.execution.device_engine import DeviceEngine
 from service.engine.execution.in_flight import Array
 from service.engine.known_answers import CHECK_SECONDS, KnownAnswers
 from service.errors import OutOfMemory
-from service.ipc.messages import FEATURES, ModelKey
+from service.ipc.messages.inference import FEATURES
+from service.ipc.messages.models import ModelKey
 from service.metrics import Metrics
 from service.modeling import store
 from service.modeling.encoder import Encoder

@@ -17,7 +17,8 @@ from service.engine.execution.device_engine import PreparedModel
 from service.engine.execution.graph_capture import RunBetweenBatches
 from service.engine.loading import CHECK_SECONDS, CLOSING_SECONDS, ModelLoader
 from service.errors import InvalidModel, ModelError, NoRoom, ServiceError, SessionLost
-from service.ipc.messages import CloseModel, ModelKey, ModelVersion
+from service.ipc.messages.control import CloseModel
+from service.ipc.messages.models import ModelKey, ModelVersion
 from service.log import Log
 from service.modeling import store
 from service.settings import load

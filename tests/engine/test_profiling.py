@@ -27,7 +27,8 @@ from service.engine.profiling.timeline import ClockMark, ProfilerEvent, TracedBa
 from service.errors import Overloaded, Unavailable
 from service.ipc.channel import Channel
 from service.ipc.heartbeat import Heartbeat
-from service.ipc.messages import IDS, EngineStatus, ModelKey, RecordTrace, Returns
+from service.ipc.messages.inference import IDS, EngineStatus, RecordTrace, Returns
+from service.ipc.messages.models import ModelKey
 from service.metrics import Metrics
 from service.modeling import store
 from service.modeling.encoder import Encoder

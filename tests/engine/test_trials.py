@@ -9,7 +9,9 @@ import pytest
 
 from service.engine.trials import TrialReports
 from service.ipc.channel import Channel, pair
-from service.ipc.messages import Message, ModelKey, TrialBegan, TrialEnded
+from service.ipc.messages.inference import TrialBegan, TrialEnded
+from service.ipc.messages.message import Message
+from service.ipc.messages.models import ModelKey
 
 WORDS, OTHER = ModelKey("words", "1"), ModelKey("other", "1")
 

@@ -22,27 +22,23 @@ from service.engine.loading import ModelLoader
 from service.engine.trials import TrialReports
 from service.engine.worker import Worker
 from service.errors import SERVICE_FAILED
-from service.ipc import messages
 from service.ipc.blocks import ID
 from service.ipc.channel import Channel, Frame, encode, pair
 from service.ipc.heartbeat import Heartbeat
-from service.ipc.messages import (
+from service.ipc.messages.control import Attach, CollectMetrics, MetricsCollected
+from service.ipc.messages.inference import (
     Answer,
-    Attach,
     Backlog,
     Cancel,
-    CollectMetrics,
-    Done,
     EngineStatus,
-    ExportSession,
-    MetricsCollected,
-    ModelKey,
-    ModelVersion,
     RecordTrace,
-    Refusal,
     RefusalBlock,
     Request,
+    RequestBlock,
 )
+from service.ipc.messages.message import Done, Refusal
+from service.ipc.messages.models import ModelKey, ModelVersion
+from service.ipc.messages.sessions import ExportSession
 from service.log import Log
 from service.metrics import Metrics
 from tests.engine.batching import harness as fakes
@@ -170,7 +166,7 @@ def test_batches_are_launched_between_many_requests(harness: WorkerHarness, in_b
     """Requests of a block count each."""
     for id in range(3 * BATCH_SEQUENCES):
         columns = fakes.block([(id, NEVER, [1]), (100 + id, NEVER, [1])]).columns
-        block = encode(messages.RequestBlock(*MODEL, 2, 2, 2, 1, 1, NEVER, SOON, 0, PLAIN), 0, columns)
+        block = encode(RequestBlock(*MODEL, 2, 2, 2, 1, 1, NEVER, SOON, 0, PLAIN), 0, columns)
         harness.frontend.send(block if in_blocks else encode(sent(SOON), id, (b"",)))
     harness.run()
     assert harness.most_between == BATCH_SEQUENCES
@@ -191,7 +187,7 @@ def test_unexpected_exception_refuses_its_requests_and_nothing_else(
     harness: WorkerHarness, capfd: pytest.CaptureFixture[str]
 ) -> None:
     columns = fakes.block([(11, NEVER, [1]), (12, NEVER, [1, 1])]).columns
-    block = messages.RequestBlock(*MODEL, 2, 3, 3, 1, 1, NEVER, 0.0, 0, PLAIN)
+    block = RequestBlock(*MODEL, 2, 3, 3, 1, 1, NEVER, 0.0, 0, PLAIN)
     harness.raised = IndexError("secret")
     harness.frontend.send(encode(request([2]), 10, (b"",)))
     harness.frontend.send(encode(block, 0, columns))

@@ -38,26 +38,10 @@ from service.frontend.run.frontend import Frontend, SupervisorClient
 from service.frontend.server import AdminPort, FrontendServer, _config
 from service.ipc.channel import Channel, Frame, encode, pair
 from service.ipc.connection_counts import ConnectionCounts, Port
-from service.ipc.messages import (
-    READY,
-    Answer,
-    Cancel,
-    Done,
-    EndSession,
-    EngineStatus,
-    ExportSession,
-    FindSession,
-    ImportSession,
-    IndexEntry,
-    LoadedModel,
-    ModelKey,
-    RecordTrace,
-    Refusal,
-    Request,
-    SessionFound,
-    TrialEnded,
-    session_tenant,
-)
+from service.ipc.messages.inference import Answer, Cancel, EngineStatus, LoadedModel, RecordTrace, Request, TrialEnded
+from service.ipc.messages.message import Done, Refusal
+from service.ipc.messages.models import READY, IndexEntry, ModelKey
+from service.ipc.messages.sessions import EndSession, ExportSession, FindSession, ImportSession, SessionFound, session_tenant
 from service.ipc.quota_counts import QuotaCounts
 from service.ipc.session_file import StateOrigin
 from service.log import Log

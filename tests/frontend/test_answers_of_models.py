@@ -18,7 +18,7 @@ import tritonclient.http as triton_http
 
 from kernels.ragged import Ragged
 from service.frontend.run.head_outputs import InferOutput, OutputWriter
-from service.ipc.messages import FEATURES, IDS, Answer
+from service.ipc.messages.inference import FEATURES, IDS, Answer
 from service.modeling import spec as specs
 from service.modeling import store
 from service.modeling.encoder import Encoder

@@ -23,7 +23,8 @@ from service.engine.execution.device_engine import DeviceEngine
 from service.engine.execution.graph_capture import GraphPool
 from service.engine.execution.in_flight import ChunkResult
 from service.errors import ModelError, OutOfMemory
-from service.ipc.messages import FEATURES, IDS, ModelKey, Returns
+from service.ipc.messages.inference import FEATURES, IDS, Returns
+from service.ipc.messages.models import ModelKey
 from service.metrics import Metrics
 from service.modeling import store
 from service.modeling.encoder import Encoder

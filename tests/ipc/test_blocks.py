@@ -12,7 +12,8 @@ from msgspec.structs import replace
 
 from service.ipc.blocks import COUNT, MOST_JOINED_BYTES, BlockKey, Columns, encode_block, join_blocks, split_answers
 from service.ipc.channel import MAX_COPIED_BYTES, Channel, Frame, decode, encode, pair
-from service.ipc.messages import FEATURES, AnswerBlock, Cancel, ModelKey, Request, RequestBlock, Returns, Share
+from service.ipc.messages.inference import FEATURES, AnswerBlock, Cancel, Request, RequestBlock, Returns, Share
+from service.ipc.messages.models import ModelKey
 
 KEY = BlockKey(ModelKey("words", "2", 3), 1, Returns(embedding=True))
 

@@ -13,21 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from service.ipc.channel import HEADER, Channel, Frame, encode, pair
-from service.ipc.messages import (
-    ALL,
-    Answer,
-    Attach,
-    Cancel,
-    CollectMetrics,
-    Done,
-    Failed,
-    LoadModel,
-    Message,
-    Ready,
-    Refusal,
-    RefusalBlock,
-    Request,
-)
+from service.ipc.messages import ALL
+from service.ipc.messages.control import Attach, CollectMetrics, Failed, LoadModel, Ready
+from service.ipc.messages.inference import Answer, Cancel, RefusalBlock, Request
+from service.ipc.messages.message import Done, Message, Refusal
 
 MIB = 1 << 20
 

@@ -10,7 +10,9 @@ import pytest
 from service.errors import EngineLost, Unavailable, UnknownModel
 from service.ipc.async_channel import AsyncChannel
 from service.ipc.channel import Channel, Frame, encode, pair
-from service.ipc.messages import Cancel, Done, EndSession, ExportSession, Message, Refusal, Reply, SessionFound
+from service.ipc.messages.inference import Cancel
+from service.ipc.messages.message import Done, Message, Refusal, Reply
+from service.ipc.messages.sessions import EndSession, ExportSession, SessionFound
 from service.ipc.rpc import Rpc
 
 Exchange = Callable[[Rpc, "OtherProcess"], Awaitable[None]]

@@ -18,7 +18,7 @@ from websockets.exceptions import ConnectionClosed, InvalidHandshake
 
 from loadtest import oip_requests
 from loadtest.target import Target
-from service.ipc.messages import IDS
+from service.ipc.messages.inference import IDS
 from service.ipc.session_placement import engine_of_session
 from tests.accumulator import NEW, Account
 from tests.callers import Caller, GrpcCaller

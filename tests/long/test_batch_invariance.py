@@ -16,7 +16,8 @@ from service.engine.batch import Batch, Chunk
 from service.engine.batching.state_slots import DISCARD_SLOT, FIRST_SLOT, ZERO_SLOT
 from service.engine.execution.device_engine import DeviceEngine
 from service.engine.execution.in_flight import ChunkResult
-from service.ipc.messages import FEATURES, ModelKey, Returns
+from service.ipc.messages.inference import FEATURES, Returns
+from service.ipc.messages.models import ModelKey
 from service.metrics import Metrics
 from service.modeling import store
 from service.modeling.encoder import Encoder

@@ -26,7 +26,7 @@ from service.frontend.grpc.runner import GrpcCall
 from service.frontend.rest.app import build_app
 from service.frontend.run.catalog import Catalog, ServedModel
 from service.frontend.run.frontend import Frontend, SupervisorClient
-from service.ipc.messages import Answer, Request
+from service.ipc.messages.inference import Answer, Request
 from service.log import Log
 from service.metrics import Metrics
 from service.modeling.spec import ModelSpec

@@ -31,10 +31,12 @@ from service.engine.worker import Worker
 from service.errors import ServiceError
 from service.frontend.dispatch.connection import PendingRequest
 from service.frontend.dispatch.dispatcher import Dispatcher
-from service.ipc import messages
 from service.ipc.channel import Channel, encode, pair
 from service.ipc.heartbeat import Heartbeat
-from service.ipc.messages import FEATURES, Answer, ModelKey
+from service.ipc.messages.control import Attach, CloseModel
+from service.ipc.messages.inference import FEATURES, Answer, AnswerBlock, RefusalBlock, Request, RequestBlock
+from service.ipc.messages.message import Refusal
+from service.ipc.messages.models import ModelKey
 from service.ipc.session_journal import SessionJournal
 from service.log import Log
 from service.metrics import Metrics
@@ -62,8 +64,8 @@ CODES = {
     "unload": {"unknown_model", "session_lost"},
 }
 """The outcomes that each event may have. Without an event a request is answered."""
-REQUESTS = (messages.Request, messages.RequestBlock)
-REPLIES = (messages.Answer, messages.AnswerBlock, messages.Refusal, messages.RefusalBlock)
+REQUESTS = (Request, RequestBlock)
+REPLIES = (Answer, AnswerBlock, Refusal, RefusalBlock)
 
 
 def report(
@@ -153,13 +155,13 @@ class EngineProcess:
         report(story.at, worker, "_answer", "answering")
         report(story.at, worker, "send_block", "answering")
         near, far = pair()
-        self.supervisor.send(encode(messages.Attach()), attached=far)
+        self.supervisor.send(encode(Attach()), attached=far)
         far.close()
         self.supervisor.flush()
         story.dispatcher.attach(Channel(near))
 
     def unload(self) -> None:
-        self.supervisor.send(encode(messages.CloseModel(MODEL, 0.0)))
+        self.supervisor.send(encode(CloseModel(MODEL, 0.0)))
         self.supervisor.flush()
 
     def end(self) -> None:

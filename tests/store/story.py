@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from service.errors import ServiceError, SessionConflict, SessionExpired, SessionLost, SessionUnreachable, UnknownSession
-from service.ipc.messages import (
-    Message,
+from service.ipc.messages.message import Message
+from service.ipc.messages.store import (
     SaveEnded,
     SaveSession,
     SessionTaken,

@@ -12,7 +12,7 @@ import pytest
 
 from loadtest.servers import free_ports
 from service.errors import SettingsError
-from service.ipc.messages import DropSession, ReleaseSession, SaveSession, TakeOutcome, TakeSession
+from service.ipc.messages.store import DropSession, ReleaseSession, SaveSession, TakeOutcome, TakeSession
 from service.settings import Settings
 from service.store import folder, redis_store
 from service.store.__main__ import open_store

@@ -11,7 +11,7 @@ import pytest
 
 from service.engine.batching.stored_sessions import Waiting
 from service.errors import Overloaded, ServiceError, SessionLost
-from service.ipc.messages import SessionTaken, TakeOutcome
+from service.ipc.messages.store import SessionTaken, TakeOutcome
 from tests.engine.batching.harness import BatcherHarness, FakeClient
 from tests.store.story import Replica, Story
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from service.ipc.messages import (
-    Message,
+from service.ipc.messages.message import Message
+from service.ipc.messages.store import (
     ReleaseSession,
     ReleaseSessions,
     SaveEnded,

@@ -8,7 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from service.errors import ServiceError
-from service.ipc.messages import CloseModel, Done, ModelKey
+from service.ipc.messages.control import CloseModel
+from service.ipc.messages.message import Done
+from service.ipc.messages.models import ModelKey
 from service.metrics import Snapshot
 
 

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any, cast
 
 from service.errors import ServiceError, Unavailable
-from service.ipc.messages import CollectMetrics, MetricsCollected
+from service.ipc.messages.control import CollectMetrics, MetricsCollected
 from service.metrics import Metrics
 from service.supervisor.metrics_aggregator import MetricsAggregator
 from service.supervisor.process import Child

@@ -11,7 +11,7 @@ import pytest
 
 from service.errors import Unavailable
 from service.ipc.channel import Channel, Frame, pair
-from service.ipc.messages import CollectMetrics, MetricsCollected
+from service.ipc.messages.control import CollectMetrics, MetricsCollected
 from service.ipc.process_config import DEVICE_LOST
 from service.supervisor.process import EXIT_SECONDS, Child
 

@@ -11,7 +11,8 @@ from typing import Any, cast
 import pytest
 
 from service.errors import InvalidInput, InvalidModel, ModelError, NoRoom, Unavailable, UnknownModel, Unsupported
-from service.ipc.messages import MAX_POLICY_CHARACTERS, CloseModel, ForgetModel, ModelKey, PrepareModel, ServeModels
+from service.ipc.messages.control import MAX_POLICY_CHARACTERS, CloseModel, ForgetModel, PrepareModel, ServeModels
+from service.ipc.messages.models import ModelKey
 from service.log import Log
 from service.metrics import GONE, Metrics
 from service.modeling import spec

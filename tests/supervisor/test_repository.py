@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from service.errors import ModelError
-from service.ipc.messages import Manifest
+from service.ipc.messages.models import Manifest
 from service.modeling.spec import ALIASES, MODEL
 from service.supervisor.repository import MAX_HUNG_READS, POLICY, FolderReader, Repository, choose, keep_unchanged
 from tests import models

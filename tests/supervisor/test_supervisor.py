@@ -15,7 +15,9 @@ import pytest
 from service.errors import InvalidModel, StartError
 from service.ipc.channel import Frame
 from service.ipc.heartbeat import IDLE_SECONDS, PATIENCE_SECONDS
-from service.ipc.messages import Drain, ModelKey, ModelVersion, NotLoaded, Ready, TrialBegan, TrialEnded
+from service.ipc.messages.control import Drain, NotLoaded, Ready
+from service.ipc.messages.inference import TrialBegan, TrialEnded
+from service.ipc.messages.models import ModelKey, ModelVersion
 from service.ipc.quota_counts import QuotaCounts
 from service.log import Log
 from service.settings import Settings

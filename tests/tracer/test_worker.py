@@ -13,7 +13,8 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.trace import StatusCode
 
-from service.ipc.messages import Api, BatchRun, RequestTrace
+from service.ipc.messages.inference import BatchRun
+from service.ipc.messages.tracing import Api, RequestTrace
 from service.log import Log
 from service.metrics import Metrics
 from service.settings import Settings

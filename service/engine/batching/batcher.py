@@ -38,7 +38,8 @@ from service.errors import (
     SessionConflict,
     UnknownModel,
 )
-from service.ipc.messages import ModelKey, Request
+from service.ipc.messages.inference import Request
+from service.ipc.messages.models import ModelKey
 from service.metrics import Metrics
 
 LaunchObserver = Callable[[Batch, list[float]], None]

@@ -15,7 +15,7 @@ from typing import Any
 
 from service.engine.batching.model_queue import ModelQueue, S
 from service.engine.batching.request_order import BlockRequest
-from service.ipc.messages import Share
+from service.ipc.messages.inference import Share
 
 TENANT_SHARE = 0.875
 """Of the places that the other tenants leave, in the queue and among the sessions, a tenant that has places takes at most this share."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from service.engine.batching.batch_builder import SchedulerLimits
-from service.ipc.messages import ModelKey
+from service.ipc.messages.models import ModelKey
 
 PERIOD_SECONDS = 5.0
 """How long a limit holds before it doubles. From one step to 4096 it takes a minute."""

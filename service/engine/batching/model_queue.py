@@ -16,7 +16,7 @@ from service.engine.batching.request_block import SEQUENCES, STEPS, QueuedBlock
 from service.engine.batching.request_order import BlockRequest, RequestOrder
 from service.engine.execution.cost_model import Cost
 from service.errors import Overloaded
-from service.ipc.messages import NO_TENANT, Share
+from service.ipc.messages.inference import NO_TENANT, Share
 
 LEAST_STEPS = 16
 """The fewest steps that a batch takes of a longer sequence. Fewer cost less than the host's work for a batch and each sequence in it."""

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from service.engine.batching.due import HEAD_START_SECONDS, allowance, allowances
 from service.engine.execution.cost_model import Cost
 from service.ipc.blocks import COUNT, COUNT_BYTES, DEADLINE, ID, ID_BYTES, Buffer, Columns
-from service.ipc.messages import NO_TENANT, ModelKey, Returns, Share
+from service.ipc.messages.inference import NO_TENANT, Returns, Share
+from service.ipc.messages.models import ModelKey
 
 PLAIN = Returns()
 SIZES = SEQUENCES, STEPS, LONGEST = range(3)

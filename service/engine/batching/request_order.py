@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from service.engine.batching.request_block import SEQUENCES, SIZES, STEPS, QueuedBlock, Row, request_sizes
-from service.ipc.messages import Share
+from service.ipc.messages.inference import Share
 
 REQUESTS_AT_ONCE = 128
 NUMBER, INDEX, ORDER = range(len(SIZES), len(SIZES) + 3)

@@ -49,7 +49,8 @@ from service.engine.batching.model_queue import LEAST_STEPS, ModelQueue, Rejecti
 from service.engine.batching.request_block import SEQUENCES, STEPS, QueuedBlock
 from service.engine.execution.cost_model import Cost
 from service.errors import DeadlineExceeded, Overloaded, ServiceError
-from service.ipc.messages import ModelKey, Share
+from service.ipc.messages.inference import Share
+from service.ipc.messages.models import ModelKey
 
 NEWEST = 0.05
 """Weight of the newest batch in the running mean of the steps per batch."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from service.errors import InvalidRequest, SessionConflict
-from service.ipc.messages import ModelKey
+from service.ipc.messages.models import ModelKey
 from service.ipc.session_file import ALIGNMENT, ID_DTYPES, METADATA, StateOrigin, StoredTensor, metadata_of
 from service.modeling.spec import WEIGHTS, ModelSpec
 

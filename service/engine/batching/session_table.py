@@ -21,7 +21,9 @@ from service.errors import (
     TooManySessions,
     UnknownSession,
 )
-from service.ipc.messages import DIGEST_BYTES, ModelKey, Request, session_id, session_tenant
+from service.ipc.messages.inference import Request
+from service.ipc.messages.models import ModelKey
+from service.ipc.messages.sessions import DIGEST_BYTES, session_id, session_tenant
 from service.ipc.session_journal import SessionJournal
 from service.metrics import Metrics
 

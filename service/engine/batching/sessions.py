@@ -16,7 +16,9 @@ from service.engine.batching.stored_sessions import StoredSessions
 from service.engine.batching.ticket import RequestSequence, Session, Ticket
 from service.engine.execution.device_engine import DeviceEngine
 from service.errors import InvalidInput, Overloaded, ServiceError, SessionConflict, SessionLost
-from service.ipc.messages import ModelKey, Request, session_id
+from service.ipc.messages.inference import Request
+from service.ipc.messages.models import ModelKey
+from service.ipc.messages.sessions import session_id
 from service.ipc.session_file import SessionFile, StateOrigin, StoredTensor
 from service.metrics import Metrics
 

@@ -15,7 +15,7 @@ from service.engine.batching.session_state import State
 from service.engine.batching.state_slots import DISCARD_SLOT, ZERO_SLOT, SlotAllocator, StateSlot
 from service.engine.batching.ticket import RequestSequence, StateLocation
 from service.engine.execution.device_engine import DeviceEngine
-from service.ipc.messages import ModelKey
+from service.ipc.messages.models import ModelKey
 from service.metrics import Metrics
 
 

@@ -16,8 +16,20 @@ from typing import Any, Protocol
 from service.engine.batching.session_table import TAKEN_OVER, UNREPORTED_ENDS, SessionTable
 from service.engine.batching.ticket import Ownership, Session
 from service.errors import Overloaded, ServiceError, SessionUnreachable, TooManySessions
-from service.ipc import messages, session_file
-from service.ipc.messages import RESERVED_SESSION_PREFIX, Message, TakeOutcome, session_id
+from service.ipc import session_file
+from service.ipc.messages.message import Message
+from service.ipc.messages.sessions import RESERVED_SESSION_PREFIX, session_id
+from service.ipc.messages.store import (
+    DropSession,
+    ReleaseSession,
+    SaveEnded,
+    SaveSession,
+    SessionTaken,
+    SessionWanted,
+    TakeOutcome,
+    TakeSession,
+    VerifySession,
+)
 from service.ipc.session_file import SessionFile
 
 RETRY_SECONDS = 1
@@ -80,7 +92,7 @@ class StoredSessions:
         """By session, in the order of arrival."""
         self._waiting_until: dict[str, float] = {}
         self._waiters = 0
-        self._claims: dict[str, messages.TakeSession] = {}
+        self._claims: dict[str, TakeSession] = {}
         """What the store is asked for: one claim of a session at a time, until the store has replied."""
         self._departing: set[str] = set()
         """The open sessions that this engine lets go of. Their chunks wait."""
@@ -90,10 +102,10 @@ class StoredSessions:
         """The turn that this work may use, once."""
         self._send: SendToStore | None = None
         self._handlers: dict[type[Message], Callable[[Any, bytes | memoryview], None]] = {
-            messages.SessionTaken: self._handle_taken,
-            messages.SaveEnded: self._handle_save_ended,
-            messages.SessionWanted: self._handle_wanted,
-            messages.VerifySession: self._handle_verify,
+            SessionTaken: self._handle_taken,
+            SaveEnded: self._handle_save_ended,
+            SessionWanted: self._handle_wanted,
+            VerifySession: self._handle_verify,
         }
 
     def attach(self, send: SendToStore) -> None:
@@ -152,7 +164,7 @@ class StoredSessions:
         session = self._table.find(name)
         if session is not None:
             replaces = _turn(session).number
-        claim = messages.TakeSession(name, _new_turn(), now_ms(), first.begins or first.anew, replaces if first.anew else 0)
+        claim = TakeSession(name, _new_turn(), now_ms(), first.begins or first.anew, replaces if first.anew else 0)
         self._claims[name] = claim
         self._tell(claim)
 
@@ -165,7 +177,7 @@ class StoredSessions:
         turn, self._granted = self._granted, None
         return turn or Ownership(_new_turn(), now_ms(), anew=True)
 
-    def _proceed(self, name: str, claim: messages.TakeSession | None = None) -> None:
+    def _proceed(self, name: str, claim: TakeSession | None = None) -> None:
         """Do the work that waits for a session, in its order, until one must be granted a turn first. claim: what the store has granted."""
         granted = None if claim is None else Ownership(claim.turn, claim.begun)
         for waiting in self._take_waiting(name):
@@ -192,9 +204,9 @@ class StoredSessions:
         if session is not None:
             self.adopt(session, granted)
         elif lost:
-            self._tell(messages.DropSession(name, granted.number, "lost"))
+            self._tell(DropSession(name, granted.number, "lost"))
         else:
-            self._tell(messages.ReleaseSession(name, granted.number))
+            self._tell(ReleaseSession(name, granted.number))
 
     def adopt(self, session: Session, turn: Ownership) -> None:
         """Continue a session in a turn in which the store has no state of it yet."""
@@ -251,11 +263,9 @@ class StoredSessions:
         if turn is None or _is_private(name):
             return  # nothing began
         if reason == "unbegun":
-            self._tell(messages.ReleaseSession(name, turn.number))
+            self._tell(ReleaseSession(name, turn.number))
         elif reason not in ("moved", TAKEN_OVER):
-            self._tell(
-                messages.DropSession(name, turn.number, reason if reason in UNREPORTED_ENDS and reason != "lost" else "")
-            )
+            self._tell(DropSession(name, turn.number, reason if reason in UNREPORTED_ENDS and reason != "lost" else ""))
         if reason != TAKEN_OVER and name != self._proceeding:
             self._claim(name)
 
@@ -302,10 +312,10 @@ class StoredSessions:
         self._tell(self._message(session, releases=True, again=again), self.states.export(session))
 
     @staticmethod
-    def _message(session: Session, *, releases: bool = False, again: bool = False) -> messages.SaveSession:
+    def _message(session: Session, *, releases: bool = False, again: bool = False) -> SaveSession:
         turn = _turn(session)
         exact = releases and not session.uncertain
-        return messages.SaveSession(session.id, turn.number, turn.begun, exact, releases, turn.anew, again)
+        return SaveSession(session.id, turn.number, turn.begun, exact, releases, turn.anew, again)
 
     # Messages of the store.
 
@@ -317,7 +327,7 @@ class StoredSessions:
         if self._send is not None:
             self._send(message, tail)
 
-    def _handle_taken(self, message: messages.SessionTaken, tail: bytes | memoryview) -> None:
+    def _handle_taken(self, message: SessionTaken, tail: bytes | memoryview) -> None:
         name = message.session
         claim = self._claims.pop(name, None)
         if claim is None:
@@ -334,7 +344,7 @@ class StoredSessions:
             case TakeOutcome.ENDED if session is None:
                 self._report_end(name, message.ended, claim)
             case TakeOutcome.ENDED:
-                self._tell(messages.ReleaseSession(name, claim.turn))
+                self._tell(ReleaseSession(name, claim.turn))
                 self._proceed(name)
             case TakeOutcome.ABSENT:
                 self._proceed(name)
@@ -343,11 +353,11 @@ class StoredSessions:
             case _:
                 self._without_store(name, _unreachable(name))
 
-    def _report_end(self, name: str, ended: str, claim: messages.TakeSession) -> None:
+    def _report_end(self, name: str, ended: str, claim: TakeSession) -> None:
         """Report the end of a session to the first client that continues it. Until a client has learned it, the store keeps it."""
         first = self._first(name)
         if first is None:
-            self._tell(messages.ReleaseSession(name, claim.turn))
+            self._tell(ReleaseSession(name, claim.turn))
         elif first.anew:
             self._claim(name, replaces=claim.turn)
         else:
@@ -355,14 +365,14 @@ class StoredSessions:
             first, *others = self._take_waiting(name)
             self._do(name, first, None)
             is_told = not self._table.end_reason(name)
-            self._tell(messages.DropSession(name, claim.turn) if is_told else messages.ReleaseSession(name, claim.turn))
+            self._tell(DropSession(name, claim.turn) if is_told else ReleaseSession(name, claim.turn))
             for waiting in others:
                 self._hold_again(name, waiting)
 
-    def _import(self, message: messages.SessionTaken, tail: bytes | memoryview, claim: messages.TakeSession) -> None:
+    def _import(self, message: SessionTaken, tail: bytes | memoryview, claim: TakeSession) -> None:
         """Open a session with its saved state and do the work that waits for it, or give it back."""
         name, first = message.session, self._first(message.session)
-        give_back = messages.ReleaseSession(name, claim.turn, message.exact)
+        give_back = ReleaseSession(name, claim.turn, message.exact)
         if first is None:
             self._tell(give_back)
             return
@@ -377,7 +387,7 @@ class StoredSessions:
             session.turn, session.uncertain = Ownership(claim.turn, message.begun), not message.exact
             self._proceed(name)
 
-    def _begin_anew(self, name: str, turn: int, give_back: messages.ReleaseSession, error: ServiceError) -> None:
+    def _begin_anew(self, name: str, turn: int, give_back: ReleaseSession, error: ServiceError) -> None:
         """Begin a session again without its saved state, which this replica cannot read, or give it back. error: for all other work."""
         for waiting in self._take_waiting(name):
             if waiting.anew:
@@ -389,7 +399,7 @@ class StoredSessions:
         else:
             self._claim(name, replaces=turn)
 
-    def _handle_save_ended(self, message: messages.SaveEnded, tail: bytes | memoryview) -> None:
+    def _handle_save_ended(self, message: SaveEnded, tail: bytes | memoryview) -> None:
         name = message.session
         session = self._table.find(name)
         if session is None or message.turn != _turn(session).number:
@@ -413,16 +423,16 @@ class StoredSessions:
         self.states.lose(session, TAKEN_OVER)
         self._proceed(session.id)
 
-    def _handle_wanted(self, message: messages.SessionWanted, tail: bytes | memoryview) -> None:
+    def _handle_wanted(self, message: SessionWanted, tail: bytes | memoryview) -> None:
         name = message.session
         if name in self._claims or name in self._departing:
             return
         if self._table.find(name) is None:
-            self._tell(messages.ReleaseSession(name))
+            self._tell(ReleaseSession(name))
         else:
             self._depart(name)
 
-    def _handle_verify(self, message: messages.VerifySession, tail: bytes | memoryview) -> None:
+    def _handle_verify(self, message: VerifySession, tail: bytes | memoryview) -> None:
         session = self._table.find(message.session)
         if session is not None and session.steps and message.session not in self._departing:
             self._save(session)

@@ -13,7 +13,8 @@ from service.engine.batching.session_state import State
 from service.engine.batching.state_slots import StateSlot
 from service.engine.execution.in_flight import BlockResult, ChunkResult
 from service.errors import ServiceError
-from service.ipc.messages import MAX_RUNS, Answer, BatchRun, ModelKey, Request
+from service.ipc.messages.inference import MAX_RUNS, Answer, BatchRun, Request
+from service.ipc.messages.models import ModelKey
 
 
 class BlockOwner(Protocol):

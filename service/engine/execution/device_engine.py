@@ -29,7 +29,8 @@ from service.engine.execution.graph_capture import GraphPool, RunBetweenBatches,
 from service.engine.execution.in_flight import Array, ChunkResult, EndObserver, FinishedPart, InFlightBatch
 from service.engine.execution.model_runner import ModelRunner
 from service.errors import OutOfMemory
-from service.ipc.messages import FEATURES, IDS, BatchRun, LoadedModel, ModelKey, Returns
+from service.ipc.messages.inference import FEATURES, IDS, BatchRun, LoadedModel, Returns
+from service.ipc.messages.models import ModelKey
 from service.log import Log
 from service.metrics import Metrics
 from service.modeling.encoder import Encoder

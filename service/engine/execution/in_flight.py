@@ -14,7 +14,7 @@ from service.engine.batching.request_block import QueuedBlock
 from service.engine.batching.state_slots import DISCARD_SLOT
 from service.engine.execution.device import OutputCollector
 from service.ipc.blocks import COUNT
-from service.ipc.messages import BatchRun, Returns
+from service.ipc.messages.inference import BatchRun, Returns
 
 Array = NDArray[Any]
 

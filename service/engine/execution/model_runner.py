@@ -14,7 +14,7 @@ from service.engine.execution.device import OutputCollector
 from service.engine.execution.in_flight import BatchArrays, InFlightBatch
 from service.engine.execution.staging import Staging
 from service.engine.execution.state_check import HostStateCheck
-from service.ipc.messages import Answer, AnswerWithoutSteps
+from service.ipc.messages.inference import Answer, AnswerWithoutSteps
 from service.modeling.encoder import Encoder, Encoding
 
 TRIAL_STEPS = 16

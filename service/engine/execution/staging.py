@@ -21,7 +21,8 @@ from kernels.ragged import Ragged
 from service.engine.batch import Batch, Chunk
 from service.engine.batching.state_slots import DISCARD_SLOT, ZERO_SLOT
 from service.engine.execution.device import Copy
-from service.ipc.messages import FEATURES, IDS, ModelKey, Returns
+from service.ipc.messages.inference import FEATURES, IDS, Returns
+from service.ipc.messages.models import ModelKey
 from service.modeling.state_slabs import RowSlots
 
 ALIGNED_BYTES = 256

@@ -14,7 +14,7 @@ from service.engine.profiling.recorder import BatchRecorder
 from service.errors import Overloaded, Unavailable
 from service.ipc.channel import Channel
 from service.ipc.heartbeat import Heartbeat
-from service.ipc.messages import EngineStatus, RecordTrace
+from service.ipc.messages.inference import EngineStatus, RecordTrace
 from service.log import Log
 
 BLOCKED_SECONDS = 60.0

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from service.ipc.messages import ModelKey
+from service.ipc.messages.models import ModelKey
 
 OPERATION = "cpu_op"
 HOST = {"cuda_runtime": "launches", "cuda_driver": "launches", OPERATION: "operations"}

@@ -21,17 +21,10 @@ from service.frontend.run.catalog import ServedModel
 from service.frontend.run.validation import PackedInputs
 from service.ipc.async_channel import AsyncChannel
 from service.ipc.channel import Channel, Frame, encode, pair
-from service.ipc.messages import (
-    BodyDecoded,
-    Cancel,
-    DecodeBody,
-    DefineModel,
-    InputsPacked,
-    Message,
-    ModelKey,
-    PackInputs,
-    Reply,
-)
+from service.ipc.messages.decoder import BodyDecoded, DecodeBody, DefineModel, InputsPacked, PackInputs
+from service.ipc.messages.inference import Cancel
+from service.ipc.messages.message import Message, Reply
+from service.ipc.messages.models import ModelKey
 from service.ipc.process_config import ProcessConfig
 from service.ipc.rpc import Rpc
 from service.log import Log

@@ -17,17 +17,10 @@ from service.frontend.run import validation
 from service.frontend.run.catalog import ServedModel
 from service.frontend.run.validation import PackedInputs
 from service.ipc.channel import Frame, encode
-from service.ipc.messages import (
-    BodyDecoded,
-    Cancel,
-    DecodeBody,
-    DefineModel,
-    InputsPacked,
-    Message,
-    ModelKey,
-    PackInputs,
-    Refusal,
-)
+from service.ipc.messages.decoder import BodyDecoded, DecodeBody, DefineModel, InputsPacked, PackInputs
+from service.ipc.messages.inference import Cancel
+from service.ipc.messages.message import Message, Refusal
+from service.ipc.messages.models import ModelKey
 from service.log import Log
 from service.modeling.spec import ModelSpec
 from service.modeling.tokenizer import Tokenizer

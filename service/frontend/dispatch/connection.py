@@ -14,11 +14,24 @@ import numpy as np
 from msgspec import Struct
 
 from service.errors import EngineLost, ServiceError
-from service.ipc import messages
 from service.ipc.async_channel import AsyncChannel
 from service.ipc.blocks import ID, BlockKey, encode_block, split_answers
 from service.ipc.channel import MAX_COPIED_BYTES, Channel, Frame, encode
-from service.ipc.messages import Answer, LoadedModel, Message, ModelKey, Request
+from service.ipc.messages.inference import (
+    Answer,
+    AnswerBlock,
+    Backlog,
+    Cancel,
+    EngineStatus,
+    LoadedModel,
+    RefusalBlock,
+    Release,
+    Request,
+    TrialBegan,
+    TrialEnded,
+)
+from service.ipc.messages.message import Message, Refusal
+from service.ipc.messages.models import ModelKey
 from service.ipc.rpc import Rpc
 from service.metrics import Metrics
 
@@ -211,13 +224,13 @@ class EngineConnection:
         self._on_passed = on_passed
         self._wait = PredictedWait()
         self._handlers: dict[type[Message], Callable[[Frame, Any], None]] = {
-            messages.AnswerBlock: self._handle_answers,
-            messages.Backlog: self._handle_backlog,
-            messages.EngineStatus: self._handle_status,
-            messages.Refusal: self._handle_refusal,
-            messages.RefusalBlock: self._handle_refusals,
-            messages.TrialBegan: self._handle_trial_began,
-            messages.TrialEnded: self._handle_trial_ended,
+            AnswerBlock: self._handle_answers,
+            Backlog: self._handle_backlog,
+            EngineStatus: self._handle_status,
+            Refusal: self._handle_refusal,
+            RefusalBlock: self._handle_refusals,
+            TrialBegan: self._handle_trial_began,
+            TrialEnded: self._handle_trial_ended,
         }
         self._channel = AsyncChannel(channel, self._handle_frame, self._lose, self._count_written, self._send_blocks)
         self.rpc = Rpc(self._channel.send, "an engine", next_id)
@@ -265,12 +278,12 @@ class EngineConnection:
     def release(self, key: ModelKey) -> None:
         """Tell the engine that this frontend sends no further requests for a model version."""
         self._send_blocks()
-        self._channel.send_message(messages.Release(key))
+        self._channel.send_message(Release(key))
 
     def cancel(self, pending: PendingRequest) -> None:
         """Tell the engine that nothing waits for a request any longer, unless it has not left yet."""
         if not any(block.pop(pending.id, None) for block in self._blocks.values()):
-            self._channel.send_message(messages.Cancel(), pending.id)
+            self._channel.send_message(Cancel(), pending.id)
 
     def forget(self, pending: PendingRequest) -> None:
         """Remove a request from the pending requests and from the predicted wait."""
@@ -286,46 +299,46 @@ class EngineConnection:
         self._channel.close()
 
     def _handle_frame(self, frame: Frame) -> None:
-        if type(frame.message) is messages.Answer:
+        if type(frame.message) is Answer:
             self._handle_answer(frame, frame.message)
         elif not self.rpc.handle_reply(frame) and type(frame.message) in self._handlers:
             self._handlers[type(frame.message)](frame, frame.message)
 
-    def _handle_status(self, frame: Frame, status: messages.EngineStatus) -> None:
+    def _handle_status(self, frame: Frame, status: EngineStatus) -> None:
         self.models = {model.key: model for model in status.models}
         self.place = status.place
         if not self.ready:
             self.ready = True
             self._on_met(self)
 
-    def _handle_backlog(self, frame: Frame, backlog: messages.Backlog) -> None:
+    def _handle_backlog(self, frame: Frame, backlog: Backlog) -> None:
         self._wait.report(backlog.seconds, backlog.frames, self._clock())
 
-    def _handle_answer(self, frame: Frame, answer: messages.Answer) -> None:
+    def _handle_answer(self, frame: Frame, answer: Answer) -> None:
         pending = self.pending.get(frame.id)
         if pending is not None:
             pending.answer(answer, frame.tail)
 
-    def _handle_answers(self, frame: Frame, block: messages.AnswerBlock) -> None:
+    def _handle_answers(self, frame: Frame, block: AnswerBlock) -> None:
         for id, answer, data in split_answers(block, frame.tail):
             pending = self.pending.get(id)
             if pending is not None:
                 pending.answer(answer, data)
 
-    def _handle_trial_began(self, frame: Frame, message: messages.TrialBegan) -> None:
+    def _handle_trial_began(self, frame: Frame, message: TrialBegan) -> None:
         self.on_trial.add(message.key)
 
-    def _handle_trial_ended(self, frame: Frame, message: messages.TrialEnded) -> None:
+    def _handle_trial_ended(self, frame: Frame, message: TrialEnded) -> None:
         self.on_trial.discard(message.key)
         if message.ran:
             self._on_passed(message.key)
 
-    def _handle_refusal(self, frame: Frame, refusal: messages.Refusal) -> None:
+    def _handle_refusal(self, frame: Frame, refusal: Refusal) -> None:
         pending = self.pending.get(frame.id)
         if pending is not None:
             pending.fail(refusal.error)
 
-    def _handle_refusals(self, frame: Frame, block: messages.RefusalBlock) -> None:
+    def _handle_refusals(self, frame: Frame, block: RefusalBlock) -> None:
         for id in np.frombuffer(frame.tail, ID).tolist():
             pending = self.pending.get(id)
             if pending is not None:

@@ -23,9 +23,11 @@ import msgspec
 from service.errors import DeadlineExceeded, EngineLost, Overloaded, ServiceError, Unavailable
 from service.frontend.dispatch.connection import REQUEST_BYTES, Deadlines, EngineConnection, PendingRequest, Receiver
 from service.frontend.dispatch.empty_rows import EmptyRows
-from service.ipc import messages
 from service.ipc.channel import Channel
-from service.ipc.messages import LoadedModel, ModelKey, Request
+from service.ipc.messages.inference import LoadedModel, RecordTrace, Request
+from service.ipc.messages.message import Message
+from service.ipc.messages.models import ModelKey
+from service.ipc.messages.sessions import EndSession, ExportSession, FindSession, ImportSession, SessionFound
 from service.ipc.session_file import SessionFile
 from service.ipc.session_placement import engine_of_session
 from service.ipc.suspect_turns import SuspectTurns
@@ -178,7 +180,7 @@ class Dispatcher:
         """Record the next batches of every ready engine. Return a JSON array of trace events for each; raises a ServiceError."""
         if not self.ready:
             raise self._not_ready()
-        recording = messages.RecordTrace(batches, seconds)
+        recording = RecordTrace(batches, seconds)
         timeout = seconds + TRACE_GRACE_SECONDS
         calls = [asyncio.ensure_future(engine.rpc.call_done(recording, timeout=timeout)) for engine in self._ready]
         try:
@@ -189,19 +191,19 @@ class Dispatcher:
 
     async def export_session(self, session: str) -> bytes | memoryview:
         """Return the state of a session, which stays open; raises a ServiceError."""
-        return await self._call_engine_of(session, messages.ExportSession(session))
+        return await self._call_engine_of(session, ExportSession(session))
 
     async def import_session(self, session: str, file: SessionFile, limit: int = 0) -> None:
         """Open a session with an exported state; raises a ServiceError. limit: open sessions of its tenant in one engine, 0 for none."""
-        await self._call_engine_of(session, messages.ImportSession(session, file.origin, file.tensors, limit), file.data)
+        await self._call_engine_of(session, ImportSession(session, file.origin, file.tensors, limit), file.data)
 
     async def end_session(self, session: str) -> None:
         """End a session; raises a ServiceError when it is not open."""
-        await self._call_engine_of(session, messages.EndSession(session))
+        await self._call_engine_of(session, EndSession(session))
 
     async def model_of_session(self, session: str) -> ModelKey | None:
         """Return the model version of a session, None if it is not open; raises a ServiceError."""
-        reply, _ = await self._engine_of(session).rpc.call(messages.FindSession(session), messages.SessionFound)
+        reply, _ = await self._engine_of(session).rpc.call(FindSession(session), SessionFound)
         return reply.key
 
     def has_requests_of(self, key: ModelKey) -> bool:
@@ -259,9 +261,7 @@ class Dispatcher:
             raise self._not_ready()
         raise EngineLost("the engine of this session is not ready: retry later, or start another session", retry_after=1)
 
-    async def _call_engine_of(
-        self, session: str, message: messages.Message, tail: bytes | memoryview = b""
-    ) -> bytes | memoryview:
+    async def _call_engine_of(self, session: str, message: Message, tail: bytes | memoryview = b"") -> bytes | memoryview:
         """Call the engine of a session. Return the trailing bytes of its reply."""
         [engine] = _with_room([self._engine_of(session)], len(tail), self._channel_bytes)
         return await engine.rpc.call_done(message, tail=tail)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from service.errors import ServiceError
 from service.frontend.dispatch.connection import Answered, Receiver
-from service.ipc.messages import FEATURES, IDS, Answer, AnswerWithoutSteps, Request
+from service.ipc.messages.inference import FEATURES, IDS, Answer, AnswerWithoutSteps, Request
 
 Array = NDArray[Any]
 DTYPES = {"scores": FEATURES, "picks": IDS, "embedding": FEATURES, "sequence": FEATURES, "state": FEATURES}

@@ -39,7 +39,9 @@ from service.frontend.run.exchange import HttpReply
 from service.frontend.run.frontend import Frontend
 from service.frontend.run.origin import Header, RequestOrigin
 from service.frontend.run.runner import AnsweredRequest, DecodedRequest, RunningRequest
-from service.ipc.messages import Api, DecodeBody, ModelKey
+from service.ipc.messages.decoder import DecodeBody
+from service.ipc.messages.models import ModelKey
+from service.ipc.messages.tracing import Api
 from service.modeling.spec.heads import ClassifyHead
 
 MAX_WRITERS = 64

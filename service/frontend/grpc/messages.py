@@ -16,7 +16,7 @@ from service.frontend.oip.tensors import BYTES, Tensor, decode, encode
 from service.frontend.oip.types import InferRequest, InferResponse, RequestedOutput
 from service.frontend.oip.wire import NotAMessage, read_number
 from service.frontend.run.catalog import ServedModel
-from service.ipc.messages import FEATURES, Answer
+from service.ipc.messages.inference import FEATURES, Answer
 from service.modeling.spec.heads import ClassifyHead
 
 MAX_SIMPLE_FIELDS = 16

@@ -16,7 +16,7 @@ from functools import partial
 import msgspec
 
 from service.errors import Overloaded
-from service.ipc.messages import Request
+from service.ipc.messages.inference import Request
 from service.log import Log
 from service.memory_limit import NO_LIMIT, MemoryUse, return_freed_memory
 from service.metrics import MEMORY, Metrics

@@ -21,7 +21,7 @@ from service.frontend.oip.tensors import BYTES, Tensor, decode
 from service.frontend.run import validation
 from service.frontend.run.catalog import Catalog, ModelIndex, ServedModel
 from service.frontend.run.validation import PackedInputs
-from service.ipc.messages import FEATURES
+from service.ipc.messages.inference import FEATURES
 from service.modeling.spec import ModelSpec
 from service.modeling.spec.heads.fields import AnswerField
 from service.settings import Settings

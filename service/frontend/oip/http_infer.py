@@ -26,7 +26,8 @@ from service.frontend.run.exchange import HttpReply
 from service.frontend.run.large_answers import PIECE_VALUES
 from service.frontend.run.runner import AnsweredRequest, DecodedRequest
 from service.frontend.run.session_header import checked_header
-from service.ipc.messages import Api, DecodeBody
+from service.ipc.messages.decoder import DecodeBody
+from service.ipc.messages.tracing import Api
 
 PATH = re.compile("/v2/models/([^/]+)(?:/versions/([^/]+))?/infer")
 MIN_COMPRESSED_BYTES = 1024

@@ -16,7 +16,7 @@ from service.frontend.run import head_outputs, validation
 from service.frontend.run.catalog import ServedModel
 from service.frontend.run.runner import Packer
 from service.frontend.run.validation import PackedInputs
-from service.ipc.messages import Answer, Request
+from service.ipc.messages.inference import Answer, Request
 from service.settings import Settings
 
 

@@ -17,7 +17,7 @@ from service.frontend.oip.tensors import BYTES
 from service.frontend.run.catalog import ServedModel
 from service.frontend.run.frontend import Frontend
 from service.frontend.run.quoting import quote
-from service.ipc.messages import MAX_POLICY_CHARACTERS
+from service.ipc.messages.control import MAX_POLICY_CHARACTERS
 from service.modeling.spec import ModelSpec
 
 EXTENSIONS = (

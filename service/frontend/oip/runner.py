@@ -23,7 +23,7 @@ from service.frontend.run.exchange import HttpReply
 from service.frontend.run.frontend import Frontend
 from service.frontend.run.runner import AnsweredRequest, DecodedRequest, RequestRunner
 from service.frontend.run.validation import PackedInputs
-from service.ipc.messages import Request
+from service.ipc.messages.inference import Request
 
 NO_VALUES = memoryview(b"")
 

@@ -10,7 +10,8 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 import orjson
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Response
+from fastapi import Request as HttpRequest
 from msgspec import UNSET, Meta, UnsetType
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -28,8 +29,9 @@ from service.frontend.run.head_outputs import InferOutput, decode_arrays, input_
 from service.frontend.run.runner import AnsweredRequest, DecodedRequest, RequestRunner
 from service.frontend.run.session_header import DESCRIPTION, checked_header, resolve_session
 from service.frontend.run.validation import MAX_SESSION_STEPS, PackedInputs
-from service.ipc import messages
-from service.ipc.messages import Api
+from service.ipc.messages.decoder import DecodeBody
+from service.ipc.messages.inference import Answer, Request, Returns
+from service.ipc.messages.tracing import Api
 from service.modeling.spec import ModelSpec
 from service.settings import Settings
 
@@ -134,7 +136,7 @@ def add_routes(router: APIRouter, frontend: Frontend) -> None:
     extra = {"parameters": [DESCRIPTION], **describe_body(InferBody, **_EXAMPLES)}
 
     @router.post("/infer", response_model=InferReply, openapi_extra=extra)
-    async def infer(request: Request) -> Response:
+    async def infer(request: HttpRequest) -> Response:
         """Run a model on each input."""
 
         async def decode(data: bytes, stack: AsyncExitStack) -> DecodedRequest:
@@ -158,7 +160,7 @@ def parse_body(data: bytes, header: str | None) -> InferBody:
 async def _write_large_reply(
     frontend: Frontend,
     model: ServedModel,
-    answer: messages.Answer,
+    answer: Answer,
     data: bytes | memoryview,
     field_of: Callable[[int], str],
     session: str | None,
@@ -196,7 +198,7 @@ def engine_request(
     settings: Settings,
     arrived: float,
     field_of: Callable[[int], str],
-) -> tuple[messages.Request, bytes | memoryview]:
+) -> tuple[Request, bytes | memoryview]:
     """Return the engine's request and its tensor bytes; raises InvalidInput. field_of: returns the name of an input in error messages."""
     options = validation.Options(
         returns=check_returns(body.returns, model.spec),
@@ -213,7 +215,7 @@ def engine_request(
     return validation.engine_request(packed, options, model, arrived), packed.data
 
 
-def check_returns(returns: Sequence[str], spec: ModelSpec) -> messages.Returns:
+def check_returns(returns: Sequence[str], spec: ModelSpec) -> Returns:
     """Validate `return`. Raises InvalidInput for vectors that the model does not have."""
     for name in returns:
         if name not in spec.vectors:
@@ -257,15 +259,13 @@ class InferRunner(RequestRunner):
         """
         if len(data) <= MAX_LOOP_BODY_BYTES:
             return _decoded(parse_body(data, header))
-        large = await stack.enter_async_context(
-            self.frontend.decoder.decode(messages.DecodeBody("infer", session=header), data)
-        )
+        large = await stack.enter_async_context(self.frontend.decoder.decode(DecodeBody("infer", session=header), data))
         body = msgspec.json.decode(large.options, type=InferBody)
         return msgspec.structs.replace(_decoded(body), pack=large.pack)
 
     def build(
         self, decoded: DecodedRequest, model: ServedModel, arrived: float, packed: PackedInputs | None
-    ) -> tuple[messages.Request, bytes | memoryview]:
+    ) -> tuple[Request, bytes | memoryview]:
         body: InferBody = decoded.context
         settings = self.frontend.settings
         if packed is None:

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request, Response
 from service.frontend.rest.http_exchange import respond, respond_json
 from service.frontend.rest.schemas import QueryParameters, describe_query
 from service.frontend.run.frontend import Frontend
-from service.ipc.messages import ModelKey
+from service.ipc.messages.models import ModelKey
 
 MARKDOWN = "text/markdown; charset=utf-8"
 _NAME = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}

@@ -36,7 +36,9 @@ from service.frontend.run.origin import Header, RequestOrigin
 from service.frontend.run.runner import DecodedRequest, RunningRequest
 from service.frontend.run.session_header import DESCRIPTION, resolve_session
 from service.frontend.run.validation import MAX_SESSION_STEPS, resolve_deadline_ms
-from service.ipc.messages import RESERVED_SESSION_PREFIX, Api, DecodeBody
+from service.ipc.messages.decoder import DecodeBody
+from service.ipc.messages.sessions import RESERVED_SESSION_PREFIX
+from service.ipc.messages.tracing import Api
 from service.modeling.spec import ModelSpec
 from service.settings import Settings
 

@@ -13,7 +13,8 @@ import orjson
 from service.errors import InvalidModel, ModelError, ServiceError, Unavailable, UnknownModel
 from service.frontend.run.head_outputs import OutputWriter
 from service.frontend.run.quoting import quote
-from service.ipc.messages import IndexEntry, Manifest, ModelKey, ModelVersion, NotLoaded
+from service.ipc.messages.control import NotLoaded
+from service.ipc.messages.models import IndexEntry, Manifest, ModelKey, ModelVersion
 from service.log import Log
 from service.modeling.spec import CARD, WEIGHTS, ModelSpec
 from service.modeling.spec.files import read_file

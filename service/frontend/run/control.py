@@ -11,11 +11,28 @@ from typing import Any
 from service.errors import InvalidModel, ModelError, Unavailable, UnknownModel
 from service.frontend.run.catalog import read_served_model
 from service.frontend.run.frontend import Frontend
-from service.ipc import messages
 from service.ipc.async_channel import AsyncChannel
 from service.ipc.channel import Channel, Frame, encode, send_now
 from service.ipc.heartbeat import Heartbeat
-from service.ipc.messages import Done, IndexEntry, Message, MetricsCollected, ModelKey, ModelsListed, ModelVersion, Reply
+from service.ipc.messages.control import (
+    Attach,
+    CollectMetrics,
+    Drain,
+    Failed,
+    ForgetModel,
+    ListModels,
+    LoadModel,
+    MetricsCollected,
+    ModelsListed,
+    NotLoaded,
+    PrepareModel,
+    Ready,
+    ScrapeMetrics,
+    ServeModels,
+    UnloadModel,
+)
+from service.ipc.messages.message import Done, Message, Refusal, Reply
+from service.ipc.messages.models import IndexEntry, ModelKey, ModelVersion
 from service.ipc.rpc import Rpc, SharedCall
 from service.metrics import Snapshot, stale
 from service.modeling.spec import NAME
@@ -46,12 +63,12 @@ class Control:
     def listen(self, frontend: Frontend) -> None:
         """Handle messages from now on: the server accepts connections."""
         handlers: dict[type[Message], Callable[[Frame, Any, Frontend], None]] = {
-            messages.Attach: self._handle_attach,
-            messages.Drain: self._handle_drain,
-            messages.CollectMetrics: self._handle_collect_metrics,
-            messages.ForgetModel: self._handle_forget_model,
-            messages.PrepareModel: self._handle_prepare_model,
-            messages.ServeModels: self._handle_serve_models,
+            Attach: self._handle_attach,
+            Drain: self._handle_drain,
+            CollectMetrics: self._handle_collect_metrics,
+            ForgetModel: self._handle_forget_model,
+            PrepareModel: self._handle_prepare_model,
+            ServeModels: self._handle_serve_models,
         }
 
         def handle(frame: Frame) -> None:
@@ -66,13 +83,13 @@ class Control:
 
     def ready(self) -> None:
         """Tell the supervisor that an engine has connected and requests are answered."""
-        self._send(encode(messages.Ready()))
+        self._send(encode(Ready()))
 
     def failed(self, reason: str) -> None:
         """Tell the supervisor that this frontend cannot start."""
-        send_now(self._raw_channel, messages.Failed(reason))
+        send_now(self._raw_channel, Failed(reason))
 
-    def not_loaded(self, message: messages.NotLoaded) -> None:
+    def not_loaded(self, message: NotLoaded) -> None:
         """Tell the supervisor that this frontend starts without a model version."""
         send_now(self._raw_channel, message)
 
@@ -85,7 +102,7 @@ class Control:
 
     async def _scrape(self) -> Snapshot:
         with contextlib.suppress(Unavailable):
-            reply, _ = await self._rpc.call(messages.ScrapeMetrics(), MetricsCollected, timeout=SCRAPE_SECONDS)
+            reply, _ = await self._rpc.call(ScrapeMetrics(), MetricsCollected, timeout=SCRAPE_SECONDS)
             self._last_scrape = reply.snapshot
             return self._last_scrape
         return stale(self._last_scrape)
@@ -95,18 +112,18 @@ class Control:
         return await self._indexes.result()
 
     async def _list_models(self) -> list[IndexEntry]:
-        reply, _ = await self._rpc.call(messages.ListModels(), ModelsListed, timeout=INDEX_SECONDS)
+        reply, _ = await self._rpc.call(ListModels(), ModelsListed, timeout=INDEX_SECONDS)
         return reply.entries
 
     async def load(self, name: str, policy: str | None = None) -> None:
         """Serve the current content of a model's folder; raises a ServiceError."""
         _check_name(name)
-        await self._rpc.call_done(messages.LoadModel(name, policy))
+        await self._rpc.call_done(LoadModel(name, policy))
 
     async def unload(self, name: str) -> None:
         """Stop serving a model; raises a ServiceError."""
         _check_name(name)
-        await self._rpc.call_done(messages.UnloadModel(name))
+        await self._rpc.call_done(UnloadModel(name))
 
     def _send(self, frame: bytes) -> None:
         assert self._channel is not None, "listen() comes first"
@@ -115,31 +132,31 @@ class Control:
     def _reply(self, frame: Frame, reply: Reply) -> None:
         self._send(encode(reply, frame.id))
 
-    def _handle_attach(self, frame: Frame, message: messages.Attach, frontend: Frontend) -> None:
+    def _handle_attach(self, frame: Frame, message: Attach, frontend: Frontend) -> None:
         assert frame.attached is not None, "an Attach message carries a socket"
         frontend.dispatcher.attach(Channel(frame.attached))
 
-    def _handle_drain(self, frame: Frame, message: messages.Drain, frontend: Frontend) -> None:
+    def _handle_drain(self, frame: Frame, message: Drain, frontend: Frontend) -> None:
         frontend.draining = True
 
-    def _handle_collect_metrics(self, frame: Frame, message: messages.CollectMetrics, frontend: Frontend) -> None:
+    def _handle_collect_metrics(self, frame: Frame, message: CollectMetrics, frontend: Frontend) -> None:
         self._reply(frame, MetricsCollected(frontend.metrics.snapshot()))
 
-    def _handle_forget_model(self, frame: Frame, message: messages.ForgetModel, frontend: Frontend) -> None:
+    def _handle_forget_model(self, frame: Frame, message: ForgetModel, frontend: Frontend) -> None:
         self._start(_forget(message.key, frontend))
 
-    def _handle_prepare_model(self, frame: Frame, message: messages.PrepareModel, frontend: Frontend) -> None:
+    def _handle_prepare_model(self, frame: Frame, message: PrepareModel, frontend: Frontend) -> None:
         async def prepare() -> None:
             try:
                 await _read_new(message.model_version, frontend)
             except ModelError as error:
-                self._reply(frame, messages.Refusal.of(InvalidModel(str(error))))
+                self._reply(frame, Refusal.of(InvalidModel(str(error))))
             else:
                 self._reply(frame, Done())
 
         self._start(prepare())
 
-    def _handle_serve_models(self, frame: Frame, message: messages.ServeModels, frontend: Frontend) -> None:
+    def _handle_serve_models(self, frame: Frame, message: ServeModels, frontend: Frontend) -> None:
         manifest = message.manifest
 
         async def switch() -> None:

@@ -32,7 +32,8 @@ from service.frontend.run.large_answers import LargeAnswers
 from service.frontend.run.observation import Observer
 from service.frontend.run.origin import RequestIds
 from service.frontend.run.tally import RequestTally
-from service.ipc.messages import IndexEntry, Manifest, ModelKey, Request
+from service.ipc.messages.inference import Request
+from service.ipc.messages.models import IndexEntry, Manifest, ModelKey
 from service.ipc.quota_counts import QuotaCounts
 from service.ipc.trace_socket import TraceWriter
 from service.log import Log

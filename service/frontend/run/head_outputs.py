@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict
 
 from service.errors import InvalidInput
 from service.frontend.run.large_answers import PIECE_VALUES
-from service.ipc.messages import FEATURES, IDS, Answer
+from service.ipc.messages.inference import FEATURES, IDS, Answer
 from service.modeling.spec import ModelSpec
 from service.modeling.spec.heads.fields import AnswerField, Extent
 

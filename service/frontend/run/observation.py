@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 from service.errors import BY_CODE, STATUS
 from service.frontend.http2.budget import RateBudget
 from service.frontend.run.origin import TRACEPARENT, TRACESTATE, Header, Identity, Parent, RequestOrigin, parse_parent
-from service.ipc.messages import Answer, Api, RequestTrace
+from service.ipc.messages.inference import Answer
+from service.ipc.messages.tracing import Api, RequestTrace
 from service.ipc.trace_socket import TraceWriter
 from service.log import Log
 from service.metrics import CUT_OFF, FAULTS, GONE, OK, Metrics

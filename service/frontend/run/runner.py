@@ -26,7 +26,9 @@ from service.frontend.run.frontend import Frontend
 from service.frontend.run.large_answers import LARGE_ANSWER_BYTES
 from service.frontend.run.observation import EndedRequest, Observation, stage_seconds
 from service.frontend.run.validation import PackedInputs
-from service.ipc.messages import Answer, Api, ModelKey, Request
+from service.ipc.messages.inference import Answer, Request
+from service.ipc.messages.models import ModelKey
+from service.ipc.messages.tracing import Api
 from service.metrics import CUT_OFF, GONE, OK
 
 MAX_ATTEMPTS = 3

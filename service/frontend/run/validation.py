@@ -20,7 +20,8 @@ from pydantic import FailFast, Field, TypeAdapter, ValidationError
 from service.errors import InvalidInput, TooLarge
 from service.frontend.run.catalog import ServedModel
 from service.frontend.run.quoting import describe_value, quote
-from service.ipc.messages import FEATURES, IDS, RESERVED_SESSION_PREFIX, Request, Returns
+from service.ipc.messages.inference import FEATURES, IDS, Request, Returns
+from service.ipc.messages.sessions import RESERVED_SESSION_PREFIX
 from service.modeling.spec import ModelSpec
 from service.settings import Settings
 

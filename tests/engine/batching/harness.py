@@ -29,7 +29,8 @@ from service.engine.internal_errors import InternalErrors
 from service.errors import OutOfMemory, ServiceError
 from service.ipc import session_file
 from service.ipc.blocks import COUNT, DEADLINE, ID, Columns, split_answers
-from service.ipc.messages import FEATURES, IDS, NO_TENANT, Answer, AnswerBlock, LoadedModel, ModelKey, Request, Returns, Share
+from service.ipc.messages.inference import FEATURES, IDS, NO_TENANT, Answer, AnswerBlock, LoadedModel, Request, Returns, Share
+from service.ipc.messages.models import ModelKey
 from service.ipc.session_journal import SessionJournal
 from service.log import Log
 from service.metrics import Counter, Metrics

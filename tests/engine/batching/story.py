@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from service.engine.batching.state_slots import FIRST_SLOT, StateSlot
 from service.engine.execution.cost_model import Cost
 from service.errors import ServiceError, SessionConflict, SessionExpired, SessionLost, TooManySessions, UnknownSession
-from service.ipc.messages import ModelKey
+from service.ipc.messages.models import ModelKey
 from service.ipc.session_journal import SessionJournal
 from tests.engine.batching.harness import (
     IDLE_SECONDS,

@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from service.ipc.messages import ModelKey
+from service.ipc.messages.models import ModelKey
 from tests.engine.batching.harness import MODEL, OTHER, POISON, BatcherHarness, total
 
 

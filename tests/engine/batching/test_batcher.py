@@ -23,7 +23,8 @@ from service.errors import (
     ServiceError,
     UnknownModel,
 )
-from service.ipc.messages import FEATURES, IDS, Answer, ModelKey, Returns
+from service.ipc.messages.inference import FEATURES, IDS, Answer, Returns
+from service.ipc.messages.models import ModelKey
 from service.log import Log
 from service.metrics import Metrics
 from tests.engine.batching.harness import (

@@ -13,7 +13,8 @@ from service.engine.batching.model_queue import QueuedSequence
 from service.engine.batching.scheduler import Scheduler
 from service.engine.execution.cost_model import Cost
 from service.errors import Overloaded
-from service.ipc.messages import NO_TENANT, ModelKey, Share
+from service.ipc.messages.inference import NO_TENANT, Share
+from service.ipc.messages.models import ModelKey
 from tests.engine.batching import harness as fakes
 from tests.engine.batching.harness import MODEL, NEVER, OTHER, block, sequences
 

@@ -20,7 +20,7 @@ from service.engine.batching.request_block import QueuedBlock
 from service.engine.batching.scheduler import Scheduler
 from service.engine.execution.cost_model import Cost
 from service.errors import ServiceError
-from service.ipc.messages import IDS, NO_TENANT, Share
+from service.ipc.messages.inference import IDS, NO_TENANT, Share
 from tests.engine.batching.harness import MODEL, OTHER, block
 
 EVENTS = 250

@@ -15,7 +15,7 @@ from service.engine.batching.model_queue import LEAST_STEPS, QueuedSequence
 from service.engine.batching.scheduler import CAUTION, Scheduler
 from service.engine.execution.cost_model import Cost
 from service.errors import DeadlineExceeded, Overloaded
-from service.ipc.messages import ModelKey
+from service.ipc.messages.models import ModelKey
 from tests.engine.batching.harness import COST, LIMITS, MODEL, OTHER, scheduler, sequences
 
 STEP_COST = Cost(0.0, 1.0, 0.0)

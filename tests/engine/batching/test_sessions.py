@@ -24,7 +24,8 @@ from service.errors import (
     UnknownModel,
     UnknownSession,
 )
-from service.ipc.messages import ModelKey, session_of_tenant
+from service.ipc.messages.models import ModelKey
+from service.ipc.messages.sessions import session_of_tenant
 from service.ipc.session_file import StateOrigin
 from service.ipc.session_journal import SessionJournal
 from tests.engine.batching.harness import (

@@ -10,7 +10,7 @@ import pytest
 from service.engine.batching.state_slots import FIRST_SLOT, SlotAllocator, StaleSlot
 from service.engine.execution.cost_model import Cost
 from service.errors import InferenceFailed, InvalidInput
-from service.ipc.messages import FEATURES, Returns
+from service.ipc.messages.inference import FEATURES, Returns
 from tests.engine.batching import harness as fakes
 from tests.engine.batching.harness import OTHER, POISON, BatcherHarness, FakeClient, FakeEngine, ids
 

@@ -18,7 +18,8 @@ from service.engine.execution.device_engine import DeviceEngine
 from service.engine.execution.in_flight import ChunkResult
 from service.engine.execution.state_check import HostStateCheck, finite_rows
 from service.ipc import session_file
-from service.ipc.messages import FEATURES, ModelKey, Returns
+from service.ipc.messages.inference import FEATURES, Returns
+from service.ipc.messages.models import ModelKey
 from service.ipc.session_file import StateOrigin
 from service.metrics import Metrics
 from service.modeling import store

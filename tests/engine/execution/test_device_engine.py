@@ -20,7 +20,8 @@ from service.engine.execution import model_runner
 from service.engine.execution.device import allow_tf32
 from service.engine.execution.device_engine import DeviceEngine
 from service.engine.execution.in_flight import BatchArrays, ChunkResult, InFlightBatch
-from service.ipc.messages import FEATURES, IDS, ModelKey, Returns
+from service.ipc.messages.inference import FEATURES, IDS, Returns
+from service.ipc.messages.models import ModelKey
 from service.metrics import Metrics
 from service.modeling import store
 from service.modeling.encoder import Encoder

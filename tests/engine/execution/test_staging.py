@@ -17,7 +17,8 @@ from kernels.ragged import Ragged
 from service.engine.batch import Batch, Chunk
 from service.engine.batching.state_slots import ZERO_SLOT
 from service.engine.execution.staging import PARALLEL_BYTES, Staging
-from service.ipc.messages import FEATURES, IDS, ModelKey, Returns
+from service.ipc.messages.inference import FEATURES, IDS, Returns
+from service.ipc.messages.models import ModelKey
 from tests.engine.batching.harness import MODEL, NEVER, block, ids
 
 CPU = torch.device("cpu")

@@ -33,7 +33,9 @@ from service.frontend.rest.infer import InferRunner
 from service.frontend.run.exchange import AwaitedExchange
 from service.frontend.run.origin import NO_ORIGIN, RequestIdentity
 from service.ipc.channel import Frame, decode
-from service.ipc.messages import Api, BodyDecoded, DecodeBody, Refusal
+from service.ipc.messages.decoder import BodyDecoded, DecodeBody
+from service.ipc.messages.message import Refusal
+from service.ipc.messages.tracing import Api
 from service.log import Log
 from service.settings import Settings
 from tests.frontend.in_process import InProcess, in_process

@@ -11,7 +11,9 @@ from service.errors import DeadlineExceeded, EngineLost, Overloaded, SessionLost
 from service.frontend.dispatch import dispatcher as module
 from service.frontend.dispatch.dispatcher import Dispatcher
 from service.ipc.channel import encode
-from service.ipc.messages import Cancel, Done, EndSession, ExportSession, ImportSession, RecordTrace, Refusal, Request
+from service.ipc.messages.inference import Cancel, RecordTrace, Request
+from service.ipc.messages.message import Done, Refusal
+from service.ipc.messages.sessions import EndSession, ExportSession, ImportSession
 from service.ipc.session_file import SessionFile, StateOrigin
 from service.ipc.session_placement import engine_of_session
 from service.metrics import Metrics

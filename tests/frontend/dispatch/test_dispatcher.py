@@ -16,19 +16,19 @@ from service.frontend.dispatch.connection import Answered, PredictedWait
 from service.frontend.dispatch.dispatcher import TURN_SECONDS, Dispatcher
 from service.ipc.blocks import COUNT, DEADLINE, ID, Columns
 from service.ipc.channel import Channel, Frame, encode, pair
-from service.ipc.messages import (
+from service.ipc.messages.inference import (
     Answer,
     AnswerWithoutSteps,
     Backlog,
     Cancel,
     EngineStatus,
     LoadedModel,
-    Refusal,
     RefusalBlock,
     Request,
     RequestBlock,
     TrialEnded,
 )
+from service.ipc.messages.message import Refusal
 from service.ipc.suspect_turns import SuspectTurns
 from service.metrics import Metrics
 

@@ -10,7 +10,8 @@ import pytest
 from service.errors import EngineLost
 from service.frontend.dispatch.dispatcher import HOLD_SECONDS, MAX_ATTEMPTS, Dispatcher
 from service.ipc.channel import encode
-from service.ipc.messages import ModelKey, Release, TrialBegan, TrialEnded
+from service.ipc.messages.inference import Release, TrialBegan, TrialEnded
+from service.ipc.messages.models import ModelKey
 from service.metrics import Metrics
 from tests.frontend.dispatch.test_dispatcher import Clock, EngineProcess, in_loop, lose, meet, meet_two, run, send, tails
 

@@ -21,7 +21,8 @@ from service.frontend.guards.memory_guard import (
     TRIM_TICKS,
     MemoryGuard,
 )
-from service.ipc.messages import ModelKey, Request
+from service.ipc.messages.inference import Request
+from service.ipc.messages.models import ModelKey
 from service.log import Log
 from service.memory_limit import NO_LIMIT, MemoryUse
 from service.metrics import MEMORY, Metrics

@@ -20,7 +20,7 @@ from service.access.caller import Caller, Quotas
 from service.access.scopes import Scope
 from service.errors import QuotaExceeded
 from service.frontend.guards.quotas import QuotaLedger
-from service.ipc.messages import Share
+from service.ipc.messages.inference import Share
 from service.ipc.quota_counts import QuotaCounts
 from service.metrics import Metrics
 from tests.frontend.conftest import Guarded, bearer

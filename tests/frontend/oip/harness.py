@@ -19,7 +19,7 @@ from service.frontend.oip.tensors import BYTES, DATATYPES, Tensor, decode, encod
 from service.frontend.oip.types import InferRequest, InferResponse, RequestedOutput
 from service.frontend.run.catalog import Catalog
 from service.frontend.run.frontend import Frontend, SupervisorClient
-from service.ipc.messages import Answer, LoadedModel, Request
+from service.ipc.messages.inference import Answer, LoadedModel, Request
 from service.log import Log
 from service.metrics import Metrics
 from service.settings import Settings

@@ -20,7 +20,7 @@ from service.frontend.oip.protobuf import CONTENTS_FIELDS, METHODS, POOL
 from service.frontend.oip.tensors import encode
 from service.frontend.oip.types import InferRequest
 from service.frontend.run.catalog import Catalog
-from service.ipc.messages import Answer
+from service.ipc.messages.inference import Answer
 from service.modeling.spec.heads import ClassifyHead
 from tests.frontend.oip.harness import InferHarness, three_sequences
 from tests.frontend.oip.messages import QUESTION, REQUEST, corpus, mutated, requesting, tensors, text, typed, with_parameters

@@ -19,7 +19,7 @@ from service.frontend.rest.websocket import ChunkBody, StreamQuery, chunk_field,
 from service.frontend.run.catalog import Catalog, ServedModel
 from service.frontend.run.head_outputs import input_field
 from service.frontend.run.validation import SESSION_ID_SCHEMA, check_session_id
-from service.ipc.messages import Request
+from service.ipc.messages.inference import Request
 from service.settings import Settings
 from tests import models
 

@@ -15,7 +15,8 @@ from websockets.sync.client import ClientConnection, connect
 
 from service.errors import SessionConflict
 from service.frontend.rest.websocket import ChunkRunner
-from service.ipc.messages import EndSession, Request
+from service.ipc.messages.inference import Request
+from service.ipc.messages.sessions import EndSession
 from tests.frontend.in_process import EMBEDDING_WIDTH, InProcess, in_process
 from tests.raw_websocket import connection
 from tests.serving import check_unharmed, eventually

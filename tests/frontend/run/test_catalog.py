@@ -8,7 +8,7 @@ import pytest
 
 from service.errors import Unavailable, UnknownModel
 from service.frontend.run.catalog import Catalog, ServedModel, build_catalog
-from service.ipc.messages import IndexEntry, ModelKey
+from service.ipc.messages.models import IndexEntry, ModelKey
 from service.log import Log
 from service.modeling.spec import WEIGHTS, ModelSpec
 from service.supervisor.repository import Repository

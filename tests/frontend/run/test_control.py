@@ -15,19 +15,9 @@ from service.frontend.run.catalog import Catalog
 from service.frontend.run.control import FORGET_SECONDS, Control
 from service.frontend.run.frontend import Frontend
 from service.ipc.channel import Channel, Frame, encode, pair, send_now
-from service.ipc.messages import (
-    CollectMetrics,
-    Done,
-    ForgetModel,
-    IndexEntry,
-    Manifest,
-    Message,
-    MetricsCollected,
-    ModelKey,
-    ModelsListed,
-    Refusal,
-    ServeModels,
-)
+from service.ipc.messages.control import CollectMetrics, ForgetModel, MetricsCollected, ModelsListed, ServeModels
+from service.ipc.messages.message import Done, Message, Refusal
+from service.ipc.messages.models import IndexEntry, Manifest, ModelKey
 from service.log import Log
 from service.metrics import UNLOADED, Metrics, Snapshot, stale
 from service.settings import Settings

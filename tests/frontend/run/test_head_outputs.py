@@ -19,7 +19,7 @@ from service.frontend.oip.types import InferResponse, RequestedOutput
 from service.frontend.run import large_answers
 from service.frontend.run.head_outputs import InferOutput, OutputWriter, decode_arrays, json_numbers, number_pieces
 from service.frontend.run.large_answers import PIECE_BYTES, LargeAnswers
-from service.ipc.messages import FEATURES, IDS, Answer, Request, Returns
+from service.ipc.messages.inference import FEATURES, IDS, Answer, Request, Returns
 from service.modeling.spec import ModelSpec
 from tests import models
 from tests.frontend.in_process import arrays_of

@@ -18,7 +18,8 @@ from service.errors import InvalidInput, Overloaded
 from service.frontend.run import observation
 from service.frontend.run.observation import MAX_TRACES_PER_SECOND, ONCE_PER_REQUEST, EndedRequest, Observer, stage_seconds
 from service.frontend.run.origin import NO_ORIGIN, RequestIdentity, RequestIds, RequestOrigin
-from service.ipc.messages import Answer, Api, BatchRun, RequestTrace
+from service.ipc.messages.inference import Answer, BatchRun
+from service.ipc.messages.tracing import Api, RequestTrace
 from service.ipc.trace_socket import TraceReader, TraceSockets, TraceWriter
 from service.log import MAX_CAPPED_LINES, Log
 from service.metrics import CUT_OFF, GONE, OK, Metrics

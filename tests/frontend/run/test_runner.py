@@ -24,7 +24,9 @@ from service.frontend.run.origin import NO_ORIGIN, Header, RequestIdentity, Requ
 from service.frontend.run.runner import AnsweredRequest, DecodedRequest, RequestRunner
 from service.frontend.run.validation import PackedInputs
 from service.ipc.channel import encode
-from service.ipc.messages import Answer, Api, Cancel, Refusal, Request
+from service.ipc.messages.inference import Answer, Cancel, Request
+from service.ipc.messages.message import Refusal
+from service.ipc.messages.tracing import Api
 from service.metrics import CUT_OFF, GONE, Metrics
 from tests import models
 from tests.frontend.dispatch.test_dispatcher import EngineProcess, meet, run
