@@ -17,7 +17,8 @@ from service.access.scopes import Scope
 from service.errors import SettingsError
 from service.frontend.grpc.server import GrpcServer
 from service.frontend.guards.connection_guard import ConnectionGuard, GuardedConnection
-from service.frontend.http1.http_protocol import ACCEPT_SECONDS, HotPath, HttpProtocol
+from service.frontend.http1.hot_path import HotPath
+from service.frontend.http1.http_protocol import ACCEPT_SECONDS, HttpProtocol
 from service.frontend.http1.key_refusals import KeyRefusals
 from service.frontend.http1.listener import Listener, SharedPort
 from service.frontend.http1.websocket_protocol import WebSocketProtocol

@@ -5,13 +5,14 @@ import inspect
 
 import pytest
 
-from service.frontend.http1.http_protocol import HttpProtocol, _Flow
+from service.frontend.http1.http_protocol import _Flow
+from service.frontend.http1.limited_parser import LimitedParser
 from service.frontend.http1.websocket_protocol import WebSocketProtocol, _FrameParser, _FrameReader
 from service.frontend.server import FrontendServer
 
 DIGESTS = {
     FrontendServer: "06e799f7c58f",
-    HttpProtocol: "18fdf324b11b",
+    LimitedParser: "18fdf324b11b",
     WebSocketProtocol: "0bbcec989384",
     _Flow: "126debcdaa89",
     _FrameParser: "0f586bb7c48f",

@@ -10,36 +10,29 @@ import asyncio
 import time
 from contextlib import suppress
 from functools import partial
-from http import HTTPStatus
-from typing import Any, NoReturn, Protocol
+from typing import Any
 
 import uvicorn
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 from uvicorn.server import ServerState
 
 from service.errors import (
-    STATUS,
-    HeadersTooLarge,
     InvalidRequest,
     Overloaded,
     ServiceError,
     TooLarge,
 )
-from service.frontend.guards.connection_guard import Phase, UnreadBytes, connection_limit, longest_age, retirement, slow_request
+from service.frontend.guards.connection_guard import Phase, UnreadBytes, longest_age, retirement, slow_request
 from service.frontend.guards.reading_turns import ReadingTurn
-from service.frontend.http1.request_heads import RequestHead, RequestHeads
+from service.frontend.http1.hot_path import MAX_HEAD_BYTES, Call, Endpoint, HotPath, error_head
+from service.frontend.http1.limited_parser import LimitedParser
+from service.frontend.http1.request_heads import RequestHead
 from service.frontend.http1.websocket_handshake import check_handshake
-from service.frontend.rest.http_exchange import JSON, error_body, error_headers
-from service.frontend.run.exchange import Exchange
-from service.frontend.run.frontend import Frontend
+from service.frontend.rest.http_exchange import error_body
 from service.frontend.run.origin import NO_ORIGIN, Header
 from service.metrics import CLOSED_FOR
 
-STATUS_LINES = {kind: f"{status.http} {HTTPStatus(status.http).phrase}".encode() for kind, status in STATUS.items()}
-"""What follows the version of HTTP in the reply to an error."""
-MAX_HEAD_BYTES, MAX_HEADERS = 64 << 10, 100
-"""Largest head of a request, which is its request line and its headers, and most headers."""
 MAX_WAITING_BYTES = 1 << 16
 """Bytes of pipelined requests that are read before the running request is answered."""
 MAX_PARSE_BYTES = 1 << 12
@@ -52,87 +45,6 @@ LINGER_SECONDS = 1.0
 """How long a connection is still read after a request was refused in the middle."""
 _HEAD_END = b"\r\n\r\n"
 _HEAD_END_BYTES = len(_HEAD_END)
-
-
-class _HeadRefused(Exception):
-    """Ends the work of the general path's parser."""
-
-
-class HttpExchange(Exchange, Protocol):
-    """An exchange on a connection of HTTP."""
-
-    @property
-    def peer(self) -> str:
-        """The address of the client, empty if it is not known."""
-
-
-class Call(Protocol):
-    """A request that is not answered yet: an engine has it, or its start or its refusal waits."""
-
-    def disconnect(self) -> None:
-        """The client closed the connection: cancel the request. The exchange is not used any more."""
-
-
-class Endpoint(Protocol):
-    """An endpoint of the hot path."""
-
-    def accepts(self, head: RequestHead) -> bool:
-        """Return whether this endpoint may answer the request. The body of any other request goes to the general path as it arrives."""
-
-    def start(self, head: RequestHead, body: bytes, exchange: HttpExchange, arrived: float) -> Call | None:
-        """Start a request, or return None if the general path must answer it. The reply comes after the return.
-
-        arrived: the monotonic time at which it was complete. Raises the ServiceError of a request that is refused.
-        """
-
-    def abandon(self) -> None:
-        """Count a request whose body did not arrive, or whose client left before its turn."""
-
-
-class HotPath:
-    """Shared by the connections of a frontend: the endpoints, the known heads of requests and the headers of replies."""
-
-    def __init__(
-        self,
-        frontend: Frontend,
-        infer: Endpoint | None = None,
-        oip_infer: Endpoint | None = None,
-        key_refusals: Endpoint | None = None,
-    ) -> None:
-        """infer: POST /infer. oip_infer: inference of the Open Inference Protocol. key_refusals: answers requests to both that have no
-        valid key. None where the port has no such endpoint.
-        """
-        self.frontend = frontend
-        self.heads = RequestHeads(MAX_HEADERS, frontend.access)
-        self._infer = infer
-        self._oip_infer = oip_infer
-        self._key_refusals = key_refusals
-        self.open_sockets = 0
-        """Number of open WebSockets."""
-        self.max_sockets = max(1, connection_limit(frontend.settings) // 2)
-        self._headers: list[tuple[bytes, bytes]] = []
-        self._header_lines = b""
-
-    def find_endpoint(self, head: RequestHead) -> Endpoint | None:
-        """Return the endpoint that answers a request, if there is one on the hot path."""
-        if head.refusal is not None:
-            return self._key_refusals
-        path = head.path
-        if path == "/infer":
-            return self._infer
-        return self._oip_infer if path.startswith("/v2/models/") and path.endswith("/infer") else None
-
-    def reply_head(
-        self, status: bytes, headers: list[tuple[bytes, bytes]], length: int, request_id: bytes, more_headers: bytes
-    ) -> bytes:
-        """Return the head of a reply with content of this length.
-
-        headers: the server's own, a new list when they change. more_headers: complete lines.
-        """
-        if headers is not self._headers:
-            self._headers, self._header_lines = headers, b"".join([b"%b: %b\r\n" % pair for pair in headers])
-        head = b"HTTP/1.1 %b\r\n%bcontent-length: %d\r\nx-request-id: %b\r\n%b\r\n"
-        return head % (status, self._header_lines, length, request_id, more_headers)
 
 
 class _Flow(FlowControl):
@@ -148,7 +60,7 @@ class _Flow(FlowControl):
             super().resume_reading()
 
 
-class HttpProtocol(HttpToolsProtocol):
+class HttpProtocol(LimitedParser):
     """One HTTP connection. Requests run one at a time; later requests wait in the order of arrival."""
 
     def __init__(
@@ -163,16 +75,10 @@ class HttpProtocol(HttpToolsProtocol):
         self.trace_headers: tuple[Header, ...] = ()
         self._general = False
         """Whether the connection's bytes go to the general path."""
-        self._message_begun = self._head_complete = False
-        """Whether the general path has read a request, or its head, in part."""
-        self._head_bytes = 0
         self._unparsed = b""
         """Bytes that the general path leaves until the requests before them are answered."""
-        self._refusal: ServiceError | None = None
         self._late_refusal: ServiceError | None = None
         """A refusal that waits for the replies to the requests before it."""
-        self._current: RequestResponseCycle | None = None
-        """The request that the general path's parser reads, once its head is complete."""
         self._running: RequestResponseCycle | None = None
         """The request that the general path answers, or has answered last."""
         self._call: Call | None = None
@@ -284,44 +190,16 @@ class HttpProtocol(HttpToolsProtocol):
         self._running = cycle
         super()._start_asgi_task(cycle, app)
 
-    # Callbacks of the general path's parser.
-
     def on_message_begin(self) -> None:
-        self._message_begun, self._head_complete, self._head_bytes, self._current = True, False, 0, None
         self.phase_began = self.loop.time()
         super().on_message_begin()
 
-    def on_url(self, url: bytes) -> None:
-        self._count_head_bytes(len(url))
-        super().on_url(url)
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        self._count_head_bytes(len(name) + len(value))
-        super().on_header(name, value)
-        if len(self.headers) > MAX_HEADERS:
-            self._refuse_head(HeadersTooLarge(f"the request has more than {MAX_HEADERS} headers: send fewer"))
-
     def on_headers_complete(self) -> None:
-        self._head_complete = True
-        version, hosts = self.parser.get_http_version(), [name for name, _ in self.headers if name == b"host"]
-        if version not in ("1.0", "1.1"):
-            self._refuse_head(InvalidRequest("the version of HTTP is not supported: send HTTP/1.1"))
-        if len(hosts) > 1 or (version == "1.1" and not hosts):
-            self._refuse_head(InvalidRequest(f"the request has {len(hosts)} Host headers: send exactly one"))
-        ignored_upgrade = self.parser.should_upgrade() and not self._should_upgrade()
-        if ignored_upgrade and self._has_body():
-            # The parser would take the body for the protocol after the upgrade.
-            self._refuse_head(
-                InvalidRequest("a request with a body cannot upgrade its connection: leave out the Upgrade header")
-            )
-        before = self.cycle
         super().on_headers_complete()
-        self._current = self.cycle if self.cycle is not before else None
-        if ignored_upgrade or (self.loop.time() > self._retires and not self.pipeline):
+        if self.loop.time() > self._retires and not self.pipeline:
             self.cycle.keep_alive = False
 
     def on_message_complete(self) -> None:
-        self._message_begun, self._current = False, None
         self._count_received(0)
         super().on_message_complete()
 
@@ -334,15 +212,6 @@ class HttpProtocol(HttpToolsProtocol):
             self.phase_began = self.loop.time()
             self.flow.pause_reading()
             self.loop.call_soon(self._continue_general)
-
-    def _should_upgrade(self) -> bool:
-        """Return whether the request is the handshake of a WebSocket, which has no body."""
-        return self.parser.get_method() == b"GET" and not self._has_body() and super()._should_upgrade()
-
-    def _has_body(self) -> bool:
-        return any(
-            name == b"transfer-encoding" or (name == b"content-length" and value != b"0") for name, value in self.headers
-        )
 
     def handle_websocket_upgrade(self) -> None:
         """Hand the connection to the WebSocket protocol, unless too many sockets are open. uvicorn calls this."""
@@ -374,10 +243,6 @@ class HttpProtocol(HttpToolsProtocol):
         """Read nothing more: uvicorn calls this for an upgrade that is ignored."""
         self._last_request = True
 
-    def send_400_response(self, msg: str) -> None:
-        """Refuse bytes that the general path's parser cannot read. uvicorn calls this."""
-        self._refuse(self._refusal or InvalidRequest("the request is not valid HTTP: send it as RFC 9112 defines HTTP/1.1"))
-
     # The connection guard.
 
     @property
@@ -405,7 +270,7 @@ class HttpProtocol(HttpToolsProtocol):
     def respond_error(self, error: ServiceError) -> None:
         """Send an error as the reply to the running request."""
         self._last_reply |= isinstance(error, TooLarge)
-        status, headers = _error_head(error)
+        status, headers = error_head(error)
         self._reply(status, error_body(error), headers)
 
     def _general_path_idle(self) -> bool:
@@ -437,12 +302,8 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _parse_general(self, data: bytes) -> None:
         self._count_received(self.received_bytes + len(data))
-        if self._last_request:
-            return
-        super().data_received(data)
-        if self._message_begun and not self._head_complete and self.received_bytes > MAX_HEAD_BYTES:
-            # A header that arrives in pieces reaches `on_header` only when it is complete.
-            self._refuse(_head_too_large())
+        if not self._last_request:
+            self._parse(data)
 
     def _continue_general(self) -> None:
         """Continue with the bytes that the general path left."""
@@ -573,19 +434,6 @@ class HttpProtocol(HttpToolsProtocol):
             except Overloaded as error:
                 self._refuse(error)
 
-    def _count_head_bytes(self, size: int) -> None:
-        self._head_bytes += size
-        if self._head_bytes > MAX_HEAD_BYTES:
-            self._refuse_head(_head_too_large())
-
-    def _refuse_head(self, error: ServiceError) -> NoReturn:
-        """End the parser's work on a request; uvicorn then calls `send_400_response`.
-
-        The error itself is not raised: its traceback would keep this object, and all bytes that arrived, until a garbage collection.
-        """
-        self._refusal = error
-        raise _HeadRefused
-
     def _refuse(self, error: ServiceError) -> None:
         """Send an error for a request that cannot be read to its end, after the replies to earlier requests, and close the connection."""
         if self._last_request:
@@ -617,7 +465,7 @@ class HttpProtocol(HttpToolsProtocol):
         error: None for a request that has a reply already.
         """
         if error is not None:
-            status, headers = _error_head(error)
+            status, headers = error_head(error)
             headers += b"connection: close\r\n"
             content, request_id = error_body(error), self._request_ids.take()
             head = self.hot_path.reply_head(status, self.server_state.default_headers, len(content), request_id, headers)
@@ -633,13 +481,3 @@ def _disconnect(cycle: RequestResponseCycle) -> None:
     """Tell a request of the general path that its client is gone."""
     cycle.disconnected = True
     cycle.message_event.set()
-
-
-def _error_head(error: ServiceError) -> tuple[bytes, bytes]:
-    """Return the status and the header lines of an error."""
-    headers = [(b"content-type", JSON.encode()), *error_headers(error)]
-    return STATUS_LINES[type(error)], b"".join([b"%b: %b\r\n" % pair for pair in headers])
-
-
-def _head_too_large() -> HeadersTooLarge:
-    return HeadersTooLarge(f"the head of the request is larger than {MAX_HEAD_BYTES} bytes: send less")

@@ -7,7 +7,7 @@ import asyncio
 from service.access.caller import ANYBODY
 from service.access.scopes import Scope
 from service.errors import Unauthorized
-from service.frontend.http1.http_protocol import HttpExchange
+from service.frontend.http1.hot_path import HttpExchange
 from service.frontend.http1.request_heads import RequestHead
 from service.frontend.oip.http_infer import PATH
 from service.frontend.run.access_log import record

@@ -32,7 +32,8 @@ from service.errors import InvalidRequest, Overloaded, ServiceError, TooLarge
 from service.frontend.guards.connection_guard import Phase, UnreadBytes
 from service.frontend.guards.delivery import delivery
 from service.frontend.guards.start_queue import WaitingStart
-from service.frontend.http1.http_protocol import MAX_WAITING_BYTES, HotPath
+from service.frontend.http1.hot_path import HotPath
+from service.frontend.http1.http_protocol import MAX_WAITING_BYTES
 
 CLOSE_SECONDS, CLOSE_PAUSE_SECONDS = 1.0, 0.05
 """Longest wait for the client's close frame after the service has sent its own, and how rarely the socket is read meanwhile: clients that
