@@ -197,31 +197,36 @@ class PredictedWait:
         return max(0.0, self._reported - (now - self._reported_at)) + self._sent_seconds
 
 
+class EngineOwner(Protocol):
+    """Who connects to engines, and learns what becomes of them."""
+
+    def next_id(self) -> int:
+        """Return the id of a call, which no request or call of this frontend has."""
+
+    def engine_met(self, engine: EngineConnection) -> None:
+        """The engine has sent its first status."""
+
+    def engine_lost(self, engine: EngineConnection) -> None:
+        """The engine has ended. Its unanswered requests are still in `pending`."""
+
+    def suspect_ended(self, engine: EngineConnection) -> None:
+        """The engine has answered its suspect, or nothing waits for the answer any longer."""
+
+    def version_passed(self, key: ModelKey) -> None:
+        """The engine has run a version for the first time."""
+
+
 class EngineConnection:
     """The channel to one engine, from its attachment to its end. `models` holds the models that the engine serves.
 
-    `on_met` is called with the engine's first status, `on_lost` once, when the engine has ended; its unanswered requests are then still in
-    `pending`. `suspect` is the request that runs here because another engine ended while it had it; `on_cleared` is called after its end.
-    `on_trial` has the versions that the engine loads or runs for the first time; `on_passed` is called when such a version has run.
+    `suspect` is the request that runs here because another engine ended while it had it. `on_trial` has the versions that the engine loads
+    or runs for the first time.
     """
 
-    def __init__(
-        self,
-        channel: Channel,
-        metrics: Metrics,
-        clock: Callable[[], float],
-        next_id: Callable[[], int],
-        on_met: Callable[[EngineConnection], None],
-        on_lost: Callable[[EngineConnection], None],
-        on_cleared: Callable[[EngineConnection], None],
-        on_passed: Callable[[ModelKey], None],
-    ) -> None:
+    def __init__(self, channel: Channel, metrics: Metrics, clock: Callable[[], float], owner: EngineOwner) -> None:
         self._metrics = metrics
         self._clock = clock
-        self._on_met = on_met
-        self._on_lost = on_lost
-        self._on_cleared = on_cleared
-        self._on_passed = on_passed
+        self._owner = owner
         self._wait = PredictedWait()
         self._handlers: dict[type[Message], Callable[[Frame, Any], None]] = {
             AnswerBlock: self._handle_answers,
@@ -233,7 +238,7 @@ class EngineConnection:
             TrialEnded: self._handle_trial_ended,
         }
         self._channel = AsyncChannel(channel, self._handle_frame, self._lose, self._count_written, self._send_blocks)
-        self.rpc = Rpc(self._channel.send, "an engine", next_id)
+        self.rpc = Rpc(self._channel.send, "an engine", owner.next_id)
         self.models: dict[ModelKey, LoadedModel] = {}
         self.ready = False
         self.place = 0
@@ -292,7 +297,7 @@ class EngineConnection:
             self._wait.drop(pending.id)
         if pending is self.suspect:
             self.suspect = None
-            self._on_cleared(self)
+            self._owner.suspect_ended(self)
 
     def close(self) -> None:
         """Close the channel; pending requests are lost."""
@@ -309,7 +314,7 @@ class EngineConnection:
         self.place = status.place
         if not self.ready:
             self.ready = True
-            self._on_met(self)
+            self._owner.engine_met(self)
 
     def _handle_backlog(self, frame: Frame, backlog: Backlog) -> None:
         self._wait.report(backlog.seconds, backlog.frames, self._clock())
@@ -331,7 +336,7 @@ class EngineConnection:
     def _handle_trial_ended(self, frame: Frame, message: TrialEnded) -> None:
         self.on_trial.discard(message.key)
         if message.ran:
-            self._on_passed(message.key)
+            self._owner.version_passed(message.key)
 
     def _handle_refusal(self, frame: Frame, refusal: Refusal) -> None:
         pending = self.pending.get(frame.id)
@@ -362,4 +367,4 @@ class EngineConnection:
 
     def _lose(self) -> None:
         self.rpc.close(EngineLost("the engine ended before it replied: retry", retry_after=1))
-        self._on_lost(self)
+        self._owner.engine_lost(self)

@@ -111,17 +111,7 @@ class Dispatcher:
 
     def attach(self, channel: Channel) -> None:
         """Add an engine. It is ready when its first status arrives."""
-        connection = EngineConnection(
-            channel,
-            self._metrics,
-            self._clock,
-            self._next_id,
-            self._handle_met,
-            self._handle_lost,
-            self._handle_cleared,
-            self._handle_passed,
-        )
-        self._connections.append(connection)
+        self._connections.append(EngineConnection(channel, self._metrics, self._clock, self))
 
     def send(
         self, request: Request, data: bytes | memoryview, receiver: Receiver, on_end: Callable[[], None] | None = None
@@ -165,7 +155,7 @@ class Dispatcher:
         self._metrics.sequences.add(*key.labels, by=len(request.lengths) - len(rest.lengths))
         if rest.lengths:
             return self.send(rest, values, rows, on_end)
-        pending = PendingRequest(self._next_id(), rest, values, receiver, self._deadlines, key, 0, on_end=on_end)
+        pending = PendingRequest(self.next_id(), rest, values, receiver, self._deadlines, key, 0, on_end=on_end)
         answered = rows.alone()
         asyncio.get_running_loop().call_soon(lambda: None if pending.done else pending.answer(*answered))
         return pending
@@ -232,9 +222,63 @@ class Dispatcher:
         while self._connections:
             self._connections.pop().close()
 
-    def _next_id(self) -> int:
+    # The owner of the connections to engines.
+
+    def next_id(self) -> int:
         self._last_id += 1
         return self._last_id
+
+    def engine_met(self, engine: EngineConnection) -> None:
+        """Send the chunks of its sessions, and a suspect, to an engine that is ready now."""
+        # Not before: another frontend that did not know the end of the last engine here yet would have sent a suspect to it.
+        self._turns.give_back(engine.place)
+        self._ready.append(engine)
+        self._met.set()
+        self._on_ready()
+        orphans, self._orphans = self._orphans, {}
+        for pending in orphans.values():
+            assert pending.request.session is not None
+            if engine_of_session(pending.request.session, self._engine_count) == engine.place:
+                engine.submit(pending)
+            else:
+                self._orphans[pending.id] = pending
+        self._run_suspects()
+
+    def suspect_ended(self, engine: EngineConnection) -> None:
+        """Run further suspects after the suspect of this engine has ended."""
+        self._turns.give_back(engine.place)
+        self._run_suspects()
+
+    def version_passed(self, key: ModelKey) -> None:
+        """Note that an engine has run this version."""
+        self._passed.add(key)
+        if key in self._deadly:
+            del self._deadly[key]
+            self._run_suspects()
+
+    def engine_lost(self, engine: EngineConnection) -> None:
+        """Keep the requests of an engine that has ended, to run them again.
+
+        A stateless request goes to another engine at its turn. A session's chunk waits for the restarted engine, which alone knows that the
+        session is lost.
+        """
+        self._connections.remove(engine)
+        if engine in self._ready:
+            self._ready.remove(engine)
+        on_trial = engine.on_trial - self._passed
+        if on_trial:
+            self._deadly |= dict.fromkeys(on_trial, self._clock() + HOLD_SECONDS)
+            asyncio.get_running_loop().call_later(HOLD_SECONDS, self._run_suspects)
+        for pending in sorted(engine.pending.values(), key=lambda pending: sum(pending.request.lengths)):
+            pending.at, pending.orphaned = None, True
+            if pending.request.session is None:
+                self._suspect(pending, counts=not on_trial or pending.key in on_trial)
+            else:
+                pending.request = msgspec.structs.replace(pending.request, resubmitted=True)
+                self._orphans[pending.id] = pending
+        self._run_suspects()
+
+    # The choice of an engine.
 
     def _serving(self, key: ModelKey) -> list[EngineConnection]:
         """Return the ready engines to which requests of a version may go: all that serve it, or a single one until it has run there.
@@ -292,56 +336,6 @@ class Dispatcher:
         if self._met.is_set():
             return EngineLost("no engine is running and one is being restarted: retry later", retry_after=1)
         return Unavailable("the models are still loading: retry later, or wait for /readyz", retry_after=1)
-
-    def _handle_met(self, engine: EngineConnection) -> None:
-        """Send the chunks of its sessions, and a suspect, to an engine that is ready now."""
-        # Not before: another frontend that did not know the end of the last engine here yet would have sent a suspect to it.
-        self._turns.give_back(engine.place)
-        self._ready.append(engine)
-        self._met.set()
-        self._on_ready()
-        orphans, self._orphans = self._orphans, {}
-        for pending in orphans.values():
-            assert pending.request.session is not None
-            if engine_of_session(pending.request.session, self._engine_count) == engine.place:
-                engine.submit(pending)
-            else:
-                self._orphans[pending.id] = pending
-        self._run_suspects()
-
-    def _handle_cleared(self, engine: EngineConnection) -> None:
-        """Run further suspects after the suspect of this engine has ended."""
-        self._turns.give_back(engine.place)
-        self._run_suspects()
-
-    def _handle_passed(self, key: ModelKey) -> None:
-        """Note that an engine has run this version."""
-        self._passed.add(key)
-        if key in self._deadly:
-            del self._deadly[key]
-            self._run_suspects()
-
-    def _handle_lost(self, engine: EngineConnection) -> None:
-        """Keep the requests of an engine that has ended, to run them again.
-
-        A stateless request goes to another engine at its turn. A session's chunk waits for the restarted engine, which alone knows that the
-        session is lost.
-        """
-        self._connections.remove(engine)
-        if engine in self._ready:
-            self._ready.remove(engine)
-        on_trial = engine.on_trial - self._passed
-        if on_trial:
-            self._deadly |= dict.fromkeys(on_trial, self._clock() + HOLD_SECONDS)
-            asyncio.get_running_loop().call_later(HOLD_SECONDS, self._run_suspects)
-        for pending in sorted(engine.pending.values(), key=lambda pending: sum(pending.request.lengths)):
-            pending.at, pending.orphaned = None, True
-            if pending.request.session is None:
-                self._suspect(pending, counts=not on_trial or pending.key in on_trial)
-            else:
-                pending.request = msgspec.structs.replace(pending.request, resubmitted=True)
-                self._orphans[pending.id] = pending
-        self._run_suspects()
 
     def _suspect(self, pending: PendingRequest, *, counts: bool) -> None:
         """Keep a request to run it again, unless it has used its attempts. counts: whether the last attempt counts."""
