@@ -21,7 +21,7 @@ from service.modeling.recurrent import RecurrentStack
 from service.modeling.runnable_layer import RunnableLayer, device_bytes
 from service.modeling.spec import ModelSpec
 from service.modeling.spec.layers import EmbeddingLayer
-from service.modeling.state_slabs import RUNNING_POOLS, RowSlots, RunningPool, StateSlabs, state_arrays
+from service.modeling.state_slabs import RowSlots, StateSlabs, state_arrays
 from service.modeling.stored_weights import INT8
 
 
@@ -74,12 +74,10 @@ class Encoder:
 
     def allocate_states(self, slots: int) -> None:
         """Allocate the state slabs of sequences that arrive in chunks. `slots` includes ZERO_SLOT and DISCARD_SLOT."""
-        width = self.spec.output_width
-        wanted = [pool for pool in RUNNING_POOLS if getattr(self._head.wants, pool)]
-        pools = [
-            RunningPool(pool, slots, width, self.device, "pool" if len(wanted) == 1 else f"pool.{pool}") for pool in wanted
-        ]
-        self._slabs = StateSlabs([layer.allocate_states(slots) for layer in self._layers], pools)
+        self._slabs = StateSlabs(
+            [layer.allocate_states(slots) for layer in self._layers],
+            self._head.allocate_states(slots, self.spec.output_width, self.device),
+        )
 
     def state_numbers(self) -> list[Tensor]:
         """Return the state slabs of floating-point numbers as (slots, numbers)."""
@@ -138,10 +136,7 @@ class Encoder:
             x = Ragged(encoded.steps, x.offsets if encoded.offsets is None else encoded.offsets)
         encoded = self._run_part(len(self._parts) - 1, x, want, slots)
         offsets = x.offsets if encoded.offsets is None else encoded.offsets
-        if slots is not None:
-            for pool in self._allocated_slabs().pools:
-                encoded = pool(encoded, offsets, slots)
-        return Encoding(self._head(encoded, offsets), encoded.steps if sequence else None, offsets)
+        return Encoding(self._head(encoded, offsets, slots), encoded.steps if sequence else None, offsets)
 
     @torch.inference_mode()
     def run_with_states(

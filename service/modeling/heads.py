@@ -15,6 +15,7 @@ from service.modeling.activations import kernel_activation
 from service.modeling.pooled_vector import PooledVector
 from service.modeling.spec.heads import Head
 from service.modeling.spec.heads.descriptor import PoolingHead
+from service.modeling.state_slabs import RowSlots
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +53,24 @@ class RunnableHead:
         self._per_step = head.answers_steps
         self.wants = self._vector.wants if self._vector else Outputs(last=bool(head.pools), steps=not head.pools)
         self.streams = head.choice != "span" and (self._vector is None or self._vector.streams)
+        self._states: dict[str, Tensor] = {}
         self.linear: tuple[Tensor, Tensor] | None = None
         if self._weights and self._vector and self._vector.is_pool_alone:
             self.linear = self._weights[0], self._weights[1]
 
-    def __call__(self, encoded: Encoded, offsets: Tensor) -> HeadOutput:
-        """Run the head. offsets: (rows + 1,) where the steps of each row begin."""
+    def allocate_states(self, slots: int, inputs: int, device: torch.device) -> dict[str, Tensor]:
+        """Allocate the states of `slots` sequences, and return them by name, (slots, width). inputs: the width of the last layer."""
+        self._states = {
+            name: torch.full((slots, state.width), state.initial, device=device)
+            for name, state in self._head.states(inputs).items()
+        }
+        return self._states
+
+    def __call__(self, encoded: Encoded, offsets: Tensor, slots: RowSlots | None = None) -> HeadOutput:
+        """Run the head. offsets: (rows + 1,) where the steps of each row begin. slots: of the states that the rows continue from."""
         if self._vector is not None:
+            if slots is not None and self._states:
+                encoded = self._vector.extended(encoded, offsets, slots, self._states)
             vector: Tensor | None = self._vector(encoded, offsets)
         else:
             vector = encoded.last if self.wants.last else None

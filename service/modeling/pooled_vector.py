@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from kernels.activations import TANH
 from kernels.ragged import Encoded, Outputs, compute_dtype
 from service.modeling.activations import kernel_activation
 from service.modeling.spec.heads.descriptor import Pool, PoolingHead
+from service.modeling.state_slabs import RowSlots
 from service.modeling.step_layers import Dense
 
 BY_STEPS = ("first", "last_step", "attention")
@@ -39,6 +41,7 @@ class PooledVector:
         self.streams = pools <= {"last", "last_step", "mean", "max"}
         self.is_pool_alone = len(head.pool) == 1 and not head.dense
         self._pools = head.pool
+        self._running = {pool: head.state_name(pool) for pool in head.running_pools}
         self._attention = Attention(head, weights) if "attention" in pools else None
         self._dense = [
             Dense(weights(f"dense.{index}.weight"), weights(f"dense.{index}.bias"), kernel_activation(layer.activation))
@@ -52,6 +55,20 @@ class PooledVector:
         for dense in self._dense:
             vector = dense(vector)
         return vector
+
+    def extended(self, encoded: Encoded, offsets: Tensor, slots: RowSlots, states: Mapping[str, Tensor]) -> Encoded:
+        """Return `encoded` with its running pools, which cover this batch's steps only, extended to all steps of each sequence."""
+        for pool, name in self._running.items():
+            slab, counts, targets = states[name], states[f"{name}.steps"], slots.targets.long()
+            pooled, earlier = getattr(encoded, pool), slab.index_select(0, slots.sources)
+            if pool == "max":
+                encoded = replace(encoded, max=_store(slab, targets, torch.maximum(earlier, pooled)))
+                continue
+            steps = torch.diff(offsets)[:, None]
+            total = _store(slab, targets, torch.addcmul(earlier, pooled, steps.to(pooled.dtype)))
+            count = _store(counts, targets, counts.index_select(0, slots.sources) + steps)
+            encoded = replace(encoded, mean=total / count.clamp(min=1))
+        return encoded
 
     def tensors(self) -> list[Tensor]:
         attention = [] if self._attention is None else self._attention.tensors()
@@ -98,6 +115,11 @@ class Attention:
 
     def tensors(self) -> list[Tensor]:
         return [self._query, *([] if self._dense is None else self._dense.tensors)]
+
+
+def _store(slab: Tensor, targets: Tensor, values: Tensor) -> Tensor:
+    slab.index_copy_(0, targets, values)
+    return values
 
 
 def _reduced(values: Tensor, operation: str, offsets: Tensor) -> Tensor:

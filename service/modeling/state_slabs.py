@@ -5,14 +5,11 @@ The first slots belong to no sequence; `service.engine.batching.state_slots` def
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, get_args
+from typing import Any
 
-import torch
 from torch import Tensor
-
-from kernels.ragged import Encoded
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,42 +20,6 @@ class RowSlots:
     targets: Tensor
 
 
-PoolName = Literal["mean", "max"]
-RUNNING_POOLS: tuple[PoolName, ...] = get_args(PoolName)
-
-
-class RunningPool:
-    """The mean or maximum over all steps that a sequence has had so far. The pool "last" needs no state."""
-
-    def __init__(self, pool: PoolName, slots: int, width: int, device: torch.device, name: str) -> None:
-        """name: of the state's arrays."""
-        initial = 0.0 if pool == "mean" else -torch.inf
-        self.pool = pool
-        self._name = name
-        self._slab = torch.full((slots, width), initial, device=device)
-        self._steps = torch.zeros(slots, 1, device=device)
-
-    def __call__(self, encoded: Encoded, offsets: Tensor, slots: RowSlots) -> Encoded:
-        """Return `encoded` with its pool, which covers this batch's steps only, extended to all steps of each sequence."""
-        pooled = getattr(encoded, self.pool)
-        assert pooled is not None
-        earlier, targets = self._slab.index_select(0, slots.sources), slots.targets.long()
-        if self.pool == "max":
-            return replace(encoded, max=self._store(self._slab, targets, torch.maximum(earlier, pooled)))
-        steps = torch.diff(offsets)[:, None]
-        total = self._store(self._slab, targets, torch.addcmul(earlier, pooled, steps.to(pooled.dtype)))
-        count = self._store(self._steps, targets, self._steps.index_select(0, slots.sources) + steps)
-        return replace(encoded, mean=total / count.clamp(min=1))
-
-    def slabs(self) -> dict[str, Tensor]:
-        return {self._name: self._slab, f"{self._name}.steps": self._steps}
-
-    @staticmethod
-    def _store(slab: Tensor, targets: Tensor, values: Tensor) -> Tensor:
-        slab.index_copy_(0, targets, values)
-        return values
-
-
 def state_arrays(state: Any) -> dict[str, Tensor]:
     """Return the arrays of a state by name."""
     values = {field.name: getattr(state, field.name) for field in fields(state)}
@@ -67,10 +28,10 @@ def state_arrays(state: Any) -> dict[str, Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class StateSlabs:
-    """The slabs of one model: the states of each part's layers, and the running pools of a head that pools over time."""
+    """The slabs of one model: the states of each part's layers, and the states of the head by name."""
 
     parts: Sequence[Sequence[Any]]
-    pools: Sequence[RunningPool]
+    head: Mapping[str, Tensor]
 
     def states(self, part: int, slots: RowSlots) -> list[Any]:
         """Return the states of a part's layers, bound to the slots of the batch's rows."""
@@ -84,7 +45,7 @@ class StateSlabs:
             for layer, slab in enumerate(slabs)
             for name, value in state_arrays(slab).items()
         }
-        return states | {name: slab for pool in self.pools for name, slab in pool.slabs().items()}
+        return {**states, **self.head}
 
     def numbers(self) -> list[Tensor]:
         """Return the slabs of floating-point numbers as (slots, numbers)."""

@@ -186,7 +186,7 @@ class ModelSpec(Table):
 
     @cached_property
     def states(self) -> dict[str, int]:
-        """The states of the recurrent layers and the head by name, such as `layers.1.0.forward.hidden`, and their widths.
+        """The states of the recurrent layers by name, such as `layers.1.0.forward.hidden`, and their widths.
 
         Requests may bring them and request them. Empty for a model without recurrent layers, or with a QRNN with a window of
         several steps.
@@ -199,7 +199,7 @@ class ModelSpec(Table):
                 return {}
             for level, direction, (array, width) in product(range(layer.depth), layer.directions, layer.states.items()):
                 widths[f"layers.{index}.{level}.{direction}.{array}"] = width
-        return widths | {f"head.{array}": width for array, width in self.head.states.items()}
+        return widths
 
     @property
     def pools(self) -> tuple[str, ...]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
 
@@ -14,6 +15,13 @@ from service.modeling.spec.table import Shapes, Size, Table
 Pool = Literal["last", "first", "last_step", "mean", "max", "sum", "attention"]
 
 
+class HeadState(NamedTuple):
+    """Numbers that a head keeps of a sequence. initial: of each number, before the first step."""
+
+    width: int
+    initial: float = 0.0
+
+
 def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
@@ -22,6 +30,8 @@ def _as_written(pools: tuple[str, ...]) -> str | list[str]:
     return pools[0] if len(pools) == 1 else list(pools)
 
 
+RUNNING_POOLS = {"mean": 0.0, "max": -math.inf}
+"""The pools over the steps so far that need a state, with its initial value. The pool "last" needs none."""
 Pools = Annotated[tuple[Pool, ...], BeforeValidator(_as_list), PlainSerializer(_as_written), Field(min_length=1)]
 """One pool, written as its name, or a list of pools."""
 Labels = Annotated[tuple[str, ...], Field(min_length=1, max_length=1 << 16)]
@@ -74,9 +84,8 @@ class HeadTable(Table, ABC):
         """Whether the answer has a line for each step."""
         return any(field.extent is Extent.STEP for field in self.fields(inputs=1))
 
-    @property
-    def states(self) -> dict[str, int]:
-        """The name and width of each array that the head keeps between the chunks of a sequence."""
+    def states(self, inputs: int) -> dict[str, HeadState]:
+        """Return what the head keeps of a sequence between its chunks, by name. inputs: the width of the last layer."""
         return {}
 
     def vector_width(self, inputs: int) -> int:
@@ -131,6 +140,22 @@ class PoolingHead(HeadTable):
     @property
     def pools(self) -> tuple[str, ...]:
         return self.pool
+
+    def states(self, inputs: int) -> dict[str, HeadState]:
+        states: dict[str, HeadState] = {}
+        for pool in self.running_pools:
+            name = self.state_name(pool)
+            states |= {name: HeadState(inputs, RUNNING_POOLS[pool]), f"{name}.steps": HeadState(1)}
+        return states
+
+    @property
+    def running_pools(self) -> list[str]:
+        """The pools that extend over the chunks of a sequence by a state."""
+        return [pool for pool in RUNNING_POOLS if pool in self.pool]
+
+    def state_name(self, pool: str) -> str:
+        """Return the name of the state of a running pool."""
+        return "pool" if len(self.running_pools) == 1 else f"pool.{pool}"
 
     def vector_width(self, inputs: int) -> int:
         return self.dense[-1].width if self.dense else inputs * len(self.pool)
