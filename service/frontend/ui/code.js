@@ -3,16 +3,8 @@
 
 import { key } from "./api.js";
 import { button, fill, h } from "./dom.js";
+import { headOf } from "./heads.js";
 
-const OUTPUTS = {
-  classify: "label",
-  regress: "value",
-  tag: "labels",
-  span: "start",
-  next: "ids",
-  embed: "embedding",
-  sequence: "sequence",
-};
 const VARIABLE = "SEQSERVE_CLIENT_KEY";
 
 const quoted = (text) => `'${text.replaceAll("'", `'\\''`)}'`;
@@ -94,7 +86,7 @@ import tritonclient.${transport} as triton
 ${tensors(request)}
 with triton.InferenceServerClient("${address}"${secure ? ", ssl=True" : ""}) as client:
     reply = client.infer("${model.name}", inputs${body.version ? `, model_version="${body.version}"` : ""}${sent})
-    print(reply.as_numpy("${OUTPUTS[model.head.kind]}"))
+    print(reply.as_numpy("${headOf(model).tensor}"))
 `;
 }
 

@@ -2,17 +2,9 @@
 
 import { button, empty, fill, h, span } from "./dom.js";
 import { bytes, count, listed } from "./format.js";
+import { headOf } from "./heads.js";
 
 const INPUTS = { text: "text", ids: "token ids", features: "numbers" };
-const HEADS = {
-  classify: "one class",
-  regress: "a value",
-  tag: "a label per token",
-  span: "a span",
-  next: "the next token",
-  embed: "a vector",
-  sequence: "a vector per step",
-};
 
 /** Return the models of GET /models with an id each, newest version of a name first. */
 export function identified(models) {
@@ -21,9 +13,9 @@ export function identified(models) {
   return sorted.map((model, index) => ({ ...model, newest: model.name !== sorted[index - 1]?.name }));
 }
 
-function answerOf({ head }) {
-  if (head.multi_label) return "several classes";
-  return head.outputs > 1 ? "values" : HEADS[head.kind];
+function answerOf(model) {
+  if (model.head.multi_label) return "several classes";
+  return model.head.outputs > 1 ? "values" : headOf(model).answers;
 }
 
 /** The list with its search field. choose: called with the model that the user picks. */
@@ -122,9 +114,9 @@ function inputOf({ input, min_steps: least }) {
 }
 
 function answer(model) {
-  const { kind, labels, outputs, multi_label: several } = model.head;
+  const { labels, outputs, multi_label: several } = model.head;
   if (!labels) return outputs > 1 ? count(outputs, "value") : answerOf(model);
-  return `${several ? "any" : "one"} of ${labels.length} ${kind === "tag" ? "labels for each token" : "classes"}: ${listed(labels)}`;
+  return `${several ? "any" : "one"} of ${labels.length} ${headOf(model).labels}: ${listed(labels)}`;
 }
 
 function layer({ kind, ...values }) {

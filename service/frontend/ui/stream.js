@@ -2,11 +2,10 @@
 
 import { ApiError, openStream } from "./api.js";
 import { empty, fill, h, hint } from "./dom.js";
-import { continues } from "./forecast.js";
 import { columnNames, count, milliseconds } from "./format.js";
+import { drawAnswer, headOf } from "./heads.js";
 import { colour, columnLines, legend, linePlot } from "./plot.js";
 import { problem } from "./problem.js";
-import { drawAnswer } from "./results.js";
 
 const SHOWN = 160;
 const MAX_UNANSWERED = 16;
@@ -111,7 +110,7 @@ export class StreamView {
 
   /** Answers that are numbers are drawn over time, all others as the newest alone. */
   drawAnswers(output) {
-    const names = seriesOf(this.model, output).slice(0, MAX_LINES);
+    const names = (headOf(this.model).series?.(this.model, output) ?? []).slice(0, MAX_LINES);
     if (!names.length) return drawAnswer(this.model, [output], [this.chunk]);
     const isClass = Boolean(output.scores);
     const value = (answer, index) => (isClass ? answer.scores[names[index]] : [answer.value].flat()[index]);
@@ -151,11 +150,3 @@ export class StreamView {
 }
 
 const figure = (name, ...content) => h("figure", {}, h("figcaption", { class: "hint" }, name), content);
-
-/** Return the names of the numbers in an answer that are drawn over time, none for other answers. */
-function seriesOf(model, output) {
-  const { head } = model;
-  if (head.kind === "classify") return head.labels;
-  if (continues(model)) return columnNames(model);
-  return head.kind === "regress" ? [output.value].flat().map((_, index) => `value ${index + 1}`) : [];
-}

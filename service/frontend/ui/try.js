@@ -4,9 +4,9 @@ import * as api from "./api.js";
 import { empty, fill, h, hint } from "./dom.js";
 import { continues, forecastRows, STEPS } from "./forecast.js";
 import { count } from "./format.js";
+import { drawAnswer, headOf, summary } from "./heads.js";
 import { createEditor } from "./inputs.js";
 import { problem } from "./problem.js";
-import { drawAnswer, summary } from "./results.js";
 import { InputError } from "./table.js";
 
 const EMPTY = "The input is empty: this is the answer to a sequence without steps.";
@@ -32,7 +32,7 @@ export class TryIt {
     this.running?.abort();
     this.model = model;
     const submit = () => this.form.requestSubmit();
-    const compared = model.head.kind === "embed";
+    const compared = headOf(model).compares;
     this.inputs = [createEditor(model, 0, submit), ...(compared ? [createEditor(model, 1, submit)] : [])];
     fill(this.editors, this.inputs.map((editor) => editor.element));
     this.ahead.parentElement.hidden = !continues(model);
@@ -98,13 +98,13 @@ export class TryIt {
 
   /** Return what an answer is drawn with: the tokens that it is about, or the rows that continue a series. */
   async extras(body, outputs, signal) {
-    const { input, head } = this.model;
     if (continues(this.model) && body.inputs[0].length) {
       return { ahead: await forecastRows(this.model, body, outputs[0], Number(this.ahead.value), signal) };
     }
-    if (input.kind !== "text" || !["tag", "span", "next"].includes(head.kind)) return {};
+    const { tokens } = headOf(this.model);
+    if (this.model.input.kind !== "text" || !tokens) return {};
     const { inputs, ...model } = body;
-    const named = await api.tokens({ ...model, inputs: head.kind === "next" ? outputs.map((output) => output.ids) : inputs });
+    const named = await api.tokens({ ...model, inputs: tokens(outputs, inputs) });
     return { tokens: named.outputs };
   }
 }

@@ -77,7 +77,7 @@ def test_series_is_pasted_uploaded_and_drawn(page: Page, tmp_path: Path) -> None
 
 def test_bars_of_negative_values_are_left_of_zero(page: Page) -> None:
     places = page.evaluate("""async () => {
-      const { drawAnswer } = await import("/ui/results.js");
+      const { drawAnswer } = await import("/ui/heads.js");
       const [bars] = drawAnswer({ input: {}, head: { kind: "regress" } }, [{ value: [-1, 3] }], [[]]);
       const styles = [...bars.querySelectorAll(".bar")].map((one) => one.style);
       return styles.map((style) => ["--from", "--share", "--zero"].map((name) => Number(style.getPropertyValue(name))));
