@@ -11,9 +11,10 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from service.ipc.channel import MAX_COPIED_BYTES, Frame, encode
-from service.ipc.messages.inference import NO_TENANT, Answer, AnswerBlock, Request, RequestBlock, Returns, Share
+from service.ipc.messages.inference import FEATURES, IDS, NO_TENANT, Answer, AnswerBlock, Request, RequestBlock, Returns, Share
 from service.ipc.messages.models import ModelKey
 
 MOST_JOINED_BYTES = 4096
@@ -23,6 +24,8 @@ ITEM_BYTES = 4
 ID, DEADLINE, COUNT = np.dtype("<u8"), np.dtype("<f8"), np.dtype("<i4")
 """Values in the columns of a block: ids, deadlines, and counts of sequences and steps."""
 ID_BYTES, DEADLINE_BYTES, COUNT_BYTES = ID.itemsize, DEADLINE.itemsize, COUNT.itemsize
+ANSWER_ARRAYS = {"scores": FEATURES, "picks": IDS, "embedding": FEATURES, "sequence": FEATURES, "state": FEATURES}
+"""The arrays of an answer in their order, and their dtypes."""
 Buffer = bytes | memoryview
 
 
@@ -200,3 +203,14 @@ def _arrays(block: AnswerBlock, begin: int) -> Iterator[_Field]:
             per_step = name == "sequence" or (block.per_step and name != "embedding")
             yield _Field(name, per_step, shape[1:], ITEM_BYTES * prod(shape[1:]), begin)
             begin += ITEM_BYTES * prod(shape)
+
+
+def answer_arrays(answer: Answer, data: Buffer) -> Iterator[tuple[str, NDArray[Any]]]:
+    """Yield the name and the value of each array that an answer has. data: their bytes."""
+    start = 0
+    for name, dtype in ANSWER_ARRAYS.items():
+        shape: tuple[int, ...] = getattr(answer, name)
+        if shape:
+            array = np.frombuffer(data, dtype, prod(shape), start).reshape(shape)
+            start += array.nbytes
+            yield name, array

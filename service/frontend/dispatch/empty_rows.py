@@ -6,7 +6,6 @@ No engine computes them. An engine publishes the answer to such a sequence with 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from math import prod
 from typing import Any
 
@@ -16,11 +15,10 @@ from numpy.typing import NDArray
 
 from service.errors import ServiceError
 from service.frontend.dispatch.connection import Answered, Receiver
-from service.ipc.messages.inference import FEATURES, IDS, Answer, AnswerWithoutSteps, Request
+from service.ipc.blocks import answer_arrays
+from service.ipc.messages.inference import FEATURES, Answer, AnswerWithoutSteps, Request
 
 Array = NDArray[Any]
-DTYPES = {"scores": FEATURES, "picks": IDS, "embedding": FEATURES, "sequence": FEATURES, "state": FEATURES}
-"""The arrays of an answer, in their order."""
 NO_ROW = np.empty((0, 0))
 NUMBER_BYTES = np.dtype(FEATURES).itemsize
 
@@ -32,7 +30,7 @@ class EmptyRows:
         """request, data: with all sequences; known: the answer to a sequence without steps."""
         self._request = request
         self._has_steps = np.array(request.lengths) > 0
-        self._known = dict(_arrays(known.answer, known.data))
+        self._known = dict(answer_arrays(known.answer, known.data))
         self._values, self._states = _split_states(request, data, prod(known.answer.state))
         self._receiver = receiver
 
@@ -63,7 +61,7 @@ class EmptyRows:
         steps = np.zeros(count, int)
         steps[self._has_steps] = answer.steps
         shapes, parts = {}, []
-        for name, array in _arrays(answer, data):
+        for name, array in answer_arrays(answer, data):
             known = self._known.get(name, NO_ROW)
             if len(known):
                 whole = np.empty((count, known.shape[1]), known.dtype)
@@ -87,14 +85,3 @@ def _split_states(request: Request, data: bytes | memoryview, numbers: int) -> t
         return data, None
     end = len(data) - len(request.lengths) * numbers * NUMBER_BYTES
     return data[:end], np.frombuffer(data, FEATURES, offset=end).reshape(-1, numbers)
-
-
-def _arrays(answer: Answer, data: bytes | memoryview) -> Iterator[tuple[str, Array]]:
-    """Yield the name and the value of each array that an answer has."""
-    start = 0
-    for name, dtype in DTYPES.items():
-        shape: tuple[int, ...] = getattr(answer, name)
-        if shape:
-            array = np.frombuffer(data, dtype, prod(shape), start).reshape(shape)
-            start += array.nbytes
-            yield name, array

@@ -5,7 +5,6 @@ Every float32 is written as the shortest decimal that identifies it: half the by
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,8 @@ from pydantic import BaseModel, ConfigDict
 
 from service.errors import InvalidInput
 from service.frontend.run.large_answers import PIECE_VALUES
-from service.ipc.messages.inference import FEATURES, IDS, Answer
+from service.ipc.blocks import ANSWER_ARRAYS, answer_arrays
+from service.ipc.messages.inference import FEATURES, Answer
 from service.modeling.spec import ModelSpec
 from service.modeling.spec.heads.fields import AnswerField, Extent
 
@@ -87,19 +87,8 @@ def decode_arrays(
     """
     if not answer.finite:
         raise _not_finite(spec, field_of(0))
-    start, arrays = 0, []
-    for shape, dtype in (
-        (answer.scores, FEATURES),
-        (answer.picks, IDS),
-        (answer.embedding, FEATURES),
-        (answer.sequence, FEATURES),
-        (answer.state, FEATURES),
-    ):
-        if not shape:
-            arrays.append(_ABSENT)
-            continue
-        arrays.append(np.frombuffer(data, dtype, math.prod(shape), start).reshape(shape))
-        start += arrays[-1].nbytes
+    present = dict(answer_arrays(answer, data))
+    arrays = [present.get(name, _ABSENT) for name in ANSWER_ARRAYS]
     if not all(np.isfinite(array).all() for array in arrays if array.size):
         wrong = next(index for index, part in enumerate(_split(spec, answer, arrays)) if not part.finite)
         raise _not_finite(spec, field_of(wrong))
