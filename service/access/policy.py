@@ -58,14 +58,16 @@ class AccessPolicy:
             return
         raise Forbidden("web pages of this Origin may not use the service: add it to SEQSERVE_ALLOWED_ORIGINS")
 
-    def reload(self) -> None:
-        """Read the key file again if it has changed. Raises SettingsError and keeps the old keys if it cannot be read."""
+    def reload(self) -> bool:
+        """Read the key file again if it has changed. Return whether it has; raises SettingsError and keeps the old keys if it cannot be
+        read."""
         modified = modification(self._file)
         if self._file is None or modified == self._modified:
-            return
+            return False
         self._modified = modified
         self._keys = KeyRing.read(self._file)
         self.generation += 1
+        return True
 
     def current(self, caller: Caller) -> Caller | None:
         """Return a caller with the present rights of its key, None if the key was revoked."""

@@ -14,7 +14,6 @@ import uvicorn
 from fastapi import FastAPI
 
 from service.access.scopes import Scope
-from service.errors import SettingsError
 from service.frontend.grpc.server import GrpcServer
 from service.frontend.guards.connection_guard import ConnectionGuard, GuardedConnection
 from service.frontend.http1.hot_path import HotPath
@@ -129,8 +128,8 @@ class FrontendServer(uvicorn.Server):
 
         Each tick looks at a part of many connections: a look at all of them would delay the requests of this moment.
         """
-        self._frontend.memory.update()
-        self._guard.free_unread(self._frontend.memory.excess_bytes)
+        self._frontend.limits.memory.update()
+        self._guard.free_unread(self._frontend.limits.memory.excess_bytes)
         for listener in self._listeners:
             listener.publish()
         if self._grpc is not None:
@@ -140,35 +139,19 @@ class FrontendServer(uvicorn.Server):
         if counter % TICKS_PER_SECOND == 0:
             now = asyncio.get_running_loop().time()
             self._guard.sweep(now)
-            self._reload_keys()
-            self._reload("certificates", self._frontend.tls.reload)
-            self._reload("state keys", self._frontend.state_keys.reload)
+            self._reload_access()
             if self._grpc is not None:
                 self._grpc.sweep(now)
         else:
             self._guard.continue_sweep(asyncio.get_running_loop().time())
 
-    def _reload_keys(self) -> None:
-        """Take over a changed key file. If it cannot be read, the keys stay as they are."""
-        access = self._frontend.access
-        before = access.generation
-        try:
-            access.reload()
-        except SettingsError as error:
-            self._frontend.log.capped("error", "keys not reloaded", error=str(error))
-        if access.generation != before:
+    def _reload_access(self) -> None:
+        access, log = self._frontend.access, self._frontend.log
+        if access.reload_keys(log):
             for path in self._paths:
                 path.heads.forget()
-            self._frontend.streams.recheck()
-            self._frontend.log.info("keys reloaded")
-
-    def _reload(self, name: str, reload: Callable[[], bool]) -> None:
-        """Take over changed files. While they are not valid, everything stays as it was."""
-        try:
-            if reload():
-                self._frontend.log.info(f"{name} reloaded")
-        except SettingsError as error:
-            self._frontend.log.capped("error", f"{name} not reloaded", error=str(error))
+            access.streams.recheck()
+        access.reload_secrets(log)
 
     def _connections(self) -> list[GuardedConnection]:
         open_connections = self.server_state.connections
@@ -198,7 +181,7 @@ class FrontendServer(uvicorn.Server):
             return HttpProtocol(config, self.server_state, self.lifespan.state, hot_path=hot_path)
 
         return Listener(
-            port, make_protocol, make_room, lambda: len(self.server_state.connections), lambda: self._frontend.tls.http
+            port, make_protocol, make_room, lambda: len(self.server_state.connections), lambda: self._frontend.access.tls.http
         )
 
 

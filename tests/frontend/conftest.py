@@ -162,5 +162,5 @@ def guarded(models_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> It
     }
     tenants = {name: create(file, name, [Scope.INFER, Scope.SESSION], name, **each) for name, each in limits.items()}
     with in_process(models_folder, scratch, keys=str(file), debug=True) as local:
-        local.frontend.refused_keys = AtOnce()
+        local.frontend.access.refused_keys = AtOnce()
         yield Guarded(local, scoped, tenants, file)

@@ -298,7 +298,7 @@ def test_full_main_port_leaves_room_for_administrators(divided: InProcess) -> No
 
 def test_keys_count_on_the_admin_port(models_folder: Path, tmp_path: Path, guarded: Guarded) -> None:
     with in_process(models_folder, tmp_path, admin=True, keys=str(guarded.file)) as service:
-        service.frontend.refused_keys = AtOnce()
+        service.frontend.access.refused_keys = AtOnce()
         for token, status in ((None, 401), (guarded.scoped[Scope.INFER], 403), (guarded.scoped[Scope.METRICS], 200)):
             assert httpx.get(f"{service.admin}/metrics", headers=bearer(token), trust_env=False).status_code == status
 

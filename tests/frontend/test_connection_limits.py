@@ -52,7 +52,7 @@ def limited(models_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> It
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(connection_guard, "RECEIVE_SECONDS", 1)
         patch.setattr(connection_guard, "SEND_SECONDS", 1)
-        patch.setattr("service.frontend.run.frontend.MAX_RECEIVING_BYTES", 3_000_000)
+        patch.setattr("service.frontend.guards.limits.MAX_RECEIVING_BYTES", 3_000_000)
         for name, value in {"MAX_MESSAGE_FRAMES": 200, "MAX_FRAME_RATE": 500, "MAX_PING_RATE": 50}.items():
             patch.setattr(f"service.frontend.http1.websocket_protocol.{name}", value)
         limits: dict[str, Any] = {"idle_seconds": 1, "max_connections": 2 * MAX_SOCKETS}

@@ -180,7 +180,7 @@ class Starts:
     """The start queue of a frontend, in which every request waits until `release`."""
 
     def __init__(self, service: InProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._service, self._queue = service, service.frontend.starts
+        self._service, self._queue = service, service.frontend.limits.starts
         monkeypatch.setattr(StartQueue, "must_wait", lambda *_: True)
         monkeypatch.setattr(StartQueue, "_schedule", lambda _: None)
 
@@ -228,7 +228,7 @@ def test_waiting_requests_count_as_one_and_keep_their_connection_open(
     service: InProcess, starts: Starts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The bytes of pipelined requests are many, and each is small. A timer of the general path closes only an idle connection."""
-    protocols, bodies = watched((HttpProtocol,), monkeypatch), service.frontend.bodies
+    protocols, bodies = watched((HttpProtocol,), monkeypatch), service.frontend.limits.bodies
     with connected(service) as client:
         client.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
         read_until(client, b"\r\n\r\n")
@@ -249,7 +249,7 @@ def test_pipelined_requests_wait_in_the_kernel(service: InProcess, starts: Start
         assert protocols[0]().flow.read_paused, "the first read may have that much"
         for _ in send_as_accepted(client, HOT * 100_000):
             starts.await_one()
-            service.call(service.frontend.starts._next_tick)
+            service.call(service.frontend.limits.starts._next_tick)
         assert protocols[0]()._size <= MAX_WAITING_BYTES + (1 << 18)
 
 

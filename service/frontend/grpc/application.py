@@ -96,8 +96,8 @@ class GrpcApplication:
         self._shutdown = shutdown
         self._infer = GrpcRunner(frontend)
         self._max_message_bytes = min(settings.max_body_bytes * RECEIVE_LIMIT_FACTOR, 2**31 - 1)
-        self._bodies = BodyBudget(MAX_RECEIVING_BYTES, frontend.memory)
-        self.starts = frontend.starts
+        self._bodies = BodyBudget(MAX_RECEIVING_BYTES, frontend.limits.memory)
+        self.starts = frontend.limits.starts
         self._incomplete: set[_UnaryRequest] = set()
         self._hot_calls: set[InferCall] = set()
         self._calls: dict[asyncio.Task[None], GrpcCall] = {}
@@ -120,7 +120,7 @@ class GrpcApplication:
 
     def start(self, stream: Stream, request: RequestFields) -> StreamHandler | None:
         route: _Route | None = request.context
-        if route is None or route.generation != self._frontend.access.generation:
+        if route is None or route.generation != self._frontend.access.policy.generation:
             route = self._find_route(request, stream.peer)._replace(origin=RequestOrigin.read(request.fields))
             request.context = route
         if route.refusal:
@@ -199,14 +199,14 @@ class GrpcApplication:
 
     def charge(self, error: ServiceError) -> None:
         """Charge the budget of retries for a request that is refused before it is complete."""
-        self._frontend.retries.charge(error)
+        self._frontend.limits.retries.charge(error)
 
     def new_reader(self) -> MessageReader:
         """Return a reader of a request's body."""
         return MessageReader(self._max_message_bytes, self._bodies)
 
     def _find_route(self, request: RequestFields, peer: str) -> _Route:
-        generation = self._frontend.access.generation
+        generation = self._frontend.access.policy.generation
         if request.method != b"POST":
             return _Route(refusal=http_refusal(405))
         content_type = request.get(b"content-type") or b""
@@ -229,7 +229,9 @@ class GrpcApplication:
                 raise Unsupported("models are loaded and unloaded over HTTP, on the admin port of this service: use that port")
         except ServiceError as error:
             record(self._frontend, caller, scope, fields.path, peer, error.code)
-            delay = self._frontend.refused_keys.delay(peer) if isinstance(error, Unauthorized) and _has_key(request) else 0.0
+            delay = (
+                self._frontend.access.refused_keys.delay(peer) if isinstance(error, Unauthorized) and _has_key(request) else 0.0
+            )
             return _Route(refusal=trailers_only(error_status(error)), denied=True, delay=delay, generation=generation)
         try:
             session = _session(request) if fields.path in (INFER_PATH, STREAM_PATH) else None
@@ -240,7 +242,7 @@ class GrpcApplication:
 
     def _identify(self, request: RequestFields) -> Caller:
         key, host = request.get(b"authorization"), request.authority.decode("latin-1")
-        return self._frontend.access.identify(host, None, None if key is None else key.decode("latin-1"))
+        return self._frontend.access.policy.identify(host, None, None if key is None else key.decode("latin-1"))
 
     def start_call(
         self, stream: Stream, request: RequestFields, route: _Route, deadline: float, reader: MessageReader
@@ -261,8 +263,8 @@ class GrpcApplication:
         self._calls[task] = call
         task.add_done_callback(partial(self._end_call, is_public=is_public))
         if route.method.request_streaming:
-            self._frontend.streams.add(call)
-            task.add_done_callback(lambda _: self._frontend.streams.discard(call))
+            self._frontend.access.streams.add(call)
+            task.add_done_callback(lambda _: self._frontend.access.streams.discard(call))
         stream.handler = call
         return call
 

@@ -66,10 +66,10 @@ class GrpcServer:
         limits = _limits(self._frontend.settings)
         self._listener = Listener(
             self._port,
-            lambda: Http2Connection(self._application, limits, self.connections, self._frontend.turns),
+            lambda: Http2Connection(self._application, limits, self.connections, self._frontend.limits.turns),
             self._make_room,
             lambda: len(self.connections),
-            lambda: self._frontend.tls.grpc,
+            lambda: self._frontend.access.tls.grpc,
         )
         self._listener.open()
 

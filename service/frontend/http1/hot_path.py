@@ -63,7 +63,7 @@ class HotPath:
         valid key. None where the port has no such endpoint.
         """
         self.frontend = frontend
-        self.heads = RequestHeads(MAX_HEADERS, frontend.access)
+        self.heads = RequestHeads(MAX_HEADERS, frontend.access.policy)
         self._infer = infer
         self._oip_infer = oip_infer
         self._key_refusals = key_refusals

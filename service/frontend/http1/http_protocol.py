@@ -69,8 +69,8 @@ class HttpProtocol(LimitedParser):
         super().__init__(config, server_state, app_state)
         self.hot_path = hot_path
         self._request_ids = hot_path.frontend.request_ids
-        self._starts = hot_path.frontend.starts
-        self._turn = ReadingTurn(hot_path.frontend.turns, self)
+        self._starts = hot_path.frontend.limits.starts
+        self._turn = ReadingTurn(hot_path.frontend.limits.turns, self)
         self.origin, self.request_id = NO_ORIGIN, b""
         self.trace_headers: tuple[Header, ...] = ()
         self._general = False
@@ -227,7 +227,7 @@ class HttpProtocol(LimitedParser):
             return
         try:
             check_handshake(self.url, self.headers)
-            hot_path.frontend.memory.check_new_session()
+            hot_path.frontend.limits.memory.check_new_session()
         except (InvalidRequest, Overloaded) as error:
             self._refuse(error)
             return
@@ -425,7 +425,7 @@ class HttpProtocol(LimitedParser):
 
     def _count_received(self, size: int) -> None:
         """Record how much of an incomplete request has arrived. A large request is refused when all connections together hold too much."""
-        bodies = self.hot_path.frontend.bodies
+        bodies = self.hot_path.frontend.limits.bodies
         bodies.add(size - self.received_bytes)
         self.received_bytes = size
         if size > MAX_WAITING_BYTES:
@@ -440,7 +440,7 @@ class HttpProtocol(LimitedParser):
             return
         if error.code in CLOSED_FOR:
             self.hot_path.frontend.metrics.connections_closed.add(error.code)
-        self.hot_path.frontend.retries.charge(error)
+        self.hot_path.frontend.limits.retries.charge(error)
         self._last_request = True
         self._abandon_incomplete()
         refused = self._current

@@ -43,7 +43,7 @@ class KeyRefusals:
         assert head.refusal is not None
         message, has_key = head.refusal
         record(self._frontend, ANYBODY, Scope.INFER, f"POST {head.path}", exchange.peer, Unauthorized.code)
-        seconds = self._frontend.refused_keys.delay(exchange.peer) if has_key else 0.0
+        seconds = self._frontend.access.refused_keys.delay(exchange.peer) if has_key else 0.0
         if not seconds:
             raise Unauthorized(message)
         timer = asyncio.get_running_loop().call_later(seconds, exchange.respond_error, Unauthorized(message))

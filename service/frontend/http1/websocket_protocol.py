@@ -105,7 +105,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
     ) -> None:
         super().__init__(config, server_state, app_state)
         self._hot_path = hot_path
-        self._starts = hot_path.frontend.starts
+        self._starts = hot_path.frontend.limits.starts
         self._arrived = 0.0
         """When the messages arrived that are parsed now."""
         # Without the extension for compressed messages: chunks are small, and a small message may decompress to a large one.
@@ -437,7 +437,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         """Record how much of an incomplete message has arrived. A large message is refused when all connections together hold too much."""
         if not (self.frames or self.received_bytes):
             self.phase_began = self.loop.time()
-        bodies = self._hot_path.frontend.bodies
+        bodies = self._hot_path.frontend.limits.bodies
         bodies.add(size - self.received_bytes)
         self.received_bytes = size
         if size > MAX_WAITING_BYTES and not self.close_sent:

@@ -61,12 +61,12 @@ def build_app(frontend: Frontend, scopes: Set[Scope] = frozenset(Scope), grpc_po
     openapi.describe(app, router, with_keys=bool(frontend.settings.keys))
     app.include_router(router)
 
-    if frontend.access.origins:
+    if frontend.access.policy.origins:
         # It wraps only the sending side: a wrapper around the receiving side would hide that a client has disconnected.
         app.add_middleware(
             Preflights,
             frontend=frontend,
-            allow_origins=list(frontend.access.origins),
+            allow_origins=list(frontend.access.policy.origins),
             allow_methods=["GET", "POST", "PUT", "DELETE"],
             allow_headers=["*"],
             expose_headers=["x-request-id"],
@@ -91,7 +91,7 @@ class Preflights(CORSMiddleware):
         """Return the answer to a preflight. Browsers send it without a key."""
         response = super().preflight_response(request_headers)
         try:
-            self._frontend.access.check_page(request_headers.get("host", ""), request_headers["origin"])
+            self._frontend.access.policy.check_page(request_headers.get("host", ""), request_headers["origin"])
         except Forbidden as error:
             return respond_error(self._frontend, error)
         refusal = Forbidden(f"web pages may not send this request: {bytes(response.body).decode()}")

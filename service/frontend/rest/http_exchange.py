@@ -107,9 +107,9 @@ async def identify(frontend: Frontend, connection: HTTPConnection) -> Caller:
     headers = connection.headers
     key = authorization_of(connection)
     try:
-        return frontend.access.identify(headers.get("host", ""), headers.get("origin"), key)
+        return frontend.access.policy.identify(headers.get("host", ""), headers.get("origin"), key)
     except Unauthorized:
-        if key is not None and (seconds := frontend.refused_keys.delay(peer_of(connection))):
+        if key is not None and (seconds := frontend.access.refused_keys.delay(peer_of(connection))):
             await asyncio.sleep(seconds)
         raise
 
@@ -202,7 +202,7 @@ async def read_tensors(request: Request, frontend: Frontend, limit: Limit | None
     if encoding not in WINDOW_BITS:
         return data
     try:
-        body = await decompress(data, WINDOW_BITS[encoding], limit.size, frontend.bodies)
+        body = await decompress(data, WINDOW_BITS[encoding], limit.size, frontend.limits.bodies)
     except NotCompressed as error:
         raise InvalidRequest(f"the body is not compressed as Content-Encoding says: {error}") from None
     if len(body) > limit.size:

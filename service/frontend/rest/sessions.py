@@ -96,20 +96,20 @@ def add_routes(router: APIRouter, frontend: Frontend) -> None:
 
 async def _export(frontend: Frontend, caller: Caller, id: str) -> bytes | memoryview:
     state = await frontend.dispatcher.export_session(caller.session(id))
-    return await signed(frontend.state_keys, caller.share.tenant, state)
+    return await signed(frontend.access.state_keys, caller.share.tenant, state)
 
 
 async def _import(frontend: Frontend, caller: Caller, id: str, state: bytes) -> None:
     """Open a session from a state. Its signature is checked before anything else of it is read."""
-    frontend.memory.check_new_session()
-    await check_signature(frontend.state_keys, caller.share.tenant, state)
+    frontend.limits.memory.check_new_session()
+    await check_signature(frontend.access.state_keys, caller.share.tenant, state)
     await frontend.dispatcher.import_session(caller.session(id), session_file.read(state), caller.max_sessions)
 
 
 async def _fork(frontend: Frontend, caller: Caller, id: str, copy: str) -> None:
     """Copy a session. The two ids may belong to two engines, so the state passes through the frontend, where it needs no
     signature."""
-    frontend.memory.check_new_session()
+    frontend.limits.memory.check_new_session()
     file = session_file.read(await frontend.dispatcher.export_session(caller.session(id)))
     await frontend.dispatcher.import_session(caller.session(copy), file, caller.max_sessions)
 

@@ -71,7 +71,7 @@ def add_routes(router: APIRouter, frontend: Frontend) -> None:
             raise TooLarge(
                 f"inputs has {len(body.inputs)} entries and SEQSERVE_MAX_INPUTS is {limit}: send fewer", field="inputs"
             )
-        with frontend.quotas.hold(caller_of(request), len(body.inputs), len(data)):
+        with frontend.limits.quotas.hold(caller_of(request), len(body.inputs), len(data)):
             # In a thread: a text of 64 KiB takes milliseconds. One thread at a time: the event loop waits for each of them in turn.
             async with turn:
                 outputs = await asyncio.to_thread(_tokens_of_all, model.tokenizer, body.inputs)

@@ -161,11 +161,11 @@ async def serve_socket(frontend: Frontend, chunks: ChunkRunner, socket: WebSocke
     query.check_options(model.spec, frontend.settings)
     await socket.accept(SUBPROTOCOL if SUBPROTOCOL in socket.scope.get("subprotocols", ()) else None)
     stream = _ChunkStream(frontend, chunks, socket, query, model.key.labels, entry.caller)
-    frontend.streams.add(stream)
+    frontend.access.streams.add(stream)
     try:
         await stream.run()
     finally:
-        frontend.streams.discard(stream)
+        frontend.access.streams.discard(stream)
         await stream.leave()
 
 
@@ -247,8 +247,8 @@ class _ChunkStream:
             self._handle_alone(self._answer_large(data, arrived))
             return
         try:
-            if self._frontend.starts.refusing:
-                raise self._frontend.starts.refuse()
+            if self._frontend.limits.starts.refusing:
+                raise self._frontend.limits.starts.refuse()
             chunk = ChunkBody.parse(data) if is_text else ChunkBody(data)
         except ServiceError as error:
             reply = self._append_reply()

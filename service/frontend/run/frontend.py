@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Protocol
 
 from service.access.caller import NO_QUOTAS, Caller
-from service.access.policy import AccessPolicy
-from service.access.refused_keys import RefusedKeys
-from service.access.state_keys import StateKeys
 from service.errors import (
     SERVICE_FAILED,
     InferenceFailed,
@@ -19,14 +14,8 @@ from service.errors import (
 from service.frontend.decoder.client import BodyDecoder
 from service.frontend.dispatch.connection import PendingRequest, Receiver
 from service.frontend.dispatch.dispatcher import Dispatcher
-from service.frontend.guards.body_budget import MAX_RECEIVING_BYTES, BodyBudget
-from service.frontend.guards.memory_guard import MemoryGuard, trim_heap
-from service.frontend.guards.open_streams import OpenStreams
-from service.frontend.guards.quotas import QuotaLedger
-from service.frontend.guards.reading_turns import ReadingTurns
-from service.frontend.guards.retry_budget import RetryBudget
-from service.frontend.guards.start_queue import StartQueue
-from service.frontend.http1.tls import TlsContexts
+from service.frontend.guards.limits import FrontendLimits
+from service.frontend.run.access_control import AccessControl
 from service.frontend.run.catalog import Catalog
 from service.frontend.run.large_answers import LargeAnswers
 from service.frontend.run.observation import Observer
@@ -37,7 +26,6 @@ from service.ipc.messages.models import IndexEntry, Manifest, ModelKey
 from service.ipc.quota_counts import QuotaCounts
 from service.ipc.trace_socket import TraceWriter
 from service.log import Log
-from service.memory_limit import MemoryLimit
 from service.metrics import Metrics, Snapshot
 from service.settings import Settings
 
@@ -61,55 +49,37 @@ class SupervisorClient(Protocol):
         """Stop serving a model, and return when no request can find it any more. Raises UnknownModel."""
 
 
-@dataclass(slots=True)
 class Frontend:
-    """The state that all APIs of one frontend share. `draining` is true during shutdown. Without `traces` nothing is traced."""
+    """The state that all APIs of one frontend share. `draining` is true during shutdown."""
 
-    settings: Settings
-    catalog: Catalog
-    dispatcher: Dispatcher
-    metrics: Metrics
-    log: Log
-    supervisor: SupervisorClient
-    quota_counts: QuotaCounts = field(default_factory=QuotaCounts.private)
-    traces: TraceWriter | None = None
-    draining: bool = False
-    access: AccessPolicy = field(init=False)
-    quotas: QuotaLedger = field(init=False)
-    retries: RetryBudget = field(init=False)
-    turns: ReadingTurns = field(init=False)
-    starts: StartQueue = field(init=False)
-    streams: OpenStreams = field(init=False)
-    refused_keys: RefusedKeys = field(init=False)
-    state_keys: StateKeys = field(init=False)
-    tls: TlsContexts = field(init=False)
-    memory: MemoryGuard = field(init=False)
-    bodies: BodyBudget = field(init=False)
-    decoder: BodyDecoder = field(init=False)
-    large_answers: LargeAnswers = field(init=False)
-    statistics: tuple[Snapshot, dict[object, bytes]] = ({}, {})
-    """The newest metrics from which statistics were made, and these statistics by their form."""
-    request_ids: RequestIds = field(init=False)
-    observer: Observer = field(init=False)
-    tally: RequestTally = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.access = AccessPolicy(self.settings)
-        self.quotas = QuotaLedger(self.quota_counts, self.metrics)
-        self.retries = RetryBudget(self.metrics)
-        self.turns = ReadingTurns()
-        self.starts = StartQueue(self.settings.default_deadline_ms, self.turns)
-        self.streams = OpenStreams(self.access)
-        self.refused_keys = RefusedKeys()
-        self.state_keys = StateKeys(self.settings)
-        self.tls = TlsContexts(self.settings)
-        self.memory = MemoryGuard(self.settings.max_memory_share, MemoryLimit().read, self.metrics, self.log, trim_heap)
-        self.bodies = BodyBudget(MAX_RECEIVING_BYTES, self.memory)
+    def __init__(
+        self,
+        settings: Settings,
+        catalog: Catalog,
+        dispatcher: Dispatcher,
+        metrics: Metrics,
+        log: Log,
+        supervisor: SupervisorClient,
+        quota_counts: QuotaCounts | None = None,
+        traces: TraceWriter | None = None,
+    ) -> None:
+        """quota_counts: of all frontends, None for a single frontend. traces: None if nothing is traced."""
+        self.settings = settings
+        self.catalog = catalog
+        self.dispatcher = dispatcher
+        self.metrics = metrics
+        self.log = log
+        self.supervisor = supervisor
+        self.draining = False
+        self.access = AccessControl(settings)
+        self.limits = FrontendLimits(settings, quota_counts or QuotaCounts.private(), metrics, log)
+        self.decoder = BodyDecoder(settings, self.limits.bodies, self.limits.memory, log)
         self.large_answers = LargeAnswers()
-        self.decoder = BodyDecoder(self.settings, self.bodies, self.memory, self.log)
         self.request_ids = RequestIds()
-        self.tally = RequestTally(self.metrics)
-        self.observer = Observer(self.settings, self.log, self.metrics, self.traces)
+        self.tally = RequestTally(metrics)
+        self.observer = Observer(settings, log, metrics, traces)
+        self.statistics: tuple[Snapshot, dict[object, bytes]] = ({}, {})
+        """The newest metrics from which statistics were made, and these statistics by their form."""
 
     @property
     def ready(self) -> bool:
@@ -131,35 +101,20 @@ class Frontend:
 
     def send(self, caller: Caller, request: Request, data: bytes | memoryview, receiver: Receiver) -> PendingRequest:
         """Send a request that the caller may send, as `Dispatcher.send` does; raises QuotaExceeded, and Overloaded if memory is short."""
-        if caller.quotas == NO_QUOTAS and not (caller.key or self.memory.limited):
+        limits = self.limits
+        if caller.quotas == NO_QUOTAS and not (caller.key or limits.memory.limited):
             return self.dispatcher.send(request, data, receiver)
-        request, end = self._begin(caller, request, len(data))
+        key, numbers = request.key, 0
+        if (
+            limits.memory.limited and key in self.catalog
+        ):  # a version that was forgotten while a body was parsed is refused later
+            numbers = self.catalog[key].answer_numbers(sum(request.lengths), sequence=request.returns.sequence)
+        request, end = limits.begin(caller, request, len(data), numbers)
         try:
             return self.dispatcher.send(request, data, receiver, on_end=end)
         except ServiceError:
-            if end is not None:
-                end()
+            end()
             raise
-
-    def _begin(self, caller: Caller, request: Request, size: int) -> tuple[Request, Callable[[], None] | None]:
-        """Count a request with `size` bytes of values. Return it as the engine may run it, and what must be called once at its end."""
-        if caller.key:
-            self.metrics.key_requests.add(caller.share.tenant, caller.name)
-            self.metrics.key_tokens.add(caller.share.tenant, caller.name, by=sum(request.lengths))
-        end = self.quotas.begin(caller, len(request.lengths), size) if caller.quotas != NO_QUOTAS else None
-        if not self.memory.limited:
-            return request, end
-        numbers = 0
-        key = request.key
-        if key in self.catalog:  # a version that was forgotten while a body was parsed is refused later
-            numbers = self.catalog[key].answer_numbers(sum(request.lengths), sequence=request.returns.sequence)
-        try:
-            request, release = self.memory.admit(request, size, numbers)
-        except ServiceError:
-            if end is not None:
-                end()
-            raise
-        return request, release if end is None else _both(end, release)
 
     def forget(self, key: ModelKey) -> None:
         """Drop a version that no engine and no session uses any more, with its metric labels."""
@@ -173,12 +128,3 @@ class Frontend:
         failure = InferenceFailed(SERVICE_FAILED)
         failure.in_frontend = True
         return failure
-
-
-def _both(first: Callable[[], None], second: Callable[[], None] | None) -> Callable[[], None]:
-    def call() -> None:
-        first()
-        if second is not None:
-            second()
-
-    return call

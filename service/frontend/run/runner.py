@@ -143,8 +143,8 @@ class RequestRunner(ABC):
     def start(self, head: RequestHead, body: bytes, exchange: Exchange, arrived: float) -> RunningRequest | None:
         """See `Endpoint.start`."""
         try:
-            if self.frontend.starts.refusing:
-                raise self.frontend.starts.refuse()
+            if self.frontend.limits.starts.refusing:
+                raise self.frontend.limits.starts.refuse()
             decoded = self.decode(head, body)
         except ServiceError as error:
             self.refuse(UNKNOWN_MODEL_LABELS, error, arrived, exchange, head.caller)
@@ -183,7 +183,7 @@ class RequestRunner(ABC):
             code = InferenceFailed.code
             if isinstance(error, ServiceError):
                 code = error.code
-                self.frontend.retries.charge(error)
+                self.frontend.limits.retries.charge(error)
             labels = UNKNOWN_MODEL_LABELS if model is None else model.key.labels
             self._end_refused(exchange, labels, code, arrived, caller, observation)
             raise
@@ -228,7 +228,7 @@ class RequestRunner(ABC):
     ) -> None:
         """Count a request that cannot be decoded."""
         self._tally.accepted += 1
-        self.frontend.retries.charge(error)
+        self.frontend.limits.retries.charge(error)
         observation = self._observer.begin(exchange, random()) if self._observer.chooses else None
         self._end_refused(exchange, labels, error.code, arrived, caller, observation)
 
@@ -261,7 +261,7 @@ class RequestRunner(ABC):
     def fail(self, call: RunningRequest, error: ServiceError) -> None:
         """Reply with the error that a request ended with."""
         self._count_failure(call, error.code)
-        self.frontend.retries.charge(error)
+        self.frontend.limits.retries.charge(error)
         call.exchange.respond_error(error)
 
     def fail_or_search(self, call: RunningRequest, error: ServiceError) -> None:
@@ -439,7 +439,7 @@ class RequestRunner(ABC):
             now = time.monotonic()
             parse, total = [call.sent - call.arrived for call in replied], [now - call.arrived for call in replied]
             waited = max(0.0, start - ready / len(replied))
-            self.frontend.retries.answered += len(replied)
+            self.frontend.limits.retries.answered += len(replied)
             self._tally.answer(model.key.labels, parse, total, reply=waited, encode=now - start)
             observer = self._observer
             if observer.chooses or observer.times_all:

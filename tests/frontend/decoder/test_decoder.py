@@ -168,9 +168,9 @@ def test_bodies_wait_within_the_budget(service: InProcess, monkeypatch: pytest.M
                 pass
         return [*replies, await answer_large(service)]
 
-    monkeypatch.setattr(service.frontend.bodies, "_limit", 2 * len(LARGE))
+    monkeypatch.setattr(service.frontend.limits.bodies, "_limit", 2 * len(LARGE))
     assert [type(reply) for reply in service.run(at_once())] == [bytes, bytes, Overloaded, bytes]
-    assert service.frontend.bodies.held_bytes == 0
+    assert service.frontend.limits.bodies.held_bytes == 0
 
 
 @pytest.mark.parametrize(("patience", "refused"), [(0.0, [False, True]), (60.0, [False, False])])

@@ -146,7 +146,7 @@ def test_reserved_bytes_are_refused_to_others() -> None:
 
 def test_request_gives_back_its_memory_and_its_quota(harness: InferHarness) -> None:
     """Two would not fit at once."""
-    harness.frontend.memory = Memory(50)
+    harness.frontend.limits.memory = Memory(50)
     steps = 30 * PERCENT // (ANSWER_BYTES * harness.frontend.catalog[HALVER].answer_numbers(1, sequence=False))
     request = Request(HALVER.name, HALVER.version, [steps], 0.0, 0.0)
 
@@ -157,7 +157,7 @@ def test_request_gives_back_its_memory_and_its_quota(harness: InferHarness) -> N
 
     for each in (LOCAL, LOCAL, *[caller(sequences_in_flight=1)] * 2):
         asyncio.run(answered(each))
-    assert harness.frontend.memory._reserved == 0
+    assert harness.frontend.limits.memory._reserved == 0
 
 
 def test_freed_memory_is_returned_while_it_is_wanted() -> None:
@@ -183,7 +183,7 @@ def test_import_and_fork_open_no_session_when_memory_is_short(local: InProcess, 
     body = {"model": "sensors", "inputs": [[[1, 2, 3]]], "session": "kept"}
     assert local.client.post("/infer", json=body).status_code == 200
     state = local.client.get("/sessions/kept/state").content
-    monkeypatch.setattr(local.frontend.memory, "check_new_session", Memory(85).check_new_session)
+    monkeypatch.setattr(local.frontend.limits.memory, "check_new_session", Memory(85).check_new_session)
     answers = [
         local.client.put("/sessions/brought/state", content=state),
         local.client.post("/sessions/kept/fork", json={"session": "copy"}),

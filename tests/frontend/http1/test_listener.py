@@ -129,11 +129,11 @@ def test_long_handshake_ends_when_there_is_no_room(monkeypatch: pytest.MonkeyPat
     assert asyncio.run(test()) == b""
 
 
-@pytest.mark.parametrize("part", ["access", "tls", "state_keys"])
+@pytest.mark.parametrize("part", ["policy", "tls", "state_keys"])
 def test_error_of_periodic_work_is_reported(local: InProcess, monkeypatch: pytest.MonkeyPatch, part: str) -> None:
     """uvicorn would end the frontend."""
     reported, fail = list[Exception](), Mock(side_effect=ZeroDivisionError)
-    monkeypatch.setattr(getattr(local.frontend, part), "reload", fail)
+    monkeypatch.setattr(getattr(local.frontend.access, part), "reload", fail)
     monkeypatch.setattr(Frontend, "internal_error", lambda _, error: reported.append(error))
     eventually(lambda: len(reported) > 1)
     assert {type(error) for error in reported} == {ZeroDivisionError}, "the server goes on"
