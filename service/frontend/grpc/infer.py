@@ -38,7 +38,7 @@ from service.frontend.run.catalog import ServedModel
 from service.frontend.run.exchange import HttpReply
 from service.frontend.run.frontend import Frontend
 from service.frontend.run.origin import Header, RequestOrigin
-from service.frontend.run.runner import AnsweredRequest, DecodedRequest, RunningRequest
+from service.frontend.run.runner import DecodedRequest, RunningRequest
 from service.ipc.messages.decoder import DecodeBody
 from service.ipc.messages.models import ModelKey
 from service.ipc.messages.tracing import Api
@@ -149,26 +149,26 @@ class GrpcRunner(TensorRunner):
     async def encode_large(self, response: InferResponse, context: TensorContext) -> HttpReply:
         return HttpReply(await write_message(self.frontend, response), b"")
 
-    def has_whole_reply(self, answered: AnsweredRequest) -> bool:
-        return form_of(answered) is not None
+    def has_whole_reply(self, call: RunningRequest) -> bool:
+        return form_of(call) is not None
 
-    def whole_reply(self, model: ServedModel, answered: AnsweredRequest) -> HttpReply:
-        context: TensorContext = answered.call.decoded.context
+    def whole_reply(self, model: ServedModel, call: RunningRequest) -> HttpReply:
+        context: TensorContext = call.decoded.context
         assert context.form is not None and context.form.response is not None
         start = write_start(model.spec.name, model.version, context.parsed.request.id)
-        return HttpReply(start + context.form.response + answered.data, b"")
+        return HttpReply(start + context.form.response + call.data, b"")
 
     def remembered(self, parsed: ParsedRequest) -> ParsedRequest:
         """Return a request without its id, which is not in the key of its form."""
         return ParsedRequest(msgspec.structs.replace(parsed.request, id=""), RAW_OUTPUTS)
 
-    def write_others(self, model: ServedModel, answers: list[AnsweredRequest]) -> list[HttpReply | ServiceError]:
-        together = self._write_together(model, answers)
+    def write_others(self, model: ServedModel, calls: list[RunningRequest]) -> list[HttpReply | ServiceError]:
+        together = self._write_together(model, calls)
         if together is not None:
             return [HttpReply(response, b"") for response in together]
-        return super().write_others(model, answers)
+        return super().write_others(model, calls)
 
-    def _write_together(self, model: ServedModel, answers: list[AnsweredRequest]) -> list[bytes] | None:
+    def _write_together(self, model: ServedModel, calls: list[RunningRequest]) -> list[bytes] | None:
         """Return the responses, or None unless all of them are simple."""
         if not isinstance(model.spec.head, ClassifyHead):  # the most frequent kind has a writer that prepares its whole message
             return None
@@ -177,13 +177,11 @@ class GrpcRunner(TensorRunner):
             if len(self._writers) >= MAX_WRITERS:
                 self._writers.clear()
             writer = self._writers[model.key] = ClassifyWriter(model, model.spec.head)
-        requests = [answered.call.decoded.context.parsed.request for answered in answers]
-        for request, answered in zip(requests, answers, strict=True):
-            if request.outputs or not writer.accepts(answered.answer, answered.data):
+        requests = [call.decoded.context.parsed.request for call in calls]
+        for request, call in zip(requests, calls, strict=True):
+            if request.outputs or not writer.accepts(call.answer, call.data):
                 return None
-        return writer.write_all(
-            [(request.id, answered.answer, answered.data) for request, answered in zip(requests, answers, strict=True)]
-        )
+        return writer.write_all([(request.id, call.answer, call.data) for request, call in zip(requests, calls, strict=True)])
 
 
 class StreamRunner(GrpcRunner):
@@ -191,8 +189,8 @@ class StreamRunner(GrpcRunner):
 
     api = Api.GRPC_STREAM
 
-    def write(self, model: ServedModel, answers: list[AnsweredRequest]) -> list[HttpReply | ServiceError]:
-        return [self._write(model, answered) for answered in answers]
+    def write(self, model: ServedModel, calls: list[RunningRequest]) -> list[HttpReply | ServiceError]:
+        return [self._write(model, call) for call in calls]
 
     def encode(self, response: InferResponse, context: TensorContext) -> HttpReply:
         return HttpReply(b"".join(message_parts(_final(response, context), RESPONSE_FIELD)), b"")

@@ -24,7 +24,7 @@ from service.frontend.rest.http_exchange import JSON, OCTET_STREAM
 from service.frontend.run.catalog import ServedModel
 from service.frontend.run.exchange import HttpReply
 from service.frontend.run.large_answers import PIECE_VALUES
-from service.frontend.run.runner import AnsweredRequest, DecodedRequest
+from service.frontend.run.runner import DecodedRequest, RunningRequest
 from service.frontend.run.session_header import checked_header
 from service.ipc.messages.decoder import DecodeBody
 from service.ipc.messages.tracing import Api
@@ -107,16 +107,16 @@ class HttpRunner(TensorRunner):
         content = await self.frontend.large_answers.join([header, *pieces.tail])
         return _reply(content, len(header), context.encoding)
 
-    def has_whole_reply(self, answered: AnsweredRequest) -> bool:
-        form, context = form_of(answered), answered.call.decoded.context
+    def has_whole_reply(self, call: RunningRequest) -> bool:
+        form, context = form_of(call), call.decoded.context
         if form is None:
             return False
         assert form.response is not None
-        return context.encoding is None or len(form.response) + len(answered.data) < MIN_COMPRESSED_BYTES
+        return context.encoding is None or len(form.response) + len(call.data) < MIN_COMPRESSED_BYTES
 
-    def whole_reply(self, model: ServedModel, answered: AnsweredRequest) -> HttpReply:
-        response: bytes = answered.call.decoded.context.form.response
-        return HttpReply(response + answered.data, _BINARY_HEADERS % len(response))
+    def whole_reply(self, model: ServedModel, call: RunningRequest) -> HttpReply:
+        response: bytes = call.decoded.context.form.response
+        return HttpReply(response + call.data, _BINARY_HEADERS % len(response))
 
     def _parse(self, body: bytes, json_length: int | None, name: str, version: str) -> ParsedRequest:
         if json_length == 0:

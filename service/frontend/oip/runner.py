@@ -21,7 +21,7 @@ from service.frontend.run import validation
 from service.frontend.run.catalog import ServedModel
 from service.frontend.run.exchange import HttpReply
 from service.frontend.run.frontend import Frontend
-from service.frontend.run.runner import AnsweredRequest, DecodedRequest, RequestRunner
+from service.frontend.run.runner import DecodedRequest, RequestRunner, RunningRequest
 from service.frontend.run.validation import PackedInputs
 from service.ipc.messages.inference import Request
 
@@ -62,11 +62,11 @@ class TensorRunner(RequestRunner):
         """Return the reply with a response that would stall the event loop if it was written at once."""
 
     @abstractmethod
-    def has_whole_reply(self, answered: AnsweredRequest) -> bool:
+    def has_whole_reply(self, call: RunningRequest) -> bool:
         """Return whether the reply consists of the known response of a form and of the engine's answer as it is, if that is finite."""
 
     @abstractmethod
-    def whole_reply(self, model: ServedModel, answered: AnsweredRequest) -> HttpReply:
+    def whole_reply(self, model: ServedModel, call: RunningRequest) -> HttpReply:
         """Return the reply of a request that has a whole reply."""
 
     def remembered(self, parsed: ParsedRequest) -> ParsedRequest:
@@ -96,44 +96,41 @@ class TensorRunner(RequestRunner):
             self._forms.remember(context.key, self.remembered(parsed), model, request.lengths)
         return request, data
 
-    def write(self, model: ServedModel, answers: list[AnsweredRequest]) -> list[HttpReply | ServiceError]:
-        whole = [self.has_whole_reply(answered) for answered in answers]
-        if not all_finite([answered.data for answered, known in zip(answers, whole, strict=True) if known]):
-            whole = [False] * len(answers)
-        others = [answered for answered, known in zip(answers, whole, strict=True) if not known]
+    def write(self, model: ServedModel, calls: list[RunningRequest]) -> list[HttpReply | ServiceError]:
+        whole = [self.has_whole_reply(call) for call in calls]
+        if not all_finite([call.data for call, known in zip(calls, whole, strict=True) if known]):
+            whole = [False] * len(calls)
+        others = [call for call, known in zip(calls, whole, strict=True) if not known]
         replies = iter(self.write_others(model, others)) if others else iter(())
-        return [
-            self.whole_reply(model, answered) if known else next(replies)
-            for answered, known in zip(answers, whole, strict=True)
-        ]
+        return [self.whole_reply(model, call) if known else next(replies) for call, known in zip(calls, whole, strict=True)]
 
-    def write_others(self, model: ServedModel, answers: list[AnsweredRequest]) -> list[HttpReply | ServiceError]:
+    def write_others(self, model: ServedModel, calls: list[RunningRequest]) -> list[HttpReply | ServiceError]:
         """Return the replies to requests without a whole reply."""
-        return [self._write(model, answered) for answered in answers]
+        return [self._write(model, call) for call in calls]
 
-    async def write_large(self, model: ServedModel, answered: AnsweredRequest) -> HttpReply:
-        context: TensorContext = answered.call.decoded.context
-        return await self.encode_large(await asyncio.to_thread(_response, model, answered), context)
+    async def write_large(self, model: ServedModel, call: RunningRequest) -> HttpReply:
+        context: TensorContext = call.decoded.context
+        return await self.encode_large(await asyncio.to_thread(_response, model, call), context)
 
-    def _write(self, model: ServedModel, answered: AnsweredRequest) -> HttpReply | ServiceError:
-        context: TensorContext = answered.call.decoded.context
-        if context.form is not None and context.form.response_size != len(answered.data):
+    def _write(self, model: ServedModel, call: RunningRequest) -> HttpReply | ServiceError:
+        context: TensorContext = call.decoded.context
+        if context.form is not None and context.form.response_size != len(call.data):
             context = context._replace(form=None)
         try:
-            return self.encode(_response(model, answered), context)
+            return self.encode(_response(model, call), context)
         except ServiceError as error:
             return error
 
 
-def form_of(answered: AnsweredRequest) -> BinaryForm | None:
+def form_of(call: RunningRequest) -> BinaryForm | None:
     """Return the form of a request whose response is known except for the engine's answer, which it contains unchanged."""
-    form: BinaryForm | None = answered.call.decoded.context.form
-    return form if form is not None and form.answered_by(answered.data) else None
+    form: BinaryForm | None = call.decoded.context.form
+    return form if form is not None and form.answered_by(call.data) else None
 
 
-def _response(model: ServedModel, answered: AnsweredRequest) -> InferResponse:
-    context: TensorContext = answered.call.decoded.context
-    return build_response(context.parsed.request, context.tensors, model, answered.answer, answered.data)
+def _response(model: ServedModel, call: RunningRequest) -> InferResponse:
+    context: TensorContext = call.decoded.context
+    return build_response(context.parsed.request, context.tensors, model, call.answer, call.data)
 
 
 def _within(options: validation.Options, seconds: float) -> validation.Options:

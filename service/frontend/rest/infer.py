@@ -26,7 +26,7 @@ from service.frontend.run.catalog import ServedModel
 from service.frontend.run.exchange import HttpReply
 from service.frontend.run.frontend import Frontend
 from service.frontend.run.head_outputs import InferOutput, decode_arrays, input_field
-from service.frontend.run.runner import AnsweredRequest, DecodedRequest, RequestRunner
+from service.frontend.run.runner import DecodedRequest, RequestRunner, RunningRequest
 from service.frontend.run.session_header import DESCRIPTION, checked_header, resolve_session
 from service.frontend.run.validation import MAX_SESSION_STEPS, PackedInputs
 from service.ipc.messages.decoder import DecodeBody
@@ -272,20 +272,20 @@ class InferRunner(RequestRunner):
             packed = pack_inputs(body, model, settings, self.field_of)
         return engine_request(body, packed, model, settings, arrived, self.field_of)
 
-    def write(self, model: ServedModel, answers: list[AnsweredRequest]) -> list[HttpReply | ServiceError]:
-        together = model.writer.write_all([(answered.answer, answered.data) for answered in answers])
+    def write(self, model: ServedModel, calls: list[RunningRequest]) -> list[HttpReply | ServiceError]:
+        together = model.writer.write_all([(call.answer, call.data) for call in calls])
         if together is not None:
-            return [_reply(model, answered, outputs) for answered, outputs in zip(answers, together, strict=True)]
-        return [self._write(model, answered) for answered in answers]
+            return [_reply(model, call, outputs) for call, outputs in zip(calls, together, strict=True)]
+        return [self._write(model, call) for call in calls]
 
-    async def write_large(self, model: ServedModel, answered: AnsweredRequest) -> HttpReply:
-        body: InferBody = answered.call.decoded.context
-        content = await _write_large_reply(self.frontend, model, answered.answer, answered.data, self.field_of, body.session)
+    async def write_large(self, model: ServedModel, call: RunningRequest) -> HttpReply:
+        body: InferBody = call.decoded.context
+        content = await _write_large_reply(self.frontend, model, call.answer, call.data, self.field_of, body.session)
         return HttpReply(content, _HEADERS)
 
-    def _write(self, model: ServedModel, answered: AnsweredRequest) -> HttpReply | ServiceError:
+    def _write(self, model: ServedModel, call: RunningRequest) -> HttpReply | ServiceError:
         try:
-            return _reply(model, answered, model.writer.write(answered.answer, answered.data, self.field_of))
+            return _reply(model, call, model.writer.write(call.answer, call.data, self.field_of))
         except ServiceError as error:
             return error
 
@@ -294,6 +294,6 @@ def _decoded(body: InferBody) -> DecodedRequest:
     return DecodedRequest(body.model, body.version, body, body.session)
 
 
-def _reply(model: ServedModel, answered: AnsweredRequest, outputs: bytes) -> HttpReply:
-    session: str | None = answered.call.decoded.context.session
-    return HttpReply(write_reply(model, outputs, session, answered.answer.session_steps), _HEADERS)
+def _reply(model: ServedModel, call: RunningRequest, outputs: bytes) -> HttpReply:
+    session: str | None = call.decoded.context.session
+    return HttpReply(write_reply(model, outputs, session, call.answer.session_steps), _HEADERS)

@@ -33,6 +33,7 @@ from service.metrics import CUT_OFF, GONE, OK
 
 MAX_ATTEMPTS = 3
 """A chunk is sent at most this many times, each time to the version that its session belonged to at the last attempt."""
+NO_ANSWER = Answer()
 UNKNOWN_MODEL_LABELS = ("unknown", "unknown")
 """Metric labels of a request that names no served model."""
 Packer = Callable[[ServedModel], Awaitable[PackedInputs]]
@@ -52,14 +53,6 @@ class DecodedRequest(Struct, frozen=True):
     session: str | None = None
     pack: Packer | None = None
     timed: bool = False
-
-
-class AnsweredRequest(Struct, frozen=True):
-    """A request with the engine's answer to it."""
-
-    call: RunningRequest
-    answer: Answer
-    data: bytes | memoryview
 
 
 class RunningRequest(Struct, eq=False):
@@ -82,13 +75,17 @@ class RunningRequest(Struct, eq=False):
     attempts: int = 1
     sending: asyncio.Task[None] | None = None
     """Packs its inputs, or searches the version that its session belongs to."""
+    answer: Answer = NO_ANSWER
+    data: bytes | memoryview = b""
+    """The engine's answer, and the bytes of its arrays."""
     disconnected: bool = False
     counted: bool = False
     """Whether its end is in the metrics."""
 
     def answered(self, answer: Answer, data: bytes | memoryview) -> None:
         self.pending = None  # it refers to this request: a cycle would stay in memory until the next full garbage collection
-        self.runner.collect(AnsweredRequest(self, answer, data))
+        self.answer, self.data = answer, data
+        self.runner.collect(self)
 
     def failed(self, error: ServiceError) -> None:
         self.pending = None
@@ -115,7 +112,7 @@ class RequestRunner(ABC):
         self.frontend = frontend
         self._tally = frontend.tally
         self._observer = frontend.observer
-        self._answered: dict[ModelKey, list[AnsweredRequest]] = {}
+        self._answered: dict[ModelKey, list[RunningRequest]] = {}
         self._writing: set[asyncio.Task[None]] = set()
 
     @abstractmethod
@@ -133,12 +130,12 @@ class RequestRunner(ABC):
         """Return the engine's request and its tensor bytes; raises a ServiceError. packed: the inputs, None if they are not packed yet."""
 
     @abstractmethod
-    def write(self, model: ServedModel, answers: list[AnsweredRequest]) -> list[HttpReply | ServiceError]:
-        """Return the reply to each answer of one model."""
+    def write(self, model: ServedModel, calls: list[RunningRequest]) -> list[HttpReply | ServiceError]:
+        """Return the reply to each request of one model, which is answered."""
 
     @abstractmethod
-    async def write_large(self, model: ServedModel, answered: AnsweredRequest) -> HttpReply:
-        """Return the reply to an answer that would stall the event loop if it was written at once; raises a ServiceError."""
+    async def write_large(self, model: ServedModel, call: RunningRequest) -> HttpReply:
+        """Return the reply to a request whose answer would stall the event loop if it was written at once; raises a ServiceError."""
 
     def start(self, head: RequestHead, body: bytes, exchange: Exchange, arrived: float) -> RunningRequest | None:
         """See `Endpoint.start`."""
@@ -252,11 +249,11 @@ class RequestRunner(ABC):
         self._tally.accepted += 1
         self._tally.fail(UNKNOWN_MODEL_LABELS, outcome, 0.0)
 
-    def collect(self, answered: AnsweredRequest) -> None:
-        """Keep an answer until the end of the tick."""
+    def collect(self, call: RunningRequest) -> None:
+        """Keep an answered request until the end of the tick."""
         if not self._answered:
             asyncio.get_running_loop().call_soon(self._write_answers)
-        self._answered.setdefault(answered.call.model.key, []).append(answered)
+        self._answered.setdefault(call.model.key, []).append(call)
 
     def fail(self, call: RunningRequest, error: ServiceError) -> None:
         """Reply with the error that a request ended with."""
@@ -383,54 +380,53 @@ class RequestRunner(ABC):
 
     def _write_answers(self) -> None:
         by_model, self._answered = self._answered, {}
-        for answers in by_model.values():
-            waiting = [answered for answered in answers if not answered.call.disconnected]
-            small = [answered for answered in waiting if len(answered.data) <= LARGE_ANSWER_BYTES]
+        for calls in by_model.values():
+            waiting = [call for call in calls if not call.disconnected]
+            small = [call for call in waiting if len(call.data) <= LARGE_ANSWER_BYTES]
             if small:
-                self._write_answers_of_model(small[0].call.model, small)
+                self._write_answers_of_model(small[0].model, small)
             if len(small) < len(waiting):
-                self._start_writing([answered for answered in waiting if len(answered.data) > LARGE_ANSWER_BYTES])
+                self._start_writing([call for call in waiting if len(call.data) > LARGE_ANSWER_BYTES])
 
-    def _start_writing(self, answers: list[AnsweredRequest]) -> None:
-        for answered in answers:
-            task = asyncio.ensure_future(self._write_large_answer(answered))
+    def _start_writing(self, calls: list[RunningRequest]) -> None:
+        for call in calls:
+            task = asyncio.ensure_future(self._write_large_answer(call))
             self._writing.add(task)
             task.add_done_callback(self._writing.discard)
 
-    async def _write_large_answer(self, answered: AnsweredRequest) -> None:
-        start, call = time.monotonic(), answered.call
+    async def _write_large_answer(self, call: RunningRequest) -> None:
+        start = time.monotonic()
         try:
-            reply: HttpReply | ServiceError = await self.write_large(call.model, answered)
+            reply: HttpReply | ServiceError = await self.write_large(call.model, call)
         except ServiceError as error:
             reply = error
         except Exception as error:
             reply = self.frontend.internal_error(error)
         if not call.disconnected:
-            self._send_replies(call.model, [answered], [reply], start)
+            self._send_replies(call.model, [call], [reply], start)
 
-    def _write_answers_of_model(self, model: ServedModel, answers: list[AnsweredRequest]) -> None:
+    def _write_answers_of_model(self, model: ServedModel, calls: list[RunningRequest]) -> None:
         start = time.monotonic()
         try:
-            replies = self.write(model, answers)
+            replies = self.write(model, calls)
         except Exception as error:
-            replies = [self.frontend.internal_error(error)] * len(answers)
-        self._send_replies(model, answers, replies, start)
+            replies = [self.frontend.internal_error(error)] * len(calls)
+        self._send_replies(model, calls, replies, start)
 
     def _send_replies(
-        self, model: ServedModel, answers: list[AnsweredRequest], replies: Sequence[HttpReply | ServiceError], start: float
+        self, model: ServedModel, calls: list[RunningRequest], replies: Sequence[HttpReply | ServiceError], start: float
     ) -> None:
         """Send the replies to requests of one model, and count these. start: when the writing of the replies began."""
         replied, ready = [], 0.0
-        for answered, reply in zip(answers, replies, strict=True):
-            call = answered.call
+        for call, reply in zip(calls, replies, strict=True):
             if isinstance(reply, ServiceError):
                 self.fail(call, reply)
                 continue
             call.counted = True
             replied.append(call)
-            ready += answered.answer.ready
+            ready += call.answer.ready
             if call.decoded.timed:
-                reply = structs.replace(reply, headers=reply.headers + _timing(answered, start))
+                reply = structs.replace(reply, headers=reply.headers + _timing(call, start))
             if reply.compress is None:
                 call.exchange.respond(reply.content, reply.headers)
             else:
@@ -444,17 +440,15 @@ class RequestRunner(ABC):
             observer = self._observer
             if observer.chooses or observer.times_all:
                 in_time = now - observer.slow_seconds
-                for answered, reply in zip(answers, replies, strict=True):
-                    call = answered.call
+                for call, reply in zip(calls, replies, strict=True):
                     chosen = call.observation is not None or call.arrived < in_time
                     if chosen and not isinstance(reply, ServiceError):
-                        self._report(call, OK, now, start, answered.answer)
+                        self._report(call, OK, now, start, call.answer)
 
 
-def _timing(answered: AnsweredRequest, start: float) -> bytes:
+def _timing(call: RunningRequest, start: float) -> bytes:
     """Return the header lines that tell the time in each stage until now. start: when the reply began to be written."""
-    call = answered.call
-    return server_timing.lines(stage_seconds(call.arrived, call.sent, start, time.monotonic(), answered.answer))
+    return server_timing.lines(stage_seconds(call.arrived, call.sent, start, time.monotonic(), call.answer))
 
 
 def _continue_only(request: Request, retired: ServiceError) -> Request:

@@ -21,7 +21,7 @@ from service.frontend.run.catalog import ServedModel
 from service.frontend.run.exchange import AwaitedExchange, ClientDisconnected, HttpReply
 from service.frontend.run.large_answers import LARGE_ANSWER_BYTES
 from service.frontend.run.origin import NO_ORIGIN, Header, RequestIdentity, RequestOrigin
-from service.frontend.run.runner import AnsweredRequest, DecodedRequest, RequestRunner
+from service.frontend.run.runner import DecodedRequest, RequestRunner, RunningRequest
 from service.frontend.run.validation import PackedInputs
 from service.ipc.channel import encode
 from service.ipc.messages.inference import Answer, Cancel, Request
@@ -53,17 +53,17 @@ class Echo(RequestRunner):
             raise ZeroDivisionError
         return Request("words", "1", [1], deadline=time.monotonic() + 60, sent=time.monotonic()), decoded.context
 
-    def write(self, model: ServedModel, answers: list[AnsweredRequest]) -> list[HttpReply | ServiceError]:
-        contents = [bytes(answered.data) for answered in answers]
+    def write(self, model: ServedModel, calls: list[RunningRequest]) -> list[HttpReply | ServiceError]:
+        contents = [bytes(call.data) for call in calls]
         if b"bug in write" in contents:
             raise ZeroDivisionError
         return [
             HttpReply(data, b"", (lambda content: bytes(content).upper()) if data == b"large" else None) for data in contents
         ]
 
-    async def write_large(self, model: ServedModel, answered: AnsweredRequest) -> HttpReply:
+    async def write_large(self, model: ServedModel, call: RunningRequest) -> HttpReply:
         await asyncio.sleep(0)
-        name = bytes(answered.data).rstrip(b"\0")
+        name = bytes(call.data).rstrip(b"\0")
         if name == b"bug":
             raise ZeroDivisionError
         if name == b"wrong":
