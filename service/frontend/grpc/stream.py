@@ -15,14 +15,14 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack
 from typing import Any, NamedTuple
 
-from service.errors import ServiceError, Unavailable
+from service.errors import InvalidRequest, ServiceError, Unavailable
 from service.frontend.decoder.client import MAX_LOOP_BODY_BYTES
-from service.frontend.grpc.calls import CallExchange, GrpcContext, GrpcShutdown
+from service.frontend.grpc.calls import GrpcCall
 from service.frontend.grpc.infer import StreamRunner
+from service.frontend.grpc.messages import split_request
 from service.frontend.oip.protobuf import METHODS
 from service.frontend.oip.tensors import BYTES
 from service.frontend.oip.types import InferRequest
-from service.frontend.oip.wire import request_id, structured_bytes
 from service.frontend.run.exchange import HttpReply
 from service.metrics import CUT_OFF, GONE
 
@@ -46,10 +46,9 @@ class _StreamReply(NamedTuple):
 class InferStream:
     """One ModelStreamInfer call. Requests of different sessions, and requests without a session, run concurrently."""
 
-    def __init__(self, runner: StreamRunner, shutdown: GrpcShutdown, context: GrpcContext) -> None:
+    def __init__(self, runner: StreamRunner, call: GrpcCall) -> None:
         self._runner = runner
-        self._shutdown = shutdown
-        self._context = context
+        self._call = call
         self._sessions: dict[str, _SessionQueue] = {}
         self._capacity = asyncio.Semaphore(MAX_UNANSWERED)
         self._replies: asyncio.Queue[asyncio.Task[_StreamReply] | None] = asyncio.Queue()
@@ -86,56 +85,54 @@ class InferStream:
                 self._running.add(task)
                 task.add_done_callback(self._running.discard)
                 self._replies.put_nowait(task)
-                if len(data) > MAX_LOOP_BODY_BYTES and (structured_bytes(data) > MAX_LOOP_BODY_BYTES or BYTES.encode() in data):
-                    # Later chunks of its session would overtake it while it is decoded. Its texts may be large.
-                    await asyncio.wait([task])
+                if len(data) > MAX_LOOP_BODY_BYTES and _is_decoded_slowly(data):
+                    await asyncio.wait([task])  # later chunks of its session would overtake it meanwhile
                 await self._capacity.acquire()
         finally:
             self._replies.put_nowait(None)
 
     async def _stop_reading(self, reading: asyncio.Task[None]) -> None:
-        await self._shutdown.begun.wait()
+        await self._call.stopping.wait()
         await asyncio.sleep(LAST_READ_SECONDS)
         reading.cancel()
 
     async def _write(self) -> None:
         while (task := await self._replies.get()) is not None:
             reply = await task
-            if reply.error is not None and GRPC_ERRORS in self._context.invocation_metadata():
+            if reply.error is not None and GRPC_ERRORS in self._call.invocation_metadata():
                 raise reply.error
-            await self._context.write(reply.message)
+            await self._call.write(reply.message)
             self._capacity.release()
 
     async def _reply(self, data: bytes, arrived: float) -> _StreamReply:
-        runner, context = self._runner, self._context
-        exchange = CallExchange(context, self._shutdown)
+        runner, call, exchange = self._runner, self._call, self._call.exchange()
         try:
             async with AsyncExitStack() as stack:
-                with runner.reading(exchange, arrived, context.caller):
-                    decoded = await runner.decode_slowly(data, context, stack)
+                with runner.reading(exchange, arrived, call.caller):
+                    decoded = await runner.decode_slowly(data, call.route.session, call.deadline, stack)
                 started = False
 
                 async def start() -> HttpReply:
                     nonlocal started
                     started = True
-                    return await runner.answer(decoded, exchange, arrived, context.caller)
+                    return await runner.answer(decoded, exchange, arrived, call.caller)
 
                 try:
-                    reply = await self._in_session_order(decoded.context.parsed.request, start)
+                    reply = await self._in_session_order(decoded.context.request, start)
                 except asyncio.CancelledError:
                     if not started:
                         runner.abandon(GONE if exchange.disconnected else CUT_OFF)
                     raise
         except ServiceError as error:
-            return _error_reply(request_id(data), error)
+            return _error_reply(data, error)
         except Exception as error:
-            return _error_reply(request_id(data), runner.frontend.internal_error(error))
+            return _error_reply(data, runner.frontend.internal_error(error))
         return _StreamReply(reply.content)
 
     async def _in_session_order(self, request: InferRequest, start: StartChunk) -> HttpReply:
         """Start a request after the earlier chunks of its session, and return the reply."""
         parameters = request.parameters
-        id = str(parameters.get("sequence_id") or self._context.session or "")
+        id = str(parameters.get("sequence_id") or self._call.route.session or "")
         if not id:
             return await start()
         session = self._sessions.setdefault(id, _SessionQueue())
@@ -175,5 +172,19 @@ class _SessionQueue:
             self.pending -= 1
 
 
-def _error_reply(id: str, error: ServiceError) -> _StreamReply:
+def _is_decoded_slowly(data: bytes) -> bool:
+    """Return whether the decoder reads a message, or its texts may be large."""
+    try:
+        head = split_request(data).head
+    except InvalidRequest:
+        return False
+    return len(head) > MAX_LOOP_BODY_BYTES or BYTES.encode() in head
+
+
+def _error_reply(data: bytes, error: ServiceError) -> _StreamReply:
+    """Return the reply to a message with an error. It has the id of the message, if that can be read."""
+    try:
+        id = split_request(data).id
+    except InvalidRequest:
+        id = ""
     return _StreamReply(RESPONSE(error_message=error.message, infer_response={"id": id}).SerializeToString(), error)

@@ -29,7 +29,8 @@ RESERVED = (b"te", b"content-type", b"user-agent", b"content-length", b"host")
 PUSHBACK, NEVER = "grpc-retry-pushback-ms", "-1"
 """Trailing metadata with which gRPC's clients do not repeat a call, although their retry policy would."""
 Metadata = tuple[tuple[str, str | bytes], ...]
-_CONTENT_TYPE = (b"content-type", b"application/grpc")
+CONTENT_TYPE = b"application/grpc"
+_CONTENT_TYPE = (b"content-type", CONTENT_TYPE)
 _TIMEOUT = re.compile(rb"([0-9]{1,8})([HMSmun])")
 _UNIT_SECONDS = {b"H": 3600.0, b"M": 60.0, b"S": 1.0, b"m": 1e-3, b"u": 1e-6, b"n": 1e-9}
 _STATUS_200 = b"\x88"
@@ -92,22 +93,24 @@ def frame_message(data: bytes | memoryview) -> bytes | memoryview:
     return data if isinstance(data, memoryview) else PREFIX.pack(0, len(data)) + data
 
 
-class CallFields(NamedTuple):
-    """A call, as the fields of its request describe it. timeout_seconds: infinite without a deadline. window_bits: 0 for no compression."""
+def window_bits(request: RequestFields) -> int:
+    """Return the window bits of a call's compressed messages, 0 for no compression; raises CallEnded."""
+    encoding = request.get(b"grpc-encoding") or b"identity"
+    if encoding not in ENCODINGS:
+        details = "the compression of the request is not supported: send identity, gzip or deflate"
+        raise CallEnded(CallStatus(grpc.StatusCode.UNIMPLEMENTED, details))
+    return ENCODINGS[encoding]
 
-    path: str
-    timeout_seconds: float
-    window_bits: int
 
-    @classmethod
-    def read(cls, request: RequestFields) -> CallFields:
-        """Raises CallEnded for fields that no call may have."""
-        encoding = request.get(b"grpc-encoding") or b"identity"
-        if encoding not in ENCODINGS:
-            details = "the compression of the request is not supported: send identity, gzip or deflate"
-            raise CallEnded(CallStatus(grpc.StatusCode.UNIMPLEMENTED, details))
-        timeout = request.get(b"grpc-timeout")
-        return cls(request.path.decode("latin-1"), math.inf if timeout is None else _seconds(timeout), ENCODINGS[encoding])
+def timeout_seconds(request: RequestFields) -> float:
+    """Return the time that a call has, infinite without a deadline; raises CallEnded."""
+    timeout = request.get(b"grpc-timeout")
+    if timeout is None:
+        return math.inf
+    match = _TIMEOUT.fullmatch(timeout)
+    if match is None:
+        raise CallEnded(CallStatus(grpc.StatusCode.INTERNAL, "grpc-timeout is malformed: send up to 8 digits and a unit"))
+    return int(match[1]) * _UNIT_SECONDS[match[2]]
 
 
 def metadata(request: RequestFields) -> Metadata:
@@ -211,13 +214,6 @@ async def decompress_message(data: bytes, window_bits: int, limit: int, bodies: 
     if len(message) > limit:
         raise too_large(len(message), limit)
     return message
-
-
-def _seconds(timeout: bytes) -> float:
-    match = _TIMEOUT.fullmatch(timeout)
-    if match is None:
-        raise CallEnded(CallStatus(grpc.StatusCode.INTERNAL, "grpc-timeout is malformed: send up to 8 digits and a unit"))
-    return int(match[1]) * _UNIT_SECONDS[match[2]]
 
 
 def _status_fields(status: CallStatus) -> list[tuple[bytes, bytes]]:

@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from service.errors import InvalidRequest, Unavailable, Unsupported
 from service.frontend.oip import json, metadata
-from service.frontend.oip.http_infer import HttpRunner, accepted_encoding
+from service.frontend.oip.http_infer import HttpCall, HttpRunner, accepted_encoding
 from service.frontend.oip.json import HEADER_LENGTH
 from service.frontend.rest.http_exchange import (
     JSON,
@@ -170,8 +170,8 @@ async def _infer(frontend: Frontend, runner: HttpRunner, request: Request) -> Re
 
     async def decode(data: bytes, stack: AsyncExitStack) -> DecodedRequest:
         encoding = accepted_encoding(request.headers.get("accept-encoding", ""))
-        session = named_session(request)
-        return await runner.decode_slowly(data, _header_length(request), _path_model(request), session, encoding, stack)
+        call = HttpCall(request.scope["path"], *_path_model(request), _header_length(request), encoding)
+        return await runner.decode_slowly(call, data, named_session(request), stack)
 
     return await answer_request(frontend, request, runner, read, decode)
 

@@ -1,8 +1,8 @@
-"""Forms: requests whose values follow as raw bytes. Everything else in them is validated once and remembered by its exact bytes.
+"""Templates: requests whose values follow as raw bytes. Everything else in them is validated once and remembered by its exact bytes.
 
 The head of a request is its JSON or, over gRPC, the fields of its message except the id and the values. A client that sends raw values
-repeats the head, and nothing in it depends on the values. Requests with one input and without an id in the head have a form; all others
-are read each time.
+repeats the head, and nothing in it depends on the values. Requests with one input and without an id in the head have a template; all
+others are read each time.
 """
 
 from __future__ import annotations
@@ -14,41 +14,41 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
+from service.frontend.decoder.client import MAX_LOOP_BODY_BYTES
 from service.frontend.oip import parameters
 from service.frontend.oip.inputs import ID_BYTES, InputTensors
-from service.frontend.oip.json import ParsedRequest
+from service.frontend.oip.limits import MAX_LOOP_TENSOR_BYTES
 from service.frontend.oip.tensors import BYTES, Tensor, decode
+from service.frontend.oip.types import InferRequest
 from service.frontend.run import validation
 from service.frontend.run.catalog import Catalog, ModelIndex, ServedModel
 from service.frontend.run.validation import PackedInputs
 from service.ipc.messages.inference import FEATURES
-from service.modeling.spec import ModelSpec
-from service.modeling.spec.heads.fields import AnswerField
 from service.settings import Settings
 
-MAX_FORMS = 256
-MAX_FORM_BYTES = 1024
+MAX_TEMPLATES = 256
+MAX_HEAD_BYTES = 1024
 """Longer heads are read each time: one client must not fill the memory with heads that it never repeats."""
 MAX_UNPACKED_IDS = 256
 """For more ids than this NumPy finds the largest faster than Python does."""
 _LENGTH = struct.Struct("<I")
 
-FormKey = tuple[str, bytes]
-"""The path of a request, which is empty for gRPC, and its head of at most MAX_FORM_BYTES."""
+TemplateKey = tuple[str | int, bytes]
+"""The path of a request, or for gRPC the size of its values, and its head of at most MAX_HEAD_BYTES."""
 
 
 @dataclass(slots=True)
-class BinaryForm:
-    """The content of a request's head, for one model version. `parsed` and `tensors` have no values.
+class RequestTemplate:
+    """The content of a request's head, for one model version.
 
-    `size` is the size of the raw bytes, `lengths` the steps of each sequence (none for a text), `options` the request's options.
-    `response` is the head of every successful response, if the engine's answer of `response_size` bytes follows it unchanged. It
-    is known after the first response.
+    `input` has no values, `size` is the size of the raw bytes, `lengths` the steps of each sequence (none for a text), `options` the
+    request's options. `response` is the head of every successful response, if the engine's answer of `response_size` bytes follows it
+    unchanged. It is known after the first response.
     """
 
-    parsed: ParsedRequest
+    request: InferRequest
     model: ServedModel
-    tensors: InputTensors
+    input: Tensor
     size: int
     lengths: list[int]
     options: validation.Options
@@ -58,24 +58,20 @@ class BinaryForm:
 
     def __post_init__(self) -> None:
         ids = self.size // ID_BYTES
-        self._unpack_ids = struct.Struct(f"<{ids}I") if self._input.name == "ids" and ids <= MAX_UNPACKED_IDS else None
+        self._unpack_ids = struct.Struct(f"<{ids}I") if self.input.name == "ids" and ids <= MAX_UNPACKED_IDS else None
 
     def fits(self, values: bytes | memoryview) -> bool:
         """Return whether raw bytes have the size in the head; for a text, its single element must have the right size too."""
         if len(values) != self.size:
             return False
-        return self._input.datatype != BYTES or _LENGTH.unpack_from(values)[0] == self.size - _LENGTH.size
-
-    def answered_by(self, data: bytes | memoryview) -> bool:
-        """Return whether the response is known except for an engine's answer, which it contains unchanged."""
-        return self.response is not None and len(data) == self.response_size
+        return self.input.datatype != BYTES or _LENGTH.unpack_from(values)[0] == self.size - _LENGTH.size
 
     def pack(self, values: bytes | memoryview) -> PackedInputs | None:
         """Return the steps of each sequence and the engine's tensor bytes, or None for values that the model does not take.
 
         Raises InvalidInput or TooLarge for a text.
         """
-        match self._input.datatype:
+        match self.input.datatype:
             case "BYTES":
                 return self._tokenize(values)
             case "INT32":
@@ -85,13 +81,8 @@ class BinaryForm:
         return PackedInputs(self.lengths, values) if valid else None
 
     def decode(self, values: bytes | memoryview) -> InputTensors:
-        """Return the tensors with their values."""
-        tensor = self._input
-        return InputTensors([decode(tensor.name, tensor.datatype, tensor.shape, values)])
-
-    @property
-    def _input(self) -> Tensor:
-        return self.parsed.request.inputs[0]
+        """Return the input with its values."""
+        return InputTensors([decode(self.input.name, self.input.datatype, self.input.shape, values)])
 
     def _largest_id(self, values: bytes | memoryview) -> int:
         """Return the largest id. As an unsigned number, a negative id is larger than every vocabulary."""
@@ -105,69 +96,70 @@ class BinaryForm:
             text = bytes(values[_LENGTH.size :]).decode()
         except UnicodeDecodeError:
             return None
-        name = self.tensors.field_of(0)
+        name = self.request.field_of(0)
         ids = validation.tokenize(text, name, self.model)
         steps = len(ids) // ID_BYTES
         validation.check_steps(steps, name, self.model)
         return PackedInputs([steps], ids)
 
 
-class BinaryForms:
-    """The forms of the served models."""
+class Templates:
+    """The templates of the served models."""
 
     def __init__(self, catalog: Catalog, settings: Settings) -> None:
         self._catalog = catalog
         self._settings = settings
         self._index: ModelIndex = catalog.index
-        self._known: dict[FormKey, BinaryForm] = {}
+        self._known: dict[TemplateKey, RequestTemplate] = {}
 
-    def find(self, key: FormKey) -> BinaryForm | None:
-        """Return a remembered form of the models that are served now."""
+    def find(self, key: TemplateKey) -> RequestTemplate | None:
+        """Return a remembered template of the models that are served now."""
         if self._catalog.index is not self._index:
             self._known.clear()
             self._index = self._catalog.index
         return self._known.get(key)
 
-    def remember(self, key: FormKey, parsed: ParsedRequest, model: ServedModel, lengths: list[int]) -> None:
-        """Remember the form of a request that was valid, if it has one. lengths: the steps of each of its sequences."""
-        request = parsed.request
-        if request.id or len(request.inputs) != 1:
+    def remember(
+        self, key: TemplateKey, request: InferRequest, inputs: InputTensors, model: ServedModel, lengths: list[int]
+    ) -> None:
+        """Remember the template of a request that was valid, if it has one. lengths: the steps of each of its sequences."""
+        tensor, *others = inputs.tensors
+        if others:
             return
-        tensor, width = request.inputs[0], model.step_bytes
         if (tensor.name, tensor.datatype) == ("text", BYTES) and len(tensor.values) == 1:
-            size = _LENGTH.size + len(tensor.values[0])
+            size, limit = _LENGTH.size + len(tensor.values[0]), MAX_LOOP_BODY_BYTES
         elif (tensor.name, tensor.datatype) in (("ids", "INT32"), ("inputs", "FP32")):
-            size = sum(lengths) * width
+            size, limit = sum(lengths) * model.step_bytes, MAX_LOOP_TENSOR_BYTES
         else:
             return
-        if len(self._known) >= MAX_FORMS:
+        if size > limit:
+            return
+        if len(self._known) >= MAX_TEMPLATES:
             self._known.clear()
-        empty = Tensor(tensor.name, tensor.datatype, tensor.shape, [])
-        self._known[key] = BinaryForm(
-            parsed._replace(request=msgspec.structs.replace(request, inputs=[empty])),
+        self._known[key] = RequestTemplate(
+            msgspec.structs.replace(request, id=""),
             model,
-            InputTensors([empty]),
+            msgspec.structs.replace(tensor, values=[]),
             size,
             lengths,
             parameters.request_options(request, None, model, self._settings, math.inf),
-            _whole_output_size(parsed, model, len(lengths)),
+            _whole_output_size(request, model, len(lengths)),
         )
 
 
-def _whole_output_size(parsed: ParsedRequest, model: ServedModel, sequences: int) -> int:
-    """Return the size of the engine's answer if nothing else follows the head of the response, otherwise 0."""
-    spec, requested = model.spec, parsed.request.outputs
-    whole = _whole_output(spec)
-    names = [output.name for output in requested] or [field.name for field in spec.answer_fields]
-    if whole is None or names != [whole.name] or not parsed.raw(names[0]) or any(output.classes for output in requested):
+def _whole_output_size(request: InferRequest, model: ServedModel, sequences: int) -> int:
+    """Return the size of the engine's answer if nothing else follows the head of the response, otherwise 0.
+
+    That is so if the only requested output, as raw bytes, is the only array of the answer.
+    """
+    spec = model.spec
+    arrays = [field for field in spec.answer_fields if not field.best]
+    names = [output.name for output in request.outputs] or [field.name for field in spec.answer_fields]
+    if len(arrays) != 1 or spec.answers_steps or names != [arrays[0].name] or not request.is_raw(names[0]):
         return 0
-    return sequences * math.prod(whole.dims) * np.dtype(FEATURES).itemsize
-
-
-def _whole_output(spec: ModelSpec) -> AnswerField | None:
-    """Return the output of a head that is the engine's answer as it is, if no other output is requested."""
-    numbers = [field for field in spec.answer_fields if not field.best]
-    return numbers[0] if len(numbers) == 1 and not spec.answers_steps else None
+    if any(output.classes for output in request.outputs):
+        return 0
+    return sequences * math.prod(arrays[0].dims) * np.dtype(FEATURES).itemsize
 
 
 def all_finite(answers: list[bytes | memoryview]) -> bool:
