@@ -1,14 +1,14 @@
 """The messages of ModelInfer. A request is split by hand and its head read by the protobuf library; a response is written by hand.
 
 The library copies the tensors of a request, and takes seconds for a message of two megabytes with a million empty inputs. Its objects for
-a response cost ten times as much as the bytes.
+a response cost ten times as much as the bytes. What does not depend on values is remembered.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -18,7 +18,7 @@ from service.frontend.oip.inputs import InputTensors, values_name
 from service.frontend.oip.limits import MAX_PARTS, check_parts, too_many
 from service.frontend.oip.metadata import OFFSETS
 from service.frontend.oip.parameters import check_no_shared_memory, requested_output
-from service.frontend.oip.protobuf import METHODS, ProtoMessage, parameter_values, write_parameters
+from service.frontend.oip.protobuf import METHODS, PARAMETER_FIELDS, ProtoMessage, parameter_values
 from service.frontend.oip.templates import MAX_HEAD_BYTES
 from service.frontend.oip.tensors import BYTES, Tensor, decode, encode, from_list, tensor_error
 from service.frontend.oip.types import InferRequest, InferResponse
@@ -40,6 +40,7 @@ CONTENTS_FIELDS = {
 }
 """The field of InferTensorContents for each datatype."""
 RAW_CONTENTS = "raw_input_contents"
+RESPONSE = METHODS["ModelInfer"].response_type
 _ID, _RAW = 3, 7
 _PARTS = {4: "parameters", 5: "inputs", 6: "outputs", _RAW: RAW_CONTENTS}
 """The repeated fields of a ModelInferRequest by number."""
@@ -193,7 +194,7 @@ def response_parts(response: InferResponse, field: int = 0) -> list[bytes | memo
     """Return a ModelInferResponse in parts. Large arrays are not copied. field: of the message that contains it, if there is one."""
     parts: list[bytes | memoryview] = [write_start(response.model, response.version, response.id)]
     if response.parameters:
-        parts.append(write_parameters(response.parameters))
+        parts.append(_parameters(response.parameters))
     parts += [_output(tensor.name, tensor.datatype, tensor.shape) for tensor in response.outputs]
     for tensor in response.outputs:
         data = encode(tensor)
@@ -203,17 +204,21 @@ def response_parts(response: InferResponse, field: int = 0) -> list[bytes | memo
 
 def write_start(model: str, version: str, id: str) -> bytes:
     """Return the fields of a response that come before its outputs."""
-    return _identity(model, version) + (_text(_ID, id) if id else b"")
+    start = _identity(model, version)
+    if not id:
+        return start
+    text = id.encode()
+    return start + _field_start(_ID, len(text)) + text
 
 
 class ClassifyWriter:
     """Writes the responses of one model with a classify head to requests for all outputs of the head.
 
-    Everything that does not depend on the answer is prepared here.
+    This is the most frequent kind of response: a tenth of the calls of `response_parts` write it, for all requests of a tick at once.
     """
 
     def __init__(self, model: ServedModel, head: ClassifyHead) -> None:
-        self._identity = _identity(model.spec.name, model.version)
+        self._model = model.spec.name, model.version
         self._labels = [encode(Tensor("label", BYTES, (1,), [label.encode()])) for label in head.labels]
         self._row_bytes = len(head.labels) * np.dtype(FEATURES).itemsize
 
@@ -234,9 +239,7 @@ class ClassifyWriter:
             labels = b"".join([self._labels[pick] for pick in picks[row : row + count]])
             values = (labels, best[4 * row : 4 * (row + count)], part)
             contents = b"".join([piece for value in values for piece in (_field_start(_CONTENTS, len(value)), value)])
-            responses.append(
-                self._identity + (_text(_ID, id) if id else b"") + _classify_outputs(count, len(self._labels)) + contents
-            )
+            responses.append(write_start(*self._model, id) + _classify_outputs(count, len(self._labels)) + contents)
             row += count
         return responses
 
@@ -251,35 +254,32 @@ def _classify_outputs(count: int, labels: int) -> bytes:
 @lru_cache(maxsize=1024)
 def _output(name: str, datatype: str, shape: tuple[int, ...]) -> bytes:
     """Return the description of an output."""
-    dimensions = b"".join([_number(size) for size in shape])
-    return _field(5, _text(1, name) + _text(2, datatype) + (_field(3, dimensions) if dimensions else b""))
+    data: bytes = RESPONSE(outputs=[{"name": name, "datatype": datatype, "shape": shape}]).SerializeToString()
+    return data
 
 
 @lru_cache(maxsize=256)
 def _identity(model: str, version: str) -> bytes:
-    return _text(1, model) + _text(2, version)
+    data: bytes = RESPONSE(model_name=model, model_version=version).SerializeToString()
+    return data
 
 
-def _text(number: int, value: str) -> bytes:
-    """Return a string field, which is left out if it is empty."""
-    return _field(number, value.encode()) if value else b""
-
-
-def _field(number: int, value: bytes | memoryview) -> bytes:
-    return _field_start(number, len(value)) + value
+def _parameters(parameters: Mapping[str, Any]) -> bytes:
+    message = RESPONSE()
+    for name, value in parameters.items():
+        setattr(message.parameters[name], PARAMETER_FIELDS[type(value)], value)
+    data: bytes = message.SerializeToString()
+    return data
 
 
 def _field_start(number: int, size: int) -> bytes:
     """Return the bytes before the content of a field of bytes."""
+    tag = number << 3 | _LENGTH_DELIMITED
     if size < 128:
-        return bytes((number << 3 | _LENGTH_DELIMITED, size))
-    return bytes((number << 3 | _LENGTH_DELIMITED,)) + _number(size)
-
-
-def _number(value: int) -> bytes:
-    octets = bytearray()
-    while value > 127:
-        octets.append(value & 127 | 128)
-        value >>= 7
-    octets.append(value)
+        return bytes((tag, size))
+    octets = bytearray((tag,))
+    while size > 127:
+        octets.append(size & 127 | 128)
+        size >>= 7
+    octets.append(size)
     return bytes(octets)

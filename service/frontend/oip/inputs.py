@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from service.errors import InvalidInput
 from service.frontend.oip import metadata
-from service.frontend.oip.metadata import LENGTHS, OFFSETS, STATE
+from service.frontend.oip.metadata import LENGTHS, OFFSETS, STATE, VALUE_INPUTS
 from service.frontend.oip.tensors import BYTES, Tensor, tensor_error
 from service.frontend.run import validation
 from service.frontend.run.catalog import ServedModel
@@ -117,7 +117,7 @@ class InputTensors:
 
 def values_name(names: Container[str]) -> str:
     """Return the name of the input that holds the values. names: of all inputs."""
-    return next((name for name in ("text", "ids", "inputs") if name in names), "inputs")
+    return next((name for name in VALUE_INPUTS if name in names), "inputs")
 
 
 def _with_states(packed: PackedInputs, tensors: Mapping[str, Tensor], model: ServedModel) -> PackedInputs:

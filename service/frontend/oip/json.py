@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from itertools import chain
@@ -11,6 +12,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from service.errors import InvalidInput, InvalidRequest, ServiceError
+from service.frontend.oip import metadata
 from service.frontend.oip.inputs import InputTensors
 from service.frontend.oip.limits import check_parts
 from service.frontend.oip.parameters import boolean, check_no_shared_memory, requested_output
@@ -122,12 +124,12 @@ def parse_request(body: bytes, header_length: int | None, model: str, version: s
 
 def parse_raw_sequence(body: bytes, spec: ModelSpec, model: str, version: str) -> tuple[InferRequest, InputTensors]:
     """Parse a body that is the raw values of one sequence, without JSON. All outputs are sent as raw bytes."""
-    if spec.input.kind == "text":
-        tensor = Tensor("text", BYTES, (1,), [body])
-    elif spec.input.features is None:
-        tensor = decode("ids", "INT32", [len(body) // 4], body)
+    [(name, datatype, dims)] = metadata.inputs(spec)
+    if datatype == BYTES:
+        tensor = Tensor(name, datatype, dims, [body])
     else:
-        tensor = decode("inputs", "FP32", [len(body) // (4 * spec.input.features), spec.input.features], body)
+        _, *features = dims
+        tensor = decode(name, datatype, [len(body) // (4 * math.prod(features)), *features], body)
     return InferRequest(model, version, "", {}, [], tensor.name), InputTensors([tensor])
 
 

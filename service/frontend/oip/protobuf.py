@@ -83,12 +83,3 @@ def _parameter_value(name: str, parameter: ProtoMessage) -> Any:
         field = f"parameters.{quote(name)}"
         raise InvalidInput(f"{field} has no value: set a value, or leave the parameter out", field=field)
     return getattr(parameter, choice)
-
-
-def write_parameters(parameters: Mapping[str, Any]) -> bytes:
-    """Return the parameters of a ModelInferResponse."""
-    message = METHODS["ModelInfer"].response_type()
-    for name, value in parameters.items():
-        setattr(message.parameters[name], PARAMETER_FIELDS[type(value)], value)
-    data: bytes = message.SerializeToString()
-    return data

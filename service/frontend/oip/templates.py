@@ -18,6 +18,7 @@ from service.frontend.decoder.client import MAX_LOOP_BODY_BYTES
 from service.frontend.oip import parameters
 from service.frontend.oip.inputs import ID_BYTES, InputTensors
 from service.frontend.oip.limits import MAX_LOOP_TENSOR_BYTES
+from service.frontend.oip.metadata import VALUE_INPUTS
 from service.frontend.oip.tensors import BYTES, Tensor, decode
 from service.frontend.oip.types import InferRequest
 from service.frontend.run import validation
@@ -124,14 +125,13 @@ class Templates:
     ) -> None:
         """Remember the template of a request that was valid, if it has one. lengths: the steps of each of its sequences."""
         tensor, *others = inputs.tensors
-        if others:
+        if others or VALUE_INPUTS[tensor.name] != tensor.datatype:
             return
-        if (tensor.name, tensor.datatype) == ("text", BYTES) and len(tensor.values) == 1:
+        size, limit = sum(lengths) * model.step_bytes, MAX_LOOP_TENSOR_BYTES
+        if isinstance(tensor.values, list):
+            if len(tensor.values) > 1:
+                return
             size, limit = _LENGTH.size + len(tensor.values[0]), MAX_LOOP_BODY_BYTES
-        elif (tensor.name, tensor.datatype) in (("ids", "INT32"), ("inputs", "FP32")):
-            size, limit = sum(lengths) * model.step_bytes, MAX_LOOP_TENSOR_BYTES
-        else:
-            return
         if size > limit:
             return
         if len(self._known) >= MAX_TEMPLATES:
