@@ -86,7 +86,7 @@ class GrpcApplication:
     def start(self, stream: Stream, request: RequestFields) -> StreamHandler | None:
         route: Route | None = request.context
         if route is None or route.generation != self.frontend.access.generation:
-            route = request.context = self._router.find(request, stream.peer)
+            route = request.context = self._router.find(request, stream.sender.peer)
         request_id = route.origin.request_id or self.frontend.request_ids.take()
         if route.refusal:
             if route.denied:

@@ -22,11 +22,9 @@ from service.frontend.grpc.wire import (
     CallEnded,
     CallStatus,
     MessageReader,
-    Metadata,
     decompress_message,
     error_status,
     frame_message,
-    metadata,
     trailers,
     trailers_only,
 )
@@ -126,9 +124,9 @@ class GrpcCall:
         self._exchanges.add(exchange)
         return exchange
 
-    def invocation_metadata(self) -> Metadata:
-        """Return the client's metadata."""
-        return metadata(self._request)
+    def has_metadata(self, name: bytes, value: bytes) -> bool:
+        """Return whether the client sent this metadata."""
+        return (name, value) in self._request.fields
 
     async def write(self, data: bytes | memoryview) -> None:
         """Send a response message, and resume when the client has accepted it."""
@@ -159,7 +157,7 @@ class GrpcCall:
         finally:
             self._reader.close()
         if self.scope in AUDITED:
-            record(frontend, self.caller, self.scope, self.route.path, self._stream.peer, status.code.name.lower())
+            record(frontend, self.caller, self.scope, self.route.path, self._stream.sender.peer, status.code.name.lower())
         self._end(status)
 
     async def _call_method(self, method: Method) -> None:

@@ -18,22 +18,14 @@ from service.frontend.grpc.calls import GrpcCall
 from service.frontend.grpc.methods import oip_methods
 from service.frontend.grpc.routes import Method
 from service.frontend.grpc.wire import CallEnded, CallStatus
-from service.frontend.guards.connection_guard import SEND_SECONDS, longest_age
+from service.frontend.guards.connection_guard import longest_age
 from service.frontend.http1.listener import Listener, SharedPort
-from service.frontend.http2.connection import Http2Connection, Limits
+from service.frontend.http2.connection import Http2Connection
+from service.frontend.http2.limits import Limits
 from service.frontend.oip.protobuf import POOL, SERVICE, parse_message
 from service.frontend.run.frontend import Frontend
-from service.settings import Settings
 
 HEALTH = "grpc.health.v1.Health"
-MAX_STREAMS = 1024
-"""Concurrent calls of one connection; further calls wait in the client."""
-MAX_HEADER_BYTES = 16 << 10
-"""Largest header block, compressed and not."""
-PING_SECONDS, PING_TIMEOUT_SECONDS = 60, 20
-"""How often the server pings a connection, and how long it waits for a reply before it closes the connection."""
-MIN_CLIENT_PING_SECONDS, MAX_PING_STRIKES = 10, 2
-"""How often a client may ping, and how many pings may come too early before the server closes the connection."""
 ACCEPT_SECONDS = 0.1
 """Every call that a client sent before the shutdown has arrived after this time."""
 POLL_SECONDS = 0.02
@@ -66,7 +58,7 @@ class GrpcServer:
         methods[f"/{HEALTH}/Watch"] = Method(self._handle_watch, writes_stream=True)
         methods[f"/{reflection.SERVICE_NAME}/ServerReflectionInfo"] = Method(_handle_reflection, True, True)
         self._application = GrpcApplication(self._frontend, methods)
-        limits = _limits(self._frontend.settings)
+        limits = Limits(max_age_seconds=longest_age(self._frontend.settings))
         self._listener = Listener(
             self._port,
             lambda: Http2Connection(self._application, limits, self.connections, self._frontend.turns),
@@ -169,16 +161,3 @@ async def _handle_reflection(requests: AsyncIterator[bytes], call: GrpcCall) -> 
     async with aclosing(servicer.ServerReflectionInfo(parsed, call)) as responses:
         async for response in responses:
             await call.write(response.SerializeToString())
-
-
-def _limits(settings: Settings) -> Limits:
-    return Limits(
-        max_streams=MAX_STREAMS,
-        max_header_bytes=MAX_HEADER_BYTES,
-        ping_seconds=PING_SECONDS,
-        ping_timeout_seconds=PING_TIMEOUT_SECONDS,
-        min_ping_seconds=MIN_CLIENT_PING_SECONDS,
-        max_ping_strikes=MAX_PING_STRIKES,
-        stall_seconds=SEND_SECONDS,
-        max_age_seconds=longest_age(settings),
-    )

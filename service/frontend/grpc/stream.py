@@ -30,7 +30,7 @@ MAX_UNANSWERED = 32
 """Requests of one call that are read before the first of them is answered."""
 LAST_READ_SECONDS = 0.2
 """How long a call is still read after the shutdown begins: messages in transit arrive within this time."""
-GRPC_ERRORS = ("triton_grpc_error", "true")
+GRPC_ERRORS = (b"triton_grpc_error", b"true")
 """Metadata of a call that ends with the status of its first error, as the client requested."""
 RESPONSE = METHODS["ModelStreamInfer"].response_type
 StartChunk = Callable[[], Coroutine[Any, Any, HttpReply]]
@@ -99,7 +99,7 @@ class InferStream:
     async def _write(self) -> None:
         while (task := await self._replies.get()) is not None:
             reply = await task
-            if reply.error is not None and GRPC_ERRORS in self._call.invocation_metadata():
+            if reply.error is not None and self._call.has_metadata(*GRPC_ERRORS):
                 raise reply.error
             await self._call.write(reply.message)
             self._capacity.release()

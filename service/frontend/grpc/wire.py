@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 import math
 import re
 import struct
@@ -24,11 +22,8 @@ ENCODINGS = {b"identity": 0, **{name.encode(): bits for name, bits in WINDOW_BIT
 """The accepted encodings of messages, with their window bits."""
 MAX_DETAILS_CHARACTERS = 2000
 """Longer error messages are cut: a client rejects a status that exceeds its header limit."""
-RESERVED = (b"te", b"content-type", b"user-agent", b"content-length", b"host")
-"""Fields that are not metadata of a call, besides fields that begin with grpc-."""
 PUSHBACK, NEVER = "grpc-retry-pushback-ms", "-1"
 """Trailing metadata with which gRPC's clients do not repeat a call, although their retry policy would."""
-Metadata = tuple[tuple[str, str | bytes], ...]
 CONTENT_TYPE = b"application/grpc"
 _CONTENT_TYPE = (b"content-type", CONTENT_TYPE)
 _TIMEOUT = re.compile(rb"([0-9]{1,8})([HMSmun])")
@@ -113,12 +108,6 @@ def timeout_seconds(request: RequestFields) -> float:
     return int(match[1]) * _UNIT_SECONDS[match[2]]
 
 
-def metadata(request: RequestFields) -> Metadata:
-    """Return the metadata that the client sent."""
-    custom = [pair for pair in request.fields if pair[0] not in RESERVED and not pair[0].startswith(b"grpc-")]
-    return tuple((name.decode("ascii"), _metadata_value(name, value)) for name, value in custom)
-
-
 class MessageReader:
     """Splits the body of a request into messages."""
 
@@ -141,11 +130,10 @@ class MessageReader:
     @property
     def refused(self) -> bool:
         """Whether the body cannot become a single valid message any more."""
-        held = len(self._buffer)
-        if held < PREFIX.size:
+        if len(self._buffer) < PREFIX.size:
             return False
         flag, size = PREFIX.unpack_from(self._buffer)
-        return bool(flag > 1 or size > self._max_bytes or held > PREFIX.size + size)
+        return bool(flag > 1 or size > self._max_bytes or len(self._buffer) > PREFIX.size + size)
 
     def only_message(self) -> bytes | None:
         """Return the message if the body is a single message without compression, else None."""
@@ -226,12 +214,3 @@ def _status_fields(status: CallStatus) -> list[tuple[bytes, bytes]]:
 def _percent_encoded(text: str) -> bytes:
     octets = text.encode("utf-8", "replace")
     return b"".join([b"%c" % octet if 0x20 <= octet <= 0x7E and octet != 0x25 else b"%%%02X" % octet for octet in octets])
-
-
-def _metadata_value(name: bytes, value: bytes) -> str | bytes:
-    if not name.endswith(b"-bin"):
-        return value.decode("latin-1")
-    try:
-        return base64.b64decode(value + b"=" * (-len(value) % 4), validate=True)
-    except binascii.Error:
-        return value

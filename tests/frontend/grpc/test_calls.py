@@ -302,11 +302,9 @@ def test_other_requests_of_http_are_refused(client: Client) -> None:
 
 
 def test_handler_sees_metadata_and_deadline(client: Client) -> None:
-    client.call(
-        ECHO, message(b""), (b"grpc-timeout", b"5S"), (b"x-a", b"1"), (b"x-a", b"2"), (b"x-bin", b"AP8"), (b"user-agent", b"me")
-    )
+    client.call(ECHO, message(b""), (b"grpc-timeout", b"5S"), (b"x-a", b"1"), (b"x-a", b"2"))
     call = client.handlers.call
-    assert call.invocation_metadata() == (("x-a", "1"), ("x-a", "2"), ("x-bin", b"\0\xff"))
+    assert [call.has_metadata(b"x-a", value) for value in (b"1", b"2", b"3")] == [True, True, False]
     for unit, seconds in ((b"5S", 5), (b"2H", 7200), (b"3M", 180), (b"9000m", 9), (b"9000000u", 9)):
         client.call(ECHO, message(b""), (b"grpc-timeout", unit))
         assert seconds - 5 < client.handlers.call.deadline - time.monotonic() <= seconds
