@@ -18,9 +18,9 @@ from service.frontend.oip.inputs import InputTensors, values_name
 from service.frontend.oip.limits import MAX_PARTS, check_parts, too_many
 from service.frontend.oip.metadata import OFFSETS
 from service.frontend.oip.parameters import check_no_shared_memory, requested_output
-from service.frontend.oip.protobuf import METHODS, PARAMETER_FIELDS, ProtoMessage, parameter_values
+from service.frontend.oip.protobuf import METHODS, PARAMETER_FIELDS, ProtoMessage, invalid_message, parameter_values
 from service.frontend.oip.templates import MAX_HEAD_BYTES
-from service.frontend.oip.tensors import BYTES, Tensor, decode, encode, from_list, tensor_error
+from service.frontend.oip.tensors import BYTES, DATATYPES, Tensor, decode, encode, from_list, tensor_error
 from service.frontend.oip.types import InferRequest, InferResponse
 from service.frontend.run.catalog import ServedModel
 from service.ipc.messages.inference import FEATURES, Answer
@@ -28,17 +28,6 @@ from service.modeling.spec.heads import ClassifyHead
 
 MAX_KEPT_HEADS = 256
 """Heads of requests whose contents are remembered."""
-CONTENTS_FIELDS = {
-    "BOOL": "bool_contents",
-    **dict.fromkeys(("INT8", "INT16", "INT32"), "int_contents"),
-    "INT64": "int64_contents",
-    **dict.fromkeys(("UINT8", "UINT16", "UINT32"), "uint_contents"),
-    "UINT64": "uint64_contents",
-    "FP32": "fp32_contents",
-    "FP64": "fp64_contents",
-    "BYTES": "bytes_contents",
-}
-"""The field of InferTensorContents for each datatype."""
 RAW_CONTENTS = "raw_input_contents"
 RESPONSE = METHODS["ModelInfer"].response_type
 _ID, _RAW = 3, 7
@@ -66,7 +55,7 @@ def split_request(data: bytes) -> SplitRequest:
     try:
         return _split(data)
     except (IndexError, UnicodeDecodeError):
-        raise METHODS["ModelInfer"].invalid() from None
+        raise invalid_message(METHODS["ModelInfer"].request_type) from None
 
 
 def _split(data: bytes) -> SplitRequest:
@@ -173,8 +162,8 @@ _known_head = lru_cache(MAX_KEPT_HEADS)(_Head.read)
 
 def _typed_tensor(tensor: ProtoMessage) -> Tensor:
     """Return an input with values in the contents field for its datatype."""
-    field = CONTENTS_FIELDS.get(tensor.datatype)
-    values = list(getattr(tensor.contents, field)) if field else []
+    datatype = DATATYPES.get(tensor.datatype)
+    values = list(getattr(tensor.contents, datatype.contents)) if datatype is not None and datatype.contents else []
     return from_list(tensor.name, tensor.datatype, tuple(tensor.shape), values)
 
 

@@ -235,7 +235,9 @@ class Http2Connection(asyncio.Protocol):
             self._spend_control()
         stream = self._streams.open.get(id)
         if stream is None:
-            self._refuse_late_frame(id)
+            self._streams.check_used(id, DATA)
+            self._spend_control()
+            self._streams.check_late_data(id)
         elif stream.client_ended:
             raise StreamFault(ErrorCode.STREAM_CLOSED)
         else:
@@ -357,13 +359,6 @@ class Http2Connection(asyncio.Protocol):
             if increment == 0:
                 raise StreamFault(ErrorCode.PROTOCOL_ERROR)
             stream.widen(increment)
-
-    def _refuse_late_frame(self, id: int) -> None:
-        """Handle data of a stream that is not open."""
-        self._streams.check_used(id, DATA)
-        self._spend_control()
-        if not self._streams.is_abandoned(id):
-            raise StreamFault(ErrorCode.STREAM_CLOSED)
 
     def _leave_flood(self, text: str) -> None:
         """Let no more streams begin because the client floods; the open ones may belong to other clients behind a proxy."""

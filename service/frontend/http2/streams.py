@@ -57,9 +57,10 @@ class Streams:
         if id == 0 or id > self.last or id % 2 == 0:
             raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, f"a frame of type {kind} belongs to no stream")
 
-    def is_abandoned(self, id: int) -> bool:
-        """Return whether this side ended a stream early."""
-        return id in self._abandoned
+    def check_late_data(self, id: int) -> None:
+        """Raise StreamFault for data of a stream that is not open, unless this side ended it early."""
+        if id not in self._abandoned:
+            raise StreamFault(ErrorCode.STREAM_CLOSED)
 
     def check_late_headers(self, id: int) -> None:
         """Raise ConnectionFault for a header block of a stream that is not open, unless the client could not know that."""

@@ -32,29 +32,27 @@ class MethodMessages(NamedTuple):
 
     def parse(self, data: bytes) -> ProtoMessage:
         """Return the request message; raises InvalidRequest for bytes that are not such a message."""
-        try:
-            return self.request_type.FromString(data)
-        except DecodeError:
-            raise self.invalid() from None
+        return parse_message(self.request_type, data)
 
     def write(self, fields: Mapping[str, Any]) -> bytes:
         """Return the response message with these fields."""
         message: bytes = ParseDict(fields, self.response_type()).SerializeToString()
         return message
 
-    def invalid(self) -> InvalidRequest:
-        """Return the error for bytes that are not a request message."""
-        name = self.request_type.DESCRIPTOR.full_name
-        return InvalidRequest(f"the request is not a valid {name}: encode it as inference.proto defines it")
-
 
 def parse_message(kind: type[ProtoMessage], data: bytes) -> ProtoMessage:
-    """Return a message of another service; raises InvalidRequest for bytes that are not such a message."""
+    """Return a message; raises InvalidRequest for bytes that are not such a message."""
     try:
         return kind.FromString(data)
     except DecodeError:
-        name = kind.DESCRIPTOR.full_name
-        raise InvalidRequest(f"the request is not a valid {name}: encode it as its .proto file defines it") from None
+        raise invalid_message(kind) from None
+
+
+def invalid_message(kind: type[ProtoMessage]) -> InvalidRequest:
+    """Return the error for bytes that are not a message of this type."""
+    descriptor = kind.DESCRIPTOR
+    file = "inference.proto defines it" if descriptor.file.name == "inference.proto" else "its .proto file defines it"
+    return InvalidRequest(f"the request is not a valid {descriptor.full_name}: encode it as {file}")
 
 
 def _pool() -> DescriptorPool:

@@ -138,7 +138,7 @@ def tensor(name: str, values: Any, datatype: str = "FP32") -> Tensor:
     """Return a tensor, decoded from the bytes that a client would send."""
     if datatype == BYTES:
         return from_list(name, BYTES, np.array(values, object).shape, list(np.array(values, object).ravel()))
-    array = np.array(values, np.float32 if datatype == "BF16" else DATATYPES[datatype])
+    array = np.array(values, np.float32 if datatype == "BF16" else DATATYPES[datatype].dtype)
     return decode(name, datatype, array.shape, encode(Tensor(name, datatype, array.shape, array)))
 
 

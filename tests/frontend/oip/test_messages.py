@@ -13,13 +13,13 @@ from grpc_tools import protoc
 from tritonclient.grpc import model_config_pb2, service_pb2
 
 from service.errors import InvalidRequest, ServiceError, TooLarge
-from service.frontend.grpc.messages import CONTENTS_FIELDS, ClassifyWriter, read_request, response_parts, split_request
+from service.frontend.grpc.messages import ClassifyWriter, read_request, response_parts, split_request
 from service.frontend.oip import protobuf
 from service.frontend.oip.infer import build_response
 from service.frontend.oip.inputs import InputTensors
 from service.frontend.oip.limits import MAX_PARTS
 from service.frontend.oip.protobuf import METHODS, POOL
-from service.frontend.oip.tensors import encode
+from service.frontend.oip.tensors import DATATYPES, encode
 from service.frontend.oip.types import InferRequest
 from service.frontend.run.catalog import Catalog
 from service.ipc.messages.inference import Answer
@@ -72,7 +72,7 @@ def converted(message: Any) -> tuple[InferRequest, InputTensors]:
 
 def test_typed_contents_are_read_by_datatype() -> None:
     samples: dict[str, Any] = {"BOOL": True, "BYTES": b"words"}
-    for datatype, field in CONTENTS_FIELDS.items():
+    for datatype, field in [(name, each.contents) for name, each in DATATYPES.items() if each.contents]:
         value = samples.get(datatype, 7)
         [tensor] = converted(typed("x", datatype, [1], **{field: [value]}))[1].tensors
         assert (tensor.name, tensor.datatype, list(tensor.values)) == ("x", datatype, [value])
