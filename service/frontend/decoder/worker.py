@@ -73,17 +73,13 @@ class Decoder:
                 packed = parsed.pack(self._models[message.key], self._settings)
                 return encode(InputsPacked(packed.lengths, packed.has_states), id, (packed.data,))
             case DefineModel():
-                model = _model(message, data)
+                spec, tokenizer = ModelSpec.model_validate_json(message.spec), Tokenizer(data) if data else None
+                model = ServedModel(spec, message.version, tokenizer, message.generation)
                 self._models[model.key] = model
             case Cancel():
                 self._bodies.pop(id, None)
                 self._parsed.pop(id, None)
         return None
-
-
-def _model(message: DefineModel, tokenizer: bytes) -> ServedModel:
-    spec = ModelSpec.model_validate_json(message.spec)
-    return ServedModel(spec, message.version, Tokenizer(tokenizer) if tokenizer else None, message.generation)
 
 
 def _parse_infer(call: DecodeBody, data: bytes) -> ParsedBody:

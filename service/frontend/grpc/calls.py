@@ -16,7 +16,7 @@ import grpc
 
 from service.access.scopes import AUDITED
 from service.errors import ServiceError
-from service.frontend.grpc.routes import Method, Route
+from service.frontend.grpc.routes import Route
 from service.frontend.grpc.wire import (
     RESPONSE_HEADERS,
     CallEnded,
@@ -143,8 +143,12 @@ class GrpcCall:
         try:
             if self._cancelled:
                 raise asyncio.CancelledError
-            assert self.route.method is not None
-            await self._call_method(self.route.method)
+            method = self.route.method
+            assert method is not None
+            response = await method.handle(self._requests() if method.reads_stream else await self._only_request(), self)
+            if response is not None:
+                self._send_headers()
+                self._stream.send(frame_message(response))
             status = OK
         except CallEnded as ended:
             status = ended.status
@@ -159,13 +163,6 @@ class GrpcCall:
         if self.scope in AUDITED:
             record(frontend, self.caller, self.scope, self.route.path, self._stream.sender.peer, status.code.name.lower())
         self._end(status)
-
-    async def _call_method(self, method: Method) -> None:
-        argument = self._requests() if method.reads_stream else await self._only_request()
-        response = await method.handle(argument, self)
-        if response is not None:
-            self._send_headers()
-            self._stream.send(frame_message(response))
 
     async def _only_request(self) -> bytes:
         request = await self._next_request()

@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 from service.errors import InvalidRequest, ServiceError, Unavailable
 from service.frontend.decoder.client import MAX_LOOP_BODY_BYTES
@@ -49,7 +50,8 @@ class InferStream:
     def __init__(self, runner: StreamRunner, call: GrpcCall) -> None:
         self._runner = runner
         self._call = call
-        self._sessions: dict[str, _SessionQueue] = {}
+        self._sessions = WeakValueDictionary[str, _SessionQueue]()
+        """The sessions with chunks, by their ids."""
         self._capacity = asyncio.Semaphore(MAX_UNANSWERED)
         self._replies: asyncio.Queue[asyncio.Task[_StreamReply] | None] = asyncio.Queue()
         """Replies in the order of the requests; None is the end."""
@@ -135,12 +137,8 @@ class InferStream:
         id = str(parameters.get("sequence_id") or self._call.route.session or "")
         if not id:
             return await start()
-        session = self._sessions.setdefault(id, _SessionQueue())
-        try:
-            return await session.run(start, alone=bool(parameters.get("sequence_start") or parameters.get("sequence_end")))
-        finally:
-            if not session.pending:
-                self._sessions.pop(id, None)
+        alone = bool(parameters.get("sequence_start") or parameters.get("sequence_end"))
+        return await self._sessions.setdefault(id, _SessionQueue()).run(start, alone=alone)
 
 
 class _SessionQueue:
@@ -153,23 +151,18 @@ class _SessionQueue:
     def __init__(self) -> None:
         self._order = asyncio.Lock()
         self._running: set[asyncio.Task[HttpReply]] = set()
-        self.pending = 0
 
     async def run(self, start: StartChunk, *, alone: bool) -> HttpReply:
         """Run a chunk. alone: the chunk starts or ends the session, so no other chunk may run at the same time."""
-        self.pending += 1
-        try:
-            async with self._order:
-                if alone and self._running:
-                    await asyncio.wait(self._running)
-                task = asyncio.ensure_future(start())
-                self._running.add(task)
-                task.add_done_callback(self._running.discard)
-                if alone:
-                    return await task
-            return await task
-        finally:
-            self.pending -= 1
+        async with self._order:
+            if alone and self._running:
+                await asyncio.wait(self._running)
+            task = asyncio.ensure_future(start())
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)
+            if alone:
+                return await task
+        return await task
 
 
 def _is_decoded_slowly(data: bytes) -> bool:

@@ -108,7 +108,7 @@ class Http2Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's transports are of no class of asyncio
-        self._sender.connect(self._transport)
+        self._sender.transport = self._transport
         self._connections.add(self)
         settings = {
             Setting.MAX_CONCURRENT_STREAMS: self._limits.max_streams,

@@ -182,7 +182,7 @@ class Sender:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._transport: asyncio.WriteTransport | None = None
+        self.transport: asyncio.WriteTransport | None = None
         self._frames: list[bytes] = []
         self._scheduled = False
         self._ready: dict[int, Stream] = {}
@@ -201,16 +201,13 @@ class Sender:
     @property
     def unread_bytes(self) -> int:
         """How many bytes wait for the client."""
-        return self.pending_bytes + (self._transport.get_write_buffer_size() if self._transport is not None else 0)
+        return self.pending_bytes + (self.transport.get_write_buffer_size() if self.transport is not None else 0)
 
     @property
     def peer(self) -> str:
         """Return the address of the client, empty if it is not known."""
-        name = None if self._transport is None else self._transport.get_extra_info("peername")
+        name = None if self.transport is None else self.transport.get_extra_info("peername")
         return str(name[0]) if name else ""
-
-    def connect(self, transport: asyncio.WriteTransport) -> None:
-        self._transport = transport
 
     def write(self, frames: bytes) -> None:
         """Send whole frames at the end of this tick. They must not be data that exceeds a window."""
@@ -227,18 +224,18 @@ class Sender:
     def flush(self) -> None:
         """Pass the frames to the transport."""
         self._scheduled = False
-        if self._frames and self._transport is not None:
+        if self._frames and self.transport is not None:
             data = b"".join(self._frames)
             self._frames.clear()
             self.written_bytes += len(data)
-            if not self._transport.is_closing():
-                self._transport.write(data)
+            if not self.transport.is_closing():
+                self.transport.write(data)
 
     def close(self) -> None:
         """Drop everything that waits: the connection has ended."""
         self._frames.clear()
         self._ready.clear()
-        self._transport = None
+        self.transport = None
 
     def start(self, stream: Stream, size: int) -> None:
         """Send the pending data of a stream, to which `size` bytes were added, as far as the windows allow."""
