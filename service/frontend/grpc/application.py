@@ -64,24 +64,16 @@ class GrpcApplication:
         self.unary_calls: set[UnaryCall] = set()
         self._router = Router(frontend, methods)
         self._max_message_bytes = min(settings.max_body_bytes * RECEIVE_LIMIT_FACTOR, 2**31 - 1)
-        self._bodies = BodyBudget(MAX_RECEIVING_BYTES, frontend.memory)
-        self._calls: dict[asyncio.Task[None], GrpcCall] = {}
+        self.bodies = BodyBudget(MAX_RECEIVING_BYTES, frontend.memory)
+        """Counts requests that are incomplete, or not read by their handlers."""
+        self.calls: dict[asyncio.Task[None], GrpcCall] = {}
+        """The calls on the general path without their last reply."""
         self._public_streams = 0
 
     @property
     def unanswered(self) -> bool:
         """Whether an inference call still needs its reply."""
-        return bool(self.unary_calls) or any(call.route.path in (INFER_PATH, STREAM_PATH) for call in self._calls.values())
-
-    @property
-    def open_calls(self) -> int:
-        """The number of calls without their last reply."""
-        return len(self.unary_calls) + len(self._calls)
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of requests that are incomplete, or not read by their handlers."""
-        return self._bodies.held_bytes
+        return bool(self.unary_calls) or any(call.route.path in (INFER_PATH, STREAM_PATH) for call in self.calls.values())
 
     def start(self, stream: Stream, request: RequestFields) -> StreamHandler | None:
         route: Route | None = request.context
@@ -123,17 +115,17 @@ class GrpcApplication:
         error = Unavailable("the service is shutting down: retry on another connection", retry_after=1)
         for unary in list(self.unary_calls):
             unary.cut_off(error)
-        for call in list(self._calls.values()):
+        for call in list(self.calls.values()):
             call.cancel(CUT_OFF)
 
     async def wait_for_calls(self) -> None:
         """Wait until the tasks of all calls are done."""
-        if self._calls:
-            await asyncio.wait(list(self._calls))
+        if self.calls:
+            await asyncio.wait(list(self.calls))
 
     def new_reader(self) -> MessageReader:
         """Return a reader of a request's body."""
-        return MessageReader(self._max_message_bytes, self._bodies)
+        return MessageReader(self._max_message_bytes, self.bodies)
 
     def start_call(
         self, stream: Stream, request: RequestFields, route: Route, deadline: float, reader: MessageReader
@@ -150,7 +142,7 @@ class GrpcApplication:
             self._public_streams += 1
         call = GrpcCall(stream, request, route, deadline, reader, self._max_message_bytes, identity, self.stopping)
         task = call.start(self.frontend)
-        self._calls[task] = call
+        self.calls[task] = call
         task.add_done_callback(partial(self._end_call, is_public=is_public))
         if route.method.reads_stream:
             self.frontend.streams.add(call)
@@ -159,7 +151,7 @@ class GrpcApplication:
         return call
 
     def _end_call(self, task: asyncio.Task[None], *, is_public: bool) -> None:
-        del self._calls[task]
+        del self.calls[task]
         self._public_streams -= is_public
 
 

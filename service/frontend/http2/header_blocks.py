@@ -164,12 +164,16 @@ def string_literal(value: bytes) -> bytes:
     size = len(value)
     if size < 127:
         return bytes((size,)) + value
-    octets, size = bytearray((127,)), size - 127
-    while size > 127:
-        octets.append(size & 127 | 128)
-        size >>= 7
-    octets.append(size)
-    return bytes(octets) + value
+    return bytes((127, *groups_of_seven_bits(size - 127))) + value
+
+
+def groups_of_seven_bits(number: int) -> list[int]:
+    """Return a number in groups of seven bits, the lowest first. All but the last have the highest bit set."""
+    groups = []
+    while number > 127:
+        groups.append(number & 127 | 128)
+        number >>= 7
+    return [*groups, number]
 
 
 def _check_size_updates(block: bytes) -> None:

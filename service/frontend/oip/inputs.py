@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from service.errors import InvalidInput
 from service.frontend.oip import metadata
-from service.frontend.oip.metadata import LENGTHS, OFFSETS, STATE, VALUE_INPUTS
+from service.frontend.oip.metadata import INTEGERS, LENGTHS, OFFSETS, STATE, VALUE_INPUTS
 from service.frontend.oip.tensors import BYTES, Tensor, tensor_error
 from service.frontend.run import validation
 from service.frontend.run.catalog import ServedModel
@@ -25,9 +25,6 @@ from service.settings import Settings
 
 Array = NDArray[Any]
 
-ACCEPTED_DATATYPES = {"inputs": ("FP32", "FP16", "BF16", "FP64"), "text": (BYTES,)}
-"""Datatypes of an input by its name. All other inputs are INTEGERS."""
-INTEGERS = ("INT32", "INT64")
 ID_BYTES = 4
 
 
@@ -92,7 +89,7 @@ class InputTensors:
         for name, tensor in self._tensors.items():
             if name not in known:
                 raise tensor_error(name, f"is not an input of {model.spec.name}: its inputs are {', '.join(known)}")
-            accepted = ACCEPTED_DATATYPES.get("inputs" if name.startswith(STATE) else name, INTEGERS)
+            accepted = VALUE_INPUTS.get("inputs" if name.startswith(STATE) else name, INTEGERS)
             if tensor.datatype not in accepted:
                 raise tensor_error(name, f"is {tensor.datatype}: send it as {' or '.join(accepted)}")
         choices = [name for name in known if name not in (LENGTHS, OFFSETS) and not name.startswith(STATE)]

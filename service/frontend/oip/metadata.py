@@ -28,8 +28,9 @@ PLATFORM = "seqserve"
 UNSUPPORTED_EXTENSION = "shared memory, trace settings and log settings are not supported: send tensors with the request"
 """The error message for extensions of Triton that this service does not have."""
 LENGTHS, OFFSETS = "lengths", "offsets"
-VALUE_INPUTS = {"text": BYTES, "ids": "INT32", "inputs": "FP32"}
-"""The inputs that hold the values of a request, of which it has one, and the datatypes that need no conversion."""
+INTEGERS = ("INT32", "INT64")
+VALUE_INPUTS = {"text": (BYTES,), "ids": INTEGERS, "inputs": ("FP32", "FP16", "BF16", "FP64")}
+"""The inputs that hold the values of a request, of which it has one, and their datatypes. The first needs no conversion."""
 STATE = "state."
 """Prefix of the tensors of the states of recurrent layers: inputs to start from them, outputs to get them."""
 VERSION_POLICY = "version_policy"
@@ -71,9 +72,9 @@ def inputs(spec: ModelSpec) -> list[TensorMetadata]:
     """Return the input that a request needs. A request may have others (`other_inputs`), which the metadata does not list: load
     generators send every input that it lists."""
     if spec.input.features is not None:
-        return [TensorMetadata("inputs", VALUE_INPUTS["inputs"], (-1, spec.input.features))]
+        return [TensorMetadata("inputs", VALUE_INPUTS["inputs"][0], (-1, spec.input.features))]
     name = "text" if spec.input.kind == "text" else "ids"
-    return [TensorMetadata(name, VALUE_INPUTS[name], (1 if name == "text" else -1,))]
+    return [TensorMetadata(name, VALUE_INPUTS[name][0], (1 if name == "text" else -1,))]
 
 
 def other_inputs(spec: ModelSpec) -> list[str]:
@@ -182,19 +183,15 @@ def version_policy(parameters: Mapping[str, Any]) -> str | None:
             raise Unsupported(problem, field=field)
     if "config" not in parameters:
         return None
-    config = _json_object(parameters["config"])
+    try:
+        config = msgspec.json.decode(parameters["config"], type=dict[str, Any])
+    except (TypeError, ValueError, RecursionError):
+        raise _policy_error("config is not a JSON object in a string") from None
     for name in config:
         if name != VERSION_POLICY:
             problem = f"config sets {quote(name)}, but only {VERSION_POLICY} can be set here"
             raise Unsupported(f"{problem}: leave it out, or set it in the model's folder", field="parameters.config")
     return _versions_setting(config[VERSION_POLICY]) if config else None
-
-
-def _json_object(config: Any) -> dict[str, Any]:
-    try:
-        return msgspec.json.decode(config, type=dict[str, Any])
-    except (TypeError, ValueError, RecursionError):
-        raise _policy_error("config is not a JSON object in a string") from None
 
 
 def _versions_setting(policy: Any) -> str:

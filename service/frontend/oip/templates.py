@@ -125,7 +125,7 @@ class Templates:
     ) -> None:
         """Remember the template of a request that was valid, if it has one. lengths: the steps of each of its sequences."""
         tensor, *others = inputs.tensors
-        if others or VALUE_INPUTS[tensor.name] != tensor.datatype:
+        if others or VALUE_INPUTS[tensor.name][0] != tensor.datatype:
             return
         size, limit = sum(lengths) * model.step_bytes, MAX_LOOP_TENSOR_BYTES
         if isinstance(tensor.values, list):

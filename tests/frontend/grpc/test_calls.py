@@ -111,6 +111,10 @@ class Client:
         self.peer.send(window(0, 1 << 30))
         self._next = 1
 
+    @property
+    def open_calls(self) -> int:
+        return len(self.application.unary_calls) + len(self.application.calls)
+
     def call(self, path: bytes, body: bytes, *fields: tuple[bytes, bytes], ended: bool = True) -> Frames:
         """Send a call in one burst, on the next stream."""
         stream, self._next = self._next, self._next + 2
@@ -121,7 +125,7 @@ class Client:
         parts = [message(data, flag)[at : at + 16_384] for at in range(0, len(data) + 5, 16_384)]
         frames, stream = self.call(INFER, parts[0], *fields, ended=len(parts) == 1), self._next - 2
         frames += self.peer.send(*[frame(DATA, END_STREAM * (part is parts[-1]), stream, part) for part in parts[1:]])
-        while self.application.open_calls:
+        while self.open_calls:
             frames += self.peer.send()
         trailers = self.peer.header_fields(frames)[-1]
         assert len(trailers.pop(b"x-request-id")) == 32
@@ -271,12 +275,12 @@ def test_invalid_call_gets_a_status(
     client: Client, path: bytes, body: bytes, fields: list[tuple[bytes, bytes]], code: str, details: str
 ) -> None:
     frames = client.call(path, body, *fields)
-    while client.application.open_calls:  # a large message is decompressed in a thread
+    while client.open_calls:  # a large message is decompressed in a thread
         frames += client.peer.send()
     frames += client.peer.send()
     actual, text = client.status(frames)
     assert actual == code and details in text
-    assert client.application.held_bytes == 0 and client.application.open_calls == 0
+    assert client.application.bodies.held_bytes == 0 and client.open_calls == 0
 
 
 def test_message_beyond_the_limit_is_refused_at_its_prefix(client: Client) -> None:
@@ -338,7 +342,7 @@ def test_incomplete_request_ends_at_its_deadline_or_when_it_is_slow(client: Clie
             patch.setattr(connection_guard, "RECEIVE_SECONDS", -1)
             code, details = client.status(client.peer.run(client.application.sweep))
         assert code == "DEADLINE_EXCEEDED" and "took longer to arrive than" in details
-    assert client.application.held_bytes == 0
+    assert client.application.bodies.held_bytes == 0
 
 
 @pytest.mark.parametrize("end", ["reset", "lost", "cut off"])
@@ -356,7 +360,7 @@ def test_end_of_stream_connection_or_service_ends_every_call(client: Client, end
         client.peer.run(client.peer.transport.close)
     else:
         assert not client.peer.send(*[reset(stream) for stream in (1, 3, 5, 7)])
-    assert client.handlers.cancelled == 1 and client.application.open_calls == 0 and client.application.held_bytes == 0
+    assert client.handlers.cancelled == 1 and client.open_calls == 0 and client.application.bodies.held_bytes == 0
 
 
 # Flow control.
@@ -382,15 +386,15 @@ def test_rest_of_an_answered_request_is_ignored(client: Client) -> None:
         client.peer.send()
     client.peer.loop.now += 6
     client.peer.send()
-    assert not client.application.open_calls and client.peer.connection.unread_bytes
-    assert not client.peer.send(frame(DATA, 0, 1, data)) and client.application.held_bytes == 0
+    assert not client.open_calls and client.peer.connection.unread_bytes
+    assert not client.peer.send(frame(DATA, 0, 1, data)) and client.application.bodies.held_bytes == 0
     assert client.status(client.peer.send(window(1, 10_000)))[0] == "DEADLINE_EXCEEDED"
 
 
 def test_handler_that_reads_slowly_stops_the_client(client: Client) -> None:
     data = frame(DATA, 0, 1, message(bytes(10_000)))
     sent = client.peer.send(head(SINK), data * 26)
-    assert len(client.handlers.requests) == 1 and client.application.held_bytes == 25 * 10_005
+    assert len(client.handlers.requests) == 1 and client.application.bodies.held_bytes == 25 * 10_005
     assert not [part for part in sent if part.stream == 1 and part.kind == WINDOW_UPDATE], "the client must wait"
     assert client.peer.send(data).resets(1) == [ErrorCode.FLOW_CONTROL_ERROR]
 
@@ -400,7 +404,7 @@ def test_reading_handler_lets_the_client_continue(client: Client) -> None:
     for number in range(100):
         client.peer.send(frame(DATA, 0, 1, message(bytes(10_000))))
         client.handlers.permission.set()
-        assert client.application.held_bytes <= 10_005, number
+        assert client.application.bodies.held_bytes <= 10_005, number
     assert client.peer.send(frame(DATA, END_STREAM, 1)).body(1) == message(b"100")
 
 
@@ -414,7 +418,7 @@ def test_incomplete_requests_are_limited_together(loop: ClockLoop, catalog: Cata
     assert fields[b"seqserve-code"] == Overloaded.code.encode()
     assert client.call(ECHO, message(b"small")).body(9) == message(b"small"), "whole requests are answered"
     bomb = client.call(ECHO, message(gzip.compress(Random(0).randbytes(INLINE_BYTES) + bytes(LIMIT)), flag=1), GZIP)
-    while client.application.open_calls > 3:
+    while client.open_calls > 3:
         bomb += client.peer.send()
     bomb += client.peer.send()
     assert client.status(bomb)[0] == "UNAVAILABLE", "decompressed bytes count"
