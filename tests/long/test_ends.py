@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from service.engine.known_answers import CHECK_SECONDS
-from service.frontend.grpc.application import STREAM_PATH
+from service.frontend.grpc.routes import STREAM_PATH
 from service.supervisor.trials import MAX_ENDS
 from tests import models, planted
 from tests.frontend.http2 import peer

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -22,7 +21,6 @@ from service.errors import ServiceError, TooLarge
 from service.frontend.dispatch.connection import Receiver
 from service.frontend.dispatch.dispatcher import Dispatcher
 from service.frontend.grpc.infer import GrpcRunner
-from service.frontend.grpc.runner import GrpcCall
 from service.frontend.rest.app import build_app
 from service.frontend.run.catalog import Catalog, ServedModel
 from service.frontend.run.frontend import Frontend, SupervisorClient
@@ -141,13 +139,13 @@ class Service:
     def call_grpc(self, message: bytes) -> ServiceError | None:
         """Read a ModelInferRequest. Return its error, after a check of the callbacks."""
 
-        runner, call = GrpcRunner(self.frontend), cast(GrpcCall, SimpleNamespace(session=None, deadline=math.inf))
+        runner = GrpcRunner(self.frontend)
 
         async def run() -> ServiceError | None:
             await asyncio.sleep(0)
             try:
                 async with AsyncExitStack() as stack:
-                    await runner.decode_slowly(message, call, stack)
+                    await runner.decode_slowly(message, None, math.inf, stack)
                     return None
             except ServiceError as error:
                 return error

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
-from functools import partial
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from typing import TypeVar
 
 from service.errors import Unavailable
@@ -67,17 +66,22 @@ class BodyDecoder:
 
     @asynccontextmanager
     async def decode(self, call: DecodeBody, data: bytes) -> AsyncIterator[DecodedBody]:
-        """Parse a body. Within the context its inputs can be packed; raises a ServiceError."""
+        """Parse a body. Within the context its inputs can be packed.
+
+        Raises the ServiceError of a body that is not valid, and Unavailable if the process ends.
+        """
         with self._bodies.hold(len(data)), self._in_use():
             places = 1 if len(data) <= MAX_PAIRED_BODY_BYTES else PLACES
             await self._turns.take(places)
-            body = DecodedBody(partial(self._turns.end, places))
-            try:
-                body.release = self._memory.reserve(len(data) * PARSED_FACTOR + (0 if self._runs else START_BYTES))
-                await body.parse(self._running(), call, data)
-                yield body
-            finally:
-                body.close()
+            with ExitStack() as objects:
+                objects.callback(self._turns.end, places)
+                objects.callback(self._memory.reserve(len(data) * PARSED_FACTOR + (0 if self._runs else START_BYTES)))
+                process = self._running()
+                reply, options = await process.call(call, BodyDecoded, data)
+                try:
+                    yield DecodedBody(process, reply.body, bytes(options), objects)
+                finally:
+                    process.drop(reply.body)
 
     def close(self) -> None:
         """End the process."""
@@ -112,42 +116,19 @@ class BodyDecoder:
 class DecodedBody:
     """One large body. `options` has everything but its inputs, which stay with the decoder until they are packed."""
 
-    def __init__(self, end_turn: Callable[[], None]) -> None:
-        """end_turn: called when the inputs are packed."""
-        self.options = b""
-        self.release: Callable[[], None] | None = None
-        """Gives back the memory that is reserved for its objects, which are gone when its inputs are packed."""
-        self._end_turn: Callable[[], None] | None = end_turn
-        self._process: _DecoderProcess | None = None
-        self._id = 0
-
-    async def parse(self, process: _DecoderProcess, call: DecodeBody, data: bytes) -> None:
-        """Set `options`; raises the ServiceError of a body that is not valid, and Unavailable if the process ends."""
+    def __init__(self, process: _DecoderProcess, id: int, options: bytes, objects: ExitStack) -> None:
+        """objects: gives back the turn of the body and the memory of its objects, which are gone when its inputs are packed."""
+        self.options = options
         self._process = process
-        reply, options = await process.call(call, BodyDecoded, data)
-        self.options, self._id = bytes(options), reply.body
+        self._id = id
+        self._objects = objects
 
     async def pack(self, model: ServedModel) -> PackedInputs:
         """Return the inputs as the engine takes them; raises the ServiceError of inputs that are not valid for a model."""
-        assert self._process is not None
         self._process.define(model)
         reply, data = await self._process.call(PackInputs(self._id, model.key), InputsPacked)
-        self._release_turn()
+        self._objects.close()
         return PackedInputs(reply.lengths, data, reply.has_states)
-
-    def close(self) -> None:
-        """Drop the inputs."""
-        self._release_turn()
-        if self._process is not None and self._id:
-            self._process.drop(self._id)
-
-    def _release_turn(self) -> None:
-        if self._end_turn is not None:
-            self._end_turn()
-            self._end_turn = None
-        if self.release is not None:
-            self.release()
-            self.release = None
 
 
 class _DecoderProcess:

@@ -9,8 +9,10 @@ import msgspec
 
 from service.errors import SERVICE_FAILED, InferenceFailed, ServiceError, TooLarge
 from service.frontend.decoder.client import MAX_LOOP_BODY_BYTES
-from service.frontend.oip import json, protobuf
-from service.frontend.oip.large_requests import request_options
+from service.frontend.grpc.messages import read_request, split_request
+from service.frontend.oip import json
+from service.frontend.oip.inputs import InputTensors
+from service.frontend.oip.types import InferRequest
 from service.frontend.rest import infer
 from service.frontend.rest.websocket import ChunkBody
 from service.frontend.run import validation
@@ -71,17 +73,13 @@ class Decoder:
                 packed = parsed.pack(self._models[message.key], self._settings)
                 return encode(InputsPacked(packed.lengths, packed.has_states), id, (packed.data,))
             case DefineModel():
-                model = _model(message, data)
+                spec, tokenizer = ModelSpec.model_validate_json(message.spec), Tokenizer(data) if data else None
+                model = ServedModel(spec, message.version, tokenizer, message.generation)
                 self._models[model.key] = model
             case Cancel():
                 self._bodies.pop(id, None)
                 self._parsed.pop(id, None)
         return None
-
-
-def _model(message: DefineModel, tokenizer: bytes) -> ServedModel:
-    spec = ModelSpec.model_validate_json(message.spec)
-    return ServedModel(spec, message.version, Tokenizer(tokenizer) if tokenizer else None, message.generation)
 
 
 def _parse_infer(call: DecodeBody, data: bytes) -> ParsedBody:
@@ -100,16 +98,15 @@ def _parse_stream(call: DecodeBody, data: bytes) -> ParsedBody:
 
 
 def _parse_oip_json(call: DecodeBody, data: bytes) -> ParsedBody:
-    parsed = json.parse_request(data, call.header_length, call.model, call.version)
-    options, inputs = request_options(parsed)
-    return ParsedBody(msgspec.json.encode(options), inputs.pack)
+    return _oip_body(*json.parse_request(data, call.header_length, call.model, call.version))
 
 
 def _parse_oip_protobuf(call: DecodeBody, data: bytes) -> ParsedBody:
-    request = protobuf.infer_request(protobuf.METHODS["ModelInfer"].parse(data))
-    options, inputs = request_options(json.ParsedRequest(request, json.RawOutputs({}, default=True)))
-    # Not JSON, which has no infinite numbers.
-    return ParsedBody(msgspec.msgpack.encode(options), inputs.pack)
+    return _oip_body(*read_request(split_request(data)))
+
+
+def _oip_body(request: InferRequest, inputs: InputTensors) -> ParsedBody:
+    return ParsedBody(msgspec.msgpack.encode(request), inputs.pack)  # not JSON, which has no infinite numbers
 
 
 PARSERS: dict[str, Callable[[DecodeBody, bytes], ParsedBody]] = {

@@ -1,38 +1,31 @@
 """The gRPC server of a frontend, in the frontend's event loop, with health and reflection. Nothing here knows a model.
 
-Connections come from `http2`, method handlers from the gRPC library. The library's own server would take most of the time of a call.
+Connections come from `http2`, status codes and reflection from the gRPC library. Its own server would take most of the time of a call.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from functools import partial
-from typing import Any
+from contextlib import aclosing
 
 import grpc
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from service.frontend.grpc.application import GrpcApplication
-from service.frontend.grpc.calls import GrpcContext, GrpcShutdown
-from service.frontend.grpc.methods import rpc_handlers
-from service.frontend.guards.connection_guard import SEND_SECONDS, longest_age
+from service.frontend.grpc.calls import GrpcCall
+from service.frontend.grpc.methods import oip_methods
+from service.frontend.grpc.routes import Method
+from service.frontend.grpc.wire import CallEnded, CallStatus
+from service.frontend.guards.connection_guard import longest_age
 from service.frontend.http1.listener import Listener, SharedPort
-from service.frontend.http2.connection import Http2Connection, Limits
+from service.frontend.http2.connection import Http2Connection
+from service.frontend.http2.limits import Limits
 from service.frontend.oip.protobuf import POOL, SERVICE, parse_message
 from service.frontend.run.frontend import Frontend
-from service.settings import Settings
 
 HEALTH = "grpc.health.v1.Health"
-MAX_STREAMS = 1024
-"""Concurrent calls of one connection; further calls wait in the client."""
-MAX_HEADER_BYTES = 16 << 10
-"""Largest header block, compressed and not."""
-PING_SECONDS, PING_TIMEOUT_SECONDS = 60, 20
-"""How often the server pings a connection, and how long it waits for a reply before it closes the connection."""
-MIN_CLIENT_PING_SECONDS, MAX_PING_STRIKES = 10, 2
-"""How often a client may ping, and how many pings may come too early before the server closes the connection."""
 ACCEPT_SECONDS = 0.1
 """Every call that a client sent before the shutdown has arrived after this time."""
 POLL_SECONDS = 0.02
@@ -52,7 +45,6 @@ class GrpcServer:
         self._frontend = frontend
         self._port = port
         self._make_room = make_room
-        self._shutdown = GrpcShutdown()
         self._was_ready, self._status_changed = frontend.ready, asyncio.Event()
         self._left = False
         """Whether the connections that were open at SIGTERM were asked to end."""
@@ -61,9 +53,12 @@ class GrpcServer:
         """Start accepting calls."""
         for descriptor in (health_pb2.DESCRIPTOR, reflection_pb2.DESCRIPTOR):
             POOL.AddSerializedFile(descriptor.serialized_pb)
-        handlers = [rpc_handlers(self._frontend, self._shutdown), self._health_handlers(), _reflection_handlers()]
-        self._application = GrpcApplication(self._frontend, handlers, self._shutdown)
-        limits = _limits(self._frontend.settings)
+        methods = oip_methods(self._frontend)
+        methods[f"/{HEALTH}/Check"] = Method(self._handle_check)
+        methods[f"/{HEALTH}/Watch"] = Method(self._handle_watch, writes_stream=True)
+        methods[f"/{reflection.SERVICE_NAME}/ServerReflectionInfo"] = Method(_handle_reflection, True, True)
+        self._application = GrpcApplication(self._frontend, methods)
+        limits = Limits(max_age_seconds=longest_age(self._frontend.settings))
         self._listener = Listener(
             self._port,
             lambda: Http2Connection(self._application, limits, self.connections, self._frontend.limits.turns),
@@ -103,14 +98,13 @@ class GrpcServer:
 
     async def close(self) -> None:
         """Stop accepting calls, and give open inference calls `drain_seconds` to finish."""
-        self._shutdown.begun.set()
+        self._application.stopping.set()
         self._publish_status()
         self._listener.close()
         for connection in list(self.connections):
             connection.drain()
         await asyncio.sleep(ACCEPT_SECONDS)
         await self._wait_while(self._has_open_calls, self._frontend.settings.drain_seconds)
-        self._shutdown.over = True
         self._application.cut_off()
         await self._application.wait_for_calls()
         for connection in list(self.connections):
@@ -134,52 +128,36 @@ class GrpcServer:
                 swept = loop.time()
                 self.sweep(swept)
 
-    def _health_handlers(self) -> grpc.GenericRpcHandler:
-        coding = {
-            "request_deserializer": partial(parse_message, health_pb2.HealthCheckRequest),
-            "response_serializer": health_pb2.HealthCheckResponse.SerializeToString,
-        }
-        methods = {
-            "Check": grpc.unary_unary_rpc_method_handler(self._handle_check, **coding),
-            "Watch": grpc.unary_stream_rpc_method_handler(self._handle_watch, **coding),
-        }
-        return grpc.method_handlers_generic_handler(HEALTH, methods)
-
-    async def _handle_check(self, request: Any, context: GrpcContext) -> Any:
-        if request.service not in ("", SERVICE):
+    async def _handle_check(self, data: bytes, call: GrpcCall) -> bytes:
+        service = _health_service(data)
+        if service not in ("", SERVICE):
             message = f"unknown service: send {SERVICE}, or an empty service for the whole server"
-            await context.abort(grpc.StatusCode.NOT_FOUND, message)
-        return self._status(request.service)
+            raise CallEnded(CallStatus(grpc.StatusCode.NOT_FOUND, message))
+        return self._status(service)
 
-    async def _handle_watch(self, request: Any, context: GrpcContext) -> AsyncIterator[Any]:
+    async def _handle_watch(self, data: bytes, call: GrpcCall) -> None:
+        service = _health_service(data)
         while True:
             changed = self._status_changed
-            yield self._status(request.service)
+            await call.write(self._status(service))
             await changed.wait()
 
-    def _status(self, service: str) -> Any:
+    def _status(self, service: str) -> bytes:
         status = "SERVING" if self._frontend.ready else "NOT_SERVING"
-        return health_pb2.HealthCheckResponse(status=status if service in ("", SERVICE) else "SERVICE_UNKNOWN")
+        response = health_pb2.HealthCheckResponse(status=status if service in ("", SERVICE) else "SERVICE_UNKNOWN")
+        data: bytes = response.SerializeToString()
+        return data
 
 
-def _reflection_handlers() -> grpc.GenericRpcHandler:
+def _health_service(data: bytes) -> str:
+    """Return the service whose health a client asks for."""
+    service: str = parse_message(health_pb2.HealthCheckRequest, data).service
+    return service
+
+
+async def _handle_reflection(requests: AsyncIterator[bytes], call: GrpcCall) -> None:
     servicer = reflection.aio.ReflectionServicer((SERVICE, HEALTH, reflection.SERVICE_NAME), POOL)
-    method = grpc.stream_stream_rpc_method_handler(
-        servicer.ServerReflectionInfo,
-        request_deserializer=partial(parse_message, reflection_pb2.ServerReflectionRequest),
-        response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
-    )
-    return grpc.method_handlers_generic_handler(reflection.SERVICE_NAME, {"ServerReflectionInfo": method})
-
-
-def _limits(settings: Settings) -> Limits:
-    return Limits(
-        max_streams=MAX_STREAMS,
-        max_header_bytes=MAX_HEADER_BYTES,
-        ping_seconds=PING_SECONDS,
-        ping_timeout_seconds=PING_TIMEOUT_SECONDS,
-        min_ping_seconds=MIN_CLIENT_PING_SECONDS,
-        max_ping_strikes=MAX_PING_STRIKES,
-        stall_seconds=SEND_SECONDS,
-        max_age_seconds=longest_age(settings),
-    )
+    parsed = (parse_message(reflection_pb2.ServerReflectionRequest, data) async for data in requests)
+    async with aclosing(servicer.ServerReflectionInfo(parsed, call)) as responses:
+        async for response in responses:
+            await call.write(response.SerializeToString())

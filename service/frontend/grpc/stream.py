@@ -14,15 +14,16 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
-from service.errors import ServiceError, Unavailable
+from service.errors import InvalidRequest, ServiceError, Unavailable
 from service.frontend.decoder.client import MAX_LOOP_BODY_BYTES
-from service.frontend.grpc.calls import CallExchange, GrpcContext, GrpcShutdown
+from service.frontend.grpc.calls import GrpcCall
 from service.frontend.grpc.infer import StreamRunner
+from service.frontend.grpc.messages import split_request
 from service.frontend.oip.protobuf import METHODS
 from service.frontend.oip.tensors import BYTES
 from service.frontend.oip.types import InferRequest
-from service.frontend.oip.wire import request_id, structured_bytes
 from service.frontend.run.exchange import HttpReply
 from service.metrics import CUT_OFF, GONE
 
@@ -30,7 +31,7 @@ MAX_UNANSWERED = 32
 """Requests of one call that are read before the first of them is answered."""
 LAST_READ_SECONDS = 0.2
 """How long a call is still read after the shutdown begins: messages in transit arrive within this time."""
-GRPC_ERRORS = ("triton_grpc_error", "true")
+GRPC_ERRORS = (b"triton_grpc_error", b"true")
 """Metadata of a call that ends with the status of its first error, as the client requested."""
 RESPONSE = METHODS["ModelStreamInfer"].response_type
 StartChunk = Callable[[], Coroutine[Any, Any, HttpReply]]
@@ -46,11 +47,11 @@ class _StreamReply(NamedTuple):
 class InferStream:
     """One ModelStreamInfer call. Requests of different sessions, and requests without a session, run concurrently."""
 
-    def __init__(self, runner: StreamRunner, shutdown: GrpcShutdown, context: GrpcContext) -> None:
+    def __init__(self, runner: StreamRunner, call: GrpcCall) -> None:
         self._runner = runner
-        self._shutdown = shutdown
-        self._context = context
-        self._sessions: dict[str, _SessionQueue] = {}
+        self._call = call
+        self._sessions = WeakValueDictionary[str, _SessionQueue]()
+        """The sessions with chunks, by their ids."""
         self._capacity = asyncio.Semaphore(MAX_UNANSWERED)
         self._replies: asyncio.Queue[asyncio.Task[_StreamReply] | None] = asyncio.Queue()
         """Replies in the order of the requests; None is the end."""
@@ -86,64 +87,58 @@ class InferStream:
                 self._running.add(task)
                 task.add_done_callback(self._running.discard)
                 self._replies.put_nowait(task)
-                if len(data) > MAX_LOOP_BODY_BYTES and (structured_bytes(data) > MAX_LOOP_BODY_BYTES or BYTES.encode() in data):
-                    # Later chunks of its session would overtake it while it is decoded. Its texts may be large.
-                    await asyncio.wait([task])
+                if len(data) > MAX_LOOP_BODY_BYTES and _is_decoded_slowly(data):
+                    await asyncio.wait([task])  # later chunks of its session would overtake it meanwhile
                 await self._capacity.acquire()
         finally:
             self._replies.put_nowait(None)
 
     async def _stop_reading(self, reading: asyncio.Task[None]) -> None:
-        await self._shutdown.begun.wait()
+        await self._call.stopping.wait()
         await asyncio.sleep(LAST_READ_SECONDS)
         reading.cancel()
 
     async def _write(self) -> None:
         while (task := await self._replies.get()) is not None:
             reply = await task
-            if reply.error is not None and GRPC_ERRORS in self._context.invocation_metadata():
+            if reply.error is not None and self._call.has_metadata(*GRPC_ERRORS):
                 raise reply.error
-            await self._context.write(reply.message)
+            await self._call.write(reply.message)
             self._capacity.release()
 
     async def _reply(self, data: bytes, arrived: float) -> _StreamReply:
-        runner, context = self._runner, self._context
-        exchange = CallExchange(context, self._shutdown)
+        runner, call, exchange = self._runner, self._call, self._call.exchange()
         try:
             async with AsyncExitStack() as stack:
-                with runner.reading(exchange, arrived, context.caller):
-                    decoded = await runner.decode_slowly(data, context, stack)
+                with runner.reading(exchange, arrived, call.caller):
+                    decoded = await runner.decode_slowly(data, call.route.session, call.deadline, stack)
                 started = False
 
                 async def start() -> HttpReply:
                     nonlocal started
                     started = True
-                    return await runner.answer(decoded, exchange, arrived, context.caller)
+                    return await runner.answer(decoded, exchange, arrived, call.caller)
 
                 try:
-                    reply = await self._in_session_order(decoded.context.parsed.request, start)
+                    reply = await self._in_session_order(decoded.context.request, start)
                 except asyncio.CancelledError:
                     if not started:
                         runner.abandon(GONE if exchange.disconnected else CUT_OFF)
                     raise
         except ServiceError as error:
-            return _error_reply(request_id(data), error)
+            return _error_reply(data, error)
         except Exception as error:
-            return _error_reply(request_id(data), runner.frontend.internal_error(error))
+            return _error_reply(data, runner.frontend.internal_error(error))
         return _StreamReply(reply.content)
 
     async def _in_session_order(self, request: InferRequest, start: StartChunk) -> HttpReply:
         """Start a request after the earlier chunks of its session, and return the reply."""
         parameters = request.parameters
-        id = str(parameters.get("sequence_id") or self._context.session or "")
+        id = str(parameters.get("sequence_id") or self._call.route.session or "")
         if not id:
             return await start()
-        session = self._sessions.setdefault(id, _SessionQueue())
-        try:
-            return await session.run(start, alone=bool(parameters.get("sequence_start") or parameters.get("sequence_end")))
-        finally:
-            if not session.pending:
-                self._sessions.pop(id, None)
+        alone = bool(parameters.get("sequence_start") or parameters.get("sequence_end"))
+        return await self._sessions.setdefault(id, _SessionQueue()).run(start, alone=alone)
 
 
 class _SessionQueue:
@@ -156,24 +151,33 @@ class _SessionQueue:
     def __init__(self) -> None:
         self._order = asyncio.Lock()
         self._running: set[asyncio.Task[HttpReply]] = set()
-        self.pending = 0
 
     async def run(self, start: StartChunk, *, alone: bool) -> HttpReply:
         """Run a chunk. alone: the chunk starts or ends the session, so no other chunk may run at the same time."""
-        self.pending += 1
-        try:
-            async with self._order:
-                if alone and self._running:
-                    await asyncio.wait(self._running)
-                task = asyncio.ensure_future(start())
-                self._running.add(task)
-                task.add_done_callback(self._running.discard)
-                if alone:
-                    return await task
-            return await task
-        finally:
-            self.pending -= 1
+        async with self._order:
+            if alone and self._running:
+                await asyncio.wait(self._running)
+            task = asyncio.ensure_future(start())
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)
+            if alone:
+                return await task
+        return await task
 
 
-def _error_reply(id: str, error: ServiceError) -> _StreamReply:
+def _is_decoded_slowly(data: bytes) -> bool:
+    """Return whether the decoder reads a message, or its texts may be large."""
+    try:
+        head = split_request(data).head
+    except InvalidRequest:
+        return False
+    return len(head) > MAX_LOOP_BODY_BYTES or BYTES.encode() in head
+
+
+def _error_reply(data: bytes, error: ServiceError) -> _StreamReply:
+    """Return the reply to a message with an error. It has the id of the message, if that can be read."""
+    try:
+        id = split_request(data).id
+    except InvalidRequest:
+        id = ""
     return _StreamReply(RESPONSE(error_message=error.message, infer_response={"id": id}).SerializeToString(), error)

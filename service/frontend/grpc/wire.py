@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 import math
 import re
 import struct
@@ -24,12 +22,10 @@ ENCODINGS = {b"identity": 0, **{name.encode(): bits for name, bits in WINDOW_BIT
 """The accepted encodings of messages, with their window bits."""
 MAX_DETAILS_CHARACTERS = 2000
 """Longer error messages are cut: a client rejects a status that exceeds its header limit."""
-RESERVED = (b"te", b"content-type", b"user-agent", b"content-length", b"host")
-"""Fields that are not metadata of a call, besides fields that begin with grpc-."""
 PUSHBACK, NEVER = "grpc-retry-pushback-ms", "-1"
 """Trailing metadata with which gRPC's clients do not repeat a call, although their retry policy would."""
-Metadata = tuple[tuple[str, str | bytes], ...]
-_CONTENT_TYPE = (b"content-type", b"application/grpc")
+CONTENT_TYPE = b"application/grpc"
+_CONTENT_TYPE = (b"content-type", CONTENT_TYPE)
 _TIMEOUT = re.compile(rb"([0-9]{1,8})([HMSmun])")
 _UNIT_SECONDS = {b"H": 3600.0, b"M": 60.0, b"S": 1.0, b"m": 1e-3, b"u": 1e-6, b"n": 1e-9}
 _STATUS_200 = b"\x88"
@@ -92,28 +88,24 @@ def frame_message(data: bytes | memoryview) -> bytes | memoryview:
     return data if isinstance(data, memoryview) else PREFIX.pack(0, len(data)) + data
 
 
-class CallFields(NamedTuple):
-    """A call, as the fields of its request describe it. timeout_seconds: infinite without a deadline. window_bits: 0 for no compression."""
-
-    path: str
-    timeout_seconds: float
-    window_bits: int
-
-    @classmethod
-    def read(cls, request: RequestFields) -> CallFields:
-        """Raises CallEnded for fields that no call may have."""
-        encoding = request.get(b"grpc-encoding") or b"identity"
-        if encoding not in ENCODINGS:
-            details = "the compression of the request is not supported: send identity, gzip or deflate"
-            raise CallEnded(CallStatus(grpc.StatusCode.UNIMPLEMENTED, details))
-        timeout = request.get(b"grpc-timeout")
-        return cls(request.path.decode("latin-1"), math.inf if timeout is None else _seconds(timeout), ENCODINGS[encoding])
+def window_bits(request: RequestFields) -> int:
+    """Return the window bits of a call's compressed messages, 0 for no compression; raises CallEnded."""
+    encoding = request.get(b"grpc-encoding") or b"identity"
+    if encoding not in ENCODINGS:
+        details = "the compression of the request is not supported: send identity, gzip or deflate"
+        raise CallEnded(CallStatus(grpc.StatusCode.UNIMPLEMENTED, details))
+    return ENCODINGS[encoding]
 
 
-def metadata(request: RequestFields) -> Metadata:
-    """Return the metadata that the client sent."""
-    custom = [pair for pair in request.fields if pair[0] not in RESERVED and not pair[0].startswith(b"grpc-")]
-    return tuple((name.decode("ascii"), _metadata_value(name, value)) for name, value in custom)
+def timeout_seconds(request: RequestFields) -> float:
+    """Return the time that a call has, infinite without a deadline; raises CallEnded."""
+    timeout = request.get(b"grpc-timeout")
+    if timeout is None:
+        return math.inf
+    match = _TIMEOUT.fullmatch(timeout)
+    if match is None:
+        raise CallEnded(CallStatus(grpc.StatusCode.INTERNAL, "grpc-timeout is malformed: send up to 8 digits and a unit"))
+    return int(match[1]) * _UNIT_SECONDS[match[2]]
 
 
 class MessageReader:
@@ -138,11 +130,10 @@ class MessageReader:
     @property
     def refused(self) -> bool:
         """Whether the body cannot become a single valid message any more."""
-        held = len(self._buffer)
-        if held < PREFIX.size:
+        if len(self._buffer) < PREFIX.size:
             return False
         flag, size = PREFIX.unpack_from(self._buffer)
-        return bool(flag > 1 or size > self._max_bytes or held > PREFIX.size + size)
+        return bool(flag > 1 or size > self._max_bytes or len(self._buffer) > PREFIX.size + size)
 
     def only_message(self) -> bytes | None:
         """Return the message if the body is a single message without compression, else None."""
@@ -213,13 +204,6 @@ async def decompress_message(data: bytes, window_bits: int, limit: int, bodies: 
     return message
 
 
-def _seconds(timeout: bytes) -> float:
-    match = _TIMEOUT.fullmatch(timeout)
-    if match is None:
-        raise CallEnded(CallStatus(grpc.StatusCode.INTERNAL, "grpc-timeout is malformed: send up to 8 digits and a unit"))
-    return int(match[1]) * _UNIT_SECONDS[match[2]]
-
-
 def _status_fields(status: CallStatus) -> list[tuple[bytes, bytes]]:
     fields = [(b"grpc-status", b"%d" % status.code.value[0])]
     if status.details:
@@ -230,12 +214,3 @@ def _status_fields(status: CallStatus) -> list[tuple[bytes, bytes]]:
 def _percent_encoded(text: str) -> bytes:
     octets = text.encode("utf-8", "replace")
     return b"".join([b"%c" % octet if 0x20 <= octet <= 0x7E and octet != 0x25 else b"%%%02X" % octet for octet in octets])
-
-
-def _metadata_value(name: bytes, value: bytes) -> str | bytes:
-    if not name.endswith(b"-bin"):
-        return value.decode("latin-1")
-    try:
-        return base64.b64decode(value + b"=" * (-len(value) % 4), validate=True)
-    except binascii.Error:
-        return value

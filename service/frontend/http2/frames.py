@@ -1,4 +1,4 @@
-"""The frames of HTTP/2: their types, flags and error codes, and how they are written."""
+"""The frames of HTTP/2: their types, flags and error codes, and how they are checked and written."""
 
 from __future__ import annotations
 
@@ -19,9 +19,13 @@ END_STREAM = ACK = 0x1
 END_HEADERS, PADDED, PRIORITIZED = 0x4, 0x8, 0x20
 read_header = struct.Struct(">HBBBI").unpack_from
 """Returns the upper 16 and the lower 8 bits of the payload's size, the type, the flags and the stream."""
-SETTING = struct.Struct(">HI")
+_SETTING = struct.Struct(">HI")
 WORD = struct.Struct(">I")
 _pack_header = struct.Struct(">BHBBI").pack
+_CONNECTION_FRAMES = {SETTINGS: "a SETTINGS", PING: "a PING", GOAWAY: "a GOAWAY"}
+"""Frames that belong to no stream."""
+_SIZES = {RST_STREAM: ("an RST_STREAM", 4), PING: ("a PING", 8), WINDOW_UPDATE: ("a WINDOW_UPDATE", 4)}
+"""Frames whose payload always has the same size."""
 
 
 class Setting(IntEnum):
@@ -73,15 +77,62 @@ class StreamFault(Exception):
         self.code = code
 
 
-def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
+def check_frame(kind: int, stream: int, size: int) -> None:
+    """Raise ConnectionFault or StreamFault for a frame that no client may send, on this stream or with this size."""
+    if stream and kind in _CONNECTION_FRAMES:
+        raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, f"{_CONNECTION_FRAMES[kind]} frame belongs to a stream")
+    if kind in _SIZES and size != _SIZES[kind][1]:
+        raise ConnectionFault(ErrorCode.FRAME_SIZE_ERROR, "{} frame does not have {} bytes".format(*_SIZES[kind]))
+    if kind == GOAWAY and size < 8:
+        raise ConnectionFault(ErrorCode.FRAME_SIZE_ERROR, "a GOAWAY frame is too short")
+    if kind == PUSH_PROMISE:
+        raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, "a client cannot push")
+    if kind == PRIORITY and not stream:
+        raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, "a PRIORITY frame belongs to no stream")
+    if kind == PRIORITY and size != 5:
+        raise StreamFault(ErrorCode.FRAME_SIZE_ERROR)
+
+
+def read_settings(flags: int, payload: bytes) -> dict[int, int]:
+    """Return the content of a SETTINGS frame; raises ConnectionFault for values that RFC 9113 does not allow."""
+    if len(payload) % _SETTING.size or (flags & ACK and payload):
+        raise ConnectionFault(ErrorCode.FRAME_SIZE_ERROR, "a SETTINGS frame has a wrong size")
+    if len(payload) > 64 * _SETTING.size:
+        raise ConnectionFault(ErrorCode.ENHANCE_YOUR_CALM, "too many settings")
+    for name, value in _SETTING.iter_unpack(payload):
+        if name == Setting.ENABLE_PUSH and value > 1:
+            raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, "SETTINGS_ENABLE_PUSH is not 0 or 1")
+        if name == Setting.MAX_FRAME_SIZE and not MAX_FRAME_BYTES <= value < 1 << 24:
+            raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, "SETTINGS_MAX_FRAME_SIZE is out of range")
+        if name == Setting.INITIAL_WINDOW_SIZE and value > MAX_WINDOW:
+            raise ConnectionFault(ErrorCode.FLOW_CONTROL_ERROR, "SETTINGS_INITIAL_WINDOW_SIZE is out of range")
+    return dict(_SETTING.iter_unpack(payload))
+
+
+def without_padding(payload: bytes) -> bytes:
+    """Return the content of a padded frame; raises ConnectionFault."""
+    if not payload or payload[0] >= len(payload):
+        raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, "a frame has more padding than payload")
+    return payload[1 : len(payload) - payload[0]]
+
+
+def headers_payload(flags: int, stream: int, payload: bytes) -> bytes:
+    """Return the part of a header block in a HEADERS frame; raises ConnectionFault."""
+    if stream % 2 == 0:
+        raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, "a client's streams have odd numbers")
+    if flags & PADDED:
+        payload = without_padding(payload)
+    if not flags & PRIORITIZED:
+        return payload
+    if len(payload) < 5:
+        raise ConnectionFault(ErrorCode.FRAME_SIZE_ERROR, "a HEADERS frame is too short")
+    return payload[5:]
+
+
+def frame(kind: int, flags: int, stream: int, payload: bytes | memoryview = b"") -> bytes:
     """Return a whole frame."""
     size = len(payload)
     return _pack_header(size >> 16, size & 0xFFFF, kind, flags, stream) + payload
-
-
-def data_header(size: int, flags: int, stream: int) -> bytes:
-    """Return the header of a DATA frame with a payload of this size."""
-    return _pack_header(size >> 16, size & 0xFFFF, DATA, flags, stream)
 
 
 def header_frames(block: bytes, flags: int, stream: int) -> bytes:
@@ -109,7 +160,7 @@ def _response_packers(headers_size: int, trailers_size: int) -> tuple[Callable[.
 
 def settings_frame(settings: dict[Setting, int]) -> bytes:
     """Return the SETTINGS frame of this side."""
-    return frame(SETTINGS, 0, 0, b"".join([SETTING.pack(name, value) for name, value in settings.items()]))
+    return frame(SETTINGS, 0, 0, b"".join([_SETTING.pack(name, value) for name, value in settings.items()]))
 
 
 def window_update(stream: int, size: int) -> bytes:

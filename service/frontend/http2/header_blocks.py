@@ -19,6 +19,8 @@ Fields = list[tuple[bytes, bytes]]
 
 MAX_REMEMBERED, MAX_REMEMBERED_BYTES = 64, 512
 """Blocks that a connection remembers, and the size of the largest one: one client must not fill the memory."""
+MAX_CONTINUATIONS = 8
+"""Frames of one header block after the first: its largest size needs one or two."""
 TOLERANCE = 4
 """How many times the largest header list and block a connection decodes, to refuse one request rather than the connection."""
 FIELD_BYTES = 32
@@ -73,6 +75,26 @@ def check_fields(fields: Fields) -> None:
             raise StreamFault(ErrorCode.PROTOCOL_ERROR)
 
 
+class HeaderBlock:
+    """The parts of a header block that has several frames. flags: of the first frame."""
+
+    def __init__(self, stream: int, flags: int, part: bytes) -> None:
+        self.stream = stream
+        self.flags = flags
+        self._parts = [part]
+
+    def add(self, part: bytes, max_bytes: int) -> None:
+        """Add the part in a CONTINUATION frame; raises ConnectionFault for a large block, and for many frames."""
+        self._parts.append(part)
+        if sum(map(len, self._parts)) > max_bytes or len(self._parts) > MAX_CONTINUATIONS:
+            raise ConnectionFault(ErrorCode.ENHANCE_YOUR_CALM, "a header block is too large, or in too many frames")
+
+    @property
+    def content(self) -> bytes:
+        """Return the whole block."""
+        return b"".join(self._parts)
+
+
 class HeaderReader:
     """Decodes the header blocks of one connection."""
 
@@ -91,8 +113,6 @@ class HeaderReader:
         except KeyError:
             pass
         fields, changed = self._decode(block)
-        if changed:
-            self._remembered.clear()
         self._check_size(fields)
         request = RequestFields(fields)
         if not changed and len(block) <= MAX_REMEMBERED_BYTES:
@@ -103,23 +123,20 @@ class HeaderReader:
 
     def trailers(self, block: bytes) -> None:
         """Decode and check the trailers of a request; this side uses none of them."""
-        fields, changed = self._decode(block)
-        if changed:
-            self._remembered.clear()
+        fields, _ = self._decode(block)
         self._check_size(fields)
         check_fields(fields)
 
     def skip(self, block: bytes) -> None:
         """Decode a block that is ignored: later blocks may refer to its fields."""
-        if self._decode(block)[1]:
-            self._remembered.clear()
+        self._decode(block)
 
     def _check_size(self, fields: Fields) -> None:
         if sum(len(name) + len(value) + FIELD_BYTES for name, value in fields) > self._max_list_bytes:
             raise StreamFault(ErrorCode.ENHANCE_YOUR_CALM)
 
     def _decode(self, block: bytes) -> tuple[Fields, bool]:
-        """Return the fields of a block, and whether it changed the dynamic table."""
+        """Return the fields of a block, and whether it changed the dynamic table: what is remembered then means something else."""
         _check_size_updates(block)
         table = self._decoder.header_table
         entries, maximum = table.dynamic_entries, table.maxsize
@@ -131,8 +148,10 @@ class HeaderReader:
         except (HPACKError, IndexError, ValueError):
             raise ConnectionFault(ErrorCode.COMPRESSION_ERROR, "the header block is invalid") from None
         entries = table.dynamic_entries
-        same = table.maxsize == maximum and len(entries) == count and (not entries or entries[0] is newest)
-        return fields, not same
+        changed = table.maxsize != maximum or len(entries) != count or bool(entries and entries[0] is not newest)
+        if changed:
+            self._remembered.clear()
+        return fields, changed
 
 
 def encode_fields(fields: Iterable[tuple[bytes, bytes]]) -> bytes:
@@ -145,12 +164,16 @@ def string_literal(value: bytes) -> bytes:
     size = len(value)
     if size < 127:
         return bytes((size,)) + value
-    octets, size = bytearray((127,)), size - 127
-    while size > 127:
-        octets.append(size & 127 | 128)
-        size >>= 7
-    octets.append(size)
-    return bytes(octets) + value
+    return bytes((127, *groups_of_seven_bits(size - 127))) + value
+
+
+def groups_of_seven_bits(number: int) -> list[int]:
+    """Return a number in groups of seven bits, the lowest first. All but the last have the highest bit set."""
+    groups = []
+    while number > 127:
+        groups.append(number & 127 | 128)
+        number >>= 7
+    return [*groups, number]
 
 
 def _check_size_updates(block: bytes) -> None:

@@ -1,25 +1,35 @@
-"""One stream of a connection: the reads and writes of an application, and the flow control of both directions."""
+"""The streams of a connection: the reads and writes of an application, and the flow control of both directions.
+
+The frames of one tick leave in one write, and data waits for the windows of flow control.
+"""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
+from msgspec import Struct
+
 from service.frontend.http2.frames import (
+    DATA,
+    DEFAULT_WINDOW,
     END_STREAM,
     MAX_FRAME_BYTES,
     MAX_WINDOW,
     ErrorCode,
     StreamFault,
+    frame,
     header_frames,
     reset_frame,
     response_frames,
     window_update,
 )
-from service.frontend.http2.sender import Sender
 
 RECEIVE_WINDOW = 1 << 18
 """How much of a request's body may arrive before the application has consumed it."""
+WRITE_BYTES = 1 << 16
+"""Data is passed to the transport in pieces of this size, so that it stops soon after the transport is full."""
 _NOTHING = memoryview(b"")
 
 
@@ -36,81 +46,49 @@ class StreamHandler(Protocol):
         """All data that waited for the client has been sent."""
 
 
-class Stream:
-    """A request and its response. end: called when both are complete, or when this side resets the stream."""
+class Stream(Struct, eq=False):
+    """A request and its response. end: called when both are complete, or when this side resets the stream.
 
-    __slots__ = (
-        "_end",
-        "_owed",
-        "_received",
-        "began",
-        "client_ended",
-        "expected_bytes",
-        "handler",
-        "id",
-        "pending",
-        "progressed",
-        "receive_window",
-        "send_window",
-        "sender",
-        "server_ended",
-        "trailers",
-    )
+    sender: of the connection, which all streams of the connection, and no others, have. began: when the request arrived. client_ended,
+    server_ended: whether the request and the response are complete, or the stream was reset. expected_bytes: the request's Content-Length.
+    pending: data that was not sent yet, followed by the trailers. progressed: when data was sent last while more waited.
+    """
 
-    def __init__(
-        self, id: int, sender: Sender, send_window: int, end: Callable[[Stream, bool], None], began: float = 0.0
-    ) -> None:
-        self.id = id
-        self.began = began
-        """When its request arrived."""
-        self.sender = sender
-        """Of the connection: all streams of the connection, and no others, have it."""
-        self._end = end
-        self.handler: StreamHandler | None = None
-        """None once the stream has ended: handler and stream refer to each other, and would stay in memory until a garbage collection."""
-        self.send_window = send_window
-        self.receive_window = RECEIVE_WINDOW
-        self.client_ended = False
-        """Whether the request is complete."""
-        self.server_ended = False
-        """Whether the response is complete, or the stream was reset."""
-        self.expected_bytes: int | None = None
-        """The request's Content-Length."""
-        self._received = 0
-        self._owed = 0
-        """Bytes that were consumed and not yet granted to the client again."""
-        self.pending = _NOTHING
-        self.trailers = b""
-        self.progressed = 0.0
-        """When data was sent last while more waited."""
-
-    @property
-    def peer(self) -> str:
-        """Return the address of the client, empty if it is not known."""
-        return self.sender.peer
+    id: int
+    sender: Sender
+    send_window: int
+    end: Callable[[Stream, bool], None]
+    began: float = 0.0
+    handler: StreamHandler | None = None
+    """None once the stream has ended: handler and stream refer to each other, and would stay in memory until a garbage collection."""
+    receive_window: int = RECEIVE_WINDOW
+    client_ended: bool = False
+    server_ended: bool = False
+    expected_bytes: int | None = None
+    received_bytes: int = 0
+    ungranted_bytes: int = 0
+    """Bytes that were consumed and not yet granted to the client again."""
+    pending: memoryview = _NOTHING
+    trailers: bytes = b""
+    progressed: float = 0.0
 
     # Called by the connection.
 
     def receive(self, data: bytes, size: int, ended: bool) -> None:
-        """Handle a DATA frame. size: with padding. Raises StreamFault."""
+        """Handle a DATA frame. size: with padding. Raises StreamFault for a window or a Content-Length that is exceeded."""
         self.receive_window -= size
         if self.receive_window < 0:
             raise StreamFault(ErrorCode.FLOW_CONTROL_ERROR)
         received = len(data)
-        self._received += received
-        if self.expected_bytes is not None:
-            self.check_length(ended)
+        self.received_bytes += received
+        expected = self.expected_bytes
+        if expected is not None and (self.received_bytes > expected or (ended and self.received_bytes < expected)):
+            raise StreamFault(ErrorCode.PROTOCOL_ERROR)
         self.client_ended = ended
         if size > received:
             self.consumed(size - received)
         if self.handler is not None:
             self.handler.receive(data, ended)
-
-    def check_length(self, ended: bool) -> None:
-        """Raise StreamFault if the body does not have the size that the request named."""
-        expected = self.expected_bytes
-        if expected is not None and (self._received > expected or (ended and self._received < expected)):
-            raise StreamFault(ErrorCode.PROTOCOL_ERROR)
 
     def widen(self, size: int) -> None:
         """Let the stream send more; raises StreamFault."""
@@ -142,22 +120,17 @@ class Stream:
             # RFC 9113, section 8.1: it asks the client not to send the rest of a request that is already answered.
             self.sender.write(reset_frame(self.id, ErrorCode.NO_ERROR))
         self.handler = None
-        self._end(self, self.client_ended)
-
-    def sent(self) -> None:
-        """No data waits any more."""
-        if self.handler is not None:
-            self.handler.sent()
+        self.end(self, self.client_ended)
 
     # Called by the application.
 
     def consumed(self, size: int) -> None:
         """Let the client send `size` more bytes."""
-        self._owed += size
-        if self._owed >= RECEIVE_WINDOW // 2 and not self.client_ended and not self.server_ended:
-            self.sender.write_content(window_update(self.id, self._owed))
-            self.receive_window += self._owed
-            self._owed = 0
+        self.ungranted_bytes += size
+        if self.ungranted_bytes >= RECEIVE_WINDOW // 2 and not self.client_ended and not self.server_ended:
+            self.sender.write_content(window_update(self.id, self.ungranted_bytes))
+            self.receive_window += self.ungranted_bytes
+            self.ungranted_bytes = 0
 
     def respond(self, headers: bytes, data: bytes | memoryview, trailers: bytes) -> None:
         """Send a whole response. headers, trailers: header blocks of one frame each."""
@@ -196,9 +169,122 @@ class Stream:
             self._stop()
             self.handler = None
             self.sender.write(reset_frame(self.id, code))
-            self._end(self, False)
+            self.end(self, False)
 
     def _stop(self) -> None:
         self.server_ended = True
         self.sender.drop(self)
         self.pending = _NOTHING
+
+
+class Sender:
+    """Sends the frames of one connection."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self.transport: asyncio.WriteTransport | None = None
+        self._frames: list[bytes] = []
+        self._scheduled = False
+        self._ready: dict[int, Stream] = {}
+        """Streams with pending data and an open window, the stream that sent longest ago first."""
+        self.window = DEFAULT_WINDOW
+        """How much data the client accepts on all streams together."""
+        self.paused = False
+        """Whether the transport is full."""
+        self.pending_bytes = 0
+        """Data of all streams that waits for a window or for the transport."""
+        self.written_bytes = 0
+        """Bytes that were passed to the transport."""
+        self.wrote_content = False
+        """Whether frames of a stream were sent since the connection last set this to false."""
+
+    @property
+    def unread_bytes(self) -> int:
+        """How many bytes wait for the client."""
+        return self.pending_bytes + (self.transport.get_write_buffer_size() if self.transport is not None else 0)
+
+    @property
+    def peer(self) -> str:
+        """Return the address of the client, empty if it is not known."""
+        name = None if self.transport is None else self.transport.get_extra_info("peername")
+        return str(name[0]) if name else ""
+
+    def write(self, frames: bytes) -> None:
+        """Send whole frames at the end of this tick. They must not be data that exceeds a window."""
+        self._frames.append(frames)
+        if not self._scheduled:
+            self._scheduled = True
+            self._loop.call_soon(self.flush)
+
+    def write_content(self, frames: bytes) -> None:
+        """Send frames of a stream."""
+        self.wrote_content = True
+        self.write(frames)
+
+    def flush(self) -> None:
+        """Pass the frames to the transport."""
+        self._scheduled = False
+        if self._frames and self.transport is not None:
+            data = b"".join(self._frames)
+            self._frames.clear()
+            self.written_bytes += len(data)
+            if not self.transport.is_closing():
+                self.transport.write(data)
+
+    def close(self) -> None:
+        """Drop everything that waits: the connection has ended."""
+        self._frames.clear()
+        self._ready.clear()
+        self.transport = None
+
+    def start(self, stream: Stream, size: int) -> None:
+        """Send the pending data of a stream, to which `size` bytes were added, as far as the windows allow."""
+        self.pending_bytes += size
+        stream.progressed = self._loop.time()
+        self._ready[stream.id] = stream
+        self.pump()
+
+    def resume(self, stream: Stream) -> None:
+        """Continue with a stream whose window was opened."""
+        if stream.pending and stream.send_window > 0:
+            self._ready[stream.id] = stream
+            self.pump()
+
+    def drop(self, stream: Stream) -> None:
+        """Forget the pending data of a stream that has ended."""
+        self.pending_bytes -= len(stream.pending)
+        self._ready.pop(stream.id, None)
+
+    def pump(self) -> None:
+        """Send pending data, one frame of each stream in turn."""
+        unwritten = 0
+        while self._ready and self.window > 0 and not self.paused:
+            id = next(iter(self._ready))
+            stream = self._ready.pop(id)
+            unwritten += self._send_frame(stream)
+            if stream.pending and stream.send_window > 0:
+                self._ready[id] = stream
+            if unwritten >= WRITE_BYTES:
+                self.flush()
+                unwritten = 0
+
+    def _send_frame(self, stream: Stream) -> int:
+        """Send one DATA frame of a stream, and its trailers after the last frame. Returns the size of the data."""
+        size = min(len(stream.pending), stream.send_window, self.window, MAX_FRAME_BYTES)
+        if size <= 0:
+            return 0
+        self.write_content(frame(DATA, 0, stream.id, stream.pending[:size]))
+        stream.pending = stream.pending[size:]
+        stream.send_window -= size
+        self.window -= size
+        self.pending_bytes -= size
+        stream.progressed = self._loop.time()
+        if not stream.pending:
+            stream.pending = _NOTHING  # releases the data
+            trailers = stream.trailers
+            if stream.handler is not None:
+                stream.handler.sent()
+            if trailers:
+                self.write(header_frames(trailers, END_STREAM, stream.id))
+                stream.finish()
+        return size

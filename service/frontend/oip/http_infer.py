@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 import zlib
 from contextlib import AsyncExitStack
 from functools import lru_cache, partial
-
-import msgspec
+from typing import NamedTuple
 
 from service.frontend.decoder.client import MAX_LOOP_BODY_BYTES
 from service.frontend.guards.decompression import WINDOW_BITS
 from service.frontend.http1.request_heads import RequestHead
-from service.frontend.oip import json, parameters
-from service.frontend.oip.binary_forms import MAX_FORM_BYTES
-from service.frontend.oip.inputs import InputTensors, text_bytes
-from service.frontend.oip.json import HEADER_LENGTH, ParsedRequest
-from service.frontend.oip.large_requests import DecodedInputs, RequestOptions
-from service.frontend.oip.runner import TensorContext, TensorRunner, form_of
-from service.frontend.oip.types import InferResponse
+from service.frontend.oip import json
+from service.frontend.oip.json import HEADER_LENGTH
+from service.frontend.oip.limits import MAX_LOOP_TENSOR_BYTES
+from service.frontend.oip.runner import TensorContext, TensorRunner
+from service.frontend.oip.templates import MAX_HEAD_BYTES
+from service.frontend.oip.types import InferRequest, InferResponse
 from service.frontend.rest.http_exchange import JSON, OCTET_STREAM
 from service.frontend.run.catalog import ServedModel
 from service.frontend.run.exchange import HttpReply
@@ -37,6 +36,16 @@ _BINARY_HEADERS = f"content-type: {OCTET_STREAM}\r\n{HEADER_LENGTH.lower()}: %d\
 _JSON_HEADERS = f"content-type: {JSON}\r\n".encode()
 
 
+class HttpCall(NamedTuple):
+    """What path and headers tell of a request. version: empty for the newest. json_bytes: size of the JSON if the client sent it."""
+
+    path: str
+    model: str
+    version: str
+    json_bytes: int | None
+    encoding: str | None
+
+
 class HttpRunner(TensorRunner):
     """Runs the requests of HTTP."""
 
@@ -45,86 +54,64 @@ class HttpRunner(TensorRunner):
     def accepts(self, head: RequestHead) -> bool:
         length = head.headers.get(_HEADER_LENGTH, b"")
         json_bytes = int(length) if length.isdigit() and len(length) <= 18 else head.length
-        return head.length <= self._max_bytes and json_bytes <= MAX_LOOP_BODY_BYTES
+        limit = min(MAX_LOOP_BODY_BYTES + MAX_LOOP_TENSOR_BYTES, self.frontend.settings.max_body_bytes)
+        return head.length <= limit and json_bytes <= MAX_LOOP_BODY_BYTES
 
     def decode(self, head: RequestHead, body: bytes) -> DecodedRequest | None:
-        path, length = _split(head.path), head.headers.get(_HEADER_LENGTH)
-        if path is None or (length is not None and not (length.isdigit() and len(length) <= 18)):
-            return None
-        name, version = path
-        json_length = None if length is None else int(length)
-        key = (head.path, body[:json_length]) if json_length and json_length <= MAX_FORM_BYTES else None
-        encoding = accepted_encoding(head.headers.get(b"accept-encoding", b"").decode("latin-1"))
-        form = self._forms.find(key) if key is not None and head.session is None else None
-        if form is not None and form.fits(values := memoryview(body)[json_length:]):
-            context = TensorContext(form.parsed, form.tensors, encoding=encoding, key=key, form=form, values=values)
-            return DecodedRequest(name, version or None, context)
-        header = checked_header(head.session)
-        parsed = self._parse(body, json_length, name, version)
-        session = parameters.session_id(parsed.request.parameters, header)
-        tensors = InputTensors(parsed.request.inputs)
-        if tensors.text_bytes > MAX_LOOP_BODY_BYTES:
-            return None
-        return self.decoded(session, TensorContext(parsed, tensors, encoding=encoding, key=key if session is None else None))
+        call = _call(head.path, head.headers.get(_HEADER_LENGTH), head.headers.get(b"accept-encoding", b""))
+        return None if call is None else self._read(call, body, head.session and checked_header(head.session))
 
-    async def decode_slowly(
-        self,
-        data: bytes,
-        json_length: int | None,
-        model: tuple[str, str],
-        session: str | None,
-        encoding: str | None,
-        stack: AsyncExitStack,
-    ) -> DecodedRequest:
+    async def decode_slowly(self, call: HttpCall, data: bytes, session: str | None, stack: AsyncExitStack) -> DecodedRequest:
         """Return the request in a body of any size; raises a ServiceError.
 
-        json_length: the value of HEADER_LENGTH, if the client sent it. model: name and version in the path. session: that the header names.
-        stack: holds a large body, which the decoder has, until the request has its reply.
+        session: that the header names. stack: holds a large body, which the decoder has, until the request has its reply.
         """
-        if min(len(data), len(data) if json_length is None else json_length) <= MAX_LOOP_BODY_BYTES:
-            parsed = self._parse(data, json_length, *model)
-            if json_length == 0 or text_bytes(parsed.request.inputs) <= MAX_LOOP_BODY_BYTES:
-                tensors = InputTensors(parsed.request.inputs)
-                return self._with_session(session, TensorContext(parsed, tensors, encoding=encoding))
-        body = await stack.enter_async_context(self.frontend.decoder.decode(DecodeBody("oip_json", json_length, *model), data))
-        options = msgspec.json.decode(body.options, type=RequestOptions)
-        parsed = ParsedRequest(options.request(), options.raw)
-        return self._with_session(session, TensorContext(parsed, DecodedInputs(options, body), encoding=encoding))
+        decoded = self._read(call, data, session)
+        if decoded is not None:
+            return decoded
+        body = DecodeBody("oip_json", call.json_bytes, call.model, call.version)
+        return await self.decode_large(body, data, session, stack, math.inf, call.encoding)
 
     def encode(self, response: InferResponse, context: TensorContext) -> HttpReply:
-        content, header_length = json.encode_response(response, context.parsed.raw)
-        if context.form is not None and header_length is not None:
-            context.form.response = content[:header_length]
-        return _reply(content, header_length, context.encoding)
+        return _reply(*json.encode_response(response, context.request.is_raw), context.encoding)
 
     async def encode_large(self, response: InferResponse, context: TensorContext) -> HttpReply:
         if sum(tensor.value_count for tensor in response.outputs) <= PIECE_VALUES:
             return self.encode(response, context)
-        pieces = await asyncio.to_thread(json.response_pieces, response, context.parsed.raw)
+        pieces = await asyncio.to_thread(json.response_pieces, response, context.request.is_raw)
         header = await self.frontend.large_answers.join(pieces.json)
         if not pieces.tail:
             return _reply(header, None, context.encoding)
         content = await self.frontend.large_answers.join([header, *pieces.tail])
         return _reply(content, len(header), context.encoding)
 
-    def has_whole_reply(self, call: RunningRequest) -> bool:
-        form, context = form_of(call), call.decoded.context
-        if form is None:
-            return False
-        assert form.response is not None
-        return context.encoding is None or len(form.response) + len(call.data) < MIN_COMPRESSED_BYTES
+    def encode_start(self, model: ServedModel, request: InferRequest) -> bytes:
+        return b""
 
-    def whole_reply(self, model: ServedModel, call: RunningRequest) -> HttpReply:
-        response: bytes = call.decoded.context.form.response
+    def encode_whole(self, response: bytes, call: RunningRequest, context: TensorContext) -> HttpReply | None:
+        if context.encoding is not None and len(response) + len(call.data) >= MIN_COMPRESSED_BYTES:
+            return None
         return HttpReply(response + call.data, _BINARY_HEADERS % len(response))
 
-    def _parse(self, body: bytes, json_length: int | None, name: str, version: str) -> ParsedRequest:
-        if json_length == 0:
-            return json.parse_raw_sequence(body, self.frontend.catalog.find(name, version or None).spec, name, version)
-        return json.parse_request(body, json_length, name, version)
-
-    def _with_session(self, header: str | None, context: TensorContext) -> DecodedRequest:
-        return self.decoded(parameters.session_id(context.parsed.request.parameters, header), context)
+    def _read(self, call: HttpCall, body: bytes, session: str | None) -> DecodedRequest | None:
+        """Return the request in a body, or None for a body that the decoder reads; raises a ServiceError."""
+        name, version, json_bytes, encoding = call.model, call.version, call.json_bytes, call.encoding
+        key = None
+        if json_bytes and json_bytes <= MAX_HEAD_BYTES and session is None:
+            key = call.path, body[:json_bytes]
+            template = self.templates.find(key)
+            if template is not None and template.fits(values := memoryview(body)[json_bytes:]):
+                context = TensorContext(template.request, None, math.inf, encoding, key, template, values)
+                return DecodedRequest(name, version or None, context)
+        if json_bytes == 0:
+            model = self.frontend.catalog.find(name, version or None)
+            request, inputs = json.parse_raw_sequence(body, model.spec, name, version)
+            context = TensorContext(request, inputs, encoding=encoding)
+            return self.with_session(session, context, self.slow_packer(inputs))
+        if min(len(body), json_bytes or len(body)) > MAX_LOOP_BODY_BYTES:
+            return None
+        request, inputs = json.parse_request(body, json_bytes, name, version)
+        return self.decoded(session, TensorContext(request, inputs, math.inf, encoding, None if request.id else key))
 
 
 @lru_cache(maxsize=256)
@@ -138,10 +125,13 @@ def accepted_encoding(header: str) -> str | None:
 
 
 @lru_cache(maxsize=1024)
-def _split(path: str) -> tuple[str, str] | None:
-    """Return the model and the version in a path; the version is empty if the path has none."""
+def _call(path: str, header_length: bytes | None, accepted: bytes) -> HttpCall | None:
+    """Return what path and headers tell of a request, None for a request that the general path refuses."""
     match = PATH.fullmatch(path)
-    return None if match is None else (match[1], match[2] or "")
+    if match is None or (header_length is not None and not (header_length.isdigit() and len(header_length) <= 18)):
+        return None
+    json_bytes = None if header_length is None else int(header_length)
+    return HttpCall(path, match[1], match[2] or "", json_bytes, accepted_encoding(accepted.decode("latin-1")))
 
 
 def _reply(content: bytes | memoryview, header_length: int | None, encoding: str | None) -> HttpReply:

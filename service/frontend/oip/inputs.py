@@ -7,8 +7,7 @@ end to end and come with `offsets`. Padding is removed here.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping
-from functools import cached_property
+from collections.abc import Callable, Container, Iterable, Mapping
 from itertools import accumulate
 from typing import Any
 
@@ -17,7 +16,7 @@ from numpy.typing import NDArray
 
 from service.errors import InvalidInput
 from service.frontend.oip import metadata
-from service.frontend.oip.metadata import LENGTHS, OFFSETS, STATE
+from service.frontend.oip.metadata import INTEGERS, LENGTHS, OFFSETS, STATE, VALUE_INPUTS
 from service.frontend.oip.tensors import BYTES, Tensor, tensor_error
 from service.frontend.run import validation
 from service.frontend.run.catalog import ServedModel
@@ -26,9 +25,6 @@ from service.settings import Settings
 
 Array = NDArray[Any]
 
-ACCEPTED_DATATYPES = {"inputs": ("FP32", "FP16", "BF16", "FP64"), "text": (BYTES,)}
-"""Datatypes of an input by its name. All other inputs are INTEGERS."""
-INTEGERS = ("INT32", "INT64")
 ID_BYTES = 4
 
 
@@ -42,11 +38,13 @@ class InputTensors:
             if tensor.name in self._tensors:
                 raise tensor_error(tensor.name, "is sent twice: send each input once")
             self._tensors[tensor.name] = tensor
+        self.values_name = values_name(self._tensors)
         self.ragged = OFFSETS in self._tensors
 
-    def field_of(self, index: int) -> str:
-        """Return the name of a sequence in error messages."""
-        return f"{self.values_name}[{index}]"
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Return the inputs in their order."""
+        return list(self._tensors.values())
 
     @property
     def value_bytes(self) -> int:
@@ -56,7 +54,7 @@ class InputTensors:
     @property
     def text_bytes(self) -> int:
         """Return the size of all texts, whose tokenisation takes longer than the checks of arrays."""
-        return text_bytes(self._tensors.values())
+        return sum(sum(map(len, tensor.values)) for tensor in self._tensors.values() if isinstance(tensor.values, list))
 
     def pack(self, model: ServedModel, settings: Settings) -> PackedInputs:
         """Validate the inputs and return their sequences; raises InvalidInput or TooLarge with the name of the invalid input."""
@@ -79,15 +77,10 @@ class InputTensors:
         validation.check_input_count(len(sequences) if offsets is None else offsets.shape[-1] - 1, settings, values.name)
         flat, steps = _split_packed(values, sequences, offsets) if offsets is not None else _remove_padding(sequences, lengths)
         for index, count in enumerate(steps):
-            validation.check_steps(count, self.field_of(index), model)
+            validation.check_steps(count, f"{values.name}[{index}]", model)
         validate = validation.engine_ids if model.spec.input.features is None else validation.engine_features
         packed = np.ascontiguousarray(validate(flat, _step_names(values.name, steps), model))
         return PackedInputs(steps, packed.data.cast("B") if packed.size else b"")  # a view of no values cannot be cast
-
-    @cached_property
-    def values_name(self) -> str:
-        """Return the name of the input that holds the values."""
-        return next((name for name in ("text", "ids", "inputs") if name in self._tensors), "inputs")
 
     def _check_names(self, model: ServedModel) -> None:
         """Raise InvalidInput unless the model takes these inputs and datatypes, and exactly one input holds the values."""
@@ -96,7 +89,7 @@ class InputTensors:
         for name, tensor in self._tensors.items():
             if name not in known:
                 raise tensor_error(name, f"is not an input of {model.spec.name}: its inputs are {', '.join(known)}")
-            accepted = ACCEPTED_DATATYPES.get("inputs" if name.startswith(STATE) else name, INTEGERS)
+            accepted = VALUE_INPUTS.get("inputs" if name.startswith(STATE) else name, INTEGERS)
             if tensor.datatype not in accepted:
                 raise tensor_error(name, f"is {tensor.datatype}: send it as {' or '.join(accepted)}")
         choices = [name for name in known if name not in (LENGTHS, OFFSETS) and not name.startswith(STATE)]
@@ -113,15 +106,15 @@ class InputTensors:
         validation.check_input_count(len(text.values), settings, text.name)
         sequences: list[bytes] = []
         for index, element in enumerate(text.values):
-            field = self.field_of(index)
+            field = f"{text.name}[{index}]"
             sequences.append(validation.tokenize(_decode_utf8(element, field), field, model))
             validation.check_steps(len(sequences[-1]) // ID_BYTES, field, model)
         return PackedInputs([len(ids) // ID_BYTES for ids in sequences], b"".join(sequences))
 
 
-def text_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the size of the texts in tensors."""
-    return sum(sum(map(len, tensor.values)) for tensor in tensors if isinstance(tensor.values, list))
+def values_name(names: Container[str]) -> str:
+    """Return the name of the input that holds the values. names: of all inputs."""
+    return next((name for name in VALUE_INPUTS if name in names), "inputs")
 
 
 def _with_states(packed: PackedInputs, tensors: Mapping[str, Tensor], model: ServedModel) -> PackedInputs:

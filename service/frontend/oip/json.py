@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from itertools import chain
@@ -11,6 +12,8 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from service.errors import InvalidInput, InvalidRequest, ServiceError
+from service.frontend.oip import metadata
+from service.frontend.oip.inputs import InputTensors
 from service.frontend.oip.limits import check_parts
 from service.frontend.oip.parameters import boolean, check_no_shared_memory, requested_output
 from service.frontend.oip.tensors import BYTES, Tensor, decode, encode, from_list, tensor_error
@@ -85,23 +88,6 @@ class InferResponseJson(msgspec.Struct, omit_defaults=True):
     parameters: dict[str, int] = {}
 
 
-class RawOutputs(msgspec.Struct, frozen=True):
-    """Whether each output is sent as raw bytes: by name, or `default` for an output that is not named."""
-
-    by_name: dict[str, bool]
-    default: bool
-
-    def __call__(self, name: str) -> bool:
-        return self.by_name.get(name, self.default)
-
-
-class ParsedRequest(NamedTuple):
-    """A request, and which of its outputs are sent as raw bytes."""
-
-    request: InferRequest
-    raw: RawOutputs
-
-
 def parse(body: type[T], data: bytes | memoryview) -> T:
     """Decode a JSON body; raises InvalidRequest for invalid JSON, and InvalidInput that names an invalid field."""
     try:
@@ -114,7 +100,7 @@ def parse(body: type[T], data: bytes | memoryview) -> T:
         raise InvalidRequest(f"the body is not JSON: {quote(str(error))}") from None
 
 
-def parse_request(body: bytes, header_length: int | None, model: str, version: str) -> ParsedRequest:
+def parse_request(body: bytes, header_length: int | None, model: str, version: str) -> tuple[InferRequest, InputTensors]:
     """Parse an inference request; raises a ServiceError. Raw tensors are not copied.
 
     header_length: the size of the JSON in bytes, or None if the whole body is JSON.
@@ -128,28 +114,23 @@ def parse_request(body: bytes, header_length: int | None, model: str, version: s
     parameters = parsed.parameters or {}
     check_parts(inputs=parsed.inputs, outputs=parsed.outputs, parameters=parameters)
     all_raw = boolean(parameters, "binary_data_output")
-    outputs = parsed.outputs or []
-    raw = {output.name: boolean(output.parameters or {}, "binary_data", output.name, all_raw) for output in outputs}
-    request = InferRequest(
-        model=model,
-        version=version,
-        id=parsed.id or "",
-        parameters=parameters,
-        inputs=_input_tensors(parsed.inputs, whole[end:]),
-        outputs=[requested_output(output.name, output.parameters or {}) for output in outputs],
-    )
-    return ParsedRequest(request, RawOutputs(raw, all_raw))
+    outputs = [(output.name, output.parameters or {}) for output in parsed.outputs or ()]
+    raw = [boolean(more, "binary_data", name, all_raw) for name, more in outputs]
+    inputs = InputTensors(_input_tensors(parsed.inputs, whole[end:]))
+    requested = [requested_output(*output, each) for output, each in zip(outputs, raw, strict=True)]
+    request = InferRequest(model, version, parsed.id or "", parameters, requested, inputs.values_name, inputs.ragged, all_raw)
+    return request, inputs
 
 
-def parse_raw_sequence(body: bytes, spec: ModelSpec, model: str, version: str) -> ParsedRequest:
+def parse_raw_sequence(body: bytes, spec: ModelSpec, model: str, version: str) -> tuple[InferRequest, InputTensors]:
     """Parse a body that is the raw values of one sequence, without JSON. All outputs are sent as raw bytes."""
-    if spec.input.kind == "text":
-        tensor = Tensor("text", BYTES, (1,), [body])
-    elif spec.input.features is None:
-        tensor = decode("ids", "INT32", [len(body) // 4], body)
+    [(name, datatype, dims)] = metadata.inputs(spec)
+    if datatype == BYTES:
+        tensor = Tensor(name, datatype, dims, [body])
     else:
-        tensor = decode("inputs", "FP32", [len(body) // (4 * spec.input.features), spec.input.features], body)
-    return ParsedRequest(InferRequest(model, version, "", {}, [tensor], []), RawOutputs({}, default=True))
+        _, *features = dims
+        tensor = decode(name, datatype, [len(body) // (4 * math.prod(features)), *features], body)
+    return InferRequest(model, version, "", {}, [], tensor.name), InputTensors([tensor])
 
 
 class ResponsePieces(NamedTuple):

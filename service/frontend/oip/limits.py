@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Sized
 
 from service.errors import TooLarge
-from service.frontend.decoder.client import MAX_LOOP_BODY_BYTES
-from service.settings import MAX_INPUTS_CEILING, Settings
+from service.settings import MAX_INPUTS_CEILING
 
 MAX_LOOP_TENSOR_BYTES = 4 << 20
 """Larger tensors are checked in a thread: numpy does not hold the interpreter lock meanwhile."""
@@ -22,18 +21,13 @@ MAX_CLASSES = 4096
 """Most entries of a classification, over all sequences of a request."""
 
 
-def max_loop_request_bytes(settings: Settings) -> int:
-    """Return the size of the largest request that is decoded on the event loop."""
-    return min(MAX_LOOP_BODY_BYTES + MAX_LOOP_TENSOR_BYTES, settings.max_body_bytes)
-
-
-def check_count(count: int, noun: str) -> None:
-    """Raise TooLarge for too many parts of one kind. noun: the field that has them."""
-    if count > MAX_PARTS:
-        raise TooLarge(f"the request has more than {MAX_PARTS} {noun}: send at most {MAX_PARTS}", field=noun)
+def too_many(noun: str) -> TooLarge:
+    """Return the error for too many parts of one kind. noun: the field that has them."""
+    return TooLarge(f"the request has more than {MAX_PARTS} {noun}: send at most {MAX_PARTS}", field=noun)
 
 
 def check_parts(**parts: Sized | None) -> None:
     """Raise TooLarge if a field has too many parts."""
     for noun, values in parts.items():
-        check_count(len(values or ()), noun)
+        if len(values or ()) > MAX_PARTS:
+            raise too_many(noun)

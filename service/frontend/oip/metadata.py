@@ -28,6 +28,9 @@ PLATFORM = "seqserve"
 UNSUPPORTED_EXTENSION = "shared memory, trace settings and log settings are not supported: send tensors with the request"
 """The error message for extensions of Triton that this service does not have."""
 LENGTHS, OFFSETS = "lengths", "offsets"
+INTEGERS = ("INT32", "INT64")
+VALUE_INPUTS = {"text": (BYTES,), "ids": INTEGERS, "inputs": ("FP32", "FP16", "BF16", "FP64")}
+"""The inputs that hold the values of a request, of which it has one, and their datatypes. The first needs no conversion."""
 STATE = "state."
 """Prefix of the tensors of the states of recurrent layers: inputs to start from them, outputs to get them."""
 VERSION_POLICY = "version_policy"
@@ -69,8 +72,9 @@ def inputs(spec: ModelSpec) -> list[TensorMetadata]:
     """Return the input that a request needs. A request may have others (`other_inputs`), which the metadata does not list: load
     generators send every input that it lists."""
     if spec.input.features is not None:
-        return [TensorMetadata("inputs", "FP32", (-1, spec.input.features))]
-    return [TensorMetadata("text", BYTES, (1,)) if spec.input.kind == "text" else TensorMetadata("ids", "INT32", (-1,))]
+        return [TensorMetadata("inputs", VALUE_INPUTS["inputs"][0], (-1, spec.input.features))]
+    name = "text" if spec.input.kind == "text" else "ids"
+    return [TensorMetadata(name, VALUE_INPUTS[name][0], (1 if name == "text" else -1,))]
 
 
 def other_inputs(spec: ModelSpec) -> list[str]:
@@ -81,11 +85,11 @@ def other_inputs(spec: ModelSpec) -> list[str]:
 def outputs(spec: ModelSpec) -> list[TensorMetadata]:
     """Return the outputs of a model: the head's outputs, then the outputs that a request must name to receive them."""
     head = head_outputs(spec)
-    extra = [TensorMetadata("embedding", "FP32", (spec.embedding_width,))] if spec.has_embedding else []
+    others = [TensorMetadata("embedding", "FP32", (spec.embedding_width,))] if spec.has_embedding else []
     if spec.has_steps:
         layout = [TensorMetadata(LENGTHS, "INT32", (1,)), TensorMetadata(OFFSETS, "INT32", (-1,))]
-        extra += [TensorMetadata("sequence", "FP32", (-1, spec.output_width)), *layout]
-    return [*head, *(tensor for tensor in extra if tensor not in head)]
+        others += [TensorMetadata("sequence", "FP32", (-1, spec.output_width)), *layout]
+    return [*head, *(tensor for tensor in others if tensor not in head)]
 
 
 def state_tensors(spec: ModelSpec) -> list[TensorMetadata]:
@@ -155,10 +159,10 @@ async def model_statistics(frontend: Frontend, write: Callable[[Any], bytes], na
     snapshot, labels = await frontend.supervisor.scrape(), [model.key.labels for model in served]
     if snapshot is not frontend.statistics[0]:
         frontend.statistics = snapshot, {}
-    written, form = frontend.statistics[1], (write, *labels)
-    if form not in written:
-        written[form] = write({"model_stats": triton_statistics.statistics(snapshot, labels)})
-    return written[form]
+    written, key = frontend.statistics[1], (write, *labels)
+    if key not in written:
+        written[key] = write({"model_stats": triton_statistics.statistics(snapshot, labels)})
+    return written[key]
 
 
 async def repository_index(frontend: Frontend, *, ready: bool) -> list[dict[str, Any]]:
@@ -179,19 +183,15 @@ def version_policy(parameters: Mapping[str, Any]) -> str | None:
             raise Unsupported(problem, field=field)
     if "config" not in parameters:
         return None
-    config = _json_object(parameters["config"])
+    try:
+        config = msgspec.json.decode(parameters["config"], type=dict[str, Any])
+    except (TypeError, ValueError, RecursionError):
+        raise _policy_error("config is not a JSON object in a string") from None
     for name in config:
         if name != VERSION_POLICY:
             problem = f"config sets {quote(name)}, but only {VERSION_POLICY} can be set here"
             raise Unsupported(f"{problem}: leave it out, or set it in the model's folder", field="parameters.config")
     return _versions_setting(config[VERSION_POLICY]) if config else None
-
-
-def _json_object(config: Any) -> dict[str, Any]:
-    try:
-        return msgspec.json.decode(config, type=dict[str, Any])
-    except (TypeError, ValueError, RecursionError):
-        raise _policy_error("config is not a JSON object in a string") from None
 
 
 def _versions_setting(policy: Any) -> str:

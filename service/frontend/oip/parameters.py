@@ -23,11 +23,11 @@ def boolean(parameters: Parameters, name: str, tensor: str = "", default: bool =
     return value
 
 
-def requested_output(name: str, parameters: Parameters) -> RequestedOutput:
-    """Return an output that a client requests; raises a ServiceError that names the invalid parameter."""
+def requested_output(name: str, parameters: Parameters, raw: bool = True) -> RequestedOutput:
+    """Return an output that a client requests; raises a ServiceError that names the invalid parameter. raw: see RequestedOutput."""
     check_no_shared_memory(name, parameters)
     expected = "a whole number: how many of the best classes to return, or 0 for all scores"
-    return RequestedOutput(name, _whole_number(parameters, "classification", expected, tensor=name) or 0)
+    return RequestedOutput(name, _whole_number(parameters, "classification", expected, tensor=name) or 0, raw)
 
 
 def check_no_shared_memory(name: str, parameters: Parameters) -> None:

@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from service.errors import InvalidRequest, Unavailable, Unsupported
 from service.frontend.oip import json, metadata
-from service.frontend.oip.http_infer import HttpRunner, accepted_encoding
+from service.frontend.oip.http_infer import HttpCall, HttpRunner, accepted_encoding
 from service.frontend.oip.json import HEADER_LENGTH
 from service.frontend.rest.http_exchange import (
     JSON,
@@ -121,8 +121,8 @@ def _add_models(router: APIRouter, frontend: Frontend) -> None:
 
     async def statistics(request: Request) -> Response:
         """Return request counts and durations of a model."""
-        asked = metadata.model_statistics(frontend, msgspec.json.encode, *_path_model(request))
-        return respond(frontend, await cancel_on_disconnect(request, asked))
+        encoding = metadata.model_statistics(frontend, msgspec.json.encode, *_path_model(request))
+        return respond(frontend, await cancel_on_disconnect(request, encoding))
 
     @router.get("/v2/models/stats")
     async def all_statistics(request: Request) -> Response:
@@ -130,9 +130,9 @@ def _add_models(router: APIRouter, frontend: Frontend) -> None:
         return respond(frontend, await cancel_on_disconnect(request, metadata.model_statistics(frontend, msgspec.json.encode)))
 
     for path, parameters in MODEL_PATHS:
-        extra: dict[str, Any] = {"parameters": parameters}
+        description: dict[str, Any] = {"parameters": parameters}
         for end, endpoint in (("", model_metadata), ("/ready", ready), ("/config", config), ("/stats", statistics)):
-            router.add_api_route(path + end, endpoint, methods=["GET"], openapi_extra=extra)
+            router.add_api_route(path + end, endpoint, methods=["GET"], openapi_extra=description)
 
 
 def _add_repository(router: APIRouter, frontend: Frontend) -> None:
@@ -146,16 +146,16 @@ def _add_repository(router: APIRouter, frontend: Frontend) -> None:
         return respond_json(frontend, versions)
 
     example = {"parameters": {"config": '{"version_policy": {"all": {}}}'}}
-    extra = {"parameters": [_NAME], **_optional_body(RepositoryLoadJson, example)}
+    description = {"parameters": [_NAME], **_optional_body(RepositoryLoadJson, example)}
 
-    @router.post("/v2/repository/models/{name}/load", openapi_extra=extra)
+    @router.post("/v2/repository/models/{name}/load", openapi_extra=description)
     async def load(request: Request) -> Response:
         """Load or reload a model from the models folder. Returns when the model is served."""
         name, parameters = await _repository_request(frontend, request)
         await cancel_on_disconnect(request, frontend.supervisor.load(name, metadata.version_policy(parameters)))
         return respond_json(frontend, {"name": name})
 
-    @router.post("/v2/repository/models/{name}/unload", openapi_extra=extra)
+    @router.post("/v2/repository/models/{name}/unload", openapi_extra=description)
     async def unload(request: Request) -> Response:
         """Unload a model."""
         name, _ = await _repository_request(frontend, request)
@@ -170,8 +170,8 @@ async def _infer(frontend: Frontend, runner: HttpRunner, request: Request) -> Re
 
     async def decode(data: bytes, stack: AsyncExitStack) -> DecodedRequest:
         encoding = accepted_encoding(request.headers.get("accept-encoding", ""))
-        session = named_session(request)
-        return await runner.decode_slowly(data, _header_length(request), _path_model(request), session, encoding, stack)
+        call = HttpCall(request.scope["path"], *_path_model(request), _header_length(request), encoding)
+        return await runner.decode_slowly(call, data, named_session(request), stack)
 
     return await answer_request(frontend, request, runner, read, decode)
 

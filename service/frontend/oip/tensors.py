@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -22,21 +23,41 @@ from service.frontend.run.quoting import describe_value, quote
 
 Array = NDArray[Any]
 
+
+class Datatype(NamedTuple):
+    """A datatype of the protocol. dtype: of its elements in raw bytes, None for BYTES, whose elements follow their lengths as 4 bytes.
+
+    contents: the field of InferTensorContents that has its elements, empty if the protocol does not allow it in lists. types: Python types
+    of an element in a list. expected: an element, for error messages.
+    """
+
+    dtype: np.dtype[Any] | None
+    contents: str
+    types: frozenset[type]
+    expected: str
+
+
+def _numbers(code: str, contents: str, types: Iterable[type], expected: str) -> Datatype:
+    return Datatype(np.dtype(code), contents, frozenset(types), expected)
+
+
 BYTES = "BYTES"
-DATATYPES: dict[str, np.dtype[Any]] = {
-    "BOOL": np.dtype("?"),
-    **{
-        f"{prefix}{8 * size}": np.dtype(f"<{code}{size}")
-        for prefix, code in (("INT", "i"), ("UINT", "u"))
-        for size in (1, 2, 4, 8)
-    },
-    **{f"FP{8 * size}": np.dtype(f"<f{size}") for size in (2, 4, 8)},
+_WHOLE = partial(_numbers, types=[int], expected="a whole number")
+_COUNT = partial(_numbers, types=[int], expected="a whole number of at least 0")
+_FLOAT = partial(_numbers, types=[int, float], expected="a number")
+DATATYPES: dict[str, Datatype] = {
+    "BOOL": _numbers("?", "bool_contents", [bool], "true or false"),
+    **{f"INT{8 * size}": _WHOLE(f"<i{size}", "int_contents") for size in (1, 2, 4)},
+    "INT64": _WHOLE("<i8", "int64_contents"),
+    **{f"UINT{8 * size}": _COUNT(f"<u{size}", "uint_contents") for size in (1, 2, 4)},
+    "UINT64": _COUNT("<u8", "uint64_contents"),
+    "FP16": _FLOAT("<f2", ""),
+    "FP32": _FLOAT("<f4", "fp32_contents"),
+    "FP64": _FLOAT("<f8", "fp64_contents"),
     # NumPy has no bfloat16: these are the upper 16 bits of a float32.
-    "BF16": np.dtype("<u2"),
+    "BF16": _FLOAT("<u2", ""),
+    BYTES: Datatype(None, "bytes_contents", frozenset((str, bytes)), "a string"),
 }
-"""Numeric datatypes and their representation in bytes. An element of BYTES follows its length as 4 bytes."""
-RAW_ONLY = ("FP16", "BF16")
-"""Datatypes that the protocol does not allow in lists."""
 MAX_DIMENSIONS, MAX_SIZE = 8, 2**31 - 1
 _LENGTH = struct.Struct("<I")
 
@@ -56,10 +77,9 @@ class Tensor(msgspec.Struct, frozen=True):
 
 def decode(name: str, datatype: str, shape: Sequence[int], data: bytes | memoryview) -> Tensor:
     """Return the tensor in raw bytes: little-endian, row-major. Numbers are not copied."""
-    count = _element_count(name, shape)
-    if datatype == BYTES:
+    count, dtype = _element_count(name, shape), _datatype(name, datatype).dtype
+    if dtype is None:
         return Tensor(name, datatype, tuple(shape), _split_elements(name, count, data))
-    dtype = _dtype(name, datatype)
     size = count * dtype.itemsize
     if size != len(data):
         required = f"{datatype} with the shape {_shape_text(shape)} requires {size}"
@@ -75,21 +95,22 @@ def decode(name: str, datatype: str, shape: Sequence[int], data: bytes | memoryv
 
 def from_list(name: str, datatype: str, shape: Sequence[int], values: Sequence[Any]) -> Tensor:
     """Return the tensor in a list, which is flat and row-major or nested like the shape. Elements of BYTES are str or bytes."""
-    count, dtype = _element_count(name, shape), None if datatype == BYTES else _dtype(name, datatype)
-    if datatype in RAW_ONLY:
+    count, known = _element_count(name, shape), _datatype(name, datatype)
+    if not known.contents:
         raise tensor_error(name, f"is {datatype}, which is accepted only as raw bytes: send raw bytes, or FP32")
     nested = bool(values) and isinstance(values[0], list)
     flat = _flatten(name, shape, values) if nested else values
     if len(flat) != count:
         required = f"the shape {_shape_text(shape)} requires {count}"
         raise tensor_error(name, f"has {len(flat)} values, but {required}: send {count} values, or correct the shape")
-    if dtype is None:
+    if known.dtype is None:
         _check_texts(name, count)
-        return Tensor(name, datatype, tuple(shape), _to_bytes(name, flat))
-    _check_types(name, datatype, flat, _PYTHON_TYPES[dtype.kind])
+    _check_types(name, datatype, flat, known)
+    if known.dtype is None:
+        return Tensor(name, datatype, tuple(shape), [each.encode() if isinstance(each, str) else each for each in flat])
     try:
         with np.errstate(over="ignore"):  # a float that is too large becomes infinite, and the model's input check rejects it
-            return Tensor(name, datatype, tuple(shape), np.array(flat, dtype).reshape(shape))
+            return Tensor(name, datatype, tuple(shape), np.array(flat, known.dtype).reshape(shape))
     except OverflowError:
         raise tensor_error(name, f"has a value that {datatype} cannot hold: send smaller numbers") from None
 
@@ -101,7 +122,7 @@ def encode(tensor: Tensor) -> bytes | memoryview:
         return b"".join([part for element in values for part in (_LENGTH.pack(len(element)), element)])
     if tensor.datatype == "BF16":
         values = np.ascontiguousarray(values, "<f4").view("<u4") >> 16
-    values = values.astype(DATATYPES[tensor.datatype], copy=False)
+    values = values.astype(DATATYPES[tensor.datatype].dtype, copy=False)
     return values.tobytes() if values.nbytes <= LARGE_ANSWER_BYTES else np.ascontiguousarray(values).data.cast("B")
 
 
@@ -109,10 +130,6 @@ def tensor_error(name: str, problem: str) -> InvalidInput:
     """Return the error for a tensor. The name is shortened: a client may send any text as a name."""
     field = quote(name)
     return InvalidInput(f"{field} {problem}", field=field)
-
-
-_PYTHON_TYPES: dict[str, set[type]] = {"b": {bool}, "i": {int}, "u": {int}, "f": {int, float}}
-_EXPECTED = {"b": "true or false", "i": "a whole number", "u": "a whole number of at least 0", "f": "a number"}
 
 
 def _element_count(name: str, shape: Sequence[int]) -> int:
@@ -132,10 +149,9 @@ def _check_texts(name: str, count: int) -> None:
         )
 
 
-def _dtype(name: str, datatype: str) -> np.dtype[Any]:
+def _datatype(name: str, datatype: str) -> Datatype:
     if datatype not in DATATYPES:
-        known = ", ".join((*DATATYPES, BYTES))
-        raise tensor_error(name, f"has the unknown datatype {quote(datatype)!r}: send one of {known}")
+        raise tensor_error(name, f"has the unknown datatype {quote(datatype)!r}: send one of {', '.join(DATATYPES)}")
     return DATATYPES[datatype]
 
 
@@ -174,20 +190,11 @@ def _flatten(name: str, shape: Sequence[int], values: Sequence[Any]) -> Sequence
     return level
 
 
-def _check_types(name: str, datatype: str, values: Sequence[Any], types: set[type]) -> None:
-    if not set(map(type, values)) <= types:
-        index = next(index for index, value in enumerate(values) if type(value) not in types)
-        expected = _EXPECTED[DATATYPES[datatype].kind]
-        raise tensor_error(
-            name, f"has {describe_value(values[index])} at index {index}: each element of {datatype} must be {expected}"
-        )
-
-
-def _to_bytes(name: str, values: Sequence[Any]) -> list[bytes]:
-    for index, value in enumerate(values):
-        if not isinstance(value, str | bytes):
-            raise tensor_error(name, f"has {describe_value(value)} at index {index}: each element of BYTES must be a string")
-    return [value.encode() if isinstance(value, str) else value for value in values]
+def _check_types(name: str, datatype: str, values: Sequence[Any], known: Datatype) -> None:
+    if not known.types.issuperset(map(type, values)):
+        index = next(index for index, value in enumerate(values) if type(value) not in known.types)
+        problem = f"has {describe_value(values[index])} at index {index}"
+        raise tensor_error(name, f"{problem}: each element of {datatype} must be {known.expected}")
 
 
 def _shape_text(shape: Sequence[int]) -> str:

@@ -22,8 +22,9 @@ import pytest
 from service.errors import Overloaded
 from service.frontend.grpc import application as grpc_application
 from service.frontend.grpc.application import GrpcApplication
-from service.frontend.grpc.calls import GrpcShutdown
-from service.frontend.grpc.methods import rpc_handlers
+from service.frontend.grpc.calls import GrpcCall
+from service.frontend.grpc.methods import oip_methods
+from service.frontend.grpc.routes import Method
 from service.frontend.grpc.wire import CallStatus, trailers_only
 from service.frontend.guards import connection_guard
 from service.frontend.guards.decompression import INLINE_BYTES
@@ -63,39 +64,39 @@ class Handlers:
     def __init__(self) -> None:
         self.requests: list[bytes] = []
         self.written = self.cancelled = 0
-        self.context: Any = None
+        self.call: Any = None
 
-    async def echo(self, request: bytes, context: Any) -> bytes:
-        self.context = context
+    async def echo(self, request: bytes, call: GrpcCall) -> bytes:
+        self.call = call
         return request
 
-    async def count(self, request: bytes, context: Any) -> AsyncIterator[bytes]:
+    async def count(self, request: bytes, call: GrpcCall) -> None:
         for self.written in range(1, int(request) + 1):
-            yield bytes(10_000)
+            await call.write(bytes(10_000))
 
-    async def sink(self, requests: AsyncIterator[bytes], context: Any) -> None:
+    async def sink(self, requests: AsyncIterator[bytes], call: GrpcCall) -> None:
         """Read one request, then wait for permission to read the others."""
         self.permission = asyncio.Event()
         async for request in requests:
             self.requests.append(request)
             await self.permission.wait()
-        await context.write(b"%d" % len(self.requests))
+        await call.write(b"%d" % len(self.requests))
 
-    async def wait(self, request: bytes, context: Any) -> bytes:
+    async def wait(self, request: bytes, call: GrpcCall) -> bytes:
         try:
             await asyncio.Event().wait()
         finally:
             self.cancelled += 1
         return b""
 
-    def generic(self) -> grpc.GenericRpcHandler:
+    def methods(self) -> dict[str, Method]:
         methods = {
-            "Echo": grpc.unary_unary_rpc_method_handler(self.echo),
-            "Count": grpc.unary_stream_rpc_method_handler(self.count),
-            "Sink": grpc.stream_stream_rpc_method_handler(self.sink),
-            "Wait": grpc.unary_unary_rpc_method_handler(self.wait),
+            ECHO: Method(self.echo),
+            COUNT: Method(self.count, writes_stream=True),
+            SINK: Method(self.sink, reads_stream=True),
+            WAIT: Method(self.wait),
         }
-        return grpc.method_handlers_generic_handler("test.Test", methods)
+        return {path.decode(): method for path, method in methods.items()}
 
 
 class Client:
@@ -104,12 +105,15 @@ class Client:
     def __init__(self, loop: ClockLoop, catalog: Catalog) -> None:
         self.frontend = fake_frontend(catalog, max_inputs=8, max_body_bytes=LIMIT)
         self.dispatcher: FakeDispatcher = self.frontend.dispatcher  # type: ignore[assignment]
-        self.shutdown, self.handlers = GrpcShutdown(), Handlers()
-        generic = (self.handlers.generic(), rpc_handlers(self.frontend, self.shutdown))
-        self.application = GrpcApplication(self.frontend, generic, self.shutdown)
+        self.handlers = Handlers()
+        self.application = GrpcApplication(self.frontend, {**self.handlers.methods(), **oip_methods(self.frontend)})
         self.peer = Peer(loop, self.application)
         self.peer.send(window(0, 1 << 30))
         self._next = 1
+
+    @property
+    def open_calls(self) -> int:
+        return len(self.application.unary_calls) + len(self.application.calls)
 
     def call(self, path: bytes, body: bytes, *fields: tuple[bytes, bytes], ended: bool = True) -> Frames:
         """Send a call in one burst, on the next stream."""
@@ -121,7 +125,7 @@ class Client:
         parts = [message(data, flag)[at : at + 16_384] for at in range(0, len(data) + 5, 16_384)]
         frames, stream = self.call(INFER, parts[0], *fields, ended=len(parts) == 1), self._next - 2
         frames += self.peer.send(*[frame(DATA, END_STREAM * (part is parts[-1]), stream, part) for part in parts[1:]])
-        while self.application.open_calls:
+        while self.open_calls:
             frames += self.peer.send()
         trailers = self.peer.header_fields(frames)[-1]
         assert len(trailers.pop(b"x-request-id")) == 32
@@ -161,7 +165,7 @@ def client(loop: ClockLoop, catalog: Catalog) -> Iterator[Client]:
 
 
 def test_replies_to_calls_are_those_that_were_recorded(client: Client) -> None:
-    """Each message is sent twice, as the second may take the remembered form of the first, and compressed."""
+    """Each message is sent twice, as the second may take the template of the first, and compressed."""
 
     def text_of(trailers: dict[bytes, bytes], body: bytes) -> bytes:
         return b"".join(b"%b: %b\n" % field for field in sorted(trailers.items())) + b"\n" + body
@@ -178,7 +182,7 @@ def test_response_tells_the_steps_of_its_session(client: Client) -> None:
 
 
 def test_values_that_are_not_finite_are_refused_on_both_paths(client: Client) -> None:
-    """The engine returns NaN for one of three sequences. The request for `scores` alone has a remembered form."""
+    """The engine returns NaN for one of three sequences. The request for `scores` alone has a template."""
     scores = [[0.5, 0.25, 0.25], [0.5, float("nan"), 0.25], [0.5, 0.25, 0.25]]
     three, alone = text(QUESTION, QUESTION, QUESTION), requesting(ids(bytes(12), "words"), "scores")
     for data in (alone, alone):
@@ -191,7 +195,7 @@ def test_values_that_are_not_finite_are_refused_on_both_paths(client: Client) ->
 
 
 def test_shorter_deadline_of_call_and_request_applies(client: Client) -> None:
-    """Also to a request with a remembered form."""
+    """Also to a request with a template."""
     data = with_parameters(ids(bytes(12), "words"), timeout=60_000_000).SerializeToString()
     for fields in ((), (), ((b"grpc-timeout", b"30S"),), ()):
         client.reply(data, *fields)
@@ -271,12 +275,12 @@ def test_invalid_call_gets_a_status(
     client: Client, path: bytes, body: bytes, fields: list[tuple[bytes, bytes]], code: str, details: str
 ) -> None:
     frames = client.call(path, body, *fields)
-    while client.application.open_calls:  # a large message is decompressed in a thread
+    while client.open_calls:  # a large message is decompressed in a thread
         frames += client.peer.send()
     frames += client.peer.send()
     actual, text = client.status(frames)
     assert actual == code and details in text
-    assert client.application.held_bytes == 0 and client.application.open_calls == 0
+    assert client.application.bodies.held_bytes == 0 and client.open_calls == 0
 
 
 def test_message_beyond_the_limit_is_refused_at_its_prefix(client: Client) -> None:
@@ -302,16 +306,14 @@ def test_other_requests_of_http_are_refused(client: Client) -> None:
 
 
 def test_handler_sees_metadata_and_deadline(client: Client) -> None:
-    client.call(
-        ECHO, message(b""), (b"grpc-timeout", b"5S"), (b"x-a", b"1"), (b"x-a", b"2"), (b"x-bin", b"AP8"), (b"user-agent", b"me")
-    )
-    context = client.handlers.context
-    assert context.invocation_metadata() == (("x-a", "1"), ("x-a", "2"), ("x-bin", b"\0\xff"))
+    client.call(ECHO, message(b""), (b"grpc-timeout", b"5S"), (b"x-a", b"1"), (b"x-a", b"2"))
+    call = client.handlers.call
+    assert [call.has_metadata(b"x-a", value) for value in (b"1", b"2", b"3")] == [True, True, False]
     for unit, seconds in ((b"5S", 5), (b"2H", 7200), (b"3M", 180), (b"9000m", 9), (b"9000000u", 9)):
         client.call(ECHO, message(b""), (b"grpc-timeout", unit))
-        assert seconds - 5 < client.handlers.context.deadline - time.monotonic() <= seconds
+        assert seconds - 5 < client.handlers.call.deadline - time.monotonic() <= seconds
     client.call(ECHO, message(b""))
-    assert client.handlers.context.deadline == math.inf
+    assert client.handlers.call.deadline == math.inf
 
 
 def test_details_survive_the_wire() -> None:
@@ -340,7 +342,7 @@ def test_incomplete_request_ends_at_its_deadline_or_when_it_is_slow(client: Clie
             patch.setattr(connection_guard, "RECEIVE_SECONDS", -1)
             code, details = client.status(client.peer.run(client.application.sweep))
         assert code == "DEADLINE_EXCEEDED" and "took longer to arrive than" in details
-    assert client.application.held_bytes == 0
+    assert client.application.bodies.held_bytes == 0
 
 
 @pytest.mark.parametrize("end", ["reset", "lost", "cut off"])
@@ -351,7 +353,6 @@ def test_end_of_stream_connection_or_service_ends_every_call(client: Client, end
     client.call(ECHO, b"\0\0", ended=False)
     client.call(INFER, b"\0", ended=False)
     if end == "cut off":
-        client.shutdown.over = True
         frames = client.peer.run(client.application.cut_off)
         assert {part.stream for part in frames if part.kind == HEADERS and part.flags & END_STREAM} == {1, 3, 5, 7}
         assert {fields[b"grpc-status"] for fields in client.peer.header_fields(frames)} == {b"14"}
@@ -359,7 +360,7 @@ def test_end_of_stream_connection_or_service_ends_every_call(client: Client, end
         client.peer.run(client.peer.transport.close)
     else:
         assert not client.peer.send(*[reset(stream) for stream in (1, 3, 5, 7)])
-    assert client.handlers.cancelled == 1 and client.application.open_calls == 0 and client.application.held_bytes == 0
+    assert client.handlers.cancelled == 1 and client.open_calls == 0 and client.application.bodies.held_bytes == 0
 
 
 # Flow control.
@@ -385,15 +386,15 @@ def test_rest_of_an_answered_request_is_ignored(client: Client) -> None:
         client.peer.send()
     client.peer.loop.now += 6
     client.peer.send()
-    assert not client.application.open_calls and client.peer.connection.unread_bytes
-    assert not client.peer.send(frame(DATA, 0, 1, data)) and client.application.held_bytes == 0
+    assert not client.open_calls and client.peer.connection.unread_bytes
+    assert not client.peer.send(frame(DATA, 0, 1, data)) and client.application.bodies.held_bytes == 0
     assert client.status(client.peer.send(window(1, 10_000)))[0] == "DEADLINE_EXCEEDED"
 
 
 def test_handler_that_reads_slowly_stops_the_client(client: Client) -> None:
     data = frame(DATA, 0, 1, message(bytes(10_000)))
     sent = client.peer.send(head(SINK), data * 26)
-    assert len(client.handlers.requests) == 1 and client.application.held_bytes == 25 * 10_005
+    assert len(client.handlers.requests) == 1 and client.application.bodies.held_bytes == 25 * 10_005
     assert not [part for part in sent if part.stream == 1 and part.kind == WINDOW_UPDATE], "the client must wait"
     assert client.peer.send(data).resets(1) == [ErrorCode.FLOW_CONTROL_ERROR]
 
@@ -403,7 +404,7 @@ def test_reading_handler_lets_the_client_continue(client: Client) -> None:
     for number in range(100):
         client.peer.send(frame(DATA, 0, 1, message(bytes(10_000))))
         client.handlers.permission.set()
-        assert client.application.held_bytes <= 10_005, number
+        assert client.application.bodies.held_bytes <= 10_005, number
     assert client.peer.send(frame(DATA, END_STREAM, 1)).body(1) == message(b"100")
 
 
@@ -417,7 +418,7 @@ def test_incomplete_requests_are_limited_together(loop: ClockLoop, catalog: Cata
     assert fields[b"seqserve-code"] == Overloaded.code.encode()
     assert client.call(ECHO, message(b"small")).body(9) == message(b"small"), "whole requests are answered"
     bomb = client.call(ECHO, message(gzip.compress(Random(0).randbytes(INLINE_BYTES) + bytes(LIMIT)), flag=1), GZIP)
-    while client.application.open_calls > 3:
+    while client.open_calls > 3:
         bomb += client.peer.send()
     bomb += client.peer.send()
     assert client.status(bomb)[0] == "UNAVAILABLE", "decompressed bytes count"
@@ -431,8 +432,8 @@ def test_calls_of_every_method_take_turns_by_connection(client: Client, monkeypa
         waiting.append((start, connection))
         return WaitingStart(arrived, start, connection)
 
-    monkeypatch.setattr(client.application.starts, "must_wait", lambda _: True)
-    monkeypatch.setattr(client.application.starts, "add", add)
+    monkeypatch.setattr(client.frontend.limits.starts, "must_wait", lambda _: True)
+    monkeypatch.setattr(client.frontend.limits.starts, "add", add)
     for path in (ECHO, INFER):
         assert not client.call(path, message(b"abc"))
     starts, connections = zip(*waiting, strict=True)

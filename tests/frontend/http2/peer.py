@@ -11,23 +11,17 @@ from typing import Any, NamedTuple, cast
 import hpack
 
 from service.frontend.guards.reading_turns import ReadingTurns
-from service.frontend.http2.connection import Application, Http2Connection, Limits
+from service.frontend.http2.connection import Http2Connection
 from service.frontend.http2.header_blocks import RequestFields, encode_fields
+from service.frontend.http2.limits import Limits
 from service.frontend.http2.stream import Stream, StreamHandler
+from service.frontend.http2.streams import Application
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 KINDS = DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(10)
 FLAGS = END_STREAM, ACK, END_HEADERS, PADDED, PRIORITIZED = 1, 1, 4, 8, 0x20
 REQUEST = [(b":method", b"POST"), (b":scheme", b"http"), (b":path", b"/echo"), (b":authority", b"localhost")]
-LIMITS = Limits(
-    max_streams=8,
-    max_header_bytes=16 << 10,
-    ping_seconds=60,
-    ping_timeout_seconds=20,
-    min_ping_seconds=10,
-    max_ping_strikes=2,
-    stall_seconds=30,
-)
+LIMITS = Limits(max_streams=8)
 
 
 class Frame(NamedTuple):

@@ -11,8 +11,8 @@ import pytest
 from service.frontend.guards.connection_guard import ConnectionGuard, Phase
 from service.frontend.guards.reading_turns import ReadingTurns
 from service.frontend.http2 import header_blocks
-from service.frontend.http2.budget import RateBudget
 from service.frontend.http2.frames import ErrorCode
+from service.frontend.http2.limits import RateBudget
 from service.metrics import Metrics
 from service.settings import Settings
 from tests.frontend.http2.peer import (

@@ -109,12 +109,11 @@ class InferHarness(NamedTuple):
         self, model: str, *inputs: Tensor, outputs: Sequence[RequestedOutput] = (), version: str = "", **parameters: Any
     ) -> InferResponse:
         """Run one request that arrived at time 100."""
-        request = InferRequest(model, version, "7", parameters, list(inputs), list(outputs))
-
-        frontend, tensors, session = self.frontend, InputTensors(request.inputs), session_id(parameters)
+        frontend, tensors, session = self.frontend, InputTensors(inputs), session_id(parameters)
+        request = InferRequest(model, version, "7", parameters, list(outputs), tensors.values_name, tensors.ragged)
         served = frontend.catalog.find(model, version or None)
         message, data = build_request(request, tensors, session, served, frontend.settings, 100.0)
-        return build_response(request, tensors, served, *self.dispatcher.answer(message, data))
+        return build_response(request, served, *self.dispatcher.answer(message, data))
 
     def engine_request(self, model: str, *inputs: Tensor, **options: Any) -> tuple[Request, Any]:
         """Run one request and return the request to the engine and the values after it."""
@@ -139,7 +138,7 @@ def tensor(name: str, values: Any, datatype: str = "FP32") -> Tensor:
     """Return a tensor, decoded from the bytes that a client would send."""
     if datatype == BYTES:
         return from_list(name, BYTES, np.array(values, object).shape, list(np.array(values, object).ravel()))
-    array = np.array(values, np.float32 if datatype == "BF16" else DATATYPES[datatype])
+    array = np.array(values, np.float32 if datatype == "BF16" else DATATYPES[datatype].dtype)
     return decode(name, datatype, array.shape, encode(Tensor(name, datatype, array.shape, array)))
 
 

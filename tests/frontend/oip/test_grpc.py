@@ -255,7 +255,7 @@ def test_streams_without_a_key_are_limited(local: InProcess, monkeypatch: pytest
         with pytest.raises(grpc.RpcError, match="RESOURCE_EXHAUSTED"):
             next(HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=60))
         watching.cancel()
-        eventually(lambda: not local._server._grpc._application.open_calls)  # type: ignore[union-attr]
+        eventually(lambda: not local._server._grpc._application.calls)  # type: ignore[union-attr]
         assert next(HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=60))
 
 

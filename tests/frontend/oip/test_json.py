@@ -1,4 +1,4 @@
-"""JSON bodies with and without raw tensors after the JSON, and requests with raw values that have a remembered form."""
+"""JSON bodies with and without raw tensors after the JSON, and requests with raw values that have a template."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from service.errors import InvalidInput, InvalidRequest, ServiceError, TooLarge
-from service.frontend.oip.binary_forms import MAX_FORMS, BinaryForms, FormKey
 from service.frontend.oip.json import encode_response, parse_raw_sequence, parse_request, response_pieces
 from service.frontend.oip.limits import MAX_PARTS
+from service.frontend.oip.templates import MAX_TEMPLATES, TemplateKey, Templates
 from service.frontend.oip.tensors import BYTES, from_list
 from service.frontend.oip.types import InferResponse
 from service.frontend.run.catalog import Catalog
@@ -78,13 +78,13 @@ def test_raw_tensors_follow_in_the_order_of_the_inputs() -> None:
     lengths = {"name": "lengths", "datatype": "INT64", "shape": [1], "parameters": {"binary_data_size": 8}}
     outputs = [{"name": "score", "parameters": {"binary_data": False}}, {"name": "label"}]
     document = {"inputs": [lengths, TEXT, binary(8)], "outputs": outputs, "parameters": {"binary_data_output": True}}
-    request, raw = parse({**document, "id": "ü"}, struct.pack("<q", 1) + TWO_IDS)
-    assert [input.values if input.datatype == BYTES else input.values.tolist() for input in request.inputs] == [
+    request, inputs = parse({**document, "id": "ü"}, struct.pack("<q", 1) + TWO_IDS)
+    assert [input.values if input.datatype == BYTES else input.values.tolist() for input in inputs.tensors] == [
         *([1], [b"how far is the sea ?"], [3, 4])
     ]
     assert (request.id, [output.name for output in request.outputs]) == ("ü", ["score", "label"])
-    assert [raw(name) for name in ("score", "label", "scores")] == [False, True, True]
-    assert [raw(name) for raw in [parse(asking(binary_data=True)).raw] for name in ("score", "label")] == [True, False]
+    assert [request.is_raw(name) for name in ("score", "label", "scores")] == [False, True, True]
+    assert [parse(asking(binary_data=True))[0].is_raw(name) for name in ("score", "label")] == [True, False]
     with pytest.raises(InvalidRequest, match="is 3, but the body has 2 bytes"):
         parse_request(b"{}", 3, "words", "")
 
@@ -95,9 +95,9 @@ def test_raw_sequence_has_the_type_of_the_model(catalog: Catalog) -> None:
         ("speller", struct.pack("<3i", 1, 2, 3), (3,), [1, 2, 3]),
         ("forecaster", struct.pack("<6f", *range(6)), (2, 3), [[0, 1, 2], [3, 4, 5]]),
     ):
-        request, raw = parse_raw_sequence(data, catalog.find(model, None).spec, model, "1")
-        [input] = request.inputs
-        assert (request.model, request.version, input.shape, raw("any")) == (model, "1", shape, True)
+        request, inputs = parse_raw_sequence(data, catalog.find(model, None).spec, model, "1")
+        [input] = inputs.tensors
+        assert (request.model, request.version, input.shape, request.is_raw("any")) == (model, "1", shape, True)
         assert (input.values if isinstance(input.values, list) else input.values.tolist()) == values
         for broken in (b"", data[:-1]) if model != "words" else ():
             with pytest.raises(InvalidInput):
@@ -122,7 +122,7 @@ def test_response_is_json_with_the_raw_outputs_after_it() -> None:
     assert length is None and b"".join(response_pieces(response, "none".__eq__).json) == whole
 
 
-# Forms. tests/frontend/test_hot_path.py compares the replies.
+# Templates. tests/frontend/test_hot_path.py compares the replies.
 
 FLAT = {"name": "ids", "datatype": "INT32", "shape": [3], "parameters": {"binary_data_size": 12}}
 SCORES = {"name": "scores", "parameters": {"binary_data": True}}
@@ -130,38 +130,40 @@ THREE_IDS, FAR = struct.pack("<3i", 1, 2, 3), b"\x08\0\0\0how  far"
 
 
 def remember(
-    forms: BinaryForms,
+    templates: Templates,
     catalog: Catalog,
     document: dict[str, Any],
     path: str = "/infer",
     tail: bytes = b"",
-) -> FormKey:
+) -> TemplateKey:
     key = (path, json.dumps(document).encode())
-    forms.remember(key, parse(document, tail or THREE_IDS), catalog.find("words", None), [3])
+    request, inputs = parse(document, tail or THREE_IDS)
+    templates.remember(key, request, inputs, catalog.find("words", None), [3])
     return key
 
 
-def test_form_has_the_size_of_its_values(catalog: Catalog) -> None:
-    forms = BinaryForms(catalog, Settings())
-    form = forms.find(remember(forms, catalog, {"inputs": [FLAT], "outputs": [SCORES]}))
-    assert form is not None
-    assert form.fits(THREE_IDS) and not form.fits(THREE_IDS[:-1])
-    assert form.pack(THREE_IDS) == PackedInputs([3], THREE_IDS)
-    assert form.pack(struct.pack("<3i", 1, -1, 3)) is None
-    assert form.response_size == 4 * len(models.LABELS)
-    text_form = forms.find(
-        remember(forms, catalog, {"inputs": [{**FLAT, "name": "text", "datatype": "BYTES", "shape": [1]}]}, tail=FAR)
+def test_template_has_the_size_of_its_values(catalog: Catalog) -> None:
+    templates = Templates(catalog, Settings())
+    template = templates.find(remember(templates, catalog, {"inputs": [FLAT], "outputs": [SCORES]}))
+    assert template is not None
+    assert template.fits(THREE_IDS) and not template.fits(THREE_IDS[:-1])
+    assert template.pack(THREE_IDS) == PackedInputs([3], THREE_IDS)
+    assert template.pack(struct.pack("<3i", 1, -1, 3)) is None
+    assert template.response_size == 4 * len(models.LABELS)
+    text_template = templates.find(
+        remember(templates, catalog, {"inputs": [{**FLAT, "name": "text", "datatype": "BYTES", "shape": [1]}]}, tail=FAR)
     )
-    assert text_form is not None and text_form.fits(FAR) and not text_form.fits(b"\x07" + FAR[1:]), "the element has a size too"
+    assert text_template is not None and text_template.fits(FAR) and not text_template.fits(b"\x07" + FAR[1:]), (
+        "the element has a size too"
+    )
     lengths = {"name": "lengths", "datatype": "INT32", "shape": [1], "data": [3]}
-    for document in ({"inputs": [FLAT], "id": "seven"}, {"inputs": [FLAT, lengths]}):
-        assert forms.find(remember(forms, catalog, document)) is None, "an id or another input"
+    assert templates.find(remember(templates, catalog, {"inputs": [FLAT, lengths]})) is None
 
 
-def test_forms_are_limited_and_end_when_the_served_models_change(catalog: Catalog) -> None:
+def test_templates_are_limited_and_end_when_the_served_models_change(catalog: Catalog) -> None:
     copy = Catalog(catalog.served, {})
-    forms = BinaryForms(copy, Settings())
-    keys = [remember(forms, copy, {"inputs": [FLAT]}, str(number)) for number in range(MAX_FORMS + 2)]
-    assert sum(forms.find(key) is not None for key in keys) == 2
+    templates = Templates(copy, Settings())
+    keys = [remember(templates, copy, {"inputs": [FLAT]}, str(number)) for number in range(MAX_TEMPLATES + 2)]
+    assert sum(templates.find(key) is not None for key in keys) == 2
     copy.serve([model.key for model in copy.served], {})
-    assert forms.find(keys[-1]) is None
+    assert templates.find(keys[-1]) is None

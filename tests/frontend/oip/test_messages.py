@@ -1,29 +1,31 @@
-"""ModelInfer messages: the scan before they are read, the conversion by protobuf, and reading and writing by hand."""
+"""ModelInfer messages: reading of requests, and writing of responses."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
+from google.protobuf.message import DecodeError
 from grpc_tools import protoc
 from tritonclient.grpc import model_config_pb2, service_pb2
 
 from service.errors import InvalidRequest, ServiceError, TooLarge
-from service.frontend.grpc.messages import ClassifyWriter, read_request, split_head, write_response
-from service.frontend.oip import protobuf, wire
+from service.frontend.grpc.messages import ClassifyWriter, read_request, response_parts, split_request
+from service.frontend.oip import protobuf
 from service.frontend.oip.infer import build_response
 from service.frontend.oip.inputs import InputTensors
 from service.frontend.oip.limits import MAX_PARTS
-from service.frontend.oip.protobuf import CONTENTS_FIELDS, METHODS, POOL
-from service.frontend.oip.tensors import encode
+from service.frontend.oip.protobuf import METHODS, POOL
+from service.frontend.oip.tensors import DATATYPES, encode
 from service.frontend.oip.types import InferRequest
 from service.frontend.run.catalog import Catalog
 from service.ipc.messages.inference import Answer
 from service.modeling.spec.heads import ClassifyHead
 from tests.frontend.oip.harness import InferHarness, three_sequences
-from tests.frontend.oip.messages import QUESTION, REQUEST, corpus, mutated, requesting, tensors, text, typed, with_parameters
+from tests.frontend.oip.messages import QUESTION, REQUEST, mutated, requesting, text, typed, with_parameters
 
 FOLDER, FILE = Path(protobuf.__file__).parent, POOL.FindFileByName("inference.proto")
 
@@ -64,15 +66,15 @@ def test_messages_are_those_of_the_client() -> None:
     assert methods(FILE) == methods(client)
 
 
-def converted(message: Any) -> InferRequest:
-    return protobuf.infer_request(METHODS["ModelInfer"].parse(message.SerializeToString()))
+def converted(message: Any) -> tuple[InferRequest, InputTensors]:
+    return read_request(split_request(message.SerializeToString()))
 
 
 def test_typed_contents_are_read_by_datatype() -> None:
     samples: dict[str, Any] = {"BOOL": True, "BYTES": b"words"}
-    for datatype, field in CONTENTS_FIELDS.items():
+    for datatype, field in [(name, each.contents) for name, each in DATATYPES.items() if each.contents]:
         value = samples.get(datatype, 7)
-        [tensor] = converted(typed("x", datatype, [1], **{field: [value]})).inputs
+        [tensor] = converted(typed("x", datatype, [1], **{field: [value]}))[1].tensors
         assert (tensor.name, tensor.datatype, list(tensor.values)) == ("x", datatype, [value])
 
 
@@ -103,41 +105,46 @@ def test_invalid_message_is_rejected_by_name(message: Any, field: str, text: str
     assert raised.value.field == field and text in raised.value.message
 
 
-def result(read: Any, data: bytes) -> Any:
-    """Return all parts of a request, or its error."""
-    try:
-        request = read(data)
-    except ServiceError as error:
-        return type(error), error.field, error.message
-    if request is None:
-        return None
-    inputs = [(tensor.name, tensor.datatype, tensor.shape, encode(tensor)) for tensor in request.inputs]
-    return request.model, request.version, request.id, request.parameters, request.outputs, inputs
+def test_head_of_a_message_is_read_once_for_all_values() -> None:
+    """Also with an id, parameters, and requested outputs."""
+    message = requesting(with_parameters(text(QUESTION, id="1", model_version="2"), priority=1), "label")
+    for id, question in (("1", QUESTION), ("", b"who"), ("ä", b"")):
+        message.id, message.raw_input_contents[0] = id, len(question).to_bytes(4, "little") + question
+        request, inputs = converted(message)
+        assert (request.model, request.version, request.id, request.parameters) == ("words", "2", id, {"priority": 1})
+        assert [output.name for output in request.outputs] == ["label"] and inputs.tensors[0].values == [question]
 
 
-def test_messages_read_by_hand_are_read_as_by_protobuf() -> None:
-    """Also with a wrong byte. Unusual messages are left to protobuf."""
-    messages = [*corpus(), *mutated(3000)]
-    by_hand = [result(read_request, data) for data in messages]
-    for data, actual in zip(messages, by_hand, strict=True):
-        if actual is not None:
-            assert actual == result(lambda data: protobuf.infer_request(METHODS["ModelInfer"].parse(data)), data), data
-    assert sum(actual is not None for actual in by_hand) > 300
-
-    def is_by_hand(message: Any) -> bool:
-        return read_request(message.SerializeToString()) is not None
-
-    assert is_by_hand(requesting(text(QUESTION, id="1", model_version="2"), "label"))
-    assert is_by_hand(tensors(("x", "INT8", [200, 1], bytes(200))))
-    assert not is_by_hand(with_parameters(text(QUESTION), priority=1))
-    assert not is_by_hand(requesting(text(QUESTION), *["label"] * 14))
+def test_message_with_a_wrong_byte_is_read_or_refused() -> None:
+    """It is never read if the library refuses it."""
+    read = 0
+    for data in mutated(3000):
+        try:
+            read_request(split_request(data))
+            read += 1
+            METHODS["ModelInfer"].parse(data)
+        except DecodeError as error:
+            raise AssertionError(data) from error
+        except ServiceError as error:
+            assert error.message
+    assert read > 300
 
 
-def test_answers_are_written_as_by_protobuf(harness: InferHarness, catalog: Catalog) -> None:
-    """Those of one tick together: they have different numbers of sequences."""
+def test_response_is_written_as_by_the_library(harness: InferHarness) -> None:
     for name in ("words", "tagger", "speller", "halver"):
-        response = harness.infer(name, *three_sequences(name))
-        assert write_response(response) == protobuf.infer_response(response).SerializeToString()
+        response = msgspec.structs.replace(harness.infer(name, *three_sequences(name)), parameters={"sequence_steps": 7})
+        data = b"".join(response_parts(response))
+        message = METHODS["ModelInfer"].response_type.FromString(data)
+        assert message.SerializeToString() == data
+        assert (message.model_name, message.model_version, message.id) == (name, "1", "7")
+        assert message.parameters["sequence_steps"].int64_param == 7
+        described = [(output.name, output.datatype, tuple(output.shape)) for output in message.outputs]
+        assert described == [(tensor.name, tensor.datatype, tensor.shape) for tensor in response.outputs]
+        assert list(message.raw_output_contents) == [bytes(encode(tensor)) for tensor in response.outputs]
+
+
+def test_classes_are_written_together_as_alone(catalog: Catalog) -> None:
+    """Those of one tick: they have different numbers of sequences."""
     model = catalog.find("words", None)
     assert isinstance(model.spec.head, ClassifyHead)
     scores = np.random.default_rng(7).random((26, 3), np.float32)
@@ -145,34 +152,25 @@ def test_answers_are_written_as_by_protobuf(harness: InferHarness, catalog: Cata
     answers = [(id, Answer(scores=part.shape, steps=[1] * len(part)), part.tobytes()) for id, part in parts]
     writer = ClassifyWriter(model, model.spec.head)
     for written, (id, answer, data) in zip(writer.write_all(answers) or [], answers, strict=True):
-        response = build_response(InferRequest("words", "", id, {}, [], []), InputTensors([]), model, answer, data)
-        assert written == write_response(response) == protobuf.infer_response(response).SerializeToString()
+        response = build_response(InferRequest("words", "", id, {}, [], "text"), model, answer, data)
+        assert written == b"".join(response_parts(response))
     infinite = np.array([[1, np.inf, 0]], np.float32).tobytes()
-    assert writer.write_all([("", Answer(scores=(1, 3), steps=[1]), infinite)]) is None
     plain, of_session = (Answer(scores=(1, 3), steps=[1], session_steps=steps) for steps in (0, 1))
-    assert [writer.accepts(*each) for each in ((plain, bytes(12)), (plain, bytes(24)), (of_session, bytes(12)))] == [
-        *(True, False, False)
-    ]
+    for answer, data in ((plain, infinite), (plain, bytes(24)), (of_session, bytes(12))):
+        assert writer.write_all([("", answer, data)]) is None
+
+
+# Requests in parts.
+
+TAGS = {"parameters": b"\x22\0", "inputs": b"\x2a\0", "outputs": b"\x32\0", "raw_input_contents": b"\x3a\0"}
 
 
 def test_head_of_a_message_has_neither_id_nor_values() -> None:
     plain, named = text(QUESTION).SerializeToString(), text(QUESTION, id="seven").SerializeToString()
-    without, parts = split_head(plain), split_head(named)
-    assert without is not None and parts is not None
-    assert (without.key, without.id) == (parts.key, "")
-    assert (parts.id, bytes(parts.values)) == ("seven", len(QUESTION).to_bytes(4, "little") + QUESTION)
-    assert without.key + bytes(without.values) == plain
-    longer = split_head(text(QUESTION * 20).SerializeToString())
-    assert longer is not None and longer.key != without.key  # a form has a size
-    two_ids = REQUEST(id="six").SerializeToString() + named
-    others = [named[:-1], named + named[:2], named + REQUEST(id="eight").SerializeToString(), two_ids, b"", b"\x08\x01" + named]
-    others += [named.replace(b"seven", b"sev\xffn"), text(QUESTION, model="m" * 2000).SerializeToString(), b"\xba\x00" + named]
-    assert [split_head(message) for message in others] == [None] * len(others)
-
-
-# The scan.
-
-TAGS = {"parameters": b"\x22\0", "inputs": b"\x2a\0", "outputs": b"\x32\0", "raw_input_contents": b"\x3a\0"}
+    without, parts = split_request(plain), split_request(named)
+    assert (without.head, without.id, parts.id) == (parts.head, "", "seven")
+    assert [bytes(values) for values in parts.contents] == [len(QUESTION).to_bytes(4, "little") + QUESTION]
+    assert split_request(REQUEST(id="six").SerializeToString() + named).id == "seven", "the last id counts"
 
 
 def test_split_message_is_the_message() -> None:
@@ -180,29 +178,31 @@ def test_split_message_is_the_message() -> None:
     for index in range(5):
         whole.inputs.add(name=f"x{index}", shape=[1, 300])
         whole.raw_input_contents.append(bytes([index]) * index * 100)
-    data = whole.SerializeToString() + b"\xfd\x7f\1\2\3\4" + b"\xf9\x7f" + bytes(8) + b"\xf8\x7f\x80\1"  # unknown fields
-    split = wire.split(data)
-    assert [bytes(raw) for raw in split.raw_contents] == list(whole.raw_input_contents)
-    assert (wire.request_id(data), wire.structured_bytes(data)) == (whole.id, len(split.message))
-    del whole.raw_input_contents[:]
-    rest = REQUEST.FromString(split.message)
-    assert (rest.inputs, rest.parameters["a"], rest.id) == (whole.inputs, whole.parameters["a"], whole.id)
-    assert (wire.request_id(data[:-1]), wire.structured_bytes(data[:-1])) == ("", 0), "not a message"
+    unknown = b"\xfd\x7f\1\2\3\4" + b"\xf9\x7f" + bytes(8) + b"\xf8\x7f\x80\1" + b"\x0b\x3a\0\x0c"
+    parts = split_request(whole.SerializeToString() + unknown)
+    assert [bytes(raw) for raw in parts.contents] == list(whole.raw_input_contents)
+    rest = REQUEST.FromString(parts.head)
+    assert (rest.inputs, rest.parameters["a"], parts.id) == (whole.inputs, whole.parameters["a"], whole.id)
+    assert not rest.raw_input_contents and parts.head.endswith(unknown)
 
 
 def test_message_of_many_parts_is_refused() -> None:
+    """Its id is known."""
+    named = REQUEST(id="seven").SerializeToString()
     for field, tag in TAGS.items():
-        wire.split(tag * MAX_PARTS)
-        with pytest.raises(TooLarge) as raised:
-            wire.split(tag * (MAX_PARTS + 1))
-        assert raised.value.field == field
-    with pytest.raises(TooLarge):
-        wire.split(b"\xf8\x7f\0" * 1000)  # unknown fields
+        assert split_request(tag * MAX_PARTS).refusal is None
+        for count in (MAX_PARTS + 1, 5000):
+            parts = split_request(named + tag * count)
+            assert parts.id == "seven" and parts.refusal is not None and parts.refusal.field == field
+            with pytest.raises(TooLarge):
+                read_request(parts)
+    assert "fields" in str(split_request(b"\xf8\x7f\0" * 1000).refusal), "unknown fields"
 
 
-@pytest.mark.parametrize("data", [b"\x2a\xff\xff\xff\xff\x0f", b"\x2a\x05", b"\x80" * 12, b"\x2b", b"\x0d\0", b"\x09\0\0"])
-def test_broken_message_is_refused_as_by_the_library(data: bytes) -> None:
-    with pytest.raises(wire.NotAMessage):
-        wire.split(data)
-    with pytest.raises(InvalidRequest, match=r"not a valid inference\.ModelInferRequest"):
-        METHODS["ModelInfer"].parse(data)
+@pytest.mark.parametrize(
+    "data", [b"\x2a\xff\xff\xff\xff\x0f", b"\x2a\x05", b"\x80" * 12, b"\x2b", b"\x0d\0", b"\x09\0\0", b"\x1a\1\xff", b"\xba"]
+)
+def test_broken_message_is_refused(data: bytes) -> None:
+    for broken in (data, text(QUESTION).SerializeToString() + data):
+        with pytest.raises(InvalidRequest, match=r"not a valid inference\.ModelInferRequest"):
+            read_request(split_request(broken))

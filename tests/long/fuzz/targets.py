@@ -14,9 +14,9 @@ from functools import cache
 from pathlib import Path
 
 from service.errors import ModelError, ServiceError
-from service.frontend.grpc.messages import read_request, split_head
+from service.frontend.grpc.messages import read_request, split_request
 from service.frontend.oip import infer as oip_infer
-from service.frontend.oip import json, protobuf
+from service.frontend.oip import json
 from service.frontend.oip.inputs import InputTensors
 from service.frontend.oip.parameters import session_id
 from service.frontend.oip.types import InferRequest
@@ -81,27 +81,22 @@ def websocket_message(data: bytes) -> None:
 
 
 def oip_json(data: bytes) -> None:
-    _run_oip(json.parse_request(data, None, "model", "").request)
+    _run_oip(*json.parse_request(data, None, "model", ""))
 
 
 def oip_binary(data: bytes) -> None:
     """The first two bytes are the header with the size of the JSON."""
-    _run_oip(json.parse_request(data[2:], int.from_bytes(data[:2], "little"), "model", "").request)
+    _run_oip(*json.parse_request(data[2:], int.from_bytes(data[:2], "little"), "model", ""))
 
 
 def oip_raw(data: bytes) -> None:
     for model in served_models():
         with suppress(ServiceError):
-            _run_oip(json.parse_raw_sequence(data, model.spec, "model", "").request)
+            _run_oip(*json.parse_raw_sequence(data, model.spec, "model", ""))
 
 
 def oip_protobuf(data: bytes) -> None:
-    split_head(data)
-    with suppress(ServiceError):
-        by_hand = read_request(data)
-        if by_hand is not None:
-            _run_oip(by_hand)
-    _run_oip(protobuf.infer_request(protobuf.METHODS["ModelInfer"].parse(data)))
+    _run_oip(*read_request(split_request(data)))
 
 
 def model_toml(data: bytes) -> None:
@@ -111,11 +106,11 @@ def model_toml(data: bytes) -> None:
         specs.read(folder)
 
 
-def _run_oip(request: InferRequest) -> None:
-    session, tensors = session_id(request.parameters), InputTensors(request.inputs)
+def _run_oip(request: InferRequest, inputs: InputTensors) -> None:
+    session = session_id(request.parameters)
     for model in served_models():
         with suppress(ServiceError):
-            oip_infer.build_request(request, tensors, session, model, SETTINGS, arrived=0.0)
+            oip_infer.build_request(request, inputs, session, model, SETTINGS, arrived=0.0)
 
 
 @cache
