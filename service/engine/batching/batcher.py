@@ -16,9 +16,9 @@ from itertools import zip_longest
 import numpy as np
 
 from service.engine.batch import Batch, Chunk
-from service.engine.batching.batch_builder import ScheduledSteps, SchedulerLimits
+from service.engine.batching.batch_builder import ScheduledBatch, ScheduledSteps, SchedulerLimits
 from service.engine.batching.request_block import QueuedBlock
-from service.engine.batching.scheduler import ScheduledBatch, Scheduler
+from service.engine.batching.scheduler import Scheduler
 from service.engine.batching.session_state import State
 from service.engine.batching.session_table import SessionTable
 from service.engine.batching.sessions import Sessions
@@ -273,16 +273,18 @@ class Batcher:
 
     def _launch_next(self, before_launch: Callable[[Batch], None]) -> bool:
         """Launch the next batch. Returns False if no sequence can run now."""
-        self._drop_late(self._clock())
-        if self._scheduler.memory:
-            self._scheduler.memory.relax(self._clock())
+        now = self._clock()
+        if now >= self._scheduler.earliest_deadline:
+            self._drop_late(now)
+        if self._scheduler.memory.lowered:
+            self._scheduler.memory.relax(now)
         scheduled = self._scheduler.next_batch()
         if scheduled is None:
             return False
         formed = self._clock()
         self._count_queued(scheduled, formed)
-        model, blocks, parts = scheduled
-        chunks = self._chunks(model, parts)
+        model, blocks = scheduled.model, scheduled.blocks
+        chunks = self._chunks(model, scheduled.parts) if scheduled.parts else []
         if not blocks and not chunks:
             return True
         since = min([block.arrived for block in blocks] + [chunk.owner.arrived for chunk in chunks])
@@ -296,8 +298,6 @@ class Batcher:
     def _drop_late(self, now: float) -> None:
         """Refuse the requests whose deadline has passed."""
         blocks, sequences = self._scheduler.drop_late(now)
-        if not blocks and not sequences:
-            return
         error = DeadlineExceeded("the deadline passed in the queue: allow more time, or send fewer requests")
         for block in blocks:
             self._refuse_requests(block, error)
@@ -485,19 +485,24 @@ def _sequences(
     initial_states: Sequence[State] = (),
 ) -> list[RequestSequence]:
     """Split the data of a request into its sequences. initial_states: of each sequence, or none."""
-    lengths = ticket.request.lengths
-    view, begin, step_bytes = memoryview(data), 0, len(data) // max(1, sum(lengths))
+    request = ticket.request
+    view, begin, step_bytes = memoryview(data), 0, len(data) // max(1, sum(request.lengths))
     sequences = []
-    for steps, initial_state in zip_longest(lengths, initial_states):
+    for steps, initial_state in zip_longest(request.lengths, initial_states):
         end = begin + steps * step_bytes
         sequences.append(
             RequestSequence(
-                ticket,
-                view[begin:end],
                 steps,
-                step_bytes=step_bytes,
+                request.deadline,
+                request.priority,
                 divisible=divisible,
+                stateful=session is not None or request.has_states,
+                share=request.share,
+                ticket=ticket,
+                data=view[begin:end],
+                step_bytes=step_bytes,
                 session=session,
+                restarts=session is not None and request.session_starts is True,
                 initial_state=initial_state,
             )
         )

@@ -24,8 +24,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -34,19 +32,17 @@ from numpy.typing import NDArray
 from service.engine.batching.batch_builder import (
     UNLIMITED,
     BatchBuilder,
-    ScheduledSteps,
+    ScheduledBatch,
     SchedulerLimits,
-    Taken,
     steps_within_budget,
-    take_all,
-    take_first,
-    take_full,
+    take_whole,
 )
 from service.engine.batching.due import STRETCH, allowance
 from service.engine.batching.fair_shares import TENANT_SHARE, FairShares
 from service.engine.batching.memory_limits import MemoryLimits
-from service.engine.batching.model_queue import LEAST_STEPS, ModelQueue, Rejection, S, WorkByDue
+from service.engine.batching.model_queue import LEAST_STEPS, ModelQueue, S, WorkByDue
 from service.engine.batching.request_block import SEQUENCES, STEPS, QueuedBlock
+from service.engine.batching.tenant_queue import Rejection
 from service.engine.execution.cost_model import Cost
 from service.errors import DeadlineExceeded, Overloaded, ServiceError
 from service.ipc.messages.inference import Share
@@ -58,14 +54,6 @@ CAUTION = 1.5
 """A request is admitted if this multiple of its expected time fits before its deadline: no prediction knows the pauses of a host."""
 
 FloatOrArray = TypeVar("FloatOrArray", float, NDArray[Any])
-
-
-class ScheduledBatch(NamedTuple, Generic[S]):
-    """What runs in a batch: whole blocks, and steps of sequences."""
-
-    model: ModelKey
-    blocks: list[QueuedBlock]
-    parts: list[ScheduledSteps[S]]
 
 
 class RefusedRequests(NamedTuple):
@@ -82,12 +70,11 @@ class RemovedRequests(NamedTuple, Generic[S]):
     sequences: list[S]
 
 
-@dataclass(slots=True)
-class _Arriving:
-    """The values that the deadline check of a request, or of a block of `requests`, needs. longest: steps of its longest sequence."""
+class ArrivingRequest(NamedTuple):
+    """The values that the deadline check of one request needs, as in QueuedBlock."""
 
     share: Share
-    count: int
+    sequences: int
     steps: int
     longest: int
     deadline: float
@@ -135,7 +122,7 @@ class Scheduler(Generic[S]):
         self._unpack = unpack
         self._queues: dict[ModelKey, ModelQueue[S]] = {}
         self._shares = FairShares()
-        self._earliest_deadline = math.inf
+        self.earliest_deadline = math.inf
         """Lower bound of all queued deadlines."""
         self._used = 0.0
         """`used` of the model that ran last. A new queue starts here: a model earns no credit while it has no requests."""
@@ -155,17 +142,17 @@ class Scheduler(Generic[S]):
         if not sequences:
             return
         first, steps = sequences[0], [sequence.remaining for sequence in sequences]
-        request = _Arriving(first.share, len(sequences), sum(steps), max(steps), first.deadline, first.head_start)
+        request = ArrivingRequest(first.share, len(sequences), sum(steps), max(steps), first.deadline, first.head_start)
         queue = self._queue(model)
         due = self._due(queue.cost, request, now)
-        error = self._refusal(model, queue, request, due, now, busy, WorkByDue(queue, first.share.tenant))
+        error = self._refusal(queue, request, due, now, busy, WorkByDue(queue, first.share.tenant))
         if error is not None:
             raise error
         for sequence in sequences:
             sequence.arrived, sequence.due, sequence.order = now, due, self._arrivals
             queue.insert(sequence)
         self._arrivals += 1
-        self._count(model, queue, request)
+        self._count(queue, request)
 
     def add_block(self, block: QueuedBlock, *, now: float, busy: float = 0.0) -> list[RefusedRequests]:
         """Queue the requests of a block, as `add` would queue them in turn. Returns the refused requests."""
@@ -173,13 +160,10 @@ class Scheduler(Generic[S]):
         queue = self._queue(model)
         block.arrive(now, self._arrivals, queue.cost)
         self._arrivals += block.requests
-        together = _Arriving(
-            block.share, block.sequences, block.steps, block.longest, block.deadline, block.head_start, block.requests
-        )
         is_alone = block.requests == 1 and not busy and not self._queues
         has_room = block.sequences <= self._free_places(block.share, block.requests)
-        if has_room and (is_alone or self._surely_in_time(queue, together, now, busy)):
-            self._count(model, queue, together)
+        if has_room and (is_alone or self._surely_in_time(queue, block, now, busy)):
+            self._count(queue, block)
             queue.add_block(block)
             return []
         error = self._refusal_of_all(block, queue, now)
@@ -219,9 +203,7 @@ class Scheduler(Generic[S]):
         return self._remove(lambda _: False, lambda block: range(block.requests) if block.owner is owner else ()).blocks
 
     def drop_late(self, now: float) -> RemovedRequests[S]:
-        """Remove and return the requests with a past deadline."""
-        if now < self._earliest_deadline:
-            return RemovedRequests([], [])
+        """Remove and return the requests with a past deadline. There is none before `earliest_deadline`."""
         late = self._remove(
             lambda sequence: sequence.deadline <= now,
             lambda block: np.flatnonzero(block.deadlines <= now).tolist() if block.deadline <= now else (),
@@ -229,7 +211,7 @@ class Scheduler(Generic[S]):
         queues = self._queues.values()
         deadlines = [sequence.deadline for queue in queues for sequence in queue.sequences]
         deadlines += [block.deadline for queue in queues for block in queue.blocks]
-        self._earliest_deadline = min(deadlines, default=math.inf)
+        self.earliest_deadline = min(deadlines, default=math.inf)
         return late
 
     def backlog_seconds(self) -> float:
@@ -240,16 +222,17 @@ class Scheduler(Generic[S]):
         """Choose the model that runs next and the part of its queue that runs. Returns None if no sequence can run now."""
         for model in sorted(self._queues, key=self._claim) if len(self._queues) > 1 else list(self._queues):
             queue = self._queues[model]
-            queue.update_cost(self._cost(model))
-            taken = self._take(model, queue)
-            if taken.rows:
+            queue.forget_rejections()
+            queue.cost = self._cost(model)
+            batch = self._take(queue)
+            if batch.rows:
                 self._shares.start_batch(self._queues.values())
-            blocks = self._advance(model, queue, taken)
-            if taken.rows:
+            self._advance(queue, batch)
+            if batch.rows:
                 self._used = queue.used
-                queue.used += queue.cost.of(taken.longest, taken.tokens)
-                queue.reach += NEWEST * (taken.longest - queue.reach) if queue.reach else taken.longest
-                return ScheduledBatch(model, blocks, taken.parts)
+                queue.used += queue.cost.of(batch.longest, batch.tokens)
+                queue.reach += NEWEST * (batch.longest - queue.reach) if queue.reach else batch.longest
+                return batch
         return None
 
     # Arrivals.
@@ -257,21 +240,21 @@ class Scheduler(Generic[S]):
     def _queue(self, model: ModelKey) -> ModelQueue[S]:
         """Return the queue of a model, or a new one, which `_count` will keep."""
         queue = self._queues.get(model)
-        return ModelQueue(self._cost(model), self._used) if queue is None else queue
+        return ModelQueue(model, self._cost(model), self._used) if queue is None else queue
 
-    def _count(self, model: ModelKey, queue: ModelQueue[S], request: _Arriving) -> None:
+    def _count(self, queue: ModelQueue[S], request: ArrivingRequest | QueuedBlock) -> None:
         """Count a request that is queued."""
-        self._queues[model] = queue
-        self._earliest_deadline = min(self._earliest_deadline, request.deadline)
+        self._queues[queue.model] = queue
+        self.earliest_deadline = min(self.earliest_deadline, request.deadline)
         tenant = request.share.tenant
         waits = tenant in queue.tenants or (
             len(self._queues) > 1 and any(tenant in other.tenants for other in self._queues.values())
         )
         self._shares.arrive(request.share, waits=waits)
-        self.waiting += request.count
+        self.waiting += request.sequences
         if request.longest > queue.longest:
             queue.longest = request.longest
-        queue.count_work(tenant, request.count, request.steps)
+        queue.count_work(tenant, request.sequences, request.steps)
 
     def _accept(
         self, block: QueuedBlock, queue: ModelQueue[S], now: float, busy: float
@@ -319,10 +302,10 @@ class Scheduler(Generic[S]):
         if block.requests > 1:
             count, steps, longest = block.sizes[index].tolist()
             deadline = float(block.deadlines[index])
-        request = _Arriving(block.share, count, steps, longest, deadline, block.head_start)
-        error = self._refusal(block.model, queue, request, float(block.due[index]), now, busy, work)
+        request = ArrivingRequest(block.share, count, steps, longest, deadline, block.head_start)
+        error = self._refusal(queue, request, float(block.due[index]), now, busy, work)
         if error is None:
-            self._count(block.model, queue, request)
+            self._count(queue, request)
         return error
 
     def _accept_first(self, block: QueuedBlock, queue: ModelQueue[S], now: float, busy: float) -> int:
@@ -347,8 +330,8 @@ class Scheduler(Generic[S]):
         if requests:
             count, steps = block.work_of_first(requests)
             longest, deadline = max(block.lengths[:count]), float(block.deadlines[:requests].min())
-            first = _Arriving(block.share, count, steps, longest, deadline, block.head_start, requests)
-            self._count(block.model, queue, first)
+            first = ArrivingRequest(block.share, count, steps, longest, deadline, block.head_start, requests)
+            self._count(queue, first)
 
     def _refusal_of_all(self, block: QueuedBlock, queue: ModelQueue[S], now: float) -> ServiceError | None:
         """Return the error that all requests of a block share, or None if each needs a check. A rejection precedes the full queue."""
@@ -377,39 +360,34 @@ class Scheduler(Generic[S]):
         queue = self._queues[model]
         return self._shares.least_paid(queue.tenants), queue.used - queue.head_start()
 
-    def _take(self, model: ModelKey, queue: ModelQueue[S]) -> Taken[S]:
+    def _take(self, queue: ModelQueue[S]) -> ScheduledBatch[S]:
         max_seconds = self._limits.batch_seconds if self._shares.contested else math.inf
-        limits = self.memory.of(model)
-        room = partial(self._room, model)
-        taken = take_all(queue, limits, max_seconds) or take_full(queue, limits, max_seconds)
-        taken = taken or take_first(queue, limits, room, self._unpack, max_seconds)
-        if taken is None:
+        limits = self.memory.lowered.get(queue.model, self._limits)
+        batch = take_whole(queue, limits, max_seconds)
+        if batch is None:
             in_order = self._shares.in_turn(queue) if len(queue.tenants) > 1 else queue.in_order()
-            taken = BatchBuilder(queue, in_order, limits, room, self._unpack, max_seconds).take()
-        return taken
+            batch = BatchBuilder(queue, limits, max_seconds, self._room, self._unpack).take(in_order)
+        return batch
 
-    def _advance(self, model: ModelKey, queue: ModelQueue[S], taken: Taken[S]) -> list[QueuedBlock]:
-        """Remove everything without steps left from the queue, and update the counts. Returns the blocks of the batch."""
-        if taken.blocks:
-            self.waiting -= taken.rows
+    def _advance(self, queue: ModelQueue[S], batch: ScheduledBatch[S]) -> None:
+        """Remove everything without steps left from the queue, and update the counts. Adds the blocks of whole requests to the batch."""
+        if batch.takes_all:
+            self.waiting -= batch.rows
             if len(queue.tenants) == 1:
-                self._shares.charge(taken.blocks[0].share.tenant, queue.price(taken.rows, taken.tokens))
+                self._shares.charge(batch.blocks[0].share.tenant, queue.price(batch.rows, batch.tokens))
             else:
-                for block in taken.blocks:
+                for block in batch.blocks:
                     self._shares.charge(block.share.tenant, queue.price(block.sequences, block.steps))
-            del self._queues[model]
-            return taken.blocks
-        blocks = [
-            block
-            for requests in dict.fromkeys([*taken.whole, *taken.divided])
-            for block in requests.take(taken.whole.get(requests, ()), taken.divided.get(requests, ()))
-        ]
+            del self._queues[queue.model]
+            return
+        for tenant_queue in dict.fromkeys([*batch.whole, *batch.divided]):
+            batch.blocks += tenant_queue.take(batch.whole.get(tenant_queue, ()), batch.divided.get(tenant_queue, ()))
         tenants = len(queue.tenants)
-        for block in blocks:
+        for block in batch.blocks:
             self.waiting -= block.sequences
             self._shares.charge(block.share.tenant, queue.price(block.sequences, block.steps))
             queue.count_work(block.share.tenant, -block.sequences, -block.steps)
-        for part in taken.parts:
+        for part in batch.parts:
             sequence = part.sequence
             sequence.remaining -= part.steps
             sequence.begun = True
@@ -418,13 +396,12 @@ class Scheduler(Generic[S]):
             self.begun += begun
             self._shares.charge(sequence.share.tenant, queue.price(1, part.steps))
             queue.count_work(sequence.share.tenant, -int(part.last), -part.steps, begun)
-        if any(part.last for part in taken.parts):
+        if any(part.last for part in batch.parts):
             # The batch of a single tenant usually is a prefix of the queue: the sequences behind it need no check.
-            end = queue.sequences.index(taken.parts[-1].sequence) + 1 if tenants == 1 else None
+            end = queue.sequences.index(batch.parts[-1].sequence) + 1 if tenants == 1 else None
             queue.sequences[:end] = [sequence for sequence in queue.sequences[:end] if sequence.remaining]
         if not queue.count:
-            del self._queues[model]
-        return blocks
+            del self._queues[queue.model]
 
     def _remove(self, matches: Callable[[S], bool], matching: Callable[[QueuedBlock], Collection[int]]) -> RemovedRequests[S]:
         """Remove and return the matching sequences of all queues, and the matching requests of blocks. matching: returns their indices."""
@@ -456,7 +433,7 @@ class Scheduler(Generic[S]):
 
     # Predictions.
 
-    def _due(self, cost: Cost, request: _Arriving, now: float) -> float:
+    def _due(self, cost: Cost, request: ArrivingRequest | QueuedBlock, now: float) -> float:
         """Return the due time of a request that arrives now."""
         return now - request.head_start + allowance(cost, request.longest, request.deadline - now)
 
@@ -497,16 +474,21 @@ class Scheduler(Generic[S]):
         works = [queue.tenants[tenant] for queue in self._queues.values() if tenant in queue.tenants]
         return sum([work.count - work.begun for work in works])
 
-    def _surely_in_time(self, queue: ModelQueue[S], request: _Arriving, now: float, busy: float) -> bool:
+    def _surely_in_time(self, queue: ModelQueue[S], request: ArrivingRequest | QueuedBlock, now: float, busy: float) -> bool:
         """Return whether a request keeps its deadline even if everything in the queue is due before it."""
         time_left = request.deadline - now
         rejection = queue.rejection_of(request.share.tenant)
         if rejection is not None and rejection.covers(request.steps, time_left, request.head_start):
             return False
-        return self._sure_seconds(queue, request, request.count, request.steps, busy) <= time_left
+        return self._sure_seconds(queue, request, request.sequences, request.steps, busy) <= time_left
 
     def _sure_seconds(
-        self, queue: ModelQueue[S], arriving: _Arriving | QueuedBlock, count: FloatOrArray, steps: FloatOrArray, busy: float
+        self,
+        queue: ModelQueue[S],
+        arriving: ArrivingRequest | QueuedBlock,
+        count: FloatOrArray,
+        steps: FloatOrArray,
+        busy: float,
     ) -> FloatOrArray:
         """Return an upper bound of what `_refusal` needs for sequences of a request or of a block, at little cost.
 
@@ -529,9 +511,8 @@ class Scheduler(Generic[S]):
 
     def _refusal(
         self,
-        model: ModelKey,
         queue: ModelQueue[S],
-        request: _Arriving,
+        request: ArrivingRequest | QueuedBlock,
         due: float,
         now: float,
         busy: float,
@@ -542,17 +523,17 @@ class Scheduler(Generic[S]):
         rejection = queue.rejection_of(request.share.tenant)
         if rejection is not None and rejection.covers(request.steps, time_left, request.head_start):
             return rejection.error()
-        if request.count > self._free_places(request.share, request.requests):
-            return self._queue_full(request.share, request.count)
+        if request.sequences > self._free_places(request.share, request.requests):
+            return self._queue_full(request.share, request.sequences)
         if (not busy and not self._queues) or self._surely_in_time(queue, request, now, busy):
             return None
-        expected = busy + self._expected_seconds(model, queue, request, due, work)
+        expected = busy + self._expected_seconds(queue, request, due, work)
         # Until the due time, later arrivals may take this request's place in a full batch.
         full = queue.count >= self._limits.max_batch_sequences
         needed = CAUTION * expected + (max(0.0, due - now) if full else 0.0)
         if needed <= time_left:
             return None
-        alone = self._seconds(queue, request.count, request.steps, request.longest)
+        alone = self._seconds(queue, request.sequences, request.steps, request.longest)
         if CAUTION * alone > time_left:
             return DeadlineExceeded(
                 f"the request takes about {alone:.3g} s alone and its deadline is in {time_left:.3g} s: allow more time"
@@ -574,7 +555,7 @@ class Scheduler(Generic[S]):
         return Overloaded(message, retry_after=1)
 
     def _expected_seconds(
-        self, model: ModelKey, queue: ModelQueue[S], request: _Arriving, due: float, work: WorkByDue
+        self, queue: ModelQueue[S], request: ArrivingRequest | QueuedBlock, due: float, work: WorkByDue
     ) -> float:
         """Return the expected completion time of a request, including the work of its tenant and model that is due before it.
 
@@ -583,12 +564,12 @@ class Scheduler(Generic[S]):
         """
         count_later, steps_later = work.later(due)
         queued = queue.tenants.get(request.share.tenant)
-        count, steps = request.count - count_later, request.steps - steps_later
+        count, steps = request.sequences - count_later, request.steps - steps_later
         if queued is not None:
             count, steps = count + queued.count, steps + queued.steps
         count_of_others, steps_of_others = self._shares.work_of_others(queue, request.share, queue.price(count, steps))
         own = self._seconds(queue, count + count_of_others, steps + steps_of_others, request.longest)
         others = [
-            min(own, self._seconds(other, other.count, other.steps)) for key, other in self._queues.items() if key != model
+            min(own, self._seconds(other, other.count, other.steps)) for other in self._queues.values() if other is not queue
         ]
         return own + sum(others)

@@ -99,6 +99,7 @@ class Session:
         return steps
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
 class RequestSequence(QueuedSequence):
     """One sequence of a request. Its chunks finish in the order of their launches.
 
@@ -112,51 +113,20 @@ class RequestSequence(QueuedSequence):
     initial_state: the state that it starts from, if its request brings one; final_state: the states after it, if its request asks for them.
     """
 
-    __slots__ = (
-        "data",
-        "final_state",
-        "finished",
-        "initial_state",
-        "launched",
-        "read_slot",
-        "restarts",
-        "results",
-        "session",
-        "slot",
-        "step_bytes",
-        "steps",
-        "ticket",
-        "turn",
-    )
-
-    def __init__(
-        self,
-        ticket: Ticket,
-        data: memoryview,
-        steps: int,
-        *,
-        step_bytes: int,
-        divisible: bool,
-        session: Session | None = None,
-        initial_state: State | None = None,
-    ) -> None:
-        request = ticket.request
-        stateful = session is not None or request.has_states
-        super().__init__(steps, request.deadline, request.priority, divisible=divisible, stateful=stateful, share=request.share)
-        self.ticket = ticket
-        self.data = data
-        self.step_bytes = step_bytes
-        self.session = session
-        self.restarts = session is not None and request.session_starts is True
-        self.turn: Ownership | None = None
-        self.slot: StateSlot | None = None
-        self.read_slot: StateSlot | None = None
-        self.launched = 0
-        self.finished = 0
-        self.results: list[ChunkResult] = []
-        self.steps = 0
-        self.initial_state = initial_state
-        self.final_state: bytes | None = None
+    ticket: Ticket
+    data: memoryview
+    step_bytes: int
+    session: Session | None
+    restarts: bool
+    initial_state: State | None
+    turn: Ownership | None = None
+    slot: StateSlot | None = None
+    read_slot: StateSlot | None = None
+    launched: int = 0
+    finished: int = 0
+    results: list[ChunkResult] = field(default_factory=list)
+    steps: int = 0
+    final_state: bytes | None = None
 
     @property
     def session_steps(self) -> int:
