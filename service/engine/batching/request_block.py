@@ -7,7 +7,7 @@ frontend sent them. Pure: nothing here knows a device, a socket or a clock.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
@@ -128,13 +128,19 @@ class QueuedBlock:
             return self
         columns = self._columns_of(indices)
         lengths = np.frombuffer(columns.lengths, COUNT).tolist()
-        block = replace(
-            self,
-            columns=columns,
+        block = QueuedBlock(
+            self.model,
+            columns,
             steps=sum(lengths),
             shortest=min(lengths),
             longest=max(lengths),
             deadline=min(np.frombuffer(columns.deadlines, DEADLINE).tolist()),
+            priority=self.priority,
+            returns=self.returns,
+            share=self.share,
+            divisible=self.divisible,
+            owner=self.owner,
+            timed=self.timed,
         )
         block.arrive(self.arrived, int(self.orders[indices[0]]), self._cost)
         block._orders, block.lengths = self.orders[indices], lengths
