@@ -42,6 +42,8 @@ from service.ipc.messages.inference import Request
 from service.ipc.messages.models import ModelKey
 from service.metrics import Metrics
 
+WITHOUT_STEPS = "a request needs at least one sequence, and every sequence at least one step"
+LATE = "the deadline had passed when the request reached the engine: allow more time"
 LaunchObserver = Callable[[Batch, list[float]], None]
 """Called before each launch with the batch and the arrival time of each row in it."""
 
@@ -138,21 +140,23 @@ class Batcher:
 
     def submit_block(self, block: QueuedBlock) -> None:
         """Queue the requests of a block. Those that cannot be queued are refused at once."""
-        owner: BlockOwner = block.owner
-        try:
-            self._check_block(block)
-        except ServiceError as error:
-            self._refuse_requests(block, error)
+        key, now = block.model, self._clock()
+        if not self._engine.serves(key):
+            self._refuse_requests(block, _not_served(key))
             return
-        now = self._clock()
+        if block.shortest < 1:
+            self._refuse_requests(block, InvalidInput(WITHOUT_STEPS, field="inputs"))
+            return
         if block.deadline <= now:
-            in_time = self._refuse_late(block, now)
+            late = np.flatnonzero(block.deadlines <= now).tolist()
+            self._refuse_requests(block.select(late), DeadlineExceeded(LATE))
+            in_time = block.without(late)
             if in_time is None:
                 return
             block = in_time
         for refused in self._scheduler.add_block(block, now=now, busy=self._engine.remaining_seconds):
             self._metrics.refused.add(refused.error.code, by=len(refused.ids))
-            owner.refuse(refused.ids, refused.error)
+            block.owner.refuse(refused.ids, refused.error)
 
     def fail_requests(self, owner: BlockOwner, ids: Sequence[int], error: ServiceError) -> None:
         """Refuse the requests of a block after its submission raised an exception. Some of them may be queued."""
@@ -217,30 +221,17 @@ class Batcher:
             if request.session is not None:
                 # The session ended with its version, or stays with another: that matters more than the missing version.
                 self.sessions.check_elsewhere(request, again)
-            raise UnknownModel(f"the engine does not serve {request.model} version {request.version}", field="model")
+            raise _not_served(key)
         if not request.ends_only and (not request.lengths or min(request.lengths) < 1):
-            raise InvalidInput("a request needs at least one sequence, and every sequence at least one step", field="inputs")
+            raise InvalidInput(WITHOUT_STEPS, field="inputs")
         if request.deadline <= self._clock():
-            raise DeadlineExceeded("the deadline had passed when the request reached the engine: allow more time")
+            raise DeadlineExceeded(LATE)
         if request.session is not None:
             self.sessions.check(request)
         if request.has_states and not self._engine.spec(key).states:
             raise InvalidInput(
                 f"{request.model} has no states that a request may bring or ask for: leave them out", field="states"
             )
-
-    def _check_block(self, block: QueuedBlock) -> None:
-        if not self._engine.serves(block.model):
-            raise UnknownModel(f"the engine does not serve {block.model.name} version {block.model.version}", field="model")
-        if block.shortest < 1:
-            raise InvalidInput("a request needs at least one sequence, and every sequence at least one step", field="inputs")
-
-    def _refuse_late(self, block: QueuedBlock, now: float) -> QueuedBlock | None:
-        """Refuse the requests with a past deadline. Returns the others."""
-        late = np.flatnonzero(block.deadlines <= now).tolist()
-        message = "the deadline had passed when the request reached the engine: allow more time"
-        self._refuse_requests(block.select(late), DeadlineExceeded(message))
-        return block.without(late)
 
     def _queue(self, ticket: Ticket, data: bytes | memoryview, again: bool) -> None:
         request = ticket.request
@@ -451,6 +442,10 @@ class Batcher:
             self._states.release(sequence)
             if sequence.session is not None:
                 self.sessions.skip(sequence.session, sequence)
+
+
+def _not_served(key: ModelKey) -> UnknownModel:
+    return UnknownModel(f"the engine does not serve {key.name} version {key.version}", field="model")
 
 
 def _unpack(block: QueuedBlock) -> list[RequestSequence]:

@@ -60,7 +60,7 @@ class SessionTable:
         self._open: dict[str, Session] = {}
         self._of_tenant: Counter[str] = Counter()
         """How many sessions each tenant has open."""
-        self._idle: OrderedDict[Session, None] = OrderedDict()
+        self.idle: OrderedDict[Session, None] = OrderedDict()
         """Sessions without a chunk, idle longest first."""
         self._ended: OrderedDict[bytes, _EndedSession] = OrderedDict()
         self._free_records: list[int] = []
@@ -170,17 +170,17 @@ class SessionTable:
     def rest(self, session: Session, now: float) -> None:
         """Start the idle time of a session: it has no chunk left."""
         session.idle_since = now
-        self._idle[session] = None
-        self._idle.move_to_end(session)
+        self.idle[session] = None
+        self.idle.move_to_end(session)
 
     def wake(self, session: Session) -> None:
         """End the idle time of a session: a chunk has arrived."""
-        self._idle.pop(session, None)
+        self.idle.pop(session, None)
 
     def expire(self, now: float) -> list[Session]:
         """End and return the sessions that were idle for too long, without their clients' knowledge. The caller discards their states."""
         expired = []
-        while self._idle and (session := next(iter(self._idle))).idle_since + self.idle_seconds <= now:
+        while self.idle and (session := next(iter(self.idle))).idle_since + self.idle_seconds <= now:
             self._end_unreported(session, "expired")
             expired.append(session)
         return expired
@@ -242,7 +242,7 @@ class SessionTable:
         self._of_tenant[tenant] -= 1
         if not self._of_tenant[tenant]:
             del self._of_tenant[tenant]
-        self._idle.pop(session, None)
+        self.idle.pop(session, None)
         self._metrics.sessions_ended.add(reason)
         if self.on_close is not None:
             self.on_close(session, reason)

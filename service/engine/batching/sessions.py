@@ -225,8 +225,9 @@ class Sessions:
 
     def expire(self) -> None:
         """End the sessions that were idle for too long."""
-        for session in self._table.expire(self._clock()):
-            self._states.discard(session.location)
+        if self._table.idle:
+            for session in self._table.expire(self._clock()):
+                self._states.discard(session.location)
         if self.stored is not None:
             self.stored.step()
 

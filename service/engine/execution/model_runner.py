@@ -35,7 +35,9 @@ class ModelRunner:
         """slots: state slots that sequences may own. in_flight: how many batches may be staged or running at once."""
         shape = encoder.spec.input
         self.encoder = encoder
-        if encoder.streams or encoder.spec.states:
+        self.streams = encoder.streams
+        """Whether sequences may run in chunks."""
+        if self.streams or encoder.spec.states:
             encoder.allocate_states(FIRST_SLOT + slots)
         tokens = max(max_batch_tokens, shape.max_steps)
         self._staging = Staging(max_batch_sequences, tokens, shape.features, encoder.device, in_flight)
@@ -55,11 +57,6 @@ class ModelRunner:
 
     def predicted_seconds(self, batch: Batch) -> float:
         return self.cost.of(batch.longest, batch.tokens)
-
-    @property
-    def streams(self) -> bool:
-        """Whether sequences may run in chunks."""
-        return self.encoder.streams
 
     def launch(self, batch: Batch, collector: OutputCollector | None = None) -> InFlightBatch:
         """Run a batch; raises whatever the model raises."""
@@ -119,7 +116,7 @@ def _fastest_trial(encoder: Encoder, rows: int, steps: int) -> float:
 def _on_host(encoding: Encoding) -> BatchArrays:
     head = encoding.head_output
     arrays = (head.scores, head.picks, head.embedding, encoding.sequence)
-    scores, picks, embedding, sequence = (None if array is None else array.numpy() for array in arrays)
+    scores, picks, embedding, sequence = [None if array is None else array.numpy() for array in arrays]
     return BatchArrays(scores, picks, embedding, sequence, encoding.offsets.numpy(), head.per_step)
 
 

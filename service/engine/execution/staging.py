@@ -45,6 +45,7 @@ class Staging:
         size, on_gpu = self._begin + tokens * self.step_bytes, device.type == "cuda"
         self._host = [torch.zeros(size, dtype=torch.uint8, pin_memory=on_gpu) for _ in range(in_flight)]
         self._device = torch.zeros(size, dtype=torch.uint8, device=device) if on_gpu else None
+        self._encoder_buffer = self._host[0] if self._device is None else self._device
         heads = [buffer.numpy()[: 4 * (3 * rows + 1)].view(np.int32) for buffer in self._host]
         self._offsets, self._read_slots, self._write_slots = zip(
             *(np.split(head, (rows + 1, 2 * rows + 1)) for head in heads), strict=True
@@ -62,7 +63,7 @@ class Staging:
         """
         rows, tokens = max(rows, batch.rows), batch.tokens
         parts = [block.columns.values for block in batch.blocks] + [chunk.data for chunk in batch.chunks]
-        needed, size = tokens * self.step_bytes, sum([len(part) for part in parts])
+        needed, size = tokens * self.step_bytes, sum(map(len, parts))
         if size != needed:
             raise ValueError(
                 f"{batch.rows} sequences have {size} bytes, different from {tokens} steps of {self.step_bytes} bytes"
@@ -99,13 +100,13 @@ class Staging:
 
     def ragged(self, rows: int, tokens: int) -> Ragged:
         """Return the staged batch as the encoder reads it: on the device after its copy, else in the first host buffer."""
-        buffer = self._encoder_buffer()
+        buffer = self._encoder_buffer
         data = buffer[self._begin : self._begin + tokens * self.step_bytes].view(self._dtype)
         return Ragged(data.view(tokens, *self._columns), buffer[: 4 * (rows + 1)].view(torch.int32))
 
     def row_slots(self, rows: int) -> RowSlots:
         """Return the state slots that the rows of the staged batch read and write, in the same buffer."""
-        numbers = self._encoder_buffer()[: 4 * (3 * self._rows + 1)].view(torch.int32)
+        numbers = self._encoder_buffer[: 4 * (3 * self._rows + 1)].view(torch.int32)
         read_slots, write_slots = numbers[self._rows + 1 : 2 * self._rows + 1], numbers[2 * self._rows + 1 :]
         return RowSlots(read_slots[:rows], write_slots[:rows])
 
@@ -119,9 +120,6 @@ class Staging:
         assert self._device is not None
         end = self._begin + tokens * self.step_bytes
         return Copy(self._device[:end], self._host[buffer][:end])
-
-    def _encoder_buffer(self) -> Tensor:
-        return self._host[0] if self._device is None else self._device
 
 
 def _as_tensor(part: bytes | memoryview) -> Tensor:
