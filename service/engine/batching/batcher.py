@@ -11,20 +11,28 @@ disconnects. A batch that fails runs again sequence by sequence, so only the req
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import zip_longest
 
 import numpy as np
 
 from service.engine.batch import Batch, Chunk
 from service.engine.batching.batch_builder import ScheduledBatch, ScheduledSteps, SchedulerLimits
-from service.engine.batching.request_block import QueuedBlock
+from service.engine.batching.request_block import BlockOwner, QueuedBlock
 from service.engine.batching.scheduler import Scheduler
 from service.engine.batching.session_state import State
 from service.engine.batching.session_table import SessionTable
 from service.engine.batching.sessions import Sessions
 from service.engine.batching.state_cache import StateCache
 from service.engine.batching.stored_sessions import StoredSessions, Waiting
-from service.engine.batching.ticket import FLOAT_BYTES, BlockOwner, RequestSequence, SendAnswer, SendRefusal, Session, Ticket
+from service.engine.batching.ticket import (
+    FLOAT_BYTES,
+    RequestSequence,
+    SendAnswer,
+    SendRefusal,
+    Session,
+    Ticket,
+    sequences_of,
+    unpack,
+)
 from service.engine.execution.device import DeviceLost
 from service.engine.execution.device_engine import DeviceEngine
 from service.engine.execution.in_flight import BlockResult, ChunkResult
@@ -70,7 +78,7 @@ class Batcher:
         """Most sequences in a batch."""
         self._engine = engine
         self._states = StateCache(engine, metrics)
-        self._scheduler = Scheduler[RequestSequence](limits, engine.cost, self._states.room, _unpack)
+        self._scheduler = Scheduler[RequestSequence](limits, engine.cost, self._states.room, unpack)
         self.sessions = Sessions(engine, table, self._states, metrics, clock, self._reject, stored)
         self._metrics = metrics
         self._clock = clock
@@ -239,7 +247,7 @@ class Batcher:
         try:
             values, states = self._split_states(ticket, data)
             divisible = self._engine.streams(ticket.key)
-            sequences = _sequences(ticket, values, session, divisible=divisible, initial_states=states)
+            sequences = sequences_of(ticket, values, session, divisible=divisible, initial_states=states)
             ends_only = request.ends_only
             if not ends_only:
                 self._scheduler.add(ticket.key, sequences, now=self._clock(), busy=self._engine.remaining_seconds)
@@ -357,7 +365,7 @@ class Batcher:
         for block in blocks:
             cancelled = self._running.pop(block)
             for index, id in enumerate(block.ids):
-                for sequence in _unpack(block.select([index])) if id not in cancelled else ():
+                for sequence in unpack(block.select([index])) if id not in cancelled else ():
                     steps, sequence.remaining, sequence.launched = sequence.remaining, 0, 1
                     yield Chunk(sequence.data, steps, block.returns, sequence, timed=block.timed)
 
@@ -446,60 +454,3 @@ class Batcher:
 
 def _not_served(key: ModelKey) -> UnknownModel:
     return UnknownModel(f"the engine does not serve {key.name} version {key.version}", field="model")
-
-
-def _unpack(block: QueuedBlock) -> list[RequestSequence]:
-    """Return the sequences of a block with one request, which gets a ticket."""
-    owner: BlockOwner = block.owner
-    [id] = block.ids
-    name, version, generation = block.model
-    request = Request(
-        name,
-        version,
-        block.lengths,
-        block.deadline,
-        sent=block.arrived,
-        priority=block.priority,
-        returns=block.returns,
-        generation=generation,
-        share=block.share,
-        timed=block.timed,
-    )
-    ticket = owner.open_ticket(id, request)
-    sequences = _sequences(ticket, block.columns.values, None, divisible=block.divisible)
-    ticket.open(sequences)
-    return sequences
-
-
-def _sequences(
-    ticket: Ticket,
-    data: bytes | memoryview,
-    session: Session | None,
-    *,
-    divisible: bool,
-    initial_states: Sequence[State] = (),
-) -> list[RequestSequence]:
-    """Split the data of a request into its sequences. initial_states: of each sequence, or none."""
-    request = ticket.request
-    view, begin, step_bytes = memoryview(data), 0, len(data) // max(1, sum(request.lengths))
-    sequences = []
-    for steps, initial_state in zip_longest(request.lengths, initial_states):
-        end = begin + steps * step_bytes
-        sequences.append(
-            RequestSequence(
-                steps,
-                request.deadline,
-                request.priority,
-                divisible=divisible,
-                stateful=session is not None or request.has_states,
-                share=request.share,
-                ticket=ticket,
-                data=view[begin:end],
-                step_bytes=step_bytes,
-                session=session,
-                restarts=session is not None and request.session_starts is True,
-                initial_state=initial_state,
-            )
-        )
-        begin = end
-    return sequences

@@ -10,20 +10,34 @@ from collections.abc import Collection, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from service.engine.batching.due import HEAD_START_SECONDS, allowance, allowances
 from service.engine.execution.cost_model import Cost
+from service.errors import ServiceError
 from service.ipc.blocks import COUNT, COUNT_BYTES, DEADLINE, ID, ID_BYTES, Buffer, Columns
-from service.ipc.messages.inference import NO_TENANT, Returns, Share
+from service.ipc.messages.inference import NO_TENANT, Request, Returns, Share
 from service.ipc.messages.models import ModelKey
 
 PLAIN = Returns()
 SIZES = SEQUENCES, STEPS, LONGEST = range(3)
 """The columns of `request_sizes`: of each request the number of its sequences, the steps of all of them together, and of the longest."""
+
+
+class BlockOwner(Protocol):
+    """The frontend of a block: receives the replies to its requests."""
+
+    def answer(self, block: QueuedBlock, result: Any, ready: float) -> None:
+        """Answer all requests of a block. result: a BlockResult; ready: when it was."""
+
+    def refuse(self, ids: Sequence[int], error: ServiceError) -> None:
+        """Refuse requests."""
+
+    def open_ticket(self, id: int, request: Request) -> Any:
+        """Return a Ticket for a request that leaves its block, because it does not run as a whole."""
 
 
 @dataclass(eq=False)
@@ -32,7 +46,7 @@ class QueuedBlock:
 
     steps: of all sequences together; shortest, longest: steps of one sequence; deadline: the earliest.
     divisible: whether several batches may share the steps of a sequence.
-    owner: the batcher answers and refuses the requests through it.
+    owner: a BlockOwner, through which the batcher answers and refuses the requests.
     timed: whether the answers tell how their batches ran.
     arrived, order: when the block was queued, and how many requests arrived before its first request.
     """

@@ -5,30 +5,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from itertools import zip_longest
+from typing import Any, NamedTuple
 
 from service.engine.batching.model_queue import QueuedSequence
 from service.engine.batching.request_block import QueuedBlock
 from service.engine.batching.session_state import State
 from service.engine.batching.state_slots import StateSlot
-from service.engine.execution.in_flight import BlockResult, ChunkResult
+from service.engine.execution.in_flight import ChunkResult
 from service.errors import ServiceError
 from service.ipc.messages.inference import MAX_RUNS, Answer, BatchRun, Request
 from service.ipc.messages.models import ModelKey
-
-
-class BlockOwner(Protocol):
-    """The frontend of a block: receives the replies to its requests."""
-
-    def answer(self, block: QueuedBlock, result: BlockResult, ready: float) -> None:
-        """Answer all requests of a block. ready: when the result was."""
-
-    def refuse(self, ids: Sequence[int], error: ServiceError) -> None:
-        """Refuse requests."""
-
-    def open_ticket(self, id: int, request: Request) -> Ticket:
-        """Return a ticket for a request that leaves its block, because it does not run as a whole."""
-
 
 SendAnswer = Callable[[Answer, list[bytes]], None]
 SendRefusal = Callable[[ServiceError], None]
@@ -236,3 +223,59 @@ def _arrays(sequences: list[RequestSequence], index: int) -> list[Any]:
     """Return the arrays of one kind from sequences of several chunks: every chunk's if they have a line per step, else the last chunk's."""
     per_step = ARRAYS[index] == "sequence" or (sequences[0].results[-1].per_step and ARRAYS[index] != "embedding")
     return [result[index] for sequence in sequences for result in (sequence.results if per_step else sequence.results[-1:])]
+
+
+def unpack(block: QueuedBlock) -> list[RequestSequence]:
+    """Return the sequences of a block with one request, which gets a ticket."""
+    [id] = block.ids
+    name, version, generation = block.model
+    request = Request(
+        name,
+        version,
+        block.lengths,
+        block.deadline,
+        sent=block.arrived,
+        priority=block.priority,
+        returns=block.returns,
+        generation=generation,
+        share=block.share,
+        timed=block.timed,
+    )
+    ticket: Ticket = block.owner.open_ticket(id, request)
+    sequences = sequences_of(ticket, block.columns.values, None, divisible=block.divisible)
+    ticket.open(sequences)
+    return sequences
+
+
+def sequences_of(
+    ticket: Ticket,
+    data: bytes | memoryview,
+    session: Session | None,
+    *,
+    divisible: bool,
+    initial_states: Sequence[State] = (),
+) -> list[RequestSequence]:
+    """Split the data of a request into its sequences. initial_states: of each sequence, or none."""
+    request = ticket.request
+    view, begin, step_bytes = memoryview(data), 0, len(data) // max(1, sum(request.lengths))
+    sequences = []
+    for steps, initial_state in zip_longest(request.lengths, initial_states):
+        end = begin + steps * step_bytes
+        sequences.append(
+            RequestSequence(
+                steps,
+                request.deadline,
+                request.priority,
+                divisible=divisible,
+                stateful=session is not None or request.has_states,
+                share=request.share,
+                ticket=ticket,
+                data=view[begin:end],
+                step_bytes=step_bytes,
+                session=session,
+                restarts=session is not None and request.session_starts is True,
+                initial_state=initial_state,
+            )
+        )
+        begin = end
+    return sequences

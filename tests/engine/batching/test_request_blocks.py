@@ -23,6 +23,8 @@ from service.ipc.messages.inference import IDS, NO_TENANT, Share
 from tests.engine.batching.harness import MODEL, OTHER, block
 
 EVENTS = 250
+NOBODY: Any = None
+"""The owner of the blocks."""
 LENGTHS = (1, 2, 5, 16, 17, 40)
 TENANTS = Share("one"), Share("two", 4.0), Share("three")
 
@@ -167,7 +169,7 @@ class Pair:
         if id in self.block_sequences:
             assert self.blocks.drop(self.block_sequences[id]) == dropped
         else:
-            assert self.blocks.drop_request(None, id) == (dropped > 0)
+            assert self.blocks.drop_request(NOBODY, id) == (dropped > 0)
 
     def drop_late(self) -> None:
         single, blocks = self.single.drop_late(self.now), self.blocks.drop_late(self.now)
