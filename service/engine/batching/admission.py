@@ -109,7 +109,7 @@ class Admission(Generic[S]):
         has_room = block.sequences <= self._free_places(block.share, block.requests)
         if has_room and (is_alone or self._surely_in_time(queue, block, now, busy)):
             self._count(queue, block)
-            queue.add_block(block)
+            queue.tenants[block.share.tenant].arrived.append(block)
             return []
         error = self._refusal_of_all(block, queue, now)
         if error is not None:
@@ -117,7 +117,7 @@ class Admission(Generic[S]):
         refused = self._accept(block, queue, now, busy)
         left = block.without([index for indices, _ in refused for index in indices])
         if left is not None:
-            queue.add_block(left)
+            queue.tenants[left.share.tenant].arrived.append(left)
         return _by_reason(block, refused)
 
     def holds(self, model: ModelKey) -> bool:
@@ -280,11 +280,11 @@ class Admission(Generic[S]):
         """Return the most sequences of a tenant that leave the other tenants room. Its first request, if it is alone, may have more."""
         if not share.tenant:
             return UNLIMITED
-        own = self._waiting_of(share.tenant)
-        if not own and requests == 1:
+        waiting = self._waiting_of(share.tenant)
+        if not waiting and requests == 1:
             return UNLIMITED
-        others = self.waiting - own
-        return math.floor(TENANT_SHARE * (self._limits.max_waiting - others)) - own
+        others = self.waiting - waiting
+        return math.floor(TENANT_SHARE * (self._limits.max_waiting - others)) - waiting
 
     def _waiting_of(self, tenant: str) -> int:
         """Return the number of sequences of a tenant that have not begun."""
@@ -385,8 +385,10 @@ class Admission(Generic[S]):
         if queued is not None:
             count, steps = count + queued.count, steps + queued.steps
         count_of_others, steps_of_others = self._shares.work_of_others(queue, request.share, queue.price(count, steps))
-        own = self._seconds(queue, count + count_of_others, steps + steps_of_others, request.longest)
+        seconds = self._seconds(queue, count + count_of_others, steps + steps_of_others, request.longest)
         others = [
-            min(own, self._seconds(other, other.count, other.steps)) for other in self._queues.values() if other is not queue
+            min(seconds, self._seconds(other, other.count, other.steps))
+            for other in self._queues.values()
+            if other is not queue
         ]
-        return own + sum(others)
+        return seconds + sum(others)

@@ -10,7 +10,9 @@ disconnects. A batch that fails runs again sequence by sequence, so only the req
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 
 import numpy as np
 
@@ -52,6 +54,7 @@ from service.metrics import Metrics
 
 WITHOUT_STEPS = "a request needs at least one sequence, and every sequence at least one step"
 LATE = "the deadline had passed when the request reached the engine: allow more time"
+ARRIVED_OF = attrgetter("arrived")
 LaunchObserver = Callable[[Batch, list[float]], None]
 """Called before each launch with the batch and the arrival time of each row in it."""
 
@@ -77,6 +80,7 @@ class Batcher:
         self.batch_sequences = limits.max_batch_sequences
         """Most sequences in a batch."""
         self._engine = engine
+        self._table = table
         self._states = StateCache(engine, metrics)
         self._scheduler = Scheduler[RequestSequence](limits, engine.cost, self._states.room, unpack)
         self.sessions = Sessions(engine, table, self._states, metrics, clock, self._reject, stored)
@@ -193,7 +197,7 @@ class Batcher:
             return
         self._metrics.cancelled.add("running" if any(sequence.launched for sequence in ticket.sequences) else "waiting")
         self._drop(ticket)
-        ticket.abandon()
+        ticket.end()
 
     def step(self, before_launch: Callable[[Batch], None] = _ignore) -> bool:
         """Launch the next batch if the engine accepts one, and reply to the requests that are complete.
@@ -209,7 +213,8 @@ class Batcher:
             else:
                 assert isinstance(result, ChunkResult)
                 self._finish_chunk(part.owner, result, ready)
-        self.sessions.expire()
+        if self._table.idle or self.sessions.stored is not None:
+            self.sessions.expire()
         return launched
 
     def watch(self, observer: LaunchObserver | None) -> None:
@@ -286,7 +291,9 @@ class Batcher:
         chunks = self._chunks(model, scheduled.parts) if scheduled.parts else []
         if not blocks and not chunks:
             return True
-        since = min([block.arrived for block in blocks] + [chunk.owner.arrived for chunk in chunks])
+        since = min(map(ARRIVED_OF, blocks), default=math.inf)
+        if chunks:
+            since = min([since, *[chunk.owner.arrived for chunk in chunks]])
         batch = Batch(model, chunks, since, blocks, formed)
         if self._observer is not None:
             arrivals = [block.arrived for block in blocks for _ in range(block.sequences)]

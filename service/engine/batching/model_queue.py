@@ -132,10 +132,6 @@ class ModelQueue(Generic[S]):
         blocks = [block for work in self.tenants.values() for block in work.blocks()]
         return sorted(blocks, key=lambda block: block.order)
 
-    def add_block(self, block: QueuedBlock) -> None:
-        """Add a block, which the caller has counted."""
-        self.tenants[block.share.tenant].arrived.append(block)
-
     def keep_blocks(self, blocks: Sequence[QueuedBlock]) -> None:
         """Replace all blocks. blocks: in the order of their arrival. The caller has counted the difference."""
         for tenant, work in self.tenants.items():

@@ -225,9 +225,8 @@ class Sessions:
 
     def expire(self) -> None:
         """End the sessions that were idle for too long."""
-        if self._table.idle:
-            for session in self._table.expire(self._clock()):
-                self._states.discard(session.location)
+        for session in self._table.expire(self._clock()):
+            self._states.discard(session.location)
         if self.stored is not None:
             self.stored.step()
 

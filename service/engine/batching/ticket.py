@@ -197,22 +197,19 @@ class Ticket:
         if self.runs:
             shapes |= {"queued": self.sequences[0].arrived, "runs": self.runs}
         self._reply(Answer(**shapes, steps=steps, session_steps=session_steps, ready=ready), data)
-        self._end()
+        self.end()
 
     def answer_not_finite(self, ready: float) -> None:
         """Answer a chunk that led to values that are not finite. The frontend refuses it, in the words of its API."""
         self._reply(Answer(ready=ready, finite=False), [])
-        self._end()
+        self.end()
 
     def refuse(self, error: ServiceError) -> None:
-        self._end()
+        self.end()
         self._refuse(error)
 
-    def abandon(self) -> None:
-        """End without a reply: the client has disconnected."""
-        self._end()
-
-    def _end(self) -> None:
+    def end(self) -> None:
+        """End without a reply, as when the client has disconnected."""
         assert not self.ended, "a ticket ends once"
         self.ended = True
         # Breaks the reference cycles with the sequences and batches: all are freed at once, without the garbage collector.

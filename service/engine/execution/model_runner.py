@@ -11,9 +11,9 @@ from service.engine.batch import Batch
 from service.engine.batching.state_slots import FIRST_SLOT, ZERO_SLOT
 from service.engine.execution.cost_model import Cost
 from service.engine.execution.device import OutputCollector
-from service.engine.execution.in_flight import BatchArrays, InFlightBatch
+from service.engine.execution.in_flight import Array, BatchArrays, InFlightBatch
 from service.engine.execution.staging import Staging
-from service.engine.execution.state_check import HostStateCheck
+from service.engine.execution.state_check import host_finite_rows
 from service.ipc.messages.inference import Answer, AnswerWithoutSteps
 from service.modeling.encoder import Encoder, Encoding
 
@@ -64,13 +64,13 @@ class ModelRunner:
         offsets = self._staging.stage(batch)
         staged = time.monotonic()
         encoding = self._encode(batch.rows, batch.tokens, sequence=batch.returns_sequence, whole=batch.whole)[1]
-        finite = None if batch.whole else self._state_check.finite_rows(self._staging.written_slots(batch.rows))
+        finite = None if batch.whole else host_finite_rows(self._states, self._staging.written_slots(batch.rows))
         arrays, predicted = _on_host(encoding), self.predicted_seconds(batch)
         return InFlightBatch(batch, offsets, arrays, predicted, began, staged, time.monotonic(), finite=finite)
 
     @cached_property
-    def _state_check(self) -> HostStateCheck:
-        return HostStateCheck(self.encoder.state_numbers())
+    def _states(self) -> list[Array]:
+        return [slab.numpy() for slab in self.encoder.state_numbers()]
 
     def _encode(self, rows: int, tokens: int, *, sequence: bool = False, whole: bool = True) -> tuple[Ragged, Encoding]:
         """Run the encoder on the staged batch. whole: every row is a whole sequence. Returns the encoder's input and output."""

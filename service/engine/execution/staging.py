@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ JOINED_BYTES = 1 << 16
 """Up to this size the parts of a batch are joined before they are copied to the buffer: a large copy is faster than many small copies."""
 PARALLEL_BYTES = 1 << 20
 """From this size on, torch copies a part in several threads: a single thread takes longer than the copy to the device."""
+VALUES_OF, LENGTHS_OF = attrgetter("columns.values"), attrgetter("columns.lengths")
 
 
 class Staging:
@@ -62,7 +64,10 @@ class Staging:
         Returns (batch rows + 1,) where each row begins, in the buffer: it is overwritten with the next batch.
         """
         rows, tokens = max(rows, batch.rows), batch.tokens
-        parts = [block.columns.values for block in batch.blocks] + [chunk.data for chunk in batch.chunks]
+        parts, lengths = list[Any](map(VALUES_OF, batch.blocks)), list[Any](map(LENGTHS_OF, batch.blocks))
+        if batch.chunks:
+            parts += [chunk.data for chunk in batch.chunks]
+            lengths.append(array("i", [chunk.steps for chunk in batch.chunks]))
         needed, size = tokens * self.step_bytes, sum(map(len, parts))
         if size != needed:
             raise ValueError(
@@ -76,9 +81,6 @@ class Staging:
             else:
                 self._host[buffer][self._begin + begin : self._begin + end].copy_(_as_tensor(part))
             begin = end
-        lengths: list[Any] = [block.columns.lengths for block in batch.blocks]
-        if batch.chunks:
-            lengths.append(array("i", [chunk.steps for chunk in batch.chunks]))
         offsets = self._offsets[buffer]
         np.frombuffer(b"".join(lengths), np.int32).cumsum(out=offsets[1 : batch.rows + 1])
         offsets[batch.rows + 1 : rows + 1] = tokens
