@@ -15,11 +15,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Literal, NamedTuple
 
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, Exemplar, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.openmetrics.exposition import generate_latest as openmetrics_text
-from prometheus_client.registry import Collector
-
 from service.errors import (
     STATUS,
     DeadlineExceeded,
@@ -127,7 +122,11 @@ class Series:
 
 
 class Counter(Series):
-    """A number that only rises. The totals of processes that ended are kept."""
+    """A number that only rises. The totals of processes that ended are kept. starts: label values that are shown from the start."""
+
+    def __init__(self, name: str, help: str, labels: tuple[str, ...] = (), starts: Iterable[tuple[str, ...]] = ()) -> None:
+        super().__init__(name, help, labels)
+        self.starts = list(starts)
 
     def start(self, *labels: str) -> None:
         """Show the series at 0 from the start. Prometheus sees no increase in a series that first appears at 1."""
@@ -161,10 +160,6 @@ class Example(NamedTuple):
     trace: str
     value: float
     time: float
-
-    def of_bucket(self, bound: str, count: float) -> tuple[str, float, Exemplar]:
-        """Return a bucket with this example, for prometheus-client."""
-        return bound, count, Exemplar({"trace_id": self.trace}, self.value, self.time)
 
 
 class Histogram(Series):
@@ -214,7 +209,9 @@ class Metrics:
         model = ("model", "version")
         self.requests = Counter("seqserve_requests", "Inference requests over all protocols, by outcome.", (*model, "outcome"))
         self.accepted = Counter(
-            "seqserve_requests_accepted", "Inference requests over all protocols that a frontend has decoded or refused."
+            "seqserve_requests_accepted",
+            "Inference requests over all protocols that a frontend has decoded or refused.",
+            starts=[()],
         )
         self.in_flight = Gauge("seqserve_requests_in_flight", "Requests that a frontend accepted and has not answered.")
         self.sequences = Counter("seqserve_sequences", "Sequences answered.", model)
@@ -246,11 +243,18 @@ class Metrics:
         self.state_slots = Gauge("seqserve_state_slots", "State slots on the device.", model)
         self.state_slots_used = Gauge("seqserve_state_slots_used", "State slots that hold a state.", model)
         self.sessions = Gauge("seqserve_sessions", "Open sessions.")
-        self.sessions_ended = Counter("seqserve_sessions_ended", "Sessions that ended, by reason.", ("reason",))
-        self.session_moves = Counter(
-            "seqserve_session_moves", "Session states moved to the host, or back to a slot on the device.", ("to",)
+        self.sessions_ended = Counter(
+            "seqserve_sessions_ended", "Sessions that ended, by reason.", ("reason",), zip(SESSION_ENDS)
         )
-        self.session_saves = Counter("seqserve_session_saves", "States sent to the session store, by outcome.", ("outcome",))
+        self.session_moves = Counter(
+            "seqserve_session_moves",
+            "Session states moved to the host, or back to a slot on the device.",
+            ("to",),
+            zip(SESSION_MOVES),
+        )
+        self.session_saves = Counter(
+            "seqserve_session_saves", "States sent to the session store, by outcome.", ("outcome",), zip(SAVES)
+        )
         self.session_save_seconds = Histogram(
             "seqserve_session_save_seconds", "Time from the answer to a chunk until its state is saved.", (), SECONDS
         )
@@ -258,6 +262,7 @@ class Metrics:
             "seqserve_session_takes",
             "Questions for a session that was not open here to the session store, by outcome.",
             ("outcome",),
+            zip(TAKES),
         )
         self.session_take_seconds = Histogram(
             "seqserve_session_take_seconds",
@@ -267,7 +272,7 @@ class Metrics:
         )
         self.session_store_up = Gauge("seqserve_session_store_up", "Whether the session store answers: 1 or 0.")
         self.sessions_not_saved = Counter(
-            "seqserve_sessions_not_saved", "Sessions that were not saved before their replica ended."
+            "seqserve_sessions_not_saved", "Sessions that were not saved before their replica ended.", starts=[()]
         )
         self.backlog_seconds = Gauge(
             "seqserve_backlog_seconds", "Predicted time of all work that waits or runs in an engine.", ("engine",)
@@ -275,7 +280,9 @@ class Metrics:
         self.device_busy_seconds = Counter(
             "seqserve_device_busy_seconds", "Time in which the device of an engine ran batches.", ("engine",)
         )
-        self.denied = Counter("seqserve_denied", "Requests that were refused for their key, host or origin.", ("reason",))
+        self.denied = Counter(
+            "seqserve_denied", "Requests that were refused for their key, host or origin.", ("reason",), zip(DENIALS)
+        )
         key = ("tenant", "key")
         self.key_requests = Counter("seqserve_key_requests", "Valid requests of a key, those beyond its quotas included.", key)
         self.key_tokens = Counter("seqserve_key_tokens", "Time steps in the valid requests of a key.", key)
@@ -286,6 +293,7 @@ class Metrics:
             "seqserve_refused",
             "Requests that an engine, or a frontend for want of memory, refused before they ran.",
             ("reason",),
+            zip((*REFUSALS, MEMORY)),
         )
         self.retries_discouraged = Counter(
             "seqserve_retries_discouraged", "Refusals for overload after which the client should not retry."
@@ -295,17 +303,29 @@ class Metrics:
             "seqserve_engine_errors",
             "Unexpected exceptions in an engine, which are bugs of the service, by what the engine did.",
             ("work",),
+            zip(ENGINE_WORK),
         )
         self.cancelled = Counter(
-            "seqserve_cancelled", "Requests cancelled because the client disconnected or the deadline passed.", ("while",)
+            "seqserve_cancelled",
+            "Requests cancelled because the client disconnected or the deadline passed.",
+            ("while",),
+            zip(CANCELLED_WHILE),
         )
         self.traced_requests = Counter(
-            "seqserve_traced_requests", "Requests that a frontend chose to trace, by what became of them.", ("outcome",)
+            "seqserve_traced_requests",
+            "Requests that a frontend chose to trace, by what became of them.",
+            ("outcome",),
+            zip(TRACED_AS),
         )
-        self.spans = Counter("seqserve_spans", "Spans of traced requests and batches, by what became of them.", ("outcome",))
-        self.rerun = Counter("seqserve_rerun", "Requests run again because their engine ended.")
+        self.spans = Counter(
+            "seqserve_spans", "Spans of traced requests and batches, by what became of them.", ("outcome",), zip(SPANS_AS)
+        )
+        self.rerun = Counter("seqserve_rerun", "Requests run again because their engine ended.", starts=[()])
         self.connections_closed = Counter(
-            "seqserve_connections_closed", "Connections that a frontend closed before the client did.", ("reason",)
+            "seqserve_connections_closed",
+            "Connections that a frontend closed before the client did.",
+            ("reason",),
+            zip(CLOSED_FOR),
         )
         self.channel_bytes = Counter("seqserve_channel_bytes", "Bytes written to channels.", ("writer",))
         self.channel_writes = Counter("seqserve_channel_writes", "Write calls on channels.", ("writer",))
@@ -324,11 +344,12 @@ class Metrics:
         self.stale_processes = Gauge(
             "seqserve_stale_processes", "Processes that were too late for this scrape: their values are from an earlier one."
         )
-        self.restarts = Counter("seqserve_process_restarts", "Processes restarted, by reason.", ("process", "reason"))
+        self.restarts = Counter("seqserve_process_restarts", "Processes restarted, by reason.", ("process", "reason"), RESTARTS)
         self.model_changes = Counter(
             "seqserve_model_changes",
             "Loads and unloads of models while the service runs, by outcome.",
             ("outcome",),
+            zip(CHANGES),
         )
         self.ready = Gauge("seqserve_ready", "1 while the service answers requests, otherwise 0.")
         self.weight_bytes = Gauge("seqserve_model_weight_bytes", "Bytes of weights and tables on all devices.", model)
@@ -366,28 +387,10 @@ class Metrics:
             self.failed.start(*model)
             for outcome in (OK, *FAULTS):
                 self.requests.start(*model, outcome)
-        shown: tuple[tuple[Counter, Iterable[str]], ...] = (
-            (self.refused, (*REFUSALS, MEMORY)),
-            (self.denied, DENIALS),
-            (self.engine_errors, ENGINE_WORK),
-            (self.connections_closed, CLOSED_FOR),
-            (self.cancelled, CANCELLED_WHILE),
-            (self.sessions_ended, SESSION_ENDS),
-            (self.session_moves, SESSION_MOVES),
-            (self.session_saves, SAVES),
-            (self.session_takes, TAKES),
-            (self.model_changes, CHANGES),
-            (self.traced_requests, TRACED_AS),
-            (self.spans, SPANS_AS),
-        )
-        for counter, values in shown:
-            for value in values:
-                counter.start(value)
-        for restart in RESTARTS:
-            self.restarts.start(*restart)
-        self.sessions_not_saved.start()
-        self.rerun.start()
-        self.accepted.start()
+        for series in self.series():
+            if isinstance(series, Counter):
+                for labels in series.starts:
+                    series.start(*labels)
 
     def forget(self, model: str, version: str) -> None:
         """Remove the series of a version that is no longer served."""
@@ -470,60 +473,3 @@ def remains(snapshot: Mapping[str, Rows]) -> Snapshot:
     if not cut_off:
         return totals
     return merged([totals, {metrics.requests.name: [(("unknown", "unknown", CUT_OFF), [cut_off])]}])
-
-
-def render(snapshot: Mapping[str, Rows], more: Iterable[Metric] = (), *, openmetrics: bool = False) -> bytes:
-    """Return the snapshot and `more` metrics in Prometheus' text format, or in that of OpenMetrics, which has the examples too."""
-    registry = CollectorRegistry()
-    registry.register(_Exposition(snapshot, list(more)))
-    text: bytes = openmetrics_text(registry) if openmetrics else generate_latest(registry)  # type: ignore[no-untyped-call]
-    return text
-
-
-class _Exposition(Collector):
-    """Passes a merged snapshot to prometheus-client."""
-
-    def __init__(self, snapshot: Mapping[str, Rows], more: list[Metric]) -> None:
-        self._snapshot = snapshot
-        self._more = more
-
-    def collect(self) -> Iterable[Metric]:
-        return [*(self._family(series) for series in Metrics().series()), *self._more]
-
-    def _family(self, series: Series) -> Metric:
-        rows = self._snapshot.get(series.name, [])
-        if isinstance(series, Histogram):
-            histogram = HistogramMetricFamily(series.name, series.help, labels=series.labels)
-            examples = _examples(self._snapshot.get(series.name + EXAMPLES, []))
-            for labels, values in rows:
-                buckets = [
-                    (bound, count)
-                    if (example := examples.get((tuple(labels), bucket))) is None
-                    else example.of_bucket(bound, count)
-                    for bucket, (bound, count) in enumerate(_cumulative(series.buckets, values))
-                ]
-                histogram.add_metric(labels, buckets, sum_value=values[-1])
-            return histogram
-        family = (CounterMetricFamily if isinstance(series, Counter) else GaugeMetricFamily)(
-            series.name, series.help, labels=series.labels
-        )
-        for labels, values in rows:
-            family.add_metric(labels, values[0])
-        return family
-
-
-def _examples(rows: Rows) -> dict[tuple[tuple[str, ...], int], Example]:
-    """Return the newest example of each bucket, by labels and bucket."""
-    newest: dict[tuple[tuple[str, ...], int], Example] = {}
-    for (*labels, bucket, trace), (value, noted) in rows:
-        key = tuple(labels), int(bucket)
-        if key not in newest or noted > newest[key].time:
-            newest[key] = Example(trace, value, noted)
-    return newest
-
-
-def _cumulative(buckets: tuple[float, ...], values: list[float]) -> Iterator[tuple[str, float]]:
-    total = 0.0
-    for bound, count in zip((*buckets, float("inf")), values[:-1], strict=True):
-        total += count
-        yield ("+Inf" if bound == float("inf") else repr(float(bound)), total)

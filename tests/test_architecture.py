@@ -14,7 +14,16 @@ EXPOSITION = {"service.exposition", "service.triton_statistics"}
 EVERYTHING = {"service", "loadtest"}
 SCHEDULERS = {
     f"service.engine.batching.{name}"
-    for name in ("scheduler", "batch_builder", "fair_shares", "memory_limits", "model_queue", "request_block", "request_order")
+    for name in (
+        "admission",
+        "scheduler",
+        "batch_builder",
+        "fair_shares",
+        "memory_limits",
+        "model_queue",
+        "request_block",
+        "tenant_queue",
+    )
 }
 SCHEDULING = {
     *SCHEDULERS,

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 from service.engine.batching.request_block import QueuedBlock
 from service.engine.batching.state_slots import DISCARD_SLOT, ZERO_SLOT
 from service.ipc.messages.inference import Returns
 from service.ipc.messages.models import ModelKey
+
+SEQUENCES_OF = attrgetter("sequences")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +39,8 @@ class Chunk:
     def longest(self) -> int:
         return self.steps
 
-    @property
-    def whole(self) -> bool:
-        return self.read_slot == ZERO_SLOT and self.write_slot == DISCARD_SLOT
 
-
+@dataclass(slots=True, eq=False)
 class Batch:
     """Blocks and chunks of one model that run in one forward pass, at least one. A block has a row for each sequence. Blocks come first.
 
@@ -51,39 +51,27 @@ class Batch:
     timed: whether an answer to any of them tells how the batch ran.
     """
 
-    __slots__ = (
-        "blocks",
-        "chunks",
-        "formed",
-        "longest",
-        "model",
-        "returns_embedding",
-        "returns_sequence",
-        "rows",
-        "since",
-        "timed",
-        "tokens",
-        "whole",
-    )
+    model: ModelKey
+    chunks: Sequence[Chunk]
+    since: float = math.inf
+    blocks: Sequence[QueuedBlock] = ()
+    formed: float = math.inf
+    rows: int = field(init=False)
+    tokens: int = 0
+    longest: int = 0
+    timed: bool = False
+    whole: bool = True
+    returns_embedding: bool = False
+    returns_sequence: bool = False
 
-    def __init__(
-        self,
-        model: ModelKey,
-        chunks: Sequence[Chunk],
-        since: float = math.inf,
-        blocks: Sequence[QueuedBlock] = (),
-        formed: float = math.inf,
-    ) -> None:
-        self.model = model
-        self.chunks = chunks
-        self.since = since
-        self.formed = formed
-        self.blocks = blocks
-        parts: list[QueuedBlock | Chunk] = [*blocks, *chunks]
-        self.rows = sum([block.sequences for block in blocks]) + len(chunks)
-        self.tokens = sum([part.steps for part in parts])
-        self.longest = max([part.longest for part in parts])
-        self.timed = True in [part.timed for part in parts]
-        self.whole = not chunks or False not in [chunk.whole for chunk in chunks]
-        self.returns_embedding = True in [part.returns.embedding for part in parts]
-        self.returns_sequence = True in [part.returns.sequence for part in parts]
+    def __post_init__(self) -> None:
+        self.rows = sum(map(SEQUENCES_OF, self.blocks)) + len(self.chunks)
+        parts: list[QueuedBlock | Chunk] = [*self.blocks, *self.chunks]
+        for part in parts:
+            self.tokens += part.steps
+            self.longest = part.longest if part.longest > self.longest else self.longest  # cheaper than `max`
+            self.timed |= part.timed
+            self.returns_embedding |= part.returns.embedding
+            self.returns_sequence |= part.returns.sequence
+        for chunk in self.chunks:
+            self.whole &= chunk.read_slot == ZERO_SLOT and chunk.write_slot == DISCARD_SLOT

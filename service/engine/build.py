@@ -95,13 +95,11 @@ def build_batcher(
     )
     journal = journal or SessionJournal(journal_records(settings))
     table = SessionTable(settings.max_sessions, settings.session_idle_seconds, journal, metrics)
-    return Batcher(limits, engine, table, metrics, time.monotonic, errors, _stored_sessions(settings, table))
-
-
-def _stored_sessions(settings: Settings, table: SessionTable) -> StoredSessions | None:
-    if not settings.session_store:
-        return None
-    return StoredSessions(table, time.monotonic, max_waiting=settings.max_waiting, checkpoint_chunks=settings.checkpoint_chunks)
+    stored = None
+    if settings.session_store:
+        waiting, chunks = settings.max_waiting, settings.checkpoint_chunks
+        stored = StoredSessions(table, time.monotonic, max_waiting=waiting, checkpoint_chunks=chunks)
+    return Batcher(limits, engine, table, metrics, time.monotonic, errors, stored)
 
 
 def prepare_model(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from traceback import extract_tb
 
 from service.engine.execution.device import DeviceLost
 from service.errors import SERVICE_FAILED, InferenceFailed
@@ -41,20 +42,11 @@ class InternalErrors:
 
     def log(self, event: str, error: Exception, **values: str) -> None:
         """Log an exception, unless another of its kind was logged shortly before. values: from closed sets."""
-        place = _place(error)
+        # The line of code that raised it.
+        place = "".join(f"{frame.filename}:{frame.lineno}" for frame in extract_tb(error.__traceback__, limit=-1))
         kind, now = (event, *values.values(), type(error).__qualname__, place), self._clock()
         if kind not in self._logged and len(self._logged) == MAX_KINDS:
             return
         if now - self._logged.get(kind, -LOG_SECONDS) >= LOG_SECONDS:
             self._logged[kind] = now
             self._log.error(event, **values, error=f"{type(error).__name__}: {error}"[:MAX_TEXT], at=place)
-
-
-def _place(error: Exception) -> str:
-    """Return the line of code that raised an exception."""
-    trace = error.__traceback__
-    if trace is None:
-        return ""
-    while trace.tb_next is not None:
-        trace = trace.tb_next
-    return f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"

@@ -54,8 +54,6 @@ class LoaderThread(Generic[T]):
 
     def settle(self) -> None:
         """Make the calls that the loader thread has queued."""
-        if self._calls.empty():
-            return  # the usual case, before and after every batch: it costs no system call
         try:
             calls = os.read(self._readable, 4096)
         except BlockingIOError:

@@ -64,7 +64,8 @@ class ModelLoader:
         self._clock = clock
         self._on_open = on_open
         self._loader = LoaderThread[PreparedModel]()
-        self._closing: dict[ModelKey, _ClosingVersion] = {}
+        self.closing: dict[ModelKey, _ClosingVersion] = {}
+        """Versions that `settle` unloads when nothing uses them any more."""
         self._released: set[tuple[Hashable, ModelKey]] = set()
         self._loading: set[ModelKey] = set()
         """Versions in preparation that have not been closed."""
@@ -96,8 +97,8 @@ class ModelLoader:
 
     def release(self, channel: Hashable, key: ModelKey) -> None:
         """Note that the frontend of this channel sends no more requests for a version."""
-        if key in self._closing:
-            self._closing[key].channels.discard(channel)
+        if key in self.closing:
+            self.closing[key].channels.discard(channel)
         else:
             self._released.add((channel, key))
 
@@ -114,21 +115,21 @@ class ModelLoader:
         unreleased = {channel for channel in channels if (channel, key) not in self._released}
         self._released = {(channel, released) for channel, released in self._released if released != key}
         now = self._clock()
-        self._closing[key] = _ClosingVersion(unreleased, now + CLOSING_SECONDS, now + closing.seconds, closed)
+        self.closing[key] = _ClosingVersion(unreleased, now + CLOSING_SECONDS, now + closing.seconds, closed)
 
     def forget(self, channel: Hashable) -> None:
         """Release all versions for a frontend that has ended."""
         self._released = {(released_by, key) for released_by, key in self._released if released_by is not channel}
-        for closing in self._closing.values():
+        for closing in self.closing.values():
             closing.channels.discard(channel)
 
     def settle(self) -> None:
         """Open the versions that are prepared, and unload closing versions that nothing uses any more."""
         self._loader.settle()
-        if not self._closing or (now := self._clock()) < self._next_check:
+        if not self.closing or (now := self._clock()) < self._next_check:
             return
         self._next_check = now + CHECK_SECONDS
-        for key, closing in list(self._closing.items()):
+        for key, closing in list(self.closing.items()):
             if now >= closing.release_by:
                 closing.channels.clear()
             if now >= closing.end_sessions_at:
@@ -137,7 +138,7 @@ class ModelLoader:
                 self._unload(key, closing)
 
     def _unload(self, key: ModelKey, closing: _ClosingVersion) -> None:
-        del self._closing[key]
+        del self.closing[key]
         self._batcher.close(key)
         self._engine.close(key)
         self._log.info("unloaded", model=key.name, version=key.version, generation=key.generation)

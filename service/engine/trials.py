@@ -20,15 +20,16 @@ class TrialReports:
     def __init__(self, control: Channel) -> None:
         self._channels = [control]
         self._loading: set[ModelKey] = set()
-        self._running: set[ModelKey] = set()
-        self._passed: set[ModelKey] = set()
+        self.running: set[ModelKey] = set()
+        """The versions whose first batch runs."""
+        self.passed: set[ModelKey] = set()
         """The versions that have completed a batch."""
 
     def attach(self, channel: Channel) -> None:
         """Tell a frontend the running trials, and every later trial."""
-        for key in (*self._loading, *self._running):
+        for key in (*self._loading, *self.running):
             send_now(channel, TrialBegan(key))
-        for key in self._passed:
+        for key in self.passed:
             send_now(channel, TrialEnded(key, ran=True))
         self._channels.append(channel)
 
@@ -56,20 +57,20 @@ class TrialReports:
 
     def begin_batch(self, key: ModelKey) -> None:
         """Report a batch that is about to start. Only the first batch of a version is a trial."""
-        if key not in self._passed and key not in self._running:
-            self._running.add(key)
+        if key not in self.passed and key not in self.running:
+            self.running.add(key)
             self._tell(TrialBegan(key))
 
     def end_batches(self, runs: Callable[[ModelKey], bool]) -> None:
         """End the trial of each version whose batches have ended."""
-        for key in [key for key in self._running if not runs(key)] if self._running else ():
-            self._running.discard(key)
-            self._passed.add(key)
+        for key in [key for key in self.running if not runs(key)]:
+            self.running.discard(key)
+            self.passed.add(key)
             self._tell(TrialEnded(key, ran=True))
 
     def forget(self, key: ModelKey) -> None:
         """Forget a version that is unloaded."""
-        self._passed.discard(key)
+        self.passed.discard(key)
 
     def _tell(self, message: Message) -> None:
         for channel in self._channels:

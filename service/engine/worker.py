@@ -6,18 +6,16 @@ import selectors
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
-import msgspec
 import numpy as np
 
 from service.engine.batch import Batch
 from service.engine.batching.batcher import Batcher
 from service.engine.batching.request_block import QueuedBlock
 from service.engine.batching.stored_sessions import Waiting
-from service.engine.batching.ticket import Ticket
 from service.engine.execution.device_engine import DeviceEngine
-from service.engine.execution.in_flight import BlockResult
+from service.engine.frontend_channel import FrontendChannel
 from service.engine.internal_errors import InternalErrors
 from service.engine.known_answers import KnownAnswers
 from service.engine.loading import ModelLoader
@@ -29,13 +27,10 @@ from service.ipc.channel import Channel, Frame, encode, send_now
 from service.ipc.heartbeat import IDLE_SECONDS, PATIENCE_SECONDS, Heartbeat
 from service.ipc.messages.control import Attach, CloseModel, CollectMetrics, MetricsCollected, PrepareModel, Ready
 from service.ipc.messages.inference import (
-    Answer,
-    AnswerBlock,
     Backlog,
     Cancel,
     EngineStatus,
     RecordTrace,
-    RefusalBlock,
     Release,
     Request,
     RequestBlock,
@@ -55,19 +50,7 @@ requests would keep the device idle. It reads up to MOST_READ once requests wait
 is not in the queue yet is neither predicted nor refused."""
 IDLE_WORK_SECONDS, SCARCE_SHARE = 1.0, 0.75
 """How often an idle engine checks a known answer and looks at the memory limit, and the share in use from which it returns freed memory."""
-WORK: dict[type[Message], str] = {
-    RequestBlock: "requests",
-    Request: "requests",
-    Cancel: "cancel",
-    RecordTrace: "trace",
-    Release: "release",
-    ExportSession: "session_call",
-    ImportSession: "session_call",
-    EndSession: "session_call",
-    FindSession: "session_call",
-}
 SessionCall = ExportSession | ImportSession | EndSession | FindSession
-"""The metric label of each message of a frontend."""
 
 
 class Worker:
@@ -97,12 +80,10 @@ class Worker:
         self._errors = errors
         self._known_answers = KnownAnswers(engine)
         self._profiling = ProfilingSession(engine, batcher, self._status(), heartbeat)
-        self._frontends: dict[Channel, _Frontend] = {}
+        self._frontends: dict[Channel, FrontendChannel] = {}
         self._store: Channel | None = None
         self._handled = 0
         """Requests and other messages since the last step of the batcher."""
-        self._answered: set[Channel] = set()
-        """Frontends that receive a backlog report with their next write."""
         self._blocked: set[Channel] = set()
         """Channels that have not accepted all bytes. The selector reports when they have room."""
         self._control_handlers: dict[type[Message], Callable[[Frame, Any], None]] = {
@@ -111,17 +92,15 @@ class Worker:
             PrepareModel: self._handle_prepare_model,
             CloseModel: self._handle_close_model,
         }
-        self._handlers: dict[type[Message], Callable[[Channel, Frame, Any], None]] = {
-            RequestBlock: self._handle_block,
-            Request: self._handle_request,
-            Cancel: self._handle_cancel,
-            RecordTrace: self._handle_record_trace,
-            Release: self._handle_release,
-            ExportSession: self._handle_session_call,
-            ImportSession: self._handle_session_call,
-            EndSession: self._handle_session_call,
-            FindSession: self._handle_session_call,
+        self._handlers: dict[type[Message], tuple[str, Callable[[FrontendChannel, Frame, Any], None]]] = {
+            RequestBlock: ("requests", self._handle_block),
+            Request: ("requests", self._handle_request),
+            Cancel: ("cancel", self._handle_cancel),
+            RecordTrace: ("trace", self._handle_record_trace),
+            Release: ("release", self._handle_release),
+            **dict.fromkeys(get_args(SessionCall), ("session_call", self._handle_session_call)),
         }
+        """The handler of each message of a frontend, and the metric label of its work."""
         self._memory_limit, self._idle_work_due = MemoryLimit(), 0.0
         self._selector = selectors.DefaultSelector()
         self._selector.register(control, selectors.EVENT_READ)
@@ -141,8 +120,10 @@ class Worker:
         idle = running is None and self._batcher.idle
         self._read_channels(IDLE_SECONDS if idle else 0.0)
         self._step()
-        self._models.settle()
-        self._trials.end_batches(self._engine.runs)
+        if self._models.closing:
+            self._models.settle()
+        if self._trials.running:
+            self._trials.end_batches(self._engine.runs)
         waiting = [channel for channel in self._frontends if channel.outgoing]
         backlog = self._batcher.backlog_seconds() if waiting else 0.0
         for channel in waiting:
@@ -150,12 +131,11 @@ class Worker:
         for other in (self._control, self._store):
             if other is not None and other.outgoing:
                 self._flush(other)
-        if self._profiling.on:
+        if self._profiling.trace is not None:
             self._profiling.step()
         elif time.monotonic() >= self._idle_work_due and self._batcher.idle and not self._engine.running:
             self._idle_work_due = time.monotonic() + IDLE_WORK_SECONDS
-            self._check_known_answer()
-            self._return_memory()
+            self._work_while_idle()
 
     def _beat(self, running: tuple[float, float] | None) -> None:
         """Beat the heartbeat. While a batch runs, the next beat is due when the batch counts as hung, even if this loop still runs.
@@ -168,15 +148,12 @@ class Worker:
             since, predicted = running
             self._heartbeat.beat_by(max(since, self._profiling.resumed) + _patience(predicted))
 
-    def _check_known_answer(self) -> None:
-        """Check a model that is due."""
+    def _work_while_idle(self) -> None:
+        """Check a model that is due. Return freed memory to the system if it is scarce: the frontends would refuse requests for it."""
         key = self._known_answers.next_model()
         if key is not None:
             self._heartbeat.beat(_patience(self._engine.cost(key).fixed))
             self._known_answers.check(key)
-
-    def _return_memory(self) -> None:
-        """Return freed memory to the system while it is scarce: the frontends would refuse requests for it."""
         if self._memory_limit.read().share > SCARCE_SHARE:
             return_freed_memory()
 
@@ -185,12 +162,15 @@ class Worker:
         self._batcher.step(self._before_launch)
 
     def _before_launch(self, batch: Batch) -> None:
-        self._trials.begin_batch(batch.model)
+        if batch.model not in self._trials.passed:
+            self._trials.begin_batch(batch.model)
         self._heartbeat.beat(_patience(self._engine.predicted_seconds(batch)))
 
     def _read_channels(self, timeout: float) -> None:
         for key, events in self._selector.select(timeout):
             channel = key.fileobj
+            if channel is self._models:
+                self._models.settle()
             if not isinstance(channel, Channel) or not events & selectors.EVENT_READ:
                 continue
             if channel is not self._control and channel is not self._store and channel not in self._frontends:
@@ -211,8 +191,8 @@ class Worker:
                     handle_control(frame, message)
             elif channel is self._store:
                 self._handle_store_frame(channel, frame)
-            else:
-                self._handle_frame(channel, frame)
+            elif channel in self._frontends:
+                self._handle_frame(self._frontends[channel], frame)
 
     # Messages of the supervisor.
 
@@ -228,7 +208,7 @@ class Worker:
             self._store = channel
             self._batcher.sessions.stored.attach(lambda message, tail: channel.send(encode(message, tail=(tail,))))
         else:
-            self._frontends[channel] = _Frontend(self, channel)
+            self._frontends[channel] = FrontendChannel(channel)
             self._trials.attach(channel)
 
     def _handle_collect_metrics(self, frame: Frame, message: CollectMetrics) -> None:
@@ -266,18 +246,16 @@ class Worker:
 
     # Messages of the frontends.
 
-    def _handle_frame(self, channel: Channel, frame: Frame) -> None:
+    def _handle_frame(self, frontend: FrontendChannel, frame: Frame) -> None:
         """Handle a message. After an unexpected exception, its requests are refused and the loop continues."""
+        work, handle = self._handlers[type(frame.message)]
         try:
-            self._handlers[type(frame.message)](channel, frame, frame.message)
+            handle(frontend, frame, frame.message)
         except Exception as error:
-            self._refuse_frame(channel, frame, self._errors.report(WORK[type(frame.message)], error))
+            self._refuse_frame(frontend, frame, self._errors.report(work, error))
 
-    def _refuse_frame(self, channel: Channel, frame: Frame, failure: InferenceFailed) -> None:
+    def _refuse_frame(self, frontend: FrontendChannel, frame: Frame, failure: InferenceFailed) -> None:
         """Refuse the requests of a message."""
-        frontend = self._frontends.get(channel)
-        if frontend is None:
-            return
         match frame.message:
             case RequestBlock(requests=count):
                 ids = np.frombuffer(frame.tail, ID, count).tolist()
@@ -285,9 +263,9 @@ class Worker:
             case Cancel() | Release():
                 pass  # no reply is due
             case _:
-                self._refuse(channel, frame.id, failure)
+                frontend.send_refusal(frame.id, failure)
 
-    def _handle_block(self, channel: Channel, frame: Frame, message: RequestBlock) -> None:
+    def _handle_block(self, frontend: FrontendChannel, frame: Frame, message: RequestBlock) -> None:
         key = message.key
         served = self._engine.serves(key)
         block = QueuedBlock(
@@ -301,75 +279,78 @@ class Worker:
             returns=message.returns,
             share=message.share,
             divisible=served and self._engine.streams(key),
-            owner=self._frontends[channel],
+            owner=frontend,
             timed=message.timed,
         )
         if served:
             self._count_channel(key, message.sent, message.requests)
         self._batcher.submit_block(block)
 
-    def _handle_request(self, channel: Channel, frame: Frame, request: Request) -> None:
+    def _handle_request(self, frontend: FrontendChannel, frame: Frame, request: Request) -> None:
         if self._engine.serves(request.key):
             self._count_channel(request.key, request.sent, 1)
-        reply, refuse = partial(self._answer, channel, frame.id), partial(self._refuse, channel, frame.id)
+        reply, refuse = partial(frontend.send_answer, frame.id), partial(frontend.send_refusal, frame.id)
         ticket = self._batcher.submit(request, frame.tail, reply, refuse, again=request.resubmitted)
         if not ticket.ended:
-            self._frontends[channel].tickets[frame.id] = ticket
+            frontend.tickets[frame.id] = ticket
 
     def _count_channel(self, key: ModelKey, sent: float, requests: int) -> None:
         """Count the time of requests on their way to this engine. Only for served models: labels of other models would stay for ever."""
         self._metrics.stage_seconds.observe_often(max(0.0, time.monotonic() - sent), requests, *key.labels, "channel")
 
-    def _handle_cancel(self, channel: Channel, frame: Frame, message: Cancel) -> None:
-        frontend = self._frontends[channel]
+    def _handle_cancel(self, frontend: FrontendChannel, frame: Frame, message: Cancel) -> None:
         ticket = frontend.tickets.pop(frame.id, None)
         if ticket is not None:
             self._batcher.cancel(ticket)
         else:
             self._batcher.cancel_request(frontend, frame.id)
-        self._profiling.cancel(channel, frame.id)
+        self._profiling.cancel(frontend.channel, frame.id)
 
-    def _handle_record_trace(self, channel: Channel, frame: Frame, message: RecordTrace) -> None:
-        reply, refuse = partial(self._send_trace, channel, frame.id), partial(self._refuse, channel, frame.id)
-        self._profiling.begin((channel, frame.id), message, reply, refuse)
+    def _handle_record_trace(self, frontend: FrontendChannel, frame: Frame, message: RecordTrace) -> None:
+        def reply(events: bytes) -> None:
+            frontend.send(frame.id, encode(Done(), frame.id, (events,)))
+            self._flush(frontend.channel)  # at once: the next event that wakes the loop may come late
 
-    def _handle_release(self, channel: Channel, frame: Frame, message: Release) -> None:
-        self._models.release(channel, message.key)
+        self._profiling.begin((frontend.channel, frame.id), message, reply, partial(frontend.send_refusal, frame.id))
 
-    def _handle_session_call(self, channel: Channel, frame: Frame, message: SessionCall) -> None:
+    def _handle_release(self, frontend: FrontendChannel, frame: Frame, message: Release) -> None:
+        self._models.release(frontend.channel, message.key)
+
+    def _handle_session_call(self, frontend: FrontendChannel, frame: Frame, message: SessionCall) -> None:
         """Answer a call about one session, as soon as this replica owns the session, or knows that there is none."""
-        stored = self._batcher.sessions.stored
-        if stored is not None:
-            waiting = Waiting(
-                lambda: self._answer_session_call(channel, frame, message),
-                lambda error: self._refuse(channel, frame.id, error),
-                lambda: channel not in self._frontends,
-                begins=isinstance(message, ImportSession),
-            )
-            try:
+        stored, refuse = self._batcher.sessions.stored, partial(frontend.send_refusal, frame.id)
+        try:
+            if stored is not None:
+                waiting = Waiting(
+                    lambda: self._answer_session_call(frontend, frame, message),
+                    refuse,
+                    lambda: frontend.channel not in self._frontends,
+                    begins=isinstance(message, ImportSession),
+                )
                 if stored.hold(message.session, waiting):
                     return
-            except ServiceError as error:
-                self._refuse(channel, frame.id, error)
-                return
-        self._answer_session_call(channel, frame, message)
+        except ServiceError as error:
+            refuse(error)
+        else:
+            self._answer_session_call(frontend, frame, message)
 
-    def _answer_session_call(self, channel: Channel, frame: Frame, message: SessionCall) -> None:
+    def _answer_session_call(self, frontend: FrontendChannel, frame: Frame, message: SessionCall) -> None:
         reply: Reply = Done()
         state = b""
+        sessions = self._batcher.sessions
         try:
             match message:
                 case ExportSession(session=session):
-                    state = self._batcher.sessions.export_state(session)
+                    state = sessions.export_state(session)
                 case ImportSession(session=session, origin=origin, tensors=tensors, session_limit=limit):
-                    self._batcher.sessions.import_state(session, origin, tensors, frame.tail, limit)
+                    sessions.import_state(session, origin, tensors, frame.tail, limit)
                 case FindSession(session=session):
-                    reply = SessionFound(self._batcher.sessions.model_of(session))
+                    reply = SessionFound(sessions.model_of(session))
                 case EndSession(session=session):
-                    self._batcher.sessions.end(session)
+                    sessions.end(session)
         except ServiceError as error:
             reply = Refusal.of(error)
-        self._send(channel, frame.id, encode(reply, frame.id, (state,)))
+        frontend.send(frame.id, encode(reply, frame.id, (state,)))
 
     # Messages of the session store.
 
@@ -387,55 +368,15 @@ class Worker:
 
     # Answers.
 
-    def send_block(self, channel: Channel, block: QueuedBlock, result: BlockResult, ready: float) -> None:
-        """Send the answers to all requests of a block. ready: when the result was."""
-        if channel not in self._frontends:
-            return
-        arrays = (result.scores, result.picks, result.embedding, result.sequence)
-        scores, picks, embedding, sequence = [() if array is None else array.shape for array in arrays]
-        answer = AnswerBlock(block.requests, block.sequences, scores, picks, embedding, sequence, result.per_step, ready)
-        if block.timed:
-            answer = msgspec.structs.replace(answer, queued=block.arrived, runs=list(result.runs))
-        columns = block.columns.ids, block.columns.counts, result.steps
-        channel.send_divided(encode(answer, tail=(*columns, *[array for array in arrays if array is not None])))
-        self._answered.add(channel)
-
-    def open_ticket(self, channel: Channel, id: int, request: Request) -> Ticket:
-        """Return a ticket for a request of a block."""
-        ticket = Ticket(request, partial(self._answer, channel, id), partial(self._refuse, channel, id))
-        self._frontends[channel].tickets[id] = ticket
-        return ticket
-
-    def refuse_all(self, channel: Channel, ids: Sequence[int], error: ServiceError) -> None:
-        """Refuse requests of a block in one message, unless the frontend has ended."""
-        if channel in self._frontends:
-            channel.send(encode(RefusalBlock(Refusal.of(error)), tail=(np.array(ids, ID),)))
-            self._answered.add(channel)
-
-    def _answer(self, channel: Channel, id: int, answer: Answer, arrays: list[bytes]) -> None:
-        self._send(channel, id, encode(answer, id, arrays))
-
-    def _refuse(self, channel: Channel, id: int, error: ServiceError) -> None:
-        self._send(channel, id, encode(Refusal.of(error), id))
-
-    def _send_trace(self, channel: Channel, id: int, events: bytes) -> None:
-        """Send a trace at once: the next event that wakes the loop may come late."""
-        self._send(channel, id, encode(Done(), id, (events,)))
-        self._flush(channel)
-
-    def _send(self, channel: Channel, id: int, frame: bytes) -> None:
-        channel.send_divided(frame)
-        self._answered.add(channel)
-        self._frontends[channel].tickets.pop(id, None)
-
     def _flush(self, channel: Channel, backlog: float | None = None) -> None:
         """Write as much as the frontend accepts now; the rest leaves when the selector reports room.
 
         With answers goes the work left in this engine, and how many of the frontend's frames that includes. backlog: that work in predicted
         seconds, if it is known.
         """
-        if channel in self._answered:
-            self._answered.discard(channel)
+        frontend = self._frontends.get(channel)
+        if frontend is not None and frontend.answered:
+            frontend.answered = False
             seconds = self._batcher.backlog_seconds() if backlog is None else backlog
             channel.send(encode(Backlog(seconds, channel.frames_received)))
         bytes_before, writes_before = channel.bytes_sent, channel.writes
@@ -459,7 +400,6 @@ class Worker:
         elif frontend is None and channel is not self._control:
             return  # a write found the end before a read
         self._selector.unregister(channel)
-        self._answered.discard(channel)
         self._blocked.discard(channel)
         self._profiling.forget(channel)
         self._models.forget(channel)
@@ -469,24 +409,6 @@ class Worker:
             for ticket in frontend.tickets.values():
                 self._batcher.cancel(ticket)
         channel.close()
-
-
-class _Frontend:
-    """A frontend as the owner of its blocks. tickets: of its requests that are not in a block, by id."""
-
-    def __init__(self, worker: Worker, channel: Channel) -> None:
-        self._worker = worker
-        self._channel = channel
-        self.tickets: dict[int, Ticket] = {}
-
-    def answer(self, block: QueuedBlock, result: BlockResult, ready: float) -> None:
-        self._worker.send_block(self._channel, block, result, ready)
-
-    def refuse(self, ids: Sequence[int], error: ServiceError) -> None:
-        self._worker.refuse_all(self._channel, ids, error)
-
-    def open_ticket(self, id: int, request: Request) -> Ticket:
-        return self._worker.open_ticket(self._channel, id, request)
 
 
 def _lag(message: Message) -> float:

@@ -33,6 +33,7 @@ from service.store.records import (
     StoreFailed,
     TakenSession,
     digest,
+    failing,
 )
 
 LOCK_SECONDS = 0.1
@@ -80,47 +81,39 @@ class FolderStore:
     def apply(self, changes: Sequence[Change], *, may_seize: bool) -> list[Result]:
         return [self._apply(change, may_seize) for change in changes]
 
+    @failing(OSError)
     def renew(self) -> bool:
         lease = self._mine / "lease"
-        try:
-            before = lease.stat().st_mtime if lease.exists() else 0.0
-            self._mine.mkdir(parents=True, exist_ok=True)
-            lease.touch()
-            return abs(lease.stat().st_mtime - before) < LEASE_SECONDS
-        except OSError as error:
-            raise StoreFailed(str(error)) from None
+        before = lease.stat().st_mtime if lease.exists() else 0.0
+        self._mine.mkdir(parents=True, exist_ok=True)
+        lease.touch()
+        return abs(lease.stat().st_mtime - before) < LEASE_SECONDS
 
+    @failing(OSError)
     def read_inbox(self, seconds: float) -> list[Note]:
         until = time.monotonic() + seconds
-        try:
-            while not (notes := list(self._notes())) and time.monotonic() < until:
-                time.sleep(INBOX_PAUSE_SECONDS)
-        except OSError as error:
-            raise StoreFailed(str(error)) from None
+        while not (notes := list(self._notes())) and time.monotonic() < until:
+            time.sleep(INBOX_PAUSE_SECONDS)
         return notes
 
+    @failing(OSError)
     def sweep(self) -> None:
-        try:
-            now = self._now()
-            for number in range(PARTS):
-                folder = self._sessions / f"{number:02x}"
-                with suppress(TimeoutError), _locked(str(folder)):
-                    for file in folder.iterdir():
-                        with suppress(OSError):  # what else lies in the folder stays
-                            if file.name != ".lock" and self._is_old(file, now):
-                                file.unlink()
-            for replica in self._replicas.iterdir():
-                with suppress(FileNotFoundError, NotADirectoryError):
-                    if now - replica.stat().st_mtime > self._keep_seconds and not self._is_alive(replica.name):
-                        shutil.rmtree(replica)
-        except OSError as error:
-            raise StoreFailed(str(error)) from None
+        now = self._now()
+        for number in range(PARTS):
+            folder = self._sessions / f"{number:02x}"
+            with suppress(TimeoutError), _locked(str(folder)):
+                for file in folder.iterdir():
+                    with suppress(OSError):  # what else lies in the folder stays
+                        if file.name != ".lock" and self._is_old(file, now):
+                            file.unlink()
+        for replica in self._replicas.iterdir():
+            with suppress(FileNotFoundError, NotADirectoryError):
+                if now - replica.stat().st_mtime > self._keep_seconds and not self._is_alive(replica.name):
+                    shutil.rmtree(replica)
 
+    @failing(OSError)
     def end(self) -> None:
-        try:
-            shutil.rmtree(self._mine)
-        except OSError as error:
-            raise StoreFailed(str(error)) from None
+        shutil.rmtree(self._mine)
 
     # Changes.
 

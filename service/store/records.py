@@ -8,7 +8,8 @@ saves the session and lets go of it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from enum import StrEnum
 from hashlib import blake2b
 from typing import NamedTuple, Protocol
@@ -30,6 +31,15 @@ FORGOTTEN_SECONDS = 300.0
 
 class StoreFailed(Exception):
     """The store does not answer, or cannot be written."""
+
+
+@contextmanager
+def failing(*errors: type[Exception]) -> Iterator[None]:
+    """Raise StoreFailed instead of errors of the store."""
+    try:
+        yield
+    except errors as error:
+        raise StoreFailed(str(error)) from None
 
 
 class Change(NamedTuple):

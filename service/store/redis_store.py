@@ -26,6 +26,7 @@ from service.store.records import (
     StoreFailed,
     TakenSession,
     digest,
+    failing,
 )
 
 ANSWER_SECONDS = 1.0
@@ -172,32 +173,26 @@ class RedisStore:
         return [self._result(change, result) for change, result in zip(changes, results, strict=True)]
 
     def renew(self) -> bool:
-        try:
+        with failing(*self._errors):
             pipeline = self._client.pipeline(transaction=False)
             pipeline.exists(self._lease)
             pipeline.set(self._lease, 1, px=round(LEASE_SECONDS * 1000))
             existed, _ = pipeline.execute()
-        except self._errors as error:
-            raise StoreFailed(str(error)) from None
         return bool(existed)
 
     def read_inbox(self, seconds: float) -> list[Note]:
-        try:
+        with failing(*self._errors):
             first = self._inbox_client.blpop(self._inbox, timeout=seconds)
             if first is None:
                 return []
             return [*_notes([first[1], *(self._client.lpop(self._inbox, MAX_NOTES) or ())])]
-        except self._errors as error:
-            raise StoreFailed(str(error)) from None
 
     def sweep(self) -> None:
         """Redis does it."""
 
     def end(self) -> None:
-        try:
+        with failing(*self._errors):
             self._client.delete(self._lease, self._inbox)
-        except self._errors as error:
-            raise StoreFailed(str(error)) from None
 
     @property
     def _lease(self) -> str:

@@ -100,7 +100,7 @@ class StoreWorker:
         self.engines: list[Engine] = []
         self._queue = ChangeQueue[Engine]()
         self._wake = asyncio.Event()
-        self._held: dict[str, Queued[Engine]] = {}
+        self._waiting_takes: dict[str, Queued[Engine]] = {}
         """The sessions of other replicas that this replica waits for."""
         self._leased_since: float | None = None
         """Since when this replica has a lease without a gap. None: the store does not answer."""
@@ -112,7 +112,7 @@ class StoreWorker:
     async def start(self) -> None:
         """Take the lease of this replica, and begin to work."""
         await self._renew_once()
-        for work in (self._run(), self._renew(), self._take_held(), self._read_inbox(), self._sweep()):
+        for work in (self._run(), self._renew(), self._retry_takes(), self._read_inbox(), self._sweep()):
             self._start(work)
 
     def attach(self, channel: Channel) -> None:
@@ -122,14 +122,16 @@ class StoreWorker:
     def lose(self, engine: Engine) -> None:
         """Forget an engine that has ended, and what it waits for."""
         self.engines.remove(engine)
-        self._held = {session: queued for session, queued in self._held.items() if queued.sender is not engine}
+        self._waiting_takes = {
+            session: queued for session, queued in self._waiting_takes.items() if queued.sender is not engine
+        }
 
     def add(self, change: Change, sender: Engine) -> None:
         """Make a change soon."""
         is_retried = isinstance(change.message, SaveSession) and change.message.again
         queued = Queued(change, sender, self._now(), is_retried)
         if isinstance(change.message, TakeSession):
-            self._held.pop(change.message.session, None)
+            self._waiting_takes.pop(change.message.session, None)
         if self._leased_since is None or (self._flushing and isinstance(change.message, TakeSession)):
             self._reject(queued, StoreFailed("the session store does not answer"))
         else:
@@ -209,7 +211,7 @@ class StoreWorker:
     def _finish_take(self, queued: Queued[Engine], message: TakeSession, taken: TakenSession) -> None:
         waited = self._now() - queued.since
         if taken.outcome is TakeOutcome.HELD and waited < PATIENCE_SECONDS and not self._flushing:
-            self._held[message.session] = queued
+            self._waiting_takes[message.session] = queued
             return
         outcome = TakeOutcome.AWAY if taken.outcome is TakeOutcome.HELD else taken.outcome
         self._metrics.session_takes.add(outcome)
@@ -233,15 +235,15 @@ class StoreWorker:
             owned = failed or outcome == "saved" or queued.is_retried
             queued.sender.send(SaveEnded(message.session, message.turn, owned, message.releases, failed))
 
-    async def _take_held(self) -> None:
+    async def _retry_takes(self) -> None:
         """Try again to take sessions of other replicas: the lease of their owner may have ended."""
         while True:
             await asyncio.sleep(TAKE_AGAIN_SECONDS)
-            for session in list(self._held):
+            for session in list(self._waiting_takes):
                 self._take_again(session)
 
     def _take_again(self, session: str) -> None:
-        queued = self._held.pop(session, None)
+        queued = self._waiting_takes.pop(session, None)
         if queued is not None:
             self._add(queued)
 

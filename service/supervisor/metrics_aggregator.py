@@ -7,6 +7,7 @@ from collections.abc import Collection
 
 from service.errors import ServiceError
 from service.ipc.messages.control import CollectMetrics, MetricsCollected
+from service.ipc.messages.models import ModelKey
 from service.metrics import Metrics, Snapshot, merged, remains, without
 from service.supervisor.process import Child
 
@@ -32,9 +33,9 @@ class MetricsAggregator:
         self._ended = merged([self._ended, remains(child.metrics)])
         child.metrics = {}
 
-    def forget_model(self, name: str, version: str) -> None:
+    def forget_model(self, key: ModelKey) -> None:
         """Remove the series of a model version that no process serves any more."""
-        self._ended = without(self._ended, name, version)
+        self._ended = without(self._ended, *key.labels)
 
     @staticmethod
     async def _update(child: Child, timeout: float) -> bool:

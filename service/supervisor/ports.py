@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from contextlib import ExitStack
 from ipaddress import ip_address
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from service.errors import StartError
 from service.settings import OFF, Settings
@@ -13,15 +13,22 @@ from service.settings import OFF, Settings
 BACKLOG = 2048
 
 
-class ListeningSockets(NamedTuple):
-    """The sockets of the service. grpc, admin, health: None without these ports. `health` is the supervisor's; the others are the
-    frontends'.
+P = TypeVar("P")
+
+
+class Ports(NamedTuple, Generic[P]):
+    """What belongs to each port of the service. grpc, admin, health: None without these ports. `health` is the supervisor's; the others
+    are the frontends'.
     """
 
-    http: socket.socket
-    grpc: socket.socket | None
-    admin: socket.socket | None
-    health: socket.socket | None = None
+    http: P
+    grpc: P | None
+    admin: P | None
+    health: P | None = None
+
+
+class ListeningSockets(Ports[socket.socket]):
+    """The socket of each port."""
 
     def close(self) -> None:
         """Close all but the health port, which answers until the service has ended."""
@@ -30,38 +37,30 @@ class ListeningSockets(NamedTuple):
                 listening.close()
 
 
-class Addresses(NamedTuple):
-    """Host and port of each listening socket for clients. grpc, admin, health: None without these ports."""
-
-    http: str
-    grpc: str | None
-    admin: str | None
-    health: str | None = None
+Addresses = Ports[str]
+"""Host and port of each listening socket."""
 
 
 def open_sockets(settings: Settings) -> ListeningSockets:
     """Return the listening sockets; raises StartError."""
+    host = settings.host
+    ports = {"--host or --port": settings.port, "--admin-port": settings.admin_port, "--health-port": settings.health_port}
     with ExitStack() as on_error:
-        http = on_error.enter_context(_open_http(settings.host, settings.port, "choose another with --host or --port"))
-        grpc = on_error.enter_context(_open_grpc(settings.host, settings.grpc_port)) if settings.grpc_port != OFF else None
-        admin = None
-        if settings.admin_port != OFF:
-            admin = on_error.enter_context(_open_http(settings.host, settings.admin_port, "choose another with --admin-port"))
-        health = None
-        if settings.health_port != OFF:
-            health = _open_http(settings.host, settings.health_port, "choose another with --health-port")
+        http, admin, health = [
+            None if port == OFF else on_error.enter_context(_open_http(host, port, f"choose another with {flag}"))
+            for flag, port in ports.items()
+        ]
+        assert http is not None, "this port cannot be off"
+        grpc = on_error.enter_context(_open_grpc(host, settings.grpc_port)) if settings.grpc_port != OFF else None
         on_error.pop_all()
     return ListeningSockets(http, grpc, admin, health)
 
 
 def addresses(sockets: ListeningSockets, settings: Settings) -> Addresses:
     """Return where clients find the service."""
-    http, grpc, admin, health = sockets
-    return Addresses(
-        _address(http, settings.host),
-        None if grpc is None else _address(grpc, settings.host),
-        None if admin is None else _address(admin, settings.host),
-        None if health is None else _address(health, settings.host),
+    http, *others = sockets
+    return Ports(
+        _address(http, settings.host), *(None if other is None else _address(other, settings.host) for other in others)
     )
 
 

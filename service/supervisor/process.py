@@ -11,20 +11,18 @@ from collections.abc import Callable, Iterator, Set
 from contextlib import ExitStack, contextmanager, suppress
 from typing import TypeVar
 
+import msgspec
+
 from service.errors import Unavailable
 from service.ipc.async_channel import AsyncChannel
 from service.ipc.channel import Channel, Frame, encode, pair
 from service.ipc.heartbeat import Heartbeat
 from service.ipc.messages.control import Attach
 from service.ipc.messages.message import Message, Reply
-from service.ipc.messages.models import Manifest, ModelKey
+from service.ipc.messages.models import ModelKey
 from service.ipc.process_config import DEVICE_LOST, ProcessConfig
 from service.ipc.rpc import Rpc
-from service.ipc.session_journal import SessionJournal
-from service.ipc.trace_socket import TraceSockets
 from service.metrics import Snapshot
-from service.settings import Settings
-from service.supervisor.ports import ListeningSockets
 
 R = TypeVar("R", bound=Reply)
 ENGINE, FRONTEND, TRACER, STORE = "engine", "frontend", "tracer", "store"
@@ -134,9 +132,7 @@ class Child:
         status = self.process.returncode
         if self.role == ENGINE and self.exit_reason == "ended" and status == DEVICE_LOST:
             self.exit_reason = "device_lost"
-        if self._heartbeat is not None:
-            self._heartbeat.close()
-            self._heartbeat = None
+        self._close_heartbeat()
         return status
 
     def abandon(self) -> None:
@@ -144,6 +140,9 @@ class Child:
         self.close_channel()
         self.process.kill()
         self.process.wait()
+        self._close_heartbeat()
+
+    def _close_heartbeat(self) -> None:
         if self._heartbeat is not None:
             self._heartbeat.close()
             self._heartbeat = None
@@ -167,55 +166,26 @@ class Child:
 
 def start(
     name: str,
-    settings: Settings,
+    config: ProcessConfig,
     handle_message: Callable[[Child, Frame], None],
     *,
-    sockets: ListeningSockets,
-    connections: int,
-    quotas: int,
-    suspects: int,
-    compute_threads: int,
+    start_seconds: float,
     cores: Set[int] | None,
-    journal: SessionJournal | None,
-    traces: TraceSockets | None,
-    replica: str,
-    manifest: Manifest,
-    strict: bool,
-    is_restart: bool,
 ) -> Child:
     """Start a process; raises OSError, with nothing left behind, when the system lacks the resources.
 
-    Its first heartbeat is due when its models must be loaded. sockets: of frontends; connections, quotas, suspects: descriptors of
-    their ConnectionCounts, QuotaCounts and SuspectTurns; cores: to which the process is pinned, None for all; journal: session ids
-    of the previous engine; traces: of frontends and the tracer; replica: the id of this replica; strict: a model that cannot be loaded
-    fails the start; is_restart: whether the service has been ready before.
+    config: without what belongs to this process alone: its control channel and its heartbeat. The first heartbeat is due after
+    `start_seconds`, when its models must be loaded. cores: to which the process is pinned, None for all.
     """
-    role, _, place = name.partition("-")
+    role = name.partition("-")[0]
     with ExitStack() as inherited, ExitStack() as on_error:
         near, far = pair()
         on_error.enter_context(near)
         inherited.enter_context(far)
         heartbeat = Heartbeat()
         on_error.callback(heartbeat.close)
-        heartbeat.beat(settings.start_seconds)
-        config = ProcessConfig(
-            parent=os.getpid(),
-            settings=settings.model_dump_json(),
-            control=far.fileno(),
-            place=int(place),
-            **_descriptors(sockets, role),
-            connections=connections if role == FRONTEND else -1,
-            quotas=quotas if role == FRONTEND else -1,
-            suspects=suspects if role == FRONTEND else -1,
-            compute_threads=compute_threads,
-            heartbeat=heartbeat.descriptor,
-            journal=journal.descriptor if journal else -1,
-            traces=_trace_descriptor(traces, role),
-            replica=replica,
-            manifest=manifest,
-            strict=strict,
-            is_restart=is_restart,
-        )
+        heartbeat.beat(start_seconds)
+        config = msgspec.structs.replace(config, control=far.fileno(), heartbeat=heartbeat.descriptor)
         environment = CHILD_ENVIRONMENT | (FRONTEND_ENVIRONMENT if role == FRONTEND else {})
         with pinned(cores):
             process = config.spawn(f"service.{role}", **environment)
@@ -224,21 +194,6 @@ def start(
         child = Child(name, process, Channel(near), heartbeat, handle_message)
         on_error.pop_all()
     return child
-
-
-def _trace_descriptor(traces: TraceSockets | None, role: str) -> int:
-    """Return the end of the sockets that a process of this role has, -1 for none."""
-    if traces is None or role in (ENGINE, STORE):
-        return -1
-    return traces.reading if role == TRACER else traces.writing
-
-
-def _descriptors(sockets: ListeningSockets, role: str) -> dict[str, int]:
-    """Return the descriptors of the open sockets that a process of this role has, by field of ProcessConfig."""
-    if role != FRONTEND:
-        return {}
-    named = {name: getattr(sockets, name) for name in ("http", "grpc", "admin")}
-    return {name: listening.fileno() for name, listening in named.items() if listening is not None}
 
 
 def connect(other: Child, engine: Child) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import random
 import secrets
 import signal
@@ -33,8 +34,9 @@ from service.ipc.messages.control import (
 )
 from service.ipc.messages.inference import Cancel, TrialBegan, TrialEnded
 from service.ipc.messages.message import Done, Message, Refusal, Reply
-from service.ipc.messages.models import Manifest, ModelKey
+from service.ipc.messages.models import Manifest
 from service.ipc.messages.store import FlushSessions
+from service.ipc.process_config import ProcessConfig
 from service.ipc.quota_counts import QuotaCounts
 from service.ipc.session_journal import SessionJournal, journal_records
 from service.ipc.suspect_turns import SuspectTurns
@@ -105,7 +107,7 @@ class Supervisor:
         repository = Repository(settings.models, settings.versions, settings.alias)
         self._trials = Trials()
         self._model_reloader = ModelReloader(
-            repository, settings, self._children.values, self._forget_model, self._trials, self._metrics, log
+            repository, settings, self._children.values, self._metrics_aggregator.forget_model, self._trials, self._metrics, log
         )
         self._engine_names = [f"{ENGINE}-{place}" for place in range(len(settings.devices))]
         self._placement = place_processes(settings)
@@ -170,7 +172,8 @@ class Supervisor:
                     task.cancel()
         finally:
             await self._end()
-            _ignore_signals()
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                signal.signal(number, signal.SIG_IGN)  # it stops already
 
     async def _end(self) -> None:
         """End all processes and free the resources of the supervisor."""
@@ -217,23 +220,8 @@ class Supervisor:
         """Start a process and connect it with all processes of the other role; raises OSError, with nothing left behind."""
         is_engine = name in self._engine_names
         node, cores = self._placement.pinned.get(name, (None, None))
-        child = start(
-            name,
-            self._settings,
-            self._handle_message,
-            sockets=self._sockets,
-            connections=self._connection_counts.descriptor,
-            quotas=self._quota_counts.descriptor,
-            suspects=self._suspect_turns.descriptor,
-            compute_threads=self._placement.compute_threads,
-            cores=cores,
-            journal=self._journals.get(name),
-            traces=self._traces,
-            replica=self._replica,
-            manifest=self._model_reloader.engine_manifest() if is_engine else self.manifest,
-            strict=self._settings.strict and not self._announced,
-            is_restart=self._announced,
-        )
+        config = self._config(name)
+        child = start(name, config, self._handle_message, start_seconds=self._settings.start_seconds, cores=cores)
         try:
             for other in self._children.values():
                 if is_engine and other.role in (FRONTEND, STORE):
@@ -249,6 +237,33 @@ class Supervisor:
             child.send(Drain())
         self._children[name] = child
         return child
+
+    def _config(self, name: str) -> ProcessConfig:
+        """Return the configuration of a process, with the descriptors that a process of its role inherits."""
+        role, _, place = name.partition("-")
+        inherited: dict[str, int] = {}
+        if role == FRONTEND:
+            sockets = zip(("http", "grpc", "admin"), self._sockets[:-1], strict=True)
+            inherited = {field: listening.fileno() for field, listening in sockets if listening is not None}
+            inherited["connections"] = self._connection_counts.descriptor
+            inherited["quotas"] = self._quota_counts.descriptor
+            inherited["suspects"] = self._suspect_turns.descriptor
+        elif role == ENGINE:
+            inherited["journal"] = self._journals[name].descriptor
+        if self._traces is not None and role in (FRONTEND, TRACER):
+            inherited["traces"] = self._traces.reading if role == TRACER else self._traces.writing
+        return ProcessConfig(
+            parent=os.getpid(),
+            settings=self._settings.model_dump_json(),
+            control=-1,
+            place=int(place),
+            compute_threads=self._placement.compute_threads,
+            **inherited,
+            replica=self._replica,
+            manifest=self._model_reloader.engine_manifest() if role == ENGINE else self.manifest,
+            strict=self._settings.strict and not self._announced,
+            is_restart=self._announced,
+        )
 
     async def _reap(self, child: Child) -> None:
         """Release what a dead child process held, keep its totals and log why it ended."""
@@ -468,9 +483,6 @@ class Supervisor:
     def _frontends(self) -> list[Child]:
         return [child for child in self._children.values() if child.role == FRONTEND]
 
-    def _forget_model(self, key: ModelKey) -> None:
-        self._metrics_aggregator.forget_model(*key.labels)
-
     def _log_bug(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """An exception in a callback fails the work of this callback, and nothing else."""
         self._log.error("bug", error=repr(context.get("exception") or context["message"]))
@@ -483,9 +495,3 @@ def _on_signal(number: signal.Signals, loop: asyncio.AbstractEventLoop, callback
     """
     if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores it
         signal.signal(number, lambda *_: loop.call_soon_threadsafe(callback))
-
-
-def _ignore_signals() -> None:
-    """Ignore further requests to stop."""
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)

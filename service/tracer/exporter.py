@@ -48,6 +48,6 @@ class _HashedResource(Resource):
 
 def service_resource() -> Resource:
     """Return the description of this service in the spans. OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES override it."""
-    own = Resource({"service.name": "seqserve", "service.version": __version__})
-    merged = Resource.create().merge(own).merge(OTELResourceDetector().detect())
+    service = Resource({"service.name": "seqserve", "service.version": __version__})
+    merged = Resource.create().merge(service).merge(OTELResourceDetector().detect())
     return _HashedResource(merged.attributes, merged.schema_url)

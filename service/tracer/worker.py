@@ -6,6 +6,7 @@ import asyncio
 import math
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 
 from opentelemetry.sdk.trace import ReadableSpan
@@ -51,7 +52,8 @@ class Tracer:
         while not self._stopping:
             self._wake.clear()
             if len(self._waiting) < SPANS_PER_EXPORT:
-                await _wait(self._wake, EXPORT_SECONDS)
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._wake.wait(), EXPORT_SECONDS)
             self._queue(self._maker.batch_spans(time.monotonic(), _unix_offset()))
             await self._export()
         self._queue(self._maker.batch_spans(math.inf, _unix_offset()))
@@ -81,15 +83,6 @@ class Tracer:
             self._log.capped("error", "spans not exported", error=f"{type(error).__name__}: {error}")
             result = SpanExportResult.FAILURE
         self._metrics.spans.add("exported" if result is SpanExportResult.SUCCESS else "failed", by=len(spans))
-
-
-async def _wait(event: asyncio.Event, seconds: float) -> None:
-    """Wait for an event, for up to `seconds`."""
-    try:
-        async with asyncio.timeout(seconds):
-            await event.wait()
-    except TimeoutError:
-        pass
 
 
 def _unix_offset() -> float:

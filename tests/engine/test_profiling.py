@@ -58,8 +58,8 @@ class Harness(BatcherHarness):
 
     @property
     def watched(self) -> bool:
-        assert (self.engine.observer is None) == (self.batcher._observer is None) == (not self.session.on)
-        return self.session.on
+        assert (self.engine.observer is None) == (self.batcher._observer is None) == (self.session.trace is None)
+        return self.session.trace is not None
 
 
 @pytest.fixture

@@ -151,9 +151,16 @@ class EngineProcess:
         )
         worker = self.worker
         report(story.at, worker, "_handle_frame", "received", "queued", lambda _, frame: isinstance(frame.message, REQUESTS))
-        report(story.at, worker, "_flush", after="answered", when=lambda channel, *_: channel in worker._answered)
-        report(story.at, worker, "_answer", "answering")
-        report(story.at, worker, "send_block", "answering")
+        frontends = worker._frontends
+        report(
+            story.at,
+            worker,
+            "_flush",
+            after="answered",
+            when=lambda channel, *_: channel in frontends and frontends[channel].answered,
+        )
+        report(story.at, self.batcher, "_answer", "answering")
+        report(story.at, self.batcher, "_finish_block", "answering")
         near, far = pair()
         self.supervisor.send(encode(Attach()), attached=far)
         far.close()

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from service.errors import STATUS, NoRoom, Unsupported
-from service.exposition import accepts_openmetrics
+from service.exposition import accepts_openmetrics, render
 from service.metrics import (
     EXAMPLES,
     FAULTS,
@@ -25,7 +25,6 @@ from service.metrics import (
     Snapshot,
     merged,
     remains,
-    render,
     without,
 )
 from tests.serving import Server

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from service.metrics import Metrics, render
+from service.exposition import render
+from service.metrics import Metrics
 from service.triton_statistics import families, statistics
 
 

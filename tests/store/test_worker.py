@@ -153,7 +153,7 @@ def test_sessions_that_an_ended_engine_waits_for_are_not_taken() -> None:
 
     async def lose(worker: StoreWorker) -> None:
         async with asyncio.timeout(LIMIT_SECONDS):
-            while worker._held.keys() != {"s", "t"}:
+            while worker._waiting_takes.keys() != {"s", "t"}:
                 await asyncio.sleep(0)
         worker.lose(ended)  # type: ignore[arg-type]
 

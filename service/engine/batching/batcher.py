@@ -10,21 +10,31 @@ disconnects. A batch that fails runs again sequence by sequence, so only the req
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
-from itertools import zip_longest
+from operator import attrgetter
 
 import numpy as np
 
 from service.engine.batch import Batch, Chunk
-from service.engine.batching.batch_builder import ScheduledSteps, SchedulerLimits
-from service.engine.batching.request_block import QueuedBlock
-from service.engine.batching.scheduler import ScheduledBatch, Scheduler
+from service.engine.batching.batch_builder import ScheduledBatch, ScheduledSteps, SchedulerLimits
+from service.engine.batching.request_block import BlockOwner, QueuedBlock
+from service.engine.batching.scheduler import Scheduler
 from service.engine.batching.session_state import State
 from service.engine.batching.session_table import SessionTable
 from service.engine.batching.sessions import Sessions
 from service.engine.batching.state_cache import StateCache
 from service.engine.batching.stored_sessions import StoredSessions, Waiting
-from service.engine.batching.ticket import FLOAT_BYTES, BlockOwner, RequestSequence, SendAnswer, SendRefusal, Session, Ticket
+from service.engine.batching.ticket import (
+    FLOAT_BYTES,
+    RequestSequence,
+    SendAnswer,
+    SendRefusal,
+    Session,
+    Ticket,
+    sequences_of,
+    unpack,
+)
 from service.engine.execution.device import DeviceLost
 from service.engine.execution.device_engine import DeviceEngine
 from service.engine.execution.in_flight import BlockResult, ChunkResult
@@ -42,6 +52,9 @@ from service.ipc.messages.inference import Request
 from service.ipc.messages.models import ModelKey
 from service.metrics import Metrics
 
+WITHOUT_STEPS = "a request needs at least one sequence, and every sequence at least one step"
+LATE = "the deadline had passed when the request reached the engine: allow more time"
+ARRIVED_OF = attrgetter("arrived")
 LaunchObserver = Callable[[Batch, list[float]], None]
 """Called before each launch with the batch and the arrival time of each row in it."""
 
@@ -67,8 +80,9 @@ class Batcher:
         self.batch_sequences = limits.max_batch_sequences
         """Most sequences in a batch."""
         self._engine = engine
+        self._table = table
         self._states = StateCache(engine, metrics)
-        self._scheduler = Scheduler[RequestSequence](limits, engine.cost, self._states.room, _unpack)
+        self._scheduler = Scheduler[RequestSequence](limits, engine.cost, self._states.room, unpack)
         self.sessions = Sessions(engine, table, self._states, metrics, clock, self._reject, stored)
         self._metrics = metrics
         self._clock = clock
@@ -138,21 +152,23 @@ class Batcher:
 
     def submit_block(self, block: QueuedBlock) -> None:
         """Queue the requests of a block. Those that cannot be queued are refused at once."""
-        owner: BlockOwner = block.owner
-        try:
-            self._check_block(block)
-        except ServiceError as error:
-            self._refuse_requests(block, error)
+        key, now = block.model, self._clock()
+        if not self._engine.serves(key):
+            self._refuse_requests(block, _not_served(key))
             return
-        now = self._clock()
+        if block.shortest < 1:
+            self._refuse_requests(block, InvalidInput(WITHOUT_STEPS, field="inputs"))
+            return
         if block.deadline <= now:
-            in_time = self._refuse_late(block, now)
+            late = np.flatnonzero(block.deadlines <= now).tolist()
+            self._refuse_requests(block.select(late), DeadlineExceeded(LATE))
+            in_time = block.without(late)
             if in_time is None:
                 return
             block = in_time
         for refused in self._scheduler.add_block(block, now=now, busy=self._engine.remaining_seconds):
             self._metrics.refused.add(refused.error.code, by=len(refused.ids))
-            owner.refuse(refused.ids, refused.error)
+            block.owner.refuse(refused.ids, refused.error)
 
     def fail_requests(self, owner: BlockOwner, ids: Sequence[int], error: ServiceError) -> None:
         """Refuse the requests of a block after its submission raised an exception. Some of them may be queued."""
@@ -181,7 +197,7 @@ class Batcher:
             return
         self._metrics.cancelled.add("running" if any(sequence.launched for sequence in ticket.sequences) else "waiting")
         self._drop(ticket)
-        ticket.abandon()
+        ticket.end()
 
     def step(self, before_launch: Callable[[Batch], None] = _ignore) -> bool:
         """Launch the next batch if the engine accepts one, and reply to the requests that are complete.
@@ -197,7 +213,8 @@ class Batcher:
             else:
                 assert isinstance(result, ChunkResult)
                 self._finish_chunk(part.owner, result, ready)
-        self.sessions.expire()
+        if self._table.idle or self.sessions.stored is not None:
+            self.sessions.expire()
         return launched
 
     def watch(self, observer: LaunchObserver | None) -> None:
@@ -217,11 +234,11 @@ class Batcher:
             if request.session is not None:
                 # The session ended with its version, or stays with another: that matters more than the missing version.
                 self.sessions.check_elsewhere(request, again)
-            raise UnknownModel(f"the engine does not serve {request.model} version {request.version}", field="model")
+            raise _not_served(key)
         if not request.ends_only and (not request.lengths or min(request.lengths) < 1):
-            raise InvalidInput("a request needs at least one sequence, and every sequence at least one step", field="inputs")
+            raise InvalidInput(WITHOUT_STEPS, field="inputs")
         if request.deadline <= self._clock():
-            raise DeadlineExceeded("the deadline had passed when the request reached the engine: allow more time")
+            raise DeadlineExceeded(LATE)
         if request.session is not None:
             self.sessions.check(request)
         if request.has_states and not self._engine.spec(key).states:
@@ -229,26 +246,13 @@ class Batcher:
                 f"{request.model} has no states that a request may bring or ask for: leave them out", field="states"
             )
 
-    def _check_block(self, block: QueuedBlock) -> None:
-        if not self._engine.serves(block.model):
-            raise UnknownModel(f"the engine does not serve {block.model.name} version {block.model.version}", field="model")
-        if block.shortest < 1:
-            raise InvalidInput("a request needs at least one sequence, and every sequence at least one step", field="inputs")
-
-    def _refuse_late(self, block: QueuedBlock, now: float) -> QueuedBlock | None:
-        """Refuse the requests with a past deadline. Returns the others."""
-        late = np.flatnonzero(block.deadlines <= now).tolist()
-        message = "the deadline had passed when the request reached the engine: allow more time"
-        self._refuse_requests(block.select(late), DeadlineExceeded(message))
-        return block.without(late)
-
     def _queue(self, ticket: Ticket, data: bytes | memoryview, again: bool) -> None:
         request = ticket.request
         session = None if request.session is None else self.sessions.session_of(request, again)
         try:
             values, states = self._split_states(ticket, data)
             divisible = self._engine.streams(ticket.key)
-            sequences = _sequences(ticket, values, session, divisible=divisible, initial_states=states)
+            sequences = sequences_of(ticket, values, session, divisible=divisible, initial_states=states)
             ends_only = request.ends_only
             if not ends_only:
                 self._scheduler.add(ticket.key, sequences, now=self._clock(), busy=self._engine.remaining_seconds)
@@ -273,19 +277,23 @@ class Batcher:
 
     def _launch_next(self, before_launch: Callable[[Batch], None]) -> bool:
         """Launch the next batch. Returns False if no sequence can run now."""
-        self._drop_late(self._clock())
-        if self._scheduler.memory:
-            self._scheduler.memory.relax(self._clock())
+        now = self._clock()
+        if now >= self._scheduler.earliest_deadline:
+            self._drop_late(now)
+        if self._scheduler.memory.lowered:
+            self._scheduler.memory.relax(now)
         scheduled = self._scheduler.next_batch()
         if scheduled is None:
             return False
         formed = self._clock()
         self._count_queued(scheduled, formed)
-        model, blocks, parts = scheduled
-        chunks = self._chunks(model, parts)
+        model, blocks = scheduled.model, scheduled.blocks
+        chunks = self._chunks(model, scheduled.parts) if scheduled.parts else []
         if not blocks and not chunks:
             return True
-        since = min([block.arrived for block in blocks] + [chunk.owner.arrived for chunk in chunks])
+        since = min(map(ARRIVED_OF, blocks), default=math.inf)
+        if chunks:
+            since = min([since, *[chunk.owner.arrived for chunk in chunks]])
         batch = Batch(model, chunks, since, blocks, formed)
         if self._observer is not None:
             arrivals = [block.arrived for block in blocks for _ in range(block.sequences)]
@@ -296,8 +304,6 @@ class Batcher:
     def _drop_late(self, now: float) -> None:
         """Refuse the requests whose deadline has passed."""
         blocks, sequences = self._scheduler.drop_late(now)
-        if not blocks and not sequences:
-            return
         error = DeadlineExceeded("the deadline passed in the queue: allow more time, or send fewer requests")
         for block in blocks:
             self._refuse_requests(block, error)
@@ -366,7 +372,7 @@ class Batcher:
         for block in blocks:
             cancelled = self._running.pop(block)
             for index, id in enumerate(block.ids):
-                for sequence in _unpack(block.select([index])) if id not in cancelled else ():
+                for sequence in unpack(block.select([index])) if id not in cancelled else ():
                     steps, sequence.remaining, sequence.launched = sequence.remaining, 0, 1
                     yield Chunk(sequence.data, steps, block.returns, sequence, timed=block.timed)
 
@@ -453,53 +459,5 @@ class Batcher:
                 self.sessions.skip(sequence.session, sequence)
 
 
-def _unpack(block: QueuedBlock) -> list[RequestSequence]:
-    """Return the sequences of a block with one request, which gets a ticket."""
-    owner: BlockOwner = block.owner
-    [id] = block.ids
-    name, version, generation = block.model
-    request = Request(
-        name,
-        version,
-        block.lengths,
-        block.deadline,
-        sent=block.arrived,
-        priority=block.priority,
-        returns=block.returns,
-        generation=generation,
-        share=block.share,
-        timed=block.timed,
-    )
-    ticket = owner.open_ticket(id, request)
-    sequences = _sequences(ticket, block.columns.values, None, divisible=block.divisible)
-    ticket.open(sequences)
-    return sequences
-
-
-def _sequences(
-    ticket: Ticket,
-    data: bytes | memoryview,
-    session: Session | None,
-    *,
-    divisible: bool,
-    initial_states: Sequence[State] = (),
-) -> list[RequestSequence]:
-    """Split the data of a request into its sequences. initial_states: of each sequence, or none."""
-    lengths = ticket.request.lengths
-    view, begin, step_bytes = memoryview(data), 0, len(data) // max(1, sum(lengths))
-    sequences = []
-    for steps, initial_state in zip_longest(lengths, initial_states):
-        end = begin + steps * step_bytes
-        sequences.append(
-            RequestSequence(
-                ticket,
-                view[begin:end],
-                steps,
-                step_bytes=step_bytes,
-                divisible=divisible,
-                session=session,
-                initial_state=initial_state,
-            )
-        )
-        begin = end
-    return sequences
+def _not_served(key: ModelKey) -> UnknownModel:
+    return UnknownModel(f"the engine does not serve {key.name} version {key.version}", field="model")

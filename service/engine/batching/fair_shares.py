@@ -14,7 +14,7 @@ from math import ceil
 from typing import Any
 
 from service.engine.batching.model_queue import ModelQueue, S
-from service.engine.batching.request_order import BlockRequest
+from service.engine.batching.tenant_queue import BlockRequest
 from service.ipc.messages.inference import Share
 
 TENANT_SHARE = 0.875

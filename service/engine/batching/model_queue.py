@@ -5,23 +5,25 @@ from __future__ import annotations
 import heapq
 from bisect import insort
 from collections.abc import Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from service.engine.batching.due import HEAD_START_SECONDS
 from service.engine.batching.request_block import SEQUENCES, STEPS, QueuedBlock
-from service.engine.batching.request_order import BlockRequest, RequestOrder
+from service.engine.batching.tenant_queue import BlockRequest, Rejection, TenantQueue
 from service.engine.execution.cost_model import Cost
-from service.errors import Overloaded
 from service.ipc.messages.inference import NO_TENANT, Share
+from service.ipc.messages.models import ModelKey
 
 LEAST_STEPS = 16
 """The fewest steps that a batch takes of a longer sequence. Fewer cost less than the host's work for a batch and each sequence in it."""
 
 
+@dataclass(slots=True, eq=False)
 class QueuedSequence:
     """One sequence, from its arrival until its last step has been scheduled.
 
@@ -34,87 +36,28 @@ class QueuedSequence:
     order: how many requests arrived before its request.
     """
 
-    __slots__ = (
-        "arrived",
-        "begun",
-        "deadline",
-        "divisible",
-        "due",
-        "head_start",
-        "order",
-        "ready",
-        "remaining",
-        "share",
-        "stateful",
-    )
+    remaining: int
+    deadline: float
+    priority: int = 0
+    _: KW_ONLY
+    divisible: bool = True
+    stateful: bool = False
+    share: Share = NO_TENANT
+    ready: bool = True
+    begun: bool = False
+    arrived: float = 0.0
+    due: float = 0.0
+    order: int = 0
 
-    def __init__(
-        self,
-        steps: int,
-        deadline: float,
-        priority: int = 0,
-        *,
-        divisible: bool = True,
-        stateful: bool = False,
-        share: Share = NO_TENANT,
-    ) -> None:
-        self.remaining = steps
-        self.deadline = deadline
-        self.head_start = priority * HEAD_START_SECONDS
-        self.divisible = divisible
-        self.stateful = stateful
-        self.share = share
-        self.ready = True
-        self.begun = False
-        self.arrived = 0.0
-        self.due = 0.0
-        self.order = 0
+    @property
+    def head_start(self) -> float:
+        return self.priority * HEAD_START_SECONDS
 
 
 S = TypeVar("S", bound=QueuedSequence)
 
 
-class Rejection(NamedTuple):
-    """A request that was rejected because it would have missed its deadline.
-
-    A request with at least as many steps, less time than `needed` and no higher priority would miss its deadline too.
-    """
-
-    steps: int
-    needed: float
-    head_start: float
-    message: str
-    retry_after: int
-
-    def error(self) -> Overloaded:
-        return Overloaded(self.message, retry_after=self.retry_after)
-
-    def covers(self, steps: int, time_left: float, head_start: float) -> bool:
-        return steps >= self.steps and time_left < self.needed and head_start <= self.head_start
-
-    def covers_each(self, steps: NDArray[np.int64], time_left: NDArray[np.float64], head_start: float) -> NDArray[np.bool_]:
-        """Return which of many requests this rejection covers."""
-        covers: NDArray[np.bool_] = (steps >= self.steps) & (time_left < self.needed)
-        return covers & (head_start <= self.head_start)
-
-
-class QueuedWork:
-    """The work of one tenant in a queue.
-
-    count, steps: of its sequences; begun: how many sequences have begun. requests: those in blocks.
-    rejection: the last rejection since the last batch.
-    """
-
-    __slots__ = ("begun", "count", "rejection", "requests", "steps")
-
-    def __init__(self) -> None:
-        self.requests = RequestOrder()
-        self.count = 0
-        self.begun = 0
-        self.steps = 0
-        self.rejection: Rejection | None = None
-
-
+@dataclass(slots=True, eq=False)
 class ModelQueue(Generic[S]):
     """The queued requests of one model.
 
@@ -126,25 +69,19 @@ class ModelQueue(Generic[S]):
     cost: of the model's batches, as of the last batch.
     """
 
-    __slots__ = ("cost", "count", "longest", "reach", "sequences", "steps", "tenants", "used")
-
-    def __init__(self, cost: Cost, used: float) -> None:
-        self.sequences: list[S] = []
-        self.count = 0
-        self.steps = 0
-        self.longest = 0
-        self.tenants: dict[str, QueuedWork] = {}
-        self.used = used
-        self.reach = 0.0
-        self.cost = cost
-
-    def update_cost(self, cost: Cost) -> None:
-        self.forget_rejections()
-        self.cost = cost
+    model: ModelKey
+    cost: Cost
+    used: float
+    sequences: list[S] = field(default_factory=list)
+    count: int = 0
+    steps: int = 0
+    longest: int = 0
+    tenants: dict[str, TenantQueue] = field(default_factory=dict)
+    reach: float = 0.0
 
     def forget_rejections(self) -> None:
-        for work in self.tenants.values():
-            work.rejection = None
+        for tenant_queue in self.tenants.values():
+            tenant_queue.rejection = None
 
     def rejection_of(self, tenant: str) -> Rejection | None:
         work = self.tenants.get(tenant)
@@ -161,7 +98,7 @@ class ModelQueue(Generic[S]):
         self.steps += steps
         work = self.tenants.get(tenant)
         if work is None:
-            work = self.tenants[tenant] = QueuedWork()
+            work = self.tenants[tenant] = TenantQueue()
         work.count += count
         work.steps += steps
         work.begun += begun
@@ -174,7 +111,7 @@ class ModelQueue(Generic[S]):
 
     def price_of(self, request: BlockRequest | S) -> float:
         if isinstance(request, BlockRequest):
-            return self.price(request.row.sequences, request.row.steps)
+            return self.price(request.sequences, request.steps)
         return self.price(1, request.remaining)
 
     def insert(self, sequence: S) -> None:
@@ -191,18 +128,14 @@ class ModelQueue(Generic[S]):
         """Return the blocks in the order of their arrival."""
         if len(self.tenants) == 1:
             [work] = self.tenants.values()
-            return work.requests.blocks()
-        blocks = [block for work in self.tenants.values() for block in work.requests.blocks()]
+            return work.blocks()
+        blocks = [block for work in self.tenants.values() for block in work.blocks()]
         return sorted(blocks, key=lambda block: block.order)
-
-    def add_block(self, block: QueuedBlock) -> None:
-        """Add a block, which the caller has counted."""
-        self.tenants[block.share.tenant].requests.add(block)
 
     def keep_blocks(self, blocks: Sequence[QueuedBlock]) -> None:
         """Replace all blocks. blocks: in the order of their arrival. The caller has counted the difference."""
         for tenant, work in self.tenants.items():
-            work.requests.keep([block for block in blocks if block.share.tenant == tenant])
+            work.keep([block for block in blocks if block.share.tenant == tenant])
 
     def head_start(self) -> float:
         """Return the head start of the request that is due first."""
@@ -216,7 +149,7 @@ class ModelQueue(Generic[S]):
         """
         works = self.tenants.values() if tenant is None else [self.tenants[tenant]]
         sequences = self.sequences[:] if tenant is None else self.sequences_of(tenant)
-        parts: list[Iterator[BlockRequest | S]] = [work.requests.requests() for work in works]
+        parts: list[Iterator[BlockRequest | S]] = [work.requests() for work in works]
         if sequences:
             parts.append(iter(sequences))
         return parts[0] if len(parts) == 1 else heapq.merge(*parts, key=position)
@@ -260,7 +193,7 @@ class WorkByDue:
     def _later(self) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
         """Return the due times of the queued requests in order, and the sequences and steps from each to the last, (requests + 1, 2)."""
         sequences, queued = self._queue.sequences_of(self._tenant), self._queue.tenants.get(self._tenant)
-        due, work = (RequestOrder() if queued is None else queued.requests).work()
+        due, work = (TenantQueue() if queued is None else queued).work()
         if sequences:
             due = np.concatenate([[sequence.due for sequence in sequences], due])
             work = np.concatenate([[(1, sequence.remaining) for sequence in sequences], work])

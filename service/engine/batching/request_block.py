@@ -7,81 +7,72 @@ frontend sent them. Pure: nothing here knows a device, a socket or a clock.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from service.engine.batching.due import HEAD_START_SECONDS, allowance, allowances
 from service.engine.execution.cost_model import Cost
+from service.errors import ServiceError
 from service.ipc.blocks import COUNT, COUNT_BYTES, DEADLINE, ID, ID_BYTES, Buffer, Columns
-from service.ipc.messages.inference import NO_TENANT, Returns, Share
+from service.ipc.messages.inference import NO_TENANT, Request, Returns, Share
 from service.ipc.messages.models import ModelKey
 
 PLAIN = Returns()
 SIZES = SEQUENCES, STEPS, LONGEST = range(3)
-"""The columns of `request_sizes`: of each request the number of its sequences, and their steps as in `Row`."""
+"""The columns of `request_sizes`: of each request the number of its sequences, the steps of all of them together, and of the longest."""
 
 
-class Row(NamedTuple):
-    """One request of a block.
+class BlockOwner(Protocol):
+    """The frontend of a block: receives the replies to its requests."""
 
-    first, sequences: index of its first sequence, and their number; steps: of all of them together; longest: steps of the longest.
-    """
+    def answer(self, block: QueuedBlock, result: Any, ready: float) -> None:
+        """Answer all requests of a block. result: a BlockResult; ready: when it was."""
 
-    first: int
-    sequences: int
-    steps: int
-    longest: int
+    def refuse(self, ids: Sequence[int], error: ServiceError) -> None:
+        """Refuse requests."""
+
+    def open_ticket(self, id: int, request: Request) -> Any:
+        """Return a Ticket for a request that leaves its block, because it does not run as a whole."""
 
 
+@dataclass(eq=False)
 class QueuedBlock:
     """Whole requests without a state, with the totals that the scheduler needs.
 
     steps: of all sequences together; shortest, longest: steps of one sequence; deadline: the earliest.
     divisible: whether several batches may share the steps of a sequence.
-    owner: any object; the batcher answers and refuses the requests through it.
+    owner: a BlockOwner, through which the batcher answers and refuses the requests.
     timed: whether the answers tell how their batches ran.
     arrived, order: when the block was queued, and how many requests arrived before its first request.
     """
 
-    def __init__(
-        self,
-        model: ModelKey,
-        columns: Columns,
-        *,
-        steps: int,
-        shortest: int,
-        longest: int,
-        deadline: float,
-        priority: int = 0,
-        returns: Returns = PLAIN,
-        share: Share = NO_TENANT,
-        divisible: bool = True,
-        owner: Any = None,
-        timed: bool = False,
-    ) -> None:
-        self.model = model
-        self.columns = columns
-        self.requests = len(columns.ids) // ID_BYTES
-        self.sequences = len(columns.lengths) // COUNT_BYTES
-        self.steps = steps
-        self.shortest = shortest
-        self.longest = longest
-        self.deadline = deadline
-        self.priority = priority
-        self.head_start = priority * HEAD_START_SECONDS
-        self.returns = returns
-        self.share = share
-        self.divisible = divisible
-        self.owner = owner
-        self.timed = timed
-        self.arrived = 0.0
-        self.order = 0
-        self._orders: NDArray[np.int64] | None = None
-        self._cost: Cost | None = None
+    model: ModelKey
+    columns: Columns
+    _: KW_ONLY
+    steps: int
+    shortest: int
+    longest: int
+    deadline: float
+    priority: int = 0
+    returns: Returns = PLAIN
+    share: Share = NO_TENANT
+    divisible: bool = True
+    owner: Any = None
+    timed: bool = False
+    arrived: float = 0.0
+    order: int = 0
+    _orders: NDArray[np.int64] | None = field(default=None, init=False)
+    _cost: Cost | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.requests = len(self.columns.ids) // ID_BYTES
+        self.sequences = len(self.columns.lengths) // COUNT_BYTES
+        self.head_start = self.priority * HEAD_START_SECONDS
 
     def arrive(self, now: float, order: int, cost: Cost | None) -> None:
         """Note the arrival. cost: of the model's batches, None for a block that has not arrived."""
@@ -111,19 +102,6 @@ class QueuedBlock:
         return np.frombuffer(self.columns.deadlines, DEADLINE)
 
     @cached_property
-    def rows(self) -> list[Row]:
-        """Return the requests."""
-        if self.requests == 1:
-            return [Row(0, self.sequences, self.steps, self.longest)]
-        if self.sequences == self.requests:
-            return [Row(index, 1, steps, steps) for index, steps in enumerate(self.lengths)]
-        rows = []
-        for first, end in pairwise(self._first_sequences):
-            lengths = self.lengths[first:end]
-            rows.append(Row(first, end - first, sum(lengths), max(lengths)))
-        return rows
-
-    @cached_property
     def due(self) -> NDArray[np.float64]:
         """Return when each request is due."""
         start = self.arrived - self.head_start
@@ -148,6 +126,10 @@ class QueuedBlock:
     def _first_steps(self) -> list[int]:
         """Return the first step of each sequence, and at the end the number of steps."""
         return list(accumulate(self.lengths, initial=0))
+
+    def lengths_of(self, index: int) -> list[int]:
+        """Return the steps of each sequence of a request."""
+        return self.lengths[self._first_sequences[index] : self._first_sequences[index + 1]]
 
     def work_of_first(self, requests: int) -> tuple[int, int]:
         """Return the number of sequences of the first requests, and their steps."""

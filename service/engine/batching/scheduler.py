@@ -14,7 +14,7 @@ The scheduler is pure: the time is an argument, and nothing here knows about a d
 - **Tenants share it by weight** (`fair_shares.py`). The requests of a tenant over its share wait behind the requests of other tenants,
   whatever their priority. While several tenants send requests, a batch ends within the time budget, so no tenant waits long for the batch
   of another tenant.
-- **A request that would miss its deadline is rejected when it arrives**, by the predicted cost of the work queued before it.
+- **A request that would miss its deadline is rejected when it arrives** (`admission.py`).
 
 Requests without a state arrive in blocks (`request_block.py`). Blocks that fit into the next batch as a whole cost nothing for each
 request. A block that does not fit is cut along its requests. A request that does not run as a whole becomes an object for each sequence.
@@ -23,56 +23,21 @@ request. A block that does not fit is cut along its requests. A request that doe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, Generic, NamedTuple, TypeVar
+from collections.abc import Callable, Collection
+from typing import Generic, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from service.engine.batching.batch_builder import (
-    UNLIMITED,
-    BatchBuilder,
-    ScheduledSteps,
-    SchedulerLimits,
-    Taken,
-    steps_within_budget,
-    take_all,
-    take_first,
-    take_full,
-)
-from service.engine.batching.due import STRETCH, allowance
-from service.engine.batching.fair_shares import TENANT_SHARE, FairShares
+from service.engine.batching.admission import Admission
+from service.engine.batching.batch_builder import UNLIMITED, BatchBuilder, ScheduledBatch, SchedulerLimits, take_whole
 from service.engine.batching.memory_limits import MemoryLimits
-from service.engine.batching.model_queue import LEAST_STEPS, ModelQueue, Rejection, S, WorkByDue
-from service.engine.batching.request_block import SEQUENCES, STEPS, QueuedBlock
+from service.engine.batching.model_queue import ModelQueue, S
+from service.engine.batching.request_block import BlockOwner, QueuedBlock
 from service.engine.execution.cost_model import Cost
-from service.errors import DeadlineExceeded, Overloaded, ServiceError
-from service.ipc.messages.inference import Share
 from service.ipc.messages.models import ModelKey
 
 NEWEST = 0.05
 """Weight of the newest batch in the running mean of the steps per batch."""
-CAUTION = 1.5
-"""A request is admitted if this multiple of its expected time fits before its deadline: no prediction knows the pauses of a host."""
-
-FloatOrArray = TypeVar("FloatOrArray", float, NDArray[Any])
-
-
-class ScheduledBatch(NamedTuple, Generic[S]):
-    """What runs in a batch: whole blocks, and steps of sequences."""
-
-    model: ModelKey
-    blocks: list[QueuedBlock]
-    parts: list[ScheduledSteps[S]]
-
-
-class RefusedRequests(NamedTuple):
-    """Requests of a block that were refused for one reason."""
-
-    ids: list[int]
-    error: ServiceError
 
 
 class RemovedRequests(NamedTuple, Generic[S]):
@@ -80,29 +45,6 @@ class RemovedRequests(NamedTuple, Generic[S]):
 
     blocks: list[QueuedBlock]
     sequences: list[S]
-
-
-@dataclass(slots=True)
-class _Arriving:
-    """The values that the deadline check of a request, or of a block of `requests`, needs. longest: steps of its longest sequence."""
-
-    share: Share
-    count: int
-    steps: int
-    longest: int
-    deadline: float
-    head_start: float
-    requests: int = 1
-
-
-def _by_reason(block: QueuedBlock, refused: Sequence[tuple[Sequence[int], ServiceError]]) -> list[RefusedRequests]:
-    """Return the ids of the refused requests, together if they have the same error. refused: indices of requests, and their error."""
-    reasons: dict[tuple[str, str], RefusedRequests] = {}
-    for indices, error in refused:
-        if indices:
-            reason = reasons.setdefault((error.code, error.message), RefusedRequests([], error))
-            reason.ids.extend([block.ids[index] for index in indices])
-    return list(reasons.values())
 
 
 def _unlimited_room(model: ModelKey) -> int:
@@ -113,10 +55,9 @@ def _without_blocks(block: QueuedBlock) -> list[S]:
     raise AssertionError("this scheduler has no blocks")
 
 
-class Scheduler(Generic[S]):
-    """A bounded queue per model, and the policy that takes batches from the queues.
+class Scheduler(Admission[S]):
+    """The policy that takes batches from the queues.
 
-    cost: returns the predicted cost of a model's batches.
     room: returns how many more sequences of a model may keep a state between batches.
     unpack: returns the sequences of a block with one request.
     """
@@ -128,85 +69,17 @@ class Scheduler(Generic[S]):
         room: Callable[[ModelKey], int] = _unlimited_room,
         unpack: Callable[[QueuedBlock], list[S]] = _without_blocks,
     ) -> None:
-        self._limits = limits
+        super().__init__(limits, cost)
         self.memory = MemoryLimits(limits)
-        self._cost = cost
         self._room = room
         self._unpack = unpack
-        self._queues: dict[ModelKey, ModelQueue[S]] = {}
-        self._shares = FairShares()
-        self._earliest_deadline = math.inf
-        """Lower bound of all queued deadlines."""
-        self._used = 0.0
-        """`used` of the model that ran last. A new queue starts here: a model earns no credit while it has no requests."""
-        self._arrivals = 0
-        """Number of requests so far."""
-        self.waiting = 0
-        """Sequences that have not begun."""
-        self.begun = 0
-        """Sequences that have begun and have steps left."""
-
-    def add(self, model: ModelKey, sequences: list[S], *, now: float, busy: float = 0.0) -> None:
-        """Queue all sequences of one request, or none of them. busy: seconds until the batches in flight end.
-
-        Raises Overloaded if the queue is full or the request would miss its deadline behind the queued work, and DeadlineExceeded if the
-        request would miss its deadline even alone.
-        """
-        if not sequences:
-            return
-        first, steps = sequences[0], [sequence.remaining for sequence in sequences]
-        request = _Arriving(first.share, len(sequences), sum(steps), max(steps), first.deadline, first.head_start)
-        queue = self._queue(model)
-        due = self._due(queue.cost, request, now)
-        error = self._refusal(model, queue, request, due, now, busy, WorkByDue(queue, first.share.tenant))
-        if error is not None:
-            raise error
-        for sequence in sequences:
-            sequence.arrived, sequence.due, sequence.order = now, due, self._arrivals
-            queue.insert(sequence)
-        self._arrivals += 1
-        self._count(model, queue, request)
-
-    def add_block(self, block: QueuedBlock, *, now: float, busy: float = 0.0) -> list[RefusedRequests]:
-        """Queue the requests of a block, as `add` would queue them in turn. Returns the refused requests."""
-        model = block.model
-        queue = self._queue(model)
-        block.arrive(now, self._arrivals, queue.cost)
-        self._arrivals += block.requests
-        together = _Arriving(
-            block.share, block.sequences, block.steps, block.longest, block.deadline, block.head_start, block.requests
-        )
-        is_alone = block.requests == 1 and not busy and not self._queues
-        has_room = block.sequences <= self._free_places(block.share, block.requests)
-        if has_room and (is_alone or self._surely_in_time(queue, together, now, busy)):
-            self._count(model, queue, together)
-            queue.add_block(block)
-            return []
-        error = self._refusal_of_all(block, queue, now)
-        if error is not None:
-            return [RefusedRequests(block.ids, error)]
-        refused = self._accept(block, queue, now, busy)
-        left = block.without([index for indices, _ in refused for index in indices])
-        if left is not None:
-            queue.add_block(left)
-        return _by_reason(block, refused)
-
-    def holds(self, model: ModelKey) -> bool:
-        """Return whether any sequence of this model has steps left."""
-        return model in self._queues
-
-    def waiting_by_model(self) -> dict[ModelKey, int]:
-        """Return the number of sequences that have not begun, by model."""
-        return {
-            model: queue.count - sum([sequence.begun for sequence in queue.sequences]) for model, queue in self._queues.items()
-        }
 
     def drop(self, sequences: list[S]) -> int:
         """Remove these sequences of one request from the queue. Returns how many of them were queued."""
         dropped = {id(sequence) for sequence in sequences}
         return len(self._remove(lambda sequence: id(sequence) in dropped, lambda _: ()).sequences)
 
-    def drop_request(self, owner: object, id: int) -> bool:
+    def drop_request(self, owner: BlockOwner, id: int) -> bool:
         """Remove one request of an owner's blocks. Returns false if no queued block has it."""
 
         def is_it(block: QueuedBlock) -> Collection[int]:
@@ -214,14 +87,12 @@ class Scheduler(Generic[S]):
 
         return bool(self._remove(lambda _: False, is_it).blocks)
 
-    def drop_owner(self, owner: object) -> list[QueuedBlock]:
+    def drop_owner(self, owner: BlockOwner) -> list[QueuedBlock]:
         """Remove and return the blocks of an owner."""
         return self._remove(lambda _: False, lambda block: range(block.requests) if block.owner is owner else ()).blocks
 
     def drop_late(self, now: float) -> RemovedRequests[S]:
-        """Remove and return the requests with a past deadline."""
-        if now < self._earliest_deadline:
-            return RemovedRequests([], [])
+        """Remove and return the requests with a past deadline. There is none before `earliest_deadline`."""
         late = self._remove(
             lambda sequence: sequence.deadline <= now,
             lambda block: np.flatnonzero(block.deadlines <= now).tolist() if block.deadline <= now else (),
@@ -229,187 +100,59 @@ class Scheduler(Generic[S]):
         queues = self._queues.values()
         deadlines = [sequence.deadline for queue in queues for sequence in queue.sequences]
         deadlines += [block.deadline for queue in queues for block in queue.blocks]
-        self._earliest_deadline = min(deadlines, default=math.inf)
+        self.earliest_deadline = min(deadlines, default=math.inf)
         return late
-
-    def backlog_seconds(self) -> float:
-        """Return the predicted time of all queued work."""
-        return sum(self._seconds(queue, queue.count, queue.steps) for queue in self._queues.values())
 
     def next_batch(self) -> ScheduledBatch[S] | None:
         """Choose the model that runs next and the part of its queue that runs. Returns None if no sequence can run now."""
         for model in sorted(self._queues, key=self._claim) if len(self._queues) > 1 else list(self._queues):
             queue = self._queues[model]
-            queue.update_cost(self._cost(model))
-            taken = self._take(model, queue)
-            if taken.rows:
+            queue.forget_rejections()
+            queue.cost = self._cost(model)
+            batch = self._take(queue)
+            if batch.rows:
                 self._shares.start_batch(self._queues.values())
-            blocks = self._advance(model, queue, taken)
-            if taken.rows:
+            self._advance(queue, batch)
+            if batch.rows:
                 self._used = queue.used
-                queue.used += queue.cost.of(taken.longest, taken.tokens)
-                queue.reach += NEWEST * (taken.longest - queue.reach) if queue.reach else taken.longest
-                return ScheduledBatch(model, blocks, taken.parts)
+                queue.used += queue.cost.of(batch.longest, batch.tokens)
+                queue.reach += NEWEST * (batch.longest - queue.reach) if queue.reach else batch.longest
+                return batch
         return None
-
-    # Arrivals.
-
-    def _queue(self, model: ModelKey) -> ModelQueue[S]:
-        """Return the queue of a model, or a new one, which `_count` will keep."""
-        queue = self._queues.get(model)
-        return ModelQueue(self._cost(model), self._used) if queue is None else queue
-
-    def _count(self, model: ModelKey, queue: ModelQueue[S], request: _Arriving) -> None:
-        """Count a request that is queued."""
-        self._queues[model] = queue
-        self._earliest_deadline = min(self._earliest_deadline, request.deadline)
-        tenant = request.share.tenant
-        waits = tenant in queue.tenants or (
-            len(self._queues) > 1 and any(tenant in other.tenants for other in self._queues.values())
-        )
-        self._shares.arrive(request.share, waits=waits)
-        self.waiting += request.count
-        if request.longest > queue.longest:
-            queue.longest = request.longest
-        queue.count_work(tenant, request.count, request.steps)
-
-    def _accept(
-        self, block: QueuedBlock, queue: ModelQueue[S], now: float, busy: float
-    ) -> list[tuple[Sequence[int], ServiceError]]:
-        """Accept requests of a block and count them as queued. Returns the indices of the others, with their errors."""
-        tenant = block.share.tenant
-        if block.requests == 1:
-            error = self._accept_one(block, 0, queue, now, busy, WorkByDue(queue, tenant))
-            return [] if error is None else [([0], error)]
-        refused: list[tuple[Sequence[int], ServiceError]] = []
-        work, begin = WorkByDue(queue, tenant, block), self._accept_first(block, queue, now, busy)
-        work.accept(slice(begin))
-        time_left = block.deadlines - now
-        while begin < block.requests:
-            # Under heavy overload a refusal must cost little: most requests share the reason of an earlier one.
-            rejection, end = queue.rejection_of(tenant), block.requests
-            covered = np.zeros(end - begin, bool)
-            if rejection is not None:
-                covered = rejection.covers_each(block.sizes[begin:, STEPS], time_left[begin:], block.head_start)
-            uncovered = begin + np.flatnonzero(~covered)
-            for place in range(len(uncovered)):
-                if self._free_places(block.share) < 1:
-                    refused += self._refused_by_full_queue(block, uncovered[place:])
-                    break
-                index = int(uncovered[place])
-                error = self._accept_one(block, index, queue, now, busy, work)
-                if error is None:
-                    work.accept(index)
-                    continue
-                refused.append(([index], error))
-                if queue.rejection_of(tenant) is not rejection:
-                    # The new rejection may cover the requests behind it.
-                    end = index + 1
-                    break
-            if rejection is not None:
-                refused.append(((begin + np.flatnonzero(covered[: end - begin])).tolist(), rejection.error()))
-            begin = end
-        return refused
-
-    def _accept_one(
-        self, block: QueuedBlock, index: int, queue: ModelQueue[S], now: float, busy: float, work: WorkByDue
-    ) -> ServiceError | None:
-        """Accept one request of a block and count it as queued, or return the error."""
-        count, steps, longest, deadline = block.sequences, block.steps, block.longest, block.deadline
-        if block.requests > 1:
-            count, steps, longest = block.sizes[index].tolist()
-            deadline = float(block.deadlines[index])
-        request = _Arriving(block.share, count, steps, longest, deadline, block.head_start)
-        error = self._refusal(block.model, queue, request, float(block.due[index]), now, busy, work)
-        if error is None:
-            self._count(block.model, queue, request)
-        return error
-
-    def _accept_first(self, block: QueuedBlock, queue: ModelQueue[S], now: float, busy: float) -> int:
-        """Accept the first requests that have room and surely keep their deadlines: see `_surely_in_time`. Returns their number."""
-        places, rejection = self._free_places(block.share, block.requests), queue.rejection_of(block.share.tenant)
-        if block.sequences == block.requests and rejection is None:
-            # Usually the requests that have room surely keep even the earliest deadline, with the steps of the whole block.
-            end = max(0, min(places, block.requests))
-            if self._sure_seconds(queue, block, end, block.steps, busy) <= block.deadline - now:
-                self._count_first(block, queue, end)
-                return end
-        counts, steps = block.sizes[:, SEQUENCES].cumsum(), block.sizes[:, STEPS].cumsum()
-        sure = (counts <= places) & (self._sure_seconds(queue, block, counts, steps, busy) <= block.deadlines - now)
-        if rejection is not None:
-            sure &= ~rejection.covers_each(block.sizes[:, STEPS], block.deadlines - now, block.head_start)
-        end = block.requests if sure.all() else int(sure.argmin())
-        self._count_first(block, queue, end)
-        return end
-
-    def _count_first(self, block: QueuedBlock, queue: ModelQueue[S], requests: int) -> None:
-        """Count the first requests of a block as queued."""
-        if requests:
-            count, steps = block.work_of_first(requests)
-            longest, deadline = max(block.lengths[:count]), float(block.deadlines[:requests].min())
-            first = _Arriving(block.share, count, steps, longest, deadline, block.head_start, requests)
-            self._count(block.model, queue, first)
-
-    def _refusal_of_all(self, block: QueuedBlock, queue: ModelQueue[S], now: float) -> ServiceError | None:
-        """Return the error that all requests of a block share, or None if each needs a check. A rejection precedes the full queue."""
-        rejection = queue.rejection_of(block.share.tenant)
-        if rejection is None:
-            full = block.sequences == block.requests and self._free_places(block.share) < 1
-            return self._queue_full(block.share, 1) if full else None
-        latest = block.deadline if block.requests == 1 else float(block.deadlines.max())
-        return rejection.error() if rejection.covers(block.shortest, latest - now, block.head_start) else None
-
-    def _refused_by_full_queue(
-        self, block: QueuedBlock, indices: NDArray[np.int64]
-    ) -> Iterator[tuple[Sequence[int], ServiceError]]:
-        """Yield the indices of these requests, with their error, by the number of their sequences."""
-        if block.sequences == block.requests:
-            yield indices.tolist(), self._queue_full(block.share, 1)
-            return
-        counts = block.sizes[indices, SEQUENCES]
-        for count in np.unique(counts).tolist():
-            yield indices[counts == count].tolist(), self._queue_full(block.share, count)
-
-    # Batches.
 
     def _claim(self, model: ModelKey) -> tuple[float, float]:
         """Sort key of the models: the smallest runs next. A priority level is worth as much as within a queue."""
         queue = self._queues[model]
         return self._shares.least_paid(queue.tenants), queue.used - queue.head_start()
 
-    def _take(self, model: ModelKey, queue: ModelQueue[S]) -> Taken[S]:
+    def _take(self, queue: ModelQueue[S]) -> ScheduledBatch[S]:
         max_seconds = self._limits.batch_seconds if self._shares.contested else math.inf
-        limits = self.memory.of(model)
-        room = partial(self._room, model)
-        taken = take_all(queue, limits, max_seconds) or take_full(queue, limits, max_seconds)
-        taken = taken or take_first(queue, limits, room, self._unpack, max_seconds)
-        if taken is None:
+        limits = self.memory.lowered.get(queue.model, self._limits)
+        batch = take_whole(queue, limits, max_seconds)
+        if batch is None:
             in_order = self._shares.in_turn(queue) if len(queue.tenants) > 1 else queue.in_order()
-            taken = BatchBuilder(queue, in_order, limits, room, self._unpack, max_seconds).take()
-        return taken
+            batch = BatchBuilder(queue, limits, max_seconds, self._room, self._unpack).take(in_order)
+        return batch
 
-    def _advance(self, model: ModelKey, queue: ModelQueue[S], taken: Taken[S]) -> list[QueuedBlock]:
-        """Remove everything without steps left from the queue, and update the counts. Returns the blocks of the batch."""
-        if taken.blocks:
-            self.waiting -= taken.rows
+    def _advance(self, queue: ModelQueue[S], batch: ScheduledBatch[S]) -> None:
+        """Remove everything without steps left from the queue, and update the counts. Adds the blocks of whole requests to the batch."""
+        if batch.takes_all:
+            self.waiting -= batch.rows
             if len(queue.tenants) == 1:
-                self._shares.charge(taken.blocks[0].share.tenant, queue.price(taken.rows, taken.tokens))
+                self._shares.charge(batch.blocks[0].share.tenant, queue.price(batch.rows, batch.tokens))
             else:
-                for block in taken.blocks:
+                for block in batch.blocks:
                     self._shares.charge(block.share.tenant, queue.price(block.sequences, block.steps))
-            del self._queues[model]
-            return taken.blocks
-        blocks = [
-            block
-            for requests in dict.fromkeys([*taken.whole, *taken.divided])
-            for block in requests.take(taken.whole.get(requests, ()), taken.divided.get(requests, ()))
-        ]
+            del self._queues[queue.model]
+            return
+        for tenant_queue in dict.fromkeys([*batch.whole, *batch.divided]):
+            batch.blocks += tenant_queue.take(batch.whole.get(tenant_queue, ()), batch.divided.get(tenant_queue, ()))
         tenants = len(queue.tenants)
-        for block in blocks:
+        for block in batch.blocks:
             self.waiting -= block.sequences
             self._shares.charge(block.share.tenant, queue.price(block.sequences, block.steps))
             queue.count_work(block.share.tenant, -block.sequences, -block.steps)
-        for part in taken.parts:
+        for part in batch.parts:
             sequence = part.sequence
             sequence.remaining -= part.steps
             sequence.begun = True
@@ -418,13 +161,12 @@ class Scheduler(Generic[S]):
             self.begun += begun
             self._shares.charge(sequence.share.tenant, queue.price(1, part.steps))
             queue.count_work(sequence.share.tenant, -int(part.last), -part.steps, begun)
-        if any(part.last for part in taken.parts):
+        if any(part.last for part in batch.parts):
             # The batch of a single tenant usually is a prefix of the queue: the sequences behind it need no check.
-            end = queue.sequences.index(taken.parts[-1].sequence) + 1 if tenants == 1 else None
+            end = queue.sequences.index(batch.parts[-1].sequence) + 1 if tenants == 1 else None
             queue.sequences[:end] = [sequence for sequence in queue.sequences[:end] if sequence.remaining]
         if not queue.count:
-            del self._queues[model]
-        return blocks
+            del self._queues[queue.model]
 
     def _remove(self, matches: Callable[[S], bool], matching: Callable[[QueuedBlock], Collection[int]]) -> RemovedRequests[S]:
         """Remove and return the matching sequences of all queues, and the matching requests of blocks. matching: returns their indices."""
@@ -453,142 +195,3 @@ class Scheduler(Generic[S]):
             if not queue.count:
                 del self._queues[model]
         return removed
-
-    # Predictions.
-
-    def _due(self, cost: Cost, request: _Arriving, now: float) -> float:
-        """Return the due time of a request that arrives now."""
-        return now - request.head_start + allowance(cost, request.longest, request.deadline - now)
-
-    def _seconds(self, queue: ModelQueue[S], count: int, steps: int, longest: int = 0) -> float:
-        """Return the predicted time of `count` sequences of one model that have `steps` steps together.
-
-        longest: steps of the longest sequence, if it is longer than the mean.
-        """
-        cost, max_sequences = queue.cost, self._limits.max_batch_sequences
-        longest = max(longest, steps // max(1, count))
-        # Sequences follow each other in each row of the batch, and the longest comes last.
-        steps_per_row = longest if count <= max_sequences else (steps - longest) // max_sequences + longest
-        rows = min(count, max_sequences)
-        batches = max(-(-count // max_sequences), -(-steps_per_row // self._expected_steps(queue, rows)))
-        return cost.fixed * batches + (cost.per_step + cost.per_token * rows) * steps_per_row
-
-    def _expected_steps(self, queue: ModelQueue[S], rows: int) -> int:
-        """Return how many steps a batch is likely to take: the recent mean, or before the first batch the steps that the budget allows."""
-        return int(queue.reach) or steps_within_budget(self._limits, rows, self._limits.max_batch_tokens // rows, queue.cost)
-
-    def _free_places(self, share: Share, requests: int = 1) -> int:
-        """Return the most sequences of a tenant for which the queue has room: see `_free_in_share`."""
-        free = self._limits.max_waiting - self.waiting
-        return min(free, self._free_in_share(share, requests)) if share.tenant else free
-
-    def _free_in_share(self, share: Share, requests: int = 1) -> int:
-        """Return the most sequences of a tenant that leave the other tenants room. Its first request, if it is alone, may have more."""
-        if not share.tenant:
-            return UNLIMITED
-        own = self._waiting_of(share.tenant)
-        if not own and requests == 1:
-            return UNLIMITED
-        others = self.waiting - own
-        return math.floor(TENANT_SHARE * (self._limits.max_waiting - others)) - own
-
-    def _waiting_of(self, tenant: str) -> int:
-        """Return the number of sequences of a tenant that have not begun."""
-        works = [queue.tenants[tenant] for queue in self._queues.values() if tenant in queue.tenants]
-        return sum([work.count - work.begun for work in works])
-
-    def _surely_in_time(self, queue: ModelQueue[S], request: _Arriving, now: float, busy: float) -> bool:
-        """Return whether a request keeps its deadline even if everything in the queue is due before it."""
-        time_left = request.deadline - now
-        rejection = queue.rejection_of(request.share.tenant)
-        if rejection is not None and rejection.covers(request.steps, time_left, request.head_start):
-            return False
-        return self._sure_seconds(queue, request, request.count, request.steps, busy) <= time_left
-
-    def _sure_seconds(
-        self, queue: ModelQueue[S], arriving: _Arriving | QueuedBlock, count: FloatOrArray, steps: FloatOrArray, busy: float
-    ) -> FloatOrArray:
-        """Return an upper bound of what `_refusal` needs for sequences of a request or of a block, at little cost.
-
-        count, steps: of the sequences; of many requests as arrays.
-        """
-        longest = arriving.longest
-        most = longest if longest > queue.longest else queue.longest
-        total = busy + self._most_seconds(queue, queue.count + count, queue.steps + steps, most)
-        for queued in self._queues.values():
-            if queued is not queue:
-                total += self._most_seconds(queued, queued.count, queued.steps, queued.longest)
-        return CAUTION * total + STRETCH * queue.cost.of(longest, longest) - min(0.0, arriving.head_start)
-
-    def _most_seconds(self, queue: ModelQueue[S], count: FloatOrArray, steps: FloatOrArray, longest: int) -> FloatOrArray:
-        """Return an upper bound of `_seconds`. longest: no sequence has more steps."""
-        cost, rows = queue.cost, self._limits.max_batch_sequences
-        steps_per_row = steps / rows + longest
-        batches = count / rows + steps_per_row / (int(queue.reach) or LEAST_STEPS) + 2
-        return cost.fixed * batches + (cost.per_step + cost.per_token * rows) * steps_per_row
-
-    def _refusal(
-        self,
-        model: ModelKey,
-        queue: ModelQueue[S],
-        request: _Arriving,
-        due: float,
-        now: float,
-        busy: float,
-        work: WorkByDue,
-    ) -> ServiceError | None:
-        """Return the error if a request would miss its deadline or the queue is full, None if it is accepted."""
-        time_left = request.deadline - now
-        rejection = queue.rejection_of(request.share.tenant)
-        if rejection is not None and rejection.covers(request.steps, time_left, request.head_start):
-            return rejection.error()
-        if request.count > self._free_places(request.share, request.requests):
-            return self._queue_full(request.share, request.count)
-        if (not busy and not self._queues) or self._surely_in_time(queue, request, now, busy):
-            return None
-        expected = busy + self._expected_seconds(model, queue, request, due, work)
-        # Until the due time, later arrivals may take this request's place in a full batch.
-        full = queue.count >= self._limits.max_batch_sequences
-        needed = CAUTION * expected + (max(0.0, due - now) if full else 0.0)
-        if needed <= time_left:
-            return None
-        alone = self._seconds(queue, request.count, request.steps, request.longest)
-        if CAUTION * alone > time_left:
-            return DeadlineExceeded(
-                f"the request takes about {alone:.3g} s alone and its deadline is in {time_left:.3g} s: allow more time"
-            )
-        message = f"an answer is expected in {expected:.3g} s and the deadline is in {time_left:.3g} s: retry later, or allow more time"
-        rejection = Rejection(request.steps, needed, request.head_start, message, math.ceil(expected))
-        queue.reject(request.share.tenant, rejection)
-        return rejection.error()
-
-    def _queue_full(self, share: Share, count: int) -> Overloaded:
-        limit = f"SEQSERVE_MAX_WAITING is {self._limits.max_waiting}: retry later, or raise SEQSERVE_MAX_WAITING"
-        if count <= self._free_in_share(share):
-            message = f"{self.waiting} sequences wait, this request has {count} and {limit}"
-        else:
-            message = (
-                f"{self._waiting_of(share.tenant)} sequences of this tenant wait, this request has {count}, "
-                f"one tenant takes at most {TENANT_SHARE:.1%} of the places that the others leave and {limit}"
-            )
-        return Overloaded(message, retry_after=1)
-
-    def _expected_seconds(
-        self, model: ModelKey, queue: ModelQueue[S], request: _Arriving, due: float, work: WorkByDue
-    ) -> float:
-        """Return the expected completion time of a request, including the work of its tenant and model that is due before it.
-
-        Each other tenant adds its queued work, but at most what its weight allows. Each other model adds its queued work, but at most as
-        much again: models share the device by time.
-        """
-        count_later, steps_later = work.later(due)
-        queued = queue.tenants.get(request.share.tenant)
-        count, steps = request.count - count_later, request.steps - steps_later
-        if queued is not None:
-            count, steps = count + queued.count, steps + queued.steps
-        count_of_others, steps_of_others = self._shares.work_of_others(queue, request.share, queue.price(count, steps))
-        own = self._seconds(queue, count + count_of_others, steps + steps_of_others, request.longest)
-        others = [
-            min(own, self._seconds(other, other.count, other.steps)) for key, other in self._queues.items() if key != model
-        ]
-        return own + sum(others)

@@ -60,7 +60,7 @@ class SessionTable:
         self._open: dict[str, Session] = {}
         self._of_tenant: Counter[str] = Counter()
         """How many sessions each tenant has open."""
-        self._idle: OrderedDict[Session, None] = OrderedDict()
+        self.idle: OrderedDict[Session, None] = OrderedDict()
         """Sessions without a chunk, idle longest first."""
         self._ended: OrderedDict[bytes, _EndedSession] = OrderedDict()
         self._free_records: list[int] = []
@@ -108,13 +108,13 @@ class SessionTable:
     def open(self, id: str, key: ModelKey, tenant_limit: int = 0) -> Session:
         """Open a session; raises TooManySessions at the limit. tenant_limit: of the open sessions of its tenant, 0 for its share."""
         tenant, free = session_tenant(id), self._limit - len(self._open)
-        held = self._of_tenant[tenant]
+        of_tenant = self._of_tenant[tenant]
         problem = ""
-        if tenant and held and not tenant_limit and held >= TENANT_SHARE * (free + held):
-            problem = f"{held} sessions of {tenant} are open and the {free} others are for other tenants: "
+        if tenant and of_tenant and not tenant_limit and of_tenant >= TENANT_SHARE * (free + of_tenant):
+            problem = f"{of_tenant} sessions of {tenant} are open and the {free} others are for other tenants: "
             problem += "end one, retry later, or set max_sessions of its key"
-        elif 0 < tenant_limit <= held:
-            problem = f"{held} sessions of {tenant} are open and its key allows {tenant_limit}: end one, or retry later"
+        elif 0 < tenant_limit <= of_tenant:
+            problem = f"{of_tenant} sessions of {tenant} are open and its key allows {tenant_limit}: end one, or retry later"
         elif free <= 0:
             problem = f"{len(self._open)} sessions are open and SEQSERVE_MAX_SESSIONS is {self._limit}: "
             problem += "end one, retry later, or raise SEQSERVE_MAX_SESSIONS"
@@ -153,7 +153,8 @@ class SessionTable:
 
     def lose(self, session: Session, reason: str) -> None:
         """End a session without its client's knowledge. reason: of UNREPORTED_ENDS. The caller discards its state."""
-        self._end_unreported(session, reason)
+        self._remove(session, reason)
+        self._ended[_digest(session.id)] = _EndedSession(reason, session.record)
 
     def close(self, session: Session, reason: str) -> None:
         """End a session with its client's knowledge. reason: from metrics.SESSION_ENDS. The caller discards its state.
@@ -170,18 +171,18 @@ class SessionTable:
     def rest(self, session: Session, now: float) -> None:
         """Start the idle time of a session: it has no chunk left."""
         session.idle_since = now
-        self._idle[session] = None
-        self._idle.move_to_end(session)
+        self.idle[session] = None
+        self.idle.move_to_end(session)
 
     def wake(self, session: Session) -> None:
         """End the idle time of a session: a chunk has arrived."""
-        self._idle.pop(session, None)
+        self.idle.pop(session, None)
 
     def expire(self, now: float) -> list[Session]:
         """End and return the sessions that were idle for too long, without their clients' knowledge. The caller discards their states."""
         expired = []
-        while self._idle and (session := next(iter(self._idle))).idle_since + self.idle_seconds <= now:
-            self._end_unreported(session, "expired")
+        while self.idle and (session := next(iter(self.idle))).idle_since + self.idle_seconds <= now:
+            self.lose(session, "expired")
             expired.append(session)
         return expired
 
@@ -196,9 +197,9 @@ class SessionTable:
 
     def _check_absent(self, id: str, request: Request) -> None:
         """Raise, once, the error for a client that resumes a session which is not open."""
-        error = None if request.session_starts else self._unreported_end(id)
-        if error is not None:
-            raise error
+        ended = None if request.session_starts else self._forget(_digest(id))
+        if ended is not None:
+            raise self._end_error(ended.reason, id)
         if request.session_at and not request.session_starts:
             raise SessionLost(
                 f"the chunk continues session {session_id(id)!r} at {request.session_at} steps, and no state of the session is left: "
@@ -208,10 +209,6 @@ class SessionTable:
             )
         if request.session_starts is False:
             raise UnknownSession(f"no session {session_id(id)!r} is open: start it with start = true", field="session")
-
-    def _unreported_end(self, id: str) -> ServiceError | None:
-        ended = self._forget(_digest(id))
-        return None if ended is None else self._end_error(ended.reason, id)
 
     def _end_error(self, reason: str, id: str) -> ServiceError:
         causes = {
@@ -232,17 +229,13 @@ class SessionTable:
         self._journal.write(record, bytes(DIGEST_BYTES))
         self._free_records.append(record)
 
-    def _end_unreported(self, session: Session, reason: str) -> None:
-        self._remove(session, reason)
-        self._ended[_digest(session.id)] = _EndedSession(reason, session.record)
-
     def _remove(self, session: Session, reason: str) -> None:
         del self._open[session.id]
         tenant = session_tenant(session.id)
         self._of_tenant[tenant] -= 1
         if not self._of_tenant[tenant]:
             del self._of_tenant[tenant]
-        self._idle.pop(session, None)
+        self.idle.pop(session, None)
         self._metrics.sessions_ended.add(reason)
         if self.on_close is not None:
             self.on_close(session, reason)

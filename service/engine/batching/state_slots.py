@@ -27,7 +27,6 @@ class SlotAllocator:
         self.count = count
         self._generations = [0] * (count + spare)
         self._free = list(range(count + spare))[::-1]
-        self._owned = [False] * (count + spare)
 
     @property
     def used(self) -> int:
@@ -36,7 +35,6 @@ class SlotAllocator:
     def allocate(self) -> StateSlot:
         """Return a free slot, spare slots included; raises IndexError if none is free."""
         index = self._free.pop()
-        self._owned[index] = True
         return StateSlot(FIRST_SLOT + index, self._generations[index])
 
     def free(self, slot: StateSlot) -> None:
@@ -44,11 +42,9 @@ class SlotAllocator:
         if not self.owns(slot):
             raise StaleSlot(f"state slot {slot.number} of generation {slot.generation} was freed before")
         index = slot.number - FIRST_SLOT
-        self._owned[index] = False
         self._generations[index] += 1
         self._free.append(index)
 
     def owns(self, slot: StateSlot) -> bool:
         """Return whether the slot has not been freed since it was allocated."""
-        index = slot.number - FIRST_SLOT
-        return self._owned[index] and self._generations[index] == slot.generation
+        return self._generations[slot.number - FIRST_SLOT] == slot.generation

@@ -37,6 +37,8 @@ PATIENCE_SECONDS = 5.0
 """How long work waits for a session. The store takes at most 4 s, and its process may have to start again."""
 _ELSEWHERE = (TakeOutcome.TAKEN, TakeOutcome.ENDED, TakeOutcome.ABSENT)
 """Outcomes by which the copy of a session that this replica has is not the newest: another replica has continued or ended it."""
+NOT_GIVEN = "may be held by another replica, and the session store does not give it: retry later, or begin it with start = true"
+NEWER = "was saved by a later version of the service, and this replica cannot read it: retry later"
 SendToStore = Callable[[Message, bytes], None]
 """Sends a message with its trailing bytes."""
 
@@ -349,7 +351,7 @@ class StoredSessions:
             case TakeOutcome.ABSENT:
                 self._proceed(name)
             case TakeOutcome.NEWER:
-                self._without_store(name, _newer(name))
+                self._without_store(name, _unreachable(name, NEWER))
             case _:
                 self._without_store(name, _unreachable(name))
 
@@ -457,18 +459,5 @@ def _is_private(name: str) -> bool:
     return session_id(name).startswith(RESERVED_SESSION_PREFIX)
 
 
-def _unreachable(name: str) -> SessionUnreachable:
-    return SessionUnreachable(
-        f"session {session_id(name)!r} may be held by another replica, and the session store does not give it: "
-        "retry later, or begin it with start = true",
-        field="session",
-        retry_after=RETRY_SECONDS,
-    )
-
-
-def _newer(name: str) -> SessionUnreachable:
-    return SessionUnreachable(
-        f"session {session_id(name)!r} was saved by a later version of the service, and this replica cannot read it: retry later",
-        field="session",
-        retry_after=RETRY_SECONDS,
-    )
+def _unreachable(name: str, why: str = NOT_GIVEN) -> SessionUnreachable:
+    return SessionUnreachable(f"session {session_id(name)!r} {why}", field="session", retry_after=RETRY_SECONDS)

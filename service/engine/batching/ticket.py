@@ -5,30 +5,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from itertools import zip_longest
+from typing import Any, NamedTuple
 
 from service.engine.batching.model_queue import QueuedSequence
 from service.engine.batching.request_block import QueuedBlock
 from service.engine.batching.session_state import State
 from service.engine.batching.state_slots import StateSlot
-from service.engine.execution.in_flight import BlockResult, ChunkResult
+from service.engine.execution.in_flight import ChunkResult
 from service.errors import ServiceError
 from service.ipc.messages.inference import MAX_RUNS, Answer, BatchRun, Request
 from service.ipc.messages.models import ModelKey
-
-
-class BlockOwner(Protocol):
-    """The frontend of a block: receives the replies to its requests."""
-
-    def answer(self, block: QueuedBlock, result: BlockResult, ready: float) -> None:
-        """Answer all requests of a block. ready: when the result was."""
-
-    def refuse(self, ids: Sequence[int], error: ServiceError) -> None:
-        """Refuse requests."""
-
-    def open_ticket(self, id: int, request: Request) -> Ticket:
-        """Return a ticket for a request that leaves its block, because it does not run as a whole."""
-
 
 SendAnswer = Callable[[Answer, list[bytes]], None]
 SendRefusal = Callable[[ServiceError], None]
@@ -99,6 +86,7 @@ class Session:
         return steps
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
 class RequestSequence(QueuedSequence):
     """One sequence of a request. Its chunks finish in the order of their launches.
 
@@ -112,51 +100,20 @@ class RequestSequence(QueuedSequence):
     initial_state: the state that it starts from, if its request brings one; final_state: the states after it, if its request asks for them.
     """
 
-    __slots__ = (
-        "data",
-        "final_state",
-        "finished",
-        "initial_state",
-        "launched",
-        "read_slot",
-        "restarts",
-        "results",
-        "session",
-        "slot",
-        "step_bytes",
-        "steps",
-        "ticket",
-        "turn",
-    )
-
-    def __init__(
-        self,
-        ticket: Ticket,
-        data: memoryview,
-        steps: int,
-        *,
-        step_bytes: int,
-        divisible: bool,
-        session: Session | None = None,
-        initial_state: State | None = None,
-    ) -> None:
-        request = ticket.request
-        stateful = session is not None or request.has_states
-        super().__init__(steps, request.deadline, request.priority, divisible=divisible, stateful=stateful, share=request.share)
-        self.ticket = ticket
-        self.data = data
-        self.step_bytes = step_bytes
-        self.session = session
-        self.restarts = session is not None and request.session_starts is True
-        self.turn: Ownership | None = None
-        self.slot: StateSlot | None = None
-        self.read_slot: StateSlot | None = None
-        self.launched = 0
-        self.finished = 0
-        self.results: list[ChunkResult] = []
-        self.steps = 0
-        self.initial_state = initial_state
-        self.final_state: bytes | None = None
+    ticket: Ticket
+    data: memoryview
+    step_bytes: int
+    session: Session | None
+    restarts: bool
+    initial_state: State | None
+    turn: Ownership | None = None
+    slot: StateSlot | None = None
+    read_slot: StateSlot | None = None
+    launched: int = 0
+    finished: int = 0
+    results: list[ChunkResult] = field(default_factory=list)
+    steps: int = 0
+    final_state: bytes | None = None
 
     @property
     def session_steps(self) -> int:
@@ -240,22 +197,19 @@ class Ticket:
         if self.runs:
             shapes |= {"queued": self.sequences[0].arrived, "runs": self.runs}
         self._reply(Answer(**shapes, steps=steps, session_steps=session_steps, ready=ready), data)
-        self._end()
+        self.end()
 
     def answer_not_finite(self, ready: float) -> None:
         """Answer a chunk that led to values that are not finite. The frontend refuses it, in the words of its API."""
         self._reply(Answer(ready=ready, finite=False), [])
-        self._end()
+        self.end()
 
     def refuse(self, error: ServiceError) -> None:
-        self._end()
+        self.end()
         self._refuse(error)
 
-    def abandon(self) -> None:
-        """End without a reply: the client has disconnected."""
-        self._end()
-
-    def _end(self) -> None:
+    def end(self) -> None:
+        """End without a reply, as when the client has disconnected."""
         assert not self.ended, "a ticket ends once"
         self.ended = True
         # Breaks the reference cycles with the sequences and batches: all are freed at once, without the garbage collector.
@@ -266,3 +220,59 @@ def _arrays(sequences: list[RequestSequence], index: int) -> list[Any]:
     """Return the arrays of one kind from sequences of several chunks: every chunk's if they have a line per step, else the last chunk's."""
     per_step = ARRAYS[index] == "sequence" or (sequences[0].results[-1].per_step and ARRAYS[index] != "embedding")
     return [result[index] for sequence in sequences for result in (sequence.results if per_step else sequence.results[-1:])]
+
+
+def unpack(block: QueuedBlock) -> list[RequestSequence]:
+    """Return the sequences of a block with one request, which gets a ticket."""
+    [id] = block.ids
+    name, version, generation = block.model
+    request = Request(
+        name,
+        version,
+        block.lengths,
+        block.deadline,
+        sent=block.arrived,
+        priority=block.priority,
+        returns=block.returns,
+        generation=generation,
+        share=block.share,
+        timed=block.timed,
+    )
+    ticket: Ticket = block.owner.open_ticket(id, request)
+    sequences = sequences_of(ticket, block.columns.values, None, divisible=block.divisible)
+    ticket.open(sequences)
+    return sequences
+
+
+def sequences_of(
+    ticket: Ticket,
+    data: bytes | memoryview,
+    session: Session | None,
+    *,
+    divisible: bool,
+    initial_states: Sequence[State] = (),
+) -> list[RequestSequence]:
+    """Split the data of a request into its sequences. initial_states: of each sequence, or none."""
+    request = ticket.request
+    view, begin, step_bytes = memoryview(data), 0, len(data) // max(1, sum(request.lengths))
+    sequences = []
+    for steps, initial_state in zip_longest(request.lengths, initial_states):
+        end = begin + steps * step_bytes
+        sequences.append(
+            RequestSequence(
+                steps,
+                request.deadline,
+                request.priority,
+                divisible=divisible,
+                stateful=session is not None or request.has_states,
+                share=request.share,
+                ticket=ticket,
+                data=view[begin:end],
+                step_bytes=step_bytes,
+                session=session,
+                restarts=session is not None and request.session_starts is True,
+                initial_state=initial_state,
+            )
+        )
+        begin = end
+    return sequences

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -99,6 +99,8 @@ class DeviceEngine:
         self._prepared_on: dict[ModelKey, torch.cuda.Stream] = {}
         self._runners: dict[ModelKey, ModelRunner] = {}
         self._corrections: dict[ModelKey, Correction] = {}
+        self._costs: dict[ModelKey, Cost] = {}
+        """The costs of the models' batches, as measured at warm-up and corrected by the batches that ran."""
         self._arena_bytes = 0
         self._in_flight: deque[InFlightBatch] = deque()
         self._done: list[FinishedPart] = []
@@ -192,13 +194,13 @@ class DeviceEngine:
             reserve_memory(self.device, arena_bytes)
             self._arena_bytes = arena_bytes
         self._runners[key] = prepared.runner
-        self._corrections[key] = Correction()
+        self._corrections[key], self._costs[key] = Correction(), prepared.runner.cost
         self._report(key, prepared.runner)
 
     def close(self, key: ModelKey) -> None:
         """Stop serving a model that has no batch in flight."""
         assert not self.runs(key), f"a batch of {key} is in flight"
-        del self._runners[key], self._corrections[key]
+        del self._runners[key], self._corrections[key], self._costs[key]
         if key in self._prepared_on:
             self._streams.put_back(self._prepared_on.pop(key))
         if not any(served.labels == key.labels for served in self._runners):
@@ -212,38 +214,38 @@ class DeviceEngine:
 
     def save(self, key: ModelKey, slot: int) -> State:
         """Return the state in a slot as a copy on the host, after all launched batches have written it."""
-        try:
+        with self._noticing_loss():
             return self._runners[key].encoder.save(slot)
-        except RuntimeError as error:
-            raise_if_lost(self.device, error)
-            raise
 
     def restore(self, key: ModelKey, slot: int, state: State) -> None:
         """Write a state to a slot, for batches launched from now on."""
-        try:
+        with self._noticing_loss():
             self._runners[key].encoder.restore(slot, state)
-        except RuntimeError as error:
-            raise_if_lost(self.device, error)
-            raise
 
     def state_vector(self, key: ModelKey, slot: int) -> bytes:
         """Return the model's states in a slot, joined in their order, as float32, after all launched batches have written them."""
-        try:
+        with self._noticing_loss():
             return self._runners[key].encoder.state_vector(slot).numpy().tobytes()
-        except RuntimeError as error:
-            raise_if_lost(self.device, error)
-            raise
 
     def state_from(self, key: ModelKey, vector: bytes | memoryview) -> State:
         """Return the state for `restore` with these states, joined in their order, as float32. NaN stands for the usual initial state."""
         numbers = torch.frombuffer(bytearray(vector), dtype=torch.float32)
         return self._runners[key].encoder.state_from(numbers, ZERO_SLOT)
 
+    @contextmanager
+    def _noticing_loss(self) -> Iterator[None]:
+        """Raise DeviceLost instead of an error after which the device does not work any more."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise_if_lost(self.device, error)
+            raise
+
     # Batches.
 
     def cost(self, key: ModelKey) -> Cost:
-        """Return the cost of a model's batches, as measured at warm-up and corrected by the batches that ran."""
-        return self._corrections[key].of(self._runners[key].cost)
+        """Return the expected cost of a model's batches."""
+        return self._costs[key]
 
     def predicted_seconds(self, batch: Batch) -> float:
         return self._corrections[batch.model].seconds(self._runners[batch.model].predicted_seconds(batch))
@@ -291,16 +293,14 @@ class DeviceEngine:
         assert not self._in_flight, "its collector may be in use"
         runner = self._runners[key]
         try:
-            batch = Batch(key, [_known_question(runner.encoder.spec)])
-            in_flight = runner.launch(batch, self._collectors[0] if self._collectors else None)
-            in_flight.wait()
-            [(_, result)] = in_flight.results()
-            assert isinstance(result, ChunkResult)
+            with self._noticing_loss():
+                batch = Batch(key, [_known_question(runner.encoder.spec)])
+                in_flight = runner.launch(batch, self._collectors[0] if self._collectors else None)
+                in_flight.wait()
+                [(_, result)] = in_flight.results()
+                assert isinstance(result, ChunkResult)
         except torch.OutOfMemoryError as error:
             raise OutOfMemory(f"{self.device} has no memory for one sequence") from error
-        except RuntimeError as error:
-            raise_if_lost(self.device, error)
-            raise
         return [array.copy() for array in (result.scores, result.embedding, result.sequence) if array is not None]
 
     def launch(self, batch: Batch) -> None:
@@ -382,7 +382,9 @@ class DeviceEngine:
             # The host sees the ends of batches late, and of two batches perhaps at once.
             latest, earliest = max(in_flight.launched, self._last_ended), max(in_flight.staged, self._began_after)
             device = self._seen_running - latest, ended - earliest
-        self._corrections[batch.model].observe(in_flight.predicted, computed - began, device)
+        correction = self._corrections[batch.model]
+        correction.observe(in_flight.predicted, computed - began, device)
+        self._costs[batch.model] = correction.of(self._runners[batch.model].cost)
         self._last_ended, self._began_after = ended, self._seen_running
         self.busy_seconds += computed - started
         metrics.batch_sequences.observe(batch.rows, *labels)

@@ -11,9 +11,9 @@ from service.engine.batch import Batch
 from service.engine.batching.state_slots import FIRST_SLOT, ZERO_SLOT
 from service.engine.execution.cost_model import Cost
 from service.engine.execution.device import OutputCollector
-from service.engine.execution.in_flight import BatchArrays, InFlightBatch
+from service.engine.execution.in_flight import Array, BatchArrays, InFlightBatch
 from service.engine.execution.staging import Staging
-from service.engine.execution.state_check import HostStateCheck
+from service.engine.execution.state_check import host_finite_rows
 from service.ipc.messages.inference import Answer, AnswerWithoutSteps
 from service.modeling.encoder import Encoder, Encoding
 
@@ -35,7 +35,9 @@ class ModelRunner:
         """slots: state slots that sequences may own. in_flight: how many batches may be staged or running at once."""
         shape = encoder.spec.input
         self.encoder = encoder
-        if encoder.streams or encoder.spec.states:
+        self.streams = encoder.streams
+        """Whether sequences may run in chunks."""
+        if self.streams or encoder.spec.states:
             encoder.allocate_states(FIRST_SLOT + slots)
         tokens = max(max_batch_tokens, shape.max_steps)
         self._staging = Staging(max_batch_sequences, tokens, shape.features, encoder.device, in_flight)
@@ -56,24 +58,19 @@ class ModelRunner:
     def predicted_seconds(self, batch: Batch) -> float:
         return self.cost.of(batch.longest, batch.tokens)
 
-    @property
-    def streams(self) -> bool:
-        """Whether sequences may run in chunks."""
-        return self.encoder.streams
-
     def launch(self, batch: Batch, collector: OutputCollector | None = None) -> InFlightBatch:
         """Run a batch; raises whatever the model raises."""
         began = time.monotonic()
         offsets = self._staging.stage(batch)
         staged = time.monotonic()
         encoding = self._encode(batch.rows, batch.tokens, sequence=batch.returns_sequence, whole=batch.whole)[1]
-        finite = None if batch.whole else self._state_check.finite_rows(self._staging.written_slots(batch.rows))
+        finite = None if batch.whole else host_finite_rows(self._states, self._staging.written_slots(batch.rows))
         arrays, predicted = _on_host(encoding), self.predicted_seconds(batch)
         return InFlightBatch(batch, offsets, arrays, predicted, began, staged, time.monotonic(), finite=finite)
 
     @cached_property
-    def _state_check(self) -> HostStateCheck:
-        return HostStateCheck(self.encoder.state_numbers())
+    def _states(self) -> list[Array]:
+        return [slab.numpy() for slab in self.encoder.state_numbers()]
 
     def _encode(self, rows: int, tokens: int, *, sequence: bool = False, whole: bool = True) -> tuple[Ragged, Encoding]:
         """Run the encoder on the staged batch. whole: every row is a whole sequence. Returns the encoder's input and output."""
@@ -119,7 +116,7 @@ def _fastest_trial(encoder: Encoder, rows: int, steps: int) -> float:
 def _on_host(encoding: Encoding) -> BatchArrays:
     head = encoding.head_output
     arrays = (head.scores, head.picks, head.embedding, encoding.sequence)
-    scores, picks, embedding, sequence = (None if array is None else array.numpy() for array in arrays)
+    scores, picks, embedding, sequence = [None if array is None else array.numpy() for array in arrays]
     return BatchArrays(scores, picks, embedding, sequence, encoding.offsets.numpy(), head.per_step)
 
 

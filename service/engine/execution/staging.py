@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ JOINED_BYTES = 1 << 16
 """Up to this size the parts of a batch are joined before they are copied to the buffer: a large copy is faster than many small copies."""
 PARALLEL_BYTES = 1 << 20
 """From this size on, torch copies a part in several threads: a single thread takes longer than the copy to the device."""
+VALUES_OF, LENGTHS_OF = attrgetter("columns.values"), attrgetter("columns.lengths")
 
 
 class Staging:
@@ -45,6 +47,7 @@ class Staging:
         size, on_gpu = self._begin + tokens * self.step_bytes, device.type == "cuda"
         self._host = [torch.zeros(size, dtype=torch.uint8, pin_memory=on_gpu) for _ in range(in_flight)]
         self._device = torch.zeros(size, dtype=torch.uint8, device=device) if on_gpu else None
+        self._encoder_buffer = self._host[0] if self._device is None else self._device
         heads = [buffer.numpy()[: 4 * (3 * rows + 1)].view(np.int32) for buffer in self._host]
         self._offsets, self._read_slots, self._write_slots = zip(
             *(np.split(head, (rows + 1, 2 * rows + 1)) for head in heads), strict=True
@@ -61,8 +64,11 @@ class Staging:
         Returns (batch rows + 1,) where each row begins, in the buffer: it is overwritten with the next batch.
         """
         rows, tokens = max(rows, batch.rows), batch.tokens
-        parts = [block.columns.values for block in batch.blocks] + [chunk.data for chunk in batch.chunks]
-        needed, size = tokens * self.step_bytes, sum([len(part) for part in parts])
+        parts, lengths = list[Any](map(VALUES_OF, batch.blocks)), list[Any](map(LENGTHS_OF, batch.blocks))
+        if batch.chunks:
+            parts += [chunk.data for chunk in batch.chunks]
+            lengths.append(array("i", [chunk.steps for chunk in batch.chunks]))
+        needed, size = tokens * self.step_bytes, sum(map(len, parts))
         if size != needed:
             raise ValueError(
                 f"{batch.rows} sequences have {size} bytes, different from {tokens} steps of {self.step_bytes} bytes"
@@ -75,9 +81,6 @@ class Staging:
             else:
                 self._host[buffer][self._begin + begin : self._begin + end].copy_(_as_tensor(part))
             begin = end
-        lengths: list[Any] = [block.columns.lengths for block in batch.blocks]
-        if batch.chunks:
-            lengths.append(array("i", [chunk.steps for chunk in batch.chunks]))
         offsets = self._offsets[buffer]
         np.frombuffer(b"".join(lengths), np.int32).cumsum(out=offsets[1 : batch.rows + 1])
         offsets[batch.rows + 1 : rows + 1] = tokens
@@ -99,13 +102,13 @@ class Staging:
 
     def ragged(self, rows: int, tokens: int) -> Ragged:
         """Return the staged batch as the encoder reads it: on the device after its copy, else in the first host buffer."""
-        buffer = self._encoder_buffer()
+        buffer = self._encoder_buffer
         data = buffer[self._begin : self._begin + tokens * self.step_bytes].view(self._dtype)
         return Ragged(data.view(tokens, *self._columns), buffer[: 4 * (rows + 1)].view(torch.int32))
 
     def row_slots(self, rows: int) -> RowSlots:
         """Return the state slots that the rows of the staged batch read and write, in the same buffer."""
-        numbers = self._encoder_buffer()[: 4 * (3 * self._rows + 1)].view(torch.int32)
+        numbers = self._encoder_buffer[: 4 * (3 * self._rows + 1)].view(torch.int32)
         read_slots, write_slots = numbers[self._rows + 1 : 2 * self._rows + 1], numbers[2 * self._rows + 1 :]
         return RowSlots(read_slots[:rows], write_slots[:rows])
 
@@ -119,9 +122,6 @@ class Staging:
         assert self._device is not None
         end = self._begin + tokens * self.step_bytes
         return Copy(self._device[:end], self._host[buffer][:end])
-
-    def _encoder_buffer(self) -> Tensor:
-        return self._host[0] if self._device is None else self._device
 
 
 def _as_tensor(part: bytes | memoryview) -> Tensor:

@@ -14,20 +14,16 @@ from service.engine.execution.graph_capture import GraphPool
 from service.engine.execution.in_flight import Array
 
 
-class HostStateCheck:
-    """The check on a CPU, for a few microseconds: torch would take several times as long."""
+def host_finite_rows(slabs: Sequence[Array], targets: NDArray[np.int32]) -> Array | None:
+    """The check on a CPU, for a few microseconds: torch would take several times as long. slabs: (slots, numbers) each.
 
-    def __init__(self, slabs: Sequence[Tensor]) -> None:
-        """slabs: (slots, numbers) each."""
-        self._slabs = [slab.numpy() for slab in slabs]
-
-    def finite_rows(self, targets: NDArray[np.int32]) -> Array | None:
-        """Return (rows,) bool for the slots that the rows have written; None if all rows are finite."""
-        finite = [np.isfinite(slab.take(targets, 0)) for slab in self._slabs]
-        if all(flags.all() for flags in finite):
-            return None
-        rows: Array = np.logical_and.reduce([flags.all(1) for flags in finite])
-        return rows
+    Returns (rows,) bool for the slots that the rows have written; None if all rows are finite.
+    """
+    finite = [np.isfinite(slab.take(targets, 0)) for slab in slabs]
+    if all(flags.all() for flags in finite):
+        return None
+    rows: Array = np.logical_and.reduce([flags.all(1) for flags in finite])
+    return rows
 
 
 class DeviceStateCheck:

@@ -43,16 +43,12 @@ class ProfilingSession:
         self._batcher = batcher
         self._status = status
         self._heartbeat = heartbeat
-        self._trace: _RunningTrace | None = None
+        self.trace: _RunningTrace | None = None
         self.resumed = 0.0
-
-    @property
-    def on(self) -> bool:
-        return self._trace is not None
 
     def begin(self, requester: tuple[Channel, int], request: RecordTrace, reply: TraceReply, refuse: SendRefusal) -> None:
         """Start a trace, or refuse it at once. Calls `reply` with the events when the trace is complete."""
-        if self._trace is not None:
+        if self.trace is not None:
             refuse(Overloaded("a trace is being recorded, and there is one at a time: retry when it has ended", retry_after=1))
             return
         try:
@@ -61,27 +57,27 @@ class ProfilingSession:
         except (OSError, RuntimeError) as error:
             refuse(self._failure(error))
             return
-        self._trace = _RunningTrace(requester, recorder, reply, refuse)
+        self.trace = _RunningTrace(requester, recorder, reply, refuse)
         self._engine.watch(recorder.ended)
         self._batcher.watch(recorder.launching)
 
     def step(self) -> None:
         """Note that the replies of the ended batches are written, and end the trace if it is complete."""
-        if self._trace is None:
+        if self.trace is None:
             return
-        self._trace.recorder.replied()
-        if self._trace.recorder.over:
-            self._complete(self._stop_watching(self._trace))
+        self.trace.recorder.replied()
+        if self.trace.recorder.over:
+            self._complete(self._stop_watching(self.trace))
 
     def cancel(self, channel: Channel, id: int) -> None:
         """Abandon the trace if this request started it."""
-        if self._trace is not None and self._trace.requester == (channel, id):
-            self._abandon(self._trace)
+        if self.trace is not None and self.trace.requester == (channel, id):
+            self._abandon(self.trace)
 
     def forget(self, channel: Channel) -> None:
         """Abandon the trace if a frontend that has ended requested it."""
-        if self._trace is not None and self._trace.requester[0] is channel:
-            self._abandon(self._trace)
+        if self.trace is not None and self.trace.requester[0] is channel:
+            self._abandon(self.trace)
 
     def _abandon(self, trace: _RunningTrace) -> None:
         with self._blocking(), suppress(OSError, RuntimeError):
@@ -97,7 +93,7 @@ class ProfilingSession:
             trace.reply(events)
 
     def _stop_watching(self, trace: _RunningTrace) -> _RunningTrace:
-        self._trace = None
+        self.trace = None
         self._engine.watch(None)
         self._batcher.watch(None)
         return trace

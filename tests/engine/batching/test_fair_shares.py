@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from service.engine.batching import batch_builder, fair_shares
+from service.engine.batching import fair_shares
 from service.engine.batching.fair_shares import TENANT_SHARE
 from service.engine.batching.model_queue import QueuedSequence
 from service.engine.batching.scheduler import Scheduler
@@ -140,7 +140,6 @@ def test_queue_of_another_tenant_refuses_no_deadline() -> None:
 @pytest.mark.parametrize("in_blocks", [False, True])
 def test_batch_keeps_the_budget_while_tenants_compete(in_blocks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fair_shares, "MEMORY", 3)
-    monkeypatch.setattr(batch_builder, "LEAST_REQUESTS", 1)
     queue = scheduler(cost=ROW_COST, batch_seconds=3.0)
 
     def send(share: Share, count: int) -> None:

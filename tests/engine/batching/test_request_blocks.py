@@ -13,10 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.engine.batching import batch_builder
 from service.engine.batching.batch_builder import SchedulerLimits
 from service.engine.batching.model_queue import QueuedSequence
-from service.engine.batching.request_block import QueuedBlock
+from service.engine.batching.request_block import STEPS, QueuedBlock
 from service.engine.batching.scheduler import Scheduler
 from service.engine.execution.cost_model import Cost
 from service.errors import ServiceError
@@ -24,6 +23,8 @@ from service.ipc.messages.inference import IDS, NO_TENANT, Share
 from tests.engine.batching.harness import MODEL, OTHER, block
 
 EVENTS = 250
+NOBODY: Any = None
+"""The owner of the blocks."""
 LENGTHS = (1, 2, 5, 16, 17, 40)
 TENANTS = Share("one"), Share("two", 4.0), Share("three")
 
@@ -152,8 +153,8 @@ class Pair:
         rows = [(part.sequence.id, part.sequence.number, *part[1:]) for part in blocks.parts]
         for whole in blocks.blocks:
             _check_columns(whole)
-            for id, row in zip(whole.ids, whole.rows, strict=True):
-                rows += [(id, number, whole.lengths[row.first + number], True, True) for number in range(row.sequences)]
+            for row, id in enumerate(whole.ids):
+                rows += [(id, number, steps, True, True) for number, steps in enumerate(whole.lengths_of(row))]
         assert sorted((part.sequence.id, part.sequence.number, *part[1:]) for part in single.parts) == sorted(rows)
 
     def time_passes(self) -> None:
@@ -168,14 +169,12 @@ class Pair:
         if id in self.block_sequences:
             assert self.blocks.drop(self.block_sequences[id]) == dropped
         else:
-            assert self.blocks.drop_request(None, id) == (dropped > 0)
+            assert self.blocks.drop_request(NOBODY, id) == (dropped > 0)
 
     def drop_late(self) -> None:
         single, blocks = self.single.drop_late(self.now), self.blocks.drop_late(self.now)
         late = [sequence.id for sequence in blocks.sequences]
-        late += [
-            id for whole in blocks.blocks for id, row in zip(whole.ids, whole.rows, strict=True) for _ in range(row.sequences)
-        ]
+        late += [id for whole in blocks.blocks for row, id in enumerate(whole.ids) for _ in whole.lengths_of(row)]
         assert sorted(sequence.id for sequence in single.sequences) == sorted(late)
         assert all(sequence.deadline <= self.now for sequence in single.sequences)
         for sequence in single.sequences:
@@ -200,14 +199,8 @@ def _check_columns(made: QueuedBlock) -> None:
     """Check that the columns of a block belong together, and that its totals match them."""
     assert (made.requests, made.sequences, made.steps) == (len(made.ids), len(made.lengths), sum(made.lengths))
     assert (made.shortest, made.longest, made.deadline) == (min(made.lengths), max(made.lengths), min(made.deadlines))
-    expected = [id for id, row in zip(made.ids, made.rows, strict=True) for _ in range(row.steps)]
+    expected = [id for id, steps in zip(made.ids, made.sizes[:, STEPS].tolist(), strict=True) for _ in range(steps)]
     assert np.frombuffer(made.columns.values, IDS).tolist() == expected
-
-
-@pytest.fixture(autouse=True)
-def columns_for_few_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `take_first` take few requests too: batches are small here."""
-    monkeypatch.setattr(batch_builder, "LEAST_REQUESTS", 1)
 
 
 @pytest.mark.parametrize("seed", range(24))

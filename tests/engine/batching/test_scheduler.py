@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from service.engine.batching.admission import CAUTION
 from service.engine.batching.batch_builder import UNLIMITED, ScheduledSteps, fair_share
 from service.engine.batching.due import HEAD_START_SECONDS, STRETCH
 from service.engine.batching.model_queue import LEAST_STEPS, QueuedSequence
-from service.engine.batching.scheduler import CAUTION, Scheduler
+from service.engine.batching.scheduler import Scheduler
 from service.engine.execution.cost_model import Cost
 from service.errors import DeadlineExceeded, Overloaded
 from service.ipc.messages.models import ModelKey

@@ -16,7 +16,7 @@ from service.engine.batching.session_state import origin_of, pack, unpack
 from service.engine.batching.state_slots import DISCARD_SLOT, FIRST_SLOT, ZERO_SLOT
 from service.engine.execution.device_engine import DeviceEngine
 from service.engine.execution.in_flight import ChunkResult
-from service.engine.execution.state_check import HostStateCheck, finite_rows
+from service.engine.execution.state_check import finite_rows, host_finite_rows
 from service.ipc import session_file
 from service.ipc.messages.inference import FEATURES, Returns
 from service.ipc.messages.models import ModelKey
@@ -151,7 +151,9 @@ def test_state_that_is_not_finite_marks_its_chunk(tmp_path: Path) -> None:
         assert (poisoned.finite, good.finite) == (False, True)
 
 
-@pytest.mark.parametrize("check", [lambda slabs, slots: HostStateCheck(slabs).finite_rows(slots.numpy()), finite_rows])
+@pytest.mark.parametrize(
+    "check", [lambda slabs, slots: host_finite_rows([slab.numpy() for slab in slabs], slots.numpy()), finite_rows]
+)
 def test_large_finite_states_are_not_marked(check: Callable[[list[torch.Tensor], torch.Tensor], Any]) -> None:
     """Their sum is beyond float32. The second check is the check of a GPU."""
     states = torch.full((5, 3), 3e38)

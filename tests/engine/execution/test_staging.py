@@ -126,7 +126,7 @@ def test_batches_in_flight_have_a_buffer_each() -> None:
 def test_copy_to_the_device_has_offsets_slots_and_the_tokens_of_a_buffer() -> None:
     """Another array stands for the memory of the device."""
     staging = Staging(70, 301, None, CPU, in_flight=2)
-    staging._device = torch.zeros_like(staging._host[0])
+    staging._device = staging._encoder_buffer = torch.zeros_like(staging._host[0])
     for buffer, values in enumerate((np.arange(300, dtype=IDS), np.full(300, 8, IDS))):
         staging.stage(batch([values]), buffer)
         target, source = (staging.copy(300, buffer) if buffer else staging.copy(300))._arrays

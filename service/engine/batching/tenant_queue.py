@@ -1,4 +1,4 @@
-"""The queued requests of blocks in columns, in the order in which they run: the cost of a batch hardly grows with the queue.
+"""The queued work of one tenant for one model. Requests of blocks are columns: the cost of a batch hardly grows with the queue.
 
 Pure: nothing here knows a clock.
 """
@@ -6,15 +6,14 @@ Pure: nothing here knows a clock.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from service.engine.batching.request_block import SEQUENCES, SIZES, STEPS, QueuedBlock, Row, request_sizes
-from service.ipc.messages.inference import Share
+from service.engine.batching.request_block import SEQUENCES, SIZES, STEPS, QueuedBlock, request_sizes
+from service.errors import Overloaded
 
 REQUESTS_AT_ONCE = 128
 NUMBER, INDEX, ORDER = range(len(SIZES), len(SIZES) + 3)
@@ -23,48 +22,70 @@ COLUMNS = *SIZES, NUMBER, INDEX, ORDER
 NO_TABLE: tuple[NDArray[np.float64], NDArray[np.int64]] = np.empty(0), np.empty((0, len(COLUMNS)), np.int64)
 
 
-@dataclass(frozen=True, slots=True)
-class BlockRequest:
-    """One request of a queued block. queue, place: where it is queued."""
+class Rejection(NamedTuple):
+    """A request that was rejected because it would have missed its deadline.
 
-    queue: RequestOrder
-    place: int
+    A request with at least as many steps, less time than `needed` and no higher priority would miss its deadline too.
+    """
+
+    steps: int
+    needed: float
+    head_start: float
+    message: str
+    retry_after: int
+
+    def error(self) -> Overloaded:
+        return Overloaded(self.message, retry_after=self.retry_after)
+
+    def covers(self, steps: int, time_left: float, head_start: float) -> bool:
+        return steps >= self.steps and time_left < self.needed and head_start <= self.head_start
+
+    def covers_each(self, steps: NDArray[np.int64], time_left: NDArray[np.float64], head_start: float) -> NDArray[np.bool_]:
+        """Return which of many requests this rejection covers."""
+        covers: NDArray[np.bool_] = (steps >= self.steps) & (time_left < self.needed)
+        return covers & (head_start <= self.head_start)
+
+
+class BlockRequest(NamedTuple):
+    """One request of a queued block.
+
+    sequences: their number; steps: of all of them together; longest: of the longest. row: its index in the block.
+    queue, place: where it is queued.
+    """
+
+    due: float
+    order: int
+    sequences: int
+    steps: int
+    longest: int
     block: QueuedBlock
-    index: int
-
-    @property
-    def row(self) -> Row:
-        return self.block.rows[self.index]
-
-    @property
-    def due(self) -> float:
-        return float(self.block.due[self.index])
-
-    @property
-    def order(self) -> int:
-        return int(self.block.orders[self.index])
-
-    @property
-    def share(self) -> Share:
-        return self.block.share
+    row: int
+    queue: TenantQueue
+    place: int
 
 
-class RequestOrder:
-    """The requests of one tenant's blocks for one model, in the order of their due times, and then of their arrival.
+class TenantQueue:
+    """The queued sequences of one tenant and model, as numbers, and the requests of its blocks in the order of their due times, and then
+    of their arrival.
 
+    count, steps: of its sequences, those in blocks included; begun: how many sequences have begun.
+    rejection: the last rejection since the last batch.
     A batch takes requests of many blocks. These blocks stay as they are until `blocks` is called.
     """
 
     def __init__(self) -> None:
-        self._clear()
+        self.count = self.steps = self.begun = 0
+        self.rejection: Rejection | None = None
+        self.keep([])
 
-    def _clear(self) -> None:
+    def keep(self, blocks: Sequence[QueuedBlock]) -> None:
+        """Replace all blocks, which the caller counts. blocks: in the order of their arrival."""
         self._blocks: dict[int, QueuedBlock] = {}
         """The blocks with requests in the table, by number, in the order of their arrival."""
         self._left: dict[int, int] = {}
         """How many requests of each of them the table has."""
-        self._arrived: list[QueuedBlock] = []
-        """Blocks with requests that are not in the table yet."""
+        self.arrived = list(blocks)
+        """Blocks with requests that are not in the table yet. A block that arrives after the others is added here."""
         self._number = 0
         self._due, self._table = NO_TABLE
         self._cut = False
@@ -73,34 +94,20 @@ class RequestOrder:
     @property
     def divisible(self) -> bool:
         """Whether several batches may share the steps of a sequence, which holds for all requests of a model."""
-        return next(chain(self._blocks.values(), self._arrived)).divisible
-
-    def add(self, block: QueuedBlock) -> None:
-        """Add a block that has arrived after the others."""
-        self._arrived.append(block)
-
-    def keep(self, blocks: Sequence[QueuedBlock]) -> None:
-        """Replace all blocks. blocks: in the order of their arrival."""
-        self._clear()
-        self._arrived.extend(blocks)
+        return next(chain(self._blocks.values(), self.arrived)).divisible
 
     def blocks(self) -> list[QueuedBlock]:
         """Return the blocks without the requests that batches have taken, in the order of their arrival."""
         if self._cut:
             numbers, places = self._table[:, NUMBER], self._table[:, INDEX]
             left = self._selected(self._by_block(np.lexsort((places, numbers))))
-            self.keep([*left, *self._arrived])
-        return [*self._blocks.values(), *self._arrived]
+            self.keep([*left, *self.arrived])
+        return [*self._blocks.values(), *self.arrived]
 
-    def first(self, most: int) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-        """Return when the first requests are due, and their table, (requests, COLUMNS)."""
+    def first(self, most: int) -> NDArray[np.int64]:
+        """Return the table of the first requests, (requests, COLUMNS)."""
         self._join()
-        return self._due[:most], self._table[:most]
-
-    def request(self, place: int) -> BlockRequest:
-        """Return the request at a place of the table."""
-        number, index = self._table[place, [NUMBER, INDEX]].tolist()
-        return BlockRequest(self, place, self._blocks[number], index)
+        return self._table[:most]
 
     def work(self) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
         """Return when each request is due, in order, and its sequences and steps, (requests, 2)."""
@@ -110,12 +117,13 @@ class RequestOrder:
     def requests(self) -> Iterator[BlockRequest]:
         """Return the requests as they are now."""
         self._join()
-        table, blocks = self._table, self._blocks
+        due, table, blocks = self._due, self._table, self._blocks
         # In parts, because a batch usually takes only the first requests.
         for begin in range(0, len(table), REQUESTS_AT_ONCE):
-            part = table[begin : begin + REQUESTS_AT_ONCE, [NUMBER, INDEX]].tolist()
-            for place, (number, index) in enumerate(part, begin):
-                yield BlockRequest(self, place, blocks[number], index)
+            part = slice(begin, begin + REQUESTS_AT_ONCE)
+            rows = zip(due[part].tolist(), table[part].tolist(), strict=True)
+            for place, (moment, (sequences, steps, longest, number, index, order)) in enumerate(rows, begin):
+                yield BlockRequest(moment, order, sequences, steps, longest, blocks[number], index, self, place)
 
     def take(self, whole: Sequence[int], divided: Sequence[int] = ()) -> list[QueuedBlock]:
         """Remove the requests at these places, and return the requests of `whole` in blocks."""
@@ -151,7 +159,7 @@ class RequestOrder:
 
     def _join(self) -> None:
         """Put the requests of the blocks that have arrived in their places in the table."""
-        arrived, self._arrived = self._arrived, []
+        arrived, self.arrived = self.arrived, []
         if not arrived:
             return
         numbers = range(self._number, self._number + len(arrived))

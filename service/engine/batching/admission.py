@@ -1,0 +1,394 @@
+"""Admits requests to the queues of an engine: the queues are bounded, and a request that would miss its deadline is rejected when it
+arrives, by the predicted cost of the work queued before it.
+
+Pure: the time is an argument.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from service.engine.batching.batch_builder import UNLIMITED, SchedulerLimits, steps_within_budget
+from service.engine.batching.due import STRETCH, allowance
+from service.engine.batching.fair_shares import TENANT_SHARE, FairShares
+from service.engine.batching.model_queue import LEAST_STEPS, ModelQueue, S, WorkByDue
+from service.engine.batching.request_block import SEQUENCES, STEPS, QueuedBlock
+from service.engine.batching.tenant_queue import Rejection
+from service.engine.execution.cost_model import Cost
+from service.errors import DeadlineExceeded, Overloaded, ServiceError
+from service.ipc.messages.inference import Share
+from service.ipc.messages.models import ModelKey
+
+CAUTION = 1.5
+"""A request is admitted if this multiple of its expected time fits before its deadline: no prediction knows the pauses of a host."""
+
+FloatOrArray = TypeVar("FloatOrArray", float, NDArray[Any])
+
+
+class RefusedRequests(NamedTuple):
+    """Requests of a block that were refused for one reason."""
+
+    ids: list[int]
+    error: ServiceError
+
+
+class ArrivingRequest(NamedTuple):
+    """The values that the deadline check of one request needs, as in QueuedBlock."""
+
+    share: Share
+    sequences: int
+    steps: int
+    longest: int
+    deadline: float
+    head_start: float
+    requests: int = 1
+
+
+def _by_reason(block: QueuedBlock, refused: Sequence[tuple[Sequence[int], ServiceError]]) -> list[RefusedRequests]:
+    """Return the ids of the refused requests, together if they have the same error. refused: indices of requests, and their error."""
+    reasons: dict[tuple[str, str], RefusedRequests] = {}
+    for indices, error in refused:
+        if indices:
+            reason = reasons.setdefault((error.code, error.message), RefusedRequests([], error))
+            reason.ids.extend([block.ids[index] for index in indices])
+    return list(reasons.values())
+
+
+class Admission(Generic[S]):
+    """A bounded queue per model, and the policy that admits requests. cost: returns the predicted cost of a model's batches."""
+
+    def __init__(self, limits: SchedulerLimits, cost: Callable[[ModelKey], Cost]) -> None:
+        self._limits = limits
+        self._cost = cost
+        self._queues: dict[ModelKey, ModelQueue[S]] = {}
+        self._shares = FairShares()
+        self.earliest_deadline = math.inf
+        """Lower bound of all queued deadlines."""
+        self._used = 0.0
+        """`used` of the model that ran last. A new queue starts here: a model earns no credit while it has no requests."""
+        self._arrivals = 0
+        """Number of requests so far."""
+        self.waiting = 0
+        """Sequences that have not begun."""
+        self.begun = 0
+        """Sequences that have begun and have steps left."""
+
+    def add(self, model: ModelKey, sequences: list[S], *, now: float, busy: float = 0.0) -> None:
+        """Queue all sequences of one request, or none of them. busy: seconds until the batches in flight end.
+
+        Raises Overloaded if the queue is full or the request would miss its deadline behind the queued work, and DeadlineExceeded if the
+        request would miss its deadline even alone.
+        """
+        if not sequences:
+            return
+        first, steps = sequences[0], [sequence.remaining for sequence in sequences]
+        request = ArrivingRequest(first.share, len(sequences), sum(steps), max(steps), first.deadline, first.head_start)
+        queue = self._queue(model)
+        due = now - first.head_start + allowance(queue.cost, request.longest, first.deadline - now)
+        error = self._refusal(queue, request, due, now, busy, WorkByDue(queue, first.share.tenant))
+        if error is not None:
+            raise error
+        for sequence in sequences:
+            sequence.arrived, sequence.due, sequence.order = now, due, self._arrivals
+            queue.insert(sequence)
+        self._arrivals += 1
+        self._count(queue, request)
+
+    def add_block(self, block: QueuedBlock, *, now: float, busy: float = 0.0) -> list[RefusedRequests]:
+        """Queue the requests of a block, as `add` would queue them in turn. Returns the refused requests."""
+        model = block.model
+        queue = self._queue(model)
+        block.arrive(now, self._arrivals, queue.cost)
+        self._arrivals += block.requests
+        is_alone = block.requests == 1 and not busy and not self._queues
+        has_room = block.sequences <= self._free_places(block.share, block.requests)
+        if has_room and (is_alone or self._surely_in_time(queue, block, now, busy)):
+            self._count(queue, block)
+            queue.tenants[block.share.tenant].arrived.append(block)
+            return []
+        error = self._refusal_of_all(block, queue, now)
+        if error is not None:
+            return [RefusedRequests(block.ids, error)]
+        refused = self._accept(block, queue, now, busy)
+        left = block.without([index for indices, _ in refused for index in indices])
+        if left is not None:
+            queue.tenants[left.share.tenant].arrived.append(left)
+        return _by_reason(block, refused)
+
+    def holds(self, model: ModelKey) -> bool:
+        """Return whether any sequence of this model has steps left."""
+        return model in self._queues
+
+    def waiting_by_model(self) -> dict[ModelKey, int]:
+        """Return the number of sequences that have not begun, by model."""
+        return {
+            model: queue.count - sum([sequence.begun for sequence in queue.sequences]) for model, queue in self._queues.items()
+        }
+
+    def backlog_seconds(self) -> float:
+        """Return the predicted time of all queued work."""
+        return sum(self._seconds(queue, queue.count, queue.steps) for queue in self._queues.values())
+
+    # Arrivals.
+
+    def _queue(self, model: ModelKey) -> ModelQueue[S]:
+        """Return the queue of a model, or a new one, which `_count` will keep."""
+        queue = self._queues.get(model)
+        return ModelQueue(model, self._cost(model), self._used) if queue is None else queue
+
+    def _count(self, queue: ModelQueue[S], request: ArrivingRequest | QueuedBlock) -> None:
+        """Count a request that is queued."""
+        self._queues[queue.model] = queue
+        self.earliest_deadline = min(self.earliest_deadline, request.deadline)
+        tenant = request.share.tenant
+        waits = tenant in queue.tenants or (
+            len(self._queues) > 1 and any(tenant in other.tenants for other in self._queues.values())
+        )
+        self._shares.arrive(request.share, waits=waits)
+        self.waiting += request.sequences
+        if request.longest > queue.longest:
+            queue.longest = request.longest
+        queue.count_work(tenant, request.sequences, request.steps)
+
+    def _accept(
+        self, block: QueuedBlock, queue: ModelQueue[S], now: float, busy: float
+    ) -> list[tuple[Sequence[int], ServiceError]]:
+        """Accept requests of a block and count them as queued. Returns the indices of the others, with their errors."""
+        tenant = block.share.tenant
+        if block.requests == 1:
+            error = self._accept_one(block, 0, queue, now, busy, WorkByDue(queue, tenant))
+            return [] if error is None else [([0], error)]
+        refused: list[tuple[Sequence[int], ServiceError]] = []
+        work, begin = WorkByDue(queue, tenant, block), self._accept_first(block, queue, now, busy)
+        work.accept(slice(begin))
+        time_left = block.deadlines - now
+        while begin < block.requests:
+            # Under heavy overload a refusal must cost little: most requests share the reason of an earlier one.
+            rejection, end = queue.rejection_of(tenant), block.requests
+            covered = np.zeros(end - begin, bool)
+            if rejection is not None:
+                covered = rejection.covers_each(block.sizes[begin:, STEPS], time_left[begin:], block.head_start)
+            uncovered = begin + np.flatnonzero(~covered)
+            for place in range(len(uncovered)):
+                if self._free_places(block.share) < 1:
+                    refused += self._refused_by_full_queue(block, uncovered[place:])
+                    break
+                index = int(uncovered[place])
+                error = self._accept_one(block, index, queue, now, busy, work)
+                if error is None:
+                    work.accept(index)
+                    continue
+                refused.append(([index], error))
+                if queue.rejection_of(tenant) is not rejection:
+                    # The new rejection may cover the requests behind it.
+                    end = index + 1
+                    break
+            if rejection is not None:
+                refused.append(((begin + np.flatnonzero(covered[: end - begin])).tolist(), rejection.error()))
+            begin = end
+        return refused
+
+    def _accept_one(
+        self, block: QueuedBlock, index: int, queue: ModelQueue[S], now: float, busy: float, work: WorkByDue
+    ) -> ServiceError | None:
+        """Accept one request of a block and count it as queued, or return the error."""
+        count, steps, longest, deadline = block.sequences, block.steps, block.longest, block.deadline
+        if block.requests > 1:
+            count, steps, longest = block.sizes[index].tolist()
+            deadline = float(block.deadlines[index])
+        request = ArrivingRequest(block.share, count, steps, longest, deadline, block.head_start)
+        error = self._refusal(queue, request, float(block.due[index]), now, busy, work)
+        if error is None:
+            self._count(queue, request)
+        return error
+
+    def _accept_first(self, block: QueuedBlock, queue: ModelQueue[S], now: float, busy: float) -> int:
+        """Accept the first requests that have room and surely keep their deadlines: see `_surely_in_time`. Returns their number."""
+        places, rejection = self._free_places(block.share, block.requests), queue.rejection_of(block.share.tenant)
+        if block.sequences == block.requests and rejection is None:
+            # Usually the requests that have room surely keep even the earliest deadline, with the steps of the whole block.
+            end = max(0, min(places, block.requests))
+            if self._sure_seconds(queue, block, end, block.steps, busy) <= block.deadline - now:
+                self._count_first(block, queue, end)
+                return end
+        counts, steps = block.sizes[:, SEQUENCES].cumsum(), block.sizes[:, STEPS].cumsum()
+        sure = (counts <= places) & (self._sure_seconds(queue, block, counts, steps, busy) <= block.deadlines - now)
+        if rejection is not None:
+            sure &= ~rejection.covers_each(block.sizes[:, STEPS], block.deadlines - now, block.head_start)
+        end = block.requests if sure.all() else int(sure.argmin())
+        self._count_first(block, queue, end)
+        return end
+
+    def _count_first(self, block: QueuedBlock, queue: ModelQueue[S], requests: int) -> None:
+        """Count the first requests of a block as queued."""
+        if requests:
+            count, steps = block.work_of_first(requests)
+            longest, deadline = max(block.lengths[:count]), float(block.deadlines[:requests].min())
+            first = ArrivingRequest(block.share, count, steps, longest, deadline, block.head_start, requests)
+            self._count(queue, first)
+
+    def _refusal_of_all(self, block: QueuedBlock, queue: ModelQueue[S], now: float) -> ServiceError | None:
+        """Return the error that all requests of a block share, or None if each needs a check. A rejection precedes the full queue."""
+        rejection = queue.rejection_of(block.share.tenant)
+        if rejection is None:
+            full = block.sequences == block.requests and self._free_places(block.share) < 1
+            return self._queue_full(block.share, 1) if full else None
+        latest = block.deadline if block.requests == 1 else float(block.deadlines.max())
+        return rejection.error() if rejection.covers(block.shortest, latest - now, block.head_start) else None
+
+    def _refused_by_full_queue(
+        self, block: QueuedBlock, indices: NDArray[np.int64]
+    ) -> Iterator[tuple[Sequence[int], ServiceError]]:
+        """Yield the indices of these requests, with their error, by the number of their sequences."""
+        if block.sequences == block.requests:
+            yield indices.tolist(), self._queue_full(block.share, 1)
+            return
+        counts = block.sizes[indices, SEQUENCES]
+        for count in np.unique(counts).tolist():
+            yield indices[counts == count].tolist(), self._queue_full(block.share, count)
+
+    # Predictions.
+
+    def _seconds(self, queue: ModelQueue[S], count: int, steps: int, longest: int = 0) -> float:
+        """Return the predicted time of `count` sequences of one model that have `steps` steps together.
+
+        longest: steps of the longest sequence, if it is longer than the mean.
+        """
+        cost, max_sequences = queue.cost, self._limits.max_batch_sequences
+        longest = max(longest, steps // max(1, count))
+        # Sequences follow each other in each row of the batch, and the longest comes last.
+        steps_per_row = longest if count <= max_sequences else (steps - longest) // max_sequences + longest
+        rows = min(count, max_sequences)
+        batches = max(-(-count // max_sequences), -(-steps_per_row // self._expected_steps(queue, rows)))
+        return cost.fixed * batches + (cost.per_step + cost.per_token * rows) * steps_per_row
+
+    def _expected_steps(self, queue: ModelQueue[S], rows: int) -> int:
+        """Return how many steps a batch is likely to take: the recent mean, or before the first batch the steps that the budget allows."""
+        return int(queue.reach) or steps_within_budget(self._limits, rows, self._limits.max_batch_tokens // rows, queue.cost)
+
+    def _free_places(self, share: Share, requests: int = 1) -> int:
+        """Return the most sequences of a tenant for which the queue has room: see `_free_in_share`."""
+        free = self._limits.max_waiting - self.waiting
+        return min(free, self._free_in_share(share, requests)) if share.tenant else free
+
+    def _free_in_share(self, share: Share, requests: int = 1) -> int:
+        """Return the most sequences of a tenant that leave the other tenants room. Its first request, if it is alone, may have more."""
+        if not share.tenant:
+            return UNLIMITED
+        waiting = self._waiting_of(share.tenant)
+        if not waiting and requests == 1:
+            return UNLIMITED
+        others = self.waiting - waiting
+        return math.floor(TENANT_SHARE * (self._limits.max_waiting - others)) - waiting
+
+    def _waiting_of(self, tenant: str) -> int:
+        """Return the number of sequences of a tenant that have not begun."""
+        works = [queue.tenants[tenant] for queue in self._queues.values() if tenant in queue.tenants]
+        return sum([work.count - work.begun for work in works])
+
+    def _surely_in_time(self, queue: ModelQueue[S], request: ArrivingRequest | QueuedBlock, now: float, busy: float) -> bool:
+        """Return whether a request keeps its deadline even if everything in the queue is due before it."""
+        time_left = request.deadline - now
+        rejection = queue.rejection_of(request.share.tenant)
+        if rejection is not None and rejection.covers(request.steps, time_left, request.head_start):
+            return False
+        return self._sure_seconds(queue, request, request.sequences, request.steps, busy) <= time_left
+
+    def _sure_seconds(
+        self,
+        queue: ModelQueue[S],
+        arriving: ArrivingRequest | QueuedBlock,
+        count: FloatOrArray,
+        steps: FloatOrArray,
+        busy: float,
+    ) -> FloatOrArray:
+        """Return an upper bound of what `_refusal` needs for sequences of a request or of a block, at little cost.
+
+        count, steps: of the sequences; of many requests as arrays.
+        """
+        longest = arriving.longest
+        most = longest if longest > queue.longest else queue.longest
+        total = busy + self._most_seconds(queue, queue.count + count, queue.steps + steps, most)
+        for queued in self._queues.values():
+            if queued is not queue:
+                total += self._most_seconds(queued, queued.count, queued.steps, queued.longest)
+        return CAUTION * total + STRETCH * queue.cost.of(longest, longest) - min(0.0, arriving.head_start)
+
+    def _most_seconds(self, queue: ModelQueue[S], count: FloatOrArray, steps: FloatOrArray, longest: int) -> FloatOrArray:
+        """Return an upper bound of `_seconds`. longest: no sequence has more steps."""
+        cost, rows = queue.cost, self._limits.max_batch_sequences
+        steps_per_row = steps / rows + longest
+        batches = count / rows + steps_per_row / (int(queue.reach) or LEAST_STEPS) + 2
+        return cost.fixed * batches + (cost.per_step + cost.per_token * rows) * steps_per_row
+
+    def _refusal(
+        self,
+        queue: ModelQueue[S],
+        request: ArrivingRequest | QueuedBlock,
+        due: float,
+        now: float,
+        busy: float,
+        work: WorkByDue,
+    ) -> ServiceError | None:
+        """Return the error if a request would miss its deadline or the queue is full, None if it is accepted."""
+        time_left = request.deadline - now
+        rejection = queue.rejection_of(request.share.tenant)
+        if rejection is not None and rejection.covers(request.steps, time_left, request.head_start):
+            return rejection.error()
+        if request.sequences > self._free_places(request.share, request.requests):
+            return self._queue_full(request.share, request.sequences)
+        if (not busy and not self._queues) or self._surely_in_time(queue, request, now, busy):
+            return None
+        expected = busy + self._expected_seconds(queue, request, due, work)
+        # Until the due time, later arrivals may take this request's place in a full batch.
+        full = queue.count >= self._limits.max_batch_sequences
+        needed = CAUTION * expected + (max(0.0, due - now) if full else 0.0)
+        if needed <= time_left:
+            return None
+        alone = self._seconds(queue, request.sequences, request.steps, request.longest)
+        if CAUTION * alone > time_left:
+            return DeadlineExceeded(
+                f"the request takes about {alone:.3g} s alone and its deadline is in {time_left:.3g} s: allow more time"
+            )
+        message = f"an answer is expected in {expected:.3g} s and the deadline is in {time_left:.3g} s: retry later, or allow more time"
+        rejection = Rejection(request.steps, needed, request.head_start, message, math.ceil(expected))
+        queue.reject(request.share.tenant, rejection)
+        return rejection.error()
+
+    def _queue_full(self, share: Share, count: int) -> Overloaded:
+        limit = f"SEQSERVE_MAX_WAITING is {self._limits.max_waiting}: retry later, or raise SEQSERVE_MAX_WAITING"
+        if count <= self._free_in_share(share):
+            message = f"{self.waiting} sequences wait, this request has {count} and {limit}"
+        else:
+            message = (
+                f"{self._waiting_of(share.tenant)} sequences of this tenant wait, this request has {count}, "
+                f"one tenant takes at most {TENANT_SHARE:.1%} of the places that the others leave and {limit}"
+            )
+        return Overloaded(message, retry_after=1)
+
+    def _expected_seconds(
+        self, queue: ModelQueue[S], request: ArrivingRequest | QueuedBlock, due: float, work: WorkByDue
+    ) -> float:
+        """Return the expected completion time of a request, including the work of its tenant and model that is due before it.
+
+        Each other tenant adds its queued work, but at most what its weight allows. Each other model adds its queued work, but at most as
+        much again: models share the device by time.
+        """
+        count_later, steps_later = work.later(due)
+        queued = queue.tenants.get(request.share.tenant)
+        count, steps = request.sequences - count_later, request.steps - steps_later
+        if queued is not None:
+            count, steps = count + queued.count, steps + queued.steps
+        count_of_others, steps_of_others = self._shares.work_of_others(queue, request.share, queue.price(count, steps))
+        seconds = self._seconds(queue, count + count_of_others, steps + steps_of_others, request.longest)
+        others = [
+            min(seconds, self._seconds(other, other.count, other.steps))
+            for other in self._queues.values()
+            if other is not queue
+        ]
+        return seconds + sum(others)

@@ -1,0 +1,47 @@
+"""Short calls for tests of sessions."""
+
+from __future__ import annotations
+
+from service.errors import ServiceError
+from service.ipc.messages.models import ModelKey
+from tests.engine.batching.harness import MODEL, AsynchronousEngine, BatcherHarness, FakeClient
+
+
+def progress(client: FakeClient) -> tuple[float, int]:
+    """Return the sum and the steps of the session so far."""
+    return client.sums[0], client.answers[0][0].session_steps
+
+
+def refused(client: FakeClient) -> type[ServiceError]:
+    [error] = client.errors
+    return type(error)
+
+
+def send(harness: BatcherHarness, *values: int, session: str = "a", **options: object) -> FakeClient:
+    client = harness.call(values, session=session, **options)  # type: ignore[arg-type]
+    harness.run()
+    return client
+
+
+def used_slots(harness: BatcherHarness, model: ModelKey = MODEL) -> int:
+    harness.batcher.count()
+    return round(harness.metrics.state_slots_used.values.get(model.labels, [0.0])[0])
+
+
+class ChunkedHarness(BatcherHarness):
+    """Its batches take LEAST_STEPS of each sequence and end when the test ends them."""
+
+    def __init__(self) -> None:
+        self.asynchronous = AsynchronousEngine()
+        self.asynchronous.per_row = self.asynchronous.per_row._replace(fixed=0.0, per_step=1.0)
+        super().__init__(engine=self.asynchronous, batch_seconds=1.0)
+
+    def batch(self) -> None:
+        self.batcher.step()
+        self.asynchronous.end()
+
+    def answer(self, *values: int) -> FakeClient:
+        client = self.call(values, session="a")
+        while not client.replies:
+            self.batch()
+        return client
