@@ -17,7 +17,6 @@ from service.modeling.layers import GATED
 from service.modeling.spec.activations import Activation
 from service.modeling.spec.layers import GatedLayer, GRULayer, LSTMLayer
 
-OPERATORS = {"rnn": "RNN", "lstm": "LSTM", "gru": "GRU"}
 DIRECTIONS = {("forward",): "forward", ("backward",): "reverse", ("forward", "backward"): "bidirectional"}
 
 
@@ -54,17 +53,18 @@ def _node(graph: ExportedGraph, layer: GatedLayer, part: ExportedPart, level: in
     inputs = [x]
     inputs += [graph.weight(name, np.stack([getattr(one, name) for one in directions])) for name in ("W", "R", "B")]
     inputs.append(graph.lengths)
-    for name in ("start", "start_cell")[: 2 if layer.kind == "lstm" else 1]:  # type: ignore[attr-defined]
+    kind = GATED[part.kind]
+    for name in kind.starts:
         inputs.append(_start(graph, part, [f"{level}.{one}.{name}" for one in layer.directions]))
     if isinstance(layer, LSTMLayer) and layer.peepholes:
         inputs.append(graph.weight("P", np.stack([one.peepholes for one in directions])))
     while not inputs[-1]:
         inputs.pop()
-    kind = part.kind
     attributes: dict[str, Any] = {"hidden_size": layer.hidden, "direction": DIRECTIONS[layer.directions]}
     attributes |= _activation_attributes(layer) | ({} if layer.clip is None else {"clip": float(layer.clip)})
     attributes |= {"linear_before_reset": int(layer.reset_after)} if isinstance(layer, GRULayer) else {}
-    return graph.add(OPERATORS[kind], *inputs, outputs=3 if kind == "lstm" else 2, **attributes)
+    [operator] = kind.names["onnx"]
+    return graph.add(operator, *inputs, outputs=1 + len(kind.starts), **attributes)
 
 
 class _Direction:
@@ -76,10 +76,10 @@ class _Direction:
             kind.to_framework("onnx", part.numpy(f"{place}.{name}")) for name in ("input", "recurrent", "bias")
         )
         self.W, self.R = input.T, recurrent.T
-        inner = np.zeros_like(bias)
-        if f"{place}.recurrent_bias" in part.arrays:
-            inner[-layer.hidden :] = part.numpy(f"{place}.recurrent_bias")
-        self.B = np.concatenate([bias, inner])
+        biases = {
+            name: part.numpy(f"{place}.{name}") for name in ("bias", "recurrent_bias") if f"{place}.{name}" in part.arrays
+        }
+        self.B = np.concatenate([bias, kind.recurrent_bias(biases)])
         if f"{place}.peephole" in part.arrays:
             self.peepholes = kind.to_framework("onnx", part.numpy(f"{place}.peephole"), without="cell")
 

@@ -27,7 +27,7 @@ LAYERS: dict[str, Layer] = {
     **layers.LAYERS,
     **shapes.LAYERS,
     **dict.fromkeys(activations.LAYERS, activations.layer),
-    **dict.fromkeys((*recurrent.KINDS, "RNN"), recurrent.recurrent),
+    **dict.fromkeys((*recurrent.LAYERS, "RNN"), recurrent.recurrent),
     "Activation": activations.activation,
     "Bidirectional": recurrent.bidirectional,
     "Dot": ops.dot,

@@ -20,13 +20,13 @@ from service.importers.draft import Array, ImportRefused
 from service.importers.keras.activations import gate
 from service.importers.keras.architecture import LayerConfig, layer_config
 from service.importers.keras.call import KerasCall, KerasFinalCell, KerasTensor, Value
-from service.modeling.layers import GATED
+from service.modeling.layers import GATED, kinds_by_name
 
-KINDS = {"SimpleRNN": "rnn", "LSTM": "lstm", "GRU": "gru", "CuDNNLSTM": "lstm", "CuDNNGRU": "gru"}
-CELLS = {"SimpleRNNCell": "rnn", "LSTMCell": "lstm", "GRUCell": "gru"}
+KINDS = kinds_by_name("keras")
+CELLS = [name for name in KINDS if name.endswith("Cell")]
+LAYERS = [name for name in KINDS if name not in CELLS]
 NAMES = ("kernel", "recurrent_kernel", "bias")
 MERGES = ("concat", "sum", "mul", "ave")
-STATES = {"rnn": 1, "lstm": 2, "gru": 1}
 PER_STEP = ("Dense", "Activation", "Dropout", "BatchNormalization", "LayerNormalization", "LeakyReLU", "ReLU", "ELU", "Softmax")
 """Layers that compute the same for every step within TimeDistributed as without it."""
 Tensors = dict[str, Array]
@@ -41,7 +41,7 @@ def recurrent(call: KerasCall) -> Sequence[Value]:
     _note_states(call)
     outputs: list[Value] = [_output(call, x, layer, order[0])]
     if call.flag("return_state", False):
-        outputs += [KerasTensor(_final(x, layer, order[0])), *[KerasFinalCell()] * (STATES[_kind(cell)] - 1)]
+        outputs += [KerasTensor(_final(x, layer, order[0])), *_final_cells(cell)]
     return outputs
 
 
@@ -62,9 +62,8 @@ def bidirectional(call: KerasCall) -> Sequence[Value]:
     _note_states(inner)
     outputs: list[Value] = list(_merged(call, x, layer, order, steps=inner.flag("return_sequences", False)))
     if inner.flag("return_state", False):
-        cell_states = [KerasFinalCell()] * (STATES[kind] - 1)
         for columns in order:
-            outputs += [KerasTensor(_final(x, layer, columns)), *cell_states]
+            outputs += [KerasTensor(_final(x, layer, columns)), *_final_cells(cells[0])]
     return outputs
 
 
@@ -95,15 +94,19 @@ def _cell(call: KerasCall, layer: LayerConfig) -> KerasCall:
                 f"its cell is {cell.kind if cell else inner!r:.40}: the cells that can be imported are {', '.join(CELLS)}"
             )
         return KerasCall(replace(cell, name=call.layer.name), call.node, call.inputs, call.paths, call.reading)
-    if layer.kind not in KINDS:
+    if layer.kind not in LAYERS:
         raise ImportRefused(
-            f"it has the layer {layer.kind}, and the layers that can be imported in it are {', '.join([*KINDS, 'RNN'])}"
+            f"it has the layer {layer.kind}, and the layers that can be imported in it are {', '.join([*LAYERS, 'RNN'])}"
         )
     return outer
 
 
 def _kind(cell: KerasCall) -> str:
-    return {**KINDS, **CELLS}[cell.layer.kind]
+    return KINDS[cell.layer.kind]
+
+
+def _final_cells(cell: KerasCall) -> list[KerasFinalCell]:
+    return [KerasFinalCell() for name in GATED[_kind(cell)].starts if name == "start_cell"]
 
 
 def _names(cell: KerasCall) -> tuple[str, ...]:

@@ -14,9 +14,9 @@ from service.importers.onnx.recurrent import final_state, step_outputs
 from service.importers.onnx.values import Constant, FinalCell, State
 from service.importers.torch_archive.operation import ArchiveOperation, array_of
 from service.importers.torch_archive.packing import Packed
-from service.modeling.layers import GATED
+from service.modeling.layers import GATED, kinds_by_name
 
-KINDS = {"lstm": "lstm", "gru": "gru", "rnn_tanh": "rnn", "rnn_relu": "rnn"}
+KINDS = kinds_by_name("torch")
 DIRECTIONS = ("forward", "backward")
 
 
@@ -93,7 +93,7 @@ def _add_start(operation: ArchiveOperation, kind: str, index: int, tensors: dict
     """Add initial states that are constant and not zero."""
     given = operation["hx"]
     states: Sequence[Any] = given if isinstance(given, list | tuple) else [given]
-    names = ("start", "start_cell") if kind == "lstm" else ("start",)
+    names = GATED[kind].starts
     sizes = tensors["recurrent"].shape[0], tensors["input"].shape[1] // len(GATED[kind].gates)
     starts = {name: _start(operation, state, index, size) for name, state, size in zip(names, states, sizes, strict=False)}
     if any(start is not None for start in starts.values()) or _any_start(states):
