@@ -6,9 +6,8 @@ works; all other axes of columns have one entry. `label` names the operation of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -54,36 +53,6 @@ def dense(x: Signal, weight: Array, bias: Array, label: str, origins: frozenset[
     arrays = {"weight": scattered(weight, columns, node.width), "bias": bias}
     table = {"kind": "dense", "width": width, "activation": "none"}
     return x.over(Layer(node, table, arrays, width, label, origins), at % x.rank)
-
-
-def recurrent(
-    x: Signal,
-    kind: str,
-    options: Mapping[str, Any],
-    directions: Mapping[str, Mapping[str, Array]],
-    label: str,
-    origins: frozenset[str] = NO_ORIGINS,
-    *,
-    at: int = -1,
-) -> tuple[Layer, Columns]:
-    """Run an rnn, lstm or gru; return the layer, and the indexes of each direction's columns in it, (directions, width).
-
-    options: its keys in model.toml; directions: the tensors of "forward" and "backward", in the layout of model.toml. Over reversed
-    steps, "forward" is the model's backward direction, and the outputs are in reverse order as well.
-    """
-    node, columns = source(x, at)
-    vector = next(iter(directions.values()))["recurrent"].shape[0]
-    swapped = {"forward": "backward", "backward": "forward"}
-    ours = {swapped[name] if x.is_reversed else name: arrays for name, arrays in directions.items()}
-    arrays: dict[str, Array] = {}
-    for name in sorted(ours, reverse=True):  # forward first
-        own = {**ours[name], "input": scattered(ours[name]["input"], columns, node.width)}
-        arrays |= {f"0.{name}.{tensor}": array for tensor, array in own.items()}
-    table = {"kind": kind, **options}
-    table |= {"bidirectional": True} if len(ours) == 2 else {"direction": "backward"} if "backward" in ours else {}
-    layer = Layer(node, table, arrays, vector * len(ours), label, origins)
-    order = np.arange(layer.width).reshape(len(ours), vector)
-    return layer, order[::-1] if x.is_reversed else order
 
 
 def conv(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from service.importers.chain.nodes import Input, Mapped, Node
+from service.importers.chain.reading import STEPS
 from service.importers.chain.settling import settled
 from service.importers.chain.signal import MOST_COLUMNS, Role, Signal, axis
 from service.importers.draft import ImportRefused
@@ -15,8 +16,6 @@ from service.importers.keras.architecture import LayerCall, LayerConfig, Network
 from service.importers.keras.call import KerasCall, KerasMask, KerasReading, KerasTensor, Value
 from service.importers.keras.weights import Weights
 
-BATCH, STEPS = 101, 10007
-"""Sizes of axes that a model leaves open. They are prime, so that no size of a weight is taken for them."""
 MOST_CALLS = 1000
 LONGEST_FUNCTION = 2
 """Activations in a row that may together be one activation. Others are named one by one, which takes less time."""
@@ -66,16 +65,16 @@ def start(network: Network, reading: KerasReading) -> KerasTensor:
     if not isinstance(shape, list) or len(shape) < 2 or not all(_is_size(size) for size in shape):
         raise ImportRefused(f"the input of the model has the shape {shape!r:.60}: build the model before it is saved")
     steps, columns = shape[1], shape[2:]
-    if None in columns or (reading.ids is not None and columns):
+    if None in columns or (reading.takes_ids and columns):
         raise ImportRefused(
             f"the input of the model has the shape {shape}: token ids have the axes of the batch and of the steps"
         )
-    reading.fixed_steps = steps
+    reading.fixed, reading.steps = steps is not None, steps or STEPS
     width = int(np.prod(columns, dtype=object))
     if width > MOST_COLUMNS:
         raise ImportRefused(f"the input has {width} columns, and the limit is {MOST_COLUMNS}")
-    axes = (axis(Role.BATCH, BATCH), axis(Role.STEPS, steps or STEPS), *(axis(Role.COLUMNS, size) for size in columns))
-    node = reading.ids or Input(width)
+    axes = (axis(Role.BATCH, reading.batch), axis(Role.STEPS, reading.steps), *(axis(Role.COLUMNS, size) for size in columns))
+    node = reading.ids if reading.takes_ids else Input(width)
     return KerasTensor(Signal(axes, (node,), np.arange(width).reshape(columns)))
 
 
@@ -87,8 +86,8 @@ def _called(
     reading: KerasReading,
 ) -> Sequence[Value]:
     """Return the outputs of one call of a layer."""
-    reading.calls += 1
-    if reading.calls > MOST_CALLS:
+    reading.progress += 1
+    if reading.progress > MOST_CALLS:
         raise ImportRefused(f"the model has more than {MOST_CALLS} calls of layers")
     try:
         inputs = [

@@ -78,7 +78,7 @@ def crop(call: KerasCall) -> KerasTensor:
 
 def mask(call: KerasCall) -> Value:
     """NotEqual, an operation that Keras 3 writes into functional models, makes their masks."""
-    call.reading.has_mask = True
+    call.reading.lengths = True
     return KerasMask()
 
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 
 from service.importers.chain.finishing import finished
+from service.importers.chain.reading import Reading
 from service.importers.draft import Draft, ImportRefused
 from service.importers.onnx.file import Tensors, read_model
 from service.importers.onnx.graph import MALFORMED, Graph
-from service.importers.onnx.operation import Reading
 from service.importers.onnx.readings import GraphInput, InputPlan, plans
 
 
@@ -66,9 +66,7 @@ def _attempts(graph: Graph, plan: InputPlan, failures: list[tuple[int, ImportRef
 
 def _complete(draft: Draft, graph: Graph, plan: InputPlan, reading: Reading) -> None:
     """Add the results of interpreting the graph: notes, unused tensors and the source itself."""
-    reading.complete(draft, graph.weights, "graph")
+    reading.complete(draft, graph.weights, "graph", graph.outputs)
     if reading.lengths and draft.head.table.get("pool") not in (None, "last") and not reading.masks:
         draft.notes.append("in a batch, the graph also pools the padding of shorter sequences, which the model does not have")
     draft.original = graph.original(plan, reading.steps if reading.fixed else None)
-    if len(graph.outputs) > 1:
-        draft.notes.append(f"of the outputs, only {graph.outputs[0]} is imported, without {', '.join(graph.outputs[1:])}")

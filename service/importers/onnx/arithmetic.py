@@ -10,10 +10,10 @@ import numpy as np
 from service.importers.chain import operations
 from service.importers.chain.functions import Function, Numbers, affine, named
 from service.importers.chain.signal import Signal
+from service.importers.chain.values import Constant, Lengths, Value
 from service.importers.draft import Array, ImportRefused
 from service.importers.onnx.masks import mean_of_sum, steps_below, without_padding
 from service.importers.onnx.operation import Operation
-from service.importers.onnx.values import Constant, Lengths, Value
 
 Calculation = Callable[[Numbers, Numbers], Numbers]
 _erf = np.vectorize(math.erf, otypes=[np.float64])

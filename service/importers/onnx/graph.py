@@ -8,17 +8,18 @@ from collections.abc import Mapping, MutableMapping, Sequence
 import numpy as np
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
 
+from service.importers.chain.reading import Reading
 from service.importers.chain.settling import weights_below
 from service.importers.chain.signal import Signal
+from service.importers.chain.values import Constant, Value
 from service.importers.draft import Array, ImportRefused, Original
 from service.importers.onnx.budget import GraphBudget, number_count, stored
 from service.importers.onnx.file import Tensors
 from service.importers.onnx.folding import FOLDED, fold
-from service.importers.onnx.operation import Operation, Reading, attribute_value
+from service.importers.onnx.operation import Operation, attribute_value
 from service.importers.onnx.operators import OF_CONSTANTS, OPERATORS
 from service.importers.onnx.original import original
 from service.importers.onnx.readings import InputPlan
-from service.importers.onnx.values import Constant, Value
 
 DOMAINS = ("", "ai.onnx")
 OPSETS = range(7, 27)

@@ -10,10 +10,10 @@ import numpy as np
 from service.importers.chain import operations
 from service.importers.chain.functions import affine
 from service.importers.chain.signal import Role, Signal
+from service.importers.chain.values import Constant, Value
 from service.importers.chain.windows import Window, same_window
 from service.importers.draft import ImportRefused
 from service.importers.onnx.operation import Axes, Operation, checked_axis
-from service.importers.onnx.values import Constant, Value
 
 REDUCTIONS = {"ReduceMax": "max", "ReduceMean": "mean", "ReduceSum": "sum"}
 GLOBAL_POOLS = {"GlobalMaxPool": "max", "GlobalAveragePool": "mean"}

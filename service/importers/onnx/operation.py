@@ -2,60 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from onnx import AttributeProto, NodeProto, TensorProto, helper
 
-from service.importers.chain.nodes import Input
+from service.importers.chain.reading import Reading
 from service.importers.chain.signal import Signal
-from service.importers.draft import Array, Draft, ImportRefused
+from service.importers.chain.values import Constant, Value
+from service.importers.draft import Array, ImportRefused
 from service.importers.onnx.file import inline_array
-from service.importers.onnx.values import Constant, Value
 
 Axes = list[int]
 LISTS = (AttributeProto.INTS, AttributeProto.STRINGS)
-
-
-@dataclass(slots=True)
-class Reading:
-    """How the graph is read, with the notes and facts that its operators found.
-
-    batch, steps: the sizes of the sequence input; fixed: whether the graph takes this number of steps only; ids: the node of token ids;
-    whole_pools: numbers of steps at which a pooling window covers them all; lengths: whether a layer takes the lengths of the sequences;
-    masks: whether the graph replaces padding; progress: how many nodes were understood.
-    """
-
-    batch: int
-    steps: int
-    fixed: bool
-    opset: int
-    ids: Input = field(default_factory=lambda: Input(1, is_ids=True))
-    notes: list[str] = field(default_factory=list)
-    whole_pools: list[int] = field(default_factory=list)
-    lengths: bool = False
-    masks: bool = False
-    progress: int = 0
-
-    def note(self, note: str) -> None:
-        if note not in self.notes:
-            self.notes.append(note)
-
-    def complete(self, draft: Draft, weights: Iterable[str], source: str) -> None:
-        """Add the unused tensors and the notes to a draft. source: the graph or the program, as notes name it."""
-        draft.unused = [name for name in weights if name not in draft.used]
-        draft.notes += self.notes
-        if self.fixed:
-            draft.input["max_steps"] = self.steps
-            draft.notes.append(
-                f"the {source} takes sequences of {self.steps} steps only, and the model sequences of any length"
-            )
-        if not self.lengths:
-            draft.notes.append(
-                f"the {source} has no lengths of sequences: if it was trained with padding, padded steps counted as steps"
-            )
 
 
 @dataclass(slots=True)

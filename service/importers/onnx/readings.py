@@ -17,13 +17,11 @@ import numpy as np
 from onnx import TensorProto, ValueInfoProto, helper
 
 from service.importers.chain.nodes import Input
+from service.importers.chain.reading import BATCH, STEPS, Reading
 from service.importers.chain.signal import MOST_COLUMNS, Role, Signal, axis
+from service.importers.chain.values import Lengths, State, Value
 from service.importers.draft import Array, ImportRefused
-from service.importers.onnx.operation import Reading
-from service.importers.onnx.values import Lengths, State, Value
 
-BATCH, STEPS = 101, 10007
-"""Sizes of axes that a graph leaves open. They are prime, so that no size of a weight is taken for them."""
 IDS = (TensorProto.INT32, TensorProto.INT64)
 NUMBERS = (TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16)
 LARGEST_RANK = 4

@@ -13,10 +13,10 @@ from onnx import TensorProto
 from service.importers.chain import operations
 from service.importers.chain.nodes import Input
 from service.importers.chain.signal import Role, Signal, concatenate
+from service.importers.chain.values import Constant, Lengths, Mask, Order, State, Value
 from service.importers.draft import ImportRefused
 from service.importers.onnx.budget import check_size
 from service.importers.onnx.operation import Operation, checked_axis
-from service.importers.onnx.values import Constant, Lengths, Mask, Order, State, Value
 
 INTEGERS = (TensorProto.INT32, TensorProto.INT64)
 HALVES = (TensorProto.FLOAT16, TensorProto.BFLOAT16)

@@ -34,15 +34,14 @@ def recurrent(table: Table, found: Sequence[ModuleTensors]) -> Part:
             f"and it has {list(module.tensors)}"
         )
     arrays: dict[str, Array] = {}
-    for level in range(len(suffixes) // (1 + bidirectional)):
+    depth = len(suffixes) // (1 + bidirectional)
+    for level in range(depth):
         for direction, suffix in DIRECTIONS[: 1 + bidirectional]:
             own = direction if bidirectional else table.get("direction", "forward")
             suffix = "" if suffixes == [""] else f"_l{level}{suffix}"
             arrays |= {f"{level}.{own}.{name}": array for name, array in _one_direction(module, suffix).items()}
-    projection = module.tensors.get(f"weight_hr{first}")
-    hidden = module.tensors[f"weight_hh{first}"].shape[1] if projection is None else projection.shape[1]
-    sizes = {"hidden": hidden, "depth": len(suffixes) // (1 + bidirectional), "bidirectional": bidirectional}
-    return Part({**table, **sizes} | ({} if projection is None else {"projection": len(projection)}), arrays)
+    sizes = GATED[module.kind].options(_one_direction(module, first))
+    return Part({**table, **sizes, "depth": depth, "bidirectional": bidirectional}, arrays)
 
 
 def _levels(module: ModuleTensors) -> list[str]:
@@ -52,9 +51,10 @@ def _levels(module: ModuleTensors) -> list[str]:
 def _one_direction(module: ModuleTensors, suffix: str) -> dict[str, Array]:
     found = {ours: module.tensors[name + suffix] for ours, name in PYTORCH.items() if name + suffix in module.tensors}
     zeros = np.zeros(len(found["input"]), np.float32)
-    biases = (found.pop(name, zeros) for name in ("bias", "recurrent_bias"))
-    joined = GATED[module.kind].joined_biases(*biases, keeps_last=module.kind == "gru")
-    return {name: matrix.T for name, matrix in found.items()} | joined
+    biases = (found.get(name, zeros) for name in ("bias", "recurrent_bias"))
+    matrices = found["input"].T, found["recurrent"].T
+    arrays = GATED[module.kind].tensors("torch", *matrices, *biases, keeps_last=module.kind == "gru")
+    return arrays | ({"projection": found["projection"].T} if "projection" in found else {})
 
 
 def embedding(table: Table, found: Sequence[ModuleTensors]) -> Part:

@@ -38,12 +38,9 @@ def recurrent(table: dict[str, Any], layer: LayerVariables, forget_bias: float) 
         own = _tensors(cell, forget_bias)
         place = direction if len(directions) == 2 else table.get("direction", "forward")
         arrays |= {f"{level}.{place}.{name}": array for name, array in own.items()}
-    found: dict[str, Any] = {"kind": kind, "hidden": len(own["bias"]) // len(GATED[kind].gates)}
+    found: dict[str, Any] = {"kind": kind, **GATED[kind].options(own)}
     found |= {"depth": len(levels)} if len(levels) > 1 else {}
     found |= {"bidirectional": True} if len(directions) == 2 else {}
-    found |= {"peepholes": True} if "peephole" in own else {}
-    found |= {"projection": own["projection"].shape[1]} if "projection" in own else {}
-    found |= {"reset_after": False} if kind == "gru" and "recurrent_bias" not in own else {}
     return Part({**table, **found}, arrays)
 
 

@@ -14,10 +14,10 @@ import torch
 from onnx import TensorProto
 
 from service.importers.chain.finishing import finished
+from service.importers.chain.reading import Reading
 from service.importers.chain.signal import Signal
 from service.importers.draft import Array, Draft, ImportRefused, Original
 from service.importers.onnx.graph import MALFORMED
-from service.importers.onnx.operation import Reading
 from service.importers.onnx.readings import GraphInput, InputPlan, plans
 from service.importers.torch_archive.archive import Archive
 from service.importers.torch_archive.exported import MODEL, ExportedProgram

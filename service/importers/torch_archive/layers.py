@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from service.importers.chain.signal import Signal
+from service.importers.chain.values import Constant
 from service.importers.draft import ImportRefused
-from service.importers.onnx.values import Constant
 from service.importers.torch_archive.operation import ArchiveOperation
 
 REDUCTIONS = {"amax": "ReduceMax", "max": "ReduceMax", "mean": "ReduceMean", "sum": "ReduceSum"}

@@ -10,9 +10,9 @@ import numpy as np
 from onnx import TensorProto
 
 from service.importers.chain.signal import Signal
+from service.importers.chain.values import Lengths, Order, State
 from service.importers.draft import ImportRefused
 from service.importers.onnx.operation import checked_axis
-from service.importers.onnx.values import Lengths, Order, State
 from service.importers.torch_archive.operation import ArchiveOperation
 from service.importers.torch_archive.packing import BatchSizes
 

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 from onnx import helper
 
+from service.importers.chain.reading import Reading
 from service.importers.chain.signal import Signal
+from service.importers.chain.values import Constant, Value
 from service.importers.draft import Array, ImportRefused
 from service.importers.onnx import operation as onnx_operation
-from service.importers.onnx.operation import Reading
 from service.importers.onnx.operators import OPERATORS
-from service.importers.onnx.values import Constant, Value
 from service.importers.torch_archive.calls import OperatorCall
 
 

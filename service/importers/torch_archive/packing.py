@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from service.importers.chain.signal import Role, Signal
+from service.importers.chain.values import Constant, Lengths, Order
 from service.importers.draft import ImportRefused
-from service.importers.onnx.values import Constant, Lengths, Order
 from service.importers.torch_archive.operation import ArchiveOperation
 
 

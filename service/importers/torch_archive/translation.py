@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from service.importers.chain.reading import Reading
 from service.importers.chain.signal import Signal
+from service.importers.chain.values import Constant, FinalCell, Lengths, Order, State
 from service.importers.draft import ImportRefused
-from service.importers.onnx.operation import Reading
-from service.importers.onnx.values import Constant, FinalCell, Lengths, Order, State
 from service.importers.torch_archive.calls import bound
 from service.importers.torch_archive.moves import OPERATORS as MOVES
 from service.importers.torch_archive.operation import ArchiveOperation

@@ -104,6 +104,29 @@ class RecurrentKind:
         """Return a model's array in the order of a framework, as the inverse of `from_framework`."""
         return _reordered(array, self.gates, self.orders.get(framework, self.gates), without)
 
+    @property
+    def default_activations(self) -> tuple[str, ...]:
+        """The activations of a layer that names none, of a model and of ONNX."""
+        return tuple(self.table.model_fields[key].default.kind for key in self.activations)
+
+    def tensors(
+        self, framework: Framework, input: Array, recurrent: Array, of_input: Array, of_state: Array, *, keeps_last: bool
+    ) -> dict[str, Array]:
+        """Return the tensors of a direction from those of a framework, with gate blocks along the last axis.
+
+        of_input, of_state: the biases of both products; keeps_last: as in `joined_biases`.
+        """
+        blocks = [self.from_framework(framework, array) for array in (input, recurrent, of_input, of_state)]
+        return {"input": blocks[0], "recurrent": blocks[1], **self.joined_biases(*blocks[2:], keeps_last=keeps_last)}
+
+    def options(self, tensors: Mapping[str, Array]) -> dict[str, Any]:
+        """Return the keys of a gated layer that follow from its tensors in one direction, but for defaults."""
+        options: dict[str, Any] = {"hidden": len(tensors["bias"]) // len(self.gates)}
+        options |= {"projection": tensors["projection"].shape[1]} if "projection" in tensors else {}
+        options |= {"peepholes": True} if "peephole" in tensors else {}
+        options |= {"learned_start": True} if "start" in tensors else {}
+        return options | ({"reset_after": False} if self.name == "gru" and "recurrent_bias" not in tensors else {})
+
     def joined_biases(self, of_input: Array, of_state: Array, *, keeps_last: bool) -> dict[str, Array]:
         """Return the tensors of a model for the biases of both products, in the order of a model.
 
