@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from service.exporters.model import ExportedPart
-from service.exporters.onnx.activations import IN_RECURRENT, parameters
+from service.exporters.onnx.activations import parameters
 from service.exporters.onnx.graph import INPUT, ExportedGraph
 from service.modeling.layers import GATED
-from service.modeling.spec.activations import Activation
+from service.modeling.spec.activations import ONNX_RECURRENT, Activation
 from service.modeling.spec.layers import GatedLayer, GRULayer, LSTMLayer
 
 DIRECTIONS = {("forward",): "forward", ("backward",): "reverse", ("forward", "backward"): "bidirectional"}
@@ -41,9 +41,9 @@ def _check(layer: GatedLayer, part: ExportedPart) -> None:
     )
     for activation in _activations(layer):
         part.refuse(
-            activation.kind not in IN_RECURRENT,
+            activation.kind not in ONNX_RECURRENT,
             f"recurrent operators of ONNX have no activation {activation.kind}",
-            f"They have {', '.join(IN_RECURRENT)}",
+            f"They have {', '.join(ONNX_RECURRENT)}",
         )
 
 
@@ -107,7 +107,7 @@ def _activation_attributes(layer: GatedLayer) -> dict[str, Any]:
     activations = _activations(layer) * len(layer.directions)
     named = [parameters(activation) for activation in activations]
     lists = {name: [one[name] for one in named if name in one] for name in ("alpha", "beta")}
-    return {"activations": [IN_RECURRENT[activation.kind] for activation in activations]} | {
+    return {"activations": [ONNX_RECURRENT[activation.kind] for activation in activations]} | {
         f"activation_{name}": values for name, values in lists.items() if values
     }
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from service.importers.chain.nodes import Layer
+from service.importers.chain.nodes import Layer, origins_of
 from service.importers.chain.signal import Columns
 from service.importers.chain.windows import WINDOW_KEYS, Window
 from service.importers.draft import Array
@@ -73,7 +73,7 @@ def text_cnn(layers: Sequence[Layer]) -> tuple[Layer, Places] | None:
             arrays[f"{width}.{name}"] = np.pad(together, [(0, 0)] * (together.ndim - 1) + [(0, missing)])
     table = {"kind": "text_cnn", "widths": widths, "filters": filters, "padding": pads[0]}
     places = [_place(layer, by_width, filters) for layer in layers]
-    origins = frozenset[str]().union(*(layer.origins for layer in layers))
+    origins = origins_of(layers)
     return Layer(layers[0].below, table, arrays, filters * len(widths), layers[0].label, origins), places
 
 
@@ -93,6 +93,6 @@ def _side_by_side(layers: Sequence[Layer], table: dict[str, Any], filters: Seque
     arrays = {"filters": np.concatenate(filters, axis=-1), "bias": np.concatenate([layer.arrays["bias"] for layer in layers])}
     starts = list(accumulate((layer.width for layer in layers), initial=0))
     places = [start + np.arange(layer.width) for start, layer in zip(starts, layers, strict=False)]
-    origins = frozenset[str]().union(*(layer.origins for layer in layers))
+    origins = origins_of(layers)
     first = layers[0]
     return Layer(first.below, {**table, "filters": starts[-1]}, arrays, starts[-1], first.label, origins), places

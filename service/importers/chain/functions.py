@@ -24,18 +24,8 @@ Numbers = NDArray[np.float64]
 TOLERANCE = 2e-6
 """Constants of float32, such as 1.4142135, move a function by about 1e-7 of its value."""
 MONOTONE = (
-    "none",
-    "sigmoid",
-    "tanh",
-    "relu",
-    "relu6",
-    "softplus",
-    "softsign",
-    "hard_sigmoid",
-    "hard_tanh",
-    "leaky_relu",
-    "elu",
-    "selu",
+    *("none", "sigmoid", "tanh", "relu", "relu6", "softplus", "softsign"),
+    *("hard_sigmoid", "hard_tanh", "leaky_relu", "elu", "selu"),
 )
 """Activations that keep the order of numbers, with positive parameters: a maximum may be taken before or after them."""
 _NEAR_ZERO = np.geomspace(1e-9, 1e-2, 29)

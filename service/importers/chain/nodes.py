@@ -5,8 +5,9 @@ Every operation makes a new node above the nodes of its inputs. A node is immuta
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,13 @@ RECURRENT = (*GATED,)
 LINEAR = ("dense", "conv")
 LARGEST_MATRIX = 1 << 26
 """Numbers of a matrix that is not in the source, such as a matrix that copies columns."""
+
+
+class HasOrigins(Protocol):
+    """A value that knows the names of the source's tensors in it."""
+
+    @property
+    def origins(self) -> frozenset[str]: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,6 +142,11 @@ class Weighted(_AsWideAsBelow):
 Node = Input | Layer | Pooled | Mapped | Added | StepWeights | Weighted
 Settled = Input | Layer | Pooled
 """Nodes that are written as they are."""
+
+
+def origins_of(values: Iterable[HasOrigins]) -> frozenset[str]:
+    """Return the names of the source's tensors in several values."""
+    return NO_ORIGINS.union(*(value.origins for value in values))
 
 
 def check_matrix(rows: int, columns: int) -> None:

@@ -6,13 +6,14 @@ works; all other axes of columns have one entry. `label` names the operation of 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import reduce
 
 import numpy as np
 
 from service.importers.chain.attention import attention_pool, is_attended, step_weights, weighted
-from service.importers.chain.functions import IDENTITY, Function, Numbers, affine
+from service.importers.chain.functions import IDENTITY, Function, Numbers, affine, named
 from service.importers.chain.joining import in_order, joined
 from service.importers.chain.nodes import (
     NO_ORIGINS,
@@ -123,6 +124,33 @@ def pad_steps(x: Signal, first: int, last: int) -> Signal:
     return padded.with_step_count(x.shape[x.steps_axis] + first + last)
 
 
+def take(x: Signal, at: int, chosen: int | slice) -> Signal:
+    """Take an entry or a slice of an axis: columns, the first or the last step, steps without some at the ends, or in reverse order."""
+    size = x.shape[at]
+    if isinstance(chosen, int) and not -size <= chosen < size:
+        raise ImportRefused(f"it takes the entry {chosen} of {size}")
+    indexes = range(size)[chosen] if isinstance(chosen, slice) else range(size)[slice(chosen % size, chosen % size + 1)]
+    is_whole = isinstance(chosen, slice) and len(indexes) == size
+    if is_whole and indexes.step == 1:
+        return x
+    if x.axes[at].is_columns:
+        taken = x.take(np.array(indexes, np.int64), at)
+        return taken if isinstance(chosen, slice) else taken.without_axes([at])
+    if not x.is_on(at, Role.STEPS):
+        raise ImportRefused(f"it takes some of the {x.axes[at]}: every sequence is computed")
+    if is_whole and indexes.step == -1:
+        return reverse_steps(x)
+    if len(indexes) == 1:
+        if indexes[0] not in (0, size - 1):
+            raise ImportRefused(
+                f"it takes the step {chosen if isinstance(chosen, int) else indexes[0]}: a model takes the first or the last step"
+            )
+        return pool_steps(x, "last_step" if indexes[0] else "first", keep_axis=isinstance(chosen, slice))
+    if indexes.step != 1 or not indexes:
+        raise ImportRefused("it takes some of the steps: a model takes the first or the last step")
+    return cut_steps(x, indexes[0], size - 1 - indexes[-1])
+
+
 def reverse_steps(x: Signal) -> Signal:
     """Reverse the order of the steps of every sequence."""
     return replace(x, is_reversed=not x.is_reversed)
@@ -142,6 +170,64 @@ def mapped(node: Node, function: Function, label: str, origins: frozenset[str] =
     if isinstance(node, Mapped) and _operations(node) + function.size > LONGEST_FUNCTION:
         node = settled(node)
     return Mapped(node, function, label, origins)
+
+
+def with_constant(
+    x: Signal,
+    array: Array,
+    calculate: Callable[[Numbers, Numbers], Numbers],
+    label: str,
+    origins: frozenset[str] = NO_ORIGINS,
+    *,
+    is_affine: bool,
+) -> Signal:
+    """Apply a calculation with a constant for all numbers, or a constant for each column."""
+    x, numbers = _constants_by_column(x, array.astype(np.float64))
+    if (numbers == numbers[0]).all():
+        function = Function(lambda x: np.asarray(calculate(x, numbers[0]), np.float64), is_affine=is_affine)
+    elif is_affine:
+        function = Function(lambda x: np.asarray(calculate(x, numbers), np.float64), is_affine=True, by_column=True)
+    else:
+        raise ImportRefused("it computes something else than a sum or product with a constant for each column")
+    return apply(x, function, label, origins)
+
+
+def _constants_by_column(x: Signal, array: Array) -> tuple[Signal, Numbers]:
+    """Return a signal in the shape of its result, and the constant for each of its columns."""
+    if not array.size:
+        raise ImportRefused("it computes with an empty tensor")
+    rank = max(x.rank, array.ndim)
+    x = x.with_units(range(rank - x.rank))
+    array = array.reshape((1,) * (rank - array.ndim) + array.shape)
+    for index, one in enumerate(x.axes):
+        if not one.is_columns and array.shape[index] != 1:
+            first = array.take([0], axis=index)
+            if (array != first).any():
+                raise ImportRefused(f"it computes with a constant for each of the {one}: a model takes sequences of any length")
+            array = first
+    x = x.expand(np.broadcast_shapes(x.shape, array.shape))
+    columns = array.reshape([size for size, one in zip(array.shape, x.axes, strict=True) if one.is_columns])
+    return x, np.broadcast_to(columns, x.columns.shape).ravel()
+
+
+def prelu(x: Signal, slopes: Array, label: str, origins: frozenset[str]) -> Signal:
+    """Multiply numbers below zero by a slope."""
+    if (slopes != slopes.ravel()[0]).any():
+        raise ImportRefused("it has a slope for each column: only one slope for all columns can be imported")
+    return apply(x, named("leaky_relu", alpha=float(slopes.ravel()[0])), label, origins)
+
+
+def glu(x: Signal, at: int, label: str) -> Signal:
+    """Multiply the first half of the columns of an axis by the logistic function of the second half."""
+    half = x.shape[at] // 2
+    value, gate = (take(x, at, slice(start, start + half)) for start in (0, half))
+    return combine(value, apply(gate, named("sigmoid"), label), "multiply", label)
+
+
+def mean(signals: Sequence[Signal], label: str) -> Signal:
+    """Return the mean of several signals."""
+    total = reduce(lambda x, y: combine(x, y, "add", label), signals)
+    return apply(total, affine(1 / len(signals), 0.0), label)
 
 
 def layer_norm(x: Signal, gain: Array, offset: Array, epsilon: float, label: str, origins: frozenset[str]) -> Signal:
@@ -269,7 +355,8 @@ def _without_outputs(node: Node, first: int, last: int) -> Node:
             kept = {key: value for key, value in node.table.items() if key not in ("padding", "pads")}
             return replace(node, table={**kept, **replace(window, pads=pads).table()})
     raise ImportRefused(
-        "it leaves out steps of every sequence, and only the padding of a convolution before it can be left out"
+        "it leaves out steps of every sequence, and only the padding of a convolution can be left out: a model takes the first or the "
+        "last step"
     )
 
 

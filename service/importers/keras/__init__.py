@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from service.importers.chain.finishing import finished
-from service.importers.draft import Draft, ImportRefused
+from service.importers.draft import Draft, ImportRefused, named_in_refusals
 from service.importers.keras.architecture import Network, network
 from service.importers.keras.call import KerasReading, KerasTensor
 from service.importers.keras.files import saved
@@ -22,21 +22,19 @@ from service.importers.keras.weights import WeightsFile
 
 def read(path: Path) -> Draft:
     """Return the model in a file of Keras; raises ImportRefused if model.toml cannot express it."""
-    with saved(path) as model, np.errstate(all="ignore"):  # damaged weights overflow, and are refused below
-        try:
-            architecture = network(model.architecture)
-            reading = KerasReading(
-                file=WeightsFile(model.weights),
-                is_keras_2=model.is_keras_2,
-                takes_ids=_has_embedding(architecture),
-                notes=list(model.notes),
-            )
-            output = run(architecture, [start(architecture, reading)], reading.file.of(architecture), reading)
-            if not isinstance(output, KerasTensor):
-                raise ImportRefused("the first output of the model is a cell state or a mask, and no output of a layer")
-            draft = finished(output.signal, f"Keras {2 if model.is_keras_2 else 3}")
-        except ImportRefused as refused:
-            raise ImportRefused(f"{path}: {refused}") from refused
+    # Damaged weights overflow, and are refused below.
+    with saved(path) as model, np.errstate(all="ignore"), named_in_refusals(path):
+        architecture = network(model.architecture)
+        reading = KerasReading(
+            file=WeightsFile(model.weights),
+            is_keras_2=model.is_keras_2,
+            takes_ids=_has_embedding(architecture),
+            notes=list(model.notes),
+        )
+        output = run(architecture, [start(architecture, reading)], reading.file.of(architecture), reading)
+        if not isinstance(output, KerasTensor):
+            raise ImportRefused("the first output of the model is a cell state or a mask, and no output of a layer")
+        draft = finished(output.signal, f"Keras {2 if model.is_keras_2 else 3}")
         outputs = [one.layer for one in architecture.outputs]
         reading.complete(draft, reading.file.unused, "source", outputs, marks="mask")
         draft.original = original(path, model, reading)

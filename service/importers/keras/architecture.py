@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from service.importers.draft import ImportRefused
+from service.importers.draft import UNFIT, ImportRefused, refusing
 
 MOST_LAYERS = 1000
 DEEPEST_NETWORK = 8
@@ -41,6 +40,7 @@ TENSORFLOW = {
 """Functions of TensorFlow, and the functions of keras.ops that compute the same."""
 SECOND = ("y",)
 """The argument of a function of TensorFlow that is its second input."""
+UNLIKE_KERAS = (*UNFIT, AttributeError)
 TENSOR = "__keras_tensor__"
 CONSTANT = "_CONSTANT_VALUE"
 
@@ -128,22 +128,14 @@ def is_of_keras(module: str) -> bool:
 
 def network(data: Any) -> Network:
     """Return the architecture in a decoded JSON; raises ImportRefused if it is none, or has code."""
-    with _as_keras_writes():
+    with refusing(UNLIKE_KERAS, "the architecture is not as Keras writes it", "save the model again"):
         return _network(data, depth=0)
 
 
 def layer_config(data: Any) -> LayerConfig:
     """Return a layer within a wrapper such as Bidirectional; raises ImportRefused if it is none, or has code."""
-    with _as_keras_writes():
+    with refusing(UNLIKE_KERAS, "the architecture is not as Keras writes it", "save the model again"):
         return _layer(data, depth=0)
-
-
-@contextmanager
-def _as_keras_writes() -> Iterator[None]:
-    try:
-        yield
-    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise ImportRefused(f"the architecture is not as Keras writes it ({error!r:.200}): save the model again") from error
 
 
 def _layer(data: Mapping[str, Any], depth: int) -> LayerConfig:

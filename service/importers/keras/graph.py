@@ -10,7 +10,7 @@ from service.importers.chain.nodes import Input, Mapped, Node
 from service.importers.chain.reading import STEPS
 from service.importers.chain.settling import settled
 from service.importers.chain.signal import MOST_COLUMNS, Role, Signal, axis
-from service.importers.draft import ImportRefused
+from service.importers.draft import ImportRefused, named_in_refusals
 from service.importers.keras import activations, layers, ops, recurrent, shapes
 from service.importers.keras.architecture import LayerCall, LayerConfig, Network
 from service.importers.keras.call import KerasCall, KerasMask, KerasReading, KerasTensor, Value
@@ -89,7 +89,7 @@ def _called(
     reading.progress += 1
     if reading.progress > MOST_CALLS:
         raise ImportRefused(f"the model has more than {MOST_CALLS} calls of layers")
-    try:
+    with named_in_refusals(f"{layer.kind} {layer.name}"):
         inputs = [
             one if isinstance(one, float) else _output(values[one.layer, one.call], one.output, one.layer)
             for one in node.inputs
@@ -97,8 +97,6 @@ def _called(
         if node.masks:
             inputs = [KerasTensor(one.signal, is_masked=True) if isinstance(one, KerasTensor) else one for one in inputs]
         return [_settled(one) for one in _results(layer, node, inputs, weights, reading)]
-    except ImportRefused as refused:
-        raise ImportRefused(f"{layer.kind} {layer.name}: {refused}") from refused
 
 
 def _settled(result: Value) -> Value:

@@ -6,15 +6,14 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from service.importers.chain import operations
 from service.importers.chain.functions import Function, named
-from service.importers.chain.signal import Role, Signal, concatenate
+from service.importers.chain.signal import Role, concatenate
 from service.importers.draft import ImportRefused
 from service.importers.keras.activations import NAMED, SLOPES, softmax
 from service.importers.keras.call import KerasCall, KerasTensor, Value
 from service.importers.keras.shapes import COMBINATIONS, combine
+from service.modeling.spec.activations import class_name
 
 REDUCTIONS = {"Sum": "sum", "Mean": "mean", "Max": "max"}
 SLICE, ELLIPSIS = "__slice__", "__ellipsis__"
@@ -44,7 +43,7 @@ def get_item(call: KerasCall) -> KerasTensor:
     x = tensor.signal
     chosen = _indexes(call, x.rank)
     for at in reversed(range(x.rank)):
-        x = _taken(x, at, chosen[at])
+        x = operations.take(x, at, chosen[at])
     return KerasTensor(x, tensor.is_masked and x.has_steps)
 
 
@@ -91,7 +90,7 @@ def reshape(call: KerasCall) -> KerasTensor:
 
 
 def flip(call: KerasCall) -> KerasTensor:
-    return call.result(_reversed(call.signal, call.axis(call.signal.rank)))
+    return call.result(operations.take(call.signal, call.axis(call.signal.rank), slice(None, None, -1)))
 
 
 def concat(call: KerasCall) -> KerasTensor:
@@ -134,30 +133,7 @@ def _index(item: Any) -> Any:
     raise ImportRefused("it takes entries in another way than by numbers and slices")
 
 
-def _taken(x: Signal, at: int, index: int | slice) -> Signal:
-    size = x.shape[at]
-    if isinstance(index, int) and not -size <= index < size:
-        raise ImportRefused(f"it takes the entry {index} of {size}")
-    entries = range(size)[index] if isinstance(index, slice) else [range(size)[index]]
-    if len(entries) == size and isinstance(index, slice):
-        return x if entries[0] == 0 else _reversed(x, at)
-    if x.axes[at].is_columns:
-        chosen = x.take(np.array(entries, np.int64), at)
-        return chosen if isinstance(index, slice) else chosen.without_axes([at])
-    if not x.is_on(at, Role.STEPS) or len(entries) != 1 or entries[0] not in (0, size - 1):
-        raise ImportRefused(f"it takes some of the {x.axes[at]}: a model takes the first or the last step")
-    return operations.pool_steps(x, "first" if entries[0] == 0 else "last_step", keep_axis=isinstance(index, slice))
-
-
-def _reversed(x: Signal, at: int) -> Signal:
-    if x.is_on(at, Role.STEPS):
-        return operations.reverse_steps(x)
-    if not x.axes[at].is_columns:
-        raise ImportRefused(f"it reverses the axis of {x.axes[at]}")
-    return x.take(np.arange(x.shape[at])[::-1], at)
-
-
-ELEMENTWISE = {"".join(part.title() for part in name.split("_")): function for name, function in NAMED.items()}
+ELEMENTWISE = {class_name(name): function for name, function in NAMED.items()}
 ELEMENTWISE |= {"Exp": NAMED["exponential"], "HardSigmoid": SLOPES[False]}
 """Functions of single numbers, by the names of their classes."""
 OPERATIONS: dict[str, Callable[[KerasCall], Value]] = {

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from service.importers.chain import operations
-from service.importers.chain.functions import affine
 from service.importers.chain.nodes import Layer
 from service.importers.chain.recurrent import final_state, step_outputs
 from service.importers.chain.recurrent import recurrent as run
@@ -218,5 +217,6 @@ def _merged(call: KerasCall, forward: Signal, backward: Signal) -> list[Signal]:
 def _as_one(forward: Signal, backward: Signal, mode: str, label: str) -> Signal:
     if mode == "concat":
         return concatenate([forward, backward], forward.rank - 1)
-    combined = operations.combine(forward, backward, "multiply" if mode == "mul" else "add", label)
-    return operations.apply(combined, affine(0.5, 0.0), label) if mode == "ave" else combined
+    if mode == "ave":
+        return operations.mean([forward, backward], label)
+    return operations.combine(forward, backward, "multiply" if mode == "mul" else "add", label)

@@ -6,8 +6,9 @@ import math
 from collections.abc import Callable
 from functools import reduce
 
+import numpy as np
+
 from service.importers.chain import operations
-from service.importers.chain.functions import Function, affine
 from service.importers.chain.signal import concatenate
 from service.importers.draft import ImportRefused
 from service.importers.keras.call import KerasCall, KerasMask, KerasTensor, Value
@@ -34,9 +35,7 @@ def combine(call: KerasCall) -> KerasTensor:
 
 
 def average(call: KerasCall) -> KerasTensor:
-    signals = [tensor.signal for tensor in call.tensors]
-    total = reduce(lambda x, y: operations.combine(x, y, "add", call.label), signals)
-    return call.result(operations.apply(total, affine(1 / len(signals), 0.0), call.label))
+    return call.result(operations.mean([tensor.signal for tensor in call.tensors], call.label))
 
 
 def concat(call: KerasCall) -> KerasTensor:
@@ -84,15 +83,17 @@ def mask(call: KerasCall) -> Value:
 
 def _with_number(call: KerasCall, how: str) -> KerasTensor:
     """Combine a tensor with a number."""
-    calculate = operations.OPERATIONS[how]
+    calculate, is_affine = operations.OPERATIONS[how], how in AFFINE
     match call.inputs:
         case [KerasTensor() as tensor, float(number)]:
-            function = Function(lambda x: calculate(x, number), is_affine=how in AFFINE)
+            x = operations.with_constant(tensor.signal, np.array(number), calculate, call.label, is_affine=is_affine)
         case [float(number), KerasTensor() as tensor]:
-            function = Function(lambda x: calculate(number, x), is_affine=how in AFFINE)
+            x = operations.with_constant(
+                tensor.signal, np.array(number), lambda x, y: calculate(y, x), call.label, is_affine=is_affine
+            )
         case _:
             raise ImportRefused("it takes something else than a tensor and a number")
-    return call.result(operations.apply(tensor.signal, function, call.label))
+    return call.result(x)
 
 
 def _pair(call: KerasCall, key: str) -> tuple[int, int]:

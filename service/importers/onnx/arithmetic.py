@@ -11,30 +11,15 @@ from service.importers.chain import operations
 from service.importers.chain.functions import Function, Numbers, affine, named
 from service.importers.chain.signal import Signal
 from service.importers.chain.values import Constant, Lengths, Value
-from service.importers.draft import Array, ImportRefused
+from service.importers.draft import ImportRefused
 from service.importers.onnx.masks import mean_of_sum, steps_below, without_padding
 from service.importers.onnx.operation import Operation
+from service.modeling.spec.activations import ONNX, PARAMETERS
 
 Calculation = Callable[[Numbers, Numbers], Numbers]
 _erf = np.vectorize(math.erf, otypes=[np.float64])
 
-PARAMETERS: dict[str, tuple[str, dict[str, float]]] = {
-    "LeakyRelu": ("leaky_relu", {"alpha": 0.01}),
-    "ThresholdedRelu": ("thresholded_relu", {"alpha": 1.0}),
-    "Elu": ("elu", {"alpha": 1.0}),
-    "HardSigmoid": ("hard_sigmoid", {"alpha": 0.2, "beta": 0.5}),
-    "Celu": ("elu", {"alpha": 1.0}),
-}
-"""Activations with parameters: their names in model.toml, and ONNX's defaults."""
-ACTIVATIONS = {
-    "Relu": "relu",
-    "Sigmoid": "sigmoid",
-    "Tanh": "tanh",
-    "Softplus": "softplus",
-    "Softsign": "softsign",
-    "Exp": "exponential",
-    "Swish": "silu",
-}
+ACTIVATIONS = {name: kind for kind, name in ONNX.items()} | {"Swish": "silu", "Celu": "elu"}
 FUNCTIONS: dict[str, Callable[[Numbers], Numbers]] = {
     "Abs": np.abs,
     "Erf": _erf,
@@ -53,6 +38,7 @@ COMPARISONS: dict[str, Calculation] = {
 }
 COMBINATIONS = {"Add": "add", "Sub": "subtract", "Mul": "multiply", "Div": "divide", "Max": "maximum", "Min": "minimum"}
 """Operators that combine two numbers, by their names here."""
+AFFINE = ("Add", "Sub", "Mul", "Div")
 CALCULATIONS: dict[str, Calculation] = {
     **{name: operations.OPERATIONS[ours] for name, ours in COMBINATIONS.items()},
     **COMPARISONS,
@@ -62,12 +48,8 @@ CALCULATIONS: dict[str, Calculation] = {
 
 
 def activation(operation: Operation) -> Value:
-    return operations.apply(operation.signal, named(ACTIVATIONS[operation.node.op_type]), operation.label)
-
-
-def activation_with_parameters(operation: Operation) -> Value:
-    kind, defaults = PARAMETERS[operation.node.op_type]
-    values = {name: float(operation.attributes.get(name, default)) for name, default in defaults.items()}
+    kind = ACTIVATIONS[operation.node.op_type]
+    values = {name: float(operation.attributes.get(name, default)) for name, default in PARAMETERS.get(kind, {}).items()}
     if operation.node.op_type == "Celu" and values["alpha"] != 1:
         raise ImportRefused(f"its alpha is {values['alpha']}: of the celu, only alpha = 1 can be imported")
     return operations.apply(operation.signal, named(kind, **values), operation.label)
@@ -107,10 +89,7 @@ def clip(operation: Operation) -> Value:
 
 
 def prelu(operation: Operation) -> Value:
-    slope = operation.weights(1, "slope").ravel()
-    if (slope != slope[0]).any():
-        raise ImportRefused("it has a slope for each column: only one slope for all columns can be imported")
-    return operations.apply(operation.signal, named("leaky_relu", alpha=float(slope[0])), operation.label, operation.origins)
+    return operations.prelu(operation.signal, operation.weights(1, "slope"), operation.label, operation.origins)
 
 
 def calculation(operation: Operation) -> Value:
@@ -127,9 +106,11 @@ def calculation(operation: Operation) -> Value:
     if isinstance(first, Signal) and isinstance(second, Lengths):
         return mean_of_sum(operation, first, second)
     if isinstance(first, Signal) and isinstance(second, Constant):
-        return _with_constant(operation, first, second.array, CALCULATIONS[name])
+        calculate, is_affine = CALCULATIONS[name], name in AFFINE
+        return operations.with_constant(first, second.array, calculate, operation.label, operation.origins, is_affine=is_affine)
     if isinstance(second, Signal) and isinstance(first, Constant):
-        return _with_constant(operation, second, first.array, lambda x, y: CALCULATIONS[name](y, x))
+        calculate, is_affine = (lambda x, y: CALCULATIONS[name](y, x)), name in AFFINE and name != "Div"
+        return operations.with_constant(second, first.array, calculate, operation.label, operation.origins, is_affine=is_affine)
     raise ImportRefused("it computes with lengths, states or masks, which no layer of model.toml does")
 
 
@@ -152,40 +133,6 @@ def _times(operation: Operation, value: Value | None, condition: Signal) -> Sign
     return operations.combine(value, condition, "multiply", operation.label)
 
 
-def _with_constant(operation: Operation, x: Signal, array: Array, calculate: Calculation) -> Value:
-    """Apply a calculation with a constant for all numbers, or a constant for each column."""
-    x, numbers = _constants_by_column(x, array.astype(np.float64))
-    is_affine = operation.node.op_type in ("Add", "Sub", "Mul", "Div")
-    if operation.node.op_type == "Div" and isinstance(operation.inputs[0], Constant):
-        is_affine = False
-    if (numbers == numbers[0]).all():
-        number = numbers[0]
-        function = Function(lambda x: np.asarray(calculate(x, number), np.float64), is_affine=is_affine)
-    elif is_affine:
-        function = Function(lambda x: np.asarray(calculate(x, numbers), np.float64), is_affine=True, by_column=True)
-    else:
-        raise ImportRefused("it computes something else than a sum or product with a constant for each column")
-    return operations.apply(x, function, operation.label, operation.origins)
-
-
-def _constants_by_column(x: Signal, array: Array) -> tuple[Signal, Numbers]:
-    """Return a signal in the shape of its result, and the constant for each of its columns."""
-    if not array.size:
-        raise ImportRefused("it computes with an empty tensor")
-    rank = max(x.rank, array.ndim)
-    x = x.with_units(range(rank - x.rank))
-    array = array.reshape((1,) * (rank - array.ndim) + array.shape)
-    for index, one in enumerate(x.axes):
-        if not one.is_columns and array.shape[index] != 1:
-            first = array.take([0], axis=index)
-            if (array != first).any():
-                raise ImportRefused(f"it computes with a constant for each of the {one}: a model takes sequences of any length")
-            array = first
-    x = x.expand(np.broadcast_shapes(x.shape, array.shape))
-    columns = array.reshape([size for size, one in zip(array.shape, x.axes, strict=True) if one.is_columns])
-    return x, np.broadcast_to(columns, x.columns.shape).ravel()
-
-
 def _bound(operation: Operation, index: int, name: str) -> float | None:
     if operation.has(index):
         return float(operation.constant(index, name))
@@ -195,7 +142,6 @@ def _bound(operation: Operation, index: int, name: str) -> float | None:
 
 OPERATORS: dict[str, Callable[[Operation], Value]] = {
     **dict.fromkeys(ACTIVATIONS, activation),
-    **dict.fromkeys(PARAMETERS, activation_with_parameters),
     **dict.fromkeys(FUNCTIONS, function),
     **dict.fromkeys(CALCULATIONS, calculation),
     "Clip": clip,

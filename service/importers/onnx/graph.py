@@ -12,8 +12,8 @@ from service.importers.chain.reading import Reading
 from service.importers.chain.settling import weights_below
 from service.importers.chain.signal import Signal
 from service.importers.chain.values import Constant, Value
-from service.importers.draft import Array, ImportRefused, Original
-from service.importers.onnx.budget import GraphBudget, number_count, stored
+from service.importers.draft import UNFIT, Array, ImportRefused, Original, named_in_refusals, refusing
+from service.importers.onnx.budget import Budget, number_count, stored
 from service.importers.onnx.file import Tensors
 from service.importers.onnx.folding import FOLDED, fold
 from service.importers.onnx.operation import Operation, attribute_value
@@ -25,7 +25,7 @@ DOMAINS = ("", "ai.onnx")
 OPSETS = range(7, 27)
 MOST_NODES = 10_000
 """Nodes of a graph and its branches. No more than some hundred layers can be imported, each of some nodes."""
-MALFORMED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+MALFORMED = (*UNFIT, AttributeError, RecursionError)
 """Exceptions for attributes and names with another type or size than ONNX defines."""
 DEEPEST_BRANCH = 8
 """If nodes within If nodes."""
@@ -51,7 +51,7 @@ class Graph:
         self._tensors = tensors
         self._initializers = {tensor.name: tensor for tensor in graph.initializer}
         self._constants: dict[str, Constant] = {}
-        self.budget = GraphBudget(sum(map(number_count, graph.initializer)))
+        self.budget = Budget(sum(map(number_count, graph.initializer)), "graph")
 
     @property
     def inputs(self) -> list[ValueInfoProto]:
@@ -69,7 +69,9 @@ class Graph:
 
     def original(self, plan: InputPlan, steps: int | None) -> Original | None:
         """Return what runs the graph for its first output, or None. steps: the only length that it takes, or None."""
-        return original(self._model, _needed(self._graph, self.outputs[:1]), self._tensors, plan, steps)
+        nodes = _needed(self._graph, self.outputs[:1])
+        names = set[str]().union(*map(_read_names, nodes))
+        return original(self._model, nodes, names, self._tensors, plan, steps)
 
     def interpret(self, inputs: Mapping[str, Value], reading: Reading) -> Signal:
         """Return the first output; raises ImportRefused if a node cannot be imported."""
@@ -86,25 +88,12 @@ class Graph:
     ) -> None:
         """Compute the outputs, and every name on the way to them."""
         for node in _needed(graph, outputs):
-            try:
+            with named_in_refusals(_label(node)), refusing(UNFIT, "its attributes do not fit its inputs", "export it again"):
                 inputs = [self._value(name, values) if name else None for name in node.input]
-                is_branch = node.op_type == "If"
-                results = (
-                    self._branch(node, inputs, values, reading, depth + 1)
-                    if is_branch
-                    else self._results(node, inputs, reading)
-                )
-            except ImportRefused as refused:
-                raise ImportRefused(f"{_label(node)}: {refused}") from refused
-            except (
-                ArithmeticError,
-                LookupError,
-                TypeError,
-                ValueError,
-            ) as error:  # exceptions of operators for numbers that do not fit
-                raise ImportRefused(
-                    f"{_label(node)}: its attributes do not fit its inputs ({error}): export it again"
-                ) from error
+                if node.op_type == "If":
+                    results = self._branch(node, inputs, values, reading, depth + 1)
+                else:
+                    results = self._results(node, inputs, reading)
             values.update({name: result for name, result in zip(node.output, results, strict=False) if name})
             reading.progress += 1
 

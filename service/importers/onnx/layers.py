@@ -215,8 +215,9 @@ def _reduced_columns(operation: Operation, x: Signal, index: int, how: str) -> S
     if x.shape[index] != 2 or how == "max":
         raise ImportRefused(f"it reduces {x.shape[index]} columns")
     first, second = (x.take(np.array([one]), index) for one in (0, 1))
-    total = operations.combine(first, second, "add", operation.label)
-    return operations.apply(total, affine(0.5, 0.0), operation.label) if how == "mean" else total
+    if how == "mean":
+        return operations.mean([first, second], operation.label)
+    return operations.combine(first, second, "add", operation.label)
 
 
 OPERATORS: dict[str, Callable[[Operation], Value]] = {

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import permutations
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 from onnx import TensorProto, ValueInfoProto, helper
@@ -20,7 +21,7 @@ from service.importers.chain.nodes import Input
 from service.importers.chain.reading import BATCH, STEPS, Reading
 from service.importers.chain.signal import MOST_COLUMNS, Role, Signal, axis
 from service.importers.chain.values import Lengths, State, Value
-from service.importers.draft import Array, ImportRefused
+from service.importers.draft import Array, Draft, ImportRefused
 
 IDS = (TensorProto.INT32, TensorProto.INT64)
 NUMBERS = (TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16)
@@ -65,8 +66,8 @@ class InputPlan:
     roles: tuple[Role, ...]
     others: tuple[GraphInput, ...]
 
-    def start(self, opset: int, steps: int | None = None) -> tuple[Reading, dict[str, Value]]:
-        """Return a reading, and the value of each input. steps: of the sequence, if the graph works for no other number."""
+    def start(self, opset: int, steps: int | None = None) -> Start:
+        """Return the start of a reading. steps: of the sequence, if the graph works for no other number."""
         given = {Role.BATCH: BATCH, Role.STEPS: steps or STEPS}
         sizes = [size or given[role] for role, size in zip(self.roles, self.sequence.sizes, strict=True)]
         by_role = dict(zip(self.roles, sizes, strict=True))
@@ -79,7 +80,7 @@ class InputPlan:
         values: dict[str, Value] = {self.sequence.name: Signal(axes, (node,), np.arange(width).reshape(columns))}
         for other in self.others:
             values[other.name] = Lengths(other.name) if _is_lengths(other) else State(other.name)
-        return reading, values
+        return Start(self, reading, values)
 
     def sample(self, row: Array) -> dict[str, Array]:
         """Return the inputs for one sequence, (steps,) ids or (steps, features), as often as the graph takes sequences."""
@@ -100,12 +101,37 @@ class InputPlan:
         return arrays
 
 
+class Start(NamedTuple):
+    """The start of a reading: how the inputs are read, and their values by name."""
+
+    plan: InputPlan
+    reading: Reading
+    values: dict[str, Value]
+
+
 def plans(inputs: Sequence[GraphInput]) -> Iterator[InputPlan]:
     """Return each way to read the inputs."""
     for sequence in inputs:
         others = tuple(other for other in inputs if other is not sequence)
         if 1 <= len(sequence.sizes) <= LARGEST_RANK and all(_is_lengths(other) or _is_state(other) for other in others):
             yield from (InputPlan(sequence, roles, others) for roles in _roles(sequence))
+
+
+def first_draft(path: Path, readings: Iterable[Start], translate: Callable[[Start], Draft]) -> tuple[Draft, Start] | None:
+    """Return the model of the first reading of the inputs that makes one, and this reading; None if there is no reading.
+
+    Raises ImportRefused if no reading makes a model, with the reason at the reading in which most operators were understood.
+    """
+    failures: list[tuple[int, ImportRefused]] = []
+    for start in readings:
+        try:
+            return translate(start), start
+        except ImportRefused as refused:
+            failures.append((start.reading.progress, refused))
+    if not failures:
+        return None
+    furthest = max(failures, key=lambda failure: failure[0])[1]
+    raise ImportRefused(f"{path}: {furthest}") from furthest
 
 
 def _roles(sequence: GraphInput) -> list[tuple[Role, ...]]:

@@ -18,23 +18,11 @@ from service.importers.chain.values import Constant, FinalCell, Lengths, Value
 from service.importers.draft import Array, ImportRefused
 from service.importers.onnx.operation import Operation
 from service.modeling.layers import GATED, kinds_by_name
+from service.modeling.spec.activations import ONNX_RECURRENT, PARAMETERS
 
 DIRECTIONS = {"forward": ("forward",), "reverse": ("backward",), "bidirectional": ("forward", "backward")}
 KINDS = kinds_by_name("onnx")
-ACTIVATIONS: dict[str, tuple[str, dict[str, float]]] = {
-    "affine": ("affine", {"alpha": 1.0, "beta": 0.0}),
-    "elu": ("elu", {"alpha": 1.0}),
-    "hardsigmoid": ("hard_sigmoid", {"alpha": 0.2, "beta": 0.5}),
-    "leakyrelu": ("leaky_relu", {"alpha": 0.01}),
-    "relu": ("relu", {}),
-    "scaledtanh": ("scaled_tanh", {"alpha": 1.0, "beta": 1.0}),
-    "sigmoid": ("sigmoid", {}),
-    "softplus": ("softplus", {}),
-    "softsign": ("softsign", {}),
-    "tanh": ("tanh", {}),
-    "thresholdedrelu": ("thresholded_relu", {"alpha": 1.0}),
-}
-"""Activations by their names in lower case: their names in model.toml, and the parameters that they take from the lists of a node."""
+ACTIVATIONS = {name.lower(): kind for kind, name in ONNX_RECURRENT.items()}
 _, W, R, B, LENGTHS, HIDDEN, CELL, PEEPHOLES = range(8)
 
 
@@ -155,11 +143,9 @@ def _activation(name: str, alphas: Iterator[float], betas: Iterator[float]) -> s
     """Return one activation, with the parameters that it takes from the lists of the node, in order."""
     if name.lower() not in ACTIVATIONS:
         raise ImportRefused(f"its activation is {name}, and those of ONNX are {', '.join(sorted(ACTIVATIONS))}")
-    kind, defaults = ACTIVATIONS[name.lower()]
-    lists = {"alpha": alphas, "beta": betas}
-    return as_written(
-        {"kind": kind, **{parameter: float(next(lists[parameter], value)) for parameter, value in defaults.items()}}
-    )
+    kind, lists = ACTIVATIONS[name.lower()], {"alpha": alphas, "beta": betas}
+    values = {parameter: float(next(lists[parameter], value)) for parameter, value in PARAMETERS.get(kind, {}).items()}
+    return as_written({"kind": kind, **values})
 
 
 def _state(operation: Operation, number: int, *, time_major: bool) -> Value | None:

@@ -119,11 +119,7 @@ def prelu(operation: ArchiveOperation) -> Any:
 
 
 def glu(operation: ArchiveOperation) -> Any:
-    """The first half times the logistic function of the second half."""
-    x, at = operation.x, operation["dim"] % operation.x.rank
-    half = x.shape[at] // 2
-    value, gate = operation.onnx("Split", x, [half, x.shape[at] - half], outputs=2, axis=at)
-    return operation.onnx("Mul", value, operation.onnx("Sigmoid", gate))
+    return operations.glu(operation.x, operation["dim"] % operation.x.rank, operation.call.name)
 
 
 def choice(operation: ArchiveOperation) -> Any:

@@ -50,20 +50,15 @@ def pad(operation: ArchiveOperation) -> list[Any]:
     return [steps, packed.lengths]
 
 
-def sort(operation: ArchiveOperation) -> list[Any]:
-    lengths = next(iter(operation.call.arguments.values()))
-    if not isinstance(lengths, Lengths) or lengths.plus or not operation.call.get("descending"):
-        raise ImportRefused("it sorts something else than the lengths of the sequences")
-    return [lengths, Order()]
+def sort(operation: ArchiveOperation) -> Any:
+    """Sort all lengths in descending order."""
+    lengths, largest = next(iter(operation.call.arguments.values())), int(bool(operation.call.get("descending")))
+    return operation.onnx("TopK", lengths, [operation.reading.batch], outputs=2, largest=largest)
 
 
-def scatter(operation: ArchiveOperation) -> Order:
+def scatter(operation: ArchiveOperation) -> Any:
     """Invert an order: write 0, 1, 2, ... to its indexes."""
-    order, numbers = operation["index"], operation.call.get("src")
-    inverts = isinstance(numbers, Constant) and np.array_equal(numbers.array, np.arange(operation.reading.batch))
-    if not isinstance(order, Order) or not inverts:
-        raise ImportRefused("it writes numbers into a tensor, which no layer of model.toml does")
-    return Order(restores=not order.restores)
+    return operation.onnx("ScatterElements", operation["self"], operation["index"], operation.call.get("src"))
 
 
 def empty_like(operation: ArchiveOperation) -> Constant:

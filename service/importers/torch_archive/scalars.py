@@ -44,9 +44,13 @@ def _format(text: str, *values: Any) -> str:
     return text
 
 
-SCALARS: dict[str, Callable[..., Any]] = {
+ARITHMETIC: dict[str, Callable[..., Any]] = {
     **{name: _bounded(getattr(operator, name)) for name in ("add", "sub", "mul", "floordiv", "truediv", "mod")},
-    **{name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge", "neg")},
+    **{name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge", "neg", "and_", "or_", "not_", "getitem")},
+}
+"""Functions of Python's module `operator`."""
+SCALARS: dict[str, Callable[..., Any]] = {
+    **ARITHMETIC,
     "div": _bounded(operator.truediv),
     "floor_divide": _bounded(operator.floordiv),
     "remainder": _bounded(operator.mod),

@@ -12,13 +12,14 @@ from torch import Tensor
 from service.importers.chain.reading import Reading
 from service.importers.chain.signal import Signal
 from service.importers.chain.values import Constant, FinalCell, Lengths, Order, State
-from service.importers.draft import ImportRefused
+from service.importers.draft import ImportRefused, named_in_refusals
+from service.importers.onnx.budget import Budget
 from service.importers.torch_archive.calls import bound
 from service.importers.torch_archive.moves import OPERATORS as MOVES
 from service.importers.torch_archive.operation import ArchiveOperation
 from service.importers.torch_archive.operators import OPERATORS
 from service.importers.torch_archive.packing import BatchSizes, Packed
-from service.importers.torch_archive.tensors import PURE, ProgramBudget, run
+from service.importers.torch_archive.tensors import PURE, run
 
 DEPENDENT = (Signal, Lengths, Order, State, FinalCell, Packed, BatchSizes)
 """Values that depend on the input."""
@@ -32,7 +33,7 @@ class TranslatingMachine:
     An operator that changes a tensor in place gives it a new value, unless other tensors share its numbers.
     """
 
-    def __init__(self, reading: Reading, budget: ProgramBudget) -> None:
+    def __init__(self, reading: Reading, budget: Budget) -> None:
         self._reading = reading
         self._budget = budget
         self._replaced: dict[int, tuple[Any, Any]] = {}
@@ -68,7 +69,7 @@ class TranslatingMachine:
         call = bound(name, overload, positional, named, self.is_tensor)
         plain = name.rstrip("_") if not name.startswith("__") else name
         values = _flat(list(call.arguments.values()))
-        try:
+        with named_in_refusals(name):
             if not any(isinstance(value, DEPENDENT) for value in values):
                 return self._folded(call)
             if plain not in OPERATORS:
@@ -79,8 +80,6 @@ class TranslatingMachine:
                 if isinstance(value, Constant):
                     self._budget.spend(value.array.size)
             result = OPERATORS[plain](ArchiveOperation(call, self._reading))
-        except ImportRefused as refused:
-            raise ImportRefused(f"{name}: {refused}") from refused
         if plain != name:
             self._replace(name, values[0], result)
         elif plain in SHARING:

@@ -174,6 +174,8 @@ class RecurrentKind:
 
 def _reordered(array: Array, given: Sequence[str], wanted: Sequence[str], without: str) -> Array:
     given, wanted = ([gate for gate in gates if gate != without] for gates in (given, wanted))
+    if given == wanted:
+        return array
     blocks = np.split(array, len(given), axis=-1)
     return np.concatenate([blocks[given.index(gate)] for gate in wanted], axis=-1)
 
