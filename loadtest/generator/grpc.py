@@ -12,30 +12,8 @@ from typing import NamedTuple
 import hpack
 
 from loadtest.generator.connection import OK, Connection, Exchange
-from service.frontend.http2.frames import (
-    ACK,
-    CONTINUATION,
-    DATA,
-    DEFAULT_WINDOW,
-    END_HEADERS,
-    END_STREAM,
-    GOAWAY,
-    HEADER_BYTES,
-    HEADERS,
-    MAX_FRAME_BYTES,
-    MAX_WINDOW,
-    PING,
-    PREFACE,
-    RST_STREAM,
-    SETTING,
-    SETTINGS,
-    WINDOW_UPDATE,
-    WORD,
-    Setting,
-    frame,
-    settings_frame,
-    window_update,
-)
+from service.frontend.http2 import frames
+from service.frontend.http2.frames import CONTINUATION, DATA, END_HEADERS, END_STREAM, HEADER_BYTES, HEADERS, MAX_WINDOW, WORD
 
 STREAM_OFFSET = 5
 """Where the number of the stream begins in the header of a frame."""
@@ -56,9 +34,9 @@ class Frames(NamedTuple):
     def of(cls, message: bytes, block: bytes) -> Frames:
         """Raises ValueError for a message that does not fit into one frame."""
         message = b"\0" + WORD.pack(len(message)) + message
-        if len(message) > MAX_FRAME_BYTES:
-            raise ValueError(f"a request has {len(message)} bytes and a frame {MAX_FRAME_BYTES}")
-        headers, data = frame(HEADERS, END_HEADERS, 0, block), frame(DATA, END_STREAM, 0, message)
+        if len(message) > frames.MAX_FRAME_BYTES:
+            raise ValueError(f"a request has {len(message)} bytes and a frame {frames.MAX_FRAME_BYTES}")
+        headers, data = frames.frame(HEADERS, END_HEADERS, 0, block), frames.frame(DATA, END_STREAM, 0, message)
         return cls(headers[:STREAM_OFFSET], block, data[:STREAM_OFFSET], message)
 
 
@@ -79,7 +57,7 @@ class GrpcConnection(Connection):
         super().__init__(exchange)
         self._requests = requests
         self._stream = -1
-        self._window = self._stream_window = DEFAULT_WINDOW
+        self._window = self._stream_window = frames.DEFAULT_WINDOW
         self._waiting = False
         self._consumed = 0
         self._block, self._ends = b"", False
@@ -88,12 +66,12 @@ class GrpcConnection(Connection):
 
     def connection_made(self, transport: object) -> None:
         super().connection_made(transport)  # type: ignore[arg-type] # uvloop's transport is no subclass
-        settings = settings_frame({Setting.ENABLE_PUSH: 0, Setting.INITIAL_WINDOW_SIZE: MAX_WINDOW})
-        self._transport.write(PREFACE + settings + window_update(0, MAX_WINDOW - DEFAULT_WINDOW))
+        settings = frames.settings_frame({frames.Setting.ENABLE_PUSH: 0, frames.Setting.INITIAL_WINDOW_SIZE: MAX_WINDOW})
+        self._transport.write(frames.PREFACE + settings + frames.window_update(0, MAX_WINDOW - frames.DEFAULT_WINDOW))
 
     def _send(self, number: int) -> None:
-        frames = self._requests[number]
-        size = len(frames.message)
+        request = self._requests[number]
+        size = len(request.message)
         if size > self._stream_window:
             self._break("a stream window smaller than a request")
         elif size > self._window:
@@ -103,7 +81,7 @@ class GrpcConnection(Connection):
             self._window -= size
             self._stream += 2
             stream = WORD.pack(self._stream)
-            self._transport.write(b"".join((frames.headers, stream, frames.block, frames.data, stream, frames.message)))
+            self._transport.write(b"".join((request.headers, stream, request.block, request.data, stream, request.message)))
 
     def data_received(self, data: bytes) -> None:
         if self._received:
@@ -127,7 +105,7 @@ class GrpcConnection(Connection):
     def _handle_data(self, flags: int, payload: bytes) -> None:
         self._consumed += len(payload)
         if self._consumed > MAX_WINDOW // 2:
-            self._transport.write(window_update(0, self._consumed))
+            self._transport.write(frames.window_update(0, self._consumed))
             self._consumed = 0
         self._message += payload
         if flags & END_STREAM:
@@ -156,19 +134,19 @@ class GrpcConnection(Connection):
             self._exchange.answered(self, OK, message[5:])
 
     def _handle_control(self, kind: int, flags: int, stream: bytes, payload: bytes) -> None:
-        if kind == SETTINGS and not flags & ACK:
-            for key, value in SETTING.iter_unpack(payload):
-                if key == Setting.INITIAL_WINDOW_SIZE:
+        if kind == frames.SETTINGS and not flags & frames.ACK:
+            for key, value in frames.SETTING.iter_unpack(payload):
+                if key == frames.Setting.INITIAL_WINDOW_SIZE:
                     self._stream_window = value
-            self._transport.write(frame(SETTINGS, ACK, 0))
-        elif kind == PING and not flags & ACK:
-            self._transport.write(frame(PING, ACK, 0, payload))
-        elif kind == WINDOW_UPDATE and stream == b"\0\0\0\0":
+            self._transport.write(frames.frame(frames.SETTINGS, frames.ACK, 0))
+        elif kind == frames.PING and not flags & frames.ACK:
+            self._transport.write(frames.frame(frames.PING, frames.ACK, 0, payload))
+        elif kind == frames.WINDOW_UPDATE and stream == b"\0\0\0\0":
             self._window += WORD.unpack(payload)[0]
             if self._waiting:
                 self._send(self.open[0].number)
-        elif kind in (RST_STREAM, GOAWAY):
-            self._break("RST_STREAM" if kind == RST_STREAM else "GOAWAY")
+        elif kind in (frames.RST_STREAM, frames.GOAWAY):
+            self._break("RST_STREAM" if kind == frames.RST_STREAM else "GOAWAY")
 
 
 class _AnswerHeaders:

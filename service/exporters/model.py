@@ -68,8 +68,8 @@ class Model:
 
     def _part(self, place: str, kind: str, inputs: int) -> ExportedPart:
         start = f"{place}."
-        own = {name.removeprefix(start): array for name, array in self.arrays.items() if name.startswith(start)}
-        return ExportedPart(place, kind, inputs, own)
+        arrays = {name.removeprefix(start): array for name, array in self.arrays.items() if name.startswith(start)}
+        return ExportedPart(place, kind, inputs, arrays)
 
 
 @dataclass(frozen=True, slots=True)

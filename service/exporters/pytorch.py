@@ -113,9 +113,9 @@ def _recurrent(layer: GatedLayer, part: ExportedPart) -> State:
         for direction in layer.directions:
             suffix = f"_l{level}{SUFFIXES[direction] if layer.bidirectional else ''}"
             place = f"{level}.{direction}."
-            own = {name: part.arrays[place + name] for name in PYTORCH if place + name in part.arrays}
-            own["recurrent_bias"] = KINDS[part.kind].recurrent_bias(own)
-            state |= {PYTORCH[name] + suffix: array.T if array.ndim > 1 else array for name, array in own.items()}
+            arrays = {name: part.arrays[place + name] for name in PYTORCH if place + name in part.arrays}
+            arrays["recurrent_bias"] = KINDS[part.kind].recurrent_bias(arrays)
+            state |= {PYTORCH[name] + suffix: array.T if array.ndim > 1 else array for name, array in arrays.items()}
     return state
 
 

@@ -135,4 +135,12 @@ def _candidates(function: Function) -> list[dict[str, Any]]:
         },
         {"kind": "affine", "alpha": zero - below, "beta": zero},
     ]
-    return plain + [each for each in fitted if all(math.isfinite(each.get(name, 0.0)) for name in ("alpha", "beta"))]
+    finite = [each for each in fitted if all(math.isfinite(each.get(name, 0.0)) for name in ("alpha", "beta"))]
+    return plain + [
+        {name: shortest(value) if isinstance(value, float) else value for name, value in each.items()} for each in finite
+    ]
+
+
+def shortest(number: float) -> float:
+    """Return a number of float32 as it was written: 0.2, and not 0.20000000298."""
+    return float(str(np.float32(number)))

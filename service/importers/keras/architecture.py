@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from service.importers.draft import UNFIT, ImportRefused, refusing
+from service.modeling.spec.activations import class_name
 
 MOST_LAYERS = 1000
 DEEPEST_NETWORK = 8
@@ -16,22 +17,14 @@ OF_KERAS = ("keras", "tf_keras", "tensorflow.python.keras", "tensorflow.keras")
 OPS = ".ops"
 LAMBDAS = ("TFOpLambda", "SlicingOpLambda")
 """The layers as which Keras 2 writes functions of TensorFlow."""
+_MATH = ("add", "maximum", "minimum", "multiply", "not_equal", "sigmoid", "subtract", "tanh")
 TENSORFLOW = {
+    **{f"math.{name}": class_name(name) for name in _MATH},
+    **{f"math.reduce_{name}": class_name(name) for name in ("max", "mean", "sum")},
     "__operators__.add": "Add",
     "__operators__.getitem": "GetItem",
     "concat": "Concatenate",
     "expand_dims": "ExpandDims",
-    "math.add": "Add",
-    "math.maximum": "Maximum",
-    "math.minimum": "Minimum",
-    "math.multiply": "Multiply",
-    "math.not_equal": "NotEqual",
-    "math.reduce_max": "Max",
-    "math.reduce_mean": "Mean",
-    "math.reduce_sum": "Sum",
-    "math.sigmoid": "Sigmoid",
-    "math.subtract": "Subtract",
-    "math.tanh": "Tanh",
     "nn.relu": "Relu",
     "nn.softmax": "Softmax",
     "reverse": "Flip",
@@ -204,10 +197,10 @@ def _functional(config: Mapping[str, Any], depth: int) -> Network:
     used = {(one.layer, one.call) for nodes in found.values() for node in nodes for one in node.references}
     used |= {(one.layer, one.call) for one in outputs}
     nodes: dict[tuple[str, int], LayerCall] = {}
-    for name, own in found.items():
+    for name, calls in found.items():
         # Keras 2 counts the calls of a model within a model from 1.
-        first = 1 if layers[name].network is not None and (name, len(own)) in used else 0
-        nodes |= {(name, first + number): node for number, node in enumerate(own or [LayerCall(())])}
+        first = 1 if layers[name].network is not None and (name, len(calls)) in used else 0
+        nodes |= {(name, first + number): node for number, node in enumerate(calls or [LayerCall(())])}
     inputs = tuple(_references(config["input_layers"]))
     if not inputs or not outputs:
         raise ImportRefused("the architecture has no input or no output: save the model again")

@@ -90,8 +90,8 @@ def _hdf5(path: Path) -> Iterator[Saved]:
 
 def _beside(path: Path) -> tuple[dict[str, Any], str]:
     """Return the architecture from another file in the folder of the weights, and a note."""
-    own = path.with_name(path.name.removesuffix(".h5").removesuffix(".weights") + ".json")
-    for file in (own, *(path.with_name(name) for name in BESIDE)):
+    named = path.with_name(path.name.removesuffix(".h5").removesuffix(".weights") + ".json")
+    for file in (named, *(path.with_name(name) for name in BESIDE)):
         if file.is_file():
             try:
                 if file.stat().st_size > JSON_BYTES:
@@ -103,7 +103,7 @@ def _beside(path: Path) -> tuple[dict[str, Any], str]:
                 raise ImportRefused(f"{file} is not the architecture of a model: write model.to_json() into it")
             return architecture, f"the architecture is that of {file.name}, because {path.name} has weights only"
     raise ImportRefused(
-        f"{path.name} has weights and no architecture: write model.to_json() into {own.name} beside it, or save the whole model "
+        f"{path.name} has weights and no architecture: write model.to_json() into {named.name} beside it, or save the whole model "
         "as .keras"
     )
 

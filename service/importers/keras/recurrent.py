@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from service.importers.chain import operations
+from service.importers.chain import combining, operations
 from service.importers.chain.nodes import Layer
 from service.importers.chain.recurrent import final_state, step_outputs
 from service.importers.chain.recurrent import recurrent as run
@@ -219,4 +219,4 @@ def _as_one(forward: Signal, backward: Signal, mode: str, label: str) -> Signal:
         return concatenate([forward, backward], forward.rank - 1)
     if mode == "ave":
         return operations.mean([forward, backward], label)
-    return operations.combine(forward, backward, "multiply" if mode == "mul" else "add", label)
+    return combining.combine(forward, backward, "multiply" if mode == "mul" else "add", label)

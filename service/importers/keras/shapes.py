@@ -8,7 +8,7 @@ from functools import reduce
 
 import numpy as np
 
-from service.importers.chain import operations
+from service.importers.chain import combining, operations
 from service.importers.chain.signal import concatenate
 from service.importers.draft import ImportRefused
 from service.importers.keras.call import KerasCall, KerasMask, KerasTensor, Value
@@ -31,7 +31,7 @@ def combine(call: KerasCall) -> KerasTensor:
     if any(isinstance(value, float) for value in call.inputs):
         return _with_number(call, how)
     signals = [tensor.signal for tensor in call.tensors]
-    return call.result(reduce(lambda x, y: operations.combine(x, y, how, call.label), signals))
+    return call.result(reduce(lambda x, y: combining.combine(x, y, how, call.label), signals))
 
 
 def average(call: KerasCall) -> KerasTensor:
@@ -83,7 +83,7 @@ def mask(call: KerasCall) -> Value:
 
 def _with_number(call: KerasCall, how: str) -> KerasTensor:
     """Combine a tensor with a number."""
-    calculate, is_affine = operations.OPERATIONS[how], how in AFFINE
+    calculate, is_affine = combining.OPERATIONS[how], how in AFFINE
     match call.inputs:
         case [KerasTensor() as tensor, float(number)]:
             x = operations.with_constant(tensor.signal, np.array(number), calculate, call.label, is_affine=is_affine)

@@ -2,49 +2,27 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import numpy as np
 
-from service.importers.chain import operations
+from service.importers.chain import combining, operations
 from service.importers.chain.functions import Function, Numbers, affine, named
 from service.importers.chain.signal import Signal
 from service.importers.chain.values import Constant, Lengths, Value
 from service.importers.draft import ImportRefused
+from service.importers.onnx.folding import evaluator
 from service.importers.onnx.masks import mean_of_sum, steps_below, without_padding
 from service.importers.onnx.operation import Operation
 from service.modeling.spec.activations import ONNX, PARAMETERS
 
-Calculation = Callable[[Numbers, Numbers], Numbers]
-_erf = np.vectorize(math.erf, otypes=[np.float64])
-
 ACTIVATIONS = {name: kind for kind, name in ONNX.items()} | {"Swish": "silu", "Celu": "elu"}
-FUNCTIONS: dict[str, Callable[[Numbers], Numbers]] = {
-    "Abs": np.abs,
-    "Erf": _erf,
-    "Log": np.log,
-    "Not": lambda x: (x == 0).astype(np.float64),
-    "Reciprocal": np.reciprocal,
-    "Sqrt": np.sqrt,
-}
-"""Functions of a number that are part of activations."""
-COMPARISONS: dict[str, Calculation] = {
-    "Equal": np.equal,
-    "Greater": np.greater,
-    "GreaterOrEqual": np.greater_equal,
-    "Less": np.less,
-    "LessOrEqual": np.less_equal,
-}
+FUNCTIONS = ("Abs", "Clip", "Erf", "Gelu", "HardSwish", "Log", "Not", "Reciprocal", "Selu", "Sqrt")
+"""Functions of a number that are activations, or part of them."""
+COMPARISONS = ("Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual")
 COMBINATIONS = {"Add": "add", "Sub": "subtract", "Mul": "multiply", "Div": "divide", "Max": "maximum", "Min": "minimum"}
 """Operators that combine two numbers, by their names here."""
 AFFINE = ("Add", "Sub", "Mul", "Div")
-CALCULATIONS: dict[str, Calculation] = {
-    **{name: operations.OPERATIONS[ours] for name, ours in COMBINATIONS.items()},
-    **COMPARISONS,
-    "Mod": np.mod,
-    "Pow": np.power,
-}
 
 
 def activation(operation: Operation) -> Value:
@@ -55,37 +33,19 @@ def activation(operation: Operation) -> Value:
     return operations.apply(operation.signal, named(kind, **values), operation.label)
 
 
-def selu(operation: Operation) -> Value:
-    alpha = float(operation.attributes.get("alpha", 1.6732632423543772))
-    gamma = float(operation.attributes.get("gamma", 1.0507009873554805))
-    selu = Function(lambda x: gamma * np.where(x < 0, alpha * np.expm1(np.minimum(x, 0)), x))
-    return operations.apply(operation.signal, selu, operation.label)
-
-
-def gelu(operation: Operation) -> Value:
-    is_exact = operation.attributes.get("approximate", "none") == "none"
-    return operations.apply(operation.signal, named("gelu" if is_exact else "gelu_tanh"), operation.label)
-
-
-def hard_swish(operation: Operation) -> Value:
-    return operations.apply(operation.signal, Function(lambda x: x * np.clip(x / 6 + 0.5, 0, 1)), operation.label)
-
-
 def function(operation: Operation) -> Value:
-    return operations.apply(operation.signal, Function(FUNCTIONS[operation.node.op_type]), operation.label)
+    """Apply an operator to single numbers as ONNX defines it."""
+    operation.signal  # noqa: B018  # raises ImportRefused for another input
+    constants = [
+        operation.constant(index, "bound") if operation.has(index) else None for index in range(1, len(operation.inputs))
+    ]
+    evaluate = evaluator(operation.node, operation.inputs, operation.reading.opset)
+    of_number = Function(lambda x: np.asarray(evaluate([x, *constants])[0], np.float64))
+    return operations.apply(operation.signal, of_number, operation.label)
 
 
 def negative(operation: Operation) -> Value:
     return operations.apply(operation.signal, affine(-1.0, 0.0), operation.label)
-
-
-def clip(operation: Operation) -> Value:
-    low, high = (_bound(operation, index, name) for index, name in ((1, "min"), (2, "max")))
-    return operations.apply(
-        operation.signal,
-        Function(lambda x: np.clip(x, -math.inf if low is None else low, math.inf if high is None else high)),
-        operation.label,
-    )
 
 
 def prelu(operation: Operation) -> Value:
@@ -98,7 +58,7 @@ def calculation(operation: Operation) -> Value:
     if isinstance(first, Signal) and isinstance(second, Signal):
         if name not in COMBINATIONS:
             raise ImportRefused("it compares numbers that depend on the input")
-        return operations.combine(first, second, COMBINATIONS[name], operation.label)
+        return combining.combine(first, second, COMBINATIONS[name], operation.label)
     if isinstance(first, Lengths) and isinstance(second, Constant) and name in ("Add", "Sub") and second.array.size == 1:
         return Lengths(first.name, first.plus + int(second.array.item()) * (1 if name == "Add" else -1))
     if isinstance(first, Constant) and isinstance(second, Lengths):
@@ -106,11 +66,9 @@ def calculation(operation: Operation) -> Value:
     if isinstance(first, Signal) and isinstance(second, Lengths):
         return mean_of_sum(operation, first, second)
     if isinstance(first, Signal) and isinstance(second, Constant):
-        calculate, is_affine = CALCULATIONS[name], name in AFFINE
-        return operations.with_constant(first, second.array, calculate, operation.label, operation.origins, is_affine=is_affine)
+        return _with_constant(operation, first, second, is_affine=name in AFFINE)
     if isinstance(second, Signal) and isinstance(first, Constant):
-        calculate, is_affine = (lambda x, y: CALCULATIONS[name](y, x)), name in AFFINE and name != "Div"
-        return operations.with_constant(second, first.array, calculate, operation.label, operation.origins, is_affine=is_affine)
+        return _with_constant(operation, second, first, is_affine=name in AFFINE and name != "Div")
     raise ImportRefused("it computes with lengths, states or masks, which no layer of model.toml does")
 
 
@@ -121,7 +79,7 @@ def choice(operation: Operation) -> Value:
         return without_padding(operation)
     negated = operations.apply(condition, affine(-1.0, 1.0), operation.label)
     chosen, other = (_times(operation, operation.inputs[index], each) for index, each in ((1, condition), (2, negated)))
-    return operations.combine(chosen, other, "add", operation.label)
+    return combining.combine(chosen, other, "add", operation.label)
 
 
 def _times(operation: Operation, value: Value | None, condition: Signal) -> Signal:
@@ -130,25 +88,23 @@ def _times(operation: Operation, value: Value | None, condition: Signal) -> Sign
         return operations.apply(condition, affine(float(value.array.item()), 0.0), operation.label)
     if not isinstance(value, Signal):
         raise ImportRefused("it chooses between numbers that do not depend on the input, or are not one for all")
-    return operations.combine(value, condition, "multiply", operation.label)
+    return combining.combine(value, condition, "multiply", operation.label)
 
 
-def _bound(operation: Operation, index: int, name: str) -> float | None:
-    if operation.has(index):
-        return float(operation.constant(index, name))
-    bound = operation.attributes.get(name)
-    return None if bound is None else float(bound)
+def _with_constant(operation: Operation, x: Signal, constant: Constant, *, is_affine: bool) -> Value:
+    evaluate = evaluator(operation.node, operation.inputs, operation.reading.opset)
+
+    def calculate(x: Numbers, number: Numbers) -> Numbers:
+        return evaluate([x, np.asarray(number)] if constant is operation.inputs[1] else [np.asarray(number), x])[0]
+
+    return operations.with_constant(x, constant.array, calculate, operation.label, operation.origins, is_affine=is_affine)
 
 
 OPERATORS: dict[str, Callable[[Operation], Value]] = {
     **dict.fromkeys(ACTIVATIONS, activation),
     **dict.fromkeys(FUNCTIONS, function),
-    **dict.fromkeys(CALCULATIONS, calculation),
-    "Clip": clip,
-    "Gelu": gelu,
-    "HardSwish": hard_swish,
+    **dict.fromkeys((*COMBINATIONS, *COMPARISONS, "Mod", "Pow"), calculation),
     "Neg": negative,
     "PRelu": prelu,
-    "Selu": selu,
     "Where": choice,
 }

@@ -141,8 +141,8 @@ class Graph:
         branch = next((attribute.g for attribute in node.attribute if attribute.name == chosen), None)
         if branch is None:
             raise ImportRefused(f"it has no {chosen}")
-        own = {tensor.name: Constant(self._tensors.array(tensor)) for tensor in branch.initializer}
-        inner: ChainMap[str, Value] = ChainMap(dict(own), values)
+        constants = {tensor.name: Constant(self._tensors.array(tensor)) for tensor in branch.initializer}
+        inner: ChainMap[str, Value] = ChainMap(dict(constants), values)
         outputs = [info.name for info in branch.output]
         self._run(branch, inner, reading, outputs, depth=depth)
         return [self._value(name, inner) for name in outputs]

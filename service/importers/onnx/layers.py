@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from service.importers.chain import operations
+from service.importers.chain import combining, operations
 from service.importers.chain.functions import affine
 from service.importers.chain.signal import Role, Signal
 from service.importers.chain.values import Constant, Value
@@ -217,7 +217,7 @@ def _reduced_columns(operation: Operation, x: Signal, index: int, how: str) -> S
     first, second = (x.take(np.array([one]), index) for one in (0, 1))
     if how == "mean":
         return operations.mean([first, second], operation.label)
-    return operations.combine(first, second, "add", operation.label)
+    return combining.combine(first, second, "add", operation.label)
 
 
 OPERATORS: dict[str, Callable[[Operation], Value]] = {

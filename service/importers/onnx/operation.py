@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from onnx import AttributeProto, NodeProto, TensorProto, helper
 
+from service.importers.chain.functions import shortest
 from service.importers.chain.reading import Reading
 from service.importers.chain.signal import Signal
 from service.importers.chain.values import Constant, Value
@@ -111,12 +112,7 @@ def attribute_value(attribute: AttributeProto) -> Any:
     if isinstance(value, bytes):
         return value.decode(errors="replace")
     if attribute.type in (AttributeProto.FLOAT, AttributeProto.FLOATS):
-        return _shortest(value) if attribute.type == AttributeProto.FLOAT else [_shortest(item) for item in value]
+        return shortest(value) if attribute.type == AttributeProto.FLOAT else [shortest(item) for item in value]
     if attribute.type in LISTS:
         return [item.decode(errors="replace") if isinstance(item, bytes) else item for item in value]
     return value
-
-
-def _shortest(number: float) -> float:
-    """Return a number of float32 as it was written: 0.2, and not 0.20000000298."""
-    return float(str(np.float32(number)))

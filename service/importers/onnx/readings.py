@@ -86,13 +86,14 @@ class InputPlan:
         """Return the inputs for one sequence, (steps,) ids or (steps, features), as often as the graph takes sequences."""
         pairs = list(zip(self.roles, self.sequence.sizes, strict=True))
         batch = next((size or 1 for role, size in pairs if role is Role.BATCH), 1)
-        own = [role for role in (Role.BATCH, Role.STEPS) if role in self.roles]
+        outer = [role for role in (Role.BATCH, Role.STEPS) if role in self.roles]
         columns = [size or 1 for role, size in pairs if role is Role.COLUMNS]
         places = {
-            role: [index for index, each in enumerate([*own, *[Role.COLUMNS] * len(columns)]) if each is role] for role in Role
+            role: [index for index, each in enumerate([*outer, *[Role.COLUMNS] * len(columns)]) if each is role]
+            for role in Role
         }
         data = np.repeat(row[None], batch, 0).reshape(
-            [*({Role.BATCH: batch, Role.STEPS: len(row)}[role] for role in own), *columns]
+            [*({Role.BATCH: batch, Role.STEPS: len(row)}[role] for role in outer), *columns]
         )
         arrays = {self.sequence.name: data.transpose([places[role].pop(0) for role in self.roles]).astype(self.sequence.dtype)}
         for other in self.others:

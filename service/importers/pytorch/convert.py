@@ -37,9 +37,9 @@ def recurrent(table: Table, found: Sequence[ModuleTensors]) -> Part:
     depth = len(suffixes) // (1 + bidirectional)
     for level in range(depth):
         for direction, suffix in DIRECTIONS[: 1 + bidirectional]:
-            own = direction if bidirectional else table.get("direction", "forward")
+            ours = direction if bidirectional else table.get("direction", "forward")
             suffix = "" if suffixes == [""] else f"_l{level}{suffix}"
-            arrays |= {f"{level}.{own}.{name}": array for name, array in _one_direction(module, suffix).items()}
+            arrays |= {f"{level}.{ours}.{name}": array for name, array in _one_direction(module, suffix).items()}
     sizes = GATED[module.kind].options(_one_direction(module, first))
     return Part({**table, **sizes, "depth": depth, "bidirectional": bidirectional}, arrays)
 
@@ -136,8 +136,8 @@ def tcn(table: Table, found: Sequence[ModuleTensors]) -> Part:
             raise ImportRefused(f"{remaining[0].name} stands alone: a level of a tcn has two convolutions")
         pair = [remaining.pop(0), remaining.pop(0)]
         for position, module in enumerate(pair):
-            own = _convolution(module, weight_norm=bool(table.get("weight_norm")))
-            arrays |= {f"{level}.{position}.{name}": array for name, array in own.items()}
+            tensors = _convolution(module, weight_norm=bool(table.get("weight_norm")))
+            arrays |= {f"{level}.{position}.{name}": array for name, array in tensors.items()}
         width, inputs, filters = pair[0].filters.shape
         if remaining and len(remaining[0].filters) == 1 and (width > 1 or inputs != filters):
             projection = remaining.pop(0)

@@ -35,10 +35,10 @@ def recurrent(table: dict[str, Any], layer: LayerVariables, forget_bias: float) 
         )
     arrays: Tensors = {}
     for (level, direction), cell in cells.items():
-        own = _tensors(cell, forget_bias)
+        tensors = _tensors(cell, forget_bias)
         place = direction if len(directions) == 2 else table.get("direction", "forward")
-        arrays |= {f"{level}.{place}.{name}": array for name, array in own.items()}
-    found: dict[str, Any] = {"kind": kind, **GATED[kind].options(own)}
+        arrays |= {f"{level}.{place}.{name}": array for name, array in tensors.items()}
+    found: dict[str, Any] = {"kind": kind, **GATED[kind].options(tensors)}
     found |= {"depth": len(levels)} if len(levels) > 1 else {}
     found |= {"bidirectional": True} if len(directions) == 2 else {}
     return Part({**table, **found}, arrays)

@@ -28,6 +28,8 @@ from service.importers.torch_archive.script import ScriptProgram
 from service.importers.torch_archive.tensors import PURE, TensorMachine
 from service.importers.torch_archive.translation import TranslatingMachine
 
+OPSET = 20
+"""Of the operators of ONNX through which operators of torch are translated."""
 MOST_SIZES = 32
 """How many numbers of features are tried for a program that does not define it."""
 
@@ -52,7 +54,7 @@ def _read(path: Path) -> Draft:
             raise ImportRefused("the output does not depend on the sequence")
         return finished(output, "program of torch.export" if MODEL in archive else "TorchScript program")
 
-    found = first_draft(path, (plan.start(0) for plan in _plans(program)), translate)
+    found = first_draft(path, (plan.start(OPSET) for plan in _plans(program)), translate)
     if found is None:
         raise ImportRefused(f"{path}: no input is a sequence of token ids or features")
     draft, (plan, reading, _) = found
@@ -68,9 +70,9 @@ def _plans(program: Program) -> Iterator[InputPlan]:
         yield from plans([_graph_input(one.name, bool(one.has_ids), one.shape or ()) for one in program.inputs])
         return
     first, *others = (one.name for one in program.inputs)
-    for extra in _other_inputs(others):
+    for others_read in _other_inputs(others):
         for shape in _shapes(program):
-            yield from plans([_graph_input(first, len(shape) == 2, shape), *extra])
+            yield from plans([_graph_input(first, len(shape) == 2, shape), *others_read])
 
 
 def _other_inputs(names: Sequence[str]) -> list[list[GraphInput]]:

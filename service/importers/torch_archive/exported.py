@@ -34,7 +34,7 @@ class ExportedProgram:
     """The graph of an archive with its weights."""
 
     def __init__(self, archive: Archive) -> None:
-        content = _parsed(archive, MODEL)
+        content = _described(archive, MODEL)
         version = content["schema_version"]["major"]
         if version != SCHEMA:
             raise ImportRefused(
@@ -98,7 +98,7 @@ class ExportedProgram:
         raise ImportRefused(f"the program calls {target}, which cannot be imported: only operators of torch itself can")
 
 
-def _parsed(archive: Archive, name: str) -> Any:
+def _described(archive: Archive, name: str) -> Any:
     with refusing((ValueError, RecursionError), f"{name} of the archive is damaged", "save it again"):
         return json.loads(archive.read(name))
 
@@ -109,7 +109,7 @@ def _tensors(archive: Archive, kind: str) -> dict[str, Tensor]:
     if description not in archive:
         return {}
     tensors = {}
-    for name, entry in _parsed(archive, description)["config"].items():
+    for name, entry in _described(archive, description)["config"].items():
         if entry["use_pickle"]:
             raise ImportRefused(f"{name} of the archive is a pickle, which is not read: save plain tensors")
         meta = entry["tensor_meta"]

@@ -15,18 +15,9 @@ from service.importers.torch_archive.operation import ArchiveOperation
 REDUCTIONS = {"amax": "ReduceMax", "max": "ReduceMax", "mean": "ReduceMean", "sum": "ReduceSum"}
 
 
-def embedding(operation: ArchiveOperation) -> Any:
-    return operation.onnx("Gather", operation["weight"], operation["indices"], axis=0)
-
-
 def linear(operation: ArchiveOperation) -> Any:
     product = operation.onnx("MatMul", operation["input"], _turned(operation["weight"]))
     return _plus(operation, product, operation["bias"])
-
-
-def matmul(operation: ArchiveOperation) -> Any:
-    first, second = operation["self"], operation.call.get("other", operation.call.get("mat2"))
-    return operation.onnx("MatMul", first, second)
 
 
 def addmm(operation: ArchiveOperation) -> Any:
@@ -127,11 +118,6 @@ def reduction(operation: ArchiveOperation) -> Any:
     return [y, None] if call.name == "max" and call.overload == "dim" else y
 
 
-def softmax(operation: ArchiveOperation) -> Any:
-    operator = "LogSoftmax" if "log" in operation.call.name else "Softmax"
-    return operation.onnx(operator, operation.x, axis=operation["dim"])
-
-
 def _sizes(value: Any, count: int) -> list[int]:
     sizes = list(value) if isinstance(value, Sequence) else [value]
     return sizes * count if len(sizes) == 1 else sizes
@@ -160,10 +146,7 @@ OPERATORS: dict[str, Callable[[ArchiveOperation], Any]] = {
         ("adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_avg_pool1d", "adaptive_avg_pool2d"), adaptive_pool
     ),
     **dict.fromkeys(REDUCTIONS, reduction),
-    **dict.fromkeys(("softmax", "_softmax", "log_softmax", "_log_softmax"), softmax),
-    **dict.fromkeys(("matmul", "mm", "bmm"), matmul),
     "addmm": addmm,
-    "embedding": embedding,
     "layer_norm": layer_norm,
     "linear": linear,
 }

@@ -130,7 +130,7 @@ def expand(operation: ArchiveOperation) -> Any:
     x = operation.x
     sizes = list(operation["size"])
     shape = [1] * (len(sizes) - x.rank) + list(x.shape)
-    return operation.onnx("Expand", x, [own if size == -1 else size for size, own in zip(sizes, shape, strict=True)])
+    return operation.onnx("Expand", x, [entries if size == -1 else size for size, entries in zip(sizes, shape, strict=True)])
 
 
 def expand_as(operation: ArchiveOperation) -> Any:
@@ -188,10 +188,6 @@ def index_select(operation: ArchiveOperation) -> Any:
     return operation.onnx("Gather", value, index, axis=operation["dim"])
 
 
-def gather(operation: ArchiveOperation) -> Any:
-    return operation.onnx("GatherElements", operation.x, operation["index"], axis=operation["dim"])
-
-
 def pad(operation: ArchiveOperation) -> Any:
     """Add zeros. torch counts axes from the last."""
     call = operation.call
@@ -215,7 +211,6 @@ OPERATORS: dict[str, Callable[[ArchiveOperation], Any]] = {
     "expand_as": expand_as,
     "flatten": flatten,
     "flip": flip,
-    "gather": gather,
     "index_select": index_select,
     "narrow": narrow,
     "numpy_T": turn,

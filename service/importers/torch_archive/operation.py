@@ -49,7 +49,8 @@ class ArchiveOperation:
         """Return the result of an operator of ONNX, which computes the same: a value, or a list of several."""
         values: list[Value | None] = [_value(value) for value in inputs]
         given = {name: value for name, value in attributes.items() if value is not None}
-        node = helper.make_node(operator, ["x"] * len(values), [f"y{number}" for number in range(outputs)], **given)
+        names = [f"x{number}" for number in range(len(values))], [f"y{number}" for number in range(outputs)]
+        node = helper.make_node(operator, *names, **given)
         result = OPERATORS[operator](onnx_operation.Operation(node, values, self.reading, title=self.call.name))
         return list(result) if isinstance(result, Sequence) else result
 

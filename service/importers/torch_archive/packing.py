@@ -56,11 +56,6 @@ def sort(operation: ArchiveOperation) -> Any:
     return operation.onnx("TopK", lengths, [operation.reading.batch], outputs=2, largest=largest)
 
 
-def scatter(operation: ArchiveOperation) -> Any:
-    """Invert an order: write 0, 1, 2, ... to its indexes."""
-    return operation.onnx("ScatterElements", operation["self"], operation["index"], operation.call.get("src"))
-
-
 def empty_like(operation: ArchiveOperation) -> Constant:
     return Constant(np.zeros(operation.reading.batch, np.int64))
 
@@ -79,6 +74,5 @@ OPERATORS: dict[str, Callable[[ArchiveOperation], Any]] = {
     "argsort": lambda operation: sort(operation)[1],
     "empty_like": empty_like,
     "index": index,
-    "scatter": scatter,
     "sort": sort,
 }

@@ -56,19 +56,19 @@ def _weights(operation: ArchiveOperation, kind: str, index: int) -> dict[str, Ar
     biased = bool(operation["has_biases"])
     projected = kind == "lstm" and len(arrays) % (5 if biased else 3) == 0 and arrays[0].shape[0] // 4 != arrays[1].shape[1]
     per_direction = 2 + 2 * biased + projected
-    own = arrays[per_direction * index : per_direction * (index + 1)]
-    if len(own) < per_direction:
+    direction = arrays[per_direction * index : per_direction * (index + 1)]
+    if len(direction) < per_direction:
         raise ImportRefused(f"it has {len(arrays)} weights, and more are needed")
-    wide, recurrent = own[0], own[1]
+    wide, recurrent = direction[0], direction[1]
     gates = len(GATED[kind].gates)
     hidden = wide.shape[0] // gates
-    biases = own[2:4] if biased else [np.zeros(gates * hidden, np.float32)] * 2
-    outputs = own[-1].shape[0] if projected else hidden
+    biases = direction[2:4] if biased else [np.zeros(gates * hidden, np.float32)] * 2
+    outputs = direction[-1].shape[0] if projected else hidden
     shapes = [(gates * hidden, wide.shape[1]), (gates * hidden, outputs), (gates * hidden,), (gates * hidden,)]
     if [array.shape for array in (wide, recurrent, *biases)] != shapes:
-        raise ImportRefused(f"its weights have the shapes {[array.shape for array in own]}, which do not fit together")
+        raise ImportRefused(f"its weights have the shapes {[array.shape for array in direction]}, which do not fit together")
     tensors = GATED[kind].tensors("torch", wide.T, recurrent.T, *biases, keeps_last=kind == "gru")
-    return {**tensors, "projection": own[-1].T} if projected else tensors
+    return {**tensors, "projection": direction[-1].T} if projected else tensors
 
 
 OPERATORS: dict[str, Callable[[ArchiveOperation], Any]] = dict.fromkeys(KINDS, recurrent)
