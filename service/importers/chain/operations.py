@@ -44,13 +44,13 @@ def embedding(ids: Signal, table: Array, label: str, origins: frozenset[str]) ->
     return ids.with_units([ids.rank]).over(layer, ids.rank)
 
 
-def dense(x: Signal, weight: Array, bias: Array, label: str, origins: frozenset[str] = NO_ORIGINS, *, at: int = -1) -> Signal:
+def dense(x: Signal, weight: Array, bias: Array, label: str, origins: frozenset[str] = NO_ORIGINS) -> Signal:
     """Multiply vectors by a matrix. weight: (inputs, width); bias: (width,)."""
-    node, columns = source(x, at)
+    node, columns = source(x)
     width = weight.shape[1]
     arrays = {"weight": scattered(weight, columns, node.width), "bias": bias}
     table = {"kind": "dense", "width": width, "activation": "none"}
-    return x.over(Layer(node, table, arrays, width, label, origins), at % x.rank)
+    return x.over(Layer(node, table, arrays, width, label, origins), x.rank - 1)
 
 
 def conv(
@@ -134,7 +134,8 @@ def take(x: Signal, at: int, chosen: int | slice) -> Signal:
         taken = x.take(np.array(indexes, np.int64), at)
         return taken if isinstance(chosen, slice) else taken.without_axes([at])
     if not x.is_on(at, Role.STEPS):
-        raise ImportRefused(f"it takes some of the {x.axes[at]}: every sequence is computed")
+        what = "takes some of the" if isinstance(chosen, slice) else "works on the axis of"
+        raise ImportRefused(f"it {what} {x.axes[at]}: every sequence is computed")
     if is_whole and indexes.step == -1:
         return reverse_steps(x)
     if len(indexes) == 1:
@@ -161,7 +162,7 @@ def apply(x: Signal, function: Function, label: str, origins: frozenset[str] = N
     return x.map_parts(lambda part: mapped(part, function, label, origins))
 
 
-def mapped(node: Node, function: Function, label: str, origins: frozenset[str] = NO_ORIGINS) -> Node:
+def mapped(node: Node, function: Function, label: str, origins: frozenset[str]) -> Node:
     """Return a function of a node."""
     if isinstance(node, Mapped) and _operations(node) + function.size > LONGEST_FUNCTION:
         node = settled(node)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from service.importers.chain.nodes import NO_ORIGINS, Layer, Pooled
+from service.importers.chain.nodes import Layer, Pooled
 from service.importers.chain.operations import scattered, source
 from service.importers.chain.reading import Reading
 from service.importers.chain.signal import Axis, Columns, Role, Signal, axis
@@ -26,16 +26,14 @@ def recurrent(
     options: Mapping[str, Any],
     directions: Directions,
     label: str,
-    origins: frozenset[str] = NO_ORIGINS,
-    *,
-    at: int = -1,
+    origins: frozenset[str],
 ) -> tuple[Layer, Columns]:
     """Run an rnn, lstm or gru; return the layer, and the indexes of each direction's columns in it, (directions, width).
 
     options: its keys in model.toml that do not follow from its tensors. Over reversed steps, "forward" is the model's backward direction,
     and the outputs are in reverse order as well.
     """
-    node, columns = source(x, at)
+    node, columns = source(x)
     first = next(iter(directions.values()))
     vector = first["recurrent"].shape[0]
     swapped = {"forward": "backward", "backward": "forward"}

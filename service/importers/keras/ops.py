@@ -8,11 +8,11 @@ from typing import Any
 
 from service.importers.chain import operations
 from service.importers.chain.functions import Function, named
-from service.importers.chain.signal import Role, concatenate
+from service.importers.chain.signal import Role
 from service.importers.draft import ImportRefused
 from service.importers.keras.activations import NAMED, SLOPES, softmax
 from service.importers.keras.call import KerasCall, KerasTensor, Value
-from service.importers.keras.shapes import COMBINATIONS, combine
+from service.importers.keras.shapes import COMBINATIONS, combine, concat
 from service.modeling.spec.activations import class_name
 
 REDUCTIONS = {"Sum": "sum", "Mean": "mean", "Max": "max"}
@@ -91,11 +91,6 @@ def reshape(call: KerasCall) -> KerasTensor:
 
 def flip(call: KerasCall) -> KerasTensor:
     return call.result(operations.take(call.signal, call.axis(call.signal.rank), slice(None, None, -1)))
-
-
-def concat(call: KerasCall) -> KerasTensor:
-    signals = [tensor.signal for tensor in call.tensors]
-    return call.result(concatenate(signals, call.axis(signals[0].rank)))
 
 
 def _function(call: KerasCall) -> Function:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 import numpy as np
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
 
+from service.importers.chain.nodes import origins_of
 from service.importers.chain.reading import Reading
 from service.importers.chain.settling import weights_below
 from service.importers.chain.signal import Signal
@@ -117,7 +118,7 @@ class Graph:
         depends = any(value is not None and not isinstance(value, Constant) for value in inputs)
         if not depends and node.op_type in FOLDED:
             constants = [value if isinstance(value, Constant) else None for value in inputs]
-            origins = frozenset[str]().union(*(value.origins for value in constants if value is not None))
+            origins = origins_of(value for value in constants if value is not None)
             arrays = fold(node, [None if value is None else value.array for value in constants], self.opset)
             self.budget.spend(sum(array.size for array in arrays))
             return [Constant(array, origins) for array in arrays]

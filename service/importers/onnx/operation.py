@@ -9,6 +9,7 @@ import numpy as np
 from onnx import AttributeProto, NodeProto, TensorProto, helper
 
 from service.importers.chain.functions import shortest
+from service.importers.chain.nodes import origins_of
 from service.importers.chain.reading import Reading
 from service.importers.chain.signal import Signal
 from service.importers.chain.values import Constant, Value
@@ -46,7 +47,7 @@ class Operation:
     @property
     def origins(self) -> frozenset[str]:
         """The initializers among the inputs."""
-        return frozenset[str]().union(*(value.origins for value in self.inputs if isinstance(value, Constant)))
+        return origins_of(value for value in self.inputs if isinstance(value, Constant))
 
     @property
     def signal(self) -> Signal:
@@ -83,11 +84,11 @@ class Operation:
         """Return an input of a list of constant integers."""
         return [int(number) for number in self.constant(index, name).ravel()]
 
-    def axes(self, rank: int, index: int = 1) -> Axes | None:
+    def axes(self, rank: int) -> Axes | None:
         """Return the axes of a node, or None if it has none. They are an attribute in old graphs and an input in new graphs."""
         given = self.attributes.get("axes")
-        if given is None and self.has(index):
-            given = self.integers(index, "axes")
+        if given is None and self.has(1):
+            given = self.integers(1, "axes")
         return None if given is None else [checked_axis(axis, rank) for axis in given]
 
     def refuse_options(self, **allowed: object) -> None:

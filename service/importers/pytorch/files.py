@@ -26,7 +26,7 @@ TOP, LONGEST = ".", 1000
 _CODE = re.compile(r"GLOBAL ([\w.]+)")
 
 
-def read_tensors(file: Path, chosen: str | None = None) -> dict[str, Array]:
+def read_tensors(file: Path, chosen: str | None) -> dict[str, Array]:
     """Return the tensors of a .safetensors file or of a state_dict that torch.save wrote, by name, with floats in float32.
 
     chosen: the places of state_dicts in the file, separated by commas, whose names then begin with their place if there are several; None

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from service.importers.chain import operations
-from service.importers.chain.functions import Function, Numbers, identify
+from service.importers.chain.functions import Function, identify
 from service.importers.draft import ImportRefused
 from service.importers.torch_archive.operation import ArchiveOperation
 
@@ -48,18 +49,11 @@ BINARY = {
 
 def function(operation: ArchiveOperation) -> Any:
     """Apply an operator to single numbers as torch computes it, under the name of the activation if it is one."""
-    first, *others = operation.call.arguments
-    if any(not isinstance(operation[name], bool | int | float | str | None) for name in others):
+    _, *others = operation.call.arguments.values()
+    if any(not isinstance(value, bool | int | float | str | None) for value in others):
         raise ImportRefused("it computes with tensors besides its input")
-    x = operation.x
-
-    def evaluate(numbers: Numbers) -> Numbers:
-        result: Numbers = operator(**{**operation.call.arguments, first: torch.from_numpy(numbers.copy())}).numpy()
-        return result
-
-    operator = getattr(getattr(torch.ops.aten, operation.call.name), operation.call.overload or "default")
-    of_number = Function(evaluate)
-    return operations.apply(x, replace(of_number, activation=identify(of_number)), operation.call.name)
+    of_number = Function(lambda x: np.asarray(operation.compute(torch.from_numpy(x.copy()))))
+    return operations.apply(operation.x, replace(of_number, activation=identify(of_number)), operation.call.name)
 
 
 def binary(operation: ArchiveOperation) -> Any:

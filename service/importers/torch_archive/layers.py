@@ -12,18 +12,12 @@ from service.importers.chain.values import Constant
 from service.importers.draft import ImportRefused
 from service.importers.torch_archive.operation import ArchiveOperation
 
+AUTO_PADS = {"same": "SAME_UPPER", "valid": "VALID"}
 REDUCTIONS = {"amax": "ReduceMax", "max": "ReduceMax", "mean": "ReduceMean", "sum": "ReduceSum"}
 
 
 def linear(operation: ArchiveOperation) -> Any:
-    product = operation.onnx("MatMul", operation["input"], _turned(operation["weight"]))
-    return _plus(operation, product, operation["bias"])
-
-
-def addmm(operation: ArchiveOperation) -> Any:
-    if operation["beta"] != 1 or operation["alpha"] != 1:
-        raise ImportRefused("it has factors of its own: multiply the weights by them")
-    return _plus(operation, operation.onnx("MatMul", operation["mat1"], operation["mat2"]), operation["self"])
+    return operation.onnx("Gemm", operation["input"], operation["weight"], operation["bias"], transB=1)
 
 
 def conv(operation: ArchiveOperation) -> Any:
@@ -38,11 +32,9 @@ def conv(operation: ArchiveOperation) -> Any:
     padding = call["padding"]
     attributes: dict[str, Any] = {"strides": strides, "dilations": dilations, "group": call["groups"]}
     if isinstance(padding, str):
-        if padding == "same":
-            around = [(size - 1) * dilation for size, dilation in zip(kernel.shape[2:], dilations, strict=True)]
-            attributes["pads"] = [*(size // 2 for size in around), *(size - size // 2 for size in around)]
-        elif padding != "valid":
+        if padding not in AUTO_PADS:
             raise ImportRefused(f"its padding is {padding!r}")
+        attributes["auto_pad"] = AUTO_PADS[padding]
     else:
         attributes["pads"] = _sizes(padding, count) * 2
     if without_batch:
@@ -123,17 +115,6 @@ def _sizes(value: Any, count: int) -> list[int]:
     return sizes * count if len(sizes) == 1 else sizes
 
 
-def _turned(value: Any) -> Any:
-    """Return the transposed matrix of constant weights."""
-    if not isinstance(value, Constant):
-        raise ImportRefused("its weights depend on the sequence")
-    return Constant(value.array.T, value.origins)
-
-
-def _plus(operation: ArchiveOperation, product: Any, bias: Any) -> Any:
-    return product if bias is None else operation.onnx("Add", product, bias)
-
-
 OPERATORS: dict[str, Callable[[ArchiveOperation], Any]] = {
     **dict.fromkeys(("conv1d", "conv2d", "convolution", "_convolution"), conv),
     **dict.fromkeys(
@@ -146,7 +127,6 @@ OPERATORS: dict[str, Callable[[ArchiveOperation], Any]] = {
         ("adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_avg_pool1d", "adaptive_avg_pool2d"), adaptive_pool
     ),
     **dict.fromkeys(REDUCTIONS, reduction),
-    "addmm": addmm,
     "layer_norm": layer_norm,
     "linear": linear,
 }

@@ -7,12 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from onnx import helper
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
+from service.importers.chain.nodes import origins_of
 from service.importers.chain.reading import Reading
 from service.importers.chain.signal import Signal
 from service.importers.chain.values import Constant, Value
-from service.importers.draft import Array, ImportRefused
+from service.importers.draft import UNFIT, Array, ImportRefused, refusing
 from service.importers.onnx import operation as onnx_operation
 from service.importers.onnx.operators import OPERATORS
 from service.importers.torch_archive.calls import OperatorCall
@@ -38,8 +42,13 @@ class ArchiveOperation:
 
     @property
     def origins(self) -> frozenset[str]:
-        values = [item for value in self.call.arguments.values() for item in (value if isinstance(value, list) else [value])]
-        return frozenset[str]().union(*(value.origins for value in values if isinstance(value, Constant)))
+        return origins_of(value for value in tree_leaves(dict(self.call.arguments)) if isinstance(value, Constant))
+
+    def compute(self, first: Tensor) -> Any:
+        """Return what torch computes with a tensor as the first argument."""
+        operator = getattr(getattr(torch.ops.aten, self.call.name), self.call.overload or "default")
+        with refusing((*UNFIT, RuntimeError), "it does not fit its input", "save it again"):
+            return operator(**{**self.call.arguments, next(iter(self.call.arguments)): first})
 
     def weights(self, name: str) -> Array:
         """Return an argument of constant weights."""

@@ -10,6 +10,7 @@ from service.importers.torch_archive.operation import ArchiveOperation
 
 ALONG_AXIS = {"axis": "dim"}
 DIRECT: dict[str, tuple[str, tuple[str, ...], dict[str, str]]] = {
+    "addmm": ("Gemm", ("mat1", "mat2", "self"), {"alpha": "alpha", "beta": "beta"}),
     "embedding": ("Gather", ("weight", "indices"), {}),
     "gather": ("GatherElements", ("self", "index"), ALONG_AXIS),
     "matmul": ("MatMul", ("self", "other"), {}),

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 from service.importers.draft import UNFIT, ImportRefused
 from service.importers.onnx.budget import Budget
@@ -75,23 +76,11 @@ def _size(call: OperatorCall, operator: Any, arguments: Mapping[str, Any]) -> in
         return int(arguments["data"].numel() * max(1, arguments["total_length"]))
     if call.name in ("_pack_padded_sequence", "cpu") or call.overload == "data":
         return int(sum(tensor.numel() for tensor in arguments.values() if isinstance(tensor, Tensor)))
-    return _count(operator(**{**_mapped(arguments, lambda tensor: tensor.to("meta")), **_on_meta(operator)}))
+    on_meta = tree_map(lambda value: value.to("meta") if isinstance(value, Tensor) else value, dict(arguments))
+    results = tree_leaves(operator(**{**on_meta, **_on_meta(operator)}))
+    return sum(math.prod(value.shape) for value in results if isinstance(value, Tensor))
 
 
 def _on_meta(operator: Any) -> dict[str, Any]:
     """Return the arguments with which an operator that makes a tensor does not allocate it."""
     return {"device": "meta"} if any(argument.name == "device" for argument in operator._schema.arguments) else {}
-
-
-def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, list | tuple):
-        return [_mapped(item, change) for item in value]
-    return {name: _mapped(item, change) for name, item in value.items()} if isinstance(value, dict) else value
-
-
-def _count(value: Any) -> int:
-    if isinstance(value, Tensor):
-        return math.prod(value.shape)
-    return sum(map(_count, value)) if isinstance(value, list | tuple) else 0
