@@ -187,11 +187,6 @@ def _statistics(norm: Tensor) -> State:
     return {**dict(zip(names, norm, strict=True)), "num_batches_tracked": torch.tensor(0)}
 
 
-def _layer_norm(layer: Any, part: ExportedPart) -> State:
-    gain, offset = part.arrays["norm"]
-    return {"weight": gain, "bias": offset}
-
-
 def _sru(layer: SRULayer, part: ExportedPart) -> State:
     """SRU of the `sru` package."""
     return {
@@ -245,7 +240,7 @@ STATES: dict[str, Callable[[Any, ExportedPart], State]] = {
     "tcn": _tcn,
     "text_cnn": _text_cnn,
     "dense": lambda _, part: _linear(part.arrays),
-    "layer_norm": _layer_norm,
+    "layer_norm": lambda _, part: dict(zip(("weight", "bias"), part.arrays["norm"], strict=True)),
     "batch_norm": lambda _, part: _statistics(part.arrays["norm"]),
 }
 """The function for each kind of layer that has tensors."""

@@ -7,6 +7,7 @@ every object has one name, and numbers are stored uncompressed. Texts of variabl
 
 from __future__ import annotations
 
+import io
 import math
 import resource
 import subprocess
@@ -19,7 +20,7 @@ from typing import Any
 
 import h5py
 import numpy as np
-from h5py import h5a, h5d, h5f, h5g, h5l, h5o, h5p, h5t
+from h5py import h5a, h5d, h5f, h5g, h5l, h5o, h5t
 
 from service.importers.draft import Array, ImportRefused, refusing
 
@@ -131,18 +132,10 @@ class Hdf5:
 @contextmanager
 def opened(source: Path | bytes, name: str) -> Iterator[Hdf5]:
     """Open a file, or the content of one; raises ImportRefused unless it is a complete HDF5 file with no links but names of objects."""
-    access = h5p.create(h5p.FILE_ACCESS)
-    access.set_fclose_degree(h5f.CLOSE_STRONG)
-    access.set_file_locking(False, True)
     with refusing(DAMAGED, f"{name} is not a complete HDF5 file", SAVE_AGAIN):
-        if isinstance(source, bytes):
-            access.set_fapl_core(backing_store=False)
-            access.set_file_image(source)
-        file = h5f.open((name if isinstance(source, bytes) else str(source)).encode(), h5f.ACC_RDONLY, fapl=access)
-    try:
-        yield _walked(file, name, source)
-    finally:
-        file.close()
+        file = h5py.File(io.BytesIO(source) if isinstance(source, bytes) else source, "r", locking=False)
+    with file:
+        yield _walked(file.id, name, source)
 
 
 def _walked(file: h5f.FileID, name: str, source: Path | bytes) -> Hdf5:

@@ -13,6 +13,7 @@ import numpy as np
 from service.exporters.model import ExportedPart
 from service.exporters.onnx.activations import parameters
 from service.exporters.onnx.graph import INPUT, ExportedGraph
+from service.importers.draft import Array
 from service.modeling.layers import GATED
 from service.modeling.spec.activations import ONNX_RECURRENT, Activation
 from service.modeling.spec.layers import GatedLayer, GRULayer, LSTMLayer
@@ -49,15 +50,12 @@ def _check(layer: GatedLayer, part: ExportedPart) -> None:
 
 def _node(graph: ExportedGraph, layer: GatedLayer, part: ExportedPart, level: int, x: str) -> str:
     """Add the operator; return every step, (steps, directions, batch, hidden)."""
-    directions = [_Direction(layer, part, f"{level}.{name}") for name in layer.directions]
-    inputs = [x]
-    inputs += [graph.weight(name, np.stack([getattr(one, name) for one in directions])) for name in ("W", "R", "B")]
-    inputs.append(graph.lengths)
+    directions = [_weights(part, f"{level}.{name}") for name in layer.directions]
+    weights = {name: graph.weight(name, np.stack([each[name] for each in directions])) for name in directions[0]}
+    inputs = [x, weights["W"], weights["R"], weights["B"], graph.lengths]
     kind = GATED[part.kind]
-    for name in kind.starts:
-        inputs.append(_start(graph, part, [f"{level}.{one}.{name}" for one in layer.directions]))
-    if isinstance(layer, LSTMLayer) and layer.peepholes:
-        inputs.append(graph.weight("P", np.stack([one.peepholes for one in directions])))
+    inputs += [_start(graph, part, [f"{level}.{one}.{name}" for one in layer.directions]) for name in kind.starts]
+    inputs.append(weights.get("P", ""))
     while not inputs[-1]:
         inputs.pop()
     attributes: dict[str, Any] = {"hidden_size": layer.hidden, "direction": DIRECTIONS[layer.directions]}
@@ -67,21 +65,13 @@ def _node(graph: ExportedGraph, layer: GatedLayer, part: ExportedPart, level: in
     return graph.add(operator, *inputs, outputs=1 + len(kind.starts), **attributes)
 
 
-class _Direction:
-    """The weights of one direction of a level, in the layout of ONNX."""
-
-    def __init__(self, layer: GatedLayer, part: ExportedPart, place: str) -> None:
-        kind = GATED[part.kind]
-        input, recurrent, bias = (
-            kind.to_framework("onnx", part.numpy(f"{place}.{name}")) for name in ("input", "recurrent", "bias")
-        )
-        self.W, self.R = input.T, recurrent.T
-        biases = {
-            name: part.numpy(f"{place}.{name}") for name in ("bias", "recurrent_bias") if f"{place}.{name}" in part.arrays
-        }
-        self.B = np.concatenate([bias, kind.recurrent_bias(biases)])
-        if f"{place}.peephole" in part.arrays:
-            self.peepholes = kind.to_framework("onnx", part.numpy(f"{place}.peephole"), without="cell")
+def _weights(part: ExportedPart, place: str) -> dict[str, Array]:
+    """Return the weights of one direction of a level, by their names in ONNX."""
+    names = ("input", "recurrent", "bias", "recurrent_bias", "peephole")
+    kind, arrays = GATED[part.kind], {name: part.numpy(f"{place}.{name}") for name in names if f"{place}.{name}" in part.arrays}
+    given, recurrent, bias = (kind.to_framework("onnx", arrays[name]) for name in names[:3])
+    weights = {"W": given.T, "R": recurrent.T, "B": np.concatenate([bias, kind.recurrent_bias(arrays)])}
+    return weights | ({"P": kind.to_framework("onnx", arrays["peephole"], without="cell")} if "peephole" in arrays else {})
 
 
 def _start(graph: ExportedGraph, part: ExportedPart, names: Sequence[str]) -> str:

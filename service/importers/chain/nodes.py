@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,13 +21,6 @@ RECURRENT = (*GATED,)
 LINEAR = ("dense", "conv")
 LARGEST_MATRIX = 1 << 26
 """Numbers of a matrix that is not in the source, such as a matrix that copies columns."""
-
-
-class HasOrigins(Protocol):
-    """A value that knows the names of the source's tensors in it."""
-
-    @property
-    def origins(self) -> frozenset[str]: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,7 +137,7 @@ Settled = Input | Layer | Pooled
 """Nodes that are written as they are."""
 
 
-def origins_of(values: Iterable[HasOrigins]) -> frozenset[str]:
+def origins_of(values: Iterable[Any]) -> frozenset[str]:
     """Return the names of the source's tensors in several values."""
     return NO_ORIGINS.union(*(value.origins for value in values))
 

@@ -97,14 +97,12 @@ def _relu(call: KerasCall) -> Function:
     return Function(relu)
 
 
-def _leaky_relu(call: KerasCall) -> Function:
-    """`alpha` is the name of the slope in Keras 2."""
-    return named("leaky_relu", alpha=call.number("alpha" if "alpha" in call.config else "negative_slope", 0.3))
-
-
 LAYERS: dict[str, Callable[[KerasCall], Function]] = {
     "ELU": lambda call: named("elu", alpha=call.number("alpha", 1.0)),
-    "LeakyReLU": _leaky_relu,
+    # `alpha` is the name of the slope in Keras 2.
+    "LeakyReLU": lambda call: named(
+        "leaky_relu", alpha=call.number("alpha" if "alpha" in call.config else "negative_slope", 0.3)
+    ),
     "ReLU": _relu,
     "ThresholdedReLU": lambda call: named("thresholded_relu", alpha=call.number("theta", 1.0)),
 }

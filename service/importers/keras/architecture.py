@@ -236,31 +236,21 @@ def _leaves(value: Any) -> Iterator[Reference | float]:
     """Yield the tensors and the numbers in the arguments of a call, however they are nested."""
     waiting = [value]
     while waiting:
-        item = waiting.pop()
-        if isinstance(item, dict):
-            if item.get("class_name") == TENSOR:
-                yield _reference(item["config"]["keras_history"])
-            else:
+        match waiting.pop():
+            case {"class_name": name, "config": config} if name == TENSOR:
+                yield _reference(config["keras_history"])
+            case dict() as item:
                 waiting += reversed(list(item.values()))
-        elif _is_reference(item):
-            yield float(item[2]) if item[0] == CONSTANT else _reference(item)
-        elif isinstance(item, list):
-            waiting += reversed(item)
-        elif isinstance(item, int | float) and not isinstance(item, bool):
-            yield float(item)
+            case [str(name), int() | float(), int() | float() as output] as item:
+                yield float(output) if name == CONSTANT else _reference(item)
+            case list() as item:
+                waiting += reversed(item)
+            case int() | float() as number if not isinstance(number, bool):
+                yield float(number)
 
 
 def _references(value: Any) -> Iterator[Reference]:
     return (leaf for leaf in _leaves(value) if isinstance(leaf, Reference))
-
-
-def _is_reference(item: Any) -> bool:
-    return (
-        isinstance(item, list)
-        and len(item) == 3
-        and isinstance(item[0], str)
-        and all(isinstance(part, int | float) for part in item[1:])
-    )
 
 
 def _reference(item: Any) -> Reference:

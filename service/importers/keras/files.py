@@ -40,13 +40,10 @@ class Saved:
 @contextmanager
 def saved(path: Path) -> Iterator[Saved]:
     """Open the model in a file; raises ImportRefused if it is none."""
-    with _archive(path) if _is_archive(path) else _hdf5(path) as model:
+    # Keras 2 can be made to write HDF5 into a file named .keras.
+    is_archive = path.suffix == ARCHIVE and zipfile.is_zipfile(path)
+    with _archive(path) if is_archive else _hdf5(path) as model:
         yield model
-
-
-def _is_archive(path: Path) -> bool:
-    """Whether a file is a zip archive. Keras 2 can be made to write HDF5 into a file named .keras."""
-    return path.suffix == ARCHIVE and zipfile.is_zipfile(path)
 
 
 @contextmanager

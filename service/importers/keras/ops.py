@@ -63,14 +63,6 @@ def dot(call: KerasCall) -> KerasTensor:
     return KerasTensor(operations.product_over_steps(first.transpose([0, 2, 1]), second, call.label))
 
 
-def squeeze(call: KerasCall) -> KerasTensor:
-    return call.result(call.signal.without_axes([call.axis(call.signal.rank)]))
-
-
-def expand_dims(call: KerasCall) -> KerasTensor:
-    return call.result(call.signal.with_units([call.axis(call.signal.rank + 1)]))
-
-
 def transpose(call: KerasCall) -> KerasTensor:
     x = call.signal
     order = list(range(x.rank))[::-1] if call.value("axes", None) is None else call.integers("axes")
@@ -87,10 +79,6 @@ def reshape(call: KerasCall) -> KerasTensor:
             f"it makes the shape {target!r:.60} of {x.shape[1:]} for each sequence of the batch, whose axis is -1"
         )
     return call.result(x.reshape([x.shape[0], *target[1:]]))
-
-
-def flip(call: KerasCall) -> KerasTensor:
-    return call.result(operations.take(call.signal, call.axis(call.signal.rank), slice(None, None, -1)))
 
 
 def _function(call: KerasCall) -> Function:
@@ -136,13 +124,13 @@ OPERATIONS: dict[str, Callable[[KerasCall], Value]] = {
     **dict.fromkeys(REDUCTIONS, reduce_steps),
     **dict.fromkeys(COMBINATIONS, combine),
     "Concatenate": concat,
-    "ExpandDims": expand_dims,
-    "Flip": flip,
+    "ExpandDims": lambda call: call.result(call.signal.with_units([call.axis(call.signal.rank + 1)])),
+    "Flip": lambda call: call.result(operations.take(call.signal, call.axis(call.signal.rank), slice(None, None, -1))),
     "GetItem": get_item,
     "LogSoftmax": softmax,
     "Matmul": product,
     "Reshape": reshape,
     "Softmax": softmax,
-    "Squeeze": squeeze,
+    "Squeeze": lambda call: call.result(call.signal.without_axes([call.axis(call.signal.rank)])),
     "Transpose": transpose,
 }

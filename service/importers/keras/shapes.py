@@ -22,20 +22,12 @@ COMBINATIONS = {"Add": "add", "Subtract": "subtract", "Multiply": "multiply", "M
 AFFINE = ("add", "subtract", "multiply")
 
 
-def same(call: KerasCall) -> KerasTensor:
-    return call.tensor
-
-
 def combine(call: KerasCall) -> KerasTensor:
     how = COMBINATIONS[call.layer.kind]
     if any(isinstance(value, float) for value in call.inputs):
         return _with_number(call, how)
     signals = [tensor.signal for tensor in call.tensors]
     return call.result(reduce(lambda x, y: combining.combine(x, y, how, call.label), signals))
-
-
-def average(call: KerasCall) -> KerasTensor:
-    return call.result(operations.mean([tensor.signal for tensor in call.tensors], call.label))
 
 
 def concat(call: KerasCall) -> KerasTensor:
@@ -105,9 +97,9 @@ def _pair(call: KerasCall, key: str) -> tuple[int, int]:
 
 
 LAYERS: dict[str, Callable[[KerasCall], Value]] = {
-    **dict.fromkeys(IDENTITIES, same),
+    **dict.fromkeys(IDENTITIES, lambda call: call.tensor),
     **dict.fromkeys(COMBINATIONS, combine),
-    "Average": average,
+    "Average": lambda call: call.result(operations.mean([tensor.signal for tensor in call.tensors], call.label)),
     "Concatenate": concat,
     "Cropping1D": crop,
     "Flatten": flatten,

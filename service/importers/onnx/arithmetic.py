@@ -35,21 +35,13 @@ def activation(operation: Operation) -> Value:
 
 def function(operation: Operation) -> Value:
     """Apply an operator to single numbers as ONNX defines it."""
-    operation.signal  # noqa: B018  # raises ImportRefused for another input
+    x = operation.signal
     constants = [
         operation.constant(index, "bound") if operation.has(index) else None for index in range(1, len(operation.inputs))
     ]
     evaluate = evaluator(operation.node, operation.inputs, operation.reading.opset)
-    of_number = Function(lambda x: np.asarray(evaluate([x, *constants])[0], np.float64))
-    return operations.apply(operation.signal, of_number, operation.label)
-
-
-def negative(operation: Operation) -> Value:
-    return operations.apply(operation.signal, affine(-1.0, 0.0), operation.label)
-
-
-def prelu(operation: Operation) -> Value:
-    return operations.prelu(operation.signal, operation.weights(1, "slope"), operation.label, operation.origins)
+    of_number = Function(lambda numbers: np.asarray(evaluate([numbers, *constants])[0], np.float64))
+    return operations.apply(x, of_number, operation.label)
 
 
 def calculation(operation: Operation) -> Value:
@@ -104,7 +96,9 @@ OPERATORS: dict[str, Callable[[Operation], Value]] = {
     **dict.fromkeys(ACTIVATIONS, activation),
     **dict.fromkeys(FUNCTIONS, function),
     **dict.fromkeys((*COMBINATIONS, *COMPARISONS, "Mod", "Pow"), calculation),
-    "Neg": negative,
-    "PRelu": prelu,
+    "Neg": lambda operation: operations.apply(operation.signal, affine(-1.0, 0.0), operation.label),
+    "PRelu": lambda operation: operations.prelu(
+        operation.signal, operation.weights(1, "slope"), operation.label, operation.origins
+    ),
     "Where": choice,
 }

@@ -33,7 +33,11 @@ def original(
     used.graph.node.extend(nodes)
     used.graph.input.extend(model.graph.input)
     used.graph.output.extend(model.graph.output[:1])
-    used.graph.initializer.extend(_inline(tensor, tensors) for tensor in model.graph.initializer if tensor.name in names)
+    needed = [tensor for tensor in model.graph.initializer if tensor.name in names]
+    used.graph.initializer.extend(
+        numpy_helper.from_array(tensors.array(tensor), tensor.name) if tensor.data_location == TensorProto.EXTERNAL else tensor
+        for tensor in needed
+    )
     halves = [tensor for tensor in used.graph.initializer if tensor.data_type in HALVES]
     session: list[Any] = []
 
@@ -47,9 +51,3 @@ def original(
         return np.asarray(session[0].run(None, inputs)[0])
 
     return Original(f"ONNX Runtime {onnxruntime.__version__}", run, steps)
-
-
-def _inline(tensor: TensorProto, tensors: Tensors) -> TensorProto:
-    return (
-        numpy_helper.from_array(tensors.array(tensor), tensor.name) if tensor.data_location == TensorProto.EXTERNAL else tensor
-    )

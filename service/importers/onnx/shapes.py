@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from onnx import TensorProto
 
 from service.importers.chain import operations
@@ -163,7 +162,10 @@ def gather(operation: Operation) -> Value:
             raise ImportRefused("it takes several steps by their numbers: a model takes the first or the last step")
         step = operations.take(x, at, int(chosen.ravel()[0]))
         return step.with_units([at]) if chosen.ndim == 1 else step
-    return x.take(_checked_indexes(chosen, x.shape[at]), at)
+    size = x.shape[at]
+    if ((chosen < -size) | (chosen >= size)).any():
+        raise ImportRefused(f"it takes entries that its input of {size} entries does not have")
+    return x.take(chosen % size, at)
 
 
 def gather_elements(operation: Operation) -> Value:
@@ -237,12 +239,6 @@ def _embedding(operation: Operation, ids: Signal, at: int) -> Value:
 
 def _slice(x: Signal, at: int, start: int, end: int, step: int) -> Signal:
     return operations.take(x, at, slice(start, None if end < -x.shape[at] and step < 0 else end, step))
-
-
-def _checked_indexes(indexes: NDArray[np.int64], size: int) -> NDArray[np.int64]:
-    if ((indexes < -size) | (indexes >= size)).any():
-        raise ImportRefused(f"it takes entries that its input of {size} entries does not have")
-    return indexes % size
 
 
 def _kept(operator: Callable[[Operation], Value]) -> Callable[[Operation], Value]:

@@ -60,7 +60,8 @@ def _tensors(cell: Cell, forget_bias: float) -> Tensors:
             return _lstm(cell, 0.0 if _is_cudnn(cell) else forget_bias)
         case "gru":
             return _cudnn_gru(cell) if _is_cudnn(cell) else _gru(cell)
-    return _rnn(cell)
+    kernel, bias = _variables(cell, "kernel", "bias")
+    return {"input": kernel[: -len(bias)], "recurrent": kernel[-len(bias) :], "bias": bias}
 
 
 def _lstm(cell: Cell, forget_bias: float) -> Tensors:
@@ -97,11 +98,6 @@ def _cudnn_gru(cell: Cell) -> Tensors:
         "bias": np.concatenate([gates_bias, input_bias]),
         "recurrent_bias": state_bias,
     }
-
-
-def _rnn(cell: Cell) -> Tensors:
-    kernel, bias = _variables(cell, "kernel", "bias")
-    return {"input": kernel[: -len(bias)], "recurrent": kernel[-len(bias) :], "bias": bias}
 
 
 def _variables(cell: Cell, *names: str) -> list[Array]:

@@ -85,8 +85,7 @@ def _shapes(program: Program) -> list[tuple[int | None, ...]]:
     """Return the shapes that a sequence may have: token ids, or as many features as an axis of the weights has entries."""
     sizes = dict.fromkeys(size for tensor in program.weights.values() for size in tensor.shape[1:])
     features = [*sizes][:MOST_SIZES]
-    by_rank = [(None, None), *((None, None, size) for size in features), *((None, size, None) for size in features)]
-    return [*by_rank]
+    return [(None, None), *((None, None, size) for size in features), *((None, size, None) for size in features)]
 
 
 def _graph_input(name: str, has_ids: bool, shape: Sequence[int | None]) -> GraphInput:

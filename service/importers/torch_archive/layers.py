@@ -16,10 +16,6 @@ AUTO_PADS = {"same": "SAME_UPPER", "valid": "VALID"}
 REDUCTIONS = {"amax": "ReduceMax", "max": "ReduceMax", "mean": "ReduceMean", "sum": "ReduceSum"}
 
 
-def linear(operation: ArchiveOperation) -> Any:
-    return operation.onnx("Gemm", operation["input"], operation["weight"], operation["bias"], transB=1)
-
-
 def conv(operation: ArchiveOperation) -> Any:
     call = operation.call
     kernel = operation.weights("weight")
@@ -128,5 +124,5 @@ OPERATORS: dict[str, Callable[[ArchiveOperation], Any]] = {
     ),
     **dict.fromkeys(REDUCTIONS, reduction),
     "layer_norm": layer_norm,
-    "linear": linear,
+    "linear": lambda operation: operation.onnx("Gemm", *map(operation.call.get, ("input", "weight", "bias")), transB=1),
 }

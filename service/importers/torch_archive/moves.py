@@ -31,28 +31,20 @@ KEPT = (Lengths, Order, State, BatchSizes)
 """Values that do not change when they take another shape."""
 
 
-def first_argument(operation: ArchiveOperation) -> Any:
-    return next(iter(operation.call.arguments.values()))
-
-
-def same(operation: ArchiveOperation) -> Any:
-    return first_argument(operation)
-
-
 def clone(operation: ArchiveOperation) -> Any:
-    value = first_argument(operation)
+    value = operation.first
     return replace(value) if isinstance(value, Signal) else value
 
 
 def dropout(operation: ArchiveOperation) -> Any:
     if operation.call.get("train"):
         operation.reading.note(f"{operation.call.name} is in training mode, and a model does not drop numbers")
-    return first_argument(operation)
+    return operation.first
 
 
 def to(operation: ArchiveOperation) -> Any:
     """Change the type of numbers."""
-    value, dtype = first_argument(operation), operation.call.get("dtype")
+    value, dtype = operation.first, operation.call.get("dtype")
     if not isinstance(value, Signal) or dtype is None or dtype in FLOAT_TYPES:
         return value
     if dtype in INTEGER_TYPES or dtype in HALVES:
@@ -62,7 +54,7 @@ def to(operation: ArchiveOperation) -> Any:
 
 def view(operation: ArchiveOperation) -> Any:
     """Operators with results that are views of the first argument. torch tells which entries they have, on a tensor without numbers."""
-    value = first_argument(operation)
+    value = operation.first
     if isinstance(value, BatchSizes):
         if operation["index"] != 0:
             raise ImportRefused("it reads how many sequences have a step")
@@ -92,29 +84,18 @@ def _viewed(x: Signal, view: Tensor, strides: Sequence[int]) -> Signal:
 
 
 def reshape(operation: ArchiveOperation) -> Any:
-    """Operators that give the entries another shape, which torch tells on a tensor without numbers."""
-    value = first_argument(operation)
-    if isinstance(value, KEPT):
-        return value
-    shaped: Tensor = operation.compute(torch.empty(operation.x.shape, device="meta"))
-    return operation.x.reshape(shaped.shape)
+    """Operators that give the entries another shape."""
+    return operation.first if isinstance(operation.first, KEPT) else operation.x.reshape(operation.result_shape)
 
 
 def squeeze(operation: ArchiveOperation) -> Any:
     """Remove axes of one entry. Axes that have more stay, as in torch."""
-    x = first_argument(operation)
+    x = operation.first
     if isinstance(x, KEPT):
         return x
     given = operation.call.get("dim")
     axes = range(x.rank) if given is None else [given] if isinstance(given, int) else given
     return x.without_axes([axis for axis in (checked_axis(axis, x.rank) for axis in axes) if x.axes[axis].is_unit])
-
-
-def expand(operation: ArchiveOperation) -> Any:
-    x = operation.x
-    sizes = list(operation["size"])
-    shape = [1] * (len(sizes) - x.rank) + list(x.shape)
-    return operation.onnx("Expand", x, [entries if size == -1 else size for size, entries in zip(sizes, shape, strict=True)])
 
 
 def expand_as(operation: ArchiveOperation) -> Any:
@@ -142,7 +123,7 @@ def flip(operation: ArchiveOperation) -> Any:
 
 
 def index_select(operation: ArchiveOperation) -> Any:
-    value, index = first_argument(operation), operation["index"]
+    value, index = operation.first, operation["index"]
     if isinstance(value, State | Lengths) and isinstance(index, Order):
         return value
     return operation.onnx("Gather", value, index, axis=operation["dim"])
@@ -159,7 +140,7 @@ def pad(operation: ArchiveOperation) -> Any:
 
 
 OPERATORS: dict[str, Callable[[ArchiveOperation], Any]] = {
-    **dict.fromkeys(("alias", "contiguous", "cpu", "detach", "lift_fresh_copy"), same),
+    **dict.fromkeys(("alias", "contiguous", "cpu", "detach", "lift_fresh_copy"), lambda operation: operation.first),
     **dict.fromkeys(("dropout", "feature_dropout", "alpha_dropout"), dropout),
     **dict.fromkeys(("to", "_to_copy", "type_as", "float"), to),
     **dict.fromkeys(("flatten", "reshape", "unflatten", "_unsafe_view", "unsqueeze", "view"), reshape),
@@ -167,7 +148,7 @@ OPERATORS: dict[str, Callable[[ArchiveOperation], Any]] = {
     **dict.fromkeys(("pad", "constant_pad_nd"), pad),
     "cat": cat,
     "clone": clone,
-    "expand": expand,
+    "expand": lambda operation: operation.x.expand(operation.result_shape),
     "expand_as": expand_as,
     "flip": flip,
     "index_select": index_select,

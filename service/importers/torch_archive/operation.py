@@ -35,10 +35,19 @@ class ArchiveOperation:
     @property
     def x(self) -> Signal:
         """The first argument, as a tensor that depends on the sequence."""
-        value = next(iter(self.call.arguments.values()))
-        if not isinstance(value, Signal):
+        if not isinstance(self.first, Signal):
             raise ImportRefused("its first argument does not depend on the sequence as tensors of a model do")
-        return value
+        return self.first
+
+    @property
+    def first(self) -> Any:
+        """The first argument."""
+        return next(iter(self.call.arguments.values()))
+
+    @property
+    def result_shape(self) -> list[int]:
+        """The shape of the result, which torch tells on a tensor without numbers."""
+        return list(self.compute(torch.empty(self.x.shape, device="meta")).shape)
 
     @property
     def origins(self) -> frozenset[str]:

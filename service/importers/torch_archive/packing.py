@@ -52,8 +52,8 @@ def pad(operation: ArchiveOperation) -> list[Any]:
 
 def sort(operation: ArchiveOperation) -> Any:
     """Sort all lengths in descending order."""
-    lengths, largest = next(iter(operation.call.arguments.values())), int(bool(operation.call.get("descending")))
-    return operation.onnx("TopK", lengths, [operation.reading.batch], outputs=2, largest=largest)
+    largest = int(bool(operation.call.get("descending")))
+    return operation.onnx("TopK", operation.first, [operation.reading.batch], outputs=2, largest=largest)
 
 
 def empty_like(operation: ArchiveOperation) -> Constant:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 LONGEST_FACTOR = 1 << 14
@@ -26,10 +26,6 @@ def _bounded(calculate: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
         return result
 
     return bounded
-
-
-def _slice(values: Sequence[Any], start: int | None = 0, end: int | None = None, step: int = 1) -> Any:
-    return values[start:end:step]
 
 
 def _append(values: list[Any], item: Any) -> list[Any]:
@@ -62,7 +58,7 @@ SCALARS: dict[str, Callable[..., Any]] = {
     "__contains__": operator.contains,
     "__getitem__": operator.getitem,
     "select": operator.getitem,
-    "slice": _slice,
+    "slice": lambda values, start=0, end=None, step=1: values[start:end:step],
     "append": _append,
     "len": len,
     "list": list,
