@@ -9,14 +9,14 @@ BURST = 20
 """Mean number of requests in a burst."""
 
 
-def poisson(rate: float, seed: int = 0) -> Iterator[float]:
+def poisson(rate: float, seed: int) -> Iterator[float]:
     """Yield the seconds between independent arrivals, with a mean of `rate` a second."""
     source = random.Random(seed)
     while True:
         yield source.expovariate(rate)
 
 
-def bursty(rate: float, seed: int = 0) -> Iterator[float]:
+def bursty(rate: float, seed: int) -> Iterator[float]:
     """Yield the seconds between arrivals in bursts of BURST simultaneous requests on average, with a mean of `rate` a second."""
     source = random.Random(seed)
     while True:

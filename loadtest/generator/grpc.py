@@ -6,23 +6,20 @@ largest windows and renews its own; a request waits for the server's window. Ser
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import hpack
 
 from loadtest.generator.connection import OK, Connection, Exchange
+from service.frontend.http2 import frames
+from service.frontend.http2.frames import CONTINUATION, DATA, END_HEADERS, END_STREAM, HEADER_BYTES, HEADERS, MAX_WINDOW, WORD
 
-DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = 0, 1, 3, 4, 6, 7, 8, 9
-END_STREAM, ACK, END_HEADERS = 0x1, 0x1, 0x4
-INITIAL_WINDOW_SIZE, ENABLE_PUSH = 4, 2
-DEFAULT_WINDOW, LARGEST_WINDOW, MAX_FRAME = 65_535, 2**31 - 1, 16_384
-PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+STREAM_OFFSET = 5
+"""Where the number of the stream begins in the header of a frame."""
 NO_STATUS = -1
 MAX_BLOCKS = 100
 """Remembered header blocks of answers."""
-_number = struct.Struct(">I")
 
 
 class Frames(NamedTuple):
@@ -36,10 +33,11 @@ class Frames(NamedTuple):
     @classmethod
     def of(cls, message: bytes, block: bytes) -> Frames:
         """Raises ValueError for a message that does not fit into one frame."""
-        message = b"\0" + _number.pack(len(message)) + message
-        if len(message) > MAX_FRAME:
-            raise ValueError(f"a request has {len(message)} bytes and a frame {MAX_FRAME}")
-        return cls(_head(len(block), HEADERS, END_HEADERS), block, _head(len(message), DATA, END_STREAM), message)
+        message = b"\0" + WORD.pack(len(message)) + message
+        if len(message) > frames.MAX_FRAME_BYTES:
+            raise ValueError(f"a request has {len(message)} bytes and a frame {frames.MAX_FRAME_BYTES}")
+        headers, data = frames.frame(HEADERS, END_HEADERS, 0, block), frames.frame(DATA, END_STREAM, 0, message)
+        return cls(headers[:STREAM_OFFSET], block, data[:STREAM_OFFSET], message)
 
 
 def header_block(authority: str, path: str) -> bytes:
@@ -59,7 +57,7 @@ class GrpcConnection(Connection):
         super().__init__(exchange)
         self._requests = requests
         self._stream = -1
-        self._window = self._stream_window = DEFAULT_WINDOW
+        self._window = self._stream_window = frames.DEFAULT_WINDOW
         self._waiting = False
         self._consumed = 0
         self._block, self._ends = b"", False
@@ -68,12 +66,12 @@ class GrpcConnection(Connection):
 
     def connection_made(self, transport: object) -> None:
         super().connection_made(transport)  # type: ignore[arg-type] # uvloop's transport is no subclass
-        settings = struct.pack(">HIHI", ENABLE_PUSH, 0, INITIAL_WINDOW_SIZE, LARGEST_WINDOW)
-        self._transport.write(PREFACE + _frame(SETTINGS, 0, 0, settings) + _window_update(LARGEST_WINDOW - DEFAULT_WINDOW))
+        settings = frames.settings_frame({frames.Setting.ENABLE_PUSH: 0, frames.Setting.INITIAL_WINDOW_SIZE: MAX_WINDOW})
+        self._transport.write(frames.PREFACE + settings + frames.window_update(0, MAX_WINDOW - frames.DEFAULT_WINDOW))
 
     def _send(self, number: int) -> None:
-        frames = self._requests[number]
-        size = len(frames.message)
+        request = self._requests[number]
+        size = len(request.message)
         if size > self._stream_window:
             self._break("a stream window smaller than a request")
         elif size > self._window:
@@ -82,15 +80,15 @@ class GrpcConnection(Connection):
             self._waiting = False
             self._window -= size
             self._stream += 2
-            stream = _number.pack(self._stream)
-            self._transport.write(b"".join((frames.headers, stream, frames.block, frames.data, stream, frames.message)))
+            stream = WORD.pack(self._stream)
+            self._transport.write(b"".join((request.headers, stream, request.block, request.data, stream, request.message)))
 
     def data_received(self, data: bytes) -> None:
         if self._received:
             data = self._received + data
         at, size = 0, len(data)
-        while size - at >= 9:
-            start = at + 9
+        while size - at >= HEADER_BYTES:
+            start = at + HEADER_BYTES
             end = start + (data[at] << 16 | data[at + 1] << 8 | data[at + 2])
             if end > size:
                 break
@@ -100,14 +98,14 @@ class GrpcConnection(Connection):
             elif kind in (HEADERS, CONTINUATION):
                 self._handle_headers(kind, flags, data[start:end])
             else:
-                self._handle_control(kind, flags, data[at + 5 : start], data[start:end])
+                self._handle_control(kind, flags, data[at + STREAM_OFFSET : start], data[start:end])
             at = end
         self._received = data[at:]
 
     def _handle_data(self, flags: int, payload: bytes) -> None:
         self._consumed += len(payload)
-        if self._consumed > LARGEST_WINDOW // 2:
-            self._transport.write(_window_update(self._consumed))
+        if self._consumed > MAX_WINDOW // 2:
+            self._transport.write(frames.window_update(0, self._consumed))
             self._consumed = 0
         self._message += payload
         if flags & END_STREAM:
@@ -130,25 +128,25 @@ class GrpcConnection(Connection):
             self._break("an answer to no request")
         elif status:
             self._exchange.answered(self, status, b"")
-        elif len(message) < 5 or message[0] or _number.unpack_from(message, 1)[0] != len(message) - 5:
+        elif len(message) < 5 or message[0] or WORD.unpack_from(message, 1)[0] != len(message) - 5:
             self._break("not one uncompressed message")
         else:
             self._exchange.answered(self, OK, message[5:])
 
     def _handle_control(self, kind: int, flags: int, stream: bytes, payload: bytes) -> None:
-        if kind == SETTINGS and not flags & ACK:
-            for key, value in struct.iter_unpack(">HI", payload):
-                if key == INITIAL_WINDOW_SIZE:
+        if kind == frames.SETTINGS and not flags & frames.ACK:
+            for key, value in frames.SETTING.iter_unpack(payload):
+                if key == frames.Setting.INITIAL_WINDOW_SIZE:
                     self._stream_window = value
-            self._transport.write(_frame(SETTINGS, ACK, 0, b""))
-        elif kind == PING and not flags & ACK:
-            self._transport.write(_frame(PING, ACK, 0, payload))
-        elif kind == WINDOW_UPDATE and stream == b"\0\0\0\0":
-            self._window += _number.unpack(payload)[0]
+            self._transport.write(frames.frame(frames.SETTINGS, frames.ACK, 0))
+        elif kind == frames.PING and not flags & frames.ACK:
+            self._transport.write(frames.frame(frames.PING, frames.ACK, 0, payload))
+        elif kind == frames.WINDOW_UPDATE and stream == b"\0\0\0\0":
+            self._window += WORD.unpack(payload)[0]
             if self._waiting:
                 self._send(self.open[0].number)
-        elif kind in (RST_STREAM, GOAWAY):
-            self._break("RST_STREAM" if kind == RST_STREAM else "GOAWAY")
+        elif kind in (frames.RST_STREAM, frames.GOAWAY):
+            self._break("RST_STREAM" if kind == frames.RST_STREAM else "GOAWAY")
 
 
 class _AnswerHeaders:
@@ -179,15 +177,3 @@ class _AnswerHeaders:
     def _table(self) -> tuple[object, ...]:
         """Return the dynamic table: its size and its entries."""
         return self._decoder.header_table_size, *self._decoder.header_table.dynamic_entries
-
-
-def _head(length: int, kind: int, flags: int) -> bytes:
-    return length.to_bytes(3, "big") + bytes((kind, flags))
-
-
-def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
-    return _head(len(payload), kind, flags) + _number.pack(stream) + payload
-
-
-def _window_update(size: int) -> bytes:
-    return _frame(WINDOW_UPDATE, 0, 0, _number.pack(size))

@@ -45,9 +45,9 @@ class Job(msgspec.Struct):
     ca: str = ""
 
     @classmethod
-    def http(cls, target: Target, requests: list[bytes], reader: str = "answer", **load: Any) -> Job:
+    def http(cls, target: Target, requests: list[bytes], **load: Any) -> Job:
         """Return a job of HTTP requests whose scores are not compared. load: more values of the job."""
-        return cls("http", target.host, target.port, "", requests, reader, [[]] * len(requests), tls=target.tls, **load)
+        return cls("http", target.host, target.port, "", requests, "answer", [[]] * len(requests), tls=target.tls, **load)
 
 
 class Result(msgspec.Struct):

@@ -189,8 +189,8 @@ class OpenLoop(Load):
     def start(self) -> None:
         self._idle.extend(self._connections)
         self._timer = Timer(self._arrive)
-        self._next = time.monotonic()
-        self._schedule()
+        self._next = time.monotonic() + next(self._gaps)
+        self._timer.set(self._next)
 
     def begin(self) -> None:
         super().begin()
@@ -199,10 +199,6 @@ class OpenLoop(Load):
     def end(self) -> None:
         super().end()
         self._timer.close()
-
-    def _schedule(self) -> None:
-        self._next += next(self._gaps)
-        self._timer.set(self._next)
 
     def _arrive(self) -> None:
         """Send the requests that are due."""

@@ -121,9 +121,9 @@ def _measure(server: Server, work: Work, number: int, options: argparse.Namespac
             for case in cases:
                 load = {"callers": case.callers or OPEN_CONNECTIONS, "rate": case.rate, "seed": number}
                 result, values = requests.measure(process, seconds=options.seconds, warm_up=options.seconds / 4, **load)
-                held = {IN_TIME: result.answers / max(1, result.due)} if case.rate else {}
-                yield Trial.of(case.labels(), number, result, values | held)
-                if case.rate and held[IN_TIME] < HELD:
+                in_time = {IN_TIME: result.answers / max(1, result.due)} if case.rate else {}
+                yield Trial.of(case.labels(), number, result, values | in_time)
+                if case.rate and in_time[IN_TIME] < HELD:
                     break
 
 

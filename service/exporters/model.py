@@ -33,6 +33,11 @@ class ExportedPart:
         """Return a tensor in float32."""
         return np.ascontiguousarray(self.arrays[name].float().numpy())
 
+    def below(self, level: int) -> dict[str, Tensor]:
+        """Return the tensors of a level, by the rest of their names."""
+        start = f"{level}."
+        return {name.removeprefix(start): array for name, array in self.arrays.items() if name.startswith(start)}
+
     def refuse(self, condition: object, what: str, advice: str) -> None:
         """Raise ExportRefused if a condition holds. what: states the option that the format lacks."""
         if condition:
@@ -63,8 +68,8 @@ class Model:
 
     def _part(self, place: str, kind: str, inputs: int) -> ExportedPart:
         start = f"{place}."
-        own = {name.removeprefix(start): array for name, array in self.arrays.items() if name.startswith(start)}
-        return ExportedPart(place, kind, inputs, own)
+        arrays = {name.removeprefix(start): array for name, array in self.arrays.items() if name.startswith(start)}
+        return ExportedPart(place, kind, inputs, arrays)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,6 +26,8 @@ from safetensors.torch import save
 from torch import Tensor
 
 from service.exporters.model import Export, ExportedPart, ExportRefused, Model
+from service.modeling.layers import KINDS
+from service.modeling.layers.kind import PYTORCH
 from service.modeling.spec.activations import SIGMOID, TANH
 from service.modeling.spec.layers import (
     ConvLayer,
@@ -110,22 +112,11 @@ def _recurrent(layer: GatedLayer, part: ExportedPart) -> State:
     for level in range(layer.depth):
         for direction in layer.directions:
             suffix = f"_l{level}{SUFFIXES[direction] if layer.bidirectional else ''}"
-            own = {name: part.arrays.get(f"{level}.{direction}.{name}") for name in TENSORS}
-            state |= {f"{name}{suffix}": array for name, array in _one_direction(own).items()}
+            place = f"{level}.{direction}."
+            arrays = {name: part.arrays[place + name] for name in PYTORCH if place + name in part.arrays}
+            arrays["recurrent_bias"] = KINDS[part.kind].recurrent_bias(arrays)
+            state |= {PYTORCH[name] + suffix: array.T if array.ndim > 1 else array for name, array in arrays.items()}
     return state
-
-
-TENSORS = ("input", "recurrent", "bias", "recurrent_bias", "projection")
-
-
-def _one_direction(arrays: dict[str, Tensor | None]) -> State:
-    wide, recurrent, bias, inner, projection = (arrays[name] for name in TENSORS)
-    assert wide is not None and recurrent is not None and bias is not None, "every recurrent layer has these"
-    from_hidden = torch.zeros_like(bias)
-    if inner is not None:
-        from_hidden[-len(inner) :] = inner
-    state = {"weight_ih": wide.T, "weight_hh": recurrent.T, "bias_ih": bias, "bias_hh": from_hidden}
-    return state if projection is None else {**state, "weight_hr": projection.T}
 
 
 def _check_recurrent(layer: GatedLayer, part: ExportedPart) -> None:
@@ -196,11 +187,6 @@ def _statistics(norm: Tensor) -> State:
     return {**dict(zip(names, norm, strict=True)), "num_batches_tracked": torch.tensor(0)}
 
 
-def _layer_norm(layer: Any, part: ExportedPart) -> State:
-    gain, offset = part.arrays["norm"]
-    return {"weight": gain, "bias": offset}
-
-
 def _sru(layer: SRULayer, part: ExportedPart) -> State:
     """SRU of the `sru` package."""
     return {
@@ -211,14 +197,11 @@ def _sru(layer: SRULayer, part: ExportedPart) -> State:
 
 
 def _sru_level(layer: SRULayer, part: ExportedPart, level: int) -> State:
-    """Return one cell. The columns of a unit stand side by side; a block of biases has all directions."""
-    places = [f"{level}.{direction}" for direction in layer.directions]
-    wide = torch.stack([_side_by_side(part, f"{place}.input", layer.hidden) for place in places], dim=1)
-    bias = [part.arrays[f"{place}.bias"] for place in places]
-    cell = [part.arrays.get(f"{place}.cell", torch.zeros_like(bias[0])) for place in places]
-    state = {"weight": wide.flatten(1), "weight_c": _by_block(cell), "bias": _by_block(bias)}
-    state["scale_x"] = torch.tensor([layer.scale])
-    projections = [part.arrays[f"{place}.projection"] for place in places if f"{place}.projection" in part.arrays]
+    """Return one cell, with zeros for the weights of the cell in gates that have none."""
+    arrays = part.below(level)
+    cells = {f"{direction}.cell": torch.zeros_like(arrays[f"{direction}.bias"]) for direction in layer.directions}
+    state = KINDS["sru"].to_package(cells | arrays, layer.directions, layer.hidden) | {"scale_x": torch.tensor([layer.scale])}
+    projections = [array for name, array in arrays.items() if name.endswith(".projection")]
     if projections:
         part.refuse(
             not torch.equal(projections[0], projections[-1]),
@@ -226,36 +209,23 @@ def _sru_level(layer: SRULayer, part: ExportedPart, level: int) -> State:
             NOWHERE,
         )
         state["weight_proj"] = projections[0]
-    if f"{level}.norm" in part.arrays:
-        state["layer_norm.weight"], state["layer_norm.bias"] = part.arrays[f"{level}.norm"]
+    if "norm" in arrays:
+        state["layer_norm.weight"], state["layer_norm.bias"] = arrays["norm"]
     return state
 
 
-def _by_block(arrays: Sequence[Tensor]) -> Tensor:
-    """Return the numbers of the gates, in all directions: forget gates, then reset gates."""
-    return torch.stack([array.view(2, -1) for array in arrays], dim=1).flatten()
-
-
-def _side_by_side(part: ExportedPart, name: str, hidden: int) -> Tensor:
-    """Return (inputs, hidden * blocks), with the blocks of each unit side by side."""
-    wide = part.arrays[name]
-    return wide.view(len(wide), -1, hidden).transpose(1, 2).flatten(1)
-
-
 def _qrnn(layer: QRNNLayer, part: ExportedPart) -> State:
-    """QRNN of Salesforce and fastai. Its forget gate is the gate of the new value, the opposite of a model: its sign changes."""
+    """QRNN of Salesforce and fastai."""
     package = "the QRNN of Salesforce and fastai"
     part.refuse(layer.bidirectional, f"it runs in both directions, and {package} joins two separate stacks", NOWHERE)
     part.refuse(layer.pooling == "ifo", f'pooling is "ifo", and {package} has "f" and "fo"', NOWHERE)
     part.refuse(layer.window not in WINDOWS, f"window is {layer.window}, and {package} has 1 and 2", NOWHERE)
     state: State = {}
     for level in range(layer.depth):
-        place = f"{level}.{layer.direction}"
-        taps, bias = part.arrays[f"{place}.input"], part.arrays[f"{place}.bias"].view(-1, layer.hidden).clone()
-        weight = taps.view(layer.window, taps.shape[1], -1, layer.hidden).permute(2, 3, 0, 1).clone()
-        weight[1], bias[1] = -weight[1], -bias[1]
-        state[f"layers.{level}.linear.weight"] = weight.reshape(bias.numel(), -1)
-        state[f"layers.{level}.linear.bias"] = bias.flatten()
+        tensors = KINDS["qrnn"].to_package(part.below(level), layer.directions, layer.hidden)
+        state |= {
+            f"layers.{level}.linear.{name}": array.flatten(1) if array.ndim > 1 else array for name, array in tensors.items()
+        }
     return state
 
 
@@ -270,7 +240,7 @@ STATES: dict[str, Callable[[Any, ExportedPart], State]] = {
     "tcn": _tcn,
     "text_cnn": _text_cnn,
     "dense": lambda _, part: _linear(part.arrays),
-    "layer_norm": _layer_norm,
+    "layer_norm": lambda _, part: dict(zip(("weight", "bias"), part.arrays["norm"], strict=True)),
     "batch_norm": lambda _, part: _statistics(part.arrays["norm"]),
 }
 """The function for each kind of layer that has tensors."""

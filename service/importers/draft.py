@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +17,8 @@ from service.errors import ModelError, SettingsError
 Array = NDArray[Any]
 UNFIT = (ArithmeticError, LookupError, TypeError, ValueError)
 """What numpy raises for arrays whose shapes make no layer."""
+ZIP_ERRORS = (OSError, EOFError, ValueError, NotImplementedError, RuntimeError, zipfile.BadZipFile, zlib.error)
+"""Exceptions of zipfile for damaged archives."""
 DEFAULT_STEPS = 512
 """`input.max_steps` of a model where neither the checkpoint nor the recipe sets it."""
 POOLING = ("pool", "attention_width", "dense")
@@ -26,6 +31,24 @@ class ImportRefused(ModelError):
 
 class ImportQuestion(ImportRefused, SettingsError):
     """Several models fit the checkpoint. The message names them, and the flag that chooses."""
+
+
+@contextmanager
+def refusing(errors: tuple[type[Exception], ...], defect: str, remedy: str) -> Iterator[None]:
+    """Raise ImportRefused with the defect, the exception and the remedy for these exceptions of the block."""
+    try:
+        yield
+    except errors as error:
+        raise ImportRefused(f"{defect} ({error}): {remedy}") from error
+
+
+@contextmanager
+def named_in_refusals(name: object) -> Iterator[None]:
+    """Begin the message of an ImportRefused of the block with a name."""
+    try:
+        yield
+    except ImportRefused as refused:
+        raise ImportRefused(f"{name}: {refused}") from refused
 
 
 @dataclass(slots=True)

@@ -7,6 +7,7 @@ every object has one name, and numbers are stored uncompressed. Texts of variabl
 
 from __future__ import annotations
 
+import io
 import math
 import resource
 import subprocess
@@ -19,9 +20,9 @@ from typing import Any
 
 import h5py
 import numpy as np
-from h5py import h5a, h5d, h5f, h5g, h5l, h5o, h5p, h5t
+from h5py import h5a, h5d, h5f, h5g, h5l, h5o, h5t
 
-from service.importers.draft import Array, ImportRefused
+from service.importers.draft import Array, ImportRefused, refusing
 
 MOST_OBJECTS = 100_000
 DEEPEST_GROUP = 32
@@ -32,6 +33,7 @@ CHILD_BYTES = 2 << 30
 TRAINING = ("optimizer", "optimizer_weights")
 """Groups with the state of a training."""
 PLAIN = (h5d.CONTIGUOUS, h5d.COMPACT)
+SAVE_AGAIN = "save the model again"
 DAMAGED = (OSError, RuntimeError, KeyError, ValueError, TypeError, MemoryError)
 """Exceptions of h5py for damaged files."""
 
@@ -57,10 +59,8 @@ class Hdf5:
     def array(self, path: str) -> Array:
         """Return a tensor in float32, or in float64 if it is stored so; raises ImportRefused if it is no plain array of floats."""
         where = f"{self.name}: {path}"
-        try:
+        with refusing(DAMAGED, f"{where} is damaged", SAVE_AGAIN):
             return self._read(where, self._tensors[path])
-        except DAMAGED as error:
-            raise ImportRefused(f"{where} is damaged ({error}): save the model again") from error
 
     def text(self, group: str, attribute: str) -> str | None:
         """Return an attribute with a text, or None if the group does not have it."""
@@ -91,12 +91,8 @@ class Hdf5:
         found = self._groups.get(group)
         if found is None:
             return None
-        try:
-            if not h5a.exists(found, attribute.encode()):
-                return None
-            return self._texts_of(found, attribute, where)
-        except DAMAGED as error:
-            raise ImportRefused(f"{where} is damaged ({error}): save the model again") from error
+        with refusing(DAMAGED, f"{where} is damaged", SAVE_AGAIN):
+            return self._texts_of(found, attribute, where) if h5a.exists(found, attribute.encode()) else None
 
     def _texts_of(self, group: h5g.GroupID, attribute: str, where: str) -> list[str]:
         opened_attribute = h5a.open(group, attribute.encode())
@@ -136,20 +132,10 @@ class Hdf5:
 @contextmanager
 def opened(source: Path | bytes, name: str) -> Iterator[Hdf5]:
     """Open a file, or the content of one; raises ImportRefused unless it is a complete HDF5 file with no links but names of objects."""
-    access = h5p.create(h5p.FILE_ACCESS)
-    access.set_fclose_degree(h5f.CLOSE_STRONG)
-    access.set_file_locking(False, True)
-    try:
-        if isinstance(source, bytes):
-            access.set_fapl_core(backing_store=False)
-            access.set_file_image(source)
-        file = h5f.open((name if isinstance(source, bytes) else str(source)).encode(), h5f.ACC_RDONLY, fapl=access)
-    except DAMAGED as error:
-        raise ImportRefused(f"{name} is not a complete HDF5 file ({error}): save the model again") from error
-    try:
-        yield _walked(file, name, source)
-    finally:
-        file.close()
+    with refusing(DAMAGED, f"{name} is not a complete HDF5 file", SAVE_AGAIN):
+        file = h5py.File(io.BytesIO(source) if isinstance(source, bytes) else source, "r", locking=False)
+    with file:
+        yield _walked(file.id, name, source)
 
 
 def _walked(file: h5f.FileID, name: str, source: Path | bytes) -> Hdf5:
@@ -162,7 +148,7 @@ def _walked(file: h5f.FileID, name: str, source: Path | bytes) -> Hdf5:
         path = waiting.popleft()
         if path.count("/") >= DEEPEST_GROUP or len(groups) + len(tensors) > MOST_OBJECTS:
             raise ImportRefused(f"{name} has more than {MOST_OBJECTS} objects, or groups within {DEEPEST_GROUP} others")
-        try:
+        with refusing(DAMAGED, f"{name}: {path or 'the file'} is damaged", SAVE_AGAIN):
             if not path:
                 groups[path] = h5g.open(file, b"/")
                 known.add(_address(groups[path]))
@@ -176,8 +162,6 @@ def _walked(file: h5f.FileID, name: str, source: Path | bytes) -> Hdf5:
                     waiting.append(inner)
                 elif isinstance(found, h5d.DatasetID):
                     tensors[inner] = found
-        except DAMAGED as error:
-            raise ImportRefused(f"{name}: {path or 'the file'} is damaged ({error}): save the model again") from error
     return Hdf5(name, source, groups, tensors)
 
 

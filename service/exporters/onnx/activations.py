@@ -1,31 +1,11 @@
-"""Activations of model.toml as operators of ONNX, and by their names within recurrent operators."""
+"""Activations of model.toml as operators of ONNX."""
 
 from __future__ import annotations
 
 from service.exporters.onnx.graph import ExportedGraph
-from service.modeling.spec.activations import PARAMETERS, Activation
+from service.modeling.spec.activations import ONNX, PARAMETERS, Activation
 
-OPERATORS = {
-    "sigmoid": "Sigmoid",
-    "tanh": "Tanh",
-    "relu": "Relu",
-    "leaky_relu": "LeakyRelu",
-    "thresholded_relu": "ThresholdedRelu",
-    "elu": "Elu",
-    "selu": "Selu",
-    "softplus": "Softplus",
-    "softsign": "Softsign",
-    "hard_sigmoid": "HardSigmoid",
-    "exponential": "Exp",
-}
-"""Activations that are one operator with attributes of the same names."""
 BOUNDS = {"relu6": (0.0, 6.0), "hard_tanh": (-1.0, 1.0)}
-IN_RECURRENT = {
-    **{kind: operator for kind, operator in OPERATORS.items() if kind not in ("selu", "exponential")},
-    "scaled_tanh": "ScaledTanh",
-    "affine": "Affine",
-}
-"""Activations that LSTM, GRU and RNN know."""
 
 
 def activated(graph: ExportedGraph, activation: Activation, x: str) -> str:
@@ -44,7 +24,7 @@ def activated(graph: ExportedGraph, activation: Activation, x: str) -> str:
         return graph.add("Mul", inner, graph.number(named["alpha"]))
     if kind == "affine":
         return graph.add("Add", graph.add("Mul", x, graph.number(named["alpha"])), graph.number(named["beta"]))
-    return graph.add(OPERATORS[kind], x, outputs=1, **named)
+    return graph.add(ONNX[kind], x, outputs=1, **named)
 
 
 def parameters(activation: Activation) -> dict[str, float]:

@@ -13,11 +13,8 @@ from service.exporters.onnx.graph import ExportedGraph
 from service.importers.draft import Array
 from service.modeling.spec.activations import RELU, Activation
 from service.modeling.spec.layers import (
-    ActivationLayer,
     BatchNormLayer,
     ConvLayer,
-    DenseLayer,
-    EmbeddingLayer,
     Layer,
     LayerNormLayer,
     PoolLayer,
@@ -37,22 +34,10 @@ def takes_batches(layer: Layer) -> bool:
     return not isinstance(layer, PoolLayer)
 
 
-def embedding(graph: ExportedGraph, layer: EmbeddingLayer, part: ExportedPart, x: str) -> str:
-    return graph.add("Gather", graph.weight("weight", part.numpy("weight")), x, axis=0)
-
-
-def dense(graph: ExportedGraph, layer: DenseLayer, part: ExportedPart, x: str) -> str:
-    return activated(graph, layer.activation, product(graph, part, x))
-
-
 def product(graph: ExportedGraph, part: ExportedPart, x: str, prefix: str = "") -> str:
     """Add a product with weights and a bias at every step."""
     weight, bias = (graph.weight(f"{prefix}{name}", part.numpy(f"{prefix}{name}")) for name in ("weight", "bias"))
     return graph.add("Add", graph.add("MatMul", x, weight), bias)
-
-
-def activation(graph: ExportedGraph, layer: ActivationLayer, part: ExportedPart, x: str) -> str:
-    return activated(graph, layer.activation, x)
 
 
 def layer_norm(graph: ExportedGraph, layer: LayerNormLayer, part: ExportedPart, x: str) -> str:
@@ -149,9 +134,9 @@ def _transposed(graph: ExportedGraph, x: str) -> str:
 
 
 LAYERS: dict[str, Callable[[ExportedGraph, Any, ExportedPart, str], str]] = {
-    "embedding": embedding,
-    "dense": dense,
-    "activation": activation,
+    "embedding": lambda graph, _, part, x: graph.add("Gather", graph.weight("weight", part.numpy("weight")), x, axis=0),
+    "dense": lambda graph, layer, part, x: activated(graph, layer.activation, product(graph, part, x)),
+    "activation": lambda graph, layer, _, x: activated(graph, layer.activation, x),
     "layer_norm": layer_norm,
     "batch_norm": batch_norm,
     "conv": conv,

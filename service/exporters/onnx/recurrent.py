@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 
 from service.exporters.model import ExportedPart
-from service.exporters.onnx.activations import IN_RECURRENT, parameters
+from service.exporters.onnx.activations import parameters
 from service.exporters.onnx.graph import INPUT, ExportedGraph
+from service.importers.draft import Array
 from service.modeling.layers import GATED
-from service.modeling.spec.activations import Activation
+from service.modeling.spec.activations import ONNX_RECURRENT, Activation
 from service.modeling.spec.layers import GatedLayer, GRULayer, LSTMLayer
 
-OPERATORS = {"rnn": "RNN", "lstm": "LSTM", "gru": "GRU"}
 DIRECTIONS = {("forward",): "forward", ("backward",): "reverse", ("forward", "backward"): "bidirectional"}
 
 
@@ -42,46 +42,36 @@ def _check(layer: GatedLayer, part: ExportedPart) -> None:
     )
     for activation in _activations(layer):
         part.refuse(
-            activation.kind not in IN_RECURRENT,
+            activation.kind not in ONNX_RECURRENT,
             f"recurrent operators of ONNX have no activation {activation.kind}",
-            f"They have {', '.join(IN_RECURRENT)}",
+            f"They have {', '.join(ONNX_RECURRENT)}",
         )
 
 
 def _node(graph: ExportedGraph, layer: GatedLayer, part: ExportedPart, level: int, x: str) -> str:
     """Add the operator; return every step, (steps, directions, batch, hidden)."""
-    directions = [_Direction(layer, part, f"{level}.{name}") for name in layer.directions]
-    inputs = [x]
-    inputs += [graph.weight(name, np.stack([getattr(one, name) for one in directions])) for name in ("W", "R", "B")]
-    inputs.append(graph.lengths)
-    for name in ("start", "start_cell")[: 2 if layer.kind == "lstm" else 1]:  # type: ignore[attr-defined]
-        inputs.append(_start(graph, part, [f"{level}.{one}.{name}" for one in layer.directions]))
-    if isinstance(layer, LSTMLayer) and layer.peepholes:
-        inputs.append(graph.weight("P", np.stack([one.peepholes for one in directions])))
+    directions = [_weights(part, f"{level}.{name}") for name in layer.directions]
+    weights = {name: graph.weight(name, np.stack([each[name] for each in directions])) for name in directions[0]}
+    inputs = [x, weights["W"], weights["R"], weights["B"], graph.lengths]
+    kind = GATED[part.kind]
+    inputs += [_start(graph, part, [f"{level}.{one}.{name}" for one in layer.directions]) for name in kind.starts]
+    inputs.append(weights.get("P", ""))
     while not inputs[-1]:
         inputs.pop()
-    kind = part.kind
     attributes: dict[str, Any] = {"hidden_size": layer.hidden, "direction": DIRECTIONS[layer.directions]}
     attributes |= _activation_attributes(layer) | ({} if layer.clip is None else {"clip": float(layer.clip)})
     attributes |= {"linear_before_reset": int(layer.reset_after)} if isinstance(layer, GRULayer) else {}
-    return graph.add(OPERATORS[kind], *inputs, outputs=3 if kind == "lstm" else 2, **attributes)
+    [operator] = kind.names["onnx"]
+    return graph.add(operator, *inputs, outputs=1 + len(kind.starts), **attributes)
 
 
-class _Direction:
-    """The weights of one direction of a level, in the layout of ONNX."""
-
-    def __init__(self, layer: GatedLayer, part: ExportedPart, place: str) -> None:
-        kind = GATED[part.kind]
-        input, recurrent, bias = (
-            kind.to_framework("onnx", part.numpy(f"{place}.{name}")) for name in ("input", "recurrent", "bias")
-        )
-        self.W, self.R = input.T, recurrent.T
-        inner = np.zeros_like(bias)
-        if f"{place}.recurrent_bias" in part.arrays:
-            inner[-layer.hidden :] = part.numpy(f"{place}.recurrent_bias")
-        self.B = np.concatenate([bias, inner])
-        if f"{place}.peephole" in part.arrays:
-            self.peepholes = kind.to_framework("onnx", part.numpy(f"{place}.peephole"), without="cell")
+def _weights(part: ExportedPart, place: str) -> dict[str, Array]:
+    """Return the weights of one direction of a level, by their names in ONNX."""
+    names = ("input", "recurrent", "bias", "recurrent_bias", "peephole")
+    kind, arrays = GATED[part.kind], {name: part.numpy(f"{place}.{name}") for name in names if f"{place}.{name}" in part.arrays}
+    given, recurrent, bias = (kind.to_framework("onnx", arrays[name]) for name in names[:3])
+    weights = {"W": given.T, "R": recurrent.T, "B": np.concatenate([bias, kind.recurrent_bias(arrays)])}
+    return weights | ({"P": kind.to_framework("onnx", arrays["peephole"], without="cell")} if "peephole" in arrays else {})
 
 
 def _start(graph: ExportedGraph, part: ExportedPart, names: Sequence[str]) -> str:
@@ -107,7 +97,7 @@ def _activation_attributes(layer: GatedLayer) -> dict[str, Any]:
     activations = _activations(layer) * len(layer.directions)
     named = [parameters(activation) for activation in activations]
     lists = {name: [one[name] for one in named if name in one] for name in ("alpha", "beta")}
-    return {"activations": [IN_RECURRENT[activation.kind] for activation in activations]} | {
+    return {"activations": [ONNX_RECURRENT[activation.kind] for activation in activations]} | {
         f"activation_{name}": values for name, values in lists.items() if values
     }
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
-from service.importers.chain.nodes import Layer
+from service.importers.chain.nodes import Layer, origins_of
 from service.importers.chain.signal import Columns
 from service.importers.chain.windows import WINDOW_KEYS, Window
 from service.importers.draft import Array
@@ -29,9 +29,10 @@ def joined_convolutions(layers: Sequence[Layer]) -> tuple[Layer, Places] | None:
     if rest.get("groups", 1) > 1 or any(_without_window(layer) != rest for layer in layers):
         return None
     windows = [Window.of(layer.table) for layer in layers]
-    first = windows[0]
+    first, biases = windows[0], [layer.arrays["bias"] for layer in layers]
     if all(window == first for window in windows):
-        return _side_by_side(layers, {**rest, **first.table()}, [layer.arrays["filters"] for layer in layers])
+        spread = [layer.arrays["filters"] for layer in layers]
+        return side_by_side(layers, {**rest, **first.table()}, "filters", {"filters": spread, "bias": biases})
     if len({(window.stride, window.reach - sum(window.pads)) for window in windows}) > 1 or any(w.by_length for w in windows):
         return None
     taps = [np.arange(window.width) * window.dilation - window.pads[0] for window in windows]
@@ -47,7 +48,7 @@ def joined_convolutions(layers: Sequence[Layer]) -> tuple[Layer, Places] | None:
         spread.append(filters)
     pads = -low, high + 1 - first.reach + sum(first.pads)
     window = Window(len(spread[0]), first.stride, dilation, pads)
-    return _side_by_side(layers, {**rest, **window.table()}, spread)
+    return side_by_side(layers, {**rest, **window.table()}, "filters", {"filters": spread, "bias": biases})
 
 
 def text_cnn(layers: Sequence[Layer]) -> tuple[Layer, Places] | None:
@@ -73,7 +74,7 @@ def text_cnn(layers: Sequence[Layer]) -> tuple[Layer, Places] | None:
             arrays[f"{width}.{name}"] = np.pad(together, [(0, 0)] * (together.ndim - 1) + [(0, missing)])
     table = {"kind": "text_cnn", "widths": widths, "filters": filters, "padding": pads[0]}
     places = [_place(layer, by_width, filters) for layer in layers]
-    origins = frozenset[str]().union(*(layer.origins for layer in layers))
+    origins = origins_of(layers)
     return Layer(layers[0].below, table, arrays, filters * len(widths), layers[0].label, origins), places
 
 
@@ -88,11 +89,12 @@ def _place(layer: Layer, by_width: Sequence[Sequence[Layer]], filters: int) -> C
     return index * filters + sum(other.width for other in earlier) + np.arange(layer.width)
 
 
-def _side_by_side(layers: Sequence[Layer], table: dict[str, Any], filters: Sequence[Array]) -> tuple[Layer, Places]:
-    """Return a convolution with the filters of all layers in a row."""
-    arrays = {"filters": np.concatenate(filters, axis=-1), "bias": np.concatenate([layer.arrays["bias"] for layer in layers])}
+def side_by_side(
+    layers: Sequence[Layer], table: dict[str, Any], size: str, arrays: Mapping[str, Sequence[Array]]
+) -> tuple[Layer, Places]:
+    """Return a layer with the columns of all layers in a row. size: the key with their number; arrays: of each layer, by name."""
     starts = list(accumulate((layer.width for layer in layers), initial=0))
     places = [start + np.arange(layer.width) for start, layer in zip(starts, layers, strict=False)]
-    origins = frozenset[str]().union(*(layer.origins for layer in layers))
+    joined = {name: np.concatenate(each, axis=-1) for name, each in arrays.items()}
     first = layers[0]
-    return Layer(first.below, {**table, "filters": starts[-1]}, arrays, starts[-1], first.label, origins), places
+    return Layer(first.below, {**table, size: starts[-1]}, joined, starts[-1], first.label, origins_of(layers)), places

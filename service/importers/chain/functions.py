@@ -24,18 +24,8 @@ Numbers = NDArray[np.float64]
 TOLERANCE = 2e-6
 """Constants of float32, such as 1.4142135, move a function by about 1e-7 of its value."""
 MONOTONE = (
-    "none",
-    "sigmoid",
-    "tanh",
-    "relu",
-    "relu6",
-    "softplus",
-    "softsign",
-    "hard_sigmoid",
-    "hard_tanh",
-    "leaky_relu",
-    "elu",
-    "selu",
+    *("none", "sigmoid", "tanh", "relu", "relu6", "softplus", "softsign"),
+    *("hard_sigmoid", "hard_tanh", "leaky_relu", "elu", "selu"),
 )
 """Activations that keep the order of numbers, with positive parameters: a maximum may be taken before or after them."""
 _NEAR_ZERO = np.geomspace(1e-9, 1e-2, 29)
@@ -145,4 +135,12 @@ def _candidates(function: Function) -> list[dict[str, Any]]:
         },
         {"kind": "affine", "alpha": zero - below, "beta": zero},
     ]
-    return plain + [each for each in fitted if all(math.isfinite(each.get(name, 0.0)) for name in ("alpha", "beta"))]
+    finite = [each for each in fitted if all(math.isfinite(each.get(name, 0.0)) for name in ("alpha", "beta"))]
+    return plain + [
+        {name: shortest(value) if isinstance(value, float) else value for name, value in each.items()} for each in finite
+    ]
+
+
+def shortest(number: float) -> float:
+    """Return a number of float32 as it was written: 0.2, and not 0.20000000298."""
+    return float(str(np.float32(number)))

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from service.importers.chain.branches import Places, joined_convolutions, text_cnn
-from service.importers.chain.nodes import RECURRENT, Input, Layer, Node, Pooled, Settled, same
+from service.importers.chain.branches import Places, joined_convolutions, side_by_side, text_cnn
+from service.importers.chain.nodes import RECURRENT, Input, Layer, Node, Pooled, Settled, origins_of, same
 from service.importers.chain.settling import settled
 from service.importers.chain.signal import Columns, Signal
 from service.importers.draft import ImportRefused
@@ -66,7 +66,7 @@ def _kinds_of_pools(nodes: Sequence[Pooled]) -> tuple[Pooled, Places]:
     places = [np.concatenate([pools.index(pool) * width + np.arange(width) for pool in node.pools]) for node in nodes]
     table = {key: value for node in nodes for key, value in node.table.items()}
     arrays = {name: array for node in nodes for name, array in node.arrays.items()}
-    return Pooled(nodes[0].below, pools, table, arrays, frozenset[str]().union(*(node.origins for node in nodes))), places
+    return Pooled(nodes[0].below, pools, table, arrays, origins_of(nodes)), places
 
 
 def _plainest(node: Settled, columns: Columns) -> tuple[Settled, Columns]:
@@ -126,12 +126,8 @@ def _dense_layers(layers: Sequence[Layer]) -> tuple[Layer, Places] | None:
     first = layers[0]
     if any(layer.table["activation"] != first.table["activation"] for layer in layers):
         return None
-    arrays = {name: np.concatenate([layer.arrays[name] for layer in layers], axis=-1) for name in ("weight", "bias")}
-    width = sum(layer.width for layer in layers)
-    starts = np.cumsum([0, *(layer.width for layer in layers[:-1])])
-    places = [start + np.arange(layer.width) for start, layer in zip(starts, layers, strict=True)]
-    origins = frozenset[str]().union(*(layer.origins for layer in layers))
-    return Layer(first.below, {**first.table, "width": width}, arrays, width, first.label, origins), places
+    arrays = {name: [layer.arrays[name] for layer in layers] for name in ("weight", "bias")}
+    return side_by_side(layers, first.table, "width", arrays)
 
 
 def _names(nodes: Sequence[Node]) -> str:

@@ -5,6 +5,7 @@ Every operation makes a new node above the nodes of its inputs. A node is immuta
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -134,6 +135,11 @@ class Weighted(_AsWideAsBelow):
 Node = Input | Layer | Pooled | Mapped | Added | StepWeights | Weighted
 Settled = Input | Layer | Pooled
 """Nodes that are written as they are."""
+
+
+def origins_of(values: Iterable[Any]) -> frozenset[str]:
+    """Return the names of the source's tensors in several values."""
+    return NO_ORIGINS.union(*(value.origins for value in values))
 
 
 def check_matrix(rows: int, columns: int) -> None:

@@ -6,19 +6,19 @@ works; all other axes of columns have one entry. `label` names the operation of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import reduce
 
 import numpy as np
 
-from service.importers.chain.attention import attention_pool, is_attended, step_weights, weighted
-from service.importers.chain.functions import IDENTITY, Function, Numbers, affine
+from service.importers.chain.attention import attention_pool, is_attended, step_weights
+from service.importers.chain.combining import LONGEST_FUNCTION, combine, levels
+from service.importers.chain.functions import Function, Numbers, affine, named
 from service.importers.chain.joining import in_order, joined
 from service.importers.chain.nodes import (
     NO_ORIGINS,
     RECURRENT,
-    Added,
     Input,
     Layer,
     Mapped,
@@ -33,9 +33,6 @@ from service.importers.chain.signal import UNIT, Columns, Role, Signal
 from service.importers.chain.windows import Window
 from service.importers.draft import Array, ImportRefused
 
-LONGEST_FUNCTION = 64
-"""Elementwise operations that may together be one activation."""
-
 
 def embedding(ids: Signal, table: Array, label: str, origins: frozenset[str]) -> Signal:
     """Look up ids. table: (vocabulary, width). The result has a last axis of columns."""
@@ -47,43 +44,13 @@ def embedding(ids: Signal, table: Array, label: str, origins: frozenset[str]) ->
     return ids.with_units([ids.rank]).over(layer, ids.rank)
 
 
-def dense(x: Signal, weight: Array, bias: Array, label: str, origins: frozenset[str] = NO_ORIGINS, *, at: int = -1) -> Signal:
+def dense(x: Signal, weight: Array, bias: Array, label: str, origins: frozenset[str] = NO_ORIGINS) -> Signal:
     """Multiply vectors by a matrix. weight: (inputs, width); bias: (width,)."""
-    node, columns = source(x, at)
+    node, columns = source(x)
     width = weight.shape[1]
     arrays = {"weight": scattered(weight, columns, node.width), "bias": bias}
     table = {"kind": "dense", "width": width, "activation": "none"}
-    return x.over(Layer(node, table, arrays, width, label, origins), at % x.rank)
-
-
-def recurrent(
-    x: Signal,
-    kind: str,
-    options: Mapping[str, Any],
-    directions: Mapping[str, Mapping[str, Array]],
-    label: str,
-    origins: frozenset[str] = NO_ORIGINS,
-    *,
-    at: int = -1,
-) -> tuple[Layer, Columns]:
-    """Run an rnn, lstm or gru; return the layer, and the indexes of each direction's columns in it, (directions, width).
-
-    options: its keys in model.toml; directions: the tensors of "forward" and "backward", in the layout of model.toml. Over reversed
-    steps, "forward" is the model's backward direction, and the outputs are in reverse order as well.
-    """
-    node, columns = source(x, at)
-    vector = next(iter(directions.values()))["recurrent"].shape[0]
-    swapped = {"forward": "backward", "backward": "forward"}
-    ours = {swapped[name] if x.is_reversed else name: arrays for name, arrays in directions.items()}
-    arrays: dict[str, Array] = {}
-    for name in sorted(ours, reverse=True):  # forward first
-        own = {**ours[name], "input": scattered(ours[name]["input"], columns, node.width)}
-        arrays |= {f"0.{name}.{tensor}": array for tensor, array in own.items()}
-    table = {"kind": kind, **options}
-    table |= {"bidirectional": True} if len(ours) == 2 else {"direction": "backward"} if "backward" in ours else {}
-    layer = Layer(node, table, arrays, vector * len(ours), label, origins)
-    order = np.arange(layer.width).reshape(len(ours), vector)
-    return layer, order[::-1] if x.is_reversed else order
+    return x.over(Layer(node, table, arrays, width, label, origins), x.rank - 1)
 
 
 def conv(
@@ -154,6 +121,33 @@ def pad_steps(x: Signal, first: int, last: int) -> Signal:
     return padded.with_step_count(x.shape[x.steps_axis] + first + last)
 
 
+def take(x: Signal, at: int, chosen: int | slice) -> Signal:
+    """Take an entry or a slice of an axis: columns, the first or the last step, steps without some at the ends, or in reverse order."""
+    size = x.shape[at]
+    if isinstance(chosen, int) and not -size <= chosen < size:
+        raise ImportRefused(f"it takes the entry {chosen} of {size}")
+    indexes = range(size)[chosen] if isinstance(chosen, slice) else range(size)[slice(chosen % size, chosen % size + 1)]
+    is_whole = isinstance(chosen, slice) and len(indexes) == size
+    if is_whole and indexes.step == 1:
+        return x
+    if x.axes[at].is_columns:
+        taken = x.take(np.array(indexes, np.int64), at)
+        return taken if isinstance(chosen, slice) else taken.without_axes([at])
+    if not x.is_on(at, Role.STEPS):
+        what = "takes some of the" if isinstance(chosen, slice) else "works on the axis of"
+        raise ImportRefused(f"it {what} {x.axes[at]}: every sequence is computed")
+    if is_whole and indexes.step == -1:
+        return reverse_steps(x)
+    if len(indexes) == 1:
+        if indexes[0] not in (0, size - 1):
+            step = chosen if isinstance(chosen, int) else indexes[0]
+            raise ImportRefused(f"it takes the step {step}: a model takes the first or the last step")
+        return pool_steps(x, "last_step" if indexes[0] else "first", keep_axis=isinstance(chosen, slice))
+    if indexes.step != 1 or not indexes:
+        raise ImportRefused("it takes some of the steps: a model takes the first or the last step")
+    return cut_steps(x, indexes[0], size - 1 - indexes[-1])
+
+
 def reverse_steps(x: Signal) -> Signal:
     """Reverse the order of the steps of every sequence."""
     return replace(x, is_reversed=not x.is_reversed)
@@ -168,11 +162,69 @@ def apply(x: Signal, function: Function, label: str, origins: frozenset[str] = N
     return x.map_parts(lambda part: mapped(part, function, label, origins))
 
 
-def mapped(node: Node, function: Function, label: str, origins: frozenset[str] = NO_ORIGINS) -> Node:
+def mapped(node: Node, function: Function, label: str, origins: frozenset[str]) -> Node:
     """Return a function of a node."""
     if isinstance(node, Mapped) and _operations(node) + function.size > LONGEST_FUNCTION:
         node = settled(node)
     return Mapped(node, function, label, origins)
+
+
+def with_constant(
+    x: Signal,
+    array: Array,
+    calculate: Callable[[Numbers, Numbers], Numbers],
+    label: str,
+    origins: frozenset[str] = NO_ORIGINS,
+    *,
+    is_affine: bool,
+) -> Signal:
+    """Apply a calculation with a constant for all numbers, or a constant for each column."""
+    x, numbers = _constants_by_column(x, array.astype(np.float64))
+    if (numbers == numbers[0]).all():
+        function = Function(lambda x: np.asarray(calculate(x, numbers[0]), np.float64), is_affine=is_affine)
+    elif is_affine:
+        function = Function(lambda x: np.asarray(calculate(x, numbers), np.float64), is_affine=True, by_column=True)
+    else:
+        raise ImportRefused("it computes something else than a sum or product with a constant for each column")
+    return apply(x, function, label, origins)
+
+
+def _constants_by_column(x: Signal, array: Array) -> tuple[Signal, Numbers]:
+    """Return a signal in the shape of its result, and the constant for each of its columns."""
+    if not array.size:
+        raise ImportRefused("it computes with an empty tensor")
+    rank = max(x.rank, array.ndim)
+    x = x.with_units(range(rank - x.rank))
+    array = array.reshape((1,) * (rank - array.ndim) + array.shape)
+    for index, one in enumerate(x.axes):
+        if not one.is_columns and array.shape[index] != 1:
+            first = array.take([0], axis=index)
+            if (array != first).any():
+                raise ImportRefused(f"it computes with a constant for each of the {one}: a model takes sequences of any length")
+            array = first
+    x = x.expand(np.broadcast_shapes(x.shape, array.shape))
+    columns = array.reshape([size for size, one in zip(array.shape, x.axes, strict=True) if one.is_columns])
+    return x, np.broadcast_to(columns, x.columns.shape).ravel()
+
+
+def prelu(x: Signal, slopes: Array, label: str, origins: frozenset[str]) -> Signal:
+    """Multiply numbers below zero by a slope."""
+    if (slopes != slopes.ravel()[0]).any():
+        raise ImportRefused("it has a slope for each column: only one slope for all columns can be imported")
+    return apply(x, named("leaky_relu", alpha=float(slopes.ravel()[0])), label, origins)
+
+
+def glu(x: Signal, at: int, label: str) -> Signal:
+    """Multiply the first half of the columns of an axis by the logistic function of the second half."""
+    half = x.shape[at] // 2
+    value, gate = (take(x, at, slice(start, start + half)) for start in (0, half))
+    return combine(value, apply(gate, named("sigmoid"), label), "multiply", label)
+
+
+def mean(signals: Sequence[Signal], label: str) -> Signal:
+    """Return the mean of several signals."""
+    total = reduce(lambda x, y: combine(x, y, "add", label), signals)
+    return apply(total, affine(1 / len(signals), 0.0), label)
 
 
 def layer_norm(x: Signal, gain: Array, offset: Array, epsilon: float, label: str, origins: frozenset[str]) -> Signal:
@@ -210,16 +262,6 @@ def normalize(x: Signal, label: str, *, at: int) -> Signal:
     """Scale every vector to length 1. Only the last operation of a model can do so."""
     node = whole(x, label, at)
     return x.over(Layer(node, {"kind": "normalize"}, {}, node.width, label), at % x.rank)
-
-
-def combine(first: Signal, second: Signal, operation: str, label: str) -> Signal:
-    """Return the sum, difference, product, quotient, maximum or minimum of two signals."""
-    first, second = _aligned(first, second)
-    for attempt in (weighted, _merged_directions, _one_function, _gated, _sum):
-        result = attempt(first, second, operation, label)
-        if result is not None:
-            return result
-    raise ImportRefused("it combines two tensors that depend on the input, which no layer of model.toml does in this way")
 
 
 def product_over_steps(first: Signal, second: Signal, label: str) -> Signal:
@@ -264,13 +306,13 @@ def scattered(matrix: Array, columns: Columns, width: int, *, rows: int = 0) -> 
 
 def is_of_ids(x: Signal) -> bool:
     """Whether a signal is a function of the token ids of the input."""
-    node, _ = _levels(x.parts[0])[-1]
+    node, _ = levels(x.parts[0])[-1]
     return len(x.parts) == 1 and isinstance(node, Input) and node.is_ids
 
 
 def _ids(x: Signal) -> tuple[Input, Callable[[Numbers], Numbers]]:
     """Return the input of token ids, and the function of them that a signal has."""
-    node, function = _levels(x.parts[0])[-1]
+    node, function = levels(x.parts[0])[-1]
     if not isinstance(node, Input) or not is_of_ids(x) or x.columns.size != 1:
         raise ImportRefused("it looks up numbers that are not the token ids of the input")
     return node, function.apply
@@ -300,7 +342,8 @@ def _without_outputs(node: Node, first: int, last: int) -> Node:
             kept = {key: value for key, value in node.table.items() if key not in ("padding", "pads")}
             return replace(node, table={**kept, **replace(window, pads=pads).table()})
     raise ImportRefused(
-        "it leaves out steps of every sequence, and only the padding of a convolution before it can be left out"
+        "it leaves out steps of every sequence, and only the padding of a convolution can be left out: a model takes the first or the "
+        "last step"
     )
 
 
@@ -331,135 +374,3 @@ def _operations(node: Node) -> int:
         total += node.function.size
         node = node.below
     return total
-
-
-def _aligned(first: Signal, second: Signal) -> tuple[Signal, Signal]:
-    """Return two signals with the same axes. Columns are repeated where an axis has a single entry."""
-    rank = max(first.rank, second.rank)
-    pair = [x.with_units(range(rank - x.rank)) for x in (first, second)]
-    for one, other in (pair, pair[::-1]):
-        for a, b in zip(one.axes, other.axes, strict=True):
-            if a != b and not (a.is_columns and b.is_columns and 1 in (a.size, b.size)):
-                raise ImportRefused(
-                    f"it combines tensors with the axes {one.roles} {one.shape} and {other.roles} {other.shape}"
-                )
-    if pair[0].is_reversed != pair[1].is_reversed or any(x.pads != (0, 0) for x in pair):
-        raise ImportRefused("it combines steps in different orders, or padding steps")
-    shape = [max(a, b) for a, b in zip(pair[0].shape, pair[1].shape, strict=True)]
-    return pair[0].expand(shape), pair[1].expand(shape)
-
-
-def _merged_directions(first: Signal, second: Signal, operation: str, label: str) -> Signal | None:
-    """Merge both directions of a recurrent layer."""
-    merges = {"add": "sum", "multiply": "product"}
-    if operation not in merges or any(isinstance(part, Mapped) for part in (*first.parts, *second.parts)):
-        return None
-    columns = np.stack([first.columns, sum(part.width for part in first.parts) + second.columns])
-    together = replace(first, parts=(*first.parts, *second.parts), columns=columns)
-    try:
-        node, columns = joined(together)
-    except ImportRefused:
-        return None
-    below = node.below if isinstance(node, Pooled) else node
-    if not isinstance(below, Layer) or below.kind not in RECURRENT or len(below.directions) < 2 or "merge" in below.table:
-        return None
-    if isinstance(node, Pooled) and node.pools not in (("last",), ("last_step",), ("first",)):
-        return None
-    half = below.width // 2
-    ends = columns.reshape(2, -1)
-    if not (in_order(np.sort(ends, axis=0)[0], half) and (np.sort(ends, axis=0)[1] == half + np.arange(half)).all()):
-        return None
-    merged: Node = replace(below.changed(merge=merges[operation]), width=half)
-    merged = Pooled(merged, node.pools) if isinstance(node, Pooled) else merged
-    return replace(first, parts=(merged,), columns=np.arange(half).reshape(first.columns.shape))
-
-
-def _one_function(first: Signal, second: Signal, operation: str, label: str) -> Signal | None:
-    """Combine two functions of the same numbers, such as x * sigmoid(x)."""
-    if len(first.parts) != len(second.parts) or not np.array_equal(first.columns, second.columns):
-        return None
-    parts = [_function_of_both(a, b, operation, label) for a, b in zip(first.parts, second.parts, strict=True)]
-    return (
-        None if any(part is None for part in parts) else replace(first, parts=tuple(part for part in parts if part is not None))
-    )
-
-
-def _function_of_both(first: Node, second: Node, operation: str, label: str) -> Node | None:
-    over_first, over_second = _levels(first), _levels(second)
-    for node, inner in over_first:
-        for other, outer in over_second:
-            if node is other:
-                combined = _combined(inner, outer, operation)
-                if combined.size > LONGEST_FUNCTION:
-                    raise ImportRefused(
-                        "it is one of too many elementwise operations: no activation of model.toml takes as many"
-                    )
-                return Mapped(node, combined, label)
-    return None
-
-
-def _levels(node: Node) -> list[tuple[Node, Function]]:
-    """Return each node below a function of it, with the function from it."""
-    levels = [(node, IDENTITY)]
-    while isinstance(below := levels[-1][0], Mapped):
-        levels.append((below.below, levels[-1][1].after(below.function)))
-    return levels
-
-
-def _combined(first: Function, second: Function, operation: str) -> Function:
-    calculate = OPERATIONS[operation]
-    return Function(
-        lambda x: calculate(first.apply(x), second.apply(x)),
-        is_affine=operation in ("add", "subtract") and first.is_affine and second.is_affine,
-        by_column=first.by_column or second.by_column,
-        size=first.size + second.size + 1,
-    )
-
-
-OPERATIONS = {
-    "add": np.add,
-    "subtract": np.subtract,
-    "multiply": np.multiply,
-    "divide": np.divide,
-    "maximum": np.maximum,
-    "minimum": np.minimum,
-}
-"""Operations that may combine two numbers."""
-
-
-def _gated(first: Signal, second: Signal, operation: str, label: str) -> Signal | None:
-    """Multiply half of a convolution's maps by the sigmoid of the other half."""
-    if operation != "multiply" or len(first.parts) != 1 or len(second.parts) != 1:
-        return None
-    for value, gate in ((first, second), (second, first)):
-        node, kind = _gated_node(value.parts[0], gate.parts[0])
-        if node is None or node.width != 2 * value.columns.size:
-            continue
-        order = np.concatenate([value.columns.ravel(), gate.columns.ravel()])
-        if in_order(np.sort(order), node.width):
-            arrays = {name: node.arrays[name][..., order] for name in ("filters", "bias")}
-            half = node.width // 2
-            layer = replace(node.changed(arrays=arrays, activation=kind, filters=half), width=half)
-            return replace(value, parts=(layer,), columns=np.arange(half).reshape(value.columns.shape))
-    return None
-
-
-def _gated_node(value: Node, gate: Node) -> tuple[Layer | None, str]:
-    """Return the convolution below both functions, and the gated activation that they make."""
-    if not (isinstance(gate, Mapped) and (gate.function.activation or {}).get("kind") == "sigmoid"):
-        return None, ""
-    is_tanh = isinstance(value, Mapped) and (value.function.activation or {}).get("kind") == "tanh"
-    base = value.below if is_tanh and isinstance(value, Mapped) else value
-    node = settled(base) if base is gate.below else None
-    is_conv = isinstance(node, Layer) and node.kind == "conv" and node.is_linear and node.table.get("groups", 1) == 1
-    return (node if is_conv and isinstance(node, Layer) else None), "gated_tanh" if is_tanh else "glu"
-
-
-def _sum(first: Signal, second: Signal, operation: str, label: str) -> Signal | None:
-    """Add two nodes, such as a residual connection."""
-    if operation != "add" or len(first.parts) != 1 or len(second.parts) != 1 or not first.has_steps:
-        return None
-    nodes = first.parts[0], second.parts[0]
-    if any(not in_order(x.columns.ravel(), node.width) for x, node in zip((first, second), nodes, strict=True)):
-        return None
-    return first.map_parts(lambda part: Added(part, nodes[1], label))

@@ -44,9 +44,9 @@ def _two_causal_convolutions(node: Settled) -> tuple[Layer, Layer] | None:
     if not (isinstance(node, Layer) and isinstance(node.below, Layer)):
         return None
     lower, upper = node.below, node
-    form = {key: value for key, value in upper.table.items() if key != "padding"}
+    options = {key: value for key, value in upper.table.items() if key != "padding"}
     plain = {"kind": "conv", "filters": upper.width, "width": upper.table.get("width"), "activation": "relu"}
-    if form != plain | ({"dilation": form["dilation"]} if "dilation" in form else {}) or lower.table != upper.table:
+    if options != plain | ({"dilation": options["dilation"]} if "dilation" in options else {}) or lower.table != upper.table:
         return None
     return (lower, upper) if upper.table["padding"] == "causal" or upper.table["width"] == 1 else None
 

@@ -11,8 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from service.importers.chain.finishing import finished
-from service.importers.chain.nodes import Input
-from service.importers.draft import Draft, ImportRefused
+from service.importers.draft import Draft, ImportRefused, named_in_refusals
 from service.importers.keras.architecture import Network, network
 from service.importers.keras.call import KerasReading, KerasTensor
 from service.importers.keras.files import saved
@@ -23,36 +22,23 @@ from service.importers.keras.weights import WeightsFile
 
 def read(path: Path) -> Draft:
     """Return the model in a file of Keras; raises ImportRefused if model.toml cannot express it."""
-    with saved(path) as model, np.errstate(all="ignore"):  # damaged weights overflow, and are refused below
-        try:
-            architecture = network(model.architecture)
-            ids = Input(1, is_ids=True) if _has_embedding(architecture) else None
-            reading = KerasReading(WeightsFile(model.weights), model.is_keras_2, ids, list(model.notes))
-            output = run(architecture, [start(architecture, reading)], reading.file.of(architecture), reading)
-            if not isinstance(output, KerasTensor):
-                raise ImportRefused("the first output of the model is a cell state or a mask, and no output of a layer")
-            draft = finished(output.signal, f"Keras {2 if model.is_keras_2 else 3}")
-        except ImportRefused as refused:
-            raise ImportRefused(f"{path}: {refused}") from refused
-        _complete(draft, architecture, reading)
+    # Damaged weights overflow, and are refused below.
+    with saved(path) as model, np.errstate(all="ignore"), named_in_refusals(path):
+        architecture = network(model.architecture)
+        reading = KerasReading(
+            file=WeightsFile(model.weights),
+            is_keras_2=model.is_keras_2,
+            takes_ids=_has_embedding(architecture),
+            notes=list(model.notes),
+        )
+        output = run(architecture, [start(architecture, reading)], reading.file.of(architecture), reading)
+        if not isinstance(output, KerasTensor):
+            raise ImportRefused("the first output of the model is a cell state or a mask, and no output of a layer")
+        draft = finished(output.signal, f"Keras {2 if model.is_keras_2 else 3}")
+        outputs = [one.layer for one in architecture.outputs]
+        reading.complete(draft, reading.file.unused, "source", outputs, marks="mask")
         draft.original = original(path, model, reading)
     return draft
-
-
-def _complete(draft: Draft, architecture: Network, reading: KerasReading) -> None:
-    """Add the results of calling the layers: notes and unused tensors."""
-    draft.unused = reading.file.unused
-    draft.notes += reading.notes
-    if reading.fixed_steps is not None:
-        draft.input["max_steps"] = reading.fixed_steps
-        draft.notes.append(
-            f"the source takes sequences of {reading.fixed_steps} steps only, and the model sequences of any length"
-        )
-    if not reading.has_mask:
-        draft.notes.append("the source has no mask: if it was trained with padding, padded steps counted as steps")
-    if len(architecture.outputs) > 1:
-        others = ", ".join(one.layer for one in architecture.outputs[1:])
-        draft.notes.append(f"of the outputs, only {architecture.outputs[0].layer} is imported, without {others}")
 
 
 def _has_embedding(architecture: Network) -> bool:

@@ -18,21 +18,11 @@ SOFTMAX = {"softmax": False, "log_softmax": True}
 GLU = "glu"
 NAMED: dict[str, Function] = {
     "linear": IDENTITY,
-    "elu": named("elu"),
+    **{name: named(name) for name in ("elu", "exponential", "gelu", "hard_tanh", "relu", "relu6", "selu", "sigmoid", "silu")},
+    **{name: named(name) for name in ("softplus", "softsign", "tanh")},
     "celu": named("elu"),
-    "exponential": named("exponential"),
-    "gelu": named("gelu"),
-    "hard_tanh": named("hard_tanh"),
     "leaky_relu": named("leaky_relu", alpha=0.2),
-    "relu": named("relu"),
-    "relu6": named("relu6"),
-    "selu": named("selu"),
-    "sigmoid": named("sigmoid"),
-    "silu": named("silu"),
-    "softplus": named("softplus"),
-    "softsign": named("softsign"),
     "swish": named("silu"),
-    "tanh": named("tanh"),
 }
 HARD_SIGMOID = "hard_sigmoid"
 SLOPES = {True: named(HARD_SIGMOID, alpha=0.2, beta=0.5), False: named(HARD_SIGMOID, alpha=1 / 6, beta=0.5)}
@@ -70,7 +60,7 @@ def activated(x: Signal, value: Any, call: KerasCall) -> Signal:
         _parameters(value, call).refuse_options(axis=-1)
         return operations.softmax(x, call.label, at=-1)
     if kind == GLU:
-        return _gated(x, call)
+        return operations.glu(x, x.rank - 1, call.label)
     return operations.apply(x, function(value, call), call.label, call.origins)
 
 
@@ -92,17 +82,7 @@ def softmax(call: KerasCall) -> KerasTensor:
 
 def prelu(call: KerasCall) -> KerasTensor:
     [slopes] = call.weights("alpha")
-    if (slopes != slopes.ravel()[0]).any():
-        raise ImportRefused("it has a slope for each column: only one slope for all columns can be imported")
-    slope = named("leaky_relu", alpha=float(slopes.ravel()[0]))
-    return call.result(operations.apply(call.signal, slope, call.label, call.origins))
-
-
-def _gated(x: Signal, call: KerasCall) -> Signal:
-    """Multiply the first half of the columns by the logistic function of the second half."""
-    half = x.shape[-1] // 2
-    value, of_gate = (x.take(np.arange(half) + start, x.rank - 1) for start in (0, half))
-    return operations.combine(value, operations.apply(of_gate, named("sigmoid"), call.label), "multiply", call.label)
+    return call.result(operations.prelu(call.signal, slopes, call.label, call.origins))
 
 
 def _relu(call: KerasCall) -> Function:
@@ -117,14 +97,12 @@ def _relu(call: KerasCall) -> Function:
     return Function(relu)
 
 
-def _leaky_relu(call: KerasCall) -> Function:
-    """`alpha` is the name of the slope in Keras 2."""
-    return named("leaky_relu", alpha=call.number("alpha" if "alpha" in call.config else "negative_slope", 0.3))
-
-
 LAYERS: dict[str, Callable[[KerasCall], Function]] = {
     "ELU": lambda call: named("elu", alpha=call.number("alpha", 1.0)),
-    "LeakyReLU": _leaky_relu,
+    # `alpha` is the name of the slope in Keras 2.
+    "LeakyReLU": lambda call: named(
+        "leaky_relu", alpha=call.number("alpha" if "alpha" in call.config else "negative_slope", 0.3)
+    ),
     "ReLU": _relu,
     "ThresholdedReLU": lambda call: named("thresholded_relu", alpha=call.number("theta", 1.0)),
 }

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from service.importers.draft import ImportRefused
+from service.importers.draft import UNFIT, ImportRefused, refusing
+from service.modeling.spec.activations import class_name
 
 MOST_LAYERS = 1000
 DEEPEST_NETWORK = 8
@@ -17,22 +17,14 @@ OF_KERAS = ("keras", "tf_keras", "tensorflow.python.keras", "tensorflow.keras")
 OPS = ".ops"
 LAMBDAS = ("TFOpLambda", "SlicingOpLambda")
 """The layers as which Keras 2 writes functions of TensorFlow."""
+_MATH = ("add", "maximum", "minimum", "multiply", "not_equal", "sigmoid", "subtract", "tanh")
 TENSORFLOW = {
+    **{f"math.{name}": class_name(name) for name in _MATH},
+    **{f"math.reduce_{name}": class_name(name) for name in ("max", "mean", "sum")},
     "__operators__.add": "Add",
     "__operators__.getitem": "GetItem",
     "concat": "Concatenate",
     "expand_dims": "ExpandDims",
-    "math.add": "Add",
-    "math.maximum": "Maximum",
-    "math.minimum": "Minimum",
-    "math.multiply": "Multiply",
-    "math.not_equal": "NotEqual",
-    "math.reduce_max": "Max",
-    "math.reduce_mean": "Mean",
-    "math.reduce_sum": "Sum",
-    "math.sigmoid": "Sigmoid",
-    "math.subtract": "Subtract",
-    "math.tanh": "Tanh",
     "nn.relu": "Relu",
     "nn.softmax": "Softmax",
     "reverse": "Flip",
@@ -41,6 +33,7 @@ TENSORFLOW = {
 """Functions of TensorFlow, and the functions of keras.ops that compute the same."""
 SECOND = ("y",)
 """The argument of a function of TensorFlow that is its second input."""
+UNLIKE_KERAS = (*UNFIT, AttributeError)
 TENSOR = "__keras_tensor__"
 CONSTANT = "_CONSTANT_VALUE"
 
@@ -128,22 +121,14 @@ def is_of_keras(module: str) -> bool:
 
 def network(data: Any) -> Network:
     """Return the architecture in a decoded JSON; raises ImportRefused if it is none, or has code."""
-    with _as_keras_writes():
+    with refusing(UNLIKE_KERAS, "the architecture is not as Keras writes it", "save the model again"):
         return _network(data, depth=0)
 
 
 def layer_config(data: Any) -> LayerConfig:
     """Return a layer within a wrapper such as Bidirectional; raises ImportRefused if it is none, or has code."""
-    with _as_keras_writes():
+    with refusing(UNLIKE_KERAS, "the architecture is not as Keras writes it", "save the model again"):
         return _layer(data, depth=0)
-
-
-@contextmanager
-def _as_keras_writes() -> Iterator[None]:
-    try:
-        yield
-    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise ImportRefused(f"the architecture is not as Keras writes it ({error!r:.200}): save the model again") from error
 
 
 def _layer(data: Mapping[str, Any], depth: int) -> LayerConfig:
@@ -212,10 +197,10 @@ def _functional(config: Mapping[str, Any], depth: int) -> Network:
     used = {(one.layer, one.call) for nodes in found.values() for node in nodes for one in node.references}
     used |= {(one.layer, one.call) for one in outputs}
     nodes: dict[tuple[str, int], LayerCall] = {}
-    for name, own in found.items():
+    for name, calls in found.items():
         # Keras 2 counts the calls of a model within a model from 1.
-        first = 1 if layers[name].network is not None and (name, len(own)) in used else 0
-        nodes |= {(name, first + number): node for number, node in enumerate(own or [LayerCall(())])}
+        first = 1 if layers[name].network is not None and (name, len(calls)) in used else 0
+        nodes |= {(name, first + number): node for number, node in enumerate(calls or [LayerCall(())])}
     inputs = tuple(_references(config["input_layers"]))
     if not inputs or not outputs:
         raise ImportRefused("the architecture has no input or no output: save the model again")
@@ -251,31 +236,21 @@ def _leaves(value: Any) -> Iterator[Reference | float]:
     """Yield the tensors and the numbers in the arguments of a call, however they are nested."""
     waiting = [value]
     while waiting:
-        item = waiting.pop()
-        if isinstance(item, dict):
-            if item.get("class_name") == TENSOR:
-                yield _reference(item["config"]["keras_history"])
-            else:
+        match waiting.pop():
+            case {"class_name": name, "config": config} if name == TENSOR:
+                yield _reference(config["keras_history"])
+            case dict() as item:
                 waiting += reversed(list(item.values()))
-        elif _is_reference(item):
-            yield float(item[2]) if item[0] == CONSTANT else _reference(item)
-        elif isinstance(item, list):
-            waiting += reversed(item)
-        elif isinstance(item, int | float) and not isinstance(item, bool):
-            yield float(item)
+            case [str(name), int() | float(), int() | float() as output] as item:
+                yield float(output) if name == CONSTANT else _reference(item)
+            case list() as item:
+                waiting += reversed(item)
+            case int() | float() as number if not isinstance(number, bool):
+                yield float(number)
 
 
 def _references(value: Any) -> Iterator[Reference]:
     return (leaf for leaf in _leaves(value) if isinstance(leaf, Reference))
-
-
-def _is_reference(item: Any) -> bool:
-    return (
-        isinstance(item, list)
-        and len(item) == 3
-        and isinstance(item[0], str)
-        and all(isinstance(part, int | float) for part in item[1:])
-    )
 
 
 def _reference(item: Any) -> Reference:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from service.importers.chain.nodes import Input
+from service.importers.chain.reading import Reading
 from service.importers.chain.signal import Role, Signal
 from service.importers.draft import Array, ImportRefused
 from service.importers.keras.architecture import LayerCall, LayerConfig
@@ -37,25 +37,13 @@ class KerasFinalCell:
 Value = KerasTensor | KerasMask | KerasFinalCell
 
 
-@dataclass(slots=True)
-class KerasReading:
-    """How the model is read, and notes for its user.
-
-    batch, steps: the sizes of the input; is_keras_2: whether Keras 2 or older wrote the model; ids: the node of token ids; fixed_steps: the
-    number of steps if the model takes no other; has_mask: whether a layer makes a mask; calls: how many layers were called.
-    """
+@dataclass(slots=True, kw_only=True)
+class KerasReading(Reading):
+    """How the model is read. is_keras_2: whether Keras 2 or older wrote it; takes_ids: whether its input is token ids."""
 
     file: WeightsFile
     is_keras_2: bool
-    ids: Input | None
-    notes: list[str] = field(default_factory=list)
-    fixed_steps: int | None = None
-    has_mask: bool = False
-    calls: int = 0
-
-    def note(self, note: str) -> None:
-        if note not in self.notes:
-            self.notes.append(note)
+    takes_ids: bool
 
 
 @dataclass(slots=True)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from service.importers.draft import ImportRefused
-from service.importers.hdf5 import Hdf5, opened
+from service.importers.draft import ZIP_ERRORS, ImportRefused, refusing
+from service.importers.hdf5 import SAVE_AGAIN, Hdf5, opened
 from service.modeling.spec.files import read_file
 
 JSON_BYTES = 1 << 26
@@ -20,7 +20,6 @@ ARCHIVE = ".keras"
 WEIGHTS_MEMBER, CONFIG_MEMBER, METADATA_MEMBER = "model.weights.h5", "config.json", "metadata.json"
 BESIDE = ("config.json", "model.json")
 """Names of files with the architecture, for a file with weights only. The name of that file with .json comes first."""
-ZIP_ERRORS = (OSError, zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, ValueError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,24 +40,18 @@ class Saved:
 @contextmanager
 def saved(path: Path) -> Iterator[Saved]:
     """Open the model in a file; raises ImportRefused if it is none."""
-    with _archive(path) if _is_archive(path) else _hdf5(path) as model:
+    # Keras 2 can be made to write HDF5 into a file named .keras.
+    is_archive = path.suffix == ARCHIVE and zipfile.is_zipfile(path)
+    with _archive(path) if is_archive else _hdf5(path) as model:
         yield model
-
-
-def _is_archive(path: Path) -> bool:
-    """Whether a file is a zip archive. Keras 2 can be made to write HDF5 into a file named .keras."""
-    return path.suffix == ARCHIVE and zipfile.is_zipfile(path)
 
 
 @contextmanager
 def _archive(path: Path) -> Iterator[Saved]:
-    try:
-        with zipfile.ZipFile(path) as archive:
-            config = decoded(_member(archive, path, CONFIG_MEMBER, JSON_BYTES), f"{path}: {CONFIG_MEMBER}")
-            metadata = decoded(_member(archive, path, METADATA_MEMBER, JSON_BYTES), f"{path}: {METADATA_MEMBER}")
-            content = _member(archive, path, WEIGHTS_MEMBER, path.stat().st_size)
-    except ZIP_ERRORS as error:
-        raise ImportRefused(f"{path} is not a complete .keras archive ({error}): save the model again") from error
+    with refusing(ZIP_ERRORS, f"{path} is not a complete .keras archive", SAVE_AGAIN), zipfile.ZipFile(path) as archive:
+        config = decoded(_member(archive, path, CONFIG_MEMBER, JSON_BYTES), f"{path}: {CONFIG_MEMBER}")
+        metadata = decoded(_member(archive, path, METADATA_MEMBER, JSON_BYTES), f"{path}: {METADATA_MEMBER}")
+        content = _member(archive, path, WEIGHTS_MEMBER, path.stat().st_size)
     version = metadata.get("keras_version") if isinstance(metadata, dict) else None
     with opened(content, f"{path}: {WEIGHTS_MEMBER}") as weights:
         yield Saved(config, weights, _is_keras_2(version))
@@ -94,8 +87,8 @@ def _hdf5(path: Path) -> Iterator[Saved]:
 
 def _beside(path: Path) -> tuple[dict[str, Any], str]:
     """Return the architecture from another file in the folder of the weights, and a note."""
-    own = path.with_name(path.name.removesuffix(".h5").removesuffix(".weights") + ".json")
-    for file in (own, *(path.with_name(name) for name in BESIDE)):
+    named = path.with_name(path.name.removesuffix(".h5").removesuffix(".weights") + ".json")
+    for file in (named, *(path.with_name(name) for name in BESIDE)):
         if file.is_file():
             try:
                 if file.stat().st_size > JSON_BYTES:
@@ -107,17 +100,15 @@ def _beside(path: Path) -> tuple[dict[str, Any], str]:
                 raise ImportRefused(f"{file} is not the architecture of a model: write model.to_json() into it")
             return architecture, f"the architecture is that of {file.name}, because {path.name} has weights only"
     raise ImportRefused(
-        f"{path.name} has weights and no architecture: write model.to_json() into {own.name} beside it, or save the whole model "
+        f"{path.name} has weights and no architecture: write model.to_json() into {named.name} beside it, or save the whole model "
         "as .keras"
     )
 
 
 def decoded(content: bytes | str, where: str) -> Any:
     """Return the value of a JSON text; raises ImportRefused if it is none."""
-    try:
+    with refusing((ValueError, RecursionError), f"{where} is not the JSON that Keras writes", SAVE_AGAIN):
         return json.loads(content if isinstance(content, bytes) else content.encode())
-    except (ValueError, RecursionError) as error:
-        raise ImportRefused(f"{where} is not the JSON that Keras writes ({error}): save the model again") from error
 
 
 def _is_keras_2(version: Any) -> bool:

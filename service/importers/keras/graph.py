@@ -7,16 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from service.importers.chain.nodes import Input, Mapped, Node
+from service.importers.chain.reading import STEPS
 from service.importers.chain.settling import settled
 from service.importers.chain.signal import MOST_COLUMNS, Role, Signal, axis
-from service.importers.draft import ImportRefused
+from service.importers.draft import ImportRefused, named_in_refusals
 from service.importers.keras import activations, layers, ops, recurrent, shapes
 from service.importers.keras.architecture import LayerCall, LayerConfig, Network
 from service.importers.keras.call import KerasCall, KerasMask, KerasReading, KerasTensor, Value
 from service.importers.keras.weights import Weights
 
-BATCH, STEPS = 101, 10007
-"""Sizes of axes that a model leaves open. They are prime, so that no size of a weight is taken for them."""
 MOST_CALLS = 1000
 LONGEST_FUNCTION = 2
 """Activations in a row that may together be one activation. Others are named one by one, which takes less time."""
@@ -27,7 +26,7 @@ LAYERS: dict[str, Layer] = {
     **layers.LAYERS,
     **shapes.LAYERS,
     **dict.fromkeys(activations.LAYERS, activations.layer),
-    **dict.fromkeys((*recurrent.KINDS, "RNN"), recurrent.recurrent),
+    **dict.fromkeys((*recurrent.LAYERS, "RNN"), recurrent.recurrent),
     "Activation": activations.activation,
     "Bidirectional": recurrent.bidirectional,
     "Dot": ops.dot,
@@ -66,16 +65,16 @@ def start(network: Network, reading: KerasReading) -> KerasTensor:
     if not isinstance(shape, list) or len(shape) < 2 or not all(_is_size(size) for size in shape):
         raise ImportRefused(f"the input of the model has the shape {shape!r:.60}: build the model before it is saved")
     steps, columns = shape[1], shape[2:]
-    if None in columns or (reading.ids is not None and columns):
+    if None in columns or (reading.takes_ids and columns):
         raise ImportRefused(
             f"the input of the model has the shape {shape}: token ids have the axes of the batch and of the steps"
         )
-    reading.fixed_steps = steps
+    reading.fixed, reading.steps = steps is not None, steps or STEPS
     width = int(np.prod(columns, dtype=object))
     if width > MOST_COLUMNS:
         raise ImportRefused(f"the input has {width} columns, and the limit is {MOST_COLUMNS}")
-    axes = (axis(Role.BATCH, BATCH), axis(Role.STEPS, steps or STEPS), *(axis(Role.COLUMNS, size) for size in columns))
-    node = reading.ids or Input(width)
+    axes = (axis(Role.BATCH, reading.batch), axis(Role.STEPS, reading.steps), *(axis(Role.COLUMNS, size) for size in columns))
+    node = reading.ids if reading.takes_ids else Input(width)
     return KerasTensor(Signal(axes, (node,), np.arange(width).reshape(columns)))
 
 
@@ -87,10 +86,10 @@ def _called(
     reading: KerasReading,
 ) -> Sequence[Value]:
     """Return the outputs of one call of a layer."""
-    reading.calls += 1
-    if reading.calls > MOST_CALLS:
+    reading.progress += 1
+    if reading.progress > MOST_CALLS:
         raise ImportRefused(f"the model has more than {MOST_CALLS} calls of layers")
-    try:
+    with named_in_refusals(f"{layer.kind} {layer.name}"):
         inputs = [
             one if isinstance(one, float) else _output(values[one.layer, one.call], one.output, one.layer)
             for one in node.inputs
@@ -98,8 +97,6 @@ def _called(
         if node.masks:
             inputs = [KerasTensor(one.signal, is_masked=True) if isinstance(one, KerasTensor) else one for one in inputs]
         return [_settled(one) for one in _results(layer, node, inputs, weights, reading)]
-    except ImportRefused as refused:
-        raise ImportRefused(f"{layer.kind} {layer.name}: {refused}") from refused
 
 
 def _settled(result: Value) -> Value:

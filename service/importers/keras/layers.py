@@ -26,7 +26,7 @@ def embedding(call: KerasCall) -> KerasTensor:
     [table] = _shaped(call, ("embeddings",), (2,))
     x = operations.embedding(call.signal, table, call.label, call.origins)
     if call.flag("mask_zero", False):
-        call.reading.has_mask = True
+        call.reading.lengths = True
         call.reading.note(
             f"{call.label} has mask_zero: Keras skips every step of id 0, and the model skips none. Send sequences without padding"
         )
@@ -34,7 +34,7 @@ def embedding(call: KerasCall) -> KerasTensor:
 
 
 def masking(call: KerasCall) -> KerasTensor:
-    call.reading.has_mask = True
+    call.reading.lengths = True
     call.reading.note(
         f"{call.label}: Keras skips every step whose features are all {call.number('mask_value', 0.0):g}, and the model skips none. Send "
         "sequences without such steps"

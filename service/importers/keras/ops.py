@@ -6,15 +6,14 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from service.importers.chain import operations
 from service.importers.chain.functions import Function, named
-from service.importers.chain.signal import Role, Signal, concatenate
+from service.importers.chain.signal import Role
 from service.importers.draft import ImportRefused
 from service.importers.keras.activations import NAMED, SLOPES, softmax
 from service.importers.keras.call import KerasCall, KerasTensor, Value
-from service.importers.keras.shapes import COMBINATIONS, combine
+from service.importers.keras.shapes import COMBINATIONS, combine, concat
+from service.modeling.spec.activations import class_name
 
 REDUCTIONS = {"Sum": "sum", "Mean": "mean", "Max": "max"}
 SLICE, ELLIPSIS = "__slice__", "__ellipsis__"
@@ -44,7 +43,7 @@ def get_item(call: KerasCall) -> KerasTensor:
     x = tensor.signal
     chosen = _indexes(call, x.rank)
     for at in reversed(range(x.rank)):
-        x = _taken(x, at, chosen[at])
+        x = operations.take(x, at, chosen[at])
     return KerasTensor(x, tensor.is_masked and x.has_steps)
 
 
@@ -64,14 +63,6 @@ def dot(call: KerasCall) -> KerasTensor:
     return KerasTensor(operations.product_over_steps(first.transpose([0, 2, 1]), second, call.label))
 
 
-def squeeze(call: KerasCall) -> KerasTensor:
-    return call.result(call.signal.without_axes([call.axis(call.signal.rank)]))
-
-
-def expand_dims(call: KerasCall) -> KerasTensor:
-    return call.result(call.signal.with_units([call.axis(call.signal.rank + 1)]))
-
-
 def transpose(call: KerasCall) -> KerasTensor:
     x = call.signal
     order = list(range(x.rank))[::-1] if call.value("axes", None) is None else call.integers("axes")
@@ -88,15 +79,6 @@ def reshape(call: KerasCall) -> KerasTensor:
             f"it makes the shape {target!r:.60} of {x.shape[1:]} for each sequence of the batch, whose axis is -1"
         )
     return call.result(x.reshape([x.shape[0], *target[1:]]))
-
-
-def flip(call: KerasCall) -> KerasTensor:
-    return call.result(_reversed(call.signal, call.axis(call.signal.rank)))
-
-
-def concat(call: KerasCall) -> KerasTensor:
-    signals = [tensor.signal for tensor in call.tensors]
-    return call.result(concatenate(signals, call.axis(signals[0].rank)))
 
 
 def _function(call: KerasCall) -> Function:
@@ -134,30 +116,7 @@ def _index(item: Any) -> Any:
     raise ImportRefused("it takes entries in another way than by numbers and slices")
 
 
-def _taken(x: Signal, at: int, index: int | slice) -> Signal:
-    size = x.shape[at]
-    if isinstance(index, int) and not -size <= index < size:
-        raise ImportRefused(f"it takes the entry {index} of {size}")
-    entries = range(size)[index] if isinstance(index, slice) else [range(size)[index]]
-    if len(entries) == size and isinstance(index, slice):
-        return x if entries[0] == 0 else _reversed(x, at)
-    if x.axes[at].is_columns:
-        chosen = x.take(np.array(entries, np.int64), at)
-        return chosen if isinstance(index, slice) else chosen.without_axes([at])
-    if not x.is_on(at, Role.STEPS) or len(entries) != 1 or entries[0] not in (0, size - 1):
-        raise ImportRefused(f"it takes some of the {x.axes[at]}: a model takes the first or the last step")
-    return operations.pool_steps(x, "first" if entries[0] == 0 else "last_step", keep_axis=isinstance(index, slice))
-
-
-def _reversed(x: Signal, at: int) -> Signal:
-    if x.is_on(at, Role.STEPS):
-        return operations.reverse_steps(x)
-    if not x.axes[at].is_columns:
-        raise ImportRefused(f"it reverses the axis of {x.axes[at]}")
-    return x.take(np.arange(x.shape[at])[::-1], at)
-
-
-ELEMENTWISE = {"".join(part.title() for part in name.split("_")): function for name, function in NAMED.items()}
+ELEMENTWISE = {class_name(name): function for name, function in NAMED.items()}
 ELEMENTWISE |= {"Exp": NAMED["exponential"], "HardSigmoid": SLOPES[False]}
 """Functions of single numbers, by the names of their classes."""
 OPERATIONS: dict[str, Callable[[KerasCall], Value]] = {
@@ -165,13 +124,13 @@ OPERATIONS: dict[str, Callable[[KerasCall], Value]] = {
     **dict.fromkeys(REDUCTIONS, reduce_steps),
     **dict.fromkeys(COMBINATIONS, combine),
     "Concatenate": concat,
-    "ExpandDims": expand_dims,
-    "Flip": flip,
+    "ExpandDims": lambda call: call.result(call.signal.with_units([call.axis(call.signal.rank + 1)])),
+    "Flip": lambda call: call.result(operations.take(call.signal, call.axis(call.signal.rank), slice(None, None, -1))),
     "GetItem": get_item,
     "LogSoftmax": softmax,
     "Matmul": product,
     "Reshape": reshape,
     "Softmax": softmax,
-    "Squeeze": squeeze,
+    "Squeeze": lambda call: call.result(call.signal.without_axes([call.axis(call.signal.rank)])),
     "Transpose": transpose,
 }

@@ -34,7 +34,7 @@ def original(path: Path, model: Saved, reading: KerasReading) -> Original | None
     architecture = None if model.is_whole else model.architecture
 
     def run(row: Array) -> Array:
-        if reading.has_mask and not row.all():
+        if reading.lengths and not row.all():
             raise ValueError("Keras skips steps of zeros")
         if not loaded:
             loaded.append(_loaded(keras, path, architecture))
@@ -46,7 +46,7 @@ def original(path: Path, model: Saved, reading: KerasReading) -> Original | None
         batch: Array = np.asarray(keras.ops.convert_to_numpy(first))
         return np.asarray(batch[0])
 
-    return Original(f"Keras {keras.__version__}", run, reading.fixed_steps)
+    return Original(f"Keras {keras.__version__}", run, reading.steps if reading.fixed else None)
 
 
 def _loaded(keras: Any, path: Path, architecture: Any) -> Any:

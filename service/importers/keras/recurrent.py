@@ -12,21 +12,22 @@ from typing import Any
 
 import numpy as np
 
-from service.importers.chain import operations
-from service.importers.chain.functions import affine
-from service.importers.chain.nodes import Layer, Pooled
-from service.importers.chain.signal import Columns, Role, Signal, axis, concatenate
+from service.importers.chain import combining, operations
+from service.importers.chain.nodes import Layer
+from service.importers.chain.recurrent import final_state, step_outputs
+from service.importers.chain.recurrent import recurrent as run
+from service.importers.chain.signal import Columns, Role, Signal, concatenate
 from service.importers.draft import Array, ImportRefused
 from service.importers.keras.activations import gate
 from service.importers.keras.architecture import LayerConfig, layer_config
 from service.importers.keras.call import KerasCall, KerasFinalCell, KerasTensor, Value
-from service.modeling.layers import GATED
+from service.modeling.layers import GATED, kinds_by_name
 
-KINDS = {"SimpleRNN": "rnn", "LSTM": "lstm", "GRU": "gru", "CuDNNLSTM": "lstm", "CuDNNGRU": "gru"}
-CELLS = {"SimpleRNNCell": "rnn", "LSTMCell": "lstm", "GRUCell": "gru"}
+KINDS = kinds_by_name("keras")
+CELLS = [name for name in KINDS if name.endswith("Cell")]
+LAYERS = [name for name in KINDS if name not in CELLS]
 NAMES = ("kernel", "recurrent_kernel", "bias")
 MERGES = ("concat", "sum", "mul", "ave")
-STATES = {"rnn": 1, "lstm": 2, "gru": 1}
 PER_STEP = ("Dense", "Activation", "Dropout", "BatchNormalization", "LayerNormalization", "LeakyReLU", "ReLU", "ELU", "Softmax")
 """Layers that compute the same for every step within TimeDistributed as without it."""
 Tensors = dict[str, Array]
@@ -37,11 +38,13 @@ def recurrent(call: KerasCall) -> Sequence[Value]:
     cell = _cell(call, call.layer)
     tensors = _tensors(cell, cell.weights(*_names(cell)))
     x = _reversed(call.signal, call)
-    layer, order = operations.recurrent(x, _kind(cell), _options(cell, tensors), {"forward": tensors}, call.label, cell.origins)
+    layer, order = run(x, _kind(cell), _options(cell), {"forward": tensors}, call.label, cell.origins)
     _note_states(call)
-    outputs: list[Value] = [_output(call, x, layer, order[0])]
+    [final] = _outputs(x, layer, order, steps=False)
+    [steps] = _outputs(x, layer, order, steps=True)
+    outputs: list[Value] = [call.result(steps) if call.flag("return_sequences", False) else KerasTensor(final)]
     if call.flag("return_state", False):
-        outputs += [KerasTensor(_final(x, layer, order[0])), *[KerasFinalCell()] * (STATES[_kind(cell)] - 1)]
+        outputs += [KerasTensor(final), *_final_cells(cell)]
     return outputs
 
 
@@ -53,18 +56,21 @@ def bidirectional(call: KerasCall) -> Sequence[Value]:
     cells = [_cell(call, each) for each in (forward, backward)]
     inner = KerasCall(forward, call.node, call.inputs, (), call.reading)
     directions, origins = _directions(call, cells)
-    options = [_options(cell, tensors) for cell, tensors in zip(cells, directions.values(), strict=True)]
+    options = [
+        _options(cell) | GATED[_kind(cell)].options(tensors) for cell, tensors in zip(cells, directions.values(), strict=True)
+    ]
     if options[0] != options[1] or _flags(forward) != _flags(backward, swapped=given is not None):
         raise ImportRefused("its directions have different options, and a bidirectional layer has the same for both")
     kind = _kind(cells[0])
     x = _reversed(call.signal, inner)
-    layer, order = operations.recurrent(x, kind, options[0], directions, call.label, origins)
+    layer, order = run(x, kind, options[0], directions, call.label, origins)
     _note_states(inner)
-    outputs: list[Value] = list(_merged(call, x, layer, order, steps=inner.flag("return_sequences", False)))
+    steps = inner.flag("return_sequences", False)
+    merged = _merged(call, *_outputs(x, layer, order, steps=steps))
+    outputs: list[Value] = [KerasTensor(one, call.tensor.is_masked and steps) for one in merged]
     if inner.flag("return_state", False):
-        cell_states = [KerasFinalCell()] * (STATES[kind] - 1)
-        for columns in order:
-            outputs += [KerasTensor(_final(x, layer, columns)), *cell_states]
+        for final in _outputs(x, layer, order, steps=False):
+            outputs += [KerasTensor(final), *_final_cells(cells[0])]
     return outputs
 
 
@@ -95,15 +101,19 @@ def _cell(call: KerasCall, layer: LayerConfig) -> KerasCall:
                 f"its cell is {cell.kind if cell else inner!r:.40}: the cells that can be imported are {', '.join(CELLS)}"
             )
         return KerasCall(replace(cell, name=call.layer.name), call.node, call.inputs, call.paths, call.reading)
-    if layer.kind not in KINDS:
+    if layer.kind not in LAYERS:
         raise ImportRefused(
-            f"it has the layer {layer.kind}, and the layers that can be imported in it are {', '.join([*KINDS, 'RNN'])}"
+            f"it has the layer {layer.kind}, and the layers that can be imported in it are {', '.join([*LAYERS, 'RNN'])}"
         )
     return outer
 
 
 def _kind(cell: KerasCall) -> str:
-    return {**KINDS, **CELLS}[cell.layer.kind]
+    return KINDS[cell.layer.kind]
+
+
+def _final_cells(cell: KerasCall) -> list[KerasFinalCell]:
+    return [KerasFinalCell() for name in GATED[_kind(cell)].starts if name == "start_cell"]
 
 
 def _names(cell: KerasCall) -> tuple[str, ...]:
@@ -141,11 +151,8 @@ def _tensors(cell: KerasCall, arrays: Sequence[Array]) -> Tensors:
         bias = bias.sum(axis=0) if kind == "lstm" else bias
     if bias.shape != _bias_shape(cell, units):
         raise ImportRefused(f"its bias has the shape {bias.shape}, and its options need {_bias_shape(cell, units)}")
-    tensors = {"input": _blocks(kind, kernel), "recurrent": _blocks(kind, recurrent)}
-    if bias.ndim == 1:
-        return {**tensors, "bias": _blocks(kind, bias)}
-    of_input, of_state = (_blocks(kind, row) for row in bias)
-    return tensors | GATED[kind].joined_biases(of_input, of_state, keeps_last=True)
+    of_input, of_state = bias if bias.ndim == 2 else (bias, np.zeros_like(bias))
+    return GATED[kind].tensors("keras", kernel, recurrent, of_input, of_state, keeps_last=bias.ndim == 2)
 
 
 def _bias_shape(cell: KerasCall, units: int) -> tuple[int, ...]:
@@ -158,26 +165,18 @@ def _resets_after(cell: KerasCall) -> bool:
     return _is_cudnn(cell) or cell.flag("reset_after", False)
 
 
-def _blocks(kind: str, array: Array) -> Array:
-    return GATED[kind].from_framework("keras", array)
-
-
 def _transposed_blocks(matrix: Array, gates: int) -> Array:
     """Return a matrix of CuDNN as a plain matrix: each block of columns holds the numbers of its transposed matrix."""
     return np.concatenate([block.reshape(block.shape[::-1]).T for block in np.split(matrix, gates, axis=1)], axis=1)
 
 
-def _options(cell: KerasCall, tensors: Tensors) -> dict[str, Any]:
-    """Return the options of the layer in model.toml, except defaults."""
-    kind = _kind(cell)
-    options: dict[str, Any] = {"hidden": len(tensors["recurrent"])}
-    if not _is_cudnn(cell):
-        activation = gate("activation", cell)
-        names = {"lstm": ("activation", "output_activation")}.get(kind, ("activation",))
-        options |= {} if activation == "tanh" else dict.fromkeys(names, activation)
-        gates = "sigmoid" if kind == "rnn" else gate("recurrent_activation", cell)
-        options |= {} if gates == "sigmoid" else {"gate_activation": gates}
-    return options | ({"reset_after": False} if kind == "gru" and "recurrent_bias" not in tensors else {})
+def _options(cell: KerasCall) -> dict[str, Any]:
+    """Return the options of the layer in model.toml, except defaults and those that follow from its tensors."""
+    kind, options = GATED[_kind(cell)], dict[str, Any]()
+    for key, default in zip(kind.activations, kind.default_activations, strict=True):
+        found = default if _is_cudnn(cell) else gate("recurrent_activation" if key == "gate_activation" else "activation", cell)
+        options |= {} if found == default else {key: found}
+    return options
 
 
 def _flags(layer: LayerConfig, *, swapped: bool = False) -> tuple[bool, ...]:
@@ -201,37 +200,23 @@ def _note_states(layer: KerasCall) -> None:
         )
 
 
-def _output(call: KerasCall, x: Signal, layer: Layer, columns: Columns) -> KerasTensor:
-    """Return the steps of one direction, or its last output."""
-    if call.flag("return_sequences", False):
-        return call.result(_with_columns(replace(x, parts=(layer,)), columns))
-    return KerasTensor(_final(x, layer, columns))
+def _outputs(x: Signal, layer: Layer, order: Columns, *, steps: bool) -> list[Signal]:
+    """Return every step, or the last output, of each direction."""
+    every = (step_outputs if steps else final_state)(x, layer, order, time_major=False)
+    return [every.take(np.array(index), every.rank - 2) for index in range(len(order))]
 
 
-def _final(x: Signal, layer: Layer, columns: Columns) -> Signal:
-    pooled = replace(x, axes=(x.axes[0], x.axes[2]), parts=(Pooled(layer, ("last",)),), is_reversed=False)
-    return _with_columns(pooled, columns)
-
-
-def _with_columns(x: Signal, columns: Columns) -> Signal:
-    return replace(x, axes=(*x.axes[:-1], axis(Role.COLUMNS, len(columns))), columns=columns)
-
-
-def _merged(call: KerasCall, x: Signal, layer: Layer, order: Columns, *, steps: bool) -> list[KerasTensor]:
+def _merged(call: KerasCall, forward: Signal, backward: Signal) -> list[Signal]:
     """Return both directions as one tensor, or as two without a merge mode."""
-    if steps:
-        forward, backward = (_with_columns(replace(x, parts=(layer,)), columns) for columns in order)
-    else:
-        forward, backward = (_final(x, layer, columns) for columns in order)
     mode = call.value("merge_mode", "concat")
     if mode not in (*MERGES, None):
         raise ImportRefused(f"its merge_mode is {mode!r:.20}: use {', '.join(MERGES)} or None")
-    merged = [forward, backward] if mode is None else [_as_one(forward, backward, mode, call.label)]
-    return [KerasTensor(one, call.tensor.is_masked and steps) for one in merged]
+    return [forward, backward] if mode is None else [_as_one(forward, backward, mode, call.label)]
 
 
 def _as_one(forward: Signal, backward: Signal, mode: str, label: str) -> Signal:
     if mode == "concat":
         return concatenate([forward, backward], forward.rank - 1)
-    combined = operations.combine(forward, backward, "multiply" if mode == "mul" else "add", label)
-    return operations.apply(combined, affine(0.5, 0.0), label) if mode == "ave" else combined
+    if mode == "ave":
+        return operations.mean([forward, backward], label)
+    return combining.combine(forward, backward, "multiply" if mode == "mul" else "add", label)

@@ -6,8 +6,9 @@ import math
 from collections.abc import Callable
 from functools import reduce
 
-from service.importers.chain import operations
-from service.importers.chain.functions import Function, affine
+import numpy as np
+
+from service.importers.chain import combining, operations
 from service.importers.chain.signal import concatenate
 from service.importers.draft import ImportRefused
 from service.importers.keras.call import KerasCall, KerasMask, KerasTensor, Value
@@ -21,22 +22,12 @@ COMBINATIONS = {"Add": "add", "Subtract": "subtract", "Multiply": "multiply", "M
 AFFINE = ("add", "subtract", "multiply")
 
 
-def same(call: KerasCall) -> KerasTensor:
-    return call.tensor
-
-
 def combine(call: KerasCall) -> KerasTensor:
     how = COMBINATIONS[call.layer.kind]
     if any(isinstance(value, float) for value in call.inputs):
         return _with_number(call, how)
     signals = [tensor.signal for tensor in call.tensors]
-    return call.result(reduce(lambda x, y: operations.combine(x, y, how, call.label), signals))
-
-
-def average(call: KerasCall) -> KerasTensor:
-    signals = [tensor.signal for tensor in call.tensors]
-    total = reduce(lambda x, y: operations.combine(x, y, "add", call.label), signals)
-    return call.result(operations.apply(total, affine(1 / len(signals), 0.0), call.label))
+    return call.result(reduce(lambda x, y: combining.combine(x, y, how, call.label), signals))
 
 
 def concat(call: KerasCall) -> KerasTensor:
@@ -78,21 +69,23 @@ def crop(call: KerasCall) -> KerasTensor:
 
 def mask(call: KerasCall) -> Value:
     """NotEqual, an operation that Keras 3 writes into functional models, makes their masks."""
-    call.reading.has_mask = True
+    call.reading.lengths = True
     return KerasMask()
 
 
 def _with_number(call: KerasCall, how: str) -> KerasTensor:
     """Combine a tensor with a number."""
-    calculate = operations.OPERATIONS[how]
+    calculate, is_affine = combining.OPERATIONS[how], how in AFFINE
     match call.inputs:
         case [KerasTensor() as tensor, float(number)]:
-            function = Function(lambda x: calculate(x, number), is_affine=how in AFFINE)
+            x = operations.with_constant(tensor.signal, np.array(number), calculate, call.label, is_affine=is_affine)
         case [float(number), KerasTensor() as tensor]:
-            function = Function(lambda x: calculate(number, x), is_affine=how in AFFINE)
+            x = operations.with_constant(
+                tensor.signal, np.array(number), lambda x, y: calculate(y, x), call.label, is_affine=is_affine
+            )
         case _:
             raise ImportRefused("it takes something else than a tensor and a number")
-    return call.result(operations.apply(tensor.signal, function, call.label))
+    return call.result(x)
 
 
 def _pair(call: KerasCall, key: str) -> tuple[int, int]:
@@ -104,9 +97,9 @@ def _pair(call: KerasCall, key: str) -> tuple[int, int]:
 
 
 LAYERS: dict[str, Callable[[KerasCall], Value]] = {
-    **dict.fromkeys(IDENTITIES, same),
+    **dict.fromkeys(IDENTITIES, lambda call: call.tensor),
     **dict.fromkeys(COMBINATIONS, combine),
-    "Average": average,
+    "Average": lambda call: call.result(operations.mean([tensor.signal for tensor in call.tensors], call.label)),
     "Concatenate": concat,
     "Cropping1D": crop,
     "Flatten": flatten,

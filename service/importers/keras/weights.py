@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from service.importers.draft import Array, ImportRefused
 from service.importers.hdf5 import Hdf5
@@ -23,16 +23,12 @@ PARTS = {
 """Where the tensors of a layer are below its own path, unless they are at the path itself."""
 
 
-class Weights(Protocol):
-    """The tensors of a network."""
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """The tensors of a network. paths: returns those of a layer, in order; within: those of a network that is a layer of this network."""
 
-    def paths(self, layer: LayerConfig) -> list[str]:
-        """Return the paths of the tensors of a layer, in order."""
-        ...
-
-    def within(self, layer: LayerConfig) -> Weights:
-        """Return the tensors of a network that is a layer of this network."""
-        ...
+    paths: Callable[[LayerConfig], list[str]]
+    within: Callable[[LayerConfig], Weights]
 
 
 class WeightsFile:
@@ -62,71 +58,56 @@ class WeightsFile:
         """Return the tensors of a model, however the file names them."""
         for root in LEGACY_ROOTS:
             if self._hdf5.texts(root, "layer_names") is not None:
-                return LegacyWeights(self._hdf5, root)
+                return _legacy_weights(self._hdf5, root)
         by_place = defaultdict(list)
         for path in self._hdf5.tensors:
             place, _, number = path.rpartition("/vars/")
             if number.isdecimal() and len(number) <= MOST_DIGITS:
                 by_place[place].append(path)
         ordered = {place: sorted(paths, key=lambda path: int(path.rpartition("/")[2])) for place, paths in by_place.items()}
-        return NumberedWeights(ordered, network, "")
+        return _numbered_weights(ordered, network, "")
 
 
-class NumberedWeights:
-    """Tensors below `layers`, named after the class of their layer and a counter: .keras and .weights.h5."""
+def _numbered_weights(by_place: Mapping[str, list[str]], network: Network, root: str) -> Weights:
+    """Return tensors below `layers`, named after the class of their layer and a counter: .keras and .weights.h5.
 
-    def __init__(self, by_place: Mapping[str, list[str]], network: Network, root: str) -> None:
-        """by_place: the paths of the tensors at a place, in order."""
-        self._by_place = by_place
-        self._places: dict[str, str] = {}
-        counts: Counter[str] = Counter()
-        for layer in network.layers.values():
-            label = snake_case(layer.kind)
-            self._places[layer.name] = f"{root}layers/{label}" + (f"_{counts[label]}" if counts[label] else "")
-            counts[label] += not layer.is_operation
+    by_place: the paths of the tensors at a place, in order.
+    """
+    places: dict[str, str] = {}
+    counts: Counter[str] = Counter()
+    for layer in network.layers.values():
+        label = snake_case(layer.kind)
+        places[layer.name] = f"{root}layers/{label}" + (f"_{counts[label]}" if counts[label] else "")
+        counts[label] += not layer.is_operation
 
-    def paths(self, layer: LayerConfig) -> list[str]:
-        place = self._places[layer.name]
-        return [path for part in PARTS.get(layer.kind, ("",)) for path in self._by_place.get(place + part, [])]
+    def paths(layer: LayerConfig) -> list[str]:
+        return [path for part in PARTS.get(layer.kind, ("",)) for path in by_place.get(places[layer.name] + part, [])]
 
-    def within(self, layer: LayerConfig) -> NumberedWeights:
+    def within(layer: LayerConfig) -> Weights:
         assert layer.network is not None, "only a network has layers"
-        return NumberedWeights(self._by_place, layer.network, self._places[layer.name] + "/")
+        return _numbered_weights(by_place, layer.network, places[layer.name] + "/")
+
+    return Weights(paths, within)
 
 
-class LegacyWeights:
-    """Tensors below the name of their layer, in the order of an attribute: .h5."""
+def _legacy_weights(hdf5: Hdf5, root: str) -> Weights:
+    """Return tensors below the name of their layer, in the order of an attribute: .h5."""
 
-    def __init__(self, hdf5: Hdf5, root: str) -> None:
-        self._hdf5 = hdf5
-        self._root = root
-
-    def paths(self, layer: LayerConfig) -> list[str]:
-        group = f"{self._root}/{layer.name}".lstrip("/")
-        paths = [f"{group}/{name}" for name in self._hdf5.texts(group, "weight_names") or []]
-        missing = next((path for path in paths if path not in self._hdf5.tensors), None)
+    def paths(layer: LayerConfig) -> list[str]:
+        group = f"{root}/{layer.name}".lstrip("/")
+        paths = [f"{group}/{name}" for name in hdf5.texts(group, "weight_names") or []]
+        missing = next((path for path in paths if path not in hdf5.tensors), None)
         if missing is not None:
-            raise ImportRefused(f"{self._hdf5.name} lists the tensor {missing}, which it does not have: save the model again")
+            raise ImportRefused(f"{hdf5.name} lists the tensor {missing}, which it does not have: save the model again")
         return paths
 
-    def within(self, layer: LayerConfig) -> LegacyInnerWeights:
-        return LegacyInnerWeights(self.paths(layer))
+    return Weights(paths, lambda layer: _legacy_inner_weights(paths(layer)))
 
 
-class LegacyInnerWeights:
-    """The tensors of a network that is one layer of a .h5 file. The name of an inner layer is a part of the path."""
-
-    def __init__(self, paths: list[str]) -> None:
-        self._by_part = defaultdict(list)
-        for path in paths:
-            for part in dict.fromkeys(path.split("/")):
-                self._by_part[part].append(path)
-
-    def paths(self, layer: LayerConfig) -> list[str]:
-        return self._by_part.get(layer.name, [])
-
-    def within(self, layer: LayerConfig) -> LegacyInnerWeights:
-        return self
+def _legacy_inner_weights(paths: list[str]) -> Weights:
+    """Return the tensors of a network that is one layer of a .h5 file. The name of an inner layer is a part of the path."""
+    weights = Weights(lambda layer: [path for path in paths if layer.name in path.split("/")], lambda _: weights)
+    return weights
 
 
 def snake_case(name: str) -> str:

@@ -6,7 +6,8 @@ each node into an operation of `service.importers.chain`, and `readings` are the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +16,7 @@ from service.importers.chain.finishing import finished
 from service.importers.draft import Draft, ImportRefused
 from service.importers.onnx.file import Tensors, read_model
 from service.importers.onnx.graph import MALFORMED, Graph
-from service.importers.onnx.operation import Reading
-from service.importers.onnx.readings import GraphInput, InputPlan, plans
+from service.importers.onnx.readings import GraphInput, Start, first_draft, plans
 
 
 def read(path: Path) -> Draft:
@@ -30,45 +30,40 @@ def read(path: Path) -> Draft:
 def _read(path: Path) -> Draft:
     graph = Graph(read_model(path), Tensors(path.parent))
     inputs = [GraphInput.of(info) for info in graph.inputs]
-    failures: list[tuple[int, ImportRefused]] = []
-    for plan in plans(inputs):
-        for reading, draft in _attempts(graph, plan, failures):
-            _complete(draft, graph, plan, reading)
-            return draft
-    if not failures:
+    found = first_draft(path, _starts(graph, inputs), partial(_translated, graph))
+    if found is None:
         names = ", ".join(f"{one.name} {one.sizes}" for one in inputs) or "none"
         raise ImportRefused(
             f"{path}: no input is a sequence of token ids or features. The inputs without values are {names}; weights are initializers"
         )
-    furthest = max(failures, key=lambda failure: failure[0])[1]
-    raise ImportRefused(f"{path}: {furthest}") from furthest
+    _complete(graph, *found)
+    return found[0]
 
 
-def _attempts(graph: Graph, plan: InputPlan, failures: list[tuple[int, ImportRefused]]) -> Iterator[tuple[Reading, Draft]]:
-    """Yield the model of a plan. A graph of any length may work for one length only, at which a pooling window covers every step."""
-    lengths: list[int | None] = [None]
-    for steps in lengths:
-        reading, values = plan.start(graph.opset, steps)
-        try:
-            draft = finished(graph.interpret(values, reading), "ONNX graph")
-            if not reading.fixed:
-                other, values = plan.start(graph.opset, reading.steps + 2)
-                again = finished(graph.interpret(values, other), "ONNX graph").arrays()
-                if any(not np.array_equal(array, again.get(name, ())) for name, array in draft.arrays().items()):
-                    raise ImportRefused(
-                        "its numbers depend on the number of steps: take the mean of the steps by its own operator"
-                    )
-            yield reading, draft
-        except ImportRefused as refused:
-            failures.append((reading.progress, refused))
-            lengths += [length for length in dict.fromkeys(reading.whole_pools) if length not in lengths][:2]
+def _starts(graph: Graph, inputs: Sequence[GraphInput]) -> Iterator[Start]:
+    """Yield the readings. A graph of any length may work for one length only, at which a pooling window covers every step."""
+    for plan in plans(inputs):
+        lengths: list[int | None] = [None]
+        for steps in lengths:
+            start = plan.start(graph.opset, steps)
+            yield start
+            lengths += [length for length in dict.fromkeys(start.reading.whole_pools) if length not in lengths][:2]
 
 
-def _complete(draft: Draft, graph: Graph, plan: InputPlan, reading: Reading) -> None:
+def _translated(graph: Graph, start: Start) -> Draft:
+    draft = finished(graph.interpret(start.values, start.reading), "ONNX graph")
+    if not start.reading.fixed:
+        _, other, values = start.plan.start(graph.opset, start.reading.steps + 2)
+        again = finished(graph.interpret(values, other), "ONNX graph").arrays()
+        if any(not np.array_equal(array, again.get(name, ())) for name, array in draft.arrays().items()):
+            raise ImportRefused("its numbers depend on the number of steps: take the mean of the steps by its own operator")
+    return draft
+
+
+def _complete(graph: Graph, draft: Draft, start: Start) -> None:
     """Add the results of interpreting the graph: notes, unused tensors and the source itself."""
-    reading.complete(draft, graph.weights, "graph")
+    plan, reading, _ = start
+    reading.complete(draft, graph.weights, "graph", graph.outputs)
     if reading.lengths and draft.head.table.get("pool") not in (None, "last") and not reading.masks:
         draft.notes.append("in a batch, the graph also pools the padding of shorter sequences, which the model does not have")
     draft.original = graph.original(plan, reading.steps if reading.fixed else None)
-    if len(graph.outputs) > 1:
-        draft.notes.append(f"of the outputs, only {graph.outputs[0]} is imported, without {', '.join(graph.outputs[1:])}")

@@ -2,115 +2,46 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import numpy as np
 
-from service.importers.chain import operations
+from service.importers.chain import combining, operations
 from service.importers.chain.functions import Function, Numbers, affine, named
 from service.importers.chain.signal import Signal
-from service.importers.draft import Array, ImportRefused
+from service.importers.chain.values import Constant, Lengths, Value
+from service.importers.draft import ImportRefused
+from service.importers.onnx.folding import evaluator
 from service.importers.onnx.masks import mean_of_sum, steps_below, without_padding
 from service.importers.onnx.operation import Operation
-from service.importers.onnx.values import Constant, Lengths, Value
+from service.modeling.spec.activations import ONNX, PARAMETERS
 
-Calculation = Callable[[Numbers, Numbers], Numbers]
-_erf = np.vectorize(math.erf, otypes=[np.float64])
-
-PARAMETERS: dict[str, tuple[str, dict[str, float]]] = {
-    "LeakyRelu": ("leaky_relu", {"alpha": 0.01}),
-    "ThresholdedRelu": ("thresholded_relu", {"alpha": 1.0}),
-    "Elu": ("elu", {"alpha": 1.0}),
-    "HardSigmoid": ("hard_sigmoid", {"alpha": 0.2, "beta": 0.5}),
-    "Celu": ("elu", {"alpha": 1.0}),
-}
-"""Activations with parameters: their names in model.toml, and ONNX's defaults."""
-ACTIVATIONS = {
-    "Relu": "relu",
-    "Sigmoid": "sigmoid",
-    "Tanh": "tanh",
-    "Softplus": "softplus",
-    "Softsign": "softsign",
-    "Exp": "exponential",
-    "Swish": "silu",
-}
-FUNCTIONS: dict[str, Callable[[Numbers], Numbers]] = {
-    "Abs": np.abs,
-    "Erf": _erf,
-    "Log": np.log,
-    "Not": lambda x: (x == 0).astype(np.float64),
-    "Reciprocal": np.reciprocal,
-    "Sqrt": np.sqrt,
-}
-"""Functions of a number that are part of activations."""
-COMPARISONS: dict[str, Calculation] = {
-    "Equal": np.equal,
-    "Greater": np.greater,
-    "GreaterOrEqual": np.greater_equal,
-    "Less": np.less,
-    "LessOrEqual": np.less_equal,
-}
+ACTIVATIONS = {name: kind for kind, name in ONNX.items()} | {"Swish": "silu", "Celu": "elu"}
+FUNCTIONS = ("Abs", "Clip", "Erf", "Gelu", "HardSwish", "Log", "Not", "Reciprocal", "Selu", "Sqrt")
+"""Functions of a number that are activations, or part of them."""
+COMPARISONS = ("Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual")
 COMBINATIONS = {"Add": "add", "Sub": "subtract", "Mul": "multiply", "Div": "divide", "Max": "maximum", "Min": "minimum"}
 """Operators that combine two numbers, by their names here."""
-CALCULATIONS: dict[str, Calculation] = {
-    **{name: operations.OPERATIONS[ours] for name, ours in COMBINATIONS.items()},
-    **COMPARISONS,
-    "Mod": np.mod,
-    "Pow": np.power,
-}
+AFFINE = ("Add", "Sub", "Mul", "Div")
 
 
 def activation(operation: Operation) -> Value:
-    return operations.apply(operation.signal, named(ACTIVATIONS[operation.node.op_type]), operation.label)
-
-
-def activation_with_parameters(operation: Operation) -> Value:
-    kind, defaults = PARAMETERS[operation.node.op_type]
-    values = {name: float(operation.attributes.get(name, default)) for name, default in defaults.items()}
+    kind = ACTIVATIONS[operation.node.op_type]
+    values = {name: float(operation.attributes.get(name, default)) for name, default in PARAMETERS.get(kind, {}).items()}
     if operation.node.op_type == "Celu" and values["alpha"] != 1:
         raise ImportRefused(f"its alpha is {values['alpha']}: of the celu, only alpha = 1 can be imported")
     return operations.apply(operation.signal, named(kind, **values), operation.label)
 
 
-def selu(operation: Operation) -> Value:
-    alpha = float(operation.attributes.get("alpha", 1.6732632423543772))
-    gamma = float(operation.attributes.get("gamma", 1.0507009873554805))
-    selu = Function(lambda x: gamma * np.where(x < 0, alpha * np.expm1(np.minimum(x, 0)), x))
-    return operations.apply(operation.signal, selu, operation.label)
-
-
-def gelu(operation: Operation) -> Value:
-    is_exact = operation.attributes.get("approximate", "none") == "none"
-    return operations.apply(operation.signal, named("gelu" if is_exact else "gelu_tanh"), operation.label)
-
-
-def hard_swish(operation: Operation) -> Value:
-    return operations.apply(operation.signal, Function(lambda x: x * np.clip(x / 6 + 0.5, 0, 1)), operation.label)
-
-
 def function(operation: Operation) -> Value:
-    return operations.apply(operation.signal, Function(FUNCTIONS[operation.node.op_type]), operation.label)
-
-
-def negative(operation: Operation) -> Value:
-    return operations.apply(operation.signal, affine(-1.0, 0.0), operation.label)
-
-
-def clip(operation: Operation) -> Value:
-    low, high = (_bound(operation, index, name) for index, name in ((1, "min"), (2, "max")))
-    return operations.apply(
-        operation.signal,
-        Function(lambda x: np.clip(x, -math.inf if low is None else low, math.inf if high is None else high)),
-        operation.label,
-    )
-
-
-def prelu(operation: Operation) -> Value:
-    slope = operation.weights(1, "slope").ravel()
-    if (slope != slope[0]).any():
-        raise ImportRefused("it has a slope for each column: only one slope for all columns can be imported")
-    return operations.apply(operation.signal, named("leaky_relu", alpha=float(slope[0])), operation.label, operation.origins)
+    """Apply an operator to single numbers as ONNX defines it."""
+    x = operation.signal
+    constants = [
+        operation.constant(index, "bound") if operation.has(index) else None for index in range(1, len(operation.inputs))
+    ]
+    evaluate = evaluator(operation.node, operation.inputs, operation.reading.opset)
+    of_number = Function(lambda numbers: np.asarray(evaluate([numbers, *constants])[0], np.float64))
+    return operations.apply(x, of_number, operation.label)
 
 
 def calculation(operation: Operation) -> Value:
@@ -119,7 +50,7 @@ def calculation(operation: Operation) -> Value:
     if isinstance(first, Signal) and isinstance(second, Signal):
         if name not in COMBINATIONS:
             raise ImportRefused("it compares numbers that depend on the input")
-        return operations.combine(first, second, COMBINATIONS[name], operation.label)
+        return combining.combine(first, second, COMBINATIONS[name], operation.label)
     if isinstance(first, Lengths) and isinstance(second, Constant) and name in ("Add", "Sub") and second.array.size == 1:
         return Lengths(first.name, first.plus + int(second.array.item()) * (1 if name == "Add" else -1))
     if isinstance(first, Constant) and isinstance(second, Lengths):
@@ -127,9 +58,9 @@ def calculation(operation: Operation) -> Value:
     if isinstance(first, Signal) and isinstance(second, Lengths):
         return mean_of_sum(operation, first, second)
     if isinstance(first, Signal) and isinstance(second, Constant):
-        return _with_constant(operation, first, second.array, CALCULATIONS[name])
+        return _with_constant(operation, first, second, is_affine=name in AFFINE)
     if isinstance(second, Signal) and isinstance(first, Constant):
-        return _with_constant(operation, second, first.array, lambda x, y: CALCULATIONS[name](y, x))
+        return _with_constant(operation, second, first, is_affine=name in AFFINE and name != "Div")
     raise ImportRefused("it computes with lengths, states or masks, which no layer of model.toml does")
 
 
@@ -140,7 +71,7 @@ def choice(operation: Operation) -> Value:
         return without_padding(operation)
     negated = operations.apply(condition, affine(-1.0, 1.0), operation.label)
     chosen, other = (_times(operation, operation.inputs[index], each) for index, each in ((1, condition), (2, negated)))
-    return operations.combine(chosen, other, "add", operation.label)
+    return combining.combine(chosen, other, "add", operation.label)
 
 
 def _times(operation: Operation, value: Value | None, condition: Signal) -> Signal:
@@ -149,60 +80,25 @@ def _times(operation: Operation, value: Value | None, condition: Signal) -> Sign
         return operations.apply(condition, affine(float(value.array.item()), 0.0), operation.label)
     if not isinstance(value, Signal):
         raise ImportRefused("it chooses between numbers that do not depend on the input, or are not one for all")
-    return operations.combine(value, condition, "multiply", operation.label)
+    return combining.combine(value, condition, "multiply", operation.label)
 
 
-def _with_constant(operation: Operation, x: Signal, array: Array, calculate: Calculation) -> Value:
-    """Apply a calculation with a constant for all numbers, or a constant for each column."""
-    x, numbers = _constants_by_column(x, array.astype(np.float64))
-    is_affine = operation.node.op_type in ("Add", "Sub", "Mul", "Div")
-    if operation.node.op_type == "Div" and isinstance(operation.inputs[0], Constant):
-        is_affine = False
-    if (numbers == numbers[0]).all():
-        number = numbers[0]
-        function = Function(lambda x: np.asarray(calculate(x, number), np.float64), is_affine=is_affine)
-    elif is_affine:
-        function = Function(lambda x: np.asarray(calculate(x, numbers), np.float64), is_affine=True, by_column=True)
-    else:
-        raise ImportRefused("it computes something else than a sum or product with a constant for each column")
-    return operations.apply(x, function, operation.label, operation.origins)
+def _with_constant(operation: Operation, x: Signal, constant: Constant, *, is_affine: bool) -> Value:
+    evaluate = evaluator(operation.node, operation.inputs, operation.reading.opset)
 
+    def calculate(x: Numbers, number: Numbers) -> Numbers:
+        return evaluate([x, np.asarray(number)] if constant is operation.inputs[1] else [np.asarray(number), x])[0]
 
-def _constants_by_column(x: Signal, array: Array) -> tuple[Signal, Numbers]:
-    """Return a signal in the shape of its result, and the constant for each of its columns."""
-    if not array.size:
-        raise ImportRefused("it computes with an empty tensor")
-    rank = max(x.rank, array.ndim)
-    x = x.with_units(range(rank - x.rank))
-    array = array.reshape((1,) * (rank - array.ndim) + array.shape)
-    for index, one in enumerate(x.axes):
-        if not one.is_columns and array.shape[index] != 1:
-            first = array.take([0], axis=index)
-            if (array != first).any():
-                raise ImportRefused(f"it computes with a constant for each of the {one}: a model takes sequences of any length")
-            array = first
-    x = x.expand(np.broadcast_shapes(x.shape, array.shape))
-    columns = array.reshape([size for size, one in zip(array.shape, x.axes, strict=True) if one.is_columns])
-    return x, np.broadcast_to(columns, x.columns.shape).ravel()
-
-
-def _bound(operation: Operation, index: int, name: str) -> float | None:
-    if operation.has(index):
-        return float(operation.constant(index, name))
-    bound = operation.attributes.get(name)
-    return None if bound is None else float(bound)
+    return operations.with_constant(x, constant.array, calculate, operation.label, operation.origins, is_affine=is_affine)
 
 
 OPERATORS: dict[str, Callable[[Operation], Value]] = {
     **dict.fromkeys(ACTIVATIONS, activation),
-    **dict.fromkeys(PARAMETERS, activation_with_parameters),
     **dict.fromkeys(FUNCTIONS, function),
-    **dict.fromkeys(CALCULATIONS, calculation),
-    "Clip": clip,
-    "Gelu": gelu,
-    "HardSwish": hard_swish,
-    "Neg": negative,
-    "PRelu": prelu,
-    "Selu": selu,
+    **dict.fromkeys((*COMBINATIONS, *COMPARISONS, "Mod", "Pow"), calculation),
+    "Neg": lambda operation: operations.apply(operation.signal, affine(-1.0, 0.0), operation.label),
+    "PRelu": lambda operation: operations.prelu(
+        operation.signal, operation.weights(1, "slope"), operation.label, operation.origins
+    ),
     "Where": choice,
 }

@@ -12,13 +12,14 @@ LARGEST = 1 << 24
 """Numbers of a computed tensor, unless an input is as large."""
 FREE = 1 << 25
 COPIES = 64
-"""How often a graph may read or compute as many numbers as its weights have, in all readings of its inputs together."""
+"""How often it may read or compute as many numbers as its weights have, in all readings of its inputs together."""
 
 
-class GraphBudget:
-    """The numbers that a graph may read and compute, beyond which it is refused."""
+class Budget:
+    """The numbers that a graph or a program may read and compute, beyond which it is refused. source: its name in the message."""
 
-    def __init__(self, weights: int) -> None:
+    def __init__(self, weights: int, source: str) -> None:
+        self._source = source
         self._limit = FREE + COPIES * weights
         self._spent = 0
 
@@ -26,7 +27,7 @@ class GraphBudget:
         self._spent += numbers
         if self._spent > self._limit:
             raise ImportRefused(
-                f"the graph copies and computes more than {self._limit} numbers, far more than its weights: export the model again"
+                f"the {self._source} copies and computes more than {self._limit} numbers, far more than its weights: export the model again"
             )
 
 

@@ -14,6 +14,7 @@ from google.protobuf.message import DecodeError
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 
 from service.importers.draft import Array, ImportRefused
+from service.modeling.spec.files import read_file
 
 MODEL_BYTES = (1 << 31) - 1
 """Protocol buffers have no larger messages."""
@@ -29,8 +30,7 @@ READABLE = (
 def read_model(path: Path) -> ModelProto:
     """Return the content of an .onnx file; raises ImportRefused if it is none."""
     try:
-        with _checked(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), path.name, MODEL_BYTES) as file:
-            content = _read(file, 0, os.fstat(file).st_size)
+        content = read_file(path, limit=MODEL_BYTES)
     except OSError as error:
         raise ImportRefused(f"{path} cannot be read: {error.strerror}") from error
     try:
@@ -92,12 +92,17 @@ class Tensors:
             ) from error
         finally:
             os.close(folder)
-        with _checked(file, location, EXTERNAL_BYTES):
-            if os.fstat(file).st_nlink > 1:
+        try:
+            status = os.fstat(file)
+            if not stat.S_ISREG(status.st_mode):
+                raise ImportRefused(f"{location} is not a regular file")
+            if status.st_nlink > 1:
                 raise ImportRefused(
                     f"{location} has several names (hard links): put a copy of the file into the folder of the model"
                 )
             yield file
+        finally:
+            os.close(file)
 
 
 def inline_array(tensor: TensorProto) -> Array:
@@ -120,20 +125,6 @@ def _check(tensor: TensorProto) -> None:
         raise ImportRefused(f"the tensor {tensor.name} is of type {name}: export the model with weights in float32")
     if any(size < 0 for size in tensor.dims):
         raise ImportRefused(f"the tensor {tensor.name} has the shape {tuple(tensor.dims)}: export the model again")
-
-
-@contextmanager
-def _checked(file: int, name: str, limit: int) -> Iterator[int]:
-    """Check that an open file is a regular file of at most `limit` bytes, and close it at the end."""
-    try:
-        status = os.fstat(file)
-        if not stat.S_ISREG(status.st_mode):
-            raise ImportRefused(f"{name} is not a regular file")
-        if status.st_size > limit:
-            raise ImportRefused(f"{name} has {status.st_size} bytes, and the limit is {limit}")
-        yield file
-    finally:
-        os.close(file)
 
 
 def _read(file: int, offset: int, size: int) -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from onnx import NodeProto, TensorProto, helper
@@ -33,7 +33,7 @@ def fold(node: NodeProto, inputs: Sequence[Array | None], opset: int) -> list[Ar
         if _size(node, arrays) > largest:
             raise ImportRefused(f"it computes a constant of more than {largest} numbers")
         with np.errstate(all="ignore"):
-            outputs = _evaluate(node, inputs, opset)
+            outputs = evaluator(node, inputs, opset)(inputs)
     except ImportRefused:
         raise
     except Exception as error:  # the evaluator raises whatever NumPy and its own checks raise
@@ -55,11 +55,15 @@ def _size(node: NodeProto, arrays: Sequence[Array]) -> int:
     return sum(array.size for array in arrays)
 
 
-def _evaluate(node: NodeProto, inputs: Sequence[Array | None], opset: int) -> list[Array]:
-    names = [name for name, array in zip(node.input, inputs, strict=True) if array is not None]
+def evaluator(node: NodeProto, inputs: Sequence[object], opset: int) -> Callable[[Sequence[Array | None]], list[Array]]:
+    """Return what computes the outputs of a node as ONNX defines them. inputs: None for inputs that the node leaves out."""
+    names = [name for name, value in zip(node.input, inputs, strict=True) if value is not None]
     values = [helper.make_tensor_value_info(name, TensorProto.UNDEFINED, None) for name in dict.fromkeys(names)]
     outputs = [helper.make_tensor_value_info(name, TensorProto.UNDEFINED, None) for name in node.output if name]
     graph = helper.make_graph([node], "constant", values, outputs)
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)])
-    given = {name: array for name, array in zip(node.input, inputs, strict=True) if array is not None}
-    return list(ReferenceEvaluator(model).run(None, given))
+    model = ReferenceEvaluator(helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)]))
+
+    def evaluate(arrays: Sequence[Array | None]) -> list[Array]:
+        return list(model.run(None, dict(zip(names, (array for array in arrays if array is not None), strict=True))))
+
+    return evaluate

@@ -8,23 +8,25 @@ from collections.abc import Mapping, MutableMapping, Sequence
 import numpy as np
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
 
+from service.importers.chain.nodes import origins_of
+from service.importers.chain.reading import Reading
 from service.importers.chain.settling import weights_below
 from service.importers.chain.signal import Signal
-from service.importers.draft import Array, ImportRefused, Original
-from service.importers.onnx.budget import GraphBudget, number_count, stored
+from service.importers.chain.values import Constant, Value
+from service.importers.draft import UNFIT, Array, ImportRefused, Original, named_in_refusals, refusing
+from service.importers.onnx.budget import Budget, number_count, stored
 from service.importers.onnx.file import Tensors
 from service.importers.onnx.folding import FOLDED, fold
-from service.importers.onnx.operation import Operation, Reading, attribute_value
+from service.importers.onnx.operation import Operation, attribute_value
 from service.importers.onnx.operators import OF_CONSTANTS, OPERATORS
 from service.importers.onnx.original import original
 from service.importers.onnx.readings import InputPlan
-from service.importers.onnx.values import Constant, Value
 
 DOMAINS = ("", "ai.onnx")
 OPSETS = range(7, 27)
 MOST_NODES = 10_000
 """Nodes of a graph and its branches. No more than some hundred layers can be imported, each of some nodes."""
-MALFORMED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+MALFORMED = (*UNFIT, AttributeError, RecursionError)
 """Exceptions for attributes and names with another type or size than ONNX defines."""
 DEEPEST_BRANCH = 8
 """If nodes within If nodes."""
@@ -50,7 +52,7 @@ class Graph:
         self._tensors = tensors
         self._initializers = {tensor.name: tensor for tensor in graph.initializer}
         self._constants: dict[str, Constant] = {}
-        self.budget = GraphBudget(sum(map(number_count, graph.initializer)))
+        self.budget = Budget(sum(map(number_count, graph.initializer)), "graph")
 
     @property
     def inputs(self) -> list[ValueInfoProto]:
@@ -68,7 +70,9 @@ class Graph:
 
     def original(self, plan: InputPlan, steps: int | None) -> Original | None:
         """Return what runs the graph for its first output, or None. steps: the only length that it takes, or None."""
-        return original(self._model, _needed(self._graph, self.outputs[:1]), self._tensors, plan, steps)
+        nodes = _needed(self._graph, self.outputs[:1])
+        names = set[str]().union(*map(_read_names, nodes))
+        return original(self._model, nodes, names, self._tensors, plan, steps)
 
     def interpret(self, inputs: Mapping[str, Value], reading: Reading) -> Signal:
         """Return the first output; raises ImportRefused if a node cannot be imported."""
@@ -85,25 +89,12 @@ class Graph:
     ) -> None:
         """Compute the outputs, and every name on the way to them."""
         for node in _needed(graph, outputs):
-            try:
+            with named_in_refusals(_label(node)), refusing(UNFIT, "its attributes do not fit its inputs", "export it again"):
                 inputs = [self._value(name, values) if name else None for name in node.input]
-                is_branch = node.op_type == "If"
-                results = (
-                    self._branch(node, inputs, values, reading, depth + 1)
-                    if is_branch
-                    else self._results(node, inputs, reading)
-                )
-            except ImportRefused as refused:
-                raise ImportRefused(f"{_label(node)}: {refused}") from refused
-            except (
-                ArithmeticError,
-                LookupError,
-                TypeError,
-                ValueError,
-            ) as error:  # exceptions of operators for numbers that do not fit
-                raise ImportRefused(
-                    f"{_label(node)}: its attributes do not fit its inputs ({error}): export it again"
-                ) from error
+                if node.op_type == "If":
+                    results = self._branch(node, inputs, values, reading, depth + 1)
+                else:
+                    results = self._results(node, inputs, reading)
             values.update({name: result for name, result in zip(node.output, results, strict=False) if name})
             reading.progress += 1
 
@@ -127,7 +118,7 @@ class Graph:
         depends = any(value is not None and not isinstance(value, Constant) for value in inputs)
         if not depends and node.op_type in FOLDED:
             constants = [value if isinstance(value, Constant) else None for value in inputs]
-            origins = frozenset[str]().union(*(value.origins for value in constants if value is not None))
+            origins = origins_of(value for value in constants if value is not None)
             arrays = fold(node, [None if value is None else value.array for value in constants], self.opset)
             self.budget.spend(sum(array.size for array in arrays))
             return [Constant(array, origins) for array in arrays]
@@ -151,8 +142,8 @@ class Graph:
         branch = next((attribute.g for attribute in node.attribute if attribute.name == chosen), None)
         if branch is None:
             raise ImportRefused(f"it has no {chosen}")
-        own = {tensor.name: Constant(self._tensors.array(tensor)) for tensor in branch.initializer}
-        inner: ChainMap[str, Value] = ChainMap(dict(own), values)
+        constants = {tensor.name: Constant(self._tensors.array(tensor)) for tensor in branch.initializer}
+        inner: ChainMap[str, Value] = ChainMap(dict(constants), values)
         outputs = [info.name for info in branch.output]
         self._run(branch, inner, reading, outputs, depth=depth)
         return [self._value(name, inner) for name in outputs]

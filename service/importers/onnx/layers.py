@@ -7,13 +7,13 @@ from typing import Literal
 
 import numpy as np
 
-from service.importers.chain import operations
+from service.importers.chain import combining, operations
 from service.importers.chain.functions import affine
 from service.importers.chain.signal import Role, Signal
+from service.importers.chain.values import Constant, Value
 from service.importers.chain.windows import Window, same_window
 from service.importers.draft import ImportRefused
 from service.importers.onnx.operation import Axes, Operation, checked_axis
-from service.importers.onnx.values import Constant, Value
 
 REDUCTIONS = {"ReduceMax": "max", "ReduceMean": "mean", "ReduceSum": "sum"}
 GLOBAL_POOLS = {"GlobalMaxPool": "max", "GlobalAveragePool": "mean"}
@@ -215,8 +215,9 @@ def _reduced_columns(operation: Operation, x: Signal, index: int, how: str) -> S
     if x.shape[index] != 2 or how == "max":
         raise ImportRefused(f"it reduces {x.shape[index]} columns")
     first, second = (x.take(np.array([one]), index) for one in (0, 1))
-    total = operations.combine(first, second, "add", operation.label)
-    return operations.apply(total, affine(0.5, 0.0), operation.label) if how == "mean" else total
+    if how == "mean":
+        return operations.mean([first, second], operation.label)
+    return combining.combine(first, second, "add", operation.label)
 
 
 OPERATORS: dict[str, Callable[[Operation], Value]] = {

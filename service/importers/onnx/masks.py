@@ -8,9 +8,9 @@ import numpy as np
 
 from service.importers.chain.nodes import Pooled
 from service.importers.chain.signal import Signal
+from service.importers.chain.values import Constant, Lengths, Mask, Value
 from service.importers.draft import ImportRefused
 from service.importers.onnx.operation import Operation
-from service.importers.onnx.values import Constant, Lengths, Mask, Value
 
 
 def steps_below(operation: Operation, positions: Constant, lengths: Lengths) -> Mask:

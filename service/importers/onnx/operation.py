@@ -2,60 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from onnx import AttributeProto, NodeProto, TensorProto, helper
 
-from service.importers.chain.nodes import Input
+from service.importers.chain.functions import shortest
+from service.importers.chain.nodes import origins_of
+from service.importers.chain.reading import Reading
 from service.importers.chain.signal import Signal
-from service.importers.draft import Array, Draft, ImportRefused
+from service.importers.chain.values import Constant, Value
+from service.importers.draft import Array, ImportRefused
 from service.importers.onnx.file import inline_array
-from service.importers.onnx.values import Constant, Value
 
 Axes = list[int]
 LISTS = (AttributeProto.INTS, AttributeProto.STRINGS)
-
-
-@dataclass(slots=True)
-class Reading:
-    """How the graph is read, with the notes and facts that its operators found.
-
-    batch, steps: the sizes of the sequence input; fixed: whether the graph takes this number of steps only; ids: the node of token ids;
-    whole_pools: numbers of steps at which a pooling window covers them all; lengths: whether a layer takes the lengths of the sequences;
-    masks: whether the graph replaces padding; progress: how many nodes were understood.
-    """
-
-    batch: int
-    steps: int
-    fixed: bool
-    opset: int
-    ids: Input = field(default_factory=lambda: Input(1, is_ids=True))
-    notes: list[str] = field(default_factory=list)
-    whole_pools: list[int] = field(default_factory=list)
-    lengths: bool = False
-    masks: bool = False
-    progress: int = 0
-
-    def note(self, note: str) -> None:
-        if note not in self.notes:
-            self.notes.append(note)
-
-    def complete(self, draft: Draft, weights: Iterable[str], source: str) -> None:
-        """Add the unused tensors and the notes to a draft. source: the graph or the program, as notes name it."""
-        draft.unused = [name for name in weights if name not in draft.used]
-        draft.notes += self.notes
-        if self.fixed:
-            draft.input["max_steps"] = self.steps
-            draft.notes.append(
-                f"the {source} takes sequences of {self.steps} steps only, and the model sequences of any length"
-            )
-        if not self.lengths:
-            draft.notes.append(
-                f"the {source} has no lengths of sequences: if it was trained with padding, padded steps counted as steps"
-            )
 
 
 @dataclass(slots=True)
@@ -85,7 +47,7 @@ class Operation:
     @property
     def origins(self) -> frozenset[str]:
         """The initializers among the inputs."""
-        return frozenset[str]().union(*(value.origins for value in self.inputs if isinstance(value, Constant)))
+        return origins_of(value for value in self.inputs if isinstance(value, Constant))
 
     @property
     def signal(self) -> Signal:
@@ -122,11 +84,11 @@ class Operation:
         """Return an input of a list of constant integers."""
         return [int(number) for number in self.constant(index, name).ravel()]
 
-    def axes(self, rank: int, index: int = 1) -> Axes | None:
+    def axes(self, rank: int) -> Axes | None:
         """Return the axes of a node, or None if it has none. They are an attribute in old graphs and an input in new graphs."""
         given = self.attributes.get("axes")
-        if given is None and self.has(index):
-            given = self.integers(index, "axes")
+        if given is None and self.has(1):
+            given = self.integers(1, "axes")
         return None if given is None else [checked_axis(axis, rank) for axis in given]
 
     def refuse_options(self, **allowed: object) -> None:
@@ -151,12 +113,7 @@ def attribute_value(attribute: AttributeProto) -> Any:
     if isinstance(value, bytes):
         return value.decode(errors="replace")
     if attribute.type in (AttributeProto.FLOAT, AttributeProto.FLOATS):
-        return _shortest(value) if attribute.type == AttributeProto.FLOAT else [_shortest(item) for item in value]
+        return shortest(value) if attribute.type == AttributeProto.FLOAT else [shortest(item) for item in value]
     if attribute.type in LISTS:
         return [item.decode(errors="replace") if isinstance(item, bytes) else item for item in value]
     return value
-
-
-def _shortest(number: float) -> float:
-    """Return a number of float32 as it was written: 0.2, and not 0.20000000298."""
-    return float(str(np.float32(number)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from importlib.util import find_spec
 from typing import Any
 
@@ -17,25 +17,27 @@ HALVES = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
 
 
 def original(
-    model: ModelProto, nodes: Sequence[NodeProto], tensors: Tensors, plan: InputPlan, steps: int | None
+    model: ModelProto, nodes: Sequence[NodeProto], names: Set[str], tensors: Tensors, plan: InputPlan, steps: int | None
 ) -> Original | None:
     """Return the source as ONNX Runtime runs it, or None without ONNX Runtime.
 
-    nodes: the nodes on which the first output depends; steps: the only length. ONNX Runtime gets no other nodes, and no files: it runs
-    nothing that is not imported.
+    nodes: the nodes on which the first output depends; names: those that they read; steps: the only length. ONNX Runtime gets no other
+    nodes, and no files: it runs nothing that is not imported.
     """
     if find_spec("onnxruntime") is None:
         return None
     import onnxruntime
 
-    used = ModelProto()
-    used.CopyFrom(_without_graph(model))
+    used = ModelProto(ir_version=model.ir_version, opset_import=model.opset_import)
     used.graph.name = model.graph.name
     used.graph.node.extend(nodes)
     used.graph.input.extend(model.graph.input)
     used.graph.output.extend(model.graph.output[:1])
-    names = _names(nodes)
-    used.graph.initializer.extend(_inline(tensor, tensors) for tensor in model.graph.initializer if tensor.name in names)
+    needed = [tensor for tensor in model.graph.initializer if tensor.name in names]
+    used.graph.initializer.extend(
+        numpy_helper.from_array(tensors.array(tensor), tensor.name) if tensor.data_location == TensorProto.EXTERNAL else tensor
+        for tensor in needed
+    )
     halves = [tensor for tensor in used.graph.initializer if tensor.data_type in HALVES]
     session: list[Any] = []
 
@@ -49,26 +51,3 @@ def original(
         return np.asarray(session[0].run(None, inputs)[0])
 
     return Original(f"ONNX Runtime {onnxruntime.__version__}", run, steps)
-
-
-def _without_graph(model: ModelProto) -> ModelProto:
-    header = ModelProto(ir_version=model.ir_version)
-    header.opset_import.extend(model.opset_import)
-    return header
-
-
-def _names(nodes: Sequence[NodeProto]) -> set[str]:
-    """Return every name that nodes and their branches read."""
-    names: set[str] = set()
-    for node in nodes:
-        names.update(node.input)
-        for attribute in node.attribute:
-            if attribute.HasField("g"):
-                names |= _names(attribute.g.node) | {info.name for info in attribute.g.output}
-    return names
-
-
-def _inline(tensor: TensorProto, tensors: Tensors) -> TensorProto:
-    return (
-        numpy_helper.from_array(tensors.array(tensor), tensor.name) if tensor.data_location == TensorProto.EXTERNAL else tensor
-    )

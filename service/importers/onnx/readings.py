@@ -8,22 +8,21 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import permutations
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 from onnx import TensorProto, ValueInfoProto, helper
 
 from service.importers.chain.nodes import Input
+from service.importers.chain.reading import BATCH, STEPS, Reading
 from service.importers.chain.signal import MOST_COLUMNS, Role, Signal, axis
-from service.importers.draft import Array, ImportRefused
-from service.importers.onnx.operation import Reading
-from service.importers.onnx.values import Lengths, State, Value
+from service.importers.chain.values import Lengths, State, Value
+from service.importers.draft import Array, Draft, ImportRefused
 
-BATCH, STEPS = 101, 10007
-"""Sizes of axes that a graph leaves open. They are prime, so that no size of a weight is taken for them."""
 IDS = (TensorProto.INT32, TensorProto.INT64)
 NUMBERS = (TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16)
 LARGEST_RANK = 4
@@ -67,8 +66,8 @@ class InputPlan:
     roles: tuple[Role, ...]
     others: tuple[GraphInput, ...]
 
-    def start(self, opset: int, steps: int | None = None) -> tuple[Reading, dict[str, Value]]:
-        """Return a reading, and the value of each input. steps: of the sequence, if the graph works for no other number."""
+    def start(self, opset: int, steps: int | None = None) -> Start:
+        """Return the start of a reading. steps: of the sequence, if the graph works for no other number."""
         given = {Role.BATCH: BATCH, Role.STEPS: steps or STEPS}
         sizes = [size or given[role] for role, size in zip(self.roles, self.sequence.sizes, strict=True)]
         by_role = dict(zip(self.roles, sizes, strict=True))
@@ -81,19 +80,20 @@ class InputPlan:
         values: dict[str, Value] = {self.sequence.name: Signal(axes, (node,), np.arange(width).reshape(columns))}
         for other in self.others:
             values[other.name] = Lengths(other.name) if _is_lengths(other) else State(other.name)
-        return reading, values
+        return Start(self, reading, values)
 
     def sample(self, row: Array) -> dict[str, Array]:
         """Return the inputs for one sequence, (steps,) ids or (steps, features), as often as the graph takes sequences."""
         pairs = list(zip(self.roles, self.sequence.sizes, strict=True))
         batch = next((size or 1 for role, size in pairs if role is Role.BATCH), 1)
-        own = [role for role in (Role.BATCH, Role.STEPS) if role in self.roles]
+        outer = [role for role in (Role.BATCH, Role.STEPS) if role in self.roles]
         columns = [size or 1 for role, size in pairs if role is Role.COLUMNS]
         places = {
-            role: [index for index, each in enumerate([*own, *[Role.COLUMNS] * len(columns)]) if each is role] for role in Role
+            role: [index for index, each in enumerate([*outer, *[Role.COLUMNS] * len(columns)]) if each is role]
+            for role in Role
         }
         data = np.repeat(row[None], batch, 0).reshape(
-            [*({Role.BATCH: batch, Role.STEPS: len(row)}[role] for role in own), *columns]
+            [*({Role.BATCH: batch, Role.STEPS: len(row)}[role] for role in outer), *columns]
         )
         arrays = {self.sequence.name: data.transpose([places[role].pop(0) for role in self.roles]).astype(self.sequence.dtype)}
         for other in self.others:
@@ -102,12 +102,37 @@ class InputPlan:
         return arrays
 
 
+class Start(NamedTuple):
+    """The start of a reading: how the inputs are read, and their values by name."""
+
+    plan: InputPlan
+    reading: Reading
+    values: dict[str, Value]
+
+
 def plans(inputs: Sequence[GraphInput]) -> Iterator[InputPlan]:
     """Return each way to read the inputs."""
     for sequence in inputs:
         others = tuple(other for other in inputs if other is not sequence)
         if 1 <= len(sequence.sizes) <= LARGEST_RANK and all(_is_lengths(other) or _is_state(other) for other in others):
             yield from (InputPlan(sequence, roles, others) for roles in _roles(sequence))
+
+
+def first_draft(path: Path, readings: Iterable[Start], translate: Callable[[Start], Draft]) -> tuple[Draft, Start] | None:
+    """Return the model of the first reading of the inputs that makes one, and this reading; None if there is no reading.
+
+    Raises ImportRefused if no reading makes a model, with the reason at the reading in which most operators were understood.
+    """
+    failures: list[tuple[int, ImportRefused]] = []
+    for start in readings:
+        try:
+            return translate(start), start
+        except ImportRefused as refused:
+            failures.append((start.reading.progress, refused))
+    if not failures:
+        return None
+    furthest = max(failures, key=lambda failure: failure[0])[1]
+    raise ImportRefused(f"{path}: {furthest}") from furthest
 
 
 def _roles(sequence: GraphInput) -> list[tuple[Role, ...]]:

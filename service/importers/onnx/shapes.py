@@ -7,16 +7,15 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from onnx import TensorProto
 
 from service.importers.chain import operations
 from service.importers.chain.nodes import Input
 from service.importers.chain.signal import Role, Signal, concatenate
+from service.importers.chain.values import Constant, Lengths, Mask, Order, State, Value
 from service.importers.draft import ImportRefused
 from service.importers.onnx.budget import check_size
 from service.importers.onnx.operation import Operation, checked_axis
-from service.importers.onnx.values import Constant, Lengths, Mask, Order, State, Value
 
 INTEGERS = (TensorProto.INT32, TensorProto.INT64)
 HALVES = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
@@ -159,8 +158,14 @@ def gather(operation: Operation) -> Value:
         return x.sorted_rows(at, restores=indexes.restores)
     chosen = operation.constant(1, "indices").astype(np.int64)
     if x.is_on(at, Role.STEPS):
-        return _steps_at(x, at, chosen)
-    return x.take(_checked_indexes(chosen, x.shape[at]), at)
+        if chosen.size != 1:
+            raise ImportRefused("it takes several steps by their numbers: a model takes the first or the last step")
+        step = operations.take(x, at, int(chosen.ravel()[0]))
+        return step.with_units([at]) if chosen.ndim == 1 else step
+    size = x.shape[at]
+    if ((chosen < -size) | (chosen >= size)).any():
+        raise ImportRefused(f"it takes entries that its input of {size} entries does not have")
+    return x.take(chosen % size, at)
 
 
 def gather_elements(operation: Operation) -> Value:
@@ -205,7 +210,12 @@ def top_k(operation: Operation) -> list[Value]:
     """Sort all lengths in descending order, as torch does before it packs sequences."""
     lengths = operation.inputs[0]
     count = operation.integers(1, "K")
-    if not isinstance(lengths, Lengths) or count != [operation.reading.batch] or not operation.attributes.get("largest", 1):
+    if (
+        not isinstance(lengths, Lengths)
+        or lengths.plus
+        or count != [operation.reading.batch]
+        or not operation.attributes.get("largest", 1)
+    ):
         raise ImportRefused("it sorts something else than the lengths of the sequences")
     return [lengths, Order()]
 
@@ -227,42 +237,8 @@ def _embedding(operation: Operation, ids: Signal, at: int) -> Value:
     return operations.embedding(ids, table, operation.label, operation.origins)
 
 
-def _steps_at(x: Signal, at: int, indexes: NDArray[np.int64]) -> Signal:
-    """Return the first or the last step."""
-    if indexes.size != 1:
-        raise ImportRefused("it takes several steps by their numbers: a model takes the first or the last step")
-    return _step(x, at, int(indexes.ravel()[0]), keep_axis=indexes.ndim == 1)
-
-
-def _step(x: Signal, at: int, index: int, *, keep_axis: bool) -> Signal:
-    steps = x.shape[at]
-    if index not in (-1, 0, steps - 1):
-        raise ImportRefused(f"it takes the step {index}: a model takes the first or the last step")
-    return operations.pool_steps(x, "first" if index == 0 else "last_step", keep_axis=keep_axis)
-
-
 def _slice(x: Signal, at: int, start: int, end: int, step: int) -> Signal:
-    size = x.shape[at]
-    chosen = range(size)[slice(start, None if end < -size and step < 0 else end, step)]
-    if len(chosen) == size and step == 1:
-        return x
-    if x.axes[at].is_columns:
-        return x.take(np.array(chosen, np.int64), at)
-    if not x.is_on(at, Role.STEPS):
-        raise ImportRefused(f"it takes some of the {x.axes[at]}: every sequence is computed")
-    if len(chosen) == size and step == -1:
-        return operations.reverse_steps(x)
-    if len(chosen) == 1 and size > 1:
-        return _step(x, at, chosen[0], keep_axis=True)
-    if step != 1 or not chosen:
-        raise ImportRefused("it takes some of the steps")
-    return operations.cut_steps(x, chosen[0], size - 1 - chosen[-1])
-
-
-def _checked_indexes(indexes: NDArray[np.int64], size: int) -> NDArray[np.int64]:
-    if ((indexes < -size) | (indexes >= size)).any():
-        raise ImportRefused(f"it takes entries that its input of {size} entries does not have")
-    return indexes % size
+    return operations.take(x, at, slice(start, None if end < -x.shape[at] and step < 0 else end, step))
 
 
 def _kept(operator: Callable[[Operation], Value]) -> Callable[[Operation], Value]:

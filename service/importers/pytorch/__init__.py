@@ -70,11 +70,11 @@ def _within(found: dict[str, ModuleTensors], prefix: str | list[str], *, with_in
     """Return the module of this name, or all modules with names that start with it; with_inner: both. prefix: one, or several."""
     if isinstance(prefix, list):
         return [module for name in prefix for module in _within(found, name, with_inner=with_inner)]
-    own = [found[prefix]] if prefix in found else []
-    inner = [module for name, module in found.items() if name.startswith(f"{prefix}.")] if with_inner or not own else []
-    if not own and not inner:
+    exact = [found[prefix]] if prefix in found else []
+    inner = [module for name, module in found.items() if name.startswith(f"{prefix}.")] if with_inner or not exact else []
+    if not exact and not inner:
         raise ImportQuestion(f"no tensor starts with {prefix!r}: the modules are {_listed(found)}")
-    return own + inner
+    return exact + inner
 
 
 def _listed(found: dict[str, ModuleTensors]) -> str:

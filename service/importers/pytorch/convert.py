@@ -9,7 +9,8 @@ import numpy as np
 from service.importers.draft import Array, ImportQuestion, ImportRefused, Part
 from service.importers.ends import Table
 from service.importers.pytorch.modules import ModuleTensors
-from service.modeling.layers import GATED
+from service.modeling.layers import GATED, KINDS
+from service.modeling.layers.kind import PYTORCH
 
 DIRECTIONS = (("forward", ""), ("backward", "_reverse"))
 ATTENTION = {"query", "weight", "bias", "weight_g", "weight_v"}
@@ -33,15 +34,14 @@ def recurrent(table: Table, found: Sequence[ModuleTensors]) -> Part:
             f"and it has {list(module.tensors)}"
         )
     arrays: dict[str, Array] = {}
-    for level in range(len(suffixes) // (1 + bidirectional)):
+    depth = len(suffixes) // (1 + bidirectional)
+    for level in range(depth):
         for direction, suffix in DIRECTIONS[: 1 + bidirectional]:
-            own = direction if bidirectional else table.get("direction", "forward")
+            ours = direction if bidirectional else table.get("direction", "forward")
             suffix = "" if suffixes == [""] else f"_l{level}{suffix}"
-            arrays |= {f"{level}.{own}.{name}": array for name, array in _one_direction(module, suffix).items()}
-    projection = module.tensors.get(f"weight_hr{first}")
-    hidden = module.tensors[f"weight_hh{first}"].shape[1] if projection is None else projection.shape[1]
-    sizes = {"hidden": hidden, "depth": len(suffixes) // (1 + bidirectional), "bidirectional": bidirectional}
-    return Part({**table, **sizes} | ({} if projection is None else {"projection": len(projection)}), arrays)
+            arrays |= {f"{level}.{ours}.{name}": array for name, array in _one_direction(module, suffix).items()}
+    sizes = GATED[module.kind].options(_one_direction(module, first))
+    return Part({**table, **sizes, "depth": depth, "bidirectional": bidirectional}, arrays)
 
 
 def _levels(module: ModuleTensors) -> list[str]:
@@ -49,14 +49,12 @@ def _levels(module: ModuleTensors) -> list[str]:
 
 
 def _one_direction(module: ModuleTensors, suffix: str) -> dict[str, Array]:
-    tensors = module.tensors
-    wide = tensors[f"weight_ih{suffix}"].T
-    zeros = np.zeros(wide.shape[1], np.float32)
-    from_input, from_hidden = (tensors.get(f"bias_{side}{suffix}", zeros) for side in ("ih", "hh"))
-    arrays = {"input": wide, "recurrent": tensors[f"weight_hh{suffix}"].T}
-    arrays |= GATED[module.kind].joined_biases(from_input, from_hidden, keeps_last=module.kind == "gru")
-    projection = tensors.get(f"weight_hr{suffix}")
-    return arrays if projection is None else {**arrays, "projection": projection.T}
+    found = {ours: module.tensors[name + suffix] for ours, name in PYTORCH.items() if name + suffix in module.tensors}
+    zeros = np.zeros(len(found["input"]), np.float32)
+    biases = (found.get(name, zeros) for name in ("bias", "recurrent_bias"))
+    matrices = found["input"].T, found["recurrent"].T
+    arrays = GATED[module.kind].tensors("torch", *matrices, *biases, keeps_last=module.kind == "gru")
+    return arrays | ({"projection": found["projection"].T} if "projection" in found else {})
 
 
 def embedding(table: Table, found: Sequence[ModuleTensors]) -> Part:
@@ -138,8 +136,8 @@ def tcn(table: Table, found: Sequence[ModuleTensors]) -> Part:
             raise ImportRefused(f"{remaining[0].name} stands alone: a level of a tcn has two convolutions")
         pair = [remaining.pop(0), remaining.pop(0)]
         for position, module in enumerate(pair):
-            own = _convolution(module, weight_norm=bool(table.get("weight_norm")))
-            arrays |= {f"{level}.{position}.{name}": array for name, array in own.items()}
+            tensors = _convolution(module, weight_norm=bool(table.get("weight_norm")))
+            arrays |= {f"{level}.{position}.{name}": array for name, array in tensors.items()}
         width, inputs, filters = pair[0].filters.shape
         if remaining and len(remaining[0].filters) == 1 and (width > 1 or inputs != filters):
             projection = remaining.pop(0)
@@ -159,7 +157,7 @@ def layer_norm(table: Table, found: Sequence[ModuleTensors]) -> Part:
 
 
 def sru(table: Table, found: Sequence[ModuleTensors]) -> Part:
-    """The `sru` and `pytorch-sru` packages: the columns of a unit stand side by side there, and each block is one matrix here."""
+    """The `sru` and `pytorch-sru` packages."""
     cells = [module for module in found if module.kind == "sru"]
     norms = {module.name.rpartition(".")[0]: module for module in found if module.kind == "layer_norm"}
     if len(cells) + len(norms) != len(found):
@@ -174,7 +172,11 @@ def sru(table: Table, found: Sequence[ModuleTensors]) -> Part:
     for level, cell in enumerate(cells):
         cell.tensors.setdefault("weight_c", np.zeros_like(cell.tensors["bias"]))
         cell.tensors.setdefault("scale_x", np.ones(1, np.float32))
-        arrays |= _sru_level(level, cell, _directions(table, bidirectional), hidden)
+        directions = _directions(table, bidirectional)
+        of_level = KINDS["sru"].from_package(cell.tensors, directions, hidden)
+        if "weight_proj" in cell.tensors:
+            of_level |= {f"{direction}.projection": cell.tensors["weight_proj"] for direction in directions}
+        arrays |= {f"{level}.{name}": array for name, array in of_level.items()}
         if not table.get("cell_gates", True):  # as in version 1 of the package
             if cell.tensors["weight_c"].any():
                 raise ImportRefused(f"{cell.name}.weight_c is not zero, and cell_gates is false in the recipe: remove it")
@@ -202,24 +204,8 @@ def _directions(table: Table, bidirectional: bool) -> tuple[str, ...]:
     return ("forward", "backward") if bidirectional else (table.get("direction", "forward"),)
 
 
-def _sru_level(level: int, cell: ModuleTensors, names: Sequence[str], hidden: int) -> dict[str, Array]:
-    weight = cell.tensors["weight"]
-    directions = len(names)
-    blocks = weight.shape[1] // (directions * hidden)
-    units = weight.reshape(len(weight), directions, hidden, blocks)
-    arrays: dict[str, Array] = {}
-    for index, direction in enumerate(names):
-        place = f"{level}.{direction}"
-        arrays[f"{place}.input"] = units[:, index].transpose(0, 2, 1).reshape(len(weight), blocks * hidden)
-        arrays[f"{place}.bias"] = cell.tensors["bias"].reshape(2, directions, hidden)[:, index].ravel()
-        arrays[f"{place}.cell"] = cell.tensors["weight_c"].reshape(2, directions, hidden)[:, index].ravel()
-        if "weight_proj" in cell.tensors:
-            arrays[f"{place}.projection"] = cell.tensors["weight_proj"]
-    return arrays
-
-
 def qrnn(table: Table, found: Sequence[ModuleTensors]) -> Part:
-    """The QRNN of Salesforce and fastai. Its forget gate is the update gate, the opposite of the forget gate here: its sign changes."""
+    """The QRNN of Salesforce and fastai."""
     arrays: dict[str, Array] = {}
     sizes: Table = {}
     inputs = 0
@@ -230,12 +216,9 @@ def qrnn(table: Table, found: Sequence[ModuleTensors]) -> Part:
             raise ImportRefused(f'pooling is {pooling!r}: the package has "f" (without output gate) and "fo"')
         hidden = len(weight) // blocks
         window = weight.shape[1] // inputs if level else int(table.get("window", 1))
-        taps = weight.reshape(blocks, hidden, window, -1).transpose(2, 3, 0, 1).copy()
-        bias = module.bias(len(weight)).reshape(blocks, hidden).copy()
-        taps[:, :, 1], bias[1] = -taps[:, :, 1], -bias[1]
-        place = f"{level}.{_directions(table, False)[0]}"
-        arrays[f"{place}.input"] = taps.reshape(window, taps.shape[1], blocks * hidden)
-        arrays[f"{place}.bias"] = bias.ravel()
+        tensors = {"weight": weight.reshape(len(weight), window, -1), "bias": module.bias(len(weight))}
+        of_level = KINDS["qrnn"].from_package(tensors, _directions(table, False), hidden)
+        arrays |= {f"{level}.{name}": array for name, array in of_level.items()}
         inputs = hidden
         if level and window != sizes["window"]:
             raise ImportRefused("the levels of the QRNN have different windows: import each level as a layer of its own")

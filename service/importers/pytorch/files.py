@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
-from service.importers.draft import Array, ImportQuestion, ImportRefused
+from service.importers.draft import ZIP_ERRORS, Array, ImportQuestion, ImportRefused, refusing
 from service.modeling.spec.files import read_file
 
 SAFETENSORS = ".safetensors"
@@ -26,7 +26,7 @@ TOP, LONGEST = ".", 1000
 _CODE = re.compile(r"GLOBAL ([\w.]+)")
 
 
-def read_tensors(file: Path, chosen: str | None = None) -> dict[str, Array]:
+def read_tensors(file: Path, chosen: str | None) -> dict[str, Array]:
     """Return the tensors of a .safetensors file or of a state_dict that torch.save wrote, by name, with floats in float32.
 
     chosen: the places of state_dicts in the file, separated by commas, whose names then begin with their place if there are several; None
@@ -83,12 +83,11 @@ def _state_dicts(file: Path) -> dict[str, dict[str, Tensor]]:
 
 def _check_archive(file: Path) -> None:
     """Raise ImportRefused unless the file is an archive as torch.save writes it: uncompressed, so that it cannot expand."""
-    try:
-        with zipfile.ZipFile(file) as archive:
-            if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
-                raise ImportRefused(f"{file} is compressed, which torch.save does not do: save it again")
-    except (OSError, zipfile.BadZipFile) as error:
-        raise ImportRefused(f"{file} is no archive of torch.save ({error}): save it again with a current torch") from error
+    damaged = refusing(ZIP_ERRORS, f"{file} is no archive of torch.save", "save it again with a current torch")
+    with damaged, zipfile.ZipFile(file) as archive:
+        is_compressed = any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist())
+    if is_compressed:
+        raise ImportRefused(f"{file} is compressed, which torch.save does not do: save it again")
 
 
 def _with_tensors(content: Any) -> dict[str, dict[str, Tensor]]:

@@ -9,17 +9,18 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from service.importers.draft import Array
-from service.modeling.layers import GATED
+from service.modeling.layers import GATED, KINDS
+from service.modeling.layers.kind import PYTORCH
 
 IGNORED = ("num_batches_tracked",)
 PARAMETRIZED = re.compile(r"parametrizations\.(\w+)\.original([01])")
 """Names of torch.nn.utils.parametrizations.weight_norm: `<weight>_g` and `<weight>_v` of torch.nn.utils.weight_norm."""
 RAW = "_raw"
 """The end of the name of a weight before the dropout of a weight drop, as fastai and AWD-LSTM have it."""
-RECURRENT = re.compile(r"(?:weight_(?:ih|hh|hr)|bias_(?:ih|hh))(?:_l\d+(?:_reverse)?)?")
+RECURRENT = re.compile(rf"(?:{'|'.join(PYTORCH.values())})(?:_l\d+(?:_reverse)?)?")
 GATES = {len(kind.gates): name for name, kind in GATED.items()}
 """The kind of a recurrent layer by its number of gates."""
-OF_SRU = {"weight", "weight_c", "bias", "scale_x", "weight_proj"}
+OF_SRU = {*(layout.name for layout in KINDS["sru"].package.values()), "scale_x", "weight_proj"}
 OF_BATCH_NORM = {"weight", "bias", "running_mean", "running_var"}
 OF_WEIGHT = {1: "layer_norm", 2: "matrix", 3: "conv", 4: "conv"}
 """The kind of a module by the axes of its weight."""

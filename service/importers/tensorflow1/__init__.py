@@ -15,12 +15,11 @@ import numpy as np
 from service.importers.draft import Draft, ImportRefused, Part
 from service.importers.ends import chained, model_input, tried_recipe, usual_head
 from service.importers.recipe import FROM, Recipe
-from service.importers.tensorflow1.cells import CELLS, adds_forget_bias, recurrent
-from service.importers.tensorflow1.variables import LayerVariables, read_layers, within
+from service.importers.tensorflow1.cells import adds_forget_bias, recurrent
+from service.importers.tensorflow1.variables import KINDS, LayerVariables, read_layers, within
 
 FORGET_BIAS = "forget_bias"
 """A key of an LSTM in a recipe: the number that its cells add to the bias of the forget gate. 1.0 in TensorFlow."""
-RECURRENT = tuple(dict.fromkeys(kind for kind, _ in CELLS.values()))
 MATRICES = {"embedding": 2, "dense": 2, "conv": 3}
 """Layers with one matrix or filter, and how many axes it has."""
 Entry = tuple[dict[str, Any], LayerVariables | None]
@@ -60,7 +59,7 @@ def _from_recipe(recipe: Recipe, found: Mapping[str, LayerVariables]) -> tuple[l
 
 def _entry(table: Mapping[str, Any], found: Mapping[str, LayerVariables]) -> Entry:
     kept = {key: value for key, value in table.items() if key != FROM}
-    needs = kept.get("kind", "dense") in (*RECURRENT, *MATRICES)
+    needs = kept.get("kind", "dense") in (*KINDS.values(), *MATRICES)
     if needs and FROM not in table:
         raise ImportRefused(f"a {kept.get('kind')} layer of the recipe needs `from`: the layers are {', '.join(found)}")
     return kept, within(found, table[FROM]) if FROM in table else None
@@ -79,7 +78,7 @@ def _suggested(
         )
     chain = chained(others, lambda layer: layer.matrix.shape)
     entries: list[Entry] = [({"kind": "embedding"}, layer) for layer in embeddings]
-    entries += [({"kind": CELLS[next(iter(recurrent_layers[0].cells.values())).kind][0]}, recurrent_layers[0])]
+    entries += [({"kind": KINDS[next(iter(recurrent_layers[0].cells.values())).kind]}, recurrent_layers[0])]
     assumed += [f"head.dense ({layer.name}): relu; other activations fit too" for layer in chain[:-1]]
     if embeddings or chain:
         names = " > ".join(layer.name for layer in (*embeddings, *recurrent_layers, *chain))

@@ -5,13 +5,12 @@ A kernel has the rows of the input, then the rows of the state. The candidate of
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from service.importers.draft import Array, ImportRefused, Part
-from service.importers.tensorflow1.variables import Cell, LayerVariables
+from service.importers.tensorflow1.variables import KINDS, Cell, LayerVariables
 from service.modeling.layers import GATED
 
 Tensors = dict[str, Array]
@@ -29,28 +28,40 @@ def recurrent(table: dict[str, Any], layer: LayerVariables, forget_bias: float) 
             "model.toml has"
         )
     kinds = {cell.kind for cell in cells.values()}
-    kind = CELLS[min(kinds)][0]
+    kind = KINDS[min(kinds)]
     if len(kinds) > 1 or kind != table.get("kind", kind):
         raise ImportRefused(
             f"{layer.name} has {' and '.join(sorted(kinds))}, which is no layer of the kind {table.get('kind')}"
         )
     arrays: Tensors = {}
     for (level, direction), cell in cells.items():
-        own = CELLS[cell.kind][1](cell, forget_bias)
+        tensors = _tensors(cell, forget_bias)
         place = direction if len(directions) == 2 else table.get("direction", "forward")
-        arrays |= {f"{level}.{place}.{name}": array for name, array in own.items()}
-    found: dict[str, Any] = {"kind": kind, "hidden": len(own["bias"]) // len(GATED[kind].gates)}
+        arrays |= {f"{level}.{place}.{name}": array for name, array in tensors.items()}
+    found: dict[str, Any] = {"kind": kind, **GATED[kind].options(tensors)}
     found |= {"depth": len(levels)} if len(levels) > 1 else {}
     found |= {"bidirectional": True} if len(directions) == 2 else {}
-    found |= {"peepholes": True} if "peephole" in own else {}
-    found |= {"projection": own["projection"].shape[1]} if "projection" in own else {}
-    found |= {"reset_after": False} if kind == "gru" and "recurrent_bias" not in own else {}
     return Part({**table, **found}, arrays)
 
 
 def adds_forget_bias(layer: LayerVariables) -> bool:
     """Whether the cells of a layer add a number to the bias of their forget gates, which is no variable."""
-    return any(CELLS[cell.kind][0] == "lstm" and not cell.kind.startswith("cudnn") for cell in layer.cells.values())
+    return any(KINDS[cell.kind] == "lstm" and not _is_cudnn(cell) for cell in layer.cells.values())
+
+
+def _is_cudnn(cell: Cell) -> bool:
+    return cell.kind.startswith("cudnn")
+
+
+def _tensors(cell: Cell, forget_bias: float) -> Tensors:
+    """Return the tensors of a cell in the layout of model.toml."""
+    match KINDS[cell.kind]:
+        case "lstm":
+            return _lstm(cell, 0.0 if _is_cudnn(cell) else forget_bias)
+        case "gru":
+            return _cudnn_gru(cell) if _is_cudnn(cell) else _gru(cell)
+    kernel, bias = _variables(cell, "kernel", "bias")
+    return {"input": kernel[: -len(bias)], "recurrent": kernel[-len(bias) :], "bias": bias}
 
 
 def _lstm(cell: Cell, forget_bias: float) -> Tensors:
@@ -66,14 +77,14 @@ def _lstm(cell: Cell, forget_bias: float) -> Tensors:
     return tensors if projection is None else {**tensors, "projection": projection}
 
 
-def _gru(cell: Cell, forget_bias: float) -> Tensors:
+def _gru(cell: Cell) -> Tensors:
     gates, gates_bias, candidate, bias = _variables(cell, "gates/kernel", "gates/bias", "candidate/kernel", "candidate/bias")
     kernel = np.concatenate([gates, candidate], axis=1)
     units = len(bias)
     return {"input": kernel[:-units], "recurrent": kernel[-units:], "bias": np.concatenate([gates_bias, bias])}
 
 
-def _cudnn_gru(cell: Cell, forget_bias: float) -> Tensors:
+def _cudnn_gru(cell: Cell) -> Tensors:
     names = (
         "gates/kernel",
         "gates/bias",
@@ -89,23 +100,8 @@ def _cudnn_gru(cell: Cell, forget_bias: float) -> Tensors:
     }
 
 
-def _rnn(cell: Cell, forget_bias: float) -> Tensors:
-    kernel, bias = _variables(cell, "kernel", "bias")
-    return {"input": kernel[: -len(bias)], "recurrent": kernel[-len(bias) :], "bias": bias}
-
-
 def _variables(cell: Cell, *names: str) -> list[Array]:
     missing = [name for name in names if name not in cell.variables]
     if missing:
         raise ImportRefused(f"a {cell.kind} has no variable {missing[0]}: it has {', '.join(cell.variables)}")
     return [cell.variables[name] for name in names]
-
-
-CELLS: dict[str, tuple[str, Callable[[Cell, float], Tensors]]] = {
-    **dict.fromkeys(("basic_lstm_cell", "lstm_cell", "lstm_fused_cell"), ("lstm", _lstm)),
-    "cudnn_compatible_lstm_cell": ("lstm", lambda cell, _: _lstm(cell, 0.0)),
-    "gru_cell": ("gru", _gru),
-    "cudnn_compatible_gru_cell": ("gru", _cudnn_gru),
-    "basic_rnn_cell": ("rnn", _rnn),
-}
-"""The kind of a layer in model.toml, and the converter of a cell, by the kind of the cell."""

@@ -10,15 +10,15 @@ from pathlib import Path
 import numpy as np
 
 from service.importers.draft import Array, ImportRefused
+from service.modeling.layers import kinds_by_name
 from service.modeling.npz import read_npz
 
 OF_TRAINING = re.compile(
     r"(^|/)(Adam|Momentum|RMSProp|Adagrad|Adadelta|ExponentialMovingAverage)(_\d+)?$|(beta\d_power|global_step)"
 )
 """Variables of optimizers, and counters."""
-CELL = re.compile(
-    r"(basic_lstm_cell|lstm_cell|lstm_fused_cell|cudnn_compatible_lstm_cell|gru_cell|cudnn_compatible_gru_cell|basic_rnn_cell)(_\d+)?"
-)
+KINDS = kinds_by_name("tensorflow 1")
+CELL = re.compile(rf"({'|'.join(KINDS)})(_\d+)?")
 LEVEL = re.compile(r"cell_(\d+)")
 WRAPPERS = ("rnn", "multi_rnn_cell", "stack_bidirectional_rnn", "bidirectional_rnn")
 DIRECTIONS = {"fw": "forward", "bw": "backward"}

@@ -14,22 +14,22 @@ import torch
 from onnx import TensorProto
 
 from service.importers.chain.finishing import finished
+from service.importers.chain.reading import Reading
 from service.importers.chain.signal import Signal
 from service.importers.draft import Array, Draft, ImportRefused, Original
+from service.importers.onnx.budget import Budget
 from service.importers.onnx.graph import MALFORMED
-from service.importers.onnx.operation import Reading
-from service.importers.onnx.readings import GraphInput, InputPlan, plans
+from service.importers.onnx.readings import GraphInput, InputPlan, Start, first_draft, plans
 from service.importers.torch_archive.archive import Archive
 from service.importers.torch_archive.exported import MODEL, ExportedProgram
 from service.importers.torch_archive.operators import OPERATORS
 from service.importers.torch_archive.program import Program
 from service.importers.torch_archive.script import ScriptProgram
-from service.importers.torch_archive.tensors import PURE, ProgramBudget, TensorMachine
+from service.importers.torch_archive.tensors import PURE, TensorMachine
 from service.importers.torch_archive.translation import TranslatingMachine
 
-FREE = 1 << 25
-COPIES = 64
-"""How often a program may read or compute as many numbers as its weights have, in all readings of its inputs together."""
+OPSET = 20
+"""Of the operators of ONNX through which operators of torch are translated."""
 MOST_SIZES = 32
 """How many numbers of features are tried for a program that does not define it."""
 
@@ -46,24 +46,20 @@ def _read(path: Path) -> Draft:
     archive = Archive(path)
     program: Program = ExportedProgram(archive) if MODEL in archive else ScriptProgram(archive)
     numbers = sum(tensor.numel() for tensor in program.weights.values())
-    budget = ProgramBudget(FREE + COPIES * numbers)
-    failures: list[tuple[int, ImportRefused]] = []
-    for plan in _plans(program):
-        reading, values = plan.start(0)
-        try:
-            output = program.run(TranslatingMachine(reading, budget), values)
-            if not isinstance(output, Signal):
-                raise ImportRefused("the output does not depend on the sequence")
-            draft = finished(output, "program of torch.export" if MODEL in archive else "TorchScript program")
-        except ImportRefused as refused:
-            failures.append((reading.progress, refused))
-            continue
-        _complete(draft, program, plan, reading, numbers)
-        return draft
-    if not failures:
+    budget = Budget(numbers, "program")
+
+    def translate(start: Start) -> Draft:
+        output = program.run(TranslatingMachine(start.reading, budget), start.values)
+        if not isinstance(output, Signal):
+            raise ImportRefused("the output does not depend on the sequence")
+        return finished(output, "program of torch.export" if MODEL in archive else "TorchScript program")
+
+    found = first_draft(path, (plan.start(OPSET) for plan in _plans(program)), translate)
+    if found is None:
         raise ImportRefused(f"{path}: no input is a sequence of token ids or features")
-    furthest = max(failures, key=lambda failure: failure[0])[1]
-    raise ImportRefused(f"{path}: {furthest}") from furthest
+    draft, (plan, reading, _) = found
+    _complete(draft, program, plan, reading, numbers)
+    return draft
 
 
 def _plans(program: Program) -> Iterator[InputPlan]:
@@ -74,9 +70,9 @@ def _plans(program: Program) -> Iterator[InputPlan]:
         yield from plans([_graph_input(one.name, bool(one.has_ids), one.shape or ()) for one in program.inputs])
         return
     first, *others = (one.name for one in program.inputs)
-    for extra in _other_inputs(others):
+    for others_read in _other_inputs(others):
         for shape in _shapes(program):
-            yield from plans([_graph_input(first, len(shape) == 2, shape), *extra])
+            yield from plans([_graph_input(first, len(shape) == 2, shape), *others_read])
 
 
 def _other_inputs(names: Sequence[str]) -> list[list[GraphInput]]:
@@ -89,8 +85,7 @@ def _shapes(program: Program) -> list[tuple[int | None, ...]]:
     """Return the shapes that a sequence may have: token ids, or as many features as an axis of the weights has entries."""
     sizes = dict.fromkeys(size for tensor in program.weights.values() for size in tensor.shape[1:])
     features = [*sizes][:MOST_SIZES]
-    by_rank = [(None, None), *((None, None, size) for size in features), *((None, size, None) for size in features)]
-    return [*by_rank]
+    return [(None, None), *((None, None, size) for size in features), *((None, size, None) for size in features)]
 
 
 def _graph_input(name: str, has_ids: bool, shape: Sequence[int | None]) -> GraphInput:
@@ -106,7 +101,7 @@ def _complete(draft: Draft, program: Program, plan: InputPlan, reading: Reading,
         inputs = plan.sample(row)
         if isinstance(program, ScriptProgram):
             program.steps = 0
-        machine = TensorMachine(operators, ProgramBudget(FREE + COPIES * numbers))
+        machine = TensorMachine(operators, Budget(numbers, "program"))
         result = program.run(machine, {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in inputs.items()})
         answer: Array = result.float().numpy()
         return answer

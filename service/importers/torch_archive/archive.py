@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 import zipfile
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from service.importers.draft import ImportRefused
+from service.importers.draft import ZIP_ERRORS, ImportRefused, refusing
 
 TEXT_BYTES = 1 << 24
 """All compressed members together, and the largest member that is no tensor: code and descriptions."""
@@ -23,10 +22,8 @@ class Archive:
 
     def __init__(self, file: Path) -> None:
         self._file = file
-        try:
+        with refusing(ZIP_ERRORS, f"{file} is no archive of torch", "save it again"):
             self._zip = zipfile.ZipFile(file)
-        except (OSError, ValueError, NotImplementedError, zipfile.BadZipFile) as error:
-            raise ImportRefused(f"{file} is no archive of torch ({error}): save it again") from error
         members = self._zip.infolist()
         if len(members) > MAX_MEMBERS:
             raise ImportRefused(f"{file} has {len(members)} members, and the limit is {MAX_MEMBERS}")
@@ -41,10 +38,6 @@ class Archive:
 
     def __contains__(self, name: str) -> bool:
         return name in self._members
-
-    def text(self, name: str, limit: int = TEXT_BYTES) -> bytes:
-        """Return a member that is no tensor; raises ImportRefused for more bytes than `limit`."""
-        return self._read(name, limit)
 
     def tensor(self, name: str, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], offset: int) -> Tensor:
         """Return a tensor over the numbers in a member. strides, offset: in numbers."""
@@ -68,32 +61,23 @@ class Archive:
     def _numbers(self, name: str) -> Tensor:
         """Return the bytes of a member, which several tensors may share."""
         if name not in self._storages:
-            content = self._read(name, self._file.stat().st_size)
+            content = self.read(name, self._file.stat().st_size)
             self._storages[name] = (
                 torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
             )
         return self._storages[name]
 
-    def _read(self, name: str, limit: int) -> bytes:
+    def read(self, name: str, limit: int = TEXT_BYTES) -> bytes:
+        """Return a member; raises ImportRefused for more bytes than `limit`."""
         member = self._members.get(name)
         if member is None or member.file_size > limit:
             size = "is missing" if member is None else f"has {member.file_size} bytes, and the limit is {limit}"
             raise ImportRefused(f"{self._file}: {name} {size}: save it again")
-        try:
-            with self._zip.open(member) as opened:
-                content = opened.read(member.file_size + 1)
-        except (
-            OSError,
-            EOFError,
-            ValueError,
-            NotImplementedError,
-            RuntimeError,
-            zipfile.BadZipFile,
-            zlib.error,
-        ) as error:
-            raise ImportRefused(f"{self._file}: {name} is damaged ({error}): copy the file again") from error
+        damaged = f"{self._file}: {name} is damaged"
+        with refusing(ZIP_ERRORS, damaged, "copy the file again"), self._zip.open(member) as opened:
+            content = opened.read(member.file_size + 1)
         if len(content) != member.file_size:
-            raise ImportRefused(f"{self._file}: {name} is damaged: copy the file again")
+            raise ImportRefused(f"{damaged}: copy the file again")
         return content
 
     def _check_sizes(self) -> None:

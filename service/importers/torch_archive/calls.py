@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -29,10 +29,6 @@ class OperatorCall:
 
     def get(self, name: str, default: Any = None) -> Any:
         return self.arguments.get(name, default)
-
-    def changed(self, change: Callable[[Any], Any]) -> OperatorCall:
-        """Return the call with other arguments."""
-        return replace(self, arguments={name: change(value) for name, value in self.arguments.items()})
 
 
 def bound(

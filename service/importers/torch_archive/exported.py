@@ -3,67 +3,30 @@
 from __future__ import annotations
 
 import json
-import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from service.importers.draft import ImportRefused
+from service.importers.draft import ImportRefused, refusing
 from service.importers.torch_archive.archive import Archive
 from service.importers.torch_archive.program import Machine, ProgramInput
+from service.importers.torch_archive.scalars import ARITHMETIC
 
 MODEL = "models/model.json"
 SCHEMA = 8
 """The major version of the description that is read."""
 ATEN = "torch.ops.aten."
-TYPES = {
-    1: torch.uint8,
-    2: torch.int8,
-    3: torch.int16,
-    4: torch.int32,
-    5: torch.int64,
-    6: torch.float16,
-    7: torch.float32,
-    8: torch.float64,
-    12: torch.bool,
-    13: torch.bfloat16,
-}
 SCALAR_TYPES = {
-    torch.uint8: 0,
-    torch.int8: 1,
-    torch.int16: 2,
-    torch.int32: 3,
-    torch.int64: 4,
-    torch.float16: 5,
-    torch.float32: 6,
-    torch.float64: 7,
+    **{getattr(torch, name): number for number, name in enumerate(("uint8", "int8", "int16", "int32", "int64"))},
+    **{getattr(torch, name): number for number, name in enumerate(("float16", "float32", "float64"), 5)},
     torch.bool: 11,
     torch.bfloat16: 15,
 }
 """Types of numbers by their numbers in schemas of operators."""
-ARITHMETIC: dict[str, Callable[..., Any]] = {
-    name: getattr(operator, name)
-    for name in (
-        "add",
-        "sub",
-        "mul",
-        "floordiv",
-        "truediv",
-        "mod",
-        "neg",
-        "eq",
-        "ne",
-        "lt",
-        "le",
-        "gt",
-        "ge",
-        "and_",
-        "or_",
-        "not_",
-    )
-}
+TYPES = {12 if dtype is torch.bool else min(number + 1, 13): dtype for dtype, number in SCALAR_TYPES.items()}
+"""Types of numbers by their numbers in an archive."""
 CHECKS = ("_assert_scalar", "_assert_async", "_assert_tensor_metadata", "sym_constrain_range", "sym_constrain_range_for_size")
 
 
@@ -71,7 +34,7 @@ class ExportedProgram:
     """The graph of an archive with its weights."""
 
     def __init__(self, archive: Archive) -> None:
-        content = _parsed(archive, MODEL)
+        content = _described(archive, MODEL)
         version = content["schema_version"]["major"]
         if version != SCHEMA:
             raise ImportRefused(
@@ -129,19 +92,15 @@ class ExportedProgram:
             if name == "sym_size":
                 return machine.size(arguments[0][1])[arguments[1][1]]
             return machine.operate(name, "" if overload == "default" else overload, [], dict(arguments))
-        plain = target.rpartition(".")[2]
-        if target.startswith("_operator.") and plain in ARITHMETIC:
+        plain = target.removeprefix("_operator.")
+        if plain in ARITHMETIC:
             return ARITHMETIC[plain](*(value for _, value in arguments))
-        if target == "_operator.getitem":
-            return arguments[0][1][arguments[1][1]]
         raise ImportRefused(f"the program calls {target}, which cannot be imported: only operators of torch itself can")
 
 
-def _parsed(archive: Archive, name: str) -> Any:
-    try:
-        return json.loads(archive.text(name))
-    except (ValueError, RecursionError) as error:
-        raise ImportRefused(f"{name} of the archive is damaged ({error}): save it again") from error
+def _described(archive: Archive, name: str) -> Any:
+    with refusing((ValueError, RecursionError), f"{name} of the archive is damaged", "save it again"):
+        return json.loads(archive.read(name))
 
 
 def _tensors(archive: Archive, kind: str) -> dict[str, Tensor]:
@@ -150,7 +109,7 @@ def _tensors(archive: Archive, kind: str) -> dict[str, Tensor]:
     if description not in archive:
         return {}
     tensors = {}
-    for name, entry in _parsed(archive, description)["config"].items():
+    for name, entry in _described(archive, description)["config"].items():
         if entry["use_pickle"]:
             raise ImportRefused(f"{name} of the archive is a pickle, which is not read: save plain tensors")
         meta = entry["tensor_meta"]

@@ -8,31 +8,12 @@ from typing import Any
 import numpy as np
 
 from service.importers.chain.signal import Signal
+from service.importers.chain.values import Constant
 from service.importers.draft import ImportRefused
-from service.importers.onnx.values import Constant
 from service.importers.torch_archive.operation import ArchiveOperation
 
+AUTO_PADS = {"same": "SAME_UPPER", "valid": "VALID"}
 REDUCTIONS = {"amax": "ReduceMax", "max": "ReduceMax", "mean": "ReduceMean", "sum": "ReduceSum"}
-
-
-def embedding(operation: ArchiveOperation) -> Any:
-    return operation.onnx("Gather", operation["weight"], operation["indices"], axis=0)
-
-
-def linear(operation: ArchiveOperation) -> Any:
-    product = operation.onnx("MatMul", operation["input"], _turned(operation["weight"]))
-    return _plus(operation, product, operation["bias"])
-
-
-def matmul(operation: ArchiveOperation) -> Any:
-    first, second = operation["self"], operation.call.get("other", operation.call.get("mat2"))
-    return operation.onnx("MatMul", first, second)
-
-
-def addmm(operation: ArchiveOperation) -> Any:
-    if operation["beta"] != 1 or operation["alpha"] != 1:
-        raise ImportRefused("it has factors of its own: multiply the weights by them")
-    return _plus(operation, operation.onnx("MatMul", operation["mat1"], operation["mat2"]), operation["self"])
 
 
 def conv(operation: ArchiveOperation) -> Any:
@@ -47,11 +28,9 @@ def conv(operation: ArchiveOperation) -> Any:
     padding = call["padding"]
     attributes: dict[str, Any] = {"strides": strides, "dilations": dilations, "group": call["groups"]}
     if isinstance(padding, str):
-        if padding == "same":
-            around = [(size - 1) * dilation for size, dilation in zip(kernel.shape[2:], dilations, strict=True)]
-            attributes["pads"] = [*(size // 2 for size in around), *(size - size // 2 for size in around)]
-        elif padding != "valid":
+        if padding not in AUTO_PADS:
             raise ImportRefused(f"its padding is {padding!r}")
+        attributes["auto_pad"] = AUTO_PADS[padding]
     else:
         attributes["pads"] = _sizes(padding, count) * 2
     if without_batch:
@@ -127,25 +106,9 @@ def reduction(operation: ArchiveOperation) -> Any:
     return [y, None] if call.name == "max" and call.overload == "dim" else y
 
 
-def softmax(operation: ArchiveOperation) -> Any:
-    operator = "LogSoftmax" if "log" in operation.call.name else "Softmax"
-    return operation.onnx(operator, operation.x, axis=operation["dim"])
-
-
 def _sizes(value: Any, count: int) -> list[int]:
     sizes = list(value) if isinstance(value, Sequence) else [value]
     return sizes * count if len(sizes) == 1 else sizes
-
-
-def _turned(value: Any) -> Any:
-    """Return the transposed matrix of constant weights."""
-    if not isinstance(value, Constant):
-        raise ImportRefused("its weights depend on the sequence")
-    return Constant(value.array.T, value.origins)
-
-
-def _plus(operation: ArchiveOperation, product: Any, bias: Any) -> Any:
-    return product if bias is None else operation.onnx("Add", product, bias)
 
 
 OPERATORS: dict[str, Callable[[ArchiveOperation], Any]] = {
@@ -160,10 +123,6 @@ OPERATORS: dict[str, Callable[[ArchiveOperation], Any]] = {
         ("adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_avg_pool1d", "adaptive_avg_pool2d"), adaptive_pool
     ),
     **dict.fromkeys(REDUCTIONS, reduction),
-    **dict.fromkeys(("softmax", "_softmax", "log_softmax", "_log_softmax"), softmax),
-    **dict.fromkeys(("matmul", "mm", "bmm"), matmul),
-    "addmm": addmm,
-    "embedding": embedding,
     "layer_norm": layer_norm,
-    "linear": linear,
+    "linear": lambda operation: operation.onnx("Gemm", *map(operation.call.get, ("input", "weight", "bias")), transB=1),
 }

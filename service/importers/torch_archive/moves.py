@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
+import torch
 from onnx import TensorProto
+from torch import Tensor
 
+from service.importers.chain import operations
 from service.importers.chain.signal import Signal
+from service.importers.chain.values import Lengths, Order, State
 from service.importers.draft import ImportRefused
 from service.importers.onnx.operation import checked_axis
-from service.importers.onnx.values import Lengths, Order, State
 from service.importers.torch_archive.operation import ArchiveOperation
 from service.importers.torch_archive.packing import BatchSizes
 
@@ -20,32 +24,27 @@ INTEGER_TYPES = (3, 4)
 """int32 and int64 by their numbers in schemas of operators."""
 HALVES = {5: TensorProto.FLOAT16, 15: TensorProto.BFLOAT16}
 FLOAT_TYPES = (6, 7)
+VIEWS = (
+    *("chunk", "narrow", "numpy_T", "permute", "select", "slice", "split", "split_with_sizes", "t", "transpose", "unbind"),
+)
 KEPT = (Lengths, Order, State, BatchSizes)
 """Values that do not change when they take another shape."""
 
 
-def first_argument(operation: ArchiveOperation) -> Any:
-    return next(iter(operation.call.arguments.values()))
-
-
-def same(operation: ArchiveOperation) -> Any:
-    return first_argument(operation)
-
-
 def clone(operation: ArchiveOperation) -> Any:
-    value = first_argument(operation)
+    value = operation.first
     return replace(value) if isinstance(value, Signal) else value
 
 
 def dropout(operation: ArchiveOperation) -> Any:
     if operation.call.get("train"):
         operation.reading.note(f"{operation.call.name} is in training mode, and a model does not drop numbers")
-    return first_argument(operation)
+    return operation.first
 
 
 def to(operation: ArchiveOperation) -> Any:
     """Change the type of numbers."""
-    value, dtype = first_argument(operation), operation.call.get("dtype")
+    value, dtype = operation.first, operation.call.get("dtype")
     if not isinstance(value, Signal) or dtype is None or dtype in FLOAT_TYPES:
         return value
     if dtype in INTEGER_TYPES or dtype in HALVES:
@@ -53,84 +52,50 @@ def to(operation: ArchiveOperation) -> Any:
     raise ImportRefused("it rounds numbers that depend on the input")
 
 
-def select(operation: ArchiveOperation) -> Any:
-    value = first_argument(operation)
+def view(operation: ArchiveOperation) -> Any:
+    """Operators with results that are views of the first argument. torch tells which entries they have, on a tensor without numbers."""
+    value = operation.first
     if isinstance(value, BatchSizes):
         if operation["index"] != 0:
             raise ImportRefused("it reads how many sequences have a step")
         return operation.reading.batch
     if isinstance(value, State):
         return value
-    return operation.onnx("Gather", value, operation["index"], axis=operation["dim"])
+    shape = operation.x.shape
+    strides = [math.prod(size + 1 for size in shape[:axis]) for axis in range(len(shape))]
+    views = operation.compute(torch.empty_strided(shape, strides, device="meta"))
+    if isinstance(views, Tensor):
+        return _viewed(operation.x, views, strides)
+    return [_viewed(operation.x, each, strides) for each in views]
 
 
-def slice_(operation: ArchiveOperation) -> Any:
-    start, end, step = operation["start"], operation["end"], operation["step"]
-    end = (1 << 62) if end is None else end
-    value = first_argument(operation)
-    return operation.onnx("Slice", value, [start or 0], [end], [operation["dim"]], [1 if step is None else step])
-
-
-def narrow(operation: ArchiveOperation) -> Any:
-    start, length = operation["start"], operation["length"]
-    return operation.onnx("Slice", first_argument(operation), [start], [start + length], [operation["dim"]])
-
-
-def transpose(operation: ArchiveOperation) -> Any:
-    x = operation.x
-    order = list(range(x.rank))
-    first, second = (checked_axis(operation[name], x.rank) for name in ("dim0", "dim1"))
-    order[first], order[second] = second, first
-    return x.transpose(order)
-
-
-def turn(operation: ArchiveOperation) -> Any:
-    x = operation.x
-    return x.transpose(range(x.rank)[::-1]) if x.rank > 1 else x
-
-
-def permute(operation: ArchiveOperation) -> Any:
-    return operation.x.transpose([axis % operation.x.rank for axis in operation["dims"]])
+def _viewed(x: Signal, view: Tensor, strides: Sequence[int]) -> Signal:
+    """Return the entries of a signal that a view has. strides: of the whole tensor, by which the view tells its axes and its start."""
+    order = [bisect_right(strides, stride) - 1 for stride in view.stride()]
+    for axis in reversed(range(x.rank)):
+        start = view.storage_offset() // strides[axis] % (x.shape[axis] + 1)
+        if axis in order:
+            place = order.index(axis)
+            step = view.stride()[place] // strides[axis]
+            x = operations.take(x, axis, slice(start, start + step * view.shape[place], step))
+        else:
+            x = operations.take(x, axis, start)
+    return x.transpose([sorted(order).index(axis) for axis in order])
 
 
 def reshape(operation: ArchiveOperation) -> Any:
-    value = first_argument(operation)
-    if isinstance(value, KEPT):
-        return value
-    return operation.onnx("Reshape", value, operation.call.get("size", operation.call.get("shape")), allowzero=1)
-
-
-def flatten(operation: ArchiveOperation) -> Any:
-    x = operation.x
-    start, end = (checked_axis(operation[name], x.rank) for name in ("start_dim", "end_dim"))
-    return x.reshape([*x.shape[:start], int(np.prod(x.shape[start : end + 1])), *x.shape[end + 1 :]])
-
-
-def unflatten(operation: ArchiveOperation) -> Any:
-    x, at = operation.x, checked_axis(operation["dim"], operation.x.rank)
-    return operation.onnx("Reshape", x, [*x.shape[:at], *operation["sizes"], *x.shape[at + 1 :]])
+    """Operators that give the entries another shape."""
+    return operation.first if isinstance(operation.first, KEPT) else operation.x.reshape(operation.result_shape)
 
 
 def squeeze(operation: ArchiveOperation) -> Any:
     """Remove axes of one entry. Axes that have more stay, as in torch."""
-    x = first_argument(operation)
+    x = operation.first
     if isinstance(x, KEPT):
         return x
     given = operation.call.get("dim")
     axes = range(x.rank) if given is None else [given] if isinstance(given, int) else given
     return x.without_axes([axis for axis in (checked_axis(axis, x.rank) for axis in axes) if x.axes[axis].is_unit])
-
-
-def unsqueeze(operation: ArchiveOperation) -> Any:
-    value = first_argument(operation)
-    return value if isinstance(value, KEPT) else value.with_units([checked_axis(operation["dim"], value.rank + 1)])
-
-
-def expand(operation: ArchiveOperation) -> Any:
-    x = operation.x
-    sizes = list(operation["size"])
-    shape = [1] * (len(sizes) - x.rank) + list(x.shape)
-    return operation.onnx("Expand", x, [own if size == -1 else size for size, own in zip(sizes, shape, strict=True)])
 
 
 def expand_as(operation: ArchiveOperation) -> Any:
@@ -150,30 +115,6 @@ def stack(operation: ArchiveOperation) -> Any:
     return operation.onnx("Concat", *(value.with_units([at]) for value in tensors), axis=at)
 
 
-def split(operation: ArchiveOperation) -> Any:
-    """split, split_with_sizes and chunk."""
-    x = operation.x
-    at = checked_axis(operation["dim"], x.rank)
-    size = x.shape[at]
-    if operation.call.name == "chunk":
-        each = -(-size // operation["chunks"])
-        sizes = [min(each, size - start) for start in range(0, size, each)]
-    else:
-        given = operation.call.get("split_size", operation.call.get("split_sizes"))
-        sizes = [min(given, size - start) for start in range(0, size, given)] if isinstance(given, int) else list(given)
-    return operation.onnx("Split", x, sizes, outputs=len(sizes), axis=at)
-
-
-def unbind(operation: ArchiveOperation) -> Any:
-    x = first_argument(operation)
-    if not isinstance(x, Signal):
-        raise ImportRefused("it takes apart what is no tensor of the sequence")
-    at = checked_axis(operation["dim"], x.rank)
-    if not x.axes[at].is_columns:
-        raise ImportRefused(f"it takes apart the axis of {x.axes[at]}")
-    return [operation.onnx("Gather", x, index, axis=at) for index in range(x.shape[at])]
-
-
 def flip(operation: ArchiveOperation) -> Any:
     x = operation.x
     for axis in operation["dims"]:
@@ -182,14 +123,10 @@ def flip(operation: ArchiveOperation) -> Any:
 
 
 def index_select(operation: ArchiveOperation) -> Any:
-    value, index = first_argument(operation), operation["index"]
+    value, index = operation.first, operation["index"]
     if isinstance(value, State | Lengths) and isinstance(index, Order):
         return value
     return operation.onnx("Gather", value, index, axis=operation["dim"])
-
-
-def gather(operation: ArchiveOperation) -> Any:
-    return operation.onnx("GatherElements", operation.x, operation["index"], axis=operation["dim"])
 
 
 def pad(operation: ArchiveOperation) -> Any:
@@ -203,30 +140,18 @@ def pad(operation: ArchiveOperation) -> Any:
 
 
 OPERATORS: dict[str, Callable[[ArchiveOperation], Any]] = {
-    **dict.fromkeys(("alias", "contiguous", "cpu", "detach", "lift_fresh_copy"), same),
+    **dict.fromkeys(("alias", "contiguous", "cpu", "detach", "lift_fresh_copy"), lambda operation: operation.first),
     **dict.fromkeys(("dropout", "feature_dropout", "alpha_dropout"), dropout),
     **dict.fromkeys(("to", "_to_copy", "type_as", "float"), to),
-    **dict.fromkeys(("view", "reshape", "_unsafe_view"), reshape),
-    **dict.fromkeys(("split", "split_with_sizes", "chunk"), split),
+    **dict.fromkeys(("flatten", "reshape", "unflatten", "_unsafe_view", "unsqueeze", "view"), reshape),
+    **dict.fromkeys(VIEWS, view),
     **dict.fromkeys(("pad", "constant_pad_nd"), pad),
     "cat": cat,
     "clone": clone,
-    "expand": expand,
+    "expand": lambda operation: operation.x.expand(operation.result_shape),
     "expand_as": expand_as,
-    "flatten": flatten,
     "flip": flip,
-    "gather": gather,
     "index_select": index_select,
-    "narrow": narrow,
-    "numpy_T": turn,
-    "permute": permute,
-    "select": select,
-    "slice": slice_,
     "squeeze": squeeze,
     "stack": stack,
-    "t": turn,
-    "transpose": transpose,
-    "unbind": unbind,
-    "unflatten": unflatten,
-    "unsqueeze": unsqueeze,
 }

@@ -7,14 +7,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from onnx import helper
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
+from service.importers.chain.nodes import origins_of
+from service.importers.chain.reading import Reading
 from service.importers.chain.signal import Signal
-from service.importers.draft import Array, ImportRefused
+from service.importers.chain.values import Constant, Value
+from service.importers.draft import UNFIT, Array, ImportRefused, refusing
 from service.importers.onnx import operation as onnx_operation
-from service.importers.onnx.operation import Reading
 from service.importers.onnx.operators import OPERATORS
-from service.importers.onnx.values import Constant, Value
 from service.importers.torch_archive.calls import OperatorCall
 
 
@@ -31,15 +35,29 @@ class ArchiveOperation:
     @property
     def x(self) -> Signal:
         """The first argument, as a tensor that depends on the sequence."""
-        value = next(iter(self.call.arguments.values()))
-        if not isinstance(value, Signal):
+        if not isinstance(self.first, Signal):
             raise ImportRefused("its first argument does not depend on the sequence as tensors of a model do")
-        return value
+        return self.first
+
+    @property
+    def first(self) -> Any:
+        """The first argument."""
+        return next(iter(self.call.arguments.values()))
+
+    @property
+    def result_shape(self) -> list[int]:
+        """The shape of the result, which torch tells on a tensor without numbers."""
+        return list(self.compute(torch.empty(self.x.shape, device="meta")).shape)
 
     @property
     def origins(self) -> frozenset[str]:
-        values = [item for value in self.call.arguments.values() for item in (value if isinstance(value, list) else [value])]
-        return frozenset[str]().union(*(value.origins for value in values if isinstance(value, Constant)))
+        return origins_of(value for value in tree_leaves(dict(self.call.arguments)) if isinstance(value, Constant))
+
+    def compute(self, first: Tensor) -> Any:
+        """Return what torch computes with a tensor as the first argument."""
+        operator = getattr(getattr(torch.ops.aten, self.call.name), self.call.overload or "default")
+        with refusing((*UNFIT, RuntimeError), "it does not fit its input", "save it again"):
+            return operator(**{**self.call.arguments, next(iter(self.call.arguments)): first})
 
     def weights(self, name: str) -> Array:
         """Return an argument of constant weights."""
@@ -49,7 +67,8 @@ class ArchiveOperation:
         """Return the result of an operator of ONNX, which computes the same: a value, or a list of several."""
         values: list[Value | None] = [_value(value) for value in inputs]
         given = {name: value for name, value in attributes.items() if value is not None}
-        node = helper.make_node(operator, ["x"] * len(values), [f"y{number}" for number in range(outputs)], **given)
+        names = [f"x{number}" for number in range(len(values))], [f"y{number}" for number in range(outputs)]
+        node = helper.make_node(operator, *names, **given)
         result = OPERATORS[operator](onnx_operation.Operation(node, values, self.reading, title=self.call.name))
         return list(result) if isinstance(result, Sequence) else result
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from service.importers.chain.signal import Role, Signal
+from service.importers.chain.values import Constant, Lengths, Order
 from service.importers.draft import ImportRefused
-from service.importers.onnx.values import Constant, Lengths, Order
 from service.importers.torch_archive.operation import ArchiveOperation
 
 
@@ -50,20 +50,10 @@ def pad(operation: ArchiveOperation) -> list[Any]:
     return [steps, packed.lengths]
 
 
-def sort(operation: ArchiveOperation) -> list[Any]:
-    lengths = next(iter(operation.call.arguments.values()))
-    if not isinstance(lengths, Lengths) or lengths.plus or not operation.call.get("descending"):
-        raise ImportRefused("it sorts something else than the lengths of the sequences")
-    return [lengths, Order()]
-
-
-def scatter(operation: ArchiveOperation) -> Order:
-    """Invert an order: write 0, 1, 2, ... to its indexes."""
-    order, numbers = operation["index"], operation.call.get("src")
-    inverts = isinstance(numbers, Constant) and np.array_equal(numbers.array, np.arange(operation.reading.batch))
-    if not isinstance(order, Order) or not inverts:
-        raise ImportRefused("it writes numbers into a tensor, which no layer of model.toml does")
-    return Order(restores=not order.restores)
+def sort(operation: ArchiveOperation) -> Any:
+    """Sort all lengths in descending order."""
+    largest = int(bool(operation.call.get("descending")))
+    return operation.onnx("TopK", operation.first, [operation.reading.batch], outputs=2, largest=largest)
 
 
 def empty_like(operation: ArchiveOperation) -> Constant:
@@ -84,6 +74,5 @@ OPERATORS: dict[str, Callable[[ArchiveOperation], Any]] = {
     "argsort": lambda operation: sort(operation)[1],
     "empty_like": empty_like,
     "index": index,
-    "scatter": scatter,
     "sort": sort,
 }

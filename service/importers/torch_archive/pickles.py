@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from service.importers.draft import ImportRefused
+from service.importers.draft import UNFIT, ImportRefused, refusing
 from service.importers.torch_archive.archive import Archive
 
 CODE = "__torch__"
@@ -64,15 +64,13 @@ class Unpickler:
 
     def read(self, name: str) -> Any:
         """Return the value in a member; raises ImportRefused for anything but modules, tensors and plain values."""
-        try:
-            for number, (instruction, argument, _) in enumerate(pickletools.genops(self._archive.text(name))):
+        with refusing((*UNFIT, AttributeError), f"{name} of the archive is damaged", "save it again"):
+            for number, (instruction, argument, _) in enumerate(pickletools.genops(self._archive.read(name))):
                 if number > MOST_INSTRUCTIONS:
                     raise ImportRefused(f"{name} of the archive has more than {MOST_INSTRUCTIONS} instructions")
                 if instruction.name == "STOP":
                     return self._stack.pop()
                 self._step(instruction.name, argument)
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            raise ImportRefused(f"{name} of the archive is damaged ({error}): save it again") from error
         raise ImportRefused(f"{name} of the archive is incomplete: save it again")
 
     def _step(self, instruction: str, argument: Any) -> None:

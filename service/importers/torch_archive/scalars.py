@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 LONGEST_FACTOR = 1 << 14
@@ -28,10 +28,6 @@ def _bounded(calculate: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     return bounded
 
 
-def _slice(values: Sequence[Any], start: int | None = 0, end: int | None = None, step: int = 1) -> Any:
-    return values[start:end:step]
-
-
 def _append(values: list[Any], item: Any) -> list[Any]:
     if len(values) > LONGEST_FACTOR:
         raise ValueError("a list is too long")
@@ -44,9 +40,13 @@ def _format(text: str, *values: Any) -> str:
     return text
 
 
-SCALARS: dict[str, Callable[..., Any]] = {
+ARITHMETIC: dict[str, Callable[..., Any]] = {
     **{name: _bounded(getattr(operator, name)) for name in ("add", "sub", "mul", "floordiv", "truediv", "mod")},
-    **{name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge", "neg")},
+    **{name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge", "neg", "and_", "or_", "not_", "getitem")},
+}
+"""Functions of Python's module `operator`."""
+SCALARS: dict[str, Callable[..., Any]] = {
+    **ARITHMETIC,
     "div": _bounded(operator.truediv),
     "floor_divide": _bounded(operator.floordiv),
     "remainder": _bounded(operator.mod),
@@ -58,7 +58,7 @@ SCALARS: dict[str, Callable[..., Any]] = {
     "__contains__": operator.contains,
     "__getitem__": operator.getitem,
     "select": operator.getitem,
-    "slice": _slice,
+    "slice": lambda values, start=0, end=None, step=1: values[start:end:step],
     "append": _append,
     "len": len,
     "list": list,

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from service.importers.draft import ImportRefused
+from service.importers.draft import ImportRefused, refusing
 from service.importers.torch_archive.archive import Archive
 from service.importers.torch_archive.pickles import CODE, ArchiveModule, Unpickler
 from service.importers.torch_archive.program import Machine, ProgramInput
@@ -30,6 +30,7 @@ LARGEST_LIST = 10_000
 NUMBERS = ("int", "Int", "float", "Float", "bool", "Bool", "IntImplicit", "ScalarImplicit", "item")
 """Functions that make a number of a tensor."""
 NUMBER_TYPES = ("int", "float", "bool", "number")
+UNPARSABLE = (MemoryError, RecursionError, SyntaxError, ValueError)
 IDENTITY = ("__is__", "__isnot__")
 """Functions of values of any kind."""
 
@@ -94,12 +95,10 @@ class ScriptProgram:
 
     def _file(self, path: str) -> ast.Module:
         if path not in self._files:
-            content = self._archive.text(f"code/{path.replace('.', '/')}.py", self._code_left)
+            content = self._archive.read(f"code/{path.replace('.', '/')}.py", self._code_left)
             self._code_left -= len(content)
-            try:
+            with refusing(UNPARSABLE, f"the code of {path} in the archive is damaged", "save it again"):
                 self._files[path] = ast.parse(content)
-            except (MemoryError, RecursionError, SyntaxError, ValueError) as error:
-                raise ImportRefused(f"the code of {path} in the archive is damaged ({error}): save it again") from error
         return self._files[path]
 
 

@@ -3,139 +3,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
-from service.importers.draft import ImportRefused
+from service.importers.draft import UNFIT, ImportRefused
+from service.importers.onnx.budget import Budget
 from service.importers.torch_archive.calls import OperatorCall, bound
 
 LARGEST = 1 << 26
 """Numbers of a computed tensor."""
-PURE = frozenset(
-    (
-        *(
-            "abs",
-            "add",
-            "alias",
-            "amax",
-            "amin",
-            "arange",
-            "bitwise_not",
-            "cat",
-            "ceil",
-            "chunk",
-            "clamp",
-            "clamp_min",
-            "clone",
-        ),
-        *(
-            "constant_pad_nd",
-            "contiguous",
-            "cos",
-            "cumsum",
-            "detach",
-            "div",
-            "empty",
-            "eq",
-            "exp",
-            "expand",
-            "expand_as",
-            "eye",
-        ),
-        *(
-            "flatten",
-            "flip",
-            "floor",
-            "floor_divide",
-            "full",
-            "full_like",
-            "ge",
-            "gt",
-            "index",
-            "index_select",
-            "le",
-            "linalg_vector_norm",
-        ),
-        *(
-            "log",
-            "logical_not",
-            "lt",
-            "max",
-            "maximum",
-            "mean",
-            "min",
-            "minimum",
-            "mul",
-            "narrow",
-            "ne",
-            "neg",
-            "new_zeros",
-            "norm",
-        ),
-        *("norm_except_dim", "numpy_T", "ones", "ones_like", "permute", "pow", "reciprocal", "remainder", "repeat", "reshape"),
-        *(
-            "rsqrt",
-            "rsub",
-            "scalar_tensor",
-            "select",
-            "sin",
-            "size",
-            "slice",
-            "sort",
-            "split",
-            "split_with_sizes",
-            "sqrt",
-            "squeeze",
-        ),
-        *(
-            "stack",
-            "sub",
-            "sum",
-            "t",
-            "tanh",
-            "to",
-            "transpose",
-            "tril",
-            "triu",
-            "type_as",
-            "unbind",
-            "unsqueeze",
-            "view",
-            "where",
-        ),
-        *(
-            "zeros",
-            "zeros_like",
-            "_weight_norm",
-            "_weight_norm_interface",
-            "lift_fresh_copy",
-            "detach_",
-            "_to_copy",
-            "mm",
-            "matmul",
-        ),
-        *("square", "sigmoid", "relu", "empty_like", "scatter_", "scatter"),
-    )
-)
+_PURE_NAMES = """
+abs add alias amax amin arange bitwise_not cat ceil chunk clamp clamp_min clone constant_pad_nd contiguous cos cumsum detach
+detach_ div empty empty_like eq exp expand expand_as eye flatten flip floor floor_divide full full_like ge gt index index_select
+le lift_fresh_copy linalg_vector_norm log logical_not lt matmul max maximum mean min minimum mm mul narrow ne neg new_zeros norm
+norm_except_dim numpy_T ones ones_like permute pow reciprocal relu remainder repeat reshape rsqrt rsub scalar_tensor scatter_
+scatter select sigmoid sin size slice sort split split_with_sizes sqrt square squeeze stack sub sum t tanh to _to_copy transpose
+tril triu type_as unbind unsqueeze view _weight_norm _weight_norm_interface where zeros zeros_like
+"""
+PURE = frozenset(_PURE_NAMES.split())
 """Operators that only compute, by their names."""
 
 
-class ProgramBudget:
-    """The numbers that a program may compute, beyond which it is refused."""
-
-    def __init__(self, limit: int) -> None:
-        self._left = limit
-
-    def spend(self, numbers: int) -> None:
-        self._left -= numbers
-        if self._left < 0:
-            raise ImportRefused("the program computes far more numbers than its weights have: save it again")
-
-
-def run(call: OperatorCall, budget: ProgramBudget) -> Any:
+def run(call: OperatorCall, budget: Budget) -> Any:
     """Return the result of an operator; raises ImportRefused if it is too large, without computing it."""
     arguments = {name: value for name, value in call.arguments.items() if name != "train"}
     if "train" in call.arguments:
@@ -148,14 +41,14 @@ def run(call: OperatorCall, budget: ProgramBudget) -> Any:
                 raise ImportRefused(f"{call.name} makes {count} numbers of constants, and the limit is {LARGEST}")
             budget.spend(count)
             return operator(**arguments)
-    except (ArithmeticError, AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+    except (*UNFIT, AttributeError, NotImplementedError, RuntimeError) as error:
         raise ImportRefused(f"{call.name} does not fit its arguments: {str(error).splitlines()[0][:200]}") from error
 
 
 class TensorMachine:
     """Runs a program on tensors. operators: the names of the operators that it may run."""
 
-    def __init__(self, operators: frozenset[str], budget: ProgramBudget) -> None:
+    def __init__(self, operators: frozenset[str], budget: Budget) -> None:
         self._operators = operators
         self._budget = budget
 
@@ -183,23 +76,11 @@ def _size(call: OperatorCall, operator: Any, arguments: Mapping[str, Any]) -> in
         return int(arguments["data"].numel() * max(1, arguments["total_length"]))
     if call.name in ("_pack_padded_sequence", "cpu") or call.overload == "data":
         return int(sum(tensor.numel() for tensor in arguments.values() if isinstance(tensor, Tensor)))
-    return _count(operator(**{**_mapped(arguments, lambda tensor: tensor.to("meta")), **_on_meta(operator)}))
+    on_meta = tree_map(lambda value: value.to("meta") if isinstance(value, Tensor) else value, dict(arguments))
+    results = tree_leaves(operator(**{**on_meta, **_on_meta(operator)}))
+    return sum(math.prod(value.shape) for value in results if isinstance(value, Tensor))
 
 
 def _on_meta(operator: Any) -> dict[str, Any]:
     """Return the arguments with which an operator that makes a tensor does not allocate it."""
     return {"device": "meta"} if any(argument.name == "device" for argument in operator._schema.arguments) else {}
-
-
-def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, list | tuple):
-        return [_mapped(item, change) for item in value]
-    return {name: _mapped(item, change) for name, item in value.items()} if isinstance(value, dict) else value
-
-
-def _count(value: Any) -> int:
-    if isinstance(value, Tensor):
-        return math.prod(value.shape)
-    return sum(map(_count, value)) if isinstance(value, list | tuple) else 0

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
+from service.importers.chain.nodes import origins_of
+from service.importers.chain.reading import Reading
 from service.importers.chain.signal import Signal
-from service.importers.draft import ImportRefused
-from service.importers.onnx.operation import Reading
-from service.importers.onnx.values import Constant, FinalCell, Lengths, Order, State
+from service.importers.chain.values import Constant, FinalCell, Lengths, Order, State
+from service.importers.draft import ImportRefused, named_in_refusals
+from service.importers.onnx.budget import Budget
 from service.importers.torch_archive.calls import bound
 from service.importers.torch_archive.moves import OPERATORS as MOVES
 from service.importers.torch_archive.operation import ArchiveOperation
 from service.importers.torch_archive.operators import OPERATORS
 from service.importers.torch_archive.packing import BatchSizes, Packed
-from service.importers.torch_archive.tensors import PURE, ProgramBudget, run
+from service.importers.torch_archive.tensors import PURE, run
 
 DEPENDENT = (Signal, Lengths, Order, State, FinalCell, Packed, BatchSizes)
 """Values that depend on the input."""
@@ -32,7 +36,7 @@ class TranslatingMachine:
     An operator that changes a tensor in place gives it a new value, unless other tensors share its numbers.
     """
 
-    def __init__(self, reading: Reading, budget: ProgramBudget) -> None:
+    def __init__(self, reading: Reading, budget: Budget) -> None:
         self._reading = reading
         self._budget = budget
         self._replaced: dict[int, tuple[Any, Any]] = {}
@@ -64,11 +68,11 @@ class TranslatingMachine:
         return value.array.item()
 
     def operate(self, name: str, overload: str | None, positional: Sequence[Any], named: Mapping[str, Any]) -> Any:
-        positional, named = self._current(list(positional)), self._current(dict(named))
+        positional, named = tree_map(self._current, (list(positional), dict(named)))
         call = bound(name, overload, positional, named, self.is_tensor)
         plain = name.rstrip("_") if not name.startswith("__") else name
-        values = _flat(list(call.arguments.values()))
-        try:
+        values = tree_leaves(list(call.arguments.values()))
+        with named_in_refusals(name):
             if not any(isinstance(value, DEPENDENT) for value in values):
                 return self._folded(call)
             if plain not in OPERATORS:
@@ -79,12 +83,10 @@ class TranslatingMachine:
                 if isinstance(value, Constant):
                     self._budget.spend(value.array.size)
             result = OPERATORS[plain](ArchiveOperation(call, self._reading))
-        except ImportRefused as refused:
-            raise ImportRefused(f"{name}: {refused}") from refused
         if plain != name:
             self._replace(name, values[0], result)
         elif plain in SHARING:
-            self._shared |= {id(value): value for value in (values[0], *_flat([result]))}
+            self._shared |= {id(value): value for value in (values[0], *tree_leaves(result))}
         self._reading.progress += 1
         return result
 
@@ -97,11 +99,7 @@ class TranslatingMachine:
         self._replaced[id(old)] = old, new
 
     def _current(self, value: Any) -> Any:
-        """Return arguments with the new values of tensors that were changed in place."""
-        if isinstance(value, list | tuple):
-            return [self._current(item) for item in value]
-        if isinstance(value, dict):
-            return {name: self._current(item) for name, item in value.items()}
+        """Return the new value of a tensor that was changed in place, or the value itself."""
         while id(value) in self._replaced:
             value = self._replaced[id(value)][1]
         return value
@@ -109,10 +107,9 @@ class TranslatingMachine:
     def _folded(self, call: Any) -> Any:
         if call.name not in PURE:
             raise ImportRefused("it does not depend on the sequence, and is not computed from constants")
-        constants = [value for value in _flat(list(call.arguments.values())) if isinstance(value, Constant)]
-        origins = frozenset[str]().union(*(value.origins for value in constants))
-        result = run(call.changed(_unwrapped), self._budget)
-        return _wrapped(result, origins)
+        origins = origins_of(value for value in tree_leaves(dict(call.arguments)) if isinstance(value, Constant))
+        result = run(replace(call, arguments=tree_map(_unwrapped, dict(call.arguments))), self._budget)
+        return tree_map(lambda value: Constant(_array(value), origins) if isinstance(value, Tensor) else value, result)
 
 
 def _array(tensor: Tensor) -> Any:
@@ -121,19 +118,7 @@ def _array(tensor: Tensor) -> Any:
 
 
 def _unwrapped(value: Any) -> Any:
-    if isinstance(value, Constant):
-        return torch.from_numpy(np.require(value.array, requirements="W") if not value.array.flags.writeable else value.array)
-    return [_unwrapped(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def _wrapped(value: Any, origins: frozenset[str]) -> Any:
-    if isinstance(value, Tensor):
-        return Constant(_array(value), origins)
-    return [_wrapped(item, origins) for item in value] if isinstance(value, list | tuple) else value
-
-
-def _flat(values: Sequence[Any]) -> list[Any]:
-    flat = []
-    for value in values:
-        flat += _flat(value) if isinstance(value, list | tuple) else [value]
-    return flat
+    """Return a constant as a tensor of torch."""
+    if not isinstance(value, Constant):
+        return value
+    return torch.from_numpy(np.require(value.array, requirements="W") if not value.array.flags.writeable else value.array)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from service.modeling.layers.gru import GRU
-from service.modeling.layers.kind import RecurrentKind
+from service.modeling.layers.kind import Framework, RecurrentKind
 from service.modeling.layers.lstm import LSTM
 from service.modeling.layers.qrnn import QRNN
 from service.modeling.layers.rnn import RNN
@@ -14,3 +14,8 @@ KINDS: dict[str, RecurrentKind] = {kind.name: kind for kind in (RNN, LSTM, GRU, 
 """The descriptors by the kind of model.toml."""
 GATED = {name: kind for name, kind in KINDS.items() if issubclass(kind.table, GatedLayer)}
 """The kinds with a product of the hidden state at every step."""
+
+
+def kinds_by_name(framework: Framework) -> dict[str, str]:
+    """Return the kinds of a framework's classes, operators or cells, by their names."""
+    return {name: kind.name for kind in GATED.values() for name in kind.names.get(framework, ())}

@@ -7,5 +7,15 @@ from service.modeling.spec.layers import GRULayer
 ACTIVATIONS = "gate_activation", "activation"
 UPDATE_FIRST = "update", "reset", "new"
 GRU = gated_kind(
-    GRULayer, gru.FAMILY, ACTIVATIONS, own=("recurrent_bias",), orders={"keras": UPDATE_FIRST, "onnx": UPDATE_FIRST}
+    GRULayer,
+    gru.FAMILY,
+    ACTIVATIONS,
+    own=("recurrent_bias",),
+    orders={"keras": UPDATE_FIRST, "onnx": UPDATE_FIRST},
+    names={
+        "keras": ("GRU", "CuDNNGRU", "GRUCell"),
+        "onnx": ("GRU",),
+        "tensorflow 1": ("gru_cell", "cudnn_compatible_gru_cell"),
+        "torch": ("gru",),
+    },
 )

@@ -10,4 +10,10 @@ LSTM = gated_kind(
     ("gate_activation", "activation", "output_activation"),
     own=("peephole", "projection", "cell_norm"),
     orders={"onnx": ("input", "output", "forget", "cell"), "tensorflow 1": ("input", "cell", "forget", "output")},
+    names={
+        "keras": ("LSTM", "CuDNNLSTM", "LSTMCell"),
+        "onnx": ("LSTM",),
+        "tensorflow 1": ("basic_lstm_cell", "lstm_cell", "lstm_fused_cell", "cudnn_compatible_lstm_cell"),
+        "torch": ("lstm",),
+    },
 )

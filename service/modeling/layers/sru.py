@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kernels import sru
 from kernels.sru.types import SRUWeights
-from service.modeling.layers.kind import RecurrentKind
+from service.modeling.layers.kind import Layout, RecurrentKind
 from service.modeling.spec.layers import SRULayer
 
 
@@ -26,4 +26,11 @@ def _weights(layer: SRULayer, inputs: int, backward: int, arrays: Mapping[str, T
     )
 
 
-SRU = RecurrentKind(SRULayer, sru.FAMILY, _weights)
+BLOCKS = ("block direction unit",), ("direction", "block unit")
+PACKAGE = {
+    "input": Layout("weight", ("input", "direction unit block"), ("direction", "input", "block unit")),
+    "bias": Layout("bias", *BLOCKS),
+    "cell": Layout("weight_c", *BLOCKS),
+}
+"""The tensors of the packages `sru` and `pytorch-sru`."""
+SRU = RecurrentKind(SRULayer, sru.FAMILY, _weights, package=PACKAGE)

@@ -41,7 +41,20 @@ PARAMETERS: dict[str, dict[str, float]] = {
     "scaled_tanh": {"alpha": 1.0, "beta": 1.0},
     "affine": {"alpha": 1.0, "beta": 0.0},
 }
-"""The parameters of each activation that has any, with their defaults."""
+"""The parameters of each activation that has any, with their defaults, which are those of ONNX."""
+
+
+def class_name(kind: str) -> str:
+    """Return the name of an activation as a class: LeakyRelu for leaky_relu."""
+    return "".join(part.title() for part in kind.split("_"))
+
+
+_OF_RECURRENT = ("sigmoid", "tanh", "relu", "softplus", "softsign", *PARAMETERS)
+ONNX_RECURRENT = {kind: class_name(kind) for kind in _OF_RECURRENT}
+"""Activations by their names in the recurrent operators of ONNX."""
+ONNX = {kind: name for kind, name in ONNX_RECURRENT.items() if kind not in ("scaled_tanh", "affine")}
+ONNX |= {"selu": "Selu", "exponential": "Exp"}
+"""Activations that are one operator of ONNX, with attributes of the same names."""
 
 
 class Activation(Table):
