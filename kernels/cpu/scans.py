@@ -148,7 +148,8 @@ def stored_bytes(storage: int) -> int:
 
 @llvm_code
 def add_stored(_typing: Any, storage: Any, source: Any, count: Any, base: Any, target: Any) -> tuple[Any, Codegen]:
-    """Write ``base + source`` to `target`. source: `count` stored numbers; base, target: float32, which may be the same."""
+    """Write ``base + source`` to `target`. source: `count` stored numbers; base, target: whole vectors of float32, which may be the
+    same."""
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Sequence[ir.Value]) -> ir.Value:
         storage, source, count, base, target = arguments
@@ -158,19 +159,10 @@ def add_stored(_typing: Any, storage: Any, source: Any, count: Any, base: Any, t
         def emit(stored: int) -> None:
             source_at = code.pointer(source, STORED[stored])
 
-            def add(at: ir.Value, values: ir.Value) -> None:
+            def add(values: ir.Value, at: ir.Value) -> None:
                 code.store(builder.fadd(code.load(base_at, at), values), target_at, at)
 
-            vectors = builder.udiv(count, index(LANES))
-            with cgutils.for_range(builder, vectors, intp=count.type) as loop:
-                at = builder.mul(loop.index, index(LANES))
-                add(at, code.load_stored(source_at, at, stored))
-            first = builder.mul(vectors, index(LANES))
-            with cgutils.for_range(builder, builder.sub(count, first), intp=count.type) as loop:
-                at = builder.add(first, loop.index)
-                value = code.load_stored_number(source_at, at, stored)
-                place = builder.gep(target_at, [at])
-                builder.store(builder.fadd(builder.load(builder.gep(base_at, [at])), value), place)
+            code.for_each_vector(source_at, count, add, stored)
 
         for_each_case(builder, storage, tuple(STORED), emit)
         return context.get_dummy_value()
