@@ -7,7 +7,7 @@ of its last step only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from llvmlite import ir
@@ -16,7 +16,10 @@ from numba.core import cgutils, types
 from kernels.cpu.compiled import Codegen, inner, llvm_code
 from kernels.cpu.storage import FLOAT32
 from kernels.cpu.vectors import FLOAT, LANES, STORED, Vectors, for_each_case, index
-from kernels.scan.forms import FORMS, ScanForm
+from kernels.scan.forms import CANDIDATES, FORMS, IDENTITY, TANH, ScanForm
+
+ACTIVATED: dict[str, Callable[[Vectors, ir.Value], ir.Value]] = {IDENTITY: lambda _, candidate: candidate}
+"""The activations of a candidate besides tanh."""
 
 
 @llvm_code
@@ -108,7 +111,9 @@ class _Row:
         code, build = self._code, self._code.builder
         offsets = [build.add(build.add(early, unit), build.mul(self._units, index(block))) for block in range(self._form.early)]
         candidate, forget, *others = [code.load(self._early, offset) for offset in offsets]
-        if self._form.sru:
+        activation = IDENTITY if self._form.sru else CANDIDATES[self._form.activation]
+        if activation != TANH:
+            candidate = ACTIVATED[activation](code, candidate)
             kept = build.fdiv(build.fsub(cell, candidate), code.sigmoid_divisor(self._with_cell(forget, 0, unit, cell)))
             return build.fadd(candidate, kept)
         numerator, divisor = code.tanh_fraction(candidate)
