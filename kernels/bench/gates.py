@@ -54,4 +54,5 @@ def _shifted(row: Tensor, steps: int) -> Tensor:
     return pad(row, (0, 0) * (row.dim() - 1) + (steps, 0))[: len(row)]
 
 
-GATES: dict[str, Callable[[Rows, Any], tuple[Tensor, Any]]] = {"sru": of_sru, "qrnn": of_qrnn}
+GATES: dict[type[Any], Callable[[Rows, Any], tuple[Tensor, Any]]] = {SRUWeights: of_sru, QRNNWeights: of_qrnn}
+"""By the class of the weights."""

@@ -14,7 +14,6 @@ from kernels.bench.workload import (
     DILATIONS,
     EMBEDDED,
     ENCODER,
-    FORMS,
     IDS,
     INT8,
     LONG_MEMORY,
@@ -44,7 +43,7 @@ def weights(workload: Workload, normal: Normal) -> tuple[Any, ...]:
     if workload.kind == ENCODER:
         levels = [replace(workload, kind="layer", inputs=inputs) for inputs in workload.level_inputs]
         return tuple(tuple(weights(level, normal)[0] for _ in range(workload.directions)) for level in levels)
-    layers = WEIGHTS[workload.family](workload, normal)
+    layers = (_conv if workload.family == "conv" else _maker(family_of(workload).weights))(workload, normal)
     return tuple(map(_as_int8, layers)) if workload.dtype == INT8 else layers
 
 
@@ -89,12 +88,13 @@ def _sru(workload: Workload, normal: Normal) -> tuple[SRUWeights, ...]:
 def _qrnn(workload: Workload, normal: Normal) -> tuple[QRNNWeights, ...]:
     """Over token ids, the rows of the tables before the first id are padding, and zero."""
     inputs, hidden = workload.inputs, workload.hidden
-    bias, window = normal(3 * hidden), FORMS["qrnn"].index(workload.form) + 1
+    kind, columns = family_of(workload).weights, len(family_of(workload).gates) * hidden
+    bias, window = normal(columns), workload.window
     if workload.kind == "folded":
-        tables = normal(window, FIRST + inputs, 3 * hidden, scale=window**-0.5)
+        tables = normal(window, FIRST + inputs, columns, scale=window**-0.5)
         tables[:, :FIRST] = 0
-        return (QRNNWeights(input=None, bias=bias, tables=tables),)
-    return (QRNNWeights(normal(window, inputs, 3 * hidden, scale=(window * inputs) ** -0.5), bias),)
+        return (kind(input=None, bias=bias, tables=tables),)
+    return (kind(normal(window, inputs, columns, scale=(window * inputs) ** -0.5), bias),)
 
 
 def _conv(workload: Workload, normal: Normal) -> tuple[ConvWeights | ConvBlock, ...]:
@@ -128,9 +128,6 @@ def _temporal(workload: Workload, normal: Normal) -> tuple[ConvBlock, ...]:
     return tuple(ConvBlock(pair, residual=True, activation="relu") for pair in zip(layers[::2], layers[1::2], strict=True))
 
 
-WEIGHTS: dict[str, Callable[[Workload, Normal], tuple[Any, ...]]] = {
-    **dict.fromkeys(("lstm", "gru"), _gated),
-    "sru": _sru,
-    "qrnn": _qrnn,
-    "conv": _conv,
-}
+def _maker(kind: type[Any]) -> Callable[[Workload, Normal], tuple[Any, ...]]:
+    """Return the function that makes the weights of a recurrent family. kind: their class."""
+    return _qrnn if issubclass(kind, QRNNWeights) else _sru if issubclass(kind, SRUWeights) else _gated

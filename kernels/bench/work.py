@@ -13,6 +13,8 @@ from kernels.bench.workload import DILATIONS, EMBEDDED, ENCODER, FORMS, IDS, STA
 
 WEIGHT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}
 """Bytes of a stored weight by dtype."""
+CELL_BLOCKS = 2
+"""The candidate and the forget gate, on which the cell of a family with FORMS depends."""
 
 
 class ReadArray(NamedTuple):
@@ -80,19 +82,18 @@ def _tokens(workload: Workload) -> int:
 
 
 def _window_inputs(workload: Workload) -> int:
-    """Return the inputs of the gates of an SRU or QRNN, for all steps of the window."""
-    steps = FORMS["qrnn"].index(workload.form) + 1 if workload.family == "qrnn" else 1
-    return steps * workload.inputs
+    """Return the inputs of the gates of a family with FORMS, for all steps of the window."""
+    return workload.window * workload.inputs
 
 
 def _scan_blocks(workload: Workload) -> int:
-    """Return the blocks of gates of all steps of an SRU or QRNN.
+    """Return the blocks of gates of all steps of a family with FORMS.
 
-    The third block, and the skip in the table of a folded SRU, do not change the cell: only steps with an answer need them.
+    Blocks after CELL_BLOCKS, and the skip in the table of a folded SRU, do not change the cell: only steps with an answer need them.
     """
-    late = 1 + (len(family_of(workload).table_gates) if _is_folded(workload) else 0)
+    late = _blocks(workload) - CELL_BLOCKS + (len(family_of(workload).table_gates) if _is_folded(workload) else 0)
     answers = _tokens(workload) if WANT[workload.kind] == "steps" else workload.rows
-    return (_blocks(workload) - 1) * _tokens(workload) + late * answers
+    return CELL_BLOCKS * _tokens(workload) + late * answers
 
 
 def _weights_of_convolution(workload: Workload) -> list[ReadArray]:

@@ -96,6 +96,11 @@ class Workload:
         return (TEMPORAL_WIDTH if self.kind in STACKS else DENSE_WIDTHS[self.form],)
 
     @property
+    def window(self) -> int:
+        """Steps that the gates of a family with FORMS read."""
+        return FORMS[self.family].index(self.form) + 1 if self.family == "qrnn" else 1
+
+    @property
     def layers(self) -> int:
         return len(DILATIONS) if self.kind in STACKS else self.depth
 

@@ -6,15 +6,16 @@ from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
+from kernels import backend
 from kernels.bench import convolutions
 from kernels.bench.workload import ENCODER, FORMS, INT8, LONG_MEMORY, VOCABULARY, Workload
 
 STEPS = 64
 
-FAMILIES = ("lstm", "gru", "sru", "qrnn", "conv")
+FAMILIES = tuple(family for family in backend.FAMILIES if family != "rnn")
 """The families with kernels in this project. The plain RNN runs in the framework only."""
 
-FOLDED_FORMS = {"sru": FORMS["sru"], "qrnn": FORMS["qrnn"][:1]}
+FOLDED_FORMS = FORMS | {"qrnn": FORMS["qrnn"][:1]}
 """Forms that are also timed over token ids on a GPU, as first layers. A CPU runs the last of them, and every other family."""
 
 RECURRENCE_STEPS = (STEPS, 320)
@@ -52,8 +53,7 @@ def _usual(family: str) -> str:
 def _recurrent_on_cpu(family: str, quick: bool) -> Iterator[Workload]:
     for hidden, rows, lengths in product((128, 256) if quick else (128, 256, 512), (1, 8, 32), ("equal", "questions")):
         yield _square(family, rows, hidden, lengths=lengths, form=_usual(family))
-        form = FOLDED_FORMS[family][-1] if family in FOLDED_FORMS else ""
-        yield _folded(family, rows, STEPS, hidden, form, lengths=lengths)
+        yield _folded(family, rows, STEPS, hidden, FOLDED_FORMS.get(family, ("",))[-1], lengths=lengths)
     if family not in FORMS and not quick:
         yield _square(family, 1, 512, dtype="bfloat16")
     for hidden, rows in product((256,) if quick else (128, 256, 512), (1, 8, 32)):
@@ -64,19 +64,16 @@ _GRID_ON_CUDA = {
     # Hidden sizes, rows, steps.
     **dict.fromkeys(("lstm", "gru"), ((128, 256, 512, 768, 1024, 2048), (1, 8, 32, 64, 256), (STEPS,))),
     "sru": ((256, 512, 1024), (1, 32, 256), (32, 128, 1024, 4096)),
-    "qrnn": ((256, 512, 1024), (1, 32, 256), (32, 128, 4096)),
 }
-_FOLDED_ON_CUDA = (256, 512, 1024), (1, 32, 256), (32, 128, 4096)
+_SCAN_ON_CUDA = (256, 512, 1024), (1, 32, 256), (32, 128, 4096)
+"""Of the other families with FORMS, and of folded layers."""
 _FLOAT32_ON_CUDA = (128, 256, 512), (1, 8, 32, 64)
 """Hidden sizes and rows of an LSTM and a GRU."""
 _FIGURE_ON_CUDA = (256, 512), (32,), (32, 128)
 _COPIED = 1 << 20
 """Steps of 512 float16 columns: 1 GiB, which no cache holds."""
-_QUESTIONS_ON_CUDA = {
-    # Hidden sizes, rows.
-    "lstm": ((128, 256, 512), (8, 32, 64)),
-    **dict.fromkeys(("gru", "sru", "qrnn"), ((256, 512), (32,))),
-}
+_QUESTIONS_ON_CUDA, _LSTM_QUESTIONS_ON_CUDA = ((256, 512), (32,)), ((128, 256, 512), (8, 32, 64))
+"""Hidden sizes and rows."""
 
 
 def deep(family: str, dtype: str) -> Workload:
@@ -104,7 +101,7 @@ def _recurrent_on_cuda(family: str, quick: bool) -> Iterator[Workload]:
 
 
 def _questions(family: str) -> Iterator[Workload]:
-    for hidden, rows in product(*_QUESTIONS_ON_CUDA[family]):
+    for hidden, rows in product(*(_LSTM_QUESTIONS_ON_CUDA if family == "lstm" else _QUESTIONS_ON_CUDA)):
         yield _square(family, rows, hidden, dtype="float16", lengths="questions", form=_usual(family))
 
 
@@ -116,9 +113,9 @@ def _grid_on_cuda(family: str, quick: bool) -> Iterator[Workload]:
         yield from (_folded(family, 32, STEPS, 512, form, dtype="float16") for form in FOLDED_FORMS[family])
         return
     yield Workload(family, 1, _COPIED, 512, 512, dtype="float16", kind="copy")
-    for hidden, rows, steps in product(*_GRID_ON_CUDA[family]):
+    for hidden, rows, steps in product(*_GRID_ON_CUDA.get(family, _SCAN_ON_CUDA)):
         yield from (Workload(family, rows, steps, hidden, hidden, dtype="float16", form=form) for form in FORMS[family])
-    for hidden, rows, steps in product(*_FOLDED_ON_CUDA):
+    for hidden, rows, steps in product(*_SCAN_ON_CUDA):
         yield from (_folded(family, rows, steps, hidden, form, dtype="float16") for form in FOLDED_FORMS[family])
     yield from _questions(family)
     yield from (_square(family, rows, 512, form=_usual(family)) for rows in (1, 32))

@@ -5,19 +5,23 @@ A text CNN over vectors runs layer by layer in `cpu_stack`.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from operator import is_
 
 import torch
 from torch import Tensor
 
-from kernels.conv.cpu_stack import ROW_OPERATIONS, conv, stored_tables
+from kernels.conv.cpu_stack import ROW_OPERATIONS, conv, packed_layer
 from kernels.conv.layer_by_layer import text_cnn_of
 from kernels.conv.types import ConvWeights
+from kernels.cpu.conv_numbers import ClassifierNumbers
 from kernels.cpu.launch import FLOAT_BYTES, LONG_BYTES, aligned, loops
-from kernels.cpu.storage import STORAGES, panel_storage
+from kernels.cpu.storage import panel_storage
 from kernels.cpu.threads import run_in_parts
+from kernels.launching import address
 from kernels.ragged import Encoded, Ragged
 
 MONOTONE = ("none", "relu")
@@ -33,17 +37,15 @@ _layer_by_layer = text_cnn_of(conv)
 class TextTables:
     """The layers and the classifier of a text CNN as the compiled loop takes them.
 
-    layers, classifier: what was packed; arguments: the address of the layers' numbers, how many layers there are and their
-    outputs; scoring: the storage, the addresses of the classifier's panels and bias, and the width of a row of scores, or
-    zeros; padding: the most steps of padding; row_numbers: numbers of the table rows of one token; arrays: what the addresses
-    refer to.
+    layers, classifier: what was packed; numbers: a `LayerNumbers` for each layer; padding: the most steps of padding; row_numbers:
+    numbers of the table rows of one token; arrays: what the addresses refer to.
     """
 
     layers: tuple[ConvWeights, ...]
     classifier: Classifier | None
-    numbers: int
+    numbers: array[int]
     outputs: int
-    scoring: tuple[int, ...]
+    scoring: ClassifierNumbers
     padding: int
     row_numbers: int
     arrays: tuple[Tensor, ...]
@@ -56,14 +58,13 @@ def text_cnn(x: Ragged, layers: Sequence[ConvWeights], classifier: Classifier | 
     packed, rows, tokens = _packed(layers, classifier), x.rows, x.data.shape[0]
     ids, offsets = x.data.contiguous(), x.offsets.contiguous()
     maxima = torch.empty(rows, packed.outputs)
-    storage, panels, bias, width = packed.scoring
-    scores = torch.empty(rows, width) if panels else None
+    scores = torch.empty(rows, packed.scoring.columns) if classifier is not None else None
     run_in_parts(
         loops("kernels.conv.cpu_loops").text_cnn,
         (
-            *(offsets.data_ptr(), offsets.itemsize, rows, ids.data_ptr(), ids.itemsize),
-            *(packed.numbers, len(layers), packed.outputs, maxima.data_ptr()),
-            *(storage, panels, bias, 0 if scores is None else scores.data_ptr(), width),
+            (offsets.data_ptr(), offsets.itemsize, rows, tokens, 0),
+            *(ids.data_ptr(), ids.itemsize, packed.numbers.buffer_info()[0], len(layers), packed.outputs, maxima.data_ptr()),
+            *(packed.scoring, address(scores)),
         ),
         rows,
         tokens * packed.row_numbers * ROW_OPERATIONS,
@@ -85,28 +86,21 @@ def _packed(layers: Sequence[ConvWeights], classifier: Classifier | None) -> Tex
 def _pack(layers: tuple[ConvWeights, ...], classifier: Classifier | None) -> TextTables:
     from kernels.cpu.products import pack_bias, pack_columns, padded, product_width
 
-    arrays: list[Tensor] = []
-    numbers, column = [], 0
-    for layer in layers:
-        table, bias = stored_tables(layer), layer.bias.float().contiguous()
-        arrays += [table, bias]
-        geometry = len(table), layer.dilation, layer.stride, layer.left, layer.right
-        numbers += [table.data_ptr(), STORAGES[table.dtype], table.stride(0), table.stride(1), table.shape[1], *geometry]
-        numbers += [layer.outputs, column, bias.data_ptr(), int(layer.activation == "relu")]
-        column += layer.outputs
-    arrays.append(torch.tensor(numbers, dtype=torch.int64))
-    scoring = 0, 0, 0, 0
+    of_layers = [packed_layer(layer) for layer in layers]
+    arrays = [tensor for layer in of_layers for tensor in layer.arrays]
+    scoring = ClassifierNumbers()
     if classifier is not None:
         weight, bias = classifier
         storage = panel_storage(weight, int8=False)
         panels, packed_bias = pack_columns(weight, 1, storage), pack_bias(bias, 1)
-        scoring = storage, panels.data_ptr(), packed_bias.data_ptr(), product_width(padded(weight.shape[1]))
+        columns = product_width(padded(weight.shape[1]))
+        scoring = ClassifierNumbers(storage, panels.data_ptr(), packed_bias.data_ptr(), columns)
         arrays += [panels, packed_bias]
     return TextTables(
         layers,
         classifier,
-        arrays[2 * len(layers)].data_ptr(),
-        column,
+        array("q", chain.from_iterable(layer.numbers for layer in of_layers)),
+        sum(layer.outputs for layer in layers),
         scoring,
         padding=max(layer.left + layer.right for layer in layers),
         row_numbers=sum(layer.shape[0] * layer.outputs for layer in layers),

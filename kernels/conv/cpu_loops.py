@@ -7,7 +7,7 @@ maxima and the sums of a window stay in registers while all windows of a row pas
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from llvmlite import ir
@@ -15,10 +15,12 @@ from numba import types
 from numba.core import cgutils
 
 from kernels.cpu.compiled import Codegen, Compiled, inner, llvm_code
-from kernels.cpu.conv_numbers import MemorySizes
+from kernels.cpu.conv_numbers import RELU, ClassifierNumbers, LayerNumbers, MemorySizes
 from kernels.cpu.convolutions import Memory, Steps, call_at, convolve, keep_contexts, layer_at, output_offsets, pool, table_rows
+from kernels.cpu.launch import BatchArguments, OutputArrays
 from kernels.cpu.products import aligned, product
-from kernels.cpu.rows import OutputArrays, floats, longs, number_at
+from kernels.cpu.rows import floats, longs, number_at, row_ends
+from kernels.cpu.scans import stored_bytes
 from kernels.cpu.vectors import (
     FLOAT,
     FLOAT_BYTES,
@@ -35,33 +37,6 @@ from kernels.embedding import FIRST
 
 TILE_VECTORS = min(8, REGISTERS // 4)
 """Vectors of the largest tile: each has a maximum and a sum."""
-
-
-class ConvLoopLayer(NamedTuple):
-    """One layer, in the order of the numbers of `kernels.conv.cpu`.
-
-    table: the address of the tables, (width, height, outputs), with `row_numbers` numbers from row to row and `tap_numbers`
-    from tap to tap; column: of its first output among the outputs of all layers; bias: the address of (outputs,) float32; relu:
-    whether negative maxima become 0.
-    """
-
-    table: int
-    storage: int
-    tap_numbers: int
-    row_numbers: int
-    height: int
-    width: int
-    dilation: int
-    stride: int
-    left: int
-    right: int
-    outputs: int
-    column: int
-    bias: int
-    relu: int
-
-
-LAYER_NUMBERS = len(ConvLoopLayer._fields)
 
 
 @llvm_code
@@ -133,139 +108,96 @@ def max_of_windows(
 def text_cnn(
     part: int,
     parts: int,
-    offsets: int,
-    offset_bytes: int,
-    rows: int,
+    batch: BatchArguments,
     ids: int,
     id_bytes: int,
     layers: int,
     layer_count: int,
     outputs: int,
     maxima: int,
-    storage: int,
-    panels: int,
-    bias: int,
+    classifier: ClassifierNumbers,
     scores: int,
-    score_columns: int,
     scratch: int,
 ) -> None:
     """Pool part `part` of `parts` of a batch's rows. Raises IndexError for an id outside of the tables.
 
-    layers: (layer_count, LAYER_NUMBERS) int64, a `ConvLoopLayer` each; maxima: (rows, outputs) float32; panels, bias: of a classifier,
-    or 0, whose scores are written to rows of `score_columns` numbers; scratch: memory as `kernels.conv.cpu` computes it.
+    layers: (layer_count, LAYER_NUMBERS) int64, a `LayerNumbers` each; maxima: (rows, outputs) float32; scores: of the classifier, or
+    0; scratch: memory as `kernels.conv.cpu` computes it.
     """
-    begin, end = rows * part // parts, rows * (part + 1) // parts
-    numbers = longs(layers, layer_count * LAYER_NUMBERS)
+    begin, end = batch.rows * part // parts, batch.rows * (part + 1) // parts
     tile = scratch
     steps_address = scratch + FLOAT_BYTES * TILE_VECTORS * LANES
     for row in range(begin, end):
-        first, last = number_at(offsets, offset_bytes, row), number_at(offsets, offset_bytes, row + 1)
+        first, last = row_ends(batch, row)
+        column = outputs * row
         for number in range(layer_count):
-            layer = _layer(numbers, number)
+            layer = layer_at(layers, number)
             steps = longs(steps_address, last - first + layer.left + layer.right)
             table_rows(layer.left, layer.height, ids, id_bytes, first, last, FIRST, steps)
-            target = floats(maxima + FLOAT_BYTES * (outputs * row + layer.column), layer.outputs)
-            _pool(layer, steps, tile, target)
-    if panels:
+            _pool(layer, steps, tile, floats(maxima + FLOAT_BYTES * column, layer.outputs))
+            column += layer.outputs
+    if scores:
         begins = longs(steps_address, end - begin)
         for row in range(begin, end):
             begins[row - begin] = outputs * row
-        out = scores + FLOAT_BYTES * score_columns * begin
-        product(storage, maxima, steps_address, end - begin, outputs, panels, bias, out, score_columns)
+        out = scores + FLOAT_BYTES * classifier.columns * begin
+        product(
+            *(classifier.storage, maxima, steps_address, end - begin, outputs),
+            *(classifier.panels, classifier.bias, out, classifier.columns),
+        )
 
 
 @inner
-def _layer(numbers: Any, number: int) -> ConvLoopLayer:
-    first = LAYER_NUMBERS * number
-    return ConvLoopLayer(
-        numbers[first],
-        numbers[first + 1],
-        numbers[first + 2],
-        numbers[first + 3],
-        numbers[first + 4],
-        numbers[first + 5],
-        numbers[first + 6],
-        numbers[first + 7],
-        numbers[first + 8],
-        numbers[first + 9],
-        numbers[first + 10],
-        numbers[first + 11],
-        numbers[first + 12],
-        numbers[first + 13],
-    )
-
-
-@inner
-def _pool(layer: ConvLoopLayer, steps: Any, tile: int, target: Any) -> None:
+def _pool(layer: LayerNumbers, steps: Any, tile: int, target: Any) -> None:
     """Write the activated maximum over the windows of a row, or zeros if it has none."""
     reach = (layer.width - 1) * layer.dilation + 1
     windows = (len(steps) - reach) // layer.stride + 1 if len(steps) >= reach else 0
     if not windows:
         target[:] = 0.0
         return
-    number_bytes = 4 if layer.storage == 0 else 2
+    number_bytes = stored_bytes(layer.storage)
     bias = floats(layer.bias, layer.outputs)
     highest = floats(tile, TILE_VECTORS * LANES)
     for column in range(0, layer.outputs, TILE_VECTORS * LANES):
         columns = min(layer.outputs - column, TILE_VECTORS * LANES)
         vectors = (columns + LANES - 1) // LANES
         max_of_windows(
-            layer.storage,
-            vectors,
-            layer.table + number_bytes * column,
-            layer.tap_numbers,
-            layer.row_numbers,
-            steps.ctypes.data,
-            windows,
-            layer.stride,
-            layer.width,
-            layer.dilation,
-            columns - LANES * (vectors - 1),
-            tile,
+            *(layer.storage, vectors, layer.table + number_bytes * column, layer.tap_numbers, layer.row_numbers),
+            *(steps.ctypes.data, windows, layer.stride, layer.width, layer.dilation, columns - LANES * (vectors - 1), tile),
         )
         for number in range(columns):
             value = highest[number] + bias[column + number]
-            target[column + number] = np.float32(0.0) if layer.relu and value < 0.0 else value
+            target[column + number] = np.float32(0.0) if layer.activation == RELU and value < 0.0 else value
 
 
 @Compiled
 def stack(
     part: int,
     parts: int,
-    offsets: int,
-    offset_bytes: int,
-    rows: int,
+    batch: BatchArguments,
     data: int,
     id_bytes: int,
     layers: int,
     calls: int,
     layer_count: int,
     written: int,
-    steps: int,
-    last: int,
-    mean: int,
-    maximum: int,
-    together: int,
-    table_row_count: int,
-    windows: int,
-    tile: int,
-    projected: int,
-    buffer: int,
+    results: OutputArrays,
+    sizes: MemorySizes,
     scratch: int,
 ) -> None:
     """Run all layers over part `part` of `parts` of a batch's rows. Raises IndexError for an id outside of the tables.
 
     data: input steps, or ids of `id_bytes` if the first layer has tables; layers: (layer_count, LAYER_NUMBERS) int64, a `LayerNumbers`
     each; calls: (layer_count, CALL_NUMBERS) int64, a `CallNumbers` each; written: (rows + 1,) int64, where the steps of each row begin in
-    `steps`; together and the sizes after it: a `MemorySizes`; scratch: memory as `kernels.conv.cpu_stack` computes it.
+    the results; scratch: memory as `kernels.conv.cpu_stack` computes it.
     """
+    rows, steps = batch.rows, results.steps
     first, count = rows * part // parts, rows * (part + 1) // parts - rows * part // parts
     offsets_before, offsets_after = longs(scratch, count + 1), longs(scratch + LONG_BYTES * (count + 1), count + 1)
     rest = scratch + aligned(2 * LONG_BYTES * (count + 1))
-    sizes = MemorySizes(together, table_row_count, windows, tile, projected, buffer)
     memory, buffers = _divided(rest, sizes)
     for row in range(count + 1):
-        offsets_before[row] = number_at(offsets, offset_bytes, first + row)
+        offsets_before[row] = number_at(batch.offsets, batch.offset_bytes, first + row)
     values, input_buffer, block_values, block_begin, block_buffer = data, -1, data, 0, -1
     for number in range(layer_count):
         layer, call = layer_at(layers, number), call_at(calls, number)
@@ -275,7 +207,7 @@ def stack(
         output_buffer = 0
         while output_buffer in (input_buffer, block_buffer):
             output_buffer += 1
-        target = steps if is_written else buffers + aligned(FLOAT_BYTES * buffer) * output_buffer
+        target = steps if is_written else buffers + aligned(FLOAT_BYTES * sizes.buffer) * output_buffer
         output_offsets(layer, offsets_before, longs(written, rows + 1)[first] if is_written else 0, offsets_after)
         inputs, outputs = Steps(values, offsets_before), Steps(target, offsets_after)
         convolve(layer, call, first, inputs, id_bytes, FIRST, block_values, block_begin, outputs, memory)
@@ -283,8 +215,7 @@ def stack(
             keep_contexts(layer, call, first, inputs)
         values, input_buffer = target, output_buffer
         offsets_before, offsets_after = offsets_after, offsets_before
-    outputs_of_rows = OutputArrays(steps, last, mean, maximum, layer_at(layers, layer_count - 1).outputs)
-    pool(Steps(values, offsets_before), first, outputs_of_rows.width, outputs_of_rows)
+    pool(Steps(values, offsets_before), first, results)
 
 
 @inner

@@ -28,7 +28,7 @@ from kernels.cpu.launch import (
     output_arguments,
     updates_in_place,
 )
-from kernels.cpu.storage import STORAGES, panel_storage
+from kernels.cpu.storage import STORAGES, as_stored_rows, panel_storage
 from kernels.cpu.threads import most_in_a_part, part_count, run_in_parts
 from kernels.embedding import embed
 from kernels.launching import pack_once
@@ -91,14 +91,6 @@ def _in_place(state: ConvState) -> bool:
     return updates_in_place(state) and (state.slots is None or state.left.dtype == torch.float32)
 
 
-def stored_tables(layer: ConvWeights) -> Tensor:
-    """Return the tables of a layer in a dtype that compiled loops read, with consecutive columns."""
-    tables = layer.tables
-    assert tables is not None
-    stored = tables if tables.dtype in STORAGES else tables.float()
-    return stored if stored.stride(2) == 1 else stored.contiguous()
-
-
 def _run(x: Ragged, blocks: Sequence[ConvBlock], states: Sequence[ConvState] | None, want: Outputs) -> Encoded:
     """Run all blocks in one call. The returned offsets belong to the output steps."""
     packed, first = _packed(blocks), blocks[0].layers[0]
@@ -109,12 +101,12 @@ def _run(x: Ragged, blocks: Sequence[ConvBlock], states: Sequence[ConvState] | N
     operations = sum(count * each for count, each in zip(steps, packed.operations, strict=True))
     longest_part = most_in_a_part(most, part_count(x.rows, operations))
     memory = packed.memory._replace(table_rows=packed.memory.table_rows + data.shape[0], buffer=longest_part * packed.outputs)
-    *addresses, _ = output_arguments(outputs, blocks[-1].outputs)
     run_in_parts(
         loops("kernels.conv.cpu_loops").stack,
         (
-            *(offsets.data_ptr(), offsets.itemsize, x.rows, data.data_ptr(), data.itemsize),
-            *(packed.numbers.buffer_info()[0], calls.buffer_info()[0], len(steps), written.data_ptr(), *addresses, *memory),
+            (offsets.data_ptr(), offsets.itemsize, x.rows, x.data.shape[0], 0),
+            *(data.data_ptr(), data.itemsize, packed.numbers.buffer_info()[0], calls.buffer_info()[0], len(steps)),
+            *(written.data_ptr(), output_arguments(outputs, blocks[-1].outputs), memory),
         ),
         x.rows,
         operations,
@@ -225,7 +217,7 @@ def _pack(blocks: tuple[ConvBlock, ...]) -> PackedStack:
     layers, arrays, operations = list[LayerNumbers](), list[Tensor](), list[int]()
     for block in blocks:
         for position, layer in enumerate(block.layers):
-            packed = _packed_layer(layer)
+            packed = packed_layer(layer)
             if block.residual and position == len(block.layers) - 1:
                 packed = _with_input(packed, block)
             layers.append(packed.numbers._replace(begins_block=int(position == 0)))
@@ -237,7 +229,8 @@ def _pack(blocks: tuple[ConvBlock, ...]) -> PackedStack:
     return PackedStack(blocks, numbers, widest, _memory_sizes(layers), tuple(operations), tuple(arrays))
 
 
-def _packed_layer(layer: ConvWeights) -> PackedLayer:
+def packed_layer(layer: ConvWeights) -> PackedLayer:
+    """Return a layer as it is packed once."""
     return pack_once(layer.packed, "cpu layer", lambda: _pack_layer(layer))
 
 
@@ -264,7 +257,7 @@ def _pack_layer(layer: ConvWeights) -> PackedLayer:
     if layer.tables is None:
         panels, storage = _pack_filters(layer, blocks)
         return PackedLayer(numbers._replace(storage=storage, panels=panels.data_ptr()), (bias, panels))
-    table = stored_tables(layer)
+    table = as_stored_rows(layer.tables)
     row_numbers, tap_numbers = table.stride(1), table.stride(0)
     in_table = {"takes_ids": 1, "storage": STORAGES[table.dtype], "table": table.data_ptr(), "height": table.shape[1]}
     return PackedLayer(numbers._replace(**in_table, row_numbers=row_numbers, tap_numbers=tap_numbers), (bias, table))
@@ -284,7 +277,7 @@ def _with_input(layer: PackedLayer, block: ConvBlock) -> PackedLayer:
     numbers = layer.numbers._replace(adds_input=1, block_activation=activation, block_inputs=columns)
     if block.projection is None:
         return PackedLayer(numbers, layer.arrays)
-    projection = _packed_layer(block.projection)
+    projection = packed_layer(block.projection)
     numbers = numbers._replace(
         projects=1,
         projection_storage=projection.numbers.storage,

@@ -1,7 +1,7 @@
 """Compiles loops with Numba and keeps the machine code in the folder of compiled kernels.
 
 `inner` compiles a function into its callers. `Compiled` is a function that Python calls: its arguments are numbers and
-addresses, all int64, because Numba would take microseconds to unpack arrays.
+addresses, alone or in tuples, all int64, because Numba would take microseconds to unpack arrays.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from functools import cached_property
 from importlib import import_module
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 import msgspec
 from numba import _dynfunc, config, njit, types
@@ -54,13 +54,14 @@ ALL: list[Compiled] = []
 
 
 class Compiled:
-    """A function of int64 arguments, compiled at its first call or read from the folder. It releases the interpreter lock."""
+    """A function of int64 arguments and of named tuples of them, as it is annotated, compiled at its first call or read from the
+    folder. It releases the interpreter lock."""
 
     def __init__(self, function: Callable[..., None]) -> None:
         self._function = function
         ALL.append(self)
 
-    def __call__(self, *arguments: int) -> None:
+    def __call__(self, *arguments: int | tuple[int, ...]) -> None:
         self.machine_code(*arguments)
 
     def compile(self) -> None:
@@ -77,11 +78,18 @@ class Compiled:
         kept = read_kept(self.file)
         if kept:
             return _load(kept)
-        signature = types.void(*[types.int64] * self._function.__code__.co_argcount)
+        hints = get_type_hints(self._function)
+        del hints["return"]
+        signature = types.void(*map(_argument_type, hints.values()))
         (result,) = njit(signature, nogil=True, error_model="numpy")(self._function).overloads.values()
         keep(self.file, _dump(result))
         entry: Callable[..., None] = result.entry_point
         return entry
+
+
+def _argument_type(hint: Any) -> types.Type:
+    """Return Numba's type of an argument with this annotation: int, or a named tuple of int."""
+    return types.int64 if hint is int else types.NamedUniTuple(types.int64, len(hint._fields), hint)
 
 
 def _dump(result: Any) -> bytes:

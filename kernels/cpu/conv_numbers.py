@@ -68,6 +68,15 @@ class CallNumbers(NamedTuple):
     spacing: int = 1
 
 
+class ClassifierNumbers(NamedTuple):
+    """A linear layer over the maxima of a text CNN: its packed weights, and the numbers of a row of scores."""
+
+    storage: int = 0
+    panels: int = 0
+    bias: int = 0
+    columns: int = 0
+
+
 class MemorySizes(NamedTuple):
     """The scratch memory of a part of a batch, in numbers: windows of a product, table rows of the steps of a row, float32 numbers of
     copied windows, of a product, of a projection, and of one of the BUFFERS."""

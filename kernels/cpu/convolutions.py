@@ -18,10 +18,11 @@ from numba.np.unsafe.ndarray import to_fixed_tuple
 
 from kernels.cpu.compiled import Codegen, inner, llvm_code
 from kernels.cpu.conv_numbers import GATED_TANH, GELU, GLU, RELU, TANH, CallNumbers, LayerNumbers
+from kernels.cpu.launch import OutputArrays
 from kernels.cpu.products import product
-from kernels.cpu.rows import OutputArrays, floats, longs, number_at
-from kernels.cpu.storage import FLOAT32
-from kernels.cpu.vectors import FLOAT_BYTES, LANES, STORED, Vectors, for_each_case, index
+from kernels.cpu.rows import floats, longs, number_at
+from kernels.cpu.scans import add_stored, stored_bytes
+from kernels.cpu.vectors import FLOAT_BYTES, LANES, Vectors, for_each_case, index
 
 LAYER_NUMBERS, CALL_NUMBERS = len(LayerNumbers._fields), len(CallNumbers._fields)
 
@@ -46,35 +47,6 @@ class Memory(NamedTuple):
     windows: int
     tile: int
     projected: int
-
-
-@llvm_code
-def _add_stored(_typing: Any, storage: Any, stored: Any, columns: Any, total: Any) -> tuple[Any, Codegen]:
-    """Add `columns` stored numbers to a total of whole vectors. stored, total: addresses."""
-
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Sequence[ir.Value]) -> ir.Value:
-        storage, stored, columns, total = arguments
-        code = Vectors(builder)
-        total_at = code.pointer(total)
-        whole = builder.udiv(columns, index(LANES))
-        end = builder.mul(whole, index(LANES))
-        mask = code.first_lanes(builder.sub(columns, end))
-
-        def add(loaded: ir.Value, at: ir.Value) -> None:
-            code.store(builder.fadd(code.load(total_at, at), loaded), total_at, at)
-
-        def emit(kind: int) -> None:
-            stored_at = code.pointer(stored, STORED[kind])
-            with cgutils.for_range(builder, whole, intp=whole.type) as loop:
-                at = builder.mul(loop.index, index(LANES))
-                add(code.load_stored(stored_at, at, kind), at)
-            with builder.if_then(builder.icmp_signed("<", end, columns)):
-                add(code.load_masked(stored_at, end, kind, mask), end)
-
-        for_each_case(builder, storage, tuple(STORED), emit)
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 4), codegen
 
 
 @llvm_code
@@ -194,16 +166,17 @@ def convolve(
 @inner
 def _sum_rows(layer: LayerNumbers, first: int, memory: Memory, number: int) -> None:
     """Write the bias plus the table rows of a window. first: the first step of the window, counted from the padding."""
-    number_bytes = FLOAT_BYTES if layer.storage == FLOAT32 else 2
+    number_bytes = stored_bytes(layer.storage)
     total = memory.tile + FLOAT_BYTES * layer.columns * number
     floats(total, layer.columns)[:] = floats(layer.bias, layer.columns)
     rows = longs(memory.table_rows, first + (layer.width - 1) * layer.dilation + 1)
     for tap in range(layer.width):
         row = layer.tap_numbers * tap + layer.row_numbers * rows[first + tap * layer.dilation]
-        _add_stored(layer.storage, layer.table + number_bytes * row, layer.outputs, total)
+        add_stored(layer.storage, layer.table + number_bytes * row, layer.outputs, total, total)
         if layer.gates:
             gates = layer.table + number_bytes * (row + layer.outputs)
-            _add_stored(layer.storage, gates, layer.outputs, total + FLOAT_BYTES * layer.gates)
+            gates_total = total + FLOAT_BYTES * layer.gates
+            add_stored(layer.storage, gates, layer.outputs, gates_total, gates_total)
 
 
 @inner
@@ -305,8 +278,9 @@ def keep_contexts(layer: LayerNumbers, call: CallNumbers, first_row: int, inputs
 
 
 @inner
-def pool(steps: Steps, first_row: int, columns: int, outputs: OutputArrays) -> None:
+def pool(steps: Steps, first_row: int, outputs: OutputArrays) -> None:
     """Write the last step, the mean and the maximum of each row, zeros for a row without steps."""
+    columns = outputs.width
     for row in range(len(steps.offsets) - 1):
         count = steps.offsets[row + 1] - steps.offsets[row]
         first = steps.values + FLOAT_BYTES * columns * steps.offsets[row]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,20 +19,31 @@ from kernels.launching import address
 from kernels.ragged import Ragged
 
 
+class GatedArguments(NamedTuple):
+    """The packed weights as the compiled loop takes them. columns: of the data. The address of missing weights is 0."""
+
+    columns: int
+    storage: int
+    hidden: int
+    input: int
+    bias: int
+    recurrent: int
+    recurrent_bias: int
+    table: int
+    table_rows: int
+
+
 @dataclass(frozen=True, slots=True)
 class GatedWeights:
     """The packed weights of an LSTM or GRU.
 
-    hidden: the layer's units; takes_ids: whether the data are ids; arguments: for the compiled loop, the data's columns, the
-    storage, the hidden size, the addresses of the input weight, the bias, the recurrent weight, the recurrent bias and the
-    table, 0 for those that are missing, and the rows of the table; operations: multiplications for each token; width: of a row
-    of the hidden state in scratch memory; quantized_floats, token_floats: scratch memory of a quantized hidden state, and of a
-    token: its gate inputs and its quantized data; arrays: what the addresses refer to.
+    takes_ids: whether the data are ids; operations: multiplications for each token; width: of a row of the hidden state in scratch
+    memory; quantized_floats, token_floats: scratch memory of a quantized hidden state, and of a token: its gate inputs and its
+    quantized data; arrays: what the addresses refer to.
     """
 
-    hidden: int
     takes_ids: bool
-    arguments: tuple[int, ...]
+    arguments: GatedArguments
     operations: int
     width: int
     quantized_floats: int
@@ -62,9 +73,8 @@ def pack_gated(weights: Any, panels: Sequence[int]) -> GatedWeights:
     ]
     columns = gates if input is None else input.shape[0]
     return GatedWeights(
-        hidden,
         table is not None,
-        (columns, storage, hidden, *map(address, arrays), 0 if table is None else len(table)),
+        GatedArguments._make((columns, storage, hidden, *map(address, arrays), 0 if table is None else len(table))),
         operations=gates * (hidden if input is None else hidden + columns),
         width=width,
         quantized_floats=row_floats(width),
@@ -98,19 +108,17 @@ class GatedLoop:
             packed = weights.packed["cpu"] = pack_gated(weights, self.panels(weights))
         return packed
 
-    def _run_direction(self, x: Ragged, layer: Any, state: Any, outputs: tuple[int, ...], reverse: int) -> Any:
+    def _run_direction(self, x: Ragged, layer: Any, state: Any, outputs: launch.Arguments, reverse: int) -> Any:
         """Run the compiled loop and return the state after the batch. outputs: of `launch.output_arguments`."""
         weights, rows, tokens = self._packed(layer), x.rows, x.data.shape[0]
         data = x.data.contiguous() if weights.takes_ids else launch.as_floats(x.data)
         offsets = x.offsets.contiguous()
-        states = launch.row_states(self.state, self.state_arrays, state, rows, weights.hidden)
+        states = launch.row_states(self.state, self.state_arrays, state, rows, weights.arguments.hidden)
         run_in_parts(
             launch.loops(self.module).run,
             (
-                *(offsets.data_ptr(), offsets.itemsize, rows, tokens, reverse, data.data_ptr(), data.itemsize),
-                *weights.arguments,
-                *states.arguments,
-                *outputs,
+                (offsets.data_ptr(), offsets.itemsize, rows, tokens, reverse),
+                *(data.data_ptr(), data.itemsize, weights.arguments, *states.arguments, outputs),
             ),
             rows,
             tokens * weights.operations,

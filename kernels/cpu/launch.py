@@ -18,12 +18,46 @@ TILE_BYTES = 2048
 """The sums of the largest tile: eight rows of four vectors of 64 bytes."""
 
 
-class StateArrays(NamedTuple):
-    """The states of a call's rows. arguments: for the compiled loop, the addresses of the arrays before the batch, of the slots
-    that the rows start from, of the arrays after the batch and of the slots that the rows write; after: the state after the
-    batch; kept: arrays that must exist until the loop has ended."""
+Arguments = tuple[int, ...]
+"""Arguments of a compiled loop that it receives as a named tuple of this module. A call makes a plain tuple, which takes less time."""
 
-    arguments: tuple[int, ...]
+
+class BatchArguments(NamedTuple):
+    """The rows of a batch: the address of its offsets, the bytes of an offset, and 1 for the backward direction."""
+
+    offsets: int
+    offset_bytes: int
+    rows: int
+    tokens: int
+    reverse: int = 0
+
+
+class RowStates(NamedTuple):
+    """The addresses of an array of the state: before the batch, or 0 for zeros, with the slots that the rows start from, and after
+    it, with the slots that the rows write. The slots are 0 if a row's slot is its number."""
+
+    before: int = 0
+    sources: int = 0
+    after: int = 0
+    slots: int = 0
+
+
+class OutputArrays(NamedTuple):
+    """The addresses of the outputs, 0 for outputs that are not requested, and the distance between two rows or two steps of
+    each."""
+
+    steps: int
+    last: int
+    mean: int
+    max: int
+    width: int
+
+
+class StateArrays(NamedTuple):
+    """The states of a call's rows. arguments: the `RowStates` of each array; after: the state after the batch; kept: arrays
+    that must exist until the loop has ended."""
+
+    arguments: list[Arguments]
     after: Any
     kept: tuple[Tensor, ...]
 
@@ -59,7 +93,7 @@ def empty_outputs(x: Ragged, want: Outputs, width: int) -> OutputTensors:
     )
 
 
-def output_arguments(outputs: OutputTensors, width: int, column: int = 0) -> tuple[int, ...]:
+def output_arguments(outputs: OutputTensors, width: int, column: int = 0) -> Arguments:
     """Return the addresses of the outputs from a column on, 0 for outputs that are not wanted, and the width of their rows."""
     return (*[0 if array is None else array.data_ptr() + FLOAT_BYTES * column for array in outputs], width)
 
@@ -67,14 +101,17 @@ def output_arguments(outputs: OutputTensors, width: int, column: int = 0) -> tup
 def row_states(kind: Callable[..., Any], names: Sequence[str], state: Any, rows: int, hidden: int) -> StateArrays:
     """Return the states of a call. kind: the class of the state; names: its arrays, (rows or slots, hidden)."""
     if state is not None and state.slots is not None:
-        caches = [getattr(state, name).data_ptr() for name in names]
         slots = as_longs(state.slots)
         sources = slots if state.sources is None else as_longs(state.sources)
-        return StateArrays((*caches, sources.data_ptr(), *caches, slots.data_ptr()), without_sources(state), (slots, sources))
+        read, written = sources.data_ptr(), slots.data_ptr()
+        caches = [getattr(state, name).data_ptr() for name in names]
+        return StateArrays([(cache, read, cache, written) for cache in caches], without_sources(state), (slots, sources))
     after = [torch.empty(rows, hidden) for _ in names]
-    before = () if state is None else tuple([as_floats(getattr(state, name)) for name in names])
-    begin = [array.data_ptr() for array in before] or [0] * len(names)
-    return StateArrays((*begin, 0, *[array.data_ptr() for array in after], 0), kind(*after), before)
+    if state is None:
+        return StateArrays([(0, 0, array.data_ptr(), 0) for array in after], kind(*after), ())
+    before = tuple([as_floats(getattr(state, name)) for name in names])
+    pairs = zip(before, after, strict=True)
+    return StateArrays([(old.data_ptr(), 0, new.data_ptr(), 0) for old, new in pairs], kind(*after), before)
 
 
 def backend_functions(run_direction: Callable[..., Any]) -> tuple[RunKernel, RunKernel]:
@@ -84,7 +121,7 @@ def backend_functions(run_direction: Callable[..., Any]) -> tuple[RunKernel, Run
     and reverse is 1 for the backward direction. It runs from state slots only if `updates_in_place`.
     """
 
-    def after(x: Ragged, weights: Any, state: Any, outputs: tuple[int, ...], reverse: int) -> Any:
+    def after(x: Ragged, weights: Any, state: Any, outputs: Arguments, reverse: int) -> Any:
         if updates_in_place(state):
             return run_direction(x, weights, state, outputs, reverse)
 

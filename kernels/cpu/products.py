@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kernels.cpu.compiled import Codegen, inner, llvm_code
-from kernels.cpu.int8 import emit_int8_products, int8_vector_bytes, pack_int8, quantized_bytes, rows_of_product
+from kernels.cpu.int8 import emit_int8_products, int8_vector_bytes, pack_int8, quantized_bytes
 from kernels.cpu.launch import TILE_BYTES
 from kernels.cpu.launch import aligned as aligned_size
-from kernels.cpu.rows import Batch, floats, longs, number_at
+from kernels.cpu.rows import longs
 from kernels.cpu.storage import BFLOAT16, FLOAT32, INT8
 from kernels.cpu.vectors import (
     FLOAT,
@@ -251,20 +251,8 @@ def _sums_of(vectors: int, started: int) -> Any:
     tile = _sums_tile(vectors, started)
 
     @inner
-    def sums_of(
-        storage: int,
-        rows: int,
-        start: int,
-        start_offsets: int,
-        block: int,
-        values: int,
-        value_offsets: int,
-        depth: int,
-        panel: int,
-        sums: int,
-        width: int,
-    ) -> None:
-        tile(storage, rows, start, start_offsets, block, values, value_offsets, depth, panel, sums, width)
+    def sums_of(*arguments: int) -> None:
+        tile(*arguments)
 
     return sums_of
 
@@ -298,17 +286,8 @@ def product(
             while row < end:
                 count = tile_rows(end - row, MAX_ROWS)
                 sums_of_4(
-                    storage,
-                    count,
-                    bias + column,
-                    _zeros(),
-                    LANES,
-                    values,
-                    offsets + LONG_BYTES * row,
-                    depth,
-                    panels + panel_bytes * panel,
-                    out + FLOAT_BYTES * width * row + column,
-                    width,
+                    *(storage, count, bias + column, _zeros(), LANES, values, offsets + LONG_BYTES * row, depth),
+                    *(panels + panel_bytes * panel, out + FLOAT_BYTES * width * row + column, width),
                 )
                 row += count
 
@@ -334,65 +313,6 @@ def vector_bytes(storage: int, depth: int) -> int:
     if storage == INT8:
         return int8_vector_bytes(depth)
     return depth * LANES * FLOAT_BYTES if storage == FLOAT32 else (depth + depth % 2) * LANES * FLOAT_BYTES // 2
-
-
-@inner
-def gate_inputs(
-    batch: Batch,
-    tokens: Any,
-    offsets: Any,
-    data: int,
-    number_bytes: int,
-    columns: int,
-    storage: int,
-    blocks: int,
-    hidden: int,
-    weight: int,
-    bias: int,
-    table: int,
-    table_rows: int,
-    memory: int,
-) -> tuple[int, int]:
-    """Return the address of the gate inputs and the numbers from block to block of a row. Rows are in the order of the steps.
-
-    tokens: the numbers of the tokens, step by step; offsets: receives where each token's gate inputs begin; data: rows of
-    `columns` numbers, which are the gate inputs themselves when there is no weight, or ids of `number_bytes` for a table of gate
-    inputs; memory:
-    for gate inputs that are computed or not aligned, and then for quantized data. Raises IndexError for an id outside of the
-    table.
-    """
-    width = padded_width(hidden)
-    for position in range(batch.tokens):
-        row = tokens[position] if not table else _table_row(data, number_bytes, tokens[position], table_rows)
-        offsets[position] = columns * row
-    if table:
-        data = table
-    if not weight and width == hidden:
-        return data, hidden
-    out_width = (blocks * width + PANEL_COLUMNS - 1) // PANEL_COLUMNS * PANEL_COLUMNS
-    if weight:
-        quantized = memory + FLOAT_BYTES * out_width * batch.tokens
-        rows, begins = rows_of_product(storage, data, offsets.ctypes.data, batch.tokens, columns, quantized)
-        product(storage, rows, begins, batch.tokens, columns, weight, bias, memory, out_width)
-    else:
-        for position in range(batch.tokens):
-            row = floats(data + FLOAT_BYTES * offsets[position], columns)
-            target = floats(memory + FLOAT_BYTES * out_width * position, out_width)
-            for block in range(blocks):
-                target[block * width : block * width + hidden] = row[block * hidden : (block + 1) * hidden]
-                target[block * width + hidden : (block + 1) * width] = 0.0
-    for position in range(batch.tokens):
-        offsets[position] = position * out_width
-    return memory, width
-
-
-@inner
-def _table_row(ids: int, id_bytes: int, token: int, rows: int) -> int:
-    """Return the id of a token, which is a row of a table."""
-    row = number_at(ids, id_bytes, token)
-    if row < 0 or row >= rows:
-        raise IndexError("a token id is outside of the table")
-    return row
 
 
 @inner

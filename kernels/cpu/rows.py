@@ -11,7 +11,7 @@ import numpy as np
 from numba import carray
 
 from kernels.cpu.compiled import inner
-from kernels.cpu.launch import ALIGNED_BYTES
+from kernels.cpu.launch import ALIGNED_BYTES, BatchArguments, OutputArrays, RowStates
 from kernels.cpu.vectors import FLOAT_BYTES, LONG_BYTES, pointer_at
 
 
@@ -25,16 +25,6 @@ class Batch(NamedTuple):
     order: Any
     steps: int
     tokens: int
-
-
-class OutputArrays(NamedTuple):
-    """The addresses of the outputs, 0 for outputs that are not requested, and the distance between two rows or two steps of each."""
-
-    steps: int
-    last: int
-    mean: int
-    max: int
-    width: int
 
 
 @inner
@@ -55,6 +45,12 @@ def number_at(numbers: int, number_bytes: int, position: int) -> int:
     if number_bytes == LONG_BYTES:
         return longs(numbers, position + 1)[position]  # type: ignore[no-any-return]
     return np.int64(floats(numbers, position + 1).view(np.int32)[position])  # type: ignore[return-value]
+
+
+@inner
+def row_ends(batch: BatchArguments, row: int) -> tuple[int, int]:
+    """Return the offsets of a row: its first token, and the token after its last."""
+    return number_at(batch.offsets, batch.offset_bytes, row), number_at(batch.offsets, batch.offset_bytes, row + 1)
 
 
 @inner
@@ -107,18 +103,17 @@ def longest_first(offsets: Any, order: Any, begins: Any, part: int, parts: int) 
 
 
 @inner
-def order_batch(
-    offsets: int, offset_bytes: int, rows: int, tokens: int, reverse: int, part: int, parts: int, scratch: int
-) -> tuple[Batch, Any, Any, int]:
+def order_batch(call: BatchArguments, part: int, parts: int, scratch: int) -> tuple[Batch, Any, Any, int]:
     """Return a part of a batch, its tokens step by step, an array for a number of each token, and where the scratch memory goes
     on."""
+    rows, tokens = call.rows, call.tokens
     begins = longs(scratch, rows + 1)
     for row in range(rows + 1):
-        begins[row] = number_at(offsets, offset_bytes, row)
+        begins[row] = number_at(call.offsets, call.offset_bytes, row)
     numbers = longs(scratch + LONG_BYTES * (rows + 1), rows + 2 * tokens + 2)
     batch = longest_first(begins, numbers[:rows], numbers[rows + tokens :], part, parts)
     step_tokens = numbers[rows : rows + tokens]
-    tokens_by_step(batch, reverse, step_tokens)
+    tokens_by_step(batch, call.reverse, step_tokens)
     rest = numbers.ctypes.data + LONG_BYTES * len(numbers)
     return batch, step_tokens, numbers[rows + tokens :], rest + -rest % ALIGNED_BYTES
 
@@ -146,23 +141,23 @@ def still_running(batch: Batch, running: int, step: int) -> int:
 
 
 @inner
-def load_state(batch: Batch, source: int, slots: int, hidden: int, target: int, width: int) -> None:
-    """Copy the rows' state to rows of `width` numbers. source: rows of `hidden` numbers, or 0 for zeros; slots: of the batch's
-    rows."""
+def load_state(batch: Batch, states: RowStates, hidden: int, target: int, width: int) -> None:
+    """Copy the rows' state, rows of `hidden` numbers, to rows of `width` numbers."""
     for position in range(len(batch.order)):
         values = floats(target + FLOAT_BYTES * width * position, width)
         values[hidden:] = 0.0
-        if source == 0:
+        if states.before == 0:
             values[:hidden] = 0.0
         else:
-            values[:hidden] = floats(source + FLOAT_BYTES * hidden * slot_of(batch, slots, position), hidden)
+            slot = slot_of(batch, states.sources, position)
+            values[:hidden] = floats(states.before + FLOAT_BYTES * hidden * slot, hidden)
 
 
 @inner
-def store_state(batch: Batch, position: int, values: Any, target: int, slots: int) -> None:
+def store_state(batch: Batch, position: int, values: Any, states: RowStates) -> None:
     """Copy the state of the row at a position to its slot."""
     hidden = len(values)
-    floats(target + FLOAT_BYTES * hidden * slot_of(batch, slots, position), hidden)[:] = values
+    floats(states.after + FLOAT_BYTES * hidden * slot_of(batch, states.slots, position), hidden)[:] = values
 
 
 @inner
@@ -203,7 +198,7 @@ def add_step(batch: Batch, outputs: OutputArrays, running: int, tokens: Any, hid
 
 @inner
 def end_rows(
-    batch: Batch, outputs: OutputArrays, hidden: int, width: int, states: int, capacity: int, target: int, slots: int
+    batch: Batch, outputs: OutputArrays, hidden: int, width: int, states: int, capacity: int, written: RowStates
 ) -> None:
     """Write the outputs and the hidden states of the rows after their last step.
 
@@ -213,7 +208,7 @@ def end_rows(
     for position in range(len(batch.order)):
         buffer = row_steps(batch, position) % 2
         state = floats(states + FLOAT_BYTES * width * (position + capacity * buffer), hidden)
-        store_state(batch, position, state, target, slots)
+        store_state(batch, position, state, written)
         end_outputs(batch, outputs, position, state)
 
 

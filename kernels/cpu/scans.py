@@ -7,7 +7,7 @@ of its last step only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from llvmlite import ir
@@ -16,7 +16,10 @@ from numba.core import cgutils, types
 from kernels.cpu.compiled import Codegen, inner, llvm_code
 from kernels.cpu.storage import FLOAT32
 from kernels.cpu.vectors import FLOAT, LANES, STORED, Vectors, for_each_case, index
-from kernels.scan.forms import FORMS, ScanForm
+from kernels.scan.forms import CANDIDATES, FORMS, IDENTITY, TANH, ScanForm
+
+ACTIVATED: dict[str, Callable[[Vectors, ir.Value], ir.Value]] = {IDENTITY: lambda _, candidate: candidate}
+"""The activations of a candidate besides tanh."""
 
 
 @llvm_code
@@ -108,7 +111,9 @@ class _Row:
         code, build = self._code, self._code.builder
         offsets = [build.add(build.add(early, unit), build.mul(self._units, index(block))) for block in range(self._form.early)]
         candidate, forget, *others = [code.load(self._early, offset) for offset in offsets]
-        if self._form.sru:
+        activation = IDENTITY if self._form.sru else CANDIDATES[self._form.activation]
+        if activation != TANH:
+            candidate = ACTIVATED[activation](code, candidate)
             kept = build.fdiv(build.fsub(cell, candidate), code.sigmoid_divisor(self._with_cell(forget, 0, unit, cell)))
             return build.fadd(candidate, kept)
         numerator, divisor = code.tanh_fraction(candidate)
@@ -148,7 +153,8 @@ def stored_bytes(storage: int) -> int:
 
 @llvm_code
 def add_stored(_typing: Any, storage: Any, source: Any, count: Any, base: Any, target: Any) -> tuple[Any, Codegen]:
-    """Write ``base + source`` to `target`. source: `count` stored numbers; base, target: float32, which may be the same."""
+    """Write ``base + source`` to `target`. source: `count` stored numbers; base, target: whole vectors of float32, which may be the
+    same."""
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Sequence[ir.Value]) -> ir.Value:
         storage, source, count, base, target = arguments
@@ -158,19 +164,10 @@ def add_stored(_typing: Any, storage: Any, source: Any, count: Any, base: Any, t
         def emit(stored: int) -> None:
             source_at = code.pointer(source, STORED[stored])
 
-            def add(at: ir.Value, values: ir.Value) -> None:
+            def add(values: ir.Value, at: ir.Value) -> None:
                 code.store(builder.fadd(code.load(base_at, at), values), target_at, at)
 
-            vectors = builder.udiv(count, index(LANES))
-            with cgutils.for_range(builder, vectors, intp=count.type) as loop:
-                at = builder.mul(loop.index, index(LANES))
-                add(at, code.load_stored(source_at, at, stored))
-            first = builder.mul(vectors, index(LANES))
-            with cgutils.for_range(builder, builder.sub(count, first), intp=count.type) as loop:
-                at = builder.add(first, loop.index)
-                value = code.load_stored_number(source_at, at, stored)
-                place = builder.gep(target_at, [at])
-                builder.store(builder.fadd(builder.load(builder.gep(base_at, [at])), value), place)
+            code.for_each_vector(source_at, count, add, stored)
 
         for_each_case(builder, storage, tuple(STORED), emit)
         return context.get_dummy_value()

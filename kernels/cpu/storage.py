@@ -14,3 +14,9 @@ def panel_storage(*weights: torch.Tensor, int8: bool) -> int:
     if int8:
         return INT8
     return BFLOAT16 if all(weight.dtype == torch.bfloat16 for weight in weights) else FLOAT32
+
+
+def as_stored_rows(table: torch.Tensor) -> torch.Tensor:
+    """Return a table as compiled loops read it: stored in a dtype that they know, the columns of a row consecutive."""
+    stored = table if table.dtype in STORAGES else table.float()
+    return stored if stored.stride(-1) == 1 else stored.contiguous()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from queue import SimpleQueue
 from threading import Thread, local
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,7 +35,7 @@ def most_in_a_part(sizes: Sizes, parts: int) -> int:
 
 
 def run_in_parts(
-    function: Callable[..., None], arguments: Sequence[int], rows: int, operations: int, scratch_bytes: int
+    function: Callable[..., None], arguments: Sequence[Any], rows: int, operations: int, scratch_bytes: int
 ) -> None:
     """Call a compiled function for the parts of a batch's rows.
 
@@ -70,9 +71,9 @@ def _scratch(size: int) -> torch.Tensor:
 
 
 @cache
-def _tasks(worker: int) -> SimpleQueue[tuple[Callable[..., None], tuple[int, ...], Results]]:
+def _tasks(worker: int) -> SimpleQueue[tuple[Callable[..., None], tuple[Any, ...], Results]]:
     """Return the queue of a worker thread, which runs until the process ends."""
-    tasks: SimpleQueue[tuple[Callable[..., None], tuple[int, ...], Results]] = SimpleQueue()
+    tasks: SimpleQueue[tuple[Callable[..., None], tuple[Any, ...], Results]] = SimpleQueue()
 
     def work() -> None:
         while True:

@@ -95,15 +95,6 @@ class Vectors:
             return self.load(pointer, offset)
         return self._as_floats(self._load(pointer, offset, ir.VectorType(STORED[storage], LANES), 2), storage)
 
-    def load_stored_number(self, pointer: ir.Value, offset: ir.Value, storage: int) -> ir.Value:
-        """Return one weight as float32."""
-        stored = self.builder.load(self.builder.gep(pointer, [offset]))
-        if storage == FLOAT16:
-            return self.builder.fpext(stored, FLOAT)
-        if storage == BFLOAT16:
-            return self.builder.bitcast(self.builder.shl(self.builder.zext(stored, INT), ir.Constant(INT, 16)), FLOAT)
-        return stored
-
     def load_pairs(self, pointer: ir.Value, offset: ir.Value) -> tuple[ir.Value, ir.Value]:
         """Return the first and the second bfloat16 numbers of LANES pairs as float32."""
         words = self._load(pointer, offset, INTS, FLOAT_BYTES)
@@ -162,18 +153,20 @@ class Vectors:
         """Return a * b + c, rounded once."""
         return self._call("llvm.fma", a, b, c)
 
-    def for_each_vector(self, pointer: ir.Value, count: ir.Value, emit: Callable[[ir.Value, ir.Value], None]) -> None:
-        """Emit a loop over `count` float32 numbers, LANES at a time, with zeros after the last. `emit` emits the code for a vector
-        and its offset."""
+    def for_each_vector(
+        self, pointer: ir.Value, count: ir.Value, emit: Callable[[ir.Value, ir.Value], None], storage: int = FLOAT32
+    ) -> None:
+        """Emit a loop over `count` stored numbers, LANES at a time as float32, with zeros after the last. `emit` emits the code for a
+        vector and its offset."""
         build = self.builder
         whole = build.udiv(count, index(LANES))
         with cgutils.for_range(build, whole, intp=whole.type) as loop:
             offset = build.mul(loop.index, index(LANES))
-            emit(self.load(pointer, offset), offset)
+            emit(self.load_stored(pointer, offset, storage), offset)
         offset = build.mul(whole, index(LANES))
         rest = build.sub(count, offset)
         with build.if_then(build.icmp_signed(">", rest, index(0))):
-            emit(self.load_masked(pointer, offset, FLOAT32, self.first_lanes(rest)), offset)
+            emit(self.load_masked(pointer, offset, storage, self.first_lanes(rest)), offset)
 
     def call(self, name: str, returned: ir.Type, *arguments: ir.Value) -> ir.Value:
         """Call a function of LLVM by its whole name."""

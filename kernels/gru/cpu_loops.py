@@ -15,25 +15,15 @@ from numba import types
 from numba.core import cgutils
 
 from kernels.cpu.compiled import Codegen, Compiled, inner, llvm_code
-from kernels.cpu.int8 import rows_of_product
-from kernels.cpu.products import (
-    gate_inputs,
-    max_rows,
-    padded_width,
-    sums_of_1,
-    sums_of_2,
-    sums_of_3,
-    tile_memory,
-    tile_rows,
-    vector_bytes,
-)
-from kernels.cpu.rows import OutputArrays, add_step, begin_outputs, end_rows, load_state, order_batch, still_running
-from kernels.cpu.vectors import FLOAT, FLOAT_BYTES, LANES, LONG, LONG_BYTES, Vectors, index
+from kernels.cpu.gated import GatedArguments
+from kernels.cpu.gated_loops import GatedStep, gated_loop, tiles_of
+from kernels.cpu.launch import BatchArguments, OutputArrays, RowStates
+from kernels.cpu.products import sums_of_1, sums_of_2, sums_of_3, vector_bytes
+from kernels.cpu.vectors import FLOAT, FLOAT_BYTES, LANES, LONG, Vectors, index
 
 BLOCKS = 3
-RESET_AND_UPDATE, NEW = 2, 1
-"""Gates that a tile computes together with the reset before the product."""
-LARGEST, LARGEST_RESET_AND_UPDATE, LARGEST_NEW = max_rows(BLOCKS), max_rows(RESET_AND_UPDATE), max_rows(NEW)
+RESET_AND_UPDATE = 2
+"""Gates that a tile computes together with the reset before the product. The new gate follows in tiles of its own."""
 
 
 @llvm_code
@@ -122,231 +112,54 @@ def _emit_mix(code: Vectors, hidden: ir.Value, new: ir.Value, update: ir.Value) 
 
 
 @inner
-def reset_after(
-    storage: int,
-    running: int,
-    gates: int,
-    gate_offsets: int,
-    block: int,
-    before: int,
-    row_offsets: int,
-    hidden: int,
-    recurrent: int,
-    recurrent_bias: int,
-    after: int,
-    width: int,
-    sums: int,
-    quantized: int,
-) -> None:
-    """Advance the running rows by one step, panel by panel.
-
-    gates, gate_offsets, block: the gate inputs, where the inputs of each row begin, and the numbers from gate to gate; before,
-    after: rows of `width` numbers; row_offsets: where each row of `before` begins; sums, quantized: memory for the sums of a tile
-    and for quantized rows.
-    """
-    values, begins = rows_of_product(storage, before, row_offsets, running, hidden, quantized)
-    panel_bytes = BLOCKS * vector_bytes(storage, hidden)
-    for panel in range(width // LANES):
-        column = FLOAT_BYTES * LANES * panel
-        row = 0
-        while row < running:
-            count = tile_rows(running - row, LARGEST)
-            offset = LONG_BYTES * row
-            sums_of_3(
-                storage,
-                count,
-                gates + column,
-                gate_offsets + offset,
-                block,
-                values,
-                begins + offset,
-                hidden,
-                recurrent + panel_bytes * panel,
-                sums,
-                BLOCKS * LANES,
-            )
-            new_inputs = gates + column + FLOAT_BYTES * RESET_AND_UPDATE * block
-            begin = FLOAT_BYTES * width * row + column
-            update_hidden(
-                count, sums, new_inputs, gate_offsets + offset, recurrent_bias + column, before + begin, after + begin, width
-            )
-            row += count
+def _finish_all(step: GatedStep, rows: int, column: int, place: int, gate_offsets: int) -> None:
+    new_inputs, bias = step.gates + column + FLOAT_BYTES * RESET_AND_UPDATE * step.block, step.weights.recurrent_bias + column
+    update_hidden(rows, step.sums, new_inputs, gate_offsets, bias, step.before + place, step.after + place, step.width)
 
 
 @inner
-def reset_before(
-    storage: int,
-    running: int,
-    gates: int,
-    gate_offsets: int,
-    block: int,
-    before: int,
-    row_offsets: int,
-    hidden: int,
-    recurrent: int,
-    updates: int,
-    reset_states: int,
-    after: int,
-    width: int,
-    sums: int,
-    quantized: int,
-) -> None:
-    """Advance the running rows by one step. updates, reset_states: memory for rows of `width` numbers; the rest as in
-    `reset_after`."""
-    column_bytes = vector_bytes(storage, hidden)
-    panels = width // LANES
-    values, begins = rows_of_product(storage, before, row_offsets, running, hidden, quantized)
-    for panel in range(panels):
-        column = FLOAT_BYTES * LANES * panel
-        row = 0
-        while row < running:
-            count = tile_rows(running - row, LARGEST_RESET_AND_UPDATE)
-            offset = LONG_BYTES * row
-            weights = recurrent + RESET_AND_UPDATE * column_bytes * panel
-            sums_of_2(
-                storage,
-                count,
-                gates + column,
-                gate_offsets + offset,
-                block,
-                values,
-                begins + offset,
-                hidden,
-                weights,
-                sums,
-                RESET_AND_UPDATE * LANES,
-            )
-            begin = FLOAT_BYTES * width * row + column
-            reset_hidden(count, sums, before + begin, updates + begin, reset_states + begin, width)
-            row += count
-    values, begins = rows_of_product(storage, reset_states, row_offsets, running, hidden, quantized)
-    for panel in range(panels):
-        column = FLOAT_BYTES * LANES * panel
-        row = 0
-        while row < running:
-            count = tile_rows(running - row, LARGEST_NEW)
-            offset = LONG_BYTES * row
-            weights = recurrent + column_bytes * (RESET_AND_UPDATE * panels + panel)
-            new_inputs = gates + column + FLOAT_BYTES * RESET_AND_UPDATE * block
-            sums_of_1(
-                storage,
-                count,
-                new_inputs,
-                gate_offsets + offset,
-                block,
-                values,
-                begins + offset,
-                hidden,
-                weights,
-                sums,
-                LANES,
-            )
-            begin = FLOAT_BYTES * width * row + column
-            mix_hidden(count, sums, before + begin, updates + begin, after + begin, width)
-            row += count
+def _finish_reset_and_update(step: GatedStep, rows: int, _column: int, place: int, _gate_offsets: int) -> None:
+    updates = step.own + place
+    reset_hidden(rows, step.sums, step.before + place, updates, updates + step.array_bytes, step.width)
+
+
+@inner
+def _finish_new(step: GatedStep, rows: int, _column: int, place: int, _gate_offsets: int) -> None:
+    mix_hidden(rows, step.sums, step.before + place, step.own + place, step.after + place, step.width)
+
+
+_all_tiles = tiles_of(BLOCKS, sums_of_3, _finish_all)
+_reset_and_update_tiles = tiles_of(RESET_AND_UPDATE, sums_of_2, _finish_reset_and_update)
+_new_tiles = tiles_of(1, sums_of_1, _finish_new)
+
+
+@inner
+def _advance(step: GatedStep) -> None:
+    """Advance the running rows by a step. The arrays of the family are update gates, and hidden states times the reset gate."""
+    recurrent = step.weights.recurrent
+    if step.weights.recurrent_bias:
+        _all_tiles(step, step.gates, step.before, recurrent)
+    else:
+        _reset_and_update_tiles(step, step.gates, step.before, recurrent)
+        panel_bytes = RESET_AND_UPDATE * vector_bytes(step.weights.storage, step.weights.hidden)
+        new_inputs = step.gates + FLOAT_BYTES * RESET_AND_UPDATE * step.block
+        _new_tiles(step, new_inputs, step.own + step.array_bytes, recurrent + panel_bytes * (step.width // LANES))
+
+
+_loop = gated_loop(BLOCKS, 2, _advance)
 
 
 @Compiled
 def run(
     part: int,
     parts: int,
-    offsets: int,
-    offset_bytes: int,
-    rows: int,
-    tokens: int,
-    reverse: int,
+    call: BatchArguments,
     data: int,
     number_bytes: int,
-    columns: int,
-    storage: int,
-    hidden: int,
-    input: int,
-    bias: int,
-    recurrent: int,
-    recurrent_bias: int,
-    table: int,
-    table_rows: int,
-    hidden_before: int,
-    sources: int,
-    hidden_after: int,
-    slots: int,
-    steps: int,
-    last: int,
-    mean: int,
-    max: int,
-    output_width: int,
+    weights: GatedArguments,
+    hidden: RowStates,
+    outputs: OutputArrays,
     scratch: int,
 ) -> None:
-    """Encode part `part` of `parts` of a batch's rows. Addresses are 0 for arrays that a call does not have.
-
-    offset_bytes, number_bytes: of an offset and of a number of the data; scratch: memory as `kernels.gru.cpu` computes it. The
-    other arguments are those of `kernels.gru.gru` with packed weights.
-    """
-    width = padded_width(hidden)
-    batch, step_tokens, gate_offsets, memory = order_batch(offsets, offset_bytes, rows, tokens, reverse, part, parts, scratch)
-    outputs = OutputArrays(steps, last, mean, max, output_width)
-    row_offsets, sums, quantized, states = tile_memory(rows, width, memory)
-    array_bytes = FLOAT_BYTES * width * rows
-    updates, reset_states, memory = states + 2 * array_bytes, states + 3 * array_bytes, states + 4 * array_bytes
-    gates, block = gate_inputs(
-        batch,
-        step_tokens,
-        gate_offsets,
-        data,
-        number_bytes,
-        columns,
-        storage,
-        BLOCKS,
-        hidden,
-        input,
-        bias,
-        table,
-        table_rows,
-        memory,
-    )
-    load_state(batch, hidden_before, sources, hidden, states, width)
-    begin_outputs(batch, outputs, hidden)
-    before, after = states, states + array_bytes
-    running, first = len(batch.order), 0
-    for step in range(batch.steps):
-        running = still_running(batch, running, step)
-        at = gate_offsets.ctypes.data + LONG_BYTES * first
-        if recurrent_bias:
-            reset_after(
-                storage,
-                running,
-                gates,
-                at,
-                block,
-                before,
-                row_offsets,
-                hidden,
-                recurrent,
-                recurrent_bias,
-                after,
-                width,
-                sums,
-                quantized,
-            )
-        else:
-            reset_before(
-                storage,
-                running,
-                gates,
-                at,
-                block,
-                before,
-                row_offsets,
-                hidden,
-                recurrent,
-                updates,
-                reset_states,
-                after,
-                width,
-                sums,
-                quantized,
-            )
-        add_step(batch, outputs, running, step_tokens[first:], hidden, after, width)
-        first += running
-        before, after = after, before
-    end_rows(batch, outputs, hidden, width, states, rows, hidden_after, slots)
+    """Encode part `part` of `parts` of a batch's rows, as in `gated_loop`."""
+    _loop(part, parts, call, data, number_bytes, weights, hidden, RowStates(0, 0, 0, 0), outputs, scratch)

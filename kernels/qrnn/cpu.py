@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu import launch
+from kernels.cpu.storage import as_stored_rows
 from kernels.embedding import FIRST
 from kernels.qrnn.types import POOLINGS, QRNNState, QRNNWeights
 from kernels.ragged import Ragged, without_sources
@@ -16,8 +17,6 @@ from kernels.scan.cpu import (
     Factors,
     GateInputs,
     ScanLayer,
-    as_stored_rows,
-    batch_arguments,
     cell_states,
     product_layer,
     row_layer,
@@ -40,11 +39,11 @@ class _Packed:
         return (*self.layer.arrays, *(() if self.tables is None else (self.tables,)))
 
 
-def _run(x: Ragged, weights: QRNNWeights, state: QRNNState | None, outputs: tuple[int, ...], reverse: int) -> QRNNState:
+def _run(x: Ragged, weights: QRNNWeights, state: QRNNState | None, outputs: launch.Arguments, reverse: int) -> QRNNState:
     """Write the outputs to their addresses and return the state after the batch. reverse: 1 for the backward direction."""
     packed, offsets = _pack(weights, reverse), x.offsets.contiguous()
-    batch = batch_arguments(offsets, x.data.shape[0], reverse)
-    states, cells, kept = cell_states(state, batch[2], packed.layer.hidden)
+    batch = offsets.data_ptr(), offsets.itemsize, offsets.shape[0] - 1, x.data.shape[0], reverse
+    states, cells, kept = cell_states(state, batch[2], packed.layer.arguments.hidden)
     lefts, left, left_before = _lefts(x, weights, state, states)
     arrays, gates = _gates(x, weights, packed, batch, lefts)
     packed.layer.run(batch, gates, states, outputs)
@@ -57,10 +56,10 @@ qrnn, bidirectional = launch.backend_functions(_run)
 
 
 def _lefts(
-    x: Ragged, weights: QRNNWeights, state: QRNNState | None, cells: tuple[int, ...]
-) -> tuple[tuple[int, ...], Tensor, Tensor | None]:
-    """Return the addresses of the steps before the rows and after them, with their slots, as in `cell_states`; the steps
-    after the rows; and an array that the addresses refer to. cells: the addresses of `cell_states`."""
+    x: Ragged, weights: QRNNWeights, state: QRNNState | None, cells: launch.Arguments
+) -> tuple[launch.Arguments, Tensor, Tensor | None]:
+    """Return the addresses of the steps before the rows and after them; the steps after the rows; and an array that the addresses
+    refer to. cells: the addresses of the cells, with the same slots."""
     if state is not None and state.slots is not None:
         left = state.left
         return (left.data_ptr(), cells[1], left.data_ptr(), cells[3]), left, None
@@ -75,7 +74,7 @@ def _lefts(
 
 
 def _gates(
-    x: Ragged, weights: QRNNWeights, packed: _Packed, batch: tuple[int, ...], lefts: tuple[int, ...]
+    x: Ragged, weights: QRNNWeights, packed: _Packed, batch: launch.Arguments, lefts: launch.Arguments
 ) -> tuple[tuple[Tensor, ...], GateInputs]:
     """Return arrays, and where the compiled loop finds the gate inputs in them. Writes the steps after the rows."""
     taps, tables = weights.window, packed.tables
@@ -91,32 +90,32 @@ def _gates(
         }
         return (numbers,), GateInputs(tables.data_ptr(), tables.stride(1), taps=taps, tap_stride=tables.stride(0), **rows)
     data = launch.as_floats(x.data)
-    address, columns = data.data_ptr(), data.shape[1]
+    source, columns = data.data_ptr(), data.shape[1]
     if weights.input is None:
-        return (data,), GateInputs(address, columns)
+        return (data,), GateInputs(source, columns)
     if taps == 1:
-        return (data,), GateInputs(address, columns, columns)
+        return (data,), GateInputs(source, columns, columns)
     begins = _find_windows(data, taps, batch, lefts)
-    return (data, begins), GateInputs(address, columns, taps * columns, begins.data_ptr())
+    return (data, begins), GateInputs(source, columns, taps * columns, begins.data_ptr())
 
 
-def _find_rows(ids: Tensor, tables: Tensor, batch: tuple[int, ...], lefts: tuple[int, ...]) -> Tensor:
+def _find_rows(ids: Tensor, tables: Tensor, batch: launch.Arguments, lefts: launch.Arguments) -> Tensor:
     """Return the rows of the tables in each token's window. Raises IndexError for a row outside of the tables."""
     taps, height, _ = tables.shape
     numbers = torch.empty(ids.shape[0], taps, dtype=torch.int64)
-    launch.loops(LOOPS).find_rows(ids.data_ptr(), ids.itemsize, FIRST, height, *batch, taps, *lefts, numbers.data_ptr())
+    launch.loops(LOOPS).find_rows(ids.data_ptr(), ids.itemsize, FIRST, height, batch, taps, lefts, numbers.data_ptr())
     return numbers
 
 
-def _find_windows(data: Tensor, taps: int, batch: tuple[int, ...], lefts: tuple[int, ...]) -> Tensor:
+def _find_windows(data: Tensor, taps: int, batch: launch.Arguments, lefts: launch.Arguments) -> Tensor:
     """Return where each token's window begins, followed by memory for a copy of the steps around the beginnings of the
     rows."""
     tokens, columns = data.shape
     edges = batch[2] * (taps - 1) * columns  # two float32 steps in the memory of one int64 step
     begins = torch.empty(tokens + edges, dtype=torch.int64)
-    address = begins.data_ptr()
+    begins_at = begins.data_ptr()
     launch.loops(LOOPS).find_windows(
-        data.data_ptr(), columns, *batch, taps, *lefts, address + launch.LONG_BYTES * tokens, address
+        data.data_ptr(), columns, batch, taps, lefts, begins_at + launch.LONG_BYTES * tokens, begins_at
     )
     return begins
 

@@ -6,7 +6,8 @@ from __future__ import annotations
 from typing import Any
 
 from kernels.cpu.compiled import Compiled, inner
-from kernels.cpu.rows import check_rows, floats, longs, number_at
+from kernels.cpu.launch import BatchArguments, RowStates
+from kernels.cpu.rows import check_rows, floats, longs, number_at, row_ends
 from kernels.cpu.vectors import FLOAT_BYTES, LONG_BYTES
 
 
@@ -16,34 +17,27 @@ def find_rows(
     id_bytes: int,
     first: int,
     row_count: int,
-    offsets: int,
-    offset_bytes: int,
-    rows: int,
-    tokens: int,
-    reverse: int,
+    batch: BatchArguments,
     taps: int,
-    left_before: int,
-    sources: int,
-    left_after: int,
-    slots: int,
+    lefts: RowStates,
     numbers: int,
 ) -> None:
     """Write the table rows of each token's window, (tokens, taps), the present step first, and those before the next chunk of
     each row.
 
-    ids: id n is row `first` + n of `row_count` rows; left_before, left_after: (slots or rows, taps - 1), or 0 for zeros.
+    ids: id n is row `first` + n of `row_count` rows; lefts: (slots or rows, taps - 1).
     Raises IndexError, before anything is written, for another row.
     """
-    before = taps - 1
-    check_rows(ids, id_bytes, tokens, first, row_count)
-    if left_before:
-        for row in range(rows):
-            slot = longs(sources, row + 1)[row] if sources else row
-            check_rows(left_before + LONG_BYTES * before * slot, LONG_BYTES, before, 0, row_count)
-    for row in range(rows):
-        begin, end = number_at(offsets, offset_bytes, row), number_at(offsets, offset_bytes, row + 1)
-        slot = longs(sources, row + 1)[row] if sources else row
-        left = longs(left_before + LONG_BYTES * before * slot if left_before else 0, before if left_before else 0)
+    before, reverse = taps - 1, batch.reverse
+    check_rows(ids, id_bytes, batch.tokens, first, row_count)
+    if lefts.before:
+        for row in range(batch.rows):
+            slot = longs(lefts.sources, row + 1)[row] if lefts.sources else row
+            check_rows(lefts.before + LONG_BYTES * before * slot, LONG_BYTES, before, 0, row_count)
+    for row in range(batch.rows):
+        begin, end = row_ends(batch, row)
+        slot = longs(lefts.sources, row + 1)[row] if lefts.sources else row
+        left = longs(lefts.before + LONG_BYTES * before * slot if lefts.before else 0, before if lefts.before else 0)
         for step in range(end - begin):
             token = end - 1 - step if reverse else begin + step
             windows = longs(numbers + LONG_BYTES * taps * token, taps)
@@ -52,31 +46,24 @@ def find_rows(
                 if step >= tap:
                     windows[tap] = first + number_at(ids, id_bytes, earlier)
                 else:
-                    windows[tap] = left[before + step - tap] if left_before else 0
-        slot = longs(slots, row + 1)[row] if slots else row
-        after = longs(left_after + LONG_BYTES * before * slot, before)
+                    windows[tap] = left[before + step - tap] if lefts.before else 0
+        slot = longs(lefts.slots, row + 1)[row] if lefts.slots else row
+        after = longs(lefts.after + LONG_BYTES * before * slot, before)
         for place in range(before):
             step = end - begin - before + place
             if step >= 0:
                 after[place] = first + number_at(ids, id_bytes, end - 1 - step if reverse else begin + step)
             else:
-                after[place] = left[before + step] if left_before else 0
+                after[place] = left[before + step] if lefts.before else 0
 
 
 @Compiled
 def find_windows(
     data: int,
     columns: int,
-    offsets: int,
-    offset_bytes: int,
-    rows: int,
-    tokens: int,
-    reverse: int,
+    batch: BatchArguments,
     taps: int,
-    left_before: int,
-    sources: int,
-    left_after: int,
-    slots: int,
+    lefts: RowStates,
     edges: int,
     begins: int,
 ) -> None:
@@ -84,15 +71,15 @@ def find_windows(
 
     A window is consecutive in memory: it is part of the data, except for the first steps of a row. These are copied together
     with the steps before the row: edges: (rows, 2 x (taps - 1), columns). Backward, windows begin with the present step.
-    left_before, left_after: (slots or rows, taps - 1, columns), or 0 for zeros.
+    lefts: (slots or rows, taps - 1, columns).
     """
-    before = taps - 1
+    before, reverse = taps - 1, batch.reverse
     step_bytes = FLOAT_BYTES * columns
-    for row in range(rows):
-        begin, end = number_at(offsets, offset_bytes, row), number_at(offsets, offset_bytes, row + 1)
-        found = longs(begins, tokens)[begin:end]
-        slot = longs(sources, row + 1)[row] if sources else row
-        left = left_before + step_bytes * before * slot if left_before else 0
+    for row in range(batch.rows):
+        begin, end = row_ends(batch, row)
+        found = longs(begins, batch.tokens)[begin:end]
+        slot = longs(lefts.sources, row + 1)[row] if lefts.sources else row
+        left = lefts.before + step_bytes * before * slot if lefts.before else 0
         edge = edges + step_bytes * 2 * before * row
         edge_begins = (edge - data) // FLOAT_BYTES
         for place in range(before):
@@ -106,9 +93,9 @@ def find_windows(
                 found[token - begin] = edge_begins + columns * (place if reverse else step)
             else:
                 found[token - begin] = columns * (token if reverse else token - before)
-        slot = longs(slots, row + 1)[row] if slots else row
+        slot = longs(lefts.slots, row + 1)[row] if lefts.slots else row
         for place in range(before):
-            target = floats(left_after + step_bytes * (before * slot + place), columns)
+            target = floats(lefts.after + step_bytes * (before * slot + place), columns)
             step = end - begin - before + place
             if step >= 0:
                 _copy_step(data + step_bytes * (end - 1 - step if reverse else begin + step), target)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernels.embedding import embed_taps, tap_rows
 from kernels.framework import StepOutputs, linear, order_by_length
-from kernels.qrnn.types import QRNNState, QRNNWeights
+from kernels.qrnn.types import ACTIVATIONS, QRNNState, QRNNWeights
 from kernels.ragged import Encoded, Outputs, Ragged
 from kernels.windows import left_context, windows
 
@@ -22,7 +22,7 @@ def qrnn(x: Ragged, weights: QRNNWeights, state: QRNNState | None, *, want: Outp
     gates = order.sort_tokens(_gates(x, weights, left))
     f = gates[:, size : 2 * size].sigmoid()
     i = gates[:, 3 * size :].sigmoid() if weights.pooling == "ifo" else 1 - f
-    added = gates[:, :size].tanh().mul_(i)
+    added = ACTIVATIONS[weights.activation](gates[:, :size]) * i
     o = gates[:, 2 * size : 3 * size].sigmoid() if weights.pooling != "f" else torch.ones_like(f)
     cell, last = order.sort_rows(state.cell if state else None, size), order.sort_rows(None, size)
     outputs = StepOutputs(order, size, want)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels.embedding import tap_rows
-from kernels.qrnn.types import POOLINGS, QRNNState, QRNNWeights
+from kernels.qrnn.types import ACTIVATIONS, POOLINGS, QRNNState, QRNNWeights
 from kernels.ragged import Encoded, Outputs, Ragged
 from kernels.reference import select_outputs
 
@@ -27,7 +27,7 @@ def qrnn(x: Ragged, weights: QRNNWeights, state: QRNNState | None, *, want: Outp
             z, f, *others = _gates(seen[t - begin : t - begin + window], weights).chunk(POOLINGS[weights.pooling])
             f = f.sigmoid()
             i = others[1].sigmoid() if weights.pooling == "ifo" else 1 - f
-            cell[row] = f * cell[row] + i * z.tanh()
+            cell[row] = f * cell[row] + i * ACTIVATIONS[weights.activation](z)
             hidden[row] = others[0].sigmoid() * cell[row] if others else cell[row]
             steps[t] = hidden[row]
         left[row] = seen[len(seen) - window + 1 :]

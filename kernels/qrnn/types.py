@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -20,10 +22,12 @@ from kernels.ragged import (
     compute_dtype,
     state_entries,
 )
-from kernels.scan.forms import ScanForm
+from kernels.scan.forms import CANDIDATES, IDENTITY, TANH, ScanForm
 
 POOLINGS = {"f": 2, "fo": 3, "ifo": 4}
 """Number of blocks of each pooling: candidate, forget, then output, then input gate."""
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {TANH: torch.tanh, IDENTITY: lambda values: values}
+"""The functions of the candidate."""
 
 
 @dataclass(frozen=True)
@@ -39,16 +43,17 @@ class QRNNWeights(LayerWeights):
     row `kernels.embedding.FIRST` + n; row 0 is zeros, for steps of padding.
 
     int8: whether products on a CPU take int8 weights and rows, each row with its own scale, where the backend can; input
-    then has values of `kernels.quantized.dequantize`.
+    then has values of `kernels.quantized.dequantize`. activation: of the candidate, a key of ACTIVATIONS with f-pooling.
     """
 
-    gates = ("candidate", "forget", "output")
+    gates: ClassVar[tuple[str, ...]] = ("candidate", "forget", "output")
 
     input: Tensor | None
     bias: Tensor
     pooling: str = "fo"
     tables: Tensor | None = None
     int8: bool = False
+    activation: str = TANH
 
     @property
     def hidden(self) -> int:
@@ -65,7 +70,7 @@ class QRNNWeights(LayerWeights):
 
     @property
     def scan_form(self) -> ScanForm:
-        return ScanForm(POOLINGS[self.pooling])
+        return ScanForm(POOLINGS[self.pooling], activation=CANDIDATES.index(self.activation))
 
     @cached_property
     def columns(self) -> int | None:
@@ -122,6 +127,9 @@ def check_qrnn(x: Ragged, weights: QRNNWeights, state: QRNNState | None) -> None
 def _columns(weights: QRNNWeights) -> int | None:
     if weights.pooling not in POOLINGS:
         raise ContractError(f"weights.pooling is {weights.pooling!r}, expected one of {', '.join(POOLINGS)}")
+    activations = [*ACTIVATIONS] if weights.pooling == "f" else [TANH]
+    if weights.activation not in activations:
+        raise ContractError(f"weights.activation is {weights.activation!r}, expected one of {', '.join(activations)}")
     check_shape("weights.bias", weights.bias, (None,))
     blocks = POOLINGS[weights.pooling] * weights.hidden
     check_shape("weights.bias", weights.bias, (blocks,))

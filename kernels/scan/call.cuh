@@ -98,9 +98,15 @@ struct Unit {
     float bias[4], v_forget, v_output;
 };
 
+// Returns the activation of a QRNN's candidate, by its number among CANDIDATES of forms.py.
+__device__ __forceinline__ float activated(float candidate) {
+    if (ACTIVATION == 1) return candidate;
+    return tanh_of(candidate);
+}
+
 // Computes p and q: the factor and the summand of a linear cell; otherwise the forget gate without its cell term, and the candidate.
 __device__ __forceinline__ void prepare(const float (&gates)[4], const Unit& unit, float& p, float& q) {
-    const float candidate = IS_SRU ? gates[CANDIDATE] : tanh_of(gates[CANDIDATE] + unit.bias[CANDIDATE]);
+    const float candidate = IS_SRU ? gates[CANDIDATE] : activated(gates[CANDIDATE] + unit.bias[CANDIDATE]);
     const float forget = gates[FORGET] + unit.bias[FORGET];
     if (!LINEAR) {
         p = EXACT ? forget : 0.5f * forget;

@@ -25,8 +25,28 @@ STEP_OPERATIONS = 64
 """Operations of a step of one unit without its product, as many as multiplications that take the same time."""
 
 
+class ScanArguments(NamedTuple):
+    """A layer as the compiled loop takes it: the addresses of the product's weights, or 0, of the bias and of the factors; width: the
+    hidden size with padding; group_units: the most units that are computed together."""
+
+    form: int
+    hidden: int
+    storage: int
+    weights: int
+    bias: int
+    factors: int
+    width: int
+    group_units: int
+
+
 class GateInputs(NamedTuple):
-    """Where the compiled loop finds the gate inputs and the skip of a batch, as in `cpu_loops.run`."""
+    """Where the compiled loop finds the gate inputs and the skip of a batch. The address of a missing array is 0.
+
+    With weights, source is the data, and each token's `depth` values begin at begins[token], or at `columns` times its number.
+    Without weights, source are `row_count` rows of `columns` stored gate inputs for each tap; a token's gate inputs are the sum of
+    the rows ``first_row + numbers[token, tap]`` of all taps, or the row of its own number. skip: rows of `skip_columns` numbers, for
+    a skip that is no block.
+    """
 
     source: int
     columns: int
@@ -46,36 +66,25 @@ class GateInputs(NamedTuple):
 class ScanLayer:
     """The packed weights of an SRU or a QRNN.
 
-    arguments: for the compiled loop, the form, the hidden size, the storage, and the addresses of the product's weights (or
-    0), of the bias and of the factors; width: the hidden size with padding; groups: the most threads; group_units,
-    chunk_tokens: that are computed together; token_floats: scratch memory of a token, with its quantized values; operations: for
-    each token, as multiplications; arrays: what the addresses refer to.
+    groups: the most threads; chunk_tokens: that are computed together; token_floats: scratch memory of a token, with its quantized
+    values; operations: for each token, as multiplications; arrays: what the addresses refer to.
     """
 
-    arguments: tuple[int, ...]
-    hidden: int
-    width: int
+    arguments: ScanArguments
     groups: int
-    group_units: int
     chunk_tokens: int
     token_floats: int
     operations: int
     arrays: tuple[Tensor, ...]
 
-    def run(
-        self,
-        batch: tuple[int, ...],
-        gates: GateInputs,
-        states: tuple[int, ...],
-        outputs: tuple[int, ...],
-    ) -> None:
-        """Encode a batch. batch: of `batch_arguments`; the others: as in `cpu_loops.run`."""
+    def run(self, batch: launch.Arguments, gates: GateInputs, cells: launch.Arguments, outputs: launch.Arguments) -> None:
+        """Encode a batch. batch, cells, outputs: a `BatchArguments`, a `RowStates` and an `OutputArrays`."""
         _, _, rows, tokens, _ = batch
         chunk = max(1, min(self.chunk_tokens, tokens))
-        longs, floats = rows + 1 + 3 * chunk, rows * self.width + chunk * self.token_floats
+        longs, floats = rows + 1 + 3 * chunk, rows * self.arguments.width + chunk * self.token_floats
         run_in_parts(
             launch.loops("kernels.scan.cpu_loops").run,
-            (*batch, chunk, self.group_units, *self.arguments, *gates, *states, *outputs),
+            (batch, chunk, self.arguments, gates, cells, outputs),
             self.groups,
             tokens * self.operations,
             launch.LONG_BYTES * longs + 3 * launch.ALIGNED_BYTES + launch.FLOAT_BYTES * floats,
@@ -91,16 +100,8 @@ class Factors:
     skip: float = 1.0
 
 
-def batch_arguments(offsets: Tensor, tokens: int, reverse: int) -> tuple[int, ...]:
-    """Return the address of contiguous offsets, the bytes of an offset, the rows, the tokens and the direction: 1 for
-    backward."""
-    return offsets.data_ptr(), offsets.itemsize, offsets.shape[0] - 1, tokens, reverse
-
-
-def cell_states(state: Any, rows: int, hidden: int) -> tuple[tuple[int, ...], Tensor, Any]:
-    """Return the addresses of the cells before the batch (or 0), of the slots that the rows start from, of the cells after
-    the batch and of the slots that the rows write (0 if there are none); the cells after the batch; and other arrays that the
-    addresses refer to."""
+def cell_states(state: Any, rows: int, hidden: int) -> tuple[launch.Arguments, Tensor, Any]:
+    """Return the `RowStates` of the cells, the cells after the batch, and other arrays that the addresses refer to."""
     if state is None:
         after = torch.empty(rows, hidden)
         return (0, 0, after.data_ptr(), 0), after, None
@@ -165,11 +166,8 @@ def _layer(
     width = (len(packed_factors) - 1) // 2
     addresses = 0 if panels is None else panels.data_ptr(), bias.data_ptr(), packed_factors.data_ptr()
     return ScanLayer(
-        arguments=(form.number, hidden, storage, *addresses),
-        hidden=hidden,
-        width=width,
+        arguments=ScanArguments(form.number, hidden, storage, *addresses, width, max(group_units, 1)),
         groups=width // PANEL_COLUMNS,
-        group_units=max(group_units, 1),
         chunk_tokens=chunk_tokens,
         token_floats=form.with_skip_block.blocks * group_units + quantized_floats,
         operations=hidden * (products + STEP_OPERATIONS),
@@ -184,9 +182,3 @@ def _by_group(columns: Tensor, blocks: int, group: int) -> Tensor:
     padded = pad(separate, (0, -separate.shape[2] % group))
     groups = padded.reshape(len(columns), blocks, padded.shape[2] // group, group)
     return groups.transpose(1, 2).flatten(1)
-
-
-def as_stored_rows(table: Tensor) -> Tensor:
-    """Return a table as compiled loops read it: stored in a dtype that they know, the columns of a row consecutive."""
-    stored = table if table.dtype in STORAGES else table.float()
-    return stored if stored.stride(-1) == 1 else stored.contiguous()

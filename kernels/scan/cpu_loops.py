@@ -13,39 +13,18 @@ import numpy as np
 
 from kernels.cpu.compiled import Compiled, inner
 from kernels.cpu.int8 import rows_of_product
+from kernels.cpu.launch import BatchArguments, OutputArrays, RowStates
 from kernels.cpu.products import PANEL_COLUMNS, VECTORS, product, vector_bytes
-from kernels.cpu.rows import OutputArrays, check_rows, floats, longs, number_at
+from kernels.cpu.rows import check_rows, floats, longs, number_at
 from kernels.cpu.scans import add_stored, scan, stored_bytes
 from kernels.cpu.vectors import FLOAT_BYTES, LONG_BYTES
+from kernels.scan.cpu import GateInputs, ScanArguments
 from kernels.scan.forms import FORMS, ScanForm
 
 EARLY = np.array([form.early for form in FORMS])
 LATE = np.array([form.late for form in FORMS])
 SKIP = np.array([form.skip for form in FORMS])
 IFO = ScanForm(4).number
-
-
-class ScanLoopLayer(NamedTuple):
-    """The layer and its gate inputs, as the arguments of `run`. The address of a missing array is 0."""
-
-    form: int
-    hidden: int
-    width: int
-    storage: int
-    weights: int
-    bias: int
-    factors: int
-    source: int
-    columns: int
-    depth: int
-    begins: int
-    numbers: int
-    number_bytes: int
-    first_row: int
-    taps: int
-    tap_stride: int
-    skip: int
-    skip_columns: int
 
 
 class Chunk(NamedTuple):
@@ -83,85 +62,32 @@ class Group(NamedTuple):
 def run(
     part: int,
     parts: int,
-    offsets: int,
-    offset_bytes: int,
-    rows: int,
-    tokens: int,
-    reverse: int,
+    batch: BatchArguments,
     chunk_tokens: int,
-    group_units: int,
-    form: int,
-    hidden: int,
-    storage: int,
-    weights: int,
-    bias: int,
-    factors: int,
-    source: int,
-    columns: int,
-    depth: int,
-    begins: int,
-    numbers: int,
-    number_bytes: int,
-    first_row: int,
-    row_count: int,
-    taps: int,
-    tap_stride: int,
-    skip: int,
-    skip_columns: int,
-    cell_before: int,
-    sources: int,
-    cell_after: int,
-    slots: int,
-    steps: int,
-    last: int,
-    mean: int,
-    max: int,
-    output_width: int,
+    layer: ScanArguments,
+    gates: GateInputs,
+    states: RowStates,
+    outputs: OutputArrays,
     scratch: int,
 ) -> None:
-    """Encode part `part` of `parts` of a layer's units, in chunks of up to `chunk_tokens` tokens and groups of up to
-    `group_units` units.
+    """Encode part `part` of `parts` of a layer's units, in chunks of up to `chunk_tokens` tokens and groups of units. With weights,
+    a group is one panel of each block.
 
-    With weights, source is the data, each token's `depth` values begin at begins[token], or at `columns` times its number,
-    and a group is one panel of each block. Without weights, source are `row_count` rows of `columns` stored gate inputs for
-    each tap; a token's gate inputs are the sum of the rows ``first_row + numbers[token, tap]`` of all taps, or the row of its
-    own number. Raises IndexError for another row, before anything is written. skip: rows of `skip_columns` numbers, for a
-    skip that is no block. scratch: memory of `kernels.scan.cpu.scratch_bytes`.
+    scratch: memory as `kernels.scan.cpu` computes it. Raises IndexError for a row outside of the table, before anything is written.
     """
-    if numbers:
-        check_rows(numbers, number_bytes, tokens * taps, first_row, row_count)
-    width = -(-hidden // PANEL_COLUMNS) * PANEL_COLUMNS
-    groups = width // PANEL_COLUMNS
+    rows, tokens, form, group_units = batch.rows, batch.tokens, layer.form, layer.group_units
+    if gates.numbers:
+        check_rows(gates.numbers, gates.number_bytes, tokens * gates.taps, gates.first_row, gates.row_count)
+    groups = layer.width // PANEL_COLUMNS
     first, end = groups * part // parts * PANEL_COLUMNS, groups * (part + 1) // parts * PANEL_COLUMNS
-    own = Group(first, end - first, min(end, hidden) - first)
-    layer = ScanLoopLayer(
-        form,
-        hidden,
-        width,
-        storage,
-        weights,
-        bias,
-        factors,
-        source,
-        columns,
-        depth,
-        begins,
-        numbers,
-        number_bytes,
-        first_row,
-        taps,
-        tap_stride,
-        skip,
-        skip_columns,
-    )
-    outputs = OutputArrays(steps, last, mean, max, output_width)
+    own = Group(first, end - first, min(end, layer.hidden) - first)
     begin_of_rows = longs(scratch, rows + 1)
     for row in range(rows + 1):
-        begin_of_rows[row] = number_at(offsets, offset_bytes, row)
+        begin_of_rows[row] = number_at(batch.offsets, batch.offset_bytes, row)
     lists = longs(scratch + LONG_BYTES * (rows + 1), 3 * chunk_tokens)
     cells = scratch + LONG_BYTES * (rows + 1 + 3 * chunk_tokens)
     cells += -cells % 64
-    memory = cells + FLOAT_BYTES * width * rows
+    memory = cells + FLOAT_BYTES * layer.width * rows
     early = memory
     late = early + FLOAT_BYTES * chunk_tokens * EARLY[form] * group_units
     late_blocks = LATE[form] + SKIP[form]
@@ -173,36 +99,34 @@ def run(
         lists[:chunk_tokens],
         lists[chunk_tokens : 2 * chunk_tokens],
     )
-    _begin_rows(begin_of_rows, own, hidden, cell_before, sources, cells, width, outputs)
-    every = steps != 0 or mean != 0 or max != 0
+    _begin_rows(begin_of_rows, own, layer, states, cells, outputs)
+    every = outputs.steps != 0 or outputs.mean != 0 or outputs.max != 0
     chunks = (tokens + chunk_tokens - 1) // chunk_tokens
     for number in range(chunks):
-        begin = chunk_tokens * (chunks - 1 - number if reverse else number)
+        begin = chunk_tokens * (chunks - 1 - number if batch.reverse else number)
         chunk_end = min(begin + chunk_tokens, tokens)
         row = int(np.searchsorted(begin_of_rows, begin, side="right")) - 1
-        late_tokens = _late_tokens(begin_of_rows, reverse, begin, chunk_end, row, every, lists[2 * chunk_tokens :])
-        chunk = Chunk(begin_of_rows, reverse, begin, chunk_end, row, late_tokens, every)
-        rows_at, begins_at = _find_values(layer, chunk, room) if weights else (0, 0)
+        late_tokens = _late_tokens(begin_of_rows, batch.reverse, begin, chunk_end, row, every, lists[2 * chunk_tokens :])
+        chunk = Chunk(begin_of_rows, batch.reverse, begin, chunk_end, row, late_tokens, every)
+        rows_at, begins_at = _find_values(layer, gates, chunk, room) if layer.weights else (0, 0)
         for unit in range(first, end, group_units):
             units = min(group_units, end - unit)
-            group = Group(unit, units, min(units, hidden - unit))
-            _gate_inputs(layer, chunk, group, room, rows_at, begins_at)
-            _scan_rows(layer, chunk, group, room, cells, outputs)
-    _end_rows(begin_of_rows, own, hidden, cells, width, cell_after, slots, outputs)
+            group = Group(unit, units, min(units, layer.hidden - unit))
+            _gate_inputs(layer, gates, chunk, group, room, rows_at, begins_at)
+            _scan_rows(layer, gates, chunk, group, room, cells, outputs)
+    _end_rows(begin_of_rows, own, layer, states, cells, outputs)
 
 
 @inner
-def _begin_rows(
-    offsets: Any, own: Group, hidden: int, source: int, sources: int, cells: int, width: int, outputs: OutputArrays
-) -> None:
+def _begin_rows(offsets: Any, own: Group, layer: ScanArguments, states: RowStates, cells: int, outputs: OutputArrays) -> None:
     """Copy the cells that the rows start from, and prepare the outputs."""
     for row in range(len(offsets) - 1):
-        cell = floats(cells + FLOAT_BYTES * (width * row + own.first), own.units)
-        if source == 0:
+        cell = floats(cells + FLOAT_BYTES * (layer.width * row + own.first), own.units)
+        if states.before == 0:
             cell[:] = 0.0
         else:
-            slot = longs(sources, row + 1)[row] if sources else row
-            cell[: own.real] = floats(source + FLOAT_BYTES * (hidden * slot + own.first), own.real)
+            slot = longs(states.sources, row + 1)[row] if states.sources else row
+            cell[: own.real] = floats(states.before + FLOAT_BYTES * (layer.hidden * slot + own.first), own.real)
             cell[own.real :] = 0.0
         empty = offsets[row] == offsets[row + 1]
         if outputs.mean:
@@ -214,14 +138,12 @@ def _begin_rows(
 
 
 @inner
-def _end_rows(
-    offsets: Any, own: Group, hidden: int, cells: int, width: int, target: int, slots: int, outputs: OutputArrays
-) -> None:
+def _end_rows(offsets: Any, own: Group, layer: ScanArguments, states: RowStates, cells: int, outputs: OutputArrays) -> None:
     """Copy the cells after the rows, and complete the outputs."""
     for row in range(len(offsets) - 1):
-        slot = longs(slots, row + 1)[row] if slots else row
-        cell = floats(cells + FLOAT_BYTES * (width * row + own.first), own.real)
-        floats(target + FLOAT_BYTES * (hidden * slot + own.first), own.real)[:] = cell
+        slot = longs(states.slots, row + 1)[row] if states.slots else row
+        cell = floats(cells + FLOAT_BYTES * (layer.width * row + own.first), own.real)
+        floats(states.after + FLOAT_BYTES * (layer.hidden * slot + own.first), own.real)[:] = cell
         if outputs.mean:
             mean = _output(outputs.mean, outputs, row, own)
             steps = np.float32(max(offsets[row + 1] - offsets[row], 1))
@@ -253,14 +175,14 @@ def _late_tokens(offsets: Any, reverse: int, begin: int, end: int, row: int, eve
 
 
 @inner
-def _find_values(layer: ScanLoopLayer, chunk: Chunk, room: Scratch) -> tuple[int, int]:
+def _find_values(layer: ScanArguments, gates: GateInputs, chunk: Chunk, room: Scratch) -> tuple[int, int]:
     """Return the rows of the chunk's products and where each begins. Writes where the rows of the late tokens begin."""
-    tokens, begins = chunk.end - chunk.begin, longs(layer.begins, chunk.end if layer.begins else 0)
+    tokens, begins = chunk.end - chunk.begin, longs(gates.begins, chunk.end if gates.begins else 0)
     for position in range(tokens):
         token = chunk.begin + position
-        room.early_begins[position] = begins[token] if layer.begins else token * layer.columns
+        room.early_begins[position] = begins[token] if gates.begins else token * gates.columns
     early_at = room.early_begins.ctypes.data
-    rows, begins_at = rows_of_product(layer.storage, layer.source, early_at, tokens, layer.depth, room.quantized)
+    rows, begins_at = rows_of_product(layer.storage, gates.source, early_at, tokens, gates.depth, room.quantized)
     row_begins = longs(begins_at, tokens)
     for position in range(len(chunk.late)):
         room.late_begins[position] = row_begins[chunk.late[position] - chunk.begin]
@@ -268,66 +190,52 @@ def _find_values(layer: ScanLoopLayer, chunk: Chunk, room: Scratch) -> tuple[int
 
 
 @inner
-def _gate_inputs(layer: ScanLoopLayer, chunk: Chunk, group: Group, room: Scratch, rows: int, begins: int) -> None:
+def _gate_inputs(
+    layer: ScanArguments, gates: GateInputs, chunk: Chunk, group: Group, room: Scratch, rows: int, begins: int
+) -> None:
     """Write the blocks of a group of units: early blocks of all tokens, late blocks of the tokens that need a hidden vector.
 
     rows, begins: of `_find_values`.
     """
     early, tokens = EARLY[layer.form], chunk.end - chunk.begin
-    late = LATE[layer.form] + (SKIP[layer.form] and not layer.skip)
+    late = LATE[layer.form] + (SKIP[layer.form] and not gates.skip)
     if layer.weights:
-        panel_bytes = VECTORS * vector_bytes(layer.storage, layer.depth)
+        panel_bytes = VECTORS * vector_bytes(layer.storage, gates.depth)
         panel = group.first // PANEL_COLUMNS * (early + late)
         weights, bias = layer.weights + panel_bytes * panel, layer.bias + FLOAT_BYTES * PANEL_COLUMNS * panel
-        product(
-            layer.storage,
-            rows,
-            begins,
-            tokens,
-            layer.depth,
-            weights,
-            bias,
-            room.early,
-            early * PANEL_COLUMNS,
-        )
-        product(
-            layer.storage,
-            rows,
-            room.late_begins.ctypes.data,
-            len(chunk.late),
-            layer.depth,
-            weights + panel_bytes * early,
-            bias + FLOAT_BYTES * PANEL_COLUMNS * early,
-            room.late,
-            late * PANEL_COLUMNS,
-        )
+        product(layer.storage, rows, begins, tokens, gates.depth, weights, bias, room.early, early * PANEL_COLUMNS)
+        weights, bias = weights + panel_bytes * early, bias + FLOAT_BYTES * PANEL_COLUMNS * early
+        late_at = room.late_begins.ctypes.data
+        product(layer.storage, rows, late_at, len(chunk.late), gates.depth, weights, bias, room.late, late * PANEL_COLUMNS)
     else:
         for position in range(tokens):
-            _gather(layer, group, chunk.begin + position, 0, early, room.early + FLOAT_BYTES * early * group.units * position)
+            target = room.early + FLOAT_BYTES * early * group.units * position
+            _gather(layer, gates, group, chunk.begin + position, 0, early, target)
         for position in range(len(chunk.late)):
-            _gather(layer, group, chunk.late[position], early, late, room.late + FLOAT_BYTES * late * group.units * position)
-    if layer.skip and group.real < group.units:
+            target = room.late + FLOAT_BYTES * late * group.units * position
+            _gather(layer, gates, group, chunk.late[position], early, late, target)
+    if gates.skip and group.real < group.units:
         for position in range(len(chunk.late)):
-            columns = layer.skip + FLOAT_BYTES * (layer.skip_columns * chunk.late[position] + group.first)
-            target = floats(room.skip + FLOAT_BYTES * group.units * position, group.units)
-            target[: group.real] = floats(columns, group.real)
-            target[group.real :] = 0.0
+            columns = gates.skip + FLOAT_BYTES * (gates.skip_columns * chunk.late[position] + group.first)
+            skip = floats(room.skip + FLOAT_BYTES * group.units * position, group.units)
+            skip[: group.real] = floats(columns, group.real)
+            skip[group.real :] = 0.0
 
 
 @inner
-def _gather(layer: ScanLoopLayer, group: Group, token: int, first: int, blocks: int, target: int) -> None:
+def _gather(layer: ScanArguments, gates: GateInputs, group: Group, token: int, first: int, blocks: int, target: int) -> None:
     """Write `blocks` blocks of a token from the block `first` on: the sum of its rows and the bias."""
     for block in range(first, first + blocks):
         # The QRNN's input gate is its last block, but an early one.
         stored_block = 5 - block if layer.form == IFO and block >= 2 else block
         column = stored_block * layer.hidden + group.first
         base = layer.bias + FLOAT_BYTES * (layer.width * block + group.first)
-        for tap in range(layer.taps):
+        for tap in range(gates.taps):
             row = token
-            if layer.numbers:
-                row = layer.first_row + number_at(layer.numbers, layer.number_bytes, token * layer.taps + tap)
-            place = tap * layer.tap_stride + row * layer.columns + column
-            add_stored(layer.storage, layer.source + stored_bytes(layer.storage) * place, group.real, base, target)
+            if gates.numbers:
+                row = gates.first_row + number_at(gates.numbers, gates.number_bytes, token * gates.taps + tap)
+            place = tap * gates.tap_stride + row * gates.columns + column
+            add_stored(layer.storage, gates.source + stored_bytes(layer.storage) * place, group.real, base, target)
             base = target
         if group.real < group.units:
             floats(target, group.units)[group.real :] = 0.0
@@ -335,16 +243,18 @@ def _gather(layer: ScanLoopLayer, group: Group, token: int, first: int, blocks: 
 
 
 @inner
-def _scan_rows(layer: ScanLoopLayer, chunk: Chunk, group: Group, room: Scratch, cells: int, outputs: OutputArrays) -> None:
+def _scan_rows(
+    layer: ScanArguments, gates: GateInputs, chunk: Chunk, group: Group, room: Scratch, cells: int, outputs: OutputArrays
+) -> None:
     """Run a group of units over the steps of every row in the chunk."""
     early_width = EARLY[layer.form] * group.units
-    late_width = (LATE[layer.form] + (SKIP[layer.form] and not layer.skip)) * group.units
-    in_place = layer.skip != 0 and group.real == group.units
+    late_width = (LATE[layer.form] + (SKIP[layer.form] and not gates.skip)) * group.units
+    in_place = gates.skip != 0 and group.real == group.units
     skip, skip_width = room.late + FLOAT_BYTES * group.units, late_width
-    if layer.skip:
+    if gates.skip:
         skip, skip_width = room.skip, group.units
     if in_place:
-        skip, skip_width = layer.skip + FLOAT_BYTES * group.first, layer.skip_columns
+        skip, skip_width = gates.skip + FLOAT_BYTES * group.first, gates.skip_columns
     direction = -1 if chunk.reverse else 1
     row, finals = chunk.row, 0
     while row < len(chunk.offsets) - 1 and chunk.offsets[row] < chunk.end:
@@ -357,20 +267,11 @@ def _scan_rows(layer: ScanLoopLayer, chunk: Chunk, group: Group, room: Scratch, 
             late = start - chunk.begin if chunk.every else finals
             skip_row = start + direction * quiet if in_place else late
             early_at = room.early + FLOAT_BYTES * early_width * (start - chunk.begin)
+            late_at, skip_at = room.late + FLOAT_BYTES * late_width * late, skip + FLOAT_BYTES * skip_width * skip_row
+            factors, scale = layer.factors + FLOAT_BYTES * group.first, layer.factors + FLOAT_BYTES * 2 * layer.width
             scan(
-                layer.form,
-                quiet,
-                steps,
-                group.units,
-                early_at,
-                direction * early_width,
-                room.late + FLOAT_BYTES * late_width * late,
-                direction * late_width,
-                skip + FLOAT_BYTES * skip_width * skip_row,
-                direction * skip_width,
-                layer.factors + FLOAT_BYTES * group.first,
-                layer.width,
-                layer.factors + FLOAT_BYTES * 2 * layer.width,
+                *(layer.form, quiet, steps, group.units, early_at, direction * early_width, late_at, direction * late_width),
+                *(skip_at, direction * skip_width, factors, layer.width, scale),
                 cells + FLOAT_BYTES * (layer.width * row + group.first),
             )
             if chunk.every:

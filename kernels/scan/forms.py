@@ -6,13 +6,15 @@ from itertools import product
 from typing import NamedTuple
 
 NO_SKIP, SKIP_BLOCK, SKIP_COLUMNS = range(3)
+CANDIDATES = TANH, IDENTITY = "tanh", "identity"
+"""The activations of a candidate. With two blocks, a QRNN may have any; otherwise it has tanh."""
 
 
 class ScanForm(NamedTuple):
     """The arithmetic of a layer, independent of its size.
 
     blocks: gate blocks; sru: an SRU rather than a QRNN; own_cell: the gates depend on the previous cell; skip: NO_SKIP,
-    SKIP_BLOCK or SKIP_COLUMNS; tanh: of the cell.
+    SKIP_BLOCK or SKIP_COLUMNS; tanh: of the cell; activation: of a QRNN's candidate, its place among CANDIDATES.
     """
 
     blocks: int
@@ -20,6 +22,7 @@ class ScanForm(NamedTuple):
     own_cell: bool = False
     skip: int = NO_SKIP
     tanh: bool = False
+    activation: int = 0
 
     @property
     def early(self) -> int:
@@ -48,4 +51,5 @@ FORMS = (
         for own_cell, tanh, skip in product((False, True), repeat=3)
     ),
     *(ScanForm(blocks) for blocks in (2, 3, 4)),
+    *(ScanForm(2, activation=number) for number in range(1, len(CANDIDATES))),
 )

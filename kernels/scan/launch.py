@@ -251,13 +251,8 @@ def _fold_kernel(variant: ScanVariant) -> Kernel:
 
 def _layer_constants(variant: ScanVariant) -> dict[str, int]:
     """Return the constants of every kernel, which depend on the layer alone."""
-    form = variant.form
     return {
-        "SRU": int(form.sru),
-        "BLOCKS": form.blocks,
-        "OWN_CELL": int(form.own_cell),
-        "SKIP": form.skip,
-        "TANH": int(form.tanh),
+        **{name.upper(): int(value) for name, value in variant.form._asdict().items()},
         "BFLOAT16": int(variant.storage == torch.bfloat16),
         "SKIP_FLOAT32": int(variant.skip_float32),
     }

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu import launch
+from kernels.cpu.storage import as_stored_rows
 from kernels.cpu.threads import run_in_parts
 from kernels.norm import layer_norm
 from kernels.ragged import Ragged, without_sources
@@ -15,8 +16,6 @@ from kernels.scan.cpu import (
     Factors,
     GateInputs,
     ScanLayer,
-    as_stored_rows,
-    batch_arguments,
     cell_states,
     product_layer,
     row_layer,
@@ -49,11 +48,11 @@ class _Packed:
         return (*self.layer.arrays, *projection, *(() if self.table is None else (self.table,)))
 
 
-def _run(x: Ragged, weights: SRUWeights, state: SRUState | None, outputs: tuple[int, ...], reverse: int) -> SRUState:
+def _run(x: Ragged, weights: SRUWeights, state: SRUState | None, outputs: launch.Arguments, reverse: int) -> SRUState:
     """Write the outputs to their addresses and return the state after the batch. reverse: 1 for the backward direction."""
     packed, offsets = _pack(x, weights), x.offsets.contiguous()
-    batch = batch_arguments(offsets, x.data.shape[0], reverse)
-    states, cells, kept = cell_states(state, batch[2], packed.layer.hidden)
+    batch = offsets.data_ptr(), offsets.itemsize, offsets.shape[0] - 1, x.data.shape[0], reverse
+    states, cells, kept = cell_states(state, batch[2], packed.layer.arguments.hidden)
     arrays, gates = _gates(x, weights, packed)
     packed.layer.run(batch, gates, states, outputs)
     del arrays, kept  # the addresses refer to them until here

@@ -315,6 +315,25 @@ INT8_FORMS = (
     Form("qrnn", int8=True, pooling="ifo", window=3),
 )
 
+SOME_FORMS = [
+    Form("rnn", ids=True, clip=0.5),
+    Form("lstm"),
+    Form("lstm", peepholes=True, projection=True, clip=0.7, ids=True),
+    Form("lstm", layer_norm=True, peepholes=True),
+    Form("gru", reset="after"),
+    Form("gru", reset="before", ids=True),
+    Form("sru", version=2, skip="columns", projection=True),
+    Form("sru", version=1, skip="none", tanh=True, ids=True),
+    Form("qrnn", pooling="fo", window=2),
+    Form("qrnn", pooling="ifo", window=2, ids=True),
+    Form("conv", width=3, left=4, dilation=2, activation="gated_tanh"),
+    Form("conv", width=5, left=4, right=3, dilation=2, stride=3),
+    Form("conv", width=3, left=2, ids="tables"),
+    Form("lstm", int8=True),
+    Form("sru", int8=True, version=2, skip="columns", projection=True),
+]
+"""One form or two of each kind, which every rule is checked for."""
+
 
 def _gates(x: Ragged, weights: Any, state: Any) -> Arguments:
     """Return the problem of an RNN, an LSTM or a GRU with gate inputs as the data."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from kernels.backend import FAMILIES
 from kernels.ragged import Encoded, Outputs, Ragged
 from tests.kernels import inputs
-from tests.kernels.families import FORMS, INT8_FORMS, Form, cpu_backends, runs_on_cpu
+from tests.kernels.families import FORMS, INT8_FORMS, SOME_FORMS, Form, cpu_backends, runs_on_cpu
 
 SIZES: Sequence[tuple[list[int], int, int]] = (
     ([1], 1, 1),
@@ -29,24 +29,6 @@ SIZES: Sequence[tuple[list[int], int, int]] = (
     ([0, 5, 5, 0, 2], 151, 37),
 )
 EVERY_FORM = [*FORMS, *INT8_FORMS]
-SOME_FORMS = [
-    Form("rnn", ids=True, clip=0.5),
-    Form("lstm"),
-    Form("lstm", peepholes=True, projection=True, clip=0.7, ids=True),
-    Form("lstm", layer_norm=True, peepholes=True),
-    Form("gru", reset="after"),
-    Form("gru", reset="before", ids=True),
-    Form("sru", version=2, skip="columns", projection=True),
-    Form("sru", version=1, skip="none", tanh=True, ids=True),
-    Form("qrnn", pooling="fo", window=2),
-    Form("qrnn", pooling="ifo", window=2, ids=True),
-    Form("conv", width=3, left=4, dilation=2, activation="gated_tanh"),
-    Form("conv", width=5, left=4, right=3, dilation=2, stride=3),
-    Form("conv", width=3, left=2, ids="tables"),
-    Form("lstm", int8=True),
-    Form("sru", int8=True, version=2, skip="columns", projection=True),
-]
-"""One form or two of each kind, which every rule is checked for."""
 
 
 def is_causal(form: Form) -> bool:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from kernels.bench.baselines.baseline import Baseline
 from kernels.bench.baselines.comparison import convolution, device_copy, first_sru_package, lstm, one_product
 from kernels.bench.baselines.conv import CONV
-from kernels.bench.baselines.discrete import gru_steps, lstm_gates, lstm_steps, qrnn_steps, sru_steps
+from kernels.bench.baselines.discrete import gru_steps, lstm_gates, lstm_steps, scan_steps
 from kernels.bench.baselines.layers import packed, packed_over_ids, padded, padded_over_ids
 from kernels.bench.baselines.packages import onnx_runtime, onnx_runtime_over_ids, sru_package, sru_package_over_ids
 from kernels.bench.baselines.scans import qrnn_scan, qrnn_scan_over_ids
-from kernels.bench.workload import Workload
+from kernels.bench.workload import FORMS, Workload
 from kernels.bench.workloads import in_figure, one_long_row
 
 CPU, CUDA = ("cpu",), ("cuda",)
@@ -50,6 +50,7 @@ def _small_or_one_long_row(workload: Workload) -> bool:
 _DEFAULT_STREAM = "its kernel is launched on the default stream"
 _SRU_PACKAGE = Baseline("sru package", sru_package, eager_only=_DEFAULT_STREAM, condition=_small_or_one_long_row)
 _SRU_PACKAGE_OVER_IDS = Baseline("embedding, sru package", sru_package_over_ids, CPU, over_ids=True)
+_SCAN_STEPS = (Baseline("torch by step", scan_steps, condition=_outside_the_grid),)
 _QRNN_SCANS = (
     Baseline("torch gates, scan", qrnn_scan, CPU),
     Baseline("embedding, torch gates, scan", qrnn_scan_over_ids, CPU, over_ids=True),
@@ -68,16 +69,11 @@ _FIGURE = (
     ),
 )
 
+_PACKAGES = {"sru": (_SRU_PACKAGE, _SRU_PACKAGE_OVER_IDS, *_FIGURE), "qrnn": (*_QRNN_SCANS, _FIRST_SRU_PACKAGE)}
+
 BASELINES: dict[str, tuple[Baseline, ...]] = {
     "lstm": (*_LAYERS, *_LSTM_LOOPS, _ONNX_RUNTIME, *_OVER_IDS),
     "gru": (*_LAYERS, Baseline("torch by step", gru_steps), _ONNX_RUNTIME, *_OVER_IDS),
-    "sru": (
-        Baseline("torch by step", sru_steps, condition=_outside_the_grid),
-        _SRU_PACKAGE,
-        _SRU_PACKAGE_OVER_IDS,
-        *_ON_CUDA,
-        *_FIGURE,
-    ),
-    "qrnn": (Baseline("torch by step", qrnn_steps, condition=_outside_the_grid), *_QRNN_SCANS, _FIRST_SRU_PACKAGE, *_ON_CUDA),
+    **{family: (*_SCAN_STEPS, *_PACKAGES.get(family, ()), *_ON_CUDA) for family in FORMS},
     "conv": CONV,
 }

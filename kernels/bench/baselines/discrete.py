@@ -12,7 +12,7 @@ from kernels.bench.baselines.baseline import TimedCall, last, pad
 from kernels.bench.case import BenchCase
 from kernels.gru.types import GRUWeights
 from kernels.lstm.types import LSTMWeights
-from kernels.qrnn.types import QRNNWeights
+from kernels.qrnn.types import ACTIVATIONS, QRNNWeights
 from kernels.sru.types import SRUWeights
 
 State = TypeVar("State")
@@ -87,6 +87,11 @@ def gru_steps(case: BenchCase) -> TimedCall:
     return _loop(case, lambda: data, step, data.new_zeros(data.shape[1], weights.hidden))
 
 
+def scan_steps(case: BenchCase) -> TimedCall:
+    """Of an SRU, or of a QRNN and the families that share its weights."""
+    return (sru_steps if isinstance(case.weights[0], SRUWeights) else qrnn_steps)(case)
+
+
 def sru_steps(case: BenchCase) -> TimedCall:
     """One product for all steps, because it does not depend on the cell."""
     weights: SRUWeights = case.weights[0]
@@ -109,20 +114,21 @@ def sru_steps(case: BenchCase) -> TimedCall:
 
 
 def qrnn_steps(case: BenchCase) -> TimedCall:
-    """One product for all steps, over each step and the previous one."""
+    """One product for all steps, over each step and the previous one as far as the window has it."""
     weights: QRNNWeights = case.weights[0]
-    assert weights.input is not None and weights.window == 2
+    assert weights.input is not None and weights.window <= 2
     data, matrix = pad(case), weights.input.reshape(-1, weights.input.shape[2])
-    before = torch.cat((torch.zeros_like(data[:1]), data[:-1]))
+    seen = [data, torch.cat((torch.zeros_like(data[:1]), data[:-1]))][: weights.window]
+    activation = ACTIVATIONS[weights.activation]
 
     def blocks() -> Tensor:
-        return torch.cat((data, before), dim=2) @ matrix + weights.bias
+        return torch.cat(seen, dim=2) @ matrix + weights.bias
 
     def step(x: Tensor, cell: Tensor) -> tuple[Tensor, Tensor]:
-        z, f, o = x.chunk(3, dim=1)
+        z, f, *o = torch.split(x, weights.hidden, dim=1)
         f = f.sigmoid()
-        cell = f * cell + (1 - f) * z.tanh()
-        return o.sigmoid() * cell, cell
+        cell = f * cell + (1 - f) * activation(z)
+        return o[0].sigmoid() * cell if o else cell, cell
 
     return _loop(case, blocks, step, data.new_zeros(data.shape[1], weights.hidden))
 

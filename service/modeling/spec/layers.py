@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field, StrictBool, model_validator
 
@@ -453,9 +453,8 @@ Layer = Annotated[
     | BatchNormLayer,
     Field(discriminator="kind"),
 ]
-LAYER_KINDS = (
-    *("embedding", "rnn", "lstm", "gru", "sru", "qrnn", "conv", "pool", "tcn", "text_cnn"),
-    *("dense", "activation", "layer_norm", "batch_norm"),
+LAYER_KINDS: tuple[str, ...] = tuple(
+    get_args(table.model_fields["kind"].annotation)[0] for table in get_args(get_args(Layer)[0])
 )
 
 
