@@ -135,9 +135,8 @@ class GrpcConnection(Connection):
 
     def _handle_control(self, kind: int, flags: int, stream: bytes, payload: bytes) -> None:
         if kind == frames.SETTINGS and not flags & frames.ACK:
-            for key, value in frames.SETTING.iter_unpack(payload):
-                if key == frames.Setting.INITIAL_WINDOW_SIZE:
-                    self._stream_window = value
+            given = frames.read_settings(flags, payload)
+            self._stream_window = given.get(frames.Setting.INITIAL_WINDOW_SIZE, self._stream_window)
             self._transport.write(frames.frame(frames.SETTINGS, frames.ACK, 0))
         elif kind == frames.PING and not flags & frames.ACK:
             self._transport.write(frames.frame(frames.PING, frames.ACK, 0, payload))
