@@ -24,7 +24,7 @@ from service.ipc.messages.store import DropSession, ReleaseSession, SaveSession,
 from service.store.records import (
     FORGOTTEN,
     FORGOTTEN_SECONDS,
-    FORM,
+    FORMAT_VERSION,
     LEASE_SECONDS,
     Change,
     Note,
@@ -137,7 +137,7 @@ class FolderStore:
 
     def _take(self, file: str, message: TakeSession, may_seize: bool) -> TakenSession:
         record, state = _read(file)
-        if record is not None and record.form > FORM:
+        if record is not None and record.form > FORMAT_VERSION:
             return TakenSession(TakeOutcome.NEWER)
         if record is not None and record.owner not in ("", self._replica):
             if not may_seize or self._is_alive(record.owner):
@@ -153,18 +153,18 @@ class FolderStore:
                 return TakenSession(TakeOutcome.ABSENT)
         elif not (_is_replaced(record, message) or _is_begun(record, state, message)):
             ended = record.ended or ("" if state else "lost")
-            _write(file, _Record(FORM, self._replica, message.turn, record.begun, ended=ended), state)
+            _write(file, _Record(FORMAT_VERSION, self._replica, message.turn, record.begun, ended=ended), state)
             if ended:
                 return TakenSession(TakeOutcome.ENDED, ended=ended)
             return TakenSession(TakeOutcome.TAKEN, record.begun, record.exact, state=state)
-        _write(file, _Record(FORM, self._replica, message.turn, message.begun), b"")
+        _write(file, _Record(FORMAT_VERSION, self._replica, message.turn, message.begun), b"")
         return TakenSession(TakeOutcome.NEW)
 
     def _save(self, file: str, message: SaveSession, state: bytes) -> bool:
         record, _ = _read(file)
         wanted = ""
         if record is not None:
-            if record.form > FORM:
+            if record.form > FORMAT_VERSION:
                 return False
             if record.turn != message.turn:
                 if not (message.anew and record.begun < message.begun):
@@ -172,7 +172,7 @@ class FolderStore:
                 if record.owner != self._replica:
                     self._leave_note(record.owner, NoteKind.SEIZED, message.session)
             wanted = record.wanted
-        saved = _Record(FORM, self._replica, message.turn, message.begun, message.exact, wanted=wanted)
+        saved = _Record(FORMAT_VERSION, self._replica, message.turn, message.begun, message.exact, wanted=wanted)
         if message.releases:
             saved.owner = saved.wanted = ""
         _write(file, saved, state)
@@ -286,7 +286,7 @@ def _read(file: str) -> tuple[_Record | None, bytes]:
     except msgspec.ValidationError:
         raise  # a later form
     except msgspec.DecodeError:
-        return _Record(FORM), b""
+        return _Record(FORMAT_VERSION), b""
     return record, state if record.check == _check(state) else b""
 
 
@@ -301,7 +301,7 @@ def _is_begun(record: _Record, state: bytes, message: TakeSession) -> bool:
 
 def _forget(file: str, record: _Record, ended: str = "") -> None:
     """Record that a session has ended, and why if its client does not know. Nobody owns it any more."""
-    _write(file, _Record(FORM, begun=record.begun, ended=ended or FORGOTTEN), b"")
+    _write(file, _Record(FORMAT_VERSION, begun=record.begun, ended=ended or FORGOTTEN), b"")
 
 
 def _write(file: str, record: _Record, state: bytes) -> None:

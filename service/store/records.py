@@ -16,8 +16,8 @@ from typing import NamedTuple, Protocol
 
 from service.ipc.messages.store import DropSession, ReleaseSession, SaveSession, TakeOutcome, TakeSession
 
-FORM = 1
-"""Version of the saved form. A replica reads this form and earlier ones, and leaves records of later forms alone."""
+FORMAT_VERSION = 1
+"""Version of the saved records. A replica reads this version and earlier ones, and leaves records of later versions alone."""
 LEASE_SECONDS = 2.0
 RENEW_SECONDS = 0.4
 INBOX_WAIT_SECONDS = 1.0

@@ -16,7 +16,7 @@ from service.settings import without_password
 from service.store.records import (
     FORGOTTEN,
     FORGOTTEN_SECONDS,
-    FORM,
+    FORMAT_VERSION,
     INBOX_WAIT_SECONDS,
     LEASE_SECONDS,
     Change,
@@ -217,11 +217,11 @@ class RedisStore:
         match message:
             case TakeSession(session=name, turn=turn, begun=begun, begins=begins, replaces=replaces):
                 options = int(begins), replaces, int(may_seize), self._keep_ms, INBOX_SECONDS, FORGOTTEN
-                return script, 3, key, f"{PREFIX}lease:", inboxes, name, self._replica, FORM, turn, begun, *options
+                return script, 3, key, f"{PREFIX}lease:", inboxes, name, self._replica, FORMAT_VERSION, turn, begun, *options
             case SaveSession(session=name, turn=turn, begun=begun, exact=exact, releases=releases, anew=anew):
                 flags = int(exact), int(releases), int(anew)
                 state = self._keep_ms, INBOX_SECONDS, change.state
-                return script, 2, key, inboxes, name, self._replica, FORM, turn, begun, *flags, *state
+                return script, 2, key, inboxes, name, self._replica, FORMAT_VERSION, turn, begun, *flags, *state
             case ReleaseSession(session=name, turn=turn, exact=exact):
                 end = (FORGOTTEN, FORGOTTEN_MS) if turn else ("lost", self._keep_ms)
                 return script, 2, key, inboxes, name, self._replica, turn, int(exact), INBOX_SECONDS, *end

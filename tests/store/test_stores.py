@@ -19,7 +19,7 @@ from service.store.__main__ import open_store
 from service.store.folder import FolderStore
 from service.store.records import (
     FORGOTTEN_SECONDS,
-    FORM,
+    FORMAT_VERSION,
     LEASE_SECONDS,
     Change,
     Note,
@@ -273,7 +273,7 @@ def test_rolling_update_reads_earlier_forms_and_spares_later_ones(open_replica: 
     save(old, b"state", releases=True)
     with monkeypatch.context() as later:
         for module in (folder, redis_store):
-            later.setattr(module, "FORM", FORM + 1)
+            later.setattr(module, "FORMAT_VERSION", FORMAT_VERSION + 1)
         assert take(new) == taken(b"state", exact=True)
         assert save(new, b"next", 2, releases=True) is True
     assert take(old) == TakenSession(TakeOutcome.NEWER)

@@ -36,7 +36,7 @@ class BatchRecorder:
         self._device = device
         self._limit = batches
         self._profiler = Profiler(device)
-        self._launched: dict[int, tuple[Batch, Sequence[float]]] = {}
+        self._launched: dict[Batch, Sequence[float]] = {}
         self._batches: list[TracedBatch] = []
         self._unreplied = 0
         self._device_free = self._began = time.monotonic()
@@ -49,12 +49,11 @@ class BatchRecorder:
 
     def launching(self, batch: Batch, arrivals: Sequence[float]) -> None:
         """Note a batch before its launch."""
-        # The entry keeps the batch alive: its id could otherwise be reused.
-        self._launched[id(batch)] = batch, arrivals
+        self._launched[batch] = arrivals
 
     def ended(self, in_flight: InFlightBatch, ended: float) -> None:
         """Record a batch that has ended, after its results were split."""
-        _, arrivals = self._launched.pop(id(in_flight.batch), (None, ()))
+        arrivals = self._launched.pop(in_flight.batch, ())
         if in_flight.began >= self._began and len(self._batches) < self._limit:
             self._batches.append(_traced(in_flight, arrivals, self._device_free, ended))
             self._unreplied += 1
