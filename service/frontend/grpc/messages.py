@@ -53,44 +53,43 @@ class SplitRequest(NamedTuple):
 
 def split_request(data: bytes) -> SplitRequest:
     """Return the parts of a message; raises InvalidRequest for bytes that are no message."""
+    view, end, at, begin, depth = memoryview(data), len(data), 0, 0, 0
+    id = ""
+    kept: list[memoryview] = []
+    contents: list[memoryview] = []
+    numbers: list[int] = []
     try:
-        return _split(data)
+        while at < end and len(numbers) <= _MAX_FIELDS:
+            start, tag = at, data[at]
+            at += 1
+            if tag > 127:
+                tag, at = _read_number(data, start)
+            number, wire_type = tag >> 3, tag & 7
+            if wire_type == _LENGTH_DELIMITED:
+                size, content = data[at], at + 1
+                if size > 127:
+                    size, content = _read_number(data, at)
+                at = content + size
+            elif wire_type == _VARINT:
+                _, at = _read_number(data, at)
+            elif wire_type in (_START_GROUP, _END_GROUP):
+                depth += 1 if wire_type == _START_GROUP else -1
+            else:
+                at += {_FIXED64: 8, _FIXED32: 4}.get(wire_type, end)
+            if at > end:
+                raise IndexError
+            if wire_type != _LENGTH_DELIMITED or depth:
+                number = 0
+            numbers.append(number)
+            if number in (_ID, _RAW):
+                kept.append(view[begin:start])
+                begin = at
+                if number == _ID:
+                    id = data[content:at].decode()
+                else:
+                    contents.append(view[content:at])
     except (IndexError, UnicodeDecodeError):
         raise invalid_message(METHODS["ModelInfer"].request_type) from None
-
-
-def _split(data: bytes) -> SplitRequest:
-    view, end, at, begin, depth = memoryview(data), len(data), 0, 0, 0
-    id, kept, contents, numbers = "", list[memoryview](), list[memoryview](), list[int]()
-    while at < end and len(numbers) <= _MAX_FIELDS:
-        start, tag = at, data[at]
-        at += 1
-        if tag > 127:
-            tag, at = _read_number(data, start)
-        number, wire_type = tag >> 3, tag & 7
-        if wire_type == _LENGTH_DELIMITED:
-            size, content = data[at], at + 1
-            if size > 127:
-                size, content = _read_number(data, at)
-            at = content + size
-        elif wire_type == _VARINT:
-            _, at = _read_number(data, at)
-        elif wire_type in (_START_GROUP, _END_GROUP):
-            depth += 1 if wire_type == _START_GROUP else -1
-        else:
-            at += {_FIXED64: 8, _FIXED32: 4}.get(wire_type, end)
-        if at > end:
-            raise IndexError
-        if wire_type != _LENGTH_DELIMITED or depth:
-            number = 0
-        numbers.append(number)
-        if number in (_ID, _RAW):
-            kept.append(view[begin:start])
-            begin = at
-            if number == _ID:
-                id = data[content:at].decode()
-            else:
-                contents.append(view[content:at])
     kept.append(view[begin:])
     return SplitRequest(b"".join(kept), id, contents, _excess(numbers) if len(numbers) > MAX_PARTS else None)
 
