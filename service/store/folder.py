@@ -153,11 +153,11 @@ class FolderStore:
                 return TakenSession(TakeOutcome.ABSENT)
         elif not (_is_replaced(record, message) or _is_begun(record, state, message)):
             ended = record.ended or ("" if state else "lost")
-            _write(file, _Record(FORMAT_VERSION, self._replica, message.turn, record.begun, ended=ended), state)
+            _write(file, _Record(FORMAT_VERSION, self._replica, message.ownership, record.begun, ended=ended), state)
             if ended:
                 return TakenSession(TakeOutcome.ENDED, ended=ended)
             return TakenSession(TakeOutcome.TAKEN, record.begun, record.exact, state=state)
-        _write(file, _Record(FORMAT_VERSION, self._replica, message.turn, message.begun), b"")
+        _write(file, _Record(FORMAT_VERSION, self._replica, message.ownership, message.begun), b"")
         return TakenSession(TakeOutcome.NEW)
 
     def _save(self, file: str, message: SaveSession, state: bytes) -> bool:
@@ -166,13 +166,13 @@ class FolderStore:
         if record is not None:
             if record.form > FORMAT_VERSION:
                 return False
-            if record.turn != message.turn:
+            if record.turn != message.ownership:
                 if not (message.anew and record.begun < message.begun):
                     return False
                 if record.owner != self._replica:
                     self._leave_note(record.owner, NoteKind.SEIZED, message.session)
             wanted = record.wanted
-        saved = _Record(FORMAT_VERSION, self._replica, message.turn, message.begun, message.exact, wanted=wanted)
+        saved = _Record(FORMAT_VERSION, self._replica, message.ownership, message.begun, message.exact, wanted=wanted)
         if message.releases:
             saved.owner = saved.wanted = ""
         _write(file, saved, state)
@@ -182,20 +182,20 @@ class FolderStore:
 
     def _release(self, file: str, message: ReleaseSession) -> bool:
         record, state = _read(file)
-        if record is None or record.owner != self._replica or message.turn not in (0, record.turn):
+        if record is None or record.owner != self._replica or message.ownership not in (0, record.turn):
             return False
         wanted, record.owner, record.wanted, record.exact = record.wanted, "", "", message.exact
         if state or record.ended:
             _write(file, record, state)
         else:
-            _forget(file, record, "" if message.turn else "lost")
+            _forget(file, record, "" if message.ownership else "lost")
         if wanted:
             self._leave_note(wanted, NoteKind.RELEASED, message.session)
         return True
 
     def _drop(self, file: str, message: DropSession) -> bool:
         record, _ = _read(file)
-        if record is None or record.turn != message.turn:
+        if record is None or record.turn != message.ownership:
             return False
         _forget(file, record, message.ended)
         return True
@@ -296,7 +296,7 @@ def _is_replaced(record: _Record, message: TakeSession) -> bool:
 
 def _is_begun(record: _Record, state: bytes, message: TakeSession) -> bool:
     """Return whether a take was made before, without a reply."""
-    return record.turn == message.turn and not (state or record.ended)
+    return record.turn == message.ownership and not (state or record.ended)
 
 
 def _forget(file: str, record: _Record, ended: str = "") -> None:

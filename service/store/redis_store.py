@@ -215,17 +215,17 @@ class RedisStore:
         message = change.message
         script, key, inboxes = self._scripts[type(message)].sha, f"{PREFIX}session:{digest(message.session)}", f"{PREFIX}inbox:"
         match message:
-            case TakeSession(session=name, turn=turn, begun=begun, begins=begins, replaces=replaces):
+            case TakeSession(session=name, ownership=turn, begun=begun, begins=begins, replaces=replaces):
                 options = int(begins), replaces, int(may_seize), self._keep_ms, INBOX_SECONDS, FORGOTTEN
                 return script, 3, key, f"{PREFIX}lease:", inboxes, name, self._replica, FORMAT_VERSION, turn, begun, *options
-            case SaveSession(session=name, turn=turn, begun=begun, exact=exact, releases=releases, anew=anew):
+            case SaveSession(session=name, ownership=turn, begun=begun, exact=exact, releases=releases, anew=anew):
                 flags = int(exact), int(releases), int(anew)
                 state = self._keep_ms, INBOX_SECONDS, change.state
                 return script, 2, key, inboxes, name, self._replica, FORMAT_VERSION, turn, begun, *flags, *state
-            case ReleaseSession(session=name, turn=turn, exact=exact):
+            case ReleaseSession(session=name, ownership=turn, exact=exact):
                 end = (FORGOTTEN, FORGOTTEN_MS) if turn else ("lost", self._keep_ms)
                 return script, 2, key, inboxes, name, self._replica, turn, int(exact), INBOX_SECONDS, *end
-            case DropSession(turn=turn, ended=ended):
+            case DropSession(ownership=turn, ended=ended):
                 return script, 1, key, turn, ended or FORGOTTEN, self._keep_ms if ended else FORGOTTEN_MS
 
     @staticmethod

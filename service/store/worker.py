@@ -180,7 +180,7 @@ class StoreWorker:
         message = queued.change.message
         if isinstance(message, SaveSession) and message.releases and not queued.is_retried:
             self._metrics.session_saves.add("failed")
-            queued.sender.send(SaveEnded(message.session, message.turn, owned=True, releases=True, failed=True))
+            queued.sender.send(SaveEnded(message.session, message.ownership, owned=True, releases=True, failed=True))
         else:
             self._finish(queued, error)
 
@@ -233,7 +233,7 @@ class StoreWorker:
             # A release that is sent again may have been made before: then another replica may have the session rightly.
             failed = failed and not queued.is_retried
             owned = failed or outcome == "saved" or queued.is_retried
-            queued.sender.send(SaveEnded(message.session, message.turn, owned, message.releases, failed))
+            queued.sender.send(SaveEnded(message.session, message.ownership, owned, message.releases, failed))
 
     async def _retry_takes(self) -> None:
         """Try again to take sessions of other replicas: the lease of their owner may have ended."""

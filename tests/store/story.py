@@ -138,7 +138,7 @@ class Replica:
         assert isinstance(message, SaveSession)
         failed = isinstance(result, StoreFailed)
         if message.releases or message.anew or not (failed or result):
-            ended = SaveEnded(message.session, message.turn, failed or bool(result), message.releases, failed)
+            ended = SaveEnded(message.session, message.ownership, failed or bool(result), message.releases, failed)
             self.answers.append((ended, b""))
 
     def pass_answer(self) -> None:

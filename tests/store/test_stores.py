@@ -136,7 +136,7 @@ def test_only_the_owner_begins_a_session_anew(open_replica: Open) -> None:
     assert apply(first, TakeSession("s", 3, 9, True, replaces=1)) == NEW
     assert save(first, b"late") is False, "the state of the earlier session"
     assert save(first, b"newer", 3) is True
-    assert apply(first, TakeSession("s", 4, 9, True, replaces=1)) == taken(b"newer"), "a copy of an earlier turn"
+    assert apply(first, TakeSession("s", 4, 9, True, replaces=1)) == taken(b"newer"), "a copy of an earlier ownership"
     assert apply(first, DropSession("s", 4)) is True
     assert apply(first, TakeSession("s", 5, 9, True, replaces=4)) == ABSENT
 
@@ -249,7 +249,7 @@ def test_claim_is_given_back(open_replica: Open) -> None:
 
 @pytest.mark.parametrize(("state", "left"), [(b"state", taken(b"state")), (b"", TakenSession(TakeOutcome.ENDED, ended="lost"))])
 def test_engine_that_has_crashed_gives_up_what_it_had(open_replica: Open, state: bytes, left: TakenSession) -> None:
-    """The next engine of this replica does not know in which turn the session was."""
+    """The next engine of this replica does not know the ownership of the session."""
     first, second = open_replica("first"), open_replica("second")
     begin(first)
     if state:

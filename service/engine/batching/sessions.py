@@ -101,7 +101,7 @@ class Sessions:
         session.location.on_host, session.steps = state, origin.steps
         self._table.rest(session, self._clock())
         if self.stored is not None and not stored:
-            self.stored.adopt(session, self.stored.next_turn())
+            self.stored.adopt(session, self.stored.next_ownership())
         return session
 
     def model_of(self, id: str) -> ModelKey | None:
@@ -165,10 +165,10 @@ class Sessions:
     def append(self, session: Session, chunk: RequestSequence) -> None:
         """Add a queued chunk to its session. It is ready once every chunk before it has been answered."""
         if self.stored is not None:
-            if session.turn is None:
-                session.turn = self.stored.next_turn()
+            if session.ownership is None:
+                session.ownership = self.stored.next_ownership()
             elif chunk.restarts:
-                chunk.turn = self.stored.next_turn()
+                chunk.ownership = self.stored.next_ownership()
         chunk.ready = not session.chunks
         session.chunks.append(chunk)
         self._table.wake(session)
@@ -177,7 +177,7 @@ class Sessions:
         """Keep the state of a chunk that has been answered."""
         if chunk.restarts and session.steps:
             self._metrics.sessions_ended.add("restarted")
-        session.turn = chunk.turn or session.turn
+        session.ownership = chunk.ownership or session.ownership
         session.steps, session.uncertain = chunk.session_steps, False
         session.chunks.popleft()
         if not chunk.keeps_state:
@@ -269,9 +269,9 @@ class Sessions:
     def _follow(self, session: Session, chunks: Iterable[RequestSequence]) -> None:
         """Note that the store has given a session the turns of chunks that will not run."""
         for chunk in chunks:
-            if chunk.turn is not None and not chunk.turn.anew:
+            if chunk.ownership is not None and not chunk.ownership.anew:
                 assert self.stored is not None
-                self.stored.adopt(session, chunk.turn)
+                self.stored.adopt(session, chunk.ownership)
 
     def _origin(self, key: ModelKey, steps: int) -> StateOrigin:
         return session_state.origin_of(self._engine.spec(key), key, steps)

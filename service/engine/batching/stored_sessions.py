@@ -101,7 +101,7 @@ class StoredSessions:
         self._proceeding = ""
         """The session whose work proceeds now."""
         self._granted: Ownership | None = None
-        """The turn that this work may use, once."""
+        """The ownership that this work may use, once."""
         self._send: SendToStore | None = None
         self._handlers: dict[type[Message], Callable[[Any, bytes | memoryview], None]] = {
             SessionTaken: self._handle_taken,
@@ -134,7 +134,7 @@ class StoredSessions:
         departing = name in self._departing
         if not departing and self._first(name) is None:
             session = self._table.find(name)
-            if session is not None and (not waiting.anew or _turn(session).anew):
+            if session is not None and (not waiting.anew or _ownership(session).anew):
                 return False
             if waiting.is_chunk and not waiting.anew and self._table.end_reason(name) == TAKEN_OVER:
                 return False  # the client learns that first
@@ -157,7 +157,7 @@ class StoredSessions:
     def _claim(self, name: str, replaces: int = 0) -> None:
         """Ask the store for a session that work waits for, unless it is asked already.
 
-        replaces: the turn in which this replica owns the session. Only its owner begins a session anew, because a claim may outlive what
+        replaces: the ownership of this replica. Only its owner begins a session anew, because a claim may outlive what
         waits for it, and a copy may be older than the session of another replica.
         """
         first = self._first(name)
@@ -165,8 +165,8 @@ class StoredSessions:
             return
         session = self._table.find(name)
         if session is not None:
-            replaces = _turn(session).number
-        claim = TakeSession(name, _new_turn(), now_ms(), first.begins or first.anew, replaces if first.anew else 0)
+            replaces = _ownership(session).number
+        claim = TakeSession(name, _new_number(), now_ms(), first.begins or first.anew, replaces if first.anew else 0)
         self._claims[name] = claim
         self._tell(claim)
 
@@ -174,14 +174,14 @@ class StoredSessions:
         """Return the oldest work that still waits for a session."""
         return next((waiting for waiting in self._waiting.get(name, ()) if not waiting.ended()), None)
 
-    def next_turn(self) -> Ownership:
-        """Return the turn of a session that begins: the granted turn, or a turn that the store does not know."""
-        turn, self._granted = self._granted, None
-        return turn or Ownership(_new_turn(), now_ms(), anew=True)
+    def next_ownership(self) -> Ownership:
+        """Return the ownership of a session that begins: the granted one, or one that the store does not know."""
+        ownership, self._granted = self._granted, None
+        return ownership or Ownership(_new_number(), now_ms(), anew=True)
 
     def _proceed(self, name: str, claim: TakeSession | None = None) -> None:
-        """Do the work that waits for a session, in its order, until one must be granted a turn first. claim: what the store has granted."""
-        granted = None if claim is None else Ownership(claim.turn, claim.begun)
+        """Do the work that waits for a session, in its order, until some needs an ownership first. claim: what the store has granted."""
+        granted = None if claim is None else Ownership(claim.ownership, claim.begun)
         for waiting in self._take_waiting(name):
             begins = waiting.anew or (waiting.begins and self._table.find(name) is None)
             if name in self._waiting or (begins and granted is None):
@@ -192,7 +192,7 @@ class StoredSessions:
             self._return(name, granted, lost=bool(claim.replaces))
 
     def _do(self, name: str, waiting: Waiting, granted: Ownership | None) -> Ownership | None:
-        """Do work that no longer waits for its session. Returns the turn if the work did not use it."""
+        """Do work that no longer waits for its session. Returns the ownership if the work did not use it."""
         self._proceeding, self._granted = name, granted
         try:
             waiting.proceed()
@@ -201,7 +201,7 @@ class StoredSessions:
             self._proceeding, self._granted = "", None
 
     def _return(self, name: str, granted: Ownership, *, lost: bool) -> None:
-        """Use a turn that no work has used: for the session if it is open, and otherwise give it back. lost: with the session before it."""
+        """Use an ownership that no work has used for the session if it is open, or give it back. lost: with the session before it."""
         session = self._table.find(name)
         if session is not None:
             self.adopt(session, granted)
@@ -210,9 +210,9 @@ class StoredSessions:
         else:
             self._tell(ReleaseSession(name, granted.number))
 
-    def adopt(self, session: Session, turn: Ownership) -> None:
-        """Continue a session in a turn in which the store has no state of it yet."""
-        session.turn, session.unsaved = turn, self._checkpoint_chunks
+    def adopt(self, session: Session, ownership: Ownership) -> None:
+        """Continue a session with an ownership for which the store has no state of it yet."""
+        session.ownership, session.unsaved = ownership, self._checkpoint_chunks
         if session.steps and not session.chunks:
             self._save(session)
 
@@ -250,7 +250,7 @@ class StoredSessions:
     def answered(self, session: Session) -> None:
         """Save a session if that is due, after a chunk of it was answered."""
         session.unsaved += 1
-        if session.unsaved >= self._checkpoint_chunks or _turn(session).anew:
+        if session.unsaved >= self._checkpoint_chunks or _ownership(session).anew:
             self._save(session)
 
     def rested(self, session: Session) -> None:
@@ -260,14 +260,14 @@ class StoredSessions:
 
     def closed(self, session: Session, reason: str) -> None:
         """Note that a session has ended. reason: from metrics.SESSION_ENDS."""
-        name, turn = session.id, session.turn
+        name, ownership = session.id, session.ownership
         self._departing.discard(name)
-        if turn is None or _is_private(name):
+        if ownership is None or _is_private(name):
             return  # nothing began
         if reason == "unbegun":
-            self._tell(ReleaseSession(name, turn.number))
+            self._tell(ReleaseSession(name, ownership.number))
         elif reason not in ("moved", TAKEN_OVER):
-            self._tell(DropSession(name, turn.number, reason if reason in UNREPORTED_ENDS and reason != "lost" else ""))
+            self._tell(DropSession(name, ownership.number, reason if reason in UNREPORTED_ENDS and reason != "lost" else ""))
         if reason != TAKEN_OVER and name != self._proceeding:
             self._claim(name)
 
@@ -296,7 +296,7 @@ class StoredSessions:
 
     def _save(self, session: Session) -> None:
         """Save a session behind the stream, unless it begins again: then the store has no use for its state."""
-        begins_again = session.id in self._claims or any(chunk.turn for chunk in session.chunks)
+        begins_again = session.id in self._claims or any(chunk.ownership for chunk in session.chunks)
         if self._send is not None and not begins_again and not _is_private(session.id):
             session.unsaved = 0
             self._send(self._message(session), self.states.export(session))
@@ -315,9 +315,9 @@ class StoredSessions:
 
     @staticmethod
     def _message(session: Session, *, releases: bool = False, again: bool = False) -> SaveSession:
-        turn = _turn(session)
+        ownership = _ownership(session)
         exact = releases and not session.uncertain
-        return SaveSession(session.id, turn.number, turn.begun, exact, releases, turn.anew, again)
+        return SaveSession(session.id, ownership.number, ownership.begun, exact, releases, ownership.anew, again)
 
     # Messages of the store.
 
@@ -335,7 +335,7 @@ class StoredSessions:
         if claim is None:
             return  # an earlier process of the store has replied
         session = self._table.find(name)
-        if session is not None and not _turn(session).anew and message.outcome in _ELSEWHERE:
+        if session is not None and not _ownership(session).anew and message.outcome in _ELSEWHERE:
             self.states.lose(session, TAKEN_OVER)
             session = None
         match message.outcome:
@@ -346,7 +346,7 @@ class StoredSessions:
             case TakeOutcome.ENDED if session is None:
                 self._report_end(name, message.ended, claim)
             case TakeOutcome.ENDED:
-                self._tell(ReleaseSession(name, claim.turn))
+                self._tell(ReleaseSession(name, claim.ownership))
                 self._proceed(name)
             case TakeOutcome.ABSENT:
                 self._proceed(name)
@@ -359,22 +359,22 @@ class StoredSessions:
         """Report the end of a session to the first client that continues it. Until a client has learned it, the store keeps it."""
         first = self._first(name)
         if first is None:
-            self._tell(ReleaseSession(name, claim.turn))
+            self._tell(ReleaseSession(name, claim.ownership))
         elif first.anew:
-            self._claim(name, replaces=claim.turn)
+            self._claim(name, replaces=claim.ownership)
         else:
             self._table.note_end(name, ended)
             first, *others = self._take_waiting(name)
             self._do(name, first, None)
             is_told = not self._table.end_reason(name)
-            self._tell(DropSession(name, claim.turn) if is_told else ReleaseSession(name, claim.turn))
+            self._tell(DropSession(name, claim.ownership) if is_told else ReleaseSession(name, claim.ownership))
             for waiting in others:
                 self._hold_again(name, waiting)
 
     def _import(self, message: SessionTaken, tail: bytes | memoryview, claim: TakeSession) -> None:
         """Open a session with its saved state and do the work that waits for it, or give it back."""
         name, first = message.session, self._first(message.session)
-        give_back = ReleaseSession(name, claim.turn, message.exact)
+        give_back = ReleaseSession(name, claim.ownership, message.exact)
         if first is None:
             self._tell(give_back)
             return
@@ -384,12 +384,12 @@ class StoredSessions:
             self._tell(give_back)
             self._refuse(name, error)
         except ServiceError as error:
-            self._begin_anew(name, claim.turn, give_back, error)
+            self._begin_anew(name, claim.ownership, give_back, error)
         else:
-            session.turn, session.uncertain = Ownership(claim.turn, message.begun), not message.exact
+            session.ownership, session.uncertain = Ownership(claim.ownership, message.begun), not message.exact
             self._proceed(name)
 
-    def _begin_anew(self, name: str, turn: int, give_back: ReleaseSession, error: ServiceError) -> None:
+    def _begin_anew(self, name: str, ownership: int, give_back: ReleaseSession, error: ServiceError) -> None:
         """Begin a session again without its saved state, which this replica cannot read, or give it back. error: for all other work."""
         for waiting in self._take_waiting(name):
             if waiting.anew:
@@ -399,12 +399,12 @@ class StoredSessions:
         if self._first(name) is None:
             self._tell(give_back)
         else:
-            self._claim(name, replaces=turn)
+            self._claim(name, replaces=ownership)
 
     def _handle_save_ended(self, message: SaveEnded, tail: bytes | memoryview) -> None:
         name = message.session
         session = self._table.find(name)
-        if session is None or message.turn != _turn(session).number:
+        if session is None or message.ownership != _ownership(session).number:
             return  # it has ended, or has begun again
         departing = message.releases and name in self._departing
         if message.failed:
@@ -416,7 +416,7 @@ class StoredSessions:
         elif not message.owned:
             self._lose(session)
         elif not departing:
-            session.turn = _turn(session)._replace(anew=False)
+            session.ownership = _ownership(session)._replace(anew=False)
         elif not session.chunks:
             self.states.let_go(session)
 
@@ -445,13 +445,13 @@ def now_ms() -> int:
     return round(datetime.now(UTC).timestamp() * 1000)
 
 
-def _new_turn() -> int:
+def _new_number() -> int:
     return secrets.randbits(62) + 1
 
 
-def _turn(session: Session) -> Ownership:
-    assert session.turn is not None, "with a session store, every chunk gives its session a turn"
-    return session.turn
+def _ownership(session: Session) -> Ownership:
+    assert session.ownership is not None, "with a session store, every chunk gives its session an ownership"
+    return session.ownership
 
 
 def _is_private(name: str) -> bool:

@@ -52,7 +52,7 @@ class Session:
     idle_since: when its last chunk left.
     chunks: chunks without an answer, oldest first; only the first may run.
     earlier_end: why the session of the same id before it ended without its client's knowledge, or None.
-    turn: the ownership of this replica, None without a session store.
+    ownership: of this replica, None without a session store.
     uncertain: its client may have answers to later chunks than this state has. Only a chunk that names these steps may continue.
     unsaved: chunks since it was saved last.
     """
@@ -64,7 +64,7 @@ class Session:
     idle_since: float = 0.0
     chunks: deque[RequestSequence] = field(default_factory=deque)
     earlier_end: str | None = None
-    turn: Ownership | None = None
+    ownership: Ownership | None = None
     uncertain: bool = False
     unsaved: int = 0
 
@@ -92,7 +92,7 @@ class RequestSequence(QueuedSequence):
 
     data: the bytes of the steps that have not been launched, `step_bytes` per step.
     session: the session that this sequence continues, if any.
-    turn: the turn of this session from this sequence on, if it begins an open session again.
+    ownership: of this session from this sequence on, if it begins an open session again.
     slot: where its state is after its newest batch.
     read_slot: where that batch reads its state, until the batch is launched.
     results: of its finished chunks; steps: the steps of these chunks.
@@ -106,7 +106,7 @@ class RequestSequence(QueuedSequence):
     session: Session | None
     restarts: bool
     initial_state: State | None
-    turn: Ownership | None = None
+    ownership: Ownership | None = None
     slot: StateSlot | None = None
     read_slot: StateSlot | None = None
     launched: int = 0

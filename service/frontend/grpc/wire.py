@@ -11,7 +11,7 @@ import grpc
 
 from service.errors import STATUS, ServiceError
 from service.frontend.guards.body_budget import BodyBudget
-from service.frontend.guards.decompression import WINDOW_BITS, NotCompressed, decompress
+from service.frontend.guards.compression import WINDOW_BITS, NotCompressed, decompress
 from service.frontend.guards.memory_guard import LARGE_BYTES
 from service.frontend.http2.header_blocks import RequestFields, encode_fields, string_literal
 from service.frontend.run.origin import REQUEST_ID

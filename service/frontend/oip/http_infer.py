@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import math
 import re
-import zlib
 from contextlib import AsyncExitStack
 from functools import lru_cache, partial
 from typing import NamedTuple
 
 from service.frontend.decoder.client import MAX_LOOP_BODY_BYTES
-from service.frontend.guards.decompression import WINDOW_BITS
+from service.frontend.guards.compression import WINDOW_BITS, compress
 from service.frontend.http1.request_heads import RequestHead
 from service.frontend.oip import json
 from service.frontend.oip.json import HEADER_LENGTH
@@ -139,10 +138,4 @@ def _reply(content: bytes | memoryview, header_length: int | None, encoding: str
     headers = _JSON_HEADERS if header_length is None else _BINARY_HEADERS % header_length
     if encoding is None or len(content) < MIN_COMPRESSED_BYTES:
         return HttpReply(content, headers)
-    return HttpReply(content, headers + f"content-encoding: {encoding}\r\n".encode(), partial(_compress, encoding=encoding))
-
-
-def _compress(content: bytes | memoryview, encoding: str) -> bytes:
-    """Return the content in a supported encoding, at the fastest level."""
-    compressor = zlib.compressobj(1, wbits=WINDOW_BITS[encoding])
-    return compressor.compress(content) + compressor.flush()
+    return HttpReply(content, headers + f"content-encoding: {encoding}\r\n".encode(), partial(compress, encoding=encoding))

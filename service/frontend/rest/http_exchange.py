@@ -21,7 +21,7 @@ from service.access.policy import BEARER
 from service.access.scopes import Scope
 from service.errors import STATUS, InvalidRequest, ServiceError, TooLarge, Unauthorized, UnsupportedMedia
 from service.frontend.decoder.client import MAX_LOOP_BODY_BYTES
-from service.frontend.guards.decompression import WINDOW_BITS, NotCompressed, decompress
+from service.frontend.guards.compression import WINDOW_BITS, NotCompressed, decompress
 from service.frontend.rest.scopes import HTTP_SCOPES
 from service.frontend.run.access_log import AuditEntry, audited
 from service.frontend.run.exchange import AwaitedExchange, ClientDisconnected, HttpReply

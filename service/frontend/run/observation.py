@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from service.errors import BY_CODE, STATUS
-from service.frontend.http2.limits import RateBudget
+from service.frontend.guards.rate_budget import RateBudget
 from service.frontend.run.origin import TRACEPARENT, TRACESTATE, Header, Identity, Parent, RequestOrigin, parse_parent
 from service.ipc.messages.inference import Answer
 from service.ipc.messages.tracing import Api, RequestTrace

@@ -27,12 +27,12 @@ class TakeOutcome(StrEnum):
 class TakeSession(Message, frozen=True):
     """This replica wants to own a session.
 
-    turn: names the ownership, if the replica gets it; no other ownership has this number. begun: when the session begins, if it does, in
-    milliseconds of Unix time. begins: whether it may begin. replaces: if the session still has this turn, it begins again without a state.
+    ownership: its number if the replica gets it; no other has this number. begun: when the session begins, if it does, in milliseconds of
+    Unix time. begins: whether it may begin. replaces: if the session still has this ownership, it begins again without a state.
     """
 
     session: str
-    turn: int
+    ownership: int
     begun: int
     begins: bool
     replaces: int = 0
@@ -52,14 +52,14 @@ class SessionTaken(Message, frozen=True):
 
 
 class SaveSession(Message, frozen=True):
-    """The state of a session as a session file in the trailing bytes. It is saved if `turn` still names the ownership of the session.
+    """The state of a session as a session file in the trailing bytes. It is saved if `ownership` is still that of the session.
 
     exact: no chunk was answered after this state. releases: the session is then free for other replicas, and SaveEnded follows. anew: the
     session began while the store was away, and also replaces a session that began earlier. again: it may have been made before.
     """
 
     session: str
-    turn: int
+    ownership: int
     begun: int
     exact: bool = False
     releases: bool = False
@@ -70,11 +70,11 @@ class SaveSession(Message, frozen=True):
 class SaveEnded(Message, frozen=True):
     """The end of a SaveSession with `releases` or `anew`, or that was refused: `owned` is then false, the ownership has ended.
 
-    turn, releases: as in the SaveSession. failed: the state was not saved.
+    ownership, releases: as in the SaveSession. failed: the state was not saved.
     """
 
     session: str
-    turn: int
+    ownership: int
     owned: bool
     releases: bool
     failed: bool = False
@@ -83,19 +83,19 @@ class SaveEnded(Message, frozen=True):
 class ReleaseSession(Message, frozen=True):
     """The engine does not hold this session: others may take its saved state, if it has one.
 
-    turn: of the ownership that ends, or 0 for any of this replica: without a state, its session is lost. exact: as the state was taken.
+    ownership: the one that ends, or 0 for any of this replica: without a state, its session is lost. exact: as the state was taken.
     """
 
     session: str
-    turn: int = 0
+    ownership: int = 0
     exact: bool = False
 
 
 class DropSession(Message, frozen=True):
-    """The session has ended, and with it the ownership `turn`. ended: why, if its client does not know."""
+    """The session has ended, and with it this ownership. ended: why, if its client does not know."""
 
     session: str
-    turn: int
+    ownership: int
     ended: str = ""
 
 

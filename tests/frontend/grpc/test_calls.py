@@ -27,7 +27,7 @@ from service.frontend.grpc.methods import oip_methods
 from service.frontend.grpc.routes import Method
 from service.frontend.grpc.wire import CallStatus, trailers_only
 from service.frontend.guards import connection_guard
-from service.frontend.guards.decompression import INLINE_BYTES
+from service.frontend.guards.compression import INLINE_BYTES
 from service.frontend.guards.start_queue import Start, WaitingStart
 from service.frontend.http2.frames import ErrorCode, Setting
 from service.frontend.oip.metadata import model_statistics

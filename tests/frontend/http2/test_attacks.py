@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from service.frontend.guards.connection_guard import ConnectionGuard, Phase
+from service.frontend.guards.rate_budget import RateBudget
 from service.frontend.guards.reading_turns import ReadingTurns
 from service.frontend.http2 import header_blocks
 from service.frontend.http2.frames import ErrorCode
-from service.frontend.http2.limits import RateBudget
 from service.metrics import Metrics
 from service.settings import Settings
 from tests.frontend.http2.peer import (

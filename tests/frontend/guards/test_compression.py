@@ -11,7 +11,7 @@ import pytest
 
 from service.errors import Overloaded
 from service.frontend.guards.body_budget import BodyBudget
-from service.frontend.guards.decompression import INLINE_BYTES, WINDOW_BITS, NotCompressed, decompress
+from service.frontend.guards.compression import INLINE_BYTES, WINDOW_BITS, NotCompressed, decompress
 from service.frontend.guards.memory_guard import LARGE_BYTES
 from tests.frontend.guards.test_memory_guard import LIMIT, Memory
 

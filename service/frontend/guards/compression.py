@@ -1,4 +1,4 @@
-"""Decompresses bodies and messages. Their decompressed size counts in the budget of incomplete bodies."""
+"""Compresses replies, and decompresses bodies and messages, whose decompressed size counts in the budget of incomplete bodies."""
 
 from __future__ import annotations
 
@@ -44,3 +44,9 @@ def _decompress(data: bytes, window_bits: int, limit: int) -> bytes:
     if len(body) <= limit and (not decompressor.eof or decompressor.unused_data):
         raise NotCompressed("the compressed data is incomplete, or data follows it")
     return body
+
+
+def compress(content: bytes | memoryview, encoding: str) -> bytes:
+    """Return the content in one of the accepted compressions, at the fastest level."""
+    compressor = zlib.compressobj(1, wbits=WINDOW_BITS[encoding])
+    return compressor.compress(content) + compressor.flush()
