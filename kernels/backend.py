@@ -20,7 +20,7 @@ from kernels.ragged import STORAGE, ContractError, RunKernel
 AUTO, PINNED = "auto", "pinned"
 """Requests without a name: the fastest backend, or the fastest in which a row has the same bits in any batch."""
 NOT_PINNED = "the bits of a row may change with the number of rows in its batch"
-FAMILIES = ("rnn", "lstm", "gru", "sru", "qrnn", "conv")
+FAMILIES = ("rnn", "lstm", "gru", "sru", "qrnn", "mingru", "conv")
 
 
 @dataclass(frozen=True, slots=True)

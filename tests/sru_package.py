@@ -5,4 +5,4 @@ from unittest.mock import patch
 with patch("torch.utils.cpp_extension.load"), patch("torch.jit.script", lambda function: function):
     import sru
 
-SRU = sru.SRU
+SRU, SRUCell = sru.SRU, sru.SRUCell

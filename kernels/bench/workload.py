@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kernels.bench import questions
 
-FORMS = {"sru": ("v1", "v2"), "qrnn": ("window 1", "window 2")}
+FORMS = {"sru": ("v1", "v2"), "qrnn": ("window 1", "window 2"), "mingru": ("",)}
 """Variants of a layer: an SRU without (v1) or with (v2) the old cell in its gates; a QRNN with gates over 1 or 2 steps."""
 
 LONG_MEMORY = "v1 long memory"

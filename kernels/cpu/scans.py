@@ -16,9 +16,15 @@ from numba.core import cgutils, types
 from kernels.cpu.compiled import Codegen, inner, llvm_code
 from kernels.cpu.storage import FLOAT32
 from kernels.cpu.vectors import FLOAT, LANES, STORED, Vectors, for_each_case, index
-from kernels.scan.forms import CANDIDATES, FORMS, IDENTITY, TANH, ScanForm
+from kernels.scan.forms import CANDIDATES, FORMS, IDENTITY, POSITIVE, TANH, ScanForm
 
-ACTIVATED: dict[str, Callable[[Vectors, ir.Value], ir.Value]] = {IDENTITY: lambda _, candidate: candidate}
+
+def _positive(code: Vectors, candidate: ir.Value) -> ir.Value:
+    above = code.builder.fcmp_ordered(">=", candidate, code.constant(0.0))
+    return code.builder.select(above, code.builder.fadd(candidate, code.constant(0.5)), code.sigmoid(candidate))
+
+
+ACTIVATED: dict[str, Callable[[Vectors, ir.Value], ir.Value]] = {IDENTITY: lambda _, candidate: candidate, POSITIVE: _positive}
 """The activations of a candidate besides tanh."""
 
 

@@ -22,11 +22,15 @@ from kernels.ragged import (
     compute_dtype,
     state_entries,
 )
-from kernels.scan.forms import CANDIDATES, IDENTITY, TANH, ScanForm
+from kernels.scan.forms import CANDIDATES, IDENTITY, POSITIVE, TANH, ScanForm
 
 POOLINGS = {"f": 2, "fo": 3, "ifo": 4}
 """Number of blocks of each pooling: candidate, forget, then output, then input gate."""
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {TANH: torch.tanh, IDENTITY: lambda values: values}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    TANH: torch.tanh,
+    IDENTITY: lambda values: values,
+    POSITIVE: lambda values: torch.where(values >= 0, values + 0.5, values.sigmoid()),
+}
 """The functions of the candidate."""
 
 

@@ -1,4 +1,4 @@
-// Shared by the kernels of the SRU and the QRNN: the cells, the arguments of a launch, and streams of rows.
+// Shared by the kernels of the SRU, the QRNN and the minGRU: the cells, the arguments of a launch, and streams of rows.
 //
 //   SRU     f = sigmoid(u1 + v_f c' + b_f)   c = f c' + (1 - f) u0   r = sigmoid(u2 + v_r c' + b_r)   h = r g(c) + (1 - r) skip
 //   QRNN    z = tanh(u0 + b_z)   f, o, i = sigmoid(u + b)            c = f c' + (1 - f) z, or + i z   h = o c
@@ -101,6 +101,7 @@ struct Unit {
 // Returns the activation of a QRNN's candidate, by its number among CANDIDATES of forms.py.
 __device__ __forceinline__ float activated(float candidate) {
     if (ACTIVATION == 1) return candidate;
+    if (ACTIVATION == 2) return candidate >= 0.0f ? candidate + 0.5f : sigmoid_of(candidate);
     return tanh_of(candidate);
 }
 

@@ -6,8 +6,9 @@ from itertools import product
 from typing import NamedTuple
 
 NO_SKIP, SKIP_BLOCK, SKIP_COLUMNS = range(3)
-CANDIDATES = TANH, IDENTITY = "tanh", "identity"
-"""The activations of a candidate. With two blocks, a QRNN may have any; otherwise it has tanh."""
+CANDIDATES = TANH, IDENTITY, POSITIVE = "tanh", "identity", "positive"
+"""The activations of a candidate; positive(v) is v + 0.5 from 0 on, and sigmoid(v) below. With two blocks, a QRNN may have any;
+otherwise it has tanh."""
 
 
 class ScanForm(NamedTuple):

@@ -11,6 +11,7 @@
 | tcn | a ModuleList of levels with conv1, conv2 and, where the width changes, downsample |
 | sru | SRU of the `sru` package |
 | qrnn | QRNN of Salesforce and fastai |
+| mingru | minGRU of minGRU-pytorch, for each level |
 | pool, activation | none |
 | head | nn.Linear `head`; `head.dense.<index>` are its dense layers, `head.attention` has weight, bias and query |
 """
@@ -34,6 +35,7 @@ from service.modeling.spec.layers import (
     GatedLayer,
     GRULayer,
     LSTMLayer,
+    MinGRULayer,
     QRNNLayer,
     RNNLayer,
     SRULayer,
@@ -229,6 +231,22 @@ def _qrnn(layer: QRNNLayer, part: ExportedPart) -> State:
     return state
 
 
+def _mingru(layer: MinGRULayer, part: ExportedPart) -> State:
+    """minGRU of minGRU-pytorch. Its gate is the gate of the new value, the opposite of a model: its sign changes."""
+    package = "the minGRU of minGRU-pytorch"
+    part.refuse(layer.bidirectional, f"it runs in both directions, and {package} runs forward", NOWHERE)
+    part.refuse(layer.candidate != "positive", f'candidate is "{layer.candidate}", and {package} has "positive"', NOWHERE)
+    state: State = {}
+    signs = torch.ones(2 * layer.hidden).index_fill(0, torch.arange(layer.hidden, 2 * layer.hidden), -1)
+    for level in range(layer.depth):
+        weight, bias = (part.arrays[f"{level}.{layer.direction}.{name}"] for name in ("input", "bias"))
+        module = f"{level}.to_hidden_and_gate"
+        state[f"{module}.weight"] = (weight * signs.to(weight.dtype)).T
+        if bias.any():
+            state[f"{module}.bias"] = bias * signs.to(bias.dtype)
+    return state
+
+
 STATES: dict[str, Callable[[Any, ExportedPart], State]] = {
     "embedding": lambda _, part: {"weight": part.arrays["weight"]},
     "rnn": _recurrent,
@@ -236,6 +254,7 @@ STATES: dict[str, Callable[[Any, ExportedPart], State]] = {
     "gru": _recurrent,
     "sru": _sru,
     "qrnn": _qrnn,
+    "mingru": _mingru,
     "conv": _conv,
     "tcn": _tcn,
     "text_cnn": _text_cnn,

@@ -118,6 +118,9 @@ def _scans() -> Iterator[Case]:
     yield _recurrent("qrnn", "window 3", {"pytorch": "window is 3", **elsewhere}, window=3)
     yield _recurrent("qrnn", "pooling ifo", {"pytorch": 'pooling is "ifo"', **elsewhere}, pooling="ifo")
     yield _recurrent("qrnn", "bidirectional", both, bidirectional=True)
+    yield _recurrent("mingru", "depth 2", elsewhere, depth=2)
+    yield _recurrent("mingru", "candidate identity", {"pytorch": 'candidate is "identity"', **elsewhere}, candidate="identity")
+    yield _recurrent("mingru", "bidirectional", both, bidirectional=True)
 
 
 def _convolutions() -> Iterator[Case]:

@@ -36,7 +36,8 @@ SRU_2 = Form("sru", version=2, skip="block", tanh=True)
 SRU_OF_IDS = Form("sru", version=1, skip="none", ids=True)
 QRNN = Form("qrnn", pooling="fo", window=2)
 QRNN_OF_IDS = Form("qrnn", pooling="ifo", window=2, ids=True)
-SCANS = (SRU_1, SRU_2, QRNN, SRU_OF_IDS, QRNN_OF_IDS)
+MINGRU = Form("mingru")
+SCANS = (SRU_1, SRU_2, QRNN, SRU_OF_IDS, QRNN_OF_IDS, MINGRU)
 CAUSAL = Form("conv", width=3, left=8, dilation=4, activation="tanh")
 GATED = Form("conv", width=3, left=4, dilation=2, activation="gated_tanh")
 CENTRED = Form("conv", width=3, left=1, right=1, activation="relu")
@@ -175,12 +176,12 @@ LAYERS = [
         for backend, hidden in (("persistent", 40), ("cluster", 131), ("grid", 520), ("wide", 128))
     ),
     *(layer(form, backend, hidden) for form in TWO_PRODUCTS for backend, hidden in (("cluster", 41), ("grid", 520))),
-    *(layer(form, "fused", hidden) for form, hidden in zip(SCANS, (40, 130, 72, 104, 40), strict=True)),
+    *(layer(form, "fused", hidden) for form, hidden in zip(SCANS, (40, 130, 72, 104, 40, 72), strict=True)),
 ]
 DIVIDED = [
     *(
         layer(form, "fused", 72, shape=shape, want=LAST, make=made, causal=False, alone=False)
-        for form in (SRU_1, QRNN)
+        for form in (SRU_1, QRNN, MINGRU)
         for shape in (TileShape(32, 2), TileShape(16, 2, split=True))
     ),
     layer(QRNN, "fused", 72, shape=ScanShape(32), want=LAST, make=made, causal=False, alone=False),

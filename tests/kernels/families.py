@@ -20,6 +20,7 @@ from kernels.embedding import tap_rows
 from kernels.gated import HiddenState, gate_inputs
 from kernels.gru.types import GRUWeights
 from kernels.lstm.types import LSTMState, LSTMWeights
+from kernels.mingru import MinGRUWeights
 from kernels.qrnn.types import POOLINGS, QRNNState, QRNNWeights
 from kernels.quantized import dequantize, quantize
 from kernels.ragged import Encoded, Outputs, Ragged
@@ -220,6 +221,13 @@ def _qrnn(
     return weights, QRNNState(normal(rows, hidden), normal(rows, window - 1, inputs))
 
 
+def _mingru(
+    normal: Normal, rows: int, hidden: int, inputs: int, *, activation: str = "positive", **of_qrnn: Any
+) -> tuple[MinGRUWeights, QRNNState]:
+    weights, state = _qrnn(normal, rows, hidden, inputs, pooling="f", window=1, **of_qrnn)
+    return MinGRUWeights(weights.input, weights.bias, tables=weights.tables, activation=activation), state
+
+
 def _conv(
     normal: Normal,
     rows: int,
@@ -251,6 +259,7 @@ MAKERS: dict[str, Callable[..., tuple[Any, Any]]] = {
     "gru": _gru,
     "sru": _sru,
     "qrnn": _qrnn,
+    "mingru": _mingru,
     "conv": _conv,
 }
 
@@ -290,6 +299,8 @@ FORMS = (
     Form("qrnn", pooling="f", window=1, ids=True),
     Form("qrnn", pooling="fo", window=3, ids=True),
     Form("qrnn", pooling="ifo", window=2, ids=True),
+    Form("mingru"),
+    Form("mingru", activation="identity", ids=True),
     Form("conv", width=1, activation="gelu"),
     Form("conv", width=3, left=2, activation="tanh"),
     Form("conv", width=3, left=8, dilation=4, activation="relu"),
@@ -313,6 +324,7 @@ INT8_FORMS = (
     Form("sru", int8=True, version=1, skip="block"),
     Form("qrnn", int8=True, pooling="fo", window=1),
     Form("qrnn", int8=True, pooling="ifo", window=3),
+    Form("mingru", int8=True),
 )
 
 SOME_FORMS = [
@@ -326,6 +338,7 @@ SOME_FORMS = [
     Form("sru", version=1, skip="none", tanh=True, ids=True),
     Form("qrnn", pooling="fo", window=2),
     Form("qrnn", pooling="ifo", window=2, ids=True),
+    Form("mingru"),
     Form("conv", width=3, left=4, dilation=2, activation="gated_tanh"),
     Form("conv", width=5, left=4, right=3, dilation=2, stride=3),
     Form("conv", width=3, left=2, ids="tables"),
@@ -368,7 +381,11 @@ def _convolved(x: Ragged, weights: Any, state: Any) -> Arguments:
     return Arguments(Ragged(gates, x.offsets), replace(weights, input=None, tables=None), alone)
 
 
-GATED: dict[str, Callable[..., Arguments]] = {"rnn": _gates, "lstm": _gates, "gru": _gates, "sru": _blocks, "qrnn": _convolved}
+GATED: dict[str, Callable[..., Arguments]] = {
+    **dict.fromkeys(("rnn", "lstm", "gru"), _gates),
+    "sru": _blocks,
+    **dict.fromkeys(("qrnn", "mingru"), _convolved),
+}
 
 
 def runs_on_cpu(backend: Backend, variants: tuple[str, ...] = ()) -> bool:

@@ -18,7 +18,18 @@ from kernels.qrnn.types import POOLINGS, QRNNState
 from kernels.ragged import ContractError, Outputs, Ragged
 from kernels.sru.types import SRUState, SRUWeights
 from tests.kernels.families import Form
-from tests.kernels.inputs import OUTPUTS, Arguments, arrays, as_float64, assert_encodings_close, encoding, ragged, rows
+from tests.kernels.inputs import (
+    OUTPUTS,
+    Arguments,
+    arrays,
+    as_float64,
+    assert_encodings_close,
+    encoding,
+    map_arrays,
+    ragged,
+    rows,
+)
+from tests.sru_package import SRUCell
 
 LENGTHS = [9, 1, 14]
 GRU, RESET_BEFORE = Form("gru", reset="after"), Form("gru", reset="before")
@@ -106,69 +117,41 @@ def pooled(gates: Tensor, cell: Tensor, pooling: str) -> tuple[Tensor, Tensor]:
 STEPS, ROWS, HIDDEN = 11, 4, 5
 
 
-class Package:
-    """One direction of a layer of the `sru` package: time-major, the columns of a unit adjacent, v and b as (2 x hidden)."""
-
-    def __init__(self, *, inputs: int, blocks: int, version: int, tanh: bool, projected: int | None = None) -> None:
-        generator = torch.Generator().manual_seed(0)
-
-        def normal(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-        self.x = normal(STEPS, ROWS, inputs)
-        self.weight_proj = None if projected is None else normal(inputs, projected) * inputs**-0.5
-        self.weight = normal(projected or inputs, HIDDEN * blocks) * (projected or inputs) ** -0.5
-        self.weight_c = normal(2 * HIDDEN) * (version == 2)
-        self.bias = normal(2 * HIDDEN)
-        self.initial = normal(ROWS, HIDDEN)
-        self.blocks, self.tanh = blocks, tanh
-
-    def forward(self, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the steps, (steps, rows, hidden), and the last cell. With four blocks, the last block is the residual."""
-        x = self.x if self.weight_proj is None else self.x @ self.weight_proj
-        u = (x @ self.weight).view(STEPS, ROWS, HIDDEN, self.blocks)
-        v_forget, v_reset = self.weight_c.view(2, HIDDEN)
-        b_forget, b_reset = self.bias.view(2, HIDDEN)
-        residual = u[..., 3] if self.blocks == 4 else residual
-        cell, steps = self.initial, []
-        for t in range(STEPS):
-            before = cell
-            forget = torch.sigmoid(u[t, ..., 1] + v_forget * before + b_forget)
-            cell = (before - u[t, ..., 0]) * forget + u[t, ..., 0]
-            reset = torch.sigmoid(u[t, ..., 2] + v_reset * before + b_reset)
-            inner = torch.tanh(cell) if self.tanh else cell
-            steps.append(inner * reset if residual is None else (inner - residual[t]) * reset + residual[t])
-        return torch.stack(steps), cell
-
-    def arguments(self, *, skip_from: int | None = None, scale: float = 1.0) -> Arguments:
-        """Return the same problem in the kernels' layout: blocks adjacent, rows packed end to end."""
-        weight = self.weight.view(-1, HIDDEN, self.blocks).transpose(1, 2).reshape(len(self.weight), -1)
-        cell = self.weight_c if self.weight_c.any() else None
-        weights = SRUWeights(weight, self.bias, cell, self.weight_proj, skip_from=skip_from, scale=scale, tanh=self.tanh)
-        return Arguments(ragged(self.x.transpose(0, 1).flatten(0, 1), [STEPS] * ROWS), weights, SRUState(self.initial))
-
-    def assert_matches(self, arguments: Arguments, residual: Tensor | None) -> None:
-        steps, cell = self.forward(residual)
-        assert_reference_gives(Form("sru"), arguments, list(steps.unbind(1)), SRUState(cell))
-
-
-@pytest.mark.parametrize("version, tanh", [(1, True), (2, False)])
-def test_sru_is_that_of_the_package(version: int, tanh: bool) -> None:
-    """The skip is the fourth block, the scaled input, or missing; a projection or a layer norm does not change it."""
-    for inputs, blocks in ((3, 4), (7, 3)):
-        package = Package(inputs=inputs, blocks=blocks, version=version, tanh=tanh)
-        package.assert_matches(package.arguments(), None)
-    for direction in (0, 1):
-        package = Package(inputs=2 * HIDDEN, blocks=3, version=version, tanh=tanh)
-        residual = package.x.view(STEPS, ROWS, 2, HIDDEN)[:, :, direction] * 3**0.5
-        package.assert_matches(package.arguments(skip_from=direction * HIDDEN, scale=3**0.5), residual)
-    package = Package(inputs=HIDDEN, blocks=3, version=version, tanh=tanh, projected=2)
-    x, weights, state = package.arguments(skip_from=0)
-    package.assert_matches(Arguments(x, weights, state), package.x)
-    norm = torch.nn.LayerNorm(HIDDEN, dtype=torch.float64).requires_grad_(False)
-    norm.weight.normal_(), norm.bias.normal_()
-    residual, package.x = package.x, norm(package.x)
-    package.assert_matches(Arguments(x, replace(weights, norm=torch.stack((norm.weight, norm.bias))), state), residual)
+@pytest.mark.parametrize(
+    "inputs, options",
+    [
+        (3, {"v1": True, "use_tanh": True}),
+        (7, {"has_skip_term": False, "use_tanh": True}),
+        (HIDDEN, {"n_proj": 2, "layer_norm": True}),
+        (2 * HIDDEN, {"bidirectional": True, "rescale": True}),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Running SRU on CPU")
+def test_sru_is_that_of_the_package(inputs: int, options: dict[str, Any]) -> None:
+    """The skip is the fourth block, the scaled input, or missing; a projection or a layer norm does not change it. The package has the
+    columns of a unit side by side."""
+    torch.manual_seed(0)
+    package = SRUCell(inputs, HIDDEN, **options).double()
+    for vector in (package.bias, package.weight_c, *package.children()):
+        for each in vector.parameters() if isinstance(vector, torch.nn.Module) else [vector]:
+            each.data.normal_().mul_(0 if each is package.weight_c and package.v1 else 1)
+    directions, blocks = 1 + package.bidirectional, package.num_matrices
+    x, start = (torch.randn(*shape, dtype=torch.float64) for shape in ((STEPS, ROWS, inputs), (ROWS, directions * HIDDEN)))
+    steps, after = (array.detach() for array in package(x, start))
+    norm = None if package.layer_norm is None else torch.stack((package.layer_norm.weight, package.layer_norm.bias))
+    for direction in range(directions):
+        own, bias, cell = (
+            slice(direction * HIDDEN, (direction + 1) * HIDDEN),
+            *(array.view(2, directions, HIDDEN)[:, direction].flatten() for array in (package.bias, package.weight_c)),
+        )
+        columns = package.weight.view(-1, directions, HIDDEN, blocks)[:, direction].transpose(1, 2).flatten(1)
+        skip_from = direction * HIDDEN if blocks == 3 and package.has_skip_term else None
+        keys = {"scale": float(package.scale_x), "tanh": package.activation == "tanh", "skip_from": skip_from, "norm": norm}
+        weights = SRUWeights(columns, bias, None if package.v1 else cell, package.weight_proj, **keys)
+        data, expected = (array.flip(0) if direction else array for array in (x, steps[..., own]))
+        packed = ragged(data.transpose(0, 1).flatten(0, 1), [STEPS] * ROWS)
+        arguments = Arguments(packed, map_arrays(weights, Tensor.detach), SRUState(start[:, own]))
+        assert_reference_gives(Form("sru"), arguments, list(expected.unbind(1)), SRUState(after[:, own]))
 
 
 # Levels.

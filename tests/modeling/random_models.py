@@ -66,6 +66,8 @@ RECURRENT = (
     Form("sru", layer_norm="before", projection=2, activation="tanh"),
     Form("sru", layer_norm="after", cell_gates=False),
     *(Form("qrnn", pooling="f", window=3), Form("qrnn", pooling="fo"), Form("qrnn", pooling="ifo", window=3)),
+    Form("mingru"),
+    Form("mingru", candidate="identity"),
 )
 CONVOLUTIONS = (
     Form("conv", width=4, padding="same", activation="none"),
@@ -80,7 +82,7 @@ CONVOLUTIONS = (
 TCNS = (Form("tcn", levels=3, width=3, filters=FEATURES), Form("tcn", levels=1, weight_norm=True))
 TEXT_CNNS = (Form("text_cnn"), Form("text_cnn", widths=(2,), padding=1))
 EVERY_LAYER = (*RECURRENT, *(form.also(depth=2, bidirectional=True) for form in RECURRENT), *CONVOLUTIONS, *TCNS, *TEXT_CNNS)
-ONE_OF_A_KIND = tuple(map(Form, ("lstm", "gru", "sru", "qrnn", "conv", "text_cnn")))
+ONE_OF_A_KIND = tuple(map(Form, ("lstm", "gru", "sru", "qrnn", "mingru", "conv", "text_cnn")))
 
 
 def model(*layers: Table | Form, head: Table | None = None, ids: int = 0, features: int = FEATURES, **keys: Any) -> ModelSpec:

@@ -226,6 +226,20 @@ def qrnn(table: Table, found: Sequence[ModuleTensors]) -> Part:
     return Part({**table, **sizes}, arrays)
 
 
+def mingru(table: Table, found: Sequence[ModuleTensors]) -> Part:
+    """Levels of minGRU-pytorch. Its gate is the gate of the new value, the opposite of the forget gate here: its sign changes."""
+    arrays: dict[str, Array] = {}
+    for level, module in enumerate(found):
+        if module.kind != "mingru":
+            raise ImportRefused(f"{module.name} is no minGRU, and the recipe says otherwise: import it as a layer of its own")
+        wide, hidden = module.weight.T.copy(), len(module.weight) // 2
+        bias = module.bias(2 * hidden).copy()
+        wide[:, hidden:], bias[hidden:] = -wide[:, hidden:], -bias[hidden:]
+        place = f"{level}.{_directions(table, False)[0]}"
+        arrays |= {f"{place}.input": wide, f"{place}.bias": bias}
+    return Part({**table, "hidden": hidden, "depth": len(found)}, arrays)
+
+
 def _statistics(module: ModuleTensors) -> Array:
     size = len(module.tensors["running_mean"])
     gain, offset = module.tensors.get("weight", np.ones(size, np.float32)), module.bias(size)
@@ -252,5 +266,6 @@ CONVERTERS: dict[str, Callable[[Table, Sequence[ModuleTensors]], Part]] = {
     "layer_norm": layer_norm,
     "sru": sru,
     "qrnn": qrnn,
+    "mingru": mingru,
 }
 """The function for each kind of layer that has tensors."""

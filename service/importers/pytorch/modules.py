@@ -21,6 +21,8 @@ RECURRENT = re.compile(rf"(?:{'|'.join(PYTORCH.values())})(?:_l\d+(?:_reverse)?)
 GATES = {len(kind.gates): name for name, kind in GATED.items()}
 """The kind of a recurrent layer by its number of gates."""
 OF_SRU = {*(layout.name for layout in KINDS["sru"].package.values()), "scale_x", "weight_proj"}
+MINGRU, OUTPUT = "to_hidden_and_gate", "to_out"
+"""The linear layers of minGRU-pytorch: of candidate and gate, and after the layer in some models."""
 OF_BATCH_NORM = {"weight", "bias", "running_mean", "running_var"}
 OF_WEIGHT = {1: "layer_norm", 2: "matrix", 3: "conv", 4: "conv"}
 """The kind of a module by the axes of its weight."""
@@ -36,7 +38,7 @@ class ModuleTensors:
 
     @property
     def kind(self) -> str:
-        """rnn, gru, lstm, sru, conv, matrix (a linear layer or an embedding), batch_norm, layer_norm (any norm), or unknown.
+        """rnn, gru, lstm, sru, mingru, conv, matrix (a linear layer or an embedding), batch_norm, layer_norm (any norm), or unknown.
 
         A module with a tensor that its kind does not have is unknown: it computes something else.
         """
@@ -58,7 +60,14 @@ class ModuleTensors:
         if weight.ndim == 2 and not is_linear and 2 * weight.shape[1] in (3 * bias.size, 4 * bias.size):
             return "sru"  # without weights of the cell in its gates, as in version 1
         fits = bias.shape[:1] == weight.shape[:1] and (weight.ndim != 4 or 1 in weight.shape[1::2])
+        if fits and weight.ndim == 2 and self.name.endswith(MINGRU):
+            return "mingru" if len(weight) % 2 == 0 else "unknown"
         return OF_WEIGHT.get(weight.ndim, "unknown") if fits else "unknown"
+
+    @property
+    def after_mingru(self) -> str:
+        """The name of the linear layer after a minGRU."""
+        return self.name.removesuffix(MINGRU) + OUTPUT
 
     @property
     def filters(self) -> Array:

@@ -72,7 +72,8 @@ class Plan:
 def usual_order(modules: Sequence[ModuleTensors]) -> list[ModuleTensors]:
     """Return modules in the order that most models have, where the order in the file means nothing: the embedding, the layers over time,
     and the linear layers, each with as many inputs as the linear layer before it has outputs."""
-    matrices = [module for module in modules if module.kind == "matrix"]
+    after = {module.after_mingru for module in modules if module.kind == "mingru"}
+    matrices = [module for module in modules if module.kind == "matrix" and module.name not in after]
     ordered = [module for module in matrices if "bias" not in module.tensors][:1]
     ordered += [module for module in modules if module.kind != "matrix"]
     return ordered + chained([module for module in matrices if module not in ordered], lambda module: module.weight.shape[::-1])
@@ -98,6 +99,8 @@ def suggest(modules: Sequence[ModuleTensors]) -> Plan:
             _add_convolutions(plan, module, remaining)
         elif module.kind == "sru":
             _add_sru(plan, module, remaining)
+        elif module.kind == "mingru":
+            _add_mingru(plan, module, remaining)
         else:
             plan.add(module.kind, [module])
     if not plan.layers:
@@ -147,6 +150,14 @@ def _add_sru(plan: Plan, module: ModuleTensors, remaining: list[ModuleTensors]) 
     within = f"{module.name.rpartition('.')[0]}."
     levels = _taken(remaining, lambda other: other.name.startswith(within) and other.kind in ("sru", "layer_norm"))
     plan.add("sru", [module, *levels])
+
+
+def _add_mingru(plan: Plan, module: ModuleTensors, remaining: list[ModuleTensors]) -> None:
+    """Add a minGRU and the linear layer after it, which the names tell apart from other modules."""
+    plan.add("mingru", [module])
+    for output in [other for other in remaining if other.name == module.after_mingru]:
+        remaining.remove(output)
+        plan.layers.append(Step({"kind": "dense"}, [output]))
 
 
 def _is_within(module: ModuleTensors, stack: str) -> bool:

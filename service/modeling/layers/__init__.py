@@ -5,12 +5,13 @@ from __future__ import annotations
 from service.modeling.layers.gru import GRU
 from service.modeling.layers.kind import Framework, RecurrentKind
 from service.modeling.layers.lstm import LSTM
+from service.modeling.layers.mingru import MINGRU
 from service.modeling.layers.qrnn import QRNN
 from service.modeling.layers.rnn import RNN
 from service.modeling.layers.sru import SRU
 from service.modeling.spec.layers import GatedLayer
 
-KINDS: dict[str, RecurrentKind] = {kind.name: kind for kind in (RNN, LSTM, GRU, SRU, QRNN)}
+KINDS: dict[str, RecurrentKind] = {kind.name: kind for kind in (RNN, LSTM, GRU, SRU, QRNN, MINGRU)}
 """The descriptors by the kind of model.toml."""
 GATED = {name: kind for name, kind in KINDS.items() if issubclass(kind.table, GatedLayer)}
 """The kinds with a product of the hidden state at every step."""

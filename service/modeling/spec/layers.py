@@ -234,6 +234,23 @@ class QRNNLayer(RecurrentLayer):
         return {"input": (self.window, inputs, blocks), "bias": (blocks,)}
 
 
+class MinGRULayer(RecurrentLayer):
+    """Blocks candidate, forget: a GRU whose gates do not read the previous state (Feng et al. 2024).
+
+    `candidate` is the function of the candidate v: `positive` is v + 0.5 from 0 on and sigmoid(v) below.
+    """
+
+    kind: Literal["mingru"]
+    candidate: Literal["positive", "identity"] = "positive"
+
+    @property
+    def states(self) -> dict[str, int]:
+        return {"cell": self.hidden}
+
+    def weights(self, inputs: int) -> Shapes:
+        return {"input": (inputs, 2 * self.hidden), "bias": (2 * self.hidden,)}
+
+
 class WindowLayer(LayerTable):
     """A layer in which each output reads a window of `width` steps.
 
@@ -450,7 +467,8 @@ Layer = Annotated[
     | DenseLayer
     | ActivationLayer
     | LayerNormLayer
-    | BatchNormLayer,
+    | BatchNormLayer
+    | MinGRULayer,
     Field(discriminator="kind"),
 ]
 LAYER_KINDS: tuple[str, ...] = tuple(

@@ -170,6 +170,24 @@ class QRNN(nn.Module):
         return {"sequence": row}
 
 
+class MinGRU(nn.Module):
+    """A layer of lucidrains' minGRU-pytorch, step by step. expansion: of the inner layer, with a linear layer after it."""
+
+    def __init__(self, expansion: float = 1.0) -> None:
+        super().__init__()
+        inner = int(FEATURES * expansion)
+        self.to_hidden_and_gate = nn.Linear(FEATURES, 2 * inner, bias=False)
+        self.to_out = nn.Identity() if expansion == 1.0 else nn.Linear(inner, FEATURES, bias=False)
+
+    def forward(self, row: Tensor) -> Outputs:
+        hidden, gate = self.to_hidden_and_gate(row).chunk(2, dim=-1)
+        hidden, gate = torch.where(hidden >= 0, hidden + 0.5, hidden.sigmoid()), gate.sigmoid()
+        steps = [torch.zeros_like(hidden[0])]
+        for candidate, z in zip(hidden, gate, strict=True):
+            steps.append(torch.lerp(steps[-1], candidate, z))
+        return {"sequence": self.to_out(torch.stack(steps[1:]))}
+
+
 def random_module(case: Case) -> nn.Module:
     """Return the module of a case with random weights, as far as they are learned."""
     module = case.build()
@@ -299,6 +317,8 @@ def _scan_cases() -> Iterator[Case]:
         recipe = layer("qrnn", "layers", window=window, pooling='"fo"' if gate else '"f"')
         qrnn = partial(QRNN, window, output_gate=gate)
         yield Case(f"QRNN: window={window}, output_gate={gate}", qrnn, recipe, more=window == 1)
+    yield Case("minGRU", MinGRU)
+    yield Case("minGRU: expansion_factor=2", partial(MinGRU, 2.0))
 
 
 CASES = [*_recurrent_cases(), *_conv_cases(), *_step_cases(), *_scan_cases()]
