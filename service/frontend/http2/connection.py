@@ -57,8 +57,9 @@ LINGER_SECONDS = 1.0
 """How long a connection is still read after a fault: closing it at once could discard the GOAWAY frame."""
 MIN_DATA_BYTES = 5
 """Smaller frames within a body count as control frames. Some clients send the 5 bytes before a gRPC message apart."""
-FREE_WINDOW_UPDATES, SENT_BYTES_PER_UPDATE = 10_000, 64
-"""Updates of windows that a client may send at any time, and how many sent bytes allow it one more."""
+FREE_WINDOW_UPDATES, SENT_BYTES_PER_UPDATE = 10_000, 16
+"""Updates of windows that a client may send at any time, and how many sent bytes allow it one more. Some clients answer each message of a
+stream with two."""
 RAPID_SECONDS = 0.005
 """A stream that is reset sooner has cost this side more than the client. Later, its client has waited for it: its deadline has passed."""
 MIN_WINDOW_UPDATE = 64

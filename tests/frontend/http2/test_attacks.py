@@ -53,7 +53,7 @@ ENDLESS_FRAMES: dict[str, list[bytes]] = {
     "rapid reset": RESETS_OF_STREAMS,
     "stream errors": [request(id, b"/hold") + window(id, 0) for id in STREAMS],
     "tiny windows": [settings((4, 0)), request(1, b"/large"), *[window(1, 1)] * 1500],
-    "window updates": [window(0, 1)] * 10_001,
+    "window updates": [window(0, 1)] * 10_100,
     "CONTINUATION": [BEGUN, *[frame(CONTINUATION, 0, 1, b"")] * 8],
     "endless header block": [BEGUN, *[frame(CONTINUATION, 0, 1, bytes(10_000))] * 7],
 }
@@ -77,6 +77,17 @@ def test_usual_rates_are_no_attack(peer: Peer, seconds: list[list[bytes]]) -> No
     for frames in seconds:
         peer.loop.now += 1
         peer.send(*frames)
+        assert not peer.closed
+
+
+def test_stream_may_change_both_windows_after_each_small_message(peer: Peer) -> None:
+    """gRPC's libraries for C++ and Python do."""
+    peer.send(OPEN)
+    stream = peer.application.handlers[1].stream
+    stream.send_headers(RESPONSE)
+    for _ in range(7_000):
+        peer.run(stream.send, bytes(23))
+        peer.send(window(0, 23), window(1, 23))
         assert not peer.closed
 
 
