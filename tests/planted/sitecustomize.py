@@ -215,9 +215,9 @@ def into_batchers(batcher: Any, fault: str) -> None:
 def into_workers(worker: Any, fault: str) -> None:
     answered: set[Any] = set()
 
-    def answering(_: Any, channel: Any, *others: Any) -> None:
+    def answering(frontend: Any, *others: Any) -> None:
         end_at("answering")
-        answered.add(channel)
+        answered.add(frontend.channel)
 
     def flushed(_: Any, worker: Any, channel: Any, *others: Any) -> None:
         if channel in answered:
@@ -226,8 +226,8 @@ def into_workers(worker: Any, fault: str) -> None:
 
     for name in ("_handle_block", "_handle_request"):
         ends(worker.Worker, name, "received")
-    for name in ("send_block", "_answer"):
-        around(worker.Worker, name, answering)
+    for name in ("answer", "send_answer"):
+        around(worker.FrontendChannel, name, answering)
     around(worker.Worker, "_flush", nothing, flushed)
 
 
