@@ -79,7 +79,7 @@ class Frontend:
         self.tally = RequestTally(metrics)
         self.observer = Observer(settings, log, metrics, traces)
         self.statistics: tuple[Snapshot, dict[object, bytes]] = ({}, {})
-        """The newest metrics from which statistics were made, and these statistics by their form."""
+        """The newest metrics from which statistics were made, and these statistics by what they describe."""
 
     @property
     def ready(self) -> bool:
@@ -105,9 +105,8 @@ class Frontend:
         if caller.quotas == NO_QUOTAS and not (caller.key or limits.memory.limited):
             return self.dispatcher.send(request, data, receiver)
         key, numbers = request.key, 0
-        if (
-            limits.memory.limited and key in self.catalog
-        ):  # a version that was forgotten while a body was parsed is refused later
+        # A version that was forgotten while a body was parsed is refused later.
+        if limits.memory.limited and key in self.catalog:
             numbers = self.catalog[key].answer_numbers(sum(request.lengths), sequence=request.returns.sequence)
         request, end = limits.begin(caller, request, len(data), numbers)
         try:
