@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from kernels.folder import set_cache_folder
-from service.engine.batching.batch_builder import SchedulerLimits
+from service.engine.batching.selection import SchedulerLimits
 from service.engine.batching.batcher import Batcher
 from service.engine.batching.session_table import SessionTable
 from service.engine.batching.stored_sessions import StoredSessions

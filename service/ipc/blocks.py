@@ -37,6 +37,7 @@ class Columns(NamedTuple):
     counts: Buffer
     lengths: Buffer
     values: Buffer
+    states: Buffer = b""
 
     @classmethod
     def read(cls, data: Buffer, requests: int, sequences: int) -> Columns:

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from service.engine.batching.batch_builder import UNLIMITED, SchedulerLimits, steps_within_budget
-from service.engine.batching.due import STRETCH, allowance
+from service.engine.batching.due import STRETCH
 from service.engine.batching.fair_shares import TENANT_SHARE, FairShares
-from service.engine.batching.model_queue import LEAST_STEPS, ModelQueue, S, WorkByDue
+from service.engine.batching.model_queue import ModelQueue, WorkByDue
 from service.engine.batching.request_block import SEQUENCES, STEPS, QueuedBlock
+from service.engine.batching.selection import LEAST_STEPS, UNLIMITED, SchedulerLimits, steps_within_budget
 from service.engine.batching.tenant_queue import Rejection
 from service.engine.execution.cost_model import Cost
 from service.errors import DeadlineExceeded, Overloaded, ServiceError
@@ -59,13 +59,13 @@ def _by_reason(block: QueuedBlock, refused: Sequence[tuple[Sequence[int], Servic
     return list(reasons.values())
 
 
-class Admission(Generic[S]):
+class Admission:
     """A bounded queue per model, and the policy that admits requests. cost: returns the predicted cost of a model's batches."""
 
     def __init__(self, limits: SchedulerLimits, cost: Callable[[ModelKey], Cost]) -> None:
         self._limits = limits
         self._cost = cost
-        self._queues: dict[ModelKey, ModelQueue[S]] = {}
+        self._queues: dict[ModelKey, ModelQueue] = {}
         self._shares = FairShares()
         self.earliest_deadline = math.inf
         """Lower bound of all queued deadlines."""
@@ -78,31 +78,11 @@ class Admission(Generic[S]):
         self.begun = 0
         """Sequences that have begun and have steps left."""
 
-    def add(self, model: ModelKey, sequences: list[S], *, now: float, busy: float = 0.0) -> None:
-        """Queue all sequences of one request, or none of them. busy: seconds until the batches in flight end.
-
-        Raises Overloaded if the queue is full or the request would miss its deadline behind the queued work, and DeadlineExceeded if the
-        request would miss its deadline even alone.
-        """
-        if not sequences:
-            return
-        first, steps = sequences[0], [sequence.remaining for sequence in sequences]
-        request = ArrivingRequest(first.share, len(sequences), sum(steps), max(steps), first.deadline, first.head_start)
-        queue = self._queue(model)
-        due = now - first.head_start + allowance(queue.cost, request.longest, first.deadline - now)
-        error = self._refusal(queue, request, due, now, busy, WorkByDue(queue, first.share.tenant))
-        if error is not None:
-            raise error
-        for sequence in sequences:
-            sequence.arrived, sequence.due, sequence.order = now, due, self._arrivals
-            queue.insert(sequence)
-        self._arrivals += 1
-        self._count(queue, request)
-
     def add_block(self, block: QueuedBlock, *, now: float, busy: float = 0.0) -> list[RefusedRequests]:
-        """Queue the requests of a block, as `add` would queue them in turn. Returns the refused requests."""
+        """Queue the requests of a block, as if each arrived alone, in turn. Returns the refused requests."""
         model = block.model
         queue = self._queue(model)
+        queue.divisible = block.divisible
         block.arrive(now, self._arrivals, queue.cost)
         self._arrivals += block.requests
         is_alone = block.requests == 1 and not busy and not self._queues
@@ -127,7 +107,7 @@ class Admission(Generic[S]):
     def waiting_by_model(self) -> dict[ModelKey, int]:
         """Return the number of sequences that have not begun, by model."""
         return {
-            model: queue.count - sum([sequence.begun for sequence in queue.sequences]) for model, queue in self._queues.items()
+            model: queue.count - sum([work.begun for work in queue.tenants.values()]) for model, queue in self._queues.items()
         }
 
     def backlog_seconds(self) -> float:
@@ -136,12 +116,12 @@ class Admission(Generic[S]):
 
     # Arrivals.
 
-    def _queue(self, model: ModelKey) -> ModelQueue[S]:
+    def _queue(self, model: ModelKey) -> ModelQueue:
         """Return the queue of a model, or a new one, which `_count` will keep."""
         queue = self._queues.get(model)
         return ModelQueue(model, self._cost(model), self._used) if queue is None else queue
 
-    def _count(self, queue: ModelQueue[S], request: ArrivingRequest | QueuedBlock) -> None:
+    def _count(self, queue: ModelQueue, request: ArrivingRequest | QueuedBlock) -> None:
         """Count a request that is queued."""
         self._queues[queue.model] = queue
         self.earliest_deadline = min(self.earliest_deadline, request.deadline)
@@ -156,15 +136,15 @@ class Admission(Generic[S]):
         queue.count_work(tenant, request.sequences, request.steps)
 
     def _accept(
-        self, block: QueuedBlock, queue: ModelQueue[S], now: float, busy: float
+        self, block: QueuedBlock, queue: ModelQueue, now: float, busy: float
     ) -> list[tuple[Sequence[int], ServiceError]]:
         """Accept requests of a block and count them as queued. Returns the indices of the others, with their errors."""
         tenant = block.share.tenant
         if block.requests == 1:
-            error = self._accept_one(block, 0, queue, now, busy, WorkByDue(queue, tenant))
+            error = self._accept_one(block, 0, queue, now, busy, WorkByDue(queue, block))
             return [] if error is None else [([0], error)]
         refused: list[tuple[Sequence[int], ServiceError]] = []
-        work, begin = WorkByDue(queue, tenant, block), self._accept_first(block, queue, now, busy)
+        work, begin = WorkByDue(queue, block), self._accept_first(block, queue, now, busy)
         work.accept(slice(begin))
         time_left = block.deadlines - now
         while begin < block.requests:
@@ -194,7 +174,7 @@ class Admission(Generic[S]):
         return refused
 
     def _accept_one(
-        self, block: QueuedBlock, index: int, queue: ModelQueue[S], now: float, busy: float, work: WorkByDue
+        self, block: QueuedBlock, index: int, queue: ModelQueue, now: float, busy: float, work: WorkByDue
     ) -> ServiceError | None:
         """Accept one request of a block and count it as queued, or return the error."""
         count, steps, longest, deadline = block.sequences, block.steps, block.longest, block.deadline
@@ -207,7 +187,7 @@ class Admission(Generic[S]):
             self._count(queue, request)
         return error
 
-    def _accept_first(self, block: QueuedBlock, queue: ModelQueue[S], now: float, busy: float) -> int:
+    def _accept_first(self, block: QueuedBlock, queue: ModelQueue, now: float, busy: float) -> int:
         """Accept the first requests that have room and surely keep their deadlines: see `_surely_in_time`. Returns their number."""
         places, rejection = self._free_places(block.share, block.requests), queue.rejection_of(block.share.tenant)
         if block.sequences == block.requests and rejection is None:
@@ -224,7 +204,7 @@ class Admission(Generic[S]):
         self._count_first(block, queue, end)
         return end
 
-    def _count_first(self, block: QueuedBlock, queue: ModelQueue[S], requests: int) -> None:
+    def _count_first(self, block: QueuedBlock, queue: ModelQueue, requests: int) -> None:
         """Count the first requests of a block as queued."""
         if requests:
             count, steps = block.work_of_first(requests)
@@ -232,7 +212,7 @@ class Admission(Generic[S]):
             first = ArrivingRequest(block.share, count, steps, longest, deadline, block.head_start, requests)
             self._count(queue, first)
 
-    def _refusal_of_all(self, block: QueuedBlock, queue: ModelQueue[S], now: float) -> ServiceError | None:
+    def _refusal_of_all(self, block: QueuedBlock, queue: ModelQueue, now: float) -> ServiceError | None:
         """Return the error that all requests of a block share, or None if each needs a check. A rejection precedes the full queue."""
         rejection = queue.rejection_of(block.share.tenant)
         if rejection is None:
@@ -254,7 +234,7 @@ class Admission(Generic[S]):
 
     # Predictions.
 
-    def _seconds(self, queue: ModelQueue[S], count: int, steps: int, longest: int = 0) -> float:
+    def _seconds(self, queue: ModelQueue, count: int, steps: int, longest: int = 0) -> float:
         """Return the predicted time of `count` sequences of one model that have `steps` steps together.
 
         longest: steps of the longest sequence, if it is longer than the mean.
@@ -267,7 +247,7 @@ class Admission(Generic[S]):
         batches = max(-(-count // max_sequences), -(-steps_per_row // self._expected_steps(queue, rows)))
         return cost.fixed * batches + (cost.per_step + cost.per_token * rows) * steps_per_row
 
-    def _expected_steps(self, queue: ModelQueue[S], rows: int) -> int:
+    def _expected_steps(self, queue: ModelQueue, rows: int) -> int:
         """Return how many steps a batch is likely to take: the recent mean, or before the first batch the steps that the budget allows."""
         return int(queue.reach) or steps_within_budget(self._limits, rows, self._limits.max_batch_tokens // rows, queue.cost)
 
@@ -291,7 +271,7 @@ class Admission(Generic[S]):
         works = [queue.tenants[tenant] for queue in self._queues.values() if tenant in queue.tenants]
         return sum([work.count - work.begun for work in works])
 
-    def _surely_in_time(self, queue: ModelQueue[S], request: ArrivingRequest | QueuedBlock, now: float, busy: float) -> bool:
+    def _surely_in_time(self, queue: ModelQueue, request: ArrivingRequest | QueuedBlock, now: float, busy: float) -> bool:
         """Return whether a request keeps its deadline even if everything in the queue is due before it."""
         time_left = request.deadline - now
         rejection = queue.rejection_of(request.share.tenant)
@@ -301,7 +281,7 @@ class Admission(Generic[S]):
 
     def _sure_seconds(
         self,
-        queue: ModelQueue[S],
+        queue: ModelQueue,
         arriving: ArrivingRequest | QueuedBlock,
         count: FloatOrArray,
         steps: FloatOrArray,
@@ -319,7 +299,7 @@ class Admission(Generic[S]):
                 total += self._most_seconds(queued, queued.count, queued.steps, queued.longest)
         return CAUTION * total + STRETCH * queue.cost.of(longest, longest) - min(0.0, arriving.head_start)
 
-    def _most_seconds(self, queue: ModelQueue[S], count: FloatOrArray, steps: FloatOrArray, longest: int) -> FloatOrArray:
+    def _most_seconds(self, queue: ModelQueue, count: FloatOrArray, steps: FloatOrArray, longest: int) -> FloatOrArray:
         """Return an upper bound of `_seconds`. longest: no sequence has more steps."""
         cost, rows = queue.cost, self._limits.max_batch_sequences
         steps_per_row = steps / rows + longest
@@ -328,7 +308,7 @@ class Admission(Generic[S]):
 
     def _refusal(
         self,
-        queue: ModelQueue[S],
+        queue: ModelQueue,
         request: ArrivingRequest | QueuedBlock,
         due: float,
         now: float,
@@ -372,7 +352,7 @@ class Admission(Generic[S]):
         return Overloaded(message, retry_after=1)
 
     def _expected_seconds(
-        self, queue: ModelQueue[S], request: ArrivingRequest | QueuedBlock, due: float, work: WorkByDue
+        self, queue: ModelQueue, request: ArrivingRequest | QueuedBlock, due: float, work: WorkByDue
     ) -> float:
         """Return the expected completion time of a request, including the work of its tenant and model that is due before it.
 

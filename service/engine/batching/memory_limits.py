@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from service.engine.batching.batch_builder import SchedulerLimits
+from service.engine.batching.selection import SchedulerLimits
 from service.ipc.messages.models import ModelKey
 
 PERIOD_SECONDS = 5.0

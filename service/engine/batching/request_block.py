@@ -1,12 +1,12 @@
 """Requests that arrived together from one frontend, in columns: while they run as a whole, no request is an object.
 
-A block has stateless requests of one model, tenant and priority that return the same outputs. Its columns are the bytes in which the
-frontend sent them. Pure: nothing here knows a device, a socket or a clock.
+A block has requests of one model, tenant and priority that return the same outputs. The chunks of sessions are blocks too: each is a row
+with a state handle. The columns are the bytes in which the frontend sent them. Pure: nothing here knows a device, a socket or a clock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -19,7 +19,7 @@ from service.engine.batching.due import HEAD_START_SECONDS, allowance, allowance
 from service.engine.execution.cost_model import Cost
 from service.errors import ServiceError
 from service.ipc.blocks import COUNT, COUNT_BYTES, DEADLINE, ID, ID_BYTES, Buffer, Columns
-from service.ipc.messages.inference import NO_TENANT, Request, Returns, Share
+from service.ipc.messages.inference import ANY_SESSION, NO_TENANT, Returns, SessionOptions, Share
 from service.ipc.messages.models import ModelKey
 
 PLAIN = Returns()
@@ -28,7 +28,7 @@ SIZES = SEQUENCES, STEPS, LONGEST = range(3)
 
 
 class BlockOwner(Protocol):
-    """The frontend of a block: receives the replies to its requests."""
+    """Receives the replies to the requests of a block: their frontend."""
 
     def answer(self, block: QueuedBlock, result: Any, ready: float) -> None:
         """Answer all requests of a block. result: a BlockResult; ready: when it was."""
@@ -36,18 +36,17 @@ class BlockOwner(Protocol):
     def refuse(self, ids: Sequence[int], error: ServiceError) -> None:
         """Refuse requests."""
 
-    def open_ticket(self, id: int, request: Request) -> Any:
-        """Return a Ticket for a request that leaves its block, because it does not run as a whole."""
-
 
 @dataclass(eq=False)
 class QueuedBlock:
-    """Whole requests without a state, with the totals that the scheduler needs.
+    """Requests, with the totals that the scheduler needs.
 
     steps: of all sequences together; shortest, longest: steps of one sequence; deadline: the earliest.
     divisible: whether several batches may share the steps of a sequence.
     owner: a BlockOwner, through which the batcher answers and refuses the requests.
     timed: whether the answers tell how their batches ran.
+    sessions, at, options: as in RequestBlock.
+    handles: (sequences,) the state handles of the sequences; None if no sequence continues from a state or leaves one behind.
     arrived, order: when the block was queued, and how many requests arrived before its first request.
     """
 
@@ -64,6 +63,10 @@ class QueuedBlock:
     divisible: bool = True
     owner: Any = None
     timed: bool = False
+    sessions: Sequence[str] = ()
+    at: Sequence[int] = ()
+    options: SessionOptions = ANY_SESSION
+    handles: NDArray[np.int64] | None = None
     arrived: float = 0.0
     order: int = 0
     _orders: NDArray[np.int64] | None = field(default=None, init=False)
@@ -85,6 +88,11 @@ class QueuedBlock:
         if self._orders is None:
             self._orders = np.arange(self.order, self.order + self.requests)
         return self._orders
+
+    @property
+    def has_states(self) -> bool:
+        """Whether the requests bring states or ask for them."""
+        return self.returns.state or len(self.columns.states) > 0
 
     @cached_property
     def ids(self) -> list[int]:
@@ -111,36 +119,100 @@ class QueuedBlock:
         return start + allowances(self._cost, self.sizes[:, LONGEST], self.deadlines - self.arrived)
 
     @cached_property
-    def sizes(self) -> NDArray[np.int64]:
-        """Return the sizes of the requests, (requests, SIZES)."""
-        return request_sizes([self])
+    def counts(self) -> NDArray[np.int32]:
+        """Return how many sequences each request has."""
+        return np.frombuffer(self.columns.counts, COUNT)
 
     @cached_property
-    def _first_sequences(self) -> Sequence[int]:
+    def request_of(self) -> NDArray[np.int64]:
+        """Return the request of each sequence, (sequences,)."""
+        return np.repeat(np.arange(self.requests), self.counts)
+
+    @cached_property
+    def sizes(self) -> NDArray[np.int64]:
+        """Return the sizes of the requests, (requests, SIZES)."""
+        lengths = np.frombuffer(self.columns.lengths, COUNT)
+        sizes = np.empty((self.requests, len(SIZES)), np.int64)
+        sizes[:, SEQUENCES] = self.counts
+        if self.sequences == self.requests:
+            sizes[:, STEPS:] = lengths[:, None]
+            return sizes
+        first = self.counts.cumsum() - self.counts
+        for column, total in ((STEPS, np.add), (LONGEST, np.maximum)):
+            sizes[:, column] = total.reduceat(lengths, first)
+        return sizes
+
+    @cached_property
+    def first_sequences(self) -> Sequence[int]:
         """Return the first sequence of each request, and at the end the number of sequences."""
         if self.sequences == self.requests:
             return range(self.requests + 1)
-        return list(accumulate(np.frombuffer(self.columns.counts, COUNT).tolist(), initial=0))
+        return list(accumulate(self.counts.tolist(), initial=0))
 
     @cached_property
     def _first_steps(self) -> list[int]:
         """Return the first step of each sequence, and at the end the number of steps."""
         return list(accumulate(self.lengths, initial=0))
 
-    def lengths_of(self, index: int) -> list[int]:
-        """Return the steps of each sequence of a request."""
-        return self.lengths[self._first_sequences[index] : self._first_sequences[index + 1]]
-
     def work_of_first(self, requests: int) -> tuple[int, int]:
         """Return the number of sequences of the first requests, and their steps."""
-        sequences = self._first_sequences[requests]
+        sequences = self.first_sequences[requests]
         return sequences, self._first_steps[sequences]
 
     def select(self, indices: Sequence[int]) -> QueuedBlock:
         """Return a block of some of the requests. indices: ascending, at least one."""
         if len(indices) == self.requests:
             return self
-        columns = self._columns_of(indices)
+        # Most requests that are taken together follow each other, so each column is copied in few parts.
+        requests = _runs(indices)
+        sequences = [(self.first_sequences[first], self.first_sequences[end]) for first, end in requests]
+        steps = [(self._first_steps[first], self._first_steps[end]) for first, end in sequences]
+        columns = self.columns
+        block = self._with(
+            Columns(
+                _parts(columns.ids, requests, self.requests),
+                _parts(columns.deadlines, requests, self.requests),
+                _parts(columns.counts, requests, self.requests),
+                _parts(columns.lengths, sequences, self.sequences),
+                _parts(columns.values, steps, self.steps),
+                _parts(columns.states, sequences, self.sequences),
+            )
+        )
+        if self.sessions:
+            block.sessions = [self.sessions[index] for index in indices]
+            block.at = [self.at[index] for index in indices] if self.at else ()
+        if self.handles is not None:
+            block.handles = np.concatenate([self.handles[first:end] for first, end in sequences])
+        block.arrive(self.arrived, int(self.orders[indices[0]]), self._cost)
+        block._orders = self.orders[indices]
+        return block
+
+    def without(self, indices: Sequence[int]) -> QueuedBlock | None:
+        """Return a block of the other requests, None if there are none."""
+        if not indices:
+            return self
+        if len(indices) == self.requests:
+            return None
+        gone = set(indices)
+        return self.select([index for index in range(self.requests) if index not in gone])
+
+    def piece(self, request: int, sequence: int, done: int, steps: int, owner: BlockOwner) -> QueuedBlock:
+        """Return a block of some steps of one sequence, which belongs to a request. done: the steps before them."""
+        begin, columns = self._first_steps[sequence] + done, self.columns
+        return self._with(
+            Columns(
+                _parts(columns.ids, [(request, request + 1)], self.requests),
+                _parts(columns.deadlines, [(request, request + 1)], self.requests),
+                np.ones(1, COUNT).tobytes(),
+                np.full(1, steps, COUNT).tobytes(),
+                _parts(columns.values, [(begin, begin + steps)], self.steps),
+                b"",
+            ),
+            owner,
+        )
+
+    def _with(self, columns: Columns, owner: BlockOwner | None = None) -> QueuedBlock:
+        """Return a block of some of the work of this block."""
         lengths = np.frombuffer(columns.lengths, COUNT).tolist()
         block = QueuedBlock(
             self.model,
@@ -153,35 +225,27 @@ class QueuedBlock:
             returns=self.returns,
             share=self.share,
             divisible=self.divisible,
-            owner=self.owner,
+            owner=owner or self.owner,
             timed=self.timed,
+            options=self.options,
+            arrived=self.arrived,
         )
-        block.arrive(self.arrived, int(self.orders[indices[0]]), self._cost)
-        block._orders, block.lengths = self.orders[indices], lengths
+        block.lengths = lengths
         return block
 
-    def without(self, indices: Collection[int]) -> QueuedBlock | None:
-        """Return a block of the other requests, None if there are none."""
-        if not indices:
-            return self
-        if len(indices) == self.requests:
-            return None
-        gone = set(indices)
-        return self.select([index for index in range(self.requests) if index not in gone])
 
-    def _columns_of(self, indices: Sequence[int]) -> Columns:
-        # Most requests that are taken together follow each other, so each column is copied in few parts.
-        requests = _runs(indices)
-        sequences = [(self._first_sequences[first], self._first_sequences[end]) for first, end in requests]
-        steps = [(self._first_steps[first], self._first_steps[end]) for first, end in sequences]
-        columns = self.columns
-        return Columns(
-            _parts(columns.ids, requests, self.requests),
-            _parts(columns.deadlines, requests, self.requests),
-            _parts(columns.counts, requests, self.requests),
-            _parts(columns.lengths, sequences, self.sequences),
-            _parts(columns.values, steps, self.steps),
-        )
+BlockRequest = tuple[QueuedBlock, int]
+"""A request of a block, by its place there."""
+
+
+def arrival_of(request: BlockRequest) -> int:
+    """Return how many requests arrived before a request."""
+    return int(request[0].orders[request[1]])
+
+
+def in_order_of_arrival(requests: Iterable[tuple[QueuedBlock, Sequence[int]]]) -> list[BlockRequest]:
+    """Return the requests at these places of blocks, one by one."""
+    return sorted([(block, index) for block, indices in requests for index in indices], key=arrival_of)
 
 
 def _runs(indices: Sequence[int]) -> list[tuple[int, int]]:
@@ -194,20 +258,7 @@ def _runs(indices: Sequence[int]) -> list[tuple[int, int]]:
 
 def _parts(column: Buffer, runs: Sequence[tuple[int, int]], count: int) -> bytes:
     """Return the items of a column in some runs. count: items in the column."""
+    if not count:
+        return b""
     view, size = memoryview(column), len(column) // count
     return b"".join([view[size * first : size * end] for first, end in runs])
-
-
-def request_sizes(blocks: Sequence[QueuedBlock]) -> NDArray[np.int64]:
-    """Return the sizes of the requests of some blocks, (requests, SIZES)."""
-    counts = np.frombuffer(b"".join([block.columns.counts for block in blocks]), COUNT)
-    lengths = np.frombuffer(b"".join([block.columns.lengths for block in blocks]), COUNT)
-    sizes = np.empty((len(counts), len(SIZES)), np.int64)
-    sizes[:, SEQUENCES] = counts
-    if len(lengths) == len(counts):
-        sizes[:, STEPS:] = lengths[:, None]
-        return sizes
-    first = counts.cumsum() - counts
-    for column, total in ((STEPS, np.add), (LONGEST, np.maximum)):
-        sizes[:, column] = total.reduceat(lengths, first)
-    return sizes

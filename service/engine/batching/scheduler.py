@@ -16,23 +16,27 @@ The scheduler is pure: the time is an argument, and nothing here knows about a d
   of another tenant.
 - **A request that would miss its deadline is rejected when it arrives** (`admission.py`).
 
-Requests without a state arrive in blocks (`request_block.py`). Blocks that fit into the next batch as a whole cost nothing for each
-request. A block that does not fit is cut along its requests. A request that does not run as a whole becomes an object for each sequence.
+All requests arrive in blocks (`request_block.py`). Blocks that fit into the next batch as a whole cost nothing for each request.
+Otherwise the queue has a row for each sequence (`tenant_queue.py`), and a batch takes the first rows that may run (`selection.py`). What it
+takes of a request that does not run as a whole are pieces.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
-from typing import Generic, NamedTuple
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from service.engine.batching.admission import Admission
-from service.engine.batching.batch_builder import UNLIMITED, BatchBuilder, ScheduledBatch, SchedulerLimits, take_whole
 from service.engine.batching.memory_limits import MemoryLimits
-from service.engine.batching.model_queue import ModelQueue, S
+from service.engine.batching.model_queue import ModelQueue
 from service.engine.batching.request_block import BlockOwner, QueuedBlock
+from service.engine.batching.selection import LONGEST_OF, SchedulerLimits, may_run, runs_whole, select
+from service.engine.batching.tenant_queue import DONE, HANDLE, LEFT, ORDER, REQUEST, Piece, TenantQueue
 from service.engine.execution.cost_model import Cost
 from service.ipc.messages.models import ModelKey
 
@@ -40,79 +44,87 @@ NEWEST = 0.05
 """Weight of the newest batch in the running mean of the steps per batch."""
 
 
-class RemovedRequests(NamedTuple, Generic[S]):
-    """What was removed from the queue."""
+class States(Protocol):
+    """What the scheduler needs to know of the states of sequences."""
 
-    blocks: list[QueuedBlock]
-    sequences: list[S]
+    def room(self, model: ModelKey) -> int:
+        """Return how many more sequences may hold a state while they run."""
 
+    def any_behind(self, model: ModelKey) -> bool:
+        """Return whether a chunk waits for an earlier chunk of its session."""
 
-def _unlimited_room(model: ModelKey) -> int:
-    return UNLIMITED
-
-
-def _without_blocks(block: QueuedBlock) -> list[S]:
-    raise AssertionError("this scheduler has no blocks")
+    def busy(self, handles: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Return which state handles are in use. NO_HANDLE is not."""
 
 
-class Scheduler(Admission[S]):
-    """The policy that takes batches from the queues.
+@dataclass(slots=True)
+class ScheduledBatch:
+    """What runs in a batch: requests as a whole, in blocks, and pieces of others. rows, tokens, longest: of all of them."""
 
-    room: returns how many more sequences of a model may keep a state between batches.
-    unpack: returns the sequences of a block with one request.
-    """
+    model: ModelKey
+    rows: int = 0
+    tokens: int = 0
+    longest: int = 0
+    blocks: list[QueuedBlock] = field(default_factory=list)
+    pieces: list[Piece] = field(default_factory=list)
 
-    def __init__(
-        self,
-        limits: SchedulerLimits,
-        cost: Callable[[ModelKey], Cost],
-        room: Callable[[ModelKey], int] = _unlimited_room,
-        unpack: Callable[[QueuedBlock], list[S]] = _without_blocks,
-    ) -> None:
+
+class Scheduler(Admission):
+    """The policy that takes batches from the queues."""
+
+    def __init__(self, limits: SchedulerLimits, cost: Callable[[ModelKey], Cost], states: States) -> None:
         super().__init__(limits, cost)
         self.memory = MemoryLimits(limits)
-        self._room = room
-        self._unpack = unpack
+        self._states = states
 
-    def drop(self, sequences: list[S]) -> int:
-        """Remove these sequences of one request from the queue. Returns how many of them were queued."""
-        dropped = {id(sequence) for sequence in sequences}
-        return len(self._remove(lambda sequence: id(sequence) in dropped, lambda _: ()).sequences)
+    def drop_request(self, owner: BlockOwner, id: int) -> tuple[QueuedBlock, int] | None:
+        """Remove one request of an owner's blocks. Returns its block and its place there, None if no queued block has it."""
 
-    def drop_request(self, owner: BlockOwner, id: int) -> bool:
-        """Remove one request of an owner's blocks. Returns false if no queued block has it."""
+        def matching(block: QueuedBlock) -> int | None:
+            return block.ids.index(id) if block.owner is owner and id in block.ids else None
 
-        def is_it(block: QueuedBlock) -> Collection[int]:
-            return [block.ids.index(id)] if block.owner is owner and id in block.ids else ()
+        for queue, work in self._works():
+            for number, block in work.blocks().items():
+                request = matching(block)
+                if request is not None:
+                    table = work.table()
+                    of_request = work.of_blocks([number]) & (table[:, REQUEST] == request)
+                    if of_request.any():
+                        self._drop(queue, work, of_request)
+                        return block, request
+        return None
 
-        return bool(self._remove(lambda _: False, is_it).blocks)
+    def drop_chunks(self, model: ModelKey, handle: int, after: int = -1) -> list[tuple[QueuedBlock, list[int]]]:
+        """Remove the chunks of a session, or those that arrived behind the request with the place `after` among all arrivals."""
+        dropped: list[tuple[QueuedBlock, list[int]]] = []
+        for queue, work in self._works(model):
+            table = work.table()
+            dropped += self._drop(queue, work, (table[:, HANDLE] == handle) & (table[:, ORDER] > after))
+        return dropped
 
-    def drop_owner(self, owner: BlockOwner) -> list[QueuedBlock]:
-        """Remove and return the blocks of an owner."""
-        return self._remove(lambda _: False, lambda block: range(block.requests) if block.owner is owner else ()).blocks
+    def drop_owner(self, owner: BlockOwner) -> list[tuple[QueuedBlock, list[int]]]:
+        """Remove the blocks of an owner."""
+        dropped: list[tuple[QueuedBlock, list[int]]] = []
+        for queue, work in self._works():
+            numbers = [number for number, block in work.blocks().items() if block.owner is owner]
+            dropped += self._drop(queue, work, work.of_blocks(numbers)) if numbers else []
+        return dropped
 
-    def drop_late(self, now: float) -> RemovedRequests[S]:
-        """Remove and return the requests with a past deadline. There is none before `earliest_deadline`."""
-        late = self._remove(
-            lambda sequence: sequence.deadline <= now,
-            lambda block: np.flatnonzero(block.deadlines <= now).tolist() if block.deadline <= now else (),
-        )
-        queues = self._queues.values()
-        deadlines = [sequence.deadline for queue in queues for sequence in queue.sequences]
-        deadlines += [block.deadline for queue in queues for block in queue.blocks]
-        self.earliest_deadline = min(deadlines, default=math.inf)
-        return late
+    def drop_late(self, now: float) -> list[tuple[QueuedBlock, list[int]]]:
+        """Remove the requests with a past deadline. There is none before `earliest_deadline`."""
+        dropped: list[tuple[QueuedBlock, list[int]]] = []
+        for queue, work in self._works():
+            dropped += self._drop(queue, work, work.late(now))
+        self.earliest_deadline = min([work.earliest_deadline() for _, work in self._works()], default=math.inf)
+        return dropped
 
-    def next_batch(self) -> ScheduledBatch[S] | None:
+    def next_batch(self) -> ScheduledBatch | None:
         """Choose the model that runs next and the part of its queue that runs. Returns None if no sequence can run now."""
         for model in sorted(self._queues, key=self._claim) if len(self._queues) > 1 else list(self._queues):
             queue = self._queues[model]
             queue.forget_rejections()
             queue.cost = self._cost(model)
             batch = self._take(queue)
-            if batch.rows:
-                self._shares.start_batch(self._queues.values())
-            self._advance(queue, batch)
             if batch.rows:
                 self._used = queue.used
                 queue.used += queue.cost.of(batch.longest, batch.tokens)
@@ -125,73 +137,85 @@ class Scheduler(Admission[S]):
         queue = self._queues[model]
         return self._shares.least_paid(queue.tenants), queue.used - queue.head_start()
 
-    def _take(self, queue: ModelQueue[S]) -> ScheduledBatch[S]:
+    def _take(self, queue: ModelQueue) -> ScheduledBatch:
         max_seconds = self._limits.batch_seconds if self._shares.contested else math.inf
-        limits = self.memory.lowered.get(queue.model, self._limits)
-        batch = take_whole(queue, limits, max_seconds)
-        if batch is None:
-            in_order = self._shares.in_turn(queue) if len(queue.tenants) > 1 else queue.in_order()
-            batch = BatchBuilder(queue, limits, max_seconds, self._room, self._unpack).take(in_order)
+        limits, room = self.memory.lowered.get(queue.model, self._limits), self._states.room(queue.model)
+        any_behind = self._states.any_behind(queue.model)
+        if queue.count <= min(limits.max_batch_sequences, room) and not any_behind:
+            blocks = queue.whole_blocks()
+            if blocks is not None and runs_whole(queue, limits, max_seconds, blocks):
+                return self._take_all(queue, blocks)
+        works = list(queue.tenants.values())
+        table = works[0].table() if len(works) == 1 else np.concatenate([work.table() for work in works])
+        order = np.arange(len(table)) if len(works) == 1 else self._shares.in_turn(queue)
+        if any_behind:
+            order = order[may_run(table, self._states.busy(table[:, HANDLE]))[order]]
+        places, steps = select(table[order], limits, queue.cost, max_seconds, room, divisible=queue.divisible)
+        return self._take_places(queue, works, table, order[places], steps)
+
+    def _take_all(self, queue: ModelQueue, blocks: list[QueuedBlock]) -> ScheduledBatch:
+        """Take the whole queue."""
+        batch = ScheduledBatch(queue.model, queue.count, queue.steps, max(map(LONGEST_OF, blocks)), blocks)
+        self._shares.start_batch(self._queues.values())
+        self.waiting -= batch.rows
+        for tenant, work in queue.tenants.items():
+            self._shares.charge(tenant, queue.price(work.count, work.steps))
+        del self._queues[queue.model]
         return batch
 
-    def _advance(self, queue: ModelQueue[S], batch: ScheduledBatch[S]) -> None:
-        """Remove everything without steps left from the queue, and update the counts. Adds the blocks of whole requests to the batch."""
-        if batch.takes_all:
-            self.waiting -= batch.rows
-            if len(queue.tenants) == 1:
-                self._shares.charge(batch.blocks[0].share.tenant, queue.price(batch.rows, batch.tokens))
-            else:
-                for block in batch.blocks:
-                    self._shares.charge(block.share.tenant, queue.price(block.sequences, block.steps))
-            del self._queues[queue.model]
-            return
-        for tenant_queue in dict.fromkeys([*batch.whole, *batch.divided]):
-            batch.blocks += tenant_queue.take(batch.whole.get(tenant_queue, ()), batch.divided.get(tenant_queue, ()))
-        tenants = len(queue.tenants)
-        for block in batch.blocks:
-            self.waiting -= block.sequences
-            self._shares.charge(block.share.tenant, queue.price(block.sequences, block.steps))
-            queue.count_work(block.share.tenant, -block.sequences, -block.steps)
-        for part in batch.parts:
-            sequence = part.sequence
-            sequence.remaining -= part.steps
-            sequence.begun = True
-            begun = (not part.last) - (not part.first)
-            self.waiting -= part.first
-            self.begun += begun
-            self._shares.charge(sequence.share.tenant, queue.price(1, part.steps))
-            queue.count_work(sequence.share.tenant, -int(part.last), -part.steps, begun)
-        if any(part.last for part in batch.parts):
-            # The batch of a single tenant usually is a prefix of the queue: the sequences behind it need no check.
-            end = queue.sequences.index(batch.parts[-1].sequence) + 1 if tenants == 1 else None
-            queue.sequences[:end] = [sequence for sequence in queue.sequences[:end] if sequence.remaining]
+    def _take_places(
+        self,
+        queue: ModelQueue,
+        works: list[TenantQueue],
+        table: NDArray[np.int64],
+        places: NDArray[np.int64],
+        steps: NDArray[np.int64],
+    ) -> ScheduledBatch:
+        """Take sequences of a queue. works: its tenants; table: of all of them; places: in the table; steps: of each of them."""
+        batch = ScheduledBatch(queue.model, len(places), int(steps.sum()), int(steps.max(initial=0)))
+        if not batch.rows:
+            return batch
+        self._shares.start_batch(self._queues.values())
+        rows = table[places]
+        ends, begins = steps == rows[:, LEFT], rows[:, DONE] == 0
+        first = 0
+        for tenant, work in list(queue.tenants.items()):
+            end = first + work.count
+            of_tenant = (places >= first) & (places < end) if len(works) > 1 else slice(None)
+            own = places[of_tenant] - first
+            if len(own):
+                in_order, taken = own.argsort(), steps[of_tenant]
+                blocks, pieces = work.take(own[in_order], taken[in_order])
+                batch.blocks += blocks
+                batch.pieces += pieces
+                total, ended = int(taken.sum()), int(ends[of_tenant].sum())
+                begun = int((begins[of_tenant] & ~ends[of_tenant]).sum() - (ends[of_tenant] & ~begins[of_tenant]).sum())
+                self._shares.charge(tenant, queue.price(len(own), total))
+                queue.count_work(tenant, -ended, -total, begun)
+                self.begun += begun
+                self.waiting -= int(begins[of_tenant].sum())
+            first = end
         if not queue.count:
             del self._queues[queue.model]
+        return batch
 
-    def _remove(self, matches: Callable[[S], bool], matching: Callable[[QueuedBlock], Collection[int]]) -> RemovedRequests[S]:
-        """Remove and return the matching sequences of all queues, and the matching requests of blocks. matching: returns their indices."""
-        removed: RemovedRequests[S] = RemovedRequests([], [])
-        for model, queue in list(self._queues.items()):
-            blocks = [(block, indices) for block in queue.blocks if (indices := sorted(matching(block)))]
-            sequences = [sequence for sequence in queue.sequences if matches(sequence)]
-            if not blocks and not sequences:
-                continue
-            if blocks:
-                gone = dict(blocks)
-                left = [block.without(gone.get(block, ())) for block in queue.blocks]
-                queue.keep_blocks([block for block in left if block is not None])
-            queue.sequences = [sequence for sequence in queue.sequences if not matches(sequence)]
-            chosen = [block.select(indices) for block, indices in blocks]
-            begun, in_blocks = sum([sequence.begun for sequence in sequences]), sum([block.sequences for block in chosen])
-            for block in chosen:
-                queue.count_work(block.share.tenant, -block.sequences, -block.steps)
-            for sequence in sequences:
-                queue.count_work(sequence.share.tenant, -1, -sequence.remaining, -int(sequence.begun))
-            queue.forget_rejections()
-            self.begun -= begun
-            self.waiting -= len(sequences) + in_blocks - begun
-            removed.blocks.extend(chosen)
-            removed.sequences.extend(sequences)
-            if not queue.count:
-                del self._queues[model]
-        return removed
+    def _works(self, model: ModelKey | None = None) -> Iterator[tuple[ModelQueue, TenantQueue]]:
+        """Yield the work of every tenant, of one model or of all. The caller may remove what it gets."""
+        for key, queue in list(self._queues.items()):
+            if model is None or key == model:
+                yield from [(queue, work) for work in list(queue.tenants.values())]
+
+    def _drop(self, queue: ModelQueue, work: TenantQueue, matches: NDArray[np.bool_]) -> list[tuple[QueuedBlock, list[int]]]:
+        """Remove the matching sequences of a tenant. Returns their blocks, with their requests."""
+        if not matches.any():
+            return []
+        rows = work.table()[matches]
+        begun, steps = int((rows[:, DONE] > 0).sum()), int(rows[:, LEFT].sum())
+        dropped = work.drop(matches)
+        self.begun -= begun
+        self.waiting -= len(rows) - begun
+        queue.count_work(dropped[0][0].share.tenant, -len(rows), -steps, -begun)
+        queue.forget_rejections()
+        if not queue.count:
+            del self._queues[queue.model]
+        return dropped

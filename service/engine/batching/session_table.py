@@ -6,13 +6,16 @@ A journal therefore records the ids of open sessions and of sessions that ended 
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import NamedTuple
 
+import numpy as np
+
 from service.engine.batching.fair_shares import TENANT_SHARE
-from service.engine.batching.ticket import Session, StateLocation
+from service.engine.batching.state_cache import StateCache
 from service.errors import (
     ServiceError,
     SessionConflict,
@@ -21,11 +24,62 @@ from service.errors import (
     TooManySessions,
     UnknownSession,
 )
-from service.ipc.messages.inference import Request
+from service.ipc.messages.inference import SessionOptions
 from service.ipc.messages.models import ModelKey
 from service.ipc.messages.sessions import DIGEST_BYTES, session_id, session_tenant
 from service.ipc.session_journal import SessionJournal
 from service.metrics import Metrics
+
+
+class Ownership(NamedTuple):
+    """The ownership of a session in the session store.
+
+    number: no other ownership has it. begun: when the session began, in milliseconds of Unix time. anew: the store has no record of it yet.
+    """
+
+    number: int
+    begun: int
+    anew: bool = False
+
+
+class Restart(NamedTuple):
+    """A queued chunk that begins an open session again. steps_before: of the session; ownership: of the session after it, if it changes."""
+
+    steps_before: int
+    ownership: Ownership | None
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """A sequence that arrives in chunks. What changes with every chunk is in the arrays of StateCache.
+
+    record: its record in the journal.
+    earlier_end: why the session of the same id before it ended without its client's knowledge, or None.
+    ownership: of this replica, None without a session store. restarts: its chunks without an answer that begin it again, oldest first.
+    uncertain: its client may have answers to later chunks than this state has. Only a chunk that names these steps may continue.
+    ending: whether its last chunk has arrived.
+    unsaved: chunks since it was saved last.
+    """
+
+    id: str
+    key: ModelKey
+    handle: int
+    record: int
+    earlier_end: str | None = None
+    ownership: Ownership | None = None
+    restarts: deque[Restart] = field(default_factory=deque)
+    uncertain: bool = False
+    ending: bool = False
+    unsaved: int = 0
+
+
+class ArrivingChunk(NamedTuple):
+    """A chunk for a session. at: how many steps the session has before it according to the client, None if the client does not say."""
+
+    session: str
+    key: ModelKey
+    options: SessionOptions
+    at: int | None = None
 
 
 class _EndedSession(NamedTuple):
@@ -52,16 +106,22 @@ class SessionTable:
     The journal has more records than there may be open sessions. The others remember sessions that have ended.
     """
 
-    def __init__(self, limit: int, idle_seconds: float, journal: SessionJournal, metrics: Metrics) -> None:
+    def __init__(
+        self, limit: int, idle_seconds: float, journal: SessionJournal, metrics: Metrics, states: StateCache
+    ) -> None:
         self._limit = limit
         self.idle_seconds = idle_seconds
         self._journal = journal
         self._metrics = metrics
+        self.states = states
         self._open: dict[str, Session] = {}
+        self._by_handle: dict[int, Session] = {}
+        self._handles: dict[ModelKey, dict[str, int]] = {}
+        """Of the sessions that any chunk may continue, by model version and id."""
         self._of_tenant: Counter[str] = Counter()
         """How many sessions each tenant has open."""
-        self.idle: OrderedDict[Session, None] = OrderedDict()
-        """Sessions without a chunk, idle longest first."""
+        self._expires_at = 0.0
+        """No session is idle for too long before."""
         self._ended: OrderedDict[bytes, _EndedSession] = OrderedDict()
         self._free_records: list[int] = []
         self.on_close: Callable[[Session, str], None] | None = None
@@ -82,27 +142,44 @@ class SessionTable:
     def find(self, id: str) -> Session | None:
         return self._open.get(id)
 
-    def resume(self, request: Request, again: bool) -> Session | None:
-        """Return the session that a request continues, None if the request starts a session.
+    def of_handle(self, handle: int) -> Session:
+        """Return the session with a handle."""
+        return self._by_handle[handle]
 
-        again: another engine ended while it had the request. The session ended with it, so an open session of the same id is a new session.
-        Raises the error that describes the end of the session, or SessionConflict if the request cannot be its next chunk.
+    def handles(self, key: ModelKey) -> dict[str, int]:
+        """Return the handles of the sessions of a model version that any chunk may continue, by id."""
+        return self._handles.get(key, {})
+
+    def note(self, session: Session, *, uncertain: bool | None = None, ending: bool | None = None) -> None:
+        """Change what a session allows its next chunk."""
+        session.uncertain = session.uncertain if uncertain is None else uncertain
+        session.ending = session.ending if ending is None else ending
+        handles = self._handles.setdefault(session.key, {})
+        if session.uncertain or session.ending:
+            handles.pop(session.id, None)
+        else:
+            handles[session.id] = session.handle
+
+    def resume(self, chunk: ArrivingChunk) -> Session | None:
+        """Return the session that a chunk continues, None if it starts a session.
+
+        If another engine ended while it had the chunk, the session ended with it, so an open session of the same id is a new session.
+        Raises the error that describes the end of the session, or SessionConflict if the chunk cannot be its next.
         """
-        id = request.session
-        assert id is not None
+        id, starts = chunk.session, chunk.options.starts
         session = self._open.get(id)
-        if again and not request.session_starts and not (session is not None and session.uncertain):
+        if chunk.options.resubmitted and not starts and not (session is not None and session.uncertain):
             self._forget(_digest(id))
             raise self._end_error("lost", id)
         if session is None:
-            self._check_absent(id, request)
+            self._check_absent(chunk)
             return None
-        if session.key != request.key:
-            raise _other_version(session, request)
+        if session.key != chunk.key:
+            raise _other_version(session, chunk)
         if session.ending:
             raise SessionConflict(f"session {session_id(id)!r} ends with an earlier chunk", field="session")
-        if not request.session_starts:
-            _check_steps(session, request)
+        if not starts:
+            self._check_steps(session, chunk)
         return session
 
     def open(self, id: str, key: ModelKey, tenant_limit: int = 0) -> Session:
@@ -125,7 +202,9 @@ class SessionTable:
             self._forget(next(iter(self._ended)))
         self._of_tenant[tenant] += 1
         earlier_end = None if ended is None else ended.reason
-        session = self._open[id] = Session(id, StateLocation(key), self._free_records.pop(), earlier_end=earlier_end)
+        session = self._open[id] = Session(id, key, self.states.open(), self._free_records.pop(), earlier_end=earlier_end)
+        self._by_handle[session.handle] = session
+        self.note(session)
         self._journal.write(session.record, _digest(id))
         return session
 
@@ -152,12 +231,12 @@ class SessionTable:
         return [session for session in self._open.values() if session.key == key]
 
     def lose(self, session: Session, reason: str) -> None:
-        """End a session without its client's knowledge. reason: of UNREPORTED_ENDS. The caller discards its state."""
+        """End a session without its client's knowledge. reason: of UNREPORTED_ENDS. Its state is discarded."""
         self._remove(session, reason)
         self._ended[_digest(session.id)] = _EndedSession(reason, session.record)
 
     def close(self, session: Session, reason: str) -> None:
-        """End a session with its client's knowledge. reason: from metrics.SESSION_ENDS. The caller discards its state.
+        """End a session with its client's knowledge. reason: from metrics.SESSION_ENDS. Its state is discarded.
 
         If no chunk of it was answered, its client still knows the earlier session of the same id. If that session ended without
         the client's knowledge, the client still gets the error.
@@ -168,23 +247,16 @@ class SessionTable:
         else:
             self._free_record(session.record)
 
-    def rest(self, session: Session, now: float) -> None:
-        """Start the idle time of a session: it has no chunk left."""
-        session.idle_since = now
-        self.idle[session] = None
-        self.idle.move_to_end(session)
-
-    def wake(self, session: Session) -> None:
-        """End the idle time of a session: a chunk has arrived."""
-        self.idle.pop(session, None)
-
-    def expire(self, now: float) -> list[Session]:
-        """End and return the sessions that were idle for too long, without their clients' knowledge. The caller discards their states."""
-        expired = []
-        while self.idle and (session := next(iter(self.idle))).idle_since + self.idle_seconds <= now:
-            self.lose(session, "expired")
-            expired.append(session)
-        return expired
+    def expire(self, now: float) -> None:
+        """End the sessions that were idle for too long, without their clients' knowledge."""
+        if now < self._expires_at:
+            return
+        last_use = self.states.last_use
+        idle = last_use + self.idle_seconds <= now
+        for handle in np.flatnonzero(idle).tolist():
+            if not self.states.pending[handle]:
+                self.lose(self._by_handle[handle], "expired")
+        self._expires_at = min(now, float(last_use[~idle].min(initial=np.inf))) + self.idle_seconds
 
     def _read_journal(self) -> None:
         """Take over the journal of the previous engine: every session in it is lost."""
@@ -195,20 +267,42 @@ class SessionTable:
             else:
                 self._free_records.append(record)
 
-    def _check_absent(self, id: str, request: Request) -> None:
+    def _check_absent(self, chunk: ArrivingChunk) -> None:
         """Raise, once, the error for a client that resumes a session which is not open."""
-        ended = None if request.session_starts else self._forget(_digest(id))
+        id, starts = chunk.session, chunk.options.starts
+        ended = None if starts else self._forget(_digest(id))
         if ended is not None:
             raise self._end_error(ended.reason, id)
-        if request.session_at and not request.session_starts:
+        if chunk.at and not starts:
             raise SessionLost(
-                f"the chunk continues session {session_id(id)!r} at {request.session_at} steps, and no state of the session is left: "
+                f"the chunk continues session {session_id(id)!r} at {chunk.at} steps, and no state of the session is left: "
                 "start the session again from its first step",
                 field="steps",
                 steps=0,
             )
-        if request.session_starts is False:
+        if starts is False:
             raise UnknownSession(f"no session {session_id(id)!r} is open: start it with start = true", field="session")
+
+    def uncertain_error(self, session: Session) -> SessionLost:
+        """Return the error for a client that may have answers to later chunks than the state of its session has."""
+        steps = int(self.states.steps[session.handle])
+        return SessionLost(
+            f"the newest state of session {session_id(session.id)!r} was lost, and one with {steps} steps is left: "
+            f"send the steps after it again, with steps = {steps}, or begin the session again with start = true",
+            field="session",
+            steps=steps,
+        )
+
+    def _check_steps(self, session: Session, chunk: ArrivingChunk) -> None:
+        """Raise SessionConflict for a chunk that expects another number of steps."""
+        steps, expected = self.states.next_steps[session.handle], chunk.at
+        if expected is not None and expected != steps:
+            raise SessionConflict(
+                f"the chunk continues session {session_id(session.id)!r} at {expected} steps and the session has {steps}: "
+                "continue from there, or start it again",
+                field="steps",
+                steps=steps,
+            )
 
     def _end_error(self, reason: str, id: str) -> ServiceError:
         causes = {
@@ -230,37 +324,26 @@ class SessionTable:
         self._free_records.append(record)
 
     def _remove(self, session: Session, reason: str) -> None:
-        del self._open[session.id]
+        del self._open[session.id], self._by_handle[session.handle]
+        self._handles[session.key].pop(session.id, None)
+        self.states.close(session.key, session.handle)
         tenant = session_tenant(session.id)
         self._of_tenant[tenant] -= 1
         if not self._of_tenant[tenant]:
             del self._of_tenant[tenant]
-        self.idle.pop(session, None)
         self._metrics.sessions_ended.add(reason)
         if self.on_close is not None:
             self.on_close(session, reason)
 
 
-def _other_version(session: Session, request: Request) -> SessionConflict:
+def _other_version(session: Session, chunk: ArrivingChunk) -> SessionConflict:
     """Return the error for a chunk of another model or version. `elsewhere` is the session's version if the client may have meant it."""
     key = session.key
     message = (
         f"session {session_id(session.id)!r} belongs to {key.name} version {key.version}: name that version, or another session"
     )
-    meant = key.labels == request.key.labels or (key.name == request.model and not request.exactly)
+    meant = key.labels == chunk.key.labels or (key.name == chunk.key.name and not chunk.options.exactly)
     return SessionConflict(message, field="session", elsewhere=key if meant else None)
-
-
-def _check_steps(session: Session, request: Request) -> None:
-    """Raise SessionConflict for a chunk that expects another number of steps."""
-    steps, expected = session.next_steps, request.session_at
-    if expected is not None and expected != steps:
-        raise SessionConflict(
-            f"the chunk continues session {session_id(session.id)!r} at {expected} steps and the session has {steps}: "
-            "continue from there, or start it again",
-            field="steps",
-            steps=steps,
-        )
 
 
 def _digest(id: str) -> bytes:

@@ -5,18 +5,18 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 
+import numpy as np
+
 from service.engine.batching import session_state
-from service.engine.batching.session_table import SessionTable
-from service.engine.batching.state_cache import StateCache
-from service.engine.batching.state_slots import ZERO_SLOT
+from service.engine.batching.assembly import result_without_steps
+from service.engine.batching.request_block import BlockRequest, QueuedBlock
+from service.engine.batching.session_table import Restart, Session, SessionTable
+from service.engine.batching.state_slots import ZERO_SLOT, Numbers
 from service.engine.batching.stored_sessions import StoredSessions
-from service.engine.batching.ticket import RequestSequence, Session, Ticket
 from service.engine.execution.device_engine import DeviceEngine
-from service.errors import InvalidInput, Overloaded, ServiceError, SessionConflict, SessionLost
-from service.ipc.messages.inference import Request
+from service.errors import ServiceError, SessionConflict, SessionLost
 from service.ipc.messages.models import ModelKey
 from service.ipc.messages.sessions import session_id
 from service.ipc.session_file import SessionFile, StateOrigin, StoredTensor
@@ -24,25 +24,33 @@ from service.metrics import Metrics
 
 
 class Sessions:
-    """The sessions of one engine. `refuse` is the batcher's: it refuses a ticket and removes its sequences from the queue."""
+    """The sessions of one engine.
+
+    withdraw: the batcher's. It takes the chunks of a session that arrived behind another from the queue and from the batches in flight, and
+    returns them in the order of their arrival. The place of the other among all arrivals is -1 for all chunks.
+    refuse: the batcher's. It refuses a request, and counts it.
+    """
 
     def __init__(
         self,
         engine: DeviceEngine,
         table: SessionTable,
-        states: StateCache,
         metrics: Metrics,
         clock: Callable[[], float],
-        refuse: Callable[[Ticket, ServiceError], None],
+        withdraw: Callable[[Session, int], list[BlockRequest]],
+        refuse: Callable[[QueuedBlock, int, ServiceError], None],
         stored: StoredSessions | None = None,
     ) -> None:
         """stored: None for a service without a session store."""
         self._engine = engine
         self._table = table
-        self._states = states
+        self._states = table.states
         self._metrics = metrics
         self._clock = clock
+        self._withdraw = withdraw
         self._refuse = refuse
+        self._ends: dict[int, QueuedBlock] = {}
+        """Requests that only end a session and wait for its chunks, by the handle of the session."""
         self.stored = stored
         if stored is not None:
             stored.states = self
@@ -53,19 +61,19 @@ class Sessions:
     def export_state(self, id: str) -> bytes:
         """Return the state of a session as a safetensors file; raises ServiceError."""
         session = self._table.get(id)
-        if session.chunks:
+        if self._states.pending[session.handle]:
             raise SessionConflict(
                 f"a chunk of session {session_id(id)!r} is still to run: wait for its answer", field="session"
             )
         if session.uncertain:
-            raise _uncertain(session)
+            raise self._table.uncertain_error(session)
         return self.export(session)
 
     def export(self, session: Session) -> bytes:
         """Return the state of a session without a chunk that runs, as a session file."""
-        state = self._states.read(session.location)
+        state = self._states.read(session.key, session.handle)
         assert state is not None, "a session without a chunk that runs has at least one answered chunk"
-        return session_state.pack(state, self._origin(session.key, session.steps))
+        return session_state.pack(state, self._origin(session.key, int(self._states.steps[session.handle])))
 
     def import_file(self, id: str, file: SessionFile, limit: int) -> Session:
         """Open a session with a state from the session store; raises ServiceError."""
@@ -98,8 +106,9 @@ class Sessions:
         session_state.check_origin(origin, self._origin(key, origin.steps))
         state = session_state.unpack(tensors, data, self._engine.save(key, ZERO_SLOT), trusted=stored)
         session = self._table.open(id, key, limit)
-        session.location.on_host, session.steps = state, origin.steps
-        self._table.rest(session, self._clock())
+        self._states.keep_on_host(key, session.handle, state)
+        self._states.steps[session.handle] = self._states.next_steps[session.handle] = origin.steps
+        self._states.last_use[session.handle] = self._clock()
         if self.stored is not None and not stored:
             self.stored.adopt(session, self.stored.next_ownership())
         return session
@@ -111,113 +120,94 @@ class Sessions:
 
     def end(self, id: str) -> None:
         """End a session and refuse its waiting chunks; raises ServiceError if it is not open."""
-        self._end(self._table.get(id), "deleted")
+        self.close(self._table.get(id), "deleted")
 
     # Chunks.
 
-    def check(self, request: Request) -> None:
-        """Validate a chunk; raises InvalidInput."""
-        if len(request.lengths) != 1:
-            raise InvalidInput(f"{len(request.lengths)} inputs for one session: send its chunks one by one", field="inputs")
-        if not self._engine.streams(request.key):
-            parts = self._engine.whole_only(request.key)
-            raise InvalidInput(
-                f"{request.model} has no sessions, because {' and '.join(parts)} need{'s' if len(parts) == 1 else ''} "
-                "a whole sequence: leave session out, and the header x-session-id",
-                field="session",
-            )
-
-    def check_elsewhere(self, request: Request, again: bool) -> None:
-        """Raise the error for a chunk of a version that is not served, if its session ended (once) or belongs to another version."""
-        id = request.session
-        assert id is not None
-        if again or self._table.end_reason(id) or (self._table.find(id) is not None and not request.session_starts):
-            self._table.resume(request, again)
-
-    def session_of(self, request: Request, again: bool) -> Session:
-        """Return the session that a chunk starts or continues; raises ServiceError. again: another engine ended while it had the chunk."""
-        id = request.session
-        assert id is not None
-        old = self._table.find(id)
-        if old is None and not request.opens_session:
-            self._table.resume(request, again)  # an error about its end is more precise
-            raise Overloaded(
-                "no session is opened while the memory limit of the service is nearly used up: retry later, "
-                "or give the service more memory",
-                field="session",
-                retry_after=1,
-            )
-        if old is not None and request.session_starts and (old.ending or old.key != request.key):
-            self._end(old, "restarted")
-        elif (
-            old is not None
-            and old.uncertain
-            and not old.chunks
-            and not request.session_starts
-            and request.session_at != old.steps
-        ):
-            raise _uncertain(old)
-        session = self._table.resume(request, again)
-        if session is None:
-            session = self._table.open(id, request.key, request.session_limit)
-        return session
-
-    def append(self, session: Session, chunk: RequestSequence) -> None:
-        """Add a queued chunk to its session. It is ready once every chunk before it has been answered."""
-        if self.stored is not None:
+    def arrived(self, session: Session, block: QueuedBlock, index: int) -> None:
+        """Count a chunk that is about to be queued."""
+        handle, steps = session.handle, block.lengths[index]
+        ownership = None
+        if self.stored is not None and (session.ownership is None or block.options.starts):
+            ownership = self.stored.next_ownership()
             if session.ownership is None:
-                session.ownership = self.stored.next_ownership()
-            elif chunk.restarts:
-                chunk.ownership = self.stored.next_ownership()
-        chunk.ready = not session.chunks
-        session.chunks.append(chunk)
-        self._table.wake(session)
+                session.ownership, ownership = ownership, None
+        if block.options.starts:
+            session.restarts.append(Restart(self._states.next_steps[handle], ownership))
+            self._states.next_steps[handle] = 0
+        self._states.add_pending(session.key, [handle], [steps])
+        if block.options.ends:
+            self._table.note(session, ending=True)
 
-    def advance(self, session: Session, chunk: RequestSequence) -> None:
-        """Keep the state of a chunk that has been answered."""
-        if chunk.restarts and session.steps:
-            self._metrics.sessions_ended.add("restarted")
-        session.ownership = chunk.ownership or session.ownership
-        session.steps, session.uncertain = chunk.session_steps, False
-        session.chunks.popleft()
-        if not chunk.keeps_state:
-            self._states.release(chunk)
-            self._states.discard(session.location)
-            self._table.close(session, "ended")
-        else:
-            self._states.commit(chunk)
-            if self.stored is not None:
+    def end_after_chunks(self, session: Session, block: QueuedBlock) -> None:
+        """Answer a request that only ends a session, once every chunk before it has been answered. block: has this request alone."""
+        self._table.note(session, ending=True)
+        self._ends[session.handle] = block
+        self._end_if_due(session.handle)
+
+    def cancel_ends(self, owner: object, id: int | None = None) -> int:
+        """Forget the requests of an owner that only end a session, or one of them. Returns their number."""
+        ends = [(handle, block) for handle, block in self._ends.items() if block.owner is owner and id in (None, block.ids[0])]
+        for handle, _ in ends:
+            del self._ends[handle]
+            self._table.note(self._table.of_handle(handle), ending=False)
+        return len(ends)
+
+    def answered(self, block: QueuedBlock, numbers: Numbers, steps: Numbers) -> None:
+        """Note that the chunks of a block were answered and their states are kept.
+
+        numbers: the handles of their sessions; steps: of these, with the chunks.
+        """
+        options, handles = block.options, numbers.tolist()
+        self._states.end_pending(block.model, handles)
+        if options.starts and (restarted := int(np.count_nonzero(self._states.steps[numbers]))):
+            self._metrics.sessions_ended.add("restarted", by=restarted)
+        self._states.steps[numbers] = steps
+        if options.starts or options.ends or block.at:
+            for session in map(self._table.of_handle, handles):
+                self._table.note(session, uncertain=False)
+                if options.starts:
+                    session.ownership = session.restarts.popleft().ownership or session.ownership
+                if options.ends:
+                    self._table.close(session, "ended")
+        if self.stored is not None and not options.ends:
+            for session in map(self._table.of_handle, handles):
                 self.stored.answered(session)
-            if session.chunks:
-                session.chunks[0].ready = True
-            else:
-                self.rest(session)
+        for handle in self._ends.keys() & set(handles) if self._ends else ():
+            self._end_if_due(handle)
 
-    def skip(self, session: Session, chunk: RequestSequence) -> None:
-        """Remove a chunk that will not run, and refuse the chunks that arrived after it."""
-        if chunk not in session.chunks:
-            return
-        removed = list(session.chunks)[session.chunks.index(chunk) :]
-        for _ in removed:
-            session.chunks.pop()
-        self._follow(session, removed)
-        message = f"an earlier chunk of session {session_id(session.id)!r} was not run: send both again, in their order"
-        for sequence in removed[1:]:
-            self._refuse(sequence.ticket, SessionConflict(message, field="session"))
+    def skip(self, block: QueuedBlock, index: int) -> None:
+        """Note that a chunk has left without an answer, and refuse the chunks that arrived after it."""
+        assert block.handles is not None
+        session = self._table.of_handle(int(block.handles[index]))
+        later = self._withdraw(session, int(block.orders[index]))
+        self._remove(session, [(block, index), *later])
+        self._refuse_chunks(
+            session, later, f"an earlier chunk of session {session_id(session.id)!r} was not run: send both again, in their order"
+        )
+        self.leave(session)
+
+    def turn_away(self, block: QueuedBlock, index: int) -> None:
+        """Note that a chunk was refused before it was queued."""
+        assert block.handles is not None
+        session = self._table.of_handle(int(block.handles[index]))
+        self._remove(session, [(block, index)])
         self.leave(session)
 
     def leave(self, session: Session) -> None:
         """Let a session without chunks idle, or close it if none of its chunks was ever answered."""
-        if session.chunks:
-            return
-        if session.steps:
-            self.rest(session)
-        else:
-            self._table.close(session, "unbegun")
+        handle = session.handle
+        if handle in self._ends:
+            self._end_if_due(handle)
+        elif not self._states.pending[handle]:
+            if self._states.steps[handle]:
+                self.rest(session)
+            else:
+                self._table.close(session, "unbegun")
 
     def rest(self, session: Session) -> None:
         """Start the idle time of a session without chunks."""
-        self._table.rest(session, self._clock())
+        self._states.last_use[session.handle] = self._clock()
         if self.stored is not None:
             self.stored.rested(session)
 
@@ -225,8 +215,7 @@ class Sessions:
 
     def expire(self) -> None:
         """End the sessions that were idle for too long."""
-        for session in self._table.expire(self._clock()):
-            self._states.discard(session.location)
+        self._table.expire(self._clock())
         if self.stored is not None:
             self.stored.step()
 
@@ -237,15 +226,13 @@ class Sessions:
 
     def lose(self, session: Session, reason: str) -> None:
         """End a session for a reason of UNREPORTED_ENDS. Its chunks are refused, or its client gets an error once, when it resumes."""
-        if session.chunks:
-            self._end(session, reason, SessionLost)
+        if self._states.pending[session.handle] or session.handle in self._ends:
+            self.close(session, reason, SessionLost)
         else:
-            self._states.discard(session.location)
             self._table.lose(session, reason)
 
     def let_go(self, session: Session) -> None:
         """Close a session that the session store has, so that another replica may continue it."""
-        self._states.discard(session.location)
         self._table.close(session, "moved")
 
     def holds(self, key: ModelKey) -> bool:
@@ -257,30 +244,51 @@ class Sessions:
         self._metrics.sessions.set(len(self._table))
         self._states.count()
 
-    def _end(self, session: Session, reason: str, kind: type[ServiceError] = SessionConflict) -> None:
-        chunks, session.chunks = session.chunks, deque()
-        self._follow(session, chunks)
-        for chunk in chunks:
-            message = f"session {session_id(session.id)!r} was {reason.replace('_', ' ')} before this chunk was answered"
-            self._refuse(chunk.ticket, kind(message, field="session"))
-        self._states.discard(session.location)
+    def close(self, session: Session, reason: str, kind: type[ServiceError] = SessionConflict) -> None:
+        """End a session, and refuse its chunks with an error of this kind."""
+        chunks = self._withdraw(session, -1)
+        self._remove(session, chunks)
+        message = f"session {session_id(session.id)!r} was {reason.replace('_', ' ')} before this chunk was answered"
+        self._refuse_chunks(session, chunks, message, kind)
         self._table.close(session, reason)
 
-    def _follow(self, session: Session, chunks: Iterable[RequestSequence]) -> None:
-        """Note that the store has given a session the turns of chunks that will not run."""
-        for chunk in chunks:
-            if chunk.ownership is not None and not chunk.ownership.anew:
+    def _remove(self, session: Session, chunks: Iterable[BlockRequest]) -> None:
+        """Undo the arrival of the newest chunks of a session, which will not run. chunks: in the order of their arrival."""
+        handle, next_steps, ownerships = session.handle, self._states.next_steps, []
+        for block, index in reversed(list(chunks)):
+            self._states.end_pending(block.model, [handle])
+            if block.options.starts:
+                restart = session.restarts.pop()
+                next_steps[handle] = restart.steps_before
+                ownerships.append(restart.ownership)
+            else:
+                next_steps[handle] -= block.lengths[index]
+            if block.options.ends:
+                self._table.note(session, ending=False)
+        for ownership in reversed(ownerships):
+            if ownership is not None and not ownership.anew:
+                # The store has given the session to this chunk.
                 assert self.stored is not None
-                self.stored.adopt(session, chunk.ownership)
+                self.stored.adopt(session, ownership)
+
+    def _refuse_chunks(
+        self, session: Session, chunks: Iterable[BlockRequest], message: str, kind: type[ServiceError] = SessionConflict
+    ) -> None:
+        """Refuse chunks that were taken from the queue, and a request that only ends their session."""
+        for block, index in chunks:
+            self._refuse(block, index, kind(message, field="session"))
+        end = self._ends.pop(session.handle, None)
+        if end is not None:
+            self._table.note(session, ending=False)
+            self._refuse(end, 0, kind(message, field="session"))
+
+    def _end_if_due(self, handle: int) -> None:
+        """Answer the request that only ends a session, if every chunk before it has been answered."""
+        if not self._states.pending[handle]:
+            block, session = self._ends.pop(handle), self._table.of_handle(handle)
+            block.owner.answer(block, result_without_steps(int(self._states.steps[handle])), self._clock())
+            self._table.close(session, "ended")
+            self._metrics.sequences.add(*block.model.labels)
 
     def _origin(self, key: ModelKey, steps: int) -> StateOrigin:
         return session_state.origin_of(self._engine.spec(key), key, steps)
-
-
-def _uncertain(session: Session) -> SessionLost:
-    return SessionLost(
-        f"the newest state of session {session_id(session.id)!r} was lost, and one with {session.steps} steps is left: "
-        f"send the steps after it again, with steps = {session.steps}, or begin the session again with start = true",
-        field="session",
-        steps=session.steps,
-    )

@@ -1,180 +1,315 @@
-"""Where the states of sequences and sessions are: in a state slot on the device, or on the host while others need the slots.
+"""The states of sequences and sessions: arrays over state handles, and the state slots that the handles hold.
 
-A batch reads a state from one slot and writes it to another, so a batch that fails has changed nothing. The state of a session is replaced
-only when a chunk of the session is answered. This module knows no queue.
+A session has a handle as long as it is open, and a long sequence from its first steps to its last. A state is in a slot on the device, or
+on the host while others need the slots. A batch reads a state from one slot and writes it to another, so a batch that fails has changed
+nothing. A session gets a new state only when its whole chunk is answered. This module knows no queue.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from service.engine.batch import Chunk
-from service.engine.batching.batch_builder import ScheduledSteps
+import numpy as np
+from numpy.typing import NDArray
+
+from service.engine.batching.request_block import QueuedBlock
 from service.engine.batching.session_state import State
-from service.engine.batching.state_slots import DISCARD_SLOT, ZERO_SLOT, SlotAllocator, StateSlot
-from service.engine.batching.ticket import RequestSequence, StateLocation
+from service.engine.batching.state_slots import DISCARD_SLOT, ZERO_SLOT, FreeSlots, Numbers
+from service.engine.batching.tenant_queue import NO_HANDLE
 from service.engine.execution.device_engine import DeviceEngine
 from service.ipc.messages.models import ModelKey
 from service.metrics import Metrics
 
+FIRST_HANDLES = 64
+
 
 @dataclass(slots=True)
 class _ModelSlots:
-    """The slots of one model.
+    """The slots of one model. count: how many the handles hold at most between batches.
 
-    resting: states in a slot that no batch reads, oldest first: the oldest moves to the host first.
-    releasing: slots that only the batch about to be launched reads; they are free as soon as it is launched.
+    holders: (slots,) the handle that holds each slot, or NO_HANDLE.
+    busy: how many handles are in use by batches in flight or by sequences that have begun.
+    writing: how many slots the batches in flight write.
+    behind: how many chunks wait for an earlier chunk of their session.
+    on_host: the states that are not in a slot.
     """
 
-    allocator: SlotAllocator
-    resting: OrderedDict[StateLocation, None] = field(default_factory=OrderedDict)
-    releasing: int = 0
-
-    @property
-    def free(self) -> int:
-        """How many more states fit while every other state stays in its slot."""
-        return max(0, self.allocator.count - self.allocator.used + self.releasing)
+    count: int
+    free: FreeSlots
+    holders: Numbers
+    busy: int = 0
+    writing: int = 0
+    behind: int = 0
+    on_host: dict[int, State] = field(default_factory=dict)
 
 
 class StateCache:
-    """The state slots of all models of one engine."""
+    """The state handles of one engine, and the state slots of its models.
+
+    slots: the slot with the state from which the next batch of a handle continues, ZERO_SLOT at its beginning.
+    steps: of the chunks of a session that were answered. last_use: when the last of them was, infinite while it cannot expire.
+    pending: how many chunks of a session have no answer yet; next_steps: its steps after all of these.
+    """
 
     def __init__(self, engine: DeviceEngine, metrics: Metrics) -> None:
         self._engine = engine
         self._metrics = metrics
         self._models: dict[ModelKey, _ModelSlots] = {}
+        self._free_handles: list[int] = []
+        self.slots = self.steps = np.empty(0, np.int64)
+        self.last_use: NDArray[np.float64] = np.empty(0)
+        self._busy: NDArray[np.bool_] = np.empty(0, bool)
+        self.pending: list[int] = []
+        self.next_steps: list[int] = []
+        self._closing: set[int] = set()
+        """The handles that are free once the batches in flight do not use them any more."""
+        self._begun: dict[int, int] = {}
+        """The handles whose chunk has run in part, and the slot to which each returns if the chunk fails."""
+
+    # Handles.
+
+    def open(self) -> int:
+        """Return a new handle."""
+        if not self._free_handles:
+            self._grow()
+        handle = self._free_handles.pop()
+        self.slots[handle], self.steps[handle] = ZERO_SLOT, 0
+        self.pending[handle] = self.next_steps[handle] = 0
+        return handle
+
+    def close(self, model: ModelKey, handle: int) -> None:
+        """Free a handle and its state, which nothing continues. A batch in flight may still use it."""
+        slots = self._slots_of(model)
+        self.give_up(model, handle)
+        slots.on_host.pop(handle, None)
+        self._release(slots, self.slots[[handle]])
+        self.slots[handle], self.last_use[handle] = ZERO_SLOT, np.inf
+        if self._busy[handle]:
+            self._closing.add(handle)
+        else:
+            self._free_handles.append(handle)
+
+    def add_pending(self, model: ModelKey, handles: Sequence[int], lengths: Sequence[int]) -> None:
+        """Count chunks that arrive. lengths: their steps."""
+        pending, next_steps, behind = self.pending, self.next_steps, 0
+        for handle, steps in zip(handles, lengths, strict=True):
+            behind += pending[handle] > 0
+            pending[handle] += 1
+            next_steps[handle] += steps
+        if behind:
+            self._slots_of(model).behind += behind
+
+    def end_pending(self, model: ModelKey, handles: Sequence[int]) -> None:
+        """Count chunks that were answered or refused."""
+        pending, behind = self.pending, 0
+        for handle in handles:
+            pending[handle] -= 1
+            behind += pending[handle] > 0
+        if behind:
+            self._slots_of(model).behind -= behind
+
+    def add_withdrawn(self, model: ModelKey, chunks: int) -> None:
+        """Count chunks in flight that nothing waits for, negative when their batch ends. The next chunks of their sessions wait for that."""
+        self._slots_of(model).behind += chunks
+
+    # For the scheduler.
 
     def room(self, model: ModelKey) -> int:
-        """Return how many more sequences may keep a state. Each may need two slots for a while: the slot of its session and a new slot."""
+        """Return how many more sequences may hold a state while they run: the states of all others may move to the host."""
         slots = self._slots_of(model)
-        free, resting = slots.free, len(slots.resting)
-        return free + max(0, resting - free + 1) // 2
+        return slots.count - slots.busy
 
-    def chunk(self, model: ModelKey, scheduled: ScheduledSteps[RequestSequence]) -> Chunk:
-        """Return the scheduled steps of a sequence as a chunk, with the slots that it reads and writes."""
-        sequence, slots = scheduled.sequence, self._slots_of(model)
-        session = sequence.session
-        sequence.launched += 1  # before anything that may raise: `release` then restores the state of the session
-        keeps_state = sequence.keeps_state or not scheduled.last
-        if scheduled.first and session is not None:
-            slots.resting.pop(session.location, None)
-        if scheduled.first and keeps_state:
-            self._make_room(slots, sequence)
-        source = self._source(slots, sequence, scheduled.first)
-        # The session keeps its own slot until the chunk is answered.
-        of_session = scheduled.first and session is not None and source is session.location.slot
-        sequence.read_slot = None if of_session else source
-        slots.releasing += sequence.read_slot is not None
-        sequence.slot = slots.allocator.allocate() if keeps_state else None
-        return Chunk(
-            sequence.take_bytes(scheduled.steps),
-            scheduled.steps,
-            sequence.ticket.request.returns,
-            sequence,
-            ZERO_SLOT if source is None else source.number,
-            DISCARD_SLOT if sequence.slot is None else sequence.slot.number,
-            timed=sequence.ticket.request.timed,
-        )
+    def any_behind(self, model: ModelKey) -> bool:
+        """Return whether a chunk waits for an earlier chunk of its session."""
+        return self._slots_of(model).behind > 0
 
-    def launched(self, sequence: RequestSequence) -> None:
-        """Free the slot that a launched batch reads: later batches write only after it has read."""
-        if sequence.read_slot is not None:
-            slots = self._slots_of(sequence.ticket.key)
-            slots.allocator.free(sequence.read_slot)
-            slots.releasing -= 1
-            sequence.read_slot = None
+    def busy(self, handles: Numbers) -> NDArray[np.bool_]:
+        """Return which handles are in use. NO_HANDLE is not."""
+        busy: NDArray[np.bool_] = self._busy[handles]  # the last handle is never given away, and never busy
+        return busy
 
-    def release(self, sequence: RequestSequence) -> None:
-        """Free the slots of a sequence that does not run any more and that nothing continues."""
-        self.launched(sequence)
-        if sequence.slot is not None:
-            self._slots_of(sequence.ticket.key).allocator.free(sequence.slot)
-            sequence.slot = None
-        if sequence.session is not None and sequence.launched:
-            self._rest(sequence.session.location)
+    # Batches.
 
-    def commit(self, sequence: RequestSequence) -> None:
-        """Make the state of an answered chunk the state of its session."""
-        assert sequence.session is not None
-        location = sequence.session.location
-        self.discard(location)
-        location.slot, sequence.slot = sequence.slot, None
-        self._rest(location)
+    def prepare(self, model: ModelKey, blocks: Sequence[QueuedBlock]) -> tuple[Numbers | None, Numbers | None]:
+        """Return the slots that each row of a batch reads and writes, (rows,); None for a batch without states.
 
-    def discard(self, location: StateLocation) -> None:
-        """Free a state that nothing continues from."""
-        slots = self._slots_of(location.key)
-        slots.resting.pop(location, None)
-        if location.slot is not None:
-            slots.allocator.free(location.slot)
-        location.slot = location.on_host = None
+        A row without a handle reads ZERO_SLOT and writes DISCARD_SLOT.
+        """
+        if all(block.handles is None for block in blocks):
+            return None, None
+        slots, of_rows = self._slots_of(model), _handles_of(blocks)
+        rows = np.flatnonzero(of_rows != NO_HANDLE)
+        handles = of_rows[rows]
+        self._use(model, slots, handles)
+        slots.writing += len(handles)
+        reads, writes = np.full(len(of_rows), ZERO_SLOT), np.full(len(of_rows), DISCARD_SLOT)
+        reads[rows], writes[rows] = self.slots[handles], slots.free.take(len(handles))
+        slots.holders[writes[rows]] = handles
+        first = 0
+        for block in blocks:
+            if block.options.starts and block.handles is not None:
+                begins = [handle not in self._begun for handle in block.handles.tolist()]
+                reads[first : first + block.sequences][begins] = ZERO_SLOT
+            first += block.sequences
+        return reads, writes
 
-    def read(self, location: StateLocation) -> State | None:
-        """Return a copy of a state on the host, None at the beginning of a session."""
-        if location.slot is not None:
-            return self._engine.save(location.key, location.slot.number)
-        return location.on_host
+    def _use(self, model: ModelKey, slots: _ModelSlots, handles: Numbers) -> None:
+        """Note that a batch uses handles, and see to it that their states are in slots and others leave room for them."""
+        were_busy = self._busy[handles]
+        self._busy[handles] = True
+        try:
+            self._make_room(model, slots, handles)
+            for handle in slots.on_host.keys() & set(handles.tolist()) if slots.on_host else ():
+                self._fetch(model, slots, handle)
+        except Exception:
+            self._busy[handles] = were_busy
+            raise
+        slots.busy += len(handles) - int(np.count_nonzero(were_busy))
+
+    def commit(self, model: ModelKey, handles: Numbers, writes: Numbers, now: float) -> None:
+        """Give sessions the states that their answered chunks have written. handles: each once."""
+        self._end_writing(model, handles, self.slots[handles])
+        self.slots[handles] = writes
+        self.last_use[handles] = now
+
+    def abandon(self, model: ModelKey, handles: Numbers, writes: Numbers) -> None:
+        """Drop the states that a batch has written: the handles are as before it."""
+        begun = np.array([handle in self._begun for handle in handles.tolist()], bool)
+        self._end_writing(model, handles[~begun], writes)
+        self._slots_of(model).writing -= int(np.count_nonzero(begun))
+
+    def abandon_batch(self, model: ModelKey, blocks: Sequence[QueuedBlock], writes: Numbers | None) -> None:
+        """Drop all states that a failed batch may have written. writes: as `prepare` returned them."""
+        if writes is not None:
+            handles = _handles_of(blocks)
+            rows = handles != NO_HANDLE
+            self.abandon(model, handles[rows], writes[rows])
+
+    def _end_writing(self, model: ModelKey, handles: Numbers, freed: Numbers) -> None:
+        slots = self._slots_of(model)
+        slots.writing -= len(handles)
+        slots.busy -= len(handles)
+        self._busy[handles] = False
+        self._release(slots, freed)
+        for handle in self._closing.intersection(handles.tolist()) if self._closing else ():
+            self._closing.discard(handle)
+            self._free_handles.append(handle)
+
+    # Sequences that run in several batches.
+
+    def advance(self, model: ModelKey, handle: int, write: int) -> None:
+        """Continue a sequence from the slot that a launched batch writes. Later batches write only after that has read."""
+        slots, before = self._slots_of(model), self.slots[[handle]]
+        slots.writing -= 1
+        if handle in self._begun:
+            self._release(slots, before)
+        else:
+            self._begun[handle] = int(before[0])
+        self.slots[handle] = write
+
+    def finish(self, model: ModelKey, handle: int, now: float) -> None:
+        """Keep the state of a sequence whose last piece was answered."""
+        self._end_begun(model, handle, self._begun[handle])
+        self.last_use[handle] = now
+
+    def give_up(self, model: ModelKey, handle: int) -> None:
+        """Return a handle to the state before a chunk that has run in part, if there is one."""
+        if handle in self._begun:
+            before, self.slots[handle] = int(self.slots[handle]), self._begun[handle]
+            self._end_begun(model, handle, before)
+
+    def _end_begun(self, model: ModelKey, handle: int, freed: int) -> None:
+        slots = self._slots_of(model)
+        del self._begun[handle]
+        self._busy[handle] = False
+        slots.busy -= 1
+        self._release(slots, np.array([freed]))
+
+    # States.
+
+    def read(self, model: ModelKey, handle: int) -> State | None:
+        """Return a copy of the state of a session on the host, None at its beginning."""
+        slot = self._begun.get(handle, int(self.slots[handle]))
+        return self._engine.save(model, slot) if slot != ZERO_SLOT else self._slots_of(model).on_host.get(handle)
+
+    def keep_on_host(self, model: ModelKey, handle: int, state: State) -> None:
+        """Give a new handle a state. It moves to a slot with the next batch."""
+        self._slots_of(model).on_host[handle] = state
 
     def count(self) -> None:
         """Update the gauges."""
         for key, slots in self._models.items():
-            self._metrics.state_slots_used.set(slots.allocator.used, *key.labels)
+            self._metrics.state_slots_used.set(slots.free.used, *key.labels)
 
-    def close(self, model: ModelKey) -> None:
+    def forget(self, model: ModelKey) -> None:
         """Forget the slots of a model that has neither sequences nor sessions."""
         self._models.pop(model, None)
 
     def _slots_of(self, model: ModelKey) -> _ModelSlots:
-        if model not in self._models:
+        slots = self._models.get(model)
+        if slots is None:
             count, spare = self._engine.slots(model)
-            self._models[model] = _ModelSlots(SlotAllocator(count, spare))
+            free = FreeSlots(count + spare)
+            holders = np.full(int(free.free().max()) + 1, NO_HANDLE)
+            slots = self._models[model] = _ModelSlots(count, free, holders)
             self._metrics.state_slots.set(count, *model.labels)
-        return self._models[model]
+        return slots
 
-    def _source(self, slots: _ModelSlots, sequence: RequestSequence, first: bool) -> StateSlot | None:
-        """Return the slot from which a sequence continues, None at its beginning."""
-        if not first:
-            return sequence.slot
-        if sequence.restarts:
-            return None
-        if sequence.session is None:
-            state = sequence.initial_state
-            return None if state is None else self._restored(slots, sequence.ticket.key, state)
-        location = sequence.session.location
-        if location.on_host is None:
-            return location.slot
-        slot = self._restored(slots, location.key, location.on_host)
-        self._metrics.session_moves.add("slot")
-        return slot
+    def _release(self, slots: _ModelSlots, numbers: Numbers) -> None:
+        """Free these slots, but for ZERO_SLOT."""
+        held = numbers[numbers != ZERO_SLOT]
+        if len(held):
+            slots.holders[held] = NO_HANDLE
+            slots.free.put_back(held)
 
-    def _restored(self, slots: _ModelSlots, model: ModelKey, state: State) -> StateSlot:
-        """Return a new slot with this state."""
-        slot = slots.allocator.allocate()
+    def _make_room(self, model: ModelKey, slots: _ModelSlots, handles: Numbers) -> None:
+        """Move the states that were not used for longest to the host, until the handles of a batch have room beside the others."""
+        new = int(np.count_nonzero(self.slots[handles] == ZERO_SLOT))
+        excess = slots.free.used - slots.writing + new - slots.count
+        if excess > 0:
+            holders = np.unique(slots.holders[slots.holders != NO_HANDLE])
+            resting = holders[~self._busy[holders]]
+            for handle in resting[self.last_use[resting].argsort()][:excess].tolist():
+                slots.on_host[handle] = self._engine.save(model, int(self.slots[handle]))
+                self._release(slots, self.slots[[handle]])
+                self.slots[handle] = ZERO_SLOT
+                self._metrics.session_moves.add("host")
+
+    def _fetch(self, model: ModelKey, slots: _ModelSlots, handle: int) -> None:
+        """Move a state from the host to a slot."""
+        slot = slots.free.take(1)
         try:
-            self._engine.restore(model, slot.number, state)
+            self._engine.restore(model, int(slot[0]), slots.on_host[handle])
         except Exception:
-            slots.allocator.free(slot)
+            slots.free.put_back(slot)
             raise
-        return slot
+        del slots.on_host[handle]
+        slots.holders[slot] = handle
+        self.slots[handle] = slot[0]
+        self._metrics.session_moves.add("slot")
 
-    def _make_room(self, slots: _ModelSlots, sequence: RequestSequence) -> None:
-        """If no slot is free, move a session's state to the host: the longest resting state, or the state of the sequence's session."""
-        if slots.free:
-            return
-        if slots.resting:
-            location, _ = slots.resting.popitem(last=False)
-        else:
-            assert sequence.session is not None, "the scheduler begins no more sequences than there is room for"
-            location = sequence.session.location
-        assert location.slot is not None
-        location.on_host = self._engine.save(location.key, location.slot.number)
-        slots.allocator.free(location.slot)
-        location.slot = None
-        self._metrics.session_moves.add("host")
+    def _grow(self) -> None:
+        """Double the arrays. The place behind the last handle stands for NO_HANDLE, which is never busy."""
+        before = max(0, len(self.slots) - 1)
+        count = max(FIRST_HANDLES, 2 * before)
+        for name, value in (("slots", ZERO_SLOT), ("steps", 0), ("last_use", np.inf), ("_busy", False)):
+            array = getattr(self, name)
+            setattr(self, name, np.concatenate([array[:before], np.full(count + 1 - before, value, array.dtype)]))
+        self.pending += [0] * (count - before)
+        self.next_steps += [0] * (count - before)
+        self._free_handles += range(count - 1, before - 1, -1)
 
-    def _rest(self, location: StateLocation) -> None:
-        if location.slot is not None:
-            slots = self._slots_of(location.key)
-            slots.resting[location] = None
-            slots.resting.move_to_end(location)
+
+def close_handles(states: StateCache, block: QueuedBlock, index: int) -> None:
+    """Free the state handles of a request that is no chunk of a session."""
+    assert block.handles is not None
+    for sequence in range(block.first_sequences[index], block.first_sequences[index + 1]):
+        states.close(block.model, int(block.handles[sequence]))
+
+
+def _handles_of(blocks: Sequence[QueuedBlock]) -> Numbers:
+    """Return the state handle of each row, or NO_HANDLE."""
+    return np.concatenate(
+        [np.full(block.sequences, NO_HANDLE) if block.handles is None else block.handles for block in blocks]
+    )

@@ -1,50 +1,40 @@
-"""Which sequence owns which state slot of a model. A slot is a number here: this module knows neither devices nor tensors."""
+"""Which state slots of a model are free. A slot is a number here: this module knows neither devices nor tensors."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import numpy as np
+from numpy.typing import NDArray
 
 ZERO_SLOT, DISCARD_SLOT, FIRST_SLOT = 0, 1, 2
 """ZERO_SLOT holds the state in which every sequence begins and is never written. DISCARD_SLOT takes the states that nothing continues from
-and is never read. FIRST_SLOT is the first slot that a sequence may own."""
+and is never read. FIRST_SLOT is the first slot that a state handle may hold."""
+Numbers = NDArray[np.int64]
 
 
-class StateSlot(NamedTuple):
-    """A slot number and its generation, which changes with every free: a stale holder cannot free the slot of its next owner."""
+class FreeSlots:
+    """The free slots of one model, of `count` in all."""
 
-    number: int
-    generation: int
-
-
-class StaleSlot(Exception):
-    """A slot was freed by a holder that does not own it any more."""
-
-
-class SlotAllocator:
-    """The state slots of one model: `count` that sequences hold between batches, and `spare` that only a launch needs."""
-
-    def __init__(self, count: int, spare: int) -> None:
-        self.count = count
-        self._generations = [0] * (count + spare)
-        self._free = list(range(count + spare))[::-1]
+    def __init__(self, count: int) -> None:
+        self._count = self._free = count
+        self._slots = np.arange(FIRST_SLOT + count - 1, FIRST_SLOT - 1, -1)
+        """The free slots come first."""
 
     @property
     def used(self) -> int:
-        return len(self._generations) - len(self._free)
+        return self._count - self._free
 
-    def allocate(self) -> StateSlot:
-        """Return a free slot, spare slots included; raises IndexError if none is free."""
-        index = self._free.pop()
-        return StateSlot(FIRST_SLOT + index, self._generations[index])
+    def take(self, count: int) -> Numbers:
+        """Return free slots, (count,). The caller never takes more than are free."""
+        assert count <= self._free, "the scheduler begins no more sequences than there is room for"
+        self._free -= count
+        return self._slots[self._free : self._free + count].copy()
 
-    def free(self, slot: StateSlot) -> None:
-        """Free a slot. Raises StaleSlot if it was freed before, even if another sequence owns it by now."""
-        if not self.owns(slot):
-            raise StaleSlot(f"state slot {slot.number} of generation {slot.generation} was freed before")
-        index = slot.number - FIRST_SLOT
-        self._generations[index] += 1
-        self._free.append(index)
+    def put_back(self, slots: Numbers) -> None:
+        """Free slots that were taken."""
+        assert self._free + len(slots) <= self._count, "a slot is freed once"
+        self._slots[self._free : self._free + len(slots)] = slots
+        self._free += len(slots)
 
-    def owns(self, slot: StateSlot) -> bool:
-        """Return whether the slot has not been freed since it was allocated."""
-        return self._generations[slot.number - FIRST_SLOT] == slot.generation
+    def free(self) -> Numbers:
+        """Return the free slots."""
+        return self._slots[: self._free]

@@ -6,6 +6,7 @@ replica needs is saved after its last chunk, and closes once the store has the s
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,8 +14,7 @@ from datetime import UTC, datetime
 from itertools import islice
 from typing import Any, Protocol
 
-from service.engine.batching.session_table import TAKEN_OVER, UNREPORTED_ENDS, SessionTable
-from service.engine.batching.ticket import Ownership, Session
+from service.engine.batching.session_table import TAKEN_OVER, UNREPORTED_ENDS, Ownership, Session, SessionTable
 from service.errors import Overloaded, ServiceError, SessionUnreachable, TooManySessions
 from service.ipc import session_file
 from service.ipc.messages.message import Message
@@ -118,12 +118,17 @@ class StoredSessions:
         for name in self._table.names():
             session = self._table.get(name)
             session.unsaved = self._checkpoint_chunks  # its last save may not have been made
-            if name in self._departing and not session.chunks:
+            if name in self._departing and not self._pending(session):
                 self._release(session, again=True)
 
     def detach(self) -> None:
         """The process of the store has ended. Work waits for its successor."""
         self._send = None
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether the store is asked for a session, or has to take one. Chunks of such a session wait."""
+        return bool(self._waiting or self._departing)
 
     # Work for a session.
 
@@ -213,7 +218,7 @@ class StoredSessions:
     def adopt(self, session: Session, ownership: Ownership) -> None:
         """Continue a session with an ownership for which the store has no state of it yet."""
         session.ownership, session.unsaved = ownership, self._checkpoint_chunks
-        if session.steps and not session.chunks:
+        if self._steps(session) and not self._pending(session):
             self._save(session)
 
     def _hold_again(self, name: str, waiting: Waiting) -> None:
@@ -248,10 +253,12 @@ class StoredSessions:
     # Sessions of this engine.
 
     def answered(self, session: Session) -> None:
-        """Save a session if that is due, after a chunk of it was answered."""
+        """Save a session if that is due, after a chunk of it was answered, and let go of it if another replica needs it."""
         session.unsaved += 1
         if session.unsaved >= self._checkpoint_chunks or _ownership(session).anew:
             self._save(session)
+        if session.id in self._departing and not self._pending(session):
+            self._release(session)
 
     def rested(self, session: Session) -> None:
         """Let go of a session that another replica needs, after its last chunk has left."""
@@ -296,21 +303,28 @@ class StoredSessions:
 
     def _save(self, session: Session) -> None:
         """Save a session behind the stream, unless it begins again: then the store has no use for its state."""
-        begins_again = session.id in self._claims or any(chunk.ownership for chunk in session.chunks)
+        begins_again = session.id in self._claims or any(restart.ownership for restart in session.restarts)
         if self._send is not None and not begins_again and not _is_private(session.id):
             session.unsaved = 0
             self._send(self._message(session), self.states.export(session))
+
+    def _pending(self, session: Session) -> int:
+        """Return how many chunks of a session have no answer."""
+        return self._table.states.pending[session.handle]
+
+    def _steps(self, session: Session) -> int:
+        return int(self._table.states.steps[session.handle])
 
     def _depart(self, name: str) -> None:
         session = self._table.find(name)
         assert session is not None, "only open sessions depart"
         self._departing.add(name)
-        if not session.chunks:
+        if not self._pending(session):
             self._release(session)
 
     def _release(self, session: Session, *, again: bool = False) -> None:
         """again: an earlier process of the store may have made it."""
-        self._table.wake(session)  # it cannot expire while it is saved
+        self._table.states.last_use[session.handle] = math.inf  # it cannot expire while it is saved
         self._tell(self._message(session, releases=True, again=again), self.states.export(session))
 
     @staticmethod
@@ -410,14 +424,14 @@ class StoredSessions:
         if message.failed:
             if departing:
                 self._departing.discard(name)
-                if not session.chunks:
+                if not self._pending(session):
                     self.states.rest(session)
                 self._proceed(name)
         elif not message.owned:
             self._lose(session)
         elif not departing:
             session.ownership = _ownership(session)._replace(anew=False)
-        elif not session.chunks:
+        elif not self._pending(session):
             self.states.let_go(session)
 
     def _lose(self, session: Session) -> None:
@@ -436,7 +450,7 @@ class StoredSessions:
 
     def _handle_verify(self, message: VerifySession, tail: bytes | memoryview) -> None:
         session = self._table.find(message.session)
-        if session is not None and session.steps and message.session not in self._departing:
+        if session is not None and self._steps(session) and message.session not in self._departing:
             self._save(session)
 
 

@@ -1,25 +1,25 @@
-"""The queued work of one tenant for one model. Requests of blocks are columns: the cost of a batch hardly grows with the queue.
+"""The queued work of one tenant for one model, as columns: the cost of a batch hardly grows with the queue.
 
 Pure: nothing here knows a clock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import chain
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from service.engine.batching.request_block import SEQUENCES, SIZES, STEPS, QueuedBlock, request_sizes
+from service.engine.batching.request_block import QueuedBlock
 from service.errors import Overloaded
+from service.ipc.blocks import COUNT
 
-REQUESTS_AT_ONCE = 128
-NUMBER, INDEX, ORDER = range(len(SIZES), len(SIZES) + 3)
-COLUMNS = *SIZES, NUMBER, INDEX, ORDER
-"""The columns of the table: the sizes of a request, the number of its block, its place in the block, and its place among all arrivals."""
-NO_TABLE: tuple[NDArray[np.float64], NDArray[np.int64]] = np.empty(0), np.empty((0, len(COLUMNS)), np.int64)
+COLUMNS = LEFT, DONE, NUMBER, SEQUENCE, REQUEST, ORDER, HANDLE = range(7)
+"""The columns of the table, a row for each sequence: its steps that are left, and those that have run; the number of its block, and its
+place there; the place of its request there, and among all arrivals; its state handle, or NO_HANDLE."""
+NO_HANDLE = -1
+NO_ROWS: NDArray[np.int64] = np.empty((0, len(COLUMNS)), np.int64)
 
 
 class Rejection(NamedTuple):
@@ -46,145 +46,182 @@ class Rejection(NamedTuple):
         return covers & (head_start <= self.head_start)
 
 
-class BlockRequest(NamedTuple):
-    """One request of a queued block.
+class Piece(NamedTuple):
+    """Steps of one sequence that runs in a batch without the rest of its request. done: its steps before these; last: whether none follow."""
 
-    sequences: their number; steps: of all of them together; longest: of the longest. row: its index in the block.
-    queue, place: where it is queued.
-    """
-
-    due: float
-    order: int
-    sequences: int
-    steps: int
-    longest: int
     block: QueuedBlock
-    row: int
-    queue: TenantQueue
-    place: int
+    request: int
+    sequence: int
+    done: int
+    steps: int
+    last: bool
 
 
 class TenantQueue:
-    """The queued sequences of one tenant and model, as numbers, and the requests of its blocks in the order of their due times, and then
-    of their arrival.
+    """The queued sequences of one tenant and model, in the order of their due times, and then of their arrival.
 
-    count, steps: of its sequences, those in blocks included; begun: how many sequences have begun.
+    count, steps: of its sequences, and of the steps that are left; begun: how many sequences have run in part.
     rejection: the last rejection since the last batch.
-    A batch takes requests of many blocks. These blocks stay as they are until `blocks` is called.
     """
 
     def __init__(self) -> None:
         self.count = self.steps = self.begun = 0
         self.rejection: Rejection | None = None
-        self.keep([])
-
-    def keep(self, blocks: Sequence[QueuedBlock]) -> None:
-        """Replace all blocks, which the caller counts. blocks: in the order of their arrival."""
+        self.arrived: list[QueuedBlock] = []
+        """Blocks with sequences that are not in the table yet. A block that arrives after the others is added here."""
         self._blocks: dict[int, QueuedBlock] = {}
-        """The blocks with requests in the table, by number, in the order of their arrival."""
+        """The blocks with sequences in the table, by number, in the order of their arrival."""
         self._left: dict[int, int] = {}
-        """How many requests of each of them the table has."""
-        self.arrived = list(blocks)
-        """Blocks with requests that are not in the table yet. A block that arrives after the others is added here."""
+        """How many sequences of each of them the table has."""
         self._number = 0
-        self._due, self._table = NO_TABLE
+        self._due: NDArray[np.float64] = np.empty(0)
+        self._deadlines: NDArray[np.float64] = np.empty(0)
+        self._table = NO_ROWS
         self._cut = False
-        """Whether a batch has taken some of the requests of a block."""
+        """Whether a batch has taken some of the sequences of a block."""
 
-    @property
-    def divisible(self) -> bool:
-        """Whether several batches may share the steps of a sequence, which holds for all requests of a model."""
-        return next(chain(self._blocks.values(), self.arrived)).divisible
+    def whole_blocks(self) -> list[QueuedBlock] | None:
+        """Return all blocks in the order of their arrival, None if a batch has taken a part of one."""
+        return None if self._cut else [*self._blocks.values(), *self.arrived]
 
-    def blocks(self) -> list[QueuedBlock]:
-        """Return the blocks without the requests that batches have taken, in the order of their arrival."""
-        if self._cut:
-            numbers, places = self._table[:, NUMBER], self._table[:, INDEX]
-            left = self._selected(self._by_block(np.lexsort((places, numbers))))
-            self.keep([*left, *self.arrived])
-        return [*self._blocks.values(), *self.arrived]
-
-    def first(self, most: int) -> NDArray[np.int64]:
-        """Return the table of the first requests, (requests, COLUMNS)."""
+    def table(self) -> NDArray[np.int64]:
+        """Return the sequences in their order, (sequences, COLUMNS)."""
         self._join()
-        return self._table[:most]
+        return self._table
 
-    def work(self) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-        """Return when each request is due, in order, and its sequences and steps, (requests, 2)."""
+    def due(self) -> NDArray[np.float64]:
+        """Return when each sequence is due, in order."""
         self._join()
-        return self._due, self._table[:, [SEQUENCES, STEPS]]
+        return self._due
 
-    def requests(self) -> Iterator[BlockRequest]:
-        """Return the requests as they are now."""
-        self._join()
-        due, table, blocks = self._due, self._table, self._blocks
-        # In parts, because a batch usually takes only the first requests.
-        for begin in range(0, len(table), REQUESTS_AT_ONCE):
-            part = slice(begin, begin + REQUESTS_AT_ONCE)
-            rows = zip(due[part].tolist(), table[part].tolist(), strict=True)
-            for place, (moment, (sequences, steps, longest, number, index, order)) in enumerate(rows, begin):
-                yield BlockRequest(moment, order, sequences, steps, longest, blocks[number], index, self, place)
+    def first(self) -> QueuedBlock:
+        """Return the block of the sequence that is due first."""
+        return self._blocks[int(self.table()[0, NUMBER])]
 
-    def take(self, whole: Sequence[int], divided: Sequence[int] = ()) -> list[QueuedBlock]:
-        """Remove the requests at these places, and return the requests of `whole` in blocks."""
+    def take(self, places: NDArray[np.int64], steps: NDArray[np.int64]) -> tuple[list[QueuedBlock], list[Piece]]:
+        """Remove these steps of the sequences at these places. Returns the requests that run as a whole, in blocks, and the other steps.
+
+        places: ascending; steps: of each of them.
+        """
+        rows = self._table.take(places, axis=0)
+        last = steps == rows[:, LEFT]
+        whole = last & (rows[:, DONE] == 0)
+        blocks, in_blocks = self._whole_requests(rows, whole)
+        pieces = [
+            Piece(self._blocks[number], request, sequence, done, count, is_last)
+            for (_, done, number, sequence, request, *_), count, is_last in zip(
+                rows[~in_blocks].tolist(), steps[~in_blocks].tolist(), last[~in_blocks].tolist(), strict=True
+            )
+        ]
+        if not last.all():
+            continued = places[~last]
+            self._table[continued, LEFT] -= steps[~last]
+            self._table[continued, DONE] += steps[~last]
+            self._cut = True
+        self._remove(places[last])
+        return blocks, pieces
+
+    def _whole_requests(
+        self, rows: NDArray[np.int64], whole: NDArray[np.bool_]
+    ) -> tuple[list[QueuedBlock], NDArray[np.bool_]]:
+        """Return blocks of the requests of which every sequence is among the rows that run whole, and which rows belong to them."""
+        chosen: dict[int, list[int]] = {}
+        for number, request in rows[whole][:, [NUMBER, REQUEST]].tolist():
+            chosen.setdefault(number, []).append(request)
+        blocks, in_blocks = [], whole
+        for number, requests in chosen.items():
+            block = self._blocks[number]
+            if block.sequences > block.requests:
+                is_complete = np.bincount(requests, minlength=block.requests) == block.counts
+                of_block = np.flatnonzero(rows[:, NUMBER] == number)
+                in_blocks[of_block] &= is_complete[rows[of_block, REQUEST]]
+                requests = np.flatnonzero(is_complete).tolist()
+            if requests:
+                blocks.append(block.select(sorted(requests)))
+        return blocks, in_blocks
+
+    def drop(self, matches: NDArray[np.bool_]) -> list[tuple[QueuedBlock, list[int]]]:
+        """Remove the matching sequences. Returns the blocks with their requests that lost sequences. matches: by place in the table."""
+        places = np.flatnonzero(matches)
+        rows = self._table.take(places, axis=0)
+        chosen: dict[int, set[int]] = {}
+        for number, request in rows[:, [NUMBER, REQUEST]].tolist():
+            chosen.setdefault(number, set()).add(request)
+        dropped = [(self._blocks[number], sorted(requests)) for number, requests in chosen.items()]
+        self._remove(places)
+        return dropped
+
+    def late(self, now: float) -> NDArray[np.bool_]:
+        """Return which sequences have a past deadline."""
         self._join()
-        chosen = self._by_block(whole)
-        blocks = self._selected(chosen)
-        for number, indices in [*chosen.items(), *self._by_block(divided).items()]:
-            self._left[number] -= len(indices)
+        return self._deadlines <= now
+
+    def earliest_deadline(self) -> float:
+        """Return the earliest deadline. There is at least one sequence."""
+        self._join()
+        return float(self._deadlines.min())
+
+    def of_blocks(self, numbers: Sequence[int]) -> NDArray[np.bool_]:
+        """Return which sequences belong to these blocks."""
+        return np.isin(self.table()[:, NUMBER], numbers)
+
+    def blocks(self) -> dict[int, QueuedBlock]:
+        """Return the blocks with sequences in the table, by number."""
+        self._join()
+        return self._blocks
+
+    def _remove(self, places: NDArray[np.int64]) -> None:
+        """Remove the sequences at these places, which are ascending."""
+        if not len(places):
+            return
+        for number, count in zip(*np.unique(self._table[places, NUMBER], return_counts=True), strict=True):
+            self._left[number] -= count
             if not self._left[number]:
                 del self._left[number], self._blocks[number]
             else:
                 self._cut = True
-        taken = [*whole, *divided]
-        if max(taken) == len(taken) - 1:
-            self._due, self._table = self._due[len(taken) :], self._table[len(taken) :]
+        if places[-1] == len(places) - 1:
+            stays: slice | NDArray[np.bool_] = slice(len(places), None)
         else:
             stays = np.ones(len(self._table), bool)
-            stays[taken] = False
-            self._due, self._table = self._due[stays], self._table[stays]
-        return blocks
-
-    def _by_block(self, places: Sequence[int] | NDArray[Any]) -> dict[int, list[int]]:
-        """Return the requests at these places: their places in their block, by its number."""
-        chosen: dict[int, list[int]] = {}
-        if len(places):
-            rows = self._table.take(places, axis=0)
-            for number, index in zip(rows[:, NUMBER].tolist(), rows[:, INDEX].tolist(), strict=True):
-                chosen.setdefault(number, []).append(index)
-        return chosen
-
-    def _selected(self, chosen: dict[int, list[int]]) -> list[QueuedBlock]:
-        return [self._blocks[number].select(sorted(indices)) for number, indices in chosen.items()]
+            stays[places] = False
+        self._due, self._deadlines, self._table = self._due[stays], self._deadlines[stays], self._table[stays]
+        self._cut &= bool(self._blocks)
 
     def _join(self) -> None:
-        """Put the requests of the blocks that have arrived in their places in the table."""
+        """Put the sequences of the blocks that have arrived in their places in the table."""
         arrived, self.arrived = self.arrived, []
         if not arrived:
             return
         numbers = range(self._number, self._number + len(arrived))
         self._number = numbers.stop
         self._blocks.update(zip(numbers, arrived, strict=True))
-        self._left.update({number: block.requests for number, block in zip(numbers, arrived, strict=True)})
-        due = np.concatenate([self._due, *[block.due for block in arrived]])
-        # Requests that are due at the same time stay in the order of their arrival.
+        self._left.update({number: block.sequences for number, block in zip(numbers, arrived, strict=True)})
+        requests, rows = _rows(arrived, numbers)
+        due = np.concatenate([self._due, np.concatenate([block.due for block in arrived])[requests]])
+        deadlines = np.concatenate([block.deadlines for block in arrived])[requests]
+        # Sequences that are due at the same time stay in the order of their arrival.
         in_order = due.argsort(kind="stable")
-        self._due = due[in_order]
+        self._due, self._deadlines = due[in_order], np.concatenate([self._deadlines, deadlines])[in_order]
         # `take` copies whole rows, several times as fast as an index.
-        self._table = np.concatenate([self._table, _table(arrived, numbers)]).take(in_order, axis=0)
+        self._table = np.concatenate([self._table, rows]).take(in_order, axis=0)
 
 
-def _table(blocks: Sequence[QueuedBlock], numbers: Sequence[int]) -> NDArray[np.int64]:
-    """Return the rows of the requests of some blocks."""
-    if all(block.requests == 1 for block in blocks):  # cheaper than the columns of few requests
-        pairs = zip(blocks, numbers, strict=True)
-        rows = ((block.sequences, block.steps, block.longest, number, 0, block.order) for block, number in pairs)
-        return np.array(list(rows), np.int64)
-    sizes, requests = request_sizes(blocks), np.array([block.requests for block in blocks])
-    first_requests = requests.cumsum() - requests
-    table = np.empty((len(sizes), len(COLUMNS)), np.int64)
-    table[:, : len(SIZES)] = sizes
-    table[:, NUMBER] = np.repeat(numbers, requests)
-    table[:, INDEX] = np.arange(len(sizes)) - np.repeat(first_requests, requests)
-    table[:, ORDER] = np.concatenate([block.orders for block in blocks])
-    return table
+def _rows(blocks: Sequence[QueuedBlock], numbers: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return of each sequence of some blocks the place of its request among all of their requests, and its row in the table."""
+    counts = np.frombuffer(b"".join([block.columns.counts for block in blocks]), COUNT)
+    lengths = np.frombuffer(b"".join([block.columns.lengths for block in blocks]), COUNT)
+    requests = np.repeat(np.arange(len(counts)), counts)
+    sequences_of, requests_of = [block.sequences for block in blocks], [block.requests for block in blocks]
+    first_sequences, first_requests = np.cumsum([0, *sequences_of])[:-1], np.cumsum([0, *requests_of])[:-1]
+    rows = np.empty((len(lengths), len(COLUMNS)), np.int64)
+    rows[:, LEFT], rows[:, DONE] = lengths, 0
+    rows[:, NUMBER] = np.repeat(numbers, sequences_of)
+    rows[:, SEQUENCE] = np.arange(len(lengths)) - np.repeat(first_sequences, sequences_of)
+    rows[:, REQUEST] = requests - np.repeat(first_requests, sequences_of)
+    rows[:, ORDER] = np.concatenate([block.orders for block in blocks])[requests]
+    rows[:, HANDLE] = NO_HANDLE
+    for first, block in zip(first_sequences.tolist(), blocks, strict=True):
+        if block.handles is not None:
+            rows[first : first + block.sequences, HANDLE] = block.handles
+    return requests, rows

@@ -33,6 +33,18 @@ class Share(msgspec.Struct, array_like=True, frozen=True):
 NO_TENANT = Share()
 
 
+class SessionOptions(msgspec.Struct, array_like=True, frozen=True):
+    starts: bool | None = None
+    ends: bool = False
+    exactly: bool = True
+    opens: bool = True
+    limit: int = 0
+    resubmitted: bool = False
+
+
+ANY_SESSION = SessionOptions()
+
+
 class BatchRun(msgspec.Struct, array_like=True, frozen=True):
     """How an engine ran one batch. Moments are seconds on the machine's monotonic clock.
 

@@ -1,0 +1,189 @@
+"""Gives the requests of arriving blocks their state handles: chunks get the handles of their sessions.
+
+A block of chunks that continue open sessions is looked up in one dictionary. Each chunk is looked at alone if any of them starts or ends
+a session, names the steps of its session, or meets a session that is not open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from service.engine.batching.request_block import QueuedBlock
+from service.engine.batching.session_table import ArrivingChunk, Session, SessionTable
+from service.engine.batching.sessions import Sessions
+from service.engine.batching.stored_sessions import Waiting
+from service.engine.execution.device_engine import DeviceEngine
+from service.errors import InvalidInput, Overloaded, ServiceError
+
+FLOAT_BYTES = 4
+
+
+class Arrivals:
+    """Requests with states, before they are queued.
+
+    submit: the batcher's. It takes a block that had to wait for the session store. refuse: the batcher's. It refuses a request.
+    """
+
+    def __init__(
+        self,
+        engine: DeviceEngine,
+        table: SessionTable,
+        sessions: Sessions,
+        submit: Callable[[QueuedBlock], None],
+        refuse: Callable[[QueuedBlock, int, ServiceError], None],
+    ) -> None:
+        self._engine = engine
+        self._table = table
+        self._states = table.states
+        self._sessions = sessions
+        self._submit = submit
+        self._refuse = refuse
+        self._held: dict[tuple[object, int], None] = {}
+        """The requests that wait for the session store, by owner and id."""
+
+    def refusal(self, block: QueuedBlock) -> ServiceError | None:
+        """Return the error of a block of chunks or with states that its model cannot run."""
+        key = block.model
+        if block.sessions and not self._engine.streams(key):
+            parts = self._engine.whole_only(key)
+            return InvalidInput(
+                f"{key.name} has no sessions, because {' and '.join(parts)} need{'s' if len(parts) == 1 else ''} "
+                "a whole sequence: leave session out, and the header x-session-id",
+                field="session",
+            )
+        if block.has_states and not self._engine.spec(key).states:
+            return InvalidInput(
+                f"{key.name} has no states that a request may bring or ask for: leave them out", field="states"
+            )
+        return None
+
+    def attach(self, block: QueuedBlock) -> QueuedBlock | None:
+        """Return the block of the requests that may be queued now, with their state handles; None if there are none."""
+        options = block.options
+        if not block.sessions:
+            return self._attach_states(block)
+        if not (options.starts or options.ends or options.resubmitted or block.at or self._store_is_asked):
+            handles = self._table.handles(block.model)
+            of_chunks = [handles.get(session) for session in block.sessions]
+            if None not in of_chunks and block.sequences == block.requests and block.shortest > 0:
+                self._states.add_pending(block.model, of_chunks, block.lengths)  # type: ignore[arg-type]
+                block.handles = np.array(of_chunks)
+                return block
+        return self._attach_each(block)
+
+    def turn_away(self, block: QueuedBlock, index: int) -> None:
+        """Take the state handles of a request that was refused before it was queued."""
+        if block.sessions:
+            self._sessions.turn_away(block, index)
+        else:
+            close_handles(self._states, block, index)
+
+    def check_elsewhere(self, block: QueuedBlock, index: int) -> None:
+        """Raise the error for a chunk of a version that is not served, if its session ended (once) or belongs to another version."""
+        chunk = _chunk(block, index)
+        is_open = self._table.find(chunk.session) is not None and not chunk.options.starts
+        if chunk.options.resubmitted or self._table.end_reason(chunk.session) or is_open:
+            self._table.resume(chunk)
+
+    def cancel(self, owner: object, id: int) -> bool:
+        """Forget a request that waits for the session store. Returns whether it waited."""
+        return self._held.pop((owner, id), self) is not self
+
+    def cancel_owner(self, owner: object) -> int:
+        """Forget the requests of an owner that wait for the session store. Returns their number."""
+        held = [request for request in self._held if request[0] is owner]
+        for request in held:
+            del self._held[request]
+        return len(held)
+
+    @property
+    def _store_is_asked(self) -> bool:
+        return self._sessions.stored is not None and self._sessions.stored.is_asked
+
+    def _attach_states(self, block: QueuedBlock) -> QueuedBlock:
+        """Give every sequence of a block whose requests bring states or ask for them a handle of its own."""
+        states, key = memoryview(block.columns.states), block.model
+        size = len(states) // block.sequences
+        handles = [self._states.open() for _ in range(block.sequences)]
+        for row, handle in enumerate(handles if size else ()):
+            self._states.keep_on_host(key, handle, self._engine.state_from(key, states[size * row : size * (row + 1)]))
+        block.handles = np.array(handles)
+        return block
+
+    def _attach_each(self, block: QueuedBlock) -> QueuedBlock | None:
+        handles, queued = list[int](), list[int]()
+        for index in range(block.requests):
+            try:
+                session = self._session_of(block, index)
+            except ServiceError as error:
+                self._refuse(block, index, error)
+                continue
+            if session is None:
+                continue
+            if block.lengths[index] == 0:
+                self._sessions.end_after_chunks(session, block.select([index]))
+                continue
+            self._sessions.arrived(session, block, index)
+            handles.append(session.handle)
+            queued.append(index)
+        if not queued:
+            return None
+        attached = block.select(queued)
+        attached.handles = np.array(handles)
+        return attached
+
+    def _session_of(self, block: QueuedBlock, index: int) -> Session | None:
+        """Return the session that a chunk starts or continues, None if the chunk waits for the session store; raises ServiceError."""
+        chunk, stored = _chunk(block, index), self._sessions.stored
+        if block.sequences != block.requests:
+            raise InvalidInput(
+                f"{block.counts[index]} inputs for one session: send its chunks one by one", field="inputs"
+            )
+        if stored is not None and stored.hold(chunk.session, self._waiting(block, index, chunk)):
+            self._held[block.owner, block.ids[index]] = None
+            return None
+        old = self._table.find(chunk.session)
+        if old is None and not chunk.options.opens:
+            self._table.resume(chunk)  # an error about its end is more precise
+            raise Overloaded(
+                "no session is opened while the memory limit of the service is nearly used up: retry later, "
+                "or give the service more memory",
+                field="session",
+                retry_after=1,
+            )
+        if old is not None and chunk.options.starts and (old.ending or old.key != chunk.key):
+            self._sessions.close(old, "restarted")
+        elif old is not None and old.uncertain and not chunk.options.starts and not self._states.pending[old.handle]:
+            if chunk.at != self._states.steps[old.handle]:
+                raise self._table.uncertain_error(old)
+        return self._table.resume(chunk) or self._table.open(chunk.session, chunk.key, chunk.options.limit)
+
+    def _waiting(self, block: QueuedBlock, index: int, chunk: ArrivingChunk) -> Waiting:
+        """Return a chunk as work that may wait for its session."""
+        request = block.owner, block.ids[index]
+
+        def proceed() -> None:
+            del self._held[request]
+            self._submit(block.select([index]))
+
+        def refuse(error: ServiceError) -> None:
+            del self._held[request]
+            self._refuse(block, index, error)
+
+        return Waiting(
+            proceed,
+            refuse,
+            lambda: request not in self._held,
+            chunk.options.limit,
+            begins=chunk.options.starts is not False and not chunk.at,
+            anew=chunk.options.starts is True,
+            is_chunk=True,
+        )
+
+
+def _chunk(block: QueuedBlock, index: int) -> ArrivingChunk:
+    """Return a chunk of a block."""
+    at = block.at[index] if block.at else -1
+    return ArrivingChunk(block.sessions[index], block.model, block.options, None if at < 0 else at)

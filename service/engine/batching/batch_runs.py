@@ -1,0 +1,410 @@
+"""Batches from their launch to the replies to their requests.
+
+What runs of a request as a whole is answered with its block. An Assembly joins the results of other pieces. A batch that fails runs again
+request by request, so only the request that caused the failure is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
+
+import numpy as np
+from numpy.typing import NDArray
+
+from service.engine.batch import Batch
+from service.engine.batching.assembly import NOT_FINITE, Assembly, rows_of
+from service.engine.batching.request_block import BlockOwner, BlockRequest, QueuedBlock, arrival_of
+from service.engine.batching.scheduler import ScheduledBatch, Scheduler
+from service.engine.batching.session_table import Session
+from service.engine.batching.sessions import Sessions
+from service.engine.batching.state_cache import StateCache, close_handles
+from service.engine.batching.state_slots import Numbers
+from service.engine.batching.tenant_queue import Piece
+from service.engine.execution.device import DeviceLost
+from service.engine.execution.device_engine import DeviceEngine
+from service.engine.execution.in_flight import BlockResult, FinishedBatch
+from service.engine.internal_errors import InternalErrors
+from service.errors import InferenceFailed, OutOfMemory, ServiceError
+from service.ipc.blocks import COUNT
+from service.ipc.messages.models import ModelKey
+from service.metrics import Metrics
+
+ARRIVED_OF = attrgetter("arrived")
+LaunchObserver = Callable[[Batch, list[float]], None]
+"""Called before each launch with the batch and the arrival time of each row in it."""
+BeforeLaunch = Callable[[Batch], None]
+Flags = NDArray[np.bool_]
+
+
+@dataclass(slots=True)
+class _RunningBatch:
+    """A batch in flight.
+
+    pieces: its last blocks, each with the request that it belongs to.
+    withdrawn: the ids of requests that nothing waits for any more, by block.
+    """
+
+    batch: Batch
+    pieces: Sequence[tuple[Assembly, Piece]]
+    withdrawn: dict[QueuedBlock, set[int]] = field(default_factory=dict)
+
+    @property
+    def whole(self) -> Sequence[QueuedBlock]:
+        """Return the blocks of the requests that run as a whole."""
+        return self.batch.blocks[: len(self.batch.blocks) - len(self.pieces)]
+
+
+class BatchRuns:
+    """The batches in flight. refuse: the batcher's; it refuses a request and counts it."""
+
+    def __init__(
+        self,
+        engine: DeviceEngine,
+        scheduler: Scheduler,
+        states: StateCache,
+        sessions: Sessions,
+        metrics: Metrics,
+        clock: Callable[[], float],
+        errors: InternalErrors,
+        refuse: Callable[[QueuedBlock, int, ServiceError], None],
+    ) -> None:
+        self._engine = engine
+        self._scheduler = scheduler
+        self._states = states
+        self._sessions = sessions
+        self._metrics = metrics
+        self._clock = clock
+        self._errors = errors
+        self._refuse = refuse
+        self.observer: LaunchObserver | None = None
+        self._running: dict[Batch, _RunningBatch] = {}
+        self._assemblies: dict[BlockRequest, Assembly] = {}
+        """The requests that have run in part, by their block in the queue."""
+
+    # Launches.
+
+    def start(self, scheduled: ScheduledBatch, before_launch: BeforeLaunch) -> None:
+        """Launch a batch."""
+        formed = self._clock()
+        self._count_queued(scheduled, formed)
+        pieces = [(self._assembly(piece), piece) for piece in scheduled.pieces]
+        blocks = [*scheduled.blocks, *[_piece_block(assembly, piece, self._states) for assembly, piece in pieces]]
+        self._run(scheduled.model, blocks, pieces, before_launch, formed)
+
+    def _run(
+        self,
+        model: ModelKey,
+        blocks: Sequence[QueuedBlock],
+        pieces: Sequence[tuple[Assembly, Piece]],
+        before_launch: BeforeLaunch,
+        formed: float = math.inf,
+    ) -> None:
+        """Launch a batch. If it fails, launch its requests one by one and refuse those that fail alone. pieces: what the last blocks are."""
+        try:
+            slots = self._states.prepare(model, blocks)
+        except DeviceLost:
+            raise
+        except Exception as error:
+            self._run_alone(_RunningBatch(Batch(model, blocks), pieces), before_launch, error)
+            return
+        since = min(map(ARRIVED_OF, blocks)) if formed < math.inf else math.inf
+        batch = Batch(model, blocks, since, formed, *slots)
+        running = self._running[batch] = _RunningBatch(batch, pieces)
+        if self.observer is not None and formed < math.inf:
+            self.observer(batch, [block.arrived for block in blocks for _ in range(block.sequences)])
+        before_launch(batch)
+        try:
+            self._engine.launch(batch)
+        except DeviceLost:
+            raise
+        except Exception as error:
+            del self._running[batch]
+            self._states.abandon_batch(model, blocks, batch.write_slots)
+            self._run_alone(running, before_launch, error)
+            return
+        for row, block in enumerate(blocks[len(running.whole) :], batch.rows - len(pieces)):
+            if block.handles is not None:
+                assert batch.write_slots is not None
+                self._states.advance(model, int(block.handles[0]), int(batch.write_slots[row]))
+
+    def _run_alone(self, failed: _RunningBatch, before_launch: BeforeLaunch, error: Exception) -> None:
+        """Run the requests of a failed batch one by one. Refuses a request that has failed alone."""
+        batch = failed.batch
+        self._end_withdrawn(failed)
+        if len(batch.blocks) == 1 and batch.blocks[0].requests == 1 and (batch.rows == 1 or batch.blocks[0].handles is not None):
+            self._refuse_failed(failed, error)
+            return
+        if isinstance(error, OutOfMemory):
+            self._scheduler.memory.shrink(batch.model, batch.tokens, self._clock())
+        for block in failed.whole:
+            gone = failed.withdrawn.get(block, ())
+            for index, id in enumerate(block.ids):
+                if id not in gone:
+                    self._run_request(block.select([index]), before_launch)
+        for (assembly, piece), block in zip(failed.pieces, batch.blocks[len(failed.whole) :], strict=True):
+            if not assembly.ended:
+                self._run(batch.model, [block], [(assembly, piece)], before_launch)
+
+    def _run_request(self, block: QueuedBlock, before_launch: BeforeLaunch) -> None:
+        """Run the request of a block alone, without a state each of its sequences."""
+        if block.sequences == 1 or block.handles is not None:
+            self._run(block.model, [block], [], before_launch)
+            return
+        for sequence, steps in enumerate(block.lengths):
+            piece = Piece(block, 0, sequence, 0, steps, last=True)
+            assembly = self._assembly(piece)
+            if assembly.ended:
+                return
+            part = _piece_block(assembly, piece, self._states)
+            self._run(block.model, [part], [(assembly, piece)], before_launch)
+
+    def _refuse_failed(self, failed: _RunningBatch, error: Exception) -> None:
+        """Refuse the only request of a failed batch, unless nothing waits for it."""
+        [block] = failed.batch.blocks
+        if failed.pieces:
+            [(assembly, piece)] = failed.pieces
+            if not assembly.ended:
+                self._fail_assembly(assembly, self._launch_error(block.model, error))
+        elif not failed.withdrawn:
+            block.owner.refuse(block.ids, self._launch_error(block.model, error))
+            self.leave(block, 0)
+
+    def _launch_error(self, model: ModelKey, error: Exception) -> ServiceError:
+        """Count a failed launch, and return the error for the client."""
+        if isinstance(error, ServiceError):
+            self._metrics.refused.add(error.code)
+            return error
+        self._metrics.failed.add(*model.labels)
+        self._errors.log("model raised", error, model=model.name, version=model.version)
+        return InferenceFailed("the model raised an exception on this request: the log of the service names it")
+
+    def _count_queued(self, scheduled: ScheduledBatch, now: float) -> None:
+        """Count how long the sequences that begin now have waited."""
+        labels = *scheduled.model.labels, "queue"
+        for block in scheduled.blocks:
+            self._metrics.stage_seconds.observe_often(now - block.arrived, block.sequences, *labels)
+        for piece in scheduled.pieces:
+            if not piece.done:
+                self._metrics.stage_seconds.observe(now - piece.block.arrived, *labels)
+
+    def _assembly(self, piece: Piece) -> Assembly:
+        """Return what joins the pieces of a request."""
+        key = piece.block, piece.request
+        assembly = self._assemblies.get(key)
+        if assembly is None:
+            assembly = self._assemblies[key] = Assembly(*key)
+        return assembly
+
+    # Results.
+
+    def finish(self, finished: FinishedBatch, ready: float) -> None:
+        """Reply to the requests that a batch has completed. ready: when its results were."""
+        running = self._running.pop(finished.batch)
+        self._end_withdrawn(running)
+        batch, first = finished.batch, 0
+        for place, (block, result) in enumerate(zip(batch.blocks, finished.results, strict=True)):
+            rows = slice(first, first + block.sequences)
+            finite = None if finished.finite is None else finished.finite[rows]
+            if place >= len(running.whole):
+                self._finish_piece(*running.pieces[place - len(running.whole)], result, finite, ready)
+            elif block.handles is None:
+                self._answer(block, result, ready)
+            else:
+                assert batch.write_slots is not None
+                self._finish_stateful(block, result, batch.write_slots[rows], finite, running.withdrawn.get(block, set()), ready)
+            first = rows.stop
+
+    def _answer(self, block: QueuedBlock, result: BlockResult, ready: float) -> bool:
+        """Answer the requests of a block. Returns false if they were refused instead, because that raised an exception."""
+        try:
+            block.owner.answer(block, result, ready)
+        except Exception as error:
+            block.owner.refuse(block.ids, self._errors.report("answer", error))
+            return False
+        self._metrics.sequences.add(*block.model.labels, by=block.sequences)
+        return True
+
+    def _finish_stateful(
+        self,
+        block: QueuedBlock,
+        result: BlockResult,
+        writes: Numbers,
+        finite: Flags | None,
+        withdrawn: set[int],
+        ready: float,
+    ) -> None:
+        """Answer requests with states, and keep the states that they have written. Sessions without an answer stay as they were."""
+        states, model, handles = self._states, block.model, block.handles
+        assert handles is not None
+        if block.sessions:
+            steps = np.frombuffer(block.columns.lengths, COUNT).astype(np.int64)
+            result = result._replace(session_steps=steps if block.options.starts else steps + states.steps[handles])
+        if block.returns.state:
+            result = result._replace(state=self._engine.state_vectors(model, writes))
+        good: QueuedBlock | None = block
+        not_finite: list[int] = []
+        if withdrawn or (finite is not None and not finite.all()):
+            not_finite = [] if finite is None else np.unique(block.request_of[~finite]).tolist()
+            gone = {block.ids.index(id) for id in withdrawn}
+            good = block.without(sorted(gone.union(not_finite)))
+            not_finite = [index for index in not_finite if index not in gone]
+            kept = np.isin(block.request_of, [] if good is None else [block.ids.index(id) for id in good.ids])
+            result = rows_of(block, result, kept)
+            states.abandon(model, handles[~kept], writes[~kept])
+            writes = writes[kept]
+        if good is not None:
+            self._finish_good(good, result, writes, ready)
+        if not block.sessions:
+            for handle in handles.tolist():
+                states.close(model, handle)
+        for index in not_finite:
+            block.owner.answer(block.select([index]), NOT_FINITE, ready)
+            if block.sessions:
+                self._sessions.skip(block, index)
+
+    def _finish_good(self, block: QueuedBlock, result: BlockResult, writes: Numbers, ready: float) -> None:
+        """Answer requests, and keep their states if that raises no exception."""
+        states, model, handles = self._states, block.model, block.handles
+        assert handles is not None
+        if self._answer(block, result, ready):
+            states.commit(model, handles, writes, ready)
+            if block.sessions:
+                self._sessions.answered(block, handles, result.session_steps)
+        else:
+            states.abandon(model, handles, writes)
+            for index in reversed(range(block.requests if block.sessions else 0)):
+                self._sessions.skip(block, index)
+
+    def _finish_piece(
+        self, assembly: Assembly, piece: Piece, result: BlockResult, finite: Flags | None, ready: float
+    ) -> None:
+        """Add a piece to its request, which is answered with its last piece."""
+        if assembly.ended:
+            return
+        whole = assembly.whole
+        if whole.handles is not None and finite is not None and not finite[0]:
+            self._scheduler.drop_request(whole.owner, whole.ids[0])
+            whole.owner.answer(whole, NOT_FINITE, ready)
+            self.leave(*assembly.key)
+        elif assembly.add(piece.sequence, result, last=piece.last):
+            self._answer_assembly(assembly, ready)
+
+    def _answer_assembly(self, assembly: Assembly, ready: float) -> None:
+        """Answer a request, all pieces of which have run."""
+        states, whole, result = self._states, assembly.whole, assembly.result()
+        model, handles = whole.model, whole.handles
+        if handles is not None and whole.sessions:
+            steps = whole.steps + (0 if whole.options.starts else int(states.steps[handles[0]]))
+            result = result._replace(session_steps=np.array([steps]))
+        if whole.returns.state:
+            result = result._replace(state=self._engine.state_vectors(model, states.slots[handles]))
+        is_answered = self._answer(whole, result, ready)
+        if handles is not None and whole.sessions and is_answered:
+            states.finish(model, int(handles[0]), ready)
+            self._end_assembly(assembly)
+            self._sessions.answered(whole, handles, result.session_steps)
+        else:
+            self.leave(*assembly.key)
+
+    # Requests that end without an answer.
+
+    def leave(self, block: QueuedBlock, index: int) -> None:
+        """Free the states of a request that has left the queue, and tell its session."""
+        assembly = self._assemblies.get((block, index))
+        if assembly is not None:
+            self._end_assembly(assembly)
+        if block.handles is not None:
+            if block.sessions:
+                self._sessions.skip(block, index)
+            else:
+                close_handles(self._states, block, index)
+
+    def has_begun(self, block: QueuedBlock, index: int) -> bool:
+        """Return whether a request of the queue has run in part."""
+        return (block, index) in self._assemblies
+
+    def cancel(self, owner: BlockOwner, id: int) -> bool:
+        """Forget a request of which nothing is in the queue. Returns whether it was there. Its states are free when its batch ends."""
+        for running in self._running.values():
+            for block in running.whole:
+                if block.owner is owner and id in block.ids and id not in running.withdrawn.get(block, ()):
+                    self._withdraw(running, block, id)
+                    if block.sessions:
+                        self._sessions.skip(block, block.ids.index(id))
+                    return True
+        for key, assembly in self._assemblies.items():
+            if assembly.whole.owner is owner and assembly.whole.ids == [id]:
+                self.leave(*key)
+                return True
+        return False
+
+    def cancel_owner(self, owner: BlockOwner) -> int:
+        """Forget the requests with states of an owner of which nothing is in the queue. Returns their number."""
+        in_blocks = [block for running in self._running.values() for block in running.whole if block.handles is not None]
+        ids = [id for block in in_blocks if block.owner is owner for id in block.ids]
+        ids += [assembly.whole.ids[0] for assembly in self._assemblies.values() if assembly.whole.owner is owner]
+        return sum([self.cancel(owner, id) for id in ids])
+
+    def withdraw_chunks(self, session: Session, after: int, queued: Sequence[BlockRequest]) -> list[BlockRequest]:
+        """Forget the chunks of a session that arrived behind the request with this place among all arrivals.
+
+        queued: those that were in the queue. Returns the others.
+        """
+        chunks: list[BlockRequest] = []
+        for running in self._running.values():
+            for block in running.whole:
+                if block.sessions and block.handles is not None:
+                    for index in np.flatnonzero((block.handles == session.handle) & (block.orders > after)).tolist():
+                        if block.ids[index] not in running.withdrawn.get(block, ()):
+                            self._withdraw(running, block, block.ids[index])
+                            chunks.append((block, index))
+        for key, assembly in list(self._assemblies.items()):
+            block, index = key
+            of_session = block.sessions and block.handles is not None and block.handles[index] == session.handle
+            if of_session and arrival_of(key) > after:
+                self._end_assembly(assembly)
+                chunks += [] if key in queued else [key]
+        return chunks
+
+    def _withdraw(self, running: _RunningBatch, block: QueuedBlock, id: int) -> None:
+        running.withdrawn.setdefault(block, set()).add(id)
+        if block.sessions:
+            self._states.add_withdrawn(block.model, 1)
+
+    def _end_withdrawn(self, running: _RunningBatch) -> None:
+        """Note the end of a batch for its requests that nothing waits for."""
+        for block, ids in running.withdrawn.items():
+            if block.sessions:
+                self._states.add_withdrawn(block.model, -len(ids))
+
+    def _fail_assembly(self, assembly: Assembly, error: ServiceError) -> None:
+        """Refuse a request of which a piece has failed."""
+        whole = assembly.whole
+        self._scheduler.drop_request(whole.owner, whole.ids[0])
+        whole.owner.refuse(whole.ids, error)
+        self.leave(*assembly.key)
+
+    def _end_assembly(self, assembly: Assembly) -> None:
+        """Forget what has run of a request."""
+        del self._assemblies[assembly.key]
+        assembly.ended = True
+        whole = assembly.whole
+        for handle in assembly.owned:
+            self._states.close(whole.model, handle)
+        if whole.sessions and whole.handles is not None:
+            self._states.give_up(whole.model, int(whole.handles[0]))
+
+
+def _piece_block(assembly: Assembly, piece: Piece, states: StateCache) -> QueuedBlock:
+    """Return a piece as a block, with the state handle of its sequence: its own, or a new one if other pieces follow."""
+    block = piece.block.piece(piece.request, piece.sequence, piece.done, piece.steps, assembly)
+    handle = assembly.handles.get(piece.sequence)
+    if handle is None and not (piece.done == 0 and piece.last):
+        handle = assembly.handles[piece.sequence] = states.open()
+        assembly.owned.append(handle)
+    if handle is not None:
+        block.handles = np.array([handle])
+    return block
