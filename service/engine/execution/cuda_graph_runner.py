@@ -139,7 +139,7 @@ class CudaGraphRunner(ModelRunner):
             collector,
             by_graph=captured is not None,
             padded_tokens=bucket.tokens - batch.tokens,
-            finite=finite,
+            finite_states=finite,
         )
 
     def largest_bytes(self) -> int:
