@@ -59,8 +59,6 @@ class DeviceEngine(ServedModels):
         device = next((encoder.device for encoder in encoders.values()), device or torch.device("cpu"))
         super().__init__(device, metrics, slots, max_batch_sequences=max_batch_sequences, max_batch_tokens=max_batch_tokens)
         self._place = place
-        self._ended = 0
-        """Number of batches that have ended."""
         self._in_flight: deque[InFlightBatch] = deque()
         self._done: list[FinishedBatch] = []
         self._launches = 0
@@ -75,7 +73,6 @@ class DeviceEngine(ServedModels):
         """The same moment for the batch that ended last: the batch behind it has begun later."""
         self.busy_seconds = 0.0
         """Time in which the device ran the batches that have ended."""
-        self._memory = DeviceMemory()
         self._observer: EndObserver | None = None
         metrics.max_batch_sequences.set(max_batch_sequences)
         runners: dict[ModelKey, ModelRunner] = {}
@@ -184,11 +181,10 @@ class DeviceEngine(ServedModels):
 
     def count_memory(self) -> None:
         """Update the memory metrics of the device."""
-        now, before = DeviceMemory.of(self.device), self._memory
-        self._metrics.device_mallocs.add(by=now.mallocs - before.mallocs)
-        self._metrics.device_allocations.add(by=now.allocations - before.allocations)
-        self._metrics.device_reserved_bytes.set(now.reserved_bytes)
-        self._memory = now
+        memory = DeviceMemory.of(self.device)
+        self._metrics.device_mallocs.raise_to(memory.mallocs)
+        self._metrics.device_allocations.raise_to(memory.allocations)
+        self._metrics.device_reserved_bytes.set(memory.reserved_bytes)
 
     def _collect(self) -> None:
         """Take the results of the batches that have ended."""
@@ -242,7 +238,6 @@ class DeviceEngine(ServedModels):
         }
         for stage, seconds in stages.items():
             metrics.stage_seconds.observe_often(seconds, batch.rows, *labels, stage)
-        self._ended += 1
         if batch.timed:
             in_flight.runs.append(self._run(in_flight, started, computed, computed + stages["stage_out"]))
 
@@ -252,7 +247,7 @@ class DeviceEngine(ServedModels):
         return BatchRun(
             engine=self._place,
             device=str(self.device),
-            number=self._ended,
+            number=self._launches - len(self._in_flight),
             sequences=batch.rows,
             tokens=batch.tokens,
             padded_tokens=in_flight.padded_tokens,

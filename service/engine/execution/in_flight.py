@@ -139,11 +139,8 @@ class InFlightBatch:
         ):
             return None
         finite: Array = np.ones(batch.rows, bool) if states is None else states | (batch.write_slots == DISCARD_SLOT)
-        returned = np.repeat(
-            [(True, block.returns.embedding, block.returns.sequence) for block in batch.blocks],
-            [block.sequences for block in batch.blocks],
-            axis=0,
-        )
+        returns = [block.returns for block in batch.blocks for _ in range(block.sequences)]
+        returned = np.array([(True, row.embedding, row.sequence) for row in returns])
         for column, (array, per_step) in enumerate(((scores, self.arrays.per_step), (embedding, False), (sequence, True))):
             if array is not None:
                 wrong = np.flatnonzero(~np.isfinite(array).all(1))

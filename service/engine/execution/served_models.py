@@ -167,10 +167,7 @@ class ServedModels:
             self._served[key].runner.encoder.restore(slots, states)
 
     def state_vectors(self, key: ModelKey, slots: NDArray[np.int32]) -> bytes:
-        """Return the model's states in some slots, after all launched batches have written them: (slots, numbers) float32.
-
-        The states of a slot are joined in their order.
-        """
+        """Return the model's states in some slots, joined in their order: (slots, numbers) float32."""
         with self._noticing_loss():
             return self._served[key].runner.encoder.state_vectors(slots).numpy().tobytes()
 
