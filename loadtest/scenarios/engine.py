@@ -11,7 +11,6 @@ import itertools
 import statistics
 import tempfile
 import time
-from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,11 +21,9 @@ from kernels.bench import questions
 from kernels.bench.report import device_name, slug
 from kernels.bench.tables import write
 from loadtest import report, servers, synthetic_models
-from service.engine.batch import Batch
-from service.engine.batching.request_block import QueuedBlock
+from service.engine.batch import Batch, rows_block
 from service.engine.execution.device_engine import DeviceEngine
 from service.engine.execution.in_flight import InFlightBatch
-from service.ipc.blocks import Columns
 from service.ipc.messages.inference import FEATURES, IDS
 from service.ipc.messages.models import ModelKey
 from service.local import build_engine
@@ -53,7 +50,6 @@ DEFAULT_LIMITS, LARGE_LIMITS = (64, 4096), (512, 32768)
 """Max batch sequences and max batch tokens: the defaults of the settings, and eight times as many."""
 VARIANTS = 8
 """Distinct batches, run in a cycle."""
-NO_DEADLINE = 1e9
 PACKAGES = ("torch", "numpy", "numba")
 STAGES = ("stage", "launch", "device", "collect", "total")
 
@@ -145,7 +141,7 @@ def throughput(engine: DeviceEngine, model: str, rows: int, seconds: float) -> d
             batch = next(batches)
             engine.launch(batch)
             launched, tokens = launched + 1, tokens + batch.tokens
-        answered += sum(block.sequences for block, _ in engine.finished() if isinstance(block, QueuedBlock))
+        answered += sum(ended.batch.rows for ended in engine.finished())
     duration = time.monotonic() - began
     engine.watch(None)
     return {
@@ -167,29 +163,15 @@ def _answered(engine: DeviceEngine, batch: Batch) -> Batch:
 
 def _batches(engine: DeviceEngine, model: str, rows: int) -> Iterator[Batch]:
     """Cycle through seeded batches: questions have their real lengths, other sequences have STEPS steps."""
-    spec = engine.spec(ModelKey(model, "1"))
-    batches = []
+    key, batches = ModelKey(model, "1"), []
+    spec = engine.spec(key)
     for seed in range(VARIANTS):
         chance = np.random.default_rng(seed)
         lengths = questions.lengths(rows, seed) if model in QUESTIONS else [STEPS] * rows
         if model in QUESTIONS and rows == 1:
             lengths = questions.lengths(VARIANTS)[seed : seed + 1]
-        block = _request_block(ModelKey(model, "1"), lengths, _values(spec, sum(lengths), chance))
-        batches.append(Batch(block.model, [], blocks=[block]))
+        batches.append(Batch(key, [rows_block(key, lengths, _values(spec, sum(lengths), chance))]))
     return itertools.cycle(batches)
-
-
-def _request_block(model: ModelKey, lengths: Sequence[int], values: bytes) -> QueuedBlock:
-    """Return a block of requests with one sequence each."""
-    count = len(lengths)
-    columns = Columns(
-        array("Q", range(1, count + 1)).tobytes(),
-        array("d", [NO_DEADLINE] * count).tobytes(),
-        array("i", [1] * count).tobytes(),
-        array("i", lengths).tobytes(),
-        values,
-    )
-    return QueuedBlock(model, columns, steps=sum(lengths), shortest=min(lengths), longest=max(lengths), deadline=NO_DEADLINE)
 
 
 def _values(spec: ModelSpec, steps: int, chance: np.random.Generator) -> bytes:

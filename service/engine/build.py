@@ -16,8 +16,9 @@ from service.engine.batching.batcher import Batcher
 from service.engine.batching.session_table import SessionTable
 from service.engine.batching.stored_sessions import StoredSessions
 from service.engine.execution.device import allow_tf32, available_bytes, use_device
-from service.engine.execution.device_engine import DeviceEngine, PreparedModel
+from service.engine.execution.device_engine import DeviceEngine
 from service.engine.execution.graph_capture import RunBetweenBatches
+from service.engine.execution.served_models import PreparedModel
 from service.engine.internal_errors import InternalErrors
 from service.engine.loading import report_load_error
 from service.errors import ModelError, NoRoom, SettingsError

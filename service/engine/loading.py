@@ -11,8 +11,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from service.engine.batching.batcher import Batcher
-from service.engine.execution.device_engine import DeviceEngine, PreparedModel
+from service.engine.execution.device_engine import DeviceEngine
 from service.engine.execution.graph_capture import RunBetweenBatches
+from service.engine.execution.served_models import PreparedModel
 from service.engine.loader_thread import LoaderThread
 from service.errors import InvalidModel, ModelError, NoRoom, ServiceError
 from service.ipc.messages.control import CloseModel

@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.backend import AUTO as ANY_BACKEND
@@ -84,29 +86,32 @@ class Encoder:
         return [] if self._slabs is None else self._slabs.numbers()
 
     @torch.inference_mode()
-    def save(self, slot: int) -> dict[str, Tensor]:
-        """Return the state in one slot, on the host, by layer and array name."""
-        return {name: slab[slot].to("cpu", copy=True) for name, slab in self._allocated_slabs().slabs().items()}
+    def save(self, slots: NDArray[np.int32]) -> dict[str, Tensor]:
+        """Return the states in some slots, (slots, ...) each, on the host, by layer and array name."""
+        index = torch.from_numpy(slots).to(self.device)
+        return {name: slab.index_select(0, index).cpu() for name, slab in self._allocated_slabs().slabs().items()}
 
     @torch.inference_mode()
-    def restore(self, slot: int, state: Mapping[str, Tensor]) -> None:
-        """Write a state that `save` returned into one slot."""
+    def restore(self, slots: NDArray[np.int32], states: Mapping[str, Tensor]) -> None:
+        """Write states that `save` returned into as many slots."""
+        index = torch.from_numpy(slots).to(self.device, torch.int64)
         for name, slab in self._allocated_slabs().slabs().items():
-            slab[slot].copy_(state[name])
+            slab.index_copy_(0, index, states[name].to(slab))
 
     @torch.inference_mode()
-    def state_vector(self, slot: int) -> Tensor:
-        """Return the states of `spec.states` in one slot, joined in their order, on the host: (numbers,) float32."""
-        slabs, names = self._allocated_slabs().slabs(), self._slab_names()
-        return torch.cat([slabs[names[name]][slot].float() for name in self.spec.states]).cpu()
+    def state_vectors(self, slots: NDArray[np.int32]) -> Tensor:
+        """Return the states of `spec.states` in some slots, joined in their order, on the host: (slots, numbers) float32."""
+        states, names = self.save(slots), self._slab_names()
+        return torch.cat([states[names[name]].float() for name in self.spec.states], dim=1)
 
     @torch.inference_mode()
     def state_from(self, vector: Tensor, slot: int) -> dict[str, Tensor]:
-        """Return the state in a slot, with these states of `spec.states` in it, for `restore`.
+        """Return the state in a slot, with these states of `spec.states` in it.
 
         vector: (numbers,) float32, joined in the order of `spec.states`. NaN keeps the number in the slot.
         """
-        state, names = self.save(slot), self._slab_names()
+        state = {name: states[0] for name, states in self.save(np.array([slot], np.int32)).items()}
+        names = self._slab_names()
         for name, given in zip(self.spec.states, torch.split(vector, list(self.spec.states.values())), strict=True):
             usual = state[names[name]]
             state[names[name]] = torch.where(given.isnan(), usual, given.to(usual.dtype))

@@ -13,8 +13,8 @@ import torch
 
 from kernels.cpu.cache import NOT_COMPILED
 from service.engine import build, kernel_compiler
-from service.engine.execution.device_engine import PreparedModel
 from service.engine.execution.graph_capture import RunBetweenBatches
+from service.engine.execution.served_models import PreparedModel
 from service.engine.loading import CHECK_SECONDS, CLOSING_SECONDS, ModelLoader
 from service.errors import InvalidModel, ModelError, NoRoom, ServiceError, SessionLost
 from service.ipc.messages.control import CloseModel

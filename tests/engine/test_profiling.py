@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from service.engine.batch import Batch, Chunk
+from service.engine.batch import Batch, rows_block
 from service.engine.execution.device_engine import DeviceEngine
 from service.engine.profiling import session
 from service.engine.profiling.recorder import BatchRecorder
@@ -27,7 +27,7 @@ from service.engine.profiling.timeline import ClockMark, ProfilerEvent, TracedBa
 from service.errors import Overloaded, Unavailable
 from service.ipc.channel import Channel
 from service.ipc.heartbeat import Heartbeat
-from service.ipc.messages.inference import IDS, EngineStatus, RecordTrace, Returns
+from service.ipc.messages.inference import IDS, EngineStatus, RecordTrace
 from service.ipc.messages.models import ModelKey
 from service.metrics import Metrics
 from service.modeling import store
@@ -114,7 +114,7 @@ SLACK = 100_000
 
 def run_batch(engine: DeviceEngine, recording: BatchRecorder, *lengths: int) -> None:
     """Run a batch as the engine's loop does."""
-    batch = Batch(WORDS, [Chunk(np.ones(steps, IDS).tobytes(), steps, Returns(), None) for steps in lengths])
+    batch = Batch(WORDS, [rows_block(WORDS, lengths, np.ones(sum(lengths), IDS).tobytes())])
     recording.launching(batch, [time.monotonic()])
     engine.launch(batch)
     engine.finished()
@@ -128,7 +128,7 @@ def test_requested_batches_are_recorded_with_their_operations(tmp_path: Path, mo
     engine = DeviceEngine({WORDS: encoder}, Metrics(), max_batch_sequences=8, max_batch_tokens=40)
     (tmp_path / "scratch").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))
-    engine.launch(Batch(WORDS, [Chunk(np.ones(4, IDS).tobytes(), 4, Returns(), None)]))
+    engine.launch(Batch(WORDS, [rows_block(WORDS, [4], np.ones(4, IDS).tobytes())]))
     recording = BatchRecorder(3, "cpu", batches=2, seconds=60.0)
     engine.watch(recording.ended)
     engine.finished()

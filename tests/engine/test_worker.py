@@ -14,8 +14,8 @@ import pytest
 
 from service.engine import worker
 from service.engine.batching.ticket import SendAnswer, SendRefusal, Ticket
-from service.engine.execution.device_engine import PreparedModel
 from service.engine.execution.graph_capture import RunBetweenBatches
+from service.engine.execution.served_models import PreparedModel
 from service.engine.internal_errors import InternalErrors
 from service.engine.known_answers import KnownAnswers
 from service.engine.loading import ModelLoader

@@ -14,14 +14,15 @@ import pytest
 import torch
 from numpy.testing import assert_allclose
 
-from service.engine.batch import Batch, Chunk
+from service.engine.batch import Batch, rows_block
+from service.engine.batching.request_block import QueuedBlock
 from service.engine.batching.state_slots import DISCARD_SLOT, FIRST_SLOT, ZERO_SLOT
 from service.engine.execution import cuda_graph_runner
 from service.engine.execution.cuda_graph_runner import CudaGraphRunner
 from service.engine.execution.device import DeviceMemory, OutputCollector, use_device
 from service.engine.execution.device_engine import DeviceEngine
 from service.engine.execution.graph_capture import GraphPool
-from service.engine.execution.in_flight import ChunkResult
+from service.engine.execution.in_flight import BlockResult, FinishedBatch
 from service.errors import ModelError, OutOfMemory
 from service.ipc.messages.inference import FEATURES, IDS, Returns
 from service.ipc.messages.models import ModelKey
@@ -144,25 +145,26 @@ def batch(spec: ModelSpec, lengths: Sequence[int], seed: int, returns: Returns =
             return chance.normal(size=(steps, spec.input.features)).astype(FEATURES).tobytes()
         return chance.integers(spec.input.vocabulary or 1, size=steps).astype(IDS).tobytes()
 
-    return Batch(ModelKey(spec.name, "1"), [Chunk(data(steps), steps, returns, None) for steps in lengths])
+    key = ModelKey(spec.name, "1")
+    return Batch(key, [rows_block(key, [steps], data(steps), returns) for steps in lengths])
 
 
-def run(engine: DeviceEngine, one: Batch) -> list[ChunkResult]:
+def run(engine: DeviceEngine, one: Batch) -> list[BlockResult]:
     engine.launch(one)
-    return [result for _, result in collected(engine, one.rows)]
+    [ended] = collected(engine, 1)
+    return ended.results
 
 
-def collected(engine: DeviceEngine, count: int) -> list[tuple[Chunk, ChunkResult]]:
-    results: list[tuple[Chunk, ChunkResult]] = []
+def collected(engine: DeviceEngine, count: int) -> list[FinishedBatch]:
+    ended: list[FinishedBatch] = []
     until = time.monotonic() + 60
-    while len(results) < count and time.monotonic() < until:
-        finished = engine.finished()
-        results += [(part, end) for part, end in finished if isinstance(part, Chunk) and isinstance(end, ChunkResult)]
-    assert len(results) == count
-    return results
+    while len(ended) < count and time.monotonic() < until:
+        ended += engine.finished()
+    assert len(ended) == count
+    return ended
 
 
-def assert_alike(results: list[ChunkResult], expected: list[ChunkResult], tolerance: float = HALVES) -> None:
+def assert_alike(results: list[BlockResult], expected: list[BlockResult], tolerance: float = HALVES) -> None:
     for result, expected_result in zip(results, expected, strict=True):
         for name in ("scores", "embedding", "sequence"):
             array, expected_array = getattr(result, name), getattr(expected_result, name)
@@ -171,16 +173,25 @@ def assert_alike(results: list[ChunkResult], expected: list[ChunkResult], tolera
                 assert_allclose(array, expected_array, atol=tolerance, rtol=0, err_msg=name)
 
 
-def piece(chunk: Chunk, number: int, slot: int) -> Chunk:
+Piece = tuple[QueuedBlock, int, int]
+"""A block of one row, and the slots that it reads and writes."""
+
+
+def piece(block: QueuedBlock, number: int, slot: int) -> Piece:
     """Return chunk `number` of the three chunks of a sequence. Its state is in `slot` between the chunks."""
-    cuts = (0, chunk.steps // 3, chunk.steps // 2 + 1, chunk.steps)
-    begin, end, step = cuts[number], cuts[number + 1], len(chunk.data) // chunk.steps
-    read_slot, write_slot = ZERO_SLOT if number == 0 else slot, DISCARD_SLOT if number == 2 else slot
-    return Chunk(chunk.data[begin * step : end * step], end - begin, chunk.returns, None, read_slot, write_slot)
+    cuts = (0, block.steps // 3, block.steps // 2 + 1, block.steps)
+    begin, end, step = cuts[number], cuts[number + 1], len(block.columns.values) // block.steps
+    chunk = rows_block(block.model, [end - begin], block.columns.values[begin * step : end * step], block.returns)
+    return chunk, ZERO_SLOT if number == 0 else slot, DISCARD_SLOT if number == 2 else slot
+
+
+def batch_of(found: Sequence[Piece]) -> Batch:
+    blocks, read, write = zip(*found, strict=True)
+    return Batch(blocks[0].model, blocks, read_slots=np.array(read, np.int32), write_slots=np.array(write, np.int32))
 
 
 def pieces(whole: Batch, number: int, first: int = FIRST_SLOT) -> Batch:
-    return Batch(whole.model, [piece(chunk, number, first + row) for row, chunk in enumerate(whole.chunks)])
+    return batch_of([piece(block, number, first + row) for row, block in enumerate(whole.blocks)])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -207,7 +218,7 @@ def test_long_row_has_the_same_result_in_every_bucket(on_device: None) -> None:
     encoder = Encoder(spec, halves(spec), CUDA)
     engine = DeviceEngine({ModelKey("long", "1"): encoder}, Metrics(), max_batch_sequences=8, max_batch_tokens=1000)
     single = batch(spec, [800], seed=1)
-    among = Batch(single.model, [*single.chunks, *batch(spec, [130], seed=2).chunks])
+    among = Batch(single.model, [*single.blocks, *batch(spec, [130], seed=2).blocks])
     assert_alike(run(engine, single), run(engine, among)[:1])
 
 
@@ -218,9 +229,9 @@ def test_batches_in_flight_end_in_launch_order(engines: Engines) -> None:
     for launched in batches:
         engines.gpu.launch(launched)
     assert engines.gpu.running is not None and engines.gpu.running[1] > 0
-    results = collected(engines.gpu, sum(launched.rows for launched in batches))
-    assert [chunk for chunk, _ in results] == [chunk for launched in batches for chunk in launched.chunks]
-    assert_alike([end for _, end in results], [end for launched in batches for end in run(engines.cpu, launched)])
+    for ended, launched in zip(collected(engines.gpu, len(batches)), batches, strict=True):
+        assert ended.batch is launched
+        assert_alike(ended.results, run(engines.cpu, launched))
     assert engines.gpu.accepts_batch and engines.gpu.running is None and engines.gpu.remaining_seconds == 0.0
 
 
@@ -253,12 +264,13 @@ def test_chunk_with_a_state_that_is_not_finite_is_marked(engines: Engines, name:
     run(engines.gpu, pieces(whole, 0))
     state = engines.gpu.save(key, FIRST_SLOT + 1)
     engines.gpu.restore(key, FIRST_SLOT + 1, {part: torch.full_like(tensor, value) for part, tensor in state.items()})
-    chunks = whole.chunks
-    good = Batch(key, [piece(chunks[0], 1, FIRST_SLOT), chunks[1], piece(chunks[2], 0, FIRST_SLOT + 5)])
+    blocks = whole.blocks
+    alone = blocks[1], ZERO_SLOT, DISCARD_SLOT
     engines.gpu.launch(pieces(whole, 1))
-    engines.gpu.launch(good)
-    results = collected(engines.gpu, whole.rows + good.rows)
-    assert [result.finite for _, result in results] == [True, False, True, True, True, True, True]
+    engines.gpu.launch(batch_of([piece(blocks[0], 1, FIRST_SLOT), alone, piece(blocks[2], 0, FIRST_SLOT + 5)]))
+    bad, good = collected(engines.gpu, 2)
+    assert bad.finite is not None and bad.finite.tolist() == [True, False, True, True]
+    assert good.finite is None
 
 
 def test_warm_engine_allocates_nothing(engines: Engines) -> None:

@@ -12,17 +12,15 @@ import numpy as np
 import pytest
 import torch
 
-from service.engine.batch import Batch, Chunk
 from service.engine.batching.state_slots import DISCARD_SLOT, FIRST_SLOT, ZERO_SLOT
 from service.engine.execution.device_engine import DeviceEngine
-from service.engine.execution.in_flight import ChunkResult
-from service.ipc.messages.inference import FEATURES, Returns
-from service.ipc.messages.models import ModelKey
+from service.engine.execution.in_flight import BlockResult
+from service.ipc.messages.inference import FEATURES
 from service.metrics import Metrics
 from service.modeling import store
 from service.modeling.encoder import Encoder
 from tests import models
-from tests.engine.execution.test_chunks import FLOATS, HEADS, LAYERS
+from tests.engine.execution.test_chunks import FLOATS, HEADS, KEY, LAYERS, Chunk, run
 from tests.long import scaled
 
 SEQUENCES = scaled(10_000)
@@ -31,7 +29,6 @@ POISONED = 0.3
 """Share of the batches that also have a row of NaN."""
 ROUNDING = 1e-5
 """Largest difference, relative to values of at least 1. A library computes the products in front of the recurrence."""
-KEY = ModelKey("streamed", "1")
 Rows = np.ndarray[Any, np.dtype[np.float32]]
 
 
@@ -50,7 +47,7 @@ class Stream:
         self.data = data_of(number)
         self.slot = slot
         self.steps = 0
-        self.results: list[ChunkResult] = []
+        self.results: list[BlockResult] = []
 
     @property
     def ended(self) -> bool:
@@ -59,27 +56,13 @@ class Stream:
     def next_chunk(self, steps: int) -> Chunk:
         """Return the next chunk, of up to `steps` steps."""
         begin, self.steps = self.steps, min(self.steps + steps, len(self.data))
-        return chunk(
-            self.data[begin : self.steps], self, self.slot if begin else ZERO_SLOT, DISCARD_SLOT if self.ended else self.slot
-        )
+        read_slot, write_slot = self.slot if begin else ZERO_SLOT, DISCARD_SLOT if self.ended else self.slot
+        return Chunk(self.data[begin : self.steps], read_slot, write_slot)
 
 
 def data_of(number: int) -> Rows:
     chance = np.random.default_rng(number)
     return chance.normal(size=(chance.integers(1, MOST_STEPS, endpoint=True), 3)).astype(FEATURES)
-
-
-def chunk(data: Rows, owner: Stream | None, read_slot: int = ZERO_SLOT, write_slot: int = DISCARD_SLOT) -> Chunk:
-    return Chunk(data.tobytes(), len(data), Returns(embedding=True, sequence=True), owner, read_slot, write_slot)
-
-
-def run(engine: DeviceEngine, chunks: list[Chunk]) -> None:
-    """Run a batch, and give each stream its result. Results that are not finite, which only NaN has, come as errors."""
-    engine.launch(Batch(KEY, chunks))
-    for done, result in engine.finished():
-        if done.owner is not None:
-            assert isinstance(result, ChunkResult), result
-            done.owner.results.append(result)
 
 
 def run_together(engine: DeviceEngine, count: int, seed: int) -> Iterator[Stream]:
@@ -90,17 +73,20 @@ def run_together(engine: DeviceEngine, count: int, seed: int) -> Iterator[Stream
     while running:
         batch = chance.sample(running, chance.randint(1, min(MOST_TOGETHER, len(running))))
         chunks = [stream.next_chunk(chance.randint(1, MOST_STEPS)) for stream in batch]
+        place = len(chunks)
         if chance.random() < POISONED:
-            nothing = np.full((chance.randint(1, MOST_STEPS), 3), np.nan, FEATURES)
-            chunks.insert(chance.randint(0, len(chunks)), chunk(nothing, None))
-        run(engine, chunks)
+            nothing, place = np.full((chance.randint(1, MOST_STEPS), 3), np.nan, FEATURES), chance.randint(0, len(chunks))
+            chunks.insert(place, Chunk(nothing))
+        results, _ = run(engine, *chunks)
+        for stream, result in zip(batch, results[:place] + results[place + 1 :], strict=True):
+            stream.results.append(result)
         for stream in [stream for stream in batch if stream.ended]:
             yield stream
             running.remove(stream)
             running += [Stream(number, stream.slot) for number in islice(numbers, 1)]
 
 
-def outputs(results: Sequence[ChunkResult]) -> list[Rows]:
+def outputs(results: Sequence[BlockResult]) -> list[Rows]:
     """Return the vectors of all steps, and the output of the head after the last step."""
     sequence = np.concatenate([result.sequence for result in results if result.sequence is not None])
     last = results[-1]
@@ -111,7 +97,7 @@ def differences(engine: DeviceEngine, streams: Iterator[Stream]) -> Iterator[flo
     """Yield the largest difference of each sequence to the results of the whole sequence alone."""
     for stream in streams:
         alone = Stream(stream.number, stream.slot)
-        run(engine, [alone.next_chunk(MOST_STEPS)])
+        alone.results, _ = run(engine, alone.next_chunk(MOST_STEPS))
         pairs = zip(outputs(stream.results), outputs(alone.results), strict=True)
         yield max(float((np.abs(one - other) / np.maximum(np.abs(other), 1)).max()) for one, other in pairs)
 

@@ -94,8 +94,7 @@ def raise_device_error(fault: str) -> None:
 
 def into_batches(graphs: Any, fault: str) -> None:
     def harm(_: Any, batch: Any, *others: Any) -> None:
-        lengths = [steps for block in batch.blocks for steps in block.lengths]
-        if STEPS in lengths or any(chunk.steps == STEPS for chunk in batch.chunks):
+        if any(STEPS in block.lengths for block in batch.blocks):
             raise_device_error(fault)
 
     around(graphs.CudaGraphRunner, "launch", harm)

@@ -128,19 +128,8 @@ class CudaGraphRunner(ModelRunner):
             self._start(outputs.embedding)
         finite = None if batch.whole else self._device_check.start(collector)
         collector.record_end()
-        return InFlightBatch(
-            batch,
-            offsets,
-            outputs.arrays,
-            self._seconds(batch, captured),
-            began,
-            staged,
-            time.monotonic(),
-            collector,
-            by_graph=captured is not None,
-            padded_tokens=bucket.tokens - batch.tokens,
-            finite=finite,
-        )
+        times, padded = (self._seconds(batch, captured), began, staged, time.monotonic()), bucket.tokens - batch.tokens
+        return InFlightBatch(batch, offsets, outputs.arrays, *times, collector, captured is not None, padded, finite)
 
     def largest_bytes(self) -> int:
         """Return the device memory that the largest batches need without a graph: all rows, and one row of the maximum length.

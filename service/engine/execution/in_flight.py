@@ -1,4 +1,4 @@
-"""A batch in flight, and the results of its blocks and chunks."""
+"""A batch in flight, and the results of its blocks."""
 
 from __future__ import annotations
 
@@ -9,39 +9,20 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from service.engine.batch import Batch, Chunk
-from service.engine.batching.request_block import QueuedBlock
+from service.engine.batch import Batch
 from service.engine.batching.state_slots import DISCARD_SLOT
 from service.engine.execution.device import OutputCollector
-from service.ipc.blocks import COUNT
-from service.ipc.messages.inference import BatchRun, Returns
+from service.ipc.blocks import COUNT, COUNT_BYTES, Buffer
+from service.ipc.messages.inference import BatchRun
 
 Array = NDArray[Any]
 
 
-class ChunkResult(NamedTuple):
-    """The result of one chunk. An array is None if the head does not produce it or the request does not ask for it.
-
-    scores: (lines, n) float32, picks: (lines, m) int32. A line is one step if `per_step`, else the whole chunk.
-    embedding: (1, width) float32, sequence: (steps, width) float32.
-    steps: how many steps the encoder returned.
-    finite: whether the outputs and the state that the chunk wrote are finite; True for a chunk that is a whole sequence.
-    runs: the batch, if it is timed.
-    """
-
-    scores: Array | None
-    picks: Array | None
-    embedding: Array | None
-    sequence: Array | None
-    steps: int
-    per_step: bool = False
-    finite: bool = True
-    runs: Sequence[BatchRun] = ()
-
-
 class BlockResult(NamedTuple):
-    """The result of a block: the arrays of a ChunkResult for all its sequences.
+    """The result of a block. An array is None if the head does not produce it or the block does not return it.
 
+    scores: (lines, n) float32, picks: (lines, m) int32. A line is one step if `per_step`, else one sequence.
+    embedding: (sequences, width) float32, sequence: (steps, width) float32.
     steps: (sequences,) int32, how many steps the encoder returned of each, as bytes.
     runs: the batch, if it is timed.
     """
@@ -50,19 +31,28 @@ class BlockResult(NamedTuple):
     picks: Array | None
     embedding: Array | None
     sequence: Array | None
-    steps: bytes | memoryview
+    steps: Buffer
     per_step: bool = False
     runs: Sequence[BatchRun] = ()
 
 
-FinishedPart = tuple[Chunk, ChunkResult] | tuple[QueuedBlock, BlockResult]
+class FinishedBatch(NamedTuple):
+    """A batch that has ended, with the results of its blocks in their order.
+
+    finite: (rows,) bool, whether the outputs of each row and the state that it wrote are finite; None if all are. Not checked in a batch
+        of whole sequences.
+    """
+
+    batch: Batch
+    results: list[BlockResult]
+    finite: Array | None
 
 
 @dataclass(frozen=True, slots=True)
 class BatchArrays:
-    """The outputs of all chunks of a batch on the host, with the arrays of ChunkResult. They may have more lines than the batch.
+    """The outputs of a whole batch on the host, with the arrays of BlockResult. They may have more lines than the batch.
 
-    offsets: where the steps of each chunk begin in arrays with a line per step; None if the encoder returns every step.
+    offsets: where the steps of each row begin in arrays with a line per step; None if the encoder returns every step.
     """
 
     scores: Array | None
@@ -81,9 +71,8 @@ class InFlightBatch:
     arrays: the outputs; complete when `collector` is, or at once without one.
     predicted: seconds that the batch should take.
     began, staged, launched: moments on the clock of time.monotonic.
-    by_graph: whether one CUDA graph ran the batch. The graph also computed `padded_tokens`, which belong to no chunk.
-    finite: whether each row has written a finite state, complete with the outputs; None if every row has. A row without a state slot counts
-        for nothing here.
+    by_graph: whether one CUDA graph ran the batch. The graph also computed `padded_tokens`, which belong to no row.
+    finite_states: whether the slot that each row wrote is finite, complete with the outputs; None if every slot is.
     runs: filled with the batch itself at its end, if it is timed. The results share it.
     """
 
@@ -97,7 +86,7 @@ class InFlightBatch:
     collector: OutputCollector | None = None
     by_graph: bool = False
     padded_tokens: int = 0
-    finite: Array | None = None
+    finite_states: Array | None = None
     runs: list[BatchRun] = field(default_factory=list)
 
     @property
@@ -108,69 +97,73 @@ class InFlightBatch:
         if self.collector is not None:
             self.collector.wait()
 
-    def results(self) -> list[FinishedPart]:
-        """Return the result of each block and chunk, once the batch has ended."""
-        batch, arrays = self.batch, self.arrays
-        offsets: list[int] = []
-        if arrays.per_step or batch.returns_sequence or batch.chunks:
-            offsets = (self.offsets if arrays.offsets is None else arrays.offsets[: batch.rows + 1]).tolist()
-        lines = offsets[batch.rows] if arrays.per_step else batch.rows
-        kept = (
-            self._kept(arrays.scores, lines),
-            self._kept(arrays.picks, lines),
-            self._kept(arrays.embedding, batch.rows) if batch.returns_embedding else None,
-            self._kept(arrays.sequence, offsets[batch.rows]) if batch.returns_sequence else None,
-        )
-        all_finite = batch.whole or self._all_finite(kept)
-        results: list[FinishedPart] = []
+    def results(self) -> list[BlockResult]:
+        """Return the result of each block, once the batch has ended."""
+        arrays, per_step, runs = self.arrays, self.arrays.per_step, self.runs
+        outputs = self._outputs()
+        if self.collector is not None:  # the next batch overwrites its arrays
+            outputs = [None if array is None else array.copy() for array in outputs]
+        scores, picks, embedding, sequence = outputs
+        begins: list[int] = self._begins.tolist() if per_step or sequence is not None else []
+        steps_out = None if arrays.offsets is None else memoryview(np.diff(self._begins).astype(COUNT).tobytes())
+        results: list[BlockResult] = []
         first = 0
-        for block in batch.blocks:
+        for block in self.batch.blocks:
             end = first + block.sequences
-            steps = block.columns.lengths
-            if arrays.offsets is not None:
-                steps = (arrays.offsets[first + 1 : end + 1] - arrays.offsets[first:end]).astype(COUNT).tobytes()
-            slices = self._slices(kept, first, end, offsets, block.returns)
-            results.append((block, BlockResult(*slices, steps, arrays.per_step, self.runs)))
+            rows = slice(first, end)
+            steps = slice(begins[first], begins[end]) if begins else rows
+            lines = steps if per_step else rows
+            results.append(
+                BlockResult(
+                    None if scores is None else scores[lines],
+                    None if picks is None else picks[lines],
+                    embedding[rows] if embedding is not None and block.returns.embedding else None,
+                    sequence[steps] if sequence is not None and block.returns.sequence else None,
+                    block.columns.lengths if steps_out is None else steps_out[COUNT_BYTES * first : COUNT_BYTES * end],
+                    per_step,
+                    runs,
+                )
+            )
             first = end
-        for row, chunk in enumerate(batch.chunks, first):
-            slices = self._slices(kept, row, row + 1, offsets, chunk.returns)
-            finite = all_finite or self._is_finite(row, chunk, slices)
-            steps_out = offsets[row + 1] - offsets[row]
-            results.append((chunk, ChunkResult(*slices, steps_out, arrays.per_step, finite, self.runs)))
         return results
 
-    def _all_finite(self, outputs: Sequence[Array | None]) -> bool:
-        return (self.finite is None or bool(self.finite[: self.batch.rows].all())) and _are_finite(outputs)
-
-    def _is_finite(self, row: int, chunk: Chunk, outputs: Sequence[Array | None]) -> bool:
-        """Return whether the outputs of a chunk are finite, and the state that it wrote."""
-        state_finite = self.finite is None or chunk.write_slot == DISCARD_SLOT or bool(self.finite[row])
-        return state_finite and _are_finite(outputs)
-
-    def _slices(
-        self, kept: Sequence[Array | None], first: int, end: int, offsets: list[int], returns: Returns
-    ) -> tuple[Array | None, Array | None, Array | None, Array | None]:
-        """Return the part of each array that belongs to some rows."""
-        scores, picks, embedding, sequence = kept
-        rows = slice(first, end)
-        steps = slice(offsets[first], offsets[end]) if offsets else rows
-        lines = steps if self.arrays.per_step else rows
-        return (
-            None if scores is None else scores[lines],
-            None if picks is None else picks[lines],
-            embedding[rows] if embedding is not None and returns.embedding else None,
-            sequence[steps] if sequence is not None and returns.sequence else None,
-        )
-
-    def _kept(self, array: Array | None, lines: int) -> Array | None:
-        """Return the first lines of an array, copied if the next batch overwrites the array."""
-        if array is None:
+    def finite_rows(self) -> Array | None:
+        """Return the `finite` of FinishedBatch, once the batch has ended."""
+        batch = self.batch
+        if batch.whole:
             return None
-        return array[:lines] if self.collector is None else array[:lines].copy()
+        states = None if self.finite_states is None else self.finite_states[: batch.rows]
+        scores, _, embedding, sequence = self._outputs()
+        if (states is None or states.all()) and all(
+            array is None or np.isfinite(array).all() for array in (scores, embedding, sequence)
+        ):
+            return None
+        finite: Array = np.ones(batch.rows, bool) if states is None else states | (batch.write_slots == DISCARD_SLOT)
+        returns = [block.returns for block in batch.blocks for _ in range(block.sequences)]
+        returned = np.array([(True, row.embedding, row.sequence) for row in returns])
+        for column, (array, per_step) in enumerate(((scores, self.arrays.per_step), (embedding, False), (sequence, True))):
+            if array is not None:
+                wrong = np.flatnonzero(~np.isfinite(array).all(1))
+                wrong = self._begins.searchsorted(wrong, "right") - 1 if per_step else wrong
+                finite[wrong[returned[wrong, column]]] = False
+        return None if finite.all() else finite
 
+    @property
+    def _begins(self) -> Array:
+        """Where the steps of each row begin in arrays with a line per step, (rows + 1,)."""
+        return self.offsets if self.arrays.offsets is None else self.arrays.offsets[: self.batch.rows + 1]
 
-def _are_finite(arrays: Sequence[Array | None]) -> bool:
-    return all(array is None or bool(np.isfinite(array).all()) for array in arrays)
+    def _outputs(self) -> list[Array | None]:
+        """Return the scores, picks, embedding and sequence without the lines behind the batch; None if no block returns them."""
+        batch, arrays = self.batch, self.arrays
+        rows, steps = batch.rows, self._begins[-1]
+        lines = steps if arrays.per_step else rows
+        return [
+            None if arrays.scores is None else arrays.scores[:lines],
+            None if arrays.picks is None else arrays.picks[:lines],
+            arrays.embedding[:rows] if arrays.embedding is not None and batch.returns_embedding else None,
+            arrays.sequence[:steps] if arrays.sequence is not None and batch.returns_sequence else None,
+        ]
 
 
 EndObserver = Callable[[InFlightBatch, float], None]

@@ -6,6 +6,8 @@ import time
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from kernels.ragged import Ragged
 from service.engine.batch import Batch
 from service.engine.batching.state_slots import FIRST_SLOT, ZERO_SLOT
@@ -63,10 +65,10 @@ class ModelRunner:
         began = time.monotonic()
         offsets = self._staging.stage(batch)
         staged = time.monotonic()
-        encoding = self._encode(batch.rows, batch.tokens, sequence=batch.returns_sequence, whole=batch.whole)[1]
-        finite = None if batch.whole else host_finite_rows(self._states, self._staging.written_slots(batch.rows))
-        arrays, predicted = _on_host(encoding), self.predicted_seconds(batch)
-        return InFlightBatch(batch, offsets, arrays, predicted, began, staged, time.monotonic(), finite=finite)
+        ragged, encoding = self._encode(batch.rows, batch.tokens, sequence=batch.returns_sequence, whole=batch.whole)
+        finite = None if batch.write_slots is None else host_finite_rows(self._states, batch.write_slots)
+        arrays, predicted = _on_host(encoding, ragged), self.predicted_seconds(batch)
+        return InFlightBatch(batch, offsets, arrays, predicted, began, staged, time.monotonic(), finite_states=finite)
 
     @cached_property
     def _states(self) -> list[Array]:
@@ -86,7 +88,7 @@ def _answer_without_steps(encoder: Encoder) -> AnswerWithoutSteps | None:
     head = encoding.head_output
     arrays = {"scores": head.scores, "picks": head.picks, "embedding": head.embedding, "sequence": encoding.sequence}
     if encoder.spec.states:
-        arrays["state"] = encoder.state_vector(ZERO_SLOT)[None]
+        arrays["state"] = encoder.state_vectors(np.array([ZERO_SLOT], np.int32))
     on_host = {name: array.cpu() for name, array in arrays.items() if array is not None}
     shapes: dict[str, Any] = {name: tuple(array.shape) for name, array in on_host.items()}
     return AnswerWithoutSteps(Answer(**shapes, steps=[0]), b"".join(array.numpy().tobytes() for array in on_host.values()))
@@ -113,11 +115,11 @@ def _fastest_trial(encoder: Encoder, rows: int, steps: int) -> float:
     return min(encoder.time_batch(rows, steps) for _ in range(TRIALS))
 
 
-def _on_host(encoding: Encoding) -> BatchArrays:
-    head = encoding.head_output
-    arrays = (head.scores, head.picks, head.embedding, encoding.sequence)
-    scores, picks, embedding, sequence = [None if array is None else array.numpy() for array in arrays]
-    return BatchArrays(scores, picks, embedding, sequence, encoding.offsets.numpy(), head.per_step)
+def _on_host(encoding: Encoding, ragged: Ragged) -> BatchArrays:
+    head, offsets = encoding.head_output, None if encoding.offsets is ragged.offsets else encoding.offsets
+    arrays = (head.scores, head.picks, head.embedding, encoding.sequence, offsets)
+    scores, picks, embedding, sequence, begins = [None if array is None else array.numpy() for array in arrays]
+    return BatchArrays(scores, picks, embedding, sequence, begins, head.per_step)
 
 
 def _doubling(most: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Host buffers in which the blocks and chunks of a batch are packed end to end. They are allocated once: nothing here grows with the load.
+"""Host buffers in which the blocks of a batch are packed end to end. They are allocated once: nothing here grows with the load.
 
 Each batch that may be in flight has a host buffer, so the next batch is staged while the previous batch is still copied. On a GPU the host
 buffers are pinned, and one copy moves offsets, state slots and data to a device buffer.
@@ -7,10 +7,8 @@ buffers are pinned, and one copy moves offsets, state slots and data to a device
 from __future__ import annotations
 
 import ctypes
-from array import array
 from collections.abc import Sequence
 from operator import attrgetter
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,10 +17,11 @@ from torch import Tensor
 
 from kernels.launching import round_up
 from kernels.ragged import Ragged
-from service.engine.batch import Batch, Chunk
+from service.engine.batch import Batch, rows_block
 from service.engine.batching.state_slots import DISCARD_SLOT, ZERO_SLOT
 from service.engine.execution.device import Copy
-from service.ipc.messages.inference import FEATURES, IDS, Returns
+from service.ipc.blocks import Buffer
+from service.ipc.messages.inference import FEATURES, IDS
 from service.ipc.messages.models import ModelKey
 from service.modeling.state_slabs import RowSlots
 
@@ -36,7 +35,7 @@ VALUES_OF, LENGTHS_OF = attrgetter("columns.values"), attrgetter("columns.length
 
 
 class Staging:
-    """The buffers of one model, for batches of up to `rows` chunks and `tokens` tokens. in_flight: the number of host buffers."""
+    """The buffers of one model, for batches of up to `rows` rows and `tokens` tokens. in_flight: the number of host buffers."""
 
     def __init__(self, rows: int, tokens: int, features: int | None, device: torch.device, in_flight: int = 1) -> None:
         self._dtype = torch.int32 if features is None else torch.float32
@@ -64,10 +63,7 @@ class Staging:
         Returns (batch rows + 1,) where each row begins, in the buffer: it is overwritten with the next batch.
         """
         rows, tokens = max(rows, batch.rows), batch.tokens
-        parts, lengths = list[Any](map(VALUES_OF, batch.blocks)), list[Any](map(LENGTHS_OF, batch.blocks))
-        if batch.chunks:
-            parts += [chunk.data for chunk in batch.chunks]
-            lengths.append(array("i", [chunk.steps for chunk in batch.chunks]))
+        parts = list[Buffer](map(VALUES_OF, batch.blocks))
         needed, size = tokens * self.step_bytes, sum(map(len, parts))
         if size != needed:
             raise ValueError(
@@ -82,23 +78,21 @@ class Staging:
                 self._host[buffer][self._begin + begin : self._begin + end].copy_(_as_tensor(part))
             begin = end
         offsets = self._offsets[buffer]
-        np.frombuffer(b"".join(lengths), np.int32).cumsum(out=offsets[1 : batch.rows + 1])
+        np.frombuffer(b"".join(map(LENGTHS_OF, batch.blocks)), np.int32).cumsum(out=offsets[1 : batch.rows + 1])
         offsets[batch.rows + 1 : rows + 1] = tokens
-        used = self._rows_with_slots[buffer]
+        used, reads, writes = self._rows_with_slots[buffer], self._read_slots[buffer], self._write_slots[buffer]
         if used:
-            self._read_slots[buffer][:used], self._write_slots[buffer][:used] = ZERO_SLOT, DISCARD_SLOT
+            reads[:used], writes[:used] = ZERO_SLOT, DISCARD_SLOT
         self._rows_with_slots[buffer] = 0 if batch.whole else batch.rows
         if not batch.whole:
-            resumed = slice(batch.rows - len(batch.chunks), batch.rows)
-            self._read_slots[buffer][resumed] = [chunk.read_slot for chunk in batch.chunks]
-            self._write_slots[buffer][resumed] = [chunk.write_slot for chunk in batch.chunks]
+            reads[: batch.rows], writes[: batch.rows] = batch.read_slots, batch.write_slots
         begins: NDArray[np.int32] = offsets[: batch.rows + 1]
         return begins
 
     def stage_zeros(self, lengths: Sequence[int], rows: int = 0) -> None:
         """Stage rows of zeros with these lengths, and empty rows behind them up to `rows`."""
-        chunks = [Chunk(bytes(steps * self.step_bytes), steps, Returns(), None) for steps in lengths]
-        self.stage(Batch(ModelKey("", ""), chunks), rows=rows)
+        model = ModelKey("", "")
+        self.stage(Batch(model, [rows_block(model, lengths, bytes(sum(lengths) * self.step_bytes))]), rows=rows)
 
     def ragged(self, rows: int, tokens: int) -> Ragged:
         """Return the staged batch as the encoder reads it: on the device after its copy, else in the first host buffer."""
@@ -112,11 +106,6 @@ class Staging:
         read_slots, write_slots = numbers[self._rows + 1 : 2 * self._rows + 1], numbers[2 * self._rows + 1 :]
         return RowSlots(read_slots[:rows], write_slots[:rows])
 
-    def written_slots(self, rows: int) -> NDArray[np.int32]:
-        """Return the state slots that the rows of the batch in the first host buffer write."""
-        slots: NDArray[np.int32] = self._write_slots[0][:rows]
-        return slots
-
     def copy(self, tokens: int, buffer: int = 0) -> Copy:
         """Return the copy of a host buffer with `tokens` tokens to the device."""
         assert self._device is not None
@@ -124,7 +113,7 @@ class Staging:
         return Copy(self._device[:end], self._host[buffer][:end])
 
 
-def _as_tensor(part: bytes | memoryview) -> Tensor:
+def _as_tensor(part: Buffer) -> Tensor:
     """Return the bytes of a part as a tensor that shares their memory, for reading only."""
     address, _ = np.frombuffer(part, np.uint8).__array_interface__["data"]
     return torch.frombuffer((ctypes.c_ubyte * len(part)).from_address(address), dtype=torch.uint8)

@@ -15,11 +15,13 @@ import torch
 from numpy.testing import assert_allclose
 from numpy.typing import NDArray
 
-from service.engine.batch import Batch, Chunk
+from service.engine.batch import Batch, rows_block
+from service.engine.batching.request_block import QueuedBlock
 from service.engine.execution import model_runner
 from service.engine.execution.device import allow_tf32
 from service.engine.execution.device_engine import DeviceEngine
-from service.engine.execution.in_flight import BatchArrays, ChunkResult, InFlightBatch
+from service.engine.execution.in_flight import BatchArrays, BlockResult, InFlightBatch
+from service.ipc.blocks import COUNT
 from service.ipc.messages.inference import FEATURES, IDS, Returns
 from service.ipc.messages.models import ModelKey
 from service.metrics import Metrics
@@ -62,18 +64,19 @@ def random_input(key: ModelKey, steps: int, seed: int) -> NDArray[np.generic]:
     return chance.integers(len(models.WORDS), size=steps).astype(IDS)
 
 
-def chunk(key: ModelKey, steps: int, seed: int = 0, returns: Returns = ALL) -> Chunk:
-    return Chunk(random_input(key, steps, seed).tobytes(), steps, returns, None)
+def block(key: ModelKey, steps: int, seed: int = 0, returns: Returns = ALL) -> QueuedBlock:
+    return rows_block(key, [steps], random_input(key, steps, seed).tobytes(), returns)
 
 
-def run(engine: DeviceEngine, key: ModelKey, chunks: list[Chunk]) -> list[ChunkResult]:
-    engine.launch(Batch(key, chunks))
-    done = engine.finished()
-    assert [finished for finished, _ in done] == chunks
-    return [result for _, result in done if isinstance(result, ChunkResult)]
+def run(engine: DeviceEngine, key: ModelKey, blocks: list[QueuedBlock]) -> list[BlockResult]:
+    batch = Batch(key, blocks)
+    engine.launch(batch)
+    [ended] = engine.finished()
+    assert ended.batch is batch and ended.finite is None and len(ended.results) == len(blocks)
+    return ended.results
 
 
-def assert_alike(result: ChunkResult, other: ChunkResult) -> None:
+def assert_alike(result: BlockResult, other: BlockResult) -> None:
     """Check that two results have the same arrays with the same values."""
     assert result.steps == other.steps
     for name in ("scores", "picks", "embedding", "sequence"):
@@ -86,7 +89,7 @@ def assert_alike(result: ChunkResult, other: ChunkResult) -> None:
 @pytest.mark.parametrize("key", [*HEADS, SENSORS])
 def test_result_in_a_batch_is_the_output_of_the_encoder_alone(encoders: dict[ModelKey, Encoder], key: ModelKey) -> None:
     engine = DeviceEngine({key: encoders[key]}, Metrics(), max_batch_sequences=8, max_batch_tokens=40)
-    answers = run(engine, key, [chunk(key, steps, seed) for seed, steps in enumerate(LONGER)])
+    answers = run(engine, key, [block(key, steps, seed) for seed, steps in enumerate(LONGER)])
     for seed, (steps, result) in enumerate(zip(LONGER, answers, strict=True)):
         data = torch.from_numpy(random_input(key, steps, seed))
         encoding = encoders[key](inputs.ragged(data, [steps]), sequence=True)
@@ -94,13 +97,13 @@ def test_result_in_a_batch_is_the_output_of_the_encoder_alone(encoders: dict[Mod
         scores, picks, embedding, sequence = (
             None if array is None else array.numpy() for array in (head.scores, head.picks, head.embedding, encoding.sequence)
         )
-        assert_alike(result, ChunkResult(scores, picks, embedding, sequence, steps=int(encoding.offsets[-1])))
+        assert_alike(result, BlockResult(scores, picks, embedding, sequence, np.diff(encoding.offsets).astype(COUNT).tobytes()))
 
 
-def test_each_chunk_gets_only_the_arrays_it_requests(engine: DeviceEngine) -> None:
+def test_each_block_gets_only_the_arrays_it_returns(engine: DeviceEngine) -> None:
     options = [Returns(), Returns(embedding=True), Returns(sequence=True), Returns(embedding=True, sequence=True)]
-    chunks = [chunk(WORDS, steps, returns=returns) for steps, returns in zip(LENGTHS, options, strict=True)]
-    for steps, returns, result in zip(LENGTHS, options, run(engine, WORDS, chunks), strict=True):
+    blocks = [block(WORDS, steps, returns=returns) for steps, returns in zip(LENGTHS, options, strict=True)]
+    for steps, returns, result in zip(LENGTHS, options, run(engine, WORDS, blocks), strict=True):
         assert result.scores is not None and result.scores.shape == (1, len(models.LABELS))
         assert (result.embedding is not None) == returns.embedding
         assert (result.sequence is not None) == returns.sequence
@@ -109,11 +112,11 @@ def test_each_chunk_gets_only_the_arrays_it_requests(engine: DeviceEngine) -> No
 
 
 def test_results_are_float32_and_survive_the_next_batch(engine: DeviceEngine) -> None:
-    [first] = run(engine, WORDS, [chunk(WORDS, 7, seed=1)])
+    [first] = run(engine, WORDS, [block(WORDS, 7, seed=1)])
     assert first.scores is not None and first.embedding is not None and first.sequence is not None
     held = (first.scores, first.embedding, first.sequence)
     copies = [array.copy() for array in held]
-    run(engine, WORDS, [chunk(WORDS, 9, seed=2), chunk(WORDS, 3, seed=3)])
+    run(engine, WORDS, [block(WORDS, 9, seed=2), block(WORDS, 3, seed=3)])
     assert all(array.dtype == np.float32 for array in held)
     assert all(np.array_equal(array, copy) for array, copy in zip(held, copies, strict=True))
 
@@ -125,12 +128,12 @@ def test_failed_batch_finishes_nothing_and_the_next_runs(
     engine: DeviceEngine, ids: bytes, steps: int, error: type[Exception]
 ) -> None:
     """Its bytes do not match its length, or an id is beyond the vocabulary."""
-    good, broken = chunk(WORDS, 2), Chunk(ids, steps, Returns(), None)
+    good, broken = block(WORDS, 2), rows_block(WORDS, [steps], ids)
     with pytest.raises(error):
         engine.launch(Batch(WORDS, [good, broken]))
     assert engine.finished() == []
     assert len(run(engine, WORDS, [good])) == 1
-    longer_than_a_batch = chunk(SENSORS, 50)
+    longer_than_a_batch = block(SENSORS, 50)
     [result] = run(engine, SENSORS, [longer_than_a_batch])
     assert result.sequence is not None and len(result.sequence) == 50
 
@@ -149,7 +152,7 @@ def test_prepared_model_is_served_until_it_is_closed(engine: DeviceEngine, encod
     engine.open(newer, prepared)
     assert engine.weight_bytes == before + encoders[WORDS].weight_bytes()
     assert (engine.newest("words", "1"), engine.newest("words", "2")) == (newer, None)
-    [result], [other] = run(engine, newer, [chunk(newer, 7)]), run(engine, WORDS, [chunk(WORDS, 7)])
+    [result], [other] = run(engine, newer, [block(newer, 7)]), run(engine, WORDS, [block(WORDS, 7)])
     assert_alike(result, other)
     metrics = engine._metrics
     engine.close(newer)
@@ -168,8 +171,8 @@ def test_closed_model_is_freed_without_the_garbage_collector(tmp_path: Path, key
     try:
         engine = DeviceEngine({}, Metrics(), max_batch_sequences=8, max_batch_tokens=40)
         engine.open(key, engine.prepare(lambda: Encoder(spec, arrays, torch.device("cpu")), lambda work: work()))
-        run(engine, key, [chunk(key, 7)])
-        parameters = weakref.ref(engine._runners[key].encoder)
+        run(engine, key, [block(key, 7)])
+        parameters = weakref.ref(engine._served[key].runner.encoder)
         engine.close(key)
         assert parameters() is None
     finally:
@@ -188,16 +191,16 @@ def test_loaded_reports_device_and_backends(engine: DeviceEngine) -> None:
 def test_batches_that_end_early_leave_no_predicted_time(engine: DeviceEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_runner.ModelRunner, "predicted_seconds", lambda *_: 100.0)
     for _ in range(10):
-        run(engine, SENSORS, [chunk(SENSORS, 3)])
+        run(engine, SENSORS, [block(SENSORS, 3)])
         assert engine.remaining_seconds == 0.0
-    engine.launch(Batch(SENSORS, [chunk(SENSORS, 3)]))
+    engine.launch(Batch(SENSORS, [block(SENSORS, 3)]))
     assert 0.0 < engine.remaining_seconds <= 100.0
     engine.finished()
 
 
 def test_batch_is_counted_in_the_metrics(engine: DeviceEngine) -> None:
     metrics = engine._metrics
-    run(engine, WORDS, [chunk(WORDS, steps) for steps in LENGTHS])
+    run(engine, WORDS, [block(WORDS, steps) for steps in LENGTHS])
     assert metrics.tokens.values[WORDS.labels] == [sum(LENGTHS)]
     assert metrics.padding_avoided.values[WORDS.labels] == [max(LENGTHS) * len(LENGTHS) - sum(LENGTHS)]
     assert metrics.batch_sequences.values[WORDS.labels][-1] == len(LENGTHS)
@@ -209,7 +212,7 @@ def test_batch_is_counted_in_the_metrics(engine: DeviceEngine) -> None:
 def test_stages_of_a_batch_follow_without_a_gap(engine: DeviceEngine) -> None:
     """The batch was staged while the device still ran the previous one."""
     now = time.monotonic()
-    batch = Batch(WORDS, [chunk(WORDS, 3), chunk(WORDS, 4)], formed=now - 1.0)
+    batch = Batch(WORDS, [block(WORDS, 3), block(WORDS, 4)], formed=now - 1.0)
     arrays, on_a_gpu = BatchArrays(None, None, None, None, None, False), SimpleNamespace()
     engine._last_ended = now - 0.5
     busy_seconds = engine.busy_seconds

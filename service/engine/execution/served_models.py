@@ -1,0 +1,207 @@
+"""The models of one device: warmed up, served and closed, with the states in their slots. Knows no batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from service.engine.batching.session_state import State
+from service.engine.batching.state_slots import ZERO_SLOT
+from service.engine.execution.cost_model import Correction, Cost
+from service.engine.execution.cuda_graph_runner import CudaGraphRunner
+from service.engine.execution.device import OutputCollector, StreamPool, raise_if_lost, reserve_memory
+from service.engine.execution.graph_capture import GraphPool, RunBetweenBatches, run_now
+from service.engine.execution.model_runner import ModelRunner
+from service.ipc.messages.inference import LoadedModel
+from service.ipc.messages.models import ModelKey
+from service.log import Log
+from service.metrics import Metrics
+from service.modeling.encoder import Encoder
+from service.modeling.spec import ModelSpec
+
+IN_FLIGHT = 2
+"""Batches on a GPU at once: the next batch is launched shortly before the running batch ends."""
+COLLECTOR_BYTES = 64 << 20
+"""Host memory for the outputs of one batch. Outputs that do not fit are copied while the host waits."""
+ARENA_FACTOR = 1.5
+"""Reserved memory for batches without a graph, as a multiple of the need of the largest batch: blocks of many sizes leave gaps."""
+
+
+class PreparedModel(NamedTuple):
+    """A loaded and warmed-up model. On a GPU: the stream of its preparation, and the memory of its largest batches without a graph."""
+
+    runner: ModelRunner
+    stream: torch.cuda.Stream | None = None
+    largest_bytes: int = 0
+
+
+@dataclass(slots=True)
+class _ServedModel:
+    """cost: of its batches, as measured at warm-up and corrected by the batches that ran."""
+
+    runner: ModelRunner
+    stream: torch.cuda.Stream | None
+    cost: Cost
+    correction: Correction = field(default_factory=Correction)
+
+
+class ServedModels:
+    """The models that one device serves."""
+
+    def __init__(
+        self, device: torch.device, metrics: Metrics, slots: int, *, max_batch_sequences: int, max_batch_tokens: int
+    ) -> None:
+        self.device = device
+        self._metrics = metrics
+        self._slots = slots, max_batch_sequences
+        self._limits = {
+            "max_batch_sequences": max_batch_sequences,
+            "max_batch_tokens": max_batch_tokens,
+            "slots": sum(self._slots),
+        }
+        on_gpu = device.type == "cuda"
+        self._collectors = [OutputCollector(index, COLLECTOR_BYTES) for index in range(IN_FLIGHT)] if on_gpu else []
+        self._pool = GraphPool(device) if on_gpu else None
+        self._streams = StreamPool(device)
+        self._arena_bytes = 0
+        self._served: dict[ModelKey, _ServedModel] = {}
+
+    def loaded(self) -> list[LoadedModel]:
+        """Return the served models and the backends that run them."""
+        return [
+            LoadedModel(
+                name=key.name,
+                version=key.version,
+                generation=key.generation,
+                device=str(self.device),
+                backends=[f"{layer}: {backend}" for layer, backend in model.runner.encoder.backends().items()],
+                streams=model.runner.streams,
+                without_steps=model.runner.without_steps,
+                **model.runner.cost._asdict(),
+            )
+            for key, model in self._served.items()
+        ]
+
+    def serves(self, key: ModelKey) -> bool:
+        return key in self._served
+
+    def newest(self, name: str, version: str) -> ModelKey | None:
+        """Return the newest generation of a model version, None if the version is not served."""
+        return max((key for key in self._served if key.labels == (name, version)), default=None)
+
+    def spec(self, key: ModelKey) -> ModelSpec:
+        return self._served[key].runner.encoder.spec
+
+    def streams(self, key: ModelKey) -> bool:
+        """Return whether sequences of a model may run in chunks that continue from a state."""
+        return self._served[key].runner.streams
+
+    def whole_only(self, key: ModelKey) -> tuple[str, ...]:
+        """Return the parts of a model for which its sequences must not run in chunks."""
+        return self._served[key].runner.encoder.whole_only
+
+    @property
+    def weight_bytes(self) -> int:
+        """Weights of all models on the device."""
+        return sum(model.runner.encoder.weight_bytes() for model in list(self._served.values()))
+
+    def prepare(self, make: Callable[[], Encoder], run_between_batches: RunBetweenBatches) -> PreparedModel:
+        """Warm up a model for `open` in a second thread, while this thread's engine serves others; raises whatever `make` raises."""
+        if self._pool is None:
+            return PreparedModel(self._warm_up(make()))
+        torch.cuda.set_device(self.device)
+        stream = self._streams.take()
+        try:
+            with torch.cuda.stream(stream):
+                runner = self._warm_up(make(), run_between_batches)
+                largest_bytes = runner.largest_bytes()
+                stream.synchronize()
+        except BaseException:
+            self._streams.put_back(stream)
+            raise
+        return PreparedModel(runner, stream, largest_bytes)
+
+    def open(self, key: ModelKey, prepared: PreparedModel) -> None:
+        """Serve a prepared model from now on."""
+        arena_bytes = int(ARENA_FACTOR * prepared.largest_bytes)
+        if arena_bytes > self._arena_bytes:
+            reserve_memory(self.device, arena_bytes)
+            self._arena_bytes = arena_bytes
+        self._served[key] = _ServedModel(prepared.runner, prepared.stream, prepared.runner.cost)
+        self._report(key, prepared.runner)
+
+    def close(self, key: ModelKey) -> None:
+        """Stop serving a model that has no batch in flight."""
+        stream = self._served.pop(key).stream
+        if stream is not None:
+            self._streams.put_back(stream)
+        if not any(served.labels == key.labels for served in self._served):
+            self._metrics.forget(*key.labels)
+
+    def slots(self, key: ModelKey) -> tuple[int, int]:
+        """Return how many state slots sequences may hold between batches, and how many more a launch may use."""
+        return self._slots
+
+    def save(self, key: ModelKey, slot: int) -> State:
+        """Return the state in a slot as a copy on the host, after all launched batches have written it."""
+        return {name: states[0] for name, states in self.save_slots(key, np.array([slot], np.int32)).items()}
+
+    def restore(self, key: ModelKey, slot: int, state: State) -> None:
+        """Write a state to a slot, for batches launched from now on."""
+        self.restore_slots(key, np.array([slot], np.int32), {name: tensor[None] for name, tensor in state.items()})
+
+    def save_slots(self, key: ModelKey, slots: NDArray[np.int32]) -> State:
+        """Return the states in some slots as `save` does, (slots, ...) each."""
+        with self._noticing_loss():
+            return self._served[key].runner.encoder.save(slots)
+
+    def restore_slots(self, key: ModelKey, slots: NDArray[np.int32], states: State) -> None:
+        """Write states, (slots, ...) each, to as many slots, for batches launched from now on."""
+        with self._noticing_loss():
+            self._served[key].runner.encoder.restore(slots, states)
+
+    def state_vectors(self, key: ModelKey, slots: NDArray[np.int32]) -> bytes:
+        """Return the model's states in some slots, joined in their order: (slots, numbers) float32."""
+        with self._noticing_loss():
+            return self._served[key].runner.encoder.state_vectors(slots).numpy().tobytes()
+
+    def state_from(self, key: ModelKey, vector: bytes | memoryview) -> State:
+        """Return the state for `restore` with these states, joined in their order, as float32. NaN stands for the usual initial state."""
+        numbers = torch.frombuffer(bytearray(vector), dtype=torch.float32)
+        return self._served[key].runner.encoder.state_from(numbers, ZERO_SLOT)
+
+    @contextmanager
+    def _noticing_loss(self) -> Iterator[None]:
+        """Raise DeviceLost instead of an error after which the device does not work any more."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise_if_lost(self.device, error)
+            raise
+
+    def _warm_up(self, encoder: Encoder, run_between_batches: RunBetweenBatches = run_now) -> ModelRunner:
+        """Warm up a model. On a GPU this captures its graphs and allocates the memory that they need."""
+        if self._pool is None:
+            return ModelRunner(encoder, **self._limits)
+        return CudaGraphRunner(encoder, self._collectors, self._pool, **self._limits, run_between_batches=run_between_batches)
+
+    def _report(self, key: ModelKey, runner: ModelRunner) -> None:
+        """Show a model in the metrics, and log if some of its batches have no graph."""
+        self._metrics.weight_bytes.set(runner.encoder.weight_bytes(), *key.labels)
+        self._metrics.graphs.set(runner.graphs, *key.labels)
+        for layer, backend in runner.encoder.backends().items():
+            self._metrics.backend.set(1, *key.labels, layer, backend)
+        if runner.fallback_reason:
+            Log("engine").warning(
+                "some batches run without a graph",
+                model=key.name,
+                version=key.version,
+                graphs=runner.graphs,
+                reason=runner.fallback_reason,
+            )
