@@ -6,6 +6,7 @@ import selectors
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import islice, repeat
 from typing import Any, get_args
 
 import numpy as np
@@ -22,7 +23,7 @@ from service.engine.loading import ModelLoader
 from service.engine.profiling.session import ProfilingSession
 from service.engine.trials import TrialReports
 from service.errors import InferenceFailed, ServiceError
-from service.ipc.blocks import ID, Columns, join_blocks
+from service.ipc.blocks import COUNT, DEADLINE, ID, Columns, join_blocks
 from service.ipc.channel import Channel, Frame, encode, send_now
 from service.ipc.heartbeat import IDLE_SECONDS, PATIENCE_SECONDS, Heartbeat
 from service.ipc.messages.control import Attach, CloseModel, CollectMetrics, MetricsCollected, PrepareModel, Ready
@@ -268,9 +269,13 @@ class Worker:
     def _handle_block(self, frontend: FrontendChannel, frame: Frame, message: RequestBlock) -> None:
         key = message.key
         served = self._engine.serves(key)
+        columns = Columns.read(frame.tail, message.requests, message.sequences, message.state_bytes)
+        if message.sessions or message.initial or message.returns.state:
+            self._handle_requests(frontend, message, columns)
+            return
         block = QueuedBlock(
             key,
-            Columns.read(frame.tail, message.requests, message.sequences),
+            columns,
             steps=message.steps,
             shortest=message.shortest,
             longest=message.longest,
@@ -285,6 +290,31 @@ class Worker:
         if served:
             self._count_channel(key, message.sent, message.requests)
         self._batcher.submit_block(block)
+
+    def _handle_requests(self, frontend: FrontendChannel, message: RequestBlock, columns: Columns) -> None:
+        """Queue the requests of a block with sessions or states one by one."""
+        options, lengths = message.options, iter(np.frombuffer(columns.lengths, COUNT).tolist())
+        values, states = bytes(columns.values), bytes(columns.states)
+        step_bytes, sequence_bytes = len(values) // max(1, message.steps), len(states) // message.sequences
+        rows = zip(
+            np.frombuffer(columns.ids, ID).tolist(),
+            np.frombuffer(columns.deadlines, DEADLINE).tolist(),
+            np.frombuffer(columns.counts, COUNT).tolist(),
+            message.sessions or repeat(None),
+            message.at or repeat(-1),
+            strict=False,
+        )
+        begin = first = 0
+        for id, deadline, count, session, at in rows:
+            own = list(islice(lengths, count))
+            end, last = begin + sum(own) * step_bytes, first + count * sequence_bytes
+            request = Request(
+                *(message.model, message.version, own, deadline, message.sent, message.priority, message.returns, session),
+                *(options.starts, options.ends, message.generation, options.exactly, options.resubmitted, options.limit),
+                *(message.share, last - first, message.timed, None if at < 0 else at, options.opens),
+            )
+            self._handle_request(frontend, Frame(request, id, values[begin:end] + states[first:last]), request)
+            begin, first = end, last
 
     def _handle_request(self, frontend: FrontendChannel, frame: Frame, request: Request) -> None:
         if self._engine.serves(request.key):

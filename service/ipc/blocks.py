@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Iterator, Sequence
-from itertools import accumulate, chain
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, chain, pairwise, repeat
 from math import prod
 from typing import Any, NamedTuple, Protocol
 
@@ -14,7 +14,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from service.ipc.channel import MAX_COPIED_BYTES, Frame, encode
-from service.ipc.messages.inference import FEATURES, IDS, NO_TENANT, Answer, AnswerBlock, Request, RequestBlock, Returns, Share
+from service.ipc.messages.inference import (
+    ANY_SESSION,
+    FEATURES,
+    IDS,
+    NO_TENANT,
+    Answer,
+    AnswerBlock,
+    Request,
+    RequestBlock,
+    Returns,
+    SessionOptions,
+    Share,
+)
 from service.ipc.messages.models import ModelKey
 
 MOST_JOINED_BYTES = 4096
@@ -27,6 +39,7 @@ ID_BYTES, DEADLINE_BYTES, COUNT_BYTES = ID.itemsize, DEADLINE.itemsize, COUNT.it
 ANSWER_ARRAYS = {"scores": FEATURES, "picks": IDS, "embedding": FEATURES, "sequence": FEATURES, "state": FEATURES}
 """The arrays of an answer in their order, and their dtypes."""
 Buffer = bytes | memoryview
+NO_SHAPE: Iterable[tuple[int, ...]] = repeat(())
 
 
 class Columns(NamedTuple):
@@ -40,27 +53,33 @@ class Columns(NamedTuple):
     states: Buffer = b""
 
     @classmethod
-    def read(cls, data: Buffer, requests: int, sequences: int) -> Columns:
+    def read(cls, data: Buffer, requests: int, sequences: int, state_bytes: int = 0) -> Columns:
         """Return the columns, which lie end to end."""
         view = memoryview(data)
         deadlines = ID_BYTES * requests
         counts = deadlines + DEADLINE_BYTES * requests
         lengths = counts + COUNT_BYTES * requests
         values = lengths + COUNT_BYTES * sequences
-        return cls(view[:deadlines], view[deadlines:counts], view[counts:lengths], view[lengths:values], view[values:])
+        states = len(view) - state_bytes
+        return cls(
+            *(view[:deadlines], view[deadlines:counts], view[counts:lengths], view[lengths:values]),
+            *(view[values:states], view[states:]),
+        )
 
 
 class BlockKey(msgspec.Struct, frozen=True):
-    """The values that the requests of a block share."""
+    """The values that the requests of a block share. options: None without sessions. initial: whether they bring states."""
 
     model: ModelKey
     priority: int
     returns: Returns
     share: Share = NO_TENANT
+    options: SessionOptions | None = None
+    initial: bool = False
 
 
 class QueuedRequest(Protocol):
-    """A request that leaves in the next block. data: the values of its steps."""
+    """A request that leaves in the next block. data: the values of its steps, and the states that it brings."""
 
     id: int
     request: Request
@@ -73,14 +92,16 @@ def encode_block(key: BlockKey, queued: Sequence[QueuedRequest], *, timed: bool 
     timed: whether the answers tell how their batches ran.
     """
     requests = [pending.request for pending in queued]
-    lengths = array("i", [steps for request in requests for steps in request.lengths])
-    deadlines = array("d", [request.deadline for request in requests])
+    lengths = [steps for request in requests for steps in request.lengths]
+    deadlines = [request.deadline for request in requests]
     columns = (
         array("Q", [pending.id for pending in queued]),
-        deadlines,
+        array("d", deadlines),
         array("i", [len(request.lengths) for request in requests]),
-        lengths,
+        array("i", lengths),
     )
+    sessions = [request.session for request in requests if request.session is not None]
+    at = [-1 if request.session_at is None else request.session_at for request in requests] if sessions else []
     block = RequestBlock(
         *key.model,
         requests=len(requests),
@@ -94,10 +115,26 @@ def encode_block(key: BlockKey, queued: Sequence[QueuedRequest], *, timed: bool 
         returns=key.returns,
         share=key.share,
         timed=timed,
+        options=key.options or ANY_SESSION,
+        initial=key.initial,
+        sessions=sessions,
+        at=_known(at),
+        state_bytes=sum([request.state_bytes for request in requests]) if key.initial else 0,
     )
-    if len(queued) == 1 and len(queued[0].data) > MAX_COPIED_BYTES:
-        return encode(block, tail=columns, following=len(queued[0].data)), queued[0].data
-    return encode(block, tail=(*columns, *[pending.data for pending in queued])), b""
+    values = [pending.data for pending in queued]
+    if len(values) == 1 and len(values[0]) > MAX_COPIED_BYTES:
+        return encode(block, tail=columns, following=len(values[0])), values[0]
+    if key.initial:
+        ends = [len(pending.data) - pending.request.state_bytes for pending in queued]
+        values = [data[:end] for data, end in zip(values, ends, strict=True)] + [
+            data[end:] for data, end in zip(values, ends, strict=True)
+        ]
+    return encode(block, tail=(*columns, *values)), b""
+
+
+def _known(at: list[int]) -> list[int]:
+    """Return the steps of sessions according to the clients, nothing if no client says them."""
+    return at if at and max(at) >= 0 else []
 
 
 def join_blocks(frames: Sequence[Frame], most: int) -> Iterator[Frame]:
@@ -108,7 +145,7 @@ def join_blocks(frames: Sequence[Frame], most: int) -> Iterator[Frame]:
     alike, requests = list[tuple[RequestBlock, Frame]](), 0
     for frame in frames:
         block = frame.message
-        if not isinstance(block, RequestBlock) or block.timed or len(frame.tail) > MOST_JOINED_BYTES:
+        if not isinstance(block, RequestBlock) or block.timed or block.initial or len(frame.tail) > MOST_JOINED_BYTES:
             yield from _joined(alike)
             yield frame
             alike, requests = [], 0
@@ -130,6 +167,8 @@ def _are_alike(first: RequestBlock, second: RequestBlock) -> bool:
         and first.priority == second.priority
         and first.returns == second.returns
         and first.share == second.share
+        and first.options == second.options
+        and bool(first.sessions) is bool(second.sessions)
     )
 
 
@@ -137,7 +176,7 @@ def _joined(alike: Sequence[tuple[RequestBlock, Frame]]) -> list[Frame]:
     """Return one frame for all blocks, none without a block."""
     if len(alike) < 2:
         return [frame for _, frame in alike]
-    first, columns = alike[0][0], list[Columns]()
+    first, columns, at = alike[0][0], list[Columns](), list[int]()
     requests = sequences = steps = 0
     shortest, longest, deadline, sent = first.shortest, first.longest, first.deadline, 0.0
     for block, frame in alike:
@@ -149,6 +188,7 @@ def _joined(alike: Sequence[tuple[RequestBlock, Frame]]) -> list[Frame]:
         longest = block.longest if block.longest > longest else longest
         deadline = block.deadline if block.deadline < deadline else deadline
         sent += block.requests * block.sent
+        at += block.at or [-1] * block.requests
     joined = msgspec.structs.replace(
         first,
         requests=requests,
@@ -158,52 +198,41 @@ def _joined(alike: Sequence[tuple[RequestBlock, Frame]]) -> list[Frame]:
         longest=longest,
         deadline=deadline,
         sent=sent / requests,
+        sessions=[session for block, _ in alike for session in block.sessions],
+        at=_known(at),
     )
     return [Frame(joined, 0, b"".join(chain.from_iterable(zip(*columns, strict=True))))]
 
 
 def split_answers(block: AnswerBlock, data: Buffer) -> Iterator[tuple[int, Answer, Buffer]]:
-    """Yield the id of each request, its answer and the bytes of its arrays."""
-    head = struct.Struct(f"<{block.requests}Q{block.requests}i{block.sequences}i")
-    values = head.unpack_from(data)
-    ids, counts = values[: block.requests], values[block.requests : 2 * block.requests]
-    steps = values[2 * block.requests :]
-    sequence_ends = list(accumulate(counts, initial=0))
-    step_ends = list(accumulate(steps, initial=0))
-    arrays = list(_arrays(block, head.size))
-    single = len(arrays) == 1
-    times: dict[str, Any] = {"queued": block.queued, "runs": block.runs} if block.runs else {}
-    for index, (id, count) in enumerate(zip(ids, counts, strict=True)):
-        first, end = sequence_ends[index], sequence_ends[index + 1]
-        lines = count, step_ends[end] - step_ends[first]
-        begins = first, step_ends[first]
-        shapes, parts = {}, []
-        for field in arrays:
-            number = lines[field.per_step]
-            begin = field.begin + begins[field.per_step] * field.line_bytes
-            shapes[field.name] = number, *field.line
-            parts.append(data[begin : begin + number * field.line_bytes])
-        answer = Answer(**shapes, steps=list(steps[first:end]), ready=block.ready, **times)  # type: ignore[arg-type]
-        yield id, answer, parts[0] if single else b"".join(parts)
-
-
-class _Field(NamedTuple):
-    """An array of a block's answers. line: the shape of one line; line_bytes: its size; begin: where the array begins."""
-
-    name: str
-    per_step: bool
-    line: tuple[int, ...]
-    line_bytes: int
-    begin: int
-
-
-def _arrays(block: AnswerBlock, begin: int) -> Iterator[_Field]:
-    shapes = {"scores": block.scores, "picks": block.picks, "embedding": block.embedding, "sequence": block.sequence}
-    for name, shape in shapes.items():
-        if shape:
-            per_step = name == "sequence" or (block.per_step and name != "embedding")
-            yield _Field(name, per_step, shape[1:], ITEM_BYTES * prod(shape[1:]), begin)
-            begin += ITEM_BYTES * prod(shape)
+    """Return the id of each request, its answer and the bytes of its arrays."""
+    requests, sequences = block.requests, block.sequences
+    head = f"<{requests}Q{requests}i{sequences}i{requests if block.sessions else 0}q"
+    columns = struct.unpack_from(head, data)
+    counts, steps = columns[requests : 2 * requests], columns[2 * requests : 2 * requests + sequences]
+    if sequences == requests:
+        steps_of, steps_in = [[number] for number in steps], steps
+    else:
+        steps_of = [list(steps[first:end]) for first, end in pairwise(accumulate(counts, initial=0))]
+        steps_in = tuple([sum(own) for own in steps_of])
+    begin, shapes, parts = struct.calcsize(head), list[Iterable[tuple[int, ...]]](), list[list[Buffer]]()
+    whole = block.scores, block.picks, block.embedding, block.sequence, block.state
+    for shape, per_step in zip(whole, (block.per_step, block.per_step, False, True, False), strict=True):
+        if not shape:
+            shapes.append(NO_SHAPE)
+            continue
+        lines, line = steps_in if per_step else counts, shape[1:]
+        line_bytes = ITEM_BYTES * prod(line)
+        ends = accumulate([number * line_bytes for number in lines], initial=begin)
+        shapes.append([(number, *line) for number in lines])
+        parts.append([data[first:end] for first, end in pairwise(ends)])
+        begin += shape[0] * line_bytes
+    scores, picks, embedding, sequence, state = shapes
+    session_steps = columns[2 * requests + sequences :] if block.sessions else repeat(0)
+    alike = repeat(block.ready), repeat(block.finite), state, repeat(block.queued), repeat(block.runs)
+    answers = map(Answer, scores, picks, embedding, sequence, steps_of, session_steps, *alike)
+    arrays: Iterable[Buffer] = parts[0] if len(parts) == 1 else map(b"".join, zip(*parts or [[b""] * requests], strict=True))
+    return zip(columns[:requests], answers, arrays, strict=True)
 
 
 def answer_arrays(answer: Answer, data: Buffer) -> Iterator[tuple[str, NDArray[Any]]]:

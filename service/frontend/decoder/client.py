@@ -128,7 +128,7 @@ class DecodedBody:
         self._process.define(model)
         reply, data = await self._process.call(PackInputs(self._id, model.key), InputsPacked)
         self._objects.close()
-        return PackedInputs(reply.lengths, data, reply.has_states)
+        return PackedInputs(reply.lengths, data, reply.state_bytes)
 
 
 class _DecoderProcess:

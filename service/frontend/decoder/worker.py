@@ -71,7 +71,7 @@ class Decoder:
                 call, data = self._bodies[message.body]
                 parsed = self._parsed.pop(message.body) if message.body in self._parsed else PARSERS[call.api](call, data)
                 packed = parsed.pack(self._models[message.key], self._settings)
-                return encode(InputsPacked(packed.lengths, packed.has_states), id, (packed.data,))
+                return encode(InputsPacked(packed.lengths, packed.state_bytes), id, (packed.data,))
             case DefineModel():
                 spec, tokenizer = ModelSpec.model_validate_json(message.spec), Tokenizer(data) if data else None
                 model = ServedModel(spec, message.version, tokenizer, message.generation)

@@ -27,6 +27,7 @@ from service.ipc.messages.inference import (
     RefusalBlock,
     Release,
     Request,
+    SessionOptions,
     TrialBegan,
     TrialEnded,
 )
@@ -238,7 +239,7 @@ class EngineConnection:
             TrialEnded: self._handle_trial_ended,
         }
         self._channel = AsyncChannel(channel, self._handle_frame, self._lose, self._count_written, self._send_blocks)
-        self.rpc = Rpc(self._channel.send, "an engine", owner.next_id)
+        self.rpc = Rpc(self._send, "an engine", owner.next_id)
         self.models: dict[ModelKey, LoadedModel] = {}
         self.ready = False
         self.place = 0
@@ -248,6 +249,8 @@ class EngineConnection:
         self._pending_bytes = 0
         self._blocks: dict[BlockKey, dict[int, PendingRequest]] = {}
         """Requests that leave at the end of the tick."""
+        self._session_blocks: dict[str, BlockKey] = {}
+        """The block of each session that has a chunk among them."""
         self._timed: set[BlockKey] = set()
         """The blocks with a request whose batches should be timed."""
 
@@ -265,25 +268,23 @@ class EngineConnection:
         pending.at = self
         self.pending[pending.id] = pending
         self._pending_bytes += pending.size
-        model, request, data = self.models.get(pending.key), pending.request, pending.data
+        model, request = self.models.get(pending.key), pending.request
         self._wait.add(pending.id, model.seconds(request.lengths) if model else 0.0)
-        if request.session is None and not (request.initial or request.returns.state):
-            key = BlockKey(pending.key, request.priority, request.returns, request.share)
-            self._blocks.setdefault(key, {})[pending.id] = pending
-            if request.timed:
-                self._timed.add(key)
-            self._channel.flush_soon()
-            return
-        if pending.size > MOST_COPIED:
-            self._channel.send(encode(request, pending.id, following=len(data)), following=data)
-        else:
-            self._channel.send(encode(request, pending.id, (data,)))
-        self._wait.sent([pending.id], self._channel.frames_sent)
+        key, session, large = _block_key(pending.key, request), request.session, pending.size > MOST_COPIED
+        if large or (session is not None and self._session_blocks.get(session, key) != key):
+            self._send_blocks()  # the chunks of a session leave in their order
+        self._blocks.setdefault(key, {})[pending.id] = pending
+        if session is not None:
+            self._session_blocks[session] = key
+        if request.timed:
+            self._timed.add(key)
+        if large:
+            self._send_blocks()
+        self._channel.flush_soon()
 
     def release(self, key: ModelKey) -> None:
         """Tell the engine that this frontend sends no further requests for a model version."""
-        self._send_blocks()
-        self._channel.send_message(Release(key))
+        self._send(encode(Release(key)))
 
     def cancel(self, pending: PendingRequest) -> None:
         """Tell the engine that nothing waits for a request any longer, unless it has not left yet."""
@@ -349,17 +350,21 @@ class EngineConnection:
             if pending is not None:
                 pending.fail(block.refusal.error)
 
+    def _send(self, frame: bytes) -> None:
+        """Send a message after all requests so far."""
+        self._send_blocks()
+        self._channel.send(frame)
+
     def _send_blocks(self) -> None:
-        """Send the requests of this tick: a block for each key, and a block for each large request."""
+        """Send the requests of this tick, a block for each key."""
         blocks, self._blocks = self._blocks, {}
         timed, self._timed = self._timed, set()
+        self._session_blocks.clear()
         for key, block in blocks.items():
-            small = [pending for pending in block.values() if pending.size <= MOST_COPIED]
-            large = [pending for pending in block.values() if pending.size > MOST_COPIED]
-            for together in ([small] if small else []) + [[pending] for pending in large]:
-                frame, following = encode_block(key, together, timed=key in timed)
+            if block:
+                frame, following = encode_block(key, list(block.values()), timed=key in timed)
                 self._channel.send(frame, following=following)
-                self._wait.sent([pending.id for pending in together], self._channel.frames_sent)
+                self._wait.sent(block, self._channel.frames_sent)
 
     def _count_written(self, size: int, writes: int) -> None:
         self._metrics.channel_bytes.add("frontend", by=size)
@@ -368,3 +373,18 @@ class EngineConnection:
     def _lose(self) -> None:
         self.rpc.close(EngineLost("the engine ended before it replied: retry", retry_after=1))
         self._owner.engine_lost(self)
+
+
+def _block_key(model: ModelKey, request: Request) -> BlockKey:
+    """Return what a request shares with the others of its block."""
+    options = None
+    if request.session is not None:
+        options = SessionOptions(
+            request.session_starts,
+            request.session_ends,
+            request.exactly,
+            request.opens_session,
+            request.session_limit,
+            request.resubmitted,
+        )
+    return BlockKey(model, request.priority, request.returns, request.share, options, request.initial)

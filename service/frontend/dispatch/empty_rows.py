@@ -20,7 +20,6 @@ from service.ipc.messages.inference import FEATURES, Answer, AnswerWithoutSteps,
 
 Array = NDArray[Any]
 NO_ROW = np.empty((0, 0))
-NUMBER_BYTES = np.dtype(FEATURES).itemsize
 
 
 class EmptyRows:
@@ -40,7 +39,8 @@ class EmptyRows:
         request = msgspec.structs.replace(self._request, lengths=lengths)
         if self._states is None:
             return request, self._values
-        return request, b"".join((self._values, self._states[self._has_steps].tobytes()))
+        states = self._states[self._has_steps].tobytes()
+        return msgspec.structs.replace(request, state_bytes=len(states)), b"".join((self._values, states))
 
     def alone(self) -> Answered:
         """Return the answer to the request if no sequence has steps."""
@@ -83,5 +83,5 @@ def _split_states(request: Request, data: bytes | memoryview, numbers: int) -> t
     """Return the values of a request, and the states that it brings, (sequences, numbers), or None."""
     if not request.initial:
         return data, None
-    end = len(data) - len(request.lengths) * numbers * NUMBER_BYTES
+    end = len(data) - request.state_bytes
     return data[:end], np.frombuffer(data, FEATURES, offset=end).reshape(-1, numbers)

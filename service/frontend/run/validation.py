@@ -59,11 +59,11 @@ class Options(msgspec.Struct, frozen=True):
 
 class PackedInputs(msgspec.Struct, frozen=True):
     """The inputs of a request as the engine takes them: the time steps of each, and their values, packed end to end. The states from which
-    the sequences start follow the values if the request brings them (`has_states`), as `Request` describes."""
+    the sequences start follow the values in `state_bytes` bytes if the request brings them, as `RequestBlock` describes."""
 
     lengths: list[int]
     data: bytes | memoryview
-    has_states: bool = False
+    state_bytes: int = 0
 
 
 def engine_request(packed: PackedInputs, options: Options, model: ServedModel, arrived: float) -> Request:
@@ -82,7 +82,7 @@ def engine_request(packed: PackedInputs, options: Options, model: ServedModel, a
         session_at=options.session_at,
         generation=model.generation,
         exactly=options.exact_version,
-        initial=packed.has_states,
+        state_bytes=packed.state_bytes,
     )
 
 
@@ -195,7 +195,8 @@ def with_states(packed: PackedInputs, states: Sequence[Mapping[str, Any]], field
                 f"{field}[{index}] has {name}, and the states of {model.spec.name} are {', '.join(widths)}", field=field
             )
         rows += [_state_numbers(given.get(name), width, f"{field}[{index}].{name}") for name, width in widths.items()]
-    return PackedInputs(packed.lengths, b"".join((packed.data, *(row.tobytes() for row in rows))), has_states=bool(rows))
+    joined = b"".join((packed.data, *(row.tobytes() for row in rows)))
+    return PackedInputs(packed.lengths, joined, len(joined) - len(packed.data))
 
 
 def states_of(model: ServedModel, field: str) -> dict[str, int]:

@@ -42,7 +42,7 @@ class BodyDecoded(Reply, frozen=True):
 
 
 class InputsPacked(Reply, frozen=True):
-    """Number of time steps of each input. The inputs follow, packed end to end, and with `has_states` the states as in `Request`."""
+    """Number of time steps of each input. The inputs follow, packed end to end, and `state_bytes` bytes of states as in `RequestBlock`."""
 
     lengths: list[int]
-    has_states: bool = False
+    state_bytes: int = 0

@@ -67,14 +67,41 @@ class BatchRun(msgspec.Struct, array_like=True, frozen=True):
     ended: float
 
 
+class SessionOptions(msgspec.Struct, array_like=True, frozen=True):
+    """How chunks continue their sessions.
+
+    `starts` is true to start the session, false to resume it, and None for either. `ends` closes it after this chunk. `exactly` is true
+    when the client named the version; otherwise a session's own version is meant. Without `opens`, the chunk of a session that is not open
+    is refused. `limit` is how many sessions the tenant may have open in one engine, 0 without a limit for tenants. `resubmitted` is true
+    when another engine ended before it answered.
+    """
+
+    starts: bool | None = None
+    ends: bool = False
+    exactly: bool = True
+    opens: bool = True
+    limit: int = 0
+    resubmitted: bool = False
+
+
+ANY_SESSION = SessionOptions()
+
+
 class RequestBlock(Message, frozen=True):
-    """Requests without a session of one loop tick, for one model version, of one tenant, with one priority and the same outputs.
+    """Requests of one loop tick, for one model version, of one tenant, with one priority, the same outputs and the same `options`.
 
     Their columns follow the message, end to end: ids (requests,) uint64; deadlines (requests,) float64, seconds on the machine's
     monotonic clock; counts (requests,) int32, the sequences of each request; lengths (sequences,) int32, the time steps of each
     sequence; and the values of all steps, (steps,) int32 ids or (steps, features) float32. `shortest` and `longest` are the steps of
     one sequence, `deadline` is the earliest, `sent` the mean of the moments on that clock at which the requests were sent. A higher
     `priority` runs sooner. With `timed`, the answers tell how their batches ran.
+
+    `sessions` names the session of each request, of which the request is the next chunk; it is empty if the requests have none. A request
+    that only ends its session has one sequence without steps. `at` has the steps that each session has before the chunk according to the
+    client, -1 if the client does not say; it is empty if no request says it.
+
+    With `initial`, the states from which the sequences start follow the values: (sequences, numbers) float32 in `state_bytes` bytes,
+    joined in the order of the model's states. NaN stands for the number from which a sequence starts otherwise.
     """
 
     model: str
@@ -91,6 +118,11 @@ class RequestBlock(Message, frozen=True):
     returns: Returns
     share: Share = NO_TENANT
     timed: bool = False
+    options: SessionOptions = ANY_SESSION
+    initial: bool = False
+    sessions: list[str] = msgspec.field(default_factory=list)
+    at: list[int] = msgspec.field(default_factory=list)
+    state_bytes: int = 0
 
     @property
     def key(self) -> ModelKey:
@@ -98,22 +130,12 @@ class RequestBlock(Message, frozen=True):
 
 
 class Request(Message, frozen=True):
-    """The sequences of one client request.
+    """One client request, which leaves a frontend as a row of a RequestBlock.
 
-    Their values follow the message, packed end to end: (tokens,) int32 ids or (tokens, features) float32.
-    `lengths` are time steps per sequence. `deadline` and `sent` are seconds on the machine's monotonic clock. A higher `priority` runs
-    sooner.
-
-    With `session`, the sequence is the next chunk of that session. `session_starts` is true to start it, false to resume it, and None
-    for either. `session_ends` closes it after this chunk. `session_at` is how many steps the session has before this chunk according to
-    the client, None if the client does not say. `exactly` is true when the client named the version; otherwise a session's own version is
-    meant. `resubmitted` is true when another engine ended before it answered. `session_limit` is how many sessions its
-    tenant may have open in one engine, 0 without a limit for tenants.
-
-    With `initial`, the values are followed by the state from which each sequence starts, (sequences, numbers) float32, joined in the
-    order of the model's states. NaN stands for the number from which a sequence starts otherwise.
-
-    With `timed`, the answer tells how its batches ran. Without `opens_session`, the chunk of a session that is not open is refused.
+    `lengths` are time steps per sequence. `deadline` and `sent` are seconds on the machine's monotonic clock. `session` is the session
+    of which the sequence is the next chunk, and `session_at` as `at` of the block, None if the client does not say. `session_starts`,
+    `session_ends`, `exactly`, `opens_session`, `session_limit` and `resubmitted` are its SessionOptions. `state_bytes` is the size of the
+    states that follow its values. All others are as in the block.
     """
 
     model: str
@@ -131,7 +153,7 @@ class Request(Message, frozen=True):
     resubmitted: bool = False
     session_limit: int = 0
     share: Share = NO_TENANT
-    initial: bool = False
+    state_bytes: int = 0
     timed: bool = False
     session_at: int | None = None
     opens_session: bool = True
@@ -144,6 +166,11 @@ class Request(Message, frozen=True):
     def ends_only(self) -> bool:
         """Whether it ends its session without another step. Its answer has no outputs."""
         return self.session_ends and self.session is not None and self.lengths == [0]
+
+    @property
+    def initial(self) -> bool:
+        """Whether it brings the states from which its sequences start."""
+        return self.state_bytes > 0
 
     @property
     def has_states(self) -> bool:
@@ -239,8 +266,8 @@ class AnswerBlock(Message, frozen=True):
     """The answers to requests of one RequestBlock: the shapes of an Answer, for all sequences of the requests together.
 
     Columns come first: ids (requests,) uint64, counts (requests,) int32 and steps (sequences,) int32, the steps of each sequence in
-    per-step arrays. The arrays follow in the order of an Answer. `per_step` tells whether scores and picks have a line per step. `ready`,
-    `queued` and `runs` are alike in every Answer.
+    per-step arrays; with `sessions` also the session_steps of an Answer, (requests,) int64. The arrays follow in the order of an Answer.
+    `per_step` tells whether scores and picks have a line per step. `ready`, `queued`, `runs` and `finite` are alike in every Answer.
     """
 
     requests: int
@@ -253,6 +280,9 @@ class AnswerBlock(Message, frozen=True):
     ready: float = 0.0
     queued: float = 0.0
     runs: list[BatchRun] = msgspec.field(default_factory=list)
+    state: tuple[int, ...] = ()
+    finite: bool = True
+    sessions: bool = False
 
 
 class RefusalBlock(Message, frozen=True):

@@ -23,8 +23,9 @@ def call(
     """Submit a request whose sequences start from `states`, the sum and the number of the ids before."""
     client = FakeClient(sequences)
     harness.clients.append(client)
-    request = fakes.request([len(sequence) for sequence in sequences], returns=returns, initial=bool(states))
-    data = ids(sequences) + np.array(states, FEATURES).tobytes()
+    initial = np.array(states, FEATURES).tobytes()
+    request = fakes.request([len(sequence) for sequence in sequences], returns=returns, state_bytes=len(initial))
+    data = ids(sequences) + initial
     client.ticket = harness.batcher.submit(request, data, client.receive_answer, client.errors.append)
     return client
 

@@ -15,7 +15,7 @@ from service.errors import DeadlineExceeded, EngineLost, Overloaded, ServiceErro
 from service.frontend.dispatch.connection import Answered, PredictedWait
 from service.frontend.dispatch.dispatcher import TURN_SECONDS, Dispatcher
 from service.ipc.blocks import COUNT, DEADLINE, ID, Columns
-from service.ipc.channel import Channel, Frame, encode, pair
+from service.ipc.channel import MAX_COPIED_BYTES, Channel, Frame, encode, pair
 from service.ipc.messages.inference import (
     Answer,
     AnswerWithoutSteps,
@@ -29,6 +29,7 @@ from service.ipc.messages.inference import (
     TrialEnded,
 )
 from service.ipc.messages.message import Refusal
+from service.ipc.messages.sessions import EndSession
 from service.ipc.suspect_turns import SuspectTurns
 from service.metrics import Metrics
 
@@ -81,20 +82,25 @@ def requests_of(frame: Frame) -> list[Frame]:
     message = frame.message
     if not isinstance(message, RequestBlock):
         return [frame]
-    columns = Columns.read(frame.tail, message.requests, message.sequences)
+    columns = Columns.read(frame.tail, message.requests, message.sequences, message.state_bytes)
+    options, row_bytes = message.options, len(columns.states) // message.sequences
     lengths, deadlines = np.frombuffer(columns.lengths, COUNT).tolist(), np.frombuffer(columns.deadlines, DEADLINE).tolist()
     frames, row, begin, before = [], 0, 0, 0
     counts = np.frombuffer(columns.counts, COUNT).tolist()
-    for id, deadline, count in zip(np.frombuffer(columns.ids, ID).tolist(), deadlines, counts, strict=True):
+    sessions: list[Any] = message.sessions or [None] * message.requests
+    at = message.at or [-1] * message.requests
+    ids = np.frombuffer(columns.ids, ID).tolist()
+    for id, deadline, count, session, steps in zip(ids, deadlines, counts, sessions, at, strict=True):
         own = lengths[row : row + count]
+        states = columns.states[row * row_bytes : (row + count) * row_bytes]
         sent = Request(
-            *(message.model, message.version, own, deadline, message.sent, message.priority, message.returns),
-            generation=message.generation,
-            timed=message.timed,
+            *(message.model, message.version, own, deadline, message.sent, message.priority, message.returns, session),
+            *(options.starts, options.ends, message.generation, options.exactly, options.resubmitted, options.limit),
+            *(message.share, len(states), message.timed, None if steps < 0 else steps, options.opens),
         )
         row, before = row + count, before + sum(own)
         end = len(columns.values) * before // message.steps if message.steps else 0
-        frames.append(Frame(sent, id, columns.values[begin:end]))
+        frames.append(Frame(sent, id, bytes(columns.values[begin:end]) + bytes(states)))
         begin = end
     return frames
 
@@ -255,6 +261,41 @@ async def test_late_and_cancelled_requests_are_cancelled_at_the_engine(dispatche
     frames = await engine.frames(4)
     assert [type(frame.message) for frame in frames] == [Request, Cancel, Request, Cancel]
     assert [frames[0].id, frames[2].id] == [frames[1].id, frames[3].id]
+
+
+@in_loop(channel_bytes=1 << 20)
+async def test_chunks_of_a_session_keep_their_order(dispatcher: Dispatcher, metrics: Metrics) -> None:
+    """Also if they differ in what a block shares, if some are large, and if a call about their session follows in the same tick."""
+    engine = await meet(dispatcher)
+    large = bytes(MAX_COPIED_BYTES + 8)
+    sent: list[tuple[bytes, dict[str, Any]]] = [
+        (b"first 1.", {}),
+        (b"other 1.", {"session": "other"}),
+        (b"first 2.", {"session_at": 2}),
+        (b"first 3.", {"session_ends": True}),
+        (b"other 2.", {"session": "other", "session_ends": True}),
+        (large, {}),
+        (b"first 4.", {"session_starts": True}),
+    ]
+    receiver = FutureReceiver()
+    call = asyncio.ensure_future(
+        dispatcher.end_session("first")
+    )  # runs at the end of this tick, before the requests are flushed
+    for data, fields in sent:
+        dispatcher.send(msgspec.structs.replace(request(), **({"session": "first"} | fields)), data, receiver)
+    dispatcher.send(request(), b"stateless", receiver)
+    leaving = dispatcher.send(msgspec.structs.replace(request(), session="first"), b"leaving.", receiver)
+    dispatcher.cancel(leaving)
+    frames = await engine.frames(len(sent) + 2)
+    received = [(bytes(frame.tail), frame.message) for frame in frames if isinstance(frame.message, Request)]
+    for session in "first", "other":
+        chunks = [data for data, fields in sent if fields.get("session", "first") == session]
+        assert [data for data, message in received if message.session == session] == chunks
+    by_data = dict(received)
+    assert (by_data[b"first 2."].session_at, by_data[b"first 1."].session_at) == (2, None)
+    assert (by_data[b"first 3."].session_ends, by_data[b"first 4."].session_starts) == (True, True)
+    assert isinstance(frames[-1].message, EndSession)
+    call.cancel()
 
 
 @in_loop()
