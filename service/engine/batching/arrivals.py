@@ -13,6 +13,7 @@ import numpy as np
 from service.engine.batching.request_block import QueuedBlock
 from service.engine.batching.session_table import ArrivingChunk, Session, SessionTable
 from service.engine.batching.sessions import Sessions
+from service.engine.batching.state_cache import close_handles
 from service.engine.batching.stored_sessions import Waiting
 from service.engine.execution.device_engine import DeviceEngine
 from service.errors import InvalidInput, Overloaded, ServiceError
@@ -155,10 +156,15 @@ class Arrivals:
             )
         if old is not None and chunk.options.starts and (old.ending or old.key != chunk.key):
             self._sessions.close(old, "restarted")
-        elif old is not None and old.uncertain and not chunk.options.starts and not self._states.pending[old.handle]:
-            if chunk.at != self._states.steps[old.handle]:
-                raise self._table.uncertain_error(old)
+        elif old is not None and self._is_unsure_of(old, chunk):
+            raise self._table.uncertain_error(old)
         return self._table.resume(chunk) or self._table.open(chunk.session, chunk.key, chunk.options.limit)
+
+    def _is_unsure_of(self, session: Session, chunk: ArrivingChunk) -> bool:
+        """Return whether a chunk may follow a later state than its session has."""
+        if not session.uncertain or chunk.options.starts or self._states.pending[session.handle]:
+            return False
+        return chunk.at != self._states.steps[session.handle]
 
     def _waiting(self, block: QueuedBlock, index: int, chunk: ArrivingChunk) -> Waiting:
         """Return a chunk as work that may wait for its session."""

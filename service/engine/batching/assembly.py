@@ -66,8 +66,7 @@ class Assembly:
 
 def result_without_steps(session_steps: int) -> BlockResult:
     """Return the result of a request that only ends a session, which has had so many steps."""
-    none = dict.fromkeys(PER_SEQUENCE)
-    return BlockResult(**none, steps=bytes(COUNT.itemsize), session_steps=np.array([session_steps]))
+    return BlockResult(None, None, None, None, bytes(COUNT.itemsize), session_steps=np.array([session_steps]))
 
 
 def rows_of(block: QueuedBlock, result: BlockResult, rows: Any) -> BlockResult:
@@ -83,4 +82,5 @@ def rows_of(block: QueuedBlock, result: BlockResult, rows: Any) -> BlockResult:
 
     arrays = {name: part(name) for name in PER_SEQUENCE}
     session_steps = None if result.session_steps is None else result.session_steps[rows]
-    return result._replace(**arrays, steps=steps[rows].tobytes(), session_steps=session_steps)
+    state = np.frombuffer(result.state, np.uint8).reshape(len(rows), -1)[rows].tobytes()
+    return result._replace(**arrays, steps=steps[rows].tobytes(), session_steps=session_steps, state=state)

@@ -102,7 +102,7 @@ class BatchRuns:
         before_launch: BeforeLaunch,
         formed: float = math.inf,
     ) -> None:
-        """Launch a batch. If it fails, launch its requests one by one and refuse those that fail alone. pieces: what the last blocks are."""
+        """Launch a batch. If it fails, launch its requests one by one, and refuse those that fail alone. pieces: see _RunningBatch."""
         try:
             slots = self._states.prepare(model, blocks)
         except DeviceLost:
@@ -165,7 +165,7 @@ class BatchRuns:
         """Refuse the only request of a failed batch, unless nothing waits for it."""
         [block] = failed.batch.blocks
         if failed.pieces:
-            [(assembly, piece)] = failed.pieces
+            [(assembly, _)] = failed.pieces
             if not assembly.ended:
                 self._fail_assembly(assembly, self._launch_error(block.model, error))
         elif not failed.withdrawn:
@@ -400,7 +400,7 @@ class BatchRuns:
 
 def _piece_block(assembly: Assembly, piece: Piece, states: StateCache) -> QueuedBlock:
     """Return a piece as a block, with the state handle of its sequence: its own, or a new one if other pieces follow."""
-    block = piece.block.piece(piece.request, piece.sequence, piece.done, piece.steps, assembly)
+    block = piece.block.piece(piece.request, piece.sequence, piece.done, piece.steps)
     handle = assembly.handles.get(piece.sequence)
     if handle is None and not (piece.done == 0 and piece.last):
         handle = assembly.handles[piece.sequence] = states.open()

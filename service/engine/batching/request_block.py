@@ -196,7 +196,7 @@ class QueuedBlock:
         gone = set(indices)
         return self.select([index for index in range(self.requests) if index not in gone])
 
-    def piece(self, request: int, sequence: int, done: int, steps: int, owner: BlockOwner) -> QueuedBlock:
+    def piece(self, request: int, sequence: int, done: int, steps: int) -> QueuedBlock:
         """Return a block of some steps of one sequence, which belongs to a request. done: the steps before them."""
         begin, columns = self._first_steps[sequence] + done, self.columns
         return self._with(
@@ -206,12 +206,10 @@ class QueuedBlock:
                 np.ones(1, COUNT).tobytes(),
                 np.full(1, steps, COUNT).tobytes(),
                 _parts(columns.values, [(begin, begin + steps)], self.steps),
-                b"",
-            ),
-            owner,
+            )
         )
 
-    def _with(self, columns: Columns, owner: BlockOwner | None = None) -> QueuedBlock:
+    def _with(self, columns: Columns) -> QueuedBlock:
         """Return a block of some of the work of this block."""
         lengths = np.frombuffer(columns.lengths, COUNT).tolist()
         block = QueuedBlock(
@@ -225,7 +223,7 @@ class QueuedBlock:
             returns=self.returns,
             share=self.share,
             divisible=self.divisible,
-            owner=owner or self.owner,
+            owner=self.owner,
             timed=self.timed,
             options=self.options,
             arrived=self.arrived,

@@ -110,7 +110,7 @@ class StateCache:
             self._slots_of(model).behind -= behind
 
     def add_withdrawn(self, model: ModelKey, chunks: int) -> None:
-        """Count chunks in flight that nothing waits for, negative when their batch ends. The next chunks of their sessions wait for that."""
+        """Count chunks in flight that nothing waits for, negative at the end of their batch, for which their sessions wait."""
         self._slots_of(model).behind += chunks
 
     # For the scheduler.

@@ -47,7 +47,7 @@ class Rejection(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Steps of one sequence that runs in a batch without the rest of its request. done: its steps before these; last: whether none follow."""
+    """Steps of a sequence that run in a batch without the rest of its request. done: its steps before these; last: whether none follow."""
 
     block: QueuedBlock
     request: int

@@ -25,6 +25,8 @@ class BlockResult(NamedTuple):
     embedding: (sequences, width) float32, sequence: (steps, width) float32.
     steps: (sequences,) int32, how many steps the encoder returned of each, as bytes.
     runs: the batch, if it is timed.
+    session_steps: (requests,) int64, the steps of each session after its chunk. state: the states after each sequence, float32, as bytes.
+    is_finite: false for requests with states that led to values that are not finite. They have no arrays.
     """
 
     scores: Array | None
@@ -34,6 +36,9 @@ class BlockResult(NamedTuple):
     steps: Buffer
     per_step: bool = False
     runs: Sequence[BatchRun] = ()
+    session_steps: NDArray[np.int64] | None = None
+    state: bytes = b""
+    is_finite: bool = True
 
 
 class FinishedBatch(NamedTuple):
