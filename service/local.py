@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -13,14 +15,19 @@ import torch
 from kernels.folder import set_cache_folder
 from service.cores import compute_threads, usable_cores
 from service.engine import build
+from service.engine.batching.request_block import QueuedBlock
 from service.engine.execution.device import allow_tf32
 from service.engine.execution.device_engine import DeviceEngine
+from service.engine.execution.in_flight import BlockResult
+from service.engine.frontend_channel import answer_message
 from service.engine.internal_errors import InternalErrors
 from service.errors import ServiceError
 from service.frontend.dispatch.empty_rows import EmptyRows
 from service.frontend.run import head_outputs, validation
 from service.frontend.run.catalog import build_catalog
-from service.ipc.messages.inference import Answer, AnswerWithoutSteps
+from service.ipc.blocks import block_key, encode_block, split_answers
+from service.ipc.channel import decode
+from service.ipc.messages.inference import Answer, AnswerWithoutSteps, Request, RequestBlock
 from service.log import Log
 from service.metrics import Metrics
 from service.modeling import spec
@@ -31,6 +38,29 @@ from service.modeling.store import read_arrays
 from service.modeling.tokenizer import Tokenizer
 from service.settings import Settings
 from service.supervisor.repository import Repository
+
+
+@dataclass
+class _LocalRequest:
+    """A QueuedRequest."""
+
+    id: int
+    request: Request
+    data: bytes | memoryview
+
+
+class _LocalOwner(NamedTuple):
+    """The BlockOwner of a single request."""
+
+    rows: EmptyRows
+
+    def answer(self, block: QueuedBlock, result: BlockResult, ready: float) -> None:
+        message, columns = answer_message(block, result, ready)
+        for _, answer, data in split_answers(message, b"".join(columns)):
+            self.rows.answered(answer, data)
+
+    def refuse(self, ids: Sequence[int], error: ServiceError) -> None:
+        self.rows.failed(error)
 
 
 def build_engine(settings: Settings, metrics: Metrics) -> DeviceEngine:
@@ -58,7 +88,11 @@ def infer(settings: Settings, name: str, texts: list[str]) -> list[dict[str, Any
     rows = EmptyRows(request, packed.data, known, receiver)
     rest, data = rows.rest()
     if rest.lengths:
-        batcher.submit(rest, bytes(data), lambda answer, parts: rows.answered(answer, b"".join(parts)), rows.failed)
+        key = block_key(model.key, rest)
+        frame = decode(b"".join(encode_block(key, [_LocalRequest(1, rest, data)])))
+        assert isinstance(frame.message, RequestBlock)
+        divisible = engine.streams(model.key)
+        batcher.submit(QueuedBlock.read(frame.message, frame.tail, _LocalOwner(rows), divisible=divisible))
     else:
         receiver.answered(*rows.alone())
     while not answers and not errors:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
 from service.engine.batching.request_block import PLAIN, QueuedBlock
+from service.engine.batching.state_slots import Numbers
 from service.ipc.blocks import COUNT, DEADLINE_BYTES, ID_BYTES, Buffer, Columns
 from service.ipc.messages.inference import Returns
 from service.ipc.messages.models import ModelKey
@@ -33,8 +33,8 @@ class Batch:
     blocks: Sequence[QueuedBlock]
     since: float = math.inf
     formed: float = math.inf
-    read_slots: NDArray[np.int32] | None = None
-    write_slots: NDArray[np.int32] | None = None
+    read_slots: Numbers | None = None
+    write_slots: Numbers | None = None
     rows: int = field(default=0, init=False)
     tokens: int = field(default=0, init=False)
     longest: int = field(default=0, init=False)

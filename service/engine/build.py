@@ -11,9 +11,10 @@ from pathlib import Path
 import torch
 
 from kernels.folder import set_cache_folder
-from service.engine.batching.selection import SchedulerLimits
 from service.engine.batching.batcher import Batcher
+from service.engine.batching.selection import SchedulerLimits
 from service.engine.batching.session_table import SessionTable
+from service.engine.batching.state_cache import StateCache
 from service.engine.batching.stored_sessions import StoredSessions
 from service.engine.execution.device import allow_tf32, available_bytes, use_device
 from service.engine.execution.device_engine import DeviceEngine
@@ -95,7 +96,8 @@ def build_batcher(
         batch_seconds=budget_ms / 1000,
     )
     journal = journal or SessionJournal(journal_records(settings))
-    table = SessionTable(settings.max_sessions, settings.session_idle_seconds, journal, metrics)
+    states = StateCache(engine, metrics)
+    table = SessionTable(settings.max_sessions, settings.session_idle_seconds, journal, metrics, states)
     stored = None
     if settings.session_store:
         waiting, chunks = settings.max_waiting, settings.checkpoint_chunks

@@ -6,7 +6,6 @@ import selectors
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import islice, repeat
 from typing import Any, get_args
 
 import numpy as np
@@ -23,7 +22,7 @@ from service.engine.loading import ModelLoader
 from service.engine.profiling.session import ProfilingSession
 from service.engine.trials import TrialReports
 from service.errors import InferenceFailed, ServiceError
-from service.ipc.blocks import COUNT, DEADLINE, ID, Columns, join_blocks
+from service.ipc.blocks import ID, join_blocks
 from service.ipc.channel import Channel, Frame, encode, send_now
 from service.ipc.heartbeat import IDLE_SECONDS, PATIENCE_SECONDS, Heartbeat
 from service.ipc.messages.control import Attach, CloseModel, CollectMetrics, MetricsCollected, PrepareModel, Ready
@@ -33,7 +32,6 @@ from service.ipc.messages.inference import (
     EngineStatus,
     RecordTrace,
     Release,
-    Request,
     RequestBlock,
 )
 from service.ipc.messages.message import Done, Message, Refusal, Reply
@@ -95,7 +93,6 @@ class Worker:
         }
         self._handlers: dict[type[Message], tuple[str, Callable[[FrontendChannel, Frame, Any], None]]] = {
             RequestBlock: ("requests", self._handle_block),
-            Request: ("requests", self._handle_request),
             Cancel: ("cancel", self._handle_cancel),
             RecordTrace: ("trace", self._handle_record_trace),
             Release: ("release", self._handle_release),
@@ -269,71 +266,17 @@ class Worker:
     def _handle_block(self, frontend: FrontendChannel, frame: Frame, message: RequestBlock) -> None:
         key = message.key
         served = self._engine.serves(key)
-        columns = Columns.read(frame.tail, message.requests, message.sequences, message.state_bytes)
-        if message.sessions or message.initial or message.returns.state:
-            self._handle_requests(frontend, message, columns)
-            return
-        block = QueuedBlock(
-            key,
-            columns,
-            steps=message.steps,
-            shortest=message.shortest,
-            longest=message.longest,
-            deadline=message.deadline,
-            priority=message.priority,
-            returns=message.returns,
-            share=message.share,
-            divisible=served and self._engine.streams(key),
-            owner=frontend,
-            timed=message.timed,
-        )
         if served:
             self._count_channel(key, message.sent, message.requests)
-        self._batcher.submit_block(block)
-
-    def _handle_requests(self, frontend: FrontendChannel, message: RequestBlock, columns: Columns) -> None:
-        """Queue the requests of a block with sessions or states one by one."""
-        options, lengths = message.options, iter(np.frombuffer(columns.lengths, COUNT).tolist())
-        values, states = bytes(columns.values), bytes(columns.states)
-        step_bytes, sequence_bytes = len(values) // max(1, message.steps), len(states) // message.sequences
-        rows = zip(
-            np.frombuffer(columns.ids, ID).tolist(),
-            np.frombuffer(columns.deadlines, DEADLINE).tolist(),
-            np.frombuffer(columns.counts, COUNT).tolist(),
-            message.sessions or repeat(None),
-            message.at or repeat(-1),
-            strict=False,
-        )
-        begin = first = 0
-        for id, deadline, count, session, at in rows:
-            own = list(islice(lengths, count))
-            end, last = begin + sum(own) * step_bytes, first + count * sequence_bytes
-            request = Request(
-                *(message.model, message.version, own, deadline, message.sent, message.priority, message.returns, session),
-                *(options.starts, options.ends, message.generation, options.exactly, options.resubmitted, options.limit),
-                *(message.share, last - first, message.timed, None if at < 0 else at, options.opens),
-            )
-            self._handle_request(frontend, Frame(request, id, values[begin:end] + states[first:last]), request)
-            begin, first = end, last
-
-    def _handle_request(self, frontend: FrontendChannel, frame: Frame, request: Request) -> None:
-        if self._engine.serves(request.key):
-            self._count_channel(request.key, request.sent, 1)
-        reply, refuse = partial(frontend.send_answer, frame.id), partial(frontend.send_refusal, frame.id)
-        ticket = self._batcher.submit(request, frame.tail, reply, refuse, again=request.resubmitted)
-        if not ticket.ended:
-            frontend.tickets[frame.id] = ticket
+        divisible = served and self._engine.streams(key)
+        self._batcher.submit(QueuedBlock.read(message, frame.tail, frontend, divisible=divisible))
 
     def _count_channel(self, key: ModelKey, sent: float, requests: int) -> None:
         """Count the time of requests on their way to this engine. Only for served models: labels of other models would stay for ever."""
         self._metrics.stage_seconds.observe_often(max(0.0, time.monotonic() - sent), requests, *key.labels, "channel")
 
     def _handle_cancel(self, frontend: FrontendChannel, frame: Frame, message: Cancel) -> None:
-        ticket = frontend.tickets.pop(frame.id, None)
-        if ticket is not None:
-            self._batcher.cancel(ticket)
-        else:
-            self._batcher.cancel_request(frontend, frame.id)
+        self._batcher.cancel(frontend, frame.id)
         self._profiling.cancel(frontend.channel, frame.id)
 
     def _handle_record_trace(self, frontend: FrontendChannel, frame: Frame, message: RecordTrace) -> None:
@@ -436,14 +379,12 @@ class Worker:
         self._trials.detach(channel)
         if frontend is not None:
             self._batcher.cancel_owner(frontend)
-            for ticket in frontend.tickets.values():
-                self._batcher.cancel(ticket)
         channel.close()
 
 
 def _lag(message: Message) -> float:
     """Return how long requests have waited to be read. Other messages never wait too long."""
-    return time.monotonic() - message.sent if isinstance(message, RequestBlock | Request) else 0.0
+    return time.monotonic() - message.sent if isinstance(message, RequestBlock) else 0.0
 
 
 def _patience(predicted_seconds: float) -> float:

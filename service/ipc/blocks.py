@@ -78,6 +78,21 @@ class BlockKey(msgspec.Struct, frozen=True):
     initial: bool = False
 
 
+def block_key(model: ModelKey, request: Request) -> BlockKey:
+    """Return what a request shares with the others of its block."""
+    options = None
+    if request.session is not None:
+        options = SessionOptions(
+            request.session_starts,
+            request.session_ends,
+            request.exactly,
+            request.opens_session,
+            request.session_limit,
+            request.resubmitted,
+        )
+    return BlockKey(model, request.priority, request.returns, request.share, options, request.initial)
+
+
 class QueuedRequest(Protocol):
     """A request that leaves in the next block. data: the values of its steps, and the states that it brings."""
 

@@ -86,20 +86,20 @@ class Encoder:
         return [] if self._slabs is None else self._slabs.numbers()
 
     @torch.inference_mode()
-    def save(self, slots: NDArray[np.int32]) -> dict[str, Tensor]:
+    def save(self, slots: NDArray[np.integer[Any]]) -> dict[str, Tensor]:
         """Return the states in some slots, (slots, ...) each, on the host, by layer and array name."""
         index = torch.from_numpy(slots).to(self.device)
         return {name: slab.index_select(0, index).cpu() for name, slab in self._allocated_slabs().slabs().items()}
 
     @torch.inference_mode()
-    def restore(self, slots: NDArray[np.int32], states: Mapping[str, Tensor]) -> None:
+    def restore(self, slots: NDArray[np.integer[Any]], states: Mapping[str, Tensor]) -> None:
         """Write states that `save` returned into as many slots."""
         index = torch.from_numpy(slots).to(self.device, torch.int64)
         for name, slab in self._allocated_slabs().slabs().items():
             slab.index_copy_(0, index, states[name].to(slab))
 
     @torch.inference_mode()
-    def state_vectors(self, slots: NDArray[np.int32]) -> Tensor:
+    def state_vectors(self, slots: NDArray[np.integer[Any]]) -> Tensor:
         """Return the states of `spec.states` in some slots, joined in their order, on the host: (slots, numbers) float32."""
         states, names = self.save(slots), self._slab_names()
         return torch.cat([states[names[name]].float() for name in self.spec.states], dim=1)

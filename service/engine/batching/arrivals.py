@@ -55,9 +55,7 @@ class Arrivals:
                 field="session",
             )
         if block.has_states and not self._engine.spec(key).states:
-            return InvalidInput(
-                f"{key.name} has no states that a request may bring or ask for: leave them out", field="states"
-            )
+            return InvalidInput(f"{key.name} has no states that a request may bring or ask for: leave them out", field="states")
         return None
 
     def attach(self, block: QueuedBlock) -> QueuedBlock | None:
@@ -139,9 +137,7 @@ class Arrivals:
         """Return the session that a chunk starts or continues, None if the chunk waits for the session store; raises ServiceError."""
         chunk, stored = _chunk(block, index), self._sessions.stored
         if block.sequences != block.requests:
-            raise InvalidInput(
-                f"{block.counts[index]} inputs for one session: send its chunks one by one", field="inputs"
-            )
+            raise InvalidInput(f"{block.counts[index]} inputs for one session: send its chunks one by one", field="inputs")
         if stored is not None and stored.hold(chunk.session, self._waiting(block, index, chunk)):
             self._held[block.owner, block.ids[index]] = None
             return None
@@ -164,7 +160,7 @@ class Arrivals:
         """Return whether a chunk may follow a later state than its session has."""
         if not session.uncertain or chunk.options.starts or self._states.pending[session.handle]:
             return False
-        return chunk.at != self._states.steps[session.handle]
+        return chunk.at != int(self._states.steps[session.handle])
 
     def _waiting(self, block: QueuedBlock, index: int, chunk: ArrivingChunk) -> Waiting:
         """Return a chunk as work that may wait for its session."""

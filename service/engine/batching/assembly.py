@@ -14,8 +14,9 @@ from service.ipc.messages.inference import MAX_RUNS, BatchRun
 PER_SEQUENCE = ("scores", "picks", "embedding", "sequence")
 
 
-NOT_FINITE = BlockResult(None, None, None, None, b"", is_finite=False)
-"""The result of requests with states that led to values that are not finite."""
+def not_finite(block: QueuedBlock) -> BlockResult:
+    """Return the result of requests with states that led to values that are not finite."""
+    return BlockResult(None, None, None, None, bytes(COUNT.itemsize * block.sequences), is_finite=False)
 
 
 class Assembly:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from service.engine.batch import Batch
-from service.engine.batching.assembly import NOT_FINITE, Assembly, rows_of
+from service.engine.batching.assembly import Assembly, not_finite, rows_of
 from service.engine.batching.request_block import BlockOwner, BlockRequest, QueuedBlock, arrival_of
 from service.engine.batching.scheduler import ScheduledBatch, Scheduler
 from service.engine.batching.session_table import Session
@@ -134,7 +134,11 @@ class BatchRuns:
         """Run the requests of a failed batch one by one. Refuses a request that has failed alone."""
         batch = failed.batch
         self._end_withdrawn(failed)
-        if len(batch.blocks) == 1 and batch.blocks[0].requests == 1 and (batch.rows == 1 or batch.blocks[0].handles is not None):
+        if (
+            len(batch.blocks) == 1
+            and batch.blocks[0].requests == 1
+            and (batch.rows == 1 or batch.blocks[0].handles is not None)
+        ):
             self._refuse_failed(failed, error)
             return
         if isinstance(error, OutOfMemory):
@@ -214,7 +218,9 @@ class BatchRuns:
                 self._answer(block, result, ready)
             else:
                 assert batch.write_slots is not None
-                self._finish_stateful(block, result, batch.write_slots[rows], finite, running.withdrawn.get(block, set()), ready)
+                self._finish_stateful(
+                    block, result, batch.write_slots[rows], finite, running.withdrawn.get(block, set()), ready
+                )
             first = rows.stop
 
     def _answer(self, block: QueuedBlock, result: BlockResult, ready: float) -> bool:
@@ -245,12 +251,12 @@ class BatchRuns:
         if block.returns.state:
             result = result._replace(state=self._engine.state_vectors(model, writes))
         good: QueuedBlock | None = block
-        not_finite: list[int] = []
+        failed: list[int] = []
         if withdrawn or (finite is not None and not finite.all()):
-            not_finite = [] if finite is None else np.unique(block.request_of[~finite]).tolist()
+            failed = [] if finite is None else np.unique(block.request_of[~finite]).tolist()
             gone = {block.ids.index(id) for id in withdrawn}
-            good = block.without(sorted(gone.union(not_finite)))
-            not_finite = [index for index in not_finite if index not in gone]
+            good = block.without(sorted(gone.union(failed)))
+            failed = [index for index in failed if index not in gone]
             kept = np.isin(block.request_of, [] if good is None else [block.ids.index(id) for id in good.ids])
             result = rows_of(block, result, kept)
             states.abandon(model, handles[~kept], writes[~kept])
@@ -260,8 +266,9 @@ class BatchRuns:
         if not block.sessions:
             for handle in handles.tolist():
                 states.close(model, handle)
-        for index in not_finite:
-            block.owner.answer(block.select([index]), NOT_FINITE, ready)
+        for index in failed:
+            alone = block.select([index])
+            alone.owner.answer(alone, not_finite(alone), ready)
             if block.sessions:
                 self._sessions.skip(block, index)
 
@@ -271,23 +278,21 @@ class BatchRuns:
         assert handles is not None
         if self._answer(block, result, ready):
             states.commit(model, handles, writes, ready)
-            if block.sessions:
+            if result.session_steps is not None:
                 self._sessions.answered(block, handles, result.session_steps)
         else:
             states.abandon(model, handles, writes)
             for index in reversed(range(block.requests if block.sessions else 0)):
                 self._sessions.skip(block, index)
 
-    def _finish_piece(
-        self, assembly: Assembly, piece: Piece, result: BlockResult, finite: Flags | None, ready: float
-    ) -> None:
+    def _finish_piece(self, assembly: Assembly, piece: Piece, result: BlockResult, finite: Flags | None, ready: float) -> None:
         """Add a piece to its request, which is answered with its last piece."""
         if assembly.ended:
             return
         whole = assembly.whole
         if whole.handles is not None and finite is not None and not finite[0]:
             self._scheduler.drop_request(whole.owner, whole.ids[0])
-            whole.owner.answer(whole, NOT_FINITE, ready)
+            whole.owner.answer(whole, not_finite(whole), ready)
             self.leave(*assembly.key)
         elif assembly.add(piece.sequence, result, last=piece.last):
             self._answer_assembly(assembly, ready)
@@ -302,7 +307,7 @@ class BatchRuns:
         if whole.returns.state:
             result = result._replace(state=self._engine.state_vectors(model, states.slots[handles]))
         is_answered = self._answer(whole, result, ready)
-        if handles is not None and whole.sessions and is_answered:
+        if handles is not None and result.session_steps is not None and is_answered:
             states.finish(model, int(handles[0]), ready)
             self._end_assembly(assembly)
             self._sessions.answered(whole, handles, result.session_steps)

@@ -19,7 +19,7 @@ from service.engine.batching.due import HEAD_START_SECONDS, allowance, allowance
 from service.engine.execution.cost_model import Cost
 from service.errors import ServiceError
 from service.ipc.blocks import COUNT, COUNT_BYTES, DEADLINE, ID, ID_BYTES, Buffer, Columns
-from service.ipc.messages.inference import ANY_SESSION, NO_TENANT, Returns, SessionOptions, Share
+from service.ipc.messages.inference import ANY_SESSION, NO_TENANT, RequestBlock, Returns, SessionOptions, Share
 from service.ipc.messages.models import ModelKey
 
 PLAIN = Returns()
@@ -76,6 +76,27 @@ class QueuedBlock:
         self.requests = len(self.columns.ids) // ID_BYTES
         self.sequences = len(self.columns.lengths) // COUNT_BYTES
         self.head_start = self.priority * HEAD_START_SECONDS
+
+    @classmethod
+    def read(cls, message: RequestBlock, data: Buffer, owner: BlockOwner, *, divisible: bool) -> QueuedBlock:
+        """Return the block of a message. data: the columns that follow it."""
+        return cls(
+            message.key,
+            Columns.read(data, message.requests, message.sequences, message.state_bytes),
+            steps=message.steps,
+            shortest=message.shortest,
+            longest=message.longest,
+            deadline=message.deadline,
+            priority=message.priority,
+            returns=message.returns,
+            share=message.share,
+            divisible=divisible,
+            owner=owner,
+            timed=message.timed,
+            sessions=message.sessions,
+            at=message.at,
+            options=message.options,
+        )
 
     def arrive(self, now: float, order: int, cost: Cost | None) -> None:
         """Note the arrival. cost: of the model's batches, None for a block that has not arrived."""

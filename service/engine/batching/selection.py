@@ -49,9 +49,7 @@ class Selection(NamedTuple):
     steps: Array
 
 
-def select(
-    table: Array, limits: SchedulerLimits, cost: Cost, max_seconds: float, room: int, *, divisible: bool
-) -> Selection:
+def select(table: Array, limits: SchedulerLimits, cost: Cost, max_seconds: float, room: int, *, divisible: bool) -> Selection:
     """Take sequences in order until the batch is full. The first is always taken, if there is room for its state.
 
     table: the sequences that may run, in their order, as in TenantQueue.

@@ -106,9 +106,7 @@ class SessionTable:
     The journal has more records than there may be open sessions. The others remember sessions that have ended.
     """
 
-    def __init__(
-        self, limit: int, idle_seconds: float, journal: SessionJournal, metrics: Metrics, states: StateCache
-    ) -> None:
+    def __init__(self, limit: int, idle_seconds: float, journal: SessionJournal, metrics: Metrics, states: StateCache) -> None:
         self._limit = limit
         self.idle_seconds = idle_seconds
         self._journal = journal

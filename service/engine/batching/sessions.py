@@ -183,7 +183,9 @@ class Sessions:
         later = self._withdraw(session, int(block.orders[index]))
         self._remove(session, [(block, index), *later])
         self._refuse_chunks(
-            session, later, f"an earlier chunk of session {session_id(session.id)!r} was not run: send both again, in their order"
+            session,
+            later,
+            f"an earlier chunk of session {session_id(session.id)!r} was not run: send both again, in their order",
         )
         self.leave(session)
 

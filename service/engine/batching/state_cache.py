@@ -310,6 +310,4 @@ def close_handles(states: StateCache, block: QueuedBlock, index: int) -> None:
 
 def _handles_of(blocks: Sequence[QueuedBlock]) -> Numbers:
     """Return the state handle of each row, or NO_HANDLE."""
-    return np.concatenate(
-        [np.full(block.sequences, NO_HANDLE) if block.handles is None else block.handles for block in blocks]
-    )
+    return np.concatenate([np.full(block.sequences, NO_HANDLE) if block.handles is None else block.handles for block in blocks])

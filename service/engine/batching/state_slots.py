@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
 ZERO_SLOT, DISCARD_SLOT, FIRST_SLOT = 0, 1, 2
 """ZERO_SLOT holds the state in which every sequence begins and is never written. DISCARD_SLOT takes the states that nothing continues from
 and is never read. FIRST_SLOT is the first slot that a state handle may hold."""
-Numbers = NDArray[np.int64]
+Numbers = NDArray[np.integer[Any]]
 
 
 class FreeSlots:

@@ -121,9 +121,7 @@ class TenantQueue:
         self._remove(places[last])
         return blocks, pieces
 
-    def _whole_requests(
-        self, rows: NDArray[np.int64], whole: NDArray[np.bool_]
-    ) -> tuple[list[QueuedBlock], NDArray[np.bool_]]:
+    def _whole_requests(self, rows: NDArray[np.int64], whole: NDArray[np.bool_]) -> tuple[list[QueuedBlock], NDArray[np.bool_]]:
         """Return blocks of the requests of which every sequence is among the rows that run whole, and which rows belong to them."""
         chosen: dict[int, list[int]] = {}
         for number, request in rows[whole][:, [NUMBER, REQUEST]].tolist():

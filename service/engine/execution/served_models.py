@@ -9,10 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from service.engine.batching.session_state import State
-from service.engine.batching.state_slots import ZERO_SLOT
+from service.engine.batching.state_slots import ZERO_SLOT, Numbers
 from service.engine.execution.cost_model import Correction, Cost
 from service.engine.execution.cuda_graph_runner import CudaGraphRunner
 from service.engine.execution.device import OutputCollector, StreamPool, raise_if_lost, reserve_memory
@@ -156,17 +155,17 @@ class ServedModels:
         """Write a state to a slot, for batches launched from now on."""
         self.restore_slots(key, np.array([slot], np.int32), {name: tensor[None] for name, tensor in state.items()})
 
-    def save_slots(self, key: ModelKey, slots: NDArray[np.int32]) -> State:
+    def save_slots(self, key: ModelKey, slots: Numbers) -> State:
         """Return the states in some slots as `save` does, (slots, ...) each."""
         with self._noticing_loss():
             return self._served[key].runner.encoder.save(slots)
 
-    def restore_slots(self, key: ModelKey, slots: NDArray[np.int32], states: State) -> None:
+    def restore_slots(self, key: ModelKey, slots: Numbers, states: State) -> None:
         """Write states, (slots, ...) each, to as many slots, for batches launched from now on."""
         with self._noticing_loss():
             self._served[key].runner.encoder.restore(slots, states)
 
-    def state_vectors(self, key: ModelKey, slots: NDArray[np.int32]) -> bytes:
+    def state_vectors(self, key: ModelKey, slots: Numbers) -> bytes:
         """Return the model's states in some slots, joined in their order: (slots, numbers) float32."""
         with self._noticing_loss():
             return self._served[key].runner.encoder.state_vectors(slots).numpy().tobytes()

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from service.engine.batching.state_slots import Numbers
 from service.engine.execution.device import Copy, GraphLaunch, OutputCollector
 from service.engine.execution.graph_capture import GraphPool
 from service.engine.execution.in_flight import Array
 
 
-def host_finite_rows(slabs: Sequence[Array], targets: NDArray[np.int32]) -> Array | None:
+def host_finite_rows(slabs: Sequence[Array], targets: Numbers) -> Array | None:
     """The check on a CPU, for a few microseconds: torch would take several times as long. slabs: (slots, numbers) each.
 
     Returns (rows,) bool for the slots that the rows have written; None if all rows are finite.

@@ -8,10 +8,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from service.engine.batching.batcher import Batcher
-from service.engine.batching.ticket import SendRefusal
 from service.engine.execution.device_engine import DeviceEngine
 from service.engine.profiling.recorder import BatchRecorder
-from service.errors import Overloaded, Unavailable
+from service.errors import Overloaded, ServiceError, Unavailable
 from service.ipc.channel import Channel
 from service.ipc.heartbeat import Heartbeat
 from service.ipc.messages.inference import EngineStatus, RecordTrace
@@ -29,7 +28,7 @@ class _RunningTrace:
     requester: tuple[Channel, int]
     recorder: BatchRecorder
     reply: TraceReply
-    refuse: SendRefusal
+    refuse: Callable[[ServiceError], None]
 
 
 class ProfilingSession:
@@ -46,7 +45,9 @@ class ProfilingSession:
         self.trace: _RunningTrace | None = None
         self.resumed = 0.0
 
-    def begin(self, requester: tuple[Channel, int], request: RecordTrace, reply: TraceReply, refuse: SendRefusal) -> None:
+    def begin(
+        self, requester: tuple[Channel, int], request: RecordTrace, reply: TraceReply, refuse: Callable[[ServiceError], None]
+    ) -> None:
         """Start a trace, or refuse it at once. Calls `reply` with the events when the trace is complete."""
         if self.trace is not None:
             refuse(Overloaded("a trace is being recorded, and there is one at a time: retry when it has ended", retry_after=1))

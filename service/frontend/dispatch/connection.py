@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from service.errors import EngineLost, ServiceError
 from service.ipc.async_channel import AsyncChannel
-from service.ipc.blocks import ID, BlockKey, encode_block, split_answers
+from service.ipc.blocks import ID, BlockKey, block_key, encode_block, split_answers
 from service.ipc.channel import MAX_COPIED_BYTES, Channel, Frame, encode
 from service.ipc.messages.inference import (
     Answer,
@@ -27,7 +27,6 @@ from service.ipc.messages.inference import (
     RefusalBlock,
     Release,
     Request,
-    SessionOptions,
     TrialBegan,
     TrialEnded,
 )
@@ -270,7 +269,7 @@ class EngineConnection:
         self._pending_bytes += pending.size
         model, request = self.models.get(pending.key), pending.request
         self._wait.add(pending.id, model.seconds(request.lengths) if model else 0.0)
-        key, session, large = _block_key(pending.key, request), request.session, pending.size > MOST_COPIED
+        key, session, large = block_key(pending.key, request), request.session, pending.size > MOST_COPIED
         if large or (session is not None and self._session_blocks.get(session, key) != key):
             self._send_blocks()  # the chunks of a session leave in their order
         self._blocks.setdefault(key, {})[pending.id] = pending
@@ -305,9 +304,7 @@ class EngineConnection:
         self._channel.close()
 
     def _handle_frame(self, frame: Frame) -> None:
-        if type(frame.message) is Answer:
-            self._handle_answer(frame, frame.message)
-        elif not self.rpc.handle_reply(frame) and type(frame.message) in self._handlers:
+        if not self.rpc.handle_reply(frame) and type(frame.message) in self._handlers:
             self._handlers[type(frame.message)](frame, frame.message)
 
     def _handle_status(self, frame: Frame, status: EngineStatus) -> None:
@@ -319,11 +316,6 @@ class EngineConnection:
 
     def _handle_backlog(self, frame: Frame, backlog: Backlog) -> None:
         self._wait.report(backlog.seconds, backlog.frames, self._clock())
-
-    def _handle_answer(self, frame: Frame, answer: Answer) -> None:
-        pending = self.pending.get(frame.id)
-        if pending is not None:
-            pending.answer(answer, frame.tail)
 
     def _handle_answers(self, frame: Frame, block: AnswerBlock) -> None:
         for id, answer, data in split_answers(block, frame.tail):
@@ -373,18 +365,3 @@ class EngineConnection:
     def _lose(self) -> None:
         self.rpc.close(EngineLost("the engine ended before it replied: retry", retry_after=1))
         self._owner.engine_lost(self)
-
-
-def _block_key(model: ModelKey, request: Request) -> BlockKey:
-    """Return what a request shares with the others of its block."""
-    options = None
-    if request.session is not None:
-        options = SessionOptions(
-            request.session_starts,
-            request.session_ends,
-            request.exactly,
-            request.opens_session,
-            request.session_limit,
-            request.resubmitted,
-        )
-    return BlockKey(model, request.priority, request.returns, request.share, options, request.initial)

@@ -12,24 +12,24 @@ import numpy as np
 import torch
 
 from service.engine.batch import Batch
-from service.engine.batching.batch_builder import SchedulerLimits
 from service.engine.batching.batcher import Batcher
-from service.engine.batching.model_queue import QueuedSequence
 from service.engine.batching.request_block import QueuedBlock
 from service.engine.batching.scheduler import Scheduler
+from service.engine.batching.selection import SchedulerLimits
 from service.engine.batching.session_state import State
 from service.engine.batching.session_table import SessionTable
+from service.engine.batching.state_cache import StateCache
 from service.engine.batching.state_slots import ZERO_SLOT
 from service.engine.batching.stored_sessions import StoredSessions
-from service.engine.batching.ticket import Ticket
 from service.engine.execution.cost_model import Cost
 from service.engine.execution.device_engine import DeviceEngine, PreparedModel
-from service.engine.execution.in_flight import Array, BlockResult, ChunkResult, EndObserver, FinishedPart
+from service.engine.execution.in_flight import Array, BlockResult, EndObserver, FinishedBatch
+from service.engine.frontend_channel import answer_message
 from service.engine.internal_errors import InternalErrors
 from service.errors import OutOfMemory, ServiceError
 from service.ipc import session_file
 from service.ipc.blocks import COUNT, DEADLINE, ID, Columns, split_answers
-from service.ipc.messages.inference import FEATURES, IDS, NO_TENANT, Answer, AnswerBlock, LoadedModel, Request, Returns, Share
+from service.ipc.messages.inference import FEATURES, IDS, NO_TENANT, Answer, LoadedModel, Returns, SessionOptions, Share
 from service.ipc.messages.models import ModelKey
 from service.ipc.session_journal import SessionJournal
 from service.log import Log
@@ -46,30 +46,25 @@ COST = Cost(1.0, 0.0, 0.0)
 LIMITS = SchedulerLimits(max_waiting=100, max_batch_sequences=8, max_batch_tokens=100, batch_seconds=100.0)
 
 
-def sequences(*steps: int, deadline: float = NEVER, divisible: bool = False, **options: Any) -> list[QueuedSequence]:
-    return [QueuedSequence(count, deadline, divisible=divisible, **options) for count in steps]
+class FreeStates:
+    """The states of a scheduler whose sequences have none: there is room for some, and no chunk waits for another."""
+
+    def __init__(self, room: int) -> None:
+        self._room = room
+
+    def room(self, model: ModelKey) -> int:
+        return self._room
+
+    def any_behind(self, model: ModelKey) -> bool:
+        return False
+
+    def busy(self, handles: np.ndarray[tuple[int], np.dtype[np.int64]]) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+        return np.zeros(len(handles), bool)
 
 
-def scheduler(cost: Cost = COST, room: int = 1000, **limits: Any) -> Scheduler[QueuedSequence]:
+def scheduler(cost: Cost = COST, room: int = 1000, **limits: Any) -> Scheduler:
     """limits: other values than in LIMITS."""
-    return Scheduler(replace(LIMITS, **limits), lambda _: cost, lambda _: room)
-
-
-def request(
-    lengths: Sequence[int],
-    *,
-    model: ModelKey = MODEL,
-    deadline: float = NEVER,
-    starts: bool | None = None,
-    ends: bool = False,
-    at: int | None = None,
-    opens: bool = True,
-    **others: Any,
-) -> Request:
-    """Return a request. starts, ends, at, opens: of its session; others: as in Request."""
-    session = {"session_starts": starts, "session_ends": ends, "session_at": at, "opens_session": opens}
-    key = {"generation": model.generation, "exactly": True}
-    return Request(*model.labels, list(lengths), deadline, sent=0.0, **(key | session | others))
+    return Scheduler(replace(LIMITS, **limits), lambda _: cost, FreeStates(room))
 
 
 def ids(sequences: Sequence[Sequence[int]]) -> bytes:
@@ -80,6 +75,7 @@ def ids(sequences: Sequence[Sequence[int]]) -> bytes:
 def block(
     requests: Sequence[tuple[int, float, Sequence[int]]],
     values: bytes = b"",
+    states: bytes = b"",
     *,
     model: ModelKey = MODEL,
     priority: int = 0,
@@ -87,8 +83,9 @@ def block(
     share: Share = NO_TENANT,
     divisible: bool = False,
     owner: object = None,
+    **others: Any,
 ) -> QueuedBlock:
-    """Return a block. requests: the id, the deadline and the lengths of each; values: their token ids, zeros by default."""
+    """Return a block. requests: the id, the deadline and the lengths of each; values: their ids, zeros by default. others: as in QueuedBlock."""
     lengths = [steps for _, _, of_request in requests for steps in of_request]
     columns = Columns(
         np.array([id for id, _, _ in requests], ID).tobytes(),
@@ -96,6 +93,7 @@ def block(
         np.array([len(of_request) for _, _, of_request in requests], COUNT).tobytes(),
         np.array(lengths, COUNT).tobytes(),
         values or bytes(np.dtype(IDS).itemsize * sum(lengths)),
+        states,
     )
     return QueuedBlock(
         model,
@@ -109,9 +107,11 @@ def block(
         share=share,
         divisible=divisible,
         owner=owner,
+        **others,
     )
 
 
+Ids = np.ndarray[tuple[int], np.dtype[np.int32]]
 POISON = 666
 OVERFLOW = 777
 """Id that leads to a state that is not finite."""
@@ -136,7 +136,7 @@ class FakeEngine(DeviceEngine):
         self.states: dict[ModelKey, list[list[float]]] = {key: [[0.0, 0.0] for _ in range(100)] for key in self.served}
         self.observer: EndObserver | None = None
         self._slots = slots, 8
-        self._done: list[FinishedPart] = []
+        self._done: list[FinishedBatch] = []
 
     def loaded(self) -> list[LoadedModel]:
         return [LoadedModel(*key.labels, str(self.device), [], generation=key.generation) for key in self.served]
@@ -171,8 +171,8 @@ class FakeEngine(DeviceEngine):
     def restore(self, key: ModelKey, slot: int, state: State) -> None:
         self.states[key][slot] = state["sum"].tolist()
 
-    def state_vector(self, key: ModelKey, slot: int) -> bytes:
-        return np.array(self.states[key][slot], FEATURES).tobytes()
+    def state_vectors(self, key: ModelKey, slots: Sequence[int]) -> bytes:
+        return np.array([self.states[key][slot] for slot in slots], FEATURES).tobytes()
 
     def state_from(self, key: ModelKey, vector: bytes | memoryview) -> State:
         return {"sum": torch.tensor(np.frombuffer(vector, FEATURES).tolist())}
@@ -191,27 +191,35 @@ class FakeEngine(DeviceEngine):
 
     def launch(self, batch: Batch) -> None:
         in_blocks = [rows_of(block) for block in batch.blocks]
-        rows = [np.frombuffer(chunk.data, IDS) for chunk in batch.chunks]
-        together = [row for block_rows in in_blocks for row in block_rows] + rows
-        self.ran.append([int(row[0]) for row in together])
-        states = self.states[batch.model]
-        read = [states[chunk.read_slot] for chunk in batch.chunks]
-        for chunk, (total, count), row in zip(batch.chunks, read, rows, strict=True):
-            # Written before the failure: a batch that fails on a device leaves its writes behind too.
-            states[chunk.write_slot] = [total + value_of(row), count + len(row)]
+        rows = [row for block_rows in in_blocks for row in block_rows]
+        self.ran.append([int(row[0]) for row in rows])
+        states, totals = self.states[batch.model], [(0.0, 0.0)] * len(rows)
+        if batch.read_slots is not None and batch.write_slots is not None:
+            totals = [(states[slot][0], states[slot][1]) for slot in batch.read_slots]
+            for slot, (total, count), row in zip(batch.write_slots, totals, rows, strict=True):
+                # Written before the failure: a batch that fails on a device leaves its writes behind too.
+                states[slot] = [total + value_of(row), count + len(row)]
         assert states[ZERO_SLOT] == [0.0, 0.0]
-        if any(POISON in row for row in together):
+        if any(POISON in row for row in rows):
             raise ValueError("poisoned")
-        self._done += [
-            (block, of_block([result_of(row, 0, 0, block.returns) for row in block_rows]))
-            for block, block_rows in zip(batch.blocks, in_blocks, strict=True)
-        ]
-        self._done += [
-            (chunk, result_of(row, total, count, chunk.returns))
-            for chunk, (total, count), row in zip(batch.chunks, read, rows, strict=True)
-        ]
+        self.end(batch, [self.run(row, *total) for row, total in zip(rows, totals, strict=True)])
 
-    def finished(self) -> list[FinishedPart]:
+    def run(self, row: Ids, total: float, count: float) -> BlockResult:
+        """Return the result of one sequence that continues from a state, with every output."""
+        steps, sum = row.astype(FEATURES)[:, None], total + value_of(row)
+        scores = np.array([[sum, count + len(row)]], FEATURES)
+        return BlockResult(scores, None, steps.max(0, keepdims=True), steps, np.array([len(row)], COUNT).tobytes())
+
+    def end(self, batch: Batch, rows: list[BlockResult]) -> None:
+        """Finish a batch with the results of its rows."""
+        first, results = 0, []
+        for block in batch.blocks:
+            results.append(of_block(block, rows[first : first + block.sequences]))
+            first += block.sequences
+        finite = np.array([row.scores is None or bool(np.isfinite(row.scores).all()) for row in rows])
+        self._done.append(FinishedBatch(batch, results, None if batch.whole or finite.all() else finite))
+
+    def finished(self) -> list[FinishedBatch]:
         done, self._done = self._done, []
         return done
 
@@ -222,52 +230,42 @@ class FakeEngine(DeviceEngine):
         pass
 
 
-def result_of(row: np.ndarray[tuple[int], np.dtype[np.int32]], total: float, count: float, returns: Returns) -> ChunkResult:
-    steps = row.astype(FEATURES)[:, None]
-    sum = total + value_of(row)
-    return ChunkResult(
-        scores=np.array([[sum, count + len(row)]], FEATURES),
-        picks=None,
-        embedding=steps.max(0, keepdims=True) if returns.embedding else None,
-        sequence=steps if returns.sequence else None,
-        steps=len(row),
-        finite=math.isfinite(sum),
-    )
-
-
-def value_of(row: np.ndarray[tuple[int], np.dtype[np.int32]]) -> float:
+def value_of(row: Ids) -> float:
     """Return the sum of ids."""
     return math.inf if OVERFLOW in row else float(row.sum())
 
 
-def rows_of(block: QueuedBlock) -> list[np.ndarray[tuple[int], np.dtype[np.int32]]]:
+def rows_of(block: QueuedBlock) -> list[Ids]:
     """Return the ids of each sequence of a block."""
-    values: np.ndarray[tuple[int], np.dtype[np.int32]] = np.frombuffer(block.columns.values, IDS)
+    values: Ids = np.frombuffer(block.columns.values, IDS)
     if len(values) != block.steps:
         raise ValueError("the values do not match the lengths")
     return np.split(values, np.cumsum(block.lengths)[:-1])
 
 
-def of_block(results: list[ChunkResult]) -> BlockResult:
+def of_block(block: QueuedBlock, rows: list[BlockResult]) -> BlockResult:
     """Return the result of a block of sequences with these results."""
 
-    def joined(name: str) -> Any:
-        arrays = [getattr(result, name) for result in results]
-        return None if arrays[0] is None else np.concatenate(arrays)
+    def joined(name: str, *, returned: bool = True) -> Any:
+        arrays = [getattr(row, name) for row in rows]
+        return None if arrays[0] is None or not returned else np.concatenate(arrays)
 
-    steps = np.array([result.steps for result in results], COUNT).tobytes()
-    return BlockResult(joined("scores"), joined("picks"), joined("embedding"), joined("sequence"), steps, results[0].per_step)
+    return BlockResult(
+        joined("scores"),
+        joined("picks"),
+        joined("embedding", returned=block.returns.embedding),
+        joined("sequence", returned=block.returns.sequence),
+        b"".join([bytes(row.steps) for row in rows]),
+        rows[0].per_step,
+    )
 
 
 class EngineOfSteps(FakeEngine):
     """Returns every second step of each sequence, with a pick per step and no scores."""
 
-    def launch(self, batch: Batch) -> None:
-        def every_second(row: np.ndarray[tuple[int], np.dtype[np.int32]]) -> ChunkResult:
-            return ChunkResult(None, row[::2, None], None, None, steps=len(row[::2]), per_step=True)
-
-        self._done += [(block, of_block([every_second(row) for row in rows_of(block)])) for block in batch.blocks]
-        self._done += [(chunk, every_second(np.frombuffer(chunk.data, IDS))) for chunk in batch.chunks]
+    def run(self, row: Ids, total: float, count: float) -> BlockResult:
+        steps = np.array([len(row[::2])], COUNT).tobytes()
+        return BlockResult(None, row[::2, None], None, None, steps, per_step=True)
 
 
 class EngineOfSmallMemory(FakeEngine):
@@ -283,34 +281,34 @@ class EngineOfSmallMemory(FakeEngine):
 
 
 class AsynchronousEngine(FakeEngine):
-    """Finishes a batch when the test calls `end`, with up to `in_flight` batches at once."""
+    """Finishes a batch when the test calls `end_batch`, with up to `in_flight` batches at once."""
 
     def __init__(self, slots: int = 4, in_flight: int = 1) -> None:
         super().__init__(slots)
         self._most_in_flight = in_flight
-        self._launched_parts: list[list[FinishedPart]] = []
-        self._ready: list[FinishedPart] = []
+        self._launched: list[list[FinishedBatch]] = []
+        self._ready: list[FinishedBatch] = []
 
     @property
     def accepts_batch(self) -> bool:  # type: ignore[override]
-        return len(self._launched_parts) < self._most_in_flight
+        return len(self._launched) < self._most_in_flight
 
     def launch(self, batch: Batch) -> None:
         super().launch(batch)
-        self._launched_parts.append(super().finished())
+        self._launched.append(super().finished())
 
-    def finished(self) -> list[FinishedPart]:
+    def finished(self) -> list[FinishedBatch]:
         ready, self._ready = self._ready, []
         return ready
 
     @property
     def busy(self) -> bool:
-        return bool(self._launched_parts or self._ready)
+        return bool(self._launched or self._ready)
 
-    def end(self) -> None:
+    def end_batch(self) -> None:
         """Finish the oldest batch in flight."""
-        if self._launched_parts:
-            self._ready += self._launched_parts.pop(0)
+        if self._launched:
+            self._ready += self._launched.pop(0)
 
 
 @dataclass
@@ -320,11 +318,7 @@ class FakeClient:
     sequences: Sequence[Sequence[int]]
     answers: list[tuple[Answer, bytes]] = field(default_factory=list)
     errors: list[ServiceError] = field(default_factory=list)
-    ticket: Ticket | None = None
     disconnected: bool = False
-
-    def receive_answer(self, answer: Answer, arrays: list[bytes]) -> None:
-        self.answers.append((answer, b"".join(arrays)))
 
     @property
     def replies(self) -> int:
@@ -354,31 +348,18 @@ class FakeFrontend:
         return len(self.clients) - 1
 
     def answer(self, block: QueuedBlock, result: BlockResult, ready: float) -> None:
-        arrays = [array for array in result[:4] if array is not None]
-        scores, picks, embedding, sequence = [() if array is None else array.shape for array in result[:4]]
-        answer = AnswerBlock(block.requests, block.sequences, scores, picks, embedding, sequence, result.per_step, ready)
-        data = b"".join((block.columns.ids, block.columns.counts, result.steps, *[array.tobytes() for array in arrays]))
-        for id, of_request, values in split_answers(answer, data):
+        message, columns = answer_message(block, result, ready)
+        for id, answer, data in split_answers(message, b"".join(columns)):
             if not self.clients[id].disconnected:
-                self.clients[id].answers.append((of_request, bytes(values)))
+                self.clients[id].answers.append((answer, bytes(data)))
 
     def refuse(self, ids: Sequence[int], error: ServiceError) -> None:
         for id in ids:
             self.clients[id].errors.append(error)
 
-    def open_ticket(self, id: int, request: Request) -> Ticket:
-        client = self.clients[id]
-        client.ticket = Ticket(request, client.receive_answer, client.errors.append)
-        return client.ticket
-
 
 class BatcherHarness:
-    """A batcher with a fake engine and a clock that the test moves.
-
-    in_blocks: whether requests without a session arrive in blocks, as from a frontend, or one by one with a ticket.
-    """
-
-    in_blocks = True
+    """A batcher with a fake engine and a clock that the test moves."""
 
     def __init__(
         self,
@@ -394,7 +375,8 @@ class BatcherHarness:
         self.engine = engine or FakeEngine()
         self.metrics = Metrics()
         self.journal = journal or SessionJournal(2 * max_sessions)
-        sessions = SessionTable(max_sessions, IDLE_SECONDS, self.journal, self.metrics)
+        self.states = StateCache(self.engine, self.metrics)
+        sessions = SessionTable(max_sessions, IDLE_SECONDS, self.journal, self.metrics, self.states)
         scheduler_limits = replace(LIMITS, **limits)
         errors = InternalErrors(Log("engine"), self.metrics, lambda: self.now)
         self.stored = None
@@ -412,29 +394,36 @@ class BatcherHarness:
         allowed: float = 1e9,
         lengths: Sequence[int] = (),
         session: str | None = None,
-        again: bool = False,
+        at: int | None = None,
+        model: ModelKey = MODEL,
+        initial: bytes = b"",
+        starts: bool | None = None,
         **options: Any,
     ) -> FakeClient:
-        """Submit a request with these sequences. lengths: the claimed lengths; options: as in `request` or `block`."""
+        """Submit a request with these sequences. lengths: the claimed lengths; options: as in SessionOptions or `block`."""
         client = FakeClient(sequences)
         self.clients.append(client)
-        lengths, data = lengths or [len(sequence) for sequence in sequences], ids(sequences)
-        if self.in_blocks and session is None:
-            requests = [(self.frontend.add(client), self.now + allowed, lengths)]
-            options["divisible"] = self.engine.streams(options.get("model", MODEL))
-            self.batcher.submit_block(block(requests, data, owner=self.frontend, **options))
-            return client
-        sent = request(lengths, deadline=self.now + allowed, session=session, **options)
-        client.ticket = self.batcher.submit(sent, data, client.receive_answer, client.errors.append, again=again)
+        of_session = {name: options.pop(name) for name in SessionOptions.__struct_fields__ if name in options}
+        requests = [(self.frontend.add(client), self.now + allowed, lengths or [len(sequence) for sequence in sequences])]
+        made = block(
+            requests,
+            ids(sequences),
+            initial,
+            model=model,
+            divisible=self.engine.streams(model),
+            owner=self.frontend,
+            sessions=[] if session is None else [session],
+            at=[] if at is None else [at],
+            options=SessionOptions(starts, **of_session),
+            **options,
+        )
+        self.batcher.submit(made)
         return client
 
     def disconnect(self, client: FakeClient) -> None:
         client.disconnected = client.disconnected or not client.replies
-        if client.ticket is not None:
-            self.batcher.cancel(client.ticket)
-        else:
-            [id] = [id for id, other in self.frontend.clients.items() if other is client]
-            self.batcher.cancel_request(self.frontend, id)
+        [id] = [id for id, other in self.frontend.clients.items() if other is client]
+        self.batcher.cancel(self.frontend, id)
 
     def import_state(self, session: str, exported: bytes) -> None:
         """Open a session with an exported file, as a frontend does."""

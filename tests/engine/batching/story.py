@@ -100,7 +100,7 @@ class Story:
         self.check_answers()
 
     def end_of_batch(self) -> None:
-        self.engine.end()
+        self.engine.end_batch()
         self.step()
 
     def time_passes(self, seconds: float) -> None:
@@ -152,7 +152,7 @@ class Story:
             if chunk.client.disconnected:
                 continue
             client = self.harness.call(
-                chunk.values, session=chunk.name, starts=chunk.starts, ends=chunk.ends, allowed=1e9, again=True
+                chunk.values, session=chunk.name, starts=chunk.starts, ends=chunk.ends, allowed=1e9, resubmitted=True
             )
             self.sent.append(SentChunk(chunk.name, client, chunk.values, chunk.ends, chunk.starts))
             self.check_answers()

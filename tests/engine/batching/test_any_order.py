@@ -13,12 +13,9 @@ from tests.engine.batching.harness import MODEL, OTHER, POISON, BatcherHarness, 
 class AnyOrder(RuleBasedStateMachine):
     """Requests, batches, cancellations, deadlines and failures in any order."""
 
-    in_blocks = True
-
     def __init__(self) -> None:
         super().__init__()
         self.harness = BatcherHarness(max_waiting=8, max_batch_sequences=3, max_batch_tokens=7)
-        self.harness.in_blocks = self.in_blocks
 
     @rule(
         sequences=st.lists(st.lists(st.sampled_from([1, 2, 3, POISON]), max_size=5), max_size=4),
@@ -70,13 +67,5 @@ class AnyOrder(RuleBasedStateMachine):
         self.every_request_is_counted_once()
 
 
-class AnyOrderOfTickets(AnyOrder):
-    """The same for requests that arrive one by one."""
-
-    in_blocks = False
-
-
 TestAnyOrder = AnyOrder.TestCase
 TestAnyOrder.settings = settings(max_examples=30, stateful_step_count=40)
-TestAnyOrderOfTickets = AnyOrderOfTickets.TestCase
-TestAnyOrderOfTickets.settings = settings(max_examples=20, stateful_step_count=40)

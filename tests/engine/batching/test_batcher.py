@@ -41,12 +41,6 @@ from tests.engine.batching.harness import (
 )
 
 
-@pytest.fixture(params=["blocks", "tickets"], autouse=True)
-def arrival(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests arrive in blocks, or one by one with a ticket each."""
-    monkeypatch.setattr(BatcherHarness, "in_blocks", request.param == "blocks")
-
-
 def test_sequences_of_several_batches_give_one_answer_in_order() -> None:
     harness = BatcherHarness(max_batch_sequences=2)
     many = harness.call([5], [4, 4], [3], [2, 2, 2], [1])

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
 from service.engine.batching.batch_builder import SchedulerLimits
+
 from service.engine.batching.model_queue import QueuedSequence
 from service.engine.batching.request_block import STEPS, QueuedBlock
 from service.engine.batching.scheduler import Scheduler

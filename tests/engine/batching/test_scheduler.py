@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from service.engine.batching.batch_builder import UNLIMITED, ScheduledSteps, fair_share
 
 from service.engine.batching.admission import CAUTION
-from service.engine.batching.batch_builder import UNLIMITED, ScheduledSteps, fair_share
 from service.engine.batching.due import HEAD_START_SECONDS, STRETCH
 from service.engine.batching.model_queue import LEAST_STEPS, QueuedSequence
 from service.engine.batching.scheduler import Scheduler
