@@ -257,7 +257,7 @@ class Worker:
         match frame.message:
             case RequestBlock(requests=count):
                 ids = np.frombuffer(frame.tail, ID, count).tolist()
-                self._batcher.fail_requests(frontend, ids, failure)
+                frontend.refuse(ids, failure)
             case Cancel() | Release():
                 pass  # no reply is due
             case _:

@@ -112,26 +112,24 @@ class Arrivals:
         return block
 
     def _attach_each(self, block: QueuedBlock) -> QueuedBlock | None:
-        handles, queued = list[int](), list[int]()
+        handles: dict[int, int] = {}
         for index in range(block.requests):
             try:
                 session = self._session_of(block, index)
+                if session is None:
+                    continue
+                if block.lengths[index] == 0:
+                    self._sessions.end_after_chunks(session, block.select([index]))
+                    continue
+                self._sessions.arrived(session, block, index)
+                handles[index] = session.handle
             except ServiceError as error:
                 self._refuse(block, index, error)
-                continue
-            if session is None:
-                continue
-            if block.lengths[index] == 0:
-                self._sessions.end_after_chunks(session, block.select([index]))
-                continue
-            self._sessions.arrived(session, block, index)
-            handles.append(session.handle)
-            queued.append(index)
-        if not queued:
-            return None
-        attached = block.select(queued)
-        attached.handles = np.array(handles)
-        return attached
+            except Exception:
+                for arrived in range(len(handles)):
+                    self._sessions.turn_away(_with_handles(block, handles), arrived)
+                raise
+        return _with_handles(block, handles) if handles else None
 
     def _session_of(self, block: QueuedBlock, index: int) -> Session | None:
         """Return the session that a chunk starts or continues, None if the chunk waits for the session store; raises ServiceError."""
@@ -189,3 +187,10 @@ def _chunk(block: QueuedBlock, index: int) -> ArrivingChunk:
     """Return a chunk of a block."""
     at = block.at[index] if block.at else -1
     return ArrivingChunk(block.sessions[index], block.model, block.options, None if at < 0 else at)
+
+
+def _with_handles(block: QueuedBlock, handles: dict[int, int]) -> QueuedBlock:
+    """Return a block of the chunks at these places, with the handles of their sessions."""
+    attached = block.select(list(handles))
+    attached.handles = np.array(list(handles.values()))
+    return attached

@@ -148,6 +148,8 @@ class BatchRuns:
             for index, id in enumerate(block.ids):
                 if id not in gone:
                     self._run_request(block.select([index]), before_launch)
+                elif block.handles is not None and not block.sessions:
+                    close_handles(self._states, block, index)
         for (assembly, piece), block in zip(failed.pieces, batch.blocks[len(failed.whole) :], strict=True):
             if not assembly.ended:
                 self._run(batch.model, [block], [(assembly, piece)], before_launch)
@@ -157,13 +159,11 @@ class BatchRuns:
         if block.sequences == 1 or block.handles is not None:
             self._run(block.model, [block], [], before_launch)
             return
-        for sequence, steps in enumerate(block.lengths):
-            piece = Piece(block, 0, sequence, 0, steps, last=True)
-            assembly = self._assembly(piece)
-            if assembly.ended:
-                return
-            part = _piece_block(assembly, piece, self._states)
-            self._run(block.model, [part], [(assembly, piece)], before_launch)
+        pieces = [Piece(block, 0, sequence, 0, steps, last=True) for sequence, steps in enumerate(block.lengths)]
+        assembly = self._assembly(pieces[0])
+        for piece in pieces:
+            if not assembly.ended:
+                self._run(block.model, [_piece_block(assembly, piece, self._states)], [(assembly, piece)], before_launch)
 
     def _refuse_failed(self, failed: _RunningBatch, error: Exception) -> None:
         """Refuse the only request of a failed batch, unless nothing waits for it."""

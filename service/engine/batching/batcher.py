@@ -8,7 +8,7 @@ Every request arrives as a row of a block. It is answered or refused exactly onc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 
@@ -113,19 +113,16 @@ class Batcher:
             if attached is None:
                 return
             block = attached
-        for refused in self._scheduler.add_block(block, now=now, busy=self._engine.remaining_seconds):
+        try:
+            all_refused = self._scheduler.add_block(block, now=now, busy=self._engine.remaining_seconds)
+        except Exception:
+            self._drop_queued(block)
+            raise
+        for refused in all_refused:
             self._metrics.refused.add(refused.error.code, by=len(refused.ids))
             block.owner.refuse(refused.ids, refused.error)
             for id in refused.ids if block.handles is not None else ():
                 self._arrivals.turn_away(block, block.ids.index(id))
-
-    def fail_requests(self, owner: BlockOwner, ids: Sequence[int], error: ServiceError) -> None:
-        """Refuse the requests of a block after its submission raised an exception. Some of them may be queued."""
-        for id in ids:
-            dropped = self._scheduler.drop_request(owner, id)
-            if dropped is not None:
-                self._runs.leave(*dropped)
-        owner.refuse(ids, error)
 
     def cancel(self, owner: BlockOwner, id: int) -> None:
         """Drop the request of a client that has disconnected. The owner ignores answers that nothing waits for."""
@@ -194,6 +191,15 @@ class Batcher:
         for block, index in reversed(in_order_of_arrival(self._scheduler.drop_late(now))):
             self._runs.leave(block, index)
             self._refuse(block, index, error)
+
+    def _drop_queued(self, block: QueuedBlock) -> None:
+        """Take back a block that was perhaps queued in part."""
+        for index in reversed(range(block.requests)):
+            dropped = self._scheduler.drop_request(block.owner, block.ids[index])
+            if dropped is not None:
+                self._runs.leave(*dropped)
+            elif block.handles is not None:
+                self._arrivals.turn_away(block, index)
 
     def _withdraw_chunks(self, session: Session, after: int) -> list[BlockRequest]:
         """See `Sessions`."""

@@ -85,7 +85,7 @@ def block(
     owner: object = None,
     **others: Any,
 ) -> QueuedBlock:
-    """Return a block. requests: the id, the deadline and the lengths of each; values: their ids, zeros by default. others: as in QueuedBlock."""
+    """Return a block. requests: the id, the deadline and the lengths of each; values: others: as in QueuedBlock."""
     lengths = [steps for _, _, of_request in requests for steps in of_request]
     columns = Columns(
         np.array([id for id, _, _ in requests], ID).tobytes(),

@@ -38,7 +38,7 @@ class ChunkedHarness(BatcherHarness):
 
     def batch(self) -> None:
         self.batcher.step()
-        self.asynchronous.end()
+        self.asynchronous.end_batch()
 
     def answer(self, *values: int) -> FakeClient:
         client = self.call(values, session="a")

@@ -11,7 +11,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from service.engine.batching.state_slots import FIRST_SLOT, StateSlot
+from service.engine.batching.state_slots import FIRST_SLOT
+from service.engine.batching.tenant_queue import NO_HANDLE
 from service.engine.execution.cost_model import Cost
 from service.errors import ServiceError, SessionConflict, SessionExpired, SessionLost, TooManySessions, UnknownSession
 from service.ipc.messages.models import ModelKey
@@ -205,33 +206,23 @@ class Story:
             assert name not in self.accounts
 
     def check(self) -> None:
-        """Check that every used slot has exactly one owner, and every journal record exactly one use."""
-        batcher = self.harness.batcher
-        models = batcher._states._models
-        for key, slots in models.items():
-            held = list(self._held(key))
-            numbers = [slot.number for slot in held]
-            assert len(set(numbers)) == len(numbers), "each slot has one owner"
-            assert all(slots.allocator.owns(slot) for slot in held)
-            free = [FIRST_SLOT + index for index in slots.allocator._free]
-            assert len(set(free)) == len(free)
-            assert not set(free) & set(numbers)
-            assert slots.allocator.used == len(held), "every slot is owned or free"
-            resting = {id(location) for location in slots.resting}
-            assert resting <= {id(session.location) for session in batcher.sessions._table._open.values()}
-        assert len(batcher.sessions._table) <= MOST_SESSIONS
-        records = [session.record for session in batcher.sessions._table._open.values()]
-        records += [ended.record for ended in batcher.sessions._table._ended.values()] + batcher.sessions._table._free_records
+        """Check that every used slot belongs to one state handle, and every journal record has exactly one use."""
+        states, table = self.harness.states, self.harness.batcher.sessions._table
+        for key, slots in states._models.items():
+            free = slots.free.free().tolist()
+            used = set(range(FIRST_SLOT, FIRST_SLOT + slots.free.used + len(free))) - set(free)
+            assert len(set(free)) == len(free) and len(used) == slots.free.used
+            running = [running.batch for running in self.harness.batcher._runs._running.values() if running.batch.model == key]
+            writes = [slot for batch in running if batch.write_slots is not None for slot in batch.write_slots.tolist()]
+            held = [*states.slots.tolist(), *states._begun.values(), *writes]
+            assert used <= set(held)
+            assert all(slots.holders[slot] != NO_HANDLE for slot in used) and (slots.holders[free] == NO_HANDLE).all()
+        open_handles = [session.handle for session in table._open.values()]
+        assert len(set(open_handles)) == len(open_handles) <= MOST_SESSIONS
+        assert not set(open_handles) & {*states._free_handles, *states._closing}
+        records = [session.record for session in table._open.values()]
+        records += [ended.record for ended in table._ended.values()] + table._free_records
         assert sorted(records) == list(range(self.journal.records))
-
-    def _held(self, key: ModelKey) -> list[StateSlot]:
-        """Return the slots that the sessions and the sequences of a model own."""
-        sessions = self.harness.batcher.sessions._table._open.values()
-        tickets = [client.ticket for client in self.harness.clients if client.ticket is not None]
-        sequences = [sequence for ticket in tickets for sequence in ticket.sequences if ticket.key == key]
-        slots = [session.location.slot for session in sessions if session.key == key]
-        slots += [slot for sequence in sequences for slot in (sequence.slot, sequence.read_slot)]
-        return [slot for slot in slots if slot is not None]
 
     def finish(self) -> None:
         """Run everything to its end. After all sessions have expired no slot is used."""
@@ -247,7 +238,9 @@ class Story:
                 assert client.sums == client.expected
         self.time_passes(IDLE_SECONDS)
         self.check()
-        assert all(slots.allocator.used == 0 for slots in self.harness.batcher._states._models.values())
+        for slots in self.harness.states._models.values():
+            assert (slots.free.used, slots.busy, slots.writing, slots.behind) == (0, 0, 0, 0)
+        assert len(self.harness.states._free_handles) == len(self.harness.states.pending)
         assert len(self.harness.batcher.sessions._table) == 0
 
 

@@ -47,7 +47,7 @@ def test_tenant_leaves_sessions_to_others() -> None:
     assert [bool(send(harness, 1, session=name).errors) for name in names] == [False] * 14 + [True] * 2
     assert refused(send(harness, 1, session=names[14])) is TooManySessions
     assert not send(harness, 1, session=session_of_tenant("b", "0")).errors
-    assert not send(harness, 1, session=names[15], session_limit=16).errors
+    assert not send(harness, 1, session=names[15], limit=16).errors
 
 
 def test_session_beyond_the_limit_is_refused() -> None:
@@ -94,8 +94,8 @@ def test_chunks_that_are_sent_again_do_not_continue_a_lost_session() -> None:
     journal = SessionJournal(6)
     send(BatcherHarness(journal=journal), 1)
     after = BatcherHarness(journal=journal)
-    clients = [after.call([value], session="a", again=True) for value in (1, 2)]
-    begins = after.call([5], session="b", starts=True, again=True)
+    clients = [after.call([value], session="a", resubmitted=True) for value in (1, 2)]
+    begins = after.call([5], session="b", starts=True, resubmitted=True)
     after.run()
     assert [refused(client) for client in clients] == [SessionLost, SessionLost]
     assert begins.sums == [5.0]

@@ -10,6 +10,7 @@ import torch
 
 from service.engine.batching import session_state as states
 from service.engine.batching.scheduler import Scheduler
+from service.engine.batching.state_slots import ZERO_SLOT
 from service.errors import (
     DeadlineExceeded,
     InferenceFailed,
@@ -32,8 +33,8 @@ from tests.engine.batching.harness import (
     OVERFLOW,
     POISON,
     BatcherHarness,
-    FakeClient,
     FakeEngine,
+    FakeFrontend,
     counted,
     total,
 )
@@ -41,7 +42,7 @@ from tests.engine.batching.session_clients import ChunkedHarness, progress, refu
 from tests.engine.batching.story import tell_story
 
 
-def fail(*arguments: object) -> None:
+def fail(*arguments: object, **others: object) -> None:
     raise IndexError("secret")
 
 
@@ -74,7 +75,7 @@ def test_empty_chunk_ends_a_session_after_the_chunks_before_it(harness: BatcherH
     harness.run()
     assert [progress(client) for client in clients] == [(1, 1), (6, 3)] and refused(late) is SessionConflict
     [(answer, data)] = end.answers
-    assert (answer.session_steps, answer.steps, answer.scores, data, used_slots(harness)) == (3, [], (), b"", 0)
+    assert (answer.session_steps, answer.steps, answer.scores, data, used_slots(harness)) == (3, [0], (), b"", 0)
     assert refused(send(harness, starts=False, ends=True)) is UnknownSession
     assert refused(send(harness, starts=False)) is InvalidInput
     first, end = harness.call([1], session="a"), harness.call([], session="a", starts=False, ends=True)
@@ -180,7 +181,7 @@ def test_conflict_names_the_version_that_was_probably_meant(model: ModelKey, exa
 def test_chunk_of_a_version_that_was_unloaded_is_lost_once() -> None:
     """Its frontend had chosen the version of the session before, or another engine ended with the chunk."""
     harness, gone = harness_of_versions(), ModelKey(MODEL.name, "3", 9)
-    assert refused(harness.call([1], model=gone, session="a", again=True)) is SessionLost
+    assert refused(harness.call([1], model=gone, session="a", resubmitted=True)) is SessionLost
     send(harness, 1)
     harness.batcher.sessions.unload(MODEL)
     assert refused(harness.call([2], model=gone, session="a", starts=True)) is UnknownModel
@@ -228,7 +229,7 @@ def test_chunk_cancelled_between_batches_changes_nothing() -> None:
     harness.disconnect(cancelled)
     assert used_slots(harness) == 1
     assert counted(harness.metrics.cancelled) == {"running": 1}
-    harness.asynchronous.end()
+    harness.asynchronous.end_batch()
     assert not harness.answer(*[1] * 40, OVERFLOW, *[1] * 29).answers[0][0].finite, "as a part of it"
     assert harness.batcher.idle and used_slots(harness) == 1
     assert progress(harness.answer(2)) == (3, 2)
@@ -242,7 +243,7 @@ def test_chunks_after_one_that_is_not_run_are_refused(harness: BatcherHarness, m
     assert first.sums == [1.0]
     assert refused(later) is refused(last) is SessionConflict
     with monkeypatch.context() as patched:
-        patched.setattr(FakeClient, "receive_answer", fail)
+        patched.setattr(FakeFrontend, "answer", fail)
         bad, later = harness.call([10], session="a"), harness.call([20], session="a")
         harness.run()
     assert refused(bad) is InferenceFailed and refused(later) is SessionConflict
@@ -268,15 +269,19 @@ def test_chunk_that_fails_or_is_late_changes_nothing(value: int, allowed: float,
 
 def test_chunk_whose_state_cannot_be_restored_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     harness = BatcherHarness(engine=FakeEngine(slots=1))
-    for name in ("a", "b"):
-        send(harness, 1, session=name)
-    restore, fails = harness.engine.restore, iter([fail])
-    monkeypatch.setattr(harness.engine, "restore", lambda *arguments: next(fails, restore)(*arguments))
-    bad, mate = harness.call([10], session="a"), harness.call([2], session="b")
-    harness.run()
-    assert refused(bad) is InferenceFailed and mate.sums == [3.0]
+    restore = harness.engine.restore
+
+    def restore_others(model: ModelKey, slot: int, state: states.State) -> None:
+        (fail if state["sum"][0] == 1.0 else restore)(model, slot, state)
+
+    for name, value in (("a", 1), ("b", 2)):
+        send(harness, value, session=name)
+    with monkeypatch.context() as patched:
+        patched.setattr(harness.engine, "restore", restore_others)
+        bad, mate = harness.call([10], session="a"), harness.call([2], session="b")
+        harness.run()
+    assert refused(bad) is InferenceFailed and mate.sums == [4.0]
     assert progress(send(harness, 4)) == (5, 2)
-    assert counted(harness.metrics.engine_errors) == {"batch": 1}
 
 
 def test_request_that_opens_no_session_only_continues_one(harness: BatcherHarness) -> None:
@@ -309,8 +314,9 @@ def test_first_chunk_that_is_not_answered_opens_no_session(monkeypatch: pytest.M
     assert refused(harness.call([1], session="a")) is Overloaded
     harness.run()
     with monkeypatch.context() as patched:
-        patched.setattr(Scheduler, "add", fail)
-        assert refused(harness.call([10], session="a", allowed=5.0)) is InferenceFailed
+        patched.setattr(Scheduler, "add_block", fail)
+        with pytest.raises(IndexError):
+            harness.call([10], session="a", allowed=5.0)
     harness.disconnect(harness.call([1], session="a"))
     assert not send(harness, OVERFLOW).answers[0][0].finite
     assert harness.batcher.sessions.model_of("a") is None and harness.batcher.idle and used_slots(harness) == 0
@@ -324,18 +330,18 @@ def test_first_chunk_that_is_not_answered_opens_no_session(monkeypatch: pytest.M
 def on_host(harness: BatcherHarness) -> list[str]:
     """Return the sessions whose state is not in a slot, in alphabetical order."""
     sessions = harness.batcher.sessions._table._open.values()
-    return sorted(session.id for session in sessions if session.location.slot is None)
+    return sorted(session.id for session in sessions if harness.states.slots[session.handle] == ZERO_SLOT)
 
 
 def test_session_that_rested_longest_gives_up_its_slot() -> None:
-    """A chunk needs a second slot until it is answered."""
-    harness = BatcherHarness(engine=FakeEngine(slots=3))
+    harness = BatcherHarness(engine=FakeEngine(slots=2))
     moved = []
     for name in "abacabca":
+        harness.now += 1.0
         send(harness, 1, session=name)
         moved.append("".join(on_host(harness)))
-    assert moved == ["", "", "", "", "b", "", "a", ""]
-    assert counted(harness.metrics.session_moves) == {"host": 2.0, "slot": 2.0} and used_slots(harness) == 3
+    assert moved == ["", "", "", "b", "b", "c", "a", "b"]
+    assert counted(harness.metrics.session_moves) == {"host": 4.0, "slot": 3.0} and used_slots(harness) == 2
     assert [send(harness, 0, session=name).sums[0] for name in "abc"] == [4.0, 2.0, 2.0]
 
 

@@ -7,12 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from service.engine.batching.state_slots import FIRST_SLOT, SlotAllocator, StaleSlot
 from service.engine.execution.cost_model import Cost
 from service.errors import InferenceFailed, InvalidInput
 from service.ipc.messages.inference import FEATURES, Returns
-from tests.engine.batching import harness as fakes
-from tests.engine.batching.harness import OTHER, POISON, BatcherHarness, FakeClient, FakeEngine, ids
+from tests.engine.batching.harness import OTHER, POISON, BatcherHarness, FakeClient, FakeEngine
 
 STATE = Returns(state=True)
 
@@ -21,13 +19,7 @@ def call(
     harness: BatcherHarness, *sequences: Sequence[int], states: Sequence[tuple[float, float]] = (), returns: Returns = STATE
 ) -> FakeClient:
     """Submit a request whose sequences start from `states`, the sum and the number of the ids before."""
-    client = FakeClient(sequences)
-    harness.clients.append(client)
-    initial = np.array(states, FEATURES).tobytes()
-    request = fakes.request([len(sequence) for sequence in sequences], returns=returns, state_bytes=len(initial))
-    data = ids(sequences) + initial
-    client.ticket = harness.batcher.submit(request, data, client.receive_answer, client.errors.append)
-    return client
+    return harness.call(*sequences, initial=np.array(states, FEATURES).tobytes(), returns=returns)
 
 
 def final(client: FakeClient) -> list[list[float]]:
@@ -86,29 +78,3 @@ def test_model_without_states_refuses_them(harness: BatcherHarness, monkeypatch:
     monkeypatch.setattr(harness.engine, "spec", lambda _: without)
     client = call(harness, [1])
     assert [type(error) for error in client.errors] == [InvalidInput]
-
-
-def test_slot_is_allocated_once_until_it_is_freed() -> None:
-    slots = SlotAllocator(3, 2)
-    taken = [slots.allocate() for _ in range(5)]
-    assert sorted(slot.number for slot in taken) == list(range(FIRST_SLOT, FIRST_SLOT + 5))
-    assert slots.used == 5
-    with pytest.raises(IndexError):
-        slots.allocate()
-    slots.free(taken[2])
-    assert slots.allocate().number == taken[2].number
-
-
-def test_second_free_fails_and_keeps_the_new_owner() -> None:
-    slots = SlotAllocator(1, 0)
-    old = slots.allocate()
-    slots.free(old)
-    with pytest.raises(StaleSlot):
-        slots.free(old)
-    new = slots.allocate()
-    assert new.number == old.number and new != old
-    with pytest.raises(StaleSlot):
-        slots.free(old)
-    assert slots.owns(new) and not slots.owns(old)
-    slots.free(new)
-    assert slots.used == 0
