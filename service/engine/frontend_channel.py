@@ -11,7 +11,7 @@ import numpy as np
 from service.engine.batching.request_block import QueuedBlock
 from service.engine.execution.in_flight import BlockResult
 from service.errors import ServiceError
-from service.ipc.blocks import ID, ITEM_BYTES
+from service.ipc.blocks import COUNT_BYTES, ID, ITEM_BYTES
 from service.ipc.channel import Channel, encode
 from service.ipc.messages.inference import AnswerBlock, RefusalBlock
 from service.ipc.messages.message import Refusal
@@ -46,11 +46,13 @@ class FrontendChannel:
 
 
 def answer_message(block: QueuedBlock, result: BlockResult, ready: float) -> tuple[AnswerBlock, list[Any]]:
-    """Return the answers to all requests of a block, and the columns that follow the message."""
+    """Return the answers to all requests of a block, and the columns that follow the message. A result without steps has no sequences."""
     arrays = [array for array in result[:4] if array is not None]
     scores, picks, embedding, sequence = [() if array is None else array.shape for array in result[:4]]
-    answer = AnswerBlock(block.requests, block.sequences, scores, picks, embedding, sequence, result.per_step, ready)
-    columns: list[Any] = [block.columns.ids, block.columns.counts, result.steps]
+    sequences = len(result.steps) // COUNT_BYTES
+    answer = AnswerBlock(block.requests, sequences, scores, picks, embedding, sequence, result.per_step, ready)
+    counts = block.columns.counts if sequences else bytes(COUNT_BYTES * block.requests)
+    columns: list[Any] = [block.columns.ids, counts, result.steps]
     if block.timed:
         answer = msgspec.structs.replace(answer, queued=block.arrived, runs=list(result.runs))
     if block.sessions or block.handles is not None:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from service.engine.batch import Batch
-from service.engine.batching.assembly import Assembly, not_finite, rows_of
+from service.engine.batching.assembly import NOT_FINITE, Assembly, rows_of
 from service.engine.batching.request_block import BlockOwner, BlockRequest, QueuedBlock, arrival_of
 from service.engine.batching.scheduler import ScheduledBatch, Scheduler
 from service.engine.batching.session_table import Session
@@ -268,7 +268,7 @@ class BatchRuns:
                 states.close(model, handle)
         for index in failed:
             alone = block.select([index])
-            alone.owner.answer(alone, not_finite(alone), ready)
+            alone.owner.answer(alone, NOT_FINITE, ready)
             if block.sessions:
                 self._sessions.skip(block, index)
 
@@ -292,7 +292,7 @@ class BatchRuns:
         whole = assembly.whole
         if whole.handles is not None and finite is not None and not finite[0]:
             self._scheduler.drop_request(whole.owner, whole.ids[0])
-            whole.owner.answer(whole, not_finite(whole), ready)
+            whole.owner.answer(whole, NOT_FINITE, ready)
             self.leave(*assembly.key)
         elif assembly.add(piece.sequence, result, last=piece.last):
             self._answer_assembly(assembly, ready)
