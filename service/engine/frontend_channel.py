@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from service.engine.batching.request_block import QueuedBlock
@@ -49,19 +48,15 @@ def answer_message(block: QueuedBlock, result: BlockResult, ready: float) -> tup
     """Return the answers to all requests of a block, and the columns that follow the message. A result without steps has no sequences."""
     arrays = [array for array in result[:4] if array is not None]
     scores, picks, embedding, sequence = [() if array is None else array.shape for array in result[:4]]
-    sequences = len(result.steps) // COUNT_BYTES
-    answer = AnswerBlock(block.requests, sequences, scores, picks, embedding, sequence, result.per_step, ready)
+    sequences, session_steps = len(result.steps) // COUNT_BYTES, result.session_steps
+    message = AnswerBlock(
+        *(block.requests, sequences, scores, picks, embedding, sequence, result.per_step, ready),
+        queued=block.arrived if block.timed else 0.0,
+        runs=list(result.runs) if block.timed else [],
+        state=(sequences, len(result.state) // (ITEM_BYTES * sequences)) if result.state else (),
+        finite=result.is_finite,
+        sessions=session_steps is not None,
+    )
     counts = block.columns.counts if sequences else bytes(COUNT_BYTES * block.requests)
-    columns: list[Any] = [block.columns.ids, counts, result.steps]
-    if block.timed:
-        answer = msgspec.structs.replace(answer, queued=block.arrived, runs=list(result.runs))
-    if block.sessions or block.handles is not None:
-        numbers = len(result.state) // (ITEM_BYTES * block.sequences)
-        answer = msgspec.structs.replace(
-            answer,
-            finite=result.is_finite,
-            sessions=result.session_steps is not None,
-            state=(block.sequences, numbers) if numbers else (),
-        )
-        columns += [] if result.session_steps is None else [result.session_steps]
-    return answer, [*columns, *arrays, result.state]
+    columns = block.columns.ids, counts, result.steps, b"" if session_steps is None else session_steps
+    return message, [*columns, *arrays, result.state]

@@ -69,7 +69,7 @@ def result_without_steps(session_steps: int) -> BlockResult:
     return BlockResult(None, None, None, None, b"", session_steps=np.array([session_steps]))
 
 
-def rows_of(block: QueuedBlock, result: BlockResult, rows: Any) -> BlockResult:
+def rows_of(result: BlockResult, rows: Any) -> BlockResult:
     """Return the result of some sequences of a block. rows: (sequences,) bool."""
     steps = np.frombuffer(result.steps, COUNT)
     of_steps = np.repeat(rows, steps)
