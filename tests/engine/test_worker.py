@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from service.engine.batching.ticket import SendAnswer, SendRefusal, Ticket
 
 from service.engine import worker
-from service.engine.batching.ticket import SendAnswer, SendRefusal, Ticket
 from service.engine.execution.graph_capture import RunBetweenBatches
 from service.engine.execution.served_models import PreparedModel
 from service.engine.internal_errors import InternalErrors

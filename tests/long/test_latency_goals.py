@@ -11,9 +11,9 @@ import random
 from itertools import accumulate, islice
 
 import numpy as np
+from service.engine.batching.batch_builder import SchedulerLimits
 
 from loadtest.generator.arrivals import poisson
-from service.engine.batching.batch_builder import SchedulerLimits
 from service.engine.batching.model_queue import QueuedSequence
 from service.engine.batching.scheduler import Scheduler
 from service.engine.execution.cost_model import Cost
