@@ -58,7 +58,7 @@ class Batch:
 
 
 def rows_block(model: ModelKey, lengths: Sequence[int], values: Buffer, returns: Returns = PLAIN) -> QueuedBlock:
-    """Return a block of sequences with these lengths for which nobody waits. values: of all steps."""
+    """Return a block of sequences with these lengths that belongs to no frontend. values: of all steps."""
     count = len(lengths)
     ids, deadlines, counts = bytes(ID_BYTES * count), bytes(DEADLINE_BYTES * count), np.ones(count, COUNT).tobytes()
     return QueuedBlock(

@@ -195,7 +195,7 @@ class DeviceEngine(ServedModels):
                     self._seen_running = looked
                     return
                 in_flight, ended = self._in_flight.popleft(), time.monotonic()
-                self._done.append(FinishedBatch(in_flight.batch, in_flight.results(), in_flight.finite_rows()))
+                self._done.append(FinishedBatch(in_flight.batch, in_flight.results(), in_flight.finite()))
                 if self._observer is not None:
                     self._observer(in_flight, ended)
                 self._count(in_flight, ended)

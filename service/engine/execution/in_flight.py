@@ -132,7 +132,7 @@ class InFlightBatch:
             first = end
         return results
 
-    def finite_rows(self) -> Array | None:
+    def finite(self) -> Array | None:
         """Return the `finite` of FinishedBatch, once the batch has ended."""
         batch = self.batch
         if batch.whole:

@@ -166,12 +166,12 @@ def test_row_is_marked_for_the_outputs_that_its_block_returns(per_step: bool) ->
     batch = Batch(KEY, blocks, read_slots=slots, write_slots=slots)
     in_flight = InFlightBatch(batch, begins, arrays, 0.1, 0.0, 0.0, 0.0, finite_states=states)
     embedding[[1, 4]], sequence[[0, 1, 8]], scores[8] = np.nan, np.inf, np.nan
-    assert in_flight.finite_rows() is None
+    assert in_flight.finite() is None
     sequence[4, 1] = np.nan
-    finite = in_flight.finite_rows()
+    finite = in_flight.finite()
     assert finite is not None and finite.tolist() == [True, True, False, True]
     scores[2], embedding[3, 0] = -np.inf, np.inf
-    finite = in_flight.finite_rows()
+    finite = in_flight.finite()
     assert finite is not None and finite.tolist() == [True, not per_step, False, False]
 
 

@@ -100,6 +100,20 @@ def test_result_in_a_batch_is_the_output_of_the_encoder_alone(encoders: dict[Mod
         assert_alike(result, BlockResult(scores, picks, embedding, sequence, np.diff(encoding.offsets).astype(COUNT).tobytes()))
 
 
+@pytest.mark.parametrize("key", [*HEADS, SENSORS])
+def test_block_of_many_rows_has_the_results_of_its_rows(encoders: dict[ModelKey, Encoder], key: ModelKey) -> None:
+    engine = DeviceEngine({key: encoders[key]}, Metrics(), max_batch_sequences=8, max_batch_tokens=40)
+    alone = [block(key, steps, seed) for seed, steps in enumerate(LONGER)]
+    together = rows_block(key, LONGER[1:], b"".join([each.columns.values for each in alone[1:]]), ALL)
+    first, *expected = run(engine, key, alone)
+    other, result = run(engine, key, [alone[0], together])
+    scores, picks, embedding, sequence = (
+        None if parts[0] is None else np.concatenate(parts) for parts in zip(*[each[:4] for each in expected], strict=True)
+    )
+    assert_alike(other, first)
+    assert_alike(result, BlockResult(scores, picks, embedding, sequence, b"".join([each.steps for each in expected])))
+
+
 def test_each_block_gets_only_the_arrays_it_returns(engine: DeviceEngine) -> None:
     options = [Returns(), Returns(embedding=True), Returns(sequence=True), Returns(embedding=True, sequence=True)]
     blocks = [block(WORDS, steps, returns=returns) for steps, returns in zip(LENGTHS, options, strict=True)]
