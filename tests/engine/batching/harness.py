@@ -22,8 +22,9 @@ from service.engine.batching.state_cache import StateCache
 from service.engine.batching.state_slots import ZERO_SLOT
 from service.engine.batching.stored_sessions import StoredSessions
 from service.engine.execution.cost_model import Cost
-from service.engine.execution.device_engine import DeviceEngine, PreparedModel
+from service.engine.execution.device_engine import DeviceEngine
 from service.engine.execution.in_flight import Array, BlockResult, EndObserver, FinishedBatch
+from service.engine.execution.served_models import PreparedModel
 from service.engine.frontend_channel import answer_message
 from service.engine.internal_errors import InternalErrors
 from service.errors import OutOfMemory, ServiceError
@@ -198,7 +199,7 @@ class FakeEngine(DeviceEngine):
     def restore(self, key: ModelKey, slot: int, state: State) -> None:
         self.states[key][slot] = state["sum"].tolist()
 
-    def state_vectors(self, key: ModelKey, slots: Sequence[int]) -> bytes:
+    def state_vectors(self, key: ModelKey, slots: np.ndarray[Any, np.dtype[np.integer[Any]]]) -> bytes:
         return np.array([self.states[key][slot] for slot in slots], FEATURES).tobytes()
 
     def state_from(self, key: ModelKey, vector: bytes | memoryview) -> State:
