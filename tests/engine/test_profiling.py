@@ -58,7 +58,7 @@ class Harness(BatcherHarness):
 
     @property
     def watched(self) -> bool:
-        assert (self.engine.observer is None) == (self.batcher._observer is None) == (self.session.trace is None)
+        assert (self.engine.observer is None) == (self.batcher._runs.observer is None) == (self.session.trace is None)
         return self.session.trace is not None
 
 

@@ -11,11 +11,13 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from service.engine.batching.ticket import SendAnswer, SendRefusal, Ticket
 
 from service.engine import worker
+from service.engine.batching.request_block import QueuedBlock
 from service.engine.execution.graph_capture import RunBetweenBatches
+from service.engine.execution.in_flight import BlockResult
 from service.engine.execution.served_models import PreparedModel
+from service.engine.frontend_channel import FrontendChannel
 from service.engine.internal_errors import InternalErrors
 from service.engine.known_answers import KnownAnswers
 from service.engine.loading import ModelLoader
@@ -27,13 +29,13 @@ from service.ipc.channel import Channel, Frame, encode, pair
 from service.ipc.heartbeat import Heartbeat
 from service.ipc.messages.control import Attach, CollectMetrics, MetricsCollected
 from service.ipc.messages.inference import (
-    Answer,
+    FEATURES,
+    AnswerBlock,
     Backlog,
     Cancel,
     EngineStatus,
     RecordTrace,
     RefusalBlock,
-    Request,
     RequestBlock,
 )
 from service.ipc.messages.message import Done, Refusal
@@ -41,8 +43,7 @@ from service.ipc.messages.models import ModelKey, ModelVersion
 from service.ipc.messages.sessions import ExportSession
 from service.log import Log
 from service.metrics import Metrics
-from tests.engine.batching import harness as fakes
-from tests.engine.batching.harness import MODEL, NEVER, PLAIN, FakeEngine, request
+from tests.engine.batching.harness import MODEL, NEVER, PLAIN, FakeEngine, block
 
 PLACE = 3
 SECONDS = 2.5
@@ -57,7 +58,7 @@ BATCHES = 6
 class WorkerHarness:
     """A worker with one frontend. Keeps the frames that the worker sends to both.
 
-    Its batcher answers one request per batch. It raises `raised` for the requests of frontends. most_between: the most requests that were
+    Its batcher answers one block per batch. It raises `raised` for the requests of frontends. most_between: the most requests that were
     submitted between two batches.
     """
 
@@ -70,20 +71,17 @@ class WorkerHarness:
         self.to_frontend: list[Frame] = []
         self.to_supervisor: list[Frame] = []
         self.raised: Exception | None = None
-        self._replies: list[SendAnswer] = []
+        self._blocks: list[QueuedBlock] = []
         self.batches = self.since = self.most_between = 0
         batcher: Any = SimpleNamespace(
             waiting=1,
             idle=False,
             batch_sequences=BATCH_SEQUENCES,
             count=lambda: None,
-            backlog_seconds=lambda: SECONDS * len(self._replies),
+            backlog_seconds=lambda: SECONDS * len(self._blocks),
             submit=self._submit,
-            submit_block=lambda block: self._count(block.requests),
-            fail_requests=lambda owner, ids, error: owner.refuse(ids, error),
-            cancel=lambda *_: self._replies.clear(),
+            cancel=self._cancel,
             cancel_owner=lambda *_: None,
-            cancel_request=lambda *_: self._count(0),
             watch=lambda *_: None,
             step=self.step,
         )
@@ -111,21 +109,26 @@ class WorkerHarness:
         far.close()
         return Channel(near)
 
-    def _submit(self, request: Request, data: bytes, reply: SendAnswer, refuse: SendRefusal, *, again: bool = False) -> Ticket:
-        self._count(1)
-        self._replies.append(reply)
-        return Ticket(request, reply, refuse)
+    def _submit(self, block: QueuedBlock) -> None:
+        self._check()
+        self._blocks.append(block)
+        self.since += block.requests
+        self.most_between = max(self.most_between, self.since)
 
-    def _count(self, requests: int) -> None:
+    def _cancel(self, owner: FrontendChannel, id: int) -> None:
+        self._check()
+        self._blocks = [block for block in self._blocks if block.owner is not owner or block.ids != [id]]
+
+    def _check(self) -> None:
         if self.raised is not None:
             raise self.raised
-        self.since += requests
-        self.most_between = max(self.most_between, self.since)
 
     def step(self, before_launch: object = None) -> bool:
         self.since = 0
-        if self._replies:
-            self._replies.pop(0)(Answer((1, 1)), [b"1234"])
+        if self._blocks:
+            block = self._blocks.pop(0)
+            scores = np.zeros((block.sequences, 1), FEATURES)
+            block.owner.answer(block, BlockResult(scores, None, None, None, block.columns.lengths), 0.0)
         self.batches += 1
         self.to_supervisor += self.supervisor.receive()
         if self.batches == BATCHES:
@@ -143,31 +146,32 @@ def harness() -> Iterator[WorkerHarness]:
     made.close()
 
 
+def requests(*ids: int, sent: float = SOON) -> bytes:
+    """Return a block of requests of one step each. sent: a moment of time.monotonic."""
+    count = len(ids)
+    message = RequestBlock(*MODEL, count, count, count, 1, 1, NEVER, sent, 0, PLAIN)
+    return encode(message, 0, block([(id, NEVER, [1]) for id in ids]).columns)
+
+
 def test_answers_carry_the_backlog_and_the_frames_it_counts(harness: WorkerHarness) -> None:
-    harness.frontend.send(encode(request([2]), 7, (b"",)))
-    harness.frontend.send(encode(Cancel(), 6))
-    harness.frontend.send(encode(request([2]), 8, (b"",)))
+    for id in (6, 7):
+        harness.frontend.send(requests(id))
+        harness.frontend.send(encode(Cancel(), 6))
+    harness.frontend.send(requests(8, 9))
     harness.run()
     status, *frames = harness.to_frontend
     assert isinstance(status.message, EngineStatus) and status.message.place == PLACE
-    assert [(type(frame.message), frame.id) for frame in frames] == [(Answer, 7), (Backlog, 0), (Answer, 8), (Backlog, 0)]
-    assert [frame.message.frames for frame in frames if isinstance(frame.message, Backlog)] == [3, 3]
+    assert [type(frame.message) for frame in frames] == [AnswerBlock, Backlog, AnswerBlock, Backlog]
+    assert [np.frombuffer(frame.tail, ID, count).tolist() for frame, count in ((frames[0], 1), (frames[2], 2))] == [[7], [8, 9]]
+    assert [frame.message.frames for frame in frames if isinstance(frame.message, Backlog)] == [5, 5]
     assert [frame.message.seconds for frame in frames if isinstance(frame.message, Backlog)] == [SECONDS, 0.0]
     assert harness.metrics.channel_writes.values[("engine",)] == [3], "an answer and its report are one write"
 
 
-def sent(moment: float) -> Request:
-    """Return a request that a frontend sent at this moment of time.monotonic."""
-    return msgspec.structs.replace(request([2]), sent=moment)
-
-
-@pytest.mark.parametrize("in_blocks", [False, True])
-def test_batches_are_launched_between_many_requests(harness: WorkerHarness, in_blocks: bool) -> None:
+def test_batches_are_launched_between_many_requests(harness: WorkerHarness) -> None:
     """Requests of a block count each."""
     for id in range(3 * BATCH_SEQUENCES):
-        columns = fakes.block([(id, NEVER, [1]), (100 + id, NEVER, [1])]).columns
-        block = encode(RequestBlock(*MODEL, 2, 2, 2, 1, 1, NEVER, SOON, 0, PLAIN), 0, columns)
-        harness.frontend.send(block if in_blocks else encode(sent(SOON), id, (b"",)))
+        harness.frontend.send(requests(id, 100 + id))
     harness.run()
     assert harness.most_between == BATCH_SEQUENCES
 
@@ -178,7 +182,7 @@ def test_requests_that_waited_long_are_read_before_the_next_batch(
     """Requests that are not in the queue are neither predicted nor refused."""
     monkeypatch.setattr(worker, "MOST_READ", 2 * BATCH_SEQUENCES)
     for id in range(3 * BATCH_SEQUENCES):
-        harness.frontend.send(encode(sent(0.0), id, (b"",)))
+        harness.frontend.send(requests(id, sent=0.0))
     harness.run()
     assert harness.most_between == 2 * BATCH_SEQUENCES
 
@@ -186,23 +190,19 @@ def test_requests_that_waited_long_are_read_before_the_next_batch(
 def test_unexpected_exception_refuses_its_requests_and_nothing_else(
     harness: WorkerHarness, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    columns = fakes.block([(11, NEVER, [1]), (12, NEVER, [1, 1])]).columns
-    block = RequestBlock(*MODEL, 2, 3, 3, 1, 1, NEVER, 0.0, 0, PLAIN)
     harness.raised = IndexError("secret")
-    harness.frontend.send(encode(request([2]), 10, (b"",)))
-    harness.frontend.send(encode(block, 0, columns))
+    harness.frontend.send(requests(11, 12))
     harness.frontend.send(encode(Cancel(), 13))
     harness.frontend.send(encode(ExportSession("a"), 14))
     harness.run()
-    refused = {frame.id: frame.message for frame in harness.to_frontend if isinstance(frame.message, Refusal)}
+    [of_call] = [frame for frame in harness.to_frontend if isinstance(frame.message, Refusal)]
     [of_block] = [frame for frame in harness.to_frontend if isinstance(frame.message, RefusalBlock)]
-    assert isinstance(of_block.message, RefusalBlock)
-    assert list(refused) == [10, 14]
-    assert np.frombuffer(of_block.tail, ID).tolist() == [11, 12]
-    refusals = [*refused.values(), of_block.message.refusal]
+    assert isinstance(of_call.message, Refusal) and isinstance(of_block.message, RefusalBlock)
+    assert of_call.id == 14 and np.frombuffer(of_block.tail, ID).tolist() == [11, 12]
+    refusals = [of_call.message, of_block.message.refusal]
     assert {(refusal.code, refusal.message) for refusal in refusals} == {("inference_failed", SERVICE_FAILED)}
     counts = {work: values for (work,), [values] in harness.metrics.engine_errors.values.items()}
-    assert counts == {"requests": 2, "cancel": 1, "session_call": 1}
+    assert counts == {"requests": 1, "cancel": 1, "session_call": 1}
     logged = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
     assert [(entry["event"], entry["work"]) for entry in logged] == [
         ("bug", work) for work in ("requests", "cancel", "session_call")
@@ -212,7 +212,7 @@ def test_unexpected_exception_refuses_its_requests_and_nothing_else(
 
 def test_metrics_include_the_backlog(harness: WorkerHarness) -> None:
     for id in (1, 2, 3):
-        harness.frontend.send(encode(request([2]), id, (b"",)))
+        harness.frontend.send(requests(id))
     harness.supervisor.send(encode(CollectMetrics(), 5))
     harness.run()
     [counts] = [frame for frame in harness.to_supervisor if isinstance(frame.message, MetricsCollected)]

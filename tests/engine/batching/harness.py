@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ import torch
 from service.engine.batch import Batch
 from service.engine.batching.batcher import Batcher
 from service.engine.batching.request_block import QueuedBlock
-from service.engine.batching.scheduler import Scheduler
+from service.engine.batching.scheduler import ScheduledBatch, Scheduler
 from service.engine.batching.selection import SchedulerLimits
 from service.engine.batching.session_state import State
 from service.engine.batching.session_table import SessionTable
@@ -22,8 +22,9 @@ from service.engine.batching.state_cache import StateCache
 from service.engine.batching.state_slots import ZERO_SLOT
 from service.engine.batching.stored_sessions import StoredSessions
 from service.engine.execution.cost_model import Cost
-from service.engine.execution.device_engine import DeviceEngine, PreparedModel
+from service.engine.execution.device_engine import DeviceEngine
 from service.engine.execution.in_flight import Array, BlockResult, EndObserver, FinishedBatch
+from service.engine.execution.served_models import PreparedModel
 from service.engine.frontend_channel import answer_message
 from service.engine.internal_errors import InternalErrors
 from service.errors import OutOfMemory, ServiceError
@@ -39,6 +40,8 @@ MODEL = ModelKey("words", "1")
 OTHER = ModelKey("sensors", "1")
 PLAIN = Returns()
 NEVER = 1e9
+NOBODY: Any = None
+"""The owner of a block without another."""
 COST = Cost(1.0, 0.0, 0.0)
 """Every batch costs the same, so the time budget never limits its steps."""
 
@@ -46,25 +49,50 @@ COST = Cost(1.0, 0.0, 0.0)
 LIMITS = SchedulerLimits(max_waiting=100, max_batch_sequences=8, max_batch_tokens=100, batch_seconds=100.0)
 
 
-class FreeStates:
-    """The states of a scheduler whose sequences have none: there is room for some, and no chunk waits for another."""
+class FakeStates:
+    """The states of a scheduler. free: how many more sequences may hold one; in_use: the handles in use; behind: whether a chunk waits
+    for another of its session.
+    """
 
-    def __init__(self, room: int) -> None:
-        self._room = room
+    def __init__(self, room: int = 1000, *in_use: int) -> None:
+        self.free, self.in_use, self.behind = room, set(in_use), bool(in_use)
 
     def room(self, model: ModelKey) -> int:
-        return self._room
+        return self.free
 
     def any_behind(self, model: ModelKey) -> bool:
-        return False
+        return self.behind
 
     def busy(self, handles: np.ndarray[tuple[int], np.dtype[np.int64]]) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-        return np.zeros(len(handles), bool)
+        return np.isin(handles, list(self.in_use))
 
 
-def scheduler(cost: Cost = COST, room: int = 1000, **limits: Any) -> Scheduler:
+def scheduler(cost: Cost = COST, states: FakeStates | None = None, **limits: Any) -> Scheduler:
     """limits: other values than in LIMITS."""
-    return Scheduler(replace(LIMITS, **limits), lambda _: cost, FreeStates(room))
+    return Scheduler(replace(LIMITS, **limits), lambda _: cost, states or FakeStates())
+
+
+class ScheduledRow(NamedTuple):
+    """Steps of a sequence in a batch. number: of the sequence in its request; first, last: whether they are its first and its last."""
+
+    id: int
+    number: int
+    steps: int
+    first: bool
+    last: bool
+
+
+def scheduled_rows(batch: ScheduledBatch) -> list[ScheduledRow]:
+    """Return the rows of a batch, by their requests' ids."""
+    rows = [
+        ScheduledRow(block.ids[request], number - block.first_sequences[request], block.lengths[number], True, True)
+        for block in batch.blocks
+        for number, request in enumerate(block.request_of.tolist())
+    ]
+    for piece in batch.pieces:
+        number = piece.sequence - piece.block.first_sequences[piece.request]
+        rows.append(ScheduledRow(piece.block.ids[piece.request], number, piece.steps, not piece.done, piece.last))
+    return sorted(rows)
 
 
 def ids(sequences: Sequence[Sequence[int]]) -> bytes:
@@ -171,7 +199,7 @@ class FakeEngine(DeviceEngine):
     def restore(self, key: ModelKey, slot: int, state: State) -> None:
         self.states[key][slot] = state["sum"].tolist()
 
-    def state_vectors(self, key: ModelKey, slots: Sequence[int]) -> bytes:
+    def state_vectors(self, key: ModelKey, slots: np.ndarray[Any, np.dtype[np.integer[Any]]]) -> bytes:
         return np.array([self.states[key][slot] for slot in slots], FEATURES).tobytes()
 
     def state_from(self, key: ModelKey, vector: bytes | memoryview) -> State:

@@ -274,7 +274,6 @@ def test_kinds_of_logged_errors_are_limited(capfd: pytest.CaptureFixture[str]) -
 
 
 def test_block_whose_answer_raises_is_refused_alone(harness: BatcherHarness, monkeypatch: pytest.MonkeyPatch) -> None:
-    harness.in_blocks = True
     answer = harness.frontend.answer
 
     def fail_first(block: QueuedBlock, result: BlockResult, ready: float) -> None:

@@ -9,45 +9,45 @@ import pytest
 
 from service.engine.batching import fair_shares
 from service.engine.batching.fair_shares import TENANT_SHARE
-from service.engine.batching.model_queue import QueuedSequence
 from service.engine.batching.scheduler import Scheduler
 from service.engine.execution.cost_model import Cost
 from service.errors import Overloaded
 from service.ipc.messages.inference import NO_TENANT, Share
 from service.ipc.messages.models import ModelKey
 from tests.engine.batching import harness as fakes
-from tests.engine.batching.harness import MODEL, NEVER, OTHER, block, sequences
+from tests.engine.batching.harness import MODEL, NEVER, OTHER, block
 
 NOISY, QUIET, HEAVY = Share("noisy"), Share("quiet"), Share("heavy", weight=3.0)
 ROW_COST = Cost(0.0, 0.0, 1.0)
 """One second per step of each row."""
 
 
-def scheduler(**options: Any) -> Scheduler[QueuedSequence]:
+def scheduler(**options: Any) -> Scheduler:
     return fakes.scheduler(**{"max_waiting": 1000, "max_batch_tokens": 10_000} | options)
 
 
 def add(
-    to: Scheduler[QueuedSequence],
+    to: Scheduler,
     share: Share,
     count: int = 1,
     *,
     steps: int = 1,
     now: float = 0.0,
-    model: ModelKey = MODEL,
+    deadline: float = NEVER,
     **options: Any,
 ) -> None:
-    """Add requests of one sequence each. options: of the sequences."""
+    """Add blocks of one request each; raises a refusal. options: of the blocks."""
     for _ in range(count):
-        to.add(model, sequences(steps, share=share, **options), now=now)
+        for refused in to.add_block(block([(1, deadline, [steps])], share=share, **options), now=now):
+            raise refused.error
 
 
-def batch(of: Scheduler[QueuedSequence]) -> Counter[str]:
+def batch(of: Scheduler) -> Counter[str]:
     """Return how many sequences of each tenant the next batch has."""
     taken = of.next_batch()
     assert taken is not None
-    in_blocks = [made.share.tenant for made in taken.blocks for _ in range(made.sequences)]
-    return Counter([*in_blocks, *[part.sequence.share.tenant for part in taken.parts]])
+    assert not taken.pieces
+    return Counter([made.share.tenant for made in taken.blocks for _ in range(made.sequences)])
 
 
 def test_long_queue_of_one_tenant_does_not_delay_another() -> None:
@@ -66,8 +66,7 @@ def test_device_is_shared_by_weight() -> None:
     assert served["heavy"] == pytest.approx(6 * served["noisy"], abs=6)
 
 
-@pytest.mark.parametrize("in_blocks", [False, True])
-def test_tenant_that_returns_has_no_credit(in_blocks: bool) -> None:
+def test_tenant_that_returns_has_no_credit() -> None:
     """A tenant gets no more than its share after a time without requests."""
     queue = scheduler()
     add(queue, QUIET)
@@ -76,17 +75,10 @@ def test_tenant_that_returns_has_no_credit(in_blocks: bool) -> None:
         add(queue, NOISY, 8)
         batch(queue)
     for share in (NOISY, QUIET):
-        if in_blocks:
-            queue.add_block(block([(number, NEVER, [1]) for number in range(100)], share=share), now=1.0)
-        else:
-            add(queue, share, 100)
+        add(queue, share, 100)
     served: Counter[str] = Counter()
     for _ in range(10):
-        taken = queue.next_batch()
-        assert taken is not None
-        served.update(part.sequence.share.tenant for part in taken.parts)
-        for whole in taken.blocks:
-            served[whole.share.tenant] += whole.sequences
+        served += batch(queue)
     assert served["quiet"] == pytest.approx(40, abs=4), "no more credit than one batch"
 
 
@@ -110,8 +102,7 @@ def test_models_do_not_multiply_the_share_of_a_tenant() -> None:
 def test_tenant_cannot_take_all_places_in_the_queue() -> None:
     """Its first request may be as large as the queue."""
     queue, empty = scheduler(max_waiting=64), scheduler(max_waiting=64)
-    empty.add(MODEL, sequences(*[1] * 64, share=QUIET), now=0.0)
-    assert empty.waiting == 64
+    assert not empty.add_block(block([(1, NEVER, [1] * 64)], share=QUIET), now=0.0) and empty.waiting == 64
     add(queue, NOISY, round(TENANT_SHARE * 64))
     with pytest.raises(Overloaded, match="56 sequences of this tenant wait"):
         add(queue, NOISY)
@@ -137,21 +128,13 @@ def test_queue_of_another_tenant_refuses_no_deadline() -> None:
     assert queue.add_block(block([(3, 11.0, [1])], share=HEAVY), now=0.0) == []
 
 
-@pytest.mark.parametrize("in_blocks", [False, True])
-def test_batch_keeps_the_budget_while_tenants_compete(in_blocks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_keeps_the_budget_while_tenants_compete(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fair_shares, "MEMORY", 3)
     queue = scheduler(cost=ROW_COST, batch_seconds=3.0)
-
-    def send(share: Share, count: int) -> None:
-        if in_blocks:
-            assert not queue.add_block(block([(id, NEVER, [1]) for id in range(count)], share=share), now=0.0)
-        else:
-            add(queue, share, count)
-
-    send(NOISY, 40)
+    add(queue, NOISY, 40)
     assert batch(queue)["noisy"] == 8, "alone, a full batch is the fastest"
-    send(QUIET, 1)
+    add(queue, QUIET)
     assert batch(queue) == {"quiet": 1, "noisy": 2}
     assert batch(queue) == {"noisy": 3}, "the other tenant may return at any time"
-    assert [batch(queue) for _ in range(2)] == 2 * [{"noisy": 3}]
+    assert [batch(queue) for _ in range(3)] == 3 * [{"noisy": 3}]
     assert batch(queue) == {"noisy": 8}, "it has been away for a while"

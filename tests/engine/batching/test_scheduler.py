@@ -3,47 +3,74 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from service.engine.batching.batch_builder import UNLIMITED, ScheduledSteps, fair_share
 
 from service.engine.batching.admission import CAUTION
 from service.engine.batching.due import HEAD_START_SECONDS, STRETCH
-from service.engine.batching.model_queue import LEAST_STEPS, QueuedSequence
+from service.engine.batching.request_block import QueuedBlock
 from service.engine.batching.scheduler import Scheduler
+from service.engine.batching.selection import LEAST_STEPS, UNLIMITED, fair_share
 from service.engine.execution.cost_model import Cost
 from service.errors import DeadlineExceeded, Overloaded
 from service.ipc.messages.models import ModelKey
-from tests.engine.batching.harness import COST, LIMITS, MODEL, OTHER, scheduler, sequences
+from tests.engine.batching.harness import (
+    COST,
+    LIMITS,
+    MODEL,
+    NEVER,
+    NOBODY,
+    OTHER,
+    FakeFrontend,
+    FakeStates,
+    ScheduledRow,
+    block,
+    scheduled_rows,
+    scheduler,
+)
 
 STEP_COST = Cost(0.0, 1.0, 0.0)
 """One second per step of the longest row."""
 
 
+NUMBERS = count(1)
+"""The ids of requests."""
+
+
 def add(
-    to: Scheduler[QueuedSequence], *steps: int, now: float = 0.0, model: ModelKey = MODEL, busy: float = 0.0, **options: Any
-) -> list[QueuedSequence]:
-    """options: of the sequences."""
-    made = sequences(*steps, **options)
-    to.add(model, made, now=now, busy=busy)
-    return made
+    to: Scheduler,
+    *requests: int | list[int],
+    deadline: float = NEVER,
+    now: float = 0.0,
+    model: ModelKey = MODEL,
+    busy: float = 0.0,
+    **options: Any,
+) -> list[int]:
+    """Add a block. requests: the steps of each, or of its sequences; options: of the block. Returns their ids; raises a refusal."""
+    made = [(next(NUMBERS), deadline, steps if isinstance(steps, list) else [steps]) for steps in requests]
+    for refused in to.add_block(block(made, model=model, **options), now=now, busy=busy):
+        raise refused.error
+    return [id for id, *_ in made]
 
 
-def batch(of: Scheduler[QueuedSequence]) -> tuple[ModelKey, list[ScheduledSteps[QueuedSequence]]]:
+def batch(of: Scheduler) -> list[ScheduledRow]:
     taken = of.next_batch()
     assert taken is not None
-    return taken.model, taken.parts
+    return scheduled_rows(taken)
 
 
-def batches(of: Scheduler[QueuedSequence]) -> list[tuple[ModelKey, list[int]]]:
-    """Return all batches until the queue is empty: the model, and the steps of each sequence."""
+def batches(of: Scheduler) -> list[tuple[ModelKey, list[int]]]:
+    """Return all batches until the queue is empty: the model, and the steps of each sequence, by its arrival."""
     taken = []
     while (next_batch := of.next_batch()) is not None:
-        assert next_batch.parts, "a batch is never empty"
-        taken.append((next_batch.model, [part.steps for part in next_batch.parts]))
+        rows = scheduled_rows(next_batch)
+        assert rows, "a batch is never empty"
+        taken.append((next_batch.model, [row.steps for row in rows]))
     return taken
 
 
@@ -56,13 +83,13 @@ def test_full_queue_of_all_models_refuses_a_request_until_the_next_batch() -> No
     add(queue, 1, model=OTHER)
     add(queue, 1, 1)
     with pytest.raises(Overloaded) as caught:
-        add(queue, 1, 1)
+        add(queue, [1, 1])
     message = "3 sequences wait, this request has 2 and SEQSERVE_MAX_WAITING is 4: retry later, or raise SEQSERVE_MAX_WAITING"
     assert caught.value.message == message
     assert caught.value.retry_after == 1
     assert queue.waiting == 3, "none of its sequences is queued"
     queue.next_batch()
-    add(queue, 1, 1)
+    add(queue, [1, 1])
 
 
 # Batches of whole sequences.
@@ -119,7 +146,7 @@ def test_long_sequences_take_steps_that_short_ones_leave() -> None:
     add(queue, *[10] * 6, 500, 500, divisible=True)
     # The short sequences leave 50 steps to each, and batches of 20 steps have 0.8 of that throughput.
     # With an equal share of 20 steps, K would be 16.
-    assert [part.steps for part in batch(queue)[1]] == [*[10] * 6, 20, 20]
+    assert [row.steps for row in batch(queue)] == [*[10] * 6, 20, 20]
 
 
 def test_shortest_sequence_limits_the_steps_of_a_batch() -> None:
@@ -145,54 +172,54 @@ def test_batch_takes_longer_than_its_fixed_time() -> None:
 def test_first_sequence_is_predicted_to_take_the_batches_that_it_takes() -> None:
     """Its batches are as long as their fixed time, which is above the budget."""
     queue = scheduler(cost=Cost(50.0, 1.0, 0.0), batch_seconds=10.0, max_batch_tokens=1000)
-    queue.add(MODEL, sequences(200, deadline=CAUTION * 410.0, divisible=True), now=0.0, busy=1.0)
+    add(queue, 200, deadline=CAUTION * 410.0, divisible=True, busy=1.0)
     assert batches(queue) == [(MODEL, [50])] * 4
 
 
 def test_short_sequence_joins_and_leaves_while_a_long_one_runs() -> None:
     queue = scheduler(cost=STEP_COST, batch_seconds=16.0)
     [long] = add(queue, 64, divisible=True)
-    assert [part.steps for part in batch(queue)[1]] == [16]
+    assert [row.steps for row in batch(queue)] == [16]
     [short] = add(queue, 10, now=1.0, divisible=True)
-    taken = batch(queue)[1]
-    assert {(part.sequence, part.steps, part.first, part.last) for part in taken} == {
-        (long, 16, False, False),
-        (short, 10, True, True),
-    }
-    assert [part.sequence for part in batch(queue)[1]] == [long]
+    assert batch(queue) == [ScheduledRow(long, 0, 16, False, False), ScheduledRow(short, 0, 10, True, True)]
+    assert [row.id for row in batch(queue)] == [long]
 
 
 def test_stream_of_short_sequences_does_not_starve_a_long_one() -> None:
     queue = scheduler(cost=STEP_COST, batch_seconds=100.0, max_batch_sequences=1)
     [long] = add(queue, 10, divisible=True)
-    waited = 0
-    while long.remaining:
+    waited = running = 0
+    while running != long:
         waited += 1
         add(queue, 1, now=waited, divisible=True)
-        batch(queue)
+        [(running, *_)] = batch(queue)
     assert waited == pytest.approx(9 * STRETCH, abs=2)
 
 
 def test_sequence_without_room_for_its_state_waits() -> None:
-    queue = scheduler(cost=STEP_COST, batch_seconds=10.0, room=1)
-    first, second = add(queue, 50, 60, divisible=True)
+    queue = scheduler(cost=STEP_COST, batch_seconds=10.0, states=FakeStates(room=1))
+    first, _ = add(queue, 50, 60, divisible=True)
     [short] = add(queue, 9, now=1.0, divisible=True)
-    assert [part.sequence for part in batch(queue)[1]] == [short, first]
-    [kept] = add(queue, 9, now=3.0, divisible=True, stateful=True)
-    taken = [part.sequence for part in batch(queue)[1]]
-    assert taken == [kept, first] and second.remaining == 60, "the sequence that is due first takes the free room"
+    assert [row.id for row in batch(queue)] == [first, short]
+    [kept] = add(queue, 9, now=3.0, divisible=True, handles=np.array([7]))
+    assert [row.id for row in batch(queue)] == [first, kept] and queue.waiting == 1, "what is due first takes the free room"
 
 
-def test_sequence_that_is_not_ready_blocks_no_other() -> None:
-    queue = scheduler()
-    [blocked] = add(queue, 5)
-    blocked.ready = False
+def test_chunk_waits_for_its_session_and_blocks_no_other() -> None:
+    """Also behind another chunk. A session whose chunk runs in several batches is in use between them."""
+    states = FakeStates(1000, 7)
+    queue = scheduler(cost=STEP_COST, states=states, batch_seconds=10.0)
+    add(queue, 25, divisible=True, handles=np.array([7]))
     assert queue.next_batch() is None
-    add(queue, 6, now=1.0)
+    add(queue, 6, 3, 4, now=1.0, divisible=True, handles=np.array([8, 7, 8]))
     add(queue, 7, model=OTHER)
-    assert batches(queue) == [(MODEL, [6]), (OTHER, [7])]
-    blocked.ready = True
-    assert batches(queue) == [(MODEL, [5])]
+    assert batches(queue) == [(MODEL, [6]), (OTHER, [7]), (MODEL, [4])]
+    states.in_use.clear()
+    assert [row.steps for row in batch(queue)] == [16]
+    states.in_use.add(7)
+    assert batches(queue) == [(MODEL, [9])]
+    states.in_use.clear()
+    assert batches(queue) == [(MODEL, [3])]
 
 
 # Several models.
@@ -208,11 +235,10 @@ def test_priority_counts_between_models_as_within_one() -> None:
 
 def test_models_share_the_device_by_time() -> None:
     costs = {MODEL: COST, OTHER: Cost(3.0, 0, 0)}
-    queue: Scheduler[QueuedSequence] = Scheduler(replace(LIMITS, max_batch_sequences=1), costs.__getitem__)
+    queue = Scheduler(replace(LIMITS, max_batch_sequences=1), costs.__getitem__, FakeStates())
     add(queue, *[1] * 40)
     add(queue, *[1] * 40, model=OTHER)
-    ran = [batch(queue)[0] for _ in range(40)]
-    assert ran.count(MODEL) == 30
+    assert [model for model, _ in batches(queue)][:40].count(MODEL) == 30
 
 
 def test_idle_model_earns_no_credit() -> None:
@@ -221,31 +247,45 @@ def test_idle_model_earns_no_credit() -> None:
     for _ in range(20):
         batch(queue)
     add(queue, *[1] * 40, model=OTHER)
-    ran = [batch(queue)[0] for _ in range(10)]
-    assert ran.count(MODEL) == 5
+    assert [model for model, _ in batches(queue)][:10].count(MODEL) == 5
 
 
-# Sequences that leave before they have run.
+# Requests that leave before they have run.
 
 
-def test_drop_removes_only_the_named_sequences() -> None:
-    queue = scheduler()
-    dropped = add(queue, 1, 2)
+def dropped_ids(dropped: list[tuple[QueuedBlock, list[int]]]) -> list[int]:
+    return sorted([made.ids[index] for made, indices in dropped for index in indices])
+
+
+def test_drop_removes_only_the_named_requests() -> None:
+    queue, owner = scheduler(), FakeFrontend()
+    [first] = add(queue, [1, 2], owner=owner)
     add(queue, 3)
-    dropped += add(queue, 4, model=OTHER)
-    assert queue.drop(dropped) == 3
-    assert queue.waiting == 1
-    assert queue.drop(dropped) == 0
+    others = add(queue, 4, 5, model=OTHER, owner=owner)
+    assert queue.drop_request(FakeFrontend(), first) is None
+    dropped = queue.drop_request(owner, first)
+    assert dropped is not None and dropped[0].ids == [first] and queue.waiting == 3
+    assert queue.drop_request(owner, first) is None
+    assert dropped_ids(queue.drop_owner(owner)) == others
     assert batches(queue) == [(MODEL, [3])]
 
 
-def test_drop_late_removes_and_returns_late_sequences() -> None:
+def test_drop_of_chunks_leaves_those_that_arrived_before() -> None:
+    queue = scheduler()
+    first, other, last = add(queue, 1, 2, 3, handles=np.array([7, 8, 7]))
+    assert queue.drop_chunks(MODEL, 7, after=2) == queue.drop_chunks(OTHER, 7) == []
+    assert dropped_ids(queue.drop_chunks(MODEL, 7, after=0)) == [last]
+    assert dropped_ids(queue.drop_chunks(MODEL, 7)) == [first]
+    assert [row.id for row in batch(queue)] == [other]
+
+
+def test_drop_late_removes_and_returns_late_requests() -> None:
     queue = scheduler()
     late = add(queue, 1, 2, deadline=5.0)
     late += add(queue, 3, deadline=4.0, model=OTHER)
     add(queue, 4, deadline=7.0)
-    assert queue.drop_late(3.999).sequences == []
-    assert set(queue.drop_late(5.0).sequences) == set(late)
+    assert queue.drop_late(3.999) == []
+    assert dropped_ids(queue.drop_late(5.0)) == late and queue.earliest_deadline == 7.0
     assert queue.waiting == 1
     assert batches(queue) == [(MODEL, [4])]
 
@@ -272,7 +312,7 @@ def test_rejection_covers_similar_requests_until_the_queue_moves() -> None:
     with pytest.raises(Overloaded, match="expected in 17 s"):
         add(queue, 1, deadline=20.0)
     add(queue, 4, deadline=CAUTION * 20 + STRETCH * 4)
-    assert queue.drop([first, second]) == 2
+    assert all(queue.drop_request(NOBODY, id) for id in (first, second))
     add(queue, 4, deadline=CAUTION * 20 - 0.1)
 
 
