@@ -54,6 +54,7 @@ class Plan:
     """What to measure: `callers` are the levels of a closed loop, `rates` (requests a second) the levels of an open loop.
 
     Without both, the levels are SHARES of the largest rate. generators: the number of generator processes, None for as many as necessary.
+    realtime, steps, period_ms, find: live streams instead of levels; see realtime.py.
     """
 
     url: str
@@ -65,6 +66,10 @@ class Plan:
     inputs: int
     seed: int
     generators: int | None
+    realtime: int | None
+    steps: int
+    period_ms: float
+    find: bool
     access: ClientAccess = discovery.NO_ACCESS
 
     @property

@@ -17,7 +17,10 @@ def main() -> None:
     source, destination = map(Path, sys.argv[1:])
     job = msgspec.msgpack.decode(source.read_bytes(), type=Job)
     gc.disable()  # a collection would delay answers, and a job leaves few cycles behind
-    destination.write_bytes(msgspec.msgpack.encode(uvloop.run(run(job))))
+    try:
+        destination.write_bytes(msgspec.msgpack.encode(uvloop.run(run(job))))
+    except OSError as error:
+        sys.exit(str(error))
 
 
 if __name__ == "__main__":
