@@ -88,7 +88,7 @@ def run(plan: Plan, out: Path | None) -> int:
         most = largest(sustains, count) if plan.find else count * sustains(count)
     finally:  # a late generator ends a search, and its steps are shown
         shown = [[three_digits(record[name]) if name in record else report.NOTHING for name in COLUMNS] for record in records]
-        print(report.table([headings(COLUMNS), *shown]))
+        print(report.table([headings(COLUMNS), *shown]) if shown else "")
         for record in records:
             for reason, count in record["failures"].items():
                 print(f"{record['streams']} streams: {count} chunks failed with {reason}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import resource
 import ssl
 import time
 from array import array
@@ -29,9 +28,7 @@ MAX_KNOWN = 64
 WRONG = "wrong answer"
 UNANSWERED, ENDED = "unanswered", "not sent, because the stream has failed"
 OPENING = 50
-"""Streams that a generator opens at the same time."""
-OTHER_FILES = 64
-"""Open files of a generator that are no connections."""
+"""Most streams of a generator whose first chunks are not answered yet."""
 
 
 async def run(job: Job) -> Result:
@@ -264,23 +261,24 @@ class RealTimeLoop(OpenLoop):
         super().__init__(job)
         self._gaps = staggered(job.callers, job.period, job.seed)
         self._streams: list[tuple[Connection, Iterator[int]]] = []
-        self._opening: dict[Connection, asyncio.Future[None]] = {}
         self._delays = array("d")
 
     async def connect(self) -> None:
-        """Open the streams. Raises OSError for a stream that the server refuses."""
-        allow_files(self._job.callers)
-        for first in range(0, self._job.callers, OPENING):
-            await asyncio.gather(*map(self._open_stream, range(first, min(first + OPENING, self._job.callers))))
+        """Open the streams with their first chunks, some at a time. Raises OSError when one is refused."""
+        for place in range(self._job.callers):
+            connection = await self._connect()
+            first = place * self._job.chunks % len(self._job.requests)
+            self._streams.append((connection, iter(range(first + 1, first + self._job.chunks))))
+            connection.ask(first, time.monotonic())
+            await self._opened(place + 1 - OPENING)
+        await self._opened(self._job.callers)
 
-    async def _open_stream(self, place: int) -> None:
-        """Connect, and wait for the answer to the first chunk."""
-        first = place * self._job.chunks % len(self._job.requests)
-        connection, opened = await self._connect(), asyncio.get_running_loop().create_future()
-        self._opening[connection] = opened
-        connection.ask(first, time.monotonic())
-        await opened
-        self._streams.append((connection, iter(range(first + 1, first + self._job.chunks))))
+    async def _opened(self, count: int) -> None:
+        """Wait for the first answers to so many streams."""
+        while self._right < count:
+            if self._failures:
+                raise ConnectionError(f"after {self._right} open streams another was refused: {', '.join(self._failures)}")
+            await asyncio.sleep(0.001)
 
     def start(self) -> None:
         self._turns = cycle(self._streams)
@@ -297,8 +295,7 @@ class RealTimeLoop(OpenLoop):
             self._delays.append(time.monotonic() - moment)
 
     def _resume(self, connection: Connection) -> None:
-        if self._opening and (opened := self._opening.pop(connection, None)):
-            opened.set_result(None)
+        """Nothing waits for an idle connection."""
 
     def _fail(self, connection: Connection, reason: str) -> None:
         super()._fail(connection, reason)
@@ -309,22 +306,9 @@ class RealTimeLoop(OpenLoop):
         self._failures[reason] += len(connection.open)
         connection.open.clear()
         self._connections.discard(connection)
-        if opened := self._opening.pop(connection, None):
-            opened.set_exception(ConnectionError(f"after {len(self._streams)} open streams another was refused: {reason}"))
 
     def result(self) -> Result:
         return structs.replace(super().result(), delays=self._delays.tobytes())
-
-
-def allow_files(count: int) -> None:
-    """Raise this process's limit of open files, if necessary. Raises OSError."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if resource.RLIM_INFINITY != soft < count + OTHER_FILES:
-        try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (count + OTHER_FILES, max(hard, count + OTHER_FILES)))
-        except (ValueError, OSError):
-            what = f"{count} connections of a load generator need {count + OTHER_FILES} open files and its limit is {hard}"
-            raise OSError(f"{what}: raise it with `ulimit -Hn`, or use more processes with --generators") from None
 
 
 class AnswerCheck:
