@@ -35,8 +35,8 @@ from service.client_access import ClientAccess
 WARM_UP_SECONDS = 2.0
 TRACKS = 8
 """Different sequences of chunks; each is sent by every eighth stream of a generator."""
-SPARE_CHUNKS = 5
-"""Chunks of a track beyond those of the measured time: the first, and those of a generator that ends late."""
+SPARE_SECONDS = 1.0
+"""Chunks of a track beyond the measured time, for a generator that ends late."""
 BEHIND_MS, BEHIND_PERIODS, BEHIND_SHARE = 5.0, 0.1, 0.001
 """A generator is late that sends more than this share of its chunks later than these milliseconds and periods after their moments."""
 CHUNKS_OF_A_GENERATOR = 5000
@@ -50,7 +50,7 @@ def requests(
     url: str, model: dict[str, Any], steps: int, period: float, seconds: float, access: ClientAccess = NO_ACCESS, seed: int = 0
 ) -> Requests:
     """Return the messages of TRACKS streams for so many seconds, and the answers that sessions without other load get to them."""
-    chunks = math.ceil(seconds / period) + SPARE_CHUNKS
+    chunks = math.ceil((seconds + SPARE_SECONDS) / period) + 2
     traffic, dtype = Traffic(model, seed=seed), "<f4" if model["input"]["kind"] == "features" else "<i4"
 
     def answers(track: Sequence[Any]) -> list[list[float]]:

@@ -286,11 +286,10 @@ class RealTimeLoop(OpenLoop):
 
     def _send(self, moment: float) -> None:
         connection, numbers = next(self._turns)
-        number = next(numbers, None)
-        if connection not in self._connections or number is None:
+        if connection in self._connections and (number := next(numbers, None)) is not None:
+            connection.ask(number, moment)
+        else:
             self._failures[ENDED] += 1
-            return
-        connection.ask(number, moment)
         if moment >= self._counted_since:
             self._delays.append(time.monotonic() - moment)
 
