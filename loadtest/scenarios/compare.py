@@ -85,7 +85,7 @@ CELLS = {
     "chunk, 4 in flight": Cell("chunk", in_flight=4),
     "WebSocket, 1 in flight": Cell("socket-binary"),
     "WebSocket, 4 in flight": Cell("socket-binary", in_flight=4),
-    "streams in real time": Cell(callers=50, period=0.05, longer=2),
+    "streams in real time": Cell(callers=50, period=0.05),
     "OIP binary": Cell("oip"),
     "gRPC": Cell("grpc"),
 }
