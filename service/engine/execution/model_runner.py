@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from kernels.ragged import Ragged
@@ -21,6 +21,8 @@ TRIAL_STEPS = 16
 """Steps per row in the trials of warm-up."""
 TRIALS = 5
 """Runs of each size. The fastest counts: other processes only make a run slower."""
+CACHED_VIEWS = 1024
+"""Sizes of batches, in rows and tokens, whose views of the staging buffer are kept."""
 
 
 class ModelRunner:
@@ -41,6 +43,7 @@ class ModelRunner:
             encoder.allocate_states(FIRST_SLOT + slots)
         tokens = max(max_batch_tokens, shape.max_steps)
         self._staging = Staging(max_batch_sequences, tokens, shape.features, encoder.device, in_flight)
+        self._views = lru_cache(CACHED_VIEWS)(self._staging.ragged)
         steps = max(min(TRIAL_STEPS, shape.max_steps), encoder.spec.min_steps)
         self.cost = _measure_cost(encoder, rows=max_batch_sequences, steps=steps, tokens=tokens)
         self.without_steps = _answer_without_steps(encoder)
@@ -63,9 +66,9 @@ class ModelRunner:
         began = time.monotonic()
         offsets = self._staging.stage(batch)
         staged = time.monotonic()
-        encoding = self._encode(batch.rows, batch.tokens, sequence=batch.returns_sequence, whole=batch.whole)[1]
+        ragged, encoding = self._encode(batch.rows, batch.tokens, sequence=batch.returns_sequence, whole=batch.whole)
         finite = None if batch.whole else host_finite_rows(self._states, self._staging.written_slots(batch.rows))
-        arrays, predicted = _on_host(encoding), self.predicted_seconds(batch)
+        arrays, predicted = _on_host(ragged, encoding), self.predicted_seconds(batch)
         return InFlightBatch(batch, offsets, arrays, predicted, began, staged, time.monotonic(), finite=finite)
 
     @cached_property
@@ -74,7 +77,8 @@ class ModelRunner:
 
     def _encode(self, rows: int, tokens: int, *, sequence: bool = False, whole: bool = True) -> tuple[Ragged, Encoding]:
         """Run the encoder on the staged batch. whole: every row is a whole sequence. Returns the encoder's input and output."""
-        ragged = self._staging.ragged(rows, tokens)
+        views = self._views(rows, tokens)
+        ragged = Ragged(views.data, views.offsets)  # with its own lengths: the views show every batch of this size
         slots = None if whole else self._staging.row_slots(rows)
         return ragged, self.encoder(ragged, sequence=sequence, slots=slots)
 
@@ -113,11 +117,11 @@ def _fastest_trial(encoder: Encoder, rows: int, steps: int) -> float:
     return min(encoder.time_batch(rows, steps) for _ in range(TRIALS))
 
 
-def _on_host(encoding: Encoding) -> BatchArrays:
-    head = encoding.head_output
-    arrays = (head.scores, head.picks, head.embedding, encoding.sequence)
-    scores, picks, embedding, sequence = [None if array is None else array.numpy() for array in arrays]
-    return BatchArrays(scores, picks, embedding, sequence, encoding.offsets.numpy(), head.per_step)
+def _on_host(ragged: Ragged, encoding: Encoding) -> BatchArrays:
+    head, offsets = encoding.head_output, None if encoding.offsets is ragged.offsets else encoding.offsets
+    arrays = (head.scores, head.picks, head.embedding, encoding.sequence, offsets)
+    scores, picks, embedding, sequence, ends = [None if array is None else array.numpy() for array in arrays]
+    return BatchArrays(scores, picks, embedding, sequence, ends, head.per_step)
 
 
 def _doubling(most: int) -> list[int]:
