@@ -13,16 +13,7 @@ from kernels.cpu.compiled import inner
 from kernels.cpu.gated import GatedArguments
 from kernels.cpu.int8 import rows_of_product
 from kernels.cpu.launch import BatchArguments, OutputArrays, RowStates
-from kernels.cpu.products import (
-    PANEL_COLUMNS,
-    max_rows,
-    padded_width,
-    product,
-    sums_of_tile,
-    tile_memory,
-    tile_rows,
-    vector_bytes,
-)
+from kernels.cpu.products import PANEL_COLUMNS, max_rows, padded_width, product, sums_of, tile_memory, tile_rows, vector_bytes
 from kernels.cpu.rows import (
     Batch,
     add_step,
@@ -73,7 +64,7 @@ def tiles_of(gates: int, started: int, finish: Any) -> Any:
     the array of the rows in the product, and its panels.
     """
     largest = max_rows(gates)
-    sums_of, sums_of_two = sums_of_tile(gates, started), sums_of_tile(gates, started, panels=2)
+    sums_of_rows, sums_of_two_panels = sums_of(gates, started), sums_of(gates, started, panels=2)
 
     @inner
     def tiles(step: GatedStep, inputs: int, states: int, panels: int) -> None:
@@ -88,7 +79,7 @@ def tiles_of(gates: int, started: int, finish: Any) -> Any:
             column = FLOAT_BYTES * LANES * panel
             row = 0
             if together == 2:
-                sums_of_two(
+                sums_of_two_panels(
                     *(storage, 1, inputs + column, step.gate_offsets, step.block, values, begins, hidden),
                     *(panels + panel_bytes * panel, step.sums, gates * LANES),
                 )
@@ -99,7 +90,7 @@ def tiles_of(gates: int, started: int, finish: Any) -> Any:
             while row < step.running:
                 count = tile_rows(step.running - row, largest)
                 gate_offsets = step.gate_offsets + LONG_BYTES * row
-                sums_of(
+                sums_of_rows(
                     *(storage, count, inputs + column, gate_offsets, step.block, values, begins + LONG_BYTES * row, hidden),
                     *(panels + panel_bytes * panel, step.sums, gates * LANES),
                 )

@@ -249,7 +249,7 @@ def _zeros(_typing: Any) -> tuple[Any, Codegen]:
     return types.int64(), codegen
 
 
-def sums_of_tile(vectors: int, started: int, panels: int = 1) -> Any:
+def sums_of(vectors: int, started: int, panels: int = 1) -> Any:
     """Return the compiled function that writes ``start + values @ panel`` for a tile of rows and a panel of `vectors` vectors.
 
     Only the first `started` vectors have a start; the others start from zero. The function takes, as numbers and addresses:
@@ -261,13 +261,13 @@ def sums_of_tile(vectors: int, started: int, panels: int = 1) -> Any:
     tile = _sums_tile(vectors, started, panels)
 
     @inner
-    def sums_of(*arguments: int) -> None:
+    def sums(*arguments: int) -> None:
         tile(*arguments)
 
-    return sums_of
+    return sums
 
 
-sums_of_4 = sums_of_tile(4, 4)
+sums_of_4 = sums_of(4, 4)
 MAX_ROWS = max_rows(VECTORS)
 
 
