@@ -46,7 +46,7 @@ class _ModelSlots:
     """The slots of one model. count: how many the handles hold at most between batches.
 
     holders: (slots,) the handle that holds each slot, or NO_HANDLE.
-    busy: how many handles are in use by batches in flight or by sequences that have begun.
+    busy: how many slots belong to handles that are in use, by batches in flight or by sequences that have begun.
     writing: how many slots the batches in flight write.
     behind: how many chunks wait for an earlier chunk of their session.
     on_host: the states that are not in a slot.
@@ -225,6 +225,7 @@ class StateCache:
                     self._release(slots, self.slots[[handle]])
                 else:
                     self._begun[handle] = int(self.slots[handle])
+                    slots.busy += self._begun[handle] != ZERO_SLOT
                 self.slots[handle] = write
 
     def finish(self, model: ModelKey, handle: int, steps: int, now: float) -> None:
@@ -235,14 +236,13 @@ class StateCache:
     def give_up(self, model: ModelKey, handle: int) -> None:
         """Return a handle to the state before a chunk that has run in part, if there is one."""
         if handle in self._begun:
-            before, self.slots[handle] = int(self.slots[handle]), self._begun[handle]
-            self._end_begun(model, handle, before)
+            ahead, self.slots[handle] = int(self.slots[handle]), self._begun[handle]
+            self._end_begun(model, handle, ahead)
 
     def _end_begun(self, model: ModelKey, handle: int, freed: int) -> None:
         slots = self._slots_of(model)
-        del self._begun[handle]
+        slots.busy -= 1 + (self._begun.pop(handle) != ZERO_SLOT)
         self._busy[handle] = False
-        slots.busy -= 1
         self._release(slots, np.array([freed]))
 
     # States.
