@@ -67,7 +67,7 @@ class Columns(NamedTuple):
         )
 
 
-class BlockKey(msgspec.Struct, frozen=True):
+class BlockKey(msgspec.Struct, frozen=True, cache_hash=True):
     """The values that the requests of a block share. options: None without sessions. initial: whether they bring states."""
 
     model: ModelKey

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -27,7 +28,9 @@ from service.ipc.messages.inference import (
     RefusalBlock,
     Release,
     Request,
+    Returns,
     SessionOptions,
+    Share,
     TrialBegan,
     TrialEnded,
 )
@@ -42,6 +45,8 @@ DEADLINE_RESOLUTION_SECONDS = 0.005
 
 REQUEST_BYTES = 64
 """About how many bytes a request takes in the channel besides its values."""
+MAX_KEYS = 4096
+"""Most keys of blocks that are kept."""
 MOST_COPIED = REQUEST_BYTES + MAX_COPIED_BYTES
 """A request with a larger size has a separate block, so that its values are not copied."""
 
@@ -69,7 +74,7 @@ class PendingRequest(Struct, eq=False):
     `data` has the values of its steps. They are kept to send the request again: once to another engine, or to the next engine of its
     session. `at` is the engine that has the request, None while there is none. `orphaned` is true
     when an engine ended while it had the request. `done` is true once the receiver was called or no longer waits; `on_end` is called then.
-    `key` is the request's model version. `size` is about how many bytes the request takes in the channel.
+    `block` is what it shares with the requests of its block. `size` is about how many bytes the request takes in the channel.
     """
 
     id: int
@@ -77,7 +82,7 @@ class PendingRequest(Struct, eq=False):
     data: bytes | memoryview
     receiver: Receiver
     deadlines: Deadlines
-    key: ModelKey
+    block: BlockKey
     size: int
     attempts: int = 1
     orphaned: bool = False
@@ -86,6 +91,11 @@ class PendingRequest(Struct, eq=False):
     on_end: Callable[[], None] | None = None
     slot: int = 0
     """Set by `Deadlines`."""
+
+    @property
+    def key(self) -> ModelKey:
+        """Return the request's model version."""
+        return self.block.model
 
     def end(self) -> None:
         """Forget the request everywhere; its receiver is not called any more."""
@@ -268,14 +278,15 @@ class EngineConnection:
         pending.at = self
         self.pending[pending.id] = pending
         self._pending_bytes += pending.size
-        model, request = self.models.get(pending.key), pending.request
+        key, request, large = pending.block, pending.request, pending.size > MOST_COPIED
+        model, session = self.models.get(key.model), request.session
         self._wait.add(pending.id, model.seconds(request.lengths) if model else 0.0)
-        key, session, large = _block_key(pending.key, request), request.session, pending.size > MOST_COPIED
-        if large or (session is not None and self._session_blocks.get(session, key) != key):
+        if large or (session is not None and self._session_blocks.setdefault(session, key) is not key):
             self._send_blocks()  # the chunks of a session leave in their order
-        self._blocks.setdefault(key, {})[pending.id] = pending
-        if session is not None:
-            self._session_blocks[session] = key
+        block = self._blocks.get(key)
+        if block is None:
+            block = self._blocks[key] = {}
+        block[pending.id] = pending
         if request.timed:
             self._timed.add(key)
         if large:
@@ -375,16 +386,18 @@ class EngineConnection:
         self._owner.engine_lost(self)
 
 
-def _block_key(model: ModelKey, request: Request) -> BlockKey:
-    """Return what a request shares with the others of its block."""
+def block_key(request: Request) -> BlockKey:
+    """Return what a request shares with the others of its block: one object for all of them, which is found faster."""
     options = None
     if request.session is not None:
-        options = SessionOptions(
-            request.session_starts,
-            request.session_ends,
-            request.exactly,
-            request.opens_session,
-            request.session_limit,
-            request.resubmitted,
-        )
-    return BlockKey(model, request.priority, request.returns, request.share, options, request.initial)
+        starts, ends, opens = request.session_starts, request.session_ends, request.opens_session
+        options = starts, ends, request.exactly, opens, request.session_limit, request.resubmitted
+    model = request.model, request.version, request.generation
+    return _interned(model, request.priority, request.returns, request.share, options, request.state_bytes > 0)
+
+
+@lru_cache(MAX_KEYS)
+def _interned(
+    model: tuple[str, str, int], priority: int, returns: Returns, share: Share, options: tuple[Any, ...] | None, initial: bool
+) -> BlockKey:
+    return BlockKey(ModelKey(*model), priority, returns, share, None if options is None else SessionOptions(*options), initial)

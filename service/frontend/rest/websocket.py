@@ -13,7 +13,7 @@ import uuid
 from collections import deque
 from collections.abc import Coroutine, Iterable
 from contextlib import AsyncExitStack, suppress
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
 import msgspec
 from fastapi import APIRouter, Response
@@ -168,8 +168,9 @@ class ChunkRunner(InferRunner):
     def build(
         self, decoded: DecodedRequest, model: ServedModel, arrived: float, packed: PackedInputs | None
     ) -> tuple[Request, bytes | memoryview]:
+        assert isinstance(decoded, DecodedChunk)
         options: ChunkOptions = decoded.context
-        return options.request(cast(DecodedChunk, decoded), model, arrived, packed)
+        return options.request(decoded, model, arrived, packed)
 
 
 def resolve_start(start: bool | None, *, begun: bool) -> bool | None:
@@ -302,7 +303,8 @@ class _ChunkStream:
                 raise self._frontend.limits.starts.refuse()
             chunk = ChunkBody.parse(data) if is_text else ChunkBody(data)
         except ServiceError as error:
-            reply = self._append_reply()
+            reply = _PendingReply(self)
+            self._unanswered.append(reply)
             self._chunks.refuse(self._labels, error, arrived, reply, self.caller)
             reply.respond_error(error)
             return
@@ -328,11 +330,6 @@ class _ChunkStream:
         if was_full and self.ready:
             self._connection.read_on()
 
-    def _append_reply(self) -> _PendingReply:
-        reply = _PendingReply(self)
-        self._unanswered.append(reply)
-        return reply
-
     async def _wait_for_replies(self) -> None:
         """Wait until every message has its reply."""
         if self._unanswered:
@@ -342,7 +339,8 @@ class _ChunkStream:
     # Messages.
 
     def _send(self, chunk: ChunkBody, start: bool | None, arrived: float, data: bytes) -> _PendingReply:
-        reply, model = self._append_reply(), self.model
+        reply, model = _PendingReply(self), self.model
+        self._unanswered.append(reply)
         if start is not False or model is None or model.key not in self._frontend.catalog:
             model = None
         self._submitted = True
@@ -373,7 +371,8 @@ class _ChunkStream:
     async def _answer_large(self, data: bytes, arrived: float) -> None:
         """Answer a message that the decoder parses."""
         await self._wait_for_replies()
-        reply = self._append_reply()
+        reply = _PendingReply(self)
+        self._unanswered.append(reply)
         try:
             async with AsyncExitStack() as stack:
                 with self._chunks.reading(reply, arrived, self.caller, self._labels):

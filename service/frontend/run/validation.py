@@ -343,8 +343,8 @@ def _check_bytes(data: bytes, field: str, model: ServedModel) -> None:
     _check_max_steps(len(data) // size, field, model)
     if width is None:
         engine_ids(np.frombuffer(data, "<i4"), _field_of_step(field), model)
-    else:
-        engine_features(np.frombuffer(data, "<f4").reshape(-1, width), _field_of_step(field), model)
+    elif not _all_fit(values := np.frombuffer(data, "<f4")):
+        engine_features(values.reshape(-1, width), _field_of_step(field), model)
 
 
 def _field_of_step(field: str) -> FieldOf:
