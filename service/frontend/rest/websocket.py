@@ -53,6 +53,8 @@ from service.settings import Settings
 
 MAX_IN_FLIGHT = 32
 """Number of messages of one socket that are read before they are answered. Later messages, and the end of the socket, wait."""
+INPUT = "input"
+"""The member of a message that has the chunk."""
 MAX_TOGETHER, CHUNK_COST = 8192, 128
 """Most bytes of chunks that are sent together, and the bytes as which a chunk counts besides its own."""
 
@@ -108,7 +110,7 @@ class ChunkBody(JsonBody):
 def chunk_field(index: int) -> str:
     """Return the name of a message's only input in error messages."""
     assert index == 0
-    return "input"
+    return INPUT
 
 
 class DecodedChunk(DecodedRequest, frozen=True):
@@ -143,7 +145,7 @@ class ChunkOptions:
     ) -> tuple[Request, bytes | memoryview]:
         """Return the engine's request and its tensor bytes; raises the ServiceError of a chunk that the model does not take."""
         if packed is None:
-            data: bytes | memoryview = pack_input(chunk.input, chunk_field(0), model)
+            data: bytes | memoryview = pack_input(chunk.input, INPUT, model)
             steps = len(data) // model.step_bytes
         else:
             data, [steps] = packed.data, packed.lengths
@@ -151,7 +153,7 @@ class ChunkOptions:
             self._returns, self._model = check_returns(self._query.returns, model.spec), model
         start = chunk.start
         if not steps:
-            check_empty_chunk(start, chunk.end, chunk_field(0))
+            check_empty_chunk(start, chunk.end, INPUT)
             start = False
         request = Request(
             *(model.spec.name, model.version, [steps], arrived + self._seconds, time.monotonic(), self._query.priority),
@@ -277,7 +279,7 @@ class _ChunkStream:
         """The model that answered the latest chunk: the session belongs to it."""
         self._begun = False
         """Whether the session has begun and not ended."""
-        self._submitted = self._left = False
+        self._submitted = False
         self.disconnected = False
         self._unanswered: deque[_PendingReply] = deque()
         self._alone: asyncio.Task[None] | None = None
@@ -301,7 +303,6 @@ class _ChunkStream:
 
     async def leave(self) -> None:
         """Cancel the unanswered chunks, and close the session if it belongs to this socket alone."""
-        self._left = True
         if self._alone is not None:
             self._alone.cancel()
             await asyncio.wait([self._alone])
@@ -368,9 +369,7 @@ class _ChunkStream:
     # Messages.
 
     def send(self, reply: _PendingReply, chunk: DecodedChunk, arrived: float) -> None:
-        """Send a chunk to the engine, unless the client has left."""
-        if self._left:
-            return
+        """Send a chunk to the engine."""
         model = self.model
         if chunk.start is not False or model is None or model.key not in self._frontend.catalog:
             model = None
