@@ -46,7 +46,7 @@ DEADLINE_RESOLUTION_SECONDS = 0.005
 REQUEST_BYTES = 64
 """About how many bytes a request takes in the channel besides its values."""
 MAX_KEYS = 4096
-"""Most keys of blocks that are kept."""
+"""Keys of blocks that are kept."""
 MOST_COPIED = REQUEST_BYTES + MAX_COPIED_BYTES
 """A request with a larger size has a separate block, so that its values are not copied."""
 
@@ -281,8 +281,10 @@ class EngineConnection:
         key, request, large = pending.block, pending.request, pending.size > MOST_COPIED
         model, session = self.models.get(key.model), request.session
         self._wait.add(pending.id, model.seconds(request.lengths) if model else 0.0)
-        if large or (session is not None and self._session_blocks.setdefault(session, key) is not key):
+        if large or (session is not None and self._session_blocks.get(session, key) is not key):
             self._send_blocks()  # the chunks of a session leave in their order
+        if session is not None:
+            self._session_blocks[session] = key
         block = self._blocks.get(key)
         if block is None:
             block = self._blocks[key] = {}
