@@ -88,7 +88,7 @@ def infer(settings: Settings, name: str, texts: list[str]) -> list[dict[str, Any
     rows = EmptyRows(request, packed.data, known, receiver)
     rest, data = rows.rest()
     if rest.lengths:
-        key = block_key(model.key, rest)
+        key = block_key(rest)
         frame = decode(b"".join(encode_block(key, [_LocalRequest(1, rest, data)])))
         assert isinstance(frame.message, RequestBlock)
         divisible = engine.streams(model.key)

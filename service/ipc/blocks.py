@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from itertools import accumulate, chain, pairwise, repeat
 from math import prod
 from typing import Any, NamedTuple, Protocol
@@ -31,6 +32,8 @@ from service.ipc.messages.models import ModelKey
 
 MOST_JOINED_BYTES = 4096
 """Blocks with more bytes are not joined: a joined block is kept until the last of its requests runs."""
+MAX_KEYS = 4096
+"""Keys of blocks that are kept."""
 ITEM_BYTES = 4
 """Size of each value in the arrays of an answer."""
 ID, DEADLINE, COUNT = np.dtype("<u8"), np.dtype("<f8"), np.dtype("<i4")
@@ -67,7 +70,7 @@ class Columns(NamedTuple):
         )
 
 
-class BlockKey(msgspec.Struct, frozen=True):
+class BlockKey(msgspec.Struct, frozen=True, cache_hash=True):
     """The values that the requests of a block share. options: None without sessions. initial: whether they bring states."""
 
     model: ModelKey
@@ -78,19 +81,21 @@ class BlockKey(msgspec.Struct, frozen=True):
     initial: bool = False
 
 
-def block_key(model: ModelKey, request: Request) -> BlockKey:
-    """Return what a request shares with the others of its block."""
+def block_key(request: Request) -> BlockKey:
+    """Return what a request shares with the others of its block: one object for all of them, which is found faster."""
     options = None
     if request.session is not None:
-        options = SessionOptions(
-            request.session_starts,
-            request.session_ends,
-            request.exactly,
-            request.opens_session,
-            request.session_limit,
-            request.resubmitted,
-        )
-    return BlockKey(model, request.priority, request.returns, request.share, options, request.initial)
+        starts, ends, opens = request.session_starts, request.session_ends, request.opens_session
+        options = starts, ends, request.exactly, opens, request.session_limit, request.resubmitted
+    model = request.model, request.version, request.generation
+    return _interned(model, request.priority, request.returns, request.share, options, request.state_bytes > 0)
+
+
+@lru_cache(MAX_KEYS)
+def _interned(
+    model: tuple[str, str, int], priority: int, returns: Returns, share: Share, options: tuple[Any, ...] | None, initial: bool
+) -> BlockKey:
+    return BlockKey(ModelKey(*model), priority, returns, share, None if options is None else SessionOptions(*options), initial)
 
 
 class QueuedRequest(Protocol):

@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from service.errors import EngineLost, ServiceError
 from service.ipc.async_channel import AsyncChannel
-from service.ipc.blocks import ID, BlockKey, block_key, encode_block, split_answers
+from service.ipc.blocks import ID, BlockKey, encode_block, split_answers
 from service.ipc.channel import MAX_COPIED_BYTES, Channel, Frame, encode
 from service.ipc.messages.inference import (
     Answer,
@@ -68,7 +68,7 @@ class PendingRequest(Struct, eq=False):
     `data` has the values of its steps. They are kept to send the request again: once to another engine, or to the next engine of its
     session. `at` is the engine that has the request, None while there is none. `orphaned` is true
     when an engine ended while it had the request. `done` is true once the receiver was called or no longer waits; `on_end` is called then.
-    `key` is the request's model version. `size` is about how many bytes the request takes in the channel.
+    `block` is what it shares with the requests of its block. `size` is about how many bytes the request takes in the channel.
     """
 
     id: int
@@ -76,7 +76,7 @@ class PendingRequest(Struct, eq=False):
     data: bytes | memoryview
     receiver: Receiver
     deadlines: Deadlines
-    key: ModelKey
+    block: BlockKey
     size: int
     attempts: int = 1
     orphaned: bool = False
@@ -85,6 +85,11 @@ class PendingRequest(Struct, eq=False):
     on_end: Callable[[], None] | None = None
     slot: int = 0
     """Set by `Deadlines`."""
+
+    @property
+    def key(self) -> ModelKey:
+        """Return the request's model version."""
+        return self.block.model
 
     def end(self) -> None:
         """Forget the request everywhere; its receiver is not called any more."""
@@ -267,14 +272,17 @@ class EngineConnection:
         pending.at = self
         self.pending[pending.id] = pending
         self._pending_bytes += pending.size
-        model, request = self.models.get(pending.key), pending.request
+        key, request, large = pending.block, pending.request, pending.size > MOST_COPIED
+        model, session = self.models.get(key.model), request.session
         self._wait.add(pending.id, model.seconds(request.lengths) if model else 0.0)
-        key, session, large = block_key(pending.key, request), request.session, pending.size > MOST_COPIED
-        if large or (session is not None and self._session_blocks.get(session, key) != key):
+        if large or (session is not None and self._session_blocks.get(session, key) is not key):
             self._send_blocks()  # the chunks of a session leave in their order
-        self._blocks.setdefault(key, {})[pending.id] = pending
         if session is not None:
             self._session_blocks[session] = key
+        block = self._blocks.get(key)
+        if block is None:
+            block = self._blocks[key] = {}
+        block[pending.id] = pending
         if request.timed:
             self._timed.add(key)
         if large:

@@ -23,6 +23,7 @@ import msgspec
 from service.errors import DeadlineExceeded, EngineLost, Overloaded, ServiceError, Unavailable
 from service.frontend.dispatch.connection import REQUEST_BYTES, Deadlines, EngineConnection, PendingRequest, Receiver
 from service.frontend.dispatch.empty_rows import EmptyRows
+from service.ipc.blocks import block_key
 from service.ipc.channel import Channel
 from service.ipc.messages.inference import LoadedModel, RecordTrace, Request
 from service.ipc.messages.message import Message
@@ -125,7 +126,8 @@ class Dispatcher:
             raise self._not_ready()
         if 0 in request.lengths and not request.ends_only:
             return self._send_without_empty(request, data, receiver, on_end)
-        key = request.key
+        block = block_key(request)
+        key = block.model
         if self._deadly and self._endangers_last(key):
             raise EngineLost(
                 f"an engine ended with {key.name} version {key.version}: retry later", field="model", retry_after=1
@@ -137,7 +139,7 @@ class Dispatcher:
         else:
             engine = self._choose(_with_room(engines, size, self._channel_bytes))
         self._last_id += 1
-        pending = PendingRequest(self._last_id, request, data, receiver, self._deadlines, key, size, on_end=on_end)
+        pending = PendingRequest(self._last_id, request, data, receiver, self._deadlines, block, size, on_end=on_end)
         engine.submit(pending)
         self._deadlines.add(pending)
         return pending
@@ -155,7 +157,7 @@ class Dispatcher:
         self._metrics.sequences.add(*key.labels, by=len(request.lengths) - len(rest.lengths))
         if rest.lengths:
             return self.send(rest, values, rows, on_end)
-        pending = PendingRequest(self.next_id(), rest, values, receiver, self._deadlines, key, 0, on_end=on_end)
+        pending = PendingRequest(self.next_id(), rest, values, receiver, self._deadlines, block_key(rest), 0, on_end=on_end)
         answered = rows.alone()
         asyncio.get_running_loop().call_soon(lambda: None if pending.done else pending.answer(*answered))
         return pending
@@ -275,6 +277,7 @@ class Dispatcher:
                 self._suspect(pending, counts=not on_trial or pending.key in on_trial)
             else:
                 pending.request = msgspec.structs.replace(pending.request, resubmitted=True)
+                pending.block = block_key(pending.request)
                 self._orphans[pending.id] = pending
         self._run_suspects()
 

@@ -150,19 +150,23 @@ class _SessionQueue:
 
     def __init__(self) -> None:
         self._order = asyncio.Lock()
-        self._running: set[asyncio.Task[HttpReply]] = set()
+        self._running: set[asyncio.Task[Any]] = set()
+        """The tasks of chunks that run at the same time."""
 
     async def run(self, start: StartChunk, *, alone: bool) -> HttpReply:
-        """Run a chunk. alone: the chunk starts or ends the session, so no other chunk may run at the same time."""
+        """Run a chunk in the current task. alone: the chunk starts or ends the session, so no other chunk may run at the same time."""
         async with self._order:
-            if alone and self._running:
-                await asyncio.wait(self._running)
-            task = asyncio.ensure_future(start())
-            self._running.add(task)
-            task.add_done_callback(self._running.discard)
             if alone:
-                return await task
-        return await task
+                if self._running:
+                    await asyncio.wait(self._running)
+                return await start()
+        task = asyncio.current_task()
+        assert task is not None
+        self._running.add(task)
+        try:
+            return await start()  # the next chunk gets its turn when this chunk is sent
+        finally:
+            self._running.discard(task)
 
 
 def _is_decoded_slowly(data: bytes) -> bool:

@@ -32,17 +32,20 @@ class FrontendLimits:
         self.quotas = QuotaLedger(quota_counts, metrics)
         self.retries = RetryBudget(metrics)
 
-    def begin(self, caller: Caller, request: Request, size: int, answer_numbers: int) -> tuple[Request, Callable[[], None]]:
-        """Count a request. Return it as the engine may run it, and a function to call once at its end.
+    def begin(
+        self, caller: Caller, request: Request, size: int, answer_numbers: int
+    ) -> tuple[Request, Callable[[], None] | None]:
+        """Count a request. Return it as the engine may run it, and a function to call once at its end, if needed.
 
         size: bytes of its values. answer_numbers: numbers in its answer. Raises QuotaExceeded, and Overloaded if memory is short.
         """
         if caller.key:
             self._metrics.key_requests.add(caller.share.tenant, caller.name)
             self._metrics.key_tokens.add(caller.share.tenant, caller.name, by=sum(request.lengths))
+        if caller.quotas == NO_QUOTAS:
+            return self.memory.admit(request, size, answer_numbers) if self.memory.limited else (request, None)
         with ExitStack() as ends:
-            if caller.quotas != NO_QUOTAS:
-                ends.callback(self.quotas.begin(caller, len(request.lengths), size))
+            ends.callback(self.quotas.begin(caller, len(request.lengths), size))
             if self.memory.limited:
                 request, release = self.memory.admit(request, size, answer_numbers)
                 if release is not None:

@@ -150,7 +150,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
             if self._receiver is not None:
                 if self._starts.must_wait(self._arrived):
                     self._continuation = self._starts.add(self._arrived, self._continue)
-                elif not reader.buffer and self._may_parse():
+                elif self._taking and not reader.buffer:
                     data = data[self._take_message(data) :]
                     if not data and self._receiver.ready:
                         return

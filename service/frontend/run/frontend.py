@@ -112,7 +112,8 @@ class Frontend:
         try:
             return self.dispatcher.send(request, data, receiver, on_end=end)
         except ServiceError:
-            end()
+            if end is not None:
+                end()
             raise
 
     def forget(self, key: ModelKey) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import time
+from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain
@@ -159,7 +160,7 @@ def pack_input(value: Any, field: str, model: ServedModel) -> bytes:
     elif isinstance(value, list) and spec.features is None:
         data = _parse_ids(value, field, model).tobytes()
     elif isinstance(value, list) and spec.features is not None:
-        data = _parse_features(value, field, model, spec.features).tobytes()
+        data = _parse_features(value, field, model, spec.features)
     else:
         raise InvalidInput(f"{field} is {describe_value(value)} and {model.spec.name} takes {_accepted(model)}", field=field)
     check_steps(len(data) // model.step_bytes, field, model)
@@ -309,15 +310,17 @@ def _id_out_of_range(id: int, field: str, model: ServedModel) -> InvalidInput:
     return InvalidInput(f"{field} is {quote(str(id))} and {limits}", field=field)
 
 
-def _parse_features(values: list[Any], field: str, model: ServedModel, width: int) -> NDArray[Any]:
+def _parse_features(values: list[Any], field: str, model: ServedModel, width: int) -> bytes:
     _check_max_steps(len(values), field, model)
     rows = _check_rows(values, field, model)
     if set(map(len, rows)) - {width}:
         step = next(step for step, row in enumerate(rows) if len(row) != width)
         at = f"{field}[{step}]"
         raise InvalidInput(f"{at} has {len(rows[step])} numbers: {_step_format(model)}", field=at)
+    if len(rows) * width <= SMALL_VALUES and sum(map(abs, chain.from_iterable(rows))) <= _LARGEST:
+        return array("f", chain.from_iterable(rows)).tobytes()
     numbers = np.fromiter(chain.from_iterable(rows), np.float64, len(rows) * width)
-    return engine_features(numbers.reshape(len(rows), width), _field_of_step(field), model)
+    return engine_features(numbers.reshape(len(rows), width), _field_of_step(field), model).tobytes()
 
 
 def _check_rows(values: list[Any], field: str, model: ServedModel) -> list[list[float]]:
@@ -343,8 +346,8 @@ def _check_bytes(data: bytes, field: str, model: ServedModel) -> None:
     _check_max_steps(len(data) // size, field, model)
     if width is None:
         engine_ids(np.frombuffer(data, "<i4"), _field_of_step(field), model)
-    else:
-        engine_features(np.frombuffer(data, "<f4").reshape(-1, width), _field_of_step(field), model)
+    elif not _all_fit(values := np.frombuffer(data, "<f4")):
+        engine_features(values.reshape(-1, width), _field_of_step(field), model)
 
 
 def _field_of_step(field: str) -> FieldOf:

@@ -79,15 +79,17 @@ def test_refused_chunk_leaves_socket_and_session_unchanged(local: InProcess) -> 
         assert send(stream, {"input": [ROW], "start": False})["code"] == "unknown_session"
 
 
-def test_messages_sent_ahead_are_answered_in_order(local: InProcess) -> None:
+@pytest.mark.parametrize("rows", [1, 60], ids=["small", "more than are sent together"])
+def test_messages_sent_ahead_are_answered_in_order(local: InProcess, rows: int) -> None:
     """Each may name the steps after those before it."""
     with open_stream(local) as stream:
         for number in range(100):
-            steps = number - number // 10 - 1
-            stream.send(json.dumps({"input": [ROW], "steps": steps} if number % 10 else {"inputs": 1}))
+            steps = rows * (number - number // 10 - 1)
+            stream.send(json.dumps({"input": [ROW] * rows, "steps": steps} if number % 10 else {"inputs": 1}))
         answers = [json.loads(stream.recv(timeout=30)) for _ in range(100)]
     assert ["error" in answer for answer in answers] == [number % 10 == 0 for number in range(100)]
-    assert [answer["session"]["steps"] for answer in answers if "error" not in answer] == list(range(1, 91))
+    answered = [answer["session"]["steps"] for answer in answers if "error" not in answer]
+    assert answered == [rows * number for number in range(1, 91)]
 
 
 @pytest.mark.parametrize(
