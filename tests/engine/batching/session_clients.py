@@ -28,6 +28,24 @@ def used_slots(harness: BatcherHarness, model: ModelKey = MODEL) -> int:
     return round(harness.metrics.state_slots_used.values.get(model.labels, [0.0])[0])
 
 
+class InFlightHarness(BatcherHarness):
+    """Has two batches in flight, and room for the states of four sessions on the device."""
+
+    def __init__(self, max_sessions: int = 3) -> None:
+        self.asynchronous = AsynchronousEngine(slots=4, in_flight=2)
+        super().__init__(engine=self.asynchronous, max_sessions=max_sessions, max_waiting=1000)
+
+    def turn(self) -> bool:
+        """Launch a batch and end the oldest. Returns whether any is left."""
+        self.batcher.step()
+        self.asynchronous.end_batch()
+        return self.asynchronous.busy or not self.batcher.idle
+
+    def finish(self) -> None:
+        while self.turn():
+            pass
+
+
 class ChunkedHarness(BatcherHarness):
     """Its batches take LEAST_STEPS of each sequence and end when the test ends them."""
 

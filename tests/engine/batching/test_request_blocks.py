@@ -6,7 +6,8 @@ import random
 import weakref
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -30,10 +31,7 @@ SESSIONS = 5
 
 @dataclass
 class SentRequest:
-    """A request, and how many steps of each of its sequences have run. handles: the state handles of its sequences, if they have any.
-
-    order: how many requests arrived before it.
-    """
+    """A request. handles: the state handles of its sequences, if they have any; order: how many requests arrived before it."""
 
     id: int
     model: ModelKey
@@ -42,19 +40,14 @@ class SentRequest:
     lengths: list[int]
     handles: list[int]
     order: int
-    done: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.done = [0] * len(self.lengths)
+        self.done = np.zeros(len(self.lengths), int)
+        """How many steps of each of its sequences have run."""
 
     @property
-    def steps_left(self) -> int:
-        return sum(self.lengths) - sum(self.done)
-
-    @property
-    def begun(self) -> int:
-        """How many sequences have run in part."""
-        return sum(0 < done < steps for done, steps in zip(self.done, self.lengths, strict=True))
+    def left(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        return np.array(self.lengths) - self.done
 
     def values(self) -> bytes:
         """Return a value for each step that no other step of any request has."""
@@ -106,7 +99,7 @@ class Story:
         self.queued: dict[int, SentRequest] = {}
         self.in_flight: set[int] = set()
         """The handles whose last steps are in a batch that has not ended."""
-        self.now, self.sent, self.handles = 0.0, 0, 1000
+        self.now, self.orders, self.handles = 0.0, count(), count(1000)
 
     def event(self) -> None:
         events = (self.add, self.batch, self.time_passes, self.cancel, self.drop_late, self.drop_chunks, self.batches_end)
@@ -122,12 +115,11 @@ class Story:
         kind, requests = choose(["plain", "plain", "session", "states"]), []
         for _ in range(choose([1, 1, 2, 4, 8])):
             lengths = [choose(LENGTHS) for _ in range(1 if kind == "session" else choose(self.sequences))]
-            handles = [self.new_handle() for _ in lengths if kind == "states"]
+            handles = [next(self.handles) for _ in lengths if kind == "states"]
             if kind == "session":
                 handles = [SESSIONS * (len(TENANTS) * (model == OTHER) + self.shares.index(share)) + choose(range(SESSIONS))]
-            deadline = self.now + choose([1.0, 30.0, 200.0, 1e9])
-            requests.append(SentRequest(self.sent + 1, model, share, deadline, lengths, handles, self.sent))
-            self.sent += 1
+            deadline, order = self.now + choose([1.0, 30.0, 200.0, 1e9]), next(self.orders)
+            requests.append(SentRequest(order + 1, model, share, deadline, lengths, handles, order))
         options = {"model": model, "priority": priority, "share": share, "divisible": self.divisible[model]}
         refused, alone = (
             {
@@ -143,10 +135,6 @@ class Story:
         )
         assert refused == alone
         self.queued |= {request.id: request for request in requests if request.id not in refused}
-
-    def new_handle(self) -> int:
-        self.handles += 1
-        return self.handles
 
     def batch(self) -> None:
         batch, single = self.joint.next_batch(), self.single.next_batch()
@@ -165,27 +153,24 @@ class Story:
         handles: list[int] = []
         for id, number, taken, first, last in rows:
             request = self.queued[id]
-            left = request.lengths[number] - request.done[number]
+            left = request.left[number]
             assert request.model == batch.model and 1 <= taken <= left
             assert (first, last) == (request.done[number] == 0, taken == left) and (last or self.divisible[batch.model])
             for handle in request.handles[number : number + 1]:
-                assert not first or handle not in self.states.in_use
+                assert handle not in handles and (not first or handle not in self.states.in_use)
                 assert request.order == min(other.order for other in self.queued.values() if handle in other.handles)
                 handles.append(handle)
-                if last:
-                    self.in_flight.add(handle)
-        assert len(set(handles)) == len(handles)
+                self.in_flight |= {handle} if last else set()
         self.states.in_use |= set(handles)
         for id, number, taken, *_ in rows:
             self.queued[id].done[number] += taken
-        self.queued = {id: request for id, request in self.queued.items() if request.steps_left}
+        self.queued = {id: request for id, request in self.queued.items() if request.left.any()}
 
     def check_parts(self, batch: ScheduledBatch) -> None:
         """Check that requests that run as a whole are in blocks with their columns, and that others are in pieces."""
-        rows = scheduled_rows(batch)
-        whole = Counter(row.id for row in rows if row.first and row.last)
+        whole = Counter(row.id for row in scheduled_rows(batch) if row.first and row.last)
         ids = [id for made in batch.blocks for id in made.ids]
-        assert sorted(ids) == [id for id, count in whole.items() if count == len(self.queued[id].lengths)]
+        assert sorted(ids) == [id for id, rows in whole.items() if rows == len(self.queued[id].lengths)]
         for made in batch.blocks:
             assert contents(made) == contents(block_of([self.queued[id] for id in made.ids]))
         for piece in batch.pieces:
@@ -221,47 +206,44 @@ class Story:
         self.forget(late)
 
     def drop_chunks(self) -> None:
-        of_sessions = [request for request in self.queued.values() if request.handles]
-        if of_sessions:
-            first = self.chance.choice(of_sessions)
-            [handle], after = first.handles[:1], first.order - self.chance.choice([0, 1])
-            chunks = [request.id for request in of_sessions if request.handles == [handle] and request.order > after]
-            if len(first.handles) == 1:
-                for queue in (self.joint, self.single):
-                    assert dropped_ids(queue.drop_chunks(first.model, handle, after)) == chunks
-                self.forget(chunks)
+        chunks = [request for request in self.queued.values() if len(request.handles) == 1]
+        if chunks:
+            first = self.chance.choice(chunks)
+            after = first.order - self.chance.choice([0, 1])
+            ids = [request.id for request in chunks if request.handles == first.handles and request.order > after]
+            for queue in (self.joint, self.single):
+                assert dropped_ids(queue.drop_chunks(first.model, first.handles[0], after)) == ids
+            self.forget(ids)
 
     def forget(self, ids: Sequence[int]) -> None:
         """Forget requests that have left the queue. The handles of sequences that have begun are free."""
         for request in map(self.queued.pop, ids):
-            for handle, done in zip(request.handles, request.done, strict=bool(request.handles)):
-                if done and handle not in self.in_flight:
-                    self.states.in_use.discard(handle)
+            self.states.in_use -= {
+                handle for handle, done in zip(request.handles, request.done, strict=False) if done
+            } - self.in_flight
 
     def count_chunks(self) -> None:
         """Find out whether a chunk waits for another."""
         waiting = Counter(handle for request in self.queued.values() for handle in request.handles)
-        self.states.behind = any(count > 1 or handle in self.in_flight for handle, count in waiting.items())
+        self.states.behind = any(chunks > 1 or handle in self.in_flight for handle, chunks in waiting.items())
 
     def check_counts(self) -> None:
+        expected = Counter[tuple[ModelKey, str, str]]()
+        for request in self.queued.values():
+            left = request.left
+            work = {"count": np.count_nonzero(left), "steps": left.sum(), "begun": np.count_nonzero(left[request.done > 0])}
+            expected.update({(request.model, request.share.tenant, name): int(value) for name, value in work.items()})
         for queue in (self.joint, self.single):
-            for model in (MODEL, OTHER):
-                requests = [request for request in self.queued.values() if request.model == model]
-                left = [request.lengths[number] > done for request in requests for number, done in enumerate(request.done)]
-                begun = sum(request.begun for request in requests)
-                assert queue.holds(model) == bool(requests)
-                assert queue.waiting_by_model().get(model, 0) == sum(left) - begun
-                if requests:
-                    work = queue._queues[model]
-                    assert (work.count, work.steps) == (sum(left), sum(request.steps_left for request in requests))
-                    for tenant, of_tenant in work.tenants.items():
-                        own = [request for request in requests if request.share.tenant == tenant]
-                        assert (of_tenant.steps, of_tenant.begun) == (
-                            sum(request.steps_left for request in own),
-                            sum(request.begun for request in own),
-                        )
-            assert queue.begun == sum(request.begun for request in self.queued.values())
-            assert queue.waiting == sum(queue.waiting_by_model().values())
+            counts = {
+                (model, tenant, name): getattr(work, name)
+                for model, of_model in queue._queues.items()
+                for tenant, work in of_model.tenants.items()
+                for name in ("count", "steps", "begun")
+            }
+            assert counts == expected
+            assert queue.begun == sum(number for (*_, name), number in counts.items() if name == "begun")
+            total = sum(number for (*_, name), number in counts.items() if name == "count")
+            assert queue.waiting == sum(queue.waiting_by_model().values()) == total - queue.begun
         assert self.joint.backlog_seconds() == pytest.approx(self.single.backlog_seconds())
 
     def finish(self) -> None:
@@ -272,9 +254,8 @@ class Story:
             self.count_chunks()
             self.batch()
             if not self.queued:
-                break
-        self.check_counts()
-        assert not self.joint.waiting and not self.joint.begun
+                return self.check_counts()
+        raise AssertionError("requests never run")
 
 
 def dropped_ids(dropped: list[tuple[QueuedBlock, list[int]]]) -> list[int]:

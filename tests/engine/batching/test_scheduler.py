@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from service.engine.batching.admission import CAUTION
 from service.engine.batching.due import HEAD_START_SECONDS, STRETCH
-from service.engine.batching.request_block import QueuedBlock
 from service.engine.batching.scheduler import Scheduler
 from service.engine.batching.selection import LEAST_STEPS, UNLIMITED, fair_share
 from service.engine.execution.cost_model import Cost
@@ -205,21 +204,16 @@ def test_sequence_without_room_for_its_state_waits() -> None:
     assert [row.id for row in batch(queue)] == [first, kept] and queue.waiting == 1, "what is due first takes the free room"
 
 
-def test_chunk_waits_for_its_session_and_blocks_no_other() -> None:
-    """Also behind another chunk. A session whose chunk runs in several batches is in use between them."""
+def test_chunk_that_waits_for_its_session_blocks_no_other() -> None:
     states = FakeStates(1000, 7)
-    queue = scheduler(cost=STEP_COST, states=states, batch_seconds=10.0)
-    add(queue, 25, divisible=True, handles=np.array([7]))
+    queue = scheduler(states=states)
+    add(queue, 5, handles=np.array([7]))
     assert queue.next_batch() is None
-    add(queue, 6, 3, 4, now=1.0, divisible=True, handles=np.array([8, 7, 8]))
+    add(queue, 6, now=1.0)
     add(queue, 7, model=OTHER)
-    assert batches(queue) == [(MODEL, [6]), (OTHER, [7]), (MODEL, [4])]
+    assert batches(queue) == [(MODEL, [6]), (OTHER, [7])]
     states.in_use.clear()
-    assert [row.steps for row in batch(queue)] == [16]
-    states.in_use.add(7)
-    assert batches(queue) == [(MODEL, [9])]
-    states.in_use.clear()
-    assert batches(queue) == [(MODEL, [3])]
+    assert batches(queue) == [(MODEL, [5])]
 
 
 # Several models.
@@ -253,10 +247,6 @@ def test_idle_model_earns_no_credit() -> None:
 # Requests that leave before they have run.
 
 
-def dropped_ids(dropped: list[tuple[QueuedBlock, list[int]]]) -> list[int]:
-    return sorted([made.ids[index] for made, indices in dropped for index in indices])
-
-
 def test_drop_removes_only_the_named_requests() -> None:
     queue, owner = scheduler(), FakeFrontend()
     [first] = add(queue, [1, 2], owner=owner)
@@ -266,28 +256,9 @@ def test_drop_removes_only_the_named_requests() -> None:
     dropped = queue.drop_request(owner, first)
     assert dropped is not None and dropped[0].ids == [first] and queue.waiting == 3
     assert queue.drop_request(owner, first) is None
-    assert dropped_ids(queue.drop_owner(owner)) == others
+    [(of_other, indices)] = queue.drop_owner(owner)
+    assert of_other.ids == others and indices == [0, 1]
     assert batches(queue) == [(MODEL, [3])]
-
-
-def test_drop_of_chunks_leaves_those_that_arrived_before() -> None:
-    queue = scheduler()
-    first, other, last = add(queue, 1, 2, 3, handles=np.array([7, 8, 7]))
-    assert queue.drop_chunks(MODEL, 7, after=2) == queue.drop_chunks(OTHER, 7) == []
-    assert dropped_ids(queue.drop_chunks(MODEL, 7, after=0)) == [last]
-    assert dropped_ids(queue.drop_chunks(MODEL, 7)) == [first]
-    assert [row.id for row in batch(queue)] == [other]
-
-
-def test_drop_late_removes_and_returns_late_requests() -> None:
-    queue = scheduler()
-    late = add(queue, 1, 2, deadline=5.0)
-    late += add(queue, 3, deadline=4.0, model=OTHER)
-    add(queue, 4, deadline=7.0)
-    assert queue.drop_late(3.999) == []
-    assert dropped_ids(queue.drop_late(5.0)) == late and queue.earliest_deadline == 7.0
-    assert queue.waiting == 1
-    assert batches(queue) == [(MODEL, [4])]
 
 
 # Deadlines that cannot be met.

@@ -38,7 +38,7 @@ from tests.engine.batching.harness import (
     counted,
     total,
 )
-from tests.engine.batching.session_clients import ChunkedHarness, progress, refused, send, used_slots
+from tests.engine.batching.session_clients import ChunkedHarness, InFlightHarness, progress, refused, send, used_slots
 from tests.engine.batching.story import tell_story
 
 
@@ -361,6 +361,50 @@ def test_cancel_and_expiry_free_a_slot_once(running: bool) -> None:
         clients = [harness.call([value + number], session=f"new{number}") for number in range(64)]
         harness.run()
     assert [client.sums[0] for client in clients] == [1001 + 2 * number for number in range(64)]
+
+
+# Batches in flight.
+
+
+@pytest.mark.parametrize(("sessions", "chunks"), [(64, 3), (5, 8)])
+def test_chunks_in_flight_are_answered_in_order(sessions: int, chunks: int) -> None:
+    """However many sessions share the slots, each answer is the sum of all chunks so far."""
+    harness = InFlightHarness(sessions)
+    sent = [[harness.call([10 * name + 1], session=str(name)) for name in range(sessions)] for _ in range(chunks)]
+    while harness.turn():
+        for of_session in zip(*sent, strict=True):
+            replies = [client.replies for client in of_session]
+            assert replies == sorted(replies, reverse=True)
+    for number, of_chunk in enumerate(sent, 1):
+        assert [progress(client) for client in of_chunk] == [((10 * name + 1) * number, number) for name in range(sessions)]
+
+
+def test_handle_of_a_deleted_session_is_free_after_its_batch() -> None:
+    harness = InFlightHarness()
+    running = harness.call([5], session="a")
+    harness.batcher.step()
+    handle = harness.batcher.sessions._table.get("a").handle
+    harness.batcher.sessions.end("a")
+    clients = [harness.call([1], session="b")]
+    harness.finish()
+    clients += [harness.call([value], session=name) for name, value in (("b", 2), ("c", 7))]
+    assert [harness.batcher.sessions._table.get(name).handle == handle for name in "bc"] == [False, True]
+    harness.finish()
+    assert refused(running) is SessionConflict and used_slots(harness) == 2
+    assert [progress(client) for client in clients] == [(1, 1), (3, 2), (7, 1)]
+
+
+def test_chunk_waits_for_the_batch_of_a_cancelled_chunk() -> None:
+    harness = InFlightHarness()
+    first = harness.call([1], session="a")
+    harness.finish()
+    cancelled = harness.call([5], session="a")
+    harness.batcher.step()
+    harness.disconnect(cancelled)
+    later = harness.call([2], session="a")
+    assert not harness.batcher.step(), "the device would accept a batch"
+    harness.finish()
+    assert (progress(first), progress(later)) == ((1, 1), (3, 2)) and used_slots(harness) == 1
 
 
 # Export and import.
