@@ -40,8 +40,6 @@ MODEL = ModelKey("words", "1")
 OTHER = ModelKey("sensors", "1")
 PLAIN = Returns()
 NEVER = 1e9
-NOBODY: Any = None
-"""The owner of a block without another."""
 COST = Cost(1.0, 0.0, 0.0)
 """Every batch costs the same, so the time budget never limits its steps."""
 
@@ -82,8 +80,9 @@ class ScheduledRow(NamedTuple):
     last: bool
 
 
-def scheduled_rows(batch: ScheduledBatch) -> list[ScheduledRow]:
+def scheduled_rows(batch: ScheduledBatch | None) -> list[ScheduledRow]:
     """Return the rows of a batch, by their requests' ids."""
+    assert batch is not None
     rows = [
         ScheduledRow(block.ids[request], number - block.first_sequences[request], block.lengths[number], True, True)
         for block in batch.blocks

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import chain, count
 from typing import Any
 
 import numpy as np
@@ -21,12 +21,14 @@ from service.engine.batching.selection import SchedulerLimits
 from service.engine.execution.cost_model import Cost
 from service.ipc.messages.inference import IDS, NO_TENANT, Share
 from service.ipc.messages.models import ModelKey
-from tests.engine.batching.harness import MODEL, NOBODY, OTHER, FakeStates, block, scheduled_rows, scheduler
+from tests.engine.batching.harness import MODEL, OTHER, FakeStates, block, scheduled_rows, scheduler
 
 EVENTS = 250
 LENGTHS = (1, 2, 5, 16, 17, 40)
 TENANTS = Share("one"), Share("two", 4.0), Share("three")
 SESSIONS = 5
+NOBODY: Any = None
+"""The owner of the blocks."""
 
 
 @dataclass
@@ -102,10 +104,11 @@ class Story:
         self.now, self.orders, self.handles = 0.0, count(), count(1000)
 
     def event(self) -> None:
-        events = (self.add, self.batch, self.time_passes, self.cancel, self.drop_late, self.drop_chunks, self.batches_end)
-        self.chance.choices(events, (6, 5, 2, 1, 1, 0.5, 2))[0]()
+        events = (self.add, self.batch, self.cancel, self.drop_late, self.drop_chunks, self.batches_end)
+        self.chance.choices(events, (6, 5, 1, 1, 0.5, 2))[0]()
         if self.chance.random() < 0.2:
             self.states.free = self.chance.choice([0, 1, 2, 5])
+            self.now += self.chance.choice([0.3, 5.0, 50.0])
         self.count_chunks()
         self.check_counts()
 
@@ -121,19 +124,10 @@ class Story:
             deadline, order = self.now + choose([1.0, 30.0, 200.0, 1e9]), next(self.orders)
             requests.append(SentRequest(order + 1, model, share, deadline, lengths, handles, order))
         options = {"model": model, "priority": priority, "share": share, "divisible": self.divisible[model]}
-        refused, alone = (
-            {
-                id: (type(error), error.message)
-                for made in blocks
-                for ids, error in queue.add_block(made, now=self.now, busy=busy)
-                for id in ids
-            }
-            for queue, blocks in (
-                (self.joint, [block_of(requests, **options)]),
-                (self.single, [block_of([request], **options) for request in requests]),
-            )
-        )
-        assert refused == alone
+        alone = [self.single.add_block(block_of([request], **options), now=self.now, busy=busy) for request in requests]
+        all_refused = self.joint.add_block(block_of(requests, **options), now=self.now, busy=busy), chain(*alone)
+        refused, expected = ({id: (type(error), error.message) for ids, error in each for id in ids} for each in all_refused)
+        assert refused == expected
         self.queued |= {request.id: request for request in requests if request.id not in refused}
 
     def batch(self) -> None:
@@ -174,20 +168,13 @@ class Story:
         for made in batch.blocks:
             assert contents(made) == contents(block_of([self.queued[id] for id in made.ids]))
         for piece in batch.pieces:
-            made = piece.block.piece(piece.request, piece.sequence, piece.done, piece.steps)
-            request, number = self.queued[made.ids[0]], piece.sequence - piece.block.first_sequences[piece.request]
-            begin = sum(request.lengths[:number]) + piece.done
-            values = np.frombuffer(request.values(), IDS)[begin : begin + piece.steps].tobytes()
-            assert piece.done == request.done[number]
-            assert contents(made) == contents(block([(request.id, request.deadline, [piece.steps])], values))
+            number = piece.sequence - piece.block.first_sequences[piece.request]
+            assert piece.done == self.queued[piece.block.ids[piece.request]].done[number]
 
     def batches_end(self) -> None:
         ended = {handle for handle in self.in_flight if self.chance.random() < 0.7}
         self.in_flight -= ended
         self.states.in_use -= ended
-
-    def time_passes(self) -> None:
-        self.now += self.chance.choice([0.0, 0.3, 5.0, 50.0])
 
     def cancel(self) -> None:
         if self.queued:
@@ -218,9 +205,8 @@ class Story:
     def forget(self, ids: Sequence[int]) -> None:
         """Forget requests that have left the queue. The handles of sequences that have begun are free."""
         for request in map(self.queued.pop, ids):
-            self.states.in_use -= {
-                handle for handle, done in zip(request.handles, request.done, strict=False) if done
-            } - self.in_flight
+            begun = {handle for handle, done in zip(request.handles, request.done, strict=False) if done}
+            self.states.in_use -= begun - self.in_flight
 
     def count_chunks(self) -> None:
         """Find out whether a chunk waits for another."""
@@ -228,22 +214,20 @@ class Story:
         self.states.behind = any(chunks > 1 or handle in self.in_flight for handle, chunks in waiting.items())
 
     def check_counts(self) -> None:
-        expected = Counter[tuple[ModelKey, str, str]]()
+        expected: dict[tuple[ModelKey, str], Any] = defaultdict(lambda: np.zeros(3, int))
         for request in self.queued.values():
             left = request.left
-            work = {"count": np.count_nonzero(left), "steps": left.sum(), "begun": np.count_nonzero(left[request.done > 0])}
-            expected.update({(request.model, request.share.tenant, name): int(value) for name, value in work.items()})
+            work = np.count_nonzero(left), left.sum(), np.count_nonzero(left[request.done > 0])
+            expected[request.model, request.share.tenant] += work
         for queue in (self.joint, self.single):
             counts = {
-                (model, tenant, name): getattr(work, name)
+                (model, tenant): [work.count, work.steps, work.begun]
                 for model, of_model in queue._queues.items()
                 for tenant, work in of_model.tenants.items()
-                for name in ("count", "steps", "begun")
             }
-            assert counts == expected
-            assert queue.begun == sum(number for (*_, name), number in counts.items() if name == "begun")
-            total = sum(number for (*_, name), number in counts.items() if name == "count")
-            assert queue.waiting == sum(queue.waiting_by_model().values()) == total - queue.begun
+            assert counts == {key: work.tolist() for key, work in expected.items()}
+            total, _, begun = sum(expected.values(), start=np.zeros(3, int))
+            assert (queue.waiting, queue.begun) == (sum(queue.waiting_by_model().values()), begun) == (total - begun, begun)
         assert self.joint.backlog_seconds() == pytest.approx(self.single.backlog_seconds())
 
     def finish(self) -> None:
@@ -298,15 +282,6 @@ def test_requests_with_the_same_error_are_refused_together(steps: int, sequences
     assert refused.ids == list(range(10 + accepted, 30))
 
 
-def test_host_that_is_slower_than_the_budget_divides_no_request() -> None:
-    """Its time counts for every batch, so more batches would only cost it more."""
-    queue = scheduler(Cost(10.0, 0.5, 0.0), max_batch_tokens=1000, batch_seconds=1.0)
-    for id in (1, 2):
-        assert not queue.add_block(block([(id, 1e9, [1, *[18] * 7])]), now=0.0)
-        scheduled = queue.next_batch()
-        assert scheduled is not None and [whole.ids for whole in scheduled.blocks] == [[id]]
-
-
 def test_arrival_renews_the_order_of_requests() -> None:
     """Requests that are too late leave a block before it arrives."""
     left = block([(1, 0.0, [1]), (2, 9.0, [1]), (3, 9.0, [1])]).without([0])
@@ -320,7 +295,7 @@ REQUESTS = st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=4), min_siz
 
 @given(REQUESTS, st.booleans(), st.data())
 def test_part_and_rest_of_a_block_are_the_block(lengths: list[list[int]], stateful: bool, data: st.DataObject) -> None:
-    """With the handles of their sequences, their sessions and the steps before them. So is each piece of a sequence."""
+    """With the handles of their sequences, their sessions and the steps before them. A piece of a sequence has its values."""
     handles = iter(range(100, 200))
     requests = [
         SentRequest(7 * index + 1, MODEL, NO_TENANT, 10.0 + index, steps, [next(handles) for _ in steps if stateful], index)
@@ -335,3 +310,11 @@ def test_part_and_rest_of_a_block_are_the_block(lengths: list[list[int]], statef
     assert part.arrived == 1.0
     others = [request for index, request in enumerate(requests) if index not in chosen]
     assert contents(rest) == contents(block_of(others)) if rest is not None else not others
+    request, steps = requests[chosen[0]], lengths[chosen[0]]
+    number, (begin, end) = (
+        len(steps) - 1,
+        sorted(data.draw(st.tuples(st.integers(0, steps[-1]), st.integers(0, steps[-1] - 1)))),
+    )
+    piece = whole.piece(chosen[0], whole.first_sequences[chosen[0]] + number, begin, end - begin)
+    values = np.frombuffer(request.values(), IDS)[sum(steps[:number]) :][begin:end].tobytes()
+    assert contents(piece) == contents(block([(request.id, request.deadline, [end - begin])], values))

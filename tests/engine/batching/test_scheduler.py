@@ -18,20 +18,7 @@ from service.engine.batching.selection import LEAST_STEPS, UNLIMITED, fair_share
 from service.engine.execution.cost_model import Cost
 from service.errors import DeadlineExceeded, Overloaded
 from service.ipc.messages.models import ModelKey
-from tests.engine.batching.harness import (
-    COST,
-    LIMITS,
-    MODEL,
-    NEVER,
-    NOBODY,
-    OTHER,
-    FakeFrontend,
-    FakeStates,
-    ScheduledRow,
-    block,
-    scheduled_rows,
-    scheduler,
-)
+from tests.engine.batching.harness import COST, LIMITS, MODEL, NEVER, OTHER, FakeStates, block, scheduled_rows, scheduler
 
 STEP_COST = Cost(0.0, 1.0, 0.0)
 """One second per step of the longest row."""
@@ -39,6 +26,7 @@ STEP_COST = Cost(0.0, 1.0, 0.0)
 
 NUMBERS = count(1)
 """The ids of requests."""
+OWNER: Any = object()
 
 
 def add(
@@ -48,19 +36,14 @@ def add(
     now: float = 0.0,
     model: ModelKey = MODEL,
     busy: float = 0.0,
+    owner: object = OWNER,
     **options: Any,
 ) -> list[int]:
     """Add a block. requests: the steps of each, or of its sequences; options: of the block. Returns their ids; raises a refusal."""
     made = [(next(NUMBERS), deadline, steps if isinstance(steps, list) else [steps]) for steps in requests]
-    for refused in to.add_block(block(made, model=model, **options), now=now, busy=busy):
+    for refused in to.add_block(block(made, model=model, owner=owner, **options), now=now, busy=busy):
         raise refused.error
     return [id for id, *_ in made]
-
-
-def batch(of: Scheduler) -> list[ScheduledRow]:
-    taken = of.next_batch()
-    assert taken is not None
-    return scheduled_rows(taken)
 
 
 def batches(of: Scheduler) -> list[tuple[ModelKey, list[int]]]:
@@ -145,7 +128,7 @@ def test_long_sequences_take_steps_that_short_ones_leave() -> None:
     add(queue, *[10] * 6, 500, 500, divisible=True)
     # The short sequences leave 50 steps to each, and batches of 20 steps have 0.8 of that throughput.
     # With an equal share of 20 steps, K would be 16.
-    assert [row.steps for row in batch(queue)] == [*[10] * 6, 20, 20]
+    assert [row.steps for row in scheduled_rows(queue.next_batch())] == [*[10] * 6, 20, 20]
 
 
 def test_shortest_sequence_limits_the_steps_of_a_batch() -> None:
@@ -178,10 +161,10 @@ def test_first_sequence_is_predicted_to_take_the_batches_that_it_takes() -> None
 def test_short_sequence_joins_and_leaves_while_a_long_one_runs() -> None:
     queue = scheduler(cost=STEP_COST, batch_seconds=16.0)
     [long] = add(queue, 64, divisible=True)
-    assert [row.steps for row in batch(queue)] == [16]
+    assert [row.steps for row in scheduled_rows(queue.next_batch())] == [16]
     [short] = add(queue, 10, now=1.0, divisible=True)
-    assert batch(queue) == [ScheduledRow(long, 0, 16, False, False), ScheduledRow(short, 0, 10, True, True)]
-    assert [row.id for row in batch(queue)] == [long]
+    assert scheduled_rows(queue.next_batch()) == [(long, 0, 16, False, False), (short, 0, 10, True, True)]
+    assert [row.id for row in scheduled_rows(queue.next_batch())] == [long]
 
 
 def test_stream_of_short_sequences_does_not_starve_a_long_one() -> None:
@@ -191,7 +174,7 @@ def test_stream_of_short_sequences_does_not_starve_a_long_one() -> None:
     while running != long:
         waited += 1
         add(queue, 1, now=waited, divisible=True)
-        [(running, *_)] = batch(queue)
+        [(running, *_)] = scheduled_rows(queue.next_batch())
     assert waited == pytest.approx(9 * STRETCH, abs=2)
 
 
@@ -199,9 +182,11 @@ def test_sequence_without_room_for_its_state_waits() -> None:
     queue = scheduler(cost=STEP_COST, batch_seconds=10.0, states=FakeStates(room=1))
     first, _ = add(queue, 50, 60, divisible=True)
     [short] = add(queue, 9, now=1.0, divisible=True)
-    assert [row.id for row in batch(queue)] == [first, short]
+    assert [row.id for row in scheduled_rows(queue.next_batch())] == [first, short]
     [kept] = add(queue, 9, now=3.0, divisible=True, handles=np.array([7]))
-    assert [row.id for row in batch(queue)] == [first, kept] and queue.waiting == 1, "what is due first takes the free room"
+    assert [row.id for row in scheduled_rows(queue.next_batch())] == [first, kept] and queue.waiting == 1, (
+        "what is due first takes the free room"
+    )
 
 
 def test_chunk_that_waits_for_its_session_blocks_no_other() -> None:
@@ -239,7 +224,7 @@ def test_idle_model_earns_no_credit() -> None:
     queue = scheduler(max_batch_sequences=1)
     add(queue, *[1] * 40)
     for _ in range(20):
-        batch(queue)
+        scheduled_rows(queue.next_batch())
     add(queue, *[1] * 40, model=OTHER)
     assert [model for model, _ in batches(queue)][:10].count(MODEL) == 5
 
@@ -248,16 +233,15 @@ def test_idle_model_earns_no_credit() -> None:
 
 
 def test_drop_removes_only_the_named_requests() -> None:
-    queue, owner = scheduler(), FakeFrontend()
-    [first] = add(queue, [1, 2], owner=owner)
-    add(queue, 3)
-    others = add(queue, 4, 5, model=OTHER, owner=owner)
-    assert queue.drop_request(FakeFrontend(), first) is None
-    dropped = queue.drop_request(owner, first)
+    queue, other = scheduler(), object()
+    [first] = add(queue, [1, 2])
+    add(queue, 3, owner=other)
+    others = add(queue, 4, 5, model=OTHER)
+    dropped = queue.drop_request(OWNER, first)
     assert dropped is not None and dropped[0].ids == [first] and queue.waiting == 3
-    assert queue.drop_request(owner, first) is None
-    [(of_other, indices)] = queue.drop_owner(owner)
-    assert of_other.ids == others and indices == [0, 1]
+    assert queue.drop_request(OWNER, first) is None
+    [(of_owner, indices)] = queue.drop_owner(OWNER)
+    assert of_owner.ids == others and indices == [0, 1]
     assert batches(queue) == [(MODEL, [3])]
 
 
@@ -283,7 +267,7 @@ def test_rejection_covers_similar_requests_until_the_queue_moves() -> None:
     with pytest.raises(Overloaded, match="expected in 17 s"):
         add(queue, 1, deadline=20.0)
     add(queue, 4, deadline=CAUTION * 20 + STRETCH * 4)
-    assert all(queue.drop_request(NOBODY, id) for id in (first, second))
+    assert all(queue.drop_request(OWNER, id) for id in (first, second))
     add(queue, 4, deadline=CAUTION * 20 - 0.1)
 
 

@@ -49,15 +49,6 @@ def fail(*arguments: object, **others: object) -> None:
 # Chunks.
 
 
-def test_chunks_of_a_session_run_one_by_one_in_order(harness: BatcherHarness) -> None:
-    """None is accepted after the last."""
-    clients = [harness.call([value, 1], session="a", ends=value == 7) for value in range(1, 8)]
-    late = harness.call([1], session="a")
-    harness.run()
-    assert [progress(client) for client in clients] == [(sum(range(value + 1)) + value, 2 * value) for value in range(1, 8)]
-    assert harness.engine.ran == [[value] for value in range(1, 8)] and refused(late) is SessionConflict
-
-
 def test_last_chunk_ends_the_session(harness: BatcherHarness) -> None:
     send(harness, 1)
     assert used_slots(harness) == 1
