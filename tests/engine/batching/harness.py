@@ -48,9 +48,7 @@ LIMITS = SchedulerLimits(max_waiting=100, max_batch_sequences=8, max_batch_token
 
 
 class FakeStates:
-    """The states of a scheduler. free: how many more sequences may hold one; in_use: the handles in use; behind: whether a chunk waits
-    for another of its session.
-    """
+    """The states of a scheduler. free: room for more; in_use: the handles in use; behind: whether a chunk waits for its session."""
 
     def __init__(self, room: int = 1000, *in_use: int) -> None:
         self.free, self.in_use, self.behind = room, set(in_use), bool(in_use)

@@ -311,10 +311,8 @@ def test_part_and_rest_of_a_block_are_the_block(lengths: list[list[int]], statef
     others = [request for index, request in enumerate(requests) if index not in chosen]
     assert contents(rest) == contents(block_of(others)) if rest is not None else not others
     request, steps = requests[chosen[0]], lengths[chosen[0]]
-    number, (begin, end) = (
-        len(steps) - 1,
-        sorted(data.draw(st.tuples(st.integers(0, steps[-1]), st.integers(0, steps[-1] - 1)))),
-    )
-    piece = whole.piece(chosen[0], whole.first_sequences[chosen[0]] + number, begin, end - begin)
-    values = np.frombuffer(request.values(), IDS)[sum(steps[:number]) :][begin:end].tobytes()
-    assert contents(piece) == contents(block([(request.id, request.deadline, [end - begin])], values))
+    done = data.draw(st.integers(0, steps[-1] - 1))
+    taken = data.draw(st.integers(1, steps[-1] - done))
+    piece = whole.piece(chosen[0], whole.first_sequences[chosen[0] + 1] - 1, done, taken)
+    values = np.frombuffer(request.values(), IDS)[sum(steps[:-1]) + done :][:taken].tobytes()
+    assert contents(piece) == contents(block([(request.id, request.deadline, [taken])], values))

@@ -83,15 +83,6 @@ def test_batch_respects_both_limits() -> None:
     assert batches(queue) == [(MODEL, [1, 2, 3]), (MODEL, [4, 6]), (MODEL, [1, 9]), (MODEL, [2])]
 
 
-@pytest.mark.parametrize("steps", [(500, 1, 1), (1, 500, 1), (1, 1, 500)], ids=str)
-def test_indivisible_sequence_longer_than_a_batch_runs_alone(steps: tuple[int, ...]) -> None:
-    queue = scheduler(max_batch_tokens=10)
-    add(queue, *steps)
-    taken = batches(queue)
-    assert (MODEL, [500]) in taken
-    assert [count for _, run in taken for count in run] == list(steps)
-
-
 def test_long_indivisible_sequence_runs_after_short_ones() -> None:
     queue = scheduler(cost=STEP_COST, batch_seconds=20.0, max_batch_tokens=1000)
     add(queue, 10, 90, 10, 12)
@@ -184,9 +175,7 @@ def test_sequence_without_room_for_its_state_waits() -> None:
     [short] = add(queue, 9, now=1.0, divisible=True)
     assert [row.id for row in scheduled_rows(queue.next_batch())] == [first, short]
     [kept] = add(queue, 9, now=3.0, divisible=True, handles=np.array([7]))
-    assert [row.id for row in scheduled_rows(queue.next_batch())] == [first, kept] and queue.waiting == 1, (
-        "what is due first takes the free room"
-    )
+    assert [row.id for row in scheduled_rows(queue.next_batch())] == [first, kept], "what is due first takes the room"
 
 
 def test_chunk_that_waits_for_its_session_blocks_no_other() -> None:
@@ -232,17 +221,13 @@ def test_idle_model_earns_no_credit() -> None:
 # Requests that leave before they have run.
 
 
-def test_drop_removes_only_the_named_requests() -> None:
-    queue, other = scheduler(), object()
-    [first] = add(queue, [1, 2])
-    add(queue, 3, owner=other)
-    others = add(queue, 4, 5, model=OTHER)
-    dropped = queue.drop_request(OWNER, first)
-    assert dropped is not None and dropped[0].ids == [first] and queue.waiting == 3
-    assert queue.drop_request(OWNER, first) is None
-    [(of_owner, indices)] = queue.drop_owner(OWNER)
-    assert of_owner.ids == others and indices == [0, 1]
-    assert batches(queue) == [(MODEL, [3])]
+def test_drop_of_an_owner_leaves_the_requests_of_others() -> None:
+    queue = scheduler()
+    add(queue, [1, 2], owner=object())
+    dropped = add(queue, 3) + add(queue, 4, 5, model=OTHER)
+    assert [made.ids[index] for made, indices in queue.drop_owner(OWNER) for index in indices] == dropped
+    assert queue.drop_request(OWNER, 1) is None and queue.waiting == 2
+    assert batches(queue) == [(MODEL, [1, 2])]
 
 
 # Deadlines that cannot be met.
